@@ -1,0 +1,46 @@
+// What mamba_cuda says about itself, and how CUDA's errors become ours.
+#include <string.h>
+
+#include "common/cuda_utils.cuh"
+
+namespace mamba {
+
+int32_t cuda_status(cudaError_t error, const char* kernel, int64_t batch, int64_t dim, int64_t seqlen, int64_t dstate) {
+    if (error == cudaSuccess) {
+        return MAMBA_OK;
+    }
+    cudaGetLastError();  // a launch error is sticky until it is read
+    int32_t code = MAMBA_ERROR_CUDA;
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
+        error == cudaErrorUnsupportedPtxVersion) {
+        code = MAMBA_ERROR_NO_KERNEL_IMAGE;
+    } else if (error == cudaErrorInsufficientDriver || error == cudaErrorNoDevice) {
+        code = MAMBA_ERROR_DRIVER;
+    }
+    return fail(code, "%s (CUDA error %d: %s) in %s with batch=%lld dim=%lld seqlen=%lld dstate=%lld", cudaGetErrorName(error),
+                static_cast<int>(error), cudaGetErrorString(error), kernel, static_cast<long long>(batch),
+                static_cast<long long>(dim), static_cast<long long>(seqlen), static_cast<long long>(dstate));
+}
+
+}  // namespace mamba
+
+int32_t mamba_library_info(MambaLibraryInfo* info) {
+    if (info == nullptr) {
+        return mamba::fail(MAMBA_ERROR_INVALID, "mamba_library_info: info is NULL");
+    }
+    memset(info, 0, sizeof(*info));
+    info->abi_version = MAMBA_ABI_VERSION;
+    info->is_cuda = 1;
+    info->supports_float16 = mamba::check_dtype("", MAMBA_FLOAT16) == MAMBA_OK;
+    info->supports_bfloat16 = mamba::check_dtype("", MAMBA_BFLOAT16) == MAMBA_OK;
+    memcpy(info->isa, "cuda", 5);
+    int version = 0;
+    if (cudaRuntimeGetVersion(&version) == cudaSuccess) {
+        info->cuda_runtime_version = version;
+    }
+    if (cudaDriverGetVersion(&version) == cudaSuccess) {
+        info->cuda_driver_version = version;
+    }
+    cudaGetLastError();  // a machine without a driver is not an error here
+    return MAMBA_OK;
+}

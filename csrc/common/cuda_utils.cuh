@@ -1,0 +1,105 @@
+// What every CUDA kernel and launcher shares: scalar conversion, fast math, device selection and launch errors.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "common/error.h"
+
+namespace mamba {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// ---- scalars -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float to_float(float value) {
+    return value;
+}
+__device__ __forceinline__ float to_float(__half value) {
+    return __half2float(value);
+}
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) {
+    return __bfloat162float(value);
+}
+
+template <typename T>
+__device__ __forceinline__ T from_float(float value);
+template <>
+__device__ __forceinline__ float from_float<float>(float value) {
+    return value;
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float value) {
+    return __float2half_rn(value);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+    return __float2bfloat16_rn(value);
+}
+
+// An element of a tensor whose dtype is known only at run time (weights, biases, single-step inputs).
+__device__ __forceinline__ float load_as_float(const void* data, int64_t index, int32_t dtype) {
+    if (dtype == MAMBA_FLOAT32) {
+        return static_cast<const float*>(data)[index];
+    }
+    if (dtype == MAMBA_FLOAT16) {
+        return to_float(static_cast<const __half*>(data)[index]);
+    }
+    return to_float(static_cast<const __nv_bfloat16*>(data)[index]);
+}
+
+// ---- math ----------------------------------------------------------------------------------------------------------
+
+// 2^x with one special-function instruction; results below 2^-126 are zero.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float sigmoid(float x) {
+    return __fdividef(1.0f, 1.0f + exp2_fast(-x * kLog2e));
+}
+
+__device__ __forceinline__ float silu(float x) {
+    return x * sigmoid(x);
+}
+
+// log(1 + e^x), accurate to a few ulp for very negative x too; the identity above 20 as in torch.
+__device__ __forceinline__ float softplus(float x) {
+    return x > 20.0f ? x : log1pf(exp2_fast(x * kLog2e));
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+// Makes a device current for the scope and restores the caller's. error is what CUDA said.
+class DeviceGuard {
+ public:
+    explicit DeviceGuard(int32_t device) : previous_(-1), error(cudaGetDevice(&previous_)) {
+        if (error == cudaSuccess && previous_ != device) {
+            error = cudaSetDevice(device);
+        } else {
+            previous_ = -1;
+        }
+    }
+    ~DeviceGuard() {
+        if (previous_ >= 0) {
+            cudaSetDevice(previous_);
+        }
+    }
+    DeviceGuard(const DeviceGuard&) = delete;
+    DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+    int previous_;
+
+ public:
+    cudaError_t error;
+};
+
+// Turns a CUDA error into an error code and a message that names the kernel; MAMBA_OK for cudaSuccess.
+int32_t cuda_status(cudaError_t error, const char* kernel, int64_t batch, int64_t dim, int64_t seqlen, int64_t dstate);
+
+}  // namespace mamba

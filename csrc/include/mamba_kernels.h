@@ -1,0 +1,236 @@
+/* The C ABI: the only contract between Python (mamba_ssm/_native) and the two kernel libraries.
+ *
+ * mamba_cpu and mamba_cuda export the same functions. Every tensor is a pointer with strides in elements; a stride that
+ * is not listed is that of a contiguous tensor. Optional pointers may be NULL. Every function that returns int32_t returns
+ * MAMBA_OK or an error code, and mamba_last_error() then says what went wrong, on the calling thread.
+ * Nothing here allocates device memory, synchronises, prints or throws, so all of it works under CUDA-graph capture.
+ *
+ * Letters: B batch, D channels, L length, N dstate, G groups, H heads, P headdim, W conv width.
+ * Change a struct or a function: raise MAMBA_ABI_VERSION and mirror it in mamba_ssm/_native/abi.py.
+ */
+#ifndef MAMBA_KERNELS_H
+#define MAMBA_KERNELS_H
+
+#include <stdint.h>
+
+#if defined(_WIN32) && defined(MAMBA_BUILD_LIBRARY)
+#define MAMBA_API __declspec(dllexport)
+#elif defined(_WIN32)
+#define MAMBA_API __declspec(dllimport)
+#else
+#define MAMBA_API __attribute__((visibility("default"))) /* NOLINT(msvc): the branch for other compilers */
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MAMBA_ABI_VERSION 1
+
+/* Error codes. */
+#define MAMBA_OK 0
+#define MAMBA_ERROR_INVALID 1         /* an argument is wrong: message names it */
+#define MAMBA_ERROR_UNSUPPORTED 2     /* right, but not in this library (size limit) */
+#define MAMBA_ERROR_DTYPE_DISABLED 3  /* the dtype was switched off when the library was built */
+#define MAMBA_ERROR_CUDA 4            /* CUDA said no: message holds the error's name, the kernel and the sizes */
+#define MAMBA_ERROR_NO_KERNEL_IMAGE 5 /* the library holds no code for this GPU's architecture */
+#define MAMBA_ERROR_DRIVER 6          /* no driver, or one older than the library's CUDA runtime needs */
+#define MAMBA_ERROR_MEMORY 7          /* host memory could not be allocated (CPU library) */
+
+/* Element types. */
+#define MAMBA_FLOAT32 0
+#define MAMBA_FLOAT16 1
+#define MAMBA_BFLOAT16 2
+
+/* The forward scan stores the state every so many steps for the backward scan to start from. */
+#define MAMBA_SCAN_CHECKPOINT 64
+/* Largest dstate of selective_scan and selective_state_update. */
+#define MAMBA_MAX_DSTATE 256
+
+/* Where to run. mamba_cuda reads stream and device, mamba_cpu reads num_threads. */
+typedef struct MambaRun {
+    void* stream;        /* cudaStream_t; NULL is the legacy default stream */
+    int32_t device;      /* CUDA device index */
+    int32_t num_threads; /* most CPU threads to use, >= 1 */
+} MambaRun;
+
+/* h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t;  out_t = (C_t . h_t + D u_t) silu(z_t);  dt_t = softplus?(delta_t + bias).
+ * The last dimension (L) of u, delta, z, out and of variable B and C has stride 1. float32 where the type says float. */
+typedef struct MambaSelectiveScan {
+    MambaRun run;
+    int64_t batch, dim, seqlen, dstate, ngroups;
+    int32_t dtype; /* of u, delta, z, out and of variable B, C */
+    int32_t delta_softplus;
+    int32_t variable_B; /* 0: B is float (D, N) contiguous; 1: (B, G, N, L) of dtype */
+    int32_t variable_C;
+    const void* u;     /* (B, D, L) */
+    const void* delta; /* (B, D, L) */
+    const void* z;     /* (B, D, L), optional */
+    const float* A;    /* (D, N) */
+    const void* B;
+    const void* C;
+    const float* D;             /* (D), optional */
+    const float* delta_bias;    /* (D), optional */
+    const float* initial_state; /* (B, D, N), optional */
+    const int32_t* seq_idx;     /* (B, L), optional: the state restarts from zero where the value differs from step t-1's */
+    void* out;                  /* (B, D, L); forward: required. backward: optional, out is written again */
+    float* last_state;          /* (B, D, N), optional; forward only */
+    float* checkpoints;         /* (B, (L-1)/MAMBA_SCAN_CHECKPOINT, D, N): state before step (i+1)*MAMBA_SCAN_CHECKPOINT.
+                                   forward: optional, written. backward: required unless it is empty, read */
+    int64_t u_batch_stride, u_dim_stride;
+    int64_t delta_batch_stride, delta_dim_stride;
+    int64_t z_batch_stride, z_dim_stride;
+    int64_t B_batch_stride, B_group_stride, B_dstate_stride; /* of a variable B */
+    int64_t C_batch_stride, C_group_stride, C_dstate_stride; /* of a variable C */
+    int64_t out_batch_stride, out_dim_stride;
+} MambaSelectiveScan;
+
+/* Gradients. Outputs are contiguous; those marked "sum" hold one part a batch or a slot, for the caller to add up,
+ * so that no result depends on the order of atomics where slots > 1. */
+typedef struct MambaSelectiveScanBackward {
+    MambaSelectiveScan forward; /* as given to the forward call (last_state is not read) */
+    const void* dout;           /* (B, D, L) of dtype, last stride 1 */
+    int64_t dout_batch_stride, dout_dim_stride;
+    const float* dlast_state; /* (B, D, N), optional */
+    int64_t slots;            /* copies allocated in dB and dC; what mamba_selective_scan_backward_slots returned */
+    void* du;                 /* (B, D, L) of dtype */
+    void* ddelta;             /* (B, D, L) of dtype */
+    void* dz;                 /* (B, D, L) of dtype; required where z is */
+    float* dA;                /* (B, D, N), sum over batch */
+    float* dB; /* variable: (slots, B, G, N, L), sum over slots, zeroed by the caller. constant: (B, D, N), sum over batch */
+    float* dC; /* like dB */
+    float* dD; /* (B, D), sum over batch; required where D is */
+    float* ddelta_bias;    /* (B, D), sum over batch; required where delta_bias is */
+    float* dinitial_state; /* (B, D, N), optional */
+} MambaSelectiveScanBackward;
+
+/* out_{d,l} = silu?(bias_d + sum_w weight_{d,w} x_{d, l-(W-1)+w}): causal depthwise convolution. x and out have either
+ * stride_l == 1 or stride_d == 1. With seq_idx, taps that lie in another sequence count as zero. */
+typedef struct MambaCausalConv1d {
+    MambaRun run;
+    int64_t batch, dim, seqlen;
+    int32_t width;        /* 2, 3 or 4 */
+    int32_t silu;         /* 0 or 1 */
+    int32_t dtype;        /* of x, initial_states, final_states, out */
+    int32_t weight_dtype; /* of weight */
+    int32_t bias_dtype;   /* of bias */
+    int32_t reserved;
+    const void* x;              /* (B, D, L) */
+    const void* weight;         /* (D, W) contiguous */
+    const void* bias;           /* (D), optional */
+    const int32_t* seq_idx;     /* (B, L), optional; not together with initial_states or final_states */
+    const void* initial_states; /* (B, D, W-1), optional: the inputs before step 0 */
+    void* out;                  /* (B, D, L) */
+    void* final_states;         /* (B, D, W-1), optional; forward only: the last W-1 inputs */
+    int64_t x_batch_stride, x_dim_stride, x_len_stride;
+    int64_t out_batch_stride, out_dim_stride, out_len_stride;
+    int64_t initial_batch_stride, initial_dim_stride, initial_len_stride;
+    int64_t final_batch_stride, final_dim_stride, final_len_stride;
+} MambaCausalConv1d;
+
+typedef struct MambaCausalConv1dBackward {
+    MambaCausalConv1d forward; /* as given to the forward call (out and final_states are not read) */
+    const void* dout;          /* (B, D, L), stride_l == 1 or stride_d == 1 */
+    void* dx;                  /* (B, D, L), same */
+    int64_t dout_batch_stride, dout_dim_stride, dout_len_stride;
+    int64_t dx_batch_stride, dx_dim_stride, dx_len_stride;
+    const void* dfinal_states; /* (B, D, W-1), contiguous, of dtype, optional */
+    void* dinitial_states;     /* (B, D, W-1), contiguous, of dtype; optional */
+    int64_t slots;             /* what mamba_causal_conv1d_backward_slots returned */
+    float* dweight;            /* (slots, D, W), every element written; the caller adds the slots up */
+    float* dbias;              /* (slots, D), every element written; required where bias is */
+} MambaCausalConv1dBackward;
+
+/* Decoding: seqlen new inputs, with the last inputs in conv_state, which is updated in place. Without cache_seqlens the
+ * state holds the newest input last (shifted); with it the state is a circular buffer written from cache_seqlens[b] % S. */
+typedef struct MambaCausalConv1dUpdate {
+    MambaRun run;
+    int64_t batch, dim, seqlen, state_len; /* state_len S >= W-1 */
+    int32_t width, silu;
+    int32_t dtype; /* of x, out */
+    int32_t state_dtype, weight_dtype, bias_dtype;
+    const void* x;                     /* (B, D, L) */
+    void* conv_state;                  /* (rows, D, S) */
+    const void* weight;                /* (D, W) contiguous */
+    const void* bias;                  /* (D), optional */
+    const int32_t* cache_seqlens;      /* (B), optional */
+    const int32_t* conv_state_indices; /* (B), optional: row of conv_state; a negative row is padding: out is zero */
+    void* out;                         /* (B, D, L) */
+    int64_t state_rows;
+    int64_t x_batch_stride, x_dim_stride, x_len_stride;
+    int64_t state_row_stride, state_dim_stride, state_len_stride;
+    int64_t out_batch_stride, out_dim_stride, out_len_stride;
+} MambaCausalConv1dUpdate;
+
+/* One decode step: state = exp(dt A) state + dt B x, in place; out = (C . state + D x) silu(z). Any stride may be 0. */
+typedef struct MambaSelectiveStateUpdate {
+    MambaRun run;
+    int64_t batch, nheads, headdim, dstate, ngroups;
+    int32_t state_dtype;
+    int32_t x_dtype; /* of x, z, out */
+    int32_t dt_dtype;
+    int32_t A_dtype;
+    int32_t BC_dtype;
+    int32_t D_dtype;
+    int32_t dt_bias_dtype;
+    int32_t dt_softplus;
+    void* state;                        /* (rows, H, P, N) */
+    const void* x;                      /* (B, H, P) */
+    const void* dt;                     /* (B, H, P) */
+    const void* A;                      /* (H, P, N) */
+    const void* B;                      /* (B, G, N) */
+    const void* C;                      /* (B, G, N) */
+    const void* D;                      /* (H, P), optional */
+    const void* z;                      /* (B, H, P), optional */
+    const void* dt_bias;                /* (H, P), optional */
+    const int32_t* state_batch_indices; /* (B), optional: row of state; a negative row is padding: out is zero */
+    void* out;                          /* (B, H, P) */
+    int64_t state_rows;
+    int64_t state_row_stride, state_head_stride, state_dim_stride, state_dstate_stride;
+    int64_t x_batch_stride, x_head_stride, x_dim_stride;
+    int64_t dt_batch_stride, dt_head_stride, dt_dim_stride;
+    int64_t A_head_stride, A_dim_stride, A_dstate_stride;
+    int64_t B_batch_stride, B_group_stride, B_dstate_stride;
+    int64_t C_batch_stride, C_group_stride, C_dstate_stride;
+    int64_t D_head_stride, D_dim_stride;
+    int64_t z_batch_stride, z_head_stride, z_dim_stride;
+    int64_t dt_bias_head_stride, dt_bias_dim_stride;
+    int64_t out_batch_stride, out_head_stride, out_dim_stride;
+} MambaSelectiveStateUpdate;
+
+/* What the library is and where it runs. */
+typedef struct MambaLibraryInfo {
+    int32_t abi_version;
+    int32_t is_cuda;              /* 0: mamba_cpu, 1: mamba_cuda */
+    int32_t cuda_runtime_version; /* e.g. 13000; 0 in mamba_cpu */
+    int32_t cuda_driver_version;  /* newest CUDA the installed driver supports; 0 without a driver and in mamba_cpu */
+    int32_t supports_float16;
+    int32_t supports_bfloat16;
+    char isa[32]; /* mamba_cpu: the instruction set chosen at run time, "avx512", "avx2" or "generic"; mamba_cuda: "cuda" */
+} MambaLibraryInfo;
+
+MAMBA_API int32_t mamba_library_info(MambaLibraryInfo* info);
+/* sizeof of a params struct by its name, 0 for a name that is not known: the loader compares it with its mirror. */
+MAMBA_API int64_t mamba_struct_size(const char* name);
+/* The calling thread's last error, in words; "" before any. Valid until the thread's next failing call. */
+MAMBA_API const char* mamba_last_error(void);
+
+MAMBA_API int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params);
+MAMBA_API int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params);
+/* Copies of dB and dC to allocate for this problem (>= 1); reads run and the sizes of params->forward only.
+ * deterministic 0: CUDA adds into one copy with atomics. 1: as many copies as it takes to need none. */
+MAMBA_API int64_t mamba_selective_scan_backward_slots(const MambaSelectiveScan* params, int32_t deterministic);
+
+MAMBA_API int32_t mamba_causal_conv1d_forward(const MambaCausalConv1d* params);
+MAMBA_API int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params);
+/* Copies of dweight and dbias to allocate for this problem (>= 1). */
+MAMBA_API int64_t mamba_causal_conv1d_backward_slots(const MambaCausalConv1d* params);
+MAMBA_API int32_t mamba_causal_conv1d_update(const MambaCausalConv1dUpdate* params);
+
+MAMBA_API int32_t mamba_selective_state_update(const MambaSelectiveStateUpdate* params);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MAMBA_KERNELS_H */
