@@ -1,0 +1,193 @@
+// Several neighbouring elements moved with one memory access and kept packed in registers until they are used.
+#pragma once
+
+#include "common/cuda_utils.cuh"
+
+namespace mamba {
+
+// ---- two 16-bit elements in a word -----------------------------------------------------------------------------------
+
+template <typename T>
+__device__ __forceinline__ float2 unpack2(uint32_t word);
+template <>
+__device__ __forceinline__ float2 unpack2<__half>(uint32_t word) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&word));
+}
+template <>
+__device__ __forceinline__ float2 unpack2<__nv_bfloat16>(uint32_t word) {
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack2(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// ---- N elements ------------------------------------------------------------------------------------------------------
+
+// N elements as they lie in memory; N * sizeof(T) is 4, 8 or a multiple of 16 bytes, or N is 1.
+template <typename T, int N>
+struct Packed {
+    uint32_t word[N * sizeof(T) / 4];
+};
+template <typename T>
+struct Packed<T, 1> {
+    T element;
+};
+
+template <typename T, int N>
+__device__ __forceinline__ Packed<T, N> packed_zero() {
+    Packed<T, N> packed;
+    if constexpr (N == 1) {
+        packed.element = from_float<T>(0.0f);
+    } else {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(N * sizeof(T) / 4); ++i) {
+            packed.word[i] = 0;
+        }
+    }
+    return packed;
+}
+
+// Accesses of up to 16 bytes; the address must be a multiple of their size.
+template <typename T, int N>
+__device__ __forceinline__ Packed<T, N> packed_load(const T* address) {
+    Packed<T, N> packed;
+    if constexpr (N == 1) {
+        packed.element = *address;
+    } else if constexpr (N * sizeof(T) % 16 == 0) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(N * sizeof(T) / 16); ++i) {
+            const uint4 words = reinterpret_cast<const uint4*>(address)[i];
+            packed.word[4 * i] = words.x;
+            packed.word[4 * i + 1] = words.y;
+            packed.word[4 * i + 2] = words.z;
+            packed.word[4 * i + 3] = words.w;
+        }
+    } else if constexpr (N * sizeof(T) == 8) {
+        const uint2 words = *reinterpret_cast<const uint2*>(address);
+        packed.word[0] = words.x;
+        packed.word[1] = words.y;
+    } else {
+        static_assert(N * sizeof(T) == 4, "4, 8 or a multiple of 16 bytes");
+        packed.word[0] = *reinterpret_cast<const uint32_t*>(address);
+    }
+    return packed;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void packed_store(T* address, const Packed<T, N>& packed) {
+    if constexpr (N == 1) {
+        *address = packed.element;
+    } else if constexpr (N * sizeof(T) % 16 == 0) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(N * sizeof(T) / 16); ++i) {
+            reinterpret_cast<uint4*>(address)[i] =
+                make_uint4(packed.word[4 * i], packed.word[4 * i + 1], packed.word[4 * i + 2], packed.word[4 * i + 3]);
+        }
+    } else if constexpr (N * sizeof(T) == 8) {
+        *reinterpret_cast<uint2*>(address) = make_uint2(packed.word[0], packed.word[1]);
+    } else {
+        static_assert(N * sizeof(T) == 4, "4, 8 or a multiple of 16 bytes");
+        *reinterpret_cast<uint32_t*>(address) = packed.word[0];
+    }
+}
+
+// values[0..N) from packed, and back.
+template <typename T, int N>
+__device__ __forceinline__ void unpack(const Packed<T, N>& packed, float* values) {
+    if constexpr (N == 1) {
+        values[0] = to_float(packed.element);
+    } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            values[i] = __uint_as_float(packed.word[i]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            const float2 pair = unpack2<T>(packed.word[i]);
+            values[2 * i] = pair.x;
+            values[2 * i + 1] = pair.y;
+        }
+    }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ Packed<T, N> pack(const float* values) {
+    Packed<T, N> packed;
+    if constexpr (N == 1) {
+        packed.element = from_float<T>(values[0]);
+    } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            packed.word[i] = __float_as_uint(values[i]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            packed.word[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
+        }
+    }
+    return packed;
+}
+
+// ---- elements whose dtype is known only at run time ------------------------------------------------------------------
+
+__device__ __forceinline__ void store_from_float(void* data, int64_t index, int32_t dtype, float value) {
+    if (dtype == MAMBA_FLOAT32) {
+        static_cast<float*>(data)[index] = value;
+    } else if (dtype == MAMBA_FLOAT16) {
+        static_cast<__half*>(data)[index] = from_float<__half>(value);
+    } else {
+        static_cast<__nv_bfloat16*>(data)[index] = from_float<__nv_bfloat16>(value);
+    }
+}
+
+// Four neighbours with one access; the address must be a multiple of four elements.
+__device__ __forceinline__ void load4_as_float(const void* data, int64_t index, int32_t dtype, float* values) {
+    if (dtype == MAMBA_FLOAT32) {
+        unpack<float, 4>(packed_load<float, 4>(static_cast<const float*>(data) + index), values);
+    } else if (dtype == MAMBA_FLOAT16) {
+        unpack<__half, 4>(packed_load<__half, 4>(static_cast<const __half*>(data) + index), values);
+    } else {
+        unpack<__nv_bfloat16, 4>(packed_load<__nv_bfloat16, 4>(static_cast<const __nv_bfloat16*>(data) + index), values);
+    }
+}
+
+// ---- host ------------------------------------------------------------------------------------------------------------
+
+inline int64_t dtype_size(int32_t dtype) {
+    return dtype == MAMBA_FLOAT32 ? 4 : 2;
+}
+
+// Whether every access of `bytes` at base + i * stride (elements of element_size, i < count) is aligned.
+inline bool stride_is_aligned(int64_t count, int64_t stride, int64_t element_size, int64_t bytes) {
+    return count <= 1 || stride * element_size % bytes == 0;
+}
+inline bool pointer_is_aligned(const void* pointer, int64_t bytes) {
+    return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+__host__ __device__ inline int64_t ceil_div(int64_t value, int64_t divisor) {
+    return (value + divisor - 1) / divisor;
+}
+
+// The logarithm of the smallest power of two that is at least count, between the limits given.
+inline int ceil_log2(int64_t count, int low, int high) {
+    int log2 = low;
+    while (log2 < high && (static_cast<int64_t>(1) << log2) < count) {
+        ++log2;
+    }
+    return log2;
+}
+
+}  // namespace mamba
