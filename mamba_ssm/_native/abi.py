@@ -1,0 +1,199 @@
+"""csrc/include/mamba_kernels.h in ctypes: the one place where Python states the C ABI.
+
+Fields stand in the header's order. The loader compares every struct's size and the ABI version with the library's, and
+tests/test_abi.py compares every field with the header. Structs inside structs are anonymous, so their fields are set
+directly: ``params.stream``, not ``params.run.stream``.
+"""
+
+import ctypes
+
+ABI_VERSION = 1
+
+OK = 0
+ERROR_INVALID = 1
+ERROR_UNSUPPORTED = 2
+ERROR_DTYPE_DISABLED = 3
+ERROR_CUDA = 4
+ERROR_NO_KERNEL_IMAGE = 5
+ERROR_DRIVER = 6
+ERROR_MEMORY = 7
+
+FLOAT32 = 0
+FLOAT16 = 1
+BFLOAT16 = 2
+
+SCAN_CHECKPOINT = 64
+MAX_DSTATE = 256
+
+_i32 = ctypes.c_int32
+_i64 = ctypes.c_int64
+_ptr = ctypes.c_void_p
+
+
+def _fields(text):
+    """Field list from lines of "type: names", so that a struct reads like its declaration."""
+    kinds = {"i32": _i32, "i64": _i64, "ptr": _ptr}
+    fields = []
+    for line in text.split(";"):
+        if line.strip():
+            kind, names = line.split(":")
+            fields += [(name.strip(), kinds[kind.strip()]) for name in names.split(",")]
+    return fields
+
+
+class MambaRun(ctypes.Structure):
+    _fields_ = _fields("ptr: stream; i32: device, num_threads")
+
+
+class MambaSelectiveScan(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = [("run", MambaRun)] + _fields(
+        """
+        i64: batch, dim, seqlen, dstate, ngroups;
+        i32: dtype, delta_softplus, variable_B, variable_C;
+        ptr: u, delta, z, A, B, C, D, delta_bias, initial_state, seq_idx, out, last_state, checkpoints;
+        i64: u_batch_stride, u_dim_stride;
+        i64: delta_batch_stride, delta_dim_stride;
+        i64: z_batch_stride, z_dim_stride;
+        i64: B_batch_stride, B_group_stride, B_dstate_stride;
+        i64: C_batch_stride, C_group_stride, C_dstate_stride;
+        i64: out_batch_stride, out_dim_stride
+        """
+    )
+
+
+class MambaSelectiveScanBackward(ctypes.Structure):
+    _anonymous_ = ("forward",)
+    _fields_ = [("forward", MambaSelectiveScan)] + _fields(
+        """
+        ptr: dout;
+        i64: dout_batch_stride, dout_dim_stride;
+        ptr: dlast_state;
+        i64: slots;
+        ptr: du, ddelta, dz, dA, dB, dC, dD, ddelta_bias, dinitial_state
+        """
+    )
+
+
+class MambaCausalConv1d(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = [("run", MambaRun)] + _fields(
+        """
+        i64: batch, dim, seqlen;
+        i32: width, silu, dtype, weight_dtype, bias_dtype, reserved;
+        ptr: x, weight, bias, seq_idx, initial_states, out, final_states;
+        i64: x_batch_stride, x_dim_stride, x_len_stride;
+        i64: out_batch_stride, out_dim_stride, out_len_stride;
+        i64: initial_batch_stride, initial_dim_stride, initial_len_stride;
+        i64: final_batch_stride, final_dim_stride, final_len_stride
+        """
+    )
+
+
+class MambaCausalConv1dBackward(ctypes.Structure):
+    _anonymous_ = ("forward",)
+    _fields_ = [("forward", MambaCausalConv1d)] + _fields(
+        """
+        ptr: dout, dx;
+        i64: dout_batch_stride, dout_dim_stride, dout_len_stride;
+        i64: dx_batch_stride, dx_dim_stride, dx_len_stride;
+        ptr: dfinal_states, dinitial_states;
+        i64: slots;
+        ptr: dweight, dbias
+        """
+    )
+
+
+class MambaCausalConv1dUpdate(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = [("run", MambaRun)] + _fields(
+        """
+        i64: batch, dim, seqlen, state_len;
+        i32: width, silu, dtype, state_dtype, weight_dtype, bias_dtype;
+        ptr: x, conv_state, weight, bias, cache_seqlens, conv_state_indices, out;
+        i64: state_rows;
+        i64: x_batch_stride, x_dim_stride, x_len_stride;
+        i64: state_row_stride, state_dim_stride, state_len_stride;
+        i64: out_batch_stride, out_dim_stride, out_len_stride
+        """
+    )
+
+
+class MambaSelectiveStateUpdate(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = [("run", MambaRun)] + _fields(
+        """
+        i64: batch, nheads, headdim, dstate, ngroups;
+        i32: state_dtype, x_dtype, dt_dtype, A_dtype, BC_dtype, D_dtype, dt_bias_dtype, dt_softplus;
+        ptr: state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, out;
+        i64: state_rows;
+        i64: state_row_stride, state_head_stride, state_dim_stride, state_dstate_stride;
+        i64: x_batch_stride, x_head_stride, x_dim_stride;
+        i64: dt_batch_stride, dt_head_stride, dt_dim_stride;
+        i64: A_head_stride, A_dim_stride, A_dstate_stride;
+        i64: B_batch_stride, B_group_stride, B_dstate_stride;
+        i64: C_batch_stride, C_group_stride, C_dstate_stride;
+        i64: D_head_stride, D_dim_stride;
+        i64: z_batch_stride, z_head_stride, z_dim_stride;
+        i64: dt_bias_head_stride, dt_bias_dim_stride;
+        i64: out_batch_stride, out_head_stride, out_dim_stride
+        """
+    )
+
+
+class MambaLibraryInfo(ctypes.Structure):
+    _fields_ = _fields(
+        "i32: abi_version, is_cuda, cuda_runtime_version, cuda_driver_version, supports_float16, supports_bfloat16"
+    ) + [("isa", ctypes.c_char * 32)]
+
+
+STRUCTS = (
+    MambaRun,
+    MambaSelectiveScan,
+    MambaSelectiveScanBackward,
+    MambaCausalConv1d,
+    MambaCausalConv1dBackward,
+    MambaCausalConv1dUpdate,
+    MambaSelectiveStateUpdate,
+    MambaLibraryInfo,
+)
+
+# Functions that return a count; every other function returns a code.
+SLOTS_FUNCTIONS = {
+    "selective_scan_backward_slots": (ctypes.POINTER(MambaSelectiveScan), _i32),
+    "causal_conv1d_backward_slots": (ctypes.POINTER(MambaCausalConv1d),),
+}
+FUNCTIONS = {
+    "library_info": MambaLibraryInfo,
+    "selective_scan_forward": MambaSelectiveScan,
+    "selective_scan_backward": MambaSelectiveScanBackward,
+    "causal_conv1d_forward": MambaCausalConv1d,
+    "causal_conv1d_backward": MambaCausalConv1dBackward,
+    "causal_conv1d_update": MambaCausalConv1dUpdate,
+    "selective_state_update": MambaSelectiveStateUpdate,
+}
+
+
+def bind(library):
+    """Declares every function of an opened ctypes library; returns {name without mamba_: function}.
+
+    Raises AttributeError if the library lacks one.
+    """
+    bound = {}
+    for name, struct in FUNCTIONS.items():
+        function = getattr(library, "mamba_" + name)
+        function.argtypes = [ctypes.POINTER(struct)]
+        function.restype = _i32
+        bound[name] = function
+    for name, arguments in SLOTS_FUNCTIONS.items():
+        function = getattr(library, "mamba_" + name)
+        function.argtypes = list(arguments)
+        function.restype = _i64
+        bound[name] = function
+    library.mamba_struct_size.argtypes = [ctypes.c_char_p]
+    library.mamba_struct_size.restype = _i64
+    library.mamba_last_error.argtypes = []
+    library.mamba_last_error.restype = ctypes.c_char_p
+    bound["struct_size"] = library.mamba_struct_size
+    bound["last_error"] = library.mamba_last_error
+    return bound

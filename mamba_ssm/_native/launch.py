@@ -1,0 +1,43 @@
+"""Runs one native function on the device, stream and threads of a tensor. On the hot path of every call."""
+
+import torch
+
+from mamba_ssm._native import abi, loader
+from mamba_ssm._native.errors import exception_for
+
+DTYPE_CODES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.bfloat16: abi.BFLOAT16}
+
+_cpu = loader._libraries
+_cuda = loader._ready_cuda_devices
+
+
+def _public_stream(index):
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+
+
+def place(params, tensor):
+    """Fills in where to run and returns the functions of the library that runs there."""
+    index = tensor.get_device()
+    if index >= 0:
+        functions = _cuda.get(index) or loader.cuda_functions(index)
+        params.stream = _current_stream(index)
+        params.device = index
+    else:
+        functions = _cpu.get("cpu") or loader.load("cpu")
+        params.num_threads = torch.get_num_threads()
+    return functions
+
+
+def run(functions, name, params):
+    """Calls a native function; raises what its error code stands for."""
+    code = functions[name](params)
+    if code:
+        raise exception_for(code, functions["last_error"]().decode(errors="replace"), name)
+
+
+def pointer(tensor):
+    """Address of a tensor, None for None."""
+    return None if tensor is None else tensor.data_ptr()

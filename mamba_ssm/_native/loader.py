@@ -1,0 +1,149 @@
+"""Finds and loads the two kernel libraries, each on first use, and checks that they match this package.
+
+mamba_cuda is loaded by the first CUDA tensor, so that importing works on a machine without a driver. A library that
+cannot be loaded raises NativeError with what was tried and what to do; nothing is replaced by a slow path in silence.
+"""
+
+import ctypes
+import json
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from mamba_ssm._native import abi
+from mamba_ssm._native.errors import NativeError, architecture_problem, driver_problem
+
+LIBRARY_FOLDER = Path(__file__).resolve().parent.parent / "lib"
+
+_lock = threading.RLock()
+_libraries = {}
+_ready_cuda_devices = {}
+_build_info = None
+
+
+def library_path(kind):
+    """Where the library of kind "cpu" or "cuda" lies if this installation has it."""
+    name = f"mamba_{kind}.dll" if sys.platform == "win32" else f"libmamba_{kind}.so"
+    return LIBRARY_FOLDER / name
+
+
+def build_info():
+    """What lib/build_info.json says about the build, {} if there is none. Read once, at first use."""
+    global _build_info
+    if _build_info is None:
+        try:
+            _build_info = json.loads((LIBRARY_FOLDER / "build_info.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise NativeError(f"mamba_ssm: {LIBRARY_FOLDER / 'build_info.json'} cannot be read: {error}") from error
+    return _build_info
+
+
+def load(kind):
+    """The bound functions of a library, {name: ctypes function}; loads and checks it at the first call."""
+    functions = _libraries.get(kind)
+    if functions is None:
+        with _lock:
+            functions = _libraries.get(kind)
+            if functions is None:
+                functions = _open(kind)
+                _libraries[kind] = functions
+    return functions
+
+
+def loaded(kind):
+    """Whether the library was loaded already."""
+    return kind in _libraries
+
+
+def info(kind):
+    """MambaLibraryInfo of a library (loads it)."""
+    return _query_info(load(kind), library_path(kind))
+
+
+def cuda_functions(index):
+    """mamba_cuda's functions for this CUDA device, after driver and architecture were checked once."""
+    functions = _ready_cuda_devices.get(index)
+    if functions is None:
+        with _lock:
+            functions = load("cuda")
+            problem = cuda_problem(index)
+            if problem:
+                raise NativeError(f"mamba_ssm cannot run on cuda:{index}: {problem}")
+            _ready_cuda_devices[index] = functions
+    return functions
+
+
+def cuda_problem(index):
+    """Why mamba_cuda cannot run on this CUDA device, or None (loads mamba_cuda)."""
+    facts = info("cuda")
+    problem = driver_problem(facts.cuda_driver_version, facts.cuda_runtime_version)
+    if problem is None:
+        architectures = build_info().get("architectures") or []
+        if architectures:
+            problem = architecture_problem(torch.cuda.get_device_capability(index), architectures)
+    return problem
+
+
+def missing_message(kind, path):
+    """What to say when there is no such library file."""
+    if not library_path("cpu").exists():
+        return (
+            f"mamba_ssm: {path} does not exist, nor does any other kernel library: this is a source tree, or an "
+            "incomplete installation. Build and install a wheel: python setup.py bdist_wheel && pip install dist/*.whl, "
+            "or pip install -e . for development (and do not run Python inside the source tree of another build)."
+        )
+    label = build_info().get("local_label") or "cpu"
+    return (
+        f"mamba_ssm got a CUDA tensor, but this installation holds CPU kernels only (label +{label}): {path} does not "
+        "exist. Install a wheel with a CUDA label (+cu...), or build one where nvcc is found: MAMBA_SSM_CUDA=on "
+        "python setup.py bdist_wheel. To stay on the CPU, move the tensors with .cpu()."
+    )
+
+
+def _open(kind):
+    path = library_path(kind)
+    if not path.exists():
+        raise NativeError(missing_message(kind, path))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeError(
+            f"mamba_ssm: {path} was found but the system could not load it: {error}. It needs nothing but the system's "
+            "own libraries, so it is damaged, built for another system, or older system libraries are installed than it "
+            "was built with; reinstall mamba_ssm, or build the wheel on this machine: python setup.py bdist_wheel."
+        ) from error
+    try:
+        functions = abi.bind(library)
+    except AttributeError as error:
+        raise NativeError(_mismatch(path, f"it lacks a function ({error})")) from error
+    _check_layout(functions, path)
+    return functions
+
+
+def _mismatch(path, what):
+    return (
+        f"mamba_ssm: {path} does not match this package: {what}. It comes from another version; reinstall mamba_ssm, or "
+        "rebuild it (pip install -e . in a source tree)."
+    )
+
+
+def _check_layout(functions, path):
+    for struct in abi.STRUCTS:
+        found, expected = functions["struct_size"](struct.__name__.encode()), ctypes.sizeof(struct)
+        if found != expected:
+            raise NativeError(_mismatch(path, f"{struct.__name__} has {found} bytes there and {expected} here"))
+    version = _query_info(functions, path).abi_version
+    if version != abi.ABI_VERSION:
+        raise NativeError(_mismatch(path, f"its ABI version is {version}, this package's {abi.ABI_VERSION}"))
+
+
+def _query_info(functions, path):
+    facts = abi.MambaLibraryInfo()
+    code = functions["library_info"](facts)
+    if code != abi.OK:
+        raise NativeError(f"mamba_ssm: {path} cannot say what it is: {functions['last_error']().decode()}")
+    return facts

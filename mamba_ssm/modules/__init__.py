@@ -1,0 +1,1 @@
+"""Neural network modules in upstream's names and parameter layouts."""

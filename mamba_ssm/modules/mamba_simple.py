@@ -1,0 +1,207 @@
+"""The Mamba-1 block (Mamba, arXiv 2312.00752, figure 3), with upstream's parameter names, shapes and states."""
+
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
+from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
+from mamba_ssm.ops.mamba_inner import mamba_inner_fn
+from mamba_ssm.ops.selective_scan import selective_scan_fn
+from mamba_ssm.ops.state_update import selective_state_update
+
+
+class Mamba(nn.Module):
+    """Mamba block: (B, L, d_model) -> (B, L, d_model).
+
+    Args:
+        d_model: width of input and output. d_state: states per channel (N). d_conv: width of the convolution, 2..4.
+        expand: channels per model dimension; d_inner = expand * d_model. dt_rank: rank of dt's projection, "auto" is
+        ceil(d_model / 16). dt_min, dt_max, dt_init_floor: range of dt at initialisation. dt_init ("random" or
+        "constant"), dt_scale: initialisation of dt_proj.weight. conv_bias, bias: bias of the convolution, of in_proj and
+        out_proj. use_fast_path: train through mamba_inner_fn, which saves memory. layer_idx: key of the inference cache.
+    """
+
+    def __init__(
+        self,
+        d_model,
+        d_state=16,
+        d_conv=4,
+        expand=2,
+        dt_rank="auto",
+        dt_min=0.001,
+        dt_max=0.1,
+        dt_init="random",
+        dt_scale=1.0,
+        dt_init_floor=1e-4,
+        conv_bias=True,
+        bias=False,
+        use_fast_path=True,
+        layer_idx=None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.d_model = d_model
+        self.d_state = d_state
+        self.d_conv = d_conv
+        self.expand = expand
+        self.d_inner = int(expand * d_model)
+        self.dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
+        self.use_fast_path = use_fast_path
+        self.layer_idx = layer_idx
+        if not 2 <= d_conv <= 4:
+            raise ValueError(f"Mamba: d_conv must be 2, 3 or 4, got {d_conv}")
+
+        self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias, **factory)
+        self.conv1d = nn.Conv1d(
+            self.d_inner,
+            self.d_inner,
+            kernel_size=d_conv,
+            groups=self.d_inner,
+            padding=d_conv - 1,
+            bias=conv_bias,
+            **factory,
+        )
+        self.activation = "silu"
+        self.act = nn.SiLU()
+        self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False, **factory)
+        self.dt_proj = nn.Linear(self.dt_rank, self.d_inner, bias=True, **factory)
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
+        self._init_dt(dt_min, dt_max, dt_init, dt_scale, dt_init_floor)
+
+        states = torch.arange(1, d_state + 1, dtype=torch.float32, device=device)
+        self.A_log = nn.Parameter(torch.log(states).repeat(self.d_inner, 1))
+        self.A_log._no_weight_decay = True
+        self.D = nn.Parameter(torch.ones(self.d_inner, device=device))
+        self.D._no_weight_decay = True
+
+    def _init_dt(self, dt_min, dt_max, dt_init, dt_scale, dt_init_floor):
+        """softplus(dt_proj.bias) starts log-uniform in [dt_min, dt_max]."""
+        std = self.dt_rank**-0.5 * dt_scale
+        if dt_init == "constant":
+            nn.init.constant_(self.dt_proj.weight, std)
+        elif dt_init == "random":
+            nn.init.uniform_(self.dt_proj.weight, -std, std)
+        else:
+            raise ValueError(f"Mamba: dt_init must be 'random' or 'constant', got {dt_init!r}")
+        low, high = math.log(dt_min), math.log(dt_max)
+        with torch.no_grad():
+            dt = torch.rand(self.d_inner, device=self.dt_proj.bias.device, dtype=torch.float32)
+            dt = torch.exp(dt * (high - low) + low).clamp(min=dt_init_floor)
+            self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        self.dt_proj.bias._no_reinit = True
+
+    def forward(self, hidden_states, inference_params=None, seq_idx=None):
+        """hidden_states (B, L, d_model) -> the same shape.
+
+        inference_params: an object with key_value_memory_dict and seqlen_offset. With offset 0 the call fills this
+            layer's states there; with a positive one it is a step (L = 1) from these states.
+        seq_idx: (B, L) int32; sequences packed in one row do not see each other. Not with inference_params.
+        """
+        batch, seqlen, _ = hidden_states.shape
+        conv_state = ssm_state = None
+        if inference_params is not None:
+            if seq_idx is not None:
+                raise ValueError("Mamba: seq_idx and inference_params cannot be given together")
+            conv_state, ssm_state = self._get_states_from_cache(inference_params, batch)
+            if inference_params.seqlen_offset > 0:
+                out, _, _ = self.step(hidden_states, conv_state, ssm_state)
+                return out
+
+        xz = self._project_in(hidden_states)
+        A = -torch.exp(self.A_log.float())
+        if self.use_fast_path and conv_state is None and seq_idx is None:
+            return mamba_inner_fn(
+                xz,
+                self.conv1d.weight,
+                self.conv1d.bias,
+                self.x_proj.weight,
+                self.dt_proj.weight,
+                self.out_proj.weight,
+                self.out_proj.bias,
+                A,
+                None,
+                None,
+                self.D.float(),
+                delta_bias=self.dt_proj.bias.float(),
+                delta_softplus=True,
+            )
+        x, z = xz.chunk(2, dim=1)
+        if conv_state is not None:
+            with torch.no_grad():  # the last d_conv inputs, zeros before a shorter sequence
+                conv_state.copy_(F.pad(x, (self.d_conv - seqlen, 0)))
+        x = causal_conv1d_fn(
+            x, self.conv1d.weight.squeeze(1), self.conv1d.bias, seq_idx=seq_idx, activation=self.activation
+        )
+        x_dbl = self.x_proj(x.transpose(1, 2))
+        dt, B, C = torch.split(x_dbl, [self.dt_rank, self.d_state, self.d_state], dim=-1)
+        dt = F.linear(dt, self.dt_proj.weight).transpose(1, 2)
+        y = selective_scan_fn(
+            x.to(dt.dtype),
+            dt,
+            A,
+            B.transpose(1, 2),
+            C.transpose(1, 2),
+            self.D.float(),
+            z=z.to(dt.dtype),
+            delta_bias=self.dt_proj.bias.float(),
+            delta_softplus=True,
+            return_last_state=ssm_state is not None,
+            seq_idx=seq_idx,
+        )
+        if ssm_state is not None:
+            y, last_state = y
+            with torch.no_grad():
+                ssm_state.copy_(last_state)
+        return self.out_proj(y.transpose(1, 2))
+
+    def _project_in(self, hidden_states):
+        """in_proj as (B, 2 d_inner, L), in memory (2 d_inner, B, L): each channel's time line is contiguous."""
+        batch, seqlen, d_model = hidden_states.shape
+        xz = self.in_proj.weight @ hidden_states.reshape(batch * seqlen, d_model).t()
+        if self.in_proj.bias is not None:
+            xz = xz + self.in_proj.bias.to(xz.dtype)[:, None]
+        return xz.view(-1, batch, seqlen).transpose(0, 1)
+
+    @torch.no_grad()
+    def step(self, hidden_states, conv_state, ssm_state):
+        """One token: hidden_states (B, 1, d_model) -> (out, conv_state, ssm_state), the states updated in place.
+
+        conv_state (B, d_inner, d_conv), ssm_state (B, d_inner, d_state). No gradient is recorded.
+        """
+        if hidden_states.shape[1] != 1:
+            raise ValueError(f"Mamba: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
+        x, z = self.in_proj(hidden_states.squeeze(1)).chunk(2, dim=-1)
+        x = causal_conv1d_update(x, conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation)
+        dt, B, C = torch.split(self.x_proj(x), [self.dt_rank, self.d_state, self.d_state], dim=-1)
+        dt = F.linear(dt, self.dt_proj.weight)
+        A = -torch.exp(self.A_log.float())
+        y = selective_state_update(
+            ssm_state, x, dt, A, B, C, self.D, z=z, dt_bias=self.dt_proj.bias, dt_softplus=True
+        )
+        return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        """Zero states (conv_state, ssm_state) of a batch, of dtype or of the parameters' dtypes."""
+        device = self.out_proj.weight.device
+        conv_dtype = self.conv1d.weight.dtype if dtype is None else dtype
+        ssm_dtype = self.dt_proj.weight.dtype if dtype is None else dtype
+        conv_state = torch.zeros(batch_size, self.d_inner, self.d_conv, device=device, dtype=conv_dtype)
+        ssm_state = torch.zeros(batch_size, self.d_inner, self.d_state, device=device, dtype=ssm_dtype)
+        return conv_state, ssm_state
+
+    def _get_states_from_cache(self, inference_params, batch_size, initialize_states=False):
+        """This layer's states in the cache, made if they are not there yet."""
+        if self.layer_idx is None:
+            raise ValueError("Mamba: layer_idx must be given to the constructor to use inference_params")
+        cache = inference_params.key_value_memory_dict
+        if self.layer_idx not in cache:
+            cache[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
+        elif initialize_states:
+            for state in cache[self.layer_idx]:
+                state.zero_()
+        return cache[self.layer_idx]

@@ -1,0 +1,1 @@
+"""Operators: one module each, on the native kernels, registered with torch.library."""

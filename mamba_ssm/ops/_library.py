@@ -1,0 +1,105 @@
+"""Registers this package's operators with torch.library: one pattern for all of them.
+
+An operator has a schema without default values (the dispatcher drops trailing defaults, and the kernels count on every
+argument), an implementation for CPU and CUDA, a fake, and an Autograd kernel that costs little when no gradient is
+needed. Absent optional tensors are None on the way in and on the way out.
+"""
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+_LIBRARY = torch.library.Library("mamba_ssm", "DEF")
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_transforms_active = torch._C._are_functorch_transforms_active
+_increment_version = torch.autograd.graph.increment_version
+
+
+def define(schema, implementation, fake, autograd=None, differentiable=True):
+    """Defines mamba_ssm::<schema> and returns its callable overload.
+
+    implementation: runs on CPU and CUDA tensors. fake: same arguments, same checks, allocates outputs only.
+    autograd: an autograd.Function that takes the operator's arguments and returns its outputs; its forward calls
+    the operator under below_autograd(). None with differentiable=True: a derivative was never meant to be taken again
+    (backward operators): the result's backward raises. differentiable=False: operators that write in place, which
+    refuse inputs that require a gradient.
+    """
+    name = schema.partition("(")[0]
+    pt2_compliant = {"tags": (torch.Tag.pt2_compliant_tag,)} if hasattr(torch.Tag, "pt2_compliant_tag") else {}
+    _LIBRARY.define(schema, **pt2_compliant)
+    _LIBRARY.impl(name, implementation, "CPU")
+    _LIBRARY.impl(name, implementation, "CUDA")
+    register_fake = getattr(torch.library, "register_fake", None)
+    if register_fake is not None:
+        register_fake(f"mamba_ssm::{name}", fake, lib=_LIBRARY)
+    else:  # before torch 2.4
+        torch.library.impl_abstract(f"mamba_ssm::{name}", fake, lib=_LIBRARY)
+    op = getattr(torch.ops.mamba_ssm, name).default
+    _LIBRARY.impl(name, _autograd_kernel(name, op, autograd, differentiable), "Autograd")
+    return op
+
+
+def below_autograd():
+    """Context manager: calls inside go past the Autograd kernels."""
+    return _below_autograd()
+
+
+def wrote_in_place(tensor):
+    """Bumps the version of a tensor that native code has written, so that autograd notices stale saved tensors."""
+    if not tensor.is_inference():
+        _increment_version(tensor)
+
+
+def _autograd_kernel(name, op, function, differentiable):
+    if function is None and differentiable:
+        function = _no_second_derivative(name, op)
+
+    def kernel(*arguments):
+        if torch.is_grad_enabled():
+            for argument in arguments:
+                if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                    if not differentiable:
+                        raise RuntimeError(
+                            f"{name} writes in place and has no gradient, but an input requires one: call it under "
+                            "torch.no_grad() or torch.inference_mode(), or detach the inputs"
+                        )
+                    if _transforms_active():
+                        raise RuntimeError(
+                            f"mamba_ssm::{name} does not work with torch.func transforms (grad, vjp, jacrev, ...): use "
+                            "torch.autograd.grad or .backward(), or the plain torch reference (*_ref)"
+                        )
+                    _refuse_dual_tensors(name, arguments)
+                    return function.apply(*arguments)
+        _refuse_dual_tensors(name, arguments)
+        with _below_autograd():
+            return op(*arguments)
+
+    return kernel
+
+
+def _refuse_dual_tensors(name, arguments):
+    """Forward-mode derivatives would be lost in silence: the kernels do not carry tangents."""
+    if forward_ad._current_level < 0:
+        return
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
+            raise NotImplementedError(
+                f"mamba_ssm::{name} has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp): use "
+                "reverse mode, or the plain torch reference (*_ref)"
+            )
+
+
+def _no_second_derivative(name, op):
+    class NoSecondDerivative(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            with _below_autograd():
+                return op(*arguments)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise RuntimeError(
+                f"mamba_ssm::{name} cannot be differentiated: second derivatives (create_graph=True) of mamba_ssm's "
+                "operators are not implemented; the plain torch references (*_ref) have them"
+            )
+
+    return NoSecondDerivative
