@@ -1,0 +1,145 @@
+// Causal convolution, backward, on the GPU: what both mappings share. They write dx and partial sums of dweight and dbias.
+// The sum before the activation is computed again from x. g is the gradient with respect to that sum.
+#pragma once
+
+#include "causal_conv1d/cuda_common.cuh"
+
+namespace mamba {
+
+// g at any step from memory; zero beyond the row's end.
+template <typename T>
+__device__ __forceinline__ float conv_gradient(const MambaCausalConv1dBackward& params, int64_t batch, int64_t channel,
+                                               int64_t step, const ConvTaps& taps) {
+    const MambaCausalConv1d& forward = params.forward;
+    if (step >= forward.seqlen) {
+        return 0.0f;
+    }
+    const float g = to_float(static_cast<const T*>(
+        params.dout)[batch * params.dout_batch_stride + channel * params.dout_dim_stride + step * params.dout_len_stride]);
+    if (!forward.silu) {
+        return g;
+    }
+    uint32_t mask = 0;
+    if (forward.seq_idx != nullptr) {
+        mask = sequence_mask<1, false>(forward.seq_idx + batch * forward.seqlen, step, forward.seqlen);
+    }
+    float inputs[kConvHalo + 1];
+#pragma unroll
+    for (int i = 0; i <= kConvHalo; ++i) {
+        inputs[i] = conv_input<T>(forward, batch, channel, step - kConvHalo + i);
+    }
+    float sum;
+    convolve<1>(taps, forward.width, inputs, forward.seq_idx != nullptr, mask, &sum);
+    return g * silu_slope(sum);
+}
+
+// What the final states' gradient adds to the input at `step`, which may be before 0.
+template <typename T>
+__device__ __forceinline__ float final_state_gradient(const MambaCausalConv1dBackward& params, int64_t batch, int64_t channel,
+                                                      int64_t step) {
+    const int states = params.forward.width - 1;
+    const int64_t index = step - (params.forward.seqlen - states);
+    if (params.dfinal_states == nullptr || index < 0 || index >= states) {
+        return 0.0f;
+    }
+    return to_float(static_cast<const T*>(params.dfinal_states)[(batch * params.forward.dim + channel) * states + index]);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_initial_gradient(const MambaCausalConv1dBackward& params, int64_t batch, int64_t channel,
+                                                       const ConvTaps& taps) {
+    const int states = params.forward.width - 1;
+    for (int i = 0; i < states; ++i) {
+        const int64_t step = i - states;
+        float sum = final_state_gradient<T>(params, batch, channel, step);
+#pragma unroll
+        for (int k = 1; k <= kConvHalo; ++k) {
+            if (k < params.forward.width && step + k >= 0) {
+                sum = fmaf(taps.weight[k], conv_gradient<T>(params, batch, channel, step + k, taps), sum);
+            }
+        }
+        static_cast<T*>(params.dinitial_states)[(batch * params.forward.dim + channel) * states + i] = from_float<T>(sum);
+    }
+}
+
+// Partial sums of one channel: weights by lag, then the bias.
+struct ConvSums {
+    float weight[kConvMaxWidth];
+    float bias;
+};
+
+// g of N steps from their sums before the activation, and its share of dweight and dbias.
+template <int N>
+__device__ __forceinline__ void gradients(const MambaCausalConv1d& params, const ConvTaps& taps, const float* inputs,
+                                          uint32_t mask, const float* dout, float* g) {
+    const bool masked = params.seq_idx != nullptr;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        g[j] = dout[j];
+    }
+    if (params.silu) {
+        float sums[N];
+        convolve<N>(taps, params.width, inputs, masked, mask, sums);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            g[j] *= silu_slope(sums[j]);
+        }
+    }
+}
+
+template <int N>
+__device__ __forceinline__ void accumulate(const MambaCausalConv1d& params, const float* inputs, uint32_t mask, const float* g,
+                                           ConvSums& sums) {
+    const bool masked = params.seq_idx != nullptr;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        sums.bias += g[j];
+        sums.weight[0] = fmaf(g[j], inputs[kConvHalo + j], sums.weight[0]);
+    }
+#pragma unroll
+    for (int k = 1; k <= kConvHalo; ++k) {
+        if (k < params.width) {
+            if (!masked) {
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    sums.weight[k] = fmaf(g[j], inputs[kConvHalo + j - k], sums.weight[k]);
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    const float input = mask_has(mask, j, k) ? inputs[kConvHalo + j - k] : 0.0f;
+                    sums.weight[k] = fmaf(g[j], input, sums.weight[k]);
+                }
+            }
+        }
+    }
+}
+
+// dx of N steps from g of these and the kConvHalo that follow.
+template <int N>
+__device__ __forceinline__ void input_gradients(const MambaCausalConv1d& params, const ConvTaps& taps, const float* g,
+                                                uint32_t lead_mask, float* dx) {
+    const bool masked = params.seq_idx != nullptr;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        dx[j] = taps.weight[0] * g[j];
+    }
+#pragma unroll
+    for (int k = 1; k <= kConvHalo; ++k) {
+        if (k < params.width) {
+            if (!masked) {
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    dx[j] = fmaf(taps.weight[k], g[j + k], dx[j]);
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    dx[j] = fmaf(taps.weight[k], mask_has(lead_mask, j, k) ? g[j + k] : 0.0f, dx[j]);
+                }
+            }
+        }
+    }
+}
+
+}  // namespace mamba

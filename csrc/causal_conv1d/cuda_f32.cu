@@ -1,0 +1,12 @@
+// The causal convolution's kernels for float32.
+#include "causal_conv1d/backward.cuh"
+#include "causal_conv1d/forward.cuh"
+#include "causal_conv1d/update.cuh"
+
+namespace mamba {
+
+template cudaError_t causal_conv1d_forward_launch<float>(const MambaCausalConv1d& params);
+template cudaError_t causal_conv1d_backward_launch<float>(const MambaCausalConv1dBackward& params);
+template cudaError_t causal_conv1d_update_launch<float>(const MambaCausalConv1dUpdate& params);
+
+}  // namespace mamba

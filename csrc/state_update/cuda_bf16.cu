@@ -1,0 +1,8 @@
+// The decode step's kernel for a bfloat16 state.
+#include "state_update/cuda_kernel.cuh"
+
+namespace mamba {
+
+template cudaError_t selective_state_update_launch<__nv_bfloat16>(const MambaSelectiveStateUpdate& params);
+
+}  // namespace mamba

@@ -1,0 +1,8 @@
+// The decode step's kernel for a float16 state.
+#include "state_update/cuda_kernel.cuh"
+
+namespace mamba {
+
+template cudaError_t selective_state_update_launch<__half>(const MambaSelectiveStateUpdate& params);
+
+}  // namespace mamba
