@@ -1,0 +1,13 @@
+// The convolution kernels, compiled once per instruction set. No STL here: see common/cpu_vector.h.
+#include "causal_conv1d/cpu_kernels.h"
+
+#include "causal_conv1d/cpu_backward.h"
+#include "causal_conv1d/cpu_forward.h"
+
+namespace mamba {
+namespace MAMBA_ISA {
+
+extern const ConvKernels conv_kernels = {kLanes, conv_forward, conv_backward, conv_update};
+
+}  // namespace MAMBA_ISA
+}  // namespace mamba

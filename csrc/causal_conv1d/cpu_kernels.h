@@ -1,0 +1,28 @@
+// What causal_conv1d/cpu.cpp asks of cpu_kernels.cpp, once per instruction set. The unit of work is a block: up to `lanes`
+// neighbouring channels, over the whole length.
+#pragma once
+
+#include "mamba_kernels.h"
+
+namespace mamba {
+
+struct ConvKernels {
+    int64_t lanes;  // channels that one vector holds
+    void (*forward)(const MambaCausalConv1d& params, int64_t batch, int64_t channel);
+    // Adds up dweight and dbias over batch entries [batch_begin, batch_end) into copy `slot`.
+    void (*backward)(const MambaCausalConv1dBackward& params, int64_t slot, int64_t batch_begin, int64_t batch_end,
+                     int64_t channel);
+    void (*update)(const MambaCausalConv1dUpdate& params, int64_t batch, int64_t channel);
+};
+
+namespace generic {
+extern const ConvKernels conv_kernels;
+}
+namespace avx2 {
+extern const ConvKernels conv_kernels;
+}
+namespace avx512 {
+extern const ConvKernels conv_kernels;
+}
+
+}  // namespace mamba

@@ -1,0 +1,47 @@
+// What the CPU entry points share: which instruction set to run, and threads that live only as long as a call.
+#pragma once
+
+#include <stdint.h>
+
+#include "common/error.h"
+
+namespace mamba {
+
+enum class Isa { generic, avx2, avx512 };
+
+// The best instruction set of this CPU, or the one that MAMBA_SSM_CPU_ISA names; decided once per process.
+// Fails when that variable holds something else, or more than the CPU has.
+int32_t choose_isa(Isa* isa);
+
+// Threads worth starting for `work` (in inner steps of the op, `work_per_thread` of which outweigh starting a thread).
+int64_t worthwhile_threads(const MambaRun& run, int64_t work, int64_t work_per_thread);
+
+// Runs task(context, share) for share = 0 .. shares - 1, the first on the calling thread, and returns when all are done.
+// Denormals count as zero meanwhile: states that decay would otherwise end in arithmetic many times slower. Where a
+// thread cannot be had, its share runs on the calling thread.
+void run_shares(int64_t shares, void (*task)(void* context, int64_t share), void* context);
+
+// Cut `total` into `shares` parts that differ by at most one; the first element of part `share`.
+int64_t share_begin(int64_t total, int64_t shares, int64_t share);
+
+// Uninitialised floats aligned to a cache line, or null.
+class Scratch {
+ public:
+    explicit Scratch(int64_t floats);
+    ~Scratch();
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    float* get() const { return data_; }
+
+ private:
+    float* data_;
+};
+
+// MAMBA_OK, or fails with "<function>: <name> is NULL".
+int32_t require(const void* pointer, const char* function, const char* name);
+// MAMBA_OK, or fails with "<function>: <name> must be in [low, high], got <value>".
+int32_t require_range(int64_t value, int64_t low, int64_t high, const char* function, const char* name);
+
+constexpr int64_t kNoLimit = INT64_MAX;
+
+}  // namespace mamba

@@ -1,0 +1,172 @@
+// Tiles: kLanes channels side by side, one row of floats a time step, whatever the dtype and layout in memory.
+#pragma once
+
+#include "common/cpu_vector.h"
+#include "mamba_kernels.h"
+
+namespace mamba {
+namespace MAMBA_ISA {
+
+// Channels of the block that begins where `left` channels are left.
+inline int block_lanes(int64_t left) {
+    return left < kLanes ? static_cast<int>(left) : kLanes;
+}
+
+inline void fill_zero(float* data, int64_t floats) {
+    memset(data, 0, static_cast<size_t>(floats) * sizeof(float));
+}
+
+// Where a tile lies in memory: element (lane, step) at data + lane * lane_stride + step * step_stride.
+template <typename T>
+struct TileIn {
+    const T* data;
+    int64_t lane_stride, step_stride;
+};
+template <typename T>
+struct TileOut {
+    T* data;
+    int64_t lane_stride, step_stride;
+};
+
+template <typename T>
+inline void load_tile_as(TileIn<T> from, int lanes, int steps, float* tile, int pitch) {
+    if (from.lane_stride == 1) {
+        for (int step = 0; step < steps; ++step) {
+            const T* row = from.data + step * from.step_stride;
+            store(tile + step * pitch, lanes == kLanes ? load(row) : load_partial(row, lanes));
+        }
+        return;
+    }
+    if (from.step_stride == 1 && steps > 1) {
+        for (int first = 0; first < steps; first += kLanes) {
+            const int count = steps - first < kLanes ? steps - first : kLanes;
+            Vec rows[kLanes];
+            for (int lane = 0; lane < kLanes; ++lane) {
+                const T* row = from.data + (lane < lanes ? lane : 0) * from.lane_stride + first;
+                rows[lane] = lane >= lanes ? zero() : count == kLanes ? load(row) : load_partial(row, count);
+            }
+            transpose(rows);
+            for (int i = 0; i < kLanes; ++i) {
+                if (i < count) {
+                    store(tile + (first + i) * pitch, rows[i]);
+                }
+            }
+        }
+        return;
+    }
+    for (int step = 0; step < steps; ++step) {
+        T row[kLanes] = {};
+        for (int lane = 0; lane < lanes; ++lane) {
+            row[lane] = from.data[lane * from.lane_stride + step * from.step_stride];
+        }
+        store(tile + step * pitch, load(row));
+    }
+}
+
+template <typename T>
+inline void store_tile_as(TileOut<T> to, int lanes, int steps, const float* tile, int pitch) {
+    if (to.lane_stride == 1) {
+        for (int step = 0; step < steps; ++step) {
+            T* row = to.data + step * to.step_stride;
+            const Vec value = load(tile + step * pitch);
+            if (lanes == kLanes) {
+                store(row, value);
+            } else {
+                store_partial(row, value, lanes);
+            }
+        }
+        return;
+    }
+    if (to.step_stride == 1 && steps > 1) {
+        for (int first = 0; first < steps; first += kLanes) {
+            const int count = steps - first < kLanes ? steps - first : kLanes;
+            Vec rows[kLanes];
+            for (int i = 0; i < kLanes; ++i) {
+                rows[i] = i < count ? load(tile + (first + i) * pitch) : zero();
+            }
+            transpose(rows);
+            for (int lane = 0; lane < kLanes; ++lane) {
+                if (lane < lanes) {
+                    T* row = to.data + lane * to.lane_stride + first;
+                    if (count == kLanes) {
+                        store(row, rows[lane]);
+                    } else {
+                        store_partial(row, rows[lane], count);
+                    }
+                }
+            }
+        }
+        return;
+    }
+    for (int step = 0; step < steps; ++step) {
+        T row[kLanes];
+        store(row, load(tile + step * pitch));
+        for (int lane = 0; lane < lanes; ++lane) {
+            to.data[lane * to.lane_stride + step * to.step_stride] = row[lane];
+        }
+    }
+}
+
+// tile[step * pitch + lane] for step < steps; lanes from `lanes` on are zero. offset is in elements.
+inline void load_tile(int32_t dtype, const void* data, int64_t offset, int64_t lane_stride, int64_t step_stride, int lanes,
+                      int steps, float* tile, int pitch = kLanes) {
+    if (dtype == MAMBA_FLOAT32) {
+        load_tile_as<float>({static_cast<const float*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile, pitch);
+        return;
+    }
+#ifndef MAMBA_DISABLE_HALF
+    if (dtype == MAMBA_FLOAT16) {
+        load_tile_as<Half>({static_cast<const Half*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile, pitch);
+        return;
+    }
+#endif
+#ifndef MAMBA_DISABLE_BF16
+    if (dtype == MAMBA_BFLOAT16) {
+        load_tile_as<Bfloat16>({static_cast<const Bfloat16*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile,
+                               pitch);
+    }
+#endif
+}
+
+// The reverse of load_tile: rounds to nearest even and leaves lanes from `lanes` on alone.
+inline void store_tile(int32_t dtype, void* data, int64_t offset, int64_t lane_stride, int64_t step_stride, int lanes,
+                       int steps, const float* tile, int pitch = kLanes) {
+    if (dtype == MAMBA_FLOAT32) {
+        store_tile_as<float>({static_cast<float*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile, pitch);
+        return;
+    }
+#ifndef MAMBA_DISABLE_HALF
+    if (dtype == MAMBA_FLOAT16) {
+        store_tile_as<Half>({static_cast<Half*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile, pitch);
+        return;
+    }
+#endif
+#ifndef MAMBA_DISABLE_BF16
+    if (dtype == MAMBA_BFLOAT16) {
+        store_tile_as<Bfloat16>({static_cast<Bfloat16*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile, pitch);
+    }
+#endif
+}
+
+// One row of a tile, as a vector: element lane at data + offset + lane * stride; zero from `lanes` on.
+inline Vec load_lanes(int32_t dtype, const void* data, int64_t offset, int64_t stride, int lanes) {
+    if (dtype == MAMBA_FLOAT32 && stride == 1 && lanes == kLanes) {
+        return load(static_cast<const float*>(data) + offset);
+    }
+    float row[kLanes] = {};
+    load_tile(dtype, data, offset, stride, 0, lanes, 1, row);
+    return load(row);
+}
+
+inline void store_lanes(int32_t dtype, void* data, int64_t offset, int64_t stride, int lanes, Vec value) {
+    if (dtype == MAMBA_FLOAT32 && stride == 1 && lanes == kLanes) {
+        store(static_cast<float*>(data) + offset, value);
+        return;
+    }
+    float row[kLanes];
+    store(row, value);
+    store_tile(dtype, data, offset, stride, 0, lanes, 1, row);
+}
+
+}  // namespace MAMBA_ISA
+}  // namespace mamba

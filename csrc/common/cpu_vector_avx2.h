@@ -1,0 +1,139 @@
+// The vector of cpu_vector.h with AVX2, FMA and F16C: 8 lanes.
+#pragma once
+
+#include <immintrin.h>
+
+namespace mamba {
+namespace MAMBA_ISA {
+
+constexpr int kLanes = 8;
+struct Vec {
+    __m256 v;
+};
+
+MAMBA_INLINE Vec zero() {
+    return {_mm256_setzero_ps()};
+}
+MAMBA_INLINE Vec set1(float value) {
+    return {_mm256_set1_ps(value)};
+}
+MAMBA_INLINE Vec add(Vec a, Vec b) {
+    return {_mm256_add_ps(a.v, b.v)};
+}
+MAMBA_INLINE Vec subtract(Vec a, Vec b) {
+    return {_mm256_sub_ps(a.v, b.v)};
+}
+MAMBA_INLINE Vec multiply(Vec a, Vec b) {
+    return {_mm256_mul_ps(a.v, b.v)};
+}
+MAMBA_INLINE Vec divide(Vec a, Vec b) {
+    return {_mm256_div_ps(a.v, b.v)};
+}
+// a * b + c
+MAMBA_INLINE Vec fma(Vec a, Vec b, Vec c) {
+    return {_mm256_fmadd_ps(a.v, b.v, c.v)};
+}
+// maximum and minimum give b where a or b is NaN.
+MAMBA_INLINE Vec maximum(Vec a, Vec b) {
+    return {_mm256_max_ps(a.v, b.v)};
+}
+MAMBA_INLINE Vec minimum(Vec a, Vec b) {
+    return {_mm256_min_ps(a.v, b.v)};
+}
+MAMBA_INLINE Vec round_nearest(Vec a) {
+    return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// a > b ? x : y in each lane
+MAMBA_INLINE Vec select_greater(Vec a, Vec b, Vec x, Vec y) {
+    return {_mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ))};
+}
+MAMBA_INLINE float sum(Vec a) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    s = _mm_add_ss(s, _mm_shuffle_ps(s, s, 1));
+    return _mm_cvtss_f32(s);
+}
+
+// x = whole + fraction, |fraction| <= 1/2, with x held where scale_by_power needs it: 2^-127 comes out as 0, 2^128 as infinity.
+MAMBA_INLINE void split_power(Vec x, Vec& whole, Vec& fraction) {
+    const Vec limited = minimum(set1(128.0f), maximum(set1(-127.0f), x));
+    whole = round_nearest(limited);
+    fraction = subtract(limited, whole);
+}
+// a * 2^whole for an integer-valued whole in [-127, 128] and a near 1
+MAMBA_INLINE Vec scale_by_power(Vec a, Vec whole) {
+    const __m256i power = _mm256_slli_epi32(_mm256_cvtps_epi32(whole.v), 23);
+    // a NaN keeps its NaN bits: its whole converts to 0x80000000, which is shifted out
+    return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.v), power))};
+}
+// w = 2^exponent * mantissa with mantissa in [sqrt(1/2), sqrt(2)); inverse_scale = 2^-exponent. For normal w > 0.
+MAMBA_INLINE void split_exponent(Vec w, Vec& exponent, Vec& mantissa, Vec& inverse_scale) {
+    const __m256i bits = _mm256_castps_si256(w.v);
+    const __m256i power = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3f3504f3)), 23);
+    exponent = {_mm256_cvtepi32_ps(power)};
+    mantissa = {_mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(power, 23)))};
+    inverse_scale = {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_sub_epi32(_mm256_set1_epi32(127), power), 23))};
+}
+
+MAMBA_INLINE Vec load(const float* data) {
+    return {_mm256_loadu_ps(data)};
+}
+MAMBA_INLINE Vec load(const Half* data) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data)))};
+}
+MAMBA_INLINE Vec load(const Bfloat16* data) {
+    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16))};
+}
+MAMBA_INLINE void store(float* data, Vec a) {
+    _mm256_storeu_ps(data, a.v);
+}
+MAMBA_INLINE void store(Half* data, Vec a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(data), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+// Round to nearest even by adding just under half an ulp; NaN would overflow into infinity and is written as quiet NaN.
+MAMBA_INLINE void store(Bfloat16* data, Vec a) {
+    const __m256i bits = _mm256_castps_si256(a.v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));
+    const __m256i high = _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_set1_epi32(0x7fc0), nan);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(data), _mm256_castsi256_si128(packed));
+}
+
+// The first count < kLanes elements; the other lanes are zero.
+template <typename T>
+MAMBA_INLINE Vec load_partial(const T* data, int count) {
+    T copy[kLanes] = {};
+    memcpy(copy, data, static_cast<size_t>(count) * sizeof(T));
+    return load(copy);
+}
+template <typename T>
+MAMBA_INLINE void store_partial(T* data, Vec a, int count) {
+    T copy[kLanes];
+    store(copy, a);
+    memcpy(data, copy, static_cast<size_t>(count) * sizeof(T));
+}
+
+// The 8 x 8 matrix whose rows are rows[0..7], transposed: first 4 x 4 pieces within 128 bits, then the pieces.
+MAMBA_INLINE void transpose(Vec* rows) {
+    __m256 pieces[8];
+    for (int quad = 0; quad < 8; quad += 4) {
+        const __m256 low01 = _mm256_unpacklo_ps(rows[quad].v, rows[quad + 1].v);
+        const __m256 high01 = _mm256_unpackhi_ps(rows[quad].v, rows[quad + 1].v);
+        const __m256 low23 = _mm256_unpacklo_ps(rows[quad + 2].v, rows[quad + 3].v);
+        const __m256 high23 = _mm256_unpackhi_ps(rows[quad + 2].v, rows[quad + 3].v);
+        pieces[quad] = _mm256_shuffle_ps(low01, low23, 0x44);
+        pieces[quad + 1] = _mm256_shuffle_ps(low01, low23, 0xee);
+        pieces[quad + 2] = _mm256_shuffle_ps(high01, high23, 0x44);
+        pieces[quad + 3] = _mm256_shuffle_ps(high01, high23, 0xee);
+    }
+    for (int column = 0; column < 4; ++column) {
+        rows[column] = {_mm256_permute2f128_ps(pieces[column], pieces[column + 4], 0x20)};
+        rows[column + 4] = {_mm256_permute2f128_ps(pieces[column], pieces[column + 4], 0x31)};
+    }
+}
+
+}  // namespace MAMBA_ISA
+}  // namespace mamba

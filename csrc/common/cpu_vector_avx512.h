@@ -1,0 +1,159 @@
+// The vector of cpu_vector.h with AVX-512 (F, BW, VL, DQ): 16 lanes.
+#pragma once
+
+// gcc 12 warns about its own intrinsics, which start from a deliberately undefined register.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push                             // NOLINT(msvc): the branch for another compiler
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // NOLINT(msvc)
+#endif
+#include <immintrin.h>
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop  // NOLINT(msvc)
+#endif
+
+namespace mamba {
+namespace MAMBA_ISA {
+
+constexpr int kLanes = 16;
+struct Vec {
+    __m512 v;
+};
+
+MAMBA_INLINE Vec zero() {
+    return {_mm512_setzero_ps()};
+}
+MAMBA_INLINE Vec set1(float value) {
+    return {_mm512_set1_ps(value)};
+}
+MAMBA_INLINE Vec add(Vec a, Vec b) {
+    return {_mm512_add_ps(a.v, b.v)};
+}
+MAMBA_INLINE Vec subtract(Vec a, Vec b) {
+    return {_mm512_sub_ps(a.v, b.v)};
+}
+MAMBA_INLINE Vec multiply(Vec a, Vec b) {
+    return {_mm512_mul_ps(a.v, b.v)};
+}
+MAMBA_INLINE Vec divide(Vec a, Vec b) {
+    return {_mm512_div_ps(a.v, b.v)};
+}
+// a * b + c
+MAMBA_INLINE Vec fma(Vec a, Vec b, Vec c) {
+    return {_mm512_fmadd_ps(a.v, b.v, c.v)};
+}
+// maximum and minimum give b where a or b is NaN.
+MAMBA_INLINE Vec maximum(Vec a, Vec b) {
+    return {_mm512_max_ps(a.v, b.v)};
+}
+MAMBA_INLINE Vec minimum(Vec a, Vec b) {
+    return {_mm512_min_ps(a.v, b.v)};
+}
+MAMBA_INLINE Vec round_nearest(Vec a) {
+    return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// a > b ? x : y in each lane
+MAMBA_INLINE Vec select_greater(Vec a, Vec b, Vec x, Vec y) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), y.v, x.v)};
+}
+MAMBA_INLINE float sum(Vec a) {
+    return _mm512_reduce_add_ps(a.v);
+}
+
+// x = whole + fraction, |fraction| <= 1/2. The reduce instruction has no inf - inf: infinities get fraction 0.
+MAMBA_INLINE void split_power(Vec x, Vec& whole, Vec& fraction) {
+    whole = round_nearest(x);
+    fraction = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// a * 2^whole for an integer-valued whole
+MAMBA_INLINE Vec scale_by_power(Vec a, Vec whole) {
+    return {_mm512_scalef_ps(a.v, whole.v)};
+}
+// w = 2^exponent * mantissa with mantissa in [sqrt(1/2), sqrt(2)); inverse_scale = 2^-exponent. For normal w > 0.
+MAMBA_INLINE void split_exponent(Vec w, Vec& exponent, Vec& mantissa, Vec& inverse_scale) {
+    const __m512i bits = _mm512_castps_si512(w.v);
+    const __m512i power = _mm512_srai_epi32(_mm512_sub_epi32(bits, _mm512_set1_epi32(0x3f3504f3)), 23);
+    exponent = {_mm512_cvtepi32_ps(power)};
+    mantissa = {_mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_slli_epi32(power, 23)))};
+    inverse_scale = {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(127), power), 23))};
+}
+
+MAMBA_INLINE Vec bits_to_vec(__m256i bits, Half) {
+    return {_mm512_cvtph_ps(bits)};
+}
+MAMBA_INLINE Vec bits_to_vec(__m256i bits, Bfloat16) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+}
+MAMBA_INLINE __m256i vec_to_bits(Vec a, Half) {
+    return _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// Round to nearest even by adding just under half an ulp; NaN would overflow into infinity and is written as quiet NaN.
+MAMBA_INLINE __m256i vec_to_bits(Vec a, Bfloat16) {
+    const __m512i bits = _mm512_castps_si512(a.v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
+    const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+    const __m512i high = _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7fc0));
+    return _mm512_cvtepi32_epi16(high);
+}
+
+MAMBA_INLINE Vec load(const float* data) {
+    return {_mm512_loadu_ps(data)};
+}
+template <typename T>
+MAMBA_INLINE Vec load(const T* data) {
+    return bits_to_vec(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)), T{});
+}
+MAMBA_INLINE void store(float* data, Vec a) {
+    _mm512_storeu_ps(data, a.v);
+}
+template <typename T>
+MAMBA_INLINE void store(T* data, Vec a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), vec_to_bits(a, T{}));
+}
+
+MAMBA_INLINE __mmask16 first_lanes(int count) {
+    return static_cast<__mmask16>((1u << count) - 1u);
+}
+// The first count < kLanes elements; the other lanes are zero.
+MAMBA_INLINE Vec load_partial(const float* data, int count) {
+    return {_mm512_maskz_loadu_ps(first_lanes(count), data)};
+}
+template <typename T>
+MAMBA_INLINE Vec load_partial(const T* data, int count) {
+    return bits_to_vec(_mm256_maskz_loadu_epi16(first_lanes(count), data), T{});
+}
+MAMBA_INLINE void store_partial(float* data, Vec a, int count) {
+    _mm512_mask_storeu_ps(data, first_lanes(count), a.v);
+}
+template <typename T>
+MAMBA_INLINE void store_partial(T* data, Vec a, int count) {
+    _mm256_mask_storeu_epi16(data, first_lanes(count), vec_to_bits(a, T{}));
+}
+
+// The 16 x 16 matrix whose rows are rows[0..15], transposed: first 4 x 4 pieces within 128 bits, then the pieces.
+MAMBA_INLINE void transpose(Vec* rows) {
+    __m512 pieces[16];
+    for (int quad = 0; quad < 16; quad += 4) {
+        const __m512 low01 = _mm512_unpacklo_ps(rows[quad].v, rows[quad + 1].v);
+        const __m512 high01 = _mm512_unpackhi_ps(rows[quad].v, rows[quad + 1].v);
+        const __m512 low23 = _mm512_unpacklo_ps(rows[quad + 2].v, rows[quad + 3].v);
+        const __m512 high23 = _mm512_unpackhi_ps(rows[quad + 2].v, rows[quad + 3].v);
+        pieces[quad] = _mm512_shuffle_ps(low01, low23, 0x44);
+        pieces[quad + 1] = _mm512_shuffle_ps(low01, low23, 0xee);
+        pieces[quad + 2] = _mm512_shuffle_ps(high01, high23, 0x44);
+        pieces[quad + 3] = _mm512_shuffle_ps(high01, high23, 0xee);
+    }
+    for (int column = 0; column < 4; ++column) {
+        const __m512 even01 = _mm512_shuffle_f32x4(pieces[column], pieces[column + 4], 0x88);
+        const __m512 odd01 = _mm512_shuffle_f32x4(pieces[column], pieces[column + 4], 0xdd);
+        const __m512 even23 = _mm512_shuffle_f32x4(pieces[column + 8], pieces[column + 12], 0x88);
+        const __m512 odd23 = _mm512_shuffle_f32x4(pieces[column + 8], pieces[column + 12], 0xdd);
+        rows[column] = {_mm512_shuffle_f32x4(even01, even23, 0x88)};
+        rows[column + 4] = {_mm512_shuffle_f32x4(odd01, odd23, 0x88)};
+        rows[column + 8] = {_mm512_shuffle_f32x4(even01, even23, 0xdd)};
+        rows[column + 12] = {_mm512_shuffle_f32x4(odd01, odd23, 0xdd)};
+    }
+}
+
+}  // namespace MAMBA_ISA
+}  // namespace mamba
