@@ -5,12 +5,21 @@ import contextlib
 import torch
 
 _PER_DEVICE = hasattr(torch, "get_autocast_dtype")  # torch 2.4
+_is_compiling = torch.compiler.is_compiling if _PER_DEVICE else torch._utils.is_compiling
 
 
-def autocast_dtype(device_type):
-    """The dtype that autocast would compute in on this kind of device, None when it is off."""
+def traced_by_old_torch():
+    """Whether torch 2.2 or 2.3 is compiling, whose tracer reads no autocast state and few autograd.Functions."""
+    return not _PER_DEVICE and _is_compiling()
+
+
+def autocast_dtype(tensor):
+    """The dtype that autocast would compute in on this tensor's device, None when it is off."""
+    device_type = tensor.device.type
     if _PER_DEVICE:
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if traced_by_old_torch():
+        return tensor.dtype  # the projection that made it was cast already
     if device_type == "cuda":
         return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
     if device_type == "cpu":
@@ -18,8 +27,8 @@ def autocast_dtype(device_type):
     return None
 
 
-def no_autocast(device_type):
-    """Context in which autocast changes nothing."""
-    if autocast_dtype(device_type) is None:
+def no_autocast(tensor):
+    """Context in which autocast changes nothing. Compilers trace backward under forward's autocast: nothing to do."""
+    if _is_compiling() or autocast_dtype(tensor) is None:
         return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    return torch.autocast(tensor.device.type, enabled=False)

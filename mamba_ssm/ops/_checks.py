@@ -85,7 +85,7 @@ def widen(tensor):
 
 def no_complex(op, name, tensor):
     """Upstream's complex state matrices are out of scope; say so before anything else fails on them."""
-    if tensor.is_complex():
+    if tensor.dtype in (torch.complex64, torch.complex128, torch.complex32):
         raise TypeError(f"{op}: {name} must be a real float32 tensor, got {_dtype_advice(tensor.dtype)}")
 
 

@@ -1,55 +1,48 @@
-"""Matrix products over the channels of (B, D, L) tensors, without copies whatever their memory layout, and RMS norm.
+"""Matrix products over the channels of (B, D, L) tensors, and RMS norm over them.
 
-A tensor that lies in memory as (D, B, L), as the Mamba block's do, or as (B, L, D), is one matrix of B*L columns, and a
-projection is one product. One that lies as (B, D, L) is a batch of matrices.
+The Mamba block keeps its tensors in memory as (D, B, L): one matrix of B*L columns, so that a projection is one product
+and no copy. What comes back from a backward operator lies as (B, D, L) and is taken as a batch of matrices (batched=True),
+again without a copy. Both ways are right for either layout. Nothing here looks at strides: old tracers cannot.
 """
 
 import torch
 
 
+def to_channel_major(x):
+    """(B, D, L) in memory (D, B, L); a copy only if it lies in another way."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 def _columns(x):
-    """(B, D, L) as a (D, B*L) view, None where its memory layout does not allow that."""
+    """(B, D, L) as (D, B*L)."""
     batch, dim, seqlen = x.shape
-    if batch == 1 or x.stride(0) == seqlen * x.stride(2):
-        return x.transpose(0, 1).reshape(dim, batch * seqlen)
-    return None
+    return x.transpose(0, 1).reshape(dim, batch * seqlen)
 
 
-def mix_channels(weight, x):
+def mix_channels(weight, x, batched=False):
     """weight (O, I) times x (B, I, L) -> (B, O, L)."""
-    columns = _columns(x)
-    if columns is None:
-        return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
-    return (weight @ columns).view(weight.shape[0], x.shape[0], x.shape[2]).transpose(0, 1)
+    batch, _, seqlen = x.shape
+    if batched and batch != 1:
+        return torch.bmm(weight.expand(batch, -1, -1), x)
+    return (weight @ _columns(x)).view(weight.shape[0], batch, seqlen).transpose(0, 1)
 
 
 def add_mixed_channels(x, weight, y):
-    """x + weight (D, O) times y (B, O, L), for x (B, D, L)."""
-    x_columns, y_columns = _columns(x), _columns(y)
-    if x_columns is None or y_columns is None:
-        return torch.baddbmm(x, weight.expand(x.shape[0], -1, -1), y)
-    total = torch.addmm(x_columns, weight, y_columns)
-    return total.view(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
+    """x + weight (D, O) times y (B, O, L), for a contiguous x (B, D, L)."""
+    return torch.baddbmm(x, weight.expand(x.shape[0], -1, -1), y)
 
 
 def mix_channels_last(x, weight, bias):
     """x (B, I, L), weight (O, I) -> (B, L, O) contiguous."""
     batch, _, seqlen = x.shape
-    columns = _columns(x)
-    if columns is not None:
-        return torch.nn.functional.linear(columns.t(), weight, bias).view(batch, seqlen, weight.shape[0])
-    mixed = weight.t().expand(batch, -1, -1)
-    if bias is None:
-        return torch.bmm(x.transpose(1, 2), mixed)
-    return torch.baddbmm(bias, x.transpose(1, 2), mixed)
+    return torch.nn.functional.linear(_columns(x).t(), weight, bias).view(batch, seqlen, weight.shape[0])
 
 
-def weight_grad(dy, x):
+def weight_grad(dy, x, batched=False):
     """Gradient of weight (O, I) in y = mix_channels(weight, x), from dy (B, O, L) and x (B, I, L)."""
-    dy_columns, x_columns = _columns(dy), _columns(x)
-    if dy_columns is not None and x_columns is not None:
-        return dy_columns @ x_columns.t()
-    return torch.bmm(dy, x.transpose(1, 2)).sum(0)
+    if batched and dy.shape[0] != 1:
+        return torch.bmm(dy, x.transpose(1, 2)).sum(0).to(dy.dtype)
+    return _columns(dy) @ _columns(x).t()
 
 
 def rms_norm_channels(x, weight, eps):

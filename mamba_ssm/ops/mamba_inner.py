@@ -7,13 +7,14 @@ Letters: B batch, D channels (d_inner), L length, N dstate, R rank of dt.
 import torch
 
 from mamba_ssm.ops import _checks as checks
-from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
+from mamba_ssm.ops._autocast import autocast_dtype, no_autocast, traced_by_old_torch
 from mamba_ssm.ops._projections import (
     add_mixed_channels,
     mix_channels,
     mix_channels_last,
     rms_norm_channels,
     rms_norm_channels_grad,
+    to_channel_major,
     weight_grad,
 )
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_backward_op, causal_conv1d_op
@@ -67,7 +68,7 @@ def mamba_inner_fn(
     """
     if checkpoint_lvl not in (0, 1):
         raise ValueError(f"{_NAME}: checkpoint_lvl must be 0 or 1, got {checkpoint_lvl!r}")
-    dtype = autocast_dtype(xz.device.type)
+    dtype = autocast_dtype(xz)
     if dtype is not None:
         xz, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias = (
             None if tensor is None else tensor.to(dtype)
@@ -79,7 +80,7 @@ def mamba_inner_fn(
     B, C = (checks.widen(matrix) if matrix is not None and matrix.dim() == 2 else matrix for matrix in (B, C))
     B, C = (matrix.unsqueeze(1) if matrix is not None and matrix.dim() == 3 else matrix for matrix in (B, C))
     tensors = (
-        _time_contiguous(xz),
+        to_channel_major(xz),
         conv1d_weight.squeeze(1),
         conv1d_bias,
         x_proj_weight,
@@ -98,10 +99,10 @@ def mamba_inner_fn(
         dt_rms_weight,
     )
     options = (bool(delta_softplus), checkpoint_lvl, float(b_c_dt_rms_eps))
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    need_grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if need_grad and not traced_by_old_torch():
         return _MambaInner.apply(*tensors, *options)
-    with no_autocast(xz.device.type):
-        return _compute(*tensors, *options, keep=False)[0]
+    return _compute(*tensors, *options, keep=False)[0]
 
 
 def _check(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C):
@@ -126,13 +127,6 @@ def _check(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_proj_weight,
     checks.check_same(_NAME, "out_proj_weight", out_proj_weight, (d_model, dim), xz, "xz", "(d_model, D)")
     if out_proj_bias is not None:
         checks.check_same(_NAME, "out_proj_bias", out_proj_bias, (d_model,), xz, "xz", "(d_model,)")
-
-
-def _time_contiguous(xz):
-    """xz with stride 1 along the length; if a copy must be made, in the layout (2D, B, L) that needs no other."""
-    if xz.stride(-1) == 1 or xz.shape[-1] <= 1:
-        return xz
-    return xz.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -247,10 +241,7 @@ class _MambaInner(torch.autograd.Function):
             c_rms_weight,
             dt_rms_weight,
         )
-        with no_autocast(xz.device.type):
-            out, x_dbl, checkpoints, conv_out, delta = _compute(
-                *inputs, delta_softplus, checkpoint_lvl, eps, keep=True
-            )
+        out, x_dbl, checkpoints, conv_out, delta = _compute(*inputs, delta_softplus, checkpoint_lvl, eps, keep=True)
         if checkpoint_lvl == 1:
             conv_out = delta = None
         ctx.save_for_backward(*inputs, x_dbl, checkpoints, conv_out, delta)
@@ -260,7 +251,7 @@ class _MambaInner(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        with no_autocast(dout.device.type):
+        with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
             grads = _compute_grads(dout, *ctx.saved_tensors, ctx.delta_softplus, ctx.eps)
         return *grads, None, None, None
 
@@ -303,22 +294,22 @@ def _compute_grads(
     scan_C, biased_C = _matrix_of(raw_C, C, C_proj_bias, c_rms_weight, eps)
 
     dout = dout.contiguous()  # (B, L, d_model)
-    dout_channels = dout.transpose(1, 2)
+    dout_channels = dout.transpose(1, 2)  # its columns are a view
     dy = mix_channels(out_proj_weight.t(), dout_channels)
     du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, _, y = selective_scan_backward_op(
         dy, None, conv_out, delta, A, scan_B, scan_C, D, z, delta_bias, None, None, checkpoints, delta_softplus, False, True
     )
     del dy, delta
     dout_proj_weight = weight_grad(dout_channels, y)
-    dout_proj_bias = None if out_proj_bias is None else dout.sum((0, 1))
+    dout_proj_bias = None if out_proj_bias is None else dout.sum((0, 1)).to(out_proj_bias.dtype)
     del y
 
     ddt_rms_weight = None
     if dt_rms_weight is not None:
         before_norm = mix_channels(delta_proj_weight, x_dbl[:, :rank])
         ddelta, ddt_rms_weight = rms_norm_channels_grad(ddelta, before_norm, dt_rms_weight, eps)
-    ddelta_proj_weight = weight_grad(ddelta, x_dbl[:, :rank])
-    parts = [mix_channels(delta_proj_weight.t(), ddelta)]
+    ddelta_proj_weight = weight_grad(ddelta, x_dbl[:, :rank], batched=True)
+    parts = [mix_channels(delta_proj_weight.t(), ddelta, batched=True)]
     del ddelta
     dB_proj_bias = dC_proj_bias = db_rms_weight = dc_rms_weight = None
     if B is None:
@@ -330,7 +321,7 @@ def _compute_grads(
         parts.append(dC)
         dC = None
     dx_dbl = torch.cat(parts, dim=1)
-    dx_proj_weight = weight_grad(dx_dbl, conv_out)
+    dx_proj_weight = weight_grad(dx_dbl, conv_out, batched=True)
     dconv_out = add_mixed_channels(du, x_proj_weight.t(), dx_dbl)
     del du, conv_out
     dx, dconv1d_weight, dconv1d_bias, _ = causal_conv1d_backward_op(

@@ -51,8 +51,6 @@ def selective_scan_fn(
     Same as upstream's mamba_ssm.ops.selective_scan_interface.selective_scan_fn, except that complex A is not supported,
     and initial_state, seq_idx and the gradient of last_state are additions.
     """
-    if A.is_complex():
-        checks.no_complex(_NAME, "A", A)
     if A.dtype != torch.float32:
         A = checks.widen(A)
     B = _with_groups(B)
@@ -80,9 +78,13 @@ def _with_groups(matrix):
 # ---- checks and parameters -------------------------------------------------------------------------------------------
 
 
-def checkpoint_count(seqlen):
-    """States that the forward scan stores for the backward scan: one before each 64th step, the first one left out."""
-    return (seqlen - 1) // abi.SCAN_CHECKPOINT if seqlen > 0 else 0
+def _checkpoint_size(batch, dim, seqlen, dstate):
+    """Floats to allocate for the states that the forward scan stores for the backward scan: (B, (L-1)//64, D, N), flat.
+
+    Two more than that, since compilers specialise their graphs on sizes of 0 and 1, that is on short sequences.
+    """
+    count = (seqlen - 1) // abi.SCAN_CHECKPOINT if seqlen > 0 else 0
+    return batch * count * dim * dstate + 2
 
 
 def _check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx):
@@ -190,7 +192,7 @@ def _allocate(u, sizes, return_last_state, return_checkpoints):
     if return_last_state:
         last_state = u.new_empty((batch, dim, dstate), dtype=torch.float32)
     if return_checkpoints:
-        checkpoints = u.new_empty((batch, checkpoint_count(seqlen), dim, dstate), dtype=torch.float32)
+        checkpoints = u.new_empty((_checkpoint_size(batch, dim, seqlen, dstate),), dtype=torch.float32)
     return out, last_state, checkpoints
 
 
@@ -284,8 +286,8 @@ def _check_backward(dout, dlast_state, inputs, checkpoints):
     if dlast_state is not None:
         shape = (batch, dim, dstate)
         checks.check_float32(_NAME + "_backward", "dlast_state", dlast_state, shape, u, "u", "(B, D, N)")
-    shape = (batch, checkpoint_count(seqlen), dim, dstate)
-    checks.check_float32(_NAME + "_backward", "checkpoints", checkpoints, shape, u, "u", "(B, (L-1)//64, D, N)")
+    shape = (_checkpoint_size(batch, dim, seqlen, dstate),)
+    checks.check_float32(_NAME + "_backward", "checkpoints", checkpoints, shape, u, "u", "(B * (L-1)//64 * D * N + 2,)")
     return sizes
 
 
@@ -318,7 +320,6 @@ def _backward(
         return *grads, out
     dout = checks.unit_last_stride(dout)
     dlast_state = checks.contiguous(dlast_state)
-    checkpoints = checkpoints.contiguous()
 
     params = abi.MambaSelectiveScanBackward()
     functions = place(params, u)
