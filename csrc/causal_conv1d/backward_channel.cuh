@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(kConvThreads, 2)
         const int64_t begin = segment_begin + own_begin;
         if (params.dinitial_states != nullptr && segment_begin == 0 && warp == 0) {
             for (int v = 0; v < V; ++v) {
-                store_initial_gradient<T>(params, batch, channel + v, taps[v]);
+                // Its own taps: an index that is not a constant would send the array to local memory.
+                store_initial_gradient<T>(params, batch, channel + v, load_taps(forward, channel + v));
             }
         }
         if (count <= 0) {

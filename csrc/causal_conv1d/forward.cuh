@@ -26,7 +26,7 @@ __device__ __forceinline__ void activate_and_store(const MambaCausalConv1d& para
 // A group of 2^lanes_log2 lanes takes one chunk of one (batch, channel) row, V neighbouring steps a lane and access. The
 // steps before a lane's own come from its neighbour's registers. V = 1 takes any strides and reads them from the cache.
 template <typename T, int V>
-__global__ void __launch_bounds__(kConvThreads, 4)
+__global__ void __launch_bounds__(kConvThreads, 3)
     causal_conv1d_forward_time(const MambaCausalConv1d params, const int lanes_log2, const int64_t chunks) {
     constexpr int kUnroll = ConvForwardTile<V>::kUnroll;
     const int lanes = 1 << lanes_log2;
