@@ -1,7 +1,7 @@
 """Selective state space models: Mamba's operators and modules on prebuilt CPU and CUDA kernels.
 
-Importing loads no kernel library and needs no GPU: the CPU kernels are loaded by the first call, the CUDA kernels by the
-first CUDA tensor. `python -m mamba_ssm` checks the installation.
+Importing loads no kernel library and needs no GPU: the CPU kernels are loaded by the first call, the CUDA kernels by
+the first CUDA tensor. `python -m mamba_ssm` checks the installation.
 """
 
 from mamba_ssm.modules.mamba_simple import Mamba

@@ -30,9 +30,9 @@ _i64 = ctypes.c_int64
 _ptr = ctypes.c_void_p
 
 
-def _fields(text):
+def _fields(text, **structs):
     """Field list from lines of "type: names", so that a struct reads like its declaration."""
-    kinds = {"i32": _i32, "i64": _i64, "ptr": _ptr}
+    kinds = {"i32": _i32, "i64": _i64, "ptr": _ptr, **structs}
     fields = []
     for line in text.split(";"):
         if line.strip():
@@ -47,8 +47,9 @@ class MambaRun(ctypes.Structure):
 
 class MambaSelectiveScan(ctypes.Structure):
     _anonymous_ = ("run",)
-    _fields_ = [("run", MambaRun)] + _fields(
+    _fields_ = _fields(
         """
+        MambaRun: run;
         i64: batch, dim, seqlen, dstate, ngroups;
         i32: dtype, delta_softplus, variable_B, variable_C;
         ptr: u, delta, z, A, B, C, D, delta_bias, initial_state, seq_idx, out, last_state, checkpoints;
@@ -58,27 +59,31 @@ class MambaSelectiveScan(ctypes.Structure):
         i64: B_batch_stride, B_group_stride, B_dstate_stride;
         i64: C_batch_stride, C_group_stride, C_dstate_stride;
         i64: out_batch_stride, out_dim_stride
-        """
+        """,
+        MambaRun=MambaRun,
     )
 
 
 class MambaSelectiveScanBackward(ctypes.Structure):
     _anonymous_ = ("forward",)
-    _fields_ = [("forward", MambaSelectiveScan)] + _fields(
+    _fields_ = _fields(
         """
+        MambaSelectiveScan: forward;
         ptr: dout;
         i64: dout_batch_stride, dout_dim_stride;
         ptr: dlast_state;
         i64: slots;
         ptr: du, ddelta, dz, dA, dB, dC, dD, ddelta_bias, dinitial_state
-        """
+        """,
+        MambaSelectiveScan=MambaSelectiveScan,
     )
 
 
 class MambaCausalConv1d(ctypes.Structure):
     _anonymous_ = ("run",)
-    _fields_ = [("run", MambaRun)] + _fields(
+    _fields_ = _fields(
         """
+        MambaRun: run;
         i64: batch, dim, seqlen;
         i32: width, silu, dtype, weight_dtype, bias_dtype, reserved;
         ptr: x, weight, bias, seq_idx, initial_states, out, final_states;
@@ -86,28 +91,32 @@ class MambaCausalConv1d(ctypes.Structure):
         i64: out_batch_stride, out_dim_stride, out_len_stride;
         i64: initial_batch_stride, initial_dim_stride, initial_len_stride;
         i64: final_batch_stride, final_dim_stride, final_len_stride
-        """
+        """,
+        MambaRun=MambaRun,
     )
 
 
 class MambaCausalConv1dBackward(ctypes.Structure):
     _anonymous_ = ("forward",)
-    _fields_ = [("forward", MambaCausalConv1d)] + _fields(
+    _fields_ = _fields(
         """
+        MambaCausalConv1d: forward;
         ptr: dout, dx;
         i64: dout_batch_stride, dout_dim_stride, dout_len_stride;
         i64: dx_batch_stride, dx_dim_stride, dx_len_stride;
         ptr: dfinal_states, dinitial_states;
         i64: slots;
         ptr: dweight, dbias
-        """
+        """,
+        MambaCausalConv1d=MambaCausalConv1d,
     )
 
 
 class MambaCausalConv1dUpdate(ctypes.Structure):
     _anonymous_ = ("run",)
-    _fields_ = [("run", MambaRun)] + _fields(
+    _fields_ = _fields(
         """
+        MambaRun: run;
         i64: batch, dim, seqlen, state_len;
         i32: width, silu, dtype, state_dtype, weight_dtype, bias_dtype;
         ptr: x, conv_state, weight, bias, cache_seqlens, conv_state_indices, out;
@@ -115,14 +124,16 @@ class MambaCausalConv1dUpdate(ctypes.Structure):
         i64: x_batch_stride, x_dim_stride, x_len_stride;
         i64: state_row_stride, state_dim_stride, state_len_stride;
         i64: out_batch_stride, out_dim_stride, out_len_stride
-        """
+        """,
+        MambaRun=MambaRun,
     )
 
 
 class MambaSelectiveStateUpdate(ctypes.Structure):
     _anonymous_ = ("run",)
-    _fields_ = [("run", MambaRun)] + _fields(
+    _fields_ = _fields(
         """
+        MambaRun: run;
         i64: batch, nheads, headdim, dstate, ngroups;
         i32: state_dtype, x_dtype, dt_dtype, A_dtype, BC_dtype, D_dtype, dt_bias_dtype, dt_softplus;
         ptr: state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, out;
@@ -137,14 +148,19 @@ class MambaSelectiveStateUpdate(ctypes.Structure):
         i64: z_batch_stride, z_head_stride, z_dim_stride;
         i64: dt_bias_head_stride, dt_bias_dim_stride;
         i64: out_batch_stride, out_head_stride, out_dim_stride
-        """
+        """,
+        MambaRun=MambaRun,
     )
 
 
 class MambaLibraryInfo(ctypes.Structure):
     _fields_ = _fields(
-        "i32: abi_version, is_cuda, cuda_runtime_version, cuda_driver_version, supports_float16, supports_bfloat16"
-    ) + [("isa", ctypes.c_char * 32)]
+        """
+        i32: abi_version, is_cuda, cuda_runtime_version, cuda_driver_version, supports_float16, supports_bfloat16;
+        text: isa
+        """,
+        text=ctypes.c_char * 32,
+    )
 
 
 STRUCTS = (

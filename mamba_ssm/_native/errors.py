@@ -60,8 +60,8 @@ def architecture_problem(capability, architectures):
     major, minor = capability
     held = ", ".join(str(spelled) for spelled in architectures) or "none"
     return (
-        f"the GPU's architecture is sm_{major}{minor} (compute capability {major}.{minor}), and this wheel holds code for "
-        f"{held}. Build one that does: TORCH_CUDA_ARCH_LIST={major}.{minor} pip wheel --no-deps -w dist . "
+        f"the GPU's architecture is sm_{major}{minor} (compute capability {major}.{minor}), and this wheel holds code "
+        f"for {held}. Build one that does: TORCH_CUDA_ARCH_LIST={major}.{minor} pip wheel --no-deps -w dist . "
         "in the source tree, then install it."
     )
 
@@ -76,8 +76,8 @@ def exception_for(code, message, where):
         return MemoryError(f"{where}: {message}")
     if code == abi.ERROR_NO_KERNEL_IMAGE:
         message += (
-            ". This mamba_ssm holds no code for this GPU: `python -m mamba_ssm` shows its architecture and the wheel's; "
-            "build a wheel with TORCH_CUDA_ARCH_LIST set to the GPU's compute capability"
+            ". This mamba_ssm holds no code for this GPU: `python -m mamba_ssm` shows its architecture and the wheel's. "
+            "Build a wheel with TORCH_CUDA_ARCH_LIST set to the GPU's compute capability"
         )
     elif code == abi.ERROR_DRIVER:
         message += ". `python -m mamba_ssm` compares the driver found with the one that this mamba_ssm needs"

@@ -18,10 +18,13 @@ class Mamba(nn.Module):
 
     Args:
         d_model: width of input and output. d_state: states per channel (N). d_conv: width of the convolution, 2..4.
-        expand: channels per model dimension; d_inner = expand * d_model. dt_rank: rank of dt's projection, "auto" is
-        ceil(d_model / 16). dt_min, dt_max, dt_init_floor: range of dt at initialisation. dt_init ("random" or
-        "constant"), dt_scale: initialisation of dt_proj.weight. conv_bias, bias: bias of the convolution, of in_proj and
-        out_proj. use_fast_path: train through mamba_inner_fn, which saves memory. layer_idx: key of the inference cache.
+        expand: channels per model dimension; d_inner = expand * d_model.
+        dt_rank: rank of dt's projection; "auto" is ceil(d_model / 16).
+        dt_min, dt_max, dt_init_floor: range of dt at initialisation.
+        dt_init ("random" or "constant"), dt_scale: initialisation of dt_proj.weight.
+        conv_bias, bias: bias of the convolution; of in_proj and out_proj.
+        use_fast_path: train through mamba_inner_fn, which saves memory.
+        layer_idx: key of the inference cache.
     """
 
     def __init__(
@@ -180,9 +183,7 @@ class Mamba(nn.Module):
         dt, B, C = torch.split(self.x_proj(x), [self.dt_rank, self.d_state, self.d_state], dim=-1)
         dt = F.linear(dt, self.dt_proj.weight)
         A = -torch.exp(self.A_log.float())
-        y = selective_state_update(
-            ssm_state, x, dt, A, B, C, self.D, z=z, dt_bias=self.dt_proj.bias, dt_softplus=True
-        )
+        y = selective_state_update(ssm_state, x, dt, A, B, C, self.D, z=z, dt_bias=self.dt_proj.bias, dt_softplus=True)
         return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
 
     def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):

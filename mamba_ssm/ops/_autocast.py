@@ -4,13 +4,14 @@ import contextlib
 
 import torch
 
+from mamba_ssm.ops._library import is_compiling
+
 _PER_DEVICE = hasattr(torch, "get_autocast_dtype")  # torch 2.4
-_is_compiling = torch.compiler.is_compiling if _PER_DEVICE else torch._utils.is_compiling
 
 
 def traced_by_old_torch():
     """Whether torch 2.2 or 2.3 is compiling, whose tracer reads no autocast state and few autograd.Functions."""
-    return not _PER_DEVICE and _is_compiling()
+    return not _PER_DEVICE and is_compiling()
 
 
 def autocast_dtype(tensor):
@@ -29,6 +30,6 @@ def autocast_dtype(tensor):
 
 def no_autocast(tensor):
     """Context in which autocast changes nothing. Compilers trace backward under forward's autocast: nothing to do."""
-    if _is_compiling() or autocast_dtype(tensor) is None:
+    if is_compiling() or autocast_dtype(tensor) is None:
         return contextlib.nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)

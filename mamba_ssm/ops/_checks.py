@@ -73,7 +73,9 @@ def check_dstate(op, dstate, largest):
 def check_groups(op, channels_name, channels, groups):
     """Groups of B and C divide the channels or heads evenly."""
     if groups < 1 or channels % groups:
-        raise ValueError(f"{op}: {channels_name} must be a multiple of the number of groups of B and C, got {groups} groups")
+        raise ValueError(
+            f"{op}: {channels_name} must be a multiple of the number of groups of B and C, got {groups} groups"
+        )
 
 
 def widen(tensor):

@@ -11,6 +11,8 @@ import torch.autograd.forward_ad as forward_ad
 _LIBRARY = torch.library.Library("mamba_ssm", "DEF")
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _transforms_active = torch._C._are_functorch_transforms_active
+# Not torch.compiler.is_compiling on torch 2.2 and 2.3: their tracer does not know it.
+is_compiling = torch.compiler.is_compiling if hasattr(torch, "get_autocast_dtype") else torch._utils.is_compiling
 _increment_version = torch.autograd.graph.increment_version
 
 
@@ -36,6 +38,30 @@ def define(schema, implementation, fake, autograd=None, differentiable=True):
     op = getattr(torch.ops.mamba_ssm, name).default
     _LIBRARY.impl(name, _autograd_kernel(name, op, autograd, differentiable), "Autograd")
     return op
+
+
+def call(op, *arguments):
+    """op(*arguments), past its Autograd kernel where that would do nothing: one crossing of the dispatcher less.
+
+    For public functions. Whatever may need the Autograd kernel (a gradient, a dual tensor, torch.func, a compiler)
+    takes the usual way.
+    """
+    if is_compiling() or forward_ad._current_level >= 0 or _transforms_active():
+        return op(*arguments)
+    if torch.is_grad_enabled():
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                return op(*arguments)
+    with _below_autograd():
+        return op(*arguments)
+
+
+def call_in_backward(op, *arguments):
+    """op(*arguments) in the backward of an autograd.Function; its Autograd kernel matters only to create_graph=True."""
+    if torch.is_grad_enabled():
+        return op(*arguments)
+    with _below_autograd():
+        return op(*arguments)
 
 
 def below_autograd():

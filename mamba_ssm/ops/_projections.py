@@ -1,8 +1,9 @@
 """Matrix products over the channels of (B, D, L) tensors, and RMS norm over them.
 
-The Mamba block keeps its tensors in memory as (D, B, L): one matrix of B*L columns, so that a projection is one product
-and no copy. What comes back from a backward operator lies as (B, D, L) and is taken as a batch of matrices (batched=True),
-again without a copy. Both ways are right for either layout. Nothing here looks at strides: old tracers cannot.
+The Mamba block keeps its tensors in memory as (D, B, L): one matrix of B*L columns, so that a projection is one
+product and no copy. What comes back from a backward operator lies as (B, D, L) and is taken as a batch of matrices
+(batched=True), again without a copy. Both ways are right for either layout. Nothing here looks at strides: old tracers
+cannot.
 """
 
 import torch

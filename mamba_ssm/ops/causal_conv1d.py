@@ -10,7 +10,7 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, pointer, run
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._conv1d_common import check_weight, kernel_layout, wants_silu
-from mamba_ssm.ops._library import below_autograd, define
+from mamba_ssm.ops._library import below_autograd, call, call_in_backward, define
 from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
 from mamba_ssm.ops.reference import causal_conv1d_ref, causal_conv1d_update_ref, causal_conv1d_varlen_states_ref
 
@@ -57,7 +57,7 @@ def causal_conv1d_fn(
     """
     silu = wants_silu(_NAME, activation)
     want_states = bool(return_final_states) or final_states_out is not None
-    out, final_states = causal_conv1d_op(x, weight, bias, seq_idx, initial_states, want_states, silu)
+    out, final_states = call(causal_conv1d_op, x, weight, bias, seq_idx, initial_states, want_states, silu)
     if final_states_out is not None:
         checks.check_same(_NAME, "final_states_out", final_states_out, final_states.shape, x, "x", "(B, D, W-1)")
         final_states = final_states_out.copy_(final_states)
@@ -189,8 +189,8 @@ class _CausalConv1d(torch.autograd.Function):
             return (None,) * 7
         if dout is None:
             dout = torch.zeros_like(inputs[0])
-        dx, dweight, dbias, dinitial_states = causal_conv1d_backward_op(
-            dout, dfinal_states, *inputs, ctx.needs_input_grad[4], ctx.silu
+        dx, dweight, dbias, dinitial_states = call_in_backward(
+            causal_conv1d_backward_op, dout, dfinal_states, *inputs, ctx.needs_input_grad[4], ctx.silu
         )
         return dx, dweight, dbias, None, dinitial_states, None, None
 

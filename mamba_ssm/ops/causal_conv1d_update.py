@@ -6,7 +6,7 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._conv1d_common import check_weight, wants_silu
-from mamba_ssm.ops._library import define, wrote_in_place
+from mamba_ssm.ops._library import call, define, wrote_in_place
 
 _NAME = "causal_conv1d_update"
 
@@ -35,7 +35,7 @@ def causal_conv1d_update(
     if conv_state_indices is not None and conv_state_indices.dtype == torch.int64:
         conv_state_indices = conv_state_indices.to(torch.int32)
     silu = wants_silu(_NAME, activation)
-    return causal_conv1d_update_op(x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu)
+    return call(causal_conv1d_update_op, x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu)
 
 
 def _check(x, conv_state, weight, bias, cache_seqlens, conv_state_indices):

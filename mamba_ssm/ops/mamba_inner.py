@@ -57,12 +57,12 @@ def mamba_inner_fn(
         B_proj_bias, C_proj_bias: (N) or None, added to the B and C that come from x_proj.
         delta_softplus: dt = softplus(delta + delta_bias).
         checkpoint_lvl: 1 computes conv output and delta again in backward, 0 keeps them.
-        b_rms_weight, c_rms_weight: (N), dt_rms_weight: (D), or None: RMS norm of B and C from x_proj, and of delta before
-            delta_bias, with b_c_dt_rms_eps.
+        b_rms_weight, c_rms_weight: (N), dt_rms_weight: (D), or None: RMS norm of B and C from x_proj, and of delta
+            before delta_bias, with b_c_dt_rms_eps.
 
     Returns:
-        (B, L, d_model). Under autocast xz and the projections are cast to autocast's dtype; A, D and biases of delta stay
-        float32.
+        (B, L, d_model). Under autocast xz and the projections are cast to autocast's dtype; A, D and the bias of delta
+        stay float32.
 
     Same as upstream's mamba_ssm.ops.selective_scan_interface.mamba_inner_fn, without complex A.
     """
@@ -75,7 +75,7 @@ def mamba_inner_fn(
             for tensor in (xz, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias)
         )
     _check(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C)
-    if b_rms_weight is not None and B is not None or c_rms_weight is not None and C is not None:
+    if (b_rms_weight is not None and B is not None) or (c_rms_weight is not None and C is not None):
         raise ValueError(f"{_NAME}: b_rms_weight and c_rms_weight norm the B and C of x_proj, but B or C is given")
     B, C = (checks.widen(matrix) if matrix is not None and matrix.dim() == 2 else matrix for matrix in (B, C))
     B, C = (matrix.unsqueeze(1) if matrix is not None and matrix.dim() == 3 else matrix for matrix in (B, C))
@@ -297,7 +297,22 @@ def _compute_grads(
     dout_channels = dout.transpose(1, 2)  # its columns are a view
     dy = mix_channels(out_proj_weight.t(), dout_channels)
     du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, _, y = selective_scan_backward_op(
-        dy, None, conv_out, delta, A, scan_B, scan_C, D, z, delta_bias, None, None, checkpoints, delta_softplus, False, True
+        dy,
+        None,
+        conv_out,
+        delta,
+        A,
+        scan_B,
+        scan_C,
+        D,
+        z,
+        delta_bias,
+        None,
+        None,
+        checkpoints,
+        delta_softplus,
+        False,
+        True,
     )
     del dy, delta
     dout_proj_weight = weight_grad(dout_channels, y)

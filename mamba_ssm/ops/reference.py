@@ -3,6 +3,8 @@
 They compute in float32, or in float64 where the inputs are float64, and take every dtype mix that the operators take.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -190,7 +192,7 @@ def causal_conv1d_varlen_states_ref(x, cu_seqlens, state_len):
     """Last inputs of each packed sequence, one sequence after the other; as causal_conv1d_varlen_states."""
     bounds = cu_seqlens.tolist()
     states = x.new_zeros(len(bounds) - 1, x.shape[1], state_len)
-    for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:])):
+    for i, (start, end) in enumerate(itertools.pairwise(bounds)):
         start = max(start, end - state_len)
         states[i, :, state_len - (end - start) :] = x[start:end].T
     return states

@@ -1,7 +1,7 @@
 """Selective scan (Mamba-1): the public function and its forward and backward operators on the native kernels.
 
-h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t;  out_t = (C_t . h_t + D u_t) silu(z_t);  dt_t = softplus?(delta_t + delta_bias)
-(Mamba, arXiv 2312.00752, section 3.2). Letters: B batch, D channels, L length, N dstate, G groups of B and C.
+h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t;  out_t = (C_t . h_t + D u_t) silu(z_t);
+dt_t = softplus?(delta_t + delta_bias) (Mamba, arXiv 2312.00752, section 3.2). Letters: B batch, D channels, L length, N dstate, G groups of B and C.
 """
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, pointer, run
 from mamba_ssm.ops import _checks as checks
-from mamba_ssm.ops._library import below_autograd, define
+from mamba_ssm.ops._library import below_autograd, call, call_in_backward, define
 
 _NAME = "selective_scan"
 
@@ -61,9 +61,8 @@ def selective_scan_fn(
         delta_bias = checks.widen(delta_bias)
     if initial_state is not None and initial_state.dtype != torch.float32:
         initial_state = checks.widen(initial_state)
-    out, last_state, _ = selective_scan_op(
-        u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, bool(delta_softplus), bool(return_last_state), False
-    )
+    options = bool(delta_softplus), bool(return_last_state), False
+    out, last_state, _ = call(selective_scan_op, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, *options)
     return (out, last_state) if return_last_state else out
 
 
@@ -260,8 +259,9 @@ class _SelectiveScan(torch.autograd.Function):
             return (None,) * 13
         if dout is None:
             dout = torch.zeros_like(inputs[0])
-        du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, _ = selective_scan_backward_op(
-            dout, dlast_state, *inputs, checkpoints, ctx.delta_softplus, ctx.needs_input_grad[8], False
+        options = ctx.delta_softplus, ctx.needs_input_grad[8], False
+        du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, _ = call_in_backward(
+            selective_scan_backward_op, dout, dlast_state, *inputs, checkpoints, *options
         )
         return du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, None, None, None, None
 
@@ -330,14 +330,16 @@ def _backward(
     du = u.new_empty(u.shape)
     ddelta = u.new_empty(u.shape)
     dz = None if z is None else u.new_empty(u.shape)
-    per_batch = (batch, dim, dstate)
+    # Parts to add up come in front; a single part is the gradient itself.
+    per_batch = (batch, dim, dstate) if batch > 1 else (dim, dstate)
+    per_channel = (batch, dim) if batch > 1 else (dim,)
+    per_step = (slots, batch, ngroups, dstate, seqlen) if slots > 1 else (batch, ngroups, dstate, seqlen)
     dA = A.new_empty(per_batch)
-    sums = (slots, batch, ngroups, dstate, seqlen)
-    dB = A.new_zeros(sums) if B.dim() == 4 else A.new_empty(per_batch)
-    dC = A.new_zeros(sums) if C.dim() == 4 else A.new_empty(per_batch)
-    dD = None if D is None else A.new_empty((batch, dim))
-    ddelta_bias = None if delta_bias is None else A.new_empty((batch, dim))
-    dinitial_state = A.new_empty(per_batch) if need_dinitial_state else None
+    dB = A.new_zeros(per_step) if B.dim() == 4 else A.new_empty(per_batch)
+    dC = A.new_zeros(per_step) if C.dim() == 4 else A.new_empty(per_batch)
+    dD = None if D is None else A.new_empty(per_channel)
+    ddelta_bias = None if delta_bias is None else A.new_empty(per_channel)
+    dinitial_state = A.new_empty((batch, dim, dstate)) if need_dinitial_state else None
 
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_dim_stride, _ = dout.stride()
@@ -355,22 +357,24 @@ def _backward(
     return (
         du,
         ddelta,
-        _add_parts(dA),
-        _add_parts(dB).to(B.dtype),
-        _add_parts(dC).to(C.dtype),
-        _add_parts(dD),
+        _add_parts(dA, A),
+        _add_parts(dB, B),
+        _add_parts(dC, C),
+        _add_parts(dD, D),
         dz,
-        _add_parts(ddelta_bias),
+        _add_parts(ddelta_bias, delta_bias),
         dinitial_state,
         out,
     )
 
 
-def _add_parts(parts):
-    """Sum over the first dimension; one part needs no kernel."""
+def _add_parts(parts, like):
+    """The gradient of like from its float32 parts."""
     if parts is None:
         return None
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
+    if parts.dim() > like.dim():
+        parts = parts.sum(0)
+    return parts if like.dtype == torch.float32 else parts.to(like.dtype)
 
 
 def _empty_grads(sizes, inputs, need_dinitial_state, zero):

@@ -1,6 +1,7 @@
 """One decode step of the selective state space model, for Mamba-1 and Mamba-2 states; the state is updated in place.
 
-state = exp(dt A) state + dt B x;  out = (C . state + D x) silu(z). B batch, H heads, P headdim (or D channels), N dstate.
+state = exp(dt A) state + dt B x;  out = (C . state + D x) silu(z).
+Letters: B batch, H heads, P headdim (or D channels without heads), N dstate.
 """
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
 from mamba_ssm.ops import _checks as checks
-from mamba_ssm.ops._library import define, wrote_in_place
+from mamba_ssm.ops._library import call, define, wrote_in_place
 
 _NAME = "selective_state_update"
 
@@ -24,7 +25,8 @@ def selective_state_update(
         A: (D, N) or (H, P, N). D, dt_bias: (D) or (H, P). dt, A, D and dt_bias may be stride-0 expansions.
         B, C: (B, N) or (B, G, N), where G divides H; of one dtype.
         dt_softplus: dt = softplus(dt + dt_bias).
-        state_batch_indices: (B) int32, the row of state for each entry of x; a negative row is padding, its output zero.
+        state_batch_indices: (B) int32, the row of state for each entry of x; a negative row is padding, its output
+            zero.
 
     Returns:
         out of x's shape and dtype. There is no gradient: inputs that require one are refused.
@@ -33,9 +35,8 @@ def selective_state_update(
     """
     if state_batch_indices is not None and state_batch_indices.dtype == torch.int64:
         state_batch_indices = state_batch_indices.to(torch.int32)
-    return selective_state_update_op(
-        state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, bool(dt_softplus)
-    )
+    arguments = state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, bool(dt_softplus)
+    return call(selective_state_update_op, *arguments)
 
 
 def _check(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices):

@@ -30,8 +30,8 @@ class SelectiveScan(nn.Module):
             h_prev: (B, D, N) float32, float16 or bfloat16, the state before this chunk; zero if None.
 
         Returns:
-            (y, h_last): y (B, L, D) of u's dtype; h_last (B, D, N), the state after this chunk, of h_prev's dtype, or of
-            u's without h_prev. A stream that carries its state in float32 loses nothing between chunks.
+            (y, h_last): y (B, L, D) of u's dtype; h_last (B, D, N), the state after this chunk, of h_prev's dtype, or
+            of u's without h_prev. A stream that carries its state in float32 loses nothing between chunks.
 
         Raises:
             TypeError, ValueError: a dtype or a shape is wrong.
@@ -51,7 +51,9 @@ class SelectiveScan(nn.Module):
         u_time, delta_time = u.transpose(1, 2), delta.transpose(1, 2)
         B_time, C_time = B_ssm.transpose(1, 2), C_ssm.transpose(1, 2)
         y, states = None, []
-        for start in range(0, dstate, abi.MAX_DSTATE):  # states do not see each other: a wide N is a sum of narrower scans
+        for start in range(
+            0, dstate, abi.MAX_DSTATE
+        ):  # states do not see each other: a wide N is a sum of narrower scans
             part = slice(start, start + abi.MAX_DSTATE)
             part_y, part_state = selective_scan_fn(
                 u_time,
