@@ -1,0 +1,142 @@
+"""From the plan to CMake's arguments, and the calls of CMake themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from .facts import cuda_host_compiler
+from .plan import Plan
+
+# CMake reads these when it first configures a folder only, so a change of one takes another folder.
+CONFIGURE_ONCE = ("CC", "CXX", "CXXFLAGS", "CUDAFLAGS", "CUDAHOSTCXX", "LDFLAGS", "CMAKE_GENERATOR")
+
+
+class BuildError(Exception):
+    """CMake or the compiler failed; what they said stands above."""
+
+
+def arguments(plan: Plan, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The -D arguments that carry the plan's decisions; the user's CMAKE_ARGS come last."""
+    config, seen = plan.config, plan.facts
+    switch = {True: "ON", False: "OFF"}
+    result = [
+        f"-DMAMBA_CUDA={switch[plan.cuda]}",
+        f"-DMAMBA_DISABLE_HALF={switch[config.disable_half]}",
+        f"-DMAMBA_DISABLE_BF16={switch[config.disable_bf16]}",
+        f"-DMAMBA_DEBUG={switch[config.debug]}",
+    ]
+    if plan.cuda and seen.discovery.nvcc is not None:
+        result += [
+            f"-DMAMBA_NVCC_THREADS={plan.nvcc_threads}",
+            f"-DCMAKE_CUDA_ARCHITECTURES={';'.join(plan.architectures.cmake)}",
+            f"-DCMAKE_CUDA_COMPILER={_slashes(seen.discovery.nvcc.path)}",
+        ]
+        host = cuda_host_compiler(environ)
+        if host and seen.platform != "win32":
+            result.append(f"-DCMAKE_CUDA_HOST_COMPILER={host}")
+    return [*result, *config.cmake_args]
+
+
+def environment(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment CMake runs in: the user's, and what NVIDIA's wheels need to link."""
+    result = dict(environ)
+    if plan.facts.cuda_flags:
+        result["CUDAFLAGS"] = f"{environ.get('CUDAFLAGS', '')} {plan.facts.cuda_flags}".strip()
+    # The plan names the architectures; CMake's own variable for them must not reach its compiler test.
+    result.pop("CUDAARCHS", None)
+    return result
+
+
+def build_folder(base: Path, plan: Plan, environ: Mapping[str, str]) -> Path:
+    """One folder a configuration, so a rebuild compiles what changed and none sees another's output."""
+    passing = ["-DMAMBA_NVCC_THREADS="]
+    if nvcc_from_wheels(plan):
+        passing.append("-DCMAKE_CUDA_COMPILER=")
+    words = [word for word in arguments(plan, environ) if not word.startswith(tuple(passing))]
+    words += [f"{name}={environ.get(name, '')}" for name in CONFIGURE_ONCE]
+    words += [plan.facts.root, plan.facts.nvcc_full_version]
+    key = hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
+    return base / f"native-{plan.label.split('.')[0]}-{key}"
+
+
+def nvcc_from_wheels(plan: Plan) -> bool:
+    """nvcc of an isolated build environment, whose folder is another one each time and gone afterwards."""
+    nvcc = plan.facts.discovery.nvcc
+    return plan.cuda and nvcc is not None and nvcc.source == "wheels"
+
+
+def build(plan: Plan, source: Path, base: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """Configures and builds; returns the folder that now holds exactly this configuration's libraries in lib/."""
+    folder = build_folder(base, plan, environ).absolute()
+    if nvcc_from_wheels(plan):
+        shutil.rmtree(folder, ignore_errors=True)
+    (folder / "lib").mkdir(parents=True, exist_ok=True)
+    query = folder / ".cmake" / "api" / "v1" / "query"
+    query.mkdir(parents=True, exist_ok=True)
+    for name in ("toolchains-v1", "cache-v2"):
+        (query / name).touch()
+
+    assert plan.facts.cmake is not None, "preflight stops a build without cmake"
+    cmake = plan.facts.cmake.path
+    configure = [cmake, "-S", str(source), "-B", str(folder)]
+    if not environ.get("CMAKE_GENERATOR") and not any(word.startswith("-G") for word in plan.config.cmake_args):
+        assert plan.facts.ninja is not None, "preflight stops a build without ninja"
+        configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={_slashes(plan.facts.ninja.path)}"]
+    configure += arguments(plan, environ)
+    variables = environment(plan, environ)
+    _call(configure, variables)
+    targets = ["mamba_cpu", "mamba_cuda"] if plan.cuda else ["mamba_cpu"]
+    _call([cmake, "--build", str(folder), "--parallel", str(plan.jobs), "--target", *targets], variables)
+    return folder
+
+
+def _call(command: list[str], environ: dict[str, str]) -> None:
+    print("+", subprocess.list2cmdline(command), flush=True)
+    code = subprocess.call(command, env=environ)
+    if code != 0:
+        raise BuildError(f"{os.path.basename(command[0])} failed with exit status {code}; its messages stand above")
+
+
+def _slashes(path: str) -> str:
+    """CMake reads a backslash as an escape."""
+    return path.replace("\\", "/")
+
+
+# ---- what CMake found ------------------------------------------------------------------------------------------------
+
+
+def toolchains(folder: Path) -> dict[str, str]:
+    """{"CXX": "GNU 12.2.0", "CUDA": "NVIDIA 13.0.88"} as CMake's file API tells it."""
+    result = {}
+    for toolchain in _reply(folder, "toolchains-v1").get("toolchains", []):
+        compiler = toolchain.get("compiler", {})
+        result[toolchain["language"]] = f"{compiler.get('id', '?')} {compiler.get('version', '?')}"
+    return result
+
+
+def flags(folder: Path) -> dict[str, str]:
+    """The compilers' general flags, without this machine's paths: the same build elsewhere records the same."""
+    cache = {entry["name"]: entry["value"] for entry in _reply(folder, "cache-v2").get("entries", [])}
+    build_type = cache.get("CMAKE_BUILD_TYPE", "Release").upper()
+    result = {}
+    for language in ("CXX", "CUDA"):
+        if f"CMAKE_{language}_COMPILER" in cache:
+            names = (f"CMAKE_{language}_FLAGS", f"CMAKE_{language}_FLAGS_{build_type}")
+            words = " ".join(cache.get(name, "") for name in names).split()
+            result[language.lower()] = " ".join(word for word in words if "/" not in word[2:] and "\\" not in word)
+    return result
+
+
+def _reply(folder: Path, name: str) -> dict:
+    answers = sorted((folder / ".cmake" / "api" / "v1" / "reply").glob("index-*.json"))
+    if not answers:
+        return {}
+    index = json.loads(answers[-1].read_text(encoding="utf-8"))
+    reference = index.get("reply", {}).get(name, {}).get("jsonFile")
+    return json.loads((answers[-1].parent / reference).read_text(encoding="utf-8")) if reference else {}

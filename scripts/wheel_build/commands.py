@@ -1,0 +1,152 @@
+"""The setuptools commands: print the plan, let CMake build it, put this build's files, and no others, in place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+from setuptools import Extension
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
+from setuptools.command.dist_info import dist_info
+from setuptools.command.editable_wheel import editable_wheel
+from setuptools.command.sdist import sdist
+
+from . import build_info, cmake, version
+from .plan import Plan, load
+
+ROOT = Path(__file__).resolve().parents[2]
+LIB = Path("mamba_ssm") / "lib"
+INFO = "build_info.json"
+
+
+@lru_cache(maxsize=1)
+def the_plan() -> Plan:
+    return load(ROOT)
+
+
+def extension() -> Extension:
+    """Stands for both libraries, so that setuptools makes a platform wheel; CMake has the sources."""
+    return Extension("mamba_ssm.lib.mamba_cpu", sources=[])
+
+
+class BuildCommand(build):
+    def run(self) -> None:
+        # What an earlier build left here would travel in this wheel: another configuration's libraries, old modules.
+        shutil.rmtree(Path(self.build_lib) / "mamba_ssm", ignore_errors=True)
+        super().run()
+
+
+class BuildNative(build_ext):
+    """build_ext: CMake builds, and the outputs named by the plan are copied, nothing else."""
+
+    def run(self) -> None:
+        plan = the_plan()
+        print(plan.as_text(), flush=True)
+        if plan.fatal:
+            raise SystemExit("mamba_ssm: the build stops here; each FATAL line above says why, and its cure")
+        base = Path(self.get_finalized_command("build").build_base)
+        try:
+            folder = cmake.build(plan, ROOT / "csrc", base)
+        except cmake.BuildError as error:
+            raise SystemExit(f"mamba_ssm: {error}") from None
+        target = ROOT / LIB if self.inplace else Path(self.build_lib) / LIB
+        target.mkdir(parents=True, exist_ok=True)
+        for name in set(version.library_names(sys.platform, cuda=True)) - set(plan.libraries):
+            (target / name).unlink(missing_ok=True)
+        for name in plan.libraries:
+            replace_file(folder / "lib" / name, target / name)
+        info = build_info.text(build_info.describe(plan, ROOT, folder))
+        (target / INFO).write_text(info, encoding="utf-8", newline="\n")
+
+    def _outputs(self) -> dict[str, str]:
+        """{file in build_lib: file in the source tree}"""
+        names = [*the_plan().libraries, INFO]
+        return {str(Path(self.build_lib) / LIB / name): str(LIB / name) for name in names}
+
+    def get_outputs(self) -> list[str]:
+        return list(self.get_output_mapping()) if self.inplace else list(self._outputs())
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return self._outputs() if self.inplace else {}
+
+    def get_source_files(self) -> list[str]:
+        return []
+
+
+class BuildWheel(bdist_wheel):
+    def finalize_options(self) -> None:
+        label_version(self.distribution)
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return version.wheel_tag(the_plan().facts.platform, the_plan().facts.machine)
+
+
+class DistInfo(dist_info):
+    def finalize_options(self) -> None:
+        label_version(self.distribution)
+        super().finalize_options()
+
+
+class EditableWheel(editable_wheel):
+    def finalize_options(self) -> None:
+        label_version(self.distribution)
+        super().finalize_options()
+
+
+class SourceDistribution(sdist):
+    """An sdist has no label: what it will be built with is not known yet."""
+
+    def run(self) -> None:
+        labelled = self.distribution.metadata.version
+        self.distribution.metadata.version = version.base_version(ROOT)
+        self.reinitialize_command("egg_info")
+        try:
+            super().run()
+        finally:
+            self.distribution.metadata.version = labelled
+            self.reinitialize_command("egg_info")
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        (Path(base_dir) / build_info.SOURCE_FILE).write_text(
+            build_info.source_line(ROOT), encoding="utf-8", newline="\n"
+        )
+
+
+def label_version(distribution) -> None:
+    distribution.metadata.version = the_plan().version
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Puts a library in place in one step, and not at all if it is there already.
+
+    Writing into the old file would pull the code from under a running Python that has it loaded.
+    """
+    data = source.read_bytes()
+    if target.is_file() and target.read_bytes() == data:
+        return
+    fresh = target.with_name(target.name + ".new")
+    fresh.write_bytes(data)
+    os.chmod(fresh, 0o755)
+    try:
+        os.replace(fresh, target)
+    except PermissionError:
+        fresh.unlink(missing_ok=True)
+        raise SystemExit(f"mamba_ssm: {target} is in use by a running Python; close it and build again") from None
+
+
+COMMANDS = {
+    "build": BuildCommand,
+    "build_ext": BuildNative,
+    "bdist_wheel": BuildWheel,
+    "dist_info": DistInfo,
+    "editable_wheel": EditableWheel,
+    "sdist": SourceDistribution,
+}

@@ -1,0 +1,168 @@
+"""The build switches: read from the environment once, strictly, into one frozen dataclass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+TRUE = ("1", "true", "yes", "on")
+FALSE = ("0", "false", "no", "off")
+# Older build scripts set these for upstream, which can download a wheel instead of building one. We never do.
+WITHOUT_EFFECT = ("MAMBA_FORCE_BUILD", "MAMBA_KEEP_CUDA_BUILD")
+# What the plan decides must not be decided a second time behind its back.
+PLANNED_BY_SWITCHES = {
+    "CMAKE_CUDA_ARCHITECTURES": "TORCH_CUDA_ARCH_LIST",
+    "CMAKE_CUDA_COMPILER": "CUDACXX or CUDA_HOME",
+    "MAMBA_CUDA": "MAMBA_SSM_CUDA",
+    "MAMBA_DISABLE_BF16": "MM_DISABLE_BF16",
+    "MAMBA_DISABLE_HALF": "MM_DISABLE_HALF",
+    "MAMBA_DEBUG": "DEBUG",
+    "MAMBA_NVCC_THREADS": "NVCC_THREADS",
+    "MAMBA_OUTPUT_DIR": "nothing (the wheel's folder is fixed)",
+}
+LOCAL_LABEL = re.compile(r"[a-z0-9]+(?:[-_.][a-z0-9]+)*", re.IGNORECASE)
+
+
+class SwitchError(Exception):
+    """One switch holds a value that it cannot take."""
+
+    def __init__(self, switch: str, value: str, allowed: str, code: str = "switch-invalid") -> None:
+        super().__init__(f"{switch}={value!r} is not understood; allowed: {allowed}")
+        self.switch, self.value, self.allowed, self.code = switch, value, allowed, code
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the user asked for. None and "" mean: not said, the plan decides."""
+
+    arch_list: str = ""
+    nvcc_threads: int | None = None
+    max_jobs: int | None = None
+    disable_bf16: bool = False
+    disable_half: bool = False
+    cuda: str = "auto"
+    local_version: str = ""
+    debug: bool = False
+    cmake_args: tuple[str, ...] = ()
+    cxx: str = ""
+    notes: tuple[str, ...] = ()
+    errors: tuple[SwitchError, ...] = field(default=())
+
+    @property
+    def dtypes(self) -> list[str]:
+        disabled = {"float16": self.disable_half, "bfloat16": self.disable_bf16}
+        return [dtype for dtype in ("float32", "float16", "bfloat16") if not disabled.get(dtype)]
+
+
+def parse_boolean(switch: str, value: str) -> bool:
+    word = value.strip().lower()
+    if word in TRUE:
+        return True
+    if word in FALSE or not word:
+        return False
+    raise SwitchError(switch, value, "1/0, true/false, yes/no, on/off in any case, or empty for off")
+
+
+def parse_positive(switch: str, value: str) -> int | None:
+    word = value.strip()
+    if not word:
+        return None
+    if re.fullmatch(r"[0-9]+", word) and int(word) > 0:
+        return int(word)
+    raise SwitchError(switch, value, "a positive integer, or empty for the default")
+
+
+def parse_cuda(switch: str, value: str) -> str:
+    word = value.strip().lower() or "auto"
+    if word in ("auto", "on", "off"):
+        return word
+    raise SwitchError(switch, value, "auto, on or off, or empty for auto")
+
+
+def parse_local_version(switch: str, value: str) -> str:
+    """PEP 440: letters and digits in segments, normalised to lower case with dots."""
+    word = value.strip()
+    if word and not LOCAL_LABEL.fullmatch(word):
+        raise SwitchError(
+            switch,
+            value,
+            "a PEP 440 local label: letters and digits in segments parted by '.', '-' or '_', such as cu130.mine",
+        )
+    segments = re.split(r"[-_.]", word.lower())
+    return ".".join(str(int(segment)) if segment.isdigit() else segment for segment in segments)
+
+
+def parse_cmake_args(switch: str, value: str) -> tuple[str, ...]:
+    words = _split(switch, value)
+    for word in words:
+        variable = re.match(r"-D([A-Za-z0-9_]+)", word)
+        if variable and variable.group(1) in PLANNED_BY_SWITCHES:
+            name = variable.group(1)
+            raise SwitchError(
+                switch, value, f"any CMake argument but -D{name}, which is set by {PLANNED_BY_SWITCHES[name]}"
+            )
+    return words
+
+
+def _split(switch: str, value: str) -> tuple[str, ...]:
+    """Splits as a shell does, but leaves backslashes alone: they are path separators on Windows."""
+    words, word, quote, started = [], "", "", False
+    for char in value:
+        if quote:
+            if char == quote:
+                quote = ""
+            else:
+                word += char
+        elif char in "\"'":
+            quote, started = char, True
+        elif char.isspace():
+            if word or started:
+                words.append(word)
+            word, started = "", False
+        else:
+            word += char
+    if quote:
+        raise SwitchError(switch, value, f"arguments with every {quote} closed")
+    if word or started:
+        words.append(word)
+    return tuple(words)
+
+
+# field of Config: (switch, parser)
+SWITCHES: dict[str, tuple[str, Callable]] = {
+    "nvcc_threads": ("NVCC_THREADS", parse_positive),
+    "max_jobs": ("MAX_JOBS", parse_positive),
+    "disable_bf16": ("MM_DISABLE_BF16", parse_boolean),
+    "disable_half": ("MM_DISABLE_HALF", parse_boolean),
+    "cuda": ("MAMBA_SSM_CUDA", parse_cuda),
+    "local_version": ("MAMBA_LOCAL_VERSION", parse_local_version),
+    "debug": ("DEBUG", parse_boolean),
+    "cmake_args": ("CMAKE_ARGS", parse_cmake_args),
+}
+
+
+def read_config(environ: Mapping[str, str]) -> Config:
+    """Reads every switch. Wrong values are collected in `errors`, so that one run names them all.
+
+    TORCH_CUDA_ARCH_LIST is kept as written: what it may hold depends on the nvcc found (architectures.py).
+    """
+    values: dict = {}
+    errors = []
+    for name, (switch, parse) in SWITCHES.items():
+        try:
+            values[name] = parse(switch, environ.get(switch, ""))
+        except SwitchError as error:
+            errors.append(error)
+    notes = tuple(
+        f"{switch} is set and has no effect: there is never a download"
+        for switch in WITHOUT_EFFECT
+        if environ.get(switch)
+    )
+    return Config(
+        arch_list=environ.get("TORCH_CUDA_ARCH_LIST", "").strip(),
+        cxx=environ.get("CXX", "").strip(),
+        notes=notes,
+        errors=tuple(errors),
+        **values,
+    )

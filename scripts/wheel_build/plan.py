@@ -1,0 +1,191 @@
+"""The plan: everything a build will do, decided before it does anything. `make_plan` is pure; `load` looks first."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from . import cuda, facts, preflight, version
+from .architectures import Architectures, check_spelling, plan_architectures
+from .config import Config, SwitchError, read_config
+from .facts import Facts
+from .preflight import FATAL, NOTE, Finding
+
+DEFAULT_NVCC_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    facts: Facts
+    cuda: bool
+    architectures: Architectures
+    nvcc_threads: int
+    jobs: int
+    reason: str  # why that many jobs
+    base_version: str
+    label: str
+    version: str
+    wheel: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def fatal(self) -> bool:
+        return any(finding.severity == FATAL for finding in self.findings)
+
+    @property
+    def libraries(self) -> list[str]:
+        return version.library_names(self.facts.platform, self.cuda)
+
+    def as_dict(self) -> dict:
+        """The plan for machines (`setup.py configure --json`). Keys are stable."""
+        nvcc = self.facts.discovery.nvcc
+        return {
+            "cuda": self.cuda,
+            "architectures": self.architectures.cmake,
+            "dtypes": self.config.dtypes,
+            "jobs": self.jobs,
+            "nvcc_threads": self.nvcc_threads,
+            "version": self.version,
+            "wheel": self.wheel,
+            "debug": self.config.debug,
+            "label": self.label,
+            "tools": {
+                "python": self.facts.python,
+                "cmake": self.facts.cmake and asdict(self.facts.cmake),
+                "ninja": self.facts.ninja and asdict(self.facts.ninja),
+                "compiler": self.facts.compiler and asdict(self.facts.compiler),
+                "nvcc": nvcc and {"path": nvcc.path, "version": self.facts.nvcc_full_version, "source": nvcc.source},
+            },
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def as_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2)
+
+    def as_text(self) -> str:
+        nvcc = self.facts.discovery.nvcc
+        tool = lambda found: f"{found.version} ({found.path})" if found else "not found"  # noqa: E731
+        lines = [
+            f"mamba_ssm {self.version}: build plan",
+            f"  wheel          {self.wheel}",
+            f"  python         {self.facts.python} (the wheel serves every CPython >= 3.10)",
+            f"  cmake          {tool(self.facts.cmake)}",
+            f"  ninja          {tool(self.facts.ninja)}",
+            f"  C++ compiler   {tool(self.facts.compiler)}",
+        ]
+        if nvcc:
+            lines.append(f"  nvcc           {self.facts.nvcc_full_version} ({nvcc.path}, found by {nvcc.source})")
+        else:
+            lines.append("  nvcc           " + ("not looked for" if self.config.cuda == "off" else "not found"))
+        lines.append("  CUDA           " + ("yes" if self.cuda else "no: CPU-only wheel"))
+        if self.cuda:
+            lines.append(f"  architectures  {' '.join(self.architectures.cmake)}")
+        lines.append(f"  dtypes         {' '.join(self.config.dtypes)}")
+        threads = f" x {self.nvcc_threads} nvcc threads" if self.cuda else ""
+        lines.append(f"  jobs           {self.jobs}{threads} ({self.reason})")
+        if self.config.debug:
+            lines.append("  debug          on: symbols, line information, assertions")
+        if self.config.cmake_args:
+            lines.append(f"  CMAKE_ARGS     {' '.join(self.config.cmake_args)}")
+        for finding in self.findings:
+            lines.append(f"{finding.severity.upper()} [{finding.code}] {finding.fact}")
+            lines.append(f"  cure: {finding.cure}")
+        return "\n".join(lines)
+
+
+def plan_jobs(
+    config: Config, cuda_on: bool, architectures: int, cores: int, memory: int | None
+) -> tuple[int, int, str]:
+    """(jobs, nvcc threads, why): as many compilations as there are cores, as few as memory holds."""
+    threads = 1
+    if cuda_on:
+        by_memory = max(1, memory // preflight.MEMORY_PER_NVCC_THREAD) if memory is not None else DEFAULT_NVCC_THREADS
+        threads = config.nvcc_threads or max(1, min(DEFAULT_NVCC_THREADS, architectures, by_memory))
+    # nvcc uses no more threads than there are architectures, whatever it was told.
+    busy = max(1, min(threads, architectures)) if cuda_on else 1
+    each = busy * preflight.MEMORY_PER_NVCC_THREAD if cuda_on else preflight.MEMORY_PER_JOB
+    if config.max_jobs:
+        return config.max_jobs, threads, "MAX_JOBS"
+    jobs = max(1, -(-cores // busy))
+    reason = f"{cores} cores"
+    if memory is not None:
+        reason += f", {memory / facts.GIB:.0f} GiB of free memory at {each / facts.GIB:.0f} a job"
+        jobs = max(1, min(jobs, memory // each))
+    return jobs, threads, reason
+
+
+def make_plan(config: Config, seen: Facts, base: str, from_sdist: bool = False, other_generator: bool = False) -> Plan:
+    """Decides everything from the switches and the machine's facts."""
+    findings = preflight.check_switches(config) + preflight.check_cuda(config, seen)
+    cuda_on = config.cuda != "off" and seen.discovery.nvcc is not None
+    architectures = Architectures(())
+    if cuda_on and seen.nvcc_version is not None and seen.nvcc_architectures:
+        try:
+            architectures = plan_architectures(config.arch_list, seen.nvcc_architectures, seen.nvcc_version, seen.gpus)
+        except SwitchError as error:
+            findings.append(preflight.switch_finding(error))
+    else:
+        try:
+            check_spelling(config.arch_list)
+        except SwitchError as error:
+            findings.append(preflight.switch_finding(error))
+    if architectures.left_out:
+        findings.append(
+            Finding(
+                "architectures-left-out",
+                NOTE,
+                f"nvcc {seen.nvcc_full_version} does not know {', '.join(architectures.left_out)} of the default list",
+                "newer GPUs run the PTX included; for machine code use a newer nvcc",
+            )
+        )
+    findings += preflight.check_tools(seen, other_generator) + preflight.check_room(seen, cuda_on)
+    jobs, threads, reason = plan_jobs(config, cuda_on, architectures.count, seen.cores, seen.memory)
+    label = version.local_label(config.local_version, cuda_on, seen.nvcc_version)
+    wheel_version = version.wheel_version(base, label, from_sdist)
+    if from_sdist and config.local_version:
+        findings.append(
+            Finding(
+                "label-unused",
+                NOTE,
+                "this is an unpacked sdist: its wheel keeps the sdist's version, without MAMBA_LOCAL_VERSION",
+                "build from a checkout for a labelled version",
+            )
+        )
+    return Plan(
+        config=config,
+        facts=seen,
+        cuda=cuda_on,
+        architectures=architectures,
+        nvcc_threads=threads,
+        jobs=jobs,
+        reason=reason,
+        base_version=base,
+        label=label,
+        version=wheel_version,
+        wheel=version.wheel_name(wheel_version, seen.platform, seen.machine),
+        findings=tuple(findings),
+    )
+
+
+def load(root: Path, environ: Mapping[str, str] = os.environ) -> Plan:
+    """Reads the switches, looks at the machine, and decides."""
+    config = read_config(environ)
+    wants_native = "native" in config.arch_list.lower()
+    seen = facts.gather(root, environ, want_cuda=config.cuda != "off", want_gpus=wants_native)
+    other_generator = bool(environ.get("CMAKE_GENERATOR")) or any(word.startswith("-G") for word in config.cmake_args)
+    return make_plan(config, seen, version.base_version(root), version.is_sdist(root), other_generator)
+
+
+def nvcc_requirements(environ: Mapping[str, str]) -> list[str]:
+    """Build requirements to add for this machine: NVIDIA's nvcc when it is asked for and not there."""
+    config = read_config(environ)
+    if config.cuda != "on":
+        return []
+    discovery = facts.discover(environ)
+    # A CUDACXX that is wrong is the user's to mend: the plan says so.
+    named = any(variable == "CUDACXX" for variable, _ in discovery.wrong)
+    return [] if named else cuda.requirements(config.cuda, discovery.nvcc)

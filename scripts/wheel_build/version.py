@@ -1,0 +1,59 @@
+"""Version, local label, wheel tag and wheel name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+NAME = "mamba_ssm"
+
+
+def base_version(root: Path) -> str:
+    """The version that mamba_ssm/version.py holds, read without importing the package (which needs torch)."""
+    text = (root / "mamba_ssm" / "version.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError('mamba_ssm/version.py holds no line __version__ = "..."')
+    return match.group(1)
+
+
+def is_sdist(root: Path) -> bool:
+    """PKG-INFO at the root is what tells an unpacked sdist from a checkout."""
+    return (root / "PKG-INFO").is_file()
+
+
+def local_label(chosen: str, cuda: bool, nvcc_version: tuple[int, int] | None) -> str:
+    """MAMBA_LOCAL_VERSION, else cu130 for nvcc 13.0, else cpu."""
+    if chosen:
+        return chosen
+    if cuda and nvcc_version is not None:
+        return f"cu{nvcc_version[0]}{nvcc_version[1]}"
+    return "cpu"
+
+
+def wheel_version(base: str, label: str, from_sdist: bool) -> str:
+    """pip refuses a wheel whose version differs from its sdist's, so a wheel from an sdist keeps that version."""
+    return base if from_sdist else f"{base}+{label}"
+
+
+def platform_tag(platform: str, machine: str) -> str:
+    """The wheel's platform tag: linux_x86_64 or win_amd64 (others are refused by preflight, and named plainly here)."""
+    if platform == "win32":
+        return "win_amd64" if machine.lower() in ("amd64", "x86_64") else f"win_{machine.lower()}"
+    system = "macosx" if platform == "darwin" else platform
+    machine = "x86_64" if machine.lower() == "amd64" else machine.lower()
+    return f"{system}_{machine}"
+
+
+def wheel_tag(platform: str, machine: str) -> tuple[str, str, str]:
+    """No Python and no ABI in the tag: the libraries speak a C ABI that ctypes calls."""
+    return "py3", "none", platform_tag(platform, machine)
+
+
+def wheel_name(version: str, platform: str, machine: str) -> str:
+    return f"{NAME}-{version}-{'-'.join(wheel_tag(platform, machine))}.whl"
+
+
+def library_names(platform: str, cuda: bool) -> list[str]:
+    names = ["mamba_cpu", "mamba_cuda"] if cuda else ["mamba_cpu"]
+    return [f"{name}.dll" if platform == "win32" else f"lib{name}.so" for name in names]
