@@ -30,7 +30,7 @@ _i64 = ctypes.c_int64
 _ptr = ctypes.c_void_p
 
 
-def _fields(text, **structs):
+def _fields(text, /, **structs):
     """Field list from lines of "type: names", so that a struct reads like its declaration."""
     kinds = {"i32": _i32, "i64": _i64, "ptr": _ptr, **structs}
     fields = []

@@ -76,7 +76,7 @@ def exception_for(code, message, where):
         return MemoryError(f"{where}: {message}")
     if code == abi.ERROR_NO_KERNEL_IMAGE:
         message += (
-            ". This mamba_ssm holds no code for this GPU: `python -m mamba_ssm` shows its architecture and the wheel's. "
+            ". This mamba_ssm holds no code for this GPU: `python -m mamba_ssm` compares it with the wheel's. "
             "Build a wheel with TORCH_CUDA_ARCH_LIST set to the GPU's compute capability"
         )
     elif code == abi.ERROR_DRIVER:

@@ -93,7 +93,7 @@ def missing_message(kind, path):
     if not library_path("cpu").exists():
         return (
             f"mamba_ssm: {path} does not exist, nor does any other kernel library: this is a source tree, or an "
-            "incomplete installation. Build and install a wheel (python setup.py bdist_wheel && pip install dist/*.whl), "
+            "incomplete installation. Build and install a wheel (python setup.py bdist_wheel; pip install dist/*.whl), "
             "or pip install -e . for development (and do not run Python inside the source tree of another build)."
         )
     label = build_info().get("local_label") or "cpu"
@@ -113,8 +113,9 @@ def _open(kind):
     except OSError as error:
         raise NativeError(
             f"mamba_ssm: {path} was found but the system could not load it: {error}. It needs only the system's "
-            "own libraries, so it is damaged, built for another system, or the system libraries are older than those it "
-            "was built with; reinstall mamba_ssm, or build the wheel on this machine: python setup.py bdist_wheel."
+            "own libraries, so it is damaged, built for another system, or the system libraries are older than "
+            "those it was built with. Reinstall mamba_ssm, or build the wheel on this machine: "
+            "python setup.py bdist_wheel."
         ) from error
     try:
         functions = abi.bind(library)

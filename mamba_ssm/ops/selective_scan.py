@@ -1,7 +1,8 @@
 """Selective scan (Mamba-1): the public function and its forward and backward operators on the native kernels.
 
 h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t;  out_t = (C_t . h_t + D u_t) silu(z_t);
-dt_t = softplus?(delta_t + delta_bias) (Mamba, arXiv 2312.00752, section 3.2). Letters: B batch, D channels, L length, N dstate, G groups of B and C.
+dt_t = softplus?(delta_t + delta_bias) (Mamba, arXiv 2312.00752, section 3.2).
+Letters: B batch, D channels, L length, N dstate, G groups of B and C.
 """
 
 import torch
