@@ -1,0 +1,249 @@
+// The selective scan in double-precision loops, forward and backward, and the table row that describes a test case of it.
+#pragma once
+
+#include "tests/testing.h"
+
+struct ScanCase {
+    int32_t dtype = MAMBA_FLOAT32;
+    int64_t batch = 1, dim = 1, seqlen = 1, dstate = 1, ngroups = 1;
+    bool variable_B = true, variable_C = true;
+    bool z = true, D = true, bias = true, softplus = true;
+    bool initial = false, last = true, seq_idx = false, out_again = false;
+    int64_t gap = 0;
+    int32_t threads = 1;
+};
+
+// All tensors of a case. Inputs hold what the kernels read, so that rounding to the dtype is no error.
+struct ScanData {
+    ScanCase c;
+    testing::Tensor u, delta, z, A, B, C, D, bias, initial, out, last, checkpoints;
+    testing::Tensor dout, dlast, du, ddelta, dz, dA, dB, dC, dD, dbias, dinitial;
+    std::vector<int32_t> seq_idx;
+
+    explicit ScanData(const ScanCase& c_) : c(c_) {
+        using testing::Tensor;
+        const int64_t checkpoint_count = c.seqlen > 0 ? (c.seqlen - 1) / MAMBA_SCAN_CHECKPOINT : 0;
+        const std::vector<int64_t> rows = {c.batch, c.dim, c.seqlen}, states = {c.batch, c.dim, c.dstate};
+        const std::vector<int64_t> group_rows = {c.batch, c.ngroups, c.dstate, c.seqlen};
+        u = Tensor(c.dtype, rows, c.gap);
+        delta = Tensor(c.dtype, rows, c.gap, {1, 0, 2});
+        z = Tensor(c.dtype, rows, c.gap);
+        A = Tensor(MAMBA_FLOAT32, {c.dim, c.dstate});
+        B = c.variable_B ? Tensor(c.dtype, group_rows, c.gap) : Tensor(MAMBA_FLOAT32, {c.dim, c.dstate});
+        C = c.variable_C ? Tensor(c.dtype, group_rows, c.gap, {1, 0, 2, 3}) : Tensor(MAMBA_FLOAT32, {c.dim, c.dstate});
+        D = Tensor(MAMBA_FLOAT32, {c.dim});
+        bias = Tensor(MAMBA_FLOAT32, {c.dim});
+        initial = Tensor(MAMBA_FLOAT32, states);
+        out = Tensor(c.dtype, rows, c.gap);
+        last = Tensor(MAMBA_FLOAT32, states);
+        checkpoints = Tensor(MAMBA_FLOAT32, {c.batch, checkpoint_count, c.dim, c.dstate});
+        dout = Tensor(c.dtype, rows, c.gap);
+        dlast = Tensor(MAMBA_FLOAT32, states);
+        u.fill_random(1.0);
+        delta.fill_random(c.softplus ? 0.7 : 0.1, c.softplus ? 0.0 : 0.25);
+        z.fill_random(1.5);
+        A.fill_random(0.5);
+        A.for_each([&](int64_t d, int64_t n, int64_t, int64_t) { A.set(-0.05 - fabs(A.get(d, n)), d, n); });
+        B.fill_random(1.0);
+        C.fill_random(1.0);
+        D.fill_random(1.0);
+        bias.fill_random(c.softplus ? 0.3 : 0.03, c.softplus ? -0.5 : 0.0);
+        initial.fill_random(1.0);
+        dout.fill_random(1.0);
+        dlast.fill_random(1.0);
+        for (int64_t b = 0; b < c.batch; ++b) {
+            int32_t id = 3;
+            for (int64_t t = 0; t < c.seqlen; ++t) {
+                // dense changes now and then, and one exactly at a checkpoint
+                id += t > 0 && (testing::random_below(t % 50 < 9 ? 2 : 30) == 0 || t == MAMBA_SCAN_CHECKPOINT);
+                seq_idx.push_back(id);
+            }
+        }
+    }
+
+    MambaSelectiveScan forward() {
+        MambaSelectiveScan p;
+        memset(&p, 0, sizeof(p));
+        p.run.num_threads = c.threads;
+        p.batch = c.batch;
+        p.dim = c.dim;
+        p.seqlen = c.seqlen;
+        p.dstate = c.dstate;
+        p.ngroups = c.ngroups;
+        p.dtype = c.dtype;
+        p.delta_softplus = c.softplus;
+        p.variable_B = c.variable_B;
+        p.variable_C = c.variable_C;
+        p.u = u.data();
+        p.delta = delta.data();
+        p.z = c.z ? z.data() : nullptr;
+        p.A = A.floats();
+        p.B = B.data();
+        p.C = C.data();
+        p.D = c.D ? D.floats() : nullptr;
+        p.delta_bias = c.bias ? bias.floats() : nullptr;
+        p.initial_state = c.initial ? initial.floats() : nullptr;
+        p.seq_idx = c.seq_idx ? seq_idx.data() : nullptr;
+        p.out = out.data();
+        p.last_state = c.last ? last.floats() : nullptr;
+        p.checkpoints = checkpoints.floats();
+        p.u_batch_stride = u.stride[0];
+        p.u_dim_stride = u.stride[1];
+        p.delta_batch_stride = delta.stride[0];
+        p.delta_dim_stride = delta.stride[1];
+        p.z_batch_stride = z.stride[0];
+        p.z_dim_stride = z.stride[1];
+        p.B_batch_stride = B.stride[0];
+        p.B_group_stride = B.stride[1];
+        p.B_dstate_stride = B.stride[2];
+        p.C_batch_stride = C.stride[0];
+        p.C_group_stride = C.stride[1];
+        p.C_dstate_stride = C.stride[2];
+        p.out_batch_stride = out.stride[0];
+        p.out_dim_stride = out.stride[1];
+        return p;
+    }
+
+    MambaSelectiveScanBackward backward() {
+        using testing::Tensor;
+        MambaSelectiveScanBackward q;
+        memset(&q, 0, sizeof(q));
+        q.forward = forward();
+        q.forward.last_state = nullptr;
+        out = Tensor(c.dtype, {c.batch, c.dim, c.seqlen}, c.gap);
+        q.forward.out = c.out_again ? out.data() : nullptr;
+        q.slots = mamba_selective_scan_backward_slots(&q.forward, 1);
+        const std::vector<int64_t> rows = {c.batch, c.dim, c.seqlen}, states = {c.batch, c.dim, c.dstate};
+        du = Tensor(c.dtype, rows);
+        ddelta = Tensor(c.dtype, rows);
+        dz = Tensor(c.dtype, rows);
+        dA = Tensor(MAMBA_FLOAT32, states);
+        // slots and batch in one dimension: (slots * B, G, N, L)
+        dB = Tensor(MAMBA_FLOAT32, states);
+        dC = Tensor(MAMBA_FLOAT32, states);
+        if (c.variable_B) {
+            dB = Tensor(MAMBA_FLOAT32, {q.slots * c.batch, c.ngroups, c.dstate, c.seqlen});
+            dB.fill(0.0);
+        }
+        if (c.variable_C) {
+            dC = Tensor(MAMBA_FLOAT32, {q.slots * c.batch, c.ngroups, c.dstate, c.seqlen});
+            dC.fill(0.0);
+        }
+        dD = Tensor(MAMBA_FLOAT32, {c.batch, c.dim});
+        dbias = Tensor(MAMBA_FLOAT32, {c.batch, c.dim});
+        dinitial = Tensor(MAMBA_FLOAT32, states);
+        q.dout = dout.data();
+        q.dout_batch_stride = dout.stride[0];
+        q.dout_dim_stride = dout.stride[1];
+        q.dlast_state = c.last ? dlast.floats() : nullptr;
+        q.du = du.data();
+        q.ddelta = ddelta.data();
+        q.dz = c.z ? dz.data() : nullptr;
+        q.dA = dA.floats();
+        q.dB = dB.floats();
+        q.dC = dC.floats();
+        q.dD = c.D ? dD.floats() : nullptr;
+        q.ddelta_bias = c.bias ? dbias.floats() : nullptr;
+        q.dinitial_state = c.initial ? dinitial.floats() : nullptr;
+        return q;
+    }
+};
+
+// What the loops below give; gradients by the chain rule of the loss sum(out dout) + sum(last dlast).
+struct ScanReference {
+    using Values = std::vector<double>;
+    const ScanCase& c;
+    Values out, last, checkpoints, du, ddelta, dz, dA, dB, dC, dD, dbias, dinitial;
+
+    int64_t row(int64_t b, int64_t d, int64_t t) const { return (b * c.dim + d) * c.seqlen + t; }
+    int64_t state(int64_t b, int64_t d, int64_t n) const { return (b * c.dim + d) * c.dstate + n; }
+    int64_t group_of(int64_t d) const { return d / (c.dim / c.ngroups); }
+    int64_t group(int64_t b, int64_t g, int64_t n, int64_t t) const {
+        return ((b * c.ngroups + g) * c.dstate + n) * c.seqlen + t;
+    }
+
+    static double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
+
+    explicit ScanReference(const ScanData& x) : c(x.c) {
+        const size_t rows = static_cast<size_t>(c.batch * c.dim * c.seqlen);
+        const size_t states = static_cast<size_t>(c.batch * c.dim * c.dstate);
+        const size_t groups = static_cast<size_t>(c.batch * c.ngroups * c.dstate * c.seqlen);
+        out = du = ddelta = dz = Values(rows, 0.0);
+        last = dA = dinitial = Values(states, 0.0);
+        checkpoints = Values(states * static_cast<size_t>(c.seqlen > 0 ? (c.seqlen - 1) / MAMBA_SCAN_CHECKPOINT : 0), 0.0);
+        dB = Values(c.variable_B ? groups : states, 0.0);
+        dC = Values(c.variable_C ? groups : states, 0.0);
+        dD = dbias = Values(static_cast<size_t>(c.batch * c.dim), 0.0);
+        for (int64_t b = 0; b < c.batch; ++b) {
+            for (int64_t d = 0; d < c.dim; ++d) {
+                run_channel(x, b, d);
+            }
+        }
+    }
+
+    double B_at(const ScanData& x, int64_t b, int64_t d, int64_t n, int64_t t) const {
+        return c.variable_B ? x.B.get(b, group_of(d), n, t) : x.B.get(d, n);
+    }
+    double C_at(const ScanData& x, int64_t b, int64_t d, int64_t n, int64_t t) const {
+        return c.variable_C ? x.C.get(b, group_of(d), n, t) : x.C.get(d, n);
+    }
+
+    void run_channel(const ScanData& x, int64_t b, int64_t d) {
+        const int64_t L = c.seqlen;
+        Values dt(L), slope(L), y(L), dy(L), h(static_cast<size_t>(L + 1) * c.dstate, 0.0), ddt(L, 0.0);
+        for (int64_t t = 0; t < L; ++t) {
+            const double raw = x.delta.get(b, d, t) + (c.bias ? x.bias.get(d) : 0.0);
+            dt[t] = c.softplus && raw <= 20 ? log1p(exp(raw)) : raw;
+            slope[t] = c.softplus && raw <= 20 ? sigmoid(raw) : 1.0;
+            y[t] = c.D ? x.D.get(d) * x.u.get(b, d, t) : 0.0;
+            const double z = c.z ? x.z.get(b, d, t) : 0.0;
+            dy[t] = x.dout.get(b, d, t) * (c.z ? z * sigmoid(z) : 1.0);
+        }
+        const auto restarts = [&](int64_t t) { return c.seq_idx && t > 0 && x.seq_idx[b * L + t] != x.seq_idx[b * L + t - 1]; };
+        for (int64_t n = 0; n < c.dstate; ++n) {
+            const double A = x.A.get(d, n);
+            double* states = h.data() + n * (L + 1);
+            states[0] = c.initial ? x.initial.get(b, d, n) : 0.0;
+            for (int64_t t = 0; t < L; ++t) {
+                const double before = restarts(t) ? 0.0 : states[t];
+                states[t + 1] = exp(dt[t] * A) * before + dt[t] * B_at(x, b, d, n, t) * x.u.get(b, d, t);
+                y[t] += C_at(x, b, d, n, t) * states[t + 1];
+                if ((t + 1) % MAMBA_SCAN_CHECKPOINT == 0 && t + 1 < L) {
+                    const int64_t chunk = t / MAMBA_SCAN_CHECKPOINT, chunks = (L - 1) / MAMBA_SCAN_CHECKPOINT;
+                    checkpoints[((b * chunks + chunk) * c.dim + d) * c.dstate + n] = states[t + 1];
+                }
+            }
+            last[state(b, d, n)] = states[L];
+            double g = c.last ? x.dlast.get(b, d, n) : 0.0;
+            for (int64_t t = L - 1; t >= 0; --t) {
+                const double B = B_at(x, b, d, n, t), u = x.u.get(b, d, t), a = exp(dt[t] * A);
+                const double dh = g + C_at(x, b, d, n, t) * dy[t], before = restarts(t) ? 0.0 : states[t];
+                dC[c.variable_C ? group(b, group_of(d), n, t) : state(b, d, n)] += dy[t] * states[t + 1];
+                dB[c.variable_B ? group(b, group_of(d), n, t) : state(b, d, n)] += dh * dt[t] * u;
+                du[row(b, d, t)] += dh * dt[t] * B;
+                ddt[t] += dh * (u * B + A * a * before);
+                dA[state(b, d, n)] += dh * dt[t] * a * before;
+                g = restarts(t) ? 0.0 : dh * a;
+            }
+            dinitial[state(b, d, n)] = g;
+        }
+        for (int64_t t = 0; t < L; ++t) {
+            const double u = x.u.get(b, d, t), z = c.z ? x.z.get(b, d, t) : 0.0, s = sigmoid(z);
+            out[row(b, d, t)] = c.z ? y[t] * z * s : y[t];
+            dz[row(b, d, t)] = x.dout.get(b, d, t) * y[t] * s * (1.0 + z * (1.0 - s));
+            du[row(b, d, t)] += c.D ? dy[t] * x.D.get(d) : 0.0;
+            ddelta[row(b, d, t)] = ddt[t] * slope[t];
+            dD[b * c.dim + d] += dy[t] * u;
+            dbias[b * c.dim + d] += ddt[t] * slope[t];
+        }
+    }
+
+    double loss(const ScanData& x) const {
+        double sum = 0.0;
+        x.out.for_each([&](int64_t b, int64_t d, int64_t t, int64_t) { sum += out[row(b, d, t)] * x.dout.get(b, d, t); });
+        x.last.for_each([&](int64_t b, int64_t d, int64_t n, int64_t) {
+            sum += c.last ? last[state(b, d, n)] * x.dlast.get(b, d, n) : 0.0;
+        });
+        return sum;
+    }
+};
