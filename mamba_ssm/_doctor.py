@@ -268,7 +268,7 @@ def render(report):
             lines.append(f"library     mamba_{kind}: {entry.get('error') or 'not in this installation'}")
     if driver:
         lines.append(
-            f"driver      {driver['version'] or 'version not known'}, supports CUDA: {driver['supports_cuda'] or 'no'}; "
+            f"driver      {driver['version'] or 'unknown'}, supports CUDA: {driver['supports_cuda'] or 'no'}; "
             f"the wheel (CUDA {driver['wheel_cuda']}) needs driver {driver['needed'] or '?'}"
         )
     lines += [f"gpu         cuda:{gpu['index']} {gpu['name']} ({gpu['architecture']})" for gpu in report["gpus"]]

@@ -44,13 +44,13 @@ def selective_scan_ref(
         state = u.new_zeros(batch, dim, A.shape[1])
     B, C = (_per_channel(matrix, batch, dim, seqlen) for matrix in (B, C))
     steps = []
-    for t in range(seqlen):
+    # unbind: the gradient of indexing would be as long as the sequence at every step
+    for t, (dt, u_t, B_t, C_t) in enumerate(zip(*(tensor.unbind(-1) for tensor in (delta, u, B, C)), strict=True)):
         if seq_idx is not None and t > 0:
             same = seq_idx[:, t] == seq_idx[:, t - 1]
             state = torch.where(same[:, None, None], state, torch.zeros_like(state))
-        dt = delta[:, :, t, None]
-        state = torch.exp(dt * A) * state + dt * B[..., t] * u[:, :, t, None]
-        steps.append((state * C[..., t]).sum(-1))
+        state = torch.exp(dt[..., None] * A) * state + (dt * u_t)[..., None] * B_t
+        steps.append((state * C_t).sum(-1))
     out = torch.stack(steps, dim=2) if steps else torch.zeros_like(u)
     if D is not None:
         out = out + u * D[:, None]

@@ -1,0 +1,205 @@
+"""Problems that tests and benchmarks share, and how results are judged. Imports torch only.
+
+Letters: B batch, D channels, L length, N dstate, G groups, H heads, P headdim, W conv width.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def dtype_id(dtype):
+    return str(dtype).replace("torch.", "")
+
+
+def case_id(case):
+    """What differs from the defaults, e.g. "B2-D6-L70-N5-z"."""
+    letters = {"batch": "B", "dim": "D", "seqlen": "L", "dstate": "N", "groups": "G", "width": "W"}
+    words = []
+    for field in fields(case):
+        value = getattr(case, field.name)
+        if field.name in ("batch", "dim", "seqlen"):
+            words.append(f"{letters[field.name]}{value}")
+        elif value != field.default:
+            if isinstance(value, bool):
+                words.append(field.name if value else "no_" + field.name)
+            else:
+                words.append(f"{letters.get(field.name, field.name)}{value}")
+    return "-".join(words)
+
+
+@dataclass(frozen=True)
+class ScanCase:
+    """One selective scan problem; inputs() makes its tensors."""
+
+    batch: int
+    dim: int
+    seqlen: int
+    dstate: int = 16
+    groups: int = 1
+    variable_B: bool = True
+    variable_C: bool = True
+    D: bool = True
+    z: bool = True
+    delta_bias: bool = True
+    softplus: bool = True
+    initial_state: bool = False
+    seq_idx: bool = False
+
+    def inputs(self, dtype, device, seed=0):
+        """Keyword arguments of selective_scan_fn, except delta_softplus and return_last_state.
+
+        Values are drawn on the CPU, so that every device sees the same problem.
+        """
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape, dtype=dtype):
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        wide = (self.batch, self.dim, self.seqlen)
+        matrix = (self.batch, self.groups, self.dstate, self.seqlen)
+        constant = (self.dim, self.dstate)
+        f32 = torch.float32
+        delta = 0.5 * torch.rand(*wide, generator=generator).to(f32) + (-1.0 if self.softplus else 0.0)
+        tensors = {
+            "u": normal(*wide),
+            "delta": delta.to(dtype),
+            "A": -0.5 - torch.rand(*constant, generator=generator),
+            "B": normal(*matrix) if self.variable_B else normal(*constant, dtype=f32),
+            "C": normal(*matrix) if self.variable_C else normal(*constant, dtype=f32),
+            "D": normal(self.dim, dtype=f32) if self.D else None,
+            "z": normal(*wide) if self.z else None,
+            "delta_bias": 0.1 * normal(self.dim, dtype=f32) if self.delta_bias else None,
+            "initial_state": normal(self.batch, self.dim, self.dstate, dtype=f32) if self.initial_state else None,
+            "seq_idx": self._seq_idx(generator) if self.seq_idx else None,
+        }
+        return {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+
+    def _seq_idx(self, generator):
+        starts = torch.rand(self.batch, self.seqlen, generator=generator) < 0.1
+        return starts.cumsum(1).to(torch.int32)
+
+
+# Lengths around 64 (the distance of checkpoints) and its multiples; dstate of every kernel specialisation and odd ones.
+SCAN_CASES = (
+    ScanCase(2, 6, 70),
+    ScanCase(1, 1, 1, dstate=1),
+    ScanCase(3, 5, 2, dstate=3),
+    ScanCase(2, 33, 63, dstate=8),
+    ScanCase(1, 17, 64, dstate=16, z=False),
+    ScanCase(2, 16, 65, dstate=16, D=False),
+    ScanCase(2, 8, 129, dstate=32, delta_bias=False),
+    ScanCase(1, 4, 200, dstate=64, softplus=False),
+    ScanCase(1, 3, 97, dstate=128),
+    ScanCase(1, 2, 66, dstate=256),
+    ScanCase(1, 7, 70, dstate=37, initial_state=True),
+    ScanCase(2, 12, 70, groups=3, initial_state=True),
+    ScanCase(2, 12, 130, groups=12, seq_idx=True),
+    ScanCase(2, 9, 150, seq_idx=True, initial_state=True),
+    ScanCase(2, 6, 70, variable_B=False),
+    ScanCase(2, 6, 70, variable_C=False, groups=2),
+    ScanCase(2, 20, 77, variable_B=False, variable_C=False, dstate=8),
+    ScanCase(1, 6, 70, D=False, z=False, delta_bias=False, softplus=False),
+    ScanCase(5, 40, 31, dstate=4),
+    ScanCase(2, 64, 256),
+    ScanCase(1, 6, 1031, initial_state=True),
+)
+
+
+@dataclass(frozen=True)
+class ConvCase:
+    """One causal convolution problem."""
+
+    batch: int
+    dim: int
+    seqlen: int
+    width: int = 4
+    bias: bool = True
+    silu: bool = True
+    channel_last: bool = False
+    seq_idx: bool = False
+    initial_states: bool = False
+    final_states: bool = False
+
+    def inputs(self, dtype, device, weight_dtype=torch.float32, seed=0):
+        """Keyword arguments of causal_conv1d_fn."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape, dtype=dtype):
+            return torch.randn(*shape, generator=generator).to(device, dtype)
+
+        x = normal(self.batch, self.dim, self.seqlen)
+        if self.channel_last:
+            x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        starts = torch.rand(self.batch, self.seqlen, generator=generator) < 0.2
+        return {
+            "x": x,
+            "weight": normal(self.dim, self.width, dtype=weight_dtype),
+            "bias": normal(self.dim, dtype=weight_dtype) if self.bias else None,
+            "seq_idx": starts.cumsum(1).to(torch.int32).to(device) if self.seq_idx else None,
+            "initial_states": normal(self.batch, self.dim, self.width - 1) if self.initial_states else None,
+            "return_final_states": self.final_states,
+            "activation": "silu" if self.silu else None,
+        }
+
+
+CONV_CASES = (
+    ConvCase(2, 6, 70),
+    ConvCase(1, 1, 1, width=2),
+    ConvCase(3, 5, 2, width=4, initial_states=True, final_states=True),
+    ConvCase(2, 33, 63, width=3, bias=False),
+    ConvCase(2, 16, 64, silu=False),
+    ConvCase(1, 7, 1025, width=2, silu=False, bias=False),
+    ConvCase(2, 64, 130, channel_last=True),
+    ConvCase(2, 37, 51, width=3, channel_last=True, initial_states=True, final_states=True),
+    ConvCase(2, 24, 99, seq_idx=True),
+    ConvCase(3, 13, 40, width=3, seq_idx=True, channel_last=True, silu=False),
+    ConvCase(2, 8, 256, initial_states=True),
+    ConvCase(1, 8, 3, final_states=True),
+)
+
+
+def leaf(tensor, dtype=None):
+    """A copy of a floating-point tensor that records gradients; anything else as it is."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        return tensor
+    copy = tensor.detach().clone(memory_format=torch.preserve_format) if dtype is None else tensor.detach().to(dtype)
+    return copy.requires_grad_()
+
+
+def outputs_and_gradients(function, arguments, dtype=None):
+    """function's outputs, and the gradients of a fixed function of them, by name; dtype: compute it all in that dtype."""
+    leaves = {name: leaf(value, dtype) for name, value in arguments.items()}
+    outputs = function(**leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    results = {f"out{i}": output.detach() for i, output in enumerate(outputs)}
+    wanted = {name: value for name, value in leaves.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    loss = 0
+    for i, output in enumerate(outputs):
+        generator = torch.Generator().manual_seed(100 + i)
+        weights = torch.randn(output.shape, generator=generator).to(output.dtype).to(output.device)
+        loss = loss + (output * weights).sum()
+    grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    results.update({f"d{name}": grad for name, grad in zip(wanted, grads) if grad is not None})  # noqa: B905 (py3.9 ids)
+    return results
+
+
+def assert_close_to_truth(found, plain, truth, atol=2e-5):
+    """Each result's error against float64 is at most twice that of plain torch on the same inputs, plus a rounding.
+
+    found, plain, truth: {name: tensor} of the kernels, of the reference on the same low-precision inputs, and of the
+    reference in float64. atol, relative to the largest true value, is for sums in another order and, on CUDA, hardware
+    exponentials (2 ulp): results near plain torch's own luckiest cases must not fail.
+    """
+    assert found.keys() == truth.keys() == plain.keys()
+    for name, true in truth.items():
+        true = true.double().cpu()
+        ours, theirs = found[name].double().cpu(), plain[name].double().cpu()
+        assert ours.shape == true.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(true.shape)}"
+        if true.numel() == 0:
+            continue
+        error, plain_error = (ours - true).abs().max().item(), (theirs - true).abs().max().item()
+        limit = 2 * plain_error + atol * true.abs().max().item()
+        assert error <= limit, f"{name}: error {error:.3e}, plain torch's {plain_error:.3e}, limit {limit:.3e}"

@@ -1,0 +1,174 @@
+"""selective_scan_fn: values and gradients against the float64 reference, memory layouts, and options."""
+
+import pytest
+import torch
+from cases import DTYPES, SCAN_CASES, ScanCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
+
+from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, selective_scan_ref
+
+
+def scan(function, case):
+    def run(**tensors):
+        return function(**tensors, delta_softplus=case.softplus, return_last_state=True)
+
+    return run
+
+
+def check(case, dtype, device, tensors=None):
+    tensors = tensors or case.inputs(dtype, device)
+    found = outputs_and_gradients(scan(selective_scan_fn, case), tensors)
+    plain = outputs_and_gradients(scan(selective_scan_ref, case), tensors)
+    truth = outputs_and_gradients(scan(selective_scan_ref, case), tensors, torch.float64)
+    assert found["out0"].dtype == dtype
+    assert found["out1"].dtype == torch.float32
+    assert_close_to_truth(found, plain, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", SCAN_CASES, ids=case_id)
+def test_values_and_gradients(case, dtype, device):
+    check(case, dtype, device)
+
+
+@pytest.mark.parametrize("layout", ["channel_major", "channel_last", "slice", "expanded"])
+def test_any_strides(layout, device):
+    case = ScanCase(3, 10, 75)
+    tensors = case.inputs(torch.float32, device)
+    for name in ("u", "delta", "z"):
+        tensor = tensors[name]
+        if layout == "channel_major":
+            tensor = tensor.transpose(0, 1).contiguous().transpose(0, 1)
+        elif layout == "channel_last":
+            tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        elif layout == "slice":
+            tensor = torch.cat([tensor, tensor], dim=1)[:, 10:]
+        else:
+            tensor = tensor[:1].expand(3, -1, -1)
+        tensors[name] = tensor
+    strided = selective_scan_fn(**tensors, delta_softplus=True)
+    dense = {name: None if tensor is None else tensor.contiguous() for name, tensor in tensors.items()}
+    assert torch.equal(strided, selective_scan_fn(**dense, delta_softplus=True))
+    strided_grads = outputs_and_gradients(scan(selective_scan_fn, case), tensors)
+    dense_grads = outputs_and_gradients(scan(selective_scan_fn, case), dense)
+    for name, grad in dense_grads.items():
+        torch.testing.assert_close(strided_grads[name], grad, rtol=1e-4, atol=1e-4)
+
+
+def test_three_dimensional_matrices_are_one_group(device):
+    tensors = ScanCase(2, 6, 40).inputs(torch.float32, device)
+    expected = selective_scan_fn(**tensors)
+    tensors["B"], tensors["C"] = tensors["B"].squeeze(1), tensors["C"].squeeze(1)
+    assert torch.equal(selective_scan_fn(**tensors), expected)
+
+
+def test_arguments_by_position(device):
+    tensors = ScanCase(2, 6, 40).inputs(torch.float32, device)
+    names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
+    out, last_state = selective_scan_fn(*(tensors[name] for name in names), True, True)
+    expected = selective_scan_fn(**tensors, delta_softplus=True)
+    assert torch.equal(out, expected)
+    assert last_state.shape == (2, 6, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
+def test_narrow_parameters_are_widened(dtype, device):
+    tensors = ScanCase(2, 6, 40, initial_state=True, variable_B=False).inputs(dtype, device)
+    narrow = {name: None if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
+    wide = dict(narrow)
+    for name in ("A", "B", "D", "delta_bias", "initial_state"):
+        wide[name] = narrow[name].float()
+    assert torch.equal(selective_scan_fn(**narrow), selective_scan_fn(**wide))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_chunks_chained_through_the_state(dtype, device):
+    tensors = ScanCase(2, 7, 150).inputs(dtype, device)
+    whole, whole_state = selective_scan_fn(**tensors, delta_softplus=True, return_last_state=True)
+    state, parts = None, []
+    for part in (slice(0, 1), slice(1, 65), slice(65, 128), slice(128, 150)):
+        chunk = {**tensors, "initial_state": state}
+        for name in ("u", "delta", "z", "B", "C"):
+            chunk[name] = tensors[name][..., part]
+        out, state = selective_scan_fn(**chunk, delta_softplus=True, return_last_state=True)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, dim=2), whole, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
+    torch.testing.assert_close(state, whole_state, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (2, 4, 0)], ids=["no_batch", "no_channels", "no_steps"])
+def test_empty_sizes(shape, device):
+    case = ScanCase(*shape, initial_state=True)
+    results = outputs_and_gradients(scan(selective_scan_fn, case), case.inputs(torch.float32, device))
+    truth = outputs_and_gradients(scan(selective_scan_ref, case), case.inputs(torch.float32, device))
+    assert results["out0"].shape == shape
+    for name, grad in results.items():
+        torch.testing.assert_close(grad, truth.get(name, torch.zeros_like(grad)))
+
+
+def test_only_the_last_state_is_used(device):
+    case = ScanCase(2, 6, 70, initial_state=True)
+    tensors = case.inputs(torch.float32, device)
+
+    def last_state(function):
+        return lambda **t: function(**t, delta_softplus=True, return_last_state=True)[1]
+
+    found = outputs_and_gradients(last_state(selective_scan_fn), tensors)
+    truth = outputs_and_gradients(last_state(selective_scan_ref), tensors)
+    for name, grad in truth.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-4)
+
+
+def test_gradient_of_some_arguments_only(device):
+    tensors = ScanCase(2, 6, 70).inputs(torch.float32, device)
+    tensors["A"].requires_grad_()
+    selective_scan_fn(**tensors).sum().backward()
+    assert tensors["A"].grad is not None
+    assert tensors["u"].grad is None
+
+
+def test_large_delta_and_nan_stay_in_their_channel(device):
+    tensors = ScanCase(1, 6, 70).inputs(torch.float32, device)
+    tensors["delta"][0, 1] = 50.0
+    expected = selective_scan_ref(**tensors, delta_softplus=True)
+    torch.testing.assert_close(selective_scan_fn(**tensors, delta_softplus=True), expected, rtol=1e-4, atol=1e-4)
+    tensors["u"][0, 2, 5] = float("nan")
+    out = selective_scan_fn(**tensors, delta_softplus=True)
+    assert out[0, 2, 5:].isnan().all()
+    out[0, 2] = 0
+    assert out.isfinite().all()
+
+
+def test_deterministic_backward(device):
+    case = ScanCase(4, 96, 300)
+    tensors = case.inputs(torch.bfloat16, device)
+    try:
+        torch.use_deterministic_algorithms(True)
+        first = outputs_and_gradients(scan(selective_scan_fn, case), tensors)
+        second = outputs_and_gradients(scan(selective_scan_fn, case), tensors)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    free = outputs_and_gradients(scan(selective_scan_fn, case), tensors)
+    for name, tensor in first.items():
+        torch.testing.assert_close(free[name], tensor, rtol=2e-2, atol=2e-2 * tensor.abs().max().item())
+
+
+def test_saved_memory_is_inputs_and_checkpoints(device):
+    case = ScanCase(2, 64, 640, z=False)
+    tensors = case.inputs(torch.float32, device)
+    saved = []
+    for tensor in tensors.values():
+        if tensor is not None:
+            tensor.requires_grad_()
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        selective_scan_fn(**tensors, delta_softplus=True)
+    inputs = {tensor.data_ptr() for tensor in tensors.values() if tensor is not None}
+    extra = [tensor for tensor in saved if tensor.data_ptr() not in inputs]
+    assert len(extra) == 1
+    assert extra[0].numel() <= 2 * 9 * 64 * 16 + 2
