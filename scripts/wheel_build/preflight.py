@@ -92,7 +92,7 @@ def check_cuda(config: Config, facts: Facts) -> list[Finding]:
 
 def _nvcc_missing(config: Config, facts: Facts) -> Finding:
     toolkit = "install a CUDA toolkit (12.0 or newer) and set CUDA_HOME if it is in an unusual folder"
-    from_pypi = "set MAMBA_SSM_CUDA=on and build with `pip wheel --no-deps -w dist .`, which gets nvcc from PyPI"
+    from_pypi = "build with `MAMBA_SSM_CUDA=on pip wheel --no-deps -w dist .`, which gets nvcc from PyPI"
     if config.cuda == "on":
         return Finding("nvcc-missing", FATAL, "MAMBA_SSM_CUDA=on, but no nvcc was found", f"{toolkit}; or {from_pypi}")
     if facts.driver:

@@ -1,0 +1,207 @@
+"""Builds real CPU-only wheels from a copy of the source and opens them. About a minute on two cores."""
+
+import base64
+import ctypes
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+from wheel_build.version import base_version
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads Linux libraries"),
+    pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here"),
+    *(
+        pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed here")
+        for name in ("setuptools", "cmake", "ninja")
+    ),
+]
+# libc's own family and the C++ runtime; ld-linux is libc's loader, which thread-local storage refers to.
+SYSTEM_LIBRARIES = re.compile(
+    r"(libc|libm|libdl|libpthread|librt|libstdc\+\+|libgcc_s)\.so\.\d+|ld-linux-x86-64\.so\.2"
+)
+EPOCH = "1700000000"
+
+
+def build(folder, *words, **environ):
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "MAMBA", "MM_", "CMAKE"))
+    }
+    clean |= {"MAMBA_SSM_CUDA": "off", "SOURCE_DATE_EPOCH": EPOCH, **environ}
+    command = [sys.executable, "setup.py", *words]
+    done = subprocess.run(command, cwd=folder, env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def members(wheel):
+    """{name without the version: contents}"""
+    with zipfile.ZipFile(wheel) as archive:
+        return {
+            re.sub(r"^mamba_ssm-[^/]+\.dist-info", "dist-info", name): archive.read(name) for name in archive.namelist()
+        }
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, request):
+    """A copy of the source with leftovers of a CUDA build planted where they have leaked into wheels before."""
+    root = request.config.rootpath
+    folder = tmp_path_factory.mktemp("checkout") / "source"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "lib", "*.egg-info", "__pycache__")
+    shutil.copytree(root, folder, ignore=lambda path, names: [] if path.endswith("tests") else ignored(path, names))
+    shutil.copy(root / ".clang-format", folder)
+    (folder / "PKG-INFO").unlink(missing_ok=True)
+    for place in (folder / "mamba_ssm" / "lib", folder / "build" / built_folder() / "mamba_ssm" / "lib"):
+        place.mkdir(parents=True)
+        (place / "libmamba_cuda.so").write_bytes(b"of an earlier build")
+    (folder / "build" / built_folder() / "mamba_ssm" / "deleted_module.py").write_text("gone = True\n")
+    return folder
+
+
+def built_folder():
+    return f"lib.linux-x86_64-cpython-{sys.version_info.major}{sys.version_info.minor}"
+
+
+@pytest.fixture(scope="module")
+def wheel(source):
+    output = build(source, "bdist_wheel")
+    assert "build plan" in output
+    (found,) = (source / "dist").glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def sdist_wheel(source, tmp_path_factory):
+    """The wheel built from the sdist, in another folder."""
+    folder = tmp_path_factory.mktemp("sdist")
+    build(source, "sdist", "-d", str(folder))
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder)
+    unpacked = folder / archive.name.removesuffix(".tar.gz")
+    build(unpacked, "bdist_wheel")
+    (found,) = (unpacked / "dist").glob("*.whl")
+    return found
+
+
+def test_name_and_tag(wheel, root):
+    assert wheel.name == f"mamba_ssm-{base_version(root)}+cpu-py3-none-linux_x86_64.whl"
+    tags = members(wheel)["dist-info/WHEEL"].decode()
+    assert "Tag: py3-none-linux_x86_64\n" in tags
+    assert "Root-Is-Purelib: false\n" in tags
+
+
+def test_contents_are_the_package_and_this_builds_libraries(wheel, source):
+    names = set(members(wheel))
+    modules = {str(path.relative_to(source)) for path in (source / "mamba_ssm").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
+    assert {name for name in names if name.startswith("mamba_ssm/lib/")} == {
+        "mamba_ssm/lib/libmamba_cpu.so",
+        "mamba_ssm/lib/build_info.json",
+    }
+    rest = {name for name in names if not name.startswith("mamba_ssm/")}
+    assert rest == {
+        f"dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE")
+    }
+
+
+def test_metadata_requires_torch_and_nothing_else(wheel, root):
+    metadata = members(wheel)["dist-info/METADATA"].decode()
+    required = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
+    assert [line for line in required if "extra ==" not in line] == ["torch>=2.2"]
+    assert f"Version: {base_version(root)}+cpu\n" in metadata
+    assert "License-Expression: Apache-2.0\n" in metadata
+    assert "Requires-Python: >=3.10\n" in metadata
+
+
+def test_record_has_every_file_with_its_hash(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (record,) = (name for name in archive.namelist() if name.endswith("RECORD"))
+        lines = [line.rsplit(",", 2) for line in archive.read(record).decode().splitlines()]
+        assert sorted(line[0] for line in lines) == sorted(archive.namelist())
+        for name, digest, size in lines:
+            if name != record:
+                data = archive.read(name)
+                hashed = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+                assert (digest, size) == (f"sha256={hashed}", str(len(data)))
+
+
+def test_build_info(wheel, root):
+    info = json.loads(members(wheel)["mamba_ssm/lib/build_info.json"])
+    assert info["package_version"] == base_version(root)
+    assert info["local_label"] == "cpu"
+    assert info["cuda"] is False
+    assert info["nvcc_version"] is None
+    assert info["architectures"] == []
+    assert info["dtypes"] == ["float32", "float16", "bfloat16"]
+    assert re.fullmatch(r"(GNU|Clang) [\d.]+", info["host_compiler"])
+    assert info["debug"] is False
+    assert "-O3" in info["flags"]["cxx"]
+    assert {"source_commit", "source_dirty", "abi_version"} <= set(info)
+
+
+def test_library_needs_only_system_libraries_and_exports_only_the_c_abi(wheel, root, tmp_path):
+    library = tmp_path / "libmamba_cpu.so"
+    library.write_bytes(members(wheel)["mamba_ssm/lib/libmamba_cpu.so"])
+    dynamic = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+    assert needed
+    assert [name for name in needed if not SYSTEM_LIBRARIES.fullmatch(name)] == []
+    assert "RPATH" not in dynamic
+    assert "RUNPATH" not in dynamic
+
+    listed = subprocess.run(["readelf", "--dyn-syms", "-W", library], capture_output=True, text=True, check=True).stdout
+    symbols = [line.split() for line in listed.splitlines() if re.match(r"\s*\d+:", line)]
+    undefined = {words[7].split("@")[0] for words in symbols if len(words) > 7 and words[6] == "UND"}
+    foreign = [
+        name
+        for name in undefined
+        if re.match(r"_?Py|_ZNK?2(at|c10)|_ZNK?3c10|_ZNK?5torch|_ZNK?2at|aten|THP|omp_|GOMP", name)
+    ]
+    assert foreign == []
+    header = (root / "csrc" / "include" / "mamba_kernels.h").read_text()
+    declared = set(re.findall(r"^MAMBA_API .*?(mamba_\w+)\(", header, re.MULTILINE))
+    exported = {words[7].split("@")[0] for words in symbols if len(words) > 7 and words[6] != "UND"}
+    assert exported == declared
+
+    loaded = ctypes.CDLL(str(library))
+    loaded.mamba_struct_size.restype = ctypes.c_int64
+    assert loaded.mamba_struct_size(b"MambaRun") == 16
+
+
+def test_no_folder_of_this_machine_is_in_the_wheel(wheel, source):
+    for name, data in members(wheel).items():
+        assert str(source).encode() not in data, name
+
+
+def test_wheel_from_sdist_has_the_same_contents(wheel, sdist_wheel, root):
+    assert sdist_wheel.name == f"mamba_ssm-{base_version(root)}-py3-none-linux_x86_64.whl"
+    from_checkout, from_sdist = members(wheel), members(sdist_wheel)
+    assert set(from_checkout) == set(from_sdist)
+    # The version differs (an sdist has no label), and so do the files that name it; not one byte of the rest.
+    differing = {name for name in from_checkout if from_checkout[name] != from_sdist[name]}
+    assert differing == {"dist-info/METADATA", "dist-info/RECORD"}
+
+
+def test_second_build_is_byte_identical_and_compiles_nothing(wheel, source, tmp_path):
+    output = build(source, "bdist_wheel", "-d", str(tmp_path))
+    (again,) = tmp_path.glob("*.whl")
+    assert again.read_bytes() == wheel.read_bytes()
+    assert "Building CXX" not in output
+
+
+def test_fatal_finding_stops_the_build(source):
+    environ = {**os.environ, "MAMBA_SSM_CUDA": "off", "MM_DISABLE_HALF": "maybe"}
+    command = [sys.executable, "setup.py", "bdist_wheel"]
+    done = subprocess.run(command, cwd=source, env=environ, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "FATAL [switch-invalid] MM_DISABLE_HALF is 'maybe'" in done.stdout
