@@ -170,7 +170,7 @@ def leaf(tensor, dtype=None):
 
 
 def outputs_and_gradients(function, arguments, dtype=None):
-    """function's outputs, and the gradients of a fixed function of them, by name; dtype: compute it all in that dtype."""
+    """function's outputs, and the gradients of a fixed sum over them, by name; dtype: compute it all in that dtype."""
     leaves = {name: leaf(value, dtype) for name, value in arguments.items()}
     outputs = function(**leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -182,7 +182,7 @@ def outputs_and_gradients(function, arguments, dtype=None):
         weights = torch.randn(output.shape, generator=generator).to(output.dtype).to(output.device)
         loss = loss + (output * weights).sum()
     grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    results.update({f"d{name}": grad for name, grad in zip(wanted, grads) if grad is not None})  # noqa: B905 (py3.9 ids)
+    results.update({f"d{name}": grad for name, grad in zip(wanted, grads, strict=True) if grad is not None})
     return results
 
 

@@ -103,6 +103,7 @@ def _check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx):
         ngroups = B.shape[1]
     elif C.dim() == 4:
         ngroups = C.shape[1]
+    checks.check_groups(_NAME, "dim (channels of u)", dim, ngroups)
     for name, matrix in (("B", B), ("C", C)):
         if matrix.dim() == 4:
             letters = "(B, G, N, L)"
@@ -113,7 +114,6 @@ def _check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx):
             raise ValueError(
                 f"{_NAME}: {name} must be (B, G, N, L), (B, N, L), or constant (D, N), got shape {tuple(matrix.shape)}"
             )
-    checks.check_groups(_NAME, "dim (channels of u)", dim, ngroups)
     if z is not None:
         checks.check_same(_NAME, "z", z, shape, u, "u", "(B, D, L)")
     if D is not None:

@@ -1,0 +1,156 @@
+"""causal_conv1d_fn, causal_conv1d_update and causal_conv1d_varlen_states against their references."""
+
+import pytest
+import torch
+from cases import CONV_CASES, DTYPES, ConvCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
+
+from mamba_ssm.ops.causal_conv1d import (
+    causal_conv1d_fn,
+    causal_conv1d_ref,
+    causal_conv1d_update,
+    causal_conv1d_update_ref,
+    causal_conv1d_varlen_states,
+    causal_conv1d_varlen_states_ref,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", CONV_CASES, ids=case_id)
+def test_values_and_gradients(case, dtype, device):
+    tensors = case.inputs(dtype, device)
+    found = outputs_and_gradients(causal_conv1d_fn, tensors)
+    plain = outputs_and_gradients(causal_conv1d_ref, tensors)
+    truth = outputs_and_gradients(causal_conv1d_ref, tensors, torch.float64)
+    assert_close_to_truth(found, plain, truth)
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=dtype_id)
+def test_weights_of_another_dtype(weight_dtype, device):
+    tensors = ConvCase(2, 8, 33).inputs(torch.bfloat16, device, weight_dtype)
+    found = outputs_and_gradients(causal_conv1d_fn, tensors)
+    assert found["out0"].dtype == torch.bfloat16
+    assert found["dweight"].dtype == weight_dtype
+    plain = outputs_and_gradients(causal_conv1d_ref, tensors)
+    truth = outputs_and_gradients(causal_conv1d_ref, tensors, torch.float64)
+    assert_close_to_truth(found, plain, truth)
+
+
+@pytest.mark.parametrize("channel_last", [False, True])
+def test_output_keeps_the_memory_layout(channel_last, device):
+    tensors = ConvCase(2, 8, 33, channel_last=channel_last).inputs(torch.float32, device)
+    assert causal_conv1d_fn(**tensors).stride() == tensors["x"].stride()
+
+
+def test_strides_of_a_slice(device):
+    tensors = ConvCase(2, 8, 33, final_states=True, initial_states=True).inputs(torch.float32, device)
+    expected, expected_states = causal_conv1d_fn(**tensors)
+    for dim in (1, 2):
+        x = torch.cat([tensors["x"], tensors["x"]], dim=dim).narrow(
+            dim, tensors["x"].shape[dim], tensors["x"].shape[dim]
+        )
+        wide = torch.randn(2, 8, 3, 2, device=device)[..., 0].copy_(tensors["initial_states"])
+        out, states = causal_conv1d_fn(**{**tensors, "x": x, "initial_states": wide})
+        assert torch.equal(out, expected)
+        assert torch.equal(states, expected_states)
+
+
+def test_final_states_out(device):
+    tensors = ConvCase(2, 8, 33, final_states=True).inputs(torch.float32, device)
+    target = torch.full((2, 3, 8), 7.0, device=device).transpose(1, 2)
+    _, states = causal_conv1d_fn(**tensors, final_states_out=target)
+    assert states.data_ptr() == target.data_ptr()
+    assert torch.equal(target, tensors["x"][:, :, -3:])
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (2, 4, 0)], ids=["no_batch", "no_channels", "no_steps"])
+def test_empty_sizes(shape, device):
+    case = ConvCase(*shape, initial_states=True, final_states=True)
+    found = outputs_and_gradients(causal_conv1d_fn, case.inputs(torch.float32, device))
+    truth = outputs_and_gradients(causal_conv1d_ref, case.inputs(torch.float32, device))
+    assert found["out0"].shape == shape
+    for name, value in found.items():
+        torch.testing.assert_close(value, truth.get(name, torch.zeros_like(value)))
+
+
+def test_chunks_chained_through_the_state(device):
+    tensors = ConvCase(2, 8, 50).inputs(torch.float32, device)
+    whole = causal_conv1d_fn(**tensors)
+    x, states, parts = tensors.pop("x"), None, []
+    for part in (slice(0, 1), slice(1, 3), slice(3, 30), slice(30, 50)):
+        out, states = causal_conv1d_fn(
+            x[..., part], **{**tensors, "initial_states": states, "return_final_states": True}
+        )
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, dim=2), whole, rtol=1e-6, atol=1e-6)
+
+
+UPDATE_OPTIONS = [
+    {},
+    {"seqlen": 1},
+    {"seqlen": 3},
+    {"seqlen": 9},
+    {"state_len": 7},
+    {"width": 2, "state_len": 1},
+    {"width": 3, "activation": None, "bias": False},
+    {"circular": True, "state_len": 6},
+    {"circular": True, "state_len": 5, "seqlen": 3},
+    {"indices": True},
+    {"indices": True, "circular": True, "state_len": 4, "seqlen": 2},
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("options", UPDATE_OPTIONS, ids=str)
+def test_update(options, dtype, device):
+    batch, dim, width = 3, 37, options.get("width", 4)
+    seqlen, state_len = options.get("seqlen"), options.get("state_len", 4)
+    rows = 8 if options.get("indices") else batch
+    x = torch.randn(batch, dim, *([seqlen] if seqlen else [])).to(dtype)
+    arguments = {
+        "x": x.to(device),
+        "weight": torch.randn(dim, width).to(device),
+        "bias": torch.randn(dim).to(device) if options.get("bias", True) else None,
+        "activation": options.get("activation", "silu"),
+        "cache_seqlens": torch.tensor([2, 11, 5], dtype=torch.int32, device=device)
+        if options.get("circular")
+        else None,
+        "conv_state_indices": (
+            torch.tensor([5, -1, 2], dtype=torch.int32, device=device) if options.get("indices") else None
+        ),
+    }
+    state = torch.randn(rows, dim, state_len).to(device, dtype)
+    results = {}
+    for name, function, working in (
+        ("found", causal_conv1d_update, dtype),
+        ("plain", causal_conv1d_update_ref, dtype),
+        ("truth", causal_conv1d_update_ref, torch.float64),
+    ):
+        copy = state.clone().to(working)
+        converted = {
+            key: value.to(working)
+            if key in ("x", "weight", "bias") and value is not None and working != dtype
+            else value
+            for key, value in arguments.items()
+        }
+        results[name] = {"out": function(conv_state=copy, **converted), "state": copy}
+    assert results["found"]["out"].shape == x.shape
+    assert_close_to_truth(**results)
+
+
+def test_update_steps_equal_one_convolution(device):
+    tensors = ConvCase(2, 8, 20).inputs(torch.float32, device)
+    whole = causal_conv1d_fn(**tensors)
+    state = torch.zeros(2, 8, 4, device=device)
+    steps = [
+        causal_conv1d_update(tensors["x"][..., t], state, tensors["weight"], tensors["bias"], "silu") for t in range(20)
+    ]
+    torch.testing.assert_close(torch.stack(steps, dim=2), whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("state_len", [1, 3, 6])
+def test_varlen_states(state_len, device):
+    x = torch.randn(17, 5, device=device)
+    bounds = torch.tensor([0, 4, 5, 5, 17], dtype=torch.int32, device=device)
+    found = causal_conv1d_varlen_states(x, bounds, state_len)
+    assert torch.equal(found, causal_conv1d_varlen_states_ref(x, bounds, state_len))
+    assert found.shape == (4, 5, state_len)

@@ -1,0 +1,160 @@
+"""mamba_inner_fn against its reference: every optional argument, both checkpoint levels, autocast."""
+
+import pytest
+import torch
+from cases import DTYPES, assert_close_to_truth, dtype_id, outputs_and_gradients
+
+from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, mamba_inner_ref
+
+D_MODEL, DIM, DSTATE, RANK = 12, 24, 5, 3
+
+
+def inputs(dtype, device, batch=2, seqlen=71, B="variable", C="variable", bias=True, proj_bias=False, rms=False):
+    def normal(*shape, dtype=dtype, scale=1.0):
+        return (scale * torch.randn(*shape)).to(device, dtype)
+
+    f32 = torch.float32
+    rows = RANK + (B == "variable") * DSTATE + (C == "variable") * DSTATE
+    given = {"constant": lambda: normal(DIM, DSTATE, dtype=f32), "given": lambda: normal(batch, DSTATE, seqlen)}
+    return {
+        "xz": normal(batch, 2 * DIM, seqlen),
+        "conv1d_weight": normal(DIM, 1, 4),
+        "conv1d_bias": normal(DIM) if bias else None,
+        "x_proj_weight": normal(rows, DIM, scale=DIM**-0.5),
+        "delta_proj_weight": normal(DIM, RANK, scale=RANK**-0.5),
+        "out_proj_weight": normal(D_MODEL, DIM, scale=DIM**-0.5),
+        "out_proj_bias": normal(D_MODEL) if bias else None,
+        "A": -0.5 - torch.rand(DIM, DSTATE).to(device),
+        "B": None if B == "variable" else given[B](),
+        "C": None if C == "variable" else given[C](),
+        "D": normal(DIM, dtype=f32),
+        "delta_bias": normal(DIM, dtype=f32),
+        "B_proj_bias": normal(DSTATE) if proj_bias else None,
+        "C_proj_bias": normal(DSTATE) if proj_bias else None,
+        "b_rms_weight": normal(DSTATE, dtype=f32) if rms else None,
+        "c_rms_weight": normal(DSTATE, dtype=f32) if rms else None,
+        "dt_rms_weight": normal(DIM, dtype=f32) if rms else None,
+    }
+
+
+OPTIONS = [
+    {},
+    {"batch": 1, "seqlen": 1},
+    {"batch": 1, "seqlen": 130},
+    {"bias": False},
+    {"B": "constant"},
+    {"C": "constant"},
+    {"B": "constant", "C": "constant"},
+    {"B": "given"},
+    {"proj_bias": True},
+    {"rms": True},
+    {"rms": True, "proj_bias": True, "batch": 3, "seqlen": 20},
+]
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_values_and_gradients(options, level, device):
+    tensors = inputs(torch.float32, device, **options)
+    found = outputs_and_gradients(lambda **t: mamba_inner_fn(**t, checkpoint_lvl=level), tensors)
+    plain = outputs_and_gradients(mamba_inner_ref, tensors)
+    truth = outputs_and_gradients(mamba_inner_ref, tensors, torch.float64)
+    assert_close_to_truth(found, plain, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=dtype_id)
+def test_low_precision(dtype, device):
+    tensors = inputs(dtype, device)
+    found = outputs_and_gradients(mamba_inner_fn, tensors)
+    plain = outputs_and_gradients(mamba_inner_ref, tensors)
+    truth = outputs_and_gradients(mamba_inner_ref, tensors, torch.float64)
+    # intermediate results are rounded at other places than in the reference: a few roundings of the largest value
+    assert_close_to_truth(found, plain, truth, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_layouts_of_xz(device):
+    tensors = inputs(torch.float32, device)
+    expected = outputs_and_gradients(mamba_inner_fn, tensors)
+    for dims in ((1, 0), (2, 1)):
+        other = {**tensors, "xz": tensors["xz"].transpose(*dims).contiguous().transpose(*dims)}
+        for name, value in outputs_and_gradients(mamba_inner_fn, other).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_levels_agree_and_no_grad_agrees(device):
+    tensors = inputs(torch.float32, device)
+    with torch.no_grad():
+        expected = mamba_inner_fn(**tensors)
+    for level in (0, 1):
+        out = outputs_and_gradients(lambda level=level, **t: mamba_inner_fn(**t, checkpoint_lvl=level), tensors)["out0"]
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_level_1_saves_less(device):
+    sizes = []
+    for level in (0, 1):
+        tensors = {
+            name: None if tensor is None else tensor.requires_grad_()
+            for name, tensor in inputs(torch.float32, device).items()
+        }
+        total = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, total=total: total.append(tensor.numel()) or tensor, lambda tensor: tensor
+        ):
+            mamba_inner_fn(**tensors, checkpoint_lvl=level)
+        sizes.append(sum(total))
+    assert sizes[0] - sizes[1] == 2 * 2 * DIM * 71  # conv output and delta
+
+
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward_outside", "backward_inside"])
+def test_autocast(backward_inside, device):
+    tensors = {
+        name: None if tensor is None else tensor.requires_grad_()
+        for name, tensor in inputs(torch.float32, device).items()
+    }
+    grads = []
+    for cast in (True, False):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=cast):
+            if cast:
+                out = mamba_inner_fn(**tensors)
+                if backward_inside:
+                    out.float().sum().backward()
+            else:
+                names = ("xz", "x_proj_weight", "delta_proj_weight", "out_proj_weight", "out_proj_bias")
+                narrow = {name: tensors[name].bfloat16() for name in names}
+                out = mamba_inner_fn(**{**tensors, **narrow})
+        assert out.dtype == torch.bfloat16
+        if not (cast and backward_inside):
+            out.float().sum().backward()
+        grads.append({name: tensor.grad for name, tensor in tensors.items() if tensor is not None})
+        for tensor in tensors.values():
+            if tensor is not None:
+                tensor.grad = None
+    for name, grad in grads[0].items():
+        assert grad.dtype == torch.float32, name
+        assert torch.equal(grad, grads[1][name]), name
+
+
+def test_backward_under_autocast_of_a_float32_forward(device):
+    tensors = {
+        name: None if tensor is None else tensor.requires_grad_()
+        for name, tensor in inputs(torch.float32, device).items()
+    }
+    leaves = [tensor for tensor in tensors.values() if tensor is not None]
+    expected = torch.autograd.grad(mamba_inner_fn(**tensors).sum(), leaves)
+    out = mamba_inner_fn(**tensors)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = torch.autograd.grad(out.sum(), leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_clear_errors(device):
+    tensors = inputs(torch.float32, device)
+    with pytest.raises(ValueError, match=r"checkpoint_lvl must be 0 or 1, got 2"):
+        mamba_inner_fn(**tensors, checkpoint_lvl=2)
+    with pytest.raises(ValueError, match=r"x_proj_weight must have shape .*got \(12, 24\)"):
+        mamba_inner_fn(**{**tensors, "x_proj_weight": tensors["x_proj_weight"][1:]})
+    with pytest.raises(TypeError, match="out_proj_weight must have the dtype of xz, float32, got float16"):
+        mamba_inner_fn(**{**tensors, "out_proj_weight": tensors["out_proj_weight"].half()})
+    with pytest.raises(TypeError, match="A must be a real float32 tensor, got complex64"):
+        mamba_inner_fn(**{**tensors, "A": tensors["A"].to(torch.complex64)})

@@ -1,0 +1,103 @@
+"""selective_state_update against its reference, and against the scan step by step."""
+
+import pytest
+import torch
+from cases import DTYPES, ScanCase, assert_close_to_truth, dtype_id
+
+from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+from mamba_ssm.ops.triton.selective_state_update import selective_state_update, selective_state_update_ref
+
+OPTIONS = [
+    {},
+    {"dim": 1, "dstate": 1},
+    {"dim": 37, "dstate": 5, "z": False},
+    {"dstate": 128, "D": False},
+    {"dstate": 256, "dt_bias": False},
+    {"softplus": False},
+    {"indices": True},
+    {"heads": 4, "groups": 2},
+    {"heads": 6, "groups": 1, "dim": 8, "dstate": 64},
+    {"heads": 4, "groups": 4, "tied": True},
+    {"heads": 4, "groups": 1, "indices": True, "tied": True, "dim": 64},
+]
+
+
+def inputs(options, dtype, state_dtype, device):
+    batch, dim, dstate = 3, options.get("dim", 20), options.get("dstate", 16)
+    heads, groups = options.get("heads"), options.get("groups")
+    rows = 7 if options.get("indices") else batch
+    channels = (heads, dim) if heads else (dim,)
+    matrix = (batch, groups, dstate) if heads else (batch, dstate)
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(*shape).to(device, dtype)
+
+    if options.get("tied"):  # as Mamba-2 calls it: one A, dt, bias and D a head
+        A = -torch.rand(heads, 1, 1).to(device).expand(heads, dim, dstate)
+        dt = normal(batch, heads, 1).expand(batch, heads, dim)
+        dt_bias, D = (normal(heads, 1, dtype=torch.float32).expand(heads, dim) for _ in range(2))
+    else:
+        A, dt = -torch.rand(*channels, dstate).to(device), normal(batch, *channels)
+        dt_bias, D = (normal(*channels, dtype=torch.float32) for _ in range(2))
+    return {
+        "state": normal(rows, *channels, dstate, dtype=state_dtype),
+        "x": normal(batch, *channels),
+        "dt": dt,
+        "A": A,
+        "B": normal(*matrix),
+        "C": normal(*matrix),
+        "D": D if options.get("D", True) else None,
+        "z": normal(batch, *channels) if options.get("z", True) else None,
+        "dt_bias": dt_bias if options.get("dt_bias", True) else None,
+        "dt_softplus": options.get("softplus", True),
+        "state_batch_indices": (
+            torch.tensor([4, -1, 0], dtype=torch.int32, device=device) if options.get("indices") else None
+        ),
+    }
+
+
+def run(function, arguments, dtype=None):
+    arguments = {
+        name: value.to(dtype) if dtype and isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+    arguments["state"] = arguments["state"].clone()
+    return {"out": function(**arguments), "state": arguments["state"]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("state_dtype", DTYPES, ids=lambda dtype: "state_" + dtype_id(dtype))
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_against_reference(options, state_dtype, dtype, device):
+    arguments = inputs(options, dtype, state_dtype, device)
+    found = run(selective_state_update, arguments)
+    assert found["out"].dtype == dtype
+    assert found["state"].dtype == state_dtype
+    plain = run(selective_state_update_ref, arguments)
+    assert_close_to_truth(found, plain, run(selective_state_update_ref, arguments, torch.float64))
+
+
+def test_strided_views(device):
+    arguments = inputs({"heads": 4, "groups": 2}, torch.float32, torch.float32, device)
+    expected = run(selective_state_update, arguments)
+    strided = dict(arguments)
+    for name in ("x", "dt", "z", "B", "C"):
+        strided[name] = torch.stack([arguments[name], arguments[name]], dim=-1)[..., 0]
+    strided["state"] = arguments["state"].transpose(1, 2).contiguous().transpose(1, 2)
+    found = run(selective_state_update, strided)
+    torch.testing.assert_close(found, expected)
+
+
+def test_steps_equal_the_scan(device):
+    case = ScanCase(2, 9, 30)
+    tensors = case.inputs(torch.float32, device)
+    out, last_state = selective_scan_fn(**tensors, delta_softplus=True, return_last_state=True)
+    state = torch.zeros_like(last_state)
+    steps = []
+    for t in range(30):
+        u, delta, z = (tensors[name][..., t] for name in ("u", "delta", "z"))
+        B, C = (tensors[name][:, 0, :, t] for name in ("B", "C"))
+        D, bias = tensors["D"], tensors["delta_bias"]
+        steps.append(selective_state_update(state, u, delta, tensors["A"], B, C, D, z, bias, True))
+    torch.testing.assert_close(torch.stack(steps, dim=2), out, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(state, last_state, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,231 @@
+"""The operators inside torch: opcheck, compilers, torch.func, forward mode, versions, inference mode, graphs."""
+
+import pytest
+import torch
+from cases import ConvCase, ScanCase, outputs_and_gradients
+
+import mamba_ssm
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+needs_torch_2_4 = pytest.mark.skipif(
+    TORCH < (2, 4), reason="torch before 2.4 has no opcheck, and 2.2 no in-place compile"
+)
+
+
+def scan_arguments(device, grad=False, **options):
+    tensors = ScanCase(2, 6, 70, softplus=False, **options).inputs(torch.float32, device)
+    return {
+        name: t.requires_grad_() if grad and t is not None and t.is_floating_point() else t
+        for name, t in tensors.items()
+    }
+
+
+def opcheck_rows(device, grad):
+    """(operator, arguments) for each operator, with and without options."""
+    ops = torch.ops.mamba_ssm
+    conv = ConvCase(2, 6, 20, initial_states=True).inputs(torch.float32, device)
+    full = scan_arguments(device, grad, initial_state=True)
+    lean = scan_arguments(device, grad, D=False, z=False, delta_bias=False)
+    for tensors, last, checkpoints in ((full, True, False), (lean, False, True)):
+        yield ops.selective_scan.default, (*ordered(tensors), True, last, checkpoints)
+    x, weight, bias, states = (
+        t.detach().requires_grad_(grad) for t in (conv["x"], conv["weight"], conv["bias"], conv["initial_states"])
+    )
+    yield ops.causal_conv1d.default, (x, weight, bias, None, states, True, True)
+    yield ops.causal_conv1d.default, (x, weight, None, None, None, False, False)
+    if grad:
+        return
+    for tensors in (full, lean):
+        out, last, checkpoints = ops.selective_scan(*ordered(tensors), True, True, True)
+        dlast = last if tensors is full else None
+        options = (True, tensors is full, tensors is full)
+        yield ops.selective_scan_backward.default, (out, dlast, *ordered(tensors), checkpoints, *options)
+    yield ops.causal_conv1d_backward.default, (x, None, x, weight, bias, None, states, True, True)
+    state, step = torch.randn(2, 6, 4, device=device), torch.randn(2, 6, device=device)
+    yield ops.causal_conv1d_update.default, (step, state, weight, bias, None, None, True)
+    A, B = -torch.rand(6, 4, device=device), torch.randn(2, 4, device=device)
+    yield ops.selective_state_update.default, (state, step, step, A, B, B, None, step, None, None, True)
+
+
+def ordered(tensors):
+    names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state", "seq_idx")
+    return tuple(tensors[name] for name in names)
+
+
+@needs_torch_2_4
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_opcheck(grad, device):
+    for op, arguments in opcheck_rows(device, grad):
+        torch.library.opcheck(op, arguments)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend, dynamic, device):
+    def run(**t):
+        out, state = selective_scan_fn(**t, delta_softplus=True, return_last_state=True)
+        return out * 2, state + 1
+
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)
+    for seqlen in (70, 150):
+        tensors = ScanCase(2, 6, seqlen, initial_state=True).inputs(torch.float32, device)
+        expected = outputs_and_gradients(run, tensors)
+        for name, value in outputs_and_gradients(compiled, tensors).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_compile_conv(device):
+    run = torch.compile(lambda **t: causal_conv1d_fn(**t)[0] * 2, backend="aot_eager", fullgraph=True)
+    tensors = ConvCase(2, 6, 20, initial_states=True, final_states=True).inputs(torch.float32, device)
+    expected = outputs_and_gradients(lambda **t: causal_conv1d_fn(**t)[0] * 2, tensors)
+    for name, value in outputs_and_gradients(run, tensors).items():
+        torch.testing.assert_close(value, expected[name])
+
+
+@needs_torch_2_4
+def test_compile_in_place_operators(device):
+    A, weight = -torch.rand(6, 4, device=device), torch.randn(6, 4, device=device)
+
+    def step(x, conv_state, state):
+        x = causal_conv1d_update(x, conv_state, weight, activation="silu")
+        return selective_state_update(state, x, x, A, x[:, :4], x[:, 1:5], dt_softplus=True) + 1
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    states = [torch.zeros(2, 6, 4, device=device) for _ in range(4)]
+    for _ in range(3):
+        x = torch.randn(2, 6, device=device)
+        torch.testing.assert_close(compiled(x, *states[:2]), step(x, *states[2:]))
+        torch.testing.assert_close(states[:2], states[2:])
+
+
+def test_second_derivatives_raise(device):
+    for function, tensors in (
+        (lambda t: selective_scan_fn(**t), scan_arguments(device, grad=True)),
+        (lambda t: causal_conv1d_fn(**t), ConvCase(2, 6, 20).inputs(torch.float32, device)),
+    ):
+        leaves = [t.requires_grad_() for t in tensors.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        first = torch.autograd.grad(function(tensors).square().sum(), leaves, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"second derivatives .* are not implemented"):
+            torch.autograd.grad(first[0].sum(), leaves)
+
+
+def test_forward_mode_raises(device):
+    tensors = scan_arguments(device)
+    with torch.autograd.forward_ad.dual_level():
+        u = torch.autograd.forward_ad.make_dual(tensors["u"], torch.ones_like(tensors["u"]))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            selective_scan_fn(**{**tensors, "u": u})
+        selective_scan_fn(**tensors)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda u: selective_scan_fn(**{**tensors, "u": u}), (tensors["u"],), (tensors["u"],))
+
+
+def test_functional_transforms(device):
+    tensors = scan_arguments(device)
+
+    def run(u):
+        return selective_scan_fn(**{**tensors, "u": u})
+
+    with pytest.raises(RuntimeError, match=r"does not work with torch\.func transforms"):
+        torch.func.grad(lambda u: run(u).sum())(tensors["u"])
+    many = torch.randn(3, *tensors["u"].shape, device=device)
+    with pytest.raises(RuntimeError, match=r"does not work with torch\.func transforms"):
+        torch.func.grad(lambda u: torch.func.vmap(run)(u).sum())(many)
+    torch.testing.assert_close(torch.func.vmap(run)(many), torch.stack([run(u) for u in many]))
+
+
+def test_in_place_operators_bump_versions_and_refuse_gradients(device):
+    state, x, weight = (torch.randn(*shape, device=device) for shape in ((2, 6, 4), (2, 6), (6, 4)))
+    A, B = -torch.rand(6, 4, device=device), torch.randn(2, 4, device=device)
+
+    def conv():
+        return causal_conv1d_update(x, state, weight)
+
+    def update():
+        return selective_state_update(state, x, x, A, B, B)
+
+    for function in (conv, update):
+        version = state._version
+        function()
+        assert state._version > version
+        product = (torch.ones_like(state).requires_grad_() * state).sum()
+        function()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+        with torch.inference_mode():
+            function()
+    x.requires_grad_()
+    for function in (conv, update):
+        with pytest.raises(RuntimeError, match="writes in place and has no gradient"):
+            function()
+        with torch.no_grad():
+            function()
+
+
+def test_inference_mode(device):
+    with torch.inference_mode():
+        tensors = scan_arguments(device)
+        out = selective_scan_fn(**tensors)
+        state = torch.zeros(2, 6, 4, device=device)
+        causal_conv1d_update(torch.randn(2, 6, device=device), state, torch.randn(6, 4, device=device))
+    assert out.is_inference()
+    assert state.ne(0).any()
+
+
+def test_saved_tensors_changed_in_place_are_noticed(device):
+    tensors = scan_arguments(device, grad=True)
+    out = selective_scan_fn(**tensors)
+    with torch.no_grad():
+        tensors["u"].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_checkpoint_and_hooks(device):
+    tensors = scan_arguments(device, grad=True)
+    run = torch.utils.checkpoint.checkpoint
+    found = outputs_and_gradients(
+        lambda **t: run(lambda u: selective_scan_fn(**{**t, "u": u}), t["u"], use_reentrant=False), tensors
+    )
+    for name, value in outputs_and_gradients(lambda **t: selective_scan_fn(**t), tensors).items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_all_operators_are_registered():
+    assert mamba_ssm.__version__ >= "2.4.0"
+    names = ("selective_scan", "causal_conv1d", "causal_conv1d_update", "selective_state_update")
+    for name in (*names, "selective_scan_backward", "causal_conv1d_backward"):
+        for key in ("CPU", "CUDA", "Autograd", "Meta"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mamba_ssm::{name}", key) or key == "Autograd"
+
+
+@pytest.mark.gpu
+def test_cuda_graph_and_side_streams(cuda):
+    tensors = scan_arguments(cuda, initial_state=True)
+    expected = selective_scan_fn(**tensors, delta_softplus=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        on_stream = selective_scan_fn(**tensors, delta_softplus=True)
+    stream.synchronize()
+    assert torch.equal(on_stream, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = selective_scan_fn(**tensors, delta_softplus=True)
+    tensors["u"].mul_(2)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, selective_scan_fn(**tensors, delta_softplus=True))
+
+
+@pytest.mark.gpu
+def test_another_device_than_the_current_one(cuda):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    tensors = scan_arguments("cuda:1")
+    out = selective_scan_fn(**tensors)
+    assert out.device.index == 1
+    assert torch.cuda.current_device() == 0
