@@ -1,0 +1,97 @@
+"""Measures the package on this machine: python scripts/benchmark [--device cuda|cpu] [--only scan,block] [--json FILE].
+
+Every section validates its results against a float64 reference before it times them; a wrong result is an error, exit
+code 1. Figures of other software are quoted with their source, never measured here.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+import traceback
+
+import cases
+import torch
+from timing import machine
+
+SECTIONS = {"cuda": ("scan", "block", "conv", "decode", "small"), "cpu": ("cpu",)}
+
+
+def _section(name):
+    """The function that measures a section; a CPU-only run does not import the GPU's."""
+    if name == "cpu":
+        import cpu
+
+        return cpu.cpu
+    import gpu
+
+    return getattr(gpu, name)
+
+
+def _cell(value):
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    return str(value)
+
+
+def print_table(title, rows):
+    """Rows are dicts of the same keys."""
+    columns = list(rows[0])
+    cells = [[_cell(row[column]) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
+    print(f"\n{title}")
+    for line in [columns, *cells]:
+        padded = [line[0].ljust(widths[0])] + [
+            cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)
+        ]
+        print("  ".join(padded), flush=True)
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(prog="python scripts/benchmark", description=__doc__)
+    parser.add_argument("--device", choices=tuple(SECTIONS), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", help=f"sections, comma separated: {', '.join(SECTIONS['cuda'] + SECTIONS['cpu'])}")
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    options = parser.parse_args(arguments)
+    available = SECTIONS[options.device]
+    options.sections = options.only.split(",") if options.only else list(available)
+    for name in options.sections:
+        if name not in available:
+            parser.error(f"--only: on {options.device} the sections are {', '.join(available)}, got {name!r}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device")
+    return options
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    facts = machine(options.device)
+    print(", ".join(f"{key} {_cell(value)}" for key, value in facts.items()))
+    if options.device == "cuda":
+        print(f"upstream's figures: {cases.UPSTREAM_SOURCE}")
+    results, failed = {"machine": facts, "upstream": cases.UPSTREAM_SOURCE, "sections": {}}, False
+    for name in options.sections:
+        start = time.perf_counter()
+        try:
+            rows = _section(name)(facts)
+        except Exception:  # the other sections' figures are still wanted
+            failed = True
+            results["sections"][name] = {"error": traceback.format_exc()}
+            print(f"\n{name}: FAILED\n{results['sections'][name]['error']}", flush=True)
+            continue
+        seconds = time.perf_counter() - start
+        results["sections"][name] = {"rows": rows, "seconds": seconds}
+        print_table(f"{name} ({seconds:.0f} s)", rows)
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=2)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
