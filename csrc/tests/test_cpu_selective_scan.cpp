@@ -302,7 +302,8 @@ static void test_nan() {
     });
     x.dout.set(NAN, 0, 7, 150);
     x.u.set(0.0, 0, 3, 80);
-    expect_ok(mamba_selective_scan_forward(&p));
+    const MambaSelectiveScan fresh = x.forward();
+    expect_ok(mamba_selective_scan_forward(&fresh));
     const MambaSelectiveScanBackward r = x.backward();
     expect_ok(mamba_selective_scan_backward(&r));
     x.du.for_each([&](int64_t, int64_t d, int64_t t, int64_t) {
