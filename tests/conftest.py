@@ -30,7 +30,12 @@ def cuda():
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _fresh():
+    """One thread: the problems are small, and torch's own threads wait for each other on a busy machine.
+
+    tests/test_threads.py is about more of them.
+    """
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     if hasattr(torch, "_dynamo"):
         torch._dynamo.reset()
