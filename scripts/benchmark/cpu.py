@@ -54,8 +54,8 @@ def measure():
         "fwd": cpu_seconds(lambda: forward(selective_scan_fn), OUR_REPEATS),
         "fwd+bwd": cpu_seconds(lambda: both(selective_scan_fn), OUR_REPEATS),
     }
-    # The reference starts its threads at each of thousands of small steps. On a busy machine two then wait for each other
-    # and are many times slower than one, which would flatter us: the faster count of threads is what we compare with.
+    # The reference starts its threads at each of thousands of small steps. On a busy machine two then wait for each
+    # other and are many times slower than one, which would flatter us: the faster number of threads is what counts.
     references = []
     for threads in (cases.CPU_THREADS, 1):
         torch.set_num_threads(threads)
