@@ -29,6 +29,14 @@ def the_plan() -> Plan:
     return load(ROOT)
 
 
+@lru_cache(maxsize=1)
+def announce() -> None:
+    """Prints the plan once, before anything is done, and ends here when a finding is fatal."""
+    print(the_plan().as_text(), flush=True)
+    if the_plan().fatal:
+        raise SystemExit("mamba_ssm: the build stops here; each FATAL line above says why, and its cure")
+
+
 def extension() -> Extension:
     """Stands for both libraries, so that setuptools makes a platform wheel; CMake has the sources."""
     return Extension("mamba_ssm.lib.mamba_cpu", sources=[])
@@ -36,6 +44,7 @@ def extension() -> Extension:
 
 class BuildCommand(build):
     def run(self) -> None:
+        announce()
         # What an earlier build left here would travel in this wheel: another configuration's libraries, old modules.
         shutil.rmtree(Path(self.build_lib) / "mamba_ssm", ignore_errors=True)
         super().run()
@@ -45,10 +54,8 @@ class BuildNative(build_ext):
     """build_ext: CMake builds, and the outputs named by the plan are copied, nothing else."""
 
     def run(self) -> None:
+        announce()
         plan = the_plan()
-        print(plan.as_text(), flush=True)
-        if plan.fatal:
-            raise SystemExit("mamba_ssm: the build stops here; each FATAL line above says why, and its cure")
         base = Path(self.get_finalized_command("build").build_base)
         try:
             folder = cmake.build(plan, ROOT / "csrc", base)
