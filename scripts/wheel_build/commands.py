@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import warnings
 from functools import lru_cache
 from pathlib import Path
 
@@ -90,6 +91,12 @@ class BuildWheel(bdist_wheel):
         label_version(self.distribution)
         super().finalize_options()
         self.root_is_pure = False
+
+    def run(self) -> None:
+        with warnings.catch_warnings():
+            # setuptools' own bdist_wheel goes through its install command, and that one warns users off.
+            warnings.filterwarnings("ignore", message="setup.py install is deprecated")
+            super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
         return version.wheel_tag(the_plan().facts.platform, the_plan().facts.machine)
