@@ -29,22 +29,34 @@ inline void apply_silu_slope(const float* sum, int steps, float* grad) {
 
 // dx of a tile from the gradients of its steps and the W-1 after them, and the tile's part of the weights' gradients. seq_idx
 // as in convolve; `after` counts the steps of the sequence from the tile's first on.
-template <int kWidth>
+template <int kWidth, bool kSequences>
 MAMBA_INLINE void convolve_back(const Taps& taps, const float* x, const float* grad, const int32_t* seq_idx, int64_t first_step,
                                 int64_t after, int steps, float* dx, WeightSums& sums) {
+    WeightSums s = sums;  // in registers: through the reference every store to dx would push the sums to memory
     for (int step = 0; step < steps; ++step) {
         const Vec grad_step = load(grad + step * kLanes);
         Vec dx_step = zero();
         for (int lag = 0; lag < kWidth; ++lag) {
-            if (seq_idx == nullptr || (step + lag < after && seq_idx[step + lag] == seq_idx[step])) {
+            if (!kSequences || (step + lag < after && seq_idx[step + lag] == seq_idx[step])) {
                 dx_step = fma(taps.tap[lag], load(grad + (step + lag) * kLanes), dx_step);
             }
-            if (seq_idx == nullptr || (first_step + step >= lag && seq_idx[step - lag] == seq_idx[step])) {
-                sums.tap[lag] = fma(grad_step, load(x + (step - lag) * kLanes), sums.tap[lag]);
+            if (!kSequences || (first_step + step >= lag && seq_idx[step - lag] == seq_idx[step])) {
+                s.tap[lag] = fma(grad_step, load(x + (step - lag) * kLanes), s.tap[lag]);
             }
         }
-        sums.bias = sums.bias + grad_step;
+        s.bias = s.bias + grad_step;
         store(dx + step * kLanes, dx_step);
+    }
+    sums = s;
+}
+
+template <int kWidth>
+inline void convolve_back_width(const Taps& taps, const float* x, const float* grad, const int32_t* seq_idx, int64_t first_step,
+                                int64_t after, int steps, float* dx, WeightSums& sums) {
+    if (seq_idx != nullptr) {
+        convolve_back<kWidth, true>(taps, x, grad, seq_idx, first_step, after, steps, dx, sums);
+    } else {
+        convolve_back<kWidth, false>(taps, x, grad, seq_idx, first_step, after, steps, dx, sums);
     }
 }
 
@@ -108,11 +120,11 @@ inline void conv_backward_rows(const MambaCausalConv1dBackward& q, const Taps& t
         }
         const int64_t after = p.seqlen - start;
         if (p.width == 2) {
-            convolve_back<2>(taps, x, t.grad, seq_idx, start, after, steps, t.work, sums);
+            convolve_back_width<2>(taps, x, t.grad, seq_idx, start, after, steps, t.work, sums);
         } else if (p.width == 3) {
-            convolve_back<3>(taps, x, t.grad, seq_idx, start, after, steps, t.work, sums);
+            convolve_back_width<3>(taps, x, t.grad, seq_idx, start, after, steps, t.work, sums);
         } else {
-            convolve_back<4>(taps, x, t.grad, seq_idx, start, after, steps, t.work, sums);
+            convolve_back_width<4>(taps, x, t.grad, seq_idx, start, after, steps, t.work, sums);
         }
         add_dfinal(q, batch, channel, lanes, start, steps, t.work);
         store_tile(p.dtype, q.dx, dx_offset + start * q.dx_len_stride, q.dx_dim_stride, q.dx_len_stride, lanes, steps, t.work);

@@ -8,7 +8,7 @@
 namespace mamba {
 namespace MAMBA_ISA {
 
-constexpr int kSteps = 64;   // time steps of a tile
+constexpr int kSteps = 128;  // time steps of a tile: long enough pieces of a row for the hardware to foresee the next
 constexpr int kHistory = 3;  // the most inputs that an output looks back, W-1 for W = 4
 constexpr int kTile = kSteps * kLanes;
 constexpr int kHistoryTile = kHistory * kLanes;
@@ -33,17 +33,27 @@ inline Taps load_taps(const void* weight, int32_t weight_dtype, const void* bias
 // out[step] = bias + sum of taps, before the activation. x points at the tile's first input; earlier inputs lie before it.
 // With seq_idx (at the tile's first step; first_step counts the steps before it) taps of another sequence are left out, not
 // multiplied by zero: a NaN there must not reach this sequence.
-template <int kWidth>
-MAMBA_INLINE void convolve_width(const Taps& taps, const float* x, const int32_t* seq_idx, int64_t first_step, int steps,
+template <int kWidth, bool kSequences>
+MAMBA_INLINE void convolve_steps(const Taps& taps, const float* x, const int32_t* seq_idx, int64_t first_step, int steps,
                                  float* out) {
     for (int step = 0; step < steps; ++step) {
         Vec sum = taps.bias;
         for (int lag = 0; lag < kWidth; ++lag) {
-            if (seq_idx == nullptr || (first_step + step >= lag && seq_idx[step - lag] == seq_idx[step])) {
+            if (!kSequences || (first_step + step >= lag && seq_idx[step - lag] == seq_idx[step])) {
                 sum = fma(taps.tap[lag], load(x + (step - lag) * kLanes), sum);
             }
         }
         store(out + step * kLanes, sum);
+    }
+}
+
+template <int kWidth>
+inline void convolve_width(const Taps& taps, const float* x, const int32_t* seq_idx, int64_t first_step, int steps,
+                           float* out) {
+    if (seq_idx != nullptr) {
+        convolve_steps<kWidth, true>(taps, x, seq_idx, first_step, steps, out);
+    } else {
+        convolve_steps<kWidth, false>(taps, x, seq_idx, first_step, steps, out);
     }
 }
 

@@ -107,7 +107,7 @@ static void run_update_case(int turn, int64_t batch, int64_t dim, int64_t seqlen
 static void test_update() {
     int turn = 0;
     for (const int64_t dim : {1, 16, 19, 40}) {
-        for (const int64_t seqlen : {1, 2, 5, 70, 150}) {
+        for (const int64_t seqlen : {1, 2, 5, 128, 300}) {
             for (const int64_t state_len : {1, 3, 4, 9, 100}) {
                 for (int32_t dtype = MAMBA_FLOAT32; dtype <= MAMBA_BFLOAT16; ++dtype, ++turn) {
                     run_update_case(turn, 1 + turn % 4, dim, seqlen, state_len, dtype, turn % 4 ? dtype : MAMBA_FLOAT32);
