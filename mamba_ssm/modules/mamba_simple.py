@@ -79,7 +79,7 @@ class Mamba(nn.Module):
         states = torch.arange(1, d_state + 1, dtype=torch.float32, device=device)
         self.A_log = nn.Parameter(torch.log(states).repeat(self.d_inner, 1))
         self.A_log._no_weight_decay = True
-        self.D = nn.Parameter(torch.ones(self.d_inner, device=device))
+        self.D = nn.Parameter(torch.ones(self.d_inner, device=device, dtype=torch.float32))
         self.D._no_weight_decay = True
 
     def _init_dt(self, dt_min, dt_max, dt_init, dt_scale, dt_init_floor):

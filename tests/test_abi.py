@@ -1,0 +1,77 @@
+"""mamba_ssm/_native/abi.py says what csrc/include/mamba_kernels.h says: constants, structs by field, functions."""
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+
+from mamba_ssm._native import abi, loader
+
+HEADER = Path(__file__).resolve().parent.parent / "csrc" / "include" / "mamba_kernels.h"
+KINDS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64}
+
+
+@pytest.fixture(scope="module")
+def header():
+    if not HEADER.exists():
+        pytest.skip("the header is not beside these tests")
+    return re.sub(r"/\*.*?\*/", "", HEADER.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def declared_structs(header):
+    """{struct: [(field, ctypes type)]} of the header."""
+    structs = {}
+    for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", header, flags=re.DOTALL):
+        fields = []
+        for declaration in body.split(";"):
+            declaration = " ".join(declaration.split())
+            if not declaration:
+                continue
+            kind, names = re.fullmatch(r"(?:const )?(\w+\s*\*?)\s*(.+)", declaration).groups()
+            for field in names.split(","):
+                field = field.strip()
+                array = re.fullmatch(r"(\w+)\[(\d+)\]", field)
+                if array:
+                    fields.append((array[1], ctypes.c_char * int(array[2])))
+                elif "*" in kind or field.startswith("*"):
+                    fields.append((field.lstrip("* "), ctypes.c_void_p))
+                else:
+                    fields.append((field, KINDS.get(kind.strip()) or getattr(abi, kind.strip())))
+        structs[name] = fields
+    return structs
+
+
+def test_structs(header):
+    declared = declared_structs(header)
+    assert set(declared) == {struct.__name__ for struct in abi.STRUCTS}
+    for struct in abi.STRUCTS:
+        ours = [(name, kind) for name, kind, *_ in struct._fields_]
+        assert [name for name, _ in ours] == [name for name, _ in declared[struct.__name__]], struct.__name__
+        assert ours == declared[struct.__name__], struct.__name__
+
+
+def test_constants(header):
+    constants = {name: int(value) for name, value in re.findall(r"#define MAMBA_(\w+) (\d+)", header)}
+    assert constants["ABI_VERSION"] == abi.ABI_VERSION
+    for name, value in constants.items():
+        assert getattr(abi, name) == value, name
+
+
+def test_functions(header):
+    declared = dict(re.findall(r"MAMBA_API [\w ]+?\*? ?mamba_(\w+)\(([^)]*)\)", header))
+    ours = {*abi.FUNCTIONS, *abi.SLOTS_FUNCTIONS, "struct_size", "last_error"}
+    assert set(declared) == ours
+    for name, struct in abi.FUNCTIONS.items():
+        assert struct.__name__ in declared[name], name
+
+
+def test_library_agrees():
+    functions = loader.load("cpu")
+    for struct in abi.STRUCTS:
+        assert functions["struct_size"](struct.__name__.encode()) == ctypes.sizeof(struct)
+    assert functions["struct_size"](b"no such struct") == 0
+    facts = loader.info("cpu")
+    assert facts.abi_version == abi.ABI_VERSION
+    assert facts.is_cuda == 0
+    assert facts.isa in (b"generic", b"avx2", b"avx512")

@@ -1,0 +1,85 @@
+"""Importing: quick, loads no library, needs neither triton nor a GPU; upstream's paths exist."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import mamba_ssm
+
+PATHS = {
+    "mamba_ssm": ["selective_scan_fn", "mamba_inner_fn", "Mamba", "__version__"],
+    "mamba_ssm.ops.selective_scan_interface": [
+        "selective_scan_fn",
+        "selective_scan_ref",
+        "mamba_inner_fn",
+        "mamba_inner_ref",
+    ],
+    "mamba_ssm.ops.causal_conv1d": [
+        "causal_conv1d_fn",
+        "causal_conv1d_update",
+        "causal_conv1d_varlen_states",
+        "causal_conv1d_ref",
+    ],
+    "mamba_ssm.ops.triton.selective_state_update": ["selective_state_update", "selective_state_update_ref"],
+    "mamba_ssm.ops.streaming": ["SelectiveScan"],
+    "mamba_ssm.modules.mamba_simple": ["Mamba"],
+}
+
+
+def python(code):
+    """Runs code in a new Python that finds the same mamba_ssm; returns what it printed as JSON."""
+    root = json.dumps(str(__import__("pathlib").Path(mamba_ssm.__file__).parent.parent))
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({root})\n{code}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_upstreams_paths(path):
+    module = importlib.import_module(path)
+    for name in PATHS[path]:
+        assert hasattr(module, name), f"{path}.{name}"
+
+
+def test_version_is_newer_than_upstreams():
+    assert tuple(int(part) for part in mamba_ssm.__version__.split("+")[0].split(".")) >= (2, 4, 0)
+
+
+def test_import_is_light():
+    code = """
+import json, time
+import torch
+start = time.perf_counter()
+before = set(sys.modules)
+import mamba_ssm
+seconds = time.perf_counter() - start
+from mamba_ssm._native import loader
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(json.dumps({"seconds": seconds, "new": sorted(new), "loaded": loader.loaded("cpu") or loader.loaded("cuda")}))
+"""
+    report = min((python(code) for _ in range(3)), key=lambda report: report["seconds"])
+    assert not report["loaded"], "a kernel library was loaded by the import"
+    assert report["seconds"] < 0.5, report  # about 20 ms on an idle machine
+    for heavy in ("triton", "transformers", "einops", "numpy", "causal_conv1d", "packaging"):
+        assert heavy not in report["new"]
+
+
+def test_works_with_default_dtype_and_device_changed():
+    try:
+        torch.set_default_dtype(torch.float64)
+        u = torch.randn(1, 4, 8, dtype=torch.float32)
+        A, B = -torch.rand(4, 2, dtype=torch.float32), torch.randn(1, 2, 8, dtype=torch.float32)
+        assert mamba_ssm.selective_scan_fn(u, u, A, B, B).dtype == torch.float32
+        module = mamba_ssm.Mamba(16, dtype=torch.float32)
+        assert module.D.dtype == module.A_log.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)

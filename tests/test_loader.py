@@ -1,0 +1,168 @@
+"""Loading the libraries: every way to fail says what was tried and what to do; error codes become exceptions."""
+
+import ctypes
+import json
+import threading
+
+import pytest
+
+from mamba_ssm._native import abi, loader
+from mamba_ssm._native.errors import NativeError, architecture_problem, driver_problem, exception_for
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty lib folder and a loader that has loaded nothing yet."""
+    monkeypatch.setattr(loader, "LIBRARY_FOLDER", tmp_path)
+    monkeypatch.setattr(loader, "_libraries", {})
+    monkeypatch.setattr(loader, "_build_info", None)
+    return tmp_path
+
+
+def test_no_library_at_all(folder):
+    with pytest.raises(NativeError, match=r"does not exist, nor does any other kernel library.*bdist_wheel"):
+        loader.load("cpu")
+
+
+def test_cuda_tensor_in_a_cpu_only_wheel(folder):
+    loader.library_path("cpu").touch()
+    (folder / "build_info.json").write_text(json.dumps({"local_label": "cpu", "cuda": False}))
+    with pytest.raises(NativeError, match=r"CUDA tensor, but .* CPU kernels only \(label \+cpu\).*MAMBA_SSM_CUDA=on"):
+        loader.load("cuda")
+
+
+def test_damaged_library(folder):
+    path = loader.library_path("cpu")
+    path.write_bytes(b"not a library")
+    with pytest.raises(NativeError, match=r"could not load it.*Reinstall") as failure:
+        loader.load("cpu")
+    assert str(path) in str(failure.value)
+    assert isinstance(failure.value.__cause__, OSError)
+
+
+def test_failure_is_not_remembered(folder):
+    with pytest.raises(NativeError):
+        loader.load("cpu")
+    real = type(folder)(loader.__file__).parent.parent / "lib" / loader.library_path("cpu").name
+    loader.library_path("cpu").symlink_to(real)
+    assert "selective_scan_forward" in loader.load("cpu")
+
+
+def test_library_of_another_version(monkeypatch):
+    functions = dict(loader.load("cpu"))
+    monkeypatch.setattr(abi, "ABI_VERSION", abi.ABI_VERSION + 1)
+    with pytest.raises(NativeError, match="does not match this package: its ABI version is"):
+        loader._check_layout(functions, "library")
+    functions["struct_size"] = lambda name: 1
+    with pytest.raises(NativeError, match=r"MambaRun has 1 bytes there and 16 here.*reinstall"):
+        loader._check_layout(functions, "library")
+
+
+def test_library_without_our_functions(folder, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: object())
+    loader.library_path("cpu").touch()
+    with pytest.raises(NativeError, match="it lacks a function"):
+        loader.load("cpu")
+
+
+def test_unreadable_build_info(folder):
+    (folder / "build_info.json").write_text("{")
+    with pytest.raises(NativeError, match=r"build_info\.json cannot be read"):
+        loader.build_info()
+
+
+def test_threads_load_once(folder, monkeypatch):
+    opened = []
+
+    def slow_open(kind):
+        opened.append(kind)
+        return {"kind": kind}
+
+    monkeypatch.setattr(loader, "_open", slow_open)
+    threads = [threading.Thread(target=loader.load, args=("cpu",)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert opened == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    "driver,runtime,words",
+    [
+        (0, 13000, ["no NVIDIA driver", "CUDA 13.0", "580"]),
+        (12040, 13000, ["supports CUDA 12.4", "CUDA 13.0", "580", "+cu12x"]),
+        (11080, 12090, ["supports CUDA 11.8", "CUDA 12.9", "525"]),
+        (13000, 13020, None),
+        (13000, 12090, None),
+        (12020, 12090, None),
+    ],
+)
+def test_driver(driver, runtime, words):
+    problem = driver_problem(driver, runtime)
+    if words is None:
+        assert problem is None
+    else:
+        assert all(word in problem for word in words), problem
+
+
+@pytest.mark.parametrize(
+    "capability,architectures,runs",
+    [
+        ((7, 5), ["75-real"], True),
+        ((8, 9), ["80-real", "86-real"], True),
+        ((8, 0), ["86-real"], False),
+        ((9, 0), ["80-real", "86-real"], False),
+        ((9, 0), ["80-virtual"], True),
+        ((9, 0), ["90a-real"], True),
+        ((10, 0), ["90a-real", "90a-virtual"], False),
+        ((12, 0), ["75-real", "120-real", "120-virtual"], True),
+        ((12, 1), ["120-real"], True),
+        ((12, 1), ["120a-real"], False),
+        ((10, 3), ["100f-real"], True),
+        ((12, 0), ["100f-real"], False),
+        ((7, 0), ["75-real", "75-virtual"], False),
+        ((8, 6), ["86"], True),
+        ((9, 0), ["86"], True),
+        ((9, 0), ["native"], True),
+        ((9, 0), [], False),
+    ],
+)
+def test_architecture(capability, architectures, runs):
+    problem = architecture_problem(capability, architectures)
+    assert (problem is None) == runs
+    if problem:
+        assert f"sm_{capability[0]}{capability[1]}" in problem
+        assert "TORCH_CUDA_ARCH_LIST" in problem
+
+
+def test_wrong_gpu_is_refused_before_any_kernel(monkeypatch):
+    facts = abi.MambaLibraryInfo(cuda_runtime_version=13000, cuda_driver_version=13000)
+    monkeypatch.setattr(loader, "load", lambda kind: {})
+    monkeypatch.setattr(loader, "info", lambda kind: facts)
+    monkeypatch.setattr(loader, "build_info", lambda: {"architectures": ["75-real"]})
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (9, 0))
+    with pytest.raises(
+        NativeError, match=r"cannot run on cuda:3: the GPU's architecture is sm_90.*holds code for 75-real"
+    ):
+        loader.cuda_functions(3)
+
+
+@pytest.mark.parametrize(
+    "code,kind,words",
+    [
+        (abi.ERROR_INVALID, ValueError, "some words"),
+        (abi.ERROR_UNSUPPORTED, NotImplementedError, "some words"),
+        (abi.ERROR_DTYPE_DISABLED, NativeError, "some words"),
+        (abi.ERROR_CUDA, NativeError, "some words"),
+        (abi.ERROR_NO_KERNEL_IMAGE, NativeError, "TORCH_CUDA_ARCH_LIST"),
+        (abi.ERROR_DRIVER, NativeError, "python -m mamba_ssm"),
+        (abi.ERROR_MEMORY, MemoryError, "some words"),
+        (99, NativeError, "error code 99"),
+    ],
+)
+def test_error_codes(code, kind, words):
+    error = exception_for(code, "some words", "selective_scan_forward")
+    assert isinstance(error, kind)
+    assert words in str(error)
+    assert str(error).startswith("selective_scan_forward: some words")
