@@ -81,7 +81,7 @@ def _with_groups(matrix):
 def _checkpoint_size(batch, dim, seqlen, dstate):
     """Floats to allocate for the states that the forward scan stores for the backward scan: (B, (L-1)//64, D, N), flat.
 
-    Two more than that, since compilers specialise their graphs on sizes of 0 and 1, that is on short sequences.
+    Two more than that, of no value, since compilers specialise graphs on sizes of 0 and 1, that is on short sequences.
     """
     count = (seqlen - 1) // abi.SCAN_CHECKPOINT if seqlen > 0 else 0
     return batch * count * dim * dstate + 2
