@@ -32,7 +32,11 @@ inline void apply_silu_slope(const float* sum, int steps, float* grad) {
 template <int kWidth, bool kSequences>
 MAMBA_INLINE void convolve_back(const Taps& taps, const float* x, const float* grad, const int32_t* seq_idx, int64_t first_step,
                                 int64_t after, int steps, float* dx, WeightSums& sums) {
-    WeightSums s = sums;  // in registers: through the reference every store to dx would push the sums to memory
+    WeightSums s;  // a tile's sums, added to the totals in one go: long sums lose less so
+    for (int lag = 0; lag < kWidth; ++lag) {
+        s.tap[lag] = zero();
+    }
+    s.bias = zero();
     for (int step = 0; step < steps; ++step) {
         const Vec grad_step = load(grad + step * kLanes);
         Vec dx_step = zero();
@@ -47,7 +51,10 @@ MAMBA_INLINE void convolve_back(const Taps& taps, const float* x, const float* g
         s.bias = s.bias + grad_step;
         store(dx + step * kLanes, dx_step);
     }
-    sums = s;
+    for (int lag = 0; lag < kWidth; ++lag) {
+        sums.tap[lag] = sums.tap[lag] + s.tap[lag];
+    }
+    sums.bias = sums.bias + s.bias;
 }
 
 template <int kWidth>

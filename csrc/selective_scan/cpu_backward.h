@@ -75,9 +75,7 @@ MAMBA_INLINE void backward_states(const Run& run, BackwardTiles& t, const States
     Vec g[kStates], dA[kStates], dB[kStates], dC[kStates];
     for (int i = 0; i < kStates; ++i) {
         g[i] = load(at.g + i * kLanes);
-        dA[i] = load(at.dA + i * kLanes);
-        dB[i] = kVariableB ? zero() : load(at.dB + i * kLanes);
-        dC[i] = kVariableC ? zero() : load(at.dC + i * kLanes);
+        dA[i] = dB[i] = dC[i] = zero();  // a tile's sums, added to the totals in one go: long sums lose less so
     }
     for (int step = steps - 1; step >= 0; --step) {
         const Vec step_dt = load(dt + step * kLanes), step_dt_u = load(dt_u + step * kLanes);
@@ -111,12 +109,12 @@ MAMBA_INLINE void backward_states(const Run& run, BackwardTiles& t, const States
     }
     for (int i = 0; i < kStates; ++i) {
         store(at.g + i * kLanes, run.restart ? zero() : g[i]);
-        store(at.dA + i * kLanes, dA[i]);
+        store(at.dA + i * kLanes, load(at.dA + i * kLanes) + dA[i]);
         if (!kVariableB) {
-            store(at.dB + i * kLanes, dB[i]);
+            store(at.dB + i * kLanes, load(at.dB + i * kLanes) + dB[i]);
         }
         if (!kVariableC) {
-            store(at.dC + i * kLanes, dC[i]);
+            store(at.dC + i * kLanes, load(at.dC + i * kLanes) + dC[i]);
         }
     }
 }
@@ -183,7 +181,7 @@ inline void prepare_backward(const MambaSelectiveScan& p, int steps, Vec D, Vec 
 
 // From the sums over states to the gradients: du ends in ddt_u, ddelta in ddecay, dz in gate_slope, out in y.
 inline void finish_backward(const MambaSelectiveScan& p, int steps, Vec D, float* dD, float* dbias, BackwardTiles& t) {
-    Vec D_sum = load(dD), bias_sum = load(dbias);
+    Vec D_sum = zero(), bias_sum = zero();
     for (int i = 0; i < steps * kLanes; i += kLanes) {
         const Vec u = load(t.u + i), dy = load(t.dy + i), ddt_u = load(t.ddt_u + i), y = load(t.y + i);
         const Vec ddt = fma(ddt_u, u, load(t.ddecay + i) * set1(kLn2));
@@ -198,8 +196,8 @@ inline void finish_backward(const MambaSelectiveScan& p, int steps, Vec D, float
             store(t.y + i, y * load(t.z + i));
         }
     }
-    store(dD, D_sum);
-    store(dbias, bias_sum);
+    store(dD, load(dD) + D_sum);
+    store(dbias, load(dbias) + bias_sum);
 }
 
 // Adds up sums[(step * dstate + state) * kLanes + lane] over lanes and writes (N, L) rows of dB or dC. tile is space for

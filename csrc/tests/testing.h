@@ -225,10 +225,11 @@ struct Tensor {
 };
 
 // Every element of got against want(i, j, k, l): `arithmetic` is what sums in float32 may lose, as a part of the largest
-// value that is expected, and storing in got's dtype loses half a unit of the value itself.
+// value that is expected (at least `scale`: sums may be the small rest of large terms), and storing in got's dtype loses half a
+// unit of the value itself.
 template <typename Want>
-void expect_close(const char* name, const Tensor& got, double arithmetic, Want want) {
-    double largest = 1e-3;
+void expect_close(const char* name, const Tensor& got, double arithmetic, Want want, double scale = 1e-3) {
+    double largest = scale;
     got.for_each([&](int64_t i, int64_t j, int64_t k, int64_t l) {
         const double value = fabs(want(i, j, k, l));
         largest = isfinite(value) && value > largest ? value : largest;
