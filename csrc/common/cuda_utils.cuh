@@ -51,6 +51,12 @@ __device__ __forceinline__ float load_as_float(const void* data, int64_t index, 
     return to_float(static_cast<const __nv_bfloat16*>(data)[index]);
 }
 
+// ---- memory --------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void prefetch_to_L2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
+}
+
 // ---- math ----------------------------------------------------------------------------------------------------------
 
 // 2^x with one special-function instruction; results below 2^-126 are zero.

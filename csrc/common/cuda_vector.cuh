@@ -57,7 +57,15 @@ __device__ __forceinline__ Packed<T, N> packed_zero() {
     return packed;
 }
 
-// Accesses of up to 16 bytes; the address must be a multiple of their size.
+// 16 bytes to global memory. In assembly, because ptxas splits a plain uint4 store whose words become ready one by one.
+__device__ __forceinline__ void store_16_bytes(void* address, const uint32_t* word) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(__cvta_generic_to_global(address)), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                 : "memory");
+}
+
+// Accesses of up to 16 bytes; the address must be a multiple of their size. packed_store is for global memory.
 template <typename T, int N>
 __device__ __forceinline__ Packed<T, N> packed_load(const T* address) {
     Packed<T, N> packed;
@@ -90,8 +98,7 @@ __device__ __forceinline__ void packed_store(T* address, const Packed<T, N>& pac
     } else if constexpr (N * sizeof(T) % 16 == 0) {
 #pragma unroll
         for (int i = 0; i < static_cast<int>(N * sizeof(T) / 16); ++i) {
-            reinterpret_cast<uint4*>(address)[i] =
-                make_uint4(packed.word[4 * i], packed.word[4 * i + 1], packed.word[4 * i + 2], packed.word[4 * i + 3]);
+            store_16_bytes(reinterpret_cast<uint4*>(address) + i, packed.word + 4 * i);
         }
     } else if constexpr (N * sizeof(T) == 8) {
         *reinterpret_cast<uint2*>(address) = make_uint2(packed.word[0], packed.word[1]);

@@ -68,6 +68,7 @@ int64_t mamba_struct_size(const char* name) {
     static const Entry entries[] = {
         {"MambaRun", sizeof(MambaRun)},
         {"MambaSelectiveScan", sizeof(MambaSelectiveScan)},
+        {"MambaSelectiveScanPlan", sizeof(MambaSelectiveScanPlan)},
         {"MambaSelectiveScanBackward", sizeof(MambaSelectiveScanBackward)},
         {"MambaCausalConv1d", sizeof(MambaCausalConv1d)},
         {"MambaCausalConv1dBackward", sizeof(MambaCausalConv1dBackward)},

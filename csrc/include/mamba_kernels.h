@@ -75,6 +75,8 @@ typedef struct MambaSelectiveScan {
     const int32_t* seq_idx;     /* (B, L), optional: the state restarts from zero where the value differs from step t-1's */
     void* out;                  /* (B, D, L); forward: required. backward: optional, out is written again */
     float* last_state;          /* (B, D, N), optional; forward only */
+    int64_t segments;           /* parts that the length is split into: what mamba_selective_scan_plan said, or 1 */
+    float* workspace;           /* (segments, 2, B, D, N): what the parts pass on; required where segments > 1 */
     float* checkpoints;         /* (B, (L-1)/MAMBA_SCAN_CHECKPOINT, D, N): state before step (i+1)*MAMBA_SCAN_CHECKPOINT.
                                    forward: optional, written. backward: required unless it is empty, read */
     int64_t u_batch_stride, u_dim_stride;
@@ -85,22 +87,29 @@ typedef struct MambaSelectiveScan {
     int64_t out_batch_stride, out_dim_stride;
 } MambaSelectiveScan;
 
-/* Gradients. Outputs are contiguous; those marked "sum" hold one part a batch or a slot, for the caller to add up,
- * so that no result depends on the order of atomics where slots > 1. */
+/* How to run a problem: sizes of what the caller allocates. */
+typedef struct MambaSelectiveScanPlan {
+    int64_t forward_segments;  /* for MambaSelectiveScan::segments */
+    int64_t backward_segments; /* the same, for the backward call */
+    int64_t slots;             /* copies of dB and dC: with deterministic 0, CUDA adds into one copy with atomics */
+} MambaSelectiveScanPlan;
+
+/* Gradients. Outputs are contiguous; those marked "sum" hold parts for the caller to add up: one for each batch and segment
+ * (P = B * segments, segment-major) or for each slot, so that no result depends on the order of atomics where slots > 1. */
 typedef struct MambaSelectiveScanBackward {
     MambaSelectiveScan forward; /* as given to the forward call (last_state is not read) */
     const void* dout;           /* (B, D, L) of dtype, last stride 1 */
     int64_t dout_batch_stride, dout_dim_stride;
     const float* dlast_state; /* (B, D, N), optional */
-    int64_t slots;            /* copies allocated in dB and dC; what mamba_selective_scan_backward_slots returned */
+    int64_t slots;            /* copies allocated in dB and dC: what mamba_selective_scan_plan said */
     void* du;                 /* (B, D, L) of dtype */
     void* ddelta;             /* (B, D, L) of dtype */
     void* dz;                 /* (B, D, L) of dtype; required where z is */
-    float* dA;                /* (B, D, N), sum over batch */
-    float* dB; /* variable: (slots, B, G, N, L), sum over slots, zeroed by the caller. constant: (B, D, N), sum over batch */
+    float* dA;                /* (P, D, N), sum over P */
+    float* dB; /* variable: (slots, B, G, N, L), sum over slots, zeroed by the caller. constant: (P, D, N), sum over P */
     float* dC; /* like dB */
-    float* dD; /* (B, D), sum over batch; required where D is */
-    float* ddelta_bias;    /* (B, D), sum over batch; required where delta_bias is */
+    float* dD; /* (P, D), sum over P; required where D is */
+    float* ddelta_bias;    /* (P, D), sum over P; required where delta_bias is */
     float* dinitial_state; /* (B, D, N), optional */
 } MambaSelectiveScanBackward;
 
@@ -217,9 +226,9 @@ MAMBA_API const char* mamba_last_error(void);
 
 MAMBA_API int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params);
 MAMBA_API int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params);
-/* Copies of dB and dC to allocate for this problem (>= 1); reads run and the sizes of params->forward only.
- * deterministic 0: CUDA adds into one copy with atomics. 1: as many copies as it takes to need none. */
-MAMBA_API int64_t mamba_selective_scan_backward_slots(const MambaSelectiveScan* params, int32_t deterministic);
+/* Fills plan; reads run and the sizes of params only. deterministic 1: as many slots as it takes to need no atomics. */
+MAMBA_API int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t deterministic,
+                                            MambaSelectiveScanPlan* plan);
 
 MAMBA_API int32_t mamba_causal_conv1d_forward(const MambaCausalConv1d* params);
 MAMBA_API int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params);

@@ -1,6 +1,5 @@
 #include "selective_scan/backward.cuh"
 
 namespace mamba {
-template cudaError_t launch_selective_scan_backward<__nv_bfloat16>(const MambaSelectiveScanBackward& q, bool aligned_rows,
-                                                                   bool aligned_BC);
+template cudaError_t launch_selective_scan_backward<__nv_bfloat16>(const MambaSelectiveScanBackward& q, bool aligned);
 }  // namespace mamba

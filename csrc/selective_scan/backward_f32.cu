@@ -1,8 +1,7 @@
 #include "selective_scan/backward.cuh"
 
 namespace mamba {
-template cudaError_t launch_selective_scan_backward<float>(const MambaSelectiveScanBackward& q, bool aligned_rows,
-                                                           bool aligned_BC);
+template cudaError_t launch_selective_scan_backward<float>(const MambaSelectiveScanBackward& q, bool aligned);
 
 int backward_channels(int64_t dstate) {
     if (dstate <= Backward8::kSlice) {

@@ -22,12 +22,22 @@ inline int32_t check_selective_scan_inputs(const MambaSelectiveScan& p) {
     if (status != MAMBA_OK) {
         return status;
     }
-    if (p.batch * p.ngroups * ((p.dim / p.ngroups + 7) / 8) > 2147483647) {
+    if (p.batch * p.ngroups * ((p.dim / p.ngroups + 7) / 8) * (p.segments > 1 ? p.segments : 1) > 2147483647) {
         return fail(MAMBA_ERROR_UNSUPPORTED, "selective_scan: batch * dim is too large: batch=%lld dim=%lld ngroups=%lld",
                     static_cast<long long>(p.batch), static_cast<long long>(p.dim), static_cast<long long>(p.ngroups));
     }
     if (p.batch == 0 || p.dim == 0) {
         return MAMBA_OK;
+    }
+    if (p.segments < 1 || (p.segments > 1 && p.workspace == nullptr)) {
+        return fail(MAMBA_ERROR_INVALID,
+                    "selective_scan: segments must be at least 1, and above 1 workspace not NULL; got %lld",
+                    static_cast<long long>(p.segments));
+    }
+    const int64_t tiles = (p.seqlen + MAMBA_SCAN_CHECKPOINT - 1) / MAMBA_SCAN_CHECKPOINT;
+    if (p.segments > 1 && (p.segments - 1) * ((tiles + p.segments - 1) / p.segments) >= tiles) {
+        return fail(MAMBA_ERROR_INVALID, "selective_scan: segments=%lld would leave a segment of seqlen=%lld empty",
+                    static_cast<long long>(p.segments), static_cast<long long>(p.seqlen));
     }
     const bool rows = p.u != nullptr && p.delta != nullptr;
     const bool matrices =

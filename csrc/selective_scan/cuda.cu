@@ -14,32 +14,48 @@ static bool rows_aligned(const void* data, int64_t stride_a, int64_t stride_b, i
                                stride_b * element_size % 16 == 0);
 }
 
+// Blocks of the backward scan that share one batch and group, at least 1.
+static int64_t group_blocks(const MambaSelectiveScan& p, int channels) {
+    const int64_t blocks = (p.dim / p.ngroups + channels - 1) / channels;
+    return blocks > 1 ? blocks : 1;
+}
+
+// Segments of the length with which there are `wanted` blocks; 1 where there are half as many anyway, since the second launch
+// has its price, and none shorter than four checkpoints.
+static int64_t segments_to_fill(const MambaSelectiveScan& p, int channels, int64_t wanted) {
+    const int64_t blocks = p.batch * p.ngroups * group_blocks(p, channels);
+    const int64_t tiles = (p.seqlen + MAMBA_SCAN_CHECKPOINT - 1) / MAMBA_SCAN_CHECKPOINT;
+    if (blocks == 0 || 2 * blocks > wanted || tiles < 8) {
+        return 1;
+    }
+    const int64_t most = tiles / 4;
+    const int64_t segments = wanted / blocks < most ? wanted / blocks : most;
+    const int64_t tiles_each = (tiles + segments - 1) / segments;
+    return (tiles + tiles_each - 1) / tiles_each;  // none is empty
+}
+
 static int64_t element_size(int32_t dtype) {
     return dtype == MAMBA_FLOAT32 ? 4 : 2;
 }
 
-static bool forward_rows_aligned(const MambaSelectiveScan& p) {
-    const int64_t size = element_size(p.dtype);
-    return rows_aligned(p.u, p.u_batch_stride, p.u_dim_stride, size) &&
-           rows_aligned(p.delta, p.delta_batch_stride, p.delta_dim_stride, size) &&
-           rows_aligned(p.z, p.z_batch_stride, p.z_dim_stride, size) &&
-           rows_aligned(p.out, p.out_batch_stride, p.out_dim_stride, size);
-}
-
-static bool backward_rows_aligned(const MambaSelectiveScanBackward& q) {
-    const int64_t size = element_size(q.forward.dtype);
-    return forward_rows_aligned(q.forward) && rows_aligned(q.dout, q.dout_batch_stride, q.dout_dim_stride, size) &&
-           rows_aligned(q.du, q.forward.seqlen, 0, size) && rows_aligned(q.ddelta, q.forward.seqlen, 0, size) &&
-           rows_aligned(q.dz, q.forward.seqlen, 0, size);
-}
-
-static bool BC_aligned(const MambaSelectiveScan& p) {
+// What the launchers call aligned.
+static bool inputs_aligned(const MambaSelectiveScan& p) {
     const int64_t size = element_size(p.dtype);
     const bool B =
         !p.variable_B || (rows_aligned(p.B, p.B_batch_stride, p.B_group_stride, size) && p.B_dstate_stride * size % 16 == 0);
     const bool C =
         !p.variable_C || (rows_aligned(p.C, p.C_batch_stride, p.C_group_stride, size) && p.C_dstate_stride * size % 16 == 0);
-    return B && C;
+    return B && C && p.seqlen % 8 == 0 && rows_aligned(p.u, p.u_batch_stride, p.u_dim_stride, size) &&
+           rows_aligned(p.delta, p.delta_batch_stride, p.delta_dim_stride, size) &&
+           rows_aligned(p.z, p.z_batch_stride, p.z_dim_stride, size) &&
+           rows_aligned(p.out, p.out_batch_stride, p.out_dim_stride, size);
+}
+
+static bool gradients_aligned(const MambaSelectiveScanBackward& q) {
+    const int64_t size = element_size(q.forward.dtype);
+    return rows_aligned(q.dout, q.dout_batch_stride, q.dout_dim_stride, size) &&
+           rows_aligned(q.du, q.forward.seqlen, 0, size) && rows_aligned(q.ddelta, q.forward.seqlen, 0, size) &&
+           rows_aligned(q.dz, q.forward.seqlen, 0, size);
 }
 
 }  // namespace mamba
@@ -56,32 +72,38 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
     const mamba::DeviceGuard guard(p.run.device);
     cudaError_t error = guard.error;
     if (error == cudaSuccess) {
-        const bool rows = mamba::forward_rows_aligned(p);
-        const bool BC = mamba::BC_aligned(p);
+        const bool aligned = mamba::inputs_aligned(p);
         if (p.dtype == MAMBA_FLOAT32) {
-            error = mamba::launch_selective_scan_forward<float>(p, rows, BC);
+            error = mamba::launch_selective_scan_forward<float>(p, aligned);
         }
 #ifndef MAMBA_DISABLE_HALF
         if (p.dtype == MAMBA_FLOAT16) {
-            error = mamba::launch_selective_scan_forward<__half>(p, rows, BC);
+            error = mamba::launch_selective_scan_forward<__half>(p, aligned);
         }
 #endif
 #ifndef MAMBA_DISABLE_BF16
         if (p.dtype == MAMBA_BFLOAT16) {
-            error = mamba::launch_selective_scan_forward<__nv_bfloat16>(p, rows, BC);
+            error = mamba::launch_selective_scan_forward<__nv_bfloat16>(p, aligned);
         }
 #endif
     }
     return mamba::cuda_status(error, "selective_scan_forward", p.batch, p.dim, p.seqlen, p.dstate);
 }
 
-int64_t mamba_selective_scan_backward_slots(const MambaSelectiveScan* params, int32_t deterministic) {
-    if (params == nullptr || !deterministic || params->ngroups <= 0) {
-        return 1;
+int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t deterministic, MambaSelectiveScanPlan* plan) {
+    if (params == nullptr || plan == nullptr || params->ngroups < 1 || params->dstate < 1) {
+        return mamba::fail(MAMBA_ERROR_INVALID, "mamba_selective_scan_plan: params, plan, ngroups and dstate must be given");
     }
-    const int64_t channels = mamba::backward_channels(params->dstate);
-    const int64_t blocks = (params->dim / params->ngroups + channels - 1) / channels;
-    return blocks > 1 ? blocks : 1;
+    const MambaSelectiveScan& p = *params;
+    int processors = 0;
+    const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.run.device);
+    if (error != cudaSuccess) {
+        return mamba::cuda_status(error, "selective_scan_plan", p.batch, p.dim, p.seqlen, p.dstate);
+    }
+    plan->forward_segments = mamba::segments_to_fill(p, mamba::forward_channels(p.dstate), 3 * processors);
+    plan->backward_segments = mamba::segments_to_fill(p, mamba::backward_channels(p.dstate), 3 * processors);
+    plan->slots = deterministic ? mamba::group_blocks(p, mamba::backward_channels(p.dstate)) : 1;
+    return MAMBA_OK;
 }
 
 int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) {
@@ -94,27 +116,27 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
     if (p.batch == 0 || p.dim == 0) {
         return MAMBA_OK;
     }
-    if (q.slots != 1 && q.slots != mamba_selective_scan_backward_slots(&p, 1)) {
+    const int64_t slots = mamba::group_blocks(p, mamba::backward_channels(p.dstate));
+    if (q.slots != 1 && q.slots != slots) {
         return mamba::fail(MAMBA_ERROR_INVALID,
                            "mamba_selective_scan_backward: slots is %lld, but this problem takes 1 or %lld",
-                           static_cast<long long>(q.slots), static_cast<long long>(mamba_selective_scan_backward_slots(&p, 1)));
+                           static_cast<long long>(q.slots), static_cast<long long>(slots));
     }
     const mamba::DeviceGuard guard(p.run.device);
     cudaError_t error = guard.error;
     if (error == cudaSuccess) {
-        const bool rows = mamba::backward_rows_aligned(q);
-        const bool BC = mamba::BC_aligned(p);
+        const bool aligned = mamba::inputs_aligned(p) && mamba::gradients_aligned(q);
         if (p.dtype == MAMBA_FLOAT32) {
-            error = mamba::launch_selective_scan_backward<float>(q, rows, BC);
+            error = mamba::launch_selective_scan_backward<float>(q, aligned);
         }
 #ifndef MAMBA_DISABLE_HALF
         if (p.dtype == MAMBA_FLOAT16) {
-            error = mamba::launch_selective_scan_backward<__half>(q, rows, BC);
+            error = mamba::launch_selective_scan_backward<__half>(q, aligned);
         }
 #endif
 #ifndef MAMBA_DISABLE_BF16
         if (p.dtype == MAMBA_BFLOAT16) {
-            error = mamba::launch_selective_scan_backward<__nv_bfloat16>(q, rows, BC);
+            error = mamba::launch_selective_scan_backward<__nv_bfloat16>(q, aligned);
         }
 #endif
     }

@@ -1,12 +1,13 @@
 // The CUDA forward scan. scan_tile.cuh explains the layout.
+//
+// Where channels are too few to fill the GPU, the length is split into segments (MambaSelectiveScan::segments): one launch
+// finds what every segment passes on, a second one runs them all from the right states.
 #pragma once
 
 #include "selective_scan/scan_launch.cuh"
 #include "selective_scan/scan_tile.cuh"
 
 namespace mamba {
-
-constexpr int kUnroll = 16;  // steps
 
 // What one thread needs to run its states through a tile.
 template <class Layout>
@@ -18,65 +19,68 @@ struct ForwardThread {
 };
 
 // Runs `steps` (a multiple of kUnroll) steps of one tile. y is added to where add_y, else written. kGeneral: B or C may be
-// constant, and the state may restart; the common case pays for neither.
-template <class Layout, bool kGeneral>
+// constant, and the state may restart; the common case pays for neither. kCarryOnly: the states alone, no y. The sums over
+// states come last in each round: a store to shared memory would hold back the loads behind it.
+template <typename T, class Layout, int kUnroll, bool kGeneral, bool kCarryOnly>
 __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, const float* dt_row, const float* x_row,
-                                             float* y_row, const float* B_tile, const float* C_tile, bool variable_B,
-                                             bool variable_C, const int* resets, int steps, bool add_y) {
+                                             float* y_row, const MatrixTile<T, Layout>& BC, bool variable_B, bool variable_C,
+                                             const int* resets, int steps, bool add_y) {
     const int lane = threadIdx.x % 32;
-    const int k = lane % Layout::kLanes;
-    // Unrolled far enough that the sums of one group of four steps overlap the work on the next: a thread has few neighbours
-    // to hide its latencies when channels are few.
-#pragma unroll kUnroll / 4
-    for (int step = 0; step < steps; step += 4) {
-        const Steps4 dt = read4(dt_row + step);
-        const Steps4 x = read4(x_row + step);
-        float y[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const int own = lane % Layout::kLanes * Layout::kRow;
+    for (int first = 0; first < steps; first += kUnroll) {
+        float y[kUnroll];
 #pragma unroll
-        for (int s = 0; s < Layout::kStates; ++s) {
-            const int row = (s * Layout::kLanes + k) * Layout::kRow + step;
-            Steps4 B, C;
-            if (kGeneral) {
-                B = variable_B ? read4(B_tile + row) : same4(thread.constant_B[s]);
-                C = variable_C ? read4(C_tile + row) : same4(thread.constant_C[s]);
-            } else {
-                B = read4(B_tile + row);
-                C = read4(C_tile + row);
-            }
-            float h = thread.h[s];
+        for (int step = 0; step < kUnroll; step += 4) {
+            const Steps4 dt = read4(dt_row + first + step);
+            const Steps4 x = read4(x_row + first + step);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                if (kGeneral) {
-                    h = resets[step + j] ? 0.0f : h;
+            for (int s = 0; s < Layout::kStates; ++s) {
+                const int at = own + first + step + s * Layout::kLanes * Layout::kRow;
+                Steps4 B, C;
+                if constexpr (kCarryOnly) {
+                    B = BC.read_B(at);
+                } else {
+                    BC.read(at, B, C);
                 }
-                h = fmaf(exp2_fast(dt.at[j] * thread.A[s]), h, x.at[j] * B.at[j]);
-                y[j] = fmaf(C.at[j], h, y[j]);
+                if (kGeneral) {
+                    B = variable_B ? B : same4(thread.constant_B[s]);
+                    C = variable_C ? C : same4(thread.constant_C[s]);
+                }
+                float h = thread.h[s];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    if (kGeneral) {
+                        h = resets[first + step + j] ? 0.0f : h;
+                    }
+                    h = fmaf(exp2_fast(dt.at[j] * thread.A[s]), h, x.at[j] * B.at[j]);
+                    if (!kCarryOnly) {
+                        y[step + j] = s == 0 ? C.at[j] * h : fmaf(C.at[j], h, y[step + j]);
+                    }
+                }
+                thread.h[s] = h;
             }
-            thread.h[s] = h;
         }
-        const float sum = sum_over_states<Layout::kLanes>(y, lane);
-        if (k < 4) {
-            y_row[step + k] = add_y ? y_row[step + k] + sum : sum;
+        if (!kCarryOnly) {
+            sum_to_row<kUnroll, Layout::kLanes, 1>(y_row + first, y, lane, add_y);
         }
     }
 }
 
-// kSliced: dstate is larger than the layout's slice; states then wait in shared memory between slices.
-template <typename T, class Layout, bool kSliced>
-__global__ void __launch_bounds__(Layout::kThreads)
-    selective_scan_forward_kernel(const MambaSelectiveScan p, bool aligned_rows, bool aligned_BC) {
-    __shared__ alignas(16) float B_tile[Layout::kSlice * Layout::kRow];
-    __shared__ alignas(16) float C_tile[Layout::kSlice * Layout::kRow];
+// kSliced: dstate is larger than the layout's slice; states then wait in shared memory between slices. kCarryOnly: fills the
+// workspace for all segments but the last.
+template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced, bool kCarryOnly>
+__global__ void __launch_bounds__(Layout::kThreads, kBlocks)
+    selective_scan_forward_kernel(const MambaSelectiveScan p, bool aligned) {
+    __shared__ alignas(16) MatrixTile<T, Layout> BC_tile;
     __shared__ alignas(16) float dt_tile[Layout::kChannels * Layout::kRow];
     __shared__ alignas(16) float x_tile[Layout::kChannels * Layout::kRow];  // dt * u
-    __shared__ alignas(16) float y_tile[Layout::kChannels * Layout::kRow];
+    __shared__ alignas(16) float y_tile[kCarryOnly ? 4 : Layout::kChannels * Layout::kRow];
     __shared__ int resets[Layout::kTile];
     extern __shared__ float waiting_h[];  // (slices, kStates, kThreads), sliced only
 
-    const ScanBlock block = scan_block(p, Layout::kChannels);
+    const ScanBlock block = scan_block(p, Layout::kChannels, 0);
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 * Layout::kWarpChannels;  // the warp's first row in the channel tiles
-    const int64_t seqlen = p.seqlen;
     const int slices = kSliced ? static_cast<int>((p.dstate + Layout::kSlice - 1) / Layout::kSlice) : 1;
 
     // The scan's own channel and states.
@@ -87,24 +91,30 @@ __global__ void __launch_bounds__(Layout::kThreads)
     const int64_t state_row = (block.batch * p.dim + scan_channel) * p.dstate;
     ForwardThread<Layout> thread;
 
-    // The element-wise part: kPasses rows, kVector steps each.
+    // The element-wise part: kPasses rows, kVector steps each from element_step on.
     const int element_step = lane % Layout::kRowLanes * Layout::kVector;
     const T* u_row[Layout::kPasses];
     const T* delta_row[Layout::kPasses];
-    int64_t row_length[Layout::kPasses];  // 0 for a channel that does not exist
+    const T* z_row[Layout::kPasses];
+    T* out_row[Layout::kPasses];
     float bias[Layout::kPasses];
+    float D[Layout::kPasses];
+    bool row_exists[Layout::kPasses];
 #pragma unroll
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
         const int row = warp_row + pass * Layout::kPassRows + lane / Layout::kRowLanes;
         const int64_t channel = block.first_channel + (row < block.channels ? row : 0);
-        row_length[pass] = row < block.channels ? seqlen : 0;
-        u_row[pass] = static_cast<const T*>(p.u) + block.batch * p.u_batch_stride + channel * p.u_dim_stride;
-        delta_row[pass] = static_cast<const T*>(p.delta) + block.batch * p.delta_batch_stride + channel * p.delta_dim_stride;
+        row_exists[pass] = row < block.channels;
+        u_row[pass] = static_cast<const T*>(p.u) + block.batch * p.u_batch_stride + channel * p.u_dim_stride + element_step;
+        delta_row[pass] =
+            static_cast<const T*>(p.delta) + block.batch * p.delta_batch_stride + channel * p.delta_dim_stride + element_step;
+        z_row[pass] = static_cast<const T*>(p.z) + block.batch * p.z_batch_stride + channel * p.z_dim_stride + element_step;
+        out_row[pass] = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride + element_step;
         bias[pass] = p.delta_bias != nullptr ? p.delta_bias[channel] : 0.0f;
+        D[pass] = p.D != nullptr ? p.D[channel] : 0.0f;
     }
-    const T* B_base = static_cast<const T*>(p.B) + block.batch * p.B_batch_stride + block.group * p.B_group_stride;
-    const T* C_base = static_cast<const T*>(p.C) + block.batch * p.C_batch_stride + block.group * p.C_group_stride;
-    const int32_t* seq_idx = p.seq_idx != nullptr ? p.seq_idx + block.batch * seqlen : nullptr;
+    const MatrixRows<T, Layout> matrix_rows(p, block);
+    const int32_t* seq_idx = p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
     const bool general = !p.variable_B || !p.variable_C || seq_idx != nullptr;
     if (general && seq_idx == nullptr) {
         for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
@@ -116,31 +126,42 @@ __global__ void __launch_bounds__(Layout::kThreads)
 #pragma unroll
         for (int s = 0; s < Layout::kStates; ++s) {
             const int n = slice * Layout::kSlice + s * Layout::kLanes + k;
-            const bool valid = scan_valid && n < p.dstate;
-            thread.h[s] = valid && p.initial_state != nullptr ? p.initial_state[state_row + n] : 0.0f;
+            float h = 0.0f;
+            if (!kCarryOnly && scan_valid && n < p.dstate) {
+                h = p.initial_state != nullptr ? p.initial_state[state_row + n] : 0.0f;
+                for (int64_t segment = 0; segment < block.segment; ++segment) {
+                    h = pass_through_segment(p, segment, state_row + n, h);
+                }
+            }
+            thread.h[s] = h;
             if (kSliced) {
-                waiting_h[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x] = thread.h[s];
+                waiting_h[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x] = h;
             }
         }
     }
+    float dt_sum = 0.0f;
+    bool restarted = false;
 
-    Packed<T, Layout::kVector> u[Layout::kPasses], delta[Layout::kPasses], z[Layout::kPasses];
-    StagedTile<T, Layout> B_next, C_next;
-#pragma unroll
-    for (int pass = 0; pass < Layout::kPasses; ++pass) {
-        u[pass] = load_steps<T, Layout::kVector>(u_row[pass], element_step, row_length[pass], aligned_rows);
-        delta[pass] = load_steps<T, Layout::kVector>(delta_row[pass], element_step, row_length[pass], aligned_rows);
-    }
-    if (p.variable_B) {
-        B_next.fetch(B_base, p.B_dstate_stride, 0, p.dstate, 0, seqlen, aligned_BC);
-    }
-    if (p.variable_C) {
-        C_next.fetch(C_base, p.C_dstate_stride, 0, p.dstate, 0, seqlen, aligned_BC);
-    }
-
-    for (int64_t first_step = 0; first_step < seqlen; first_step += Layout::kTile) {
+    for (int64_t first_step = block.begin; first_step < block.end; first_step += Layout::kTile) {
         const int64_t next_step = first_step + Layout::kTile;
-        const int steps = static_cast<int>(seqlen - first_step < Layout::kTile ? seqlen - first_step : Layout::kTile);
+        const int steps = static_cast<int>(block.end < next_step ? block.end - first_step : Layout::kTile);
+        const int rounded = (steps + kUnroll - 1) / kUnroll * kUnroll;
+        int valid[Layout::kPasses];  // elements of the lane in each row
+#pragma unroll
+        for (int pass = 0; pass < Layout::kPasses; ++pass) {
+            valid[pass] = row_exists[pass] ? steps - element_step : 0;
+        }
+        StagedTile<T, Layout> B_staged, C_staged;
+        Packed<T, Layout::kVector> u[Layout::kPasses], delta[Layout::kPasses], z[Layout::kPasses];
+        if (aligned) {
+            fetch_rows<T, Layout, true>(delta, delta_row, first_step, valid);
+            fetch_rows<T, Layout, true>(u, u_row, first_step, valid);
+            fetch_BC<T, Layout, true>(B_staged, C_staged, p, matrix_rows, 0, first_step, steps, true, !kCarryOnly);
+        } else {
+            fetch_rows<T, Layout, false>(delta, delta_row, first_step, valid);
+            fetch_rows<T, Layout, false>(u, u_row, first_step, valid);
+            fetch_BC<T, Layout, false>(B_staged, C_staged, p, matrix_rows, 0, first_step, steps, true, !kCarryOnly);
+        }
         // dt and dt * u of the warp's own rows. Steps past the end get dt = 0 and x = 0, which leaves the state as it is.
 #pragma unroll
         for (int pass = 0; pass < Layout::kPasses; ++pass) {
@@ -148,7 +169,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
             float dt[Layout::kVector], x[Layout::kVector];
             unpack<T, Layout::kVector>(delta[pass], dt);
             unpack<T, Layout::kVector>(u[pass], x);
-            time_steps(dt, bias[pass], p.delta_softplus, seqlen - first_step - element_step);
+            time_steps(dt, bias[pass], p.delta_softplus, steps - element_step);
 #pragma unroll
             for (int i = 0; i < Layout::kVector; ++i) {
                 x[i] *= dt[i];
@@ -156,56 +177,45 @@ __global__ void __launch_bounds__(Layout::kThreads)
             write_row(dt_tile + row, dt);
             write_row(x_tile + row, x);
         }
-        Packed<T, Layout::kVector> u_now[Layout::kPasses];
-#pragma unroll
-        for (int pass = 0; pass < Layout::kPasses; ++pass) {
-            u_now[pass] = u[pass];
-        }
 
         for (int slice = 0; slice < slices; ++slice) {
+            const int first_state = slice * Layout::kSlice;
             __syncthreads();  // the last tile's readers are done
-            if (p.variable_B) {
-                B_next.put(B_tile);
-            }
-            if (p.variable_C) {
-                C_next.put(C_tile);
-            }
+            BC_tile.put(B_staged, C_staged);
             if (seq_idx != nullptr) {
-                stage_resets(resets, Layout::kTile, seq_idx, first_step, seqlen);
+                stage_resets(resets, Layout::kTile, seq_idx, first_step, p.seqlen);
             }
             __syncthreads();
-            // Fetch what comes next while this tile is computed.
-            const bool last_slice = slice + 1 == slices;
-            const int64_t fetch_step = last_slice ? next_step : first_step;
-            const int64_t fetch_state = last_slice ? 0 : (slice + 1) * Layout::kSlice;
-            if (fetch_step < seqlen) {
-                if (p.variable_B) {
-                    B_next.fetch(B_base, p.B_dstate_stride, fetch_state, p.dstate, fetch_step, seqlen, aligned_BC);
-                }
-                if (p.variable_C) {
-                    C_next.fetch(C_base, p.C_dstate_stride, fetch_state, p.dstate, fetch_step, seqlen, aligned_BC);
+            if (kSliced && slice + 1 < slices) {
+                if (aligned) {
+                    fetch_BC<T, Layout, true>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, first_step,
+                                              steps);
+                } else {
+                    fetch_BC<T, Layout, false>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, first_step,
+                                               steps);
                 }
             }
-            if (last_slice) {
+            if (slice == 0 && next_step < block.end) {
+                // What comes next is asked for into the L2 cache only: registers are dear.
 #pragma unroll
                 for (int pass = 0; pass < Layout::kPasses; ++pass) {
-                    if (p.z != nullptr) {
-                        const int row = warp_row + pass * Layout::kPassRows + lane / Layout::kRowLanes;
-                        const int64_t channel = block.first_channel + (row < block.channels ? row : 0);
-                        const T* z_row = static_cast<const T*>(p.z) + block.batch * p.z_batch_stride + channel * p.z_dim_stride;
-                        z[pass] =
-                            load_steps<T, Layout::kVector>(z_row, first_step + element_step, row_length[pass], aligned_rows);
+                    if (row_exists[pass] && next_step + element_step < block.end) {
+                        prefetch_to_L2(u_row[pass] + next_step);
+                        prefetch_to_L2(delta_row[pass] + next_step);
                     }
-                    u[pass] =
-                        load_steps<T, Layout::kVector>(u_row[pass], next_step + element_step, row_length[pass], aligned_rows);
-                    delta[pass] = load_steps<T, Layout::kVector>(delta_row[pass], next_step + element_step, row_length[pass],
-                                                                 aligned_rows);
                 }
             }
-            if (first_step == 0 || kSliced) {
+            if (!kCarryOnly && slice + 1 == slices && p.z != nullptr) {
+                if (aligned) {
+                    fetch_rows<T, Layout, true>(z, z_row, first_step, valid);
+                } else {
+                    fetch_rows<T, Layout, false>(z, z_row, first_step, valid);
+                }
+            }
+            if (first_step == block.begin || kSliced) {
 #pragma unroll
                 for (int s = 0; s < Layout::kStates; ++s) {
-                    const int n = slice * Layout::kSlice + s * Layout::kLanes + k;
+                    const int n = first_state + s * Layout::kLanes + k;
                     const bool valid = scan_valid && n < p.dstate;
                     const int64_t parameter = scan_channel * p.dstate + n;
                     thread.A[s] = valid ? p.A[parameter] * kLog2e : 0.0f;
@@ -219,28 +229,43 @@ __global__ void __launch_bounds__(Layout::kThreads)
 
             const float* dt_row = dt_tile + scan_row * Layout::kRow;
             const float* x_row = x_tile + scan_row * Layout::kRow;
-            float* y_row = y_tile + scan_row * Layout::kRow;
-            const int rounded = (steps + kUnroll - 1) / kUnroll * kUnroll;
+            float* y_row = y_tile + (kCarryOnly ? 0 : scan_row * Layout::kRow);
             if (general) {
-                forward_tile<Layout, true>(thread, dt_row, x_row, y_row, B_tile, C_tile, p.variable_B, p.variable_C, resets,
-                                           rounded, slice > 0);
+                forward_tile<T, Layout, kUnroll, true, kCarryOnly>(thread, dt_row, x_row, y_row, BC_tile, p.variable_B,
+                                                                   p.variable_C, resets, rounded, slice > 0);
             } else {
-                forward_tile<Layout, false>(thread, dt_row, x_row, y_row, B_tile, C_tile, true, true, resets, rounded,
-                                            slice > 0);
+                forward_tile<T, Layout, kUnroll, false, kCarryOnly>(thread, dt_row, x_row, y_row, BC_tile, true, true, resets,
+                                                                    rounded, slice > 0);
+            }
+            if (kCarryOnly && slice == 0) {
+                for (int step = 0; step < rounded; step += 4) {
+                    const Steps4 dt = read4(dt_row + step);
+                    dt_sum += (dt.at[0] + dt.at[1]) + (dt.at[2] + dt.at[3]);
+                    if (general) {
+                        restarted |= resets[step] || resets[step + 1] || resets[step + 2] || resets[step + 3];
+                    }
+                }
             }
 
-            const bool checkpoint = p.checkpoints != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0 && next_step < seqlen;
-            const bool finish = p.last_state != nullptr && next_step >= seqlen;
-            const int64_t count = (seqlen - 1) / MAMBA_SCAN_CHECKPOINT;
+            const bool checkpoint =
+                !kCarryOnly && p.checkpoints != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0 && next_step < p.seqlen;
+            const bool finish = !kCarryOnly && p.last_state != nullptr && next_step >= p.seqlen;
+            const int64_t count = (p.seqlen - 1) / MAMBA_SCAN_CHECKPOINT;
             const int64_t number = next_step / MAMBA_SCAN_CHECKPOINT - 1;
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
-                const int n = slice * Layout::kSlice + s * Layout::kLanes + k;
-                if (checkpoint && scan_valid && n < p.dstate) {
+                const int n = first_state + s * Layout::kLanes + k;
+                const bool valid = scan_valid && n < p.dstate;
+                if (checkpoint && valid) {
                     p.checkpoints[((block.batch * count + number) * p.dim + scan_channel) * p.dstate + n] = thread.h[s];
                 }
-                if (finish && scan_valid && n < p.dstate) {
+                if (finish && valid) {
                     p.last_state[state_row + n] = thread.h[s];
+                }
+                if (kCarryOnly && next_step >= block.end && valid) {
+                    const int64_t at = workspace_at(p, block.segment, state_row + n);
+                    p.workspace[at] = thread.h[s];
+                    p.workspace[at + p.batch * p.dim * p.dstate] = restarted ? -1.0f : exp2_fast(thread.A[s] * dt_sum);
                 }
                 if (kSliced) {
                     waiting_h[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x] = thread.h[s];
@@ -248,67 +273,75 @@ __global__ void __launch_bounds__(Layout::kThreads)
             }
         }
 
-        __syncwarp();
+        if (!kCarryOnly) {
+            __syncwarp();  // the sums of other lanes are in
 #pragma unroll
-        for (int pass = 0; pass < Layout::kPasses; ++pass) {
-            const int row = warp_row + pass * Layout::kPassRows + lane / Layout::kRowLanes;
-            const int64_t channel = block.first_channel + (row < block.channels ? row : 0);
-            const float D = p.D != nullptr ? p.D[channel] : 0.0f;
-            float y[Layout::kVector], other[Layout::kVector];
-            read_row(y, y_tile + row * Layout::kRow + element_step);
-            if (p.D != nullptr) {
-                unpack<T, Layout::kVector>(u_now[pass], other);
+            for (int pass = 0; pass < Layout::kPasses; ++pass) {
+                const int row = warp_row + pass * Layout::kPassRows + lane / Layout::kRowLanes;
+                float y[Layout::kVector], other[Layout::kVector];
+                read_row(y, y_tile + row * Layout::kRow + element_step);
+                unpack<T, Layout::kVector>(u[pass], other);
 #pragma unroll
                 for (int i = 0; i < Layout::kVector; ++i) {
-                    y[i] = fmaf(D, other[i], y[i]);
+                    y[i] = p.D != nullptr ? fmaf(D[pass], other[i], y[i]) : y[i];
                 }
-            }
-            if (p.z != nullptr) {
-                unpack<T, Layout::kVector>(z[pass], other);
+                if (p.z != nullptr) {
+                    unpack<T, Layout::kVector>(z[pass], other);
 #pragma unroll
-                for (int i = 0; i < Layout::kVector; ++i) {
-                    y[i] *= silu(other[i]);
+                    for (int i = 0; i < Layout::kVector; ++i) {
+                        y[i] *= silu(other[i]);
+                    }
                 }
+                store_steps<T, Layout::kVector>(out_row[pass] + first_step, valid[pass], aligned, y);
             }
-            T* out_row = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride;
-            store_steps<T, Layout::kVector>(out_row, first_step + element_step, row_length[pass], aligned_rows, y);
         }
-        __syncwarp();  // y and dt are read before the next tile overwrites them
+        __syncwarp();  // y and dt have been read before the next tile overwrites them
     }
 
-    if (seqlen == 0 && p.last_state != nullptr && scan_valid) {
+    if (p.seqlen == 0 && p.last_state != nullptr && scan_valid) {
         for (int n = k; n < p.dstate; n += Layout::kLanes) {
             p.last_state[state_row + n] = p.initial_state != nullptr ? p.initial_state[state_row + n] : 0.0f;
         }
     }
 }
 
-template <typename T, class Layout, bool kSliced>
-cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned_rows, bool aligned_BC) {
-    const int64_t slices = (p.dstate + Layout::kSlice - 1) / Layout::kSlice;
+template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced>
+cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned) {
+    const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
     const size_t shared_bytes = kSliced ? static_cast<size_t>(slices) * Layout::kStates * Layout::kThreads * sizeof(float) : 0;
-    const unsigned int blocks = static_cast<unsigned int>(scan_grid(p, Layout::kChannels));
-    selective_scan_forward_kernel<T, Layout, kSliced>
-        <<<blocks, Layout::kThreads, shared_bytes, static_cast<cudaStream_t>(p.run.stream)>>>(p, aligned_rows, aligned_BC);
+    const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
+    if (p.segments > 1) {
+        const unsigned int blocks = static_cast<unsigned int>(scan_grid(p, Layout::kChannels, p.segments - 1));
+        selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, true>
+            <<<blocks, Layout::kThreads, shared_bytes, stream>>>(p, aligned);
+    }
+    const unsigned int blocks = static_cast<unsigned int>(scan_grid(p, Layout::kChannels, p.segments));
+    selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, false>
+        <<<blocks, Layout::kThreads, shared_bytes, stream>>>(p, aligned);
     return cudaGetLastError();
 }
 
+// The layouts, one for each range of dstate. Those above 64 states work through slices of 64.
+using Forward8 = ScanLayout<4, 2, 64, 4>;
+using Forward16 = ScanLayout<4, 4, 64, 4>;
+using Forward32 = ScanLayout<8, 4, 64, 4>;
+using Forward64 = ScanLayout<8, 8, 32, 4>;
+
 template <typename T>
-cudaError_t launch_selective_scan_forward(const MambaSelectiveScan& p, bool aligned_rows, bool aligned_BC) {
-    // More lanes a channel give more threads, fewer give less overhead a state: take fewer once the GPU is full anyway.
-    if (p.dstate <= 8) {
-        return launch_forward_layout<T, ScanLayout<4, 2, 32, 4>, false>(p, aligned_rows, aligned_BC);
+cudaError_t launch_selective_scan_forward(const MambaSelectiveScan& p, bool aligned) {
+    if (p.dstate <= Forward8::kSlice) {
+        return launch_forward_layout<T, Forward8, 16, 4, false>(p, aligned);
     }
-    if (p.dstate <= 16) {
-        return launch_forward_layout<T, ScanLayout<8, 2, 64, 4>, false>(p, aligned_rows, aligned_BC);
+    if (p.dstate <= Forward16::kSlice) {
+        return launch_forward_layout<T, Forward16, 8, 3, false>(p, aligned);
     }
-    if (p.dstate <= 32) {
-        return launch_forward_layout<T, ScanLayout<8, 4, 64, 4>, false>(p, aligned_rows, aligned_BC);
+    if (p.dstate <= Forward32::kSlice) {
+        return launch_forward_layout<T, Forward32, 8, 3, false>(p, aligned);
     }
-    if (p.dstate <= 64) {
-        return launch_forward_layout<T, ScanLayout<16, 4, 32, 8>, false>(p, aligned_rows, aligned_BC);
+    if (p.dstate <= Forward64::kSlice) {
+        return launch_forward_layout<T, Forward64, 4, 3, false>(p, aligned);
     }
-    return launch_forward_layout<T, ScanLayout<16, 4, 32, 8>, true>(p, aligned_rows, aligned_BC);
+    return launch_forward_layout<T, Forward64, 4, 3, true>(p, aligned);
 }
 
 }  // namespace mamba

@@ -1,6 +1,5 @@
 #include "selective_scan/forward.cuh"
 
 namespace mamba {
-template cudaError_t launch_selective_scan_forward<__nv_bfloat16>(const MambaSelectiveScan& p, bool aligned_rows,
-                                                                  bool aligned_BC);
+template cudaError_t launch_selective_scan_forward<__nv_bfloat16>(const MambaSelectiveScan& p, bool aligned);
 }  // namespace mamba

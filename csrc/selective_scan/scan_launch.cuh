@@ -7,13 +7,15 @@
 
 namespace mamba {
 
-// aligned_rows: u, delta, z, out (and dout, du, ddelta, dz) allow 16-byte accesses. aligned_BC: variable B and C do.
+// aligned: every row of every (B, D, L) tensor and of variable B and C starts at a multiple of 16 bytes, and L is a multiple
+// of 8.
 template <typename T>
-cudaError_t launch_selective_scan_forward(const MambaSelectiveScan& p, bool aligned_rows, bool aligned_BC);
+cudaError_t launch_selective_scan_forward(const MambaSelectiveScan& p, bool aligned);
 template <typename T>
-cudaError_t launch_selective_scan_backward(const MambaSelectiveScanBackward& q, bool aligned_rows, bool aligned_BC);
+cudaError_t launch_selective_scan_backward(const MambaSelectiveScanBackward& q, bool aligned);
 
-// Channels that one block of the backward scan takes.
+// Channels that one block takes.
+int forward_channels(int64_t dstate);
 int backward_channels(int64_t dstate);
 
 }  // namespace mamba

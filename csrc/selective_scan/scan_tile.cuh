@@ -36,61 +36,95 @@ struct ScanLayout {
     static_assert(kLanes >= 4, "sums over states are transposed over four lanes");
 };
 
-// The channels of one block.
+// The channels and the part of the length that one block takes.
 struct ScanBlock {
     int64_t batch;
     int64_t group;
     int64_t index;          // this block's number within its group
     int64_t first_channel;  // global channel number
     int channels;           // how many of the block's channels exist
+    int64_t segment;        // 0 <= segment < p.segments
+    int64_t begin;          // first step of the segment
+    int64_t end;            // its end
 };
 
-__device__ __forceinline__ ScanBlock scan_block(const MambaSelectiveScan& p, int channels_per_block) {
+// Steps a segment: whole checkpoints.
+__host__ __device__ inline int64_t segment_steps(int64_t seqlen, int64_t segments) {
+    const int64_t tiles = ceil_div(seqlen, MAMBA_SCAN_CHECKPOINT);
+    return ceil_div(tiles, segments) * MAMBA_SCAN_CHECKPOINT;
+}
+
+__device__ __forceinline__ ScanBlock scan_block(const MambaSelectiveScan& p, int channels_per_block, int64_t first_segment) {
     const int64_t group_channels = p.dim / p.ngroups;
-    const int64_t group_blocks = (group_channels + channels_per_block - 1) / channels_per_block;
+    const int64_t group_blocks = ceil_div(group_channels, channels_per_block);
     ScanBlock block;
     int64_t rest = blockIdx.x;
     block.index = rest % group_blocks;
     rest /= group_blocks;
     block.group = rest % p.ngroups;
-    block.batch = rest / p.ngroups;
+    rest /= p.ngroups;
+    block.batch = rest % p.batch;
+    block.segment = rest / p.batch + first_segment;
     block.first_channel = block.group * group_channels + block.index * channels_per_block;
     const int64_t left = group_channels - block.index * channels_per_block;
     block.channels = static_cast<int>(left < channels_per_block ? left : channels_per_block);
+    const int64_t steps = segment_steps(p.seqlen, p.segments);
+    block.begin = block.segment * steps;
+    block.end = block.begin + steps < p.seqlen ? block.begin + steps : p.seqlen;
     return block;
 }
 
-inline int64_t scan_grid(const MambaSelectiveScan& p, int channels_per_block) {
-    const int64_t group_channels = p.dim / p.ngroups;
-    return p.batch * p.ngroups * ((group_channels + channels_per_block - 1) / channels_per_block);
+inline int64_t scan_grid(const MambaSelectiveScan& p, int channels_per_block, int64_t segments) {
+    return segments * p.batch * p.ngroups * ceil_div(p.dim / p.ngroups, channels_per_block);
+}
+
+// What a segment passes on, in the workspace: the state it would end with (in backward: begin with) if it started from zero,
+// and the factor by which it multiplies what it starts with. A factor below 0 stands for a restart, which passes nothing on.
+__device__ __forceinline__ int64_t workspace_at(const MambaSelectiveScan& p, int64_t segment, int64_t state) {
+    return segment * 2 * p.batch * p.dim * p.dstate + state;
+}
+
+__device__ __forceinline__ float pass_through_segment(const MambaSelectiveScan& p, int64_t segment, int64_t state,
+                                                      float carry) {
+    const int64_t at = workspace_at(p, segment, state);
+    const float factor = p.workspace[at + p.batch * p.dim * p.dstate];
+    return factor < 0.0f ? p.workspace[at] : fmaf(factor, carry, p.workspace[at]);
 }
 
 // ---- tiles ---------------------------------------------------------------------------------------------------------
 
-// row[step ... step + kCount), zero from `length` on. aligned: row and steps allow vector access.
-template <typename T, int kCount>
-__device__ __forceinline__ Packed<T, kCount> load_steps(const T* row, int64_t step, int64_t length, bool aligned) {
-    if (aligned && step + kCount <= length) {
-        return packed_load<T, kCount>(row + step);
-    }
-    float values[kCount];
+// kCount elements from `at` on, zero from `valid` on (which may be negative). kAligned: `at` is a multiple of 16 bytes (or of
+// kCount elements) and valid of kCount, so that one predicated access does.
+template <typename T, int kCount, bool kAligned>
+__device__ __forceinline__ Packed<T, kCount> load_steps(const T* at, int valid) {
+    if constexpr (kAligned) {
+        Packed<T, kCount> packed = packed_zero<T, kCount>();
+        if (valid > 0) {
+            packed = packed_load<T, kCount>(at);
+        }
+        return packed;
+    } else {
+        float values[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        values[i] = step + i < length ? to_float(row[step + i]) : 0.0f;
+        for (int i = 0; i < kCount; ++i) {
+            values[i] = i < valid ? to_float(at[i]) : 0.0f;
+        }
+        return pack<T, kCount>(values);
     }
-    return pack<T, kCount>(values);
 }
 
 template <typename T, int kCount>
-__device__ __forceinline__ void store_steps(T* row, int64_t step, int64_t length, bool aligned, const float (&values)[kCount]) {
-    if (aligned && step + kCount <= length) {
-        packed_store<T, kCount>(row + step, pack<T, kCount>(values));
+__device__ __forceinline__ void store_steps(T* at, int valid, bool aligned, const float (&values)[kCount]) {
+    if (aligned) {
+        if (valid > 0) {
+            packed_store<T, kCount>(at, pack<T, kCount>(values));
+        }
         return;
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        if (step + i < length) {
-            row[step + i] = from_float<T>(values[i]);
+        if (i < valid) {
+            at[i] = from_float<T>(values[i]);
         }
     }
 }
@@ -98,61 +132,23 @@ __device__ __forceinline__ void store_steps(T* row, int64_t step, int64_t length
 // kCount floats to or from a row in shared memory, with accesses of up to 16 bytes.
 template <int kCount>
 __device__ __forceinline__ void write_row(float* row, const float (&values)[kCount]) {
-    packed_store<float, kCount>(row, pack<float, kCount>(values));
+    if constexpr (kCount % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < kCount; i += 4) {
+            *reinterpret_cast<float4*>(row + i) = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+        }
+    } else if constexpr (kCount == 2) {
+        *reinterpret_cast<float2*>(row) = make_float2(values[0], values[1]);
+    } else {
+        static_assert(kCount == 1, "1, 2 or a multiple of 4 floats");
+        *row = values[0];
+    }
 }
 
 template <int kCount>
 __device__ __forceinline__ void read_row(float (&values)[kCount], const float* row) {
     unpack<float, kCount>(packed_load<float, kCount>(row), values);
 }
-
-// delta becomes dt: bias and softplus, and 0 from `valid` on, which leaves the state as it is.
-template <int kCount>
-__device__ __forceinline__ void time_steps(float (&dt)[kCount], float bias, bool use_softplus, int64_t valid) {
-    if (use_softplus) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            dt[i] = softplus(dt[i] + bias);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            dt[i] += bias;
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        dt[i] = i < valid ? dt[i] : 0.0f;
-    }
-}
-
-// B's or C's (slice, tile) on its way to shared memory: fetch() reads into registers early, put() converts and stores.
-template <typename T, class Layout>
-struct StagedTile {
-    Packed<T, Layout::kStageVector> raw[Layout::kStagePasses];
-
-    __device__ __forceinline__ void fetch(const T* base, int64_t dstate_stride, int64_t first_state, int64_t dstate,
-                                          int64_t first_step, int64_t seqlen, bool aligned) {
-#pragma unroll
-        for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
-            const int item = (pass * Layout::kThreads + threadIdx.x) * Layout::kStageVector;
-            const int64_t state = first_state + item / Layout::kTile;
-            const int64_t step = first_step + item % Layout::kTile;
-            raw[pass] =
-                load_steps<T, Layout::kStageVector>(base + state * dstate_stride, step, state < dstate ? seqlen : 0, aligned);
-        }
-    }
-
-    __device__ __forceinline__ void put(float* tile) const {
-#pragma unroll
-        for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
-            const int item = (pass * Layout::kThreads + threadIdx.x) * Layout::kStageVector;
-            float wide[Layout::kStageVector];
-            unpack<T, Layout::kStageVector>(raw[pass], wide);
-            write_row(tile + item / Layout::kTile * Layout::kRow + item % Layout::kTile, wide);
-        }
-    }
-};
 
 struct Steps4 {
     float at[4];
@@ -167,6 +163,158 @@ __device__ __forceinline__ Steps4 same4(float value) {
     return Steps4{{value, value, value, value}};
 }
 
+// delta becomes dt: bias and softplus, and 0 from `valid` on, which leaves the state as it is.
+template <int kCount>
+__device__ __forceinline__ void time_steps(float (&dt)[kCount], float bias, bool use_softplus, int valid) {
+    if (use_softplus) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            dt[i] = softplus(dt[i] + bias);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            dt[i] += bias;
+        }
+    }
+    if (valid < kCount) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            dt[i] = i < valid ? dt[i] : 0.0f;
+        }
+    }
+}
+
+// B's or C's (slice, tile) on its way to shared memory, fetched into registers early.
+template <typename T, class Layout>
+struct StagedTile {
+    Packed<T, Layout::kStageVector> raw[Layout::kStagePasses];
+
+    // The thread's first element of a tile, and the states between its passes.
+    static constexpr int kPassStates = Layout::kThreads * Layout::kStageVector / Layout::kTile;
+    static __device__ __forceinline__ int first_state() { return threadIdx.x * Layout::kStageVector / Layout::kTile; }
+    static __device__ __forceinline__ int first_step() { return threadIdx.x * Layout::kStageVector % Layout::kTile; }
+
+    // at: the thread's first element; states, steps: how many of the tile exist.
+    template <bool kAligned>
+    __device__ __forceinline__ void fetch(const T* at, int64_t dstate_stride, int states, int steps) {
+#pragma unroll
+        for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
+            const bool exists = first_state() + pass * kPassStates < states;
+            raw[pass] = load_steps<T, Layout::kStageVector, kAligned>(at + pass * kPassStates * dstate_stride,
+                                                                      exists ? steps - first_step() : 0);
+        }
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
+            raw[pass] = packed_zero<T, Layout::kStageVector>();
+        }
+    }
+};
+
+// Where a thread's first elements of variable B and C lie, at the tensors' first step.
+template <typename T, class Layout>
+struct MatrixRows {
+    const T* B;
+    const T* C;
+
+    __device__ __forceinline__ MatrixRows(const MambaSelectiveScan& p, const ScanBlock& block) {
+        using Staged = StagedTile<T, Layout>;
+        B = static_cast<const T*>(p.B) + block.batch * p.B_batch_stride + block.group * p.B_group_stride +
+            Staged::first_state() * p.B_dstate_stride + Staged::first_step();
+        C = static_cast<const T*>(p.C) + block.batch * p.C_batch_stride + block.group * p.C_group_stride +
+            Staged::first_state() * p.C_dstate_stride + Staged::first_step();
+    }
+};
+
+// Fetches a tile of B and C; one that does not vary over time, or is not wanted, has no part in it.
+template <typename T, class Layout, bool kAligned>
+__device__ __forceinline__ void fetch_BC(StagedTile<T, Layout>& B, StagedTile<T, Layout>& C, const MambaSelectiveScan& p,
+                                         const MatrixRows<T, Layout>& rows, int first_state, int64_t first_step, int steps,
+                                         bool want_B = true, bool want_C = true) {
+    const int states = static_cast<int>(p.dstate) - first_state;
+    if (want_B && p.variable_B) {
+        B.template fetch<kAligned>(rows.B + first_state * p.B_dstate_stride + first_step, p.B_dstate_stride, states, steps);
+    } else {
+        B.clear();
+    }
+    if (want_C && p.variable_C) {
+        C.template fetch<kAligned>(rows.C + first_state * p.C_dstate_stride + first_step, p.C_dstate_stride, states, steps);
+    } else {
+        C.clear();
+    }
+}
+
+// B and C of a tile in shared memory. The scan is bound by how much it reads from there, so 16-bit elements stay as they are,
+// B in the low and C in the high half of a word.
+template <typename T, class Layout>
+struct MatrixTile {
+    static constexpr bool kPaired = sizeof(T) == 2;
+    static constexpr int kSize = Layout::kSlice * Layout::kRow;
+    float words[kPaired ? kSize : 2 * kSize];
+
+    __device__ __forceinline__ void put(const StagedTile<T, Layout>& B, const StagedTile<T, Layout>& C) {
+#pragma unroll
+        for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
+            const int item = (pass * Layout::kThreads + threadIdx.x) * Layout::kStageVector;
+            float* to = words + item / Layout::kTile * Layout::kRow + item % Layout::kTile;
+            float wide[Layout::kStageVector];
+            if constexpr (kPaired) {
+#pragma unroll
+                for (int i = 0; i < Layout::kStageVector / 2; ++i) {
+                    wide[2 * i] = __uint_as_float(__byte_perm(B.raw[pass].word[i], C.raw[pass].word[i], 0x5410));
+                    wide[2 * i + 1] = __uint_as_float(__byte_perm(B.raw[pass].word[i], C.raw[pass].word[i], 0x7632));
+                }
+                write_row(to, wide);
+            } else {
+                unpack<T, Layout::kStageVector>(B.raw[pass], wide);
+                write_row(to, wide);
+                unpack<T, Layout::kStageVector>(C.raw[pass], wide);
+                write_row(to + kSize, wide);
+            }
+        }
+    }
+
+    // Four steps of one state from element `at` of the tile.
+    __device__ __forceinline__ void read(int at, Steps4& B, Steps4& C) const {
+        B = read4(words + at);
+        if constexpr (kPaired) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float2 pair = unpack2<T>(__float_as_uint(B.at[j]));
+                B.at[j] = pair.x;
+                C.at[j] = pair.y;
+            }
+        } else {
+            C = read4(words + kSize + at);
+        }
+    }
+
+    __device__ __forceinline__ Steps4 read_B(int at) const {
+        Steps4 B = read4(words + at);
+        if constexpr (kPaired) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                B.at[j] = unpack2<T>(__float_as_uint(B.at[j])).x;
+            }
+        }
+        return B;
+    }
+};
+
+// A lane's share of the element-wise rows. at: its first element in each row; valid: how many elements from there exist.
+template <typename T, class Layout, bool kAligned>
+__device__ __forceinline__ void fetch_rows(Packed<T, Layout::kVector> (&out)[Layout::kPasses],
+                                           const T* const (&at)[Layout::kPasses], int64_t first_step,
+                                           const int (&valid)[Layout::kPasses]) {
+#pragma unroll
+    for (int pass = 0; pass < Layout::kPasses; ++pass) {
+        out[pass] = load_steps<T, Layout::kVector, kAligned>(at[pass] + first_step, valid[pass]);
+    }
+}
+
 // Marks the tile's steps at which seq_idx changes. flags has kTile entries.
 __device__ __forceinline__ void stage_resets(int* flags, int tile, const int32_t* seq_idx, int64_t first_step, int64_t seqlen) {
     for (int i = threadIdx.x; i < tile; i += blockDim.x) {
@@ -177,28 +325,49 @@ __device__ __forceinline__ void stage_resets(int* flags, int tile, const int32_t
 
 // ---- sums across lanes -----------------------------------------------------------------------------------------------
 
-// Adds four values over the lanes that differ in the bits kBit and 2 kBit; each lane keeps the sum number (lane / kBit) % 4.
-// Three shuffles instead of eight.
-template <int kBit>
-__device__ __forceinline__ float transpose_sum4(const float (&v)[4], int lane) {
-    const bool high = (lane & (2 * kBit)) != 0;
-    float first = high ? v[2] : v[0];
-    float second = high ? v[3] : v[1];
-    first += __shfl_xor_sync(0xffffffffu, high ? v[0] : v[2], 2 * kBit);
-    second += __shfl_xor_sync(0xffffffffu, high ? v[1] : v[3], 2 * kBit);
-    const bool low = (lane & kBit) != 0;
-    return (low ? second : first) + __shfl_xor_sync(0xffffffffu, low ? first : second, kBit);
+// Sums kValues values over the lanes that differ in the bits kBit, kBit / 2, ..., kLow. While a lane holds several values,
+// it hands half of them to its partner and keeps the other half, so that n values take n shuffles instead of n a bit.
+template <int kValues, int kBit, int kLow, int kCapacity>
+__device__ __forceinline__ void transpose_sum(float (&v)[kCapacity], int lane) {
+    if constexpr (kBit >= kLow && kValues > 1) {
+        constexpr int kHalf = kValues / 2;
+        const bool high = (lane & kBit) != 0;
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+            const float keep = high ? v[i + kHalf] : v[i];
+            const float give = high ? v[i] : v[i + kHalf];
+            v[i] = keep + __shfl_xor_sync(0xffffffffu, give, kBit);
+        }
+        transpose_sum<kHalf, kBit / 2, kLow>(v, lane);
+    } else if constexpr (kBit >= kLow) {
+        v[0] += __shfl_xor_sync(0xffffffffu, v[0], kBit);
+        transpose_sum<1, kBit / 2, kLow>(v, lane);
+    }
 }
 
-// Sums four steps over the kLanes lanes of a channel; lane k < 4 of the channel returns the sum of step k.
-template <int kLanes>
-__device__ __forceinline__ float sum_over_states(const float (&v)[4], int lane) {
-    float sum = transpose_sum4<1>(v, lane);
+// Stores what transpose_sum left of kSteps steps' sums over kMembers lanes that are kSpacing apart: into (add: onto)
+// row[0 ... kSteps).
+template <int kSteps, int kMembers, int kSpacing>
+__device__ __forceinline__ void store_sums(float* row, const float (&v)[kSteps], int lane, bool add) {
+    constexpr int kLeft = kSteps > kMembers ? kSteps / kMembers : 1;    // sums a lane holds
+    constexpr int kCopies = kMembers > kSteps ? kMembers / kSteps : 1;  // lanes that hold the same sum
+    const int member = lane / kSpacing % kMembers;
+    if (member % kCopies == 0) {
+        float* to = row + member / kCopies * kLeft;
+        float sums[kLeft];
 #pragma unroll
-    for (int bit = 4; bit < kLanes; bit *= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+        for (int i = 0; i < kLeft; ++i) {
+            sums[i] = add ? to[i] + v[i] : v[i];
+        }
+        write_row(to, sums);
     }
-    return sum;
+}
+
+// Sums kSteps steps over kMembers lanes that are kSpacing apart and puts the sums into (add: onto) row[0 ... kSteps).
+template <int kSteps, int kMembers, int kSpacing>
+__device__ __forceinline__ void sum_to_row(float* row, float (&v)[kSteps], int lane, bool add) {
+    transpose_sum<kSteps, kMembers * kSpacing / 2, kSpacing>(v, lane);
+    store_sums<kSteps, kMembers, kSpacing>(row, v, lane, add);
 }
 
 }  // namespace mamba
