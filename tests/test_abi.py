@@ -64,6 +64,7 @@ def test_functions(header):
     assert set(declared) == ours
     for name, struct in abi.FUNCTIONS.items():
         assert struct.__name__ in declared[name], name
+        assert declared[name].count(",") == len(abi.MORE_ARGUMENTS.get(name, [])), name
 
 
 def test_library_agrees():

@@ -52,7 +52,9 @@ class MambaSelectiveScan(ctypes.Structure):
         MambaRun: run;
         i64: batch, dim, seqlen, dstate, ngroups;
         i32: dtype, delta_softplus, variable_B, variable_C;
-        ptr: u, delta, z, A, B, C, D, delta_bias, initial_state, seq_idx, out, last_state, checkpoints;
+        ptr: u, delta, z, A, B, C, D, delta_bias, initial_state, seq_idx, out, last_state;
+        i64: segments;
+        ptr: workspace, checkpoints;
         i64: u_batch_stride, u_dim_stride;
         i64: delta_batch_stride, delta_dim_stride;
         i64: z_batch_stride, z_dim_stride;
@@ -62,6 +64,10 @@ class MambaSelectiveScan(ctypes.Structure):
         """,
         MambaRun=MambaRun,
     )
+
+
+class MambaSelectiveScanPlan(ctypes.Structure):
+    _fields_ = _fields("i64: forward_segments, backward_segments, slots")
 
 
 class MambaSelectiveScanBackward(ctypes.Structure):
@@ -166,6 +172,7 @@ class MambaLibraryInfo(ctypes.Structure):
 STRUCTS = (
     MambaRun,
     MambaSelectiveScan,
+    MambaSelectiveScanPlan,
     MambaSelectiveScanBackward,
     MambaCausalConv1d,
     MambaCausalConv1dBackward,
@@ -174,11 +181,7 @@ STRUCTS = (
     MambaLibraryInfo,
 )
 
-# Functions that return a count; every other function returns a code.
-SLOTS_FUNCTIONS = {
-    "selective_scan_backward_slots": (ctypes.POINTER(MambaSelectiveScan), _i32),
-    "causal_conv1d_backward_slots": (ctypes.POINTER(MambaCausalConv1d),),
-}
+# Functions that return a code, by their first argument, and what they take besides.
 FUNCTIONS = {
     "library_info": MambaLibraryInfo,
     "selective_scan_forward": MambaSelectiveScan,
@@ -187,7 +190,11 @@ FUNCTIONS = {
     "causal_conv1d_backward": MambaCausalConv1dBackward,
     "causal_conv1d_update": MambaCausalConv1dUpdate,
     "selective_state_update": MambaSelectiveStateUpdate,
+    "selective_scan_plan": MambaSelectiveScan,
 }
+MORE_ARGUMENTS = {"selective_scan_plan": [_i32, ctypes.POINTER(MambaSelectiveScanPlan)]}
+# Functions that return a count.
+SLOTS_FUNCTIONS = {"causal_conv1d_backward_slots": MambaCausalConv1d}
 
 
 def bind(library):
@@ -198,12 +205,12 @@ def bind(library):
     bound = {}
     for name, struct in FUNCTIONS.items():
         function = getattr(library, "mamba_" + name)
-        function.argtypes = [ctypes.POINTER(struct)]
+        function.argtypes = [ctypes.POINTER(struct), *MORE_ARGUMENTS.get(name, [])]
         function.restype = _i32
         bound[name] = function
-    for name, arguments in SLOTS_FUNCTIONS.items():
+    for name, struct in SLOTS_FUNCTIONS.items():
         function = getattr(library, "mamba_" + name)
-        function.argtypes = list(arguments)
+        function.argtypes = [ctypes.POINTER(struct)]
         function.restype = _i64
         bound[name] = function
     library.mamba_struct_size.argtypes = [ctypes.c_char_p]

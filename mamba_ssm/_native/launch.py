@@ -31,9 +31,9 @@ def place(params, tensor):
     return functions
 
 
-def run(functions, name, params):
+def run(functions, name, *arguments):
     """Calls a native function; raises what its error code stands for."""
-    code = functions[name](params)
+    code = functions[name](*arguments)
     if code:
         raise exception_for(code, functions["last_error"]().decode(errors="replace"), name)
 

@@ -180,6 +180,23 @@ def _fill(params, sizes, tensors, delta_softplus, out, checkpoints):
         params.checkpoints = checkpoints.data_ptr()
 
 
+def _plan(functions, params, deterministic):
+    """How the library wants to run this problem."""
+    plan = abi.MambaSelectiveScanPlan()
+    run(functions, "selective_scan_plan", params, deterministic, plan)
+    return plan
+
+
+def _split_length(params, segments, A):
+    """Sets how many parts the length is split into; returns the memory in which these pass on their states."""
+    params.segments = segments
+    if segments == 1:
+        return None
+    workspace = A.new_empty((segments, 2, params.batch, params.dim, params.dstate))
+    params.workspace = workspace.data_ptr()
+    return workspace
+
+
 # ---- forward operator ------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +228,10 @@ def _forward(
     _fill(params, sizes, tensors, delta_softplus, out, checkpoints)
     if return_last_state:
         params.last_state = last_state.data_ptr()
+    plan = _plan(functions, params, False)
+    workspace = _split_length(params, plan.forward_segments, A)
     run(functions, "selective_scan_forward", params)
+    del workspace  # held until here: the kernels have it now
     return out, last_state, checkpoints
 
 
@@ -325,19 +345,21 @@ def _backward(
     params = abi.MambaSelectiveScanBackward()
     functions = place(params, u)
     _fill(params, sizes, tensors, delta_softplus, out, checkpoints)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    params.slots = slots = functions["selective_scan_backward_slots"](params.forward, deterministic)
+    plan = _plan(functions, params.forward, torch.are_deterministic_algorithms_enabled())
+    params.slots = slots = plan.slots
+    parts = batch * plan.backward_segments
+    workspace = _split_length(params, plan.backward_segments, A)
 
     du = u.new_empty(u.shape)
     ddelta = u.new_empty(u.shape)
     dz = None if z is None else u.new_empty(u.shape)
     # Parts to add up come in front; a single part is the gradient itself.
-    per_batch = (batch, dim, dstate) if batch > 1 else (dim, dstate)
-    per_channel = (batch, dim) if batch > 1 else (dim,)
+    per_state = (parts, dim, dstate) if parts > 1 else (dim, dstate)
+    per_channel = (parts, dim) if parts > 1 else (dim,)
     per_step = (slots, batch, ngroups, dstate, seqlen) if slots > 1 else (batch, ngroups, dstate, seqlen)
-    dA = A.new_empty(per_batch)
-    dB = A.new_zeros(per_step) if B.dim() == 4 else A.new_empty(per_batch)
-    dC = A.new_zeros(per_step) if C.dim() == 4 else A.new_empty(per_batch)
+    dA = A.new_empty(per_state)
+    dB = A.new_zeros(per_step) if B.dim() == 4 else A.new_empty(per_state)
+    dC = A.new_zeros(per_step) if C.dim() == 4 else A.new_empty(per_state)
     dD = None if D is None else A.new_empty(per_channel)
     ddelta_bias = None if delta_bias is None else A.new_empty(per_channel)
     dinitial_state = A.new_empty((batch, dim, dstate)) if need_dinitial_state else None
@@ -355,6 +377,7 @@ def _backward(
     params.ddelta_bias = pointer(ddelta_bias)
     params.dinitial_state = pointer(dinitial_state)
     run(functions, "selective_scan_backward", params)
+    del workspace
     return (
         du,
         ddelta,
