@@ -127,6 +127,9 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
         status = require_range(params->run.num_threads, 1, kNoLimit, "selective_scan", "run.num_threads");
     }
     if (status == MAMBA_OK) {
+        status = require_range(params->segments, 1, 1, "selective_scan", "segments");
+    }
+    if (status == MAMBA_OK) {
         status = choose_isa(&isa);
     }
     if (status != MAMBA_OK || params->batch == 0 || params->dim == 0) {
@@ -147,6 +150,9 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
         status = require_range(params->forward.run.num_threads, 1, kNoLimit, "selective_scan_backward", "run.num_threads");
     }
     if (status == MAMBA_OK) {
+        status = require_range(params->forward.segments, 1, 1, "selective_scan_backward", "segments");
+    }
+    if (status == MAMBA_OK) {
         status = choose_isa(&isa);
     }
     if (status != MAMBA_OK || params->forward.batch == 0 || params->forward.dim == 0) {
@@ -160,18 +166,32 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
     const int64_t slots = job.partition.slots();
     if ((params->forward.variable_B || params->forward.variable_C) && params->slots < slots) {
         return fail(MAMBA_ERROR_INVALID,
-                    "selective_scan_backward: slots must be what mamba_selective_scan_backward_slots returned (%lld), got %lld",
+                    "selective_scan_backward: slots must be what mamba_selective_scan_plan said (%lld), got %lld",
                     static_cast<long long>(slots), static_cast<long long>(params->slots));
     }
     return run_job(job, "selective_scan_backward");
 }
 
-int64_t mamba_selective_scan_backward_slots(const MambaSelectiveScan* params, int32_t) {
-    // A problem that backward will refuse needs no slots; there is no other way to answer here.
+int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t, MambaSelectiveScanPlan* plan) {
+    const char* function = "selective_scan_plan";
+    int32_t status = require(params, function, "params");
+    status = status != MAMBA_OK ? status : require(plan, function, "plan");
+    status = status != MAMBA_OK ? status : require_range(params->batch, 0, kNoLimit, function, "batch");
+    status = status != MAMBA_OK ? status : require_range(params->dim, 0, kNoLimit, function, "dim");
+    status = status != MAMBA_OK ? status : require_range(params->dstate, 1, MAMBA_MAX_DSTATE, function, "dstate");
+    status = status != MAMBA_OK ? status : require_range(params->ngroups, 1, kNoLimit, function, "ngroups");
+    status = status != MAMBA_OK ? status : require_range(params->run.num_threads, 1, kNoLimit, function, "run.num_threads");
     Isa isa;
-    if (params == nullptr || params->batch < 1 || params->dim < 1 || params->ngroups < 1 || params->dstate < 1 ||
-        params->dim % params->ngroups != 0 || params->run.num_threads < 1 || choose_isa(&isa) != MAMBA_OK) {
-        return 1;
+    status = status != MAMBA_OK ? status : choose_isa(&isa);
+    if (status != MAMBA_OK) {
+        return status;
     }
-    return make_partition(*params, kernels_of(isa).lanes, kBackwardWorkPerThread).slots();
+    // Threads share out channels, never the length.
+    plan->forward_segments = 1;
+    plan->backward_segments = 1;
+    plan->slots = 1;
+    if (params->batch > 0 && params->dim > 0) {
+        plan->slots = make_partition(*params, kernels_of(isa).lanes, kBackwardWorkPerThread).slots();
+    }
+    return MAMBA_OK;
 }

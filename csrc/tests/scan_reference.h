@@ -70,6 +70,7 @@ struct ScanData {
         p.seqlen = c.seqlen;
         p.dstate = c.dstate;
         p.ngroups = c.ngroups;
+        p.segments = 1;
         p.dtype = c.dtype;
         p.delta_softplus = c.softplus;
         p.variable_B = c.variable_B;
@@ -112,7 +113,10 @@ struct ScanData {
         q.forward.last_state = nullptr;
         out = Tensor(c.dtype, {c.batch, c.dim, c.seqlen}, c.gap);
         q.forward.out = c.out_again ? out.data() : nullptr;
-        q.slots = mamba_selective_scan_backward_slots(&q.forward, 1);
+        MambaSelectiveScanPlan plan = {0, 0, 1};
+        testing::expect_ok(mamba_selective_scan_plan(&q.forward, 1, &plan));
+        testing::expect(plan.forward_segments == 1 && plan.backward_segments == 1, "the CPU does not split the length");
+        q.slots = plan.slots;
         const std::vector<int64_t> rows = {c.batch, c.dim, c.seqlen}, states = {c.batch, c.dim, c.dstate};
         du = Tensor(c.dtype, rows);
         ddelta = Tensor(c.dtype, rows);

@@ -27,7 +27,7 @@ struct OneStep {
         MambaSelectiveScan p;
         memset(&p, 0, sizeof(p));
         p.run.num_threads = 1;
-        p.batch = p.seqlen = p.dstate = p.ngroups = 1;
+        p.batch = p.seqlen = p.dstate = p.ngroups = p.segments = 1;
         p.dim = static_cast<int64_t>(delta.size());
         p.delta_softplus = softplus;
         p.u = u.data();

@@ -328,7 +328,9 @@ static void test_errors() {
     };
     expect_error(mamba_selective_scan_forward(nullptr), MAMBA_ERROR_INVALID, "NULL");
     expect_error(mamba_selective_scan_backward(nullptr), MAMBA_ERROR_INVALID, "NULL");
-    expect(mamba_selective_scan_backward_slots(nullptr, 1) == 1, "slots of NULL");
+    MambaSelectiveScanPlan plan;
+    expect_error(mamba_selective_scan_plan(nullptr, 1, &plan), MAMBA_ERROR_INVALID, "params");
+    expect_error(mamba_selective_scan_plan(&p, 1, nullptr), MAMBA_ERROR_INVALID, "plan");
     p.batch = -1;
     refuse(MAMBA_ERROR_INVALID, "batch");
     p.seqlen = -1;
@@ -345,6 +347,9 @@ static void test_errors() {
     refuse(MAMBA_ERROR_INVALID, "dtype");
     p.run.num_threads = 0;
     refuse(MAMBA_ERROR_INVALID, "num_threads");
+    p.segments = 2;
+    p.workspace = x.last.floats();
+    refuse(MAMBA_ERROR_INVALID, "segments");
     p.u = nullptr;
     refuse(MAMBA_ERROR_INVALID, "NULL");
     p.A = nullptr;
