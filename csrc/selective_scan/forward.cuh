@@ -36,7 +36,8 @@ __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, cons
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
                 const int at = own + first + step + s * Layout::kLanes * Layout::kRow;
-                Steps4 B, C;
+                Steps4 B;
+                Steps4 C = same4(0.0f);
                 if constexpr (kCarryOnly) {
                     B = BC.read_B(at);
                 } else {
