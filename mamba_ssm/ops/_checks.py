@@ -93,7 +93,7 @@ def no_complex(op, name, tensor):
 
 def unit_last_stride(tensor):
     """The kernels step through the last dimension with stride 1."""
-    if tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] <= 1:
+    if tensor is None or tensor.is_contiguous() or tensor.stride(-1) == 1 or tensor.shape[-1] <= 1:
         return tensor
     return tensor.contiguous()
 

@@ -9,6 +9,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 _LIBRARY = torch.library.Library("mamba_ssm", "DEF")
+_FUNCTIONS = {}  # the autograd.Function of each operator that has one
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _transforms_active = torch._C._are_functorch_transforms_active
 # Not torch.compiler.is_compiling on torch 2.2 and 2.3: their tracer does not know it.
@@ -36,22 +37,25 @@ def define(schema, implementation, fake, autograd=None, differentiable=True):
     else:  # before torch 2.4
         torch.library.impl_abstract(f"mamba_ssm::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.mamba_ssm, name).default
+    if autograd is not None:
+        _FUNCTIONS[op] = autograd
     _LIBRARY.impl(name, _autograd_kernel(name, op, autograd, differentiable), "Autograd")
     return op
 
 
 def call(op, *arguments):
-    """op(*arguments), past its Autograd kernel where that would do nothing: one crossing of the dispatcher less.
+    """op(*arguments), past its Autograd kernel where that would do nothing more: one crossing of the dispatcher less.
 
-    For public functions. Whatever may need the Autograd kernel (a gradient, a dual tensor, torch.func, a compiler)
-    takes the usual way.
+    For public functions. Whatever may need the Autograd kernel (a dual tensor, torch.func, a compiler) takes the usual
+    way.
     """
     if is_compiling() or forward_ad._current_level >= 0 or _transforms_active():
         return op(*arguments)
     if torch.is_grad_enabled():
         for argument in arguments:
             if isinstance(argument, torch.Tensor) and argument.requires_grad:
-                return op(*arguments)
+                function = _FUNCTIONS.get(op)
+                return op(*arguments) if function is None else function.apply(*arguments)
     with _below_autograd():
         return op(*arguments)
 

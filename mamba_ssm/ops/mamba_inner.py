@@ -18,7 +18,8 @@ from mamba_ssm.ops._projections import (
     weight_grad,
 )
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_backward_op, causal_conv1d_op
-from mamba_ssm.ops.selective_scan import selective_scan_backward_op, selective_scan_op
+from mamba_ssm.ops.selective_scan import selective_scan_op
+from mamba_ssm.ops.selective_scan_backward import selective_scan_backward_op
 
 _NAME = "mamba_inner_fn"
 
@@ -78,7 +79,6 @@ def mamba_inner_fn(
     if (b_rms_weight is not None and B is not None) or (c_rms_weight is not None and C is not None):
         raise ValueError(f"{_NAME}: b_rms_weight and c_rms_weight norm the B and C of x_proj, but B or C is given")
     B, C = (checks.widen(matrix) if matrix is not None and matrix.dim() == 2 else matrix for matrix in (B, C))
-    B, C = (matrix.unsqueeze(1) if matrix is not None and matrix.dim() == 3 else matrix for matrix in (B, C))
     tensors = (
         to_channel_major(xz),
         conv1d_weight.squeeze(1),
@@ -155,7 +155,7 @@ def _matrix_of(raw, given, proj_bias, rms_weight, eps):
         return given, None
     biased = raw if proj_bias is None else raw + proj_bias.to(raw.dtype)[:, None]
     matrix = biased if rms_weight is None else rms_norm_channels(biased, rms_weight, eps)
-    return matrix.unsqueeze(1), biased
+    return matrix, biased
 
 
 def _compute(
@@ -366,8 +366,7 @@ def _compute_grads(
 
 
 def _matrix_grads(grad, biased, proj_bias, rms_weight, eps):
-    """From the gradient of B or C (B, 1, N, L): of its rows of x_dbl, its bias and its norm's weight."""
-    grad = grad.squeeze(1)
+    """From the gradient of B or C (B, N, L): of its rows of x_dbl, its bias and its norm's weight."""
     drms_weight = None
     if rms_weight is not None:
         grad, drms_weight = rms_norm_channels_grad(grad, biased, rms_weight, eps)

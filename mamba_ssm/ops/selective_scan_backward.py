@@ -1,0 +1,156 @@
+"""The backward operator of the selective scan: gradients of every input from the saved states."""
+
+import torch
+
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import place, pointer, run
+from mamba_ssm.ops import _checks as checks
+from mamba_ssm.ops._library import define
+from mamba_ssm.ops._scan_common import allocate, check, checkpoint_size, fill, kernel_layout, plan_of, split_length
+
+_NAME = "selective_scan_backward"
+
+
+def _check_backward(dout, dlast_state, inputs, checkpoints):
+    sizes = batch, dim, seqlen, dstate, _ = check(*inputs)
+    u = inputs[0]
+    checks.check_same(_NAME, "dout", dout, u.shape, u, "u", "(B, D, L)")
+    if dlast_state is not None:
+        shape = (batch, dim, dstate)
+        checks.check_float32(_NAME, "dlast_state", dlast_state, shape, u, "u", "(B, D, N)")
+    shape = (checkpoint_size(batch, dim, seqlen, dstate),)
+    checks.check_float32(_NAME, "checkpoints", checkpoints, shape, u, "u", "(B * (L-1)//64 * D * N + 2,)")
+    return sizes
+
+
+def _backward(
+    dout,
+    dlast_state,
+    u,
+    delta,
+    A,
+    B,
+    C,
+    D,
+    z,
+    delta_bias,
+    initial_state,
+    seq_idx,
+    checkpoints,
+    delta_softplus,
+    need_dinitial_state,
+    recompute_out,
+):
+    inputs = (u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
+    sizes = batch, dim, _, dstate, _ = _check_backward(dout, dlast_state, inputs, checkpoints)
+    tensors = kernel_layout(*inputs)
+    out = allocate(tensors[0], sizes, False, False)[0] if recompute_out else None
+    if u.numel() == 0:
+        grads = _empty_grads(sizes, inputs, need_dinitial_state, zero=True)
+        if need_dinitial_state and dlast_state is not None:
+            grads[-1].copy_(dlast_state)
+        return *grads, out
+    dout = checks.unit_last_stride(dout)
+    dlast_state = checks.contiguous(dlast_state)
+
+    params = abi.MambaSelectiveScanBackward()
+    functions = place(params, u)
+    fill(params, sizes, tensors, delta_softplus, out, checkpoints)
+    plan = plan_of(functions, params.forward, torch.are_deterministic_algorithms_enabled())
+    params.slots = slots = plan.slots
+    parts = batch * plan.backward_segments
+    workspace = split_length(params, plan.backward_segments, A)
+
+    du = _like(u)
+    ddelta = _like(u)
+    dz = None if z is None else _like(u)
+    # Parts to add up come in front; a single part is the gradient itself.
+    dA = _parts_like(A, parts)
+    dB = _parts_like(B, parts) if B.dim() == 2 else _parts_like(B, slots).zero_()
+    dC = _parts_like(C, parts) if C.dim() == 2 else _parts_like(C, slots).zero_()
+    dD = None if D is None else _parts_like(D, parts)
+    ddelta_bias = None if delta_bias is None else _parts_like(delta_bias, parts)
+    dinitial_state = A.new_empty((batch, dim, dstate)) if need_dinitial_state else None
+
+    params.dout = dout.data_ptr()
+    params.dout_batch_stride, params.dout_dim_stride, _ = dout.stride()
+    params.dlast_state = pointer(dlast_state)
+    params.du = du.data_ptr()
+    params.ddelta = ddelta.data_ptr()
+    params.dz = pointer(dz)
+    params.dA = dA.data_ptr()
+    params.dB = dB.data_ptr()
+    params.dC = dC.data_ptr()
+    params.dD = pointer(dD)
+    params.ddelta_bias = pointer(ddelta_bias)
+    params.dinitial_state = pointer(dinitial_state)
+    run(functions, "selective_scan_backward", params)
+    del workspace
+    return (
+        du,
+        ddelta,
+        _add_parts(dA, A),
+        _add_parts(dB, B),
+        _add_parts(dC, C),
+        _add_parts(dD, D),
+        dz,
+        _add_parts(ddelta_bias, delta_bias),
+        dinitial_state,
+        out,
+    )
+
+
+def _like(tensor, dtype=None):
+    """A new contiguous tensor of the same shape: half the time of new_empty."""
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _parts_like(tensor, count):
+    """Memory for the parts of tensor's gradient, float32."""
+    if count == 1:
+        return _like(tensor, torch.float32)
+    return tensor.new_empty((count, *tensor.shape), dtype=torch.float32)
+
+
+def _add_parts(parts, like):
+    """The gradient of like from its float32 parts."""
+    if parts is None:
+        return None
+    if parts.dim() > like.dim():
+        parts = parts.sum(0)
+    return parts if like.dtype == torch.float32 else parts.to(like.dtype)
+
+
+def _empty_grads(sizes, inputs, need_dinitial_state, zero):
+    """Gradients in the operator's order, without values (zero: of zeros)."""
+    u, _, A, B, C, D, z, delta_bias, _, _ = inputs
+    batch, dim, _, dstate, _ = sizes
+    grads = [
+        u.new_empty(u.shape),
+        u.new_empty(u.shape),
+        A.new_empty(A.shape),
+        B.new_empty(B.shape),
+        C.new_empty(C.shape),
+        None if D is None else D.new_empty(D.shape),
+        None if z is None else u.new_empty(u.shape),
+        None if delta_bias is None else delta_bias.new_empty(delta_bias.shape),
+        A.new_empty((batch, dim, dstate)) if need_dinitial_state else None,
+    ]
+    return [None if grad is None else grad.zero_() for grad in grads] if zero else grads
+
+
+def _backward_fake(dout, dlast_state, *arguments):
+    *inputs, checkpoints, _, need_dinitial_state, recompute_out = arguments
+    sizes = _check_backward(dout, dlast_state, inputs, checkpoints)
+    out = allocate(checks.unit_last_stride(inputs[0]), sizes, False, False)[0] if recompute_out else None
+    return *_empty_grads(sizes, inputs, need_dinitial_state, zero=False), out
+
+
+selective_scan_backward_op = define(
+    "selective_scan_backward(Tensor dout, Tensor? dlast_state, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, "
+    "Tensor? D, Tensor? z, Tensor? delta_bias, Tensor? initial_state, Tensor? seq_idx, Tensor checkpoints, "
+    "bool delta_softplus, bool need_dinitial_state, bool recompute_out) -> (Tensor du, Tensor ddelta, Tensor dA, "
+    "Tensor dB, Tensor dC, Tensor dD, Tensor dz, Tensor ddelta_bias, Tensor dinitial_state, Tensor out)",
+    _backward,
+    _backward_fake,
+)
