@@ -1,5 +1,7 @@
 """What all tests share: the device parameter. GPU tests skip, and say so, where there is no GPU."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -27,6 +29,13 @@ def cuda():
     if missing:
         pytest.skip(missing)
     return "cuda"
+
+
+@pytest.fixture
+def needs_inductor():
+    """torch's own code generator builds C++ for the CPU, and C around triton's kernels."""
+    if not any(shutil.which(compiler) for compiler in ("g++", "clang++", "cl")):
+        pytest.skip("torch.compile's inductor needs a C++ compiler")
 
 
 @pytest.fixture(autouse=True)

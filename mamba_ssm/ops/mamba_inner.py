@@ -52,7 +52,7 @@ def mamba_inner_fn(
         xz: (B, 2D, L), the input projection's x and z; float32, float16 or bfloat16. Fastest in memory as (2D, B, L).
         conv1d_weight: (D, 1, W); conv1d_bias: (D) or None.
         x_proj_weight: (R + N + N, D), without the N rows of a B or C that is given. delta_proj_weight: (D, R).
-        out_proj_weight: (d_model, D); out_proj_bias: (d_model) or None. The projections have xz's dtype.
+        out_proj_weight: (d_model, D); out_proj_bias: (d_model) or None. The weights have xz's dtype.
         A: (D, N) float32; D, delta_bias: (D) float32 or None.
         B, C: None to take them from x_proj, else as for selective_scan_fn.
         B_proj_bias, C_proj_bias: (N) or None, added to the B and C that come from x_proj.
@@ -75,6 +75,8 @@ def mamba_inner_fn(
             None if tensor is None else tensor.to(dtype)
             for tensor in (xz, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias)
         )
+    elif out_proj_bias is not None:
+        out_proj_bias = out_proj_bias.to(xz.dtype)
     _check(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C)
     if (b_rms_weight is not None and B is not None) or (c_rms_weight is not None and C is not None):
         raise ValueError(f"{_NAME}: b_rms_weight and c_rms_weight norm the B and C of x_proj, but B or C is given")

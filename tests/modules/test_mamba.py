@@ -180,7 +180,9 @@ def test_copies(device):
 
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compile(dynamic, fast, device):
+def test_compile(dynamic, fast, device, request):
+    if not dynamic:
+        request.getfixturevalue("needs_inductor")
     module = Mamba(24, use_fast_path=fast).to(device)
     compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager" if dynamic else "inductor")
     for seqlen in (40, 80):

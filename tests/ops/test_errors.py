@@ -29,6 +29,7 @@ SCAN_ERRORS = [
     ),
     ("B", lambda t: t[0, 0, 0], ValueError, r"B must be \(B, G, N, L\), .*got shape \(20,\)"),
     ("B", lambda t: t.repeat(1, 2, 1, 1), ValueError, "dim .*must be a multiple of the number of groups.*got 4 groups"),
+    ("B", lambda t: t[:, 0], ValueError, r"B must have shape \(B, G, N, L\) = \(2, 2, 16, 20\), got \(2, 16, 20\)"),
     ("C", lambda t: t[:, :1], ValueError, r"C must have shape \(B, G, N, L\) = \(2, 2, 16, 20\), got \(2, 1, 16, 20\)"),
     ("D", lambda t: t[:-1], ValueError, r"D must have shape \(D,\) = \(6,\), got \(5,\)"),
     ("z", lambda t: t[:1], ValueError, r"z must have shape"),

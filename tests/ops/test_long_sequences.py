@@ -41,8 +41,7 @@ def test_16384_steps_on_the_cpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("dim", [768, 1024, 2048])
+@pytest.mark.parametrize("dim,dtype", [(768, torch.float32), (1024, torch.bfloat16), (2048, torch.float32)], ids=str)
 @pytest.mark.parametrize("seqlen", [16384, 32768])
 def test_long_on_the_gpu(seqlen, dim, dtype, cuda):
     check(ScanCase(1, dim, seqlen), dtype, cuda)

@@ -148,6 +148,12 @@ def test_backward_under_autocast_of_a_float32_forward(device):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_bias_of_another_dtype(device):
+    tensors = inputs(torch.bfloat16, device)
+    expected = mamba_inner_fn(**tensors)
+    assert torch.equal(mamba_inner_fn(**{**tensors, "out_proj_bias": tensors["out_proj_bias"].float()}), expected)
+
+
 def test_clear_errors(device):
     tensors = inputs(torch.float32, device)
     with pytest.raises(ValueError, match=r"checkpoint_lvl must be 0 or 1, got 2"):

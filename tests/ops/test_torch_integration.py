@@ -64,7 +64,10 @@ def test_opcheck(grad, device):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile(backend, dynamic, device):
+def test_compile(backend, dynamic, device, request):
+    if backend == "inductor":
+        request.getfixturevalue("needs_inductor")
+
     def run(**t):
         out, state = selective_scan_fn(**t, delta_softplus=True, return_last_state=True)
         return out * 2, state + 1
