@@ -590,10 +590,12 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     }
 }
 
-// The layouts, one for each range of dstate. Those above 32 states work through slices of 32.
+// The layouts, one for each range of dstate. Those above 32 states work through slices of 32. Backward32Small is for GPUs with
+// less shared memory a block than kBackwardShared (compute capability 7.5).
 using Backward8 = ScanLayout<4, 2, MAMBA_SCAN_CHECKPOINT, 4>;
 using Backward16 = ScanLayout<8, 2, MAMBA_SCAN_CHECKPOINT, 4>;
-using Backward32 = ScanLayout<8, 4, MAMBA_SCAN_CHECKPOINT, 2>;
+using Backward32 = ScanLayout<8, 4, MAMBA_SCAN_CHECKPOINT, 4>;
+using Backward32Small = ScanLayout<8, 4, MAMBA_SCAN_CHECKPOINT, 2>;
 
 template <typename T, class Layout, int kSub, int kBlocks, bool kSliced>
 cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool aligned) {
@@ -604,6 +606,10 @@ cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool ali
         const int64_t slices = (p.dstate + Layout::kSlice - 1) / Layout::kSlice;
         shared_bytes += static_cast<size_t>(slices) * Layout::kStates * Layout::kThreads * sizeof(float);
     }
+    static_assert(sizeof(BackwardShared<T, Layout, kSub>) +
+                          (kSliced ? MAMBA_MAX_DSTATE / Layout::kLanes * Layout::kThreads * sizeof(float) : 0) <=
+                      kBackwardShared,
+                  "kBackwardShared must cover every layout");
     if (shared_bytes > 48 * 1024) {
         const cudaError_t error =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
@@ -627,7 +633,7 @@ cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool ali
 }
 
 template <typename T>
-cudaError_t launch_selective_scan_backward(const MambaSelectiveScanBackward& q, bool aligned) {
+cudaError_t launch_selective_scan_backward(const MambaSelectiveScanBackward& q, bool aligned, bool small) {
     const int64_t dstate = q.forward.dstate;
     if (dstate <= Backward8::kSlice) {
         return launch_backward_layout<T, Backward8, 16, 2, false>(q, aligned);
@@ -635,10 +641,13 @@ cudaError_t launch_selective_scan_backward(const MambaSelectiveScanBackward& q, 
     if (dstate <= Backward16::kSlice) {
         return launch_backward_layout<T, Backward16, 16, 3, false>(q, aligned);
     }
-    if (dstate <= Backward32::kSlice) {
-        return launch_backward_layout<T, Backward32, 8, 4, false>(q, aligned);
+    if (small) {
+        return launch_backward_layout<T, Backward32Small, 8, 4, true>(q, aligned);
     }
-    return launch_backward_layout<T, Backward32, 8, 4, true>(q, aligned);
+    if (dstate <= Backward32::kSlice) {
+        return launch_backward_layout<T, Backward32, 8, 2, false>(q, aligned);
+    }
+    return launch_backward_layout<T, Backward32, 8, 2, true>(q, aligned);
 }
 
 }  // namespace mamba

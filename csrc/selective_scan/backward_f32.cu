@@ -1,12 +1,15 @@
 #include "selective_scan/backward.cuh"
 
 namespace mamba {
-template cudaError_t launch_selective_scan_backward<float>(const MambaSelectiveScanBackward& q, bool aligned);
+template cudaError_t launch_selective_scan_backward<float>(const MambaSelectiveScanBackward& q, bool aligned, bool small);
 
-int backward_channels(int64_t dstate) {
+int backward_channels(int64_t dstate, bool small) {
     if (dstate <= Backward8::kSlice) {
         return Backward8::kChannels;
     }
-    return dstate <= Backward16::kSlice ? Backward16::kChannels : Backward32::kChannels;
+    if (dstate <= Backward16::kSlice) {
+        return Backward16::kChannels;
+    }
+    return small ? Backward32Small::kChannels : Backward32::kChannels;
 }
 }  // namespace mamba

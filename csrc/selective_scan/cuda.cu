@@ -8,6 +8,24 @@
 
 namespace mamba {
 
+// What the choice of layouts depends on.
+struct Device {
+    int64_t processors;
+    bool small;  // little shared memory a block
+    cudaError_t error;
+
+    explicit Device(int32_t index) : processors(0), small(false) {
+        int count = 0;
+        int shared = 0;
+        error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, index);
+        if (error == cudaSuccess) {
+            error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
+        }
+        processors = count;
+        small = shared < kBackwardShared;
+    }
+};
+
 // Whether every row of a tensor starts at a multiple of 16 bytes. An absent tensor does not object.
 static bool rows_aligned(const void* data, int64_t stride_a, int64_t stride_b, int64_t element_size) {
     return data == nullptr || (reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride_a * element_size % 16 == 0 &&
@@ -20,18 +38,33 @@ static int64_t group_blocks(const MambaSelectiveScan& p, int channels) {
     return blocks > 1 ? blocks : 1;
 }
 
-// Segments of the length with which there are `wanted` blocks; 1 where there are half as many anyway, since the second launch
-// has its price, and none shorter than four checkpoints.
+// Lengths below this are not split into segments: the second launch has its price.
+constexpr int64_t kShortestSplit = 8 * MAMBA_SCAN_CHECKPOINT;
+
+// Segments of the length with which there are `wanted` blocks; 1 where there are half as many anyway, and none shorter than
+// four checkpoints.
 static int64_t segments_to_fill(const MambaSelectiveScan& p, int channels, int64_t wanted) {
     const int64_t blocks = p.batch * p.ngroups * group_blocks(p, channels);
     const int64_t tiles = (p.seqlen + MAMBA_SCAN_CHECKPOINT - 1) / MAMBA_SCAN_CHECKPOINT;
-    if (blocks == 0 || 2 * blocks > wanted || tiles < 8) {
+    if (blocks == 0 || 2 * blocks > wanted || p.seqlen < kShortestSplit) {
         return 1;
     }
     const int64_t most = tiles / 4;
     const int64_t segments = wanted / blocks < most ? wanted / blocks : most;
     const int64_t tiles_each = (tiles + segments - 1) / segments;
     return (tiles + tiles_each - 1) / tiles_each;  // none is empty
+}
+
+// Whether the forward scan should spend more lanes on a channel: where the usual layout's blocks leave the GPU half empty, but
+// those of half as many channels fill it, or the length is too short to be split.
+static bool wide_is_better(const MambaSelectiveScan& p, int64_t processors) {
+    const int wide_channels = forward_channels(p.dstate, true);
+    if (wide_channels == forward_channels(p.dstate, false)) {
+        return false;
+    }
+    const int64_t blocks = p.batch * p.ngroups * group_blocks(p, forward_channels(p.dstate, false));
+    const int64_t wide_blocks = p.batch * p.ngroups * group_blocks(p, wide_channels);
+    return 2 * blocks < 5 * processors && (2 * wide_blocks >= 3 * processors || p.seqlen < kShortestSplit);
 }
 
 static int64_t element_size(int32_t dtype) {
@@ -70,20 +103,22 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
         return MAMBA_OK;
     }
     const mamba::DeviceGuard guard(p.run.device);
-    cudaError_t error = guard.error;
+    const mamba::Device device(p.run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
         const bool aligned = mamba::inputs_aligned(p);
+        const bool wide = p.segments == 1 && mamba::wide_is_better(p, device.processors);
         if (p.dtype == MAMBA_FLOAT32) {
-            error = mamba::launch_selective_scan_forward<float>(p, aligned);
+            error = mamba::launch_selective_scan_forward<float>(p, aligned, wide);
         }
 #ifndef MAMBA_DISABLE_HALF
         if (p.dtype == MAMBA_FLOAT16) {
-            error = mamba::launch_selective_scan_forward<__half>(p, aligned);
+            error = mamba::launch_selective_scan_forward<__half>(p, aligned, wide);
         }
 #endif
 #ifndef MAMBA_DISABLE_BF16
         if (p.dtype == MAMBA_BFLOAT16) {
-            error = mamba::launch_selective_scan_forward<__nv_bfloat16>(p, aligned);
+            error = mamba::launch_selective_scan_forward<__nv_bfloat16>(p, aligned, wide);
         }
 #endif
     }
@@ -95,14 +130,17 @@ int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t dete
         return mamba::fail(MAMBA_ERROR_INVALID, "mamba_selective_scan_plan: params, plan, ngroups and dstate must be given");
     }
     const MambaSelectiveScan& p = *params;
-    int processors = 0;
-    const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.run.device);
-    if (error != cudaSuccess) {
-        return mamba::cuda_status(error, "selective_scan_plan", p.batch, p.dim, p.seqlen, p.dstate);
+    const mamba::Device device(p.run.device);
+    if (device.error != cudaSuccess) {
+        return mamba::cuda_status(device.error, "selective_scan_plan", p.batch, p.dim, p.seqlen, p.dstate);
     }
-    plan->forward_segments = mamba::segments_to_fill(p, mamba::forward_channels(p.dstate), 3 * processors);
-    plan->backward_segments = mamba::segments_to_fill(p, mamba::backward_channels(p.dstate), 3 * processors);
-    plan->slots = deterministic ? mamba::group_blocks(p, mamba::backward_channels(p.dstate)) : 1;
+    plan->forward_segments = 1;
+    if (!mamba::wide_is_better(p, device.processors)) {
+        plan->forward_segments = mamba::segments_to_fill(p, mamba::forward_channels(p.dstate, false), 3 * device.processors);
+    }
+    plan->backward_segments =
+        mamba::segments_to_fill(p, mamba::backward_channels(p.dstate, device.small), 3 * device.processors);
+    plan->slots = deterministic ? mamba::group_blocks(p, mamba::backward_channels(p.dstate, device.small)) : 1;
     return MAMBA_OK;
 }
 
@@ -116,27 +154,28 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
     if (p.batch == 0 || p.dim == 0) {
         return MAMBA_OK;
     }
-    const int64_t slots = mamba::group_blocks(p, mamba::backward_channels(p.dstate));
-    if (q.slots != 1 && q.slots != slots) {
+    const mamba::Device device(p.run.device);
+    const int64_t slots = mamba::group_blocks(p, mamba::backward_channels(p.dstate, device.small));
+    if (device.error == cudaSuccess && q.slots != 1 && q.slots != slots) {
         return mamba::fail(MAMBA_ERROR_INVALID,
                            "mamba_selective_scan_backward: slots is %lld, but this problem takes 1 or %lld",
                            static_cast<long long>(q.slots), static_cast<long long>(slots));
     }
     const mamba::DeviceGuard guard(p.run.device);
-    cudaError_t error = guard.error;
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
         const bool aligned = mamba::inputs_aligned(p) && mamba::gradients_aligned(q);
         if (p.dtype == MAMBA_FLOAT32) {
-            error = mamba::launch_selective_scan_backward<float>(q, aligned);
+            error = mamba::launch_selective_scan_backward<float>(q, aligned, device.small);
         }
 #ifndef MAMBA_DISABLE_HALF
         if (p.dtype == MAMBA_FLOAT16) {
-            error = mamba::launch_selective_scan_backward<__half>(q, aligned);
+            error = mamba::launch_selective_scan_backward<__half>(q, aligned, device.small);
         }
 #endif
 #ifndef MAMBA_DISABLE_BF16
         if (p.dtype == MAMBA_BFLOAT16) {
-            error = mamba::launch_selective_scan_backward<__nv_bfloat16>(q, aligned);
+            error = mamba::launch_selective_scan_backward<__nv_bfloat16>(q, aligned, device.small);
         }
 #endif
     }

@@ -325,15 +325,19 @@ cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned) {
 // The layouts, one for each range of dstate. Those above 64 states work through slices of 64.
 using Forward8 = ScanLayout<4, 2, 64, 4>;
 using Forward16 = ScanLayout<4, 4, 64, 4>;
+using Forward16Wide = ScanLayout<8, 2, 64, 4>;
 using Forward32 = ScanLayout<8, 4, 64, 4>;
 using Forward64 = ScanLayout<8, 8, 32, 4>;
 
 template <typename T>
-cudaError_t launch_selective_scan_forward(const MambaSelectiveScan& p, bool aligned) {
+cudaError_t launch_selective_scan_forward(const MambaSelectiveScan& p, bool aligned, bool wide) {
     if (p.dstate <= Forward8::kSlice) {
         return launch_forward_layout<T, Forward8, 16, 4, false>(p, aligned);
     }
     if (p.dstate <= Forward16::kSlice) {
+        if (wide) {
+            return launch_forward_layout<T, Forward16Wide, 16, 4, false>(p, aligned);
+        }
         return launch_forward_layout<T, Forward16, 8, 3, false>(p, aligned);
     }
     if (p.dstate <= Forward32::kSlice) {

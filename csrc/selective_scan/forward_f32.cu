@@ -1,14 +1,14 @@
 #include "selective_scan/forward.cuh"
 
 namespace mamba {
-template cudaError_t launch_selective_scan_forward<float>(const MambaSelectiveScan& p, bool aligned);
+template cudaError_t launch_selective_scan_forward<float>(const MambaSelectiveScan& p, bool aligned, bool wide);
 
-int forward_channels(int64_t dstate) {
+int forward_channels(int64_t dstate, bool wide) {
     if (dstate <= Forward8::kSlice) {
         return Forward8::kChannels;
     }
     if (dstate <= Forward16::kSlice) {
-        return Forward16::kChannels;
+        return wide ? Forward16Wide::kChannels : Forward16::kChannels;
     }
     return dstate <= Forward32::kSlice ? Forward32::kChannels : Forward64::kChannels;
 }

@@ -10,12 +10,15 @@ namespace mamba {
 // aligned: every row of every (B, D, L) tensor and of variable B and C starts at a multiple of 16 bytes, and L is a multiple
 // of 8.
 template <typename T>
-cudaError_t launch_selective_scan_forward(const MambaSelectiveScan& p, bool aligned);
+cudaError_t launch_selective_scan_forward(const MambaSelectiveScan& p, bool aligned, bool wide);
 template <typename T>
-cudaError_t launch_selective_scan_backward(const MambaSelectiveScanBackward& q, bool aligned);
+cudaError_t launch_selective_scan_backward(const MambaSelectiveScanBackward& q, bool aligned, bool small);
+
+// Bytes of shared memory a block that the backward scan needs at most, unless it is told to be small.
+constexpr int kBackwardShared = 99072;
 
 // Channels that one block takes.
-int forward_channels(int64_t dstate);
-int backward_channels(int64_t dstate);
+int forward_channels(int64_t dstate, bool wide);
+int backward_channels(int64_t dstate, bool small);
 
 }  // namespace mamba
