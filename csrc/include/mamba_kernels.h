@@ -92,6 +92,7 @@ typedef struct MambaSelectiveScanPlan {
     int64_t forward_segments;  /* for MambaSelectiveScan::segments */
     int64_t backward_segments; /* the same, for the backward call */
     int64_t slots;             /* copies of dB and dC: with deterministic 0, CUDA adds into one copy with atomics */
+    int64_t zeroed_sums;       /* 1: the caller zeroes a variable dB and dC first. 0: every element is written */
 } MambaSelectiveScanPlan;
 
 /* Gradients. Outputs are contiguous; those marked "sum" hold parts for the caller to add up: one for each batch and segment
@@ -106,9 +107,9 @@ typedef struct MambaSelectiveScanBackward {
     void* ddelta;             /* (B, D, L) of dtype */
     void* dz;                 /* (B, D, L) of dtype; required where z is */
     float* dA;                /* (P, D, N), sum over P */
-    float* dB; /* variable: (slots, B, G, N, L), sum over slots, zeroed by the caller. constant: (P, D, N), sum over P */
-    float* dC; /* like dB */
-    float* dD; /* (P, D), sum over P; required where D is */
+    float* dB;             /* variable: (slots, B, G, N, L), sum over slots, see zeroed_sums. constant: (P, D, N), sum over P */
+    float* dC;             /* like dB */
+    float* dD;             /* (P, D), sum over P; required where D is */
     float* ddelta_bias;    /* (P, D), sum over P; required where delta_bias is */
     float* dinitial_state; /* (B, D, N), optional */
 } MambaSelectiveScanBackward;

@@ -190,6 +190,7 @@ int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t, Mam
     plan->forward_segments = 1;
     plan->backward_segments = 1;
     plan->slots = 1;
+    plan->zeroed_sums = 1;
     if (params->batch > 0 && params->dim > 0) {
         plan->slots = make_partition(*params, kernels_of(isa).lanes, kBackwardWorkPerThread).slots();
     }

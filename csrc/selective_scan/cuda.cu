@@ -140,7 +140,9 @@ int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t dete
     }
     plan->backward_segments =
         mamba::segments_to_fill(p, mamba::backward_channels(p.dstate, device.small), 3 * device.processors);
-    plan->slots = deterministic ? mamba::group_blocks(p, mamba::backward_channels(p.dstate, device.small)) : 1;
+    const int64_t group_blocks = mamba::group_blocks(p, mamba::backward_channels(p.dstate, device.small));
+    plan->slots = deterministic ? group_blocks : 1;
+    plan->zeroed_sums = plan->slots < group_blocks;
     return MAMBA_OK;
 }
 

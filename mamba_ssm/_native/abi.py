@@ -67,7 +67,7 @@ class MambaSelectiveScan(ctypes.Structure):
 
 
 class MambaSelectiveScanPlan(ctypes.Structure):
-    _fields_ = _fields("i64: forward_segments, backward_segments, slots")
+    _fields_ = _fields("i64: forward_segments, backward_segments, slots, zeroed_sums")
 
 
 class MambaSelectiveScanBackward(ctypes.Structure):

@@ -10,11 +10,15 @@ import torch.autograd.forward_ad as forward_ad
 
 _LIBRARY = torch.library.Library("mamba_ssm", "DEF")
 _FUNCTIONS = {}  # the autograd.Function of each operator that has one
+_IMPLEMENTATIONS = {}  # the implementation of each operator
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _transforms_active = torch._C._are_functorch_transforms_active
 # Not torch.compiler.is_compiling on torch 2.2 and 2.3: their tracer does not know it.
 is_compiling = torch.compiler.is_compiling if hasattr(torch, "get_autocast_dtype") else torch._utils.is_compiling
 _increment_version = torch.autograd.graph.increment_version
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def define(schema, implementation, fake, autograd=None, differentiable=True):
@@ -22,7 +26,7 @@ def define(schema, implementation, fake, autograd=None, differentiable=True):
 
     implementation: runs on CPU and CUDA tensors. fake: same arguments, same checks, allocates outputs only.
     autograd: an autograd.Function that takes the operator's arguments and returns its outputs; its forward calls
-    the operator under below_autograd(). None with differentiable=True: a derivative was never meant to be taken again
+    the operator with call_below_autograd. None with differentiable=True: a derivative was never meant to be taken again
     (backward operators): the result's backward raises. differentiable=False: operators that write in place, which
     refuse inputs that require a gradient.
     """
@@ -37,6 +41,7 @@ def define(schema, implementation, fake, autograd=None, differentiable=True):
     else:  # before torch 2.4
         torch.library.impl_abstract(f"mamba_ssm::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.mamba_ssm, name).default
+    _IMPLEMENTATIONS[op] = implementation
     if autograd is not None:
         _FUNCTIONS[op] = autograd
     _LIBRARY.impl(name, _autograd_kernel(name, op, autograd, differentiable), "Autograd")
@@ -44,10 +49,9 @@ def define(schema, implementation, fake, autograd=None, differentiable=True):
 
 
 def call(op, *arguments):
-    """op(*arguments), past its Autograd kernel where that would do nothing more: one crossing of the dispatcher less.
+    """op(*arguments), past the dispatcher where nobody watches it: it costs as much as a small kernel.
 
-    For public functions. Whatever may need the Autograd kernel (a dual tensor, torch.func, a compiler) takes the usual
-    way.
+    For public functions. Whatever may need the dispatcher (a dual tensor, torch.func, a compiler) takes the usual way.
     """
     if is_compiling() or forward_ad._current_level >= 0 or _transforms_active():
         return op(*arguments)
@@ -56,6 +60,25 @@ def call(op, *arguments):
             if isinstance(argument, torch.Tensor) and argument.requires_grad:
                 function = _FUNCTIONS.get(op)
                 return op(*arguments) if function is None else function.apply(*arguments)
+    return call_below_autograd(op, *arguments)
+
+
+def call_below_autograd(op, *arguments):
+    """op(*arguments) without its Autograd kernel, for the forward of its autograd.Function.
+
+    Plain CPU and CUDA tensors go straight to the implementation. A tensor subclass, a dispatch mode (fake tensors,
+    tracing, selective checkpointing) and torch.jit.trace see the operator.
+    """
+    if is_compiling():
+        return op(*arguments)
+    if _dispatch_modes() == 0 and _tracing_state() is None:
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and not (
+                type(argument) in _PLAIN and (argument.is_cuda or argument.is_cpu)
+            ):
+                break
+        else:
+            return _IMPLEMENTATIONS[op](*arguments)
     with _below_autograd():
         return op(*arguments)
 
@@ -64,13 +87,7 @@ def call_in_backward(op, *arguments):
     """op(*arguments) in the backward of an autograd.Function; its Autograd kernel matters only to create_graph=True."""
     if torch.is_grad_enabled():
         return op(*arguments)
-    with _below_autograd():
-        return op(*arguments)
-
-
-def below_autograd():
-    """Context manager: calls inside go past the Autograd kernels."""
-    return _below_autograd()
+    return call_below_autograd(op, *arguments)
 
 
 def wrote_in_place(tensor):

@@ -10,7 +10,7 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, pointer, run
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._conv1d_common import check_weight, kernel_layout, wants_silu
-from mamba_ssm.ops._library import below_autograd, call, call_in_backward, define
+from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define
 from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
 from mamba_ssm.ops.reference import causal_conv1d_ref, causal_conv1d_update_ref, causal_conv1d_varlen_states_ref
 
@@ -175,8 +175,7 @@ class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, seq_idx, initial_states, return_final_states, silu):
         inputs = (x, weight, bias, seq_idx, initial_states)
-        with below_autograd():
-            out, final_states = causal_conv1d_op(*inputs, return_final_states, silu)
+        out, final_states = call_below_autograd(causal_conv1d_op, *inputs, return_final_states, silu)
         ctx.save_for_backward(*inputs)
         ctx.silu = silu
         ctx.set_materialize_grads(False)

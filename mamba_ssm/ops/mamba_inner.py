@@ -8,6 +8,7 @@ import torch
 
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._autocast import autocast_dtype, no_autocast, traced_by_old_torch
+from mamba_ssm.ops._library import call, call_in_backward
 from mamba_ssm.ops._projections import (
     add_mixed_channels,
     mix_channels,
@@ -136,7 +137,7 @@ def _check(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_proj_weight,
 
 def _convolve(xz, conv1d_weight, conv1d_bias):
     x, z = xz.chunk(2, dim=1)
-    return causal_conv1d_op(x, conv1d_weight, conv1d_bias, None, None, False, True)[0], x, z
+    return call(causal_conv1d_op, x, conv1d_weight, conv1d_bias, None, None, False, True)[0], x, z
 
 
 def _delta_of(x_dbl, delta_proj_weight, dt_rms_weight, eps):
@@ -190,8 +191,8 @@ def _compute(
     raw_B, raw_C = _split(x_dbl, delta_proj_weight.shape[1], A.shape[1], B, C)
     B, _ = _matrix_of(raw_B, B, B_proj_bias, b_rms_weight, eps)
     C, _ = _matrix_of(raw_C, C, C_proj_bias, c_rms_weight, eps)
-    y, _, checkpoints = selective_scan_op(
-        conv_out, delta, A, B, C, D, z, delta_bias, None, None, delta_softplus, False, keep
+    y, _, checkpoints = call(
+        selective_scan_op, conv_out, delta, A, B, C, D, z, delta_bias, None, None, delta_softplus, False, keep
     )
     return mix_channels_last(y, out_proj_weight, out_proj_bias), x_dbl, checkpoints, conv_out, delta
 
@@ -298,7 +299,8 @@ def _compute_grads(
     dout = dout.contiguous()  # (B, L, d_model)
     dout_channels = dout.transpose(1, 2)  # its columns are a view
     dy = mix_channels(out_proj_weight.t(), dout_channels)
-    du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, _, y = selective_scan_backward_op(
+    du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, _, y = call_in_backward(
+        selective_scan_backward_op,
         dy,
         None,
         conv_out,
@@ -341,8 +343,8 @@ def _compute_grads(
     dx_proj_weight = weight_grad(dx_dbl, conv_out, batched=True)
     dconv_out = add_mixed_channels(du, x_proj_weight.t(), dx_dbl)
     del du, conv_out
-    dx, dconv1d_weight, dconv1d_bias, _ = causal_conv1d_backward_op(
-        dconv_out, None, x, conv1d_weight, conv1d_bias, None, None, False, True
+    dx, dconv1d_weight, dconv1d_bias, _ = call_in_backward(
+        causal_conv1d_backward_op, dconv_out, None, x, conv1d_weight, conv1d_bias, None, None, False, True
     )
     del dconv_out
     dxz = torch.cat([dx.transpose(0, 1), dz.transpose(0, 1)]).transpose(0, 1)

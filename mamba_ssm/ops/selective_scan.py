@@ -10,7 +10,7 @@ import torch
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm.ops import _checks as checks
-from mamba_ssm.ops._library import below_autograd, call, call_in_backward, define
+from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define
 from mamba_ssm.ops._scan_common import allocate, check, fill, kernel_layout, plan_of, split_length
 from mamba_ssm.ops.selective_scan_backward import selective_scan_backward_op
 
@@ -123,8 +123,8 @@ class _SelectiveScan(torch.autograd.Function):
         return_checkpoints,
     ):
         inputs = (u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
-        with below_autograd():
-            out, last_state, checkpoints = selective_scan_op(*inputs, delta_softplus, return_last_state, True)
+        options = delta_softplus, return_last_state, True
+        out, last_state, checkpoints = call_below_autograd(selective_scan_op, *inputs, *options)
         ctx.save_for_backward(*inputs, checkpoints)
         ctx.delta_softplus = delta_softplus
         ctx.set_materialize_grads(False)

@@ -66,8 +66,12 @@ def _backward(
     dz = None if z is None else _like(u)
     # Parts to add up come in front; a single part is the gradient itself.
     dA = _parts_like(A, parts)
-    dB = _parts_like(B, parts) if B.dim() == 2 else _parts_like(B, slots).zero_()
-    dC = _parts_like(C, parts) if C.dim() == 2 else _parts_like(C, slots).zero_()
+    dB = _parts_like(B, parts if B.dim() == 2 else slots)
+    dC = _parts_like(C, parts if C.dim() == 2 else slots)
+    if plan.zeroed_sums:
+        for matrix, gradient in ((B, dB), (C, dC)):
+            if matrix.dim() == 4:
+                gradient.zero_()
     dD = None if D is None else _parts_like(D, parts)
     ddelta_bias = None if delta_bias is None else _parts_like(delta_bias, parts)
     dinitial_state = A.new_empty((batch, dim, dstate)) if need_dinitial_state else None
