@@ -2,6 +2,7 @@
 #pragma once
 
 #include "causal_conv1d/backward_channel.cuh"
+#include "causal_conv1d/backward_strided.cuh"
 #include "causal_conv1d/backward_time.cuh"
 
 namespace mamba {
@@ -12,20 +13,18 @@ cudaError_t causal_conv1d_backward_launch(const MambaCausalConv1dBackward& param
     const ConvLayout x = {forward.x, forward.x_batch_stride, forward.x_dim_stride, forward.x_len_stride};
     const ConvLayout dout = {params.dout, params.dout_batch_stride, params.dout_dim_stride, params.dout_len_stride};
     const ConvLayout dx = {params.dx, params.dx_batch_stride, params.dx_dim_stride, params.dx_len_stride};
-    const bool channel_last = is_channel_last(forward);
-    constexpr int kTimeVector = 16 / static_cast<int>(sizeof(T));
-    constexpr int kChannelVector = 8 / static_cast<int>(sizeof(T));  // wider needs more registers than hide the latency
-    const int vector = channel_last ? kChannelVector : kTimeVector;
-    const bool vectorise = can_vectorise(forward, x, channel_last, vector) &&
-                           can_vectorise(forward, dout, channel_last, vector) &&
-                           can_vectorise(forward, dx, channel_last, vector);
-    if (channel_last) {
-        return vectorise ? launch_backward_channel<T, kChannelVector>(params) : launch_backward_channel<T, 1>(params);
+    if (is_channel_last(forward)) {
+        constexpr int kVector = 8 / static_cast<int>(sizeof(T));  // wider needs more registers than hide the latency
+        if (can_vectorise_channels(forward, x, kVector) && can_vectorise_channels(forward, dout, kVector) &&
+            can_vectorise_channels(forward, dx, kVector)) {
+            return launch_backward_channel<T, kVector>(params);
+        }
+        return launch_backward_channel<T, 1>(params);
     }
-    if (vectorise) {
-        return launch_backward_time<T, kTimeVector>(params);
+    if (rows_lie_alike(forward, x, x) && rows_lie_alike(forward, x, dout) && rows_lie_alike(forward, x, dx)) {
+        return launch_backward_time<T>(params, rows_are_aligned(forward, x));
     }
-    return launch_backward_time<T, 1>(params);
+    return launch_backward_strided<T>(params);
 }
 
 }  // namespace mamba

@@ -6,64 +6,99 @@
 namespace mamba {
 
 // A thread takes V neighbouring channels; the block's warps share out a segment's steps and add their sums up at the end.
-// A step's dx needs g of the next kConvHalo steps, so each warp computes g that far beyond its own steps.
-template <typename T, int V>
+// A step's dx needs g of the next kConvHalo steps, so each warp computes g that far beyond its own steps. The next kRing
+// steps are on their way while these are computed. V = 1 takes any strides.
+template <typename T, int V, bool kPlain>
 __global__ void __launch_bounds__(kConvThreads, 2)
-    causal_conv1d_backward_channel(const MambaCausalConv1dBackward params, const int64_t channel_groups,
-                                   const int64_t segments) {
+    causal_conv1d_backward_channel(const MambaCausalConv1dBackward params, const int segment, const unsigned segments) {
     constexpr int kRing = kConvMaxWidth;  // steps in hand; the loop below is unrolled by it, so that indices are constants
     constexpr int kValues = kConvMaxWidth + 1;
     __shared__ float partial[kConvWarps][V * kValues][32];
     const MambaCausalConv1d& forward = params.forward;
+    const ConvOptions options = conv_options<kPlain>(forward);
     const int lane = threadIdx.x & 31;
     const int warp = threadIdx.x >> 5;
-    const int64_t slot = blockIdx.x / channel_groups;
-    const int64_t first_channel = (blockIdx.x - slot * channel_groups) * (32 * V);
+    const unsigned slot = blockIdx.y;
+    const int64_t first_channel = static_cast<int64_t>(blockIdx.x) * (32 * V);
     const int64_t channel = first_channel + lane * V;
     const bool active = channel < forward.dim;
 
+    RawTaps raw_taps[V];
     ConvTaps taps[V];
     ConvSums sums[V];
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-        taps[v] = load_taps(forward, active ? channel + v : 0);
+        raw_taps[v] = load_raw_taps<kPlain>(forward, active ? channel + v : 0);
         sums[v] = {};
     }
-    for (int64_t item = slot; active && item < forward.batch * segments; item += params.slots) {
-        const int64_t batch = item / segments;
-        const int64_t segment_begin = (item - batch * segments) * kConvSegment;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        taps[v] = convert_taps<kPlain>(forward, raw_taps[v]);
+    }
+    unsigned index = slot % segments;  // of the segment
+    for (int64_t batch = slot / segments; active && batch < forward.batch;) {
+        const int64_t segment_begin = static_cast<int64_t>(index) * segment;
+        const bool row_begins = index == 0;
+        const int64_t this_batch = batch;
+        index += gridDim.y;
+        batch += index / segments;
+        index %= segments;
+
         const int64_t rest = forward.seqlen - segment_begin;
-        const int length = static_cast<int>(rest < kConvSegment ? rest : kConvSegment);
+        const int length = static_cast<int>(rest < segment ? rest : segment);
         const int share = (length + kConvWarps - 1) / kConvWarps;
         const int own_begin = warp * share;
         const int own_end = own_begin + share < length ? own_begin + share : length;
         const int count = own_end - own_begin;  // this warp's steps, from `begin`; none or fewer where steps are few
         const int64_t begin = segment_begin + own_begin;
-        if (params.dinitial_states != nullptr && segment_begin == 0 && warp == 0) {
+        if (params.dinitial_states != nullptr && row_begins && warp == 0) {
             for (int v = 0; v < V; ++v) {
                 // Its own taps: an index that is not a constant would send the array to local memory.
-                store_initial_gradient<T>(params, batch, channel + v, load_taps(forward, channel + v));
+                store_initial_gradient<T>(params, this_batch, channel + v, load_taps(forward, channel + v));
             }
         }
         if (count <= 0) {
             continue;
         }
-        const T* x = static_cast<const T*>(forward.x) + batch * forward.x_batch_stride + channel * forward.x_dim_stride +
+        const T* x = static_cast<const T*>(forward.x) + this_batch * forward.x_batch_stride + channel * forward.x_dim_stride +
                      begin * forward.x_len_stride;
-        const T* dout = static_cast<const T*>(params.dout) + batch * params.dout_batch_stride +
+        const T* dout = static_cast<const T*>(params.dout) + this_batch * params.dout_batch_stride +
                         channel * params.dout_dim_stride + begin * params.dout_len_stride;
-        T* dx = static_cast<T*>(params.dx) + batch * params.dx_batch_stride + channel * params.dx_dim_stride +
-                begin * params.dx_len_stride;
-        const int32_t* seq_idx = forward.seq_idx != nullptr ? forward.seq_idx + batch * forward.seqlen : nullptr;
+        T* dx = static_cast<T*>(params.dx) + this_batch * params.dx_batch_stride + channel * params.dx_dim_stride +
+                (begin - kConvHalo) * params.dx_len_stride;
         const int64_t available = forward.seqlen - begin;  // steps up to the row's end
+        const int end = static_cast<int>(available < count + kConvHalo ? available : count + kConvHalo);
 
+        Packed<T, V> next_x[kRing];
+        Packed<T, V> next_dout[kRing];
+#pragma unroll
+        for (int i = 0; i < kRing; ++i) {
+            next_x[i] = packed_zero<T, V>();
+            next_dout[i] = packed_zero<T, V>();
+            if (i < end) {
+                next_x[i] = packed_load<T, V>(x + i * forward.x_len_stride);
+                next_dout[i] = packed_load<T, V>(dout + i * params.dout_len_stride);
+            }
+        }
         float x_ring[kRing][V];  // step s lies at s % kRing
         float g_ring[kRing][V];
+        if (begin >= kConvHalo) {
+            Packed<T, V> before[kConvHalo];
 #pragma unroll
-        for (int i = 1; i <= kConvHalo; ++i) {
+            for (int i = 1; i <= kConvHalo; ++i) {
+                before[i - 1] = packed_load<T, V>(x - i * forward.x_len_stride);
+            }
 #pragma unroll
-            for (int v = 0; v < V; ++v) {
-                x_ring[kRing - i][v] = conv_input<T>(forward, batch, channel + v, begin - i);
+            for (int i = 1; i <= kConvHalo; ++i) {
+                unpack<T, V>(before[i - 1], x_ring[kRing - i]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 1; i <= kConvHalo; ++i) {
+#pragma unroll
+                for (int v = 0; v < V; ++v) {
+                    x_ring[kRing - i][v] = conv_input<T>(forward, this_batch, channel + v, begin - i);
+                }
             }
         }
 #pragma unroll
@@ -76,26 +111,27 @@ __global__ void __launch_bounds__(kConvThreads, 2)
         for (int start = 0; start < count + kConvHalo; start += kRing) {
             Packed<T, V> packed_x[kRing];
             Packed<T, V> packed_dout[kRing];
+            x += kRing * forward.x_len_stride;
+            dout += kRing * params.dout_len_stride;
 #pragma unroll
             for (int i = 0; i < kRing; ++i) {
-                const int s = start + i;
-                packed_x[i] = packed_zero<T, V>();
-                packed_dout[i] = packed_zero<T, V>();
-                if (s < count + kConvHalo && s < available) {
-                    packed_x[i] = packed_load<T, V>(x + s * forward.x_len_stride);
-                    packed_dout[i] = packed_load<T, V>(dout + s * params.dout_len_stride);
+                packed_x[i] = next_x[i];
+                packed_dout[i] = next_dout[i];
+                if (start + kRing + i < end) {
+                    next_x[i] = packed_load<T, V>(x + i * forward.x_len_stride);
+                    next_dout[i] = packed_load<T, V>(dout + i * params.dout_len_stride);
                 }
             }
             uint32_t lag_mask = 0;
             uint32_t lead_mask = 0;
-            if (seq_idx != nullptr) {
+            if (options.masked) {
+                const int32_t* seq_idx = forward.seq_idx + this_batch * forward.seqlen;
                 lag_mask = sequence_mask<kRing, false>(seq_idx, begin + start, forward.seqlen);
                 lead_mask = sequence_mask<kRing, true>(seq_idx, begin + start - kConvHalo, forward.seqlen);
             }
 #pragma unroll
             for (int i = 0; i < kRing; ++i) {
                 const int s = start + i;
-                const bool inside = s < count + kConvHalo && s < available;
                 float dout_values[V];
                 float dx_values[V];
                 unpack<T, V>(packed_x[i], x_ring[i]);
@@ -110,28 +146,29 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                     }
                     const uint32_t mask = lag_mask >> (kConvHalo * i);
                     float gradient;
-                    gradients<1>(forward, taps[v], inputs, mask, &dout_values[v], &gradient);
-                    g_ring[i][v] = inside ? gradient : 0.0f;  // beyond the end even NaN counts as nothing
+                    gradients<1>(options, taps[v], inputs, mask, &dout_values[v], &gradient);
+                    g_ring[i][v] = s < end ? gradient : 0.0f;  // beyond the end even NaN counts as nothing
                     if (s < count) {
-                        accumulate<1>(forward, inputs, mask, &g_ring[i][v], sums[v]);
+                        accumulate<1>(options, inputs, mask, &g_ring[i][v], sums[v]);
                     }
 #pragma unroll
                     for (int k = 0; k <= kConvHalo; ++k) {
                         g[k] = g_ring[(i + 1 + k) % kRing][v];
                     }
-                    input_gradients<1>(forward, taps[v], g, lead_mask >> (kConvHalo * i), &dx_values[v]);
+                    input_gradients<1>(options, taps[v], g, lead_mask >> (kConvHalo * i), &dx_values[v]);
                 }
                 const int done = s - kConvHalo;  // the step whose dx is complete
                 if (done >= 0 && done < count) {
                     if (params.dfinal_states != nullptr && begin + done + kConvHalo >= forward.seqlen) {
 #pragma unroll
                         for (int v = 0; v < V; ++v) {
-                            dx_values[v] += final_state_gradient<T>(params, batch, channel + v, begin + done);
+                            dx_values[v] += final_state_gradient<T>(params, this_batch, channel + v, begin + done);
                         }
                     }
-                    packed_store<T, V>(dx + done * params.dx_len_stride, pack<T, V>(dx_values));
+                    packed_store<T, V>(dx + i * params.dx_len_stride, pack<T, V>(dx_values));
                 }
             }
+            dx += kRing * params.dx_len_stride;
         }
     }
 
@@ -154,7 +191,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
             sum += partial[w][value][index % 32];
         }
         if (target < forward.dim) {
-            const int64_t row = slot * forward.dim + target;
+            const int64_t row = static_cast<int64_t>(slot) * forward.dim + target;
             if (lag < forward.width) {
                 params.dweight[row * forward.width + forward.width - 1 - lag] = sum;
             } else if (lag == kConvMaxWidth && params.dbias != nullptr) {
@@ -167,10 +204,12 @@ __global__ void __launch_bounds__(kConvThreads, 2)
 template <typename T, int V>
 cudaError_t launch_backward_channel(const MambaCausalConv1dBackward& params) {
     const MambaCausalConv1d& forward = params.forward;
-    const int64_t channel_groups = ceil_div(forward.dim, 32 * V);
-    causal_conv1d_backward_channel<T, V>
-        <<<static_cast<unsigned>(channel_groups * params.slots), kConvThreads, 0,
-           static_cast<cudaStream_t>(forward.run.stream)>>>(params, channel_groups, causal_conv1d_segments(forward));
+    const ConvBackwardPlan plan = causal_conv1d_backward_plan(forward);
+    const dim3 grid(static_cast<unsigned>(ceil_div(forward.dim, 32 * V)), static_cast<unsigned>(plan.slots));
+    const cudaStream_t stream = static_cast<cudaStream_t>(forward.run.stream);
+    const auto kernel = V > 1 && is_plain(forward) ? causal_conv1d_backward_channel<T, V, (V > 1)>
+                                                   : causal_conv1d_backward_channel<T, V, false>;
+    kernel<<<grid, kConvThreads, 0, stream>>>(params, static_cast<int>(plan.segment), static_cast<unsigned>(plan.segments));
     return cudaGetLastError();
 }
 

@@ -2,7 +2,7 @@
 // The sum before the activation is computed again from x. g is the gradient with respect to that sum.
 #pragma once
 
-#include "causal_conv1d/cuda_common.cuh"
+#include "causal_conv1d/backward_plan.cuh"
 
 namespace mamba {
 
@@ -68,18 +68,28 @@ struct ConvSums {
     float bias;
 };
 
+// What the loops below branch on; constants in the kernels' plain form.
+struct ConvOptions {
+    int width;
+    bool silu, masked;
+};
+
+template <bool kPlain>
+__device__ __forceinline__ ConvOptions conv_options(const MambaCausalConv1d& params) {
+    return {kPlain ? kConvMaxWidth : params.width, kPlain || params.silu != 0, !kPlain && params.seq_idx != nullptr};
+}
+
 // g of N steps from their sums before the activation, and its share of dweight and dbias.
 template <int N>
-__device__ __forceinline__ void gradients(const MambaCausalConv1d& params, const ConvTaps& taps, const float* inputs,
-                                          uint32_t mask, const float* dout, float* g) {
-    const bool masked = params.seq_idx != nullptr;
+__device__ __forceinline__ void gradients(const ConvOptions& options, const ConvTaps& taps, const float* inputs, uint32_t mask,
+                                          const float* dout, float* g) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
         g[j] = dout[j];
     }
-    if (params.silu) {
+    if (options.silu) {
         float sums[N];
-        convolve<N>(taps, params.width, inputs, masked, mask, sums);
+        convolve<N>(taps, options.width, inputs, options.masked, mask, sums);
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             g[j] *= silu_slope(sums[j]);
@@ -88,9 +98,8 @@ __device__ __forceinline__ void gradients(const MambaCausalConv1d& params, const
 }
 
 template <int N>
-__device__ __forceinline__ void accumulate(const MambaCausalConv1d& params, const float* inputs, uint32_t mask, const float* g,
+__device__ __forceinline__ void accumulate(const ConvOptions& options, const float* inputs, uint32_t mask, const float* g,
                                            ConvSums& sums) {
-    const bool masked = params.seq_idx != nullptr;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
         sums.bias += g[j];
@@ -98,8 +107,8 @@ __device__ __forceinline__ void accumulate(const MambaCausalConv1d& params, cons
     }
 #pragma unroll
     for (int k = 1; k <= kConvHalo; ++k) {
-        if (k < params.width) {
-            if (!masked) {
+        if (k < options.width) {
+            if (!options.masked) {
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
                     sums.weight[k] = fmaf(g[j], inputs[kConvHalo + j - k], sums.weight[k]);
@@ -117,17 +126,16 @@ __device__ __forceinline__ void accumulate(const MambaCausalConv1d& params, cons
 
 // dx of N steps from g of these and the kConvHalo that follow.
 template <int N>
-__device__ __forceinline__ void input_gradients(const MambaCausalConv1d& params, const ConvTaps& taps, const float* g,
+__device__ __forceinline__ void input_gradients(const ConvOptions& options, const ConvTaps& taps, const float* g,
                                                 uint32_t lead_mask, float* dx) {
-    const bool masked = params.seq_idx != nullptr;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
         dx[j] = taps.weight[0] * g[j];
     }
 #pragma unroll
     for (int k = 1; k <= kConvHalo; ++k) {
-        if (k < params.width) {
-            if (!masked) {
+        if (k < options.width) {
+            if (!options.masked) {
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
                     dx[j] = fmaf(taps.weight[k], g[j + k], dx[j]);
@@ -139,6 +147,33 @@ __device__ __forceinline__ void input_gradients(const MambaCausalConv1d& params,
                 }
             }
         }
+    }
+}
+
+// One channel's sums, to its slot.
+__device__ __forceinline__ void store_sums(const MambaCausalConv1dBackward& params, int64_t slot, int64_t channel,
+                                           const ConvSums& sums) {
+    const MambaCausalConv1d& forward = params.forward;
+    const int64_t row = slot * forward.dim + channel;
+#pragma unroll
+    for (int k = 0; k < kConvMaxWidth; ++k) {
+        if (k < forward.width) {
+            params.dweight[row * forward.width + forward.width - 1 - k] = sums.weight[k];
+        }
+    }
+    if (params.dbias != nullptr) {
+        params.dbias[row] = sums.bias;
+    }
+}
+
+// Adds up the sums of groups of `lanes` lanes; each lane gets the result.
+__device__ __forceinline__ void reduce_sums(int lanes, ConvSums& sums) {
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+#pragma unroll
+        for (int k = 0; k < kConvMaxWidth; ++k) {
+            sums.weight[k] += __shfl_xor_sync(kFullWarp, sums.weight[k], distance);
+        }
+        sums.bias += __shfl_xor_sync(kFullWarp, sums.bias, distance);
     }
 }
 

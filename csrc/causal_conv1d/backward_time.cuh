@@ -2,175 +2,167 @@
 #pragma once
 
 #include "causal_conv1d/backward_common.cuh"
+#include "causal_conv1d/time_common.cuh"
 
 namespace mamba {
 
-// A group of 2^lanes_log2 lanes takes one channel and every item of one slot. It walks a segment backwards in tiles of
-// lanes * V steps, so that the g after a tile is in a register; only a segment's own end computes it anew.
-template <typename T, int V>
-__global__ void __launch_bounds__(kConvThreads, 2)
-    causal_conv1d_backward_time(const MambaCausalConv1dBackward params, const int lanes_log2, const int64_t segments) {
+// A group of 2^lanes_log2 lanes takes one channel and every item of one slot. It walks a segment backwards, a vector of steps
+// a lane and tile, so that the g after a tile is in a register; only a segment's own end computes it anew. The tile before
+// is on its way while one is computed. `slack`: by how many steps a row's vectors may reach beyond its own length.
+template <typename T, bool kPlain>
+__global__ void __launch_bounds__(kConvThreads, 3)
+    causal_conv1d_backward_time(const MambaCausalConv1dBackward params, const int lanes_log2, const unsigned segment,
+                                const unsigned segments, const int slack) {
+    constexpr int V = kTimeVector<T>;
     const MambaCausalConv1d& forward = params.forward;
+    const ConvOptions options = conv_options<kPlain>(forward);
     const int lanes = 1 << lanes_log2;
     const int lane = threadIdx.x & 31;
     const int sublane = lane & (lanes - 1);
-    const int group_start = lane & ~(lanes - 1);
+    const bool last = sublane == lanes - 1;
+    const int lane_before = (lane & ~(lanes - 1)) | ((sublane - 1) & (lanes - 1));
+    const int lane_after = (lane & ~(lanes - 1)) | ((sublane + 1) & (lanes - 1));
     const int64_t warp = static_cast<int64_t>(blockIdx.x) * kConvWarps + (threadIdx.x >> 5);
-    const int64_t channel_groups = ceil_div(forward.dim, static_cast<int64_t>(32) >> lanes_log2);
-    const int64_t slot = warp / channel_groups;
-    if (slot >= params.slots) {
+    const int64_t first_channel = warp << (5 - lanes_log2);
+    if (first_channel >= forward.dim) {
         return;
     }
-    int64_t channel = ((warp - slot * channel_groups) << (5 - lanes_log2)) + (lane >> lanes_log2);
+    int64_t channel = first_channel + (lane >> lanes_log2);
     const bool active = channel < forward.dim;  // idle lanes stay for the shuffles
-    channel = active ? channel : forward.dim - 1;
-    const ConvTaps taps = load_taps(forward, channel);
-    const int64_t x_step = V == 1 ? forward.x_len_stride : 1;
-    const int64_t dout_step = V == 1 ? params.dout_len_stride : 1;
-    const int64_t dx_step = V == 1 ? params.dx_len_stride : 1;
+    channel = active ? channel : first_channel;
+    const unsigned slot = blockIdx.y;
+    const unsigned slots = gridDim.y;
     const int tile = lanes * V;
+    const RawTaps raw_taps = load_raw_taps<kPlain>(forward, channel);
 
     ConvSums sums = {};
-    for (int64_t item = slot; item < forward.batch * segments; item += params.slots) {
-        const int64_t batch = item / segments;
-        const int64_t begin = (item - batch * segments) * kConvSegment;
-        const int length = static_cast<int>(forward.seqlen - begin < kConvSegment ? forward.seqlen - begin : kConvSegment);
-        const T* x =
-            static_cast<const T*>(forward.x) + batch * forward.x_batch_stride + channel * forward.x_dim_stride + begin * x_step;
-        const T* dout = static_cast<const T*>(params.dout) + batch * params.dout_batch_stride +
-                        channel * params.dout_dim_stride + begin * dout_step;
-        T* dx = static_cast<T*>(params.dx) + batch * params.dx_batch_stride + channel * params.dx_dim_stride + begin * dx_step;
-        const int32_t* seq_idx = forward.seq_idx != nullptr ? forward.seq_idx + batch * forward.seqlen : nullptr;
+    unsigned index = slot % segments;  // of the segment
+    for (int64_t batch = slot / segments; batch < forward.batch;) {
+        const T* x = static_cast<const T*>(forward.x) + batch * forward.x_batch_stride + channel * forward.x_dim_stride;
+        const T* dout =
+            static_cast<const T*>(params.dout) + batch * params.dout_batch_stride + channel * params.dout_dim_stride;
+        T* dx = static_cast<T*>(params.dx) + batch * params.dx_batch_stride + channel * params.dx_dim_stride;
+        const int phase = row_phase(x);
+        const int64_t grid_begin = static_cast<int64_t>(index) * segment;
+        const bool more = index + 1 < segments;
+        const int64_t grid_left = forward.seqlen + slack - grid_begin;
+        const int grid_length = more ? static_cast<int>(segment) : static_cast<int>(grid_left);
+        const int64_t begin = grid_begin - phase;
+        // From here on steps count from `begin`; this segment holds first <= step < end.
+        const int first = index == 0 ? phase : 0;
+        const int end = !active ? 0 : (more ? static_cast<int>(segment) : static_cast<int>(forward.seqlen - begin));
+        const int readable = index == 0 ? first : -V;  // how far back x reaches, as far as it is asked for
+        x += begin;
+        dout += begin;
+        dx += begin;
 
-        float after[kConvHalo];  // g of the steps that follow the tile in hand
+        int offset = (grid_length - 1) / tile * tile + sublane * V;
+        const auto load_x = [&](int at) {
+            if (at >= readable && at + V <= end) {
+                return packed_load<T, V>(x + at);
+            }
+            Packed<T, V> vector = packed_zero<T, V>();
+            if (at >= -V && at < end) {
+                vector = load_some(x, at, first, end);
+                add_initial_states<T, V>(forward, batch, channel, begin + at, vector);
+            }
+            return vector;
+        };
+        const auto load_dout = [&](int at) {
+            if (at >= first && at + V <= end) {
+                return packed_load<T, V>(dout + at);
+            }
+            return load_some(dout, at, first, end);
+        };
+        Packed<T, V> next_x = load_x(offset);
+        Packed<T, V> next_dout = load_dout(offset);
+        const ConvTaps taps = convert_taps<kPlain>(forward, raw_taps);
+        float after[kConvHalo] = {};  // in a group's first lane: g of the steps that follow the tile in hand
+        if (more) {                   // then a whole warp shares the row
+            const float g = lane < kConvHalo ? conv_gradient<T>(params, batch, channel, begin + end + lane, taps) : 0.0f;
 #pragma unroll
-        for (int k = 0; k < kConvHalo; ++k) {
-            after[k] = 0.0f;
-            if (active && sublane >= lanes - kConvHalo) {
-                after[k] = conv_gradient<T>(params, batch, channel, begin + length + k, taps);
+            for (int k = 0; k < kConvHalo; ++k) {
+                after[k] = __shfl_sync(kFullWarp, g, k);
             }
         }
-        const int last_tile = (length + tile - 1) / tile - 1;
-        Packed<T, V> next_x = packed_zero<T, V>();
-        Packed<T, V> next_dout = packed_zero<T, V>();
-        if (active && length > 0 && last_tile * tile + sublane * V < length) {
-            next_x = packed_load<T, V>(x + (last_tile * tile + sublane * V) * x_step);
-            next_dout = packed_load<T, V>(dout + (last_tile * tile + sublane * V) * dout_step);
-        }
-        for (int start = last_tile * tile; start >= 0; start -= tile) {
-            const int offset = start + sublane * V;
-            const int64_t t = begin + offset;
-            const bool inside = active && offset < length;
-            const Packed<T, V> packed_x = next_x;
-            const Packed<T, V> packed_dout = next_dout;
-            if (active && start > 0) {  // the tile before, while this one is computed
-                next_x = packed_load<T, V>(x + (offset - tile) * x_step);
-                next_dout = packed_load<T, V>(dout + (offset - tile) * dout_step);
-            }
-
+        for (int start = (grid_length - 1) / tile * tile; start >= 0; start -= tile, offset -= tile) {
             float inputs[kConvHalo + V];
-            float dout_values[V];
-            unpack<T, V>(packed_x, inputs + kConvHalo);
-            unpack<T, V>(packed_dout, dout_values);
-#pragma unroll
-            for (int i = 0; i < kConvHalo; ++i) {
-                if constexpr (V == 1) {
-                    inputs[i] = inside ? conv_input<T>(forward, batch, channel, t - kConvHalo + i) : 0.0f;
-                } else {
-                    inputs[i] = __shfl_up_sync(kFullWarp, inputs[V + i], 1);
-                }
+            float g[V + kConvHalo];
+            unpack<T, V>(next_x, inputs + kConvHalo);
+            unpack<T, V>(next_dout, g);
+            const Packed<T, V> own_x = next_x;
+            if (start > 0 || last) {  // at the segment's start only the last lane's vector is asked for
+                next_x = load_x(offset - tile);
             }
-            if (V > 1 && sublane == 0 && inside) {
-#pragma unroll
-                for (int i = 0; i < kConvHalo; ++i) {
-                    inputs[i] = conv_input<T>(forward, batch, channel, t - kConvHalo + i);
-                }
+            if (start > 0) {
+                next_dout = load_dout(offset - tile);
             }
+            inputs_before(own_x, next_x, last, lane_before, inputs);
 
+            const bool whole = offset >= first && offset + V <= end;
             uint32_t lag_mask = 0;
             uint32_t lead_mask = 0;
-            if (seq_idx != nullptr && inside) {
-                lag_mask = sequence_mask<V, false>(seq_idx, t, forward.seqlen);
-                lead_mask = sequence_mask<V, true>(seq_idx, t, forward.seqlen);
+            if (options.masked && offset < end) {
+                const int32_t* seq_idx = forward.seq_idx + batch * forward.seqlen;
+                lag_mask = sequence_mask<V, false>(seq_idx, begin + offset, forward.seqlen);
+                lead_mask = sequence_mask<V, true>(seq_idx, begin + offset, forward.seqlen);
             }
-            float g[V + kConvHalo];
-            gradients<V>(forward, taps, inputs, lag_mask, dout_values, g);
+            gradients<V>(options, taps, inputs, lag_mask, g, g);
+            if (!whole) {
 #pragma unroll
-            for (int j = 0; j < V; ++j) {
-                g[j] = inside ? g[j] : 0.0f;  // beyond the end even NaN counts as nothing
-            }
-            // g of the next steps: from the lanes that follow, for a group's last lanes from the tile after.
-            if constexpr (V == 1) {
-#pragma unroll
-                for (int k = 1; k <= kConvHalo; ++k) {
-                    const float neighbour = __shfl_down_sync(kFullWarp, g[0], k);
-                    float beyond = after[0];
-                    beyond = sublane + k - lanes == 1 ? after[1] : beyond;
-                    beyond = sublane + k - lanes == 2 ? after[2] : beyond;
-                    g[k] = sublane + k < lanes ? neighbour : beyond;
-                }
-#pragma unroll
-                for (int k = 0; k < kConvHalo; ++k) {
-                    after[k] = __shfl_sync(kFullWarp, g[0], group_start + k);
-                }
-            } else {
-#pragma unroll
-                for (int k = 0; k < kConvHalo; ++k) {
-                    const float neighbour = __shfl_down_sync(kFullWarp, g[k], 1);
-                    g[V + k] = sublane + 1 < lanes ? neighbour : after[k];
-                    after[k] = __shfl_sync(kFullWarp, g[k], group_start);
+                for (int j = 0; j < V; ++j) {  // beyond the ends even NaN counts as nothing
+                    g[j] = offset + j >= first && offset + j < end ? g[j] : 0.0f;
                 }
             }
-
-            if (inside) {
-                accumulate<V>(forward, inputs, lag_mask, g, sums);
+#pragma unroll
+            for (int k = 0; k < kConvHalo; ++k) {
+                g[V + k] = __shfl_sync(kFullWarp, sublane == 0 ? after[k] : g[k], lane_after);
+                after[k] = g[k];
+            }
+            if (offset < end) {
                 float dx_values[V];
-                input_gradients<V>(forward, taps, g, lead_mask, dx_values);
-                if (params.dfinal_states != nullptr && t + V + kConvHalo > forward.seqlen) {
+                accumulate<V>(options, inputs, lag_mask, g, sums);
+                input_gradients<V>(options, taps, g, lead_mask, dx_values);
+                if (params.dfinal_states != nullptr && begin + offset + V + kConvHalo > forward.seqlen) {
 #pragma unroll
                     for (int j = 0; j < V; ++j) {
-                        dx_values[j] += final_state_gradient<T>(params, batch, channel, t + j);
+                        dx_values[j] += final_state_gradient<T>(params, batch, channel, begin + offset + j);
                     }
                 }
-                packed_store<T, V>(dx + offset * dx_step, pack<T, V>(dx_values));
+                if (whole) {
+                    packed_store<T, V>(dx + offset, pack<T, V>(dx_values));
+                } else {
+                    store_some(dx, offset, first, end, dx_values);
+                }
             }
         }
-        if (params.dinitial_states != nullptr && begin == 0 && active && sublane == 0) {
+        if (params.dinitial_states != nullptr && index == 0 && active && sublane == 0) {
             store_initial_gradient<T>(params, batch, channel, taps);
         }
+        index += slots;
+        batch += index / segments;
+        index %= segments;
     }
 
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-#pragma unroll
-        for (int k = 0; k < kConvMaxWidth; ++k) {
-            sums.weight[k] += __shfl_xor_sync(kFullWarp, sums.weight[k], distance);
-        }
-        sums.bias += __shfl_xor_sync(kFullWarp, sums.bias, distance);
-    }
+    reduce_sums(lanes, sums);
     if (active && sublane == 0) {
-        const int64_t row = slot * forward.dim + channel;
-#pragma unroll
-        for (int k = 0; k < kConvMaxWidth; ++k) {
-            if (k < forward.width) {
-                params.dweight[row * forward.width + forward.width - 1 - k] = sums.weight[k];
-            }
-        }
-        if (params.dbias != nullptr) {
-            params.dbias[row] = sums.bias;
-        }
+        store_sums(params, slot, channel, sums);
     }
 }
 
-template <typename T, int V>
-cudaError_t launch_backward_time(const MambaCausalConv1dBackward& params) {
+template <typename T>
+cudaError_t launch_backward_time(const MambaCausalConv1dBackward& params, bool aligned) {
+    constexpr int V = kTimeVector<T>;
     const MambaCausalConv1d& forward = params.forward;
-    // With one step a lane, a group must hold the kConvHalo steps that the tile before it asks for.
-    const int lanes_log2 = ceil_log2(ceil_div(forward.seqlen, V), V == 1 ? 2 : 0, 5);
-    const int64_t channel_groups = ceil_div(forward.dim, static_cast<int64_t>(32) >> lanes_log2);
-    const int64_t blocks = ceil_div(channel_groups * params.slots, kConvWarps);
-    causal_conv1d_backward_time<T, V>
-        <<<static_cast<unsigned>(blocks), kConvThreads, 0, static_cast<cudaStream_t>(forward.run.stream)>>>(
-            params, lanes_log2, causal_conv1d_segments(forward));
+    const ConvBackwardPlan plan = causal_conv1d_backward_plan(forward);
+    const int slack = aligned ? 0 : V - 1;
+    const int lanes_log2 = ceil_log2(ceil_div(forward.seqlen + slack, V), 0, 5);
+    const int64_t groups = ceil_div(forward.dim, static_cast<int64_t>(32) >> lanes_log2);
+    const dim3 grid(static_cast<unsigned>(ceil_div(groups, kConvWarps)), static_cast<unsigned>(plan.slots));
+    const cudaStream_t stream = static_cast<cudaStream_t>(forward.run.stream);
+    const auto kernel = is_plain(forward) ? causal_conv1d_backward_time<T, true> : causal_conv1d_backward_time<T, false>;
+    kernel<<<grid, kConvThreads, 0, stream>>>(params, lanes_log2, static_cast<unsigned>(plan.segment),
+                                              static_cast<unsigned>(plan.segments), slack);
     return cudaGetLastError();
 }
 

@@ -1,5 +1,5 @@
 // The causal convolution's C ABI on the GPU: checks, then the dtype's kernels.
-#include "causal_conv1d/cuda_common.cuh"
+#include "causal_conv1d/backward_plan.cuh"
 
 namespace mamba {
 
@@ -100,11 +100,7 @@ int32_t mamba_causal_conv1d_forward(const MambaCausalConv1d* params) {
 }
 
 int64_t mamba_causal_conv1d_backward_slots(const MambaCausalConv1d* params) {
-    if (params == nullptr || params->batch <= 0) {
-        return 1;
-    }
-    const int64_t items = params->batch * mamba::causal_conv1d_segments(*params);
-    return items < mamba::kConvMaxSlots ? items : mamba::kConvMaxSlots;
+    return params == nullptr ? 1 : mamba::causal_conv1d_backward_plan(*params).slots;
 }
 
 int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params) {

@@ -19,14 +19,6 @@ cudaError_t causal_conv1d_backward_launch(const MambaCausalConv1dBackward& param
 template <typename T>
 cudaError_t causal_conv1d_update_launch(const MambaCausalConv1dUpdate& params);
 
-// The backward kernels walk (batch, segment) items; item i adds to slot i % slots, so the sums' order is fixed.
-constexpr int kConvSegment = 512;
-constexpr int64_t kConvMaxSlots = 256;
-
-inline int64_t causal_conv1d_segments(const MambaCausalConv1d& params) {
-    return params.seqlen > kConvSegment ? ceil_div(params.seqlen, kConvSegment) : 1;
-}
-
 // Weights by lag: weight[k] multiplies the input k steps ago. Lags of the width and beyond are never multiplied, rather
 // than multiplied by zero: an infinity there would turn into NaN.
 struct ConvTaps {
@@ -34,18 +26,87 @@ struct ConvTaps {
     float bias;
 };
 
-__device__ __forceinline__ ConvTaps load_taps(const MambaCausalConv1d& params, int64_t channel) {
-    ConvTaps taps;
+// One channel's taps as they lie in memory. They are loaded together and converted later: a dtype's branch around each load
+// and its conversion would make every load wait for the one before.
+struct RawTaps {
+    uint32_t weight[kConvMaxWidth];
+    uint32_t bias;
+};
+
+__device__ __forceinline__ uint32_t load_bits(const void* data, int64_t index, int32_t dtype) {
+    return dtype == MAMBA_FLOAT32 ? static_cast<const uint32_t*>(data)[index] : static_cast<const uint16_t*>(data)[index];
+}
+
+__device__ __forceinline__ float float_from_bits(uint32_t bits, int32_t dtype) {
+    if (dtype == MAMBA_FLOAT32) {
+        return __uint_as_float(bits);
+    }
+    return dtype == MAMBA_FLOAT16 ? unpack2<__half>(bits).x : unpack2<__nv_bfloat16>(bits).x;
+}
+
+template <bool kPlain>
+__device__ __forceinline__ RawTaps load_raw_taps(const MambaCausalConv1d& params, int64_t channel) {
+    RawTaps raw = {};
+    if constexpr (kPlain) {  // four weights with one access
+        if (params.weight_dtype == MAMBA_FLOAT32) {
+            const uint4 words = static_cast<const uint4*>(params.weight)[channel];
+            raw.weight[0] = words.x;
+            raw.weight[1] = words.y;
+            raw.weight[2] = words.z;
+            raw.weight[3] = words.w;
+        } else {
+            const uint2 words = static_cast<const uint2*>(params.weight)[channel];
+            raw.weight[0] = words.x;
+            raw.weight[1] = words.y;
+        }
+    } else {
 #pragma unroll
-    for (int lag = 0; lag < kConvMaxWidth; ++lag) {
-        taps.weight[lag] = 0.0f;
-        if (lag < params.width) {
-            const int64_t index = channel * params.width + params.width - 1 - lag;
-            taps.weight[lag] = load_as_float(params.weight, index, params.weight_dtype);
+        for (int lag = 0; lag < kConvMaxWidth; ++lag) {
+            if (lag < params.width) {
+                raw.weight[lag] =
+                    load_bits(params.weight, channel * params.width + params.width - 1 - lag, params.weight_dtype);
+            }
         }
     }
-    taps.bias = params.bias != nullptr ? load_as_float(params.bias, channel, params.bias_dtype) : 0.0f;
+    raw.bias = params.bias != nullptr ? load_bits(params.bias, channel, params.bias_dtype) : 0;
+    return raw;
+}
+
+template <bool kPlain>
+__device__ __forceinline__ ConvTaps convert_taps(const MambaCausalConv1d& params, const RawTaps& raw) {
+    ConvTaps taps;
+    if constexpr (kPlain) {
+        if (params.weight_dtype == MAMBA_FLOAT32) {
+#pragma unroll
+            for (int lag = 0; lag < kConvMaxWidth; ++lag) {
+                taps.weight[lag] = __uint_as_float(raw.weight[kConvMaxWidth - 1 - lag]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kConvMaxWidth / 2; ++i) {
+                const float2 pair = params.weight_dtype == MAMBA_FLOAT16 ? unpack2<__half>(raw.weight[i])
+                                                                         : unpack2<__nv_bfloat16>(raw.weight[i]);
+                taps.weight[kConvMaxWidth - 1 - 2 * i] = pair.x;
+                taps.weight[kConvMaxWidth - 2 - 2 * i] = pair.y;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int lag = 0; lag < kConvMaxWidth; ++lag) {
+            taps.weight[lag] = float_from_bits(raw.weight[lag], params.weight_dtype);
+        }
+    }
+    taps.bias = float_from_bits(raw.bias, params.bias_dtype);
     return taps;
+}
+
+__device__ __forceinline__ ConvTaps load_taps(const MambaCausalConv1d& params, int64_t channel) {
+    return convert_taps<false>(params, load_raw_taps<false>(params, channel));
+}
+
+// The batch entry of a block of batch_grid; it may be beyond the last one.
+__device__ __forceinline__ int64_t grid_batch() {
+    return static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
 }
 
 // d silu(x) / dx
@@ -138,6 +199,18 @@ __device__ __forceinline__ void convolve(const ConvTaps& taps, int width, const 
 
 // ---- host ------------------------------------------------------------------------------------------------------------
 
+// The forward kernels' grid: `blocks` for each batch entry. The second dimension holds no more than 65535 of them.
+inline dim3 batch_grid(int64_t blocks, int64_t batch) {
+    const int64_t y = batch < 65535 ? batch : 65535;
+    return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(y), static_cast<unsigned>(ceil_div(batch, y)));
+}
+
+// The common case, for which kernels have a form without run-time branches: width 4, silu, no sequences. kPlain below.
+inline bool is_plain(const MambaCausalConv1d& params) {
+    return params.width == kConvMaxWidth && params.silu && params.seq_idx == nullptr &&
+           pointer_is_aligned(params.weight, kConvMaxWidth * dtype_size(params.weight_dtype));
+}
+
 // The strides and the pointer of one (B, D, L) tensor.
 struct ConvLayout {
     const void* data;
@@ -149,17 +222,30 @@ inline bool is_channel_last(const MambaCausalConv1d& params) {
     return params.x_dim_stride == 1 && (params.x_len_stride != 1 || params.seqlen <= 1);
 }
 
-// Whether `vector` neighbouring elements can be moved at once everywhere in this tensor.
-inline bool can_vectorise(const MambaCausalConv1d& params, const ConvLayout& layout, bool channel_last, int vector) {
+// Whether `vector` neighbouring channels can be moved at once everywhere in this tensor.
+inline bool can_vectorise_channels(const MambaCausalConv1d& params, const ConvLayout& layout, int vector) {
     const int64_t size = dtype_size(params.dtype);
     const int64_t bytes = vector * size;
-    const int64_t inner = channel_last ? params.dim : params.seqlen;
-    const int64_t inner_stride = channel_last ? layout.dim_stride : layout.len_stride;
-    const int64_t outer = channel_last ? params.seqlen : params.dim;
-    const int64_t outer_stride = channel_last ? layout.len_stride : layout.dim_stride;
-    return inner % vector == 0 && inner_stride == 1 && pointer_is_aligned(layout.data, bytes) &&
-           stride_is_aligned(outer, outer_stride, size, bytes) &&
+    return params.dim % vector == 0 && layout.dim_stride == 1 && pointer_is_aligned(layout.data, bytes) &&
+           stride_is_aligned(params.seqlen, layout.len_stride, size, bytes) &&
            stride_is_aligned(params.batch, layout.batch_stride, size, bytes);
+}
+
+// Whether steps are neighbours in this tensor and each of its rows lies as that of `reference` does between addresses
+// that are multiples of 16 bytes. Rows need not begin at one: lengths may be odd.
+inline bool rows_lie_alike(const MambaCausalConv1d& params, const ConvLayout& reference, const ConvLayout& layout) {
+    const int64_t size = dtype_size(params.dtype);
+    const int64_t distance = reinterpret_cast<intptr_t>(layout.data) - reinterpret_cast<intptr_t>(reference.data);
+    return (layout.len_stride == 1 || params.seqlen <= 1) && distance % 16 == 0 && pointer_is_aligned(layout.data, size) &&
+           stride_is_aligned(params.dim, layout.dim_stride - reference.dim_stride, size, 16) &&
+           stride_is_aligned(params.batch, layout.batch_stride - reference.batch_stride, size, 16);
+}
+
+// Whether every row of x begins at a multiple of 16 bytes and is as long as one.
+inline bool rows_are_aligned(const MambaCausalConv1d& params, const ConvLayout& x) {
+    const int64_t size = dtype_size(params.dtype);
+    return params.seqlen * size % 16 == 0 && pointer_is_aligned(x.data, 16) &&
+           stride_is_aligned(params.dim, x.dim_stride, size, 16) && stride_is_aligned(params.batch, x.batch_stride, size, 16);
 }
 
 }  // namespace mamba
