@@ -70,7 +70,7 @@ def _backward(
     dC = _parts_like(C, parts if C.dim() == 2 else slots)
     if plan.zeroed_sums:
         for matrix, gradient in ((B, dB), (C, dC)):
-            if matrix.dim() == 4:
+            if matrix.dim() > 2:
                 gradient.zero_()
     dD = None if D is None else _parts_like(D, parts)
     ddelta_bias = None if delta_bias is None else _parts_like(delta_bias, parts)
