@@ -158,8 +158,8 @@ def block(machine):
         def both(layer=layer, x=x, wanted=wanted, dout=dout):
             return torch.autograd.grad(layer(x), wanted, dout)
 
-        forward_ms = gpu_milliseconds(layer, [(x,)])
-        both_ms = gpu_milliseconds(both, [()])
+        forward_ms = gpu_milliseconds(layer, [(x,)], with_host=True)
+        both_ms = gpu_milliseconds(both, [()], with_host=True)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""Timing by PERFORMANCE's rules: events, warm-up, medians, rotating inputs, and the machine's own ceilings."""
+"""Timing: events, warm-up, medians, rotating inputs, and the machine's own ceilings."""
 
 import itertools
 import statistics
@@ -20,17 +20,19 @@ def tensor_bytes(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
-def gpu_milliseconds(function, sets):
+def gpu_milliseconds(function, sets, with_host=False):
     """Median milliseconds on the GPU of function(*set), by events.
 
-    The GPU is kept busy while the host queues the calls, so that the host's time is not in the result.
+    The GPU is kept busy while the host queues the calls, so that the host's time is not in the result; with_host: it is
+    not, and where the GPU waits for the host, that is in the result.
     """
     turns = itertools.cycle(sets)
     for _ in range(max(WARM_UP, len(sets))):
         function(*next(turns))
     torch.cuda.synchronize()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
-    torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
+    if not with_host:
+        torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
     for start, stop in events:
         start.record()
         function(*next(turns))
