@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
     constexpr int kValues = kConvMaxWidth + 1;
     __shared__ float partial[kConvWarps][V * kValues][32];
     const MambaCausalConv1d& forward = params.forward;
-    const ConvOptions options = conv_options<kPlain>(forward);
+    const ConvOptions row_options = conv_options<kPlain>(forward);
     const int lane = threadIdx.x & 31;
     const int warp = threadIdx.x >> 5;
     const unsigned slot = blockIdx.y;
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
         const int own_end = own_begin + share < length ? own_begin + share : length;
         const int count = own_end - own_begin;  // this warp's steps, from `begin`; none or fewer where steps are few
         const int64_t begin = segment_begin + own_begin;
-        if (params.dinitial_states != nullptr && row_begins && warp == 0) {
+        if (!kPlain && params.dinitial_states != nullptr && row_begins && warp == 0) {
             for (int v = 0; v < V; ++v) {
                 // Its own taps: an index that is not a constant would send the array to local memory.
                 store_initial_gradient<T>(params, this_batch, channel + v, load_taps(forward, channel + v));
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
             for (int i = 1; i <= kConvHalo; ++i) {
 #pragma unroll
                 for (int v = 0; v < V; ++v) {
-                    x_ring[kRing - i][v] = conv_input<T>(forward, this_batch, channel + v, begin - i);
+                    x_ring[kRing - i][v] = conv_input<T, kPlain>(forward, this_batch, channel + v, begin - i);
                 }
             }
         }
@@ -108,27 +108,33 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                 g_ring[i][v] = 0.0f;
             }
         }
+        const T* ahead_x = x + kRing * forward.x_len_stride;
+        const T* ahead_dout = dout + kRing * params.dout_len_stride;
         for (int start = 0; start < count + kConvHalo; start += kRing) {
             Packed<T, V> packed_x[kRing];
             Packed<T, V> packed_dout[kRing];
-            x += kRing * forward.x_len_stride;
-            dout += kRing * params.dout_len_stride;
 #pragma unroll
             for (int i = 0; i < kRing; ++i) {
                 packed_x[i] = next_x[i];
                 packed_dout[i] = next_dout[i];
+                ahead_x = opaque(ahead_x);
+                ahead_dout = opaque(ahead_dout);
                 if (start + kRing + i < end) {
-                    next_x[i] = packed_load<T, V>(x + i * forward.x_len_stride);
-                    next_dout[i] = packed_load<T, V>(dout + i * params.dout_len_stride);
+                    next_x[i] = packed_load<T, V>(ahead_x);
+                    next_dout[i] = packed_load<T, V>(ahead_dout);
                 }
+                ahead_x += forward.x_len_stride;
+                ahead_dout += params.dout_len_stride;
             }
             uint32_t lag_mask = 0;
             uint32_t lead_mask = 0;
-            if (options.masked) {
+            if (row_options.masked) {
                 const int32_t* seq_idx = forward.seq_idx + this_batch * forward.seqlen;
                 lag_mask = sequence_mask<kRing, false>(seq_idx, begin + start, forward.seqlen);
                 lead_mask = sequence_mask<kRing, true>(seq_idx, begin + start - kConvHalo, forward.seqlen);
             }
+            ConvOptions options = row_options;
+            options.masked = options.masked && (lag_mask & lead_mask) != kOneSequence<kRing>;
 #pragma unroll
             for (int i = 0; i < kRing; ++i) {
                 const int s = start + i;
@@ -157,18 +163,19 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                     }
                     input_gradients<1>(options, taps[v], g, lead_mask >> (kConvHalo * i), &dx_values[v]);
                 }
+                dx = opaque(dx);
                 const int done = s - kConvHalo;  // the step whose dx is complete
                 if (done >= 0 && done < count) {
-                    if (params.dfinal_states != nullptr && begin + done + kConvHalo >= forward.seqlen) {
+                    if (!kPlain && params.dfinal_states != nullptr && begin + done + kConvHalo >= forward.seqlen) {
 #pragma unroll
                         for (int v = 0; v < V; ++v) {
                             dx_values[v] += final_state_gradient<T>(params, this_batch, channel + v, begin + done);
                         }
                     }
-                    packed_store<T, V>(dx + i * params.dx_len_stride, pack<T, V>(dx_values));
+                    packed_store<T, V>(dx, pack<T, V>(dx_values));
                 }
+                dx += params.dx_len_stride;
             }
-            dx += kRing * params.dx_len_stride;
         }
     }
 
@@ -207,8 +214,8 @@ cudaError_t launch_backward_channel(const MambaCausalConv1dBackward& params) {
     const ConvBackwardPlan plan = causal_conv1d_backward_plan(forward);
     const dim3 grid(static_cast<unsigned>(ceil_div(forward.dim, 32 * V)), static_cast<unsigned>(plan.slots));
     const cudaStream_t stream = static_cast<cudaStream_t>(forward.run.stream);
-    const auto kernel = V > 1 && is_plain(forward) ? causal_conv1d_backward_channel<T, V, (V > 1)>
-                                                   : causal_conv1d_backward_channel<T, V, false>;
+    const auto kernel =
+        V > 1 && is_plain(params) ? causal_conv1d_backward_channel<T, V, (V > 1)> : causal_conv1d_backward_channel<T, V, false>;
     kernel<<<grid, kConvThreads, 0, stream>>>(params, static_cast<int>(plan.segment), static_cast<unsigned>(plan.segments));
     return cudaGetLastError();
 }

@@ -24,9 +24,18 @@ __device__ __forceinline__ float conv_gradient(const MambaCausalConv1dBackward& 
         mask = sequence_mask<1, false>(forward.seq_idx + batch * forward.seqlen, step, forward.seqlen);
     }
     float inputs[kConvHalo + 1];
+    if (step >= kConvHalo) {  // four loads that do not wait for one another
+        const T* x = static_cast<const T*>(forward.x) + batch * forward.x_batch_stride + channel * forward.x_dim_stride +
+                     (step - kConvHalo) * forward.x_len_stride;
 #pragma unroll
-    for (int i = 0; i <= kConvHalo; ++i) {
-        inputs[i] = conv_input<T>(forward, batch, channel, step - kConvHalo + i);
+        for (int i = 0; i <= kConvHalo; ++i) {
+            inputs[i] = to_float(x[i * forward.x_len_stride]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i <= kConvHalo; ++i) {
+            inputs[i] = conv_input<T>(forward, batch, channel, step - kConvHalo + i);
+        }
     }
     float sum;
     convolve<1>(taps, forward.width, inputs, forward.seq_idx != nullptr, mask, &sum);
@@ -73,6 +82,10 @@ struct ConvOptions {
     int width;
     bool silu, masked;
 };
+
+inline bool is_plain(const MambaCausalConv1dBackward& params) {
+    return is_plain(params.forward) && params.dinitial_states == nullptr && params.dfinal_states == nullptr;
+}
 
 template <bool kPlain>
 __device__ __forceinline__ ConvOptions conv_options(const MambaCausalConv1d& params) {

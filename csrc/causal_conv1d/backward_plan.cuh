@@ -19,7 +19,7 @@ struct ConvBackwardPlan {
 inline ConvBackwardPlan causal_conv1d_backward_plan(const MambaCausalConv1d& params) {
     const bool channel_last = is_channel_last(params);
     // Enough warps for a GPU several times over; beyond that, long walks that share taps, sums and starts are better.
-    constexpr int64_t kWarps = static_cast<int64_t>(1) << 15;
+    constexpr int64_t kWarps = static_cast<int64_t>(1) << 14;
     const int64_t length = params.seqlen > 0 ? params.seqlen : 1;
     const int64_t batch = params.batch > 0 ? params.batch : 1;
     const int64_t dim = params.dim > 0 ? params.dim : 1;
@@ -36,7 +36,7 @@ inline ConvBackwardPlan causal_conv1d_backward_plan(const MambaCausalConv1d& par
     }
     plan.segments = ceil_div(length, plan.segment);
     const int64_t items = batch * plan.segments;
-    int64_t share = warps * items / kWarps;  // items a slot
+    int64_t share = warps * items / (2 * kWarps);  // items a slot
     share = share > 1 ? share : 1;
     plan.slots = ceil_div(items, share);
     plan.slots = plan.slots < kConvMaxSlots ? plan.slots : kConvMaxSlots;

@@ -9,26 +9,26 @@ namespace mamba {
 // A group of 2^lanes_log2 lanes takes one channel and every item of one slot. It walks a segment backwards, a vector of steps
 // a lane and tile, so that the g after a tile is in a register; only a segment's own end computes it anew. The tile before
 // is on its way while one is computed. `slack`: by how many steps a row's vectors may reach beyond its own length.
-template <typename T, bool kPlain>
-__global__ void __launch_bounds__(kConvThreads, 3)
+template <typename T, bool kPlain, bool kAligned>
+__global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
     causal_conv1d_backward_time(const MambaCausalConv1dBackward params, const int lanes_log2, const unsigned segment,
                                 const unsigned segments, const int slack) {
     constexpr int V = kTimeVector<T>;
     const MambaCausalConv1d& forward = params.forward;
-    const ConvOptions options = conv_options<kPlain>(forward);
-    const int lanes = 1 << lanes_log2;
+    const ConvOptions row_options = conv_options<kPlain>(forward);
+    const int lanes = kPlain ? 32 : 1 << lanes_log2;
     const int lane = threadIdx.x & 31;
     const int sublane = lane & (lanes - 1);
     const bool last = sublane == lanes - 1;
     const int lane_before = (lane & ~(lanes - 1)) | ((sublane - 1) & (lanes - 1));
     const int lane_after = (lane & ~(lanes - 1)) | ((sublane + 1) & (lanes - 1));
     const int64_t warp = static_cast<int64_t>(blockIdx.x) * kConvWarps + (threadIdx.x >> 5);
-    const int64_t first_channel = warp << (5 - lanes_log2);
+    const int64_t first_channel = kPlain ? warp : warp << (5 - lanes_log2);
     if (first_channel >= forward.dim) {
         return;
     }
-    int64_t channel = first_channel + (lane >> lanes_log2);
-    const bool active = channel < forward.dim;  // idle lanes stay for the shuffles
+    int64_t channel = kPlain ? first_channel : first_channel + (lane >> lanes_log2);
+    const bool active = kPlain || channel < forward.dim;  // idle lanes stay for the shuffles
     channel = active ? channel : first_channel;
     const unsigned slot = blockIdx.y;
     const unsigned slots = gridDim.y;
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kConvThreads, 3)
         const T* dout =
             static_cast<const T*>(params.dout) + batch * params.dout_batch_stride + channel * params.dout_dim_stride;
         T* dx = static_cast<T*>(params.dx) + batch * params.dx_batch_stride + channel * params.dx_dim_stride;
-        const int phase = row_phase(x);
+        const int phase = kAligned ? 0 : row_phase(x);
         const int64_t grid_begin = static_cast<int64_t>(index) * segment;
         const bool more = index + 1 < segments;
         const int64_t grid_left = forward.seqlen + slack - grid_begin;
@@ -52,18 +52,17 @@ __global__ void __launch_bounds__(kConvThreads, 3)
         const int first = index == 0 ? phase : 0;
         const int end = !active ? 0 : (more ? static_cast<int>(segment) : static_cast<int>(forward.seqlen - begin));
         const int readable = index == 0 ? first : -V;  // how far back x reaches, as far as it is asked for
-        x += begin;
-        dout += begin;
-        dx += begin;
+        x = opaque(x + begin);
+        dout = opaque(dout + begin);
+        dx = opaque(dx + begin);
 
         int offset = (grid_length - 1) / tile * tile + sublane * V;
         const auto load_x = [&](int at) {
             if (at >= readable && at + V <= end) {
                 return packed_load<T, V>(x + at);
             }
-            Packed<T, V> vector = packed_zero<T, V>();
-            if (at >= -V && at < end) {
-                vector = load_some(x, at, first, end);
+            Packed<T, V> vector = kAligned ? packed_zero<T, V>() : load_some(x, at, first, end);
+            if (!kPlain && at >= -V && at < end) {
                 add_initial_states<T, V>(forward, batch, channel, begin + at, vector);
             }
             return vector;
@@ -72,7 +71,7 @@ __global__ void __launch_bounds__(kConvThreads, 3)
             if (at >= first && at + V <= end) {
                 return packed_load<T, V>(dout + at);
             }
-            return load_some(dout, at, first, end);
+            return kAligned ? packed_zero<T, V>() : load_some(dout, at, first, end);
         };
         Packed<T, V> next_x = load_x(offset);
         Packed<T, V> next_dout = load_dout(offset);
@@ -91,22 +90,20 @@ __global__ void __launch_bounds__(kConvThreads, 3)
             unpack<T, V>(next_x, inputs + kConvHalo);
             unpack<T, V>(next_dout, g);
             const Packed<T, V> own_x = next_x;
-            if (start > 0 || last) {  // at the segment's start only the last lane's vector is asked for
-                next_x = load_x(offset - tile);
-            }
-            if (start > 0) {
-                next_dout = load_dout(offset - tile);
-            }
+            next_x = load_x(offset - tile);  // at the segment's start only what the last lane gets counts
+            next_dout = load_dout(offset - tile);
             inputs_before(own_x, next_x, last, lane_before, inputs);
 
             const bool whole = offset >= first && offset + V <= end;
             uint32_t lag_mask = 0;
             uint32_t lead_mask = 0;
-            if (options.masked && offset < end) {
+            if (row_options.masked && offset < end) {
                 const int32_t* seq_idx = forward.seq_idx + batch * forward.seqlen;
                 lag_mask = sequence_mask<V, false>(seq_idx, begin + offset, forward.seqlen);
                 lead_mask = sequence_mask<V, true>(seq_idx, begin + offset, forward.seqlen);
             }
+            ConvOptions options = row_options;
+            options.masked = options.masked && (lag_mask & lead_mask) != kOneSequence<V>;
             gradients<V>(options, taps, inputs, lag_mask, g, g);
             if (!whole) {
 #pragma unroll
@@ -123,20 +120,20 @@ __global__ void __launch_bounds__(kConvThreads, 3)
                 float dx_values[V];
                 accumulate<V>(options, inputs, lag_mask, g, sums);
                 input_gradients<V>(options, taps, g, lead_mask, dx_values);
-                if (params.dfinal_states != nullptr && begin + offset + V + kConvHalo > forward.seqlen) {
+                if (!kPlain && params.dfinal_states != nullptr && begin + offset + V + kConvHalo > forward.seqlen) {
 #pragma unroll
                     for (int j = 0; j < V; ++j) {
                         dx_values[j] += final_state_gradient<T>(params, batch, channel, begin + offset + j);
                     }
                 }
-                if (whole) {
+                if (kAligned || whole) {
                     packed_store<T, V>(dx + offset, pack<T, V>(dx_values));
                 } else {
                     store_some(dx, offset, first, end, dx_values);
                 }
             }
         }
-        if (params.dinitial_states != nullptr && index == 0 && active && sublane == 0) {
+        if (!kPlain && params.dinitial_states != nullptr && index == 0 && active && sublane == 0) {
             store_initial_gradient<T>(params, batch, channel, taps);
         }
         index += slots;
@@ -160,7 +157,10 @@ cudaError_t launch_backward_time(const MambaCausalConv1dBackward& params, bool a
     const int64_t groups = ceil_div(forward.dim, static_cast<int64_t>(32) >> lanes_log2);
     const dim3 grid(static_cast<unsigned>(ceil_div(groups, kConvWarps)), static_cast<unsigned>(plan.slots));
     const cudaStream_t stream = static_cast<cudaStream_t>(forward.run.stream);
-    const auto kernel = is_plain(forward) ? causal_conv1d_backward_time<T, true> : causal_conv1d_backward_time<T, false>;
+    auto kernel = causal_conv1d_backward_time<T, false, false>;
+    if (is_plain(params) && forward.seqlen >= kTimePlainSteps<T>) {
+        kernel = aligned ? causal_conv1d_backward_time<T, true, true> : causal_conv1d_backward_time<T, true, false>;
+    }
     kernel<<<grid, kConvThreads, 0, stream>>>(params, lanes_log2, static_cast<unsigned>(plan.segment),
                                               static_cast<unsigned>(plan.segments), slack);
     return cudaGetLastError();

@@ -109,6 +109,14 @@ __device__ __forceinline__ int64_t grid_batch() {
     return static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
 }
 
+// Hides how a pointer to global memory was computed: short of registers, the compiler would compute it again each time.
+template <typename T>
+__device__ __forceinline__ T* opaque(T* pointer) {
+    asm volatile("" : "+l"(pointer));
+    __builtin_assume(__isGlobal(pointer));  // or accesses turn generic
+    return pointer;
+}
+
 // d silu(x) / dx
 __device__ __forceinline__ float silu_slope(float value) {
     const float s = sigmoid(value);
@@ -116,14 +124,14 @@ __device__ __forceinline__ float silu_slope(float value) {
 }
 
 // The input at any step: steps before 0 come from initial_states, or are zero.
-template <typename T>
+template <typename T, bool kPlain = false>
 __device__ __forceinline__ float conv_input(const MambaCausalConv1d& params, int64_t batch, int64_t channel, int64_t step) {
     if (step >= 0) {
         return to_float(static_cast<const T*>(
             params.x)[batch * params.x_batch_stride + channel * params.x_dim_stride + step * params.x_len_stride]);
     }
     const int64_t index = params.width - 1 + step;
-    if (params.initial_states == nullptr || index < 0) {
+    if (kPlain || params.initial_states == nullptr || index < 0) {
         return 0.0f;
     }
     return to_float(
@@ -139,6 +147,9 @@ __device__ __forceinline__ void store_final_state(const MambaCausalConv1d& param
                                          index * params.final_len_stride] = from_float<T>(value);
 }
 
+template <int N>
+constexpr uint32_t kOneSequence = (1u << (kConvHalo * N)) - 1;
+
 // Bit 3 * j + k - 1 says that steps t + j and t + j - k (or + k with kLead) are of one sequence; t + j < seqlen.
 template <int N, bool kLead>
 __device__ __forceinline__ uint32_t sequence_mask(const int32_t* seq_idx, int64_t t, int64_t seqlen) {
@@ -148,6 +159,14 @@ __device__ __forceinline__ uint32_t sequence_mask(const int32_t* seq_idx, int64_
     for (int i = 0; i < N + kConvHalo; ++i) {
         const int64_t step = first + i;
         index[i] = seq_idx[step < 0 ? 0 : (step < seqlen ? step : seqlen - 1)];  // clamped: inputs and gradients there are 0
+    }
+    bool one = true;  // nearly always: then bits one by one would be a waste
+#pragma unroll
+    for (int i = 1; i < N + kConvHalo; ++i) {
+        one = one && index[i] == index[0];
+    }
+    if (one) {
+        return kOneSequence<N>;
     }
     uint32_t mask = 0;
 #pragma unroll
@@ -205,9 +224,10 @@ inline dim3 batch_grid(int64_t blocks, int64_t batch) {
     return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(y), static_cast<unsigned>(ceil_div(batch, y)));
 }
 
-// The common case, for which kernels have a form without run-time branches: width 4, silu, no sequences. kPlain below.
+// The common case, for which kernels have a form without run-time branches: width 4, silu, no sequences, no initial states.
+// kPlain in the kernels.
 inline bool is_plain(const MambaCausalConv1d& params) {
-    return params.width == kConvMaxWidth && params.silu && params.seq_idx == nullptr &&
+    return params.width == kConvMaxWidth && params.silu && params.seq_idx == nullptr && params.initial_states == nullptr &&
            pointer_is_aligned(params.weight, kConvMaxWidth * dtype_size(params.weight_dtype));
 }
 
@@ -231,12 +251,13 @@ inline bool can_vectorise_channels(const MambaCausalConv1d& params, const ConvLa
            stride_is_aligned(params.batch, layout.batch_stride, size, bytes);
 }
 
-// Whether steps are neighbours in this tensor and each of its rows lies as that of `reference` does between addresses
-// that are multiples of 16 bytes. Rows need not begin at one: lengths may be odd.
+// Whether it has steps, they are neighbours in this tensor, and each of its rows lies as that of `reference` does between
+// addresses that are multiples of 16 bytes. Rows need not begin at one: lengths may be odd.
 inline bool rows_lie_alike(const MambaCausalConv1d& params, const ConvLayout& reference, const ConvLayout& layout) {
     const int64_t size = dtype_size(params.dtype);
     const int64_t distance = reinterpret_cast<intptr_t>(layout.data) - reinterpret_cast<intptr_t>(reference.data);
-    return (layout.len_stride == 1 || params.seqlen <= 1) && distance % 16 == 0 && pointer_is_aligned(layout.data, size) &&
+    return params.seqlen > 0 && (layout.len_stride == 1 || params.seqlen == 1) && distance % 16 == 0 &&
+           pointer_is_aligned(layout.data, size) &&
            stride_is_aligned(params.dim, layout.dim_stride - reference.dim_stride, size, 16) &&
            stride_is_aligned(params.batch, layout.batch_stride - reference.batch_stride, size, 16);
 }

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kConvThreads, 3)
         for (int i = 0; i < kConvHalo; ++i) {
 #pragma unroll
             for (int v = 0; v < V; ++v) {
-                window[i][v] = count > 0 ? conv_input<T>(params, batch, channel + v, begin - kConvHalo + i) : 0.0f;
+                window[i][v] = count > 0 ? conv_input<T, kPlain>(params, batch, channel + v, begin - kConvHalo + i) : 0.0f;
             }
         }
     }
@@ -69,24 +69,28 @@ __global__ void __launch_bounds__(kConvThreads, 3)
         taps[v] = convert_taps<kPlain>(params, raw_taps[v]);
     }
 
+    const T* ahead = x + kUnroll * params.x_len_stride;
     for (int t = 0; t < count; t += kUnroll) {
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
             unpack<T, V>(next[i], window[kConvHalo + i]);
         }
-        x += kUnroll * params.x_len_stride;
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
+            ahead = opaque(ahead);
             if (t + kUnroll + i < count) {
-                next[i] = packed_load<T, V>(x + i * params.x_len_stride);
+                next[i] = packed_load<T, V>(ahead);
             }
+            ahead += params.x_len_stride;
         }
         uint32_t mask = 0;
         if (masked) {
             mask = sequence_mask<kUnroll, false>(seq_idx, begin + t, params.seqlen);
         }
+        const bool several = masked && mask != kOneSequence<kUnroll>;
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
+            out = opaque(out);
             if (t + i < count) {
                 float sums[V];
 #pragma unroll
@@ -96,7 +100,7 @@ __global__ void __launch_bounds__(kConvThreads, 3)
                     for (int k = 0; k <= kConvHalo; ++k) {
                         inputs[k] = window[i + k][v];
                     }
-                    convolve<1>(taps[v], width, inputs, masked, mask >> (kConvHalo * i), &sums[v]);
+                    convolve<1>(taps[v], width, inputs, several, mask >> (kConvHalo * i), &sums[v]);
                 }
                 if (kPlain || params.silu) {
 #pragma unroll
@@ -104,10 +108,10 @@ __global__ void __launch_bounds__(kConvThreads, 3)
                         sums[v] = silu(sums[v]);
                     }
                 }
-                packed_store<T, V>(out + i * params.out_len_stride, pack<T, V>(sums));
+                packed_store<T, V>(out, pack<T, V>(sums));
             }
+            out += params.out_len_stride;
         }
-        out += kUnroll * params.out_len_stride;
 #pragma unroll
         for (int i = 0; i < kConvHalo; ++i) {
 #pragma unroll

@@ -9,14 +9,14 @@ constexpr int kForwardTimeUnroll = 4;  // vectors in flight a lane: with 24 warp
 
 // A group of 2^lanes_log2 lanes takes one chunk of one row, a vector of steps a lane and round. The steps before a lane's
 // own come from its neighbour's registers. `slack`: by how many steps a row's vectors may reach beyond its own length.
-template <typename T, bool kPlain>
-__global__ void __launch_bounds__(kConvThreads, 2)
+template <typename T, bool kPlain, bool kAligned>
+__global__ void __launch_bounds__(kConvThreads, 4)
     causal_conv1d_forward_time(const MambaCausalConv1d params, const int lanes_log2, const unsigned chunks, const int slack) {
     constexpr int V = kTimeVector<T>;
     constexpr int kUnroll = kForwardTimeUnroll;
     const int width = kPlain ? kConvMaxWidth : params.width;
     const bool masked = !kPlain && params.seq_idx != nullptr;
-    const int lanes = 1 << lanes_log2;
+    const int lanes = kPlain ? 32 : 1 << lanes_log2;
     const int lane = threadIdx.x & 31;
     const int sublane = lane & (lanes - 1);
     const bool last = sublane == lanes - 1;
@@ -24,29 +24,34 @@ __global__ void __launch_bounds__(kConvThreads, 2)
     const unsigned warp = blockIdx.x * kConvWarps + (threadIdx.x >> 5);
     const unsigned row_group = warp / chunks;
     const unsigned chunk = warp - row_group * chunks;
-    const int64_t first_channel = static_cast<int64_t>(row_group) << (5 - lanes_log2);
+    const int64_t first_channel = static_cast<int64_t>(row_group) << (kPlain ? 0 : 5 - lanes_log2);
     const int64_t batch = grid_batch();
     if (first_channel >= params.dim || batch >= params.batch) {
         return;
     }
-    int64_t channel = first_channel + (lane >> lanes_log2);
-    const bool active = channel < params.dim;  // idle lanes stay for the shuffles
+    int64_t channel = kPlain ? first_channel : first_channel + (lane >> lanes_log2);
+    const bool active = kPlain || channel < params.dim;  // idle lanes stay for the shuffles
     channel = active ? channel : first_channel;
     const int64_t grid_begin = static_cast<int64_t>(chunk) * (lanes * V * kUnroll);
     const int64_t grid_left = params.seqlen + slack - grid_begin;
     const int rounds_end = static_cast<int>(grid_left < lanes * V * kUnroll ? grid_left : lanes * V * kUnroll);
     const RawTaps raw_taps = load_raw_taps<kPlain>(params, channel);
 
+    if (params.final_states != nullptr && chunk == 0 && active) {
+        for (int i = sublane; i < params.width - 1; i += lanes) {
+            store_final_state<T>(params, batch, channel, i);
+        }
+    }
     const T* x = static_cast<const T*>(params.x) + batch * params.x_batch_stride + channel * params.x_dim_stride;
     T* out = static_cast<T*>(params.out) + batch * params.out_batch_stride + channel * params.out_dim_stride;
-    const int phase = row_phase(x);
+    const int phase = kAligned ? 0 : row_phase(x);
     const int64_t begin = grid_begin - phase;
     // From here on steps count from `begin`; this chunk may touch first <= step < end of its vectors' steps.
     const int first = chunk == 0 ? phase : 0;
     const int64_t left = params.seqlen - begin;
     const int end = active ? static_cast<int>(left < 2 * lanes * V * kUnroll ? left : 2 * lanes * V * kUnroll) : 0;
-    x += begin;
-    out += begin;
+    x = opaque(x + begin);
+    out = opaque(out + begin);
 
     Packed<T, V> loaded[kUnroll];
     Packed<T, V> before = packed_zero<T, V>();  // the vector before the chunk, in a group's last lane
@@ -61,15 +66,17 @@ __global__ void __launch_bounds__(kConvThreads, 2)
     if (last && chunk > 0 && active) {
         before = packed_load<T, V>(x - V);
     }
-    if (last && chunk == 0 && active) {
+    if (!kPlain && last && chunk == 0 && active) {
         add_initial_states<T, V>(params, batch, channel, begin - V, before);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
         const int offset = (u * lanes + sublane) * V;
-        if (offset < end && (offset < first || offset + V > end)) {
+        if (!kAligned && offset < end && (offset < first || offset + V > end)) {
             loaded[u] = load_some(x, offset, first, end);
-            add_initial_states<T, V>(params, batch, channel, begin + offset, loaded[u]);
+            if (!kPlain) {
+                add_initial_states<T, V>(params, batch, channel, begin + offset, loaded[u]);
+            }
         }
     }
     const ConvTaps taps = convert_taps<kPlain>(params, raw_taps);
@@ -89,23 +96,18 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                 mask = sequence_mask<V, false>(params.seq_idx + batch * params.seqlen, begin + offset, params.seqlen);
             }
             float sums[V];
-            convolve<V>(taps, width, inputs, masked, mask, sums);
+            convolve<V>(taps, width, inputs, masked && mask != kOneSequence<V>, mask, sums);
             if (kPlain || params.silu) {
 #pragma unroll
                 for (int j = 0; j < V; ++j) {
                     sums[j] = silu(sums[j]);
                 }
             }
-            if (offset >= first && offset + V <= end) {
+            if (kAligned || (offset >= first && offset + V <= end)) {
                 packed_store<T, V>(out + offset, pack<T, V>(sums));
             } else {
                 store_some(out, offset, first, end, sums);
             }
-        }
-    }
-    if (params.final_states != nullptr && chunk == 0 && active) {
-        for (int i = sublane; i < params.width - 1; i += lanes) {
-            store_final_state<T>(params, batch, channel, i);
         }
     }
 }
@@ -120,7 +122,10 @@ cudaError_t launch_forward_time(const MambaCausalConv1d& params, bool aligned) {
     const int64_t row_groups = ceil_div(params.dim, static_cast<int64_t>(32) >> lanes_log2);
     const dim3 grid = batch_grid(ceil_div(row_groups * chunks, kConvWarps), params.batch);
     const cudaStream_t stream = static_cast<cudaStream_t>(params.run.stream);
-    const auto kernel = is_plain(params) ? causal_conv1d_forward_time<T, true> : causal_conv1d_forward_time<T, false>;
+    auto kernel = causal_conv1d_forward_time<T, false, false>;
+    if (is_plain(params) && params.seqlen >= kTimePlainSteps<T>) {
+        kernel = aligned ? causal_conv1d_forward_time<T, true, true> : causal_conv1d_forward_time<T, true, false>;
+    }
     kernel<<<grid, kConvThreads, 0, stream>>>(params, lanes_log2, static_cast<unsigned>(chunks), slack);
     return cudaGetLastError();
 }

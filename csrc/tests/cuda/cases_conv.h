@@ -245,6 +245,34 @@ static void test_conv() {
     }
 }
 
+// What most models ask for, which kernels have a form of their own for: rows that fill warps, and begin and end anywhere.
+static void test_conv_plain() {
+    const int64_t lengths[] = {128, 256, 300, 517, 1024, 1029, 2047, 2048, 3073, 4099};
+    int turn = 0;
+    for (int64_t length : lengths) {
+        for (int32_t dtype = 0; dtype < 3; ++dtype) {
+            for (int variant = 0; variant < 4; ++variant, ++turn) {
+                ConvCase c;
+                memset(&c, 0, sizeof(c));
+                c.dtype = dtype;
+                c.weight_dtype = turn % 2 == 0 ? dtype : (dtype + 1) % 3;
+                c.batch = 1 + turn % 2;
+                c.dim = variant == 1 ? 8 : 3;
+                c.seqlen = length;
+                c.width = 4;
+                c.silu = 1;
+                c.bias = turn % 5 != 0;
+                c.x_channel_last = c.out_channel_last = variant == 1;
+                c.lead = variant == 2 ? 3 : 0;
+                c.pad = variant == 3 ? 16 : 0;
+                c.final = turn % 4 == 1;
+                c.infinity = turn % 7 == 3;
+                run_conv_case(c);
+            }
+        }
+    }
+}
+
 // What must be refused, before any kernel starts.
 static void expect_refusal(const char* what, int32_t status, int32_t expected) {
     ++g_cases;

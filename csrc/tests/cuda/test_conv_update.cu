@@ -21,6 +21,7 @@ int main(int argc, char** argv) {
         return 0;
     }
     test_conv();
+    test_conv_plain();
     test_conv_errors();
     test_conv_update();
     test_state_update();

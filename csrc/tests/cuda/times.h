@@ -89,13 +89,16 @@ static double copy_bandwidth() {
     return 2.0 * static_cast<double>(bytes) / best * 1e-6;
 }
 
-static void time_conv(int64_t B, int64_t L, int64_t D, bool channel_last, double copy) {
+static void time_conv(int64_t B, int64_t L, int64_t D, bool channel_last, bool sequences, double copy) {
     const int64_t bytes = B * L * D * 2;
     void* x = random_buffer(bytes);
     void* out = random_buffer(bytes);
     void* dout = random_buffer(bytes);
     void* weight = random_buffer(D * 4 * 2);
     void* bias = random_buffer(D * 2);
+    void* seq_idx = nullptr;  // one sequence, which the kernels cannot know
+    check_cuda(cudaMalloc(&seq_idx, static_cast<size_t>(B * L * 4)), "malloc");
+    check_cuda(cudaMemset(seq_idx, 0, static_cast<size_t>(B * L * 4)), "memset");
     MambaCausalConv1dBackward q;
     memset(&q, 0, sizeof(q));
     MambaCausalConv1d& p = q.forward;
@@ -109,6 +112,7 @@ static void time_conv(int64_t B, int64_t L, int64_t D, bool channel_last, double
     p.x = x;
     p.weight = weight;
     p.bias = bias;
+    p.seq_idx = sequences ? static_cast<int32_t*>(seq_idx) : nullptr;
     p.out = out;
     p.x_batch_stride = p.out_batch_stride = L * D;
     p.x_dim_stride = p.out_dim_stride = channel_last ? 1 : L;
@@ -123,11 +127,12 @@ static void time_conv(int64_t B, int64_t L, int64_t D, bool channel_last, double
     q.dbias = static_cast<float*>(random_buffer(q.slots * D * 4));
     const double forward = median_time(mamba_causal_conv1d_forward, &p, 1, 4);
     const double backward = median_time(mamba_causal_conv1d_backward, &q, 1, 4);
-    printf("conv %s B%lld L%lld D%lld bf16: forward %.4f ms (%.2f of copy), backward %.4f ms (%.2f of copy), %lld slots\n",
+    printf("conv %s B%lld L%lld D%lld bf16%s: forward %.4f ms (%.2f of copy), backward %.4f ms (%.2f of copy), %lld slots\n",
            channel_last ? "channel-last" : "time-last   ", static_cast<long long>(B), static_cast<long long>(L),
-           static_cast<long long>(D), forward, static_cast<double>(2 * bytes) / forward * 1e-6 / copy, backward,
+           static_cast<long long>(D), sequences ? " seq_idx" : "", forward,
+           static_cast<double>(2 * bytes) / forward * 1e-6 / copy, backward,
            static_cast<double>(3 * bytes) / backward * 1e-6 / copy, static_cast<long long>(q.slots));
-    void* const buffers[] = {x, out, dout, weight, bias, q.dweight, q.dbias};
+    void* const buffers[] = {x, out, dout, weight, bias, seq_idx, q.dweight, q.dbias};
     for (void* buffer : buffers) {
         cudaFree(buffer);
     }
@@ -180,12 +185,14 @@ static void print_times() {
     const double copy = copy_bandwidth();
     printf("copy bandwidth %.0f GB/s\n", copy);
     for (int channel_last = 0; channel_last < 2; ++channel_last) {
-        time_conv(8, 2048, 4096, channel_last != 0, copy);
-        time_conv(1, 16384, 4096, channel_last != 0, copy);
-        time_conv(1, 131072, 1536, channel_last != 0, copy);
-        time_conv(64, 512, 1536, channel_last != 0, copy);
+        time_conv(8, 2048, 4096, channel_last != 0, false, copy);
+        time_conv(1, 16384, 4096, channel_last != 0, false, copy);
+        time_conv(1, 131072, 1536, channel_last != 0, false, copy);
+        time_conv(64, 512, 1536, channel_last != 0, false, copy);
+        time_conv(8, 2048, 4096, channel_last != 0, true, copy);
     }
-    time_conv(8, 2047, 4096, false, copy);
+    time_conv(8, 2047, 4096, false, false, copy);
+    time_conv(256, 64, 4096, false, false, copy);
     time_state_update(1, 4096, 16, MAMBA_FLOAT32, copy);
     time_state_update(128, 4096, 16, MAMBA_FLOAT32, copy);
     time_state_update(128, 4096, 16, MAMBA_BFLOAT16, copy);
