@@ -18,6 +18,10 @@ is_compiling = torch.compiler.is_compiling if hasattr(torch, "get_autocast_dtype
 _increment_version = torch.autograd.graph.increment_version
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
+_profiling = torch.autograd._profiler_enabled
+_key_included = torch._C._dispatch_tls_is_dispatch_key_included
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+_VMAP_MODE = torch._C._parse_dispatch_key("VmapMode")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -51,42 +55,68 @@ def define(schema, implementation, fake, autograd=None, differentiable=True):
 def call(op, *arguments):
     """op(*arguments), past the dispatcher where nobody watches it: it costs as much as a small kernel.
 
-    For public functions. Whatever may need the dispatcher (a dual tensor, torch.func, a compiler) takes the usual way.
+    For public functions. Whatever may need the dispatcher (a dual tensor, torch.func, a tracer, a profiler) takes the
+    usual way.
     """
-    if is_compiling() or forward_ad._current_level >= 0 or _transforms_active():
+    if _watched() or forward_ad._current_level >= 0:
         return op(*arguments)
     if torch.is_grad_enabled():
         for argument in arguments:
             if isinstance(argument, torch.Tensor) and argument.requires_grad:
                 function = _FUNCTIONS.get(op)
                 return op(*arguments) if function is None else function.apply(*arguments)
-    return call_below_autograd(op, *arguments)
+    if _all_plain(arguments):
+        return _IMPLEMENTATIONS[op](*arguments)
+    with _below_autograd():
+        return op(*arguments)
+
+
+def _all_plain(arguments):
+    """Whether every tensor is one that the implementation may see as it is: no subclass, on CPU or CUDA, and not a view
+    whose negation is still to be done (the imaginary part of a conjugate).
+    """
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and (
+            type(argument) not in _PLAIN or not (argument.is_cuda or argument.is_cpu) or argument.is_neg()
+        ):
+            return False
+    return True
+
+
+def _watched():
+    """Whether something sees operators as they are dispatched: a compiler, a tracer, torch.func, a dispatch mode (fake
+    tensors, selective checkpointing), a profiler.
+    """
+    return (
+        is_compiling()
+        or _dispatch_modes() != 0
+        or _transforms_active()
+        or _profiling()
+        or _tracing_state() is not None
+        or _key_included(_PRE_DISPATCH)  # make_fx(pre_dispatch=True): its mode is on a stack of its own
+    )
 
 
 def call_below_autograd(op, *arguments):
     """op(*arguments) without its Autograd kernel, for the forward of its autograd.Function.
 
-    Plain CPU and CUDA tensors go straight to the implementation. A tensor subclass, a dispatch mode (fake tensors,
-    tracing, selective checkpointing) and torch.jit.trace see the operator.
+    Plain CPU and CUDA tensors go straight to the implementation, unless somebody watches.
     """
     if is_compiling():
         return op(*arguments)
-    if _dispatch_modes() == 0 and _tracing_state() is None:
-        for argument in arguments:
-            if isinstance(argument, torch.Tensor) and not (
-                type(argument) in _PLAIN and (argument.is_cuda or argument.is_cpu)
-            ):
-                break
-        else:
-            return _IMPLEMENTATIONS[op](*arguments)
+    if not _watched() and _all_plain(arguments):
+        return _IMPLEMENTATIONS[op](*arguments)
     with _below_autograd():
         return op(*arguments)
 
 
 def call_in_backward(op, *arguments):
     """op(*arguments) in the backward of an autograd.Function; its Autograd kernel matters only to create_graph=True."""
-    if torch.is_grad_enabled():
+    if is_compiling() or torch.is_grad_enabled():
         return op(*arguments)
+    if _key_included(_VMAP_MODE):  # is_grads_batched=True, jacobian(vectorize=True): tensors that hide a dimension
+        with _below_autograd():
+            return op(*arguments)
     return call_below_autograd(op, *arguments)
 
 

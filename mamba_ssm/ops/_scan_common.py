@@ -68,6 +68,13 @@ def check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx):
     return batch, dim, seqlen, dstate, ngroups
 
 
+def check_fake(name, u, *others):
+    """For fakes, beside check: a meta tensor has the device number of a CPU tensor, and never reaches a kernel."""
+    for tensor in others:
+        if tensor is not None and tensor.device != u.device:
+            raise ValueError(f"{name}: every tensor must be on {u.device} like u, got one on {tensor.device}")
+
+
 def _check_matrix(name, matrix, shape, u, dtype, device, dim):
     """B or C: (B, G, N, L), or without G where there is one group, or constant (D, N)."""
     dims = matrix.dim()

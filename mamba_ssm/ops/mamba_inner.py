@@ -8,7 +8,7 @@ import torch
 
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._autocast import autocast_dtype, no_autocast, traced_by_old_torch
-from mamba_ssm.ops._library import call, call_in_backward
+from mamba_ssm.ops._library import call, call_in_backward, is_compiling
 from mamba_ssm.ops._projections import (
     add_mixed_channels,
     mix_channels,
@@ -103,7 +103,8 @@ def mamba_inner_fn(
     )
     options = (bool(delta_softplus), checkpoint_lvl, float(b_c_dt_rms_eps))
     need_grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    if need_grad and not traced_by_old_torch():
+    # torch.jit.trace writes operators down, and cannot write down a node of Python.
+    if need_grad and not traced_by_old_torch() and (is_compiling() or not torch.jit.is_tracing()):
         return _MambaInner.apply(*tensors, *options)
     return _compute(*tensors, *options, keep=False)[0]
 

@@ -11,7 +11,7 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define
-from mamba_ssm.ops._scan_common import allocate, check, fill, kernel_layout, plan_of, split_length
+from mamba_ssm.ops._scan_common import allocate, check, check_fake, fill, kernel_layout, plan_of, split_length
 from mamba_ssm.ops.selective_scan_backward import selective_scan_backward_op
 
 
@@ -99,6 +99,7 @@ def _forward_fake(
     u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, delta_softplus, return_last_state, return_checkpoints
 ):
     sizes = check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
+    check_fake("selective_scan", u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
     return allocate(checks.unit_last_stride(u), sizes, return_last_state, return_checkpoints)
 
 

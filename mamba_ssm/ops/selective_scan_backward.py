@@ -6,7 +6,16 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._library import define
-from mamba_ssm.ops._scan_common import allocate, check, checkpoint_size, fill, kernel_layout, plan_of, split_length
+from mamba_ssm.ops._scan_common import (
+    allocate,
+    check,
+    check_fake,
+    checkpoint_size,
+    fill,
+    kernel_layout,
+    plan_of,
+    split_length,
+)
 
 _NAME = "selective_scan_backward"
 
@@ -146,6 +155,7 @@ def _empty_grads(sizes, inputs, need_dinitial_state, zero):
 def _backward_fake(dout, dlast_state, *arguments):
     *inputs, checkpoints, _, need_dinitial_state, recompute_out = arguments
     sizes = _check_backward(dout, dlast_state, inputs, checkpoints)
+    check_fake(_NAME, *inputs, checkpoints, dout, dlast_state)
     out = allocate(checks.unit_last_stride(inputs[0]), sizes, False, False)[0] if recompute_out else None
     return *_empty_grads(sizes, inputs, need_dinitial_state, zero=False), out
 
