@@ -133,48 +133,55 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                 lag_mask = sequence_mask<kRing, false>(seq_idx, begin + start, forward.seqlen);
                 lead_mask = sequence_mask<kRing, true>(seq_idx, begin + start - kConvHalo, forward.seqlen);
             }
+            const auto compute = [&](const auto& options) {
+#pragma unroll
+                for (int i = 0; i < kRing; ++i) {
+                    const int s = start + i;
+                    float dout_values[V];
+                    float dx_values[V];
+                    unpack<T, V>(packed_x[i], x_ring[i]);
+                    unpack<T, V>(packed_dout[i], dout_values);
+#pragma unroll
+                    for (int v = 0; v < V; ++v) {
+                        float inputs[kConvHalo + 1];
+                        float g[kConvHalo + 1];  // of step s - kConvHalo and the following
+#pragma unroll
+                        for (int k = 0; k <= kConvHalo; ++k) {
+                            inputs[k] = x_ring[(i + 1 + k) % kRing][v];
+                        }
+                        const uint32_t mask = lag_mask >> (kConvHalo * i);
+                        float gradient;
+                        gradients<1>(options, taps[v], inputs, mask, &dout_values[v], &gradient);
+                        g_ring[i][v] = s < end ? gradient : 0.0f;  // beyond the end even NaN counts as nothing
+                        if (s < count) {
+                            accumulate<1>(options, inputs, mask, &g_ring[i][v], sums[v]);
+                        }
+#pragma unroll
+                        for (int k = 0; k <= kConvHalo; ++k) {
+                            g[k] = g_ring[(i + 1 + k) % kRing][v];
+                        }
+                        input_gradients<1>(options, taps[v], g, lead_mask >> (kConvHalo * i), &dx_values[v]);
+                    }
+                    dx = opaque(dx);
+                    const int done = s - kConvHalo;  // the step whose dx is complete
+                    if (done >= 0 && done < count) {
+                        if (!kPlain && params.dfinal_states != nullptr && begin + done + kConvHalo >= forward.seqlen) {
+#pragma unroll
+                            for (int v = 0; v < V; ++v) {
+                                dx_values[v] += final_state_gradient<T>(params, this_batch, channel + v, begin + done);
+                            }
+                        }
+                        packed_store<T, V>(dx, pack<T, V>(dx_values));
+                    }
+                    dx += params.dx_len_stride;
+                }
+            };
             ConvOptions options = row_options;
             options.masked = options.masked && (lag_mask & lead_mask) != kOneSequence<kRing>;
-#pragma unroll
-            for (int i = 0; i < kRing; ++i) {
-                const int s = start + i;
-                float dout_values[V];
-                float dx_values[V];
-                unpack<T, V>(packed_x[i], x_ring[i]);
-                unpack<T, V>(packed_dout[i], dout_values);
-#pragma unroll
-                for (int v = 0; v < V; ++v) {
-                    float inputs[kConvHalo + 1];
-                    float g[kConvHalo + 1];  // of step s - kConvHalo and the following
-#pragma unroll
-                    for (int k = 0; k <= kConvHalo; ++k) {
-                        inputs[k] = x_ring[(i + 1 + k) % kRing][v];
-                    }
-                    const uint32_t mask = lag_mask >> (kConvHalo * i);
-                    float gradient;
-                    gradients<1>(options, taps[v], inputs, mask, &dout_values[v], &gradient);
-                    g_ring[i][v] = s < end ? gradient : 0.0f;  // beyond the end even NaN counts as nothing
-                    if (s < count) {
-                        accumulate<1>(options, inputs, mask, &g_ring[i][v], sums[v]);
-                    }
-#pragma unroll
-                    for (int k = 0; k <= kConvHalo; ++k) {
-                        g[k] = g_ring[(i + 1 + k) % kRing][v];
-                    }
-                    input_gradients<1>(options, taps[v], g, lead_mask >> (kConvHalo * i), &dx_values[v]);
-                }
-                dx = opaque(dx);
-                const int done = s - kConvHalo;  // the step whose dx is complete
-                if (done >= 0 && done < count) {
-                    if (!kPlain && params.dfinal_states != nullptr && begin + done + kConvHalo >= forward.seqlen) {
-#pragma unroll
-                        for (int v = 0; v < V; ++v) {
-                            dx_values[v] += final_state_gradient<T>(params, this_batch, channel + v, begin + done);
-                        }
-                    }
-                    packed_store<T, V>(dx, pack<T, V>(dx_values));
-                }
-                dx += params.dx_len_stride;
+            if (kPlain || (options.width == kConvMaxWidth && options.silu && !options.masked)) {
+                compute(PlainOptions());
+            } else {
+                compute(options);
             }
         }
     }

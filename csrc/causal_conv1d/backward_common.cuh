@@ -77,24 +77,28 @@ struct ConvSums {
     float bias;
 };
 
-// What the loops below branch on; constants in the kernels' plain form.
+// What the loops below branch on, at run time or not.
 struct ConvOptions {
     int width;
     bool silu, masked;
 };
-
-inline bool is_plain(const MambaCausalConv1dBackward& params) {
-    return is_plain(params.forward) && params.dinitial_states == nullptr && params.dfinal_states == nullptr;
-}
+struct PlainOptions {
+    static constexpr int width = kConvMaxWidth;
+    static constexpr bool silu = true, masked = false;
+};
 
 template <bool kPlain>
 __device__ __forceinline__ ConvOptions conv_options(const MambaCausalConv1d& params) {
     return {kPlain ? kConvMaxWidth : params.width, kPlain || params.silu != 0, !kPlain && params.seq_idx != nullptr};
 }
 
+inline bool is_plain(const MambaCausalConv1dBackward& params) {
+    return is_plain(params.forward) && params.dinitial_states == nullptr && params.dfinal_states == nullptr;
+}
+
 // g of N steps from their sums before the activation, and its share of dweight and dbias.
-template <int N>
-__device__ __forceinline__ void gradients(const ConvOptions& options, const ConvTaps& taps, const float* inputs, uint32_t mask,
+template <int N, typename Options>
+__device__ __forceinline__ void gradients(const Options& options, const ConvTaps& taps, const float* inputs, uint32_t mask,
                                           const float* dout, float* g) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
@@ -110,8 +114,8 @@ __device__ __forceinline__ void gradients(const ConvOptions& options, const Conv
     }
 }
 
-template <int N>
-__device__ __forceinline__ void accumulate(const ConvOptions& options, const float* inputs, uint32_t mask, const float* g,
+template <int N, typename Options>
+__device__ __forceinline__ void accumulate(const Options& options, const float* inputs, uint32_t mask, const float* g,
                                            ConvSums& sums) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
@@ -138,8 +142,8 @@ __device__ __forceinline__ void accumulate(const ConvOptions& options, const flo
 }
 
 // dx of N steps from g of these and the kConvHalo that follow.
-template <int N>
-__device__ __forceinline__ void input_gradients(const ConvOptions& options, const ConvTaps& taps, const float* g,
+template <int N, typename Options>
+__device__ __forceinline__ void input_gradients(const Options& options, const ConvTaps& taps, const float* g,
                                                 uint32_t lead_mask, float* dx) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {

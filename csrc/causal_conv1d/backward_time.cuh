@@ -9,6 +9,7 @@ namespace mamba {
 // A group of 2^lanes_log2 lanes takes one channel and every item of one slot. It walks a segment backwards, a vector of steps
 // a lane and tile, so that the g after a tile is in a register; only a segment's own end computes it anew. The tile before
 // is on its way while one is computed. `slack`: by how many steps a row's vectors may reach beyond its own length.
+// kAligned: rows begin and end at multiples of 16 bytes and fill a warp.
 template <typename T, bool kPlain, bool kAligned>
 __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
     causal_conv1d_backward_time(const MambaCausalConv1dBackward params, const int lanes_log2, const unsigned segment,
@@ -16,19 +17,19 @@ __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
     constexpr int V = kTimeVector<T>;
     const MambaCausalConv1d& forward = params.forward;
     const ConvOptions row_options = conv_options<kPlain>(forward);
-    const int lanes = kPlain ? 32 : 1 << lanes_log2;
+    const int lanes = kAligned ? 32 : 1 << lanes_log2;
     const int lane = threadIdx.x & 31;
     const int sublane = lane & (lanes - 1);
     const bool last = sublane == lanes - 1;
     const int lane_before = (lane & ~(lanes - 1)) | ((sublane - 1) & (lanes - 1));
     const int lane_after = (lane & ~(lanes - 1)) | ((sublane + 1) & (lanes - 1));
     const int64_t warp = static_cast<int64_t>(blockIdx.x) * kConvWarps + (threadIdx.x >> 5);
-    const int64_t first_channel = kPlain ? warp : warp << (5 - lanes_log2);
+    const int64_t first_channel = kAligned ? warp : warp << (5 - lanes_log2);
     if (first_channel >= forward.dim) {
         return;
     }
-    int64_t channel = kPlain ? first_channel : first_channel + (lane >> lanes_log2);
-    const bool active = kPlain || channel < forward.dim;  // idle lanes stay for the shuffles
+    int64_t channel = kAligned ? first_channel : first_channel + (lane >> lanes_log2);
+    const bool active = kAligned || channel < forward.dim;  // idle lanes stay for the shuffles
     channel = active ? channel : first_channel;
     const unsigned slot = blockIdx.y;
     const unsigned slots = gridDim.y;
@@ -158,8 +159,9 @@ cudaError_t launch_backward_time(const MambaCausalConv1dBackward& params, bool a
     const dim3 grid(static_cast<unsigned>(ceil_div(groups, kConvWarps)), static_cast<unsigned>(plan.slots));
     const cudaStream_t stream = static_cast<cudaStream_t>(forward.run.stream);
     auto kernel = causal_conv1d_backward_time<T, false, false>;
-    if (is_plain(params) && forward.seqlen >= kTimePlainSteps<T>) {
-        kernel = aligned ? causal_conv1d_backward_time<T, true, true> : causal_conv1d_backward_time<T, true, false>;
+    if (is_plain(params)) {
+        kernel = aligned && lanes_log2 == 5 ? causal_conv1d_backward_time<T, true, true>
+                                            : causal_conv1d_backward_time<T, true, false>;
     }
     kernel<<<grid, kConvThreads, 0, stream>>>(params, lanes_log2, static_cast<unsigned>(plan.segment),
                                               static_cast<unsigned>(plan.segments), slack);

@@ -9,6 +9,7 @@ constexpr int kForwardTimeUnroll = 4;  // vectors in flight a lane: with 24 warp
 
 // A group of 2^lanes_log2 lanes takes one chunk of one row, a vector of steps a lane and round. The steps before a lane's
 // own come from its neighbour's registers. `slack`: by how many steps a row's vectors may reach beyond its own length.
+// kAligned: rows begin and end at multiples of 16 bytes and fill a warp.
 template <typename T, bool kPlain, bool kAligned>
 __global__ void __launch_bounds__(kConvThreads, 4)
     causal_conv1d_forward_time(const MambaCausalConv1d params, const int lanes_log2, const unsigned chunks, const int slack) {
@@ -16,7 +17,7 @@ __global__ void __launch_bounds__(kConvThreads, 4)
     constexpr int kUnroll = kForwardTimeUnroll;
     const int width = kPlain ? kConvMaxWidth : params.width;
     const bool masked = !kPlain && params.seq_idx != nullptr;
-    const int lanes = kPlain ? 32 : 1 << lanes_log2;
+    const int lanes = kAligned ? 32 : 1 << lanes_log2;
     const int lane = threadIdx.x & 31;
     const int sublane = lane & (lanes - 1);
     const bool last = sublane == lanes - 1;
@@ -24,13 +25,13 @@ __global__ void __launch_bounds__(kConvThreads, 4)
     const unsigned warp = blockIdx.x * kConvWarps + (threadIdx.x >> 5);
     const unsigned row_group = warp / chunks;
     const unsigned chunk = warp - row_group * chunks;
-    const int64_t first_channel = static_cast<int64_t>(row_group) << (kPlain ? 0 : 5 - lanes_log2);
+    const int64_t first_channel = static_cast<int64_t>(row_group) << (kAligned ? 0 : 5 - lanes_log2);
     const int64_t batch = grid_batch();
     if (first_channel >= params.dim || batch >= params.batch) {
         return;
     }
-    int64_t channel = kPlain ? first_channel : first_channel + (lane >> lanes_log2);
-    const bool active = kPlain || channel < params.dim;  // idle lanes stay for the shuffles
+    int64_t channel = kAligned ? first_channel : first_channel + (lane >> lanes_log2);
+    const bool active = kAligned || channel < params.dim;  // idle lanes stay for the shuffles
     channel = active ? channel : first_channel;
     const int64_t grid_begin = static_cast<int64_t>(chunk) * (lanes * V * kUnroll);
     const int64_t grid_left = params.seqlen + slack - grid_begin;
@@ -123,8 +124,9 @@ cudaError_t launch_forward_time(const MambaCausalConv1d& params, bool aligned) {
     const dim3 grid = batch_grid(ceil_div(row_groups * chunks, kConvWarps), params.batch);
     const cudaStream_t stream = static_cast<cudaStream_t>(params.run.stream);
     auto kernel = causal_conv1d_forward_time<T, false, false>;
-    if (is_plain(params) && params.seqlen >= kTimePlainSteps<T>) {
-        kernel = aligned ? causal_conv1d_forward_time<T, true, true> : causal_conv1d_forward_time<T, true, false>;
+    if (is_plain(params)) {
+        kernel =
+            aligned && lanes_log2 == 5 ? causal_conv1d_forward_time<T, true, true> : causal_conv1d_forward_time<T, true, false>;
     }
     kernel<<<grid, kConvThreads, 0, stream>>>(params, lanes_log2, static_cast<unsigned>(chunks), slack);
     return cudaGetLastError();

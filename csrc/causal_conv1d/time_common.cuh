@@ -87,10 +87,4 @@ __device__ __forceinline__ void inputs_before(const Packed<T, kTimeVector<T>>& o
     }
 }
 
-// ---- host ------------------------------------------------------------------------------------------------------------
-
-// The kernels' plain form is for rows that fill a warp.
-template <typename T>
-constexpr int64_t kTimePlainSteps = 32 * kTimeVector<T>;
-
 }  // namespace mamba
