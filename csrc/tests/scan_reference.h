@@ -113,7 +113,7 @@ struct ScanData {
         q.forward.last_state = nullptr;
         out = Tensor(c.dtype, {c.batch, c.dim, c.seqlen}, c.gap);
         q.forward.out = c.out_again ? out.data() : nullptr;
-        MambaSelectiveScanPlan plan = {0, 0, 1};
+        MambaSelectiveScanPlan plan = {1, 1, 1, 1};
         testing::expect_ok(mamba_selective_scan_plan(&q.forward, 1, &plan));
         testing::expect(plan.forward_segments == 1 && plan.backward_segments == 1, "the CPU does not split the length");
         q.slots = plan.slots;
