@@ -95,7 +95,8 @@ def parse_local_version(switch: str, value: str) -> str:
 
 def parse_cmake_args(switch: str, value: str) -> tuple[str, ...]:
     words = _split(switch, value)
-    for word in words:
+    # CMake also takes "-D NAME=value" in two words.
+    for word in re.sub(r"(^|\0)-D\0", r"\1-D", "\0".join(words)).split("\0"):
         variable = re.match(r"-D([A-Za-z0-9_]+)", word)
         if variable and variable.group(1) in PLANNED_BY_SWITCHES:
             name = variable.group(1)
