@@ -168,7 +168,7 @@ class Mamba(nn.Module):
         xz = self.in_proj.weight @ hidden_states.reshape(batch * seqlen, d_model).t()
         if self.in_proj.bias is not None:
             xz = xz + self.in_proj.bias.to(xz.dtype)[:, None]
-        return xz.view(-1, batch, seqlen).transpose(0, 1)
+        return xz.view(2 * self.d_inner, batch, seqlen).transpose(0, 1)
 
     @torch.no_grad()
     def step(self, hidden_states, conv_state, ssm_state):
@@ -205,4 +205,7 @@ class Mamba(nn.Module):
         elif initialize_states:
             for state in cache[self.layer_idx]:
                 state.zero_()
+        rows = cache[self.layer_idx][0].shape[0]
+        if rows != batch_size:  # a batch of 1 would spread over all rows in silence
+            raise ValueError(f"Mamba: the cache holds states of a batch of {rows}, got a batch of {batch_size}")
         return cache[self.layer_idx]

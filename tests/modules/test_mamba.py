@@ -288,3 +288,22 @@ def test_learns_to_copy(cast, device):
         losses.append(loss.item())
     assert losses[0] > 1.9
     assert sum(losses[-10:]) / 10 < 0.5, losses[::20]
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 16), (0, 5, 16)], ids=["no_steps", "no_batch"])
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+def test_empty_input(shape, fast, device):
+    block = Mamba(16, use_fast_path=fast, bias=True, device=device)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    out = block(x)
+    out.sum().backward()
+    assert out.shape == shape == x.grad.shape
+    assert block.in_proj.weight.grad.count_nonzero() == 0
+
+
+def test_cache_of_another_batch(device):
+    block = Mamba(16, layer_idx=0, device=device)
+    params = Cache()
+    params.key_value_memory_dict[0] = block.allocate_inference_cache(4, 8)
+    with pytest.raises(ValueError, match="batch of 4, got a batch of 1"):
+        block(torch.randn(1, 5, 16, device=device), inference_params=params)
