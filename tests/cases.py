@@ -104,7 +104,12 @@ SCAN_CASES = (
     ScanCase(1, 6, 70, D=False, z=False, delta_bias=False, softplus=False),
     ScanCase(5, 40, 31, dstate=4),
     ScanCase(2, 64, 256),
+    # Few channels and more than 512 steps: CUDA splits the length into segments.
     ScanCase(1, 6, 1031, initial_state=True),
+    ScanCase(1, 6, 1031, seq_idx=True),
+    ScanCase(1, 6, 1031, variable_B=False, variable_C=False),
+    ScanCase(1, 4, 1024, dstate=100),
+    ScanCase(1, 12, 1031, groups=3, seq_idx=True, initial_state=True),
 )
 
 

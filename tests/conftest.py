@@ -42,7 +42,7 @@ def needs_inductor():
 def _fresh():
     """One thread: the problems are small, and torch's own threads wait for each other on a busy machine.
 
-    tests/test_threads.py is about more of them.
+    tests/test_processes.py is about more of them.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)

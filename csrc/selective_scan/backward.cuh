@@ -280,8 +280,8 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     }
 }
 
-// The layouts, one for each range of dstate. Those above 32 states work through slices of 32. Backward32Small is for GPUs with
-// less shared memory a block than kBackwardShared (compute capability 7.5).
+// The layouts, one for each range of dstate. Those above 32 states work through slices of 32. GPUs with less shared memory
+// a block than kBackwardShared (compute capability 7.5) take Backward16 from one state on, and Backward32Small.
 using Backward8 = ScanLayout<4, 2, MAMBA_SCAN_CHECKPOINT, 4>;
 using Backward16 = ScanLayout<8, 2, MAMBA_SCAN_CHECKPOINT, 4>;
 using Backward32 = ScanLayout<8, 4, MAMBA_SCAN_CHECKPOINT, 4>;
@@ -325,7 +325,12 @@ cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool ali
 template <typename T>
 cudaError_t launch_selective_scan_backward(const MambaSelectiveScanBackward& q, bool aligned, bool small) {
     const int64_t dstate = q.forward.dstate;
-    if (dstate <= Backward8::kSlice) {
+    static_assert(sizeof(BackwardShared<float, Backward16, 16>) <= kSmallestShared &&
+                      sizeof(BackwardShared<float, Backward32Small, 8>) +
+                              MAMBA_MAX_DSTATE / Backward32Small::kLanes * Backward32Small::kThreads * sizeof(float) <=
+                          kSmallestShared,
+                  "the layouts for small GPUs must fit them");
+    if (dstate <= Backward8::kSlice && !small) {
         return launch_backward_layout<T, Backward8, 16, 2, false>(q, aligned);
     }
     if (dstate <= Backward16::kSlice) {

@@ -4,7 +4,7 @@ namespace mamba {
 template cudaError_t launch_selective_scan_backward<float>(const MambaSelectiveScanBackward& q, bool aligned, bool small);
 
 int backward_channels(int64_t dstate, bool small) {
-    if (dstate <= Backward8::kSlice) {
+    if (dstate <= Backward8::kSlice && !small) {
         return Backward8::kChannels;
     }
     if (dstate <= Backward16::kSlice) {

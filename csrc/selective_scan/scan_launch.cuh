@@ -16,6 +16,8 @@ cudaError_t launch_selective_scan_backward(const MambaSelectiveScanBackward& q, 
 
 // Bytes of shared memory a block that the backward scan needs at most, unless it is told to be small.
 constexpr int kBackwardShared = 99072;
+// What the smallest GPUs have (compute capability 7.5).
+constexpr int kSmallestShared = 65536;
 
 // Channels that one block takes.
 int forward_channels(int64_t dstate, bool wide);

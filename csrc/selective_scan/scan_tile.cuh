@@ -88,7 +88,8 @@ __device__ __forceinline__ float pass_through_segment(const MambaSelectiveScan& 
                                                       float carry) {
     const int64_t at = workspace_at(p, segment, state);
     const float factor = p.workspace[at + p.batch * p.dim * p.dstate];
-    return factor < 0.0f ? p.workspace[at] : fmaf(factor, carry, p.workspace[at]);
+    // A carry of zero passes zero on even where the factor has overflowed, as it would step by step.
+    return factor < 0.0f || carry == 0.0f ? p.workspace[at] : fmaf(factor, carry, p.workspace[at]);
 }
 
 // ---- tiles ---------------------------------------------------------------------------------------------------------
