@@ -23,6 +23,28 @@ _key_included = torch._C._dispatch_tls_is_dispatch_key_included
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _VMAP_MODE = torch._C._parse_dispatch_key("VmapMode")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_EXPORT_KEEPS_NODES = hasattr(torch.compiler, "set_stance")  # torch 2.6
+
+
+def _dynamo_exports():
+    """The tracer's word: torch.compiler.is_exporting is missing in 2.6, and true for torch.compile in 2.7 and 2.8."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return bool(InstructionTranslator.current_tx().export)
+    except AttributeError:  # compiled or exported by another tracer
+        return False
+
+
+# As torch.compiler.assume_constant_result does, which would import the whole compiler now.
+_dynamo_exports._dynamo_marked_constant = True
+
+
+def exported_by_dynamo():
+    """Whether torch.export(strict=True) is tracing, on a torch that then keeps an autograd.Function as a node: 2.6 and
+    2.7 fail at one with dynamic sizes, and later ones wrap it so that the program has no gradients.
+    """
+    return _EXPORT_KEEPS_NODES and is_compiling() and _dynamo_exports()
 
 
 def define(schema, implementation, fake, autograd=None, differentiable=True):
