@@ -9,7 +9,7 @@ import pytest
 from mamba_ssm._native import abi, loader
 
 HEADER = Path(__file__).resolve().parent.parent / "csrc" / "include" / "mamba_kernels.h"
-KINDS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64}
+KINDS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_constants(header):
 
 def test_functions(header):
     declared = dict(re.findall(r"MAMBA_API [\w ]+?\*? ?mamba_(\w+)\(([^)]*)\)", header))
-    ours = {*abi.FUNCTIONS, *abi.SLOTS_FUNCTIONS, "struct_size", "last_error"}
+    ours = {*abi.FUNCTIONS, *abi.SIZE_FUNCTIONS, "struct_size", "last_error"}
     assert set(declared) == ours
     for name, struct in abi.FUNCTIONS.items():
         assert struct.__name__ in declared[name], name

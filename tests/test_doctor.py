@@ -90,7 +90,7 @@ def test_cpu_only_wheel_on_a_gpu_machine(capsys, tmp_path, monkeypatch, pretend_
 
 
 def test_old_driver_and_wrong_architecture(tmp_path, monkeypatch, pretend_gpu):
-    facts = abi.MambaLibraryInfo(abi_version=1, is_cuda=1, cuda_runtime_version=13000, cuda_driver_version=12040)
+    facts = abi.MambaLibraryInfo(abi_version=2, is_cuda=1, cuda_runtime_version=13000, cuda_driver_version=12040)
     real_info = loader.info
     for kind in ("cpu", "cuda"):
         (tmp_path / loader.library_path(kind).name).touch()

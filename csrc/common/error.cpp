@@ -74,6 +74,8 @@ int64_t mamba_struct_size(const char* name) {
         {"MambaCausalConv1dBackward", sizeof(MambaCausalConv1dBackward)},
         {"MambaCausalConv1dUpdate", sizeof(MambaCausalConv1dUpdate)},
         {"MambaSelectiveStateUpdate", sizeof(MambaSelectiveStateUpdate)},
+        {"MambaSsd", sizeof(MambaSsd)},
+        {"MambaSsdBackward", sizeof(MambaSsdBackward)},
         {"MambaLibraryInfo", sizeof(MambaLibraryInfo)},
     };
     for (const Entry& entry : entries) {

@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 1
+#define MAMBA_ABI_VERSION 2
 
 /* Error codes. */
 #define MAMBA_OK 0
@@ -44,8 +44,10 @@ extern "C" {
 
 /* The forward scan stores the state every so many steps for the backward scan to start from. */
 #define MAMBA_SCAN_CHECKPOINT 64
-/* Largest dstate of selective_scan and selective_state_update. */
+/* Largest dstate of selective_scan, selective_state_update and ssd. */
 #define MAMBA_MAX_DSTATE 256
+/* Largest headdim of ssd. */
+#define MAMBA_MAX_HEADDIM 256
 
 /* Where to run. mamba_cuda reads stream and device, mamba_cpu reads num_threads. */
 typedef struct MambaRun {
@@ -208,6 +210,62 @@ typedef struct MambaSelectiveStateUpdate {
     int64_t out_batch_stride, out_head_stride, out_dim_stride;
 } MambaSelectiveStateUpdate;
 
+/* Mamba-2's scan (state space duality): h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T;  out_t = (h_t C_t + D x_t) silu(z_t);
+ * dt_t = clamp(softplus?(dt_t + dt_bias), dt_min, dt_max). H / G neighbouring heads share a group of B and C.
+ * The last dimension (P or N) of x, z, out, B and C has stride 1. float32 where the type says float. */
+typedef struct MambaSsd {
+    MambaRun run;
+    int64_t batch, seqlen, nheads, headdim, ngroups, dstate;
+    int32_t dtype; /* of x, z, B, C, out */
+    int32_t dt_dtype;
+    int32_t dt_softplus;
+    float dt_min, dt_max; /* 0 and infinity: dt is not clamped above */
+    int32_t reserved;
+    const void* x;              /* (B, L, H, P) */
+    const void* dt;             /* (B, L, H) of dt_dtype */
+    const float* A;             /* (H) */
+    const void* B;              /* (B, L, G, N) */
+    const void* C;              /* (B, L, G, N) */
+    const float* D;             /* (H, P), optional; D_dim_stride 0 for one value a head */
+    const void* z;              /* (B, L, H, P), optional; not in backward */
+    const float* dt_bias;       /* (H), optional */
+    const float* initial_state; /* (B, H, P, N), optional */
+    const int32_t* seq_idx;     /* (B, L), optional: the state restarts from zero where the value differs from step t-1's */
+    const int32_t* cu_seqlens;  /* (B + 1), optional, forward only: entry b of the batch is steps cu_seqlens[b] to
+                                   cu_seqlens[b+1] of the one row that x, dt, B, C, z, out then have; seqlen is that row's
+                                   length, and what lies beyond it is not touched */
+    void* out;                  /* (B, L, H, P), optional: without it only final_state is computed. Not read in backward */
+    float* final_state;         /* (B, H, P, N), optional; forward only */
+    void* workspace;            /* as many bytes as the _workspace function says, 16-byte aligned; NULL for 0 */
+    int64_t x_batch_stride, x_len_stride, x_head_stride;
+    int64_t dt_batch_stride, dt_len_stride, dt_head_stride;
+    int64_t B_batch_stride, B_len_stride, B_group_stride;
+    int64_t C_batch_stride, C_len_stride, C_group_stride;
+    int64_t D_head_stride, D_dim_stride;
+    int64_t z_batch_stride, z_len_stride, z_head_stride;
+    int64_t out_batch_stride, out_len_stride, out_head_stride;
+} MambaSsd;
+
+/* Gradients, final: nothing is left to add up, and no result depends on the order of atomics. */
+typedef struct MambaSsdBackward {
+    MambaSsd forward;          /* as given to the forward call; z and cu_seqlens must be NULL */
+    const void* dout;          /* (B, L, H, P) of dtype, last stride 1 */
+    const float* dfinal_state; /* (B, H, P, N), optional */
+    void* dx;                  /* (B, L, H, P) of dtype, last stride 1 */
+    void* ddt;                 /* (B, L, H) of dt_dtype */
+    float* dA;                 /* (H) */
+    void* dB;                  /* (B, L, G, N) of dtype, last stride 1 */
+    void* dC;                  /* (B, L, G, N) of dtype, last stride 1 */
+    float* dD;                 /* (H, P), or (H) where D_dim_stride is 0; required where D is */
+    float* ddt_bias;           /* (H); required where dt_bias is */
+    float* dinitial_state;     /* (B, H, P, N), optional */
+    int64_t dout_batch_stride, dout_len_stride, dout_head_stride;
+    int64_t dx_batch_stride, dx_len_stride, dx_head_stride;
+    int64_t ddt_batch_stride, ddt_len_stride, ddt_head_stride;
+    int64_t dB_batch_stride, dB_len_stride, dB_group_stride;
+    int64_t dC_batch_stride, dC_len_stride, dC_group_stride;
+} MambaSsdBackward;
+
 /* What the library is and where it runs. */
 typedef struct MambaLibraryInfo {
     int32_t abi_version;
@@ -238,6 +296,12 @@ MAMBA_API int64_t mamba_causal_conv1d_backward_slots(const MambaCausalConv1d* pa
 MAMBA_API int32_t mamba_causal_conv1d_update(const MambaCausalConv1dUpdate* params);
 
 MAMBA_API int32_t mamba_selective_state_update(const MambaSelectiveStateUpdate* params);
+
+MAMBA_API int32_t mamba_ssd_forward(const MambaSsd* params);
+MAMBA_API int32_t mamba_ssd_backward(const MambaSsdBackward* params);
+/* Bytes of MambaSsd::workspace; reads run, the sizes and whether out is NULL. */
+MAMBA_API int64_t mamba_ssd_forward_workspace(const MambaSsd* params);
+MAMBA_API int64_t mamba_ssd_backward_workspace(const MambaSsd* params);
 
 #ifdef __cplusplus
 }

@@ -7,7 +7,7 @@ directly: ``params.stream``, not ``params.run.stream``.
 
 import ctypes
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 OK = 0
 ERROR_INVALID = 1
@@ -24,6 +24,7 @@ BFLOAT16 = 2
 
 SCAN_CHECKPOINT = 64
 MAX_DSTATE = 256
+MAX_HEADDIM = 256
 
 _i32 = ctypes.c_int32
 _i64 = ctypes.c_int64
@@ -32,7 +33,7 @@ _ptr = ctypes.c_void_p
 
 def _fields(text, /, **structs):
     """Field list from lines of "type: names", so that a struct reads like its declaration."""
-    kinds = {"i32": _i32, "i64": _i64, "ptr": _ptr, **structs}
+    kinds = {"i32": _i32, "i64": _i64, "f32": ctypes.c_float, "ptr": _ptr, **structs}
     fields = []
     for line in text.split(";"):
         if line.strip():
@@ -159,6 +160,44 @@ class MambaSelectiveStateUpdate(ctypes.Structure):
     )
 
 
+class MambaSsd(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = _fields(
+        """
+        MambaRun: run;
+        i64: batch, seqlen, nheads, headdim, ngroups, dstate;
+        i32: dtype, dt_dtype, dt_softplus;
+        f32: dt_min, dt_max;
+        i32: reserved;
+        ptr: x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, cu_seqlens, out, final_state, workspace;
+        i64: x_batch_stride, x_len_stride, x_head_stride;
+        i64: dt_batch_stride, dt_len_stride, dt_head_stride;
+        i64: B_batch_stride, B_len_stride, B_group_stride;
+        i64: C_batch_stride, C_len_stride, C_group_stride;
+        i64: D_head_stride, D_dim_stride;
+        i64: z_batch_stride, z_len_stride, z_head_stride;
+        i64: out_batch_stride, out_len_stride, out_head_stride
+        """,
+        MambaRun=MambaRun,
+    )
+
+
+class MambaSsdBackward(ctypes.Structure):
+    _anonymous_ = ("forward",)
+    _fields_ = _fields(
+        """
+        MambaSsd: forward;
+        ptr: dout, dfinal_state, dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_state;
+        i64: dout_batch_stride, dout_len_stride, dout_head_stride;
+        i64: dx_batch_stride, dx_len_stride, dx_head_stride;
+        i64: ddt_batch_stride, ddt_len_stride, ddt_head_stride;
+        i64: dB_batch_stride, dB_len_stride, dB_group_stride;
+        i64: dC_batch_stride, dC_len_stride, dC_group_stride
+        """,
+        MambaSsd=MambaSsd,
+    )
+
+
 class MambaLibraryInfo(ctypes.Structure):
     _fields_ = _fields(
         """
@@ -178,6 +217,8 @@ STRUCTS = (
     MambaCausalConv1dBackward,
     MambaCausalConv1dUpdate,
     MambaSelectiveStateUpdate,
+    MambaSsd,
+    MambaSsdBackward,
     MambaLibraryInfo,
 )
 
@@ -191,10 +232,16 @@ FUNCTIONS = {
     "causal_conv1d_update": MambaCausalConv1dUpdate,
     "selective_state_update": MambaSelectiveStateUpdate,
     "selective_scan_plan": MambaSelectiveScan,
+    "ssd_forward": MambaSsd,
+    "ssd_backward": MambaSsdBackward,
 }
 MORE_ARGUMENTS = {"selective_scan_plan": [_i32, ctypes.POINTER(MambaSelectiveScanPlan)]}
-# Functions that return a count.
-SLOTS_FUNCTIONS = {"causal_conv1d_backward_slots": MambaCausalConv1d}
+# Functions that return a count or a size.
+SIZE_FUNCTIONS = {
+    "causal_conv1d_backward_slots": MambaCausalConv1d,
+    "ssd_forward_workspace": MambaSsd,
+    "ssd_backward_workspace": MambaSsd,
+}
 
 
 def bind(library):
@@ -208,7 +255,7 @@ def bind(library):
         function.argtypes = [ctypes.POINTER(struct), *MORE_ARGUMENTS.get(name, [])]
         function.restype = _i32
         bound[name] = function
-    for name, struct in SLOTS_FUNCTIONS.items():
+    for name, struct in SIZE_FUNCTIONS.items():
         function = getattr(library, "mamba_" + name)
         function.argtypes = [ctypes.POINTER(struct)]
         function.restype = _i64
