@@ -25,6 +25,17 @@ PATHS = {
         "causal_conv1d_ref",
     ],
     "mamba_ssm.ops.triton.selective_state_update": ["selective_state_update", "selective_state_update_ref"],
+    "mamba_ssm.ops.triton.layer_norm": [
+        "layer_norm_fn",
+        "rms_norm_fn",
+        "RMSNorm",
+        "layer_norm_ref",
+        "rms_norm_ref",
+        "layer_norm_linear_fn",
+    ],
+    "mamba_ssm.ops.triton.layernorm_gated": ["layernorm_fn", "rmsnorm_fn", "LayerNorm", "RMSNorm", "rms_norm_ref"],
+    "mamba_ssm.ops.triton.k_activations": ["_swiglu_fwd", "_swiglu_bwd", "swiglu"],
+    "mamba_ssm.ops.triton.softplus": ["softplus"],
     "mamba_ssm.ops.streaming": ["SelectiveScan"],
     "mamba_ssm.modules.mamba_simple": ["Mamba"],
 }
