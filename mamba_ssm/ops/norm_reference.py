@@ -43,8 +43,8 @@ def layer_norm_ref(
 ):
     """LayerNorm of dropout(x * rowscale) + dropout(x1) + residual; arguments as layer_norm_fn.
 
-    dropout_mask, dropout_mask1: like x; False drops an element of x, of x1. upcast: return the sum in float32; else it is
-    rounded to residual's dtype (without a residual x's) before it is normalised.
+    dropout_mask, dropout_mask1: like x; False drops an element of x, of x1. upcast: return the sum in float32; else it
+    is rounded to residual's dtype (without a residual x's) before it is normalised.
     Returns y of x's dtype, or a tuple: y, with weight1 a second norm of the same sum, with prenorm the sum.
     """
     dtype = _working_dtype(x)
