@@ -1,0 +1,37 @@
+"""Says whether wheels are fit to publish: python scripts/verify_wheel.py dist/*.whl
+
+One line a wheel, one a problem; exit status 1 if any wheel has a problem. What is looked at: scripts/wheel_check.
+Verifies Linux and Windows wheels on either system, and needs the extra: pip install ".[publish]"
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+try:
+    from wheel_check import verify
+except ModuleNotFoundError as error:
+    if error.name and error.name.startswith("wheel_check"):
+        raise
+    sys.exit(f'verify_wheel.py needs {error.name}, which is not installed here; do: pip install ".[publish]"')
+
+__all__ = ["main", "verify"]
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Says whether wheels of mamba_ssm are fit to publish.")
+    parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL", help="such as dist/*.whl")
+    status = 0
+    for path in parser.parse_args(words).wheels:
+        problems = verify(path)
+        print(f"{path}: {'refused' if problems else 'fit to publish'}")
+        for problem in problems:
+            print(f"  {problem}")
+        status = 1 if problems else status
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Is this wheel what the project builds, whole and unchanged? Reads wheels of Linux and Windows on either system.
+
+Nothing of the wheel is run or imported. Needs packaging, check-wheel-contents, pyelftools, pefile and zstandard.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import archive, contents, leaks, libraries, metadata
+from .wheel import Unreadable, read_wheel
+
+CHECKS = (
+    archive.check_members,
+    archive.check_record,
+    metadata.check_names,
+    metadata.check_build_info,
+    metadata.check_requirements,
+    contents.check_contents,
+    contents.check_size,
+    libraries.check_libraries,
+    leaks.check_leaks,
+)
+
+
+def verify(path: str | Path) -> list[str]:
+    """The problems of the wheel at `path`, each a line that names the file within and the reason; [] if it is fit.
+
+    Never raises for what the file holds: a wheel that cannot be read is a wheel with a problem.
+    """
+    try:
+        wheel = read_wheel(Path(path))
+    except Unreadable as error:
+        return [str(error)]
+    problems = []
+    for check in CHECKS:
+        try:
+            problems += check(wheel)
+        # Whatever a damaged file does to a parser, the wheel is refused and the other checks still speak.
+        except Exception as error:
+            what = check.__name__.removeprefix("check_").replace("_", " ")
+            problems.append(f"its {what} cannot be read: {type(error).__name__}: {error}")
+    return list(dict.fromkeys(problems))

@@ -1,0 +1,41 @@
+"""Which files a wheel holds, and how large it may be."""
+
+from __future__ import annotations
+
+import re
+
+from check_wheel_contents.checker import NO_CONFIG, WheelChecker
+from check_wheel_contents.contents import WheelContents
+
+from .wheel import BUILD_INFO, LIB, Wheel
+
+MODULE = re.compile(r"mamba_ssm/(\w+/)*\w+\.py")
+REQUIRED = ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")
+ALLOWED = re.compile(r"top_level\.txt|sboms/[\w.-]+\.cdx\.json")
+# Compressed. One architecture may add 4 MiB; measured: 0.8 MB for all but the device code, 1.3 MB an architecture.
+MIB = 1 << 20
+BUDGET_WITHOUT_CUDA = 4 * MIB
+BUDGET_OF_AN_ARCHITECTURE = 4 * MIB
+
+
+def check_contents(wheel: Wheel) -> list[str]:
+    """The package's modules, the libraries of build_info.json, the metadata; no other file."""
+    expected = {BUILD_INFO, *wheel.libraries, *(wheel.dist_info + name for name in REQUIRED)}
+    problems = [f"{name}: missing" for name in sorted(expected - set(wheel.files))]
+    for name in sorted(set(wheel.files) - expected):
+        in_metadata = name.startswith(wheel.dist_info) and ALLOWED.fullmatch(name[len(wheel.dist_info) :])
+        if not in_metadata and (not MODULE.fullmatch(name) or name.startswith(LIB)):
+            problems.append(f"{name}: is no file of this project's wheels")
+    checker = WheelChecker()
+    checker.configure_options(configpath=NO_CONFIG, toplevel=["mamba_ssm"])
+    failed = checker.check_contents(WheelContents.from_wheel(wheel.path))
+    return problems + [f"check-wheel-contents: {failure.show()}" for failure in failed]
+
+
+def check_size(wheel: Wheel) -> list[str]:
+    architectures = wheel.build_info.get("architectures") or []
+    budget = BUDGET_WITHOUT_CUDA + BUDGET_OF_AN_ARCHITECTURE * len(architectures)
+    size = wheel.path.stat().st_size
+    if size > budget:
+        return [f"has {size / MIB:.1f} MiB; with {len(architectures)} architectures it may have {budget / MIB:.0f}"]
+    return []

@@ -1,0 +1,125 @@
+"""METADATA, WHEEL, build_info.json and the file name tell one story; Requires-Dist is what the code imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from email.parser import HeaderParser
+
+from packaging.metadata import Metadata
+from packaging.version import Version
+
+from .wheel import BUILD_INFO, Wheel
+
+TAGS = ("py3-none-linux_x86_64", "py3-none-manylinux_2_28_x86_64", "py3-none-win_amd64")
+
+
+def check_names(wheel: Wheel) -> list[str]:
+    """Name, version and tag of METADATA and WHEEL are those of the file name."""
+    problems = []
+    if wheel.tag not in TAGS:
+        problems.append(f"its tag is {wheel.tag}; the project's wheels have one of {', '.join(TAGS)}")
+    folders = {name.split("/")[0] for name in wheel.files if ".dist-info/" in name}
+    if folders != {wheel.dist_info.rstrip("/")}:
+        found = ", ".join(sorted(folders)) or "none"
+        return [*problems, f"the file name asks for {wheel.dist_info} in the wheel, and there is: {found}"]
+
+    metadata = Metadata.from_email(wheel.text(wheel.dist_info + "METADATA"))
+    if metadata.name != "mamba_ssm":
+        problems.append(f"METADATA: the name is {metadata.name!r}, not 'mamba_ssm'")
+    if metadata.version != wheel.version:
+        problems.append(f"METADATA: the version is {metadata.version}, the file name's {wheel.version}")
+    if str(metadata.requires_python) != ">=3.10":
+        problems.append(f"METADATA: Requires-Python is {metadata.requires_python}, not >=3.10")
+
+    header = HeaderParser().parsestr(wheel.text(wheel.dist_info + "WHEEL"))
+    expected = {"Wheel-Version": ["1.0"], "Root-Is-Purelib": ["false"], "Tag": [wheel.tag]}
+    for field, values in expected.items():
+        found = header.get_all(field, [])
+        if found != values:
+            problems.append(f"WHEEL: {field} is {', '.join(found) or 'missing'}, not {values[0]}")
+    return problems
+
+
+def check_build_info(wheel: Wheel) -> list[str]:
+    """Version, label, CUDA and ABI of build_info.json are those of the file name and of the Python code."""
+    info, problems = wheel.build_info, []
+    package, label = str(info.get("package_version")), str(info.get("local_label"))
+    # A wheel that was built from an sdist has the sdist's version, which bears no label.
+    if str(wheel.version) not in (package, str(Version(f"{package}+{label}"))):
+        problems.append(f"{BUILD_INFO}: says {package}+{label}, the file name {wheel.version}")
+    cuda, nvcc = info.get("cuda"), str(info.get("nvcc_version"))
+    named = re.match(r"cu(\d+)(?![a-z0-9])", label)
+    if named and not cuda:
+        problems.append(f"{BUILD_INFO}: the label is {label}, and the wheel was built without CUDA")
+    elif named and named.group(1) != "".join(nvcc.split(".")[:2]):
+        problems.append(f"{BUILD_INFO}: the label is {label}, and nvcc was {nvcc}")
+    elif cuda and label == "cpu":
+        problems.append(f"{BUILD_INFO}: the label is cpu, and the wheel was built with CUDA")
+    if bool(cuda) != bool(info.get("architectures")):
+        problems.append(f"{BUILD_INFO}: cuda is {cuda}, and the architectures are {info.get('architectures')}")
+    if info.get("debug"):
+        problems.append(f"{BUILD_INFO}: this is a debug build")
+
+    for file, name, value in (
+        ("mamba_ssm/version.py", "__version__", info.get("package_version")),
+        ("mamba_ssm/_native/abi.py", "ABI_VERSION", info.get("abi_version")),
+    ):
+        found = assigned(wheel, file, name)
+        if found != value:
+            problems.append(f"{file}: {name} is {found!r}, and build_info.json says {value!r}")
+    return problems
+
+
+def check_requirements(wheel: Wheel) -> list[str]:
+    """Requires-Dist without extras: each is imported somewhere, and each import that cannot fail is required."""
+    metadata = Metadata.from_email(wheel.text(wheel.dist_info + "METADATA"))
+    imported, unguarded = imports(wheel)
+    problems, required = [], set()
+    for requirement in metadata.requires_dist or []:
+        module = re.sub(r"[-.]+", "_", requirement.name).lower()
+        if "triton" in module:
+            problems.append(f"METADATA: Requires-Dist has {requirement}: there is no triton in this project")
+        elif requirement.marker is None or "extra" not in str(requirement.marker):
+            required.add(module)
+            if module not in imported:
+                problems.append(f"METADATA: Requires-Dist has {requirement}, which no module of the wheel imports")
+    for module, places in sorted(unguarded.items()):
+        if module not in required:
+            problems.append(f"{places[0]}: imports {module}, which is not in Requires-Dist")
+    problems += [f"{place}: imports triton" for place in imported.get("triton", [])]
+    return problems
+
+
+def imports(wheel: Wheel) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """{module outside of the standard library: files that import it}, of all imports and of those made unguarded."""
+    everything: dict[str, list[str]] = {}
+    unguarded: dict[str, list[str]] = {}
+    for name in sorted(wheel.files):
+        if name.endswith(".py"):
+            tree = ast.parse(wheel.files[name], name)
+            for found, nodes in ((everything, ast.walk(tree)), (unguarded, iter(tree.body))):
+                for module in sorted(set(_modules(nodes))):
+                    if module != "mamba_ssm" and module not in sys.stdlib_module_names:
+                        found.setdefault(module.lower(), []).append(name)
+    return everything, unguarded
+
+
+def _modules(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.split(".")[0]
+
+
+def assigned(wheel: Wheel, file: str, name: str) -> object:
+    """The literal that the module-level line `name = ...` of `file` assigns; of a dict, its keys."""
+    for node in ast.parse(wheel.files[file], file).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
+            if isinstance(node.value, ast.Dict):
+                return [ast.literal_eval(key) for key in node.value.keys if key is not None]
+            return ast.literal_eval(node.value)
+    raise ValueError(f"{file} assigns no {name}")

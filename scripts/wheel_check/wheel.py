@@ -1,0 +1,82 @@
+"""The wheel as read into memory, once, for all checks."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.version import Version
+
+LIB = "mamba_ssm/lib/"
+BUILD_INFO = LIB + "build_info.json"
+# What is read into memory at most: far above any wheel of ours, far below what could fill a machine's memory.
+LARGEST = 1 << 30
+
+
+class Unreadable(Exception):
+    """The file is no wheel of ours that could be looked into; the text says why."""
+
+
+@dataclass(frozen=True)
+class Wheel:
+    path: Path
+    version: Version  # of the file name
+    tag: str  # of the file name, such as py3-none-win_amd64
+    entries: list[zipfile.ZipInfo]
+    files: dict[str, bytes] = field(repr=False)
+
+    @property
+    def dist_info(self) -> str:
+        return f"mamba_ssm-{self.version}.dist-info/"
+
+    @property
+    def windows(self) -> bool:
+        return self.tag.endswith("-win_amd64")
+
+    def text(self, name: str) -> str:
+        """Raises KeyError if the wheel has no such file, UnicodeDecodeError if it is no text."""
+        return self.files[name].decode("utf-8")
+
+    @cached_property
+    def build_info(self) -> dict:
+        info = json.loads(self.text(BUILD_INFO))
+        if not isinstance(info, dict):
+            raise ValueError(f"{BUILD_INFO} holds no JSON object")
+        return info
+
+    @cached_property
+    def libraries(self) -> list[str]:
+        """The files that build_info.json promises."""
+        names = ["mamba_cpu", "mamba_cuda"] if self.build_info.get("cuda") else ["mamba_cpu"]
+        return [LIB + (f"{name}.dll" if self.windows else f"lib{name}.so") for name in names]
+
+
+def read_wheel(path: Path) -> Wheel:
+    """Reads every member, with its CRC checked. Raises Unreadable."""
+    try:
+        name, version, build, tags = parse_wheel_filename(path.name)
+    except InvalidWheelFilename as error:
+        raise Unreadable(f"the file name is no wheel's: {error}") from None
+    if name != "mamba-ssm":
+        raise Unreadable(f"the file name says that this is {name}, not mamba_ssm")
+    tag = ".".join(sorted(str(tag) for tag in tags))
+    expected = f"mamba_ssm-{version}-{tag}.whl"
+    if build or len(tags) != 1 or path.name != expected:
+        raise Unreadable(f"the file name is not spelt as the project's builds spell it: {expected}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            size = sum(entry.file_size for entry in entries)
+            if size > LARGEST:
+                raise Unreadable(f"its files would unpack to {size} bytes, more than any wheel of this project")
+            files = {entry.filename: archive.read(entry) for entry in entries}
+    except OSError as error:
+        raise Unreadable(f"the file cannot be read: {error}") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError, ValueError) as error:
+        raise Unreadable(f"the file is damaged, cut short or no zip archive: {error}") from None
+    return Wheel(path, version, tag, entries, files)
