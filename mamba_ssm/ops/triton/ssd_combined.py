@@ -1,0 +1,7 @@
+"""Upstream's import path; the code is native, triton is never imported."""
+
+from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
+from mamba_ssm.ops.ssd_chunks import mamba_chunk_scan
+from mamba_ssm.ops.ssd_reference import ssd_chunk_scan_combined_ref, ssd_selective_scan
+
+__all__ = ["mamba_chunk_scan", "mamba_chunk_scan_combined", "ssd_chunk_scan_combined_ref", "ssd_selective_scan"]
