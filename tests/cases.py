@@ -17,10 +17,11 @@ def dtype_id(dtype):
 def case_id(case):
     """What differs from the defaults, e.g. "B2-D6-L70-N5-z"."""
     letters = {"batch": "B", "dim": "D", "seqlen": "L", "dstate": "N", "groups": "G", "width": "W"}
+    letters.update({"heads": "H", "headdim": "P"})
     words = []
     for field in fields(case):
         value = getattr(case, field.name)
-        if field.name in ("batch", "dim", "seqlen"):
+        if field.name in ("batch", "dim", "seqlen", "heads", "headdim"):
             words.append(f"{letters[field.name]}{value}")
         elif value != field.default:
             if isinstance(value, bool):
@@ -110,6 +111,83 @@ SCAN_CASES = (
     ScanCase(1, 6, 1031, variable_B=False, variable_C=False),
     ScanCase(1, 4, 1024, dstate=100),
     ScanCase(1, 12, 1031, groups=3, seq_idx=True, initial_state=True),
+)
+
+
+@dataclass(frozen=True)
+class SsdCase:
+    """One scan of Mamba-2."""
+
+    batch: int
+    seqlen: int
+    heads: int
+    headdim: int
+    dstate: int = 16
+    groups: int = 1
+    D: str = "head"  # "head", "dim" (a value for each of a head's channels) or ""
+    z: bool = False
+    dt_bias: bool = True
+    softplus: bool = True
+    dt_limit: tuple = (0.0, float("inf"))
+    initial_states: bool = False
+    seq_idx: bool = False
+    dt_dtype: str = "same"  # as x's, or a dtype's name
+
+    def inputs(self, dtype, device, seed=0):
+        """Tensors by the names of mamba_chunk_scan_combined's arguments; options() has the other arguments."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape, dtype=dtype):
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        f32 = torch.float32
+        x_shape = (self.batch, self.seqlen, self.heads, self.headdim)
+        matrix = (self.batch, self.seqlen, self.groups, self.dstate)
+        dt = 0.5 * torch.rand(*x_shape[:3], generator=generator).to(f32) + (-1.0 if self.softplus else 0.0)
+        D_shape = x_shape[2:] if self.D == "dim" else x_shape[2:3]
+        states = (self.batch, self.heads, self.headdim, self.dstate)
+        tensors = {
+            "x": normal(*x_shape),
+            "dt": dt.to(dtype if self.dt_dtype == "same" else getattr(torch, self.dt_dtype)),
+            "A": -0.2 - torch.rand(self.heads, generator=generator),
+            "B": normal(*matrix),
+            "C": normal(*matrix),
+            "D": normal(*D_shape, dtype=f32) if self.D else None,
+            "z": normal(*x_shape) if self.z else None,
+            "dt_bias": 0.1 * normal(self.heads, dtype=f32) if self.dt_bias else None,
+            "initial_states": normal(*states, dtype=f32) if self.initial_states else None,
+            "seq_idx": self._seq_idx(generator) if self.seq_idx else None,
+        }
+        return {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+
+    def options(self):
+        return {"chunk_size": 64, "dt_softplus": self.softplus, "dt_limit": self.dt_limit}
+
+    def _seq_idx(self, generator):
+        starts = torch.rand(self.batch, self.seqlen, generator=generator) < 0.05
+        return starts.cumsum(1).to(torch.int32)
+
+
+# Lengths around 64 (the CPU's chunk) and its multiples, headdim and dstate of every register block and odd ones.
+SSD_CASES = (
+    SsdCase(2, 70, 4, 16),
+    SsdCase(1, 1, 1, 1, dstate=1),
+    SsdCase(3, 2, 2, 5, dstate=3, initial_states=True),
+    SsdCase(2, 63, 6, 32, dstate=8, groups=2, D=""),
+    SsdCase(1, 64, 3, 64, dstate=64, z=True),
+    SsdCase(2, 65, 2, 25, dstate=17, D="dim", dt_bias=False),
+    SsdCase(1, 200, 4, 64, dstate=128, initial_states=True),
+    SsdCase(1, 131, 2, 128, dstate=64, softplus=False, dt_limit=(0.05, 0.4)),
+    SsdCase(1, 66, 1, 256, dstate=256),
+    SsdCase(2, 257, 4, 16, groups=4, D="dim", z=True, initial_states=True),
+    SsdCase(2, 150, 4, 20, dstate=24, seq_idx=True),
+    SsdCase(2, 300, 2, 33, dstate=40, groups=2, seq_idx=True, initial_states=True, z=True),
+    SsdCase(1, 70, 2, 16, D="", dt_bias=False, softplus=False),
+    SsdCase(2, 70, 4, 16, dt_limit=(0.3, 0.45)),
+    SsdCase(2, 100, 4, 16, dt_dtype="float32"),
+    SsdCase(2, 100, 2, 48, dstate=100, dt_dtype="bfloat16"),
+    SsdCase(5, 31, 8, 8, dstate=4),
+    SsdCase(1, 600, 2, 16, dstate=16, initial_states=True),
 )
 
 

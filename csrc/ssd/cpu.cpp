@@ -1,18 +1,283 @@
-// Mamba-2's scan on the CPU: being written.
-#include "common/error.h"
+// Mamba-2's scan of mamba_cpu: checks, the choice of instruction set, and the split of the work over threads.
+#include <string.h>
 
-int32_t mamba_ssd_forward(const MambaSsd*) {
-    return mamba::fail(MAMBA_ERROR_UNSUPPORTED, "ssd_forward: not in this library yet");
+#include <atomic>
+
+#include "common/cpu_runtime.h"
+#include "ssd/check.h"
+#include "ssd/cpu_kernels.h"
+
+namespace mamba {
+namespace {
+
+// Steps x channels x (states + their share of what is done within a chunk) that one thread finishes in about 100 us, several
+// times what starting a thread costs.
+constexpr int64_t kForwardWorkPerThread = 1 << 21;
+constexpr int64_t kBackwardWorkPerThread = 1 << 19;
+// Backward takes so many batch entries at a time as need this much memory for their states.
+constexpr int64_t kBackwardFloats = 1 << 24;
+
+const SsdKernels& kernels_of(Isa isa) {
+    switch (isa) {
+        case Isa::avx512:
+            return avx512::ssd_kernels;
+        case Isa::avx2:
+            return avx2::ssd_kernels;
+        default:
+            return generic::ssd_kernels;
+    }
 }
 
-int32_t mamba_ssd_backward(const MambaSsdBackward*) {
-    return mamba::fail(MAMBA_ERROR_UNSUPPORTED, "ssd_backward: not in this library yet");
+int64_t useful_threads(const MambaSsd& p, int64_t entries, int64_t work_per_thread) {
+    const int64_t work = entries * p.seqlen * p.nheads * p.headdim * (p.dstate + kSsdChunk / 4);
+    return worthwhile_threads(p.run, work, work_per_thread);
+}
+
+int64_t at_most(int64_t value, int64_t limit) {
+    return value < limit ? value : limit;
+}
+
+int32_t no_memory(const char* function, const MambaSsd& p) {
+    return fail(MAMBA_ERROR_MEMORY, "%s: no memory for scratch space with headdim=%lld dstate=%lld", function,
+                static_cast<long long>(p.headdim), static_cast<long long>(p.dstate));
+}
+
+int32_t check_call(const char* function, const MambaSsd& p, Isa* isa) {
+    const int32_t status = require_range(p.run.num_threads, 1, kNoLimit, function, "run.num_threads");
+    return status != MAMBA_OK ? status : choose_isa(isa);
+}
+
+int32_t check_cu_seqlens(const char* function, const MambaSsd& p) {
+    for (int64_t b = 0; b < p.batch && p.cu_seqlens != nullptr; ++b) {
+        const int32_t begin = p.cu_seqlens[b], end = p.cu_seqlens[b + 1];
+        if (begin < 0 || end < begin || end > p.seqlen) {
+            return fail(MAMBA_ERROR_INVALID,
+                        "%s: cu_seqlens must rise from 0 or more to seqlen=%lld at most, but sequence %lld is from %d to %d",
+                        function, static_cast<long long>(p.seqlen), static_cast<long long>(b), static_cast<int>(begin),
+                        static_cast<int>(end));
+        }
+    }
+    return MAMBA_OK;
+}
+
+// ---- forward ---------------------------------------------------------------------------------------------------------
+
+// Units are heads of all batch entries, in that order; where these are fewer than threads, parts of heads.
+struct ForwardJob {
+    const MambaSsd* params;
+    const SsdKernels* kernels;
+    int64_t parts, part_columns;
+    int64_t units, shares;
+    std::atomic<bool> out_of_memory;
+};
+
+void run_forward_share(void* context, int64_t share) {
+    ForwardJob& job = *static_cast<ForwardJob*>(context);
+    const MambaSsd& p = *job.params;
+    const int64_t begin = share_begin(job.units, job.shares, share), end = share_begin(job.units, job.shares, share + 1);
+    const int64_t group_heads = p.nheads / p.ngroups;
+    const int64_t most_heads = job.parts > 1 ? 1 : at_most(at_most(end - begin, kSsdSegmentHeads), group_heads);
+    const Scratch scratch(job.kernels->forward_scratch(p, most_heads, job.part_columns));
+    if (scratch.get() == nullptr) {
+        job.out_of_memory = true;
+        return;
+    }
+    for (int64_t unit = begin; unit < end;) {
+        const int64_t head = unit / job.parts % p.nheads;
+        SsdSegment segment;
+        segment.batch = unit / job.parts / p.nheads;
+        segment.head = head;
+        segment.heads = at_most(at_most(end - unit, most_heads), group_heads - head % group_heads);
+        segment.column = unit % job.parts * job.part_columns;
+        segment.columns = at_most(job.part_columns, p.headdim - segment.column);
+        job.kernels->forward(p, segment, scratch.get());
+        unit += segment.heads;
+    }
+}
+
+int32_t run_forward(const MambaSsd& p, const SsdKernels& kernels) {
+    ForwardJob job;
+    job.params = &p;
+    job.kernels = &kernels;
+    job.out_of_memory = false;
+    const int64_t heads = p.batch * p.nheads, entries = p.cu_seqlens != nullptr ? 1 : p.batch;
+    const int64_t threads = useful_threads(p, entries, kForwardWorkPerThread);
+    const int64_t lanes = kernels.lanes, blocks = (p.headdim + lanes - 1) / lanes;
+    const int64_t part_blocks = (blocks * heads + threads - 1) / threads;
+    job.part_columns = heads >= threads || part_blocks >= blocks ? p.headdim : part_blocks * lanes;
+    job.parts = (p.headdim + job.part_columns - 1) / job.part_columns;
+    job.units = heads * job.parts;
+    job.shares = at_most(threads, job.units);
+    run_shares(job.shares, run_forward_share, &job);
+    return job.out_of_memory ? no_memory("ssd_forward", p) : MAMBA_OK;
+}
+
+// ---- backward --------------------------------------------------------------------------------------------------------
+
+// Memory of a backward call, in floats: states and gradients of as many entries as are worked on together, the chunks' sums,
+// and the totals (doubles).
+struct BackwardPlan {
+    int64_t chunks, entries;
+    int64_t states, gradients, sums, totals;
+};
+
+BackwardPlan plan_backward(const MambaSsd& p) {
+    BackwardPlan plan;
+    plan.chunks = (p.seqlen + kSsdChunk - 1) / kSsdChunk;
+    const int64_t states = p.nheads * plan.chunks * p.headdim * ssd_pitch(p.dstate);
+    const int64_t gradients = p.nheads * plan.chunks * p.dstate * ssd_pitch(p.headdim);
+    const int64_t fitting = states > 0 ? kBackwardFloats / (states + gradients) : p.batch;
+    const int64_t wanted = p.nheads > 0 ? (p.run.num_threads + p.nheads - 1) / p.nheads : 1;  // a head each, at least
+    plan.entries = at_most(fitting > wanted ? fitting : wanted, p.batch);
+    plan.states = plan.entries * states;
+    plan.gradients = plan.entries * gradients;
+    plan.sums = ssd_pitch(p.batch * plan.chunks * p.nheads * (2 + p.headdim));
+    plan.totals = ssd_pitch(2 * p.nheads * (2 + p.headdim));
+    return plan;
+}
+
+struct BackwardJob {
+    const MambaSsdBackward* params;
+    const SsdKernels* kernels;
+    SsdBackwardSpace space;
+    int64_t entries;
+    bool states;  // first pass
+    int64_t units, shares;
+    std::atomic<bool> out_of_memory;
+};
+
+void run_backward_share(void* context, int64_t share) {
+    BackwardJob& job = *static_cast<BackwardJob*>(context);
+    const MambaSsdBackward& q = *job.params;
+    const MambaSsd& p = q.forward;
+    const int64_t begin = share_begin(job.units, job.shares, share), end = share_begin(job.units, job.shares, share + 1);
+    const Scratch scratch(job.kernels->backward_scratch(p));
+    if (scratch.get() == nullptr) {
+        job.out_of_memory = true;
+        return;
+    }
+    for (int64_t unit = begin; unit < end; ++unit) {
+        if (job.states) {
+            const int64_t heads = job.entries * p.nheads, head = unit % heads;
+            const int64_t batch = job.space.first_batch + head / p.nheads;
+            const auto pass = unit < heads ? job.kernels->backward_states : job.kernels->backward_gradients;
+            pass(q, job.space, batch, head % p.nheads, scratch.get());
+        } else {
+            const int64_t group_unit = unit / job.space.chunks, batch = job.space.first_batch + group_unit / p.ngroups;
+            job.kernels->backward_chunk(q, job.space, batch, group_unit % p.ngroups, unit % job.space.chunks, scratch.get());
+        }
+    }
+}
+
+// dA, ddt_bias and dD from the chunks' sums, always in the same order.
+void add_up(const MambaSsdBackward& q, const SsdBackwardSpace& space, double* totals) {
+    const MambaSsd& p = q.forward;
+    const int64_t width = 2 + p.headdim, row = p.nheads * width, used = p.D != nullptr ? width : 2;
+    for (int64_t i = 0; i < row; ++i) {
+        totals[i] = 0.0;
+    }
+    for (int64_t part = 0; part < p.batch * space.chunks; ++part) {
+        for (int64_t head = 0; head < p.nheads; ++head) {
+            const float* sums = space.sums + part * row + head * width;
+            for (int64_t i = 0; i < used; ++i) {
+                totals[head * width + i] += static_cast<double>(sums[i]);
+            }
+        }
+    }
+    for (int64_t head = 0; head < p.nheads; ++head) {
+        const double* total = totals + head * width;
+        q.dA[head] = static_cast<float>(total[0]);
+        if (p.dt_bias != nullptr) {
+            q.ddt_bias[head] = static_cast<float>(total[1]);
+        }
+        if (p.D != nullptr && p.D_dim_stride != 0) {
+            for (int64_t i = 0; i < p.headdim; ++i) {
+                q.dD[head * p.headdim + i] = static_cast<float>(total[2 + i]);
+            }
+        } else if (p.D != nullptr) {
+            double sum = 0.0;
+            for (int64_t i = 0; i < p.headdim; ++i) {
+                sum += total[2 + i];
+            }
+            q.dD[head] = static_cast<float>(sum);
+        }
+    }
+}
+
+int32_t run_backward(const MambaSsdBackward& q, const SsdKernels& kernels) {
+    const MambaSsd& p = q.forward;
+    const BackwardPlan plan = plan_backward(p);
+    BackwardJob job;
+    job.params = &q;
+    job.kernels = &kernels;
+    job.out_of_memory = false;
+    // The totals come first: doubles, at the workspace's alignment.
+    double* totals = static_cast<double*>(p.workspace);
+    job.space.chunks = plan.chunks;
+    job.space.states = static_cast<float*>(p.workspace) + plan.totals;
+    job.space.gradients = job.space.states + plan.states;
+    job.space.sums = job.space.gradients + plan.gradients;
+    for (int64_t first = 0; first < p.batch && !job.out_of_memory; first += plan.entries) {
+        job.space.first_batch = first;
+        job.entries = at_most(plan.entries, p.batch - first);
+        const int64_t threads = useful_threads(p, job.entries, kBackwardWorkPerThread);
+        job.states = true;
+        job.units = 2 * job.entries * p.nheads;
+        job.shares = at_most(threads, job.units);
+        run_shares(job.shares, run_backward_share, &job);
+        job.states = false;
+        job.units = job.entries * p.ngroups * plan.chunks;
+        job.shares = at_most(threads, job.units);
+        if (job.units > 0 && !job.out_of_memory) {
+            run_shares(job.shares, run_backward_share, &job);
+        }
+    }
+    if (job.out_of_memory) {
+        return no_memory("ssd_backward", p);
+    }
+    add_up(q, job.space, totals);
+    return MAMBA_OK;
+}
+
+}  // namespace
+}  // namespace mamba
+
+using namespace mamba;
+
+int32_t mamba_ssd_forward(const MambaSsd* params) {
+    const char* function = "ssd_forward";
+    int32_t status = check_ssd_sizes(function, params);
+    if (status != MAMBA_OK || ssd_is_empty(*params)) {
+        return status;
+    }
+    Isa isa;
+    status = check_ssd_inputs(function, *params, 0);
+    status = status != MAMBA_OK ? status : check_call(function, *params, &isa);
+    status = status != MAMBA_OK ? status : check_cu_seqlens(function, *params);
+    return status != MAMBA_OK ? status : run_forward(*params, kernels_of(isa));
+}
+
+int32_t mamba_ssd_backward(const MambaSsdBackward* params) {
+    const char* function = "ssd_backward";
+    int32_t status = check_ssd_sizes(function, params != nullptr ? &params->forward : nullptr);
+    if (status != MAMBA_OK || ssd_is_empty(params->forward)) {
+        return status;
+    }
+    Isa isa;
+    status = check_ssd_inputs(function, params->forward, mamba_ssd_backward_workspace(&params->forward));
+    status = status != MAMBA_OK ? status : check_ssd_backward_arguments(function, *params);
+    status = status != MAMBA_OK ? status : check_call(function, params->forward, &isa);
+    return status != MAMBA_OK ? status : run_backward(*params, kernels_of(isa));
 }
 
 int64_t mamba_ssd_forward_workspace(const MambaSsd*) {
     return 0;
 }
 
-int64_t mamba_ssd_backward_workspace(const MambaSsd*) {
-    return 0;
+int64_t mamba_ssd_backward_workspace(const MambaSsd* params) {
+    if (check_ssd_sizes("ssd_backward_workspace", params) != MAMBA_OK || ssd_is_empty(*params)) {
+        return 0;
+    }
+    const BackwardPlan plan = plan_backward(*params);
+    return (plan.totals + plan.states + plan.gradients + plan.sums) * static_cast<int64_t>(sizeof(float));
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from . import cmake, facts
@@ -22,32 +21,24 @@ def abi_version(root: Path) -> int:
     return int(match.group(1))
 
 
-@dataclass(frozen=True)
-class Source:
-    commit: str = ""
-    seconds: int = 0  # the commit's time since 1970
-    changed: bool = False  # tracked files differ from it
-
-
-def source_of(root: Path) -> Source:
-    """Of the checkout or, in an unpacked sdist, of the one it was made from; Source() where neither is known."""
-    commit, seconds, changed = facts.git_state(root)
+def source_commit(root: Path) -> tuple[str, bool]:
+    """(commit, tracked files changed) of the checkout or, in an unpacked sdist, of the one it was made from."""
+    commit, dirty = facts.git_state(root)
     file = root / SOURCE_FILE
-    if commit or not file.is_file():
-        return Source(commit, seconds, changed)
-    words = file.read_text(encoding="utf-8").split()
-    return Source(words[0], int(words[1]), "changed" in words) if len(words) > 1 else Source()
+    if not commit and file.is_file():
+        words = file.read_text(encoding="utf-8").split()
+        return (words[0] if words else ""), "changed" in words
+    return commit, dirty
 
 
 def source_line(root: Path) -> str:
-    source = source_of(root)
-    words = [source.commit, str(source.seconds), "changed" if source.changed else ""] if source.commit else []
-    return " ".join(word for word in words if word) + "\n"
+    commit, dirty = source_commit(root)
+    return f"{commit} changed\n" if dirty else f"{commit}\n"
 
 
 def describe(plan: Plan, root: Path, folder: Path) -> dict:
     """No times and no paths: the same source and tools give the same file."""
-    source = source_of(root)
+    commit, dirty = source_commit(root)
     toolchains = cmake.toolchains(folder)
     return {
         "package_version": plan.base_version,
@@ -55,15 +46,13 @@ def describe(plan: Plan, root: Path, folder: Path) -> dict:
         "cuda": plan.cuda,
         "nvcc_version": plan.facts.nvcc_full_version if plan.cuda else None,
         "host_compiler": toolchains.get("CXX", ""),
-        "glibc": plan.glibc or None,
-        "linker": f"zig {plan.facts.zig.version}" if plan.glibc and plan.facts.zig else None,
         "architectures": plan.architectures.cmake,
         "dtypes": plan.config.dtypes,
         "flags": cmake.flags(folder),
         "debug": plan.config.debug,
         "abi_version": abi_version(root),
-        "source_commit": source.commit or None,
-        "source_dirty": source.changed,
+        "source_commit": commit or None,
+        "source_dirty": dirty,
     }
 
 

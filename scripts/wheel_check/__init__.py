@@ -18,7 +18,6 @@ CHECKS = (
     metadata.check_requirements,
     contents.check_contents,
     contents.check_size,
-    contents.check_sbom,
     libraries.check_libraries,
     leaks.check_leaks,
 )

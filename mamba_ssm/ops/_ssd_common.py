@@ -1,0 +1,109 @@
+"""What the forward and backward operators of Mamba-2's scan share: checks, memory layout and parameters.
+
+Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
+"""
+
+import torch
+
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import DTYPE_CODES
+from mamba_ssm.ops import _checks as checks
+
+_NAME = "ssd"
+
+
+def check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_min, dt_max):
+    """Raises on any argument that the kernels do not take; returns batch, seqlen, nheads, headdim, ngroups, dstate."""
+    if x.dim() != 4 or x.dtype not in checks.FLOAT_DTYPES:
+        checks.check_dims(_NAME, "x", x, 4, "(B, L, H, P)")
+        checks.check_activation_dtype(_NAME, "x", x)
+    shape, dtype, device = x.shape, x.dtype, x.device
+    batch, seqlen, nheads, headdim = shape
+    if not 1 <= headdim <= abi.MAX_HEADDIM:
+        raise ValueError(
+            f"{_NAME}: headdim (the last dimension of x) must lie in 1..{abi.MAX_HEADDIM}, got {headdim}: "
+            "split larger heads into several with the same A, dt, B and C"
+        )
+    checks.check_float(_NAME, "dt", dt, (batch, seqlen, nheads), x, "x", "(B, L, H)")
+    if A.dtype != torch.float32 or A.shape != (nheads,) or A.device != device:
+        checks.no_complex(_NAME, "A", A)
+        checks.check_float32(_NAME, "A", A, (nheads,), x, "x", "(H,)")
+    if B.dim() != 4:
+        checks.check_dims(_NAME, "B", B, 4, "(B, L, G, N)")
+    ngroups, dstate = B.shape[2:]
+    if B.shape[:2] != shape[:2] or B.dtype != dtype or B.device != device:
+        checks.check_same(_NAME, "B", B, (batch, seqlen, ngroups, dstate), x, "x", "(B, L, G, N)")
+    if not 1 <= dstate <= abi.MAX_DSTATE:
+        raise ValueError(f"{_NAME}: dstate (the last dimension of B) must lie in 1..{abi.MAX_DSTATE}, got {dstate}")
+    if ngroups != 1:
+        checks.check_groups(_NAME, "nheads (heads of x)", nheads, ngroups)
+    if C.shape != B.shape or C.dtype != dtype or C.device != device:
+        checks.check_same(_NAME, "C", C, B.shape, x, "x", "(B, L, G, N)")
+    if D is not None:
+        if D.dim() == 2:
+            checks.check_float32(_NAME, "D", D, (nheads, headdim), x, "x", "(H, P)")
+        else:
+            checks.check_float32(_NAME, "D", D, (nheads,), x, "x", "(H,)")
+    if z is not None:
+        checks.check_same(_NAME, "z", z, shape, x, "x", "(B, L, H, P)")
+    if dt_bias is not None:
+        checks.check_float32(_NAME, "dt_bias", dt_bias, (nheads,), x, "x", "(H,)")
+    if initial_states is not None:
+        states = (batch, nheads, headdim, dstate)
+        checks.check_float32(_NAME, "initial_states", initial_states, states, x, "x", "(B, H, P, N)")
+    if seq_idx is not None:
+        checks.check_int32(_NAME, "seq_idx", seq_idx, (batch, seqlen), x, "x", "(B, L)")
+    if not dt_min <= dt_max:
+        raise ValueError(f"{_NAME}: dt_limit must be (smallest, largest), got ({dt_min}, {dt_max})")
+    return batch, seqlen, nheads, headdim, ngroups, dstate
+
+
+def fill(params, sizes, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_softplus, dt_min, dt_max):
+    """Sets the fields that forward and backward share; returns what must stay alive until the call.
+
+    The kernels take any strides but along the last dimension of x, z, B and C, and parameters and states as they lie in
+    a contiguous tensor.
+    """
+    x, B, C, z = (checks.unit_last_stride(tensor) for tensor in (x, B, C, z))
+    A, D, dt_bias, initial_states, seq_idx = (
+        checks.contiguous(tensor) for tensor in (A, D, dt_bias, initial_states, seq_idx)
+    )
+    params.batch, params.seqlen, params.nheads, params.headdim, params.ngroups, params.dstate = sizes
+    params.dtype = DTYPE_CODES[x.dtype]
+    params.dt_dtype = DTYPE_CODES[dt.dtype]
+    params.dt_softplus = dt_softplus
+    params.dt_min = dt_min
+    params.dt_max = dt_max
+    params.x = x.data_ptr()
+    params.x_batch_stride, params.x_len_stride, params.x_head_stride, _ = x.stride()
+    params.dt = dt.data_ptr()
+    params.dt_batch_stride, params.dt_len_stride, params.dt_head_stride = dt.stride()
+    params.A = A.data_ptr()
+    params.B = B.data_ptr()
+    params.B_batch_stride, params.B_len_stride, params.B_group_stride, _ = B.stride()
+    params.C = C.data_ptr()
+    params.C_batch_stride, params.C_len_stride, params.C_group_stride, _ = C.stride()
+    if D is not None:
+        params.D = D.data_ptr()
+        # Not D.stride(): a dimension of size 1 may have any.
+        params.D_head_stride, params.D_dim_stride = (1, 0) if D.dim() == 1 else (D.shape[1], 1)
+    if z is not None:
+        params.z = z.data_ptr()
+        params.z_batch_stride, params.z_len_stride, params.z_head_stride, _ = z.stride()
+    if dt_bias is not None:
+        params.dt_bias = dt_bias.data_ptr()
+    if initial_states is not None:
+        params.initial_state = initial_states.data_ptr()
+    if seq_idx is not None:
+        params.seq_idx = seq_idx.data_ptr()
+    return x, B, C, z, A, D, dt_bias, initial_states, seq_idx
+
+
+def allocate_workspace(size_of, params, like):
+    """Memory of as many bytes as the library asks for; returns the tensor, to be kept until the call."""
+    size = size_of(params)
+    if size == 0:
+        return None
+    workspace = like.new_empty((size,), dtype=torch.uint8)
+    params.workspace = workspace.data_ptr()
+    return workspace
