@@ -4,8 +4,9 @@ Importing loads no kernel library and needs no GPU: the CPU kernels are loaded b
 the first CUDA tensor. `python -m mamba_ssm` checks the installation.
 """
 
+from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, selective_scan_fn
 from mamba_ssm.version import __version__
 
-__all__ = ["Mamba", "__version__", "mamba_inner_fn", "selective_scan_fn"]
+__all__ = ["Mamba", "Mamba2", "__version__", "mamba_inner_fn", "selective_scan_fn"]

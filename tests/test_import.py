@@ -11,7 +11,7 @@ import torch
 import mamba_ssm
 
 PATHS = {
-    "mamba_ssm": ["selective_scan_fn", "mamba_inner_fn", "Mamba", "__version__"],
+    "mamba_ssm": ["selective_scan_fn", "mamba_inner_fn", "Mamba", "Mamba2", "__version__"],
     "mamba_ssm.ops.selective_scan_interface": [
         "selective_scan_fn",
         "selective_scan_ref",
@@ -37,7 +37,34 @@ PATHS = {
     "mamba_ssm.ops.triton.k_activations": ["_swiglu_fwd", "_swiglu_bwd", "swiglu"],
     "mamba_ssm.ops.triton.softplus": ["softplus"],
     "mamba_ssm.ops.streaming": ["SelectiveScan"],
+    "mamba_ssm.ops.triton.ssd_combined": [
+        "mamba_chunk_scan_combined",
+        "mamba_split_conv1d_scan_combined",
+        "mamba_split_conv1d_scan_ref",
+        "mamba_conv1d_scan_ref",
+    ],
     "mamba_ssm.modules.mamba_simple": ["Mamba"],
+    "mamba_ssm.modules.mamba2": ["Mamba2"],
+    "mamba_ssm.modules.mamba2_simple": ["Mamba2Simple"],
+    "mamba_ssm.modules.ssd_minimal": ["segsum", "ssd_minimal_discrete"],
+    "mamba_ssm.distributed.tensor_parallel": [
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "VocabParallelEmbedding",
+        "ColumnParallelEmbedding",
+        "ParallelEmbeddings",
+    ],
+    "mamba_ssm.distributed.distributed_utils": [
+        "all_gather",
+        "all_gather_raw",
+        "reduce_scatter",
+        "reduce_scatter_raw",
+        "all_reduce",
+        "all_reduce_raw",
+        "sync_shared_params",
+        "allreduce_sequence_parallel_grad",
+        "get_dim_for_local_rank",
+    ],
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import cmake, facts
@@ -21,24 +22,32 @@ def abi_version(root: Path) -> int:
     return int(match.group(1))
 
 
-def source_commit(root: Path) -> tuple[str, bool]:
-    """(commit, tracked files changed) of the checkout or, in an unpacked sdist, of the one it was made from."""
-    commit, dirty = facts.git_state(root)
+@dataclass(frozen=True)
+class Source:
+    commit: str = ""
+    seconds: int = 0  # the commit's time since 1970
+    changed: bool = False  # tracked files differ from it
+
+
+def source_of(root: Path) -> Source:
+    """Of the checkout or, in an unpacked sdist, of the one it was made from; Source() where neither is known."""
+    commit, seconds, changed = facts.git_state(root)
     file = root / SOURCE_FILE
-    if not commit and file.is_file():
-        words = file.read_text(encoding="utf-8").split()
-        return (words[0] if words else ""), "changed" in words
-    return commit, dirty
+    if commit or not file.is_file():
+        return Source(commit, seconds, changed)
+    words = file.read_text(encoding="utf-8").split()
+    return Source(words[0], int(words[1]), "changed" in words) if len(words) > 1 else Source()
 
 
 def source_line(root: Path) -> str:
-    commit, dirty = source_commit(root)
-    return f"{commit} changed\n" if dirty else f"{commit}\n"
+    source = source_of(root)
+    words = [source.commit, str(source.seconds), "changed" if source.changed else ""] if source.commit else []
+    return " ".join(word for word in words if word) + "\n"
 
 
 def describe(plan: Plan, root: Path, folder: Path) -> dict:
     """No times and no paths: the same source and tools give the same file."""
-    commit, dirty = source_commit(root)
+    source = source_of(root)
     toolchains = cmake.toolchains(folder)
     return {
         "package_version": plan.base_version,
@@ -46,13 +55,15 @@ def describe(plan: Plan, root: Path, folder: Path) -> dict:
         "cuda": plan.cuda,
         "nvcc_version": plan.facts.nvcc_full_version if plan.cuda else None,
         "host_compiler": toolchains.get("CXX", ""),
+        "glibc": plan.glibc or None,
+        "linker": f"zig {plan.facts.zig.version}" if plan.glibc and plan.facts.zig else None,
         "architectures": plan.architectures.cmake,
         "dtypes": plan.config.dtypes,
         "flags": cmake.flags(folder),
         "debug": plan.config.debug,
         "abi_version": abi_version(root),
-        "source_commit": commit or None,
-        "source_dirty": dirty,
+        "source_commit": source.commit or None,
+        "source_dirty": source.changed,
     }
 
 

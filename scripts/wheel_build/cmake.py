@@ -30,7 +30,10 @@ def arguments(plan: Plan, environ: Mapping[str, str] = os.environ) -> list[str]:
         f"-DMAMBA_DISABLE_HALF={switch[config.disable_half]}",
         f"-DMAMBA_DISABLE_BF16={switch[config.disable_bf16]}",
         f"-DMAMBA_DEBUG={switch[config.debug]}",
+        f"-DMAMBA_GLIBC={plan.glibc}",
     ]
+    if plan.glibc and seen.zig is not None:
+        result.append(f"-DMAMBA_ZIG={seen.zig.path}")
     if plan.cuda and seen.discovery.nvcc is not None:
         result += [
             f"-DMAMBA_NVCC_THREADS={plan.nvcc_threads}",
@@ -55,7 +58,7 @@ def environment(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
 
 def build_folder(base: Path, plan: Plan, environ: Mapping[str, str]) -> Path:
     """One folder a configuration, so a rebuild compiles what changed and none sees another's output."""
-    passing = ["-DMAMBA_NVCC_THREADS="]
+    passing = ["-DMAMBA_NVCC_THREADS=", "-DMAMBA_ZIG="]
     if nvcc_from_wheels(plan):
         passing.append("-DCMAKE_CUDA_COMPILER=")
     words = [word for word in arguments(plan, environ) if not word.startswith(tuple(passing))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -17,7 +18,7 @@ from setuptools.command.dist_info import dist_info
 from setuptools.command.editable_wheel import editable_wheel
 from setuptools.command.sdist import sdist
 
-from . import build_info, cmake, version
+from . import build_info, cmake, finish, sbom, version
 from .plan import Plan, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,9 +98,29 @@ class BuildWheel(bdist_wheel):
             # setuptools' own bdist_wheel goes through its install command, and that one warns users off.
             warnings.filterwarnings("ignore", message="setup.py install is deprecated")
             super().run()
+        plan, (_, _, path) = the_plan(), self.distribution.dist_files[-1]
+        seconds = plan.config.source_date
+        finish.settle(Path(path), build_info.source_of(ROOT).seconds if seconds is None else seconds)
+        if plan.glibc:
+            try:
+                finish.check_release(Path(path), plan.glibc)
+            except finish.ReleaseError as error:
+                os.unlink(path)
+                raise SystemExit(f"mamba_ssm: {error}") from None
+
+    def write_wheelfile(self, wheelfile_base: str, *arguments, **options) -> None:
+        super().write_wheelfile(wheelfile_base, *arguments, **options)
+        # An editable wheel passes here as well, and holds no libraries to tell of.
+        lib = Path(wheelfile_base).parent / LIB
+        if lib.is_dir():
+            info = json.loads((lib / INFO).read_text(encoding="utf-8"))
+            folder = Path(wheelfile_base) / sbom.FOLDER
+            folder.mkdir(exist_ok=True)
+            document = sbom.text(info, the_plan().version, [lib / name for name in the_plan().libraries])
+            (folder / sbom.NAME).write_text(document, encoding="utf-8", newline="\n")
 
     def get_tag(self) -> tuple[str, str, str]:
-        return version.wheel_tag(the_plan().facts.platform, the_plan().facts.machine)
+        return the_plan().tag
 
 
 class DistInfo(dist_info):

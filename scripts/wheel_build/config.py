@@ -19,6 +19,8 @@ PLANNED_BY_SWITCHES = {
     "MAMBA_DISABLE_HALF": "MM_DISABLE_HALF",
     "MAMBA_DEBUG": "DEBUG",
     "MAMBA_NVCC_THREADS": "NVCC_THREADS",
+    "MAMBA_GLIBC": "MAMBA_RELEASE",
+    "MAMBA_ZIG": "MAMBA_RELEASE",
     "MAMBA_OUTPUT_DIR": "nothing (the wheel's folder is fixed)",
 }
 LOCAL_LABEL = re.compile(r"[a-z0-9]+(?:[-_.][a-z0-9]+)*", re.IGNORECASE)
@@ -44,6 +46,8 @@ class Config:
     cuda: str = "auto"
     local_version: str = ""
     debug: bool = False
+    release: bool = False
+    source_date: int | None = None
     cmake_args: tuple[str, ...] = ()
     cxx: str = ""
     notes: tuple[str, ...] = ()
@@ -71,6 +75,15 @@ def parse_positive(switch: str, value: str) -> int | None:
     if re.fullmatch(r"[0-9]+", word) and int(word) > 0:
         return int(word)
     raise SwitchError(switch, value, "a positive integer, or empty for the default")
+
+
+def parse_source_date(switch: str, value: str) -> int | None:
+    word = value.strip()
+    if not word:
+        return None
+    if re.fullmatch(r"[0-9]{1,12}", word):
+        return int(word)
+    raise SwitchError(switch, value, "seconds since 1970, or empty for the time of the commit")
 
 
 def parse_cuda(switch: str, value: str) -> str:
@@ -139,6 +152,8 @@ SWITCHES: dict[str, tuple[str, Callable]] = {
     "cuda": ("MAMBA_SSM_CUDA", parse_cuda),
     "local_version": ("MAMBA_LOCAL_VERSION", parse_local_version),
     "debug": ("DEBUG", parse_boolean),
+    "release": ("MAMBA_RELEASE", parse_boolean),
+    "source_date": ("SOURCE_DATE_EPOCH", parse_source_date),
     "cmake_args": ("CMAKE_ARGS", parse_cmake_args),
 }
 

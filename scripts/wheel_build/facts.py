@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
+import importlib.util
 import os
 import platform as platform_module
 import re
@@ -51,6 +53,8 @@ class Facts:
     nvcc_trouble: str = ""  # nvcc's words when it cannot compile for this host compiler
     cuda_flags: str = ""
     python: str = ""
+    zig: Tool | None = None  # what release builds link with, and what then checks the wheel
+    auditwheel: Tool | None = None
 
 
 def ask(*command: str) -> tuple[int, str]:
@@ -116,6 +120,8 @@ def gather(root: Path, environ: Mapping[str, str], want_cuda: bool = True, want_
         nvcc_trouble=trouble,
         cuda_flags=flags,
         python=platform_module.python_version(),
+        zig=zig(),
+        auditwheel=auditwheel(),
     )
 
 
@@ -153,6 +159,20 @@ def host_compiler(environ: Mapping[str, str]) -> Tool | None:
             match = re.search(r"\d+(\.\d+)+", text)
             return Tool(" ".join([path, *command[1:]]), match.group(0) if match else "")
     return None
+
+
+def zig() -> Tool | None:
+    """The zig of the ziglang package in this Python."""
+    package = importlib.util.find_spec("ziglang")
+    folder = os.path.dirname(package.origin) if package and package.origin else ""
+    path = shutil.which("zig", path=folder) if folder else None
+    return Tool(path, run(path, "version").strip()) if path else None
+
+
+def auditwheel() -> Tool | None:
+    """auditwheel as a module of this Python; its version is of the package, which is not imported for it."""
+    package = importlib.util.find_spec("auditwheel")
+    return Tool(package.origin or "", importlib.metadata.version("auditwheel")) if package else None
 
 
 def host_compiler_trouble(nvcc: str, environ: Mapping[str, str]) -> str:
@@ -265,13 +285,13 @@ def compute_capabilities() -> list[int]:
     return sorted(found)
 
 
-def git_state(root: Path) -> tuple[str, bool]:
-    """(commit, tracked files changed); ("", False) outside a checkout of this very folder."""
+def git_state(root: Path) -> tuple[str, int, bool]:
+    """(commit, its time, tracked files changed); ("", 0, False) outside a checkout of this very folder."""
     top = run("git", "-C", str(root), "rev-parse", "--show-toplevel").strip()
     if not top or os.path.realpath(top) != os.path.realpath(root):
-        return "", False
-    commit = run("git", "-C", str(root), "rev-parse", "HEAD").strip()
-    if not re.fullmatch(r"[0-9a-f]{40,64}", commit):
-        return "", False
+        return "", 0, False
+    head = re.fullmatch(r"([0-9a-f]{40,64}) (\d+)", run("git", "-C", str(root), "log", "-1", "--format=%H %ct").strip())
+    if head is None:
+        return "", 0, False
     changed = run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no").strip()
-    return commit, bool(changed)
+    return head.group(1), int(head.group(2)), bool(changed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,15 @@ class Plan:
     @property
     def fatal(self) -> bool:
         return any(finding.severity == FATAL for finding in self.findings)
+
+    @property
+    def glibc(self) -> str:
+        """The oldest glibc that a release build is linked for; "" leaves that to the system that builds."""
+        return version.RELEASE_GLIBC if self.config.release and self.facts.platform == "linux" else ""
+
+    @property
+    def tag(self) -> tuple[str, str, str]:
+        return version.wheel_tag(self.facts.platform, self.facts.machine, self.config.release)
 
     @property
     def libraries(self) -> list[str]:
@@ -87,6 +97,8 @@ class Plan:
         lines.append(f"  dtypes         {' '.join(self.config.dtypes)}")
         threads = f" x {self.nvcc_threads} nvcc threads" if self.cuda else ""
         lines.append(f"  jobs           {self.jobs}{threads} ({self.reason})")
+        if self.glibc:
+            lines.append(f"  release        for glibc {self.glibc} and newer, linked by zig {tool(self.facts.zig)}")
         if self.config.debug:
             lines.append("  debug          on: symbols, line information, assertions")
         if self.config.cmake_args:
@@ -142,7 +154,8 @@ def make_plan(config: Config, seen: Facts, base: str, from_sdist: bool = False, 
                 "newer GPUs run the PTX included; for machine code use a newer nvcc",
             )
         )
-    findings += preflight.check_tools(seen, other_generator) + preflight.check_room(seen, cuda_on)
+    findings += preflight.check_tools(seen, other_generator)
+    findings += preflight.check_release(config, seen) + preflight.check_room(seen, cuda_on)
     jobs, threads, reason = plan_jobs(config, cuda_on, architectures.count, seen.cores, seen.memory)
     label = version.local_label(config.local_version, cuda_on, seen.nvcc_version)
     wheel_version = version.wheel_version(base, label, from_sdist)
@@ -166,7 +179,7 @@ def make_plan(config: Config, seen: Facts, base: str, from_sdist: bool = False, 
         base_version=base,
         label=label,
         version=wheel_version,
-        wheel=version.wheel_name(wheel_version, seen.platform, seen.machine),
+        wheel=version.wheel_name(wheel_version, seen.platform, seen.machine, config.release),
         findings=tuple(findings),
     )
 
@@ -180,9 +193,14 @@ def load(root: Path, environ: Mapping[str, str] = os.environ) -> Plan:
     return make_plan(config, seen, version.base_version(root), version.is_sdist(root), other_generator)
 
 
-def nvcc_requirements(environ: Mapping[str, str]) -> list[str]:
-    """Build requirements to add for this machine: NVIDIA's nvcc when it is asked for and not there."""
+def more_requirements(environ: Mapping[str, str]) -> list[str]:
+    """Build requirements to add: what a release build needs, and NVIDIA's nvcc when it is asked for and not there."""
     config = read_config(environ)
+    release = ["ziglang", "auditwheel"] if config.release and sys.platform == "linux" else []
+    return release + nvcc_requirements(config, environ)
+
+
+def nvcc_requirements(config: Config, environ: Mapping[str, str]) -> list[str]:
     if config.cuda != "on":
         return []
     discovery = facts.discover(environ)

@@ -138,6 +138,27 @@ def check_tools(facts: Facts, other_generator: bool = False) -> list[Finding]:
     return findings
 
 
+def check_release(config: Config, facts: Facts) -> list[Finding]:
+    """What MAMBA_RELEASE needs; nothing is said without it."""
+    if not config.release:
+        return []
+    if facts.platform == "win32":
+        fact = "MAMBA_RELEASE is set and changes nothing here: a wheel for Windows brings all that it needs in any case"
+        return [Finding("switch-without-effect", NOTE, fact, "leave it out")]
+    findings = []
+    if config.debug:
+        fact = "MAMBA_RELEASE and DEBUG are both set: nobody publishes a wheel with symbols and assertions"
+        findings.append(Finding("release-debug", FATAL, fact, "unset one of them"))
+    for tool, name, what in (
+        (facts.zig, "ziglang", "links the libraries for older systems"),
+        (facts.auditwheel, "auditwheel", "checks that they load there"),
+    ):
+        if tool is None:
+            fact = f"MAMBA_RELEASE is set, and {name}, which {what}, is not installed in this Python"
+            findings.append(Finding(f"{name}-missing", FATAL, fact, f"pip install {name}; or unset MAMBA_RELEASE"))
+    return findings
+
+
 def check_room(facts: Facts, cuda: bool) -> list[Finding]:
     """Memory, disk, and a folder that can be written."""
     findings = []

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 NAME = "mamba_ssm"
+# The oldest glibc that release builds load on: RHEL 8, Debian 10, Ubuntu 20.04. zig links for it, the tag names it.
+RELEASE_GLIBC = "2.28"
 
 
 def base_version(root: Path) -> str:
@@ -36,22 +38,24 @@ def wheel_version(base: str, label: str, from_sdist: bool) -> str:
     return base if from_sdist else f"{base}+{label}"
 
 
-def platform_tag(platform: str, machine: str) -> str:
-    """The wheel's platform tag: linux_x86_64 or win_amd64 (others are refused by preflight, and named plainly here)."""
+def platform_tag(platform: str, machine: str, release: bool = False) -> str:
+    """linux_x86_64, manylinux_2_28_x86_64 for a release, win_amd64; others, which preflight refuses, plainly."""
     if platform == "win32":
         return "win_amd64" if machine.lower() in ("amd64", "x86_64") else f"win_{machine.lower()}"
     system = "macosx" if platform == "darwin" else platform
+    if release and system == "linux":
+        system = f"manylinux_{RELEASE_GLIBC.replace('.', '_')}"
     machine = "x86_64" if machine.lower() == "amd64" else machine.lower()
     return f"{system}_{machine}"
 
 
-def wheel_tag(platform: str, machine: str) -> tuple[str, str, str]:
+def wheel_tag(platform: str, machine: str, release: bool = False) -> tuple[str, str, str]:
     """No Python and no ABI in the tag: the libraries speak a C ABI that ctypes calls."""
-    return "py3", "none", platform_tag(platform, machine)
+    return "py3", "none", platform_tag(platform, machine, release)
 
 
-def wheel_name(version: str, platform: str, machine: str) -> str:
-    return f"{NAME}-{version}-{'-'.join(wheel_tag(platform, machine))}.whl"
+def wheel_name(version: str, platform: str, machine: str, release: bool = False) -> str:
+    return f"{NAME}-{version}-{'-'.join(wheel_tag(platform, machine, release))}.whl"
 
 
 def library_names(platform: str, cuda: bool) -> list[str]:

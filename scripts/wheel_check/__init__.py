@@ -18,6 +18,7 @@ CHECKS = (
     metadata.check_requirements,
     contents.check_contents,
     contents.check_size,
+    contents.check_sbom,
     libraries.check_libraries,
     leaks.check_leaks,
 )

@@ -1,7 +1,9 @@
-"""Which files a wheel holds, and how large it may be."""
+"""Which files a wheel holds, how large it may be, and what its bill of materials says of them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 
 from check_wheel_contents.checker import NO_CONFIG, WheelChecker
@@ -10,8 +12,8 @@ from check_wheel_contents.contents import WheelContents
 from .wheel import BUILD_INFO, LIB, Wheel
 
 MODULE = re.compile(r"mamba_ssm/(\w+/)*\w+\.py")
-REQUIRED = ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")
-ALLOWED = re.compile(r"top_level\.txt|sboms/[\w.-]+\.cdx\.json")
+SBOM = "sboms/mamba_ssm.cdx.json"
+REQUIRED = ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE", SBOM)
 # Compressed. One architecture may add 4 MiB; measured: 0.8 MB for all but the device code, 1.3 MB an architecture.
 MIB = 1 << 20
 BUDGET_WITHOUT_CUDA = 4 * MIB
@@ -23,8 +25,7 @@ def check_contents(wheel: Wheel) -> list[str]:
     expected = {BUILD_INFO, *wheel.libraries, *(wheel.dist_info + name for name in REQUIRED)}
     problems = [f"{name}: missing" for name in sorted(expected - set(wheel.files))]
     for name in sorted(set(wheel.files) - expected):
-        in_metadata = name.startswith(wheel.dist_info) and ALLOWED.fullmatch(name[len(wheel.dist_info) :])
-        if not in_metadata and (not MODULE.fullmatch(name) or name.startswith(LIB)):
+        if not MODULE.fullmatch(name) or name.startswith(LIB):
             problems.append(f"{name}: is no file of this project's wheels")
     checker = WheelChecker()
     checker.configure_options(configpath=NO_CONFIG, toplevel=["mamba_ssm"])
@@ -39,3 +40,19 @@ def check_size(wheel: Wheel) -> list[str]:
     if size > budget:
         return [f"has {size / MIB:.1f} MiB; with {len(architectures)} architectures it may have {budget / MIB:.0f}"]
     return []
+
+
+def check_sbom(wheel: Wheel) -> list[str]:
+    """The bill of materials is of this version, of these libraries' bytes, and names the CUDA runtime inside."""
+    name = wheel.dist_info + SBOM
+    document = json.loads(wheel.text(name))
+    version = document["metadata"]["component"]["version"]
+    problems = [] if version == str(wheel.version) else [f"{name}: is of version {version}"]
+    hashes = {part["name"]: part["hashes"][0]["content"] for part in document["components"] if part["type"] == "file"}
+    for library in sorted({*wheel.libraries, *hashes}):
+        if hashes.get(library) != hashlib.sha256(wheel.files.get(library, b"")).hexdigest():
+            problems.append(f"{name}: does not tell of {library} as it is in the wheel")
+    names = {part["name"] for part in document["components"]}
+    if bool(wheel.build_info.get("cuda")) != ("cudart_static" in names):
+        problems.append(f"{name}: lists {', '.join(sorted(names))}, and cuda is {wheel.build_info.get('cuda')}")
+    return problems

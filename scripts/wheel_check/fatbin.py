@@ -25,7 +25,7 @@ ZSTD = b"\x28\xb5\x2f\xfd"
 @dataclass(frozen=True)
 class Entry:
     target: str  # as build_info.json spells it: 90-real, 120-virtual, 90a-real
-    data: bytes  # the code, uncompressed where that can be done here
+    data: bytes  # the code, uncompressed; b"" where it is compressed in another way than zstd
 
 
 def containers(section: bytes) -> list[list[Entry]]:
@@ -51,7 +51,8 @@ def entries(body: bytes) -> Iterator[Entry]:
             raise ValueError(f"byte {at} of a fat binary begins no PTX and no machine code (kind {kind})")
         suffix = "a" if flags & ARCHITECTURE_SPECIFIC else "f" if flags & FAMILY_SPECIFIC else ""
         data = body[at + header : at + header + (packed or size)]
-        if packed and data.startswith(ZSTD):
-            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=full)
+        if packed:
+            zstd = data.startswith(ZSTD)
+            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=full) if zstd else b""
         yield Entry(f"{architecture}{suffix}-{'virtual' if kind == PTX else 'real'}", data)
         at += header + size

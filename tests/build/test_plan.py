@@ -8,7 +8,7 @@ import sys
 import pytest
 from wheel_build import cmake, cuda, facts, version
 from wheel_build.config import read_config
-from wheel_build.plan import make_plan, nvcc_requirements, plan_jobs
+from wheel_build.plan import make_plan, more_requirements, plan_jobs
 
 GIB = 1 << 30
 KEYS = {"cuda", "architectures", "dtypes", "jobs", "nvcc_threads", "version", "wheel", "findings"}
@@ -244,8 +244,8 @@ def test_configure_with_a_stand_in_for_nvcc(root, tmp_path):
 
 def test_nvcc_from_pypi_is_required_only_where_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(facts, "discover", lambda environ: cuda.Discovery(None))
-    assert nvcc_requirements({"MAMBA_SSM_CUDA": "on"}) == list(cuda.NVCC_WHEELS)
-    assert nvcc_requirements({}) == nvcc_requirements({"MAMBA_SSM_CUDA": "off"}) == []
+    assert more_requirements({"MAMBA_SSM_CUDA": "on"}) == list(cuda.NVCC_WHEELS)
+    assert more_requirements({}) == more_requirements({"MAMBA_SSM_CUDA": "off"}) == []
     wrong = cuda.Discovery(None, (("CUDACXX", "/gone"),))
     monkeypatch.setattr(facts, "discover", lambda environ: wrong)
-    assert nvcc_requirements({"MAMBA_SSM_CUDA": "on"}) == []
+    assert more_requirements({"MAMBA_SSM_CUDA": "on"}) == []

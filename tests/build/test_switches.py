@@ -7,13 +7,15 @@ DEFAULTS = {
     "MM_DISABLE_BF16": ("disable_bf16", False),
     "MM_DISABLE_HALF": ("disable_half", False),
     "DEBUG": ("debug", False),
+    "MAMBA_RELEASE": ("release", False),
+    "SOURCE_DATE_EPOCH": ("source_date", None),
     "NVCC_THREADS": ("nvcc_threads", None),
     "MAX_JOBS": ("max_jobs", None),
     "MAMBA_SSM_CUDA": ("cuda", "auto"),
     "MAMBA_LOCAL_VERSION": ("local_version", ""),
     "CMAKE_ARGS": ("cmake_args", ()),
 }
-BOOLEANS = ["MM_DISABLE_BF16", "MM_DISABLE_HALF", "DEBUG"]
+BOOLEANS = ["MM_DISABLE_BF16", "MM_DISABLE_HALF", "DEBUG", "MAMBA_RELEASE"]
 RIGHT = [
     *((switch, word, True) for switch in BOOLEANS for word in ("1", "true", "TRUE", "Yes", "on", " on ")),
     *((switch, word, False) for switch in BOOLEANS for word in ("0", "false", "False", "NO", "off", "", "  ")),
@@ -30,6 +32,8 @@ RIGHT = [
     ("CMAKE_ARGS", r"-DP=C:\dir\sub", (r"-DP=C:\dir\sub",)),
     ("CMAKE_ARGS", "-DMAMBA_BUILD_TESTS=ON", ("-DMAMBA_BUILD_TESTS=ON",)),
     ("CMAKE_ARGS", '""', ("",)),
+    ("SOURCE_DATE_EPOCH", " 1700000000 ", 1700000000),
+    ("SOURCE_DATE_EPOCH", "0", 0),
 ]
 WRONG = [
     *((switch, word, "true/false") for switch in BOOLEANS for word in ("2", "y", "enable", "TRUE!", "-1")),
@@ -50,6 +54,9 @@ WRONG = [
     ("CMAKE_ARGS", "-O -DMAMBA_CUDA:BOOL=ON", "MAMBA_SSM_CUDA"),
     ("CMAKE_ARGS", "-O -D MAMBA_CUDA=ON", "MAMBA_SSM_CUDA"),
     ("CMAKE_ARGS", "-DMAMBA_DISABLE_HALF=ON", "MM_DISABLE_HALF"),
+    ("CMAKE_ARGS", "-DMAMBA_GLIBC=2.17", "MAMBA_RELEASE"),
+    ("SOURCE_DATE_EPOCH", "-1", "seconds since 1970"),
+    ("SOURCE_DATE_EPOCH", "2026-01-01", "seconds since 1970"),
 ]
 
 

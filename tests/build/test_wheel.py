@@ -30,6 +30,7 @@ SYSTEM_LIBRARIES = re.compile(
     r"(libc|libm|libdl|libpthread|librt|libstdc\+\+|libgcc_s)\.so\.\d+|ld-linux-x86-64\.so\.2"
 )
 EPOCH = "1700000000"
+SBOM = "sboms/mamba_ssm.cdx.json"
 
 
 def build(folder, *words, **environ):
@@ -110,7 +111,7 @@ def test_contents_are_the_package_and_this_builds_libraries(wheel, source):
     }
     rest = {name for name in names if not name.startswith("mamba_ssm/")}
     assert rest == {
-        f"dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE")
+        f"dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE", SBOM)
     }
 
 
@@ -186,7 +187,7 @@ def test_wheel_from_sdist_has_the_same_contents(wheel, sdist_wheel, root):
     assert set(from_checkout) == set(from_sdist)
     # The version differs (an sdist has no label), and so do the files that name it; not one byte of the rest.
     differing = {name for name in from_checkout if from_checkout[name] != from_sdist[name]}
-    assert differing == {"dist-info/METADATA", "dist-info/RECORD"}
+    assert differing == {"dist-info/METADATA", "dist-info/RECORD", f"dist-info/{SBOM}"}
 
 
 def test_second_build_is_byte_identical_and_compiles_nothing(wheel, source, tmp_path):

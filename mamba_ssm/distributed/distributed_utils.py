@@ -1,0 +1,128 @@
+"""Collectives with gradients, and what keeps parameters of parallel ranks alike.
+
+Everything works along the first dimension, on gloo and on NCCL. process_group None is the default group.
+"""
+
+import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+
+def all_gather_raw(input_, process_group, async_op=False):
+    """The ranks' tensors one after the other, (world * N, ...) from (N, ...), and the work handle (None if waited for).
+
+    All ranks give the same shape.
+    """
+    world = dist.get_world_size(process_group)
+    input_ = input_.contiguous()
+    output = input_.new_empty((world * input_.shape[0], *input_.shape[1:]))
+    if dist.get_backend(process_group) == "gloo":  # which has no all_gather_into_tensor in older torch versions
+        handle = dist.all_gather(list(output.chunk(world)), input_, group=process_group, async_op=async_op)
+    else:
+        handle = dist.all_gather_into_tensor(output, input_, group=process_group, async_op=async_op)
+    return output, handle
+
+
+def reduce_scatter_raw(input_, process_group, async_op=False):
+    """This rank's share of the sum over ranks, (N / world, ...) from (N, ...), and the work handle."""
+    world = dist.get_world_size(process_group)
+    length = input_.shape[0]
+    if length % world:
+        raise ValueError(
+            f"reduce_scatter: the first dimension must be a multiple of the {world} ranks, got shape "
+            f"{tuple(input_.shape)}: pad batch * length to a multiple, or use sequence_parallel=False"
+        )
+    if dist.get_backend(process_group) == "gloo":  # which has no reduce_scatter in older torch versions
+        total, handle = all_reduce_raw(input_, process_group, async_op)
+        return total.chunk(world)[dist.get_rank(process_group)] if length else total, handle
+    output = input_.new_empty((length // world, *input_.shape[1:]))
+    handle = dist.reduce_scatter_tensor(output, input_.contiguous(), group=process_group, async_op=async_op)
+    return output, handle
+
+
+def all_reduce_raw(input_, process_group, async_op=False):
+    """The sum over ranks, a new tensor, and the work handle."""
+    output = input_.clone(memory_format=torch.contiguous_format)
+    return output, dist.all_reduce(output, group=process_group, async_op=async_op)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_, process_group):
+        ctx.process_group = process_group
+        return all_gather_raw(input_, process_group)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter_raw(grad, ctx.process_group)[0], None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_, process_group):
+        ctx.process_group = process_group
+        return reduce_scatter_raw(input_, process_group)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather_raw(grad, ctx.process_group)[0], None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_, process_group):
+        return all_reduce_raw(input_, process_group)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def all_gather(input_, process_group):
+    """all_gather_raw's tensor; its gradient is reduce_scatter's."""
+    return _AllGather.apply(input_, process_group)
+
+
+def reduce_scatter(input_, process_group):
+    """reduce_scatter_raw's tensor; its gradient is all_gather's."""
+    return _ReduceScatter.apply(input_, process_group)
+
+
+def all_reduce(input_, process_group):
+    """The sum over ranks. Every rank goes on with the same sum, so the gradient passes through as it is."""
+    return _AllReduce.apply(input_, process_group)
+
+
+def sync_shared_params(model, process_group):
+    """Gives parameters marked `_shared_params` the values of the group's first rank."""
+    first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
+    for _, parameter in sorted(model.named_parameters()):
+        if getattr(parameter, "_shared_params", False):
+            with torch.no_grad():
+                dist.broadcast(parameter, src=first, group=process_group)
+
+
+def allreduce_sequence_parallel_grad(model, process_group):
+    """Sums over ranks the gradients of parameters marked `_sequence_parallel`: each rank saw a part of the sequence.
+
+    Call it between backward and the optimizer's step. Every rank must have gradients for the same parameters.
+    """
+    marked = (p for _, p in sorted(model.named_parameters()) if getattr(p, "_sequence_parallel", False))
+    by_dtype = {}
+    for parameter in marked:
+        if parameter.grad is not None:
+            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for gradients in by_dtype.values():
+        with torch.no_grad():
+            total = _flatten_dense_tensors(gradients)
+            dist.all_reduce(total, group=process_group)
+            for gradient, summed in zip(gradients, _unflatten_dense_tensors(total, gradients)):  # noqa: B905
+                gradient.copy_(summed)
+
+
+def get_dim_for_local_rank(dim, world_size, local_rank, multiple_of=1):
+    """This rank's part of dim: multiples of multiple_of, as even as can be, the first ranks take what is left over."""
+    if dim % multiple_of:
+        raise ValueError(f"get_dim_for_local_rank: dim ({dim}) must be a multiple of multiple_of ({multiple_of})")
+    whole, left = divmod(dim // multiple_of, world_size)
+    return (whole + int(local_rank < left)) * multiple_of

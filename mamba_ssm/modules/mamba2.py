@@ -1,0 +1,366 @@
+"""The Mamba-2 block (Mamba-2, arXiv 2405.21060, section 7), with upstream's parameter names, shapes and states."""
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mamba_ssm._native import abi
+from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
+from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_varlen_states
+from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
+from mamba_ssm.ops.gated_norm import RMSNorm
+from mamba_ssm.ops.mamba2_inner import mamba_split_conv1d_scan_combined
+from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
+from mamba_ssm.ops.state_update import selective_state_update
+
+
+class Mamba2(nn.Module):
+    """Mamba-2 block: (B, L, d_model) -> (B, L, d_model).
+
+    Args:
+        d_model: width of input and output. d_state: states per channel (N), 1..256. d_conv: width of the convolution,
+            2..4. conv_init: its weights start uniform in [-conv_init, conv_init]; None for nn.Conv1d's own start.
+        expand: d_inner = expand * d_model channels inside, of which d_ssm (None: all) go through the scan, in heads of
+            headdim (1..256) channels; the rest are a gated MLP.
+        ngroups: groups of B and C, a divisor of the number of heads.
+        A_init_range: -A starts uniform in it. D_has_hdim: D per channel, not per head.
+        rmsnorm, norm_before_gate: RMSNorm (over groups of d_ssm / ngroups) before or after the gate; or only the gate.
+        dt_min, dt_max, dt_init_floor: range of dt at initialisation. dt_limit: dt is clamped to it.
+        bias, conv_bias: of in_proj and out_proj; of the convolution.
+        chunk_size: for code written for upstream; has no effect on the result.
+        use_mem_eff_path: train through mamba_split_conv1d_scan_combined, which saves memory.
+        layer_idx: key of the inference cache.
+        process_group: tensor parallel. This rank holds its part of the channels, heads and groups.
+        sequence_parallel: with process_group, input and output are this rank's part of the first dimension; False:
+            they are whole on every rank.
+    """
+
+    def __init__(
+        self,
+        d_model,
+        d_state=128,
+        d_conv=4,
+        conv_init=None,
+        expand=2,
+        headdim=64,
+        d_ssm=None,
+        ngroups=1,
+        A_init_range=(1, 16),
+        D_has_hdim=False,
+        rmsnorm=True,
+        norm_before_gate=False,
+        dt_min=0.001,
+        dt_max=0.1,
+        dt_init_floor=1e-4,
+        dt_limit=(0.0, float("inf")),
+        bias=False,
+        conv_bias=True,
+        chunk_size=256,
+        use_mem_eff_path=True,
+        layer_idx=None,
+        process_group=None,
+        sequence_parallel=True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.d_model = d_model
+        self.d_state = d_state
+        self.d_conv = d_conv
+        self.conv_init = conv_init
+        self.expand = expand
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+        self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
+        self.local_rank = 0 if process_group is None else dist.get_rank(process_group)
+        d_inner = int(expand * d_model)
+        check_sizes("Mamba2", d_state, d_conv, headdim, d_inner if d_ssm is None else d_ssm, ngroups, chunk_size)
+        if d_ssm is not None and d_ssm > d_inner:
+            raise ValueError(f"Mamba2: d_ssm must be at most expand * d_model = {d_inner}, got {d_ssm}")
+        for name, size in (("expand * d_model", d_inner), ("d_ssm", d_ssm or d_inner), ("ngroups", ngroups)):
+            if size % self.world_size:
+                raise ValueError(
+                    f"Mamba2: {name} must be a multiple of the {self.world_size} ranks of process_group, got {size}"
+                )
+        # from here on: this rank's part
+        self.d_inner = d_inner // self.world_size
+        self.d_ssm = self.d_inner if d_ssm is None else d_ssm // self.world_size
+        self.ngroups = ngroups // self.world_size
+        self.headdim = headdim
+        if self.d_ssm % headdim:
+            raise ValueError(
+                f"Mamba2: each of the {self.world_size} ranks has {self.d_ssm} of the d_ssm channels, which must be a "
+                f"multiple of headdim ({headdim})"
+            )
+        self.nheads = self.d_ssm // headdim
+        self.D_has_hdim = D_has_hdim
+        self.rmsnorm = rmsnorm
+        self.norm_before_gate = norm_before_gate
+        self.dt_limit = tuple(dt_limit)
+        self.activation = "silu"
+        self.chunk_size = chunk_size
+        self.use_mem_eff_path = use_mem_eff_path
+        self.layer_idx = layer_idx
+
+        # in this order: MLP gate and MLP (where d_ssm < d_inner), z, x, B, C, dt
+        d_in_proj = 2 * self.d_inner + 2 * self.ngroups * d_state + self.nheads
+        if process_group is None:
+            self.in_proj = nn.Linear(d_model, d_in_proj, bias=bias, **factory)
+        else:
+            parallel = {"process_group": process_group, "sequence_parallel": sequence_parallel, "bias": bias, **factory}
+            self.in_proj = ColumnParallelLinear(d_model, d_in_proj * self.world_size, **parallel)
+        conv_dim = self.d_ssm + 2 * self.ngroups * d_state
+        self.conv1d = make_conv1d(conv_dim, d_conv, conv_bias, conv_init, factory)
+        self.act = nn.SiLU()
+        init_heads(self, self.nheads, A_init_range, dt_min, dt_max, dt_init_floor, factory)
+        D = torch.ones(self.d_ssm if D_has_hdim else self.nheads, device=device, dtype=torch.float32)
+        self.D = nn.Parameter(D)
+        self.D._no_weight_decay = True
+        if rmsnorm:
+            group_size = self.d_ssm // self.ngroups
+            self.norm = RMSNorm(
+                self.d_ssm, eps=1e-5, norm_before_gate=norm_before_gate, group_size=group_size, **factory
+            )
+        if process_group is None:
+            self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
+        else:
+            self.out_proj = RowParallelLinear(self.d_inner * self.world_size, d_model, **parallel)
+
+    def forward(self, u, seqlen=None, seq_idx=None, cu_seqlens=None, inference_params=None):
+        """u (B, L, d_model), or (B * L, d_model) with seqlen = L -> the same shape.
+
+        With process_group and sequence_parallel, u and the result are this rank's part of the first dimension.
+
+        seq_idx: (B, L) int32; sequences packed in one row do not see each other. Not with inference_params.
+        cu_seqlens: (sequences + 1) int32, the bounds of sequences that are packed in a batch of 1.
+        inference_params: an object with key_value_memory_dict and seqlen_offset. With offset 0 the call fills this
+            layer's states there, one row for each of the batch or of the packed sequences; with a positive one it is a
+            step (L = 1) from these states.
+        """
+        if seq_idx is not None and (cu_seqlens is not None or inference_params is not None):
+            raise ValueError("Mamba2: seq_idx cannot be given together with cu_seqlens or inference_params")
+        if inference_params is not None and inference_params.seqlen_offset > 0:
+            rows = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
+            if seqlen is not None:
+                u = u.unflatten(0, (-1, seqlen))
+            out = self.step(u, *self._get_states_from_cache(inference_params, rows))[0]
+            return out if seqlen is None else out.flatten(0, 1)
+
+        zxbcdt = self.in_proj(u)
+        if seqlen is not None:
+            zxbcdt = zxbcdt.unflatten(0, (-1, seqlen))
+        if cu_seqlens is not None:
+            cu_seqlens, seq_idx = self._packed(cu_seqlens, zxbcdt)
+        if self.use_mem_eff_path and inference_params is None:
+            out = mamba_split_conv1d_scan_combined(
+                zxbcdt,
+                self.conv1d.weight.squeeze(1),
+                self.conv1d.bias,
+                self.dt_bias,
+                -torch.exp(self.A_log.float()),
+                self._D(),
+                self.chunk_size,
+                seq_idx=seq_idx,
+                dt_limit=self.dt_limit,
+                activation=self.activation,
+                rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
+                rmsnorm_eps=self.norm.eps if self.rmsnorm else 1e-6,
+                outproj_weight=self.out_proj.weight,
+                outproj_bias=self.out_proj.bias,
+                headdim=self.headdim,
+                ngroups=self.ngroups,
+                norm_before_gate=self.norm_before_gate,
+            )
+            if seqlen is not None:
+                out = out.flatten(0, 1)
+            if self.process_group is not None:
+                out = (reduce_scatter if self.sequence_parallel else all_reduce)(out, self.process_group)
+            return out
+
+        z0, x0, z, xBC, dt = self._split(zxbcdt)
+        ssm_state = None
+        if inference_params is not None:
+            rows = zxbcdt.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            conv_state, ssm_state = self._get_states_from_cache(inference_params, rows)
+            with torch.no_grad():
+                if cu_seqlens is None:  # the last d_conv inputs, zeros before a shorter sequence
+                    conv_state.copy_(F.pad(xBC.transpose(1, 2), (self.d_conv - xBC.shape[1], 0)))
+                else:
+                    conv_state.copy_(causal_conv1d_varlen_states(xBC[0], cu_seqlens, conv_state.shape[-1]))
+        xBC = causal_conv1d_fn(
+            xBC.transpose(1, 2),
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            seq_idx=seq_idx,
+            activation=self.activation,
+        ).transpose(1, 2)
+        x, B, C = self._split_xBC(xBC)
+        y = mamba_chunk_scan_combined(
+            x,
+            dt,
+            -torch.exp(self.A_log.float()),
+            B,
+            C,
+            chunk_size=self.chunk_size,
+            D=self._D(),
+            z=None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim)),
+            dt_bias=self.dt_bias,
+            dt_softplus=True,
+            dt_limit=self.dt_limit,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            return_final_states=ssm_state is not None and cu_seqlens is None,
+            return_varlen_states=ssm_state is not None and cu_seqlens is not None,
+        )
+        if ssm_state is not None:
+            y, state = y
+            with torch.no_grad():
+                ssm_state.copy_(state)
+        y = self._gate(y.flatten(2), z, z0, x0)
+        return self.out_proj(y if seqlen is None else y.flatten(0, 1))
+
+    @torch.no_grad()
+    def step(self, hidden_states, conv_state, ssm_state):
+        """One token: hidden_states (B, 1, d_model) -> (out, conv_state, ssm_state), the states updated in place.
+
+        conv_state (B, channels, d_conv), ssm_state (B, H, headdim, d_state). No gradient is recorded.
+        """
+        if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
+            raise ValueError(f"Mamba2: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
+        z0, x0, z, xBC, dt = self._split(self.in_proj(hidden_states.squeeze(1)))
+        xBC = causal_conv1d_update(xBC, conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation)
+        x, B, C = self._split_xBC(xBC)
+        heads = (self.nheads, self.headdim)
+        A = -torch.exp(self.A_log.float())
+        dt_bias = self.dt_bias[:, None].expand(heads)
+        limited = self.dt_limit != (0.0, float("inf"))  # the step's kernel does not clamp
+        if limited:
+            dt, dt_bias = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.dt_limit), None
+        y = selective_state_update(
+            ssm_state,
+            x,
+            dt[:, :, None].expand(x.shape),
+            A[:, None, None].expand(*heads, self.d_state),
+            B,
+            C,
+            self.D.view(heads) if self.D_has_hdim else self.D[:, None].expand(heads),
+            z=None if self.rmsnorm else z.unflatten(-1, heads),
+            dt_bias=dt_bias,
+            dt_softplus=not limited,
+        )
+        y = self._gate(y.flatten(1), z, z0, x0)
+        return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
+
+    def _split(self, zxbcdt):
+        """in_proj's output -> MLP gate and MLP (None where d_ssm is d_inner), z, xBC, dt."""
+        d_mlp = self.d_inner - self.d_ssm
+        sizes = [self.d_ssm, self.d_ssm + 2 * self.ngroups * self.d_state, self.nheads]
+        if d_mlp == 0:
+            return None, None, *zxbcdt.split(sizes, dim=-1)
+        return zxbcdt.split([d_mlp, d_mlp, *sizes], dim=-1)
+
+    def _split_xBC(self, xBC):
+        """x (..., H, P), B and C (..., G, N) of the convolution's output."""
+        size = self.ngroups * self.d_state
+        x, B, C = xBC.split([self.d_ssm, size, size], dim=-1)
+        groups = (self.ngroups, self.d_state)
+        return x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
+
+    def _gate(self, y, z, z0, x0):
+        """The norm with its gate, and the gated MLP beside it. Without the norm the scan has gated y."""
+        if self.rmsnorm:
+            y = self.norm(y, z)
+        return y if z0 is None else torch.cat([F.silu(z0) * x0, y], dim=-1)
+
+    def _D(self):
+        return self.D.view(self.nheads, self.headdim) if self.D_has_hdim else self.D
+
+    def _packed(self, cu_seqlens, zxbcdt):
+        """cu_seqlens as int32, and the seq_idx that it stands for."""
+        batch, length, _ = zxbcdt.shape
+        if batch != 1:
+            raise ValueError(f"Mamba2: cu_seqlens takes sequences packed in a batch of 1, got a batch of {batch}")
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                "Mamba2: cu_seqlens must be (sequences + 1,) of int32, got "
+                f"{tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
+            )
+        positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        seq_idx = torch.bucketize(positions, cu_seqlens[1:], right=True, out_int32=True)
+        return cu_seqlens.to(torch.int32), seq_idx[None]
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        """Zero states (conv_state, ssm_state) of a batch, of dtype or of the parameters' dtypes."""
+        device = self.out_proj.weight.device
+        conv_dtype = self.conv1d.weight.dtype if dtype is None else dtype
+        ssm_dtype = self.in_proj.weight.dtype if dtype is None else dtype
+        channels = self.conv1d.weight.shape[0]
+        conv_state = torch.zeros(batch_size, self.d_conv, channels, device=device, dtype=conv_dtype).transpose(1, 2)
+        shape = (batch_size, self.nheads, self.headdim, self.d_state)
+        return conv_state, torch.zeros(shape, device=device, dtype=ssm_dtype)
+
+    def _get_states_from_cache(self, inference_params, batch_size, initialize_states=False):
+        """This layer's states in the cache, made if they are not there yet."""
+        if self.layer_idx is None:
+            raise ValueError("Mamba2: layer_idx must be given to the constructor to use inference_params")
+        cache = inference_params.key_value_memory_dict
+        if self.layer_idx not in cache:
+            cache[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
+        elif initialize_states:
+            for state in cache[self.layer_idx]:
+                state.zero_()
+        rows = cache[self.layer_idx][0].shape[0]
+        if rows != batch_size:  # a batch of 1 would spread over all rows in silence
+            raise ValueError(f"Mamba2: the cache holds states of a batch of {rows}, got a batch of {batch_size}")
+        return cache[self.layer_idx]
+
+
+# ---- shared with Mamba2Simple ----------------------------------------------------------------------------------------
+
+
+def check_sizes(name, d_state, d_conv, headdim, d_ssm, ngroups, chunk_size):
+    """Raises on sizes that the kernels do not take."""
+    if not 1 <= d_state <= abi.MAX_DSTATE:
+        raise ValueError(f"{name}: d_state must lie in 1..{abi.MAX_DSTATE}, got {d_state}")
+    if not 2 <= d_conv <= 4:
+        raise ValueError(f"{name}: d_conv must be 2, 3 or 4, got {d_conv}")
+    if not 1 <= headdim <= abi.MAX_HEADDIM:
+        raise ValueError(f"{name}: headdim must lie in 1..{abi.MAX_HEADDIM}, got {headdim}")
+    if d_ssm < 1 or d_ssm % headdim:
+        raise ValueError(
+            f"{name}: the channels of the scan (d_ssm, or expand * d_model) must be a multiple of headdim ({headdim}), "
+            f"got {d_ssm}"
+        )
+    if ngroups < 1 or (d_ssm // headdim) % ngroups:
+        raise ValueError(f"{name}: ngroups must divide the {d_ssm // headdim} heads, got {ngroups}")
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"{name}: chunk_size must be a positive integer, got {chunk_size!r}")
+
+
+def make_conv1d(channels, d_conv, bias, conv_init, factory):
+    """The depthwise convolution, which holds the parameters; the kernels compute it."""
+    conv = nn.Conv1d(channels, channels, kernel_size=d_conv, groups=channels, padding=d_conv - 1, bias=bias, **factory)
+    if conv_init is not None:
+        nn.init.uniform_(conv.weight, -conv_init, conv_init)
+    return conv
+
+
+def init_heads(module, nheads, A_init_range, dt_min, dt_max, dt_init_floor, factory):
+    """Parameters dt_bias and A_log: softplus(dt_bias) starts log-uniform in [dt_min, dt_max], -A uniform."""
+    if not 0 < A_init_range[0] <= A_init_range[1]:
+        raise ValueError(f"A_init_range must be two positive numbers in order, got {A_init_range}")
+    low, high = math.log(dt_min), math.log(dt_max)
+    dt = torch.rand(nheads, device=factory["device"], dtype=torch.float32)
+    dt = torch.exp(dt * (high - low) + low).clamp(min=dt_init_floor)
+    dt_bias = dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+    module.dt_bias = nn.Parameter(dt_bias.to(factory["dtype"] or torch.get_default_dtype()))
+    module.dt_bias._no_weight_decay = True
+    module.dt_bias._no_reinit = True
+    A = torch.empty(nheads, device=factory["device"], dtype=torch.float32).uniform_(*A_init_range)
+    module.A_log = nn.Parameter(torch.log(A).to(factory["dtype"] or torch.get_default_dtype()))
+    module.A_log._no_weight_decay = True

@@ -1,0 +1,48 @@
+"""The last steps of a wheel: bytes that depend on the source alone, and auditwheel's word on a release."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+# A zip archive knows no earlier time.
+EARLIEST = 315532800  # 1980-01-01
+
+
+class ReleaseError(Exception):
+    """The wheel would not load on the systems that its tag promises; the text says why."""
+
+
+def settle(wheel: Path, seconds: int) -> None:
+    """Writes the archive anew with one time, one mode and one system for all files.
+
+    setuptools takes each from the building machine: its clock, its umask, Windows' lack of modes.
+    """
+    moment = time.gmtime(max(seconds, EARLIEST))[:6]
+    fresh = wheel.with_name(wheel.name + ".new")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(fresh, "w") as new:
+        for entry in old.infolist():
+            copy = zipfile.ZipInfo(entry.filename, moment)
+            copy.compress_type = entry.compress_type
+            copy.create_system = 3  # Unix, whose modes these are
+            copy.external_attr = (stat.S_IFREG | 0o644) << 16
+            new.writestr(copy, old.read(entry))
+    os.replace(fresh, wheel)
+
+
+def check_release(wheel: Path, glibc: str) -> None:
+    """Asks auditwheel for the oldest systems that the wheel's libraries load on. Raises ReleaseError for newer ones."""
+    command = [sys.executable, "-m", "auditwheel", "show", str(wheel)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # auditwheel wraps its lines.
+    found = re.search(r'platform tag: "(\w+)"', " ".join(done.stdout.split()))
+    numbers = re.fullmatch(r"manylinux_(\d+)_(\d+)_x86_64", found.group(1)) if found else None
+    if numbers is None or tuple(map(int, numbers.groups())) > tuple(map(int, glibc.split("."))):
+        raise ReleaseError(f"auditwheel does not find {wheel.name} fit for glibc {glibc}:\n{done.stdout.strip()}")
+    print(f"auditwheel: {wheel.name} loads on {found.group(1)} and newer")

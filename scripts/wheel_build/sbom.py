@@ -1,0 +1,81 @@
+"""The software bill of materials inside the wheel (PEP 770): what is in the libraries besides this project's own code.
+
+CycloneDX 1.6, written by hand: the document is small, the builder needs no package for it, and with no time and no
+random number in it the same build gives the same bytes. Which other wheels it requires is in METADATA.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from pathlib import Path
+from urllib.parse import quote
+
+FOLDER, NAME = "sboms", "mamba_ssm.cdx.json"
+
+
+def text(info: dict, version: str, libraries: list[Path]) -> str:
+    """`info`: build_info.json. `version`: the wheel's, with its label. `libraries`: the files as the wheel has them."""
+    purl = f"pkg:pypi/mamba-ssm@{quote(version, safe='')}"
+    commit = (info["source_commit"] or "unknown") + (" with changes" if info["source_dirty"] else "")
+    parts = [_file(path) for path in libraries] + _inside(info)
+    document = {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {
+            "lifecycles": [{"phase": "build"}],
+            "tools": {"components": _tools(info)},
+            "component": {
+                "type": "library",
+                "bom-ref": purl,
+                "name": "mamba_ssm",
+                "version": version,
+                "licenses": [{"license": {"id": "Apache-2.0"}}],
+                "purl": purl,
+                "properties": [{"name": "source:commit", "value": commit}],
+            },
+        },
+        "components": parts,
+        "dependencies": [{"ref": purl, "dependsOn": [part["bom-ref"] for part in parts]}],
+    }
+    document["serialNumber"] = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(document)).urn
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _file(path: Path) -> dict:
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    name = f"mamba_ssm/lib/{path.name}"
+    return {"type": "file", "bom-ref": name, "name": name, "hashes": [{"alg": "SHA-256", "content": digest}]}
+
+
+def _inside(info: dict) -> list[dict]:
+    """Other people's code that is linked into the libraries."""
+    found = []
+    if info["cuda"]:
+        toolkit = ".".join(info["nvcc_version"].split(".")[:2])
+        found.append(_library("NVIDIA Corporation", "cudart_static", toolkit, "NVIDIA CUDA Toolkit EULA"))
+    compiler, _, compiler_version = info["host_compiler"].partition(" ")
+    if compiler == "MSVC":
+        terms = "Microsoft Visual Studio License Terms, distributable code"
+        found.append(_library("Microsoft Corporation", "libcmt", compiler_version, terms))
+    return found
+
+
+def _library(supplier: str, name: str, version: str, terms: str) -> dict:
+    return {
+        "type": "library",
+        "bom-ref": f"{name}@{version}",
+        "supplier": {"name": supplier},
+        "name": name,
+        "version": version,
+        "licenses": [{"license": {"name": terms}}],
+    }
+
+
+def _tools(info: dict) -> list[dict]:
+    named = [info["host_compiler"], f"nvcc {info['nvcc_version']}" if info["cuda"] else "", info["linker"] or ""]
+    pairs = [tool.partition(" ") for tool in named if tool]
+    return [{"type": "application", "name": name, "version": version} for name, _, version in pairs]
