@@ -34,7 +34,7 @@ def reduce_scatter_raw(input_, process_group, async_op=False):
         )
     if dist.get_backend(process_group) == "gloo":  # which has no reduce_scatter in older torch versions
         total, handle = all_reduce_raw(input_, process_group, async_op)
-        return total.chunk(world)[dist.get_rank(process_group)] if length else total, handle
+        return total.chunk(world)[dist.get_rank(process_group)], handle
     output = input_.new_empty((length // world, *input_.shape[1:]))
     handle = dist.reduce_scatter_tensor(output, input_.contiguous(), group=process_group, async_op=async_op)
     return output, handle

@@ -92,11 +92,6 @@ class Mamba2(nn.Module):
         self.d_ssm = self.d_inner if d_ssm is None else d_ssm // self.world_size
         self.ngroups = ngroups // self.world_size
         self.headdim = headdim
-        if self.d_ssm % headdim:
-            raise ValueError(
-                f"Mamba2: each of the {self.world_size} ranks has {self.d_ssm} of the d_ssm channels, which must be a "
-                f"multiple of headdim ({headdim})"
-            )
         self.nheads = self.d_ssm // headdim
         self.D_has_hdim = D_has_hdim
         self.rmsnorm = rmsnorm

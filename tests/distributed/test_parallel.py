@@ -1,0 +1,43 @@
+"""Tensor and sequence parallelism on 2 and 4 processes with gloo: outputs and gradients of one process.
+
+The processes of one size start once and run every check; each check is then a test.
+"""
+
+import json
+import os
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from distributed_checks import CHECKS, run_checks
+
+from mamba_ssm.distributed.distributed_utils import get_dim_for_local_rank
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="this torch is built without gloo"
+)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2_processes", "4_processes"])
+def results(request, tmp_path_factory):
+    """Each rank's results."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    mp.spawn(run_checks, (request.param, folder), nprocs=request.param)
+    found = []
+    for rank in range(request.param):
+        with open(os.path.join(folder, f"{rank}.json"), encoding="utf-8") as file:
+            found.append(json.load(file))
+    return found
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_every_rank(check, results):
+    for rank, result in enumerate(results):
+        assert result[check] is None, f"rank {rank}: {result[check]}"
+
+
+def test_dimensions_of_ranks():
+    assert [get_dim_for_local_rank(10, 4, rank) for rank in range(4)] == [3, 3, 2, 2]
+    assert [get_dim_for_local_rank(48, 4, rank, 16) for rank in range(4)] == [16, 16, 16, 0]
+    with pytest.raises(ValueError, match=r"dim \(10\) must be a multiple of multiple_of \(4\)"):
+        get_dim_for_local_rank(10, 2, 0, 4)
