@@ -1,12 +1,13 @@
-"""Selective state space models: Mamba's operators and modules on prebuilt CPU and CUDA kernels.
+"""Selective state space models: Mamba's operators, modules and language models on prebuilt CPU and CUDA kernels.
 
 Importing loads no kernel library and needs no GPU: the CPU kernels are loaded by the first call, the CUDA kernels by
 the first CUDA tensor. `python -m mamba_ssm` checks the installation.
 """
 
+from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, selective_scan_fn
 from mamba_ssm.version import __version__
 
-__all__ = ["Mamba", "Mamba2", "__version__", "mamba_inner_fn", "selective_scan_fn"]
+__all__ = ["Mamba", "Mamba2", "MambaLMHeadModel", "__version__", "mamba_inner_fn", "selective_scan_fn"]

@@ -11,7 +11,7 @@ import torch
 import mamba_ssm
 
 PATHS = {
-    "mamba_ssm": ["selective_scan_fn", "mamba_inner_fn", "Mamba", "Mamba2", "__version__"],
+    "mamba_ssm": ["selective_scan_fn", "mamba_inner_fn", "Mamba", "Mamba2", "MambaLMHeadModel", "__version__"],
     "mamba_ssm.ops.selective_scan_interface": [
         "selective_scan_fn",
         "selective_scan_ref",
@@ -47,6 +47,13 @@ PATHS = {
     "mamba_ssm.modules.mamba2": ["Mamba2"],
     "mamba_ssm.modules.mamba2_simple": ["Mamba2Simple"],
     "mamba_ssm.modules.ssd_minimal": ["segsum", "ssd_minimal_discrete"],
+    "mamba_ssm.modules.block": ["Block"],
+    "mamba_ssm.modules.mha": ["MHA"],
+    "mamba_ssm.modules.mlp": ["GatedMLP"],
+    "mamba_ssm.models.config_mamba": ["MambaConfig"],
+    "mamba_ssm.models.mixer_seq_simple": ["create_block", "MixerModel", "MambaLMHeadModel"],
+    "mamba_ssm.utils.generation": ["InferenceParams", "GenerationMixin", "decode", "sample", "update_graph_cache"],
+    "mamba_ssm.utils.hf": ["load_config_hf", "load_state_dict_hf"],
     "mamba_ssm.distributed.tensor_parallel": [
         "ColumnParallelLinear",
         "RowParallelLinear",
@@ -107,7 +114,16 @@ print(json.dumps({"seconds": seconds, "new": sorted(new), "loaded": loader.loade
     report = min((python(code) for _ in range(3)), key=lambda report: report["seconds"])
     assert not report["loaded"], "a kernel library was loaded by the import"
     assert report["seconds"] < 0.5, report  # about 20 ms on an idle machine
-    for heavy in ("triton", "transformers", "einops", "numpy", "causal_conv1d", "packaging"):
+    for heavy in (
+        "triton",
+        "transformers",
+        "einops",
+        "numpy",
+        "causal_conv1d",
+        "packaging",
+        "safetensors",
+        "huggingface_hub",
+    ):
         assert heavy not in report["new"]
 
 

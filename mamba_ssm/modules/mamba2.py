@@ -131,14 +131,15 @@ class Mamba2(nn.Module):
 
         With process_group and sequence_parallel, u and the result are this rank's part of the first dimension.
 
-        seq_idx: (B, L) int32; sequences packed in one row do not see each other. Not with inference_params.
-        cu_seqlens: (sequences + 1) int32, the bounds of sequences that are packed in a batch of 1.
+        seq_idx: (B, L) int32; sequences packed in one row do not see each other.
+        cu_seqlens: (sequences + 1) int32, the bounds of sequences that are packed in a batch of 1; it says all that
+            seq_idx does, which may be given beside it, as upstream asks, and is then not read.
         inference_params: an object with key_value_memory_dict and seqlen_offset. With offset 0 the call fills this
             layer's states there, one row for each of the batch or of the packed sequences; with a positive one it is a
             step (L = 1) from these states.
         """
-        if seq_idx is not None and (cu_seqlens is not None or inference_params is not None):
-            raise ValueError("Mamba2: seq_idx cannot be given together with cu_seqlens or inference_params")
+        if seq_idx is not None and cu_seqlens is None and inference_params is not None:
+            raise ValueError("Mamba2: with inference_params packed sequences are given by cu_seqlens, not by seq_idx")
         if inference_params is not None and inference_params.seqlen_offset > 0:
             rows = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
             if seqlen is not None:

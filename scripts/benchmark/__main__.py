@@ -5,6 +5,7 @@ code 1. Figures of other software are quoted with their source, never measured h
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import sys
@@ -15,7 +16,10 @@ import cases
 import torch
 from timing import machine
 
-SECTIONS = {"cuda": ("scan", "block", "conv", "decode", "small"), "cpu": ("cpu",)}
+SECTIONS = {
+    "cuda": ("scan", "block", "conv", "decode", "small", "lm", "transformers"),
+    "cpu": ("cpu", "lm", "transformers"),
+}
 
 
 def _section(name):
@@ -24,6 +28,10 @@ def _section(name):
         import cpu
 
         return cpu.cpu
+    if name in ("lm", "transformers"):
+        import models
+
+        return getattr(models, name)
     import gpu
 
     return getattr(gpu, name)
@@ -53,11 +61,16 @@ def print_table(title, rows):
 def parse(arguments):
     parser = argparse.ArgumentParser(prog="python scripts/benchmark", description=__doc__)
     parser.add_argument("--device", choices=tuple(SECTIONS), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", help=f"sections, comma separated: {', '.join(SECTIONS['cuda'] + SECTIONS['cpu'])}")
+    parser.add_argument(
+        "--only", help=f"sections, comma separated: {', '.join(dict.fromkeys(sum(SECTIONS.values(), ())))}"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     options = parser.parse_args(arguments)
     available = SECTIONS[options.device]
     options.sections = options.only.split(",") if options.only else list(available)
+    if not options.only and importlib.util.find_spec("transformers") is None:
+        options.sections.remove("transformers")
+        print("transformers is not installed: its section is left out")
     for name in options.sections:
         if name not in available:
             parser.error(f"--only: on {options.device} the sections are {', '.join(available)}, got {name!r}")

@@ -108,3 +108,53 @@ def scan_inputs(case, device, seed=0):
         "z": normal(batch, dim, seqlen),
         "delta_bias": normal(dim, dtype=torch.float32, scale=0.5) - 4.0,
     }
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """Greedy decoding with random weights; 24 layers of width 768 are upstream's 130M size."""
+
+    layer: str
+    dtype: torch.dtype
+    batch: int
+    new: int  # tokens timed
+    d_model: int = 768
+    n_layer: int = 24
+
+    @property
+    def name(self):
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.layer} d{self.d_model} {self.n_layer} layers B{self.batch} {dtype}"
+
+
+LMS = {
+    "cuda": [
+        LanguageModel("Mamba2", torch.bfloat16, 1, 256),
+        LanguageModel("Mamba1", torch.bfloat16, 1, 256),
+        LanguageModel("Mamba2", torch.bfloat16, 64, 256),
+    ],
+    "cpu": [
+        LanguageModel("Mamba2", torch.float32, 1, 16),
+        LanguageModel("Mamba1", torch.float32, 1, 16),
+    ],
+}
+LM_PROMPT = 100
+LM_VALIDATED = 20
+LM_REPEATS = 5
+
+# transformers' models, small enough that their own path takes seconds
+TRANSFORMERS_MODELS = {
+    "mamba": {"hidden_size": 256, "num_hidden_layers": 4, "state_size": 16},
+    "mamba2": {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "state_size": 64,
+        "num_heads": 8,
+        "head_dim": 64,
+        "n_groups": 1,
+        "chunk_size": 128,
+    },
+}
+TRANSFORMERS_BATCH, TRANSFORMERS_SEQLEN = 1, 512
+TRANSFORMERS_PROMPT, TRANSFORMERS_NEW = 128, 32
+TRANSFORMERS_REPEATS = 5

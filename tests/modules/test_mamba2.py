@@ -192,8 +192,7 @@ def test_packed_sequences_equal_separate_ones(fast, device):
         torch.testing.assert_close(module(x, cu_seqlens=cu_seqlens), apart, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="packed in a batch of 1, got a batch of 2"):
         module(x.expand(2, -1, -1), cu_seqlens=cu_seqlens)
-    with pytest.raises(ValueError, match="seq_idx cannot be given together with cu_seqlens"):
-        module(x, cu_seqlens=cu_seqlens, seq_idx=seq_idx)
+    torch.testing.assert_close(module(x, seq_idx=seq_idx, cu_seqlens=cu_seqlens), apart, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])

@@ -1,0 +1,1 @@
+"""Language models in upstream's names, checkpoint layout and state dicts."""

@@ -1,0 +1,265 @@
+"""Language models of Mamba, Mamba-2 and attention blocks: upstream's constructors, state dicts and checkpoints."""
+
+import math
+from collections import namedtuple
+from dataclasses import asdict
+from functools import partial
+
+import torch
+import torch.nn as nn
+
+from mamba_ssm.models.config_mamba import MambaConfig
+from mamba_ssm.modules.block import Block, add_norm
+from mamba_ssm.modules.mamba2 import Mamba2
+from mamba_ssm.modules.mamba_simple import Mamba
+from mamba_ssm.modules.mha import MHA
+from mamba_ssm.modules.mlp import GatedMLP
+from mamba_ssm.ops.norm import RMSNorm
+from mamba_ssm.utils.generation import GenerationMixin
+from mamba_ssm.utils.hf import find_weights, load_config_hf, read_weights, write_checkpoint
+
+_MIXERS = {"Mamba1": Mamba, "Mamba2": Mamba2}
+
+CausalLMOutput = namedtuple("CausalLMOutput", ["logits"])
+
+
+def create_block(
+    d_model,
+    d_intermediate,
+    ssm_cfg=None,
+    attn_layer_idx=None,
+    attn_cfg=None,
+    norm_epsilon=1e-5,
+    rms_norm=False,
+    residual_in_fp32=False,
+    fused_add_norm=False,
+    layer_idx=None,
+    device=None,
+    dtype=None,
+):
+    """One Block: the mixer that ssm_cfg names, or attention where layer_idx is in attn_layer_idx, and a gated MLP of
+    width d_intermediate unless that is 0. The arguments are MambaConfig's.
+
+    Raises:
+        ValueError: ssm_cfg["layer"] is not "Mamba1" or "Mamba2".
+    """
+    factory = {"device": device, "dtype": dtype}
+    if layer_idx in (attn_layer_idx or ()):
+        mixer_cls = partial(MHA, layer_idx=layer_idx, **(attn_cfg or {}), **factory)
+    else:
+        options = dict(ssm_cfg or {})
+        layer = options.pop("layer", "Mamba1")
+        if layer not in _MIXERS:
+            cure = " (this version has no Mamba-3 yet)" if layer == "Mamba3" else ""
+            raise ValueError(f"ssm_cfg['layer'] must be one of {', '.join(map(repr, _MIXERS))}, got {layer!r}{cure}")
+        mixer_cls = partial(_MIXERS[layer], layer_idx=layer_idx, **options, **factory)
+    mlp_cls = nn.Identity if d_intermediate == 0 else partial(GatedMLP, hidden_features=d_intermediate, **factory)
+    block = Block(
+        d_model,
+        mixer_cls,
+        mlp_cls,
+        norm_cls=partial(RMSNorm if rms_norm else nn.LayerNorm, eps=norm_epsilon, **factory),
+        fused_add_norm=fused_add_norm,
+        residual_in_fp32=residual_in_fp32,
+    )
+    block.layer_idx = layer_idx
+    return block
+
+
+def _init_weights(module, n_layer, initializer_range=0.02, rescale_prenorm_residual=True, n_residuals_per_layer=1):
+    """Embeddings normal, biases zero, and the projections that end in the residual scaled down by the square root of
+    their number (GPT-2, section 2.3), so that its variance does not grow with depth. For nn.Module.apply.
+    """
+    if isinstance(module, nn.Linear):
+        if module.bias is not None and not getattr(module.bias, "_no_reinit", False):
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=initializer_range)
+    if not rescale_prenorm_residual:
+        return
+    for name in ("out_proj", "fc2"):
+        weight = getattr(getattr(module, name, None), "weight", None)
+        if weight is not None:
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            with torch.no_grad():
+                weight /= math.sqrt(n_residuals_per_layer * n_layer)
+
+
+class MixerModel(nn.Module):
+    """Embedding, blocks and the last norm: tokens (B, L) -> hidden states (B, L, d_model).
+
+    The arguments are MambaConfig's, norm_epsilon, and initializer_cfg: keyword arguments of the initialisation
+    (initializer_range=0.02, rescale_prenorm_residual=True). State-dict names: embedding, layers.{i}, norm_f.
+    """
+
+    def __init__(
+        self,
+        d_model,
+        n_layer,
+        d_intermediate,
+        vocab_size,
+        ssm_cfg=None,
+        attn_layer_idx=None,
+        attn_cfg=None,
+        norm_epsilon=1e-5,
+        rms_norm=False,
+        initializer_cfg=None,
+        fused_add_norm=False,
+        residual_in_fp32=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        outside = [i for i in attn_layer_idx or () if not 0 <= i < n_layer]
+        if outside:
+            raise ValueError(f"attn_layer_idx must be from 0 to n_layer - 1 = {n_layer - 1}, got {outside}")
+        self.residual_in_fp32 = residual_in_fp32
+        self.fused_add_norm = fused_add_norm
+        self.embedding = nn.Embedding(vocab_size, d_model, **factory)
+        self.layers = nn.ModuleList(
+            create_block(
+                d_model,
+                d_intermediate,
+                ssm_cfg=ssm_cfg,
+                attn_layer_idx=attn_layer_idx,
+                attn_cfg=attn_cfg,
+                norm_epsilon=norm_epsilon,
+                rms_norm=rms_norm,
+                residual_in_fp32=residual_in_fp32,
+                fused_add_norm=fused_add_norm,
+                layer_idx=i,
+                **factory,
+            )
+            for i in range(n_layer)
+        )
+        self.norm_f = (RMSNorm if rms_norm else nn.LayerNorm)(d_model, eps=norm_epsilon, **factory)
+        self.apply(
+            partial(
+                _init_weights,
+                n_layer=n_layer,
+                n_residuals_per_layer=1 if d_intermediate == 0 else 2,
+                **(initializer_cfg or {}),
+            )
+        )
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        """{layer index: the mixer's empty states} for InferenceParams.key_value_memory_dict."""
+        return {
+            i: layer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+            for i, layer in enumerate(self.layers)
+        }
+
+    def forward(self, input_ids, inference_params=None, **mixer_kwargs):
+        """input_ids (B, L) integers -> (B, L, d_model). mixer_kwargs go to every mixer: seq_idx (B, L) int32 for packed
+        sequences, cu_seqlens (sequences + 1) int32 for Mamba-2 and attention.
+        """
+        hidden_states, residual = self.embedding(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
+        options = self.fused_add_norm, self.residual_in_fp32
+        return add_norm(hidden_states, residual, self.norm_f, *options, prenorm=False)
+
+
+class MambaLMHeadModel(nn.Module, GenerationMixin):
+    """A causal language model: MixerModel and a head that shares the embedding's weight if config.tie_embeddings.
+
+    Args:
+        config: MambaConfig. initializer_cfg: as for MixerModel. device, dtype: of the parameters.
+
+    Same as upstream's mamba_ssm.models.mixer_seq_simple.MambaLMHeadModel; state-dict names backbone.*, lm_head.weight.
+    """
+
+    def __init__(self, config: MambaConfig, initializer_cfg=None, device=None, dtype=None):
+        super().__init__()
+        self.config = config
+        factory = {"device": device, "dtype": dtype}
+        multiple = config.pad_vocab_size_multiple
+        self.vocab_size = vocab_size = -(-config.vocab_size // multiple) * multiple
+        self.backbone = MixerModel(
+            d_model=config.d_model,
+            n_layer=config.n_layer,
+            d_intermediate=config.d_intermediate,
+            vocab_size=vocab_size,
+            ssm_cfg=config.ssm_cfg,
+            attn_layer_idx=config.attn_layer_idx,
+            attn_cfg=config.attn_cfg,
+            rms_norm=config.rms_norm,
+            initializer_cfg=initializer_cfg,
+            fused_add_norm=config.fused_add_norm,
+            residual_in_fp32=config.residual_in_fp32,
+            **factory,
+        )
+        self.lm_head = nn.Linear(config.d_model, vocab_size, bias=False, **factory)
+        self.tie_weights()
+
+    def tie_weights(self):
+        """lm_head.weight is the embedding's from now on, if the configuration says so."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.backbone.embedding.weight
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        """{layer index: empty states} of a batch, of dtype or of each layer's own."""
+        return self.backbone.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+
+    def forward(self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0, **mixer_kwargs):
+        """Next-token logits of each position.
+
+        Args:
+            input_ids: (B, L) integers. position_ids: not used, accepted for generation code.
+            inference_params: InferenceParams; with seqlen_offset 0 the states are filled, else a step is taken.
+            num_last_tokens: if positive, logits of that many last positions only.
+            mixer_kwargs: go to every mixer: seq_idx (B, L) int32, cu_seqlens (sequences + 1) int32.
+
+        Returns:
+            A namedtuple with logits (B, L or num_last_tokens, padded vocabulary).
+        """
+        hidden_states = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
+        if num_last_tokens > 0:
+            hidden_states = hidden_states[:, -num_last_tokens:]
+        return CausalLMOutput(logits=self.lm_head(hidden_states))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name, device=None, dtype=None, **kwargs):
+        """A model from a folder, or from a repository of the Hugging Face hub (needs huggingface_hub).
+
+        Reads config.json and model.safetensors (needs safetensors) or pytorch_model.bin (tensors only: no code of the
+        file is run). kwargs go to the constructor.
+
+        Raises:
+            FileNotFoundError: no such folder, repository or file. ImportError: names the extra to install.
+            ValueError: a file is damaged, is no mamba_ssm checkpoint, or its tensors do not fit the configuration.
+        """
+        source = f"config.json of {str(pretrained_model_name)!r}"
+        config = MambaConfig.from_dict(load_config_hf(pretrained_model_name), source)
+        model = cls(config, device=device, dtype=dtype, **kwargs)
+        path = find_weights(pretrained_model_name)
+        state = read_weights(path, device=device)  # copied into each parameter's dtype; A_log stays float32
+        if config.tie_embeddings:
+            _complete_tied(state, path)
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:  # torch names every missing, unexpected and misshapen tensor
+            raise ValueError(f"{path} does not fit its config.json: {error}") from error
+        return model
+
+    def save_pretrained(self, save_directory, safe_serialization=False):
+        """Writes config.json and pytorch_model.bin, or model.safetensors with safe_serialization=True, into a folder,
+        which is made. Weights in the other format are removed from it: a folder holds one model.
+        """
+        state = self.state_dict()
+        if safe_serialization and self.config.tie_embeddings:
+            del state["lm_head.weight"]  # safetensors holds each tensor once
+        write_checkpoint(save_directory, asdict(self.config), state, safe_serialization)
+
+
+def _complete_tied(state, path):
+    """Adds the head's weight, which may be left out of a checkpoint that ties it to the embedding's."""
+    embedding = state.get("backbone.embedding.weight")
+    if embedding is None:
+        return  # load_state_dict will say so
+    head = state.setdefault("lm_head.weight", embedding)
+    if head is not embedding and not torch.equal(head, embedding):
+        raise ValueError(
+            f"{path}: lm_head.weight differs from backbone.embedding.weight, but config.json has tie_embeddings: true"
+        )

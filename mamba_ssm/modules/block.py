@@ -1,0 +1,76 @@
+"""One layer of a language model: residual, norm and mixer, then residual, norm and MLP."""
+
+import torch.nn as nn
+
+from mamba_ssm.ops.norm import RMSNorm, layer_norm_fn
+
+
+class Block(nn.Module):
+    """Adds the residual, norms, mixes; with an MLP all of that again for it.
+
+    The residual stream is handed on beside the last output, which the next layer (or the model's last norm) adds to it,
+    so that add and norm can be one kernel.
+
+    Args:
+        dim: width. mixer_cls, norm_cls: called with dim. mlp_cls: called with dim; nn.Identity: no MLP, no norm2.
+        fused_add_norm: add and norm in one kernel; norm_cls must give LayerNorm or RMSNorm.
+        residual_in_fp32: keep the residual in float32.
+
+    Same as upstream's mamba_ssm.modules.block.Block.
+    """
+
+    def __init__(self, dim, mixer_cls, mlp_cls, norm_cls=nn.LayerNorm, fused_add_norm=False, residual_in_fp32=False):
+        super().__init__()
+        self.residual_in_fp32 = residual_in_fp32
+        self.fused_add_norm = fused_add_norm
+        self.norm = norm_cls(dim)
+        self.mixer = mixer_cls(dim)
+        if mlp_cls is not nn.Identity:
+            self.norm2 = norm_cls(dim)
+            self.mlp = mlp_cls(dim)
+        else:
+            self.mlp = None
+        if fused_add_norm and not isinstance(self.norm, (nn.LayerNorm, RMSNorm)):
+            raise TypeError(
+                f"Block: fused_add_norm takes LayerNorm or RMSNorm, got {type(self.norm).__name__}; pass "
+                "fused_add_norm=False"
+            )
+
+    def forward(self, hidden_states, residual=None, inference_params=None, **mixer_kwargs):
+        """hidden_states, residual (or None in the first layer) (B, L, dim) -> the same two, to be added later.
+
+        inference_params and mixer_kwargs (seq_idx, cu_seqlens, ...) go to the mixer.
+        """
+        hidden_states, residual = self._add_norm(hidden_states, residual, self.norm)
+        hidden_states = self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs)
+        if self.mlp is not None:
+            hidden_states, residual = self._add_norm(hidden_states, residual, self.norm2)
+            hidden_states = self.mlp(hidden_states)
+        return hidden_states, residual
+
+    def _add_norm(self, hidden_states, residual, norm):
+        return add_norm(hidden_states, residual, norm, self.fused_add_norm, self.residual_in_fp32)
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        """The mixer's."""
+        return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+
+
+def add_norm(hidden_states, residual, norm, fused, residual_in_fp32, prenorm=True):
+    """norm(hidden_states + residual), with prenorm and the sum; residual None counts as zero."""
+    if fused:
+        return layer_norm_fn(
+            hidden_states,
+            norm.weight,
+            norm.bias,
+            residual=residual,
+            eps=norm.eps,
+            prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+            is_rms_norm=isinstance(norm, RMSNorm),
+        )
+    residual = hidden_states if residual is None else hidden_states + residual
+    hidden_states = norm(residual.to(norm.weight.dtype))
+    if not prenorm:
+        return hidden_states
+    return hidden_states, residual.float() if residual_in_fp32 else residual

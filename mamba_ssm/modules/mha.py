@@ -1,0 +1,234 @@
+"""Causal attention for hybrid models, on torch's scaled_dot_product_attention; upstream's parameter names."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_varlen_states
+from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
+
+
+class MHA(nn.Module):
+    """Attention with grouped key and value heads, rotary positions and a cache: (B, L, embed_dim) -> the same shape.
+
+    Args:
+        num_heads_kv: heads of keys and values, num_heads if None; divides num_heads. head_dim: embed_dim / num_heads if
+            None. mlp_dim: width, rounded up to a multiple of 256, of a gated MLP's two halves computed beside the
+            attention by the same projections; 0: none.
+        qkv_proj_bias, out_proj_bias: of in_proj and out_proj. softmax_scale: 1/sqrt(head_dim) if None.
+        causal: a position sees none after it. layer_idx: key of the inference cache.
+        d_conv: width, 2..4, of a causal convolution over queries, keys and values; 0: none.
+        rotary_emb_dim: how many of each head's first dimensions rotate (RoFormer, arXiv 2104.09864); 0: none.
+        rotary_emb_base: of the frequencies. rotary_emb_interleaved: neighbours (0, 1), (2, 3), ... are a pair,
+            instead of one from each half.
+
+    in_proj gives queries, keys, values and the MLP's (up, gate), in this order. Same as upstream's
+    mamba_ssm.modules.mha.MHA; +: seq_idx and cu_seqlens, packed sequences.
+    """
+
+    def __init__(
+        self,
+        embed_dim,
+        num_heads,
+        num_heads_kv=None,
+        head_dim=None,
+        mlp_dim=0,
+        qkv_proj_bias=True,
+        out_proj_bias=True,
+        softmax_scale=None,
+        causal=False,
+        layer_idx=None,
+        d_conv=0,
+        rotary_emb_dim=0,
+        rotary_emb_base=10000.0,
+        rotary_emb_interleaved=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        self.layer_idx = layer_idx
+        self.d_conv = d_conv
+        self.rotary_emb_dim = rotary_emb_dim
+        self.rotary_emb_base = rotary_emb_base
+        self.rotary_emb_interleaved = rotary_emb_interleaved
+        self.softmax_scale = softmax_scale
+        self.causal = causal
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(f"MHA: num_heads ({num_heads}) must divide embed_dim ({embed_dim}), or give head_dim")
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.mlp_dim = -(-mlp_dim // 256) * 256
+        if num_heads % self.num_heads_kv:
+            raise ValueError(f"MHA: num_heads_kv ({self.num_heads_kv}) must divide num_heads ({num_heads})")
+        if d_conv and not 2 <= d_conv <= 4:
+            raise ValueError(f"MHA: d_conv must be 0, 2, 3 or 4, got {d_conv}")
+        if rotary_emb_dim % 2 or not 0 <= rotary_emb_dim <= self.head_dim:
+            raise ValueError(
+                f"MHA: rotary_emb_dim must be even and at most head_dim ({self.head_dim}), got {rotary_emb_dim}"
+            )
+
+        self.q_dim = self.num_heads * self.head_dim
+        self.kv_dim = self.num_heads_kv * self.head_dim
+        qkv_dim = self.q_dim + 2 * self.kv_dim
+        self.in_proj = nn.Linear(embed_dim, qkv_dim + self.mlp_dim, bias=qkv_proj_bias, **factory)
+        if d_conv:
+            self.conv1d = nn.Conv1d(qkv_dim, qkv_dim, kernel_size=d_conv, padding=d_conv - 1, groups=qkv_dim, **factory)
+        self.out_proj = nn.Linear(self.q_dim + self.mlp_dim // 2, embed_dim, bias=out_proj_bias, **factory)
+
+    def forward(self, x, inference_params=None, seq_idx=None, cu_seqlens=None):
+        """x (B, L, embed_dim) -> the same shape.
+
+        inference_params: InferenceParams. With seqlen_offset 0 the call fills this layer's cache; with a positive one
+            it continues at that position, or, where lengths_per_sample (B) int32 is given, a single token of each
+            row at the row's own position: that one reads the position on the device, and so suits a CUDA graph, but
+            attends over the whole cache under a mask.
+        seq_idx: (B, L) int32, packed sequences: a position sees its own only. Not with inference_params.
+        cu_seqlens: (sequences + 1) int32, where each sequence packed in x (1, total, embed_dim) starts, and the total;
+            with inference_params each sequence fills a row of the cache. The mask is (total, total).
+        """
+        step = inference_params is not None and inference_params.seqlen_offset > 0
+        self._check(x, inference_params, seq_idx, cu_seqlens, step)
+        batch, seqlen, _ = x.shape
+        cache = conv_state = None
+        if inference_params is not None:
+            rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            cache, conv_state = self._get_cache(inference_params, rows, x.dtype)
+
+        qkv = self.in_proj(x)
+        if self.mlp_dim:
+            qkv, up, gate = qkv.split([qkv.shape[-1] - self.mlp_dim, self.mlp_dim // 2, self.mlp_dim // 2], dim=-1)
+        if cu_seqlens is not None:
+            steps = torch.arange(seqlen, device=x.device, dtype=cu_seqlens.dtype)
+            sequence = torch.bucketize(steps, cu_seqlens[1:], right=True)
+            positions = steps - cu_seqlens[sequence]
+            seq_idx = sequence[None].to(torch.int32)
+        elif not step:
+            positions = torch.arange(seqlen, device=x.device)
+        elif inference_params.lengths_per_sample is not None:
+            positions = inference_params.lengths_per_sample[:batch, None]
+        else:
+            positions = torch.arange(seqlen, device=x.device) + inference_params.seqlen_offset
+        if self.d_conv:
+            qkv = self._convolve(qkv, conv_state, seq_idx, cu_seqlens, step)
+        q, k, v = qkv.split([self.q_dim, self.kv_dim, self.kv_dim], dim=-1)
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k = k.unflatten(-1, (self.num_heads_kv, self.head_dim))
+        v = v.unflatten(-1, (self.num_heads_kv, self.head_dim))
+        if self.rotary_emb_dim:
+            q, k = self._rotate(q, positions), self._rotate(k, positions)
+
+        mask = None
+        if cache is not None:
+            with torch.no_grad():
+                if not step and inference_params.lengths_per_sample is not None:
+                    cache.zero_()  # a step's mask hides what earlier sequences left there, but not a NaN
+                new = torch.stack([k, v], dim=2).to(cache.dtype)
+                if cu_seqlens is not None:
+                    cache[sequence, positions.long()] = new[0]
+                elif positions.dim() == 2:
+                    cache[torch.arange(batch, device=x.device)[:, None], positions.long()] = new
+                else:
+                    start = inference_params.seqlen_offset
+                    cache[:, start : start + seqlen] = new
+        if step:
+            seen = cache
+            if positions.dim() == 2:
+                mask = (torch.arange(cache.shape[1], device=x.device) <= positions)[:, None, None]
+            else:
+                seen = cache[:, : inference_params.seqlen_offset + seqlen]
+                if self.causal and seqlen > 1:
+                    mask = torch.arange(seen.shape[1], device=x.device) <= positions[:, None]
+            k, v = seen.to(q.dtype).unbind(dim=2)
+        elif seq_idx is not None:
+            mask = seq_idx[:, None, :, None] == seq_idx[:, None, None, :]
+            if self.causal:
+                mask = mask.tril()
+        out = self._attend(q, k, v, mask, causal=self.causal and mask is None and not step)
+        if self.mlp_dim:
+            out = torch.cat([out, up * F.silu(gate)], dim=-1)
+        return self.out_proj(out)
+
+    def _check(self, x, inference_params, seq_idx, cu_seqlens, step):
+        if cu_seqlens is not None:
+            if x.shape[0] != 1:
+                raise ValueError(f"MHA: with cu_seqlens x must be (1, total, embed_dim), got {tuple(x.shape)}")
+            if step:
+                raise ValueError("MHA: cu_seqlens is for the first call with inference_params, not for a step")
+        elif inference_params is not None and seq_idx is not None:
+            raise ValueError("MHA: with inference_params packed sequences are given by cu_seqlens, not seq_idx alone")
+        end = 0 if inference_params is None or cu_seqlens is not None else inference_params.seqlen_offset + x.shape[1]
+        if end and end > inference_params.max_seqlen:
+            raise ValueError(
+                f"MHA: {end} tokens do not fit inference_params.max_seqlen = {inference_params.max_seqlen}"
+            )
+        if step and x.shape[1] != 1 and (self.d_conv or inference_params.lengths_per_sample is not None):
+            raise ValueError(f"MHA: a step takes one token, (B, 1, embed_dim), got {tuple(x.shape)}")
+
+    def _get_cache(self, inference_params, rows, dtype):
+        """This layer's (kv_cache, conv_state) in inference_params, made if they are not there yet."""
+        if self.layer_idx is None:
+            raise ValueError("MHA: layer_idx must be given to the constructor to use inference_params")
+        caches = inference_params.key_value_memory_dict
+        if self.layer_idx not in caches:
+            caches[self.layer_idx] = self.allocate_inference_cache(rows, inference_params.max_seqlen, dtype=dtype)
+        kv_cache, conv_state = caches[self.layer_idx]
+        if kv_cache.shape[0] != rows:
+            raise ValueError(f"MHA: the cache holds a batch of {kv_cache.shape[0]}, got a batch of {rows}")
+        return kv_cache, conv_state
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        """Zeros (kv_cache (B, max_seqlen, 2, num_heads_kv, head_dim), conv_state (B, channels, d_conv) or None)."""
+        weight = self.out_proj.weight
+        factory = {"device": weight.device, "dtype": weight.dtype if dtype is None else dtype}
+        kv_cache = torch.zeros(batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim, **factory)
+        conv_state = None
+        if self.d_conv:
+            conv_state = torch.zeros(batch_size, self.q_dim + 2 * self.kv_dim, self.d_conv, **factory)
+        return kv_cache, conv_state
+
+    def _convolve(self, qkv, conv_state, seq_idx, cu_seqlens, step):
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        if step:
+            with torch.no_grad():
+                return causal_conv1d_update(qkv.squeeze(1), conv_state, weight, bias).unsqueeze(1)
+        if conv_state is not None:
+            with torch.no_grad():  # the last d_conv inputs, zeros before a shorter sequence
+                if cu_seqlens is not None:
+                    conv_state.copy_(causal_conv1d_varlen_states(qkv[0], cu_seqlens, self.d_conv))
+                else:
+                    conv_state.copy_(F.pad(qkv.transpose(1, 2), (self.d_conv - qkv.shape[1], 0)))
+        return causal_conv1d_fn(qkv.transpose(1, 2), weight, bias, seq_idx=seq_idx).transpose(1, 2)
+
+    def _rotate(self, x, positions):
+        """x (B, L, heads, head_dim) at positions (L) or (B, L), the first rotary_emb_dim dimensions turned.
+
+        Angles in float32 and made anew each time: a table kept in a buffer would be rounded by .to(dtype).
+        """
+        dim = self.rotary_emb_dim
+        frequency = self.rotary_emb_base ** (-torch.arange(0, dim, 2, device=x.device, dtype=torch.float32) / dim)
+        angle = (positions.to(torch.float32)[..., None] * frequency).unsqueeze(-2)  # a dimension for the heads
+        cos, sin = angle.cos(), angle.sin()
+        turned, rest = x[..., :dim].float(), x[..., dim:]
+        if self.rotary_emb_interleaved:
+            first, second = turned[..., ::2], turned[..., 1::2]
+        else:
+            first, second = turned.chunk(2, dim=-1)
+        pair = first * cos - second * sin, first * sin + second * cos
+        turned = torch.stack(pair, dim=-1).flatten(-2) if self.rotary_emb_interleaved else torch.cat(pair, dim=-1)
+        return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+    def _attend(self, q, k, v, mask, causal):
+        """q (B, L, heads, head_dim), k and v (B, T, kv heads, head_dim) -> (B, L, heads * head_dim)."""
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        batch, _, seqlen, _ = q.shape
+        groups = self.num_heads // self.num_heads_kv
+        if seqlen == 1:  # the heads that share keys become rows of one query: nothing is repeated
+            q = q.reshape(batch, self.num_heads_kv, groups, self.head_dim)
+            causal = False
+        elif groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.softmax_scale)
+        return out.reshape(batch, self.num_heads, seqlen, self.head_dim).transpose(1, 2).flatten(-2)

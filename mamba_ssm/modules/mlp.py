@@ -1,0 +1,39 @@
+"""The gated MLP of hybrid language models, with upstream's parameter names."""
+
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class GatedMLP(nn.Module):
+    """y * activation(gate) between two projections: (..., in_features) -> (..., out_features).
+
+    Args:
+        hidden_features: width in between, 8/3 in_features if None; rounded up to a multiple of multiple_of.
+        out_features: in_features if None. activation: a function of the gate. bias: of both projections.
+
+    fc1 gives (y, gate) in this order. Same as upstream's mamba_ssm.modules.mlp.GatedMLP.
+    """
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        activation=F.silu,
+        bias=False,
+        multiple_of=128,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        out_features = in_features if out_features is None else out_features
+        hidden_features = int(8 * in_features / 3) if hidden_features is None else hidden_features
+        hidden_features = -(-hidden_features // multiple_of) * multiple_of
+        self.fc1 = nn.Linear(in_features, 2 * hidden_features, bias=bias, **factory)
+        self.activation = activation
+        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, **factory)
+
+    def forward(self, x):
+        y, gate = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(y * self.activation(gate))

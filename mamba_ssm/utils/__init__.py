@@ -1,0 +1,1 @@
+"""Generation and checkpoints in upstream's names."""

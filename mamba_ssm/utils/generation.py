@@ -1,0 +1,377 @@
+"""Generating text: the inference state, the sampling rules, the loop, and CUDA graphs of its steps."""
+
+import time
+from collections import namedtuple
+from dataclasses import dataclass, field
+
+import torch
+
+GenerationOutput = namedtuple("GenerationOutput", ["sequences", "scores"])
+
+
+@dataclass
+class InferenceParams:
+    """What the layers of a model keep between calls.
+
+    max_seqlen: tokens that the cache of an attention layer holds. max_batch_size: rows.
+    seqlen_offset: tokens that went in before this call; 0: the call fills the states.
+    batch_size_offset: upstream's; not used.
+    key_value_memory_dict: {layer index: its states}, made by the layers at the first call where they are missing.
+    lengths_per_sample: (B) int32 or None; where given, attention takes a step's position from it, row by row.
+
+    Same as upstream's mamba_ssm.utils.generation.InferenceParams.
+    """
+
+    max_seqlen: int
+    max_batch_size: int
+    seqlen_offset: int = 0
+    batch_size_offset: int = 0
+    key_value_memory_dict: dict = field(default_factory=dict)
+    lengths_per_sample: torch.Tensor | None = None
+
+    def reset(self, max_seqlen, max_batch_size):
+        """Ready for new sequences; the states stay allocated, the next first call overwrites them."""
+        self.max_seqlen = max_seqlen
+        self.max_batch_size = max_batch_size
+        self.seqlen_offset = 0
+        if self.lengths_per_sample is not None:
+            self.lengths_per_sample.zero_()
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+
+
+def sample(logits, top_k=1, top_p=0.0, min_p=0.0, temperature=1.0):
+    """One token for each row of logits (B, vocabulary) -> (B) int64.
+
+    top_k == 1 takes the likeliest. Else the token is drawn from softmax(logits / temperature) after each filter that
+    is on: the top_k likeliest (0: off), the likeliest whose probabilities reach top_p together (0 or 1: off;
+    arXiv 1904.09751), those at least min_p times as likely as the likeliest (0: off; arXiv 2407.01082).
+    """
+    if top_k == 1:
+        return logits.argmax(dim=-1)
+    logits = logits.float() / temperature
+    indices = None
+    if 0 < top_k < logits.shape[-1]:
+        logits, indices = torch.topk(logits, top_k, dim=-1)
+    if 0.0 < top_p < 1.0:
+        ordered, order = torch.sort(logits, dim=-1, descending=True)
+        probabilities = ordered.softmax(dim=-1)
+        beyond = probabilities.cumsum(dim=-1) - probabilities >= top_p  # of the likelier ones alone
+        logits = ordered.masked_fill(beyond, -torch.inf)
+        indices = order if indices is None else indices.gather(-1, order)
+    if min_p > 0.0:
+        probabilities = logits.softmax(dim=-1)
+        floor = min_p * probabilities.amax(dim=-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < floor, -torch.inf)
+    chosen = torch.multinomial(logits.softmax(dim=-1), num_samples=1)
+    return (chosen if indices is None else indices.gather(-1, chosen)).squeeze(-1)
+
+
+def modify_logit_for_repetition_penalty(logits, prev_output_tokens, repetition_penalty=1.0):
+    """logits (B, vocabulary), in place, less likely where a token is in prev_output_tokens (B, L): positive ones are
+    divided by the penalty, negative ones multiplied (CTRL, arXiv 1909.05858).
+    """
+    if repetition_penalty == 1.0:
+        return logits
+    score = logits.gather(1, prev_output_tokens)
+    score = torch.where(score < 0, score * repetition_penalty, score / repetition_penalty)
+    return logits.scatter_(1, prev_output_tokens, score)
+
+
+def _check_sampling(top_k, top_p, min_p, temperature, repetition_penalty):
+    for name, value, fits, expected in (
+        ("top_k", top_k, top_k >= 0, "0 (off) or more"),
+        ("top_p", top_p, 0.0 <= top_p <= 1.0, "from 0 (off) to 1"),
+        ("min_p", min_p, 0.0 <= min_p <= 1.0, "from 0 (off) to 1"),
+        ("temperature", temperature, temperature > 0.0, "positive (top_k=1 is greedy)"),
+        ("repetition_penalty", repetition_penalty, repetition_penalty > 0.0, "positive (1 is off)"),
+    ):
+        if not fits:
+            raise ValueError(f"generate: {name} must be {expected}, got {value}")
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def decode(
+    input_ids,
+    model,
+    max_length,
+    top_k=1,
+    top_p=0.0,
+    min_p=0.0,
+    temperature=1.0,
+    repetition_penalty=1.0,
+    eos_token_id=None,
+    teacher_outputs=None,
+    vocab_size=None,
+    cg=False,
+    enable_timing=False,
+    output_scores=False,
+    streamer=None,
+):
+    """Continues input_ids (B, L) up to max_length tokens, the prompt included.
+
+    Args:
+        model: called as model(input_ids, position_ids=, inference_params=, num_last_tokens=1).logits. If it has a
+            vocab_size, tokens given must be below it.
+        top_k, top_p, min_p, temperature: see sample. repetition_penalty: on every earlier token; 1: off.
+        eos_token_id: a row that draws it goes on with it; the loop ends when every row has.
+        teacher_outputs: (B, length); its tokens are taken instead of drawn ones as far as it reaches.
+        vocab_size: logits beyond it, those of a padded vocabulary, are left out.
+        cg: run the steps as a CUDA graph, kept in model._decoding_cache for further calls.
+        enable_timing: print the time of the whole call. output_scores: keep the logits of each new token.
+        streamer: put(tokens on the CPU) is called with the prompt and each step's tokens (B), then end().
+
+    Returns:
+        GenerationOutput: sequences (B, length), scores: a tuple of (B, vocabulary) before penalty and filters, or None.
+
+    Raises:
+        ValueError: an argument is out of its range. RuntimeError: cg=True and the model is not on a GPU.
+
+    Same as upstream's mamba_ssm.utils.generation.decode, which returns transformers' classes with these fields.
+    """
+    _check_sampling(top_k, top_p, min_p, temperature, repetition_penalty)
+    input_ids = _check_tokens("input_ids", input_ids, model)
+    if max_length <= input_ids.shape[1]:
+        raise ValueError(
+            f"generate: max_length counts the prompt too and must exceed its {input_ids.shape[1]} tokens, got "
+            f"{max_length}"
+        )
+    if teacher_outputs is not None:
+        teacher_outputs = _check_tokens("teacher_outputs", teacher_outputs, model)
+        if teacher_outputs.shape[0] != input_ids.shape[0]:
+            raise ValueError(
+                f"generate: teacher_outputs must have input_ids' {input_ids.shape[0]} rows, got "
+                f"{teacher_outputs.shape[0]}"
+            )
+    device = next(model.parameters()).device
+    batch, prompt = input_ids.shape
+    if cg:
+        model._decoding_cache = update_graph_cache(
+            model, getattr(model, "_decoding_cache", None), batch, prompt, max_length
+        )
+        inference_params = model._decoding_cache.inference_params
+        inference_params.reset(max_length, batch)
+        model._decoding_cache.select(batch)
+    else:
+        inference_params = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
+    timer = _Timer(device) if enable_timing else None
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    sequences = input_ids.new_empty(batch, max_length)
+    sequences[:, :prompt] = input_ids
+    position_ids = torch.empty(batch, 1, dtype=torch.long, device=input_ids.device)
+    scores, end, tokens = [], prompt, input_ids
+    ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device) if eos_token_id is not None else None
+    while end < max_length:
+        offset = inference_params.seqlen_offset
+        if offset == 0:
+            logits = model(tokens, position_ids=None, inference_params=inference_params, num_last_tokens=1).logits
+        elif cg:
+            logits = model._decoding_cache.run(tokens, position_ids.fill_(offset), offset)
+        else:
+            logits = model(
+                tokens, position_ids=position_ids.fill_(offset), inference_params=inference_params, num_last_tokens=1
+            ).logits
+        logits = logits.squeeze(1)
+        inference_params.seqlen_offset = end
+        if output_scores:
+            scores.append(logits[:, :vocab_size])
+        if teacher_outputs is not None and end < teacher_outputs.shape[1]:
+            token = teacher_outputs[:, end]
+        else:
+            if repetition_penalty != 1.0:  # before the vocabulary is cut: the prompt may hold any token
+                logits = modify_logit_for_repetition_penalty(logits.clone(), sequences[:, :end], repetition_penalty)
+            token = sample(logits[:, :vocab_size], top_k, top_p, min_p, temperature)
+            if ended is not None:
+                token = torch.where(ended, eos_token_id, token)
+        sequences[:, end] = token
+        tokens = token.unsqueeze(1)
+        end += 1
+        if streamer is not None:
+            streamer.put(token.cpu())
+        if ended is not None:
+            ended |= token == eos_token_id
+            if ended.all():
+                break
+    if streamer is not None:
+        streamer.end()
+    if timer is not None:
+        print(f"Prompt processing + decoding time: {timer.milliseconds():.0f}ms")
+    return GenerationOutput(sequences[:, :end], tuple(scores) if output_scores else None)
+
+
+def _check_tokens(name, tokens, model):
+    """tokens as int64; out of the vocabulary they would stop a CUDA device for good."""
+    if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"generate: {name} must be int64 (B, L) with at least one token, got "
+            f"{str(tokens.dtype).removeprefix('torch.')} {tuple(tokens.shape)}"
+        )
+    vocab_size = getattr(model, "vocab_size", None)
+    if vocab_size is not None and tokens.numel():
+        low, high = (int(bound) for bound in tokens.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"generate: {name} must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}")
+    return tokens.long()
+
+
+class _Timer:
+    def __init__(self, device):
+        self.device = device
+        self.start = self._now()
+
+    def _now(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def milliseconds(self):
+        return (self._now() - self.start) * 1e3
+
+
+class GenerationMixin:
+    """generate() for a model with allocate_inference_cache and the forward that decode calls."""
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        raise NotImplementedError(f"{type(self).__name__} must define allocate_inference_cache to generate")
+
+    def generate(
+        self,
+        input_ids,
+        max_length,
+        top_k=1,
+        top_p=0.0,
+        min_p=0.0,
+        temperature=1.0,
+        return_dict_in_generate=False,
+        output_scores=False,
+        **kwargs,
+    ):
+        """Continues input_ids (B, L) int64 up to max_length tokens, the prompt included; greedy unless top_k is set.
+
+        Returns sequences (B, length), or with return_dict_in_generate a GenerationOutput(sequences, scores). The other
+        arguments are decode's: repetition_penalty, eos_token_id, teacher_outputs, vocab_size, cg, enable_timing,
+        streamer.
+        """
+        output = decode(
+            input_ids,
+            self,
+            max_length,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            temperature=temperature,
+            output_scores=output_scores,
+            **kwargs,
+        )
+        return output if return_dict_in_generate else output.sequences
+
+    def __getstate__(self):
+        """For copies and pickles: a CUDA graph can be neither copied nor saved; it is made again when needed."""
+        state = self.__dict__.copy()
+        state.pop("_decoding_cache", None)
+        return state
+
+
+# ---- CUDA graphs -----------------------------------------------------------------------------------------------------
+
+
+class DecodingCGCache:
+    """The states of up to max_batch_size rows, and a captured step for each batch size met.
+
+    Graphs of smaller batches use the first rows of the same states, so changing the batch costs one capture, once.
+    """
+
+    def __init__(self, model, max_batch_size, max_seqlen, dtype):
+        self.max_batch_size = max_batch_size
+        self.max_seqlen = max_seqlen
+        self.key = _key(model, dtype)
+        device = next(model.parameters()).device
+        self.states = model.allocate_inference_cache(max_batch_size, max_seqlen, dtype=dtype)
+        self.lengths = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
+        self.inference_params = InferenceParams(max_seqlen=max_seqlen, max_batch_size=max_batch_size)
+        self.mempool = torch.cuda.graph_pool_handle()
+        self.callables = {}
+        self.run = None
+
+    def select(self, batch):
+        """Points inference_params at a batch's rows, and run at its captured step."""
+        self.inference_params.key_value_memory_dict = {
+            layer: tuple(None if state is None else state[:batch] for state in states)
+            for layer, states in self.states.items()
+        }
+        self.inference_params.lengths_per_sample = self.lengths[:batch]
+        self.run = self.callables.get(batch)
+
+
+def _key(model, dtype):
+    """What a captured graph depends on: it reads the parameters where they lay."""
+    return dtype, tuple((tensor.data_ptr(), tensor.dtype) for tensor in model.parameters())
+
+
+@torch.inference_mode()
+def update_graph_cache(model, cache, batch_size, seqlen_og, max_seqlen, dtype=None, n_warmups=2):
+    """A DecodingCGCache that serves this batch size and length: cache itself if it does, else a new one.
+
+    Args:
+        cache: an earlier result or None. seqlen_og: length of the prompt. dtype: of the states, None: each layer's own.
+        n_warmups: steps run before the capture, so that libraries allocate what they need.
+
+    Raises:
+        RuntimeError: the model is not on a GPU.
+
+    Same as upstream's mamba_ssm.utils.generation.update_graph_cache.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        raise RuntimeError(f"generate: cg=True needs the model on a CUDA device, it is on {device}; use cg=False")
+    if cache is None or cache.key != _key(model, dtype) or cache.max_batch_size < batch_size:
+        cache = DecodingCGCache(model, batch_size, max_seqlen, dtype)
+    elif cache.max_seqlen < max_seqlen:
+        cache = DecodingCGCache(model, cache.max_batch_size, max_seqlen, dtype)
+    if batch_size not in cache.callables:
+        cache.inference_params.reset(max_seqlen, batch_size)
+        cache.select(batch_size)
+        cache.callables[batch_size] = capture_graph(
+            model, cache.inference_params, batch_size, cache.max_seqlen, mempool=cache.mempool, n_warmups=n_warmups
+        )
+    return cache
+
+
+def capture_graph(model, inference_params, batch_size, max_seqlen, mempool=None, n_warmups=2):
+    """Captures one decoding step; returns run(input_ids (B, 1), position_ids (B, 1), seqlen) -> logits (B, 1, V)."""
+    device = next(model.parameters()).device
+    input_ids = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
+    position_ids = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
+    lengths = inference_params.lengths_per_sample
+    inference_params.max_seqlen = max_seqlen
+    inference_params.seqlen_offset = max_seqlen - 1
+    lengths.fill_(max_seqlen - 1)
+
+    def step():
+        return model(input_ids, position_ids=position_ids, inference_params=inference_params, num_last_tokens=1).logits
+
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(n_warmups):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=mempool):
+            logits = step()
+    inference_params.seqlen_offset = 0
+
+    def run(new_input_ids, new_position_ids, seqlen):
+        input_ids.copy_(new_input_ids)
+        position_ids.copy_(new_position_ids)
+        lengths.fill_(seqlen)
+        graph.replay()
+        return logits.clone()
+
+    return run

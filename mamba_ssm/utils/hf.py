@@ -1,0 +1,120 @@
+"""Checkpoints: config.json and weights from a folder or from the Hugging Face hub, and back into a folder.
+
+huggingface_hub and safetensors are imported where they are used only. Nothing of a checkpoint is executed.
+"""
+
+import importlib
+import json
+from pathlib import Path
+
+import torch
+
+CONFIG_NAME = "config.json"
+SAFE_WEIGHTS_NAME = "model.safetensors"
+WEIGHTS_NAME = "pytorch_model.bin"
+
+
+def load_config_hf(model_name):
+    """The contents of config.json, a dict, of a folder or a repository of the hub.
+
+    Raises:
+        FileNotFoundError: there is none. ValueError: it is damaged. ImportError: the hub needs huggingface_hub.
+
+    Same as upstream's mamba_ssm.utils.hf.load_config_hf.
+    """
+    path = _find(model_name, [CONFIG_NAME])
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def load_state_dict_hf(model_name, device=None, dtype=None):
+    """{name: tensor} of a folder's or a hub repository's weights: model.safetensors, else pytorch_model.bin.
+
+    device, dtype: of the tensors; by default the CPU's and the file's. Only floating-point tensors change dtype.
+
+    Raises:
+        FileNotFoundError: there are no weights. ValueError: the file is damaged or holds more than tensors.
+        ImportError: names the package to install.
+
+    Same as upstream's mamba_ssm.utils.hf.load_state_dict_hf.
+    """
+    return read_weights(find_weights(model_name), device, dtype)
+
+
+def find_weights(model_name):
+    """The path of the weights of a folder or a hub repository, downloaded if need be."""
+    names = [SAFE_WEIGHTS_NAME, WEIGHTS_NAME]
+    if importlib.util.find_spec("safetensors") is None:
+        names.reverse()  # safetensors is asked for only where there is nothing else
+    return _find(model_name, names)
+
+
+def read_weights(path, device=None, dtype=None):
+    """{name: tensor} of a .safetensors or a torch.save file."""
+    if path.suffix == ".safetensors":
+        read = _import("safetensors.torch", "safetensors", f"to read {path}").load_file
+    else:
+
+        def read(path):
+            return torch.load(path, map_location="cpu", weights_only=True)
+
+    try:
+        state = read(path)
+    except PermissionError:
+        raise
+    except Exception as error:  # each reader has several exceptions of its own for a damaged file
+        raise ValueError(
+            f"{path} cannot be read: it is damaged, or holds more than tensors, which is refused because it would run "
+            f"code of the file ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+        raise ValueError(f"{path} must hold a dict of tensors, a state dict")
+    return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in state.items()}
+
+
+def write_checkpoint(folder, config, state_dict, safe_serialization):
+    """Writes config.json and the weights; removes weights in the other format, which would be another model's."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if safe_serialization:
+        save_file = _import("safetensors.torch", "safetensors", "for safe_serialization=True").save_file
+        tensors = {name: tensor.contiguous() for name, tensor in state_dict.items()}
+        save_file(tensors, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    else:
+        torch.save(state_dict, folder / WEIGHTS_NAME)
+    (folder / (WEIGHTS_NAME if safe_serialization else SAFE_WEIGHTS_NAME)).unlink(missing_ok=True)
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
+
+
+def _find(model_name, names):
+    """The path of the first of these files that a folder or a hub repository has."""
+    folder = Path(model_name)
+    if folder.is_dir():
+        for name in names:
+            if (folder / name).is_file():
+                return folder / name
+        raise FileNotFoundError(f"the folder {folder} has no {' or '.join(names)}")
+    hub = _import("huggingface_hub", "hub", f"to get {str(model_name)!r} from the hub: it is no folder here")
+    for name in names:
+        try:
+            return Path(hub.hf_hub_download(str(model_name), name))
+        except hub.utils.LocalEntryNotFoundError as error:  # no connection, and not in the cache
+            raise FileNotFoundError(f"{model_name!r} is no folder, and the hub was not reached: {error}") from error
+        except hub.utils.EntryNotFoundError:
+            continue
+        except (hub.utils.RepositoryNotFoundError, hub.utils.HFValidationError) as error:
+            raise FileNotFoundError(f"{model_name!r} is no folder, and the hub has no such model: {error}") from error
+    raise FileNotFoundError(f"the hub's {model_name!r} has no {' or '.join(names)}")
+
+
+def _import(module, extra, purpose):
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f'{package} is needed {purpose}; pip install "mamba_ssm[{extra}]"') from error

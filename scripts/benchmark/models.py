@@ -1,0 +1,141 @@
+"""The models' sections: tokens a second of a language model, and transformers' models with and without this package."""
+
+import os
+import statistics
+import time
+
+import cases
+import torch
+import transformers_models
+from timing import cpu_seconds
+from validate import check
+
+from mamba_ssm.models.config_mamba import MambaConfig
+from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+
+
+def _load():
+    """The machine's load; above the number of threads, CPU times are not to be trusted."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+# ---- tokens a second -------------------------------------------------------------------------------------------------
+
+
+def _validate(model, tokens):
+    """In float32, the scores of steps are the logits of one forward."""
+    wide = MambaLMHeadModel(model.config, device=tokens.device)
+    wide.load_state_dict(model.state_dict())
+    output = wide.generate(
+        tokens[:, :1], tokens.shape[1], teacher_outputs=tokens, output_scores=True, return_dict_in_generate=True
+    )
+    with torch.no_grad():
+        expected = wide(tokens).logits[:, :-1]
+    # thousands of rounded sums in each of 24 layers: bfloat16's limits leave room for float32, and none for an error
+    check("scores of steps", torch.stack(output.scores, dim=1), expected, torch.bfloat16)
+
+
+def _seconds_a_token(model, prompt, new, cg):
+    """Median of the time that `new` more tokens take."""
+    synchronize = torch.cuda.synchronize if prompt.is_cuda else (lambda: None)
+
+    def seconds(length):
+        synchronize()
+        start = time.perf_counter()
+        model.generate(prompt, length, cg=cg)
+        synchronize()
+        return time.perf_counter() - start
+
+    short, long = prompt.shape[1] + 1, prompt.shape[1] + 1 + new
+    seconds(long)  # the graph of the longest comes first, and serves both
+    return statistics.median(seconds(long) - seconds(short) for _ in range(cases.LM_REPEATS)) / new
+
+
+def lm(machine):
+    """Greedy decoding of a 130M-size model with random weights."""
+    device = machine["device"]
+    rows = []
+    for case in cases.LMS[device]:
+        torch.manual_seed(0)
+        if device == "cpu":
+            torch.set_num_threads(cases.CPU_THREADS)
+        config = MambaConfig(d_model=case.d_model, n_layer=case.n_layer, ssm_cfg={"layer": case.layer})
+        model = MambaLMHeadModel(config, device=device, dtype=case.dtype)
+        tokens = torch.randint(0, config.vocab_size, (case.batch, cases.LM_PROMPT), device=device)
+        _validate(model, tokens[:, : cases.LM_VALIDATED])
+        plain = _seconds_a_token(model, tokens, case.new, cg=False)
+        row = {
+            "case": case.name,
+            "parameters M": sum(parameter.numel() for parameter in model.parameters()) * 1e-6,
+            "tokens/s": case.batch / plain,
+        }
+        if device == "cuda":
+            expected = model.generate(tokens, cases.LM_PROMPT + 32)
+            if not torch.equal(model.generate(tokens, cases.LM_PROMPT + 32, cg=True), expected):
+                raise AssertionError(f"{case.name}: a CUDA graph gives other tokens")
+            row["tokens/s, CUDA graph"] = case.batch / _seconds_a_token(model, tokens, case.new, cg=True)
+        else:
+            row["load"] = _load()
+        rows.append(row)
+        del model
+    return rows
+
+
+# ---- transformers ----------------------------------------------------------------------------------------------------
+
+
+def transformers(machine):
+    """transformers' models with this package's kernels, against the same models without, in one process."""
+    device = machine["device"]
+    if device == "cpu":
+        torch.set_num_threads(cases.CPU_THREADS)
+    rows = []
+    for kind, config in cases.TRANSFORMERS_MODELS.items():
+        pair = transformers_models.model_pair(kind, config, device)[:2]
+        tokens = torch.randint(1, 50, (cases.TRANSFORMERS_BATCH, cases.TRANSFORMERS_SEQLEN), device=device)
+        with torch.no_grad():
+            ours, theirs = (model.eval()(tokens).logits for model in pair)
+        check("logits", ours, theirs, torch.bfloat16)  # theirs is float32 too: only gross errors show
+        seconds = [_transformers_seconds(model, tokens) for model in pair]
+        row = {"case": f"{kind} B{cases.TRANSFORMERS_BATCH} L{cases.TRANSFORMERS_SEQLEN}"}
+        for name, mine in seconds[0].items():
+            row[f"{name} x"] = seconds[1][name] / mine
+            row[f"{name} ms"] = mine * 1e3
+        if device == "cpu":
+            row["load"] = _load()
+        rows.append(row)
+    return rows
+
+
+def _transformers_seconds(model, tokens):
+    def finish():
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+
+    def forward():
+        with torch.no_grad():
+            model(tokens, use_cache=False)
+        finish()
+
+    def train():
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        model.zero_grad()
+        finish()
+
+    def generate():
+        prompt = tokens[:, : cases.TRANSFORMERS_PROMPT]
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=cases.TRANSFORMERS_NEW,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        finish()
+
+    repeats = cases.TRANSFORMERS_REPEATS
+    model.eval()
+    times = {"forward": cpu_seconds(forward, repeats), "generate": cpu_seconds(generate, repeats)}
+    model.train()
+    times["train"] = cpu_seconds(train, repeats)
+    return times

@@ -1,0 +1,262 @@
+"""Saving and loading: both formats, dtypes, the hub, and errors that name the file and the cure."""
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+from mamba_ssm.models.config_mamba import MambaConfig
+from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+from mamba_ssm.utils import hf
+
+CONFIG = {"d_model": 16, "n_layer": 2, "vocab_size": 21}
+
+
+def make(**options):
+    return MambaLMHeadModel(MambaConfig(**{**CONFIG, **options}))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a model, and the model."""
+    model = make()
+    model.save_pretrained(tmp_path)
+    return tmp_path, model
+
+
+def assert_same_model(found, expected):
+    assert found.config == expected.config
+    for (name, ours), (other, theirs) in zip(found.state_dict().items(), expected.state_dict().items(), strict=True):
+        assert name == other and torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_round_trip(tmp_path, safe, tied):
+    if safe:
+        pytest.importorskip("safetensors")
+    model = make(tie_embeddings=tied, ssm_cfg={"d_state": 4}, residual_in_fp32=False)
+    folder = tmp_path / "made" / "here"
+    model.save_pretrained(folder, safe_serialization=safe)
+    weights = "model.safetensors" if safe else "pytorch_model.bin"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", weights]
+    found = MambaLMHeadModel.from_pretrained(folder)
+    assert_same_model(found, model)
+    assert (found.lm_head.weight is found.backbone.embedding.weight) == tied
+    assert_same_model(MambaLMHeadModel.from_pretrained(str(folder), device="cpu"), model)
+
+
+def test_the_folder_holds_one_model(tmp_path):
+    pytest.importorskip("safetensors")
+    first, second = make(), make()
+    first.save_pretrained(tmp_path, safe_serialization=True)
+    second.save_pretrained(tmp_path)
+    assert_same_model(MambaLMHeadModel.from_pretrained(tmp_path), second)
+    first.save_pretrained(tmp_path, safe_serialization=True)
+    assert_same_model(MambaLMHeadModel.from_pretrained(tmp_path), first)
+
+
+def test_dtype(saved):
+    folder, model = saved
+    narrow = MambaLMHeadModel.from_pretrained(folder, dtype=torch.bfloat16)
+    assert narrow.lm_head.weight.dtype == torch.bfloat16
+    mixer, wide = narrow.backbone.layers[0].mixer, model.backbone.layers[0].mixer
+    assert torch.equal(mixer.A_log, wide.A_log), "float32 parameters must not be rounded on the way"
+    assert torch.equal(mixer.in_proj.weight, wide.in_proj.weight.bfloat16())
+    state = hf.load_state_dict_hf(folder, dtype=torch.float16)
+    assert all(tensor.dtype == torch.float16 for tensor in state.values())
+    assert torch.equal(state["lm_head.weight"], state["backbone.embedding.weight"])
+    assert hf.load_config_hf(folder)["d_model"] == 16
+
+
+@pytest.mark.gpu
+def test_onto_the_gpu(saved, cuda):
+    folder, model = saved
+    found = MambaLMHeadModel.from_pretrained(folder, device=cuda)
+    assert all(parameter.device.type == "cuda" for parameter in found.parameters())
+    assert_same_model(found.cpu(), model)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.update(changes)
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def load_error(folder, kind=ValueError):
+    with pytest.raises(kind) as error:
+        MambaLMHeadModel.from_pretrained(folder)
+    return str(error.value)
+
+
+def test_files_that_are_not_there(saved, tmp_path):
+    folder, _ = saved
+    (folder / "pytorch_model.bin").unlink()
+    text = load_error(folder, FileNotFoundError)
+    assert str(folder) in text and "pytorch_model.bin" in text and "model.safetensors" in text
+    (folder / "config.json").unlink()
+    assert "has no config.json" in load_error(folder, FileNotFoundError)
+
+
+@pytest.mark.parametrize("contents", [b"", b"not a checkpoint", "half"], ids=["empty", "text", "cut"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_damaged_weights(saved, name, contents):
+    folder, model = saved
+    if name == "model.safetensors":
+        pytest.importorskip("safetensors")
+        model.save_pretrained(folder, safe_serialization=True)
+    path = folder / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if contents == "half" else contents)
+    text = load_error(folder)
+    assert str(path) in text and "damaged" in text
+
+
+class Evil:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('code of a checkpoint was run')",)
+
+
+def test_code_in_weights_is_not_run(saved):
+    folder, _ = saved
+    torch.save({"weight": torch.ones(2), "evil": Evil()}, folder / "pytorch_model.bin")
+    text = load_error(folder)
+    assert "pytorch_model.bin" in text and "refused" in text
+
+
+def test_weights_that_are_no_state_dict(saved):
+    folder, _ = saved
+    torch.save({"step": 3, "model": {"weight": torch.ones(2)}}, folder / "pytorch_model.bin")
+    assert "pytorch_model.bin must hold a dict of tensors" in load_error(folder)
+
+
+def test_weights_of_another_model(saved):
+    folder, model = saved
+    edit_config(folder, n_layer=3)
+    text = load_error(folder)
+    assert "pytorch_model.bin does not fit its config.json" in text and "backbone.layers.2.norm.weight" in text
+    edit_config(folder, n_layer=2, d_model=24)
+    assert "size mismatch for backbone.embedding.weight" in load_error(folder)
+    edit_config(folder, d_model=16)
+    state = {**model.state_dict(), "extra.weight": torch.ones(1)}
+    torch.save(state, folder / "pytorch_model.bin")
+    assert 'Unexpected key(s) in state_dict: "extra.weight"' in load_error(folder)
+    state = {**model.state_dict(), "lm_head.weight": torch.zeros(24, 16)}
+    torch.save(state, folder / "pytorch_model.bin")
+    assert "lm_head.weight differs from backbone.embedding.weight" in load_error(folder)
+    torch.save({}, folder / "pytorch_model.bin")
+    assert "Missing key(s)" in load_error(folder)
+
+
+def test_a_tied_head_may_be_left_out(saved):
+    folder, model = saved
+    state = model.state_dict()
+    del state["lm_head.weight"]
+    torch.save(state, folder / "pytorch_model.bin")
+    assert_same_model(MambaLMHeadModel.from_pretrained(folder), model)
+
+
+def test_wrong_configurations(saved):
+    folder, _ = saved
+    edit_config(folder, hidden_size=16, model_type="mamba")
+    text = load_error(folder)
+    assert "unknown hidden_size, model_type" in text and "loaded with transformers" in text and str(folder) in text
+    (folder / "config.json").write_text('{"d_model": 16')
+    assert "config.json is damaged" in load_error(folder)
+    (folder / "config.json").write_bytes(b"\xff\xfe")
+    assert "config.json is damaged" in load_error(folder)
+    (folder / "config.json").write_text("[1]")
+    assert "must hold a JSON object, got list" in load_error(folder)
+
+
+# ---- packages that may be missing, and the hub -----------------------------------------------------------------------
+
+
+def test_safetensors_is_asked_for_only_where_it_is_needed(saved, monkeypatch):
+    folder, model = saved
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    monkeypatch.setattr(hf.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'safetensors is needed for .*pip install "mamba_ssm\[safetensors\]"'):
+        model.save_pretrained(folder, safe_serialization=True)
+    (folder / "model.safetensors").write_bytes(b"never read: there is a .bin")
+    assert_same_model(MambaLMHeadModel.from_pretrained(folder), model)
+    (folder / "pytorch_model.bin").unlink()
+    text = load_error(folder, ImportError)
+    assert "safetensors is needed to read" in text and str(folder) in text and "mamba_ssm[safetensors]" in text
+
+
+def test_hub_needs_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    text = load_error("somebody/some-model", ImportError)
+    assert "huggingface_hub is needed" in text and "'somebody/some-model'" in text and "mamba_ssm[hub]" in text
+
+
+class EntryNotFoundError(Exception):
+    pass
+
+
+class LocalEntryNotFoundError(EntryNotFoundError):
+    pass
+
+
+class RepositoryNotFoundError(Exception):
+    pass
+
+
+class HFValidationError(Exception):
+    pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stand-in for huggingface_hub: download is set by the test."""
+    package = types.ModuleType("huggingface_hub")
+    package.utils = types.SimpleNamespace(
+        EntryNotFoundError=EntryNotFoundError,
+        LocalEntryNotFoundError=LocalEntryNotFoundError,
+        RepositoryNotFoundError=RepositoryNotFoundError,
+        HFValidationError=HFValidationError,
+    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", package)
+    return package
+
+
+def test_from_the_hub(saved, hub):
+    folder, model = saved
+
+    def download(name, file):
+        assert name == "somebody/some-model"
+        if not (folder / file).exists():
+            raise EntryNotFoundError(file)
+        return str(folder / file)
+
+    hub.hf_hub_download = download
+    assert_same_model(MambaLMHeadModel.from_pretrained("somebody/some-model"), model)
+    (folder / "pytorch_model.bin").unlink()
+    text = load_error("somebody/some-model", FileNotFoundError)
+    assert "the hub's 'somebody/some-model' has no" in text and "pytorch_model.bin" in text
+
+
+@pytest.mark.parametrize("kind", [LocalEntryNotFoundError, RepositoryNotFoundError, HFValidationError])
+def test_hub_without_the_model(hub, kind):
+    def download(name, file):
+        raise kind("the reason")
+
+    hub.hf_hub_download = download
+    text = load_error("./no_such_folder", FileNotFoundError)
+    assert "'./no_such_folder' is no folder" in text and "the reason" in text
+
+
+def test_the_stand_in_has_the_real_hubs_names():
+    hub = pytest.importorskip("huggingface_hub")
+    assert callable(hub.hf_hub_download)
+    for name in ("EntryNotFoundError", "LocalEntryNotFoundError", "RepositoryNotFoundError", "HFValidationError"):
+        assert issubclass(getattr(hub.utils, name), Exception)
+    assert issubclass(hub.utils.LocalEntryNotFoundError, hub.utils.EntryNotFoundError)

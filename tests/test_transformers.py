@@ -1,0 +1,85 @@
+"""transformers takes this package's kernels unasked: the same logits, gradients and tokens as without it."""
+
+import pytest
+import torch
+from benchmark.transformers_models import OLDEST, TINY, model_pair
+
+transformers = pytest.importorskip("transformers")
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
+    pytest.skip(f"transformers {transformers.__version__} is older than 5.17", allow_module_level=True)
+if not transformers.utils.is_torch_available():
+    pytest.skip("this transformers does not take this torch", allow_module_level=True)
+
+MAMBA1 = ("mamba", "falcon_mamba", "jamba")
+FUSED = {kind: "mamba_inner_fn" if kind in MAMBA1 else "mamba_split_conv1d_scan_combined" for kind in TINY}
+SCAN = {kind: "selective_scan_fn" if kind in MAMBA1 else "mamba_chunk_scan_combined" for kind in TINY}
+# Jamba norms B, C and dt by weights of its own between the pieces, which the fused function does not take.
+FUSED["jamba"] = "selective_scan_fn"
+
+
+def pair(kind, device, dtype=torch.float32):
+    return model_pair(kind, TINY[kind][1], device, dtype)
+
+
+def tokens(device, seqlen=19, padded=True):
+    """Two rows; the first starts with padding. Not for training, where transformers masks the padding after the
+    convolution on its own path only.
+    """
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 50, (2, seqlen), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[0, :3], mask[0, :3] = 0, 0
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def results(model, inputs):
+    """Logits of the tokens that are not padding, and the gradients of their loss."""
+    out = model(**inputs, use_cache=False)
+    wanted = inputs["attention_mask"].bool()
+    loss = torch.nn.functional.cross_entropy(out.logits[wanted].float(), inputs["input_ids"][wanted])
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return out.logits[wanted], [gradient for gradient in gradients if gradient is not None]
+
+
+def assert_close(found, expected, tolerance):
+    scale = max(expected.abs().max().item(), 1e-3)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("kind", TINY)
+def test_logits_and_gradients(kind, training, device):
+    if kind == "falcon_mamba" and training:
+        pytest.skip("transformers norms dt before its projection, but after it on the fused path of training")
+    ours, theirs, calls = pair(kind, device)
+    found, expected = (results(model.train(training), tokens(device, padded=not training)) for model in (ours, theirs))
+    assert calls[FUSED[kind] if training else SCAN[kind]] > 0, calls
+    assert_close(found[0], expected[0], 1e-4)  # float32 sums in another order
+    assert len(found[1]) == len(expected[1]) > 10
+    for gradient, other in zip(found[1], expected[1], strict=True):
+        assert_close(gradient, other, 1e-3)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_generated_tokens(kind, device):
+    ours, theirs, calls = pair(kind, device)
+    prompt = tokens(device, 7)
+    found, expected = (
+        model.eval().generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        for model in (ours, theirs)
+    )
+    assert found.shape == (2, 19) and torch.equal(found, expected)
+    assert calls["selective_state_update"] > 0 and calls[SCAN[kind]] > 0, calls
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_bfloat16(kind, device):
+    ours, theirs, _ = pair(kind, device, torch.bfloat16)
+    training = kind != "falcon_mamba"
+    found, expected = (results(model.train(training), tokens(device, padded=not training)) for model in (ours, theirs))
+    # each of some tens of intermediate results is rounded to 8 bits, by the two in other places
+    assert_close(found[0], expected[0], 0.1)
+    assert all(gradient.isfinite().all() for gradient in found[1])
+    ours.eval().generate(**tokens(device, 7), max_new_tokens=3, do_sample=False)

@@ -1,0 +1,240 @@
+"""The generation loop: every option, errors, and CUDA graphs that give the same tokens."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from mamba_ssm.models.config_mamba import MambaConfig
+from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+from mamba_ssm.utils.generation import GenerationMixin, InferenceParams, update_graph_cache
+
+ATTENTION = {
+    "attn_layer_idx": [1],
+    "attn_cfg": {"num_heads": 4, "num_heads_kv": 2, "causal": True, "rotary_emb_dim": 4, "d_conv": 4},
+}
+MODELS = {
+    "mamba": {},
+    "mamba2": {"ssm_cfg": {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16}},
+    "hybrid": {"ssm_cfg": {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16}, **ATTENTION},
+}
+
+
+def make(kind="mamba", device="cpu", dtype=None):
+    torch.manual_seed(0)
+    config = MambaConfig(d_model=32, n_layer=3, vocab_size=59, **MODELS[kind])
+    # larger than a trained model's: the likeliest token must lead by more than rounding
+    return MambaLMHeadModel(config, initializer_cfg={"initializer_range": 0.5}, device=device, dtype=dtype)
+
+
+def prompt(batch=2, seqlen=6, device="cpu"):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 59, (batch, seqlen), generator=generator).to(device)
+
+
+def full_forward_tokens(model, tokens, max_length, vocab_size=None):
+    """Greedy generation that reads everything again for each token."""
+    with torch.no_grad():
+        while tokens.shape[1] < max_length:
+            logits = model(tokens).logits[:, -1, :vocab_size]
+            tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
+    return tokens
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_equals_full_forwards(kind, device):
+    model, tokens = make(kind, device), prompt(device=device)
+    found = model.generate(tokens, max_length=15)
+    assert torch.equal(found, full_forward_tokens(model, tokens, 15))
+    assert torch.equal(model.generate(tokens[:, :1], max_length=15), full_forward_tokens(model, tokens[:, :1], 15))
+    trimmed = model.generate(tokens, max_length=15, vocab_size=20)
+    assert torch.equal(trimmed, full_forward_tokens(model, tokens, 15, 20)) and trimmed[:, 6:].max() < 20
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_teacher_forced_scores_equal_one_forward(kind, device):
+    model, tokens = make(kind, device), prompt(seqlen=14, device=device)
+    output = model.generate(
+        tokens[:, :5],
+        max_length=14,
+        teacher_outputs=tokens,
+        return_dict_in_generate=True,
+        output_scores=True,
+        vocab_size=59,
+    )
+    assert torch.equal(output.sequences, tokens)
+    assert len(output.scores) == 9
+    with torch.no_grad():
+        expected = model(tokens).logits[:, 4:-1, :59]
+    torch.testing.assert_close(torch.stack(output.scores, dim=1), expected, rtol=1e-4, atol=1e-4)
+    partly = model.generate(tokens[:, :5], max_length=14, teacher_outputs=tokens[:, :9])
+    assert torch.equal(partly, full_forward_tokens(model, tokens[:, :9], 14))
+
+
+def test_sampling_repeats_with_its_seed_and_varies_without(device):
+    model, tokens = make(device=device), prompt(device=device)
+    options = {"top_k": 20, "top_p": 0.95, "min_p": 0.001, "temperature": 3.0}
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(model.generate(tokens, max_length=25, **options))
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+    assert torch.equal(runs[0][:, :6], tokens)
+
+
+def test_repetition_penalty_forbids_what_was_there(device):
+    model, tokens = make(device=device), prompt(device=device)
+    plain = model.generate(tokens, max_length=30, vocab_size=59)
+    assert any(len(set(row)) < 30 for row in plain.tolist()), "this model does not repeat: the test shows nothing"
+    # a huge penalty makes seen tokens' logits about zero or hugely negative
+    found = model.generate(tokens, max_length=20, vocab_size=59, repetition_penalty=1e6)
+    for row, start in zip(found.tolist(), tokens.tolist(), strict=True):
+        new = row[6:]
+        assert len(set(new)) == len(new) and not set(new) & set(start)
+    # a token of the prompt beyond vocab_size is no error
+    model.generate(tokens, max_length=9, vocab_size=3, repetition_penalty=1.1)
+
+
+def test_end_of_sequence(device):
+    model, tokens = make(device=device), prompt(3, device=device)
+    plain = model.generate(tokens, max_length=20)
+    eos = plain[0, 9].item()
+    found = model.generate(tokens, max_length=20, eos_token_id=eos)
+    assert found.shape[1] <= 20
+    for row, free in zip(found.tolist(), plain.tolist(), strict=True):
+        end = free.index(eos, 6) + 1 if eos in free[6:] else 20
+        assert row[:end] == free[: min(end, len(row))]
+        assert all(token == eos for token in row[end:])
+    alone = model.generate(tokens[:1], max_length=20, eos_token_id=eos)
+    assert alone.shape[1] == plain[0].tolist().index(eos, 6) + 1 and alone[0, -1] == eos
+
+
+class Streamer:
+    def __init__(self):
+        self.parts, self.ended = [], False
+
+    def put(self, tokens):
+        assert tokens.device.type == "cpu"
+        self.parts.append(tokens)
+
+    def end(self):
+        self.ended = True
+
+
+def test_streamer_and_timing(device, capsys):
+    model, tokens = make(device=device), prompt(1, device=device)
+    streamer = Streamer()
+    found = model.generate(tokens, max_length=11, streamer=streamer, enable_timing=True)
+    assert streamer.ended and torch.equal(streamer.parts[0], tokens.cpu())
+    assert [part.shape for part in streamer.parts[1:]] == [(1,)] * 5
+    assert torch.cat([streamer.parts[0][0], *streamer.parts[1:]]).tolist() == found[0].tolist()
+    assert "Prompt processing + decoding time: " in capsys.readouterr().out
+
+
+def test_what_is_returned():
+    model, tokens = make(), prompt()
+    assert isinstance(model.generate(tokens, 8), torch.Tensor)
+    output = model.generate(tokens, 8, return_dict_in_generate=True)
+    assert output.scores is None and output.sequences.shape == (2, 8)
+    assert model.generate(tokens[:0], 8).shape == (0, 8)
+    assert torch.equal(model.generate(tokens.int(), 8), output.sequences)
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"max_length": 6}, "must exceed its 6 tokens, got 6"),
+        ({"top_k": -1}, "top_k must be 0 .off. or more, got -1"),
+        ({"top_p": 1.5}, "top_p must be from 0 .off. to 1, got 1.5"),
+        ({"min_p": -0.5}, "min_p must be from 0 .off. to 1, got -0.5"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"temperature": float("nan")}, "temperature must be positive"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+        ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"at least one token, got int64 \(2, 0\)"),
+        ({"input_ids": torch.zeros(6, dtype=torch.long)}, r"must be int64 \(B, L\) .* got int64 \(6,\)"),
+        ({"input_ids": torch.zeros(2, 6)}, r"got float32 \(2, 6\)"),
+        ({"input_ids": torch.full((2, 6), 64)}, "input_ids must be from 0 to 63, got 64"),
+        ({"input_ids": torch.full((2, 6), -1)}, "input_ids must be from 0 to 63, got -1"),
+        ({"teacher_outputs": torch.full((2, 9), 70)}, "teacher_outputs must be from 0 to 63, got 70"),
+        ({"teacher_outputs": torch.zeros(3, 9, dtype=torch.long)}, "must have input_ids' 2 rows, got 3"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value),
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        make().generate(**{"input_ids": prompt(), "max_length": 9, **options})
+
+
+def test_cuda_graphs_need_a_gpu():
+    with pytest.raises(RuntimeError, match="cg=True needs the model on a CUDA device, it is on cpu; use cg=False"):
+        make().generate(prompt(), 9, cg=True)
+
+
+def test_mixin_needs_a_cache():
+    class Model(GenerationMixin):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Model must define allocate_inference_cache"):
+        Model().allocate_inference_cache(1, 2)
+
+
+def test_inference_params():
+    params = InferenceParams(10, 2, seqlen_offset=5, lengths_per_sample=torch.ones(2, dtype=torch.int32))
+    params.reset(20, 3)
+    assert (params.max_seqlen, params.max_batch_size, params.seqlen_offset) == (20, 3, 0)
+    assert params.lengths_per_sample.tolist() == [0, 0]
+
+
+# ---- CUDA graphs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_graphs_give_the_same_tokens(kind, dtype, cuda):
+    model = make(kind, cuda, dtype)
+    for batch, seqlen, max_length in ((2, 6, 20), (1, 3, 30), (3, 9, 12), (2, 1, 20), (2, 6, 20)):
+        tokens = prompt(batch, seqlen, cuda)
+        assert torch.equal(model.generate(tokens, max_length, cg=True), model.generate(tokens, max_length))
+    cache = model._decoding_cache
+    model.generate(prompt(2, 6, cuda), 20, cg=True)
+    assert model._decoding_cache is cache, "an equal call captured again"
+
+
+@pytest.mark.gpu
+def test_graphs_follow_the_weights(cuda):
+    """Changed in place: the same graph. Moved elsewhere: another one, not memory that is someone else's now."""
+    model, tokens = make(device=cuda), prompt(device=cuda)
+    model.generate(tokens, 20, cg=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    assert torch.equal(model.generate(tokens, 20, cg=True), model.generate(tokens, 20))
+    model.cpu().to(cuda)
+    torch.cuda.empty_cache()
+    assert torch.equal(model.generate(tokens, 20, cg=True), model.generate(tokens, 20))
+    model.bfloat16()
+    assert torch.equal(model.generate(tokens, 20, cg=True), model.generate(tokens, 20))
+
+
+@pytest.mark.gpu
+def test_graphs_with_every_option(cuda):
+    model, tokens = make("hybrid", cuda), prompt(device=cuda)
+    options = {"top_k": 8, "top_p": 0.9, "temperature": 2.0, "repetition_penalty": 1.2, "vocab_size": 59}
+    runs = []
+    for cg in (True, False):
+        torch.manual_seed(5)
+        runs.append(model.generate(tokens, 30, cg=cg, return_dict_in_generate=True, output_scores=True, **options))
+    assert torch.equal(runs[0].sequences, runs[1].sequences)
+    torch.testing.assert_close(runs[0].scores, runs[1].scores, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_model_with_a_graph_can_be_copied(cuda):
+    model, tokens = make(device=cuda), prompt(device=cuda)
+    expected = model.generate(tokens, 12, cg=True)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not hasattr(other, "_decoding_cache")
+        assert torch.equal(other.generate(tokens, 12, cg=True), expected)
+    assert update_graph_cache(model, model._decoding_cache, 2, 6, 12) is model._decoding_cache
