@@ -10,18 +10,19 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from .facts import cuda_host_compiler
-from .plan import Plan
+from . import preflight_windows
+from .config import COMPILER_FLAGS
+from .plan import Plan, show
 
 # CMake reads these when it first configures a folder only, so a change of one takes another folder.
-CONFIGURE_ONCE = ("CC", "CXX", "CXXFLAGS", "CUDAFLAGS", "CUDAHOSTCXX", "LDFLAGS", "CMAKE_GENERATOR")
+CONFIGURE_ONCE = ("CC", "CXX", "LDFLAGS", "CMAKE_GENERATOR", "CUDAHOSTCXX", *COMPILER_FLAGS)
 
 
 class BuildError(Exception):
     """CMake or the compiler failed; what they said stands above."""
 
 
-def arguments(plan: Plan, environ: Mapping[str, str] = os.environ) -> list[str]:
+def arguments(plan: Plan) -> list[str]:
     """The -D arguments that carry the plan's decisions; the user's CMAKE_ARGS come last."""
     config, seen = plan.config, plan.facts
     switch = {True: "ON", False: "OFF"}
@@ -40,17 +41,22 @@ def arguments(plan: Plan, environ: Mapping[str, str] = os.environ) -> list[str]:
             f"-DCMAKE_CUDA_ARCHITECTURES={';'.join(plan.architectures.cmake)}",
             f"-DCMAKE_CUDA_COMPILER={_slashes(seen.discovery.nvcc.path)}",
         ]
-        host = cuda_host_compiler(environ)
-        if host and seen.platform != "win32":
-            result.append(f"-DCMAKE_CUDA_HOST_COMPILER={host}")
+        if seen.cuda_host:
+            result.append(f"-DCMAKE_CUDA_HOST_COMPILER={_slashes(seen.cuda_host)}")
+    if seen.platform == "win32" and seen.compiler is not None and not config.cxx:
+        # CMake would take a g++ on PATH (Perl and Git bring one) before cl.
+        result.append(f"-DCMAKE_CXX_COMPILER={_slashes(seen.compiler.path)}")
     return [*result, *config.cmake_args]
 
 
 def environment(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment CMake runs in: the user's, and what NVIDIA's wheels need to link."""
-    result = dict(environ)
+    """The environment CMake runs in: the user's or Visual Studio's, and what NVIDIA's wheels need to link."""
+    result = dict(plan.facts.environment or environ)
+    if plan.facts.platform == "win32":
+        # Ninja learns the headers from cl's messages, and loses them in some languages. English where it is installed.
+        result.setdefault("VSLANG", "1033")
     if plan.facts.cuda_flags:
-        result["CUDAFLAGS"] = f"{environ.get('CUDAFLAGS', '')} {plan.facts.cuda_flags}".strip()
+        result["CUDAFLAGS"] = f"{result.get('CUDAFLAGS', '')} {plan.facts.cuda_flags}".strip()
     # The plan names the architectures; CMake's own variable for them must not reach its compiler test.
     result.pop("CUDAARCHS", None)
     return result
@@ -61,7 +67,7 @@ def build_folder(base: Path, plan: Plan, environ: Mapping[str, str]) -> Path:
     passing = ["-DMAMBA_NVCC_THREADS=", "-DMAMBA_ZIG="]
     if nvcc_from_wheels(plan):
         passing.append("-DCMAKE_CUDA_COMPILER=")
-    words = [word for word in arguments(plan, environ) if not word.startswith(tuple(passing))]
+    words = [word for word in arguments(plan) if not word.startswith(tuple(passing))]
     words += [f"{name}={environ.get(name, '')}" for name in CONFIGURE_ONCE]
     words += [plan.facts.root, plan.facts.nvcc_full_version]
     key = hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
@@ -77,6 +83,11 @@ def nvcc_from_wheels(plan: Plan) -> bool:
 def build(plan: Plan, source: Path, base: Path, environ: Mapping[str, str] = os.environ) -> Path:
     """Configures and builds; returns the folder that now holds exactly this configuration's libraries in lib/."""
     folder = build_folder(base, plan, environ).absolute()
+    if plan.facts.platform == "win32" and preflight_windows.path_too_long(str(folder)):
+        raise BuildError(
+            f"objects in {folder} would have paths of more than 260 characters, which Windows' compilers cannot open; "
+            f"{preflight_windows.SHORTER_PATH}"
+        )
     if nvcc_from_wheels(plan):
         shutil.rmtree(folder, ignore_errors=True)
     (folder / "lib").mkdir(parents=True, exist_ok=True)
@@ -91,16 +102,19 @@ def build(plan: Plan, source: Path, base: Path, environ: Mapping[str, str] = os.
     if not environ.get("CMAKE_GENERATOR") and not any(word.startswith("-G") for word in plan.config.cmake_args):
         assert plan.facts.ninja is not None, "preflight stops a build without ninja"
         configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={_slashes(plan.facts.ninja.path)}"]
-    configure += arguments(plan, environ)
+    configure += arguments(plan)
     variables = environment(plan, environ)
     _call(configure, variables)
     targets = ["mamba_cpu", "mamba_cuda"] if plan.cuda else ["mamba_cpu"]
-    _call([cmake, "--build", str(folder), "--parallel", str(plan.jobs), "--target", *targets], variables)
+    # For generators that hold several, such as Visual Studio's; Ninja has one and does not mind.
+    kind = "RelWithDebInfo" if plan.config.debug else "Release"
+    command = [cmake, "--build", str(folder), "--config", kind, "--parallel", str(plan.jobs), "--target", *targets]
+    _call(command, variables)
     return folder
 
 
 def _call(command: list[str], environ: dict[str, str]) -> None:
-    print("+", subprocess.list2cmdline(command), flush=True)
+    show(f"+ {subprocess.list2cmdline(command)}")
     code = subprocess.call(command, env=environ)
     if code != 0:
         raise BuildError(f"{os.path.basename(command[0])} failed with exit status {code}; its messages stand above")

@@ -19,7 +19,7 @@ from setuptools.command.editable_wheel import editable_wheel
 from setuptools.command.sdist import sdist
 
 from . import build_info, cmake, finish, sbom, version
-from .plan import Plan, load
+from .plan import Plan, load, show
 
 ROOT = Path(__file__).resolve().parents[2]
 LIB = Path("mamba_ssm") / "lib"
@@ -34,7 +34,7 @@ def the_plan() -> Plan:
 @lru_cache(maxsize=1)
 def announce() -> None:
     """Prints the plan once, before anything is done, and ends here when a finding is fatal."""
-    print(the_plan().as_text(), flush=True)
+    show(the_plan().as_text())
     if the_plan().fatal:
         raise SystemExit("mamba_ssm: the build stops here; each FATAL line above says why, and its cure")
 

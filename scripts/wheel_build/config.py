@@ -23,6 +23,8 @@ PLANNED_BY_SWITCHES = {
     "MAMBA_ZIG": "MAMBA_RELEASE",
     "MAMBA_OUTPUT_DIR": "nothing (the wheel's folder is fixed)",
 }
+# What compilers read besides their command line: CMake's variables, nvcc's two, cl's two (before and after it).
+COMPILER_FLAGS = ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CL", "_CL_")
 LOCAL_LABEL = re.compile(r"[a-z0-9]+(?:[-_.][a-z0-9]+)*", re.IGNORECASE)
 
 
@@ -50,8 +52,15 @@ class Config:
     source_date: int | None = None
     cmake_args: tuple[str, ...] = ()
     cxx: str = ""
+    cuda_host: str = ""
+    compiler_flags: tuple[tuple[str, str], ...] = ()  # the variables of COMPILER_FLAGS that are set
     notes: tuple[str, ...] = ()
     errors: tuple[SwitchError, ...] = field(default=())
+
+    @property
+    def any_host_compiler(self) -> bool:
+        """Whether nvcc is told not to look at its host compiler's version."""
+        return any("-allow-unsupported-compiler" in value for _, value in self.compiler_flags)
 
     @property
     def dtypes(self) -> list[str]:
@@ -178,6 +187,8 @@ def read_config(environ: Mapping[str, str]) -> Config:
     return Config(
         arch_list=environ.get("TORCH_CUDA_ARCH_LIST", "").strip(),
         cxx=environ.get("CXX", "").strip(),
+        cuda_host=environ.get("CUDAHOSTCXX", "").strip(),
+        compiler_flags=tuple((name, environ[name]) for name in COMPILER_FLAGS if environ.get(name)),
         notes=notes,
         errors=tuple(errors),
         **values,

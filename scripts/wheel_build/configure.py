@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .plan import load
+from .plan import load, show
 
 USAGE = """usage: python setup.py configure [--json]
 
@@ -24,5 +24,5 @@ def main(root: Path, words: Sequence[str]) -> int:
         print(USAGE)
         return 0
     plan = load(root)
-    print(plan.as_json() if "--json" in words else plan.as_text())
+    show(plan.as_json() if "--json" in words else plan.as_text())
     return 1 if plan.fatal else 0

@@ -39,7 +39,8 @@ class FileSystem:
     """What discovery asks of a machine, so that tests can give a made-up one."""
 
     is_file: Callable[[str], bool]
-    list_folder: Callable[[str], Sequence[str]]
+    list_folder: Callable[[str], Sequence[str]]  # [] for a folder that is not there
+    read: Callable[[str], str]  # "" for a file that is not there
 
 
 def find_nvcc(environ: Mapping[str, str], platform: str, files: FileSystem, import_path: Iterable[str]) -> Discovery:
@@ -50,7 +51,7 @@ def find_nvcc(environ: Mapping[str, str], platform: str, files: FileSystem, impo
 
     compiler = environ.get("CUDACXX", "").strip()
     if compiler:
-        found = _program(compiler, environ, platform, files)
+        found = find_program(compiler, environ, platform, files)
         if found:
             return Discovery(Nvcc(found, "CUDACXX"))
         # The user named one program: another one in its place would be a guess.
@@ -64,7 +65,7 @@ def find_nvcc(environ: Mapping[str, str], platform: str, files: FileSystem, impo
                 return Discovery(Nvcc(candidate, variable), tuple(wrong))
             wrong.append((variable, home))
 
-    found = _program("nvcc", environ, platform, files)
+    found = find_program("nvcc", environ, platform, files)
     if found:
         return Discovery(Nvcc(found, "PATH"), tuple(wrong))
 
@@ -84,7 +85,7 @@ def find_nvcc(environ: Mapping[str, str], platform: str, files: FileSystem, impo
 def usual_folders(environ: Mapping[str, str], platform: str, files: FileSystem) -> list[str]:
     """Where installers put CUDA, newest version first."""
     if platform == "win32":
-        base = ntpath.join(environ.get("ProgramFiles", r"C:\Program Files"), "NVIDIA GPU Computing Toolkit", "CUDA")
+        base = ntpath.join(environ.get("PROGRAMFILES", r"C:\Program Files"), "NVIDIA GPU Computing Toolkit", "CUDA")
         return [ntpath.join(base, name) for name in _newest_first(files.list_folder(base), r"v(\d+)\.(\d+)")]
     versions = _newest_first(files.list_folder("/usr/local"), r"cuda-(\d+)\.(\d+)")
     return ["/usr/local/cuda", *(f"/usr/local/{name}" for name in versions), "/opt/cuda", "/usr/lib/cuda"]
@@ -96,7 +97,7 @@ def _newest_first(names: Iterable[str], pattern: str) -> list[str]:
     return [match.group(0) for match in matches]
 
 
-def _program(name: str, environ: Mapping[str, str], platform: str, files: FileSystem) -> str | None:
+def find_program(name: str, environ: Mapping[str, str], platform: str, files: FileSystem) -> str | None:
     """shutil.which over the given environment and file system."""
     paths: ModuleType = ntpath if platform == "win32" else posixpath
     names = [name]
@@ -105,6 +106,7 @@ def _program(name: str, environ: Mapping[str, str], platform: str, files: FileSy
     if paths.dirname(name):
         return next((candidate for candidate in names if files.is_file(candidate)), None)
     for folder in environ.get("PATH", "").split(";" if platform == "win32" else ":"):
+        folder = folder.strip('"') if platform == "win32" else folder
         for candidate in names:
             if folder and files.is_file(paths.join(folder, candidate)):
                 return paths.join(folder, candidate)
@@ -120,6 +122,37 @@ def parse_nvcc_version(text: str) -> tuple[tuple[int, int], str] | None:
 def parse_architectures(text: str) -> list[int]:
     """[75, 80, ...] from the output of `nvcc --list-gpu-arch`."""
     return sorted({int(number) for number in re.findall(r"^compute_(\d+)$", text, re.MULTILINE)})
+
+
+def msc_ver_range(nvcc: Nvcc, files: FileSystem) -> tuple[int, int] | None:
+    """(first, first no more) _MSC_VER that this nvcc's header lets pass on Windows; None where it does not say."""
+    text = files.read(ntpath.join(nvcc.root(ntpath), "include", "crt", "host_config.h"))
+    match = re.search(r"^#if _MSC_VER < (\d+) \|\| _MSC_VER >= (\d+)", text, re.MULTILINE)
+    return (int(match.group(1)), int(match.group(2))) if match else None
+
+
+# What nvcc needs to compile and link these kernels, below the toolkit's root; alternatives by who packed it.
+PARTS_WINDOWS = {
+    "the compiler's front end": (r"bin\cudafe++.exe",),
+    "the device compiler": (r"nvvm\bin\cicc.exe",),
+    "the assembler": (r"bin\ptxas.exe",),
+    "the runtime's headers": (r"include\cuda_runtime.h",),
+    "the half-precision headers": (r"include\cuda_fp16.h",),
+    "the CCCL headers": (r"include\nv\target", r"include\cccl\nv\target"),
+    "the static runtime": (r"lib\x64\cudart_static.lib", r"lib\cudart_static.lib"),
+}
+
+
+def missing_parts(nvcc: Nvcc, platform: str, files: FileSystem) -> list[str]:
+    """Parts of the toolkit that are not there. Only Windows has one layout; elsewhere nvcc's own trial tells."""
+    if platform != "win32":
+        return []
+    root = nvcc.root(ntpath)
+    return [
+        f"{name} ({places[0]})"
+        for name, places in PARTS_WINDOWS.items()
+        if not any(files.is_file(ntpath.join(root, place)) for place in places)
+    ]
 
 
 def extra_cuda_flags(nvcc: Nvcc, platform: str, files: FileSystem) -> str:

@@ -12,11 +12,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from . import cuda
+from . import cuda, msvc
+from .config import Config
 
 GIB = 1 << 30
 NOTHING = cuda.Discovery(None)
@@ -26,6 +29,7 @@ NOTHING = cuda.Discovery(None)
 class Tool:
     path: str
     version: str = ""
+    target: str = ""  # x64, x86 or ARM64, as cl says
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -51,25 +55,43 @@ class Facts:
     nvcc_full_version: str = ""
     nvcc_architectures: tuple[int, ...] = ()
     nvcc_trouble: str = ""  # nvcc's words when it cannot compile for this host compiler
+    nvcc_missing_parts: tuple[str, ...] = ()
+    msc_ver_range: tuple[int, int] | None = None  # the cl that this nvcc takes
     cuda_flags: str = ""
+    cuda_host: str = ""  # the host compiler to name to nvcc
+    msvc: msvc.Discovery | None = None  # on Windows
+    environment: Mapping[str, str] = field(default_factory=dict)  # to build in: the caller's, or vcvarsall's
+    temp: str = ""
+    libraries_in_use: tuple[str, ...] = ()
+    torch: str = ""  # version of the torch beside this Python, which the build does not need
+    torch_cuda: str = ""
     python: str = ""
     zig: Tool | None = None  # what release builds link with, and what then checks the wheel
     auditwheel: Tool | None = None
 
 
-def ask(*command: str) -> tuple[int, str]:
+def ask(*command: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
     """(exit status, output and errors); (-1, "") when it cannot be run: a missing tool is a fact, not an exception."""
+    return _ask(list(command), environ)
+
+
+def _ask(command: list[str] | str, environ: Mapping[str, str] | None) -> tuple[int, str]:
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=120,
         )
     except (OSError, subprocess.SubprocessError):
         return -1, ""
     return done.returncode, done.stdout.decode("utf-8", "replace")
 
 
-def run(*command: str) -> str:
-    return ask(*command)[1]
+def run(*command: str, environ: Mapping[str, str] | None = None) -> str:
+    return ask(*command, environ=environ)[1]
 
 
 def real_files() -> cuda.FileSystem:
@@ -79,27 +101,40 @@ def real_files() -> cuda.FileSystem:
         except OSError:
             return []
 
-    return cuda.FileSystem(os.path.isfile, list_folder)
+    def read(path: str) -> str:
+        try:
+            return Path(path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    return cuda.FileSystem(os.path.isfile, list_folder, read)
 
 
 def discover(environ: Mapping[str, str]) -> cuda.Discovery:
     return cuda.find_nvcc(environ, sys.platform, real_files(), sys.path)
 
 
-def gather(root: Path, environ: Mapping[str, str], want_cuda: bool = True, want_gpus: bool = False) -> Facts:
-    """Looks at the machine. `want_cuda` False (MAMBA_SSM_CUDA=off) asks nothing of CUDA."""
+def gather(root: Path, environ: Mapping[str, str], config: Config) -> Facts:
+    """Looks at the machine. MAMBA_SSM_CUDA=off asks nothing of CUDA."""
+    files, want_cuda = real_files(), config.cuda != "off"
     discovery = discover(environ) if want_cuda else NOTHING
+    nvcc = discovery.nvcc
+    studio, msc_ver_range = None, None
+    if sys.platform == "win32":
+        msc_ver_range = cuda.msc_ver_range(nvcc, files) if nvcc else None
+        accepted = None if config.any_host_compiler else msc_ver_range
+        studio, environ = visual_studio(environ, nvcc is not None, accepted)
     version, full_version, architectures, trouble, flags = None, "", [], "", ""
-    if discovery.nvcc is not None:
-        path = discovery.nvcc.path
-        parsed = cuda.parse_nvcc_version(run(path, "--version"))
+    if nvcc is not None:
+        parsed = cuda.parse_nvcc_version(run(nvcc.path, "--version"))
         if parsed is None:
-            trouble = f"{path} --version does not answer as nvcc does"
+            trouble = f"{nvcc.path} --version does not answer as nvcc does"
         else:
             version, full_version = parsed
-            architectures = cuda.parse_architectures(run(path, "--list-gpu-arch"))
-            trouble = host_compiler_trouble(path, environ)
-            flags = cuda.extra_cuda_flags(discovery.nvcc, sys.platform, real_files())
+            architectures = cuda.parse_architectures(run(nvcc.path, "--list-gpu-arch"))
+            trouble = host_compiler_trouble(nvcc.path, environ, config)
+            flags = cuda.extra_cuda_flags(nvcc, sys.platform, files)
+    torch, torch_cuda = installed_torch(files)
     return Facts(
         platform=sys.platform,
         machine=platform_module.machine(),
@@ -112,22 +147,54 @@ def gather(root: Path, environ: Mapping[str, str], want_cuda: bool = True, want_
         cmake=newest_enough("cmake", environ, (3, 26)),
         ninja=newest_enough("ninja", environ, (1, 0)),
         driver=driver_version() if want_cuda else "",
-        gpus=tuple(compute_capabilities()) if want_gpus else (),
+        gpus=tuple(compute_capabilities()) if "native" in config.arch_list.lower() else (),
         discovery=discovery,
         nvcc_version=version,
         nvcc_full_version=full_version,
         nvcc_architectures=tuple(architectures),
         nvcc_trouble=trouble,
+        nvcc_missing_parts=tuple(cuda.missing_parts(nvcc, sys.platform, files)) if nvcc else (),
+        msc_ver_range=msc_ver_range,
         cuda_flags=flags,
+        cuda_host=cuda_host_compiler(environ),
+        msvc=studio,
+        environment=dict(environ),
+        temp=tempfile.gettempdir(),
+        libraries_in_use=tuple(libraries_in_use(root)),
+        torch=torch,
+        torch_cuda=torch_cuda,
         python=platform_module.python_version(),
         zig=zig(),
         auditwheel=auditwheel(),
     )
 
 
+def visual_studio(
+    environ: Mapping[str, str], cuda_on: bool, accepted: tuple[int, int] | None
+) -> tuple[msvc.Discovery, Mapping[str, str]]:
+    """The compiler found and the environment to build in. The only place that runs vswhere and vcvarsall."""
+    files, listed = real_files(), ""
+    environ = {name.upper(): value for name, value in environ.items()}
+    if msvc.needs_vswhere(environ, files):
+        vswhere = msvc.vswhere_path(environ, files)
+        listed = run(vswhere, *msvc.VSWHERE_ARGUMENTS) if vswhere else ""
+    found = msvc.discover(environ, files, listed, cuda_on, accepted)
+    if found.toolset is None:
+        return found, environ
+    _, said = _ask(msvc.vcvarsall_command(found.toolset, sys.executable), msvc.environment_for_vcvarsall(environ))
+    variables, trouble = msvc.parse_environment(said, files)
+    if trouble:
+        return replace(found, problem="vcvarsall-failed", detail=trouble), environ
+    return found, variables
+
+
 def newest_enough(name: str, environ: Mapping[str, str], oldest: tuple[int, ...]) -> Tool | None:
     """The first such tool beside this Python or on PATH that is new enough; else the first found, for the message."""
-    folders = [os.path.dirname(sys.executable), *environ.get("PATH", os.defpath).split(os.pathsep)]
+    folders = [
+        os.path.dirname(sys.executable),
+        sysconfig.get_path("scripts"),
+        *environ.get("PATH", os.defpath).split(os.pathsep),
+    ]
     found = []
     for folder in dict.fromkeys(folder for folder in folders if folder):
         path = shutil.which(name, path=folder)
@@ -145,8 +212,8 @@ def host_compiler(environ: Mapping[str, str]) -> Tool | None:
     chosen = environ.get("CXX", "").strip()
     if chosen:
         # CXX may be "ccache g++", or one path with spaces in it.
-        command = [chosen] if os.path.isfile(chosen) else shlex.split(chosen, posix=sys.platform != "win32")
-        names = [command]
+        words = [chosen] if os.path.isfile(chosen) else shlex.split(chosen, posix=sys.platform != "win32")
+        names = [[word.strip('"') for word in words]]
     elif sys.platform == "win32":
         names = [["cl"]]
     else:
@@ -155,9 +222,15 @@ def host_compiler(environ: Mapping[str, str]) -> Tool | None:
         path = shutil.which(command[0], path=environ.get("PATH"))
         if path:
             # cl has no --version: it says who it is when called without arguments.
-            text = run(path) if sys.platform == "win32" else run(path, *command[1:], "--version")
-            match = re.search(r"\d+(\.\d+)+", text)
-            return Tool(" ".join([path, *command[1:]]), match.group(0) if match else "")
+            is_cl = re.fullmatch(r"cl(\.exe)?", os.path.basename(path), re.IGNORECASE)
+            text = run(path, *command[1:], *([] if is_cl else ["--version"]), environ=environ)
+            version = re.search(r"\d+(\.\d+)+", text)
+            target = re.search(r"\b(x64|x86|ARM64|ARM)\s*$", text, re.MULTILINE) if is_cl else None
+            return Tool(
+                " ".join([path, *command[1:]]),
+                version.group(0) if version else "",
+                target.group(1) if target else "",
+            )
     return None
 
 
@@ -175,14 +248,16 @@ def auditwheel() -> Tool | None:
     return Tool(package.origin or "", importlib.metadata.version("auditwheel")) if package else None
 
 
-def host_compiler_trouble(nvcc: str, environ: Mapping[str, str]) -> str:
+def host_compiler_trouble(nvcc: str, environ: Mapping[str, str], config: Config) -> str:
     """Asks nvcc to preprocess nothing: its header refuses host compilers that it does not support, in words."""
     if sys.platform == "win32":
-        return ""  # nvcc finds cl only in a developer environment, which the build sets up later
+        return ""  # the header is read instead: msc_ver_range
     command = [nvcc, "-E", "-x", "cu", os.devnull, "-o", os.devnull]
     host = cuda_host_compiler(environ)
     if host:
         command[1:1] = ["-ccbin", host]
+    if config.any_host_compiler:
+        command[1:1] = ["-allow-unsupported-compiler"]
     status, text = ask(*command)
     if status == 0:
         return ""
@@ -191,9 +266,44 @@ def host_compiler_trouble(nvcc: str, environ: Mapping[str, str]) -> str:
 
 
 def cuda_host_compiler(environ: Mapping[str, str]) -> str:
-    """The host compiler for nvcc: CUDAHOSTCXX, else CXX where that is one program; "" leaves nvcc its own choice."""
-    host = environ.get("CUDAHOSTCXX", "").strip() or environ.get("CXX", "").strip()
-    return host if host and shutil.which(host, path=environ.get("PATH")) else ""
+    """The host compiler for nvcc: CUDAHOSTCXX, else CXX where that is one program; "" leaves nvcc its own choice.
+
+    On Windows nvcc takes cl only, or the folder it lies in, whatever CXX is.
+    """
+    chosen = environ.get("CUDAHOSTCXX", "").strip().strip('"')
+    if not chosen and sys.platform != "win32":
+        chosen = environ.get("CXX", "").strip()
+    if sys.platform == "win32" and os.path.isdir(chosen):
+        return chosen
+    return chosen if chosen and shutil.which(chosen, path=environ.get("PATH")) else ""
+
+
+def libraries_in_use(root: Path) -> list[str]:
+    """Built DLLs that a running Python has loaded: Windows lets nobody write those."""
+    found = []
+    if sys.platform == "win32":
+        for path in (*root.glob("mamba_ssm/lib/*.dll"), *root.glob("build/native-*/lib/*.dll")):
+            try:
+                with open(path, "r+b"):
+                    pass
+            except OSError:
+                found.append(str(path))
+    return found
+
+
+def installed_torch(files: cuda.FileSystem) -> tuple[str, str]:
+    """(torch's version, its CUDA's or "") by its version.py: importing it takes seconds, and the build needs none."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        spec = None
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        text = files.read(os.path.join(folder, "version.py"))
+        version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+        cuda_version = re.search(r"^cuda\b[^=]*= '([^']+)'", text, re.MULTILINE)
+        if version:
+            return version.group(1), cuda_version.group(1) if cuda_version else ""
+    return "", ""
 
 
 def cores() -> int:

@@ -9,13 +9,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import cuda, facts, preflight, version
+from . import cuda, facts, preflight, preflight_windows, version
 from .architectures import Architectures, check_spelling, plan_architectures
 from .config import Config, SwitchError, read_config
 from .facts import Facts
 from .preflight import FATAL, NOTE, Finding
 
 DEFAULT_NVCC_THREADS = 8
+# msvc.Discovery.source, where the environment is taken as it is
+WITHOUT_VSWHERE = {
+    "prompt": "that of this Developer prompt",
+    "DISTUTILS_USE_SDK": "the environment as it is (DISTUTILS_USE_SDK)",
+    "PATH": "the environment as it is (cl is on PATH; INCLUDE and LIB are set)",
+}
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,12 @@ class Plan:
             f"  ninja          {tool(self.facts.ninja)}",
             f"  C++ compiler   {tool(self.facts.compiler)}",
         ]
+        studio = self.facts.msvc
+        if studio and studio.toolset:
+            name, toolset = studio.toolset.studio.name, studio.toolset.version
+            lines.append(f"  Visual Studio  {name}, toolset {toolset} (found by vswhere)")
+        elif studio and studio.source:
+            lines.append(f"  Visual Studio  {WITHOUT_VSWHERE[studio.source]}")
         if nvcc:
             lines.append(f"  nvcc           {self.facts.nvcc_full_version} ({nvcc.path}, found by {nvcc.source})")
         else:
@@ -154,10 +166,11 @@ def make_plan(config: Config, seen: Facts, base: str, from_sdist: bool = False, 
                 "newer GPUs run the PTX included; for machine code use a newer nvcc",
             )
         )
-    findings += preflight.check_tools(seen, other_generator)
-    findings += preflight.check_release(config, seen) + preflight.check_room(seen, cuda_on)
-    jobs, threads, reason = plan_jobs(config, cuda_on, architectures.count, seen.cores, seen.memory)
     label = version.local_label(config.local_version, cuda_on, seen.nvcc_version)
+    findings += preflight.check_tools(config, seen, other_generator)
+    findings += preflight.check_release(config, seen) + preflight.check_room(seen, cuda_on)
+    findings += preflight_windows.check(config, seen, label)
+    jobs, threads, reason = plan_jobs(config, cuda_on, architectures.count, seen.cores, seen.memory)
     wheel_version = version.wheel_version(base, label, from_sdist)
     if from_sdist and config.local_version:
         findings.append(
@@ -187,10 +200,15 @@ def make_plan(config: Config, seen: Facts, base: str, from_sdist: bool = False, 
 def load(root: Path, environ: Mapping[str, str] = os.environ) -> Plan:
     """Reads the switches, looks at the machine, and decides."""
     config = read_config(environ)
-    wants_native = "native" in config.arch_list.lower()
-    seen = facts.gather(root, environ, want_cuda=config.cuda != "off", want_gpus=wants_native)
+    seen = facts.gather(root, environ, config)
     other_generator = bool(environ.get("CMAKE_GENERATOR")) or any(word.startswith("-G") for word in config.cmake_args)
     return make_plan(config, seen, version.base_version(root), version.is_sdist(root), other_generator)
+
+
+def show(text: str) -> None:
+    """Prints what may hold any path, also where Windows' console or pip's pipe knows few characters."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def more_requirements(environ: Mapping[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from .config import Config, SwitchError
@@ -14,8 +15,6 @@ MEMORY_PER_NVCC_THREAD = 3 * GIB
 MEMORY_PER_JOB = 1 * GIB
 DISK_CUDA = 2 * GIB
 DISK_CPU = GIB // 2
-# Windows' own limit is 260; a CMake object path adds about this much to the folder's.
-LONGEST_WINDOWS_ROOT = 120
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,17 @@ class Finding:
     severity: str
     fact: str
     cure: str
+
+
+def with_variables(platform: str, command: str = "", **variables: str) -> str:
+    """How to set environment variables, and run a command with them, in the shell that this platform's users have."""
+    if platform == "win32":
+        return "; ".join(
+            [*(f'$env:{name} = "{value}"' for name, value in variables.items()), *([command] * bool(command))]
+        )
+    return " ".join(
+        [*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), *([command] * bool(command))]
+    )
 
 
 def check_switches(config: Config) -> list[Finding]:
@@ -78,6 +88,15 @@ def check_cuda(config: Config, facts: Facts) -> list[Finding]:
                 "install CUDA 12.0 or newer, or hide this one and set MAMBA_SSM_CUDA=on to get nvcc from PyPI",
             )
         )
+    elif nvcc is not None and facts.nvcc_missing_parts:
+        findings.append(
+            Finding(
+                "toolkit-incomplete",
+                FATAL,
+                f"nvcc is at {nvcc.path}, but its toolkit lacks {', '.join(facts.nvcc_missing_parts)}",
+                "run the CUDA installer again and choose all of Development, or point CUDA_HOME at a whole toolkit",
+            )
+        )
     elif nvcc is not None and facts.nvcc_trouble:
         findings.append(
             Finding(
@@ -87,12 +106,32 @@ def check_cuda(config: Config, facts: Facts) -> list[Finding]:
                 "set CXX (or CUDAHOSTCXX) to a compiler that this nvcc supports, such as g++-12",
             )
         )
+    if config.cuda_host and not facts.cuda_host:
+        findings.append(
+            Finding(
+                "host-compiler-wrong",
+                FATAL,
+                f"CUDAHOSTCXX is {config.cuda_host!r}, which is no program",
+                "point it at the C++ compiler for nvcc, or unset it",
+            )
+        )
+    if nvcc is not None and facts.torch and not facts.torch_cuda:
+        findings.append(
+            Finding(
+                "torch-cpu-only",
+                NOTE,
+                f"torch {facts.torch} here has no CUDA, nvcc is there: fine, the build needs no torch",
+                "nothing for the build; to use a GPU in this environment, install a torch with CUDA (pytorch.org)",
+            )
+        )
     return findings
 
 
 def _nvcc_missing(config: Config, facts: Facts) -> Finding:
     toolkit = "install a CUDA toolkit (12.0 or newer) and set CUDA_HOME if it is in an unusual folder"
-    from_pypi = "build with `MAMBA_SSM_CUDA=on pip wheel --no-deps -w dist .`, which gets nvcc from PyPI"
+    pip = with_variables(facts.platform, "pip wheel --no-deps -w dist .", MAMBA_SSM_CUDA="on")
+    from_pypi = f"build with `{pip}`, which gets nvcc from PyPI"
+    off = with_variables(facts.platform, MAMBA_SSM_CUDA="off")
     if config.cuda == "on":
         return Finding("nvcc-missing", FATAL, "MAMBA_SSM_CUDA=on, but no nvcc was found", f"{toolkit}; or {from_pypi}")
     if facts.driver:
@@ -100,17 +139,17 @@ def _nvcc_missing(config: Config, facts: Facts) -> Finding:
             "nvcc-missing-with-driver",
             FATAL,
             f"this machine has an NVIDIA driver ({facts.driver}) but no nvcc: a wheel built now could not use its GPU",
-            f"{toolkit}; or {from_pypi}; or set MAMBA_SSM_CUDA=off for a CPU-only wheel",
+            f"{toolkit}; or {from_pypi}; or `{off}` for a CPU-only wheel",
         )
     return Finding(
         "cuda-left-out",
         WARNING,
         "no nvcc was found: THIS WHEEL IS CPU-ONLY (labelled +cpu) and cannot use a GPU",
-        f"for GPUs, {toolkit}; or {from_pypi}; MAMBA_SSM_CUDA=off says that CPU-only is meant",
+        f"for GPUs, {toolkit}; or {from_pypi}; `{off}` says that CPU-only is meant",
     )
 
 
-def check_tools(facts: Facts, other_generator: bool = False) -> list[Finding]:
+def check_tools(config: Config, facts: Facts, other_generator: bool = False) -> list[Finding]:
     """Platform, compiler, cmake, ninja. `other_generator`: CMAKE_GENERATOR or -G chose one, so ninja is not needed."""
     findings = []
     if facts.platform not in ("linux", "win32") or facts.machine.lower() not in ("x86_64", "amd64"):
@@ -122,10 +161,11 @@ def check_tools(facts: Facts, other_generator: bool = False) -> list[Finding]:
                 "build on Linux or Windows on x86-64",
             )
         )
-    if facts.compiler is None:
+    if facts.compiler is None and config.cxx:
+        fact = f"CXX is {config.cxx!r}, which is no program"
+        findings.append(Finding("compiler-missing", FATAL, fact, "point it at a C++ compiler or unset it"))
+    elif facts.compiler is None and facts.platform != "win32":
         cure = "install one, such as g++ (apt install g++), or set CXX"
-        if facts.platform == "win32":
-            cure = "install Visual Studio 2022 Build Tools with C++, and build in its x64 Developer prompt"
         findings.append(Finding("compiler-missing", FATAL, "no C++ compiler was found", cure))
     cure = 'pip install "cmake>=3.26" ninja'
     if facts.cmake is None:
@@ -183,9 +223,6 @@ def check_room(facts: Facts, cuda: bool) -> list[Finding]:
         fact = f"{_gib(facts.disk)} GiB of disk is free in {facts.root}; the build needs about {_gib(need)}"
         severity = FATAL if facts.disk < need // 4 else WARNING
         findings.append(Finding("disk-low", severity, fact, "free some disk space"))
-    if facts.platform == "win32" and len(facts.root) > LONGEST_WINDOWS_ROOT:
-        fact = f"the source folder's path has {len(facts.root)} characters, and Windows stops at 260"
-        findings.append(Finding("path-long", WARNING, fact, "move the source to a short path, such as C:\\src\\mamba"))
     return findings
 
 

@@ -51,3 +51,23 @@ def without_nvcc():
         "nvcc_full_version": "",
         "nvcc_architectures": (),
     }
+
+
+@pytest.fixture
+def made_up():
+    """made_up(platform, files) -> a file system that holds just these: a list of paths, or {path: text}."""
+
+    def make(platform, files):
+        present = files if isinstance(files, dict) else dict.fromkeys(files, "")
+        separator = "\\" if platform == "win32" else "/"
+
+        def list_folder(folder):
+            prefix = folder + separator
+            return sorted({path[len(prefix) :].split(separator)[0] for path in present if path.startswith(prefix)})
+
+        def read(path):
+            return present.get(path, "")
+
+        return cuda.FileSystem(lambda path: path in present, list_folder, read)
+
+    return make

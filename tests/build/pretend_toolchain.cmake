@@ -1,0 +1,38 @@
+# A toolchain that is not there: with -DPRETEND=MSVC or -DPRETEND=GNU CMake generates the build for Windows (cl, nvcc) or
+# Linux (gcc, nvcc), whose commands test_flags.py then reads. Nothing is compiled; the "compilers" are /bin/true.
+# CMake's questions to a compiler are answered here instead.
+if(PRETEND STREQUAL "MSVC")
+    set(CMAKE_SYSTEM_NAME Windows)
+    set(CMAKE_CXX_COMPILER_VERSION 19.44.35207)
+    set(CMAKE_CUDA_SIMULATE_ID MSVC)
+    set(CMAKE_CUDA_SIMULATE_VERSION 19.44)
+    set(link_line "link.exe -out:CompilerIdCUDA.exe \"/LIBPATH:/cuda/lib/x64\" cudart_static.lib")
+    set(libraries "\"/LIBPATH:/cuda/lib/x64\"")
+else()
+    set(CMAKE_SYSTEM_NAME Linux)
+    set(CMAKE_CXX_COMPILER_VERSION 12.2.0)
+    set(CMAKE_CUDA_SIMULATE_ID GNU)
+    set(CMAKE_CUDA_SIMULATE_VERSION 12.2)
+    set(link_line "g++ -o a.out \"-L/cuda/lib64\" -lcudart_static")
+    set(libraries "\"-L/cuda/lib64\"")
+endif()
+set(CMAKE_SYSTEM_PROCESSOR AMD64)
+set(CMAKE_CXX_COMPILER_ID ${PRETEND})
+set(CMAKE_CXX_STANDARD_COMPUTED_DEFAULT 14)
+set(CMAKE_CUDA_COMPILER_ID NVIDIA)
+set(CMAKE_CUDA_COMPILER_VERSION 13.0.88)
+set(CMAKE_CUDA_STANDARD_COMPUTED_DEFAULT 17)
+set(CMAKE_CUDA_HOST_COMPILER "")
+# What `nvcc -v` says, as far as CMake reads it.
+set(CMAKE_CUDA_COMPILER_PRODUCED_OUTPUT
+    "#$ TOP=/cuda\n#$ INCLUDES=\"-I/cuda/include\"\n#$ LIBRARIES= ${libraries}\n#$ ${link_line}\n"
+)
+foreach(language IN ITEMS CXX CUDA)
+    set(CMAKE_${language}_COMPILER /bin/true)
+    set(CMAKE_${language}_COMPILER_ID_RUN TRUE)
+    set(CMAKE_${language}_COMPILER_FORCED TRUE)
+    set(MSVC_${language}_ARCHITECTURE_ID x64)
+endforeach()
+foreach(tool IN ITEMS RC_COMPILER LINKER MT AR RANLIB)
+    set(CMAKE_${tool} /bin/true)
+endforeach()
