@@ -13,11 +13,13 @@ import pytest
 from wheel_build import facts, preflight_windows
 
 HERE = Path(__file__).resolve().parent
-CMAKE = facts.newest_enough("cmake", os.environ, (3, 26))
+OLDEST_CMAKE = (3, 26)
+CMAKE = facts.newest_enough("cmake", os.environ, OLDEST_CMAKE)
 NINJA = facts.newest_enough("ninja", os.environ, (1, 0))
+READY = CMAKE is not None and CMAKE.numbers >= OLDEST_CMAKE and NINJA is not None
 
 pytestmark = [
-    pytest.mark.skipif(CMAKE is None or NINJA is None, reason="cmake and ninja are needed, and one is not here"),
+    pytest.mark.skipif(not READY, reason="cmake 3.26 or newer and ninja are needed, and one is not here"),
     pytest.mark.skipif(sys.platform == "win32", reason="the pretended toolchain calls /bin/true"),
 ]
 
