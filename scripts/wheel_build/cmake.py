@@ -22,7 +22,7 @@ class BuildError(Exception):
     """CMake or the compiler failed; what they said stands above."""
 
 
-def arguments(plan: Plan) -> list[str]:
+def arguments(plan: Plan, environ: Mapping[str, str] = os.environ) -> list[str]:
     """The -D arguments that carry the plan's decisions; the user's CMAKE_ARGS come last."""
     config, seen = plan.config, plan.facts
     switch = {True: "ON", False: "OFF"}
@@ -43,7 +43,7 @@ def arguments(plan: Plan) -> list[str]:
         ]
         if seen.cuda_host:
             result.append(f"-DCMAKE_CUDA_HOST_COMPILER={_slashes(seen.cuda_host)}")
-    if seen.platform == "win32" and seen.compiler is not None and not config.cxx:
+    if seen.platform == "win32" and seen.compiler and seen.compiler.target and not environ.get("CXX"):
         # CMake would take a g++ on PATH (Perl and Git bring one) before cl.
         result.append(f"-DCMAKE_CXX_COMPILER={_slashes(seen.compiler.path)}")
     return [*result, *config.cmake_args]
@@ -67,7 +67,7 @@ def build_folder(base: Path, plan: Plan, environ: Mapping[str, str]) -> Path:
     passing = ["-DMAMBA_NVCC_THREADS=", "-DMAMBA_ZIG="]
     if nvcc_from_wheels(plan):
         passing.append("-DCMAKE_CUDA_COMPILER=")
-    words = [word for word in arguments(plan) if not word.startswith(tuple(passing))]
+    words = [word for word in arguments(plan, environ) if not word.startswith(tuple(passing))]
     words += [f"{name}={environ.get(name, '')}" for name in CONFIGURE_ONCE]
     words += [plan.facts.root, plan.facts.nvcc_full_version]
     key = hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
@@ -102,7 +102,7 @@ def build(plan: Plan, source: Path, base: Path, environ: Mapping[str, str] = os.
     if not environ.get("CMAKE_GENERATOR") and not any(word.startswith("-G") for word in plan.config.cmake_args):
         assert plan.facts.ninja is not None, "preflight stops a build without ninja"
         configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={_slashes(plan.facts.ninja.path)}"]
-    configure += arguments(plan)
+    configure += arguments(plan, environ)
     variables = environment(plan, environ)
     _call(configure, variables)
     targets = ["mamba_cpu", "mamba_cuda"] if plan.cuda else ["mamba_cpu"]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import cuda, facts, preflight, preflight_windows, version
+from . import cuda, facts, preflight, preflight_windows, tools, version
 from .architectures import Architectures, check_spelling, plan_architectures
 from .config import Config, SwitchError, read_config
 from .facts import Facts
@@ -200,7 +200,7 @@ def make_plan(config: Config, seen: Facts, base: str, from_sdist: bool = False, 
 def load(root: Path, environ: Mapping[str, str] = os.environ) -> Plan:
     """Reads the switches, looks at the machine, and decides."""
     config = read_config(environ)
-    seen = facts.gather(root, environ, config)
+    seen = facts.gather(root, environ)
     other_generator = bool(environ.get("CMAKE_GENERATOR")) or any(word.startswith("-G") for word in config.cmake_args)
     return make_plan(config, seen, version.base_version(root), version.is_sdist(root), other_generator)
 
@@ -221,7 +221,7 @@ def more_requirements(environ: Mapping[str, str]) -> list[str]:
 def nvcc_requirements(config: Config, environ: Mapping[str, str]) -> list[str]:
     if config.cuda != "on":
         return []
-    discovery = facts.discover(environ)
+    discovery = tools.discover(environ)
     # A CUDACXX that is wrong is the user's to mend: the plan says so.
     named = any(variable == "CUDACXX" for variable, _ in discovery.wrong)
     return [] if named else cuda.requirements(config.cuda, discovery.nvcc)

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from wheel_build import facts, preflight_windows
+from wheel_build import preflight_windows, tools
 
 HERE = Path(__file__).resolve().parent
 OLDEST_CMAKE = (3, 26)
-CMAKE = facts.newest_enough("cmake", os.environ, OLDEST_CMAKE)
-NINJA = facts.newest_enough("ninja", os.environ, (1, 0))
+CMAKE = tools.newest_enough("cmake", os.environ, OLDEST_CMAKE)
+NINJA = tools.newest_enough("ninja", os.environ, (1, 0))
 READY = CMAKE is not None and CMAKE.numbers >= OLDEST_CMAKE and NINJA is not None
 
 pytestmark = [
@@ -144,7 +144,14 @@ def test_link_for_windows(generate):
 def test_link_for_linux(generate):
     for library in ("mamba_cpu", "mamba_cuda"):
         found = link_flags(generate("GNU"), library)["LINK_FLAGS"]
-        for flag in ("--no-undefined", "--gc-sections", "--version-script=", "csrc/exports.map", "--as-needed", "--strip-all"):
+        for flag in (
+            "--no-undefined",
+            "--gc-sections",
+            "--version-script=",
+            "csrc/exports.map",
+            "--as-needed",
+            "--strip-all",
+        ):
             assert flag in found
     assert "--strip-all" not in link_flags(generate("GNU", "-DMAMBA_DEBUG=ON"), "mamba_cpu")["LINK_FLAGS"]
 

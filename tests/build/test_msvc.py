@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from wheel_build import facts, msvc
+from wheel_build import msvc, tools
 
 PF, PF86 = r"C:\Program Files", r"C:\Program Files (x86)"
 VSWHERE = PF86 + r"\Microsoft Visual Studio\Installer\vswhere.exe"
@@ -324,8 +324,8 @@ def windows(monkeypatch, made_up):
             ran.append((command, environ))
             return 0, vswhere(TOOLS_2022) if command[0] == VSWHERE else output
 
-        monkeypatch.setattr(facts, "_ask", answer)
-        monkeypatch.setattr(facts, "real_files", lambda: made_up("win32", present))
+        monkeypatch.setattr(tools, "_ask", answer)
+        monkeypatch.setattr(tools, "real_files", lambda: made_up("win32", present))
         return ran
 
     return pretend
@@ -334,7 +334,7 @@ def windows(monkeypatch, made_up):
 def test_visual_studio_found_and_its_environment_taken(windows):
     inside = {"Path": ntpath.dirname(cl(TOOLS_2022, V2022)), "INCLUDE": "i", "LIB": "l"}
     ran = windows(msvc.MARK + json.dumps(inside))
-    found, environ = facts.visual_studio({"Path": "p"}, True, CUDA_13_0)
+    found, environ = tools.visual_studio({"Path": "p"}, True, CUDA_13_0)
     assert found.toolset is not None
     assert found.toolset.version == V2022
     assert environ == {name.upper(): value for name, value in inside.items()}
@@ -344,18 +344,18 @@ def test_visual_studio_found_and_its_environment_taken(windows):
 
 def test_visual_studio_whose_vcvarsall_fails(windows):
     windows("[ERROR:vcvars.bat] init:FAILED\n")
-    found, environ = facts.visual_studio({"PATH": "p"}, True, CUDA_13_0)
+    found, environ = tools.visual_studio({"PATH": "p"}, True, CUDA_13_0)
     assert (found.problem, found.detail) == ("vcvarsall-failed", "[ERROR:vcvars.bat] init:FAILED")
     assert environ == {"PATH": "p"}
 
 
 def test_in_a_prompt_nothing_is_run(windows):
     ran = windows("")
-    found, environ = facts.visual_studio({"VSCMD_ARG_TGT_ARCH": "x64"}, True, CUDA_13_0)
+    found, environ = tools.visual_studio({"VSCMD_ARG_TGT_ARCH": "x64"}, True, CUDA_13_0)
     assert (found.source, environ, ran) == ("prompt", {"VSCMD_ARG_TGT_ARCH": "x64"}, [])
 
 
 def test_without_vswhere_nothing_is_run(windows):
     ran = windows("", with_vswhere=False)
-    assert facts.visual_studio({}, True, CUDA_13_0)[0].problem == "msvc-missing"
+    assert tools.visual_studio({}, True, CUDA_13_0)[0].problem == "msvc-missing"
     assert ran == []

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from wheel_build import cmake, cuda, facts, version
+from wheel_build import cmake, cuda, facts, tools, version
 from wheel_build.config import read_config
 from wheel_build.plan import make_plan, more_requirements, plan_jobs
 
@@ -178,14 +178,14 @@ def test_version_is_written_once(root):
 
 def test_cmake_arguments_carry_the_plan(machine):
     environ = {"TORCH_CUDA_ARCH_LIST": "7.5;12.0+PTX", "MM_DISABLE_HALF": "1", "CMAKE_ARGS": "-DMAMBA_BUILD_TESTS=ON"}
-    words = cmake.arguments(plan_of(environ, machine()))
+    words = cmake.arguments(plan_of(environ, machine()), {})
     assert "-DMAMBA_CUDA=ON" in words
     assert "-DCMAKE_CUDA_ARCHITECTURES=75-real;120-real;120-virtual" in words
     assert "-DMAMBA_DISABLE_HALF=ON" in words
     assert "-DMAMBA_DISABLE_BF16=OFF" in words
     assert words[-1] == "-DMAMBA_BUILD_TESTS=ON"
     windows = machine(platform="win32", discovery=cuda.Discovery(cuda.Nvcc(r"C:\CUDA\bin\nvcc.exe", "CUDA_PATH")))
-    assert "-DCMAKE_CUDA_COMPILER=C:/CUDA/bin/nvcc.exe" in cmake.arguments(plan_of({}, windows))
+    assert "-DCMAKE_CUDA_COMPILER=C:/CUDA/bin/nvcc.exe" in cmake.arguments(plan_of({}, windows), {})
 
 
 def test_each_configuration_builds_in_its_own_folder(machine, tmp_path):
@@ -243,9 +243,9 @@ def test_configure_with_a_stand_in_for_nvcc(root, tmp_path):
 
 
 def test_nvcc_from_pypi_is_required_only_where_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(facts, "discover", lambda environ: cuda.Discovery(None))
+    monkeypatch.setattr(tools, "discover", lambda environ: cuda.Discovery(None))
     assert more_requirements({"MAMBA_SSM_CUDA": "on"}) == list(cuda.NVCC_WHEELS)
     assert more_requirements({}) == more_requirements({"MAMBA_SSM_CUDA": "off"}) == []
     wrong = cuda.Discovery(None, (("CUDACXX", "/gone"),))
-    monkeypatch.setattr(facts, "discover", lambda environ: wrong)
+    monkeypatch.setattr(tools, "discover", lambda environ: wrong)
     assert more_requirements({"MAMBA_SSM_CUDA": "on"}) == []

@@ -240,10 +240,11 @@ def test_plan_says_which_visual_studio(windows):
 
 
 def test_cmake_gets_cl_and_the_host_compiler_by_path(windows):
-    words = cmake.arguments(plan_of({}, windows()))
+    words = cmake.arguments(plan_of({}, windows()), {})
     assert f"-DCMAKE_CXX_COMPILER={CL.path}".replace("\\", "/") in words
     assert not [word for word in words if "HOST_COMPILER" in word]
-    words = cmake.arguments(plan_of({"CUDAHOSTCXX": CL.path, "CXX": "clang-cl"}, windows(cuda_host=CL.path)))
+    environ = {"CUDAHOSTCXX": CL.path, "CXX": "clang-cl"}
+    words = cmake.arguments(plan_of(environ, windows(cuda_host=CL.path)), environ)
     assert f"-DCMAKE_CUDA_HOST_COMPILER={CL.path}".replace("\\", "/") in words
     assert not [word for word in words if "CXX_COMPILER" in word]
 
