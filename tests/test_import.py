@@ -24,6 +24,15 @@ PATHS = {
         "causal_conv1d_varlen_states",
         "causal_conv1d_ref",
     ],
+    "mamba_ssm.ops.triton.ssd_chunk_state": [
+        "_chunk_cumsum_fwd",
+        "_chunk_state_fwd",
+        "chunk_state",
+        "chunk_state_ref",
+        "chunk_state_varlen",
+    ],
+    "mamba_ssm.ops.triton.ssd_chunk_scan": ["chunk_scan", "chunk_scan_ref"],
+    "mamba_ssm.ops.triton.ssd_state_passing": ["_state_passing_fwd", "state_passing", "state_passing_ref"],
     "mamba_ssm.ops.triton.selective_state_update": ["selective_state_update", "selective_state_update_ref"],
     "mamba_ssm.ops.triton.layer_norm": [
         "layer_norm_fn",

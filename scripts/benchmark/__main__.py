@@ -17,8 +17,8 @@ import torch
 from timing import machine
 
 SECTIONS = {
-    "cuda": ("scan", "block", "conv", "decode", "small", "lm", "transformers"),
-    "cpu": ("cpu", "lm", "transformers"),
+    "cuda": ("scan", "block", "conv", "decode", "small", "ssd", "lm", "transformers"),
+    "cpu": ("cpu", "ssd", "lm", "transformers"),
 }
 
 
@@ -28,6 +28,10 @@ def _section(name):
         import cpu
 
         return cpu.cpu
+    if name == "ssd":
+        import ssd
+
+        return ssd.ssd
     if name in ("lm", "transformers"):
         import models
 

@@ -43,6 +43,34 @@ SCANS = [
 
 
 @dataclass(frozen=True)
+class Ssd:
+    """Mamba-2's scan with D, dt_bias, softplus and one group of B and C."""
+
+    batch: int
+    seqlen: int
+    heads: int
+    headdim: int
+    dstate: int
+    dtype: torch.dtype
+    upstream_forward: float = float("nan")
+    upstream_backward: float = float("nan")
+    goal: float = 1.3
+
+    @property
+    def name(self):
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"B{self.batch} L{self.seqlen} H{self.heads} P{self.headdim} N{self.dstate} {dtype}"
+
+
+SSDS = [
+    Ssd(8, 2048, 24, 64, 128, torch.bfloat16, 0.953, 2.460),
+    Ssd(8, 2048, 64, 64, 128, torch.bfloat16, 1.083, 2.851),
+    Ssd(1, 16384, 64, 64, 128, torch.bfloat16, 0.821, 2.557),
+]
+CPU_SSDS = [Ssd(1, 2048, 24, 64, 128, dtype) for dtype in (torch.float32, torch.bfloat16)]
+
+
+@dataclass(frozen=True)
 class Block:
     """Mamba(d_model), parameters and input in bfloat16 (A_log and D stay float32), no autocast."""
 
@@ -87,6 +115,25 @@ CPU_SCAN = Scan(1, 2048, 1536, 16, torch.float32, float("nan"), float("nan"), 1.
 CPU_THREADS = 2
 CPU_FORWARD_GOAL = 25.0
 CPU_BOTH_GOAL = 15.0
+
+
+def ssd_inputs(case, device, seed=0):
+    """Tensors of mamba_chunk_scan_combined by name, as a trained layer would see them."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape, dtype=case.dtype, scale=1.0):
+        return (torch.randn(*shape, device=device, generator=generator) * scale).to(dtype)
+
+    steps = (case.batch, case.seqlen)
+    return {
+        "x": normal(*steps, case.heads, case.headdim),
+        "dt": normal(*steps, case.heads, scale=0.5),
+        "A": -torch.linspace(1, 16, case.heads, device=device),
+        "B": normal(*steps, 1, case.dstate),
+        "C": normal(*steps, 1, case.dstate),
+        "D": normal(case.heads, dtype=torch.float32),
+        "dt_bias": normal(case.heads, dtype=torch.float32, scale=0.5) - 4.0,
+    }
 
 
 def scan_inputs(case, device, seed=0):

@@ -70,12 +70,13 @@ def measure():
     return times
 
 
-def _in_own_process(isa):
+def in_own_process(isa, script, *arguments):
+    """What a script of this folder prints as JSON, run with this instruction set (None: the best one)."""
     environment = dict(os.environ)
     environment.pop(ISA_SWITCH, None)
     if isa is not None:
         environment[ISA_SWITCH] = isa
-    command = [sys.executable, os.path.abspath(__file__)]
+    command = [sys.executable, os.path.abspath(script), *arguments]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if run.returncode != 0:
         raise RuntimeError(f"the CPU benchmark with {ISA_SWITCH}={isa} failed:\n{run.stderr}")
@@ -85,7 +86,7 @@ def _in_own_process(isa):
 def cpu(machine):
     rows = []
     for isa, label in ((None, "best instruction set"), ("avx2", "avx2")):
-        times = _in_own_process(isa)
+        times = in_own_process(isa, __file__)
         rows.append(
             {
                 "case": f"scan {cases.CPU_SCAN.name}, {cases.CPU_THREADS} threads, {label}",

@@ -1,0 +1,147 @@
+"""Mamba-2's scan: on the GPU beside upstream's figures, on the CPU as ratios to the plain-torch chunked scan."""
+
+import dataclasses
+import itertools
+import json
+import os
+import sys
+
+import cases
+import torch
+from timing import cpu_seconds, gpu_milliseconds, input_sets, tensor_bytes
+from validate import check
+
+from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan, mamba_chunk_scan_combined
+
+WITH_BATCH = ("x", "dt", "B", "C")
+OUR_REPEATS = 10
+REFERENCE_REPEATS = 2
+REFERENCE_CHUNKS = (64, 256)  # the faster one counts
+VALIDATED_HEADS = 4  # on the CPU, where float64 is slow
+
+
+def _scan(inputs):
+    return mamba_chunk_scan_combined(**inputs, chunk_size=256, dt_softplus=True)
+
+
+def _leaves(inputs):
+    return {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+
+
+def _validate(case, inputs):
+    """Check out and every gradient of the call that is timed, on the last batch entry, against float64.
+
+    Only that entry's output counts, so that the gradients summed over the batch are that entry's.
+    """
+    leaves = _leaves(inputs)
+    out = _scan(leaves)
+    dout = torch.zeros_like(out)
+    dout[-1].normal_()
+    gradients = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), dout), strict=True))
+    wide = {name: tensor[-1:] if name in WITH_BATCH else tensor for name, tensor in inputs.items()}
+    wide = _leaves({name: tensor.double() for name, tensor in wide.items()})
+    expected = mamba_chunk_scan(**wide, chunk_size=64, dt_softplus=True)
+    references = torch.autograd.grad(expected, list(wide.values()), dout[-1:].double())
+    check("out", out[-1:], expected, case.dtype)
+    for (name, gradient), reference in zip(gradients.items(), references, strict=True):
+        # Tensor cores take decayed products rounded to the dtype: its limit holds for the float32 sums too.
+        check(f"d{name}", gradient[-1:] if name in WITH_BATCH else gradient, reference, case.dtype)
+
+
+def _gpu():
+    rows = []
+    for case in cases.SSDS:
+        first = cases.ssd_inputs(case, "cuda")
+        _validate(case, first)
+        size = tensor_bytes([first[name] for name in WITH_BATCH])
+        sets = input_sets(lambda seed, case=case: cases.ssd_inputs(case, "cuda", seed), size)
+        with torch.no_grad():
+            forward_ms = gpu_milliseconds(_scan, [(inputs,) for inputs in sets])
+        graphs = []
+        for inputs in sets:
+            leaves = _leaves(inputs)
+            out = _scan(leaves)
+            graphs.append((out, list(leaves.values()), torch.randn_like(out)))
+        backward_ms = gpu_milliseconds(
+            lambda out, wanted, dout: torch.autograd.grad(out, wanted, dout, retain_graph=True), graphs
+        )
+        rows.append(
+            {
+                "case": case.name,
+                "fwd ms": forward_ms,
+                "bwd ms": backward_ms,
+                "upstream fwd": case.upstream_forward,
+                "upstream bwd": case.upstream_backward,
+                "fwd x": case.upstream_forward / forward_ms,
+                "bwd x": case.upstream_backward / backward_ms,
+                "goal x": case.goal,
+            }
+        )
+    return rows
+
+
+def measure(case):
+    """Validate and time in this process: {forward and forward+backward, ours and the reference's}, seconds."""
+    torch.set_num_threads(cases.CPU_THREADS)
+    small = dataclasses.replace(case, heads=VALIDATED_HEADS)
+    _validate(small, cases.ssd_inputs(small, "cpu"))
+    inputs = cases.ssd_inputs(case, "cpu")
+    leaves = _leaves(inputs)
+    wanted = list(leaves.values())
+    dout = torch.randn_like(inputs["x"])
+
+    def forward(function):
+        with torch.no_grad():
+            function(inputs)
+
+    def both(function):
+        torch.autograd.grad(function(leaves), wanted, dout)
+
+    times = {
+        "fwd": cpu_seconds(lambda: forward(_scan), OUR_REPEATS),
+        "fwd+bwd": cpu_seconds(lambda: both(_scan), OUR_REPEATS),
+    }
+    # torch's own threads wait for each other on a busy machine, which would flatter us: the faster number counts.
+    references = []
+    for threads, chunk in itertools.product((cases.CPU_THREADS, 1), REFERENCE_CHUNKS):
+        torch.set_num_threads(threads)
+
+        def reference(tensors, chunk=chunk):
+            return mamba_chunk_scan(**tensors, chunk_size=chunk, dt_softplus=True)
+
+        references.append(
+            (
+                cpu_seconds(lambda: forward(reference), REFERENCE_REPEATS),
+                cpu_seconds(lambda: both(reference), REFERENCE_REPEATS, warm_up=False),
+            )
+        )
+    times["reference fwd"] = min(fwd for fwd, _ in references)
+    times["reference fwd+bwd"] = min(both for _, both in references)
+    return times
+
+
+def _cpu():
+    from cpu import in_own_process
+
+    rows = []
+    for number, case in enumerate(cases.CPU_SSDS):
+        for isa, label in ((None, "best instruction set"), ("avx2", "avx2")):
+            times = in_own_process(isa, __file__, str(number))
+            rows.append(
+                {
+                    "case": f"ssd {case.name}, {cases.CPU_THREADS} threads, {label}",
+                    "fwd x reference": times["reference fwd"] / times["fwd"],
+                    "fwd+bwd x reference": times["reference fwd+bwd"] / times["fwd+bwd"],
+                    "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+                    **{f"{name} ms": seconds * 1e3 for name, seconds in times.items()},
+                }
+            )
+    return rows
+
+
+def ssd(machine):
+    return _gpu() if machine["device"] == "cuda" else _cpu()
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(cases.CPU_SSDS[int(sys.argv[1])])))
