@@ -7,7 +7,6 @@ import time
 import cases
 import torch
 import transformers_models
-from timing import cpu_seconds
 from validate import check
 
 from mamba_ssm.models.config_mamba import MambaConfig
@@ -96,10 +95,10 @@ def transformers(machine):
         with torch.no_grad():
             ours, theirs = (model.eval()(tokens).logits for model in pair)
         check("logits", ours, theirs, torch.bfloat16)  # theirs is float32 too: only gross errors show
-        seconds = [_transformers_seconds(model, tokens) for model in pair]
         row = {"case": f"{kind} B{cases.TRANSFORMERS_BATCH} L{cases.TRANSFORMERS_SEQLEN}"}
-        for name, mine in seconds[0].items():
-            row[f"{name} x"] = seconds[1][name] / mine
+        for name, run in (("forward", _forward), ("train", _train), ("generate", _generate)):
+            mine, others = _medians(run, pair, tokens)
+            row[f"{name} x"] = others / mine
             row[f"{name} ms"] = mine * 1e3
         if device == "cpu":
             row["load"] = _load()
@@ -107,35 +106,31 @@ def transformers(machine):
     return rows
 
 
-def _transformers_seconds(model, tokens):
-    def finish():
-        if tokens.is_cuda:
-            torch.cuda.synchronize()
+def _medians(run, pair, tokens):
+    """Median seconds of each of the two models, which take turns: a busy machine slows both."""
+    times = [[], []]
+    for turn in range(cases.TRANSFORMERS_REPEATS + 1):
+        for model, seconds in zip(pair, times, strict=True):
+            start = time.perf_counter()
+            run(model, tokens)
+            if tokens.is_cuda:
+                torch.cuda.synchronize()
+            if turn:  # the first warms up
+                seconds.append(time.perf_counter() - start)
+    return [statistics.median(seconds) for seconds in times]
 
-    def forward():
-        with torch.no_grad():
-            model(tokens, use_cache=False)
-        finish()
 
-    def train():
-        model(tokens, labels=tokens, use_cache=False).loss.backward()
-        model.zero_grad()
-        finish()
+def _forward(model, tokens):
+    with torch.no_grad():
+        model.eval()(tokens, use_cache=False)
 
-    def generate():
-        prompt = tokens[:, : cases.TRANSFORMERS_PROMPT]
-        model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=cases.TRANSFORMERS_NEW,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        finish()
 
-    repeats = cases.TRANSFORMERS_REPEATS
-    model.eval()
-    times = {"forward": cpu_seconds(forward, repeats), "generate": cpu_seconds(generate, repeats)}
-    model.train()
-    times["train"] = cpu_seconds(train, repeats)
-    return times
+def _train(model, tokens):
+    model.train()(tokens, labels=tokens, use_cache=False).loss.backward()
+    model.zero_grad()
+
+
+def _generate(model, tokens):
+    prompt = tokens[:, : cases.TRANSFORMERS_PROMPT]
+    mask, new = torch.ones_like(prompt), cases.TRANSFORMERS_NEW
+    model.eval().generate(prompt, attention_mask=mask, max_new_tokens=new, do_sample=False, eos_token_id=None)

@@ -25,7 +25,8 @@ FUNCTIONS = {
 
 _MAMBA1 = {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}
 _ATTENTION = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
-# {model type: (class, configuration of a tiny model)}; each hybrid has at least one attention layer
+# {model type: (class, configuration of a tiny model)}; each hybrid has at least one attention layer. Mamba2 and Bamba
+# have one group: in older versions their own gated norm did not know of groups, but their fused path did.
 TINY = {
     "mamba": ("MambaForCausalLM", _MAMBA1),
     "falcon_mamba": ("FalconMambaForCausalLM", _MAMBA1),
@@ -51,7 +52,7 @@ TINY = {
             "state_size": 16,
             "num_heads": 8,
             "head_dim": 8,
-            "n_groups": 2,
+            "n_groups": 1,
             "chunk_size": 8,
         },
     ),
@@ -63,7 +64,7 @@ TINY = {
             "attn_layer_indices": [1],
             "mamba_n_heads": 8,
             "mamba_d_head": 8,
-            "mamba_n_groups": 2,
+            "mamba_n_groups": 1,
             "mamba_d_state": 16,
             "mamba_chunk_size": 8,
             **_ATTENTION,
