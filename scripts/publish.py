@@ -1,0 +1,228 @@
+"""Uploads wheels to a package index: python scripts/publish.py dist/*.whl --repository-url https://pypi.example.com/
+
+Every wheel is verified (scripts/verify_wheel.py) and compared by hash with what the index holds under its name before
+the first is sent: the same is skipped, so a second run is harmless; other bytes are an error, since a published file
+never changes. Then twine uploads one by one, and the index must list each with its hash. If anything fails, the exit
+status is 1, with the reason and what to do.
+
+User name and password come from where twine takes them (TWINE_USERNAME and TWINE_PASSWORD, keyring, ~/.pypirc, else it
+asks) and are never printed. The public index is refused: the name exists there, and is somebody else's.
+Needs the extra: pip install ".[publish]"
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import hashlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+try:
+    import requests
+    from pypi_simple import NoSuchProjectError, PyPISimple, UnsupportedContentTypeError
+    from twine.commands.upload import upload
+    from twine.exceptions import NonInteractive, TwineException
+    from twine.settings import Settings
+    from wheel_check import verify
+except ModuleNotFoundError as error:
+    if error.name and error.name.startswith("wheel_check"):
+        raise
+    sys.exit(f'publish.py needs {error.name}, which is not installed here; do: pip install ".[publish]"')
+
+PROJECT = "mamba-ssm"
+PUBLIC = ("pypi.org", "pypi.io", "pypi.python.org", "testpypi.python.org")
+# An index may list a file a while after it took it (Artifactory does that in the background).
+PATIENCE = 60.0  # seconds
+AGAIN = "run the same command again (what is there already is skipped)"
+CURES = {
+    401: "user name or password is wrong: see TWINE_USERNAME and TWINE_PASSWORD, keyring, ~/.pypirc",
+    403: "this user may not upload here: the password may be wrong, or the index read-only",
+    404: "nothing at this URL takes uploads: give the URL for uploading, not the one that pip reads",
+    405: "nothing at this URL takes uploads: a static site cannot (copy files there), an index has another URL for it",
+    409: "the index holds this file name already, with other bytes: give the new build another version or label",
+    413: "the file is larger than the server allows (nginx: client_max_body_size)",
+    501: "nothing at this URL takes uploads: a static site cannot (copy files there), an index has another URL for it",
+}
+
+
+class NotPublished(Exception):
+    """An upload was refused or failed; the text says why and what to do."""
+
+
+def refuse_password_in(url: str) -> None:
+    if "@" in urlsplit(url).netloc:
+        raise NotPublished(
+            "the URL holds a user name or password, which process lists and logs show: take it out and use "
+            "TWINE_USERNAME and TWINE_PASSWORD, keyring or ~/.pypirc"
+        )
+
+
+def read_settings(options: argparse.Namespace) -> Settings:
+    """Twine's own settings: its environment variables and files, and where to upload. Raises NotPublished."""
+    parser = argparse.ArgumentParser()
+    Settings.register_argparse_arguments(parser)
+    # Twine's default is the public index; ours is none.
+    parser.set_defaults(repository=os.environ.get("TWINE_REPOSITORY"))
+    words = []
+    for name in ("repository", "repository_url", "config_file"):
+        if getattr(options, name):
+            words += [f"--{name.replace('_', '-')}", getattr(options, name)]
+    # Where nobody can answer, a missing password is an error instead of a question.
+    if sys.stdin is None or not sys.stdin.isatty():
+        words.append("--non-interactive")
+    parsed = parser.parse_args(words)
+    if not parsed.repository_url and not parsed.repository:
+        raise NotPublished("no index is named: give --repository-url, or --repository with a name in ~/.pypirc")
+    refuse_password_in(parsed.repository_url or "")
+    settings = Settings.from_argparse(parsed)
+    url = settings.repository_config["repository"]
+    refuse_password_in(url)
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    if not options.allow_public_index and any(host == name or host.endswith(f".{name}") for name in PUBLIC):
+        raise NotPublished(
+            f"{host} is the public index, where the name {PROJECT} is somebody else's: pip would mix both. Give "
+            "the URL of your own index (--allow-public-index is for whoever owns the name there)"
+        )
+    return settings
+
+
+class Index:
+    """The index as pip sees it, read with twine's credentials."""
+
+    def __init__(self, settings: Settings, index_url: str | None) -> None:
+        self.url = settings.repository_config["repository"].rstrip("/")
+        # Where an index that takes uploads at URL is read: most; devpi; those that end in a word for uploading.
+        guesses = [f"{self.url}/simple", f"{self.url}/+simple"]
+        if self.url.endswith(("/upload", "/legacy")):
+            guesses.append(f"{self.url.rpartition('/')[0]}/simple")
+        self.pages = [index_url.rstrip("/")] if index_url else guesses
+        self.session = settings.create_repository().session
+
+    def holds(self, wheel: Path) -> bool:
+        """Whether the index lists this very file. Raises NotPublished if it lists other bytes under its name."""
+        for page in self.pages:
+            for listed in self._packages(page):
+                if listed.filename == wheel.name:
+                    self._compare(listed.digests, wheel)
+                    return True
+        return False
+
+    def _packages(self, page: str) -> list:
+        try:
+            return PyPISimple(page, session=self.session).get_project_page(PROJECT, timeout=60).packages
+        except (NoSuchProjectError, UnsupportedContentTypeError):
+            return []
+        except requests.HTTPError as error:
+            raise NotPublished(f"{page} cannot be read: {explain(error)}") from error
+        except requests.RequestException as error:
+            raise NotPublished(f"{page} cannot be reached: {explain(error)}") from error
+
+    def _compare(self, digests: dict[str, str], wheel: Path) -> None:
+        for algorithm in ("sha256", *digests):
+            if algorithm in digests:
+                own = hashlib.new(algorithm, wheel.read_bytes()).hexdigest()
+                if own == digests[algorithm].lower():
+                    return
+                raise NotPublished(
+                    f"{wheel.name} is on the index with other bytes ({algorithm} {digests[algorithm]}, this file has "
+                    f"{own}). A published file never changes: give the new build another version or label. If the file "
+                    "there is damaged, delete it there first"
+                )
+        raise NotPublished(
+            f"{wheel.name} is on the index, which gives no hash of it: nobody can tell whether it is this file"
+        )
+
+
+def explain(error: Exception) -> str:
+    """The reason in one line, with the cure where it is known."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        cure = CURES.get(response.status_code)
+        return f"status {response.status_code} {response.reason or ''}".rstrip() + (f" ({cure})" if cure else "")
+    cure = (
+        " Set TWINE_USERNAME and TWINE_PASSWORD, or use keyring or ~/.pypirc"
+        if isinstance(error, NonInteractive)
+        else ""
+    )
+    return (str(error) or type(error).__name__) + cure
+
+
+def send(wheel: Path, settings: Settings, index: Index) -> None:
+    """Uploads one file and sees it listed. Raises NotPublished, which says what is on the index now."""
+    try:
+        upload(settings, [str(wheel)])
+    except (requests.RequestException, TwineException) as error:
+        reason = f"uploading {wheel.name} to {index.url} failed: {explain(error)}\n"
+        try:
+            if index.holds(wheel):
+                return  # the answer was lost, the file was not
+        except NotPublished as unknown:
+            raise NotPublished(f"{reason}What is on the index now: {unknown}\nThen {AGAIN}") from error
+        raise NotPublished(f"{reason}The index lists nothing of this file. When the cause is gone, {AGAIN}") from error
+    deadline = time.monotonic() + PATIENCE
+    while not index.holds(wheel):
+        if time.monotonic() > deadline:
+            raise NotPublished(
+                f"the server took {wheel.name}, and {' and '.join(index.pages)} did not list it for {PATIENCE:.0f} s: "
+                f"if pip reads this index elsewhere, say where with --index-url; then {AGAIN}"
+            )
+        time.sleep(1)
+
+
+def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
+    """Does everything; yields a line for each file. Raises NotPublished."""
+    problems = []
+    for wheel in wheels:
+        if wheel.name.endswith((".tar.gz", ".zip")):
+            problems.append(f"{wheel}: an sdist does not belong on the index: pip would build it where no wheel fits")
+        else:
+            problems += [f"{wheel}: {problem}" for problem in verify(wheel)]
+    if problems:
+        raise NotPublished("\n".join(problems))
+    try:
+        settings = read_settings(options)
+        index = Index(settings, options.index_url)
+    except TwineException as error:
+        raise NotPublished(explain(error)) from error
+    missing = [wheel for wheel in wheels if not index.holds(wheel)]
+    for wheel in wheels:
+        if wheel in missing:
+            send(wheel, settings, index)
+        yield f"{'published' if wheel in missing else 'already there'}: {wheel.name}"
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Verifies wheels of mamba_ssm and uploads them to a package index.")
+    parser.add_argument("wheels", nargs="+", metavar="WHEEL", help="such as dist/*.whl")
+    parser.add_argument("--repository-url", metavar="URL", help="where to upload to (or TWINE_REPOSITORY_URL)")
+    parser.add_argument("--repository", metavar="NAME", help="a section of ~/.pypirc instead (or TWINE_REPOSITORY)")
+    parser.add_argument("--config-file", metavar="FILE", help="a file in place of ~/.pypirc")
+    parser.add_argument(
+        "--index-url", metavar="URL", help="where pip reads the index, if not at URL/simple/ or URL/+simple/"
+    )
+    parser.add_argument("--allow-public-index", action="store_true", help="upload to pypi.org or test.pypi.org too")
+    options = parser.parse_args(words)
+    # cmd and PowerShell hand over *.whl as it is.
+    wheels = [Path(name) for word in options.wheels for name in sorted(glob.glob(word)) or [word]]
+    # It advises an option of its own command line.
+    logging.getLogger("twine.utils").setLevel(logging.ERROR)
+    try:
+        for line in publish(wheels, options):
+            print(line, flush=True)
+    except NotPublished as error:
+        print(f"not published:\n{error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"interrupted; to finish, {AGAIN}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What the publishing tests share: a wheel, servers, and fresh environments that see the torch of this one.
+
+Imports of what the extra brings are inside of the fixtures: where it is missing, extra.py skips the tests.
+"""
+
+import importlib.metadata
+import io
+import os
+import shutil
+import subprocess
+import sys
+import venv
+
+import pytest
+import wheels
+from packaging.requirements import Requirement
+
+PROGRAMS = ("pypi-server", "devpi-server", "devpi-init", "uv")
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """The servers and uv; skips where they are not on PATH."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not on PATH: see tests/publish/requirements.txt")
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """A CPU-only wheel of this source tree."""
+    if not (wheels.ROOT / wheels.LIBRARY).exists():
+        pytest.skip(f"{wheels.LIBRARY} is not built: pip install -e .")
+    return wheels.assemble(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def pypiserver(programs, tmp_path_factory):
+    from servers import PyPIServer
+
+    server = PyPIServer(tmp_path_factory.mktemp("pypiserver"))
+    with server.running():
+        yield server
+
+
+@pytest.fixture(scope="session")
+def devpi(programs, tmp_path_factory):
+    from servers import Devpi
+
+    server = Devpi(tmp_path_factory.mktemp("devpi") / "server")
+    with server.running():
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch, tmp_path):
+    """Nothing of the user's pip, uv, twine or proxy settings; no keyring; nobody to answer a question."""
+    for name in list(os.environ):
+        if name.upper().startswith(("PIP_", "UV_", "TWINE_", "MAMBA")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+    monkeypatch.setenv("UV_NO_CONFIG", "1")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS", "never")
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHON_KEYRING_BACKEND", "keyring.backends.null.Keyring")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+
+
+@pytest.fixture
+def publish(monkeypatch, capsys):
+    """publish(*words, user=..., password=...) -> (exit status, everything printed)."""
+    import publish as script
+    from servers import PASSWORD, USER
+
+    def run(*words, user=USER, password=PASSWORD):
+        for name, value in (("TWINE_USERNAME", user), ("TWINE_PASSWORD", password)):
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        capsys.readouterr()
+        status = script.main([str(word) for word in words])
+        printed = "".join(capsys.readouterr())
+        assert (password or PASSWORD) not in printed
+        return status, printed
+
+    return run
+
+
+class Environment:
+    """A fresh virtual environment, which sees torch and what torch needs, and nothing else of this one."""
+
+    def __init__(self, folder):
+        builder = venv.EnvBuilder(with_pip=False, symlinks=True)
+        builder.create(folder)
+        self.folder, self.python = folder, folder / "bin" / "python"
+        (site_packages,) = folder.glob("lib/python*/site-packages")
+        # In place, and metadata as true folders: uv does not look where a .pth file or a link points.
+        for entry in _entries("torch"):
+            if entry.name.endswith(".dist-info"):
+                shutil.copytree(entry, site_packages / entry.name)
+            else:
+                (site_packages / entry.name).symlink_to(entry)
+
+    def pip(self, *words):
+        return _run([sys.executable, "-m", "pip", "--python", self.python, "install", "--no-cache-dir", *words])
+
+    def uv(self, *words):
+        return _run([shutil.which("uv"), "pip", "install", "--python", self.python, *words])
+
+    def use(self, folder):
+        """The doctor, then a forward of the block, outside of the source tree."""
+        script = (
+            "import torch, mamba_ssm\n"
+            "from mamba_ssm import Mamba, __main__ as doctor\n"
+            "torch.set_num_threads(1)\n"
+            "assert doctor.main([]) == 0\n"
+            "out = Mamba(16)(torch.randn(2, 7, 16))\n"
+            "assert out.shape == (2, 7, 16) and out.isfinite().all()\n"
+            "print('from', mamba_ssm.__file__)\n"
+        )
+        status, printed = _run([self.python, "-c", script], cwd=folder)
+        assert status == 0, printed
+        assert f"from {self.folder}" in printed
+        assert "healthy: mamba_ssm works on cpu" in printed
+
+
+def _run(command, **options):
+    done = subprocess.run(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        **options,
+    )
+    return done.returncode, done.stdout
+
+
+def _entries(project):
+    """The files and folders in site-packages of a project and everything it requires."""
+    entries, seen, todo = {}, set(), [project]
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        distribution = importlib.metadata.distribution(name)
+        for file in distribution.files or ():
+            if file.parts[0] not in ("..", "__pycache__"):
+                entries[file.parts[0]] = distribution.locate_file(file.parts[0])
+        for line in distribution.requires or ():
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                todo.append(requirement.name)
+    return list(entries.values())
+
+
+@pytest.fixture
+def environment(tmp_path):
+    return Environment(tmp_path / "environment")

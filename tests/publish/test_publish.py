@@ -1,0 +1,143 @@
+"""scripts/publish.py before anything is sent: what it refuses, and that it never tells a password."""
+
+import subprocess
+import sys
+
+import extra  # noqa: F401  (skips where the scripts could not be imported)
+import pytest
+import wheels
+from servers import HOST, PASSWORD, StaticSite, free_port
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr("publish.Index.holds", refuse)
+    monkeypatch.setattr("publish.upload", refuse)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--repository-url", "https://upload.pypi.org/legacy/"],
+        ["--repository-url", "https://test.pypi.org/legacy/"],
+        ["--repository-url", "https://PyPI.org./simple"],
+        ["--repository-url", "https://pypi.python.org/pypi"],
+        ["--repository", "pypi"],
+        ["--repository", "testpypi"],
+    ],
+)
+def test_public_index_is_refused(words, publish, wheel, no_network):
+    status, printed = publish(wheel, *words)
+    assert status == 1
+    assert "is the public index, where the name mamba-ssm is somebody else's" in printed
+
+
+def test_public_index_is_refused_from_the_environment_and_pypirc(publish, wheel, no_network, monkeypatch, tmp_path):
+    monkeypatch.setenv("TWINE_REPOSITORY_URL", "https://upload.pypi.org/legacy/")
+    assert "is the public index" in publish(wheel)[1]
+    monkeypatch.delenv("TWINE_REPOSITORY_URL")
+    (tmp_path / ".pypirc").write_text(
+        "[distutils]\nindex-servers = ours\n[ours]\nrepository = https://upload.pypi.org/legacy/\n"
+    )
+    assert "is the public index" in publish(wheel, "--repository", "ours")[1]
+
+
+def test_public_index_on_request(publish, wheel, monkeypatch):
+    asked = []
+    monkeypatch.setattr("publish.Index.holds", lambda index, path: asked.append(index.url) or True)
+    status, printed = publish(wheel, "--repository", "testpypi", "--allow-public-index")
+    assert status == 0, printed
+    assert asked == ["https://test.pypi.org/legacy"]
+
+
+def test_name_of_another_host_is_no_public_index(publish, wheel, monkeypatch):
+    monkeypatch.setattr("publish.Index.holds", lambda index, path: True)
+    assert publish(wheel, "--repository-url", "https://notpypi.org/pypi.org/")[0] == 0
+
+
+def test_no_index_named(publish, wheel, no_network):
+    status, printed = publish(wheel)
+    assert status == 1 and "no index is named: give --repository-url" in printed
+
+
+def test_unknown_repository_and_url_without_a_scheme(publish, wheel, no_network):
+    assert "Missing 'ours' section" in publish(wheel, "--repository", "ours")[1]
+    assert "Invalid repository URL" in publish(wheel, "--repository-url", "pypi.example.com")[1]
+
+
+def test_unfit_wheels_and_sdists_stop_everything_before_the_network(publish, wheel, no_network, tmp_path):
+    good = wheels.repack(wheel, tmp_path, label="cpu.good")
+    bad = wheels.repack(wheel, tmp_path, label="cpu.bad", __init__="import triton\n")
+    sdist = tmp_path / "mamba_ssm-2.4.0.tar.gz"
+    status, printed = publish(good, bad, sdist, tmp_path / "none.whl", "--repository-url", "https://pypi.example.com")
+    assert status == 1
+    assert f"{bad}: " in printed and "triton" in printed
+    assert f"{sdist}: an sdist does not belong on the index" in printed
+    assert f"{tmp_path / 'none.whl'}: " in printed
+    assert str(good) not in printed
+
+
+def test_pattern_is_expanded_where_the_shell_does_not(publish, wheel, tmp_path, monkeypatch):
+    held = []
+    monkeypatch.setattr("publish.Index.holds", lambda index, path: held.append(path.name) or True)
+    for label in ("cpu.a", "cpu.b"):
+        wheels.repack(wheel, tmp_path / "dist", label=label)
+    assert publish(tmp_path / "dist" / "*.whl", "--repository-url", "https://pypi.example.com")[0] == 0
+    assert [name.split("-")[1].split("+")[1] for name in held] == ["cpu.a", "cpu.b"]
+
+
+@pytest.mark.parametrize("where", ["command line", "environment", "pypirc"])
+def test_password_in_the_url_is_refused_and_not_told(where, publish, wheel, no_network, monkeypatch, tmp_path):
+    url = f"https://team:{PASSWORD}@pypi.example.com/"
+    words = []
+    if where == "command line":
+        words = ["--repository-url", url]
+    elif where == "environment":
+        monkeypatch.setenv("TWINE_REPOSITORY_URL", url)
+    else:
+        (tmp_path / ".pypirc").write_text(f"[distutils]\nindex-servers = ours\n[ours]\nrepository = {url}\n")
+        words = ["--repository", "ours"]
+    status, printed = publish(wheel, *words)
+    assert status == 1 and "the URL holds a user name or password" in printed
+
+
+def test_missing_password_is_an_error_where_nobody_can_answer(publish, wheel, no_network):
+    status, printed = publish(wheel, "--repository-url", "https://pypi.example.com", user=None, password=None)
+    assert status == 1 and "Credential not found" in printed and "TWINE_USERNAME" in printed
+
+
+def test_section_of_pypirc(publish, wheel, tmp_path):
+    """URL, user and password from a file; none of them on the command line."""
+    with StaticSite(tmp_path) as site:
+        (tmp_path / ".pypirc").write_text(
+            f"[distutils]\nindex-servers = ours\n[ours]\nrepository = {site.url}\nusername = a\npassword = {PASSWORD}\n"
+        )
+        status, printed = publish(wheel, "--repository", "ours", user=None, password=None)
+        assert status == 1 and "status 501" in printed
+        assert "/simple/mamba-ssm/" in site.requested
+
+
+def test_server_that_is_not_there(publish, wheel):
+    status, printed = publish(wheel, "--repository-url", f"http://{HOST}:{free_port()}/")
+    assert status == 1 and "cannot be reached" in printed
+
+
+def test_index_without_hashes(publish, wheel, tmp_path):
+    page = tmp_path / "simple" / "mamba-ssm"
+    page.mkdir(parents=True)
+    (page / "index.html").write_text(f'<!DOCTYPE html><a href="{wheel.name}">{wheel.name}</a>')
+    with StaticSite(tmp_path) as site:
+        status, printed = publish(wheel, "--repository-url", site.url)
+    assert status == 1 and "gives no hash of it" in printed
+
+
+@pytest.mark.parametrize("script", ["publish.py", "make_index.py"])
+def test_without_the_extra_the_message_says_what_to_install(script, request):
+    command = [sys.executable, "-S", str(request.config.rootpath / "scripts" / script), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert 'pip install ".[publish]"' in done.stderr
+    assert "Traceback" not in done.stderr
