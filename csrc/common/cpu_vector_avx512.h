@@ -5,6 +5,7 @@
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic push                             // NOLINT(msvc): the branch for another compiler
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // NOLINT(msvc)
+#pragma GCC diagnostic ignored "-Wuninitialized"        // NOLINT(msvc)
 #endif
 #include <immintrin.h>
 #if defined(__GNUC__) && !defined(__clang__)

@@ -76,6 +76,9 @@ int64_t mamba_struct_size(const char* name) {
         {"MambaSelectiveStateUpdate", sizeof(MambaSelectiveStateUpdate)},
         {"MambaSsd", sizeof(MambaSsd)},
         {"MambaSsdBackward", sizeof(MambaSsdBackward)},
+        {"MambaNorm", sizeof(MambaNorm)},
+        {"MambaNormBackward", sizeof(MambaNormBackward)},
+        {"MambaSwiglu", sizeof(MambaSwiglu)},
         {"MambaLibraryInfo", sizeof(MambaLibraryInfo)},
     };
     for (const Entry& entry : entries) {

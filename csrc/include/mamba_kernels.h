@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 2
+#define MAMBA_ABI_VERSION 3
 
 /* Error codes. */
 #define MAMBA_OK 0
@@ -48,6 +48,8 @@ extern "C" {
 #define MAMBA_MAX_DSTATE 256
 /* Largest headdim of ssd. */
 #define MAMBA_MAX_HEADDIM 256
+/* Largest group_size of norm. */
+#define MAMBA_MAX_NORM_GROUP 1073741824
 
 /* Where to run. mamba_cuda reads stream and device, mamba_cpu reads num_threads. */
 typedef struct MambaRun {
@@ -266,6 +268,58 @@ typedef struct MambaSsdBackward {
     int64_t dC_batch_stride, dC_len_stride, dC_group_stride;
 } MambaSsdBackward;
 
+/* out = (s - mean(s)) rstd weight + bias over each of a row's ngroups groups of neighbours, rstd = 1 / sqrt(var(s) + eps).
+ * s = x + residual, rounded to other_dtype; or, with z, s = x silu(z) (norm_before_gate 0), or s = x and out is multiplied by
+ * silu(z) (norm_before_gate 1). is_rms_norm: no mean, rstd = 1 / sqrt(mean(s^2) + eps). The elements of a row have stride 1.
+ * Letters: R rows, N = ngroups * group_size. */
+typedef struct MambaNorm {
+    MambaRun run;
+    int64_t rows, ngroups, group_size; /* group_size <= MAMBA_MAX_NORM_GROUP */
+    int32_t is_rms_norm, norm_before_gate;
+    int32_t dtype;       /* of x, out */
+    int32_t other_dtype; /* of residual, residual_out, z and their gradients: dtype or float32 */
+    int32_t weight_dtype, bias_dtype;
+    float eps;
+    int32_t reserved;
+    const void* x;        /* (R, N); backward: not read where residual_out is */
+    const void* residual; /* (R, N), optional, not together with z; not read in backward */
+    const void* z;        /* (R, N), optional */
+    const void* weight;   /* (N) */
+    const void* bias;     /* (N), optional */
+    void* out;            /* (R, N); not in backward */
+    void* residual_out;   /* (R, N), optional, not together with z: s; backward: read */
+    float* mean;          /* (R, ngroups), optional: for backward, which reads it unless is_rms_norm */
+    float* rstd;          /* (R, ngroups), optional: for backward, which reads it */
+    int64_t x_row_stride, residual_row_stride, z_row_stride, out_row_stride, residual_out_row_stride;
+} MambaNorm;
+
+/* Gradients, final: nothing is left to add up, and no result depends on the order of atomics. */
+typedef struct MambaNormBackward {
+    MambaNorm forward;
+    const void* dout;          /* (R, N) of dtype */
+    const void* dresidual_out; /* (R, N) of other_dtype, optional, not together with z */
+    void* dx;                  /* (R, N) of dtype */
+    void* dresidual;           /* (R, N) of other_dtype, optional, not together with z: dx once more */
+    void* dz;                  /* (R, N) of other_dtype; required where z is */
+    void* dweight;             /* (N) of weight_dtype */
+    void* dbias;               /* (N) of bias_dtype; required where bias is */
+    void* workspace;           /* as many bytes as mamba_norm_backward_workspace says, 16-byte aligned; NULL for 0 */
+    int64_t dout_row_stride, dresidual_out_row_stride, dx_row_stride, dresidual_row_stride, dz_row_stride;
+} MambaNormBackward;
+
+/* out = silu(x) y of the halves x, y of each row of xy; in backward dxy, and out once more. Elements of a row have stride 1. */
+typedef struct MambaSwiglu {
+    MambaRun run;
+    int64_t rows, width; /* width of a half */
+    int32_t dtype;       /* of all */
+    int32_t reserved;
+    const void* xy;   /* (R, 2 width) */
+    const void* dout; /* (R, width), backward only */
+    void* out;        /* (R, width); backward: optional */
+    void* dxy;        /* (R, 2 width), backward only */
+    int64_t xy_row_stride, dout_row_stride, out_row_stride, dxy_row_stride;
+} MambaSwiglu;
+
 /* What the library is and where it runs. */
 typedef struct MambaLibraryInfo {
     int32_t abi_version;
@@ -302,6 +356,13 @@ MAMBA_API int32_t mamba_ssd_backward(const MambaSsdBackward* params);
 /* Bytes of MambaSsd::workspace; reads run, the sizes and whether out is NULL. */
 MAMBA_API int64_t mamba_ssd_forward_workspace(const MambaSsd* params);
 MAMBA_API int64_t mamba_ssd_backward_workspace(const MambaSsd* params);
+
+MAMBA_API int32_t mamba_norm_forward(const MambaNorm* params);
+MAMBA_API int32_t mamba_norm_backward(const MambaNormBackward* params);
+/* Bytes of MambaNormBackward::workspace; reads run, the sizes and whether bias is NULL. */
+MAMBA_API int64_t mamba_norm_backward_workspace(const MambaNorm* params);
+MAMBA_API int32_t mamba_swiglu_forward(const MambaSwiglu* params);
+MAMBA_API int32_t mamba_swiglu_backward(const MambaSwiglu* params);
 
 #ifdef __cplusplus
 }

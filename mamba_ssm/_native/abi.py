@@ -7,7 +7,7 @@ directly: ``params.stream``, not ``params.run.stream``.
 
 import ctypes
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 OK = 0
 ERROR_INVALID = 1
@@ -25,6 +25,7 @@ BFLOAT16 = 2
 SCAN_CHECKPOINT = 64
 MAX_DSTATE = 256
 MAX_HEADDIM = 256
+MAX_NORM_GROUP = 1073741824
 
 _i32 = ctypes.c_int32
 _i64 = ctypes.c_int64
@@ -198,6 +199,48 @@ class MambaSsdBackward(ctypes.Structure):
     )
 
 
+class MambaNorm(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = _fields(
+        """
+        MambaRun: run;
+        i64: rows, ngroups, group_size;
+        i32: is_rms_norm, norm_before_gate, dtype, other_dtype, weight_dtype, bias_dtype;
+        f32: eps;
+        i32: reserved;
+        ptr: x, residual, z, weight, bias, out, residual_out, mean, rstd;
+        i64: x_row_stride, residual_row_stride, z_row_stride, out_row_stride, residual_out_row_stride
+        """,
+        MambaRun=MambaRun,
+    )
+
+
+class MambaNormBackward(ctypes.Structure):
+    _anonymous_ = ("forward",)
+    _fields_ = _fields(
+        """
+        MambaNorm: forward;
+        ptr: dout, dresidual_out, dx, dresidual, dz, dweight, dbias, workspace;
+        i64: dout_row_stride, dresidual_out_row_stride, dx_row_stride, dresidual_row_stride, dz_row_stride
+        """,
+        MambaNorm=MambaNorm,
+    )
+
+
+class MambaSwiglu(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = _fields(
+        """
+        MambaRun: run;
+        i64: rows, width;
+        i32: dtype, reserved;
+        ptr: xy, dout, out, dxy;
+        i64: xy_row_stride, dout_row_stride, out_row_stride, dxy_row_stride
+        """,
+        MambaRun=MambaRun,
+    )
+
+
 class MambaLibraryInfo(ctypes.Structure):
     _fields_ = _fields(
         """
@@ -219,6 +262,9 @@ STRUCTS = (
     MambaSelectiveStateUpdate,
     MambaSsd,
     MambaSsdBackward,
+    MambaNorm,
+    MambaNormBackward,
+    MambaSwiglu,
     MambaLibraryInfo,
 )
 
@@ -234,6 +280,10 @@ FUNCTIONS = {
     "selective_scan_plan": MambaSelectiveScan,
     "ssd_forward": MambaSsd,
     "ssd_backward": MambaSsdBackward,
+    "norm_forward": MambaNorm,
+    "norm_backward": MambaNormBackward,
+    "swiglu_forward": MambaSwiglu,
+    "swiglu_backward": MambaSwiglu,
 }
 MORE_ARGUMENTS = {"selective_scan_plan": [_i32, ctypes.POINTER(MambaSelectiveScanPlan)]}
 # Functions that return a count or a size.
@@ -241,6 +291,7 @@ SIZE_FUNCTIONS = {
     "causal_conv1d_backward_slots": MambaCausalConv1d,
     "ssd_forward_workspace": MambaSsd,
     "ssd_backward_workspace": MambaSsd,
+    "norm_backward_workspace": MambaNorm,
 }
 
 

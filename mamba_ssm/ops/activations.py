@@ -3,7 +3,13 @@
 import torch
 import torch.nn.functional as F
 
-from mamba_ssm.ops.norm_reference import swiglu_ref
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import DTYPE_CODES, place, run
+from mamba_ssm.ops import _checks as checks
+from mamba_ssm.ops import _norm_common as common
+from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define
+
+_NAME = "swiglu"
 
 
 def swiglu(xy):
@@ -15,9 +21,12 @@ def swiglu(xy):
     Returns:
         (..., N) of xy's dtype.
 
+    Raises:
+        TypeError: the dtype is wrong. ValueError: the last dimension is odd.
+
     Same as upstream's mamba_ssm.ops.triton.k_activations.swiglu.
     """
-    return swiglu_ref(xy)
+    return call(swiglu_op, xy)
 
 
 def softplus(x):
@@ -32,7 +41,7 @@ def _swiglu_fwd(xy, out=None):
     """swiglu without gradients, into out (like the result) if it is given."""
     with torch.no_grad():
         result = swiglu(xy)
-        return result if out is None else out.copy_(result)
+        return result if out is None else _copy_into("out", out, result)
 
 
 def _swiglu_bwd(xy, dout, dxy=None, recompute_output=False, out=None):
@@ -40,12 +49,96 @@ def _swiglu_bwd(xy, dout, dxy=None, recompute_output=False, out=None):
 
     Returns dxy; with recompute_output (dxy, swiglu(xy)), the latter in out if it is given.
     """
-    with torch.enable_grad():
-        leaf = xy.detach().requires_grad_()
-        result = swiglu(leaf)
-        (gradient,) = torch.autograd.grad(result, leaf, dout)
-    dxy = gradient if dxy is None else dxy.copy_(gradient)
-    if not recompute_output:
-        return dxy
-    result = result.detach()
-    return dxy, result if out is None else out.copy_(result)
+    with torch.no_grad():
+        gradient, result = call(swiglu_backward_op, dout, xy, bool(recompute_output))
+        dxy = gradient if dxy is None else _copy_into("dxy", dxy, gradient)
+        if not recompute_output:
+            return dxy
+        return dxy, result if out is None else _copy_into("out", out, result)
+
+
+def _copy_into(name, tensor, result):
+    if tensor.shape != result.shape:
+        raise ValueError(f"{_NAME}: {name} must have shape {tuple(result.shape)}, got {tuple(tensor.shape)}")
+    return tensor.copy_(result)
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def _check(xy):
+    """Returns the shape of a half."""
+    common.check_rows(_NAME, "xy", xy)
+    if xy.shape[-1] % 2:
+        raise ValueError(f"{_NAME}: the last dimension of xy must be even, x and y side by side, got {xy.shape[-1]}")
+    return *xy.shape[:-1], xy.shape[-1] // 2
+
+
+def _fill(params, xy):
+    """Sizes and xy; returns xy as the kernels read it."""
+    params.rows = xy.numel() // xy.shape[-1]
+    params.width = xy.shape[-1] // 2
+    params.dtype = DTYPE_CODES[xy.dtype]
+    xy, params.xy_row_stride = common.in_rows(xy)
+    params.xy = xy.data_ptr()
+    return xy
+
+
+def _forward(xy):
+    out = xy.new_empty(_check(xy))
+    if out.numel():
+        params = abi.MambaSwiglu()
+        functions = place(params, xy)
+        xy = _fill(params, xy)
+        params.out, params.out_row_stride = out.data_ptr(), out.shape[-1]
+        run(functions, "swiglu_forward", params)
+    return out
+
+
+def _forward_fake(xy):
+    return xy.new_empty(_check(xy))
+
+
+class _Swiglu(torch.autograd.Function):
+    """Saves xy."""
+
+    @staticmethod
+    def forward(ctx, xy):
+        ctx.save_for_backward(xy)
+        return call_below_autograd(swiglu_op, xy)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return call_in_backward(swiglu_backward_op, dout, *ctx.saved_tensors, False)[0]
+
+
+swiglu_op = define("swiglu(Tensor xy) -> Tensor", _forward, _forward_fake, autograd=_Swiglu)
+
+
+def _allocate_backward(dout, xy, want_out):
+    shape = _check(xy)
+    checks.check_same(_NAME + "_backward", "dout", dout, shape, xy, "xy", "(..., N)")
+    dxy = torch.empty_like(xy, memory_format=torch.contiguous_format)
+    return dxy, xy.new_empty(shape) if want_out else None
+
+
+def _backward(dout, xy, want_out):
+    dxy, out = _allocate_backward(dout, xy, want_out)
+    if dout.numel():
+        params = abi.MambaSwiglu()
+        functions = place(params, xy)
+        xy = _fill(params, xy)
+        dout, params.dout_row_stride = common.in_rows(dout)
+        params.dout = dout.data_ptr()
+        params.dxy, params.dxy_row_stride = dxy.data_ptr(), dxy.shape[-1]
+        if out is not None:
+            params.out, params.out_row_stride = out.data_ptr(), out.shape[-1]
+        run(functions, "swiglu_backward", params)
+    return dxy, out
+
+
+swiglu_backward_op = define(
+    "swiglu_backward(Tensor dout, Tensor xy, bool want_out) -> (Tensor dxy, Tensor out)",
+    _backward,
+    _allocate_backward,
+)

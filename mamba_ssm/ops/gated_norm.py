@@ -2,7 +2,13 @@
 
 import torch
 
-from mamba_ssm.ops.norm_reference import gated_norm_ref
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import place, run
+from mamba_ssm.ops import _checks as checks
+from mamba_ssm.ops import _norm_common as common
+from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define
+
+_NAME = "layernorm_gated"
 
 
 def layernorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True, is_rms_norm=False):
@@ -23,7 +29,11 @@ def layernorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before
 
     Same as upstream's mamba_ssm.ops.triton.layernorm_gated.layernorm_fn.
     """
-    return gated_norm_ref(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm=is_rms_norm)
+    if z is not None and z.dtype != x.dtype:
+        z = checks.widen(z)  # the kernels take float32 beside any x
+    group_size = x.shape[-1] if group_size is None else group_size
+    flags = bool(norm_before_gate), bool(is_rms_norm), False
+    return call(gated_norm_op, x, weight, bias, z, float(eps), group_size, *flags)[0]
 
 
 def rmsnorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True):
@@ -74,3 +84,142 @@ class RMSNorm(_GatedNorm):
     def forward(self, x, z=None):
         """norm(x) * silu(z), or norm(x * silu(z)) with norm_before_gate=False."""
         return rmsnorm_fn(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
+
+
+# ---- forward operator ------------------------------------------------------------------------------------------------
+
+
+def _check(op, x, weight, bias, z, group_size):
+    """Raises on any argument that the kernels do not take; returns the number of groups."""
+    common.check_rows(op, "x", x)
+    common.check_parameters(op, x, weight, bias)
+    if z is not None:
+        common.check_beside(op, "z", z, x)
+    width = x.shape[-1]
+    if width == 0:
+        return 1
+    if group_size < 1 or width % group_size:
+        raise ValueError(f"{op}: group_size must divide the last dimension of x, {width}, got {group_size}")
+    return width // group_size
+
+
+def _fill(params, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm):
+    """Sets the fields that forward and backward share; returns x and z as the kernels read them."""
+    common.fill(params, x, weight, bias, group_size, is_rms_norm, x.dtype if z is None else z.dtype)
+    params.norm_before_gate = norm_before_gate
+    x, params.x_row_stride = common.in_rows(x)
+    params.x = x.data_ptr()
+    if z is not None:
+        z, params.z_row_stride = common.in_rows(z)
+        params.z = z.data_ptr()
+    return x, z
+
+
+def _forward(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, want_statistics):
+    groups = _check(_NAME, x, weight, bias, z, group_size)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    mean, rstd = common.allocate_statistics(x, groups, is_rms_norm, want_statistics)
+    if x.numel() == 0:
+        return out, mean, rstd
+    weight, bias = weight.contiguous(), checks.contiguous(bias)
+    params = abi.MambaNorm()
+    functions = place(params, x)
+    x, z = _fill(params, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm)
+    params.eps = eps
+    params.out = out.data_ptr()
+    params.out_row_stride = x.shape[-1]
+    if rstd is not None:
+        params.rstd = rstd.data_ptr()
+        params.mean = None if mean is None else mean.data_ptr()
+    run(functions, "norm_forward", params)
+    return out, mean, rstd
+
+
+def _forward_fake(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, want_statistics):
+    groups = _check(_NAME, x, weight, bias, z, group_size)
+    statistics = common.allocate_statistics(x, groups, is_rms_norm, want_statistics)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), *statistics
+
+
+class _GatedNormFunction(torch.autograd.Function):
+    """Saves the inputs, and mean and rstd of each group."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, want_statistics):
+        options = group_size, norm_before_gate, is_rms_norm
+        out, mean, rstd = call_below_autograd(gated_norm_op, x, weight, bias, z, eps, *options, True)
+        ctx.save_for_backward(x, weight, bias, z, mean, rstd)
+        ctx.options = options
+        ctx.mark_non_differentiable(*(statistic for statistic in (mean, rstd) if statistic is not None))
+        ctx.set_materialize_grads(False)
+        return out, mean, rstd
+
+    @staticmethod
+    def backward(ctx, dout, *_):
+        if dout is None:
+            return (None,) * 9
+        arguments = dout, *ctx.saved_tensors, *ctx.options
+        dx, dweight, dbias, dz = call_in_backward(gated_norm_backward_op, *arguments)
+        return dx, dweight, dbias, dz, *(None,) * 5
+
+
+gated_norm_op = define(
+    "gated_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? z, float eps, int group_size, bool norm_before_gate, "
+    "bool is_rms_norm, bool want_statistics) -> (Tensor out, Tensor mean, Tensor rstd)",
+    _forward,
+    _forward_fake,
+    autograd=_GatedNormFunction,
+)
+
+
+# ---- backward operator -----------------------------------------------------------------------------------------------
+
+
+def _check_backward(dout, x, weight, bias, z, mean, rstd, group_size, is_rms_norm):
+    name = _NAME + "_backward"
+    groups = _check(name, x, weight, bias, z, group_size)
+    checks.check_same(name, "dout", dout, x.shape, x, "x", "(..., N)")
+    common.check_statistics(name, x, groups, mean, rstd, is_rms_norm)
+
+
+def _allocate_grads(x, weight, bias, z):
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        weight.new_empty(weight.shape),
+        None if bias is None else bias.new_empty(bias.shape),
+        None if z is None else torch.empty_like(z, memory_format=torch.contiguous_format),
+    )
+
+
+def _backward(dout, x, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms_norm):
+    _check_backward(dout, x, weight, bias, z, mean, rstd, group_size, is_rms_norm)
+    dx, dweight, dbias, dz = _allocate_grads(x, weight, bias, z)
+    if x.numel() == 0:
+        return dx, dweight.zero_(), None if bias is None else dbias.zero_(), dz
+    width = x.shape[-1]
+    weight, bias, rstd, mean = weight.contiguous(), checks.contiguous(bias), rstd.contiguous(), checks.contiguous(mean)
+    params = abi.MambaNormBackward()
+    functions = place(params, x)
+    x, z = _fill(params, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm)
+    dout, params.dout_row_stride = common.in_rows(dout)
+    params.dout = dout.data_ptr()
+    params.dx, params.dx_row_stride = dx.data_ptr(), width
+    if z is not None:
+        params.dz, params.dz_row_stride = dz.data_ptr(), width
+    workspace = common.fill_gradients(params, functions, x, mean, rstd, dweight, dbias)
+    run(functions, "norm_backward", params)
+    del workspace  # until here
+    return dx, dweight, dbias, dz
+
+
+def _backward_fake(dout, x, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms_norm):
+    _check_backward(dout, x, weight, bias, z, mean, rstd, group_size, is_rms_norm)
+    return _allocate_grads(x, weight, bias, z)
+
+
+gated_norm_backward_op = define(
+    "gated_norm_backward(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? z, Tensor? mean, Tensor rstd, "
+    "int group_size, bool norm_before_gate, bool is_rms_norm) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
+    _backward,
+    _backward_fake,
+)

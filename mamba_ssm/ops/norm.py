@@ -3,7 +3,13 @@
 import torch
 import torch.nn.functional as F
 
-from mamba_ssm.ops.norm_reference import layer_norm_ref
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import place, run
+from mamba_ssm.ops import _checks as checks
+from mamba_ssm.ops import _norm_common as common
+from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define
+
+_NAME = "layer_norm"
 
 
 def layer_norm_fn(
@@ -45,7 +51,7 @@ def layer_norm_fn(
     Same as upstream's mamba_ssm.ops.triton.layer_norm.layer_norm_fn.
     """
     mask = mask1 = None
-    if x1 is not None or rowscale is not None or dropout_p > 0.0:
+    if x1 is not None or rowscale is not None or dropout_p != 0.0:
         x, residual, mask, mask1 = _mix(x, residual, x1, dropout_p, rowscale, residual_in_fp32)
     y, total = _add_norm(x, residual, weight, bias, eps, prenorm or weight1 is not None, residual_in_fp32, is_rms_norm)
     outputs = [y]
@@ -168,9 +174,174 @@ def _mix(x, residual, x1, dropout_p, rowscale, residual_in_fp32):
     return x, residual, mask, mask1
 
 
-def _add_norm(x, residual, weight, bias, eps, want_sum, residual_in_fp32, is_rms_norm):
+def _add_norm(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm):
     """norm(x + residual), and the sum if it is wanted."""
-    if residual is None and residual_in_fp32:
-        residual = torch.zeros_like(x, dtype=torch.float32)
-    result = layer_norm_ref(x, weight, bias, residual, eps=eps, prenorm=True, is_rms_norm=is_rms_norm)
-    return result if want_sum else (result[0], None)
+    beside = residual
+    if residual is not None and residual.dtype != x.dtype:
+        beside = checks.widen(residual)  # the kernels take float32 beside any x
+    flags = bool(want_sum), bool(sum_in_fp32), bool(is_rms_norm), False
+    out, total, _, _ = call(add_norm_op, x, beside, weight, bias, float(eps), *flags)
+    if not want_sum:
+        return out, None
+    if total is None:
+        return out, x
+    return out, total if residual is None else total.to(residual.dtype)
+
+
+# ---- forward operator ------------------------------------------------------------------------------------------------
+
+
+def _check_forward(x, residual, weight, bias):
+    common.check_rows(_NAME, "x", x)
+    common.check_parameters(_NAME, x, weight, bias)
+    if residual is not None:
+        common.check_beside(_NAME, "residual", residual, x)
+
+
+def _allocate(x, residual, want_sum, sum_in_fp32, is_rms_norm, want_statistics):
+    """out, the sum (None where it is not wanted, or x itself), mean and rstd."""
+    total = None
+    if want_sum and residual is not None:
+        total = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    elif want_sum and sum_in_fp32 and x.dtype != torch.float32:
+        total = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    statistics = common.allocate_statistics(x, 1, is_rms_norm, want_statistics)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), total, *statistics
+
+
+def _forward(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm, want_statistics):
+    _check_forward(x, residual, weight, bias)
+    out, total, mean, rstd = _allocate(x, residual, want_sum, sum_in_fp32, is_rms_norm, want_statistics)
+    if x.numel() == 0:
+        return out, total, mean, rstd
+    weight, bias = weight.contiguous(), checks.contiguous(bias)
+    params = abi.MambaNorm()
+    functions = place(params, x)
+    other_dtype = x.dtype if residual is None else residual.dtype
+    x, params.x_row_stride = common.in_rows(x)
+    params.x = x.data_ptr()
+    if residual is not None:
+        residual, params.residual_row_stride = common.in_rows(residual)
+        params.residual = residual.data_ptr()
+    if total is not None:
+        other_dtype = total.dtype
+        params.residual_out = total.data_ptr()
+        params.residual_out_row_stride = x.shape[-1]
+    common.fill(params, x, weight, bias, x.shape[-1], is_rms_norm, other_dtype)
+    params.eps = eps
+    params.out = out.data_ptr()
+    params.out_row_stride = x.shape[-1]
+    if rstd is not None:
+        params.rstd = rstd.data_ptr()
+        params.mean = None if mean is None else mean.data_ptr()
+    run(functions, "norm_forward", params)
+    return out, total, mean, rstd
+
+
+def _forward_fake(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm, want_statistics):
+    _check_forward(x, residual, weight, bias)
+    return _allocate(x, residual, want_sum, sum_in_fp32, is_rms_norm, want_statistics)
+
+
+class _AddNorm(torch.autograd.Function):
+    """Saves the sum that was normalised (without a residual x), and mean and rstd of each row."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm, want_statistics):
+        flags = want_sum or residual is not None, sum_in_fp32, is_rms_norm, True
+        out, total, mean, rstd = call_below_autograd(add_norm_op, x, residual, weight, bias, eps, *flags)
+        ctx.save_for_backward(x if residual is None else total, weight, bias, mean, rstd)
+        ctx.has_residual = residual is not None
+        ctx.is_rms_norm = is_rms_norm
+        ctx.mark_non_differentiable(*(statistic for statistic in (mean, rstd) if statistic is not None))
+        ctx.set_materialize_grads(False)
+        return out, total, mean, rstd
+
+    @staticmethod
+    def backward(ctx, dout, dtotal, *_):
+        total, weight, bias, mean, rstd = ctx.saved_tensors
+        if dout is None:  # the norm itself was not used
+            return dtotal, dtotal, *(None,) * 7
+        arguments = dout, dtotal, total, weight, bias, mean, rstd, ctx.is_rms_norm
+        dx, dresidual, dweight, dbias = call_in_backward(add_norm_backward_op, *arguments)
+        if not ctx.has_residual:
+            dresidual = None
+        elif dresidual is None:  # of x's dtype
+            dresidual = dx
+        return dx, dresidual, dweight, dbias, *(None,) * 5
+
+
+add_norm_op = define(
+    "add_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool want_sum, bool sum_in_fp32, "
+    "bool is_rms_norm, bool want_statistics) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)",
+    _forward,
+    _forward_fake,
+    autograd=_AddNorm,
+)
+
+
+# ---- backward operator -----------------------------------------------------------------------------------------------
+
+
+def _check_backward(dout, dtotal, total, weight, bias, mean, rstd, is_rms_norm):
+    name = _NAME + "_backward"
+    common.check_rows(name, "dout", dout)
+    common.check_parameters(name, dout, weight, bias)
+    common.check_beside(name, "sum", total, dout)
+    if dtotal is not None:
+        if total.dtype == dout.dtype:
+            common.check_beside(name, "dsum", dtotal, dout)
+        else:
+            checks.check_same(name, "dsum", dtotal, total.shape, total, "sum", "(..., N)")
+    common.check_statistics(name, dout, 1, mean, rstd, is_rms_norm)
+
+
+def _allocate_grads(dout, total, weight, bias):
+    """dx; dresidual where the sum has another dtype, else it is dx; dweight; dbias."""
+    return (
+        torch.empty_like(dout, memory_format=torch.contiguous_format),
+        None if total.dtype == dout.dtype else torch.empty_like(total, memory_format=torch.contiguous_format),
+        weight.new_empty(weight.shape),
+        None if bias is None else bias.new_empty(bias.shape),
+    )
+
+
+def _backward(dout, dtotal, total, weight, bias, mean, rstd, is_rms_norm):
+    _check_backward(dout, dtotal, total, weight, bias, mean, rstd, is_rms_norm)
+    dx, dresidual, dweight, dbias = _allocate_grads(dout, total, weight, bias)
+    if dout.numel() == 0:
+        return dx, dresidual, dweight.zero_(), None if bias is None else dbias.zero_()
+    width = dout.shape[-1]
+    weight, bias, rstd, mean = weight.contiguous(), checks.contiguous(bias), rstd.contiguous(), checks.contiguous(mean)
+    params = abi.MambaNormBackward()
+    functions = place(params, dout)
+    common.fill(params, dout, weight, bias, width, is_rms_norm, total.dtype if dtotal is None else dtotal.dtype)
+    dout, params.dout_row_stride = common.in_rows(dout)
+    params.dout = dout.data_ptr()
+    if dtotal is not None:
+        dtotal, params.dresidual_out_row_stride = common.in_rows(dtotal)
+        params.dresidual_out = dtotal.data_ptr()
+    total, row_stride = common.in_rows(total)
+    if total.dtype == dout.dtype:
+        params.x, params.x_row_stride = total.data_ptr(), row_stride
+    else:
+        params.residual_out, params.residual_out_row_stride = total.data_ptr(), row_stride
+        params.dresidual, params.dresidual_row_stride = dresidual.data_ptr(), width
+    params.dx, params.dx_row_stride = dx.data_ptr(), width
+    workspace = common.fill_gradients(params, functions, dout, mean, rstd, dweight, dbias)
+    run(functions, "norm_backward", params)
+    del workspace  # until here
+    return dx, dresidual, dweight, dbias
+
+
+def _backward_fake(dout, dtotal, total, weight, bias, mean, rstd, is_rms_norm):
+    _check_backward(dout, dtotal, total, weight, bias, mean, rstd, is_rms_norm)
+    return _allocate_grads(dout, total, weight, bias)
+
+
+add_norm_backward_op = define(
+    "add_norm_backward(Tensor dout, Tensor? dsum, Tensor sum, Tensor weight, Tensor? bias, Tensor? mean, Tensor rstd, "
+    "bool is_rms_norm) -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
+    _backward,
+    _backward_fake,
+)

@@ -80,7 +80,8 @@ def gated_norm_ref(
     wide, z = x.to(dtype), _convert(z, dtype)
     if z is not None and not norm_before_gate:
         wide = wide * F.silu(z)
-    groups = (-1, wide.shape[-1] if group_size is None else group_size)
+    width = wide.shape[-1]
+    groups = (1, width) if group_size is None or width == 0 else (width // group_size, group_size)
     weight, bias = weight.unflatten(0, groups), None if bias is None else bias.unflatten(0, groups)
     wide = _normalize(wide.unflatten(-1, groups), weight, bias, eps, is_rms_norm).flatten(-2)
     if z is not None and norm_before_gate:

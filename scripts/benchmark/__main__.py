@@ -17,7 +17,7 @@ import torch
 from timing import machine
 
 SECTIONS = {
-    "cuda": ("scan", "block", "conv", "decode", "small", "ssd", "lm", "transformers"),
+    "cuda": ("scan", "block", "conv", "norm", "decode", "small", "ssd", "lm", "transformers"),
     "cpu": ("cpu", "ssd", "lm", "transformers"),
 }
 
@@ -36,6 +36,10 @@ def _section(name):
         import models
 
         return getattr(models, name)
+    if name == "norm":
+        import norms
+
+        return norms.norm
     import gpu
 
     return getattr(gpu, name)

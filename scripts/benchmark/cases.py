@@ -102,6 +102,10 @@ CONVS = [
 ]
 CONV_GOAL_OF_COPY = 0.7
 
+# (rows, width); bfloat16, float32 weight. A language model's RMSNorm has a float32 residual, a Mamba-2 layer's a gate.
+NORMS = [(16384, 1536), (16384, 4096), (16384, 8192)]
+NORM_GOAL_OF_COPY = 0.8
+
 # (batch, dim, dstate, upstream us a call from Python); float32 state, bfloat16 inputs
 DECODES = [(1, 4096, 16, 108.0), (128, 4096, 16, 184.0)]
 DECODE_CALL_GOAL_US = 25.0

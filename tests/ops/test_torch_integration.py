@@ -7,6 +7,9 @@ from cases import ConvCase, ScanCase, outputs_and_gradients
 import mamba_ssm
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+from mamba_ssm.ops.triton.k_activations import swiglu
+from mamba_ssm.ops.triton.layer_norm import layer_norm_fn
+from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
 from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -36,6 +39,7 @@ def opcheck_rows(device, grad):
     )
     yield ops.causal_conv1d.default, (x, weight, bias, None, states, True, True)
     yield ops.causal_conv1d.default, (x, weight, None, None, None, False, False)
+    yield from norm_rows(device, grad)
     if grad:
         return
     for tensors in (full, lean):
@@ -48,6 +52,28 @@ def opcheck_rows(device, grad):
     yield ops.causal_conv1d_update.default, (step, state, weight, bias, None, None, True)
     A, B = -torch.rand(6, 4, device=device), torch.randn(2, 4, device=device)
     yield ops.selective_state_update.default, (state, step, step, A, B, B, None, step, None, None, True)
+
+
+def norm_rows(device, grad):
+    ops = torch.ops.mamba_ssm
+    x, residual, z = (torch.randn(2, 3, 12, device=device).requires_grad_(grad) for _ in range(3))
+    weight, bias = (torch.randn(12, device=device).requires_grad_(grad) for _ in range(2))
+    half = x.detach().half().requires_grad_(grad)
+    yield ops.add_norm.default, (x, residual, weight, bias, 1e-5, True, False, False, True)
+    yield ops.add_norm.default, (half, residual, weight, None, 1e-5, True, False, True, False)
+    yield ops.add_norm.default, (half, None, weight, None, 1e-5, True, True, True, True)
+    yield ops.gated_norm.default, (x, weight, bias, z, 1e-5, 4, True, False, True)
+    yield ops.gated_norm.default, (half, weight, None, z, 1e-5, 12, False, True, False)
+    yield ops.swiglu.default, (x,)
+    if grad:
+        return
+    _, total, mean, rstd = ops.add_norm(x, residual, weight, bias, 1e-5, True, False, False, True)
+    yield ops.add_norm_backward.default, (x, x, total, weight, bias, mean, rstd, False)
+    yield ops.add_norm_backward.default, (half, None, total, weight, None, None, rstd, True)
+    _, mean, rstd = ops.gated_norm(x, weight, bias, z, 1e-5, 4, True, False, True)
+    yield ops.gated_norm_backward.default, (z, x, weight, bias, z, mean, rstd, 4, True, False)
+    yield ops.gated_norm_backward.default, (z, x, weight, None, None, None, rstd, 4, True, True)
+    yield ops.swiglu_backward.default, (x[..., :6], x, True)
 
 
 def ordered(tensors):
@@ -88,6 +114,23 @@ def test_compile_conv(device):
         torch.testing.assert_close(value, expected[name])
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile_norms(dynamic, device):
+    def run(x, residual, weight, z):
+        out, total = layer_norm_fn(x, weight, None, residual, prenorm=True, residual_in_fp32=True)
+        out, first = layer_norm_fn(out, weight, weight, prenorm=True, residual_in_fp32=True, is_rms_norm=True)
+        return rmsnorm_fn(out, weight, None, z, group_size=4) * swiglu(torch.cat([first, z], -1)) + total
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for length in (5, 9):
+        tensors = {name: torch.randn(2, length, 12, device=device) for name in ("x", "residual", "z")}
+        tensors["weight"] = torch.randn(12, device=device)
+        tensors["x"] = tensors["x"].bfloat16()
+        expected = outputs_and_gradients(run, tensors)
+        for name, value in outputs_and_gradients(compiled, tensors).items():
+            torch.testing.assert_close(value, expected[name])
+
+
 @needs_torch_2_4
 def test_compile_in_place_operators(device):
     A, weight = -torch.rand(6, 4, device=device), torch.randn(6, 4, device=device)
@@ -108,6 +151,9 @@ def test_second_derivatives_raise(device):
     for function, tensors in (
         (lambda t: selective_scan_fn(**t), scan_arguments(device, grad=True)),
         (lambda t: causal_conv1d_fn(**t), ConvCase(2, 6, 20).inputs(torch.float32, device)),
+        (lambda t: layer_norm_fn(t["x"], t["w"], None), {name: torch.randn(8, device=device) for name in "xw"}),
+        (lambda t: rmsnorm_fn(t["x"], t["w"], None), {name: torch.randn(8, device=device) for name in "xw"}),
+        (lambda t: swiglu(t["x"]), {"x": torch.randn(8, device=device)}),
     ):
         leaves = [t.requires_grad_() for t in tensors.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
         first = torch.autograd.grad(function(tensors).square().sum(), leaves, create_graph=True)
@@ -200,7 +246,8 @@ def test_checkpoint_and_hooks(device):
 def test_all_operators_are_registered():
     assert mamba_ssm.__version__ >= "2.4.0"
     names = ("selective_scan", "causal_conv1d", "causal_conv1d_update", "selective_state_update")
-    for name in (*names, "selective_scan_backward", "causal_conv1d_backward"):
+    norms = ("add_norm", "gated_norm", "swiglu", "add_norm_backward", "gated_norm_backward", "swiglu_backward")
+    for name in (*names, *norms, "selective_scan_backward", "causal_conv1d_backward"):
         for key in ("CPU", "CUDA", "Autograd", "Meta"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mamba_ssm::{name}", key) or key == "Autograd"
 
