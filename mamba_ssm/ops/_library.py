@@ -47,6 +47,15 @@ def exported_by_dynamo():
     return _EXPORT_KEEPS_NODES and is_compiling() and _dynamo_exports()
 
 
+def may_be_one_node():
+    """Whether an autograd.Function of several operators can be used. Exported programs and torch.jit.trace write
+    operators down, and cannot write down a node of Python; the compiler of torch 2.2 and 2.3 follows few of them.
+    """
+    if is_compiling():
+        return hasattr(torch, "get_autocast_dtype") and not exported_by_dynamo()
+    return _tracing_state() is None
+
+
 def define(schema, implementation, fake, autograd=None, differentiable=True):
     """Defines mamba_ssm::<schema> and returns its callable overload.
 

@@ -225,12 +225,16 @@ def _allocate_grads(sizes, x, weight, bias, need_dinitial_states):
     ]
 
 
-def _backward(dout, dfinal_states, x, weight, bias, seq_idx, initial_states, need_dinitial_states, silu):
+def _backward(dout, dfinal_states, x, weight, bias, seq_idx, initial_states, need_dinitial_states, silu, dx=None):
+    """The operator; dx: where to write it, length or channels with stride 1, for callers that cut it out of a larger
+    tensor.
+    """
     sizes = batch, dim, _, width = _check_backward(dout, dfinal_states, (x, weight, bias, seq_idx, initial_states))
     x, dout = kernel_layout(x), kernel_layout(dout)
     if x.numel() == 0:
         grads = _allocate_grads(sizes, x, weight, bias, need_dinitial_states)
         grads = [None if grad is None else grad.zero_() for grad in grads]
+        grads[0] = grads[0] if dx is None else dx
         if need_dinitial_states and dfinal_states is not None:
             grads[3].copy_(dfinal_states)
         return tuple(grads)
@@ -241,7 +245,8 @@ def _backward(dout, dfinal_states, x, weight, bias, seq_idx, initial_states, nee
     functions = place(params, x)
     _fill(params, sizes, x, weight, bias, seq_idx, initial_states, silu)
     params.slots = slots = functions["causal_conv1d_backward_slots"](params.forward)
-    dx = kernel_layout(torch.empty_like(x))
+    if dx is None:
+        dx = kernel_layout(torch.empty_like(x))
     dweight = x.new_empty((slots, dim, width), dtype=torch.float32)
     dbias = None if bias is None else x.new_empty((slots, dim), dtype=torch.float32)
     dinitial_states = x.new_empty((batch, dim, width - 1)) if need_dinitial_states else None

@@ -115,9 +115,11 @@ def _fill(params, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm)
     return x, z
 
 
-def _forward(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, want_statistics):
+def _forward(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, want_statistics, out=None):
+    """The operator; out: where to write it, for callers that cut it out of a larger contiguous tensor."""
     groups = _check(_NAME, x, weight, bias, z, group_size)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, rstd = common.allocate_statistics(x, groups, is_rms_norm, want_statistics)
     if x.numel() == 0:
         return out, mean, rstd
@@ -127,7 +129,7 @@ def _forward(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm,
     x, z = _fill(params, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm)
     params.eps = eps
     params.out = out.data_ptr()
-    params.out_row_stride = x.shape[-1]
+    _, params.out_row_stride = common.in_rows(out)
     if rstd is not None:
         params.rstd = rstd.data_ptr()
         params.mean = None if mean is None else mean.data_ptr()
@@ -182,18 +184,21 @@ def _check_backward(dout, x, weight, bias, z, mean, rstd, group_size, is_rms_nor
     common.check_statistics(name, x, groups, mean, rstd, is_rms_norm)
 
 
-def _allocate_grads(x, weight, bias, z):
+def _allocate_grads(x, weight, bias, z, dz=None):
+    if dz is None and z is not None:
+        dz = torch.empty_like(z, memory_format=torch.contiguous_format)
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
         weight.new_empty(weight.shape),
         None if bias is None else bias.new_empty(bias.shape),
-        None if z is None else torch.empty_like(z, memory_format=torch.contiguous_format),
+        dz,
     )
 
 
-def _backward(dout, x, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms_norm):
+def _backward(dout, x, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms_norm, dz=None):
+    """The operator; dz: where to write it, for callers that cut it out of a larger contiguous tensor."""
     _check_backward(dout, x, weight, bias, z, mean, rstd, group_size, is_rms_norm)
-    dx, dweight, dbias, dz = _allocate_grads(x, weight, bias, z)
+    dx, dweight, dbias, dz = _allocate_grads(x, weight, bias, z, dz)
     if x.numel() == 0:
         return dx, dweight.zero_(), None if bias is None else dbias.zero_(), dz
     width = x.shape[-1]
@@ -205,7 +210,8 @@ def _backward(dout, x, weight, bias, z, mean, rstd, group_size, norm_before_gate
     params.dout = dout.data_ptr()
     params.dx, params.dx_row_stride = dx.data_ptr(), width
     if z is not None:
-        params.dz, params.dz_row_stride = dz.data_ptr(), width
+        params.dz = dz.data_ptr()
+        _, params.dz_row_stride = common.in_rows(dz)
     workspace = common.fill_gradients(params, functions, x, mean, rstd, dweight, dbias)
     run(functions, "norm_backward", params)
     del workspace  # until here

@@ -1,11 +1,20 @@
-"""The inside of a Mamba-2 block: convolution, scan, gate, norm and output projection of one projection's output."""
+"""The inside of a Mamba-2 block as one memory-saving autograd node: convolution, scan, gate, norm and out_proj.
+
+The output projection is a plain torch matrix product, so that compilers see it; what comes before it is one operator,
+mamba_ssm.ops.split_conv1d_scan. Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
+"""
 
 import torch
 import torch.nn.functional as F
 
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
-from mamba_ssm.ops.gated_norm import rmsnorm_fn
-from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
+from mamba_ssm.ops import _checks as checks
+from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
+from mamba_ssm.ops._conv1d_common import wants_silu
+from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, may_be_one_node
+from mamba_ssm.ops.split_conv1d_scan import check, split_conv1d_scan_backward_op, split_conv1d_scan_op
+from mamba_ssm.ops.ssd import check_options
+
+_NAME = "mamba_split_conv1d_scan_combined"
 
 
 def mamba_split_conv1d_scan_combined(
@@ -30,37 +39,149 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate=True,
     state_dtype=None,
 ):
-    """A Mamba-2 block between its input projection and its residual."""
-    headdim = D.shape[1] if headdim is None else headdim
-    nheads, channels = A.shape[0], conv1d_weight.shape[0]
-    dim = nheads * headdim
-    dstate = (channels - dim) // (2 * ngroups)
-    d_mlp = (zxbcdt.shape[-1] - dim - channels - nheads) // 2
-    z0, x0, z, xBC, dt = zxbcdt.split([d_mlp, d_mlp, dim, channels, nheads], dim=-1)
-    xBC = causal_conv1d_fn(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx=seq_idx, activation=activation)
-    x, B, C = xBC.transpose(1, 2).split([dim, ngroups * dstate, ngroups * dstate], dim=-1)
-    out, final_states = mamba_chunk_scan_combined(
-        x.unflatten(-1, (nheads, headdim)),
-        dt,
-        A,
-        B.unflatten(-1, (ngroups, dstate)),
-        C.unflatten(-1, (ngroups, dstate)),
-        chunk_size,
-        D=D,
-        z=z.unflatten(-1, (nheads, headdim)) if rmsnorm_weight is None else None,
-        dt_bias=dt_bias,
-        initial_states=initial_states,
-        seq_idx=seq_idx,
-        dt_softplus=True,
-        dt_limit=dt_limit,
-        return_final_states=True,
-        state_dtype=state_dtype,
+    """A Mamba-2 block between its input projection and its residual.
+
+    Args:
+        zxbcdt: (B, L, 2 d_mlp + 2 H P + 2 G N + H) float32, float16 or bfloat16: gate and input of the gated MLP (d_mlp
+            channels, usually none), z, and x, B, C and dt of the scan.
+        conv1d_weight: (H P + 2 G N, W), W 2..4; conv1d_bias: (H P + 2 G N) or None; of any of these dtypes.
+        dt_bias, A: (H); D: (H), or (H, P), or None; float32, or widened to it. dt = softplus(dt + dt_bias).
+        chunk_size: a positive integer, upstream's tile size. It has no effect: the kernels choose their own.
+        initial_states: (B, H, P, N) float32, the states before the first step; zero if None.
+        seq_idx: (B, L) int32; convolution and states restart at each step whose value differs from the step before.
+        dt_limit: (smallest, largest) value of dt, which is then clamped.
+        activation: of the convolution: "silu", "swish" or None.
+        rmsnorm_weight: (H P) of any of these dtypes: RMSNorm over groups of H P / G channels, with rmsnorm_eps,
+            before (norm_before_gate) or after the gate silu(z). None: only the gate.
+        outproj_weight: (d_model, d_mlp + H P) and outproj_bias: (d_model); None to return before the projection.
+        headdim: P; may be None if D is (H, P). ngroups: G.
+        state_dtype: dtype of the returned states, float32 if None.
+
+    Returns:
+        out (B, L, d_model), or (B, L, d_mlp + H P) without outproj_weight, of zxbcdt's dtype; with return_final_states
+        (out, final_states (B, H, P, N)). Under autocast zxbcdt and the projection are cast to autocast's dtype.
+
+    Differentiable once in every floating-point argument. Kept for backward are the arguments, and with rmsnorm_weight
+    the scan's output (B, L, H P) in zxbcdt's dtype and 1 / rms (B, L, G) float32; the rest is computed again.
+
+    Same as upstream's mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined.
+    """
+    check_options(_NAME, chunk_size, dt_limit, state_dtype)
+    dtype = autocast_dtype(zxbcdt)
+    if dtype is not None:
+        zxbcdt = zxbcdt.to(dtype)
+        outproj_weight = None if outproj_weight is None else outproj_weight.to(dtype)
+    if outproj_bias is not None:
+        outproj_bias = outproj_bias.to(zxbcdt.dtype)
+    tensors = (
+        zxbcdt,
+        conv1d_weight,
+        conv1d_bias,
+        checks.widen(dt_bias),
+        checks.widen(A),
+        checks.widen(D),
+        checks.widen(initial_states),
+        seq_idx,
+        rmsnorm_weight,
     )
-    out = out.flatten(2)
-    if rmsnorm_weight is not None:
-        out = rmsnorm_fn(out, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
-    if d_mlp:
-        out = torch.cat([F.silu(z0) * x0, out], dim=-1)
-    if outproj_weight is not None:
-        out = F.linear(out, outproj_weight, outproj_bias)
-    return (out, final_states) if return_final_states else out
+    options = (
+        _headdim(D, headdim),
+        ngroups,
+        float(dt_limit[0]),
+        float(dt_limit[1]),
+        wants_silu(_NAME, activation),
+        float(rmsnorm_eps),
+        bool(norm_before_gate),
+        bool(return_final_states),
+    )
+    if outproj_weight is None:
+        if outproj_bias is not None:
+            raise ValueError(f"{_NAME}: outproj_bias is given, but outproj_weight is None")
+        out, _, _, states = call(split_conv1d_scan_op, *tensors, *options, False)
+    else:
+        sizes = check(zxbcdt, conv1d_weight, A, rmsnorm_weight, *options[:2])
+        _check_projection(zxbcdt, sizes.d_mlp + sizes.dim, outproj_weight, outproj_bias)
+        projection = outproj_weight, outproj_bias
+        given = (*tensors, *projection)
+        need_grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
+        if need_grad and may_be_one_node():
+            out, states = _Mamba2Inner.apply(*given, *options)
+        else:
+            out, _, _, states = call(split_conv1d_scan_op, *tensors, *options, False)
+            out = F.linear(out, *projection)
+    if not return_final_states:
+        return out
+    return out, states if state_dtype is None else states.to(state_dtype)
+
+
+def _headdim(D, headdim):
+    if D is not None and D.dim() == 2:
+        if headdim not in (None, D.shape[1]):
+            raise ValueError(f"{_NAME}: headdim is {headdim}, but D has shape (H, P) = {tuple(D.shape)}")
+        return D.shape[1]
+    if not isinstance(headdim, int):
+        raise ValueError(f"{_NAME}: headdim must be given where D is not (H, P), got {headdim!r}")
+    return headdim
+
+
+def _check_projection(zxbcdt, columns, weight, bias):
+    checks.check_dims(_NAME, "outproj_weight", weight, 2, "(d_model, d_mlp + H P)")
+    shape = (weight.shape[0], columns)
+    checks.check_same(_NAME, "outproj_weight", weight, shape, zxbcdt, "zxbcdt", "(d_model, d_mlp + H P)")
+    if bias is not None:
+        checks.check_same(_NAME, "outproj_bias", bias, (weight.shape[0],), zxbcdt, "zxbcdt", "(d_model,)")
+
+
+class _Mamba2Inner(torch.autograd.Function):
+    """split_conv1d_scan and the output projection; keeps what the operator alone would, not the projection's input."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        zxbcdt,
+        conv1d_weight,
+        conv1d_bias,
+        dt_bias,
+        A,
+        D,
+        initial_states,
+        seq_idx,
+        rmsnorm_weight,
+        outproj_weight,
+        outproj_bias,
+        headdim,
+        ngroups,
+        dt_min,
+        dt_max,
+        silu,
+        rmsnorm_eps,
+        norm_before_gate,
+        return_final_states,
+    ):
+        tensors = (zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight)
+        options = (headdim, ngroups, dt_min, dt_max, silu, rmsnorm_eps, norm_before_gate)
+        out, y, rstd, states = call_below_autograd(split_conv1d_scan_op, *tensors, *options, return_final_states, True)
+        ctx.save_for_backward(*tensors, y, rstd, outproj_weight)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        with no_autocast(out):
+            return F.linear(out, outproj_weight, outproj_bias), states
+
+    @staticmethod
+    def backward(ctx, dout, dstates):
+        *tensors, outproj_weight = ctx.saved_tensors
+        if dout is None and dstates is None:
+            return (None,) * 19
+        if dout is None:  # out itself was not used
+            dout = dstates.new_zeros((*tensors[0].shape[:2], outproj_weight.shape[0]), dtype=outproj_weight.dtype)
+        dout = dout.contiguous()
+        need = ctx.needs_input_grad
+        with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
+            dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, drmsnorm_weight, out = call_in_backward(
+                split_conv1d_scan_backward_op, dout @ outproj_weight, dstates, *tensors, *ctx.options, need[6], need[9]
+            )
+            rows = dout.flatten(0, 1)
+            doutproj_weight = rows.t() @ out.flatten(0, 1) if need[9] else None
+            doutproj_bias = rows.sum(0) if need[10] else None
+        grads = dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, None, drmsnorm_weight
+        return *grads, doutproj_weight, doutproj_bias, *(None,) * 8

@@ -7,8 +7,8 @@ Letters: B batch, D channels (d_inner), L length, N dstate, R rank of dt.
 import torch
 
 from mamba_ssm.ops import _checks as checks
-from mamba_ssm.ops._autocast import autocast_dtype, no_autocast, traced_by_old_torch
-from mamba_ssm.ops._library import call, call_in_backward, exported_by_dynamo, is_compiling
+from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
+from mamba_ssm.ops._library import call, call_in_backward, may_be_one_node
 from mamba_ssm.ops._projections import (
     add_mixed_channels,
     mix_channels,
@@ -103,18 +103,9 @@ def mamba_inner_fn(
     )
     options = (bool(delta_softplus), checkpoint_lvl, float(b_c_dt_rms_eps))
     need_grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    if need_grad and _may_be_one_node():
+    if need_grad and may_be_one_node():
         return _MambaInner.apply(*tensors, *options)
     return _compute(*tensors, *options, keep=False)[0]
-
-
-def _may_be_one_node():
-    """Whether the autograd.Function below can be used. Exported programs and torch.jit.trace write operators down, and
-    cannot write down a node of Python.
-    """
-    if is_compiling():
-        return not (traced_by_old_torch() or exported_by_dynamo())
-    return not torch.jit.is_tracing()
 
 
 def _check(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C):

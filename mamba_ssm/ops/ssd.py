@@ -67,7 +67,7 @@ def mamba_chunk_scan_combined(
     Same as upstream's mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined; that cu_seqlens restarts the states
     without seq_idx is an addition.
     """
-    _check_options(chunk_size, dt_limit, state_dtype)
+    check_options(_PUBLIC_NAME, chunk_size, dt_limit, state_dtype)
     dt_min, dt_max = float(dt_limit[0]), float(dt_limit[1])
     A, D, dt_bias, initial_states = (checks.widen(tensor) for tensor in (A, D, dt_bias, initial_states))
     if cu_seqlens is not None:
@@ -94,15 +94,16 @@ def mamba_chunk_scan_combined(
     return tuple(results)
 
 
-def _check_options(chunk_size, dt_limit, state_dtype):
+def check_options(name, chunk_size, dt_limit, state_dtype):
+    """Raises on values of these arguments that mean nothing."""
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
-        raise TypeError(f"{_PUBLIC_NAME}: chunk_size must be a positive integer, got {chunk_size!r}")
+        raise TypeError(f"{name}: chunk_size must be a positive integer, got {chunk_size!r}")
     if chunk_size < 1:
-        raise ValueError(f"{_PUBLIC_NAME}: chunk_size must be a positive integer, got {chunk_size}")
+        raise ValueError(f"{name}: chunk_size must be a positive integer, got {chunk_size}")
     if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2:
-        raise ValueError(f"{_PUBLIC_NAME}: dt_limit must be (smallest, largest), got {dt_limit!r}")
+        raise ValueError(f"{name}: dt_limit must be (smallest, largest), got {dt_limit!r}")
     if state_dtype is not None and not (isinstance(state_dtype, torch.dtype) and state_dtype.is_floating_point):
-        raise TypeError(f"{_PUBLIC_NAME}: state_dtype must be a floating-point torch.dtype or None, got {state_dtype}")
+        raise TypeError(f"{name}: state_dtype must be a floating-point torch.dtype or None, got {state_dtype}")
 
 
 def _check_cu_seqlens(x, cu_seqlens):
@@ -119,10 +120,11 @@ def _check_cu_seqlens(x, cu_seqlens):
 # ---- forward operator ------------------------------------------------------------------------------------------------
 
 
-def _allocate(sizes, x, return_final_states):
+def _allocate(sizes, x, return_final_states, new_out=True):
     batch, _, nheads, headdim, _, dstate = sizes
     states = (batch, nheads, headdim, dstate)
-    return x.new_empty(x.shape), x.new_empty(states, dtype=torch.float32) if return_final_states else None
+    out = x.new_empty(x.shape) if new_out else None
+    return out, x.new_empty(states, dtype=torch.float32) if return_final_states else None
 
 
 def _forward(
@@ -140,9 +142,12 @@ def _forward(
     dt_min,
     dt_max,
     return_final_states,
+    out=None,
 ):
+    """The operator; out: where to write it, with last stride 1, for callers that cut it out of a larger tensor."""
     sizes = check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_min, dt_max)
-    out, final_states = _allocate(sizes, x, return_final_states)
+    new_out, final_states = _allocate(sizes, x, return_final_states, out is None)
+    out = new_out if out is None else out
     if x.numel() == 0:
         if return_final_states:
             final_states.zero_() if initial_states is None else final_states.copy_(initial_states)

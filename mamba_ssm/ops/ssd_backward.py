@@ -23,16 +23,19 @@ def _check_backward(dout, dfinal_states, inputs, dt_min, dt_max):
     return sizes
 
 
-def _allocate(sizes, inputs, need_dinitial_states):
-    """The operator's outputs, without values."""
+def _allocate(sizes, inputs, need_dinitial_states, into=None):
+    """The operator's outputs, without values; into: dx, ddt, dB and dC that are there already."""
     batch, _, nheads, headdim, _, dstate = sizes
     x, dt, A, B, C, D, dt_bias, _, _ = inputs
+    if into is None:
+        into = (tensor.new_empty(tensor.shape) for tensor in (x, dt, B, C))
+    dx, ddt, dB, dC = into
     return (
-        x.new_empty(x.shape),
-        dt.new_empty(dt.shape),
+        dx,
+        ddt,
         A.new_empty(A.shape),
-        B.new_empty(B.shape),
-        C.new_empty(C.shape),
+        dB,
+        dC,
         None if D is None else D.new_empty(D.shape),
         None if dt_bias is None else dt_bias.new_empty(dt_bias.shape),
         A.new_empty((batch, nheads, headdim, dstate)) if need_dinitial_states else None,
@@ -55,10 +58,14 @@ def _backward(
     dt_min,
     dt_max,
     need_dinitial_states,
+    into=None,
 ):
+    """The operator; into: dx, ddt, dB and dC to write, with last stride 1 but for ddt, for callers that cut them out of
+    larger tensors.
+    """
     inputs = x, dt, A, B, C, D, dt_bias, initial_states, seq_idx
     sizes = _check_backward(dout, dfinal_states, inputs, dt_min, dt_max)
-    grads = dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_states = _allocate(sizes, inputs, need_dinitial_states)
+    grads = dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_states = _allocate(sizes, inputs, need_dinitial_states, into)
     if x.numel() == 0:
         for grad in grads:
             if grad is not None:

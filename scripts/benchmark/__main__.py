@@ -17,8 +17,8 @@ import torch
 from timing import machine
 
 SECTIONS = {
-    "cuda": ("scan", "block", "conv", "norm", "decode", "small", "ssd", "lm", "transformers"),
-    "cpu": ("cpu", "ssd", "lm", "transformers"),
+    "cuda": ("scan", "block", "mamba2", "conv", "norm", "decode", "small", "ssd", "lm", "transformers"),
+    "cpu": ("cpu", "ssd", "mamba2", "lm", "transformers"),
 }
 
 
@@ -32,6 +32,10 @@ def _section(name):
         import ssd
 
         return ssd.ssd
+    if name in ("block", "mamba2"):
+        import blocks
+
+        return getattr(blocks, name)
     if name in ("lm", "transformers"):
         import models
 

@@ -72,7 +72,7 @@ CPU_SSDS = [Ssd(1, 2048, 24, 64, 128, dtype) for dtype in (torch.float32, torch.
 
 @dataclass(frozen=True)
 class Block:
-    """Mamba(d_model), parameters and input in bfloat16 (A_log and D stay float32), no autocast."""
+    """Mamba or Mamba2 (d_model), parameters and input in bfloat16 (D and Mamba's A_log stay float32), no autocast."""
 
     batch: int
     seqlen: int
@@ -92,6 +92,14 @@ BLOCKS = [
     Block(1, 512, 768, 0.550, 2.113),
     Block(1, 16384, 2048, 2.815, 10.528),
 ]
+
+MAMBA2_BLOCKS = [
+    Block(8, 2048, 768, 1.106, 5.344),
+    Block(8, 2048, 2048, 2.150, 7.299),
+    Block(1, 512, 768, 1.500, 4.981, 4.0),
+    Block(1, 16384, 2048, 1.937, 7.429),
+]
+MAMBA2_CPU_BLOCK = Block(1, 1024, 512, float("nan"), float("nan"))
 
 # (batch, seqlen, dim, channel_last, upstream forward ms or None); width 4, bias, silu, bfloat16
 CONVS = [

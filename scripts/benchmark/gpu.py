@@ -1,15 +1,12 @@
-"""The GPU's sections: scan, block, conv, decode, small. Each validates, then times, and returns rows of figures."""
-
-import copy
+"""The GPU's sections: scan, conv, decode, small. Each validates, then times, and returns rows of figures."""
 
 import cases
 import torch
 from timing import gpu_milliseconds, graph_microseconds, input_sets, tensor_bytes, wall_microseconds
 from validate import check, scan_and_gradients
 
-from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
-from mamba_ssm.ops.selective_scan_interface import mamba_inner_ref, selective_scan_fn
+from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mamba_ssm.ops.triton.selective_state_update import selective_state_update, selective_state_update_ref
 
 GRADIENTS_OF_DTYPE = ("u", "delta", "B", "C", "z")  # the others are float32
@@ -82,110 +79,6 @@ def scan(machine):
             }
         )
         del sets, training, graphs, leaves, out, first, big
-    return rows
-
-
-def _inner_reference(block, x):
-    """The block in float64 by plain torch."""
-    wide = copy.deepcopy(block).double()
-    xz = torch.nn.functional.linear(x.double(), wide.in_proj.weight).transpose(1, 2)
-    out = mamba_inner_ref(
-        xz,
-        wide.conv1d.weight,
-        wide.conv1d.bias,
-        wide.x_proj.weight,
-        wide.dt_proj.weight,
-        wide.out_proj.weight,
-        wide.out_proj.bias,
-        -torch.exp(wide.A_log),
-        D=wide.D,
-        delta_bias=wide.dt_proj.bias,
-    )
-    return out, wide
-
-
-def _relative_error(got, expected):
-    return float((got.double() - expected).norm() / expected.norm())
-
-
-def _validate_block(case, block, x):
-    """Check the output's first steps at full size, and every gradient at a short length.
-
-    bfloat16 projections and activations in between leave about 1 % of error.
-    """
-    steps = min(case.seqlen, 256)
-    expected, _ = _inner_reference(block, x[-1:, :steps])
-    short = x[-1:, :steps].detach().requires_grad_()
-    out = block(short)
-    dout = torch.randn_like(out)
-    out.backward(dout)
-    wide_x = short.detach().double().requires_grad_()
-    wide_out, wide = _inner_reference(block, wide_x)
-    wide_out.backward(dout.double())
-    with torch.no_grad():
-        errors = {"out": _relative_error(block(x)[-1:, :steps], expected)}
-    errors["dx"] = _relative_error(short.grad, wide_x.grad)
-    for (name, parameter), reference in zip(block.named_parameters(), wide.parameters(), strict=True):
-        errors[f"d{name}"] = _relative_error(parameter.grad, reference.grad)
-        parameter.grad = None
-    bad = {name: error for name, error in errors.items() if not error <= 0.03}
-    if bad:
-        raise AssertionError(f"block {case.name}: relative errors above 0.03: {bad}")
-
-
-def _kept_upstream(case, block):
-    """Bytes that upstream keeps from forward to backward.
-
-    xz, x_dbl, out and an (a, b) pair of floats per state and 2048 steps; the input of in_proj is no copy.
-    """
-    batch, seqlen, dim, dstate = case.batch, case.seqlen, block.d_inner, block.d_state
-    tokens = batch * seqlen
-    activations = tokens * (2 * dim + dim + block.dt_rank + 2 * dstate) * 2
-    return activations + batch * dim * -(-seqlen // 2048) * dstate * 2 * 4
-
-
-def block(machine):
-    rows = []
-    for case in cases.BLOCKS:
-        torch.manual_seed(0)
-        layer = Mamba(case.d_model, device="cuda", dtype=torch.bfloat16)
-        x = torch.randn(case.batch, case.seqlen, case.d_model, device="cuda", dtype=torch.bfloat16)
-        _validate_block(case, layer, x)
-        x.requires_grad_()
-        dout = torch.randn_like(x)
-        wanted = [x, *layer.parameters()]
-
-        def both(layer=layer, x=x, wanted=wanted, dout=dout):
-            return torch.autograd.grad(layer(x), wanted, dout)
-
-        forward_ms = gpu_milliseconds(layer, [(x,)], with_host=True)
-        both_ms = gpu_milliseconds(both, [()], with_host=True)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        out = layer(x)
-        kept = torch.cuda.memory_allocated() - before - tensor_bytes([out])
-        gradients = torch.autograd.grad(out, wanted, dout)
-        peak = torch.cuda.max_memory_allocated() - before
-        del out, gradients
-        activation = case.batch * case.seqlen * layer.d_inner * 2
-        upstream_kept = _kept_upstream(case, layer)
-        rows.append(
-            {
-                "case": case.name,
-                "fwd ms": forward_ms,
-                "fwd+bwd ms": both_ms,
-                "upstream fwd": case.upstream_forward,
-                "upstream fwd+bwd": case.upstream_both,
-                "fwd x": case.upstream_forward / forward_ms,
-                "fwd+bwd x": case.upstream_both / both_ms,
-                "goal x": case.goal,
-                "kept MB": kept * 1e-6,
-                "upstream kept MB": upstream_kept * 1e-6,
-                "step peak MB": peak * 1e-6,
-                "peak in (B,D,L)": peak / activation,
-            }
-        )
     return rows
 
 

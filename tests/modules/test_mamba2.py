@@ -285,6 +285,19 @@ def test_empty_input(shape, fast, device):
     assert module.in_proj.weight.grad.count_nonzero() == 0
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile(dynamic, fast, device, request):
+    if not dynamic:
+        request.getfixturevalue("needs_inductor")
+    module = small(use_mem_eff_path=fast).to(device)
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager" if dynamic else "inductor")
+    parameters = list(module.parameters())
+    for seqlen in (40, 80):
+        x = torch.randn(2, seqlen, 24, device=device)
+        assert_all_close(grads_of(compiled, x, parameters), grads_of(module, x, parameters), 1e-3)
+
+
 def test_compile_under_autocast(device):
     module = small().to(device)
 
@@ -308,6 +321,25 @@ def test_compile_step(device):
         x = torch.randn(2, 1, 24, device=device)
         torch.testing.assert_close(compiled(x, *ours)[0], module.step(x, *theirs)[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "nonstrict"])
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+def test_export_with_dynamic_length(fast, strict, device):
+    module = small(use_mem_eff_path=fast).to(device)
+    length = torch.export.Dim("length", min=2, max=4096)
+    if TORCH < (2, 4) and not strict:
+        pytest.skip("torch before 2.4 has no dynamic sizes in non-strict export")
+    arguments = (torch.randn(2, 20, 24, device=device),)
+    program = torch.export.export(module, arguments, dynamic_shapes={"u": {1: length}}, strict=strict)
+    x = torch.randn(2, 150, 24, device=device)
+    run = program.module() if hasattr(program, "module") else program
+    torch.testing.assert_close(run(x), module(x), rtol=1e-4, atol=1e-5)
+    if TORCH >= (2, 4):  # parameters keep their names, and the program trains
+        theirs, ours = dict(run.named_parameters()), dict(module.named_parameters())
+        gradients = torch.autograd.grad(run(x).square().sum(), [theirs[name] for name in ours])
+        expected = torch.autograd.grad(module(x).square().sum(), list(ours.values()))
+        torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.gpu
