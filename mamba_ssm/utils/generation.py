@@ -171,7 +171,7 @@ def decode(
         if offset == 0:
             logits = model(tokens, position_ids=None, inference_params=inference_params, num_last_tokens=1).logits
         elif cg:
-            logits = model._decoding_cache.run(tokens, position_ids.fill_(offset), offset)
+            logits = model._decoding_cache.run(tokens, offset)
         else:
             logits = model(
                 tokens, position_ids=position_ids.fill_(offset), inference_params=inference_params, num_last_tokens=1
@@ -314,43 +314,45 @@ def _key(model, dtype):
 
 
 @torch.inference_mode()
-def update_graph_cache(model, cache, batch_size, seqlen_og, max_seqlen, dtype=None, n_warmups=2):
+def update_graph_cache(model, cache, batch_size, seqlen_og, max_seqlen, decoding_seqlens=(1,), dtype=None, n_warmups=2):
     """A DecodingCGCache that serves this batch size and length: cache itself if it does, else a new one.
 
     Args:
-        cache: an earlier result or None. seqlen_og: length of the prompt. dtype: of the states, None: each layer's own.
+        cache: an earlier result or None. seqlen_og: length of the prompt. decoding_seqlens: (1,), the tokens of a step.
+        dtype: of the states, None: each layer's own.
         n_warmups: steps run before the capture, so that libraries allocate what they need.
 
     Raises:
-        RuntimeError: the model is not on a GPU.
+        RuntimeError: the model is not on a GPU. ValueError: decoding_seqlens is not (1,).
 
     Same as upstream's mamba_ssm.utils.generation.update_graph_cache.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise RuntimeError(f"generate: cg=True needs the model on a CUDA device, it is on {device}; use cg=False")
+    if tuple(decoding_seqlens) != (1,):
+        raise ValueError(f"update_graph_cache: a step decodes one token, decoding_seqlens=(1,), got {decoding_seqlens}")
     if cache is None or cache.key != _key(model, dtype) or cache.max_batch_size < batch_size:
         cache = DecodingCGCache(model, batch_size, max_seqlen, dtype)
     elif cache.max_seqlen < max_seqlen:
         cache = DecodingCGCache(model, cache.max_batch_size, max_seqlen, dtype)
     if batch_size not in cache.callables:
-        cache.inference_params.reset(max_seqlen, batch_size)
+        cache.inference_params.reset(cache.max_seqlen, batch_size)
         cache.select(batch_size)
-        cache.callables[batch_size] = capture_graph(
-            model, cache.inference_params, batch_size, cache.max_seqlen, mempool=cache.mempool, n_warmups=n_warmups
-        )
+        cache.callables[batch_size] = _capture_step(model, cache, batch_size, n_warmups)
     return cache
 
 
-def capture_graph(model, inference_params, batch_size, max_seqlen, mempool=None, n_warmups=2):
-    """Captures one decoding step; returns run(input_ids (B, 1), position_ids (B, 1), seqlen) -> logits (B, 1, V)."""
-    device = next(model.parameters()).device
+def _capture_step(model, cache, batch_size, n_warmups):
+    """Captures a step from the rows that cache has selected; returns run(input_ids (B, 1), offset) -> logits."""
+    device = cache.lengths.device
     input_ids = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
     position_ids = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
+    inference_params = cache.inference_params
     lengths = inference_params.lengths_per_sample
-    inference_params.max_seqlen = max_seqlen
-    inference_params.seqlen_offset = max_seqlen - 1
-    lengths.fill_(max_seqlen - 1)
+    # any position that is not the first; the true one is read from lengths
+    inference_params.seqlen_offset = offset = cache.max_seqlen - 1
+    lengths.fill_(offset)
 
     def step():
         return model(input_ids, position_ids=position_ids, inference_params=inference_params, num_last_tokens=1).logits
@@ -363,14 +365,14 @@ def capture_graph(model, inference_params, batch_size, max_seqlen, mempool=None,
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=mempool):
+        with torch.cuda.graph(graph, pool=cache.mempool):
             logits = step()
     inference_params.seqlen_offset = 0
 
-    def run(new_input_ids, new_position_ids, seqlen):
+    def run(new_input_ids, offset):
         input_ids.copy_(new_input_ids)
-        position_ids.copy_(new_position_ids)
-        lengths.fill_(seqlen)
+        position_ids.fill_(offset)
+        lengths.fill_(offset)
         graph.replay()
         return logits.clone()
 
