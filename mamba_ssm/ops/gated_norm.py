@@ -166,7 +166,7 @@ class _GatedNormFunction(torch.autograd.Function):
 
 
 gated_norm_op = define(
-    "gated_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? z, float eps, int group_size, bool norm_before_gate, "
+    "gated_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? z, float eps, SymInt group_size, bool norm_before_gate, "
     "bool is_rms_norm, bool want_statistics) -> (Tensor out, Tensor mean, Tensor rstd)",
     _forward,
     _forward_fake,
@@ -225,7 +225,8 @@ def _backward_fake(dout, x, weight, bias, z, mean, rstd, group_size, norm_before
 
 gated_norm_backward_op = define(
     "gated_norm_backward(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? z, Tensor? mean, Tensor rstd, "
-    "int group_size, bool norm_before_gate, bool is_rms_norm) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
+    "SymInt group_size, bool norm_before_gate, bool is_rms_norm) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
     _backward,
     _backward_fake,
 )

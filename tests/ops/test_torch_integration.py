@@ -119,6 +119,7 @@ def test_compile_norms(dynamic, device):
     def run(x, residual, weight, z):
         out, total = layer_norm_fn(x, weight, None, residual, prenorm=True, residual_in_fp32=True)
         out, first = layer_norm_fn(out, weight, weight, prenorm=True, residual_in_fp32=True, is_rms_norm=True)
+        out = rmsnorm_fn(out, weight, weight, z, norm_before_gate=False)
         return rmsnorm_fn(out, weight, None, z, group_size=4) * swiglu(torch.cat([first, z], -1)) + total
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
