@@ -1,6 +1,6 @@
 """Is this wheel what the project builds, whole and unchanged? Reads wheels of Linux and Windows on either system.
 
-Nothing of the wheel is run or imported. Needs packaging, check-wheel-contents, pyelftools, pefile and zstandard.
+Nothing of the wheel is run or imported. Needs the packages of the extra: pip install ".[publish]"
 """
 
 from __future__ import annotations

@@ -8,11 +8,13 @@ import re
 
 from check_wheel_contents.checker import NO_CONFIG, WheelChecker
 from check_wheel_contents.contents import WheelContents
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 
 from .wheel import BUILD_INFO, LIB, Wheel
 
 MODULE = re.compile(r"mamba_ssm/(\w+/)*\w+\.py")
-SBOM = "sboms/mamba_ssm.cdx.json"
+SBOM, SBOM_SCHEMA = "sboms/mamba_ssm.cdx.json", JsonStrictValidator(SchemaVersion.V1_6)
 REQUIRED = ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE", SBOM)
 # Compressed. One architecture may add 4 MiB; measured: 0.8 MB for all but the device code, 1.3 MB an architecture.
 MIB = 1 << 20
@@ -45,6 +47,9 @@ def check_size(wheel: Wheel) -> list[str]:
 def check_sbom(wheel: Wheel) -> list[str]:
     """The bill of materials is of this version, of these libraries' bytes, and names the CUDA runtime inside."""
     name = wheel.dist_info + SBOM
+    wrong = SBOM_SCHEMA.validate_str(wheel.text(name))
+    if wrong:
+        return [f"{name}: is no CycloneDX 1.6 document: {wrong.data.message}"]
     document = json.loads(wheel.text(name))
     version = document["metadata"]["component"]["version"]
     problems = [] if version == str(wheel.version) else [f"{name}: is of version {version}"]

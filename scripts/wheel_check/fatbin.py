@@ -1,7 +1,7 @@
 """The device code inside a library: which architectures, as machine code or PTX.
 
 NVIDIA publishes no description of this container. What stands here was read off the output of nvcc 13.0 and agrees with
-cuobjdump's listing of the same files (tests/wheel_check); a field that does not fit raises ValueError.
+cuobjdump's listing of it; tests/verify holds it to the nvcc that is there. A field that does not fit raises ValueError.
 """
 
 from __future__ import annotations

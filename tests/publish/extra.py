@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-NEEDED = ("twine", "pypi_simple", "filelock", "jinja2", "check_wheel_contents", "elftools", "pefile", "zstandard")
+NEEDED = ("twine", "pypi_simple", "filelock", "jinja2", "check_wheel_contents", "elftools", "pefile")
+NEEDED += ("zstandard", "cyclonedx", "jsonschema")
 
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 if missing:

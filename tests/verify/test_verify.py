@@ -1,0 +1,224 @@
+"""The verifier: real wheels pass, and every listed forgery is refused with its reason."""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from verify_wheel import main, verify
+from wheel_forge import BUILD_INFO, CPU, ROOT, forge
+
+pytestmark = pytest.mark.slow
+FOREIGN = "mamba_ssm/lib/libother.so"
+VERSION_PY = "mamba_ssm/version.py"
+
+
+def test_what_the_project_builds_is_fit(real_wheel, cuda_wheel, windows_wheel):
+    assert verify(real_wheel) == []
+    assert verify(cuda_wheel) == []
+    assert verify(windows_wheel) == []
+
+
+def test_forging_alone_changes_nothing(real_wheel, tmp_path):
+    assert verify(forge(real_wheel, tmp_path)) == []
+
+
+def replace(old, new):
+    def change(content):
+        assert old in content
+        return content.replace(old, new)
+
+    return change
+
+
+def info(**facts):
+    return lambda old: json.dumps({**json.loads(old), **facts}).encode()
+
+
+def other_hash(content):
+    return re.sub(rb'(?<="content": ")\w+', lambda found: found.group()[::-1], content)
+
+
+def listing(name):
+    def change(content):
+        document = json.loads(content)
+        document["components"].append({"type": "library", "name": name})
+        return json.dumps(document).encode()
+
+    return change
+
+
+def mode(number):
+    def change(entry):
+        entry.external_attr = number << 16
+
+    return change
+
+
+# what is done to the real wheel -> the reason given
+FORGERIES = {
+    # edited by hand: the file changed, RECORD not
+    "METADATA edited": (
+        {"files": {"METADATA": replace(b">=2.2", b">=2.0")}, "careful": False},
+        "METADATA: its hash is not the one in RECORD: the file was changed after the build",
+    ),
+    "module edited": (
+        {"files": {VERSION_PY: replace(b"__version__", b"__version__ ")}, "careful": False},
+        "version.py: its hash is not the one in RECORD",
+    ),
+    "library exchanged": ({"files": {CPU: b"\x7fELF of somebody"}, "careful": False}, "cpu.so: its hash is not"),
+    "file added": ({"files": {"mamba_ssm/new.py": b""}, "careful": False}, "mamba_ssm/new.py: is not in RECORD"),
+    "file removed": ({"files": {VERSION_PY: None}, "careful": False}, "names mamba_ssm/version.py, which is not in"),
+    "RECORD gone": ({"files": {"RECORD": None}}, "RECORD: missing"),
+    "RECORD with wrong sizes": ({"files": {"RECORD": replace(b"\nmamba", b"9\nmamba")}}, "bytes, and RECORD says"),
+    "RECORD with a broken line": ({"files": {"RECORD": lambda old: b"half a line\n" + old}}, "not three fields"),
+    "RECORD names a file twice": ({"files": {"RECORD": lambda old: old.split(b"\n")[0] + b"\n" + old}}, "twice"),
+    "RECORD is no text": ({"files": {"RECORD": b"\xff\xfe\x00"}}, "record cannot be read: UnicodeDecodeError"),
+    # edited with care: RECORD agrees
+    "another name": ({"files": {"METADATA": replace(b"Name: mamba_ssm", b"Name: mamba-ssm2")}}, "the name is"),
+    "another version": ({"files": {"METADATA": replace(b"+cpu", b"+cu130")}}, "METADATA: the version is"),
+    "another tag": ({"files": {"WHEEL": replace(b"manylinux_2_28", b"linux")}}, "WHEEL: Tag is py3-none-linux_x86_64"),
+    "a second tag": ({"files": {"WHEEL": lambda old: b"Tag: py3-none-any\n" + old}}, "WHEEL: Tag is"),
+    "pure": ({"files": {"WHEEL": replace(b"false", b"true")}}, "Root-Is-Purelib is true"),
+    "another Python": ({"files": {"METADATA": replace(b">=3.10", b">=3.8")}}, "Requires-Python is"),
+    "METADATA gone": ({"files": {"METADATA": None}}, "METADATA: missing"),
+    "METADATA is no metadata": ({"files": {"METADATA": b"\x00\xff" * 50}}, "names cannot be read"),
+    "another label": ({"files": {BUILD_INFO: info(local_label="cu130")}}, "build_info.json: says 2.4.0+cu130"),
+    "another package version": ({"files": {BUILD_INFO: info(package_version="2.3")}}, "says 2.3+cpu, the file name"),
+    "CUDA without a library": ({"files": {BUILD_INFO: info(cuda=True)}}, "libmamba_cuda.so: missing"),
+    "architectures without CUDA": ({"files": {BUILD_INFO: info(architectures=["90-real"])}}, "the architectures are"),
+    "another ABI": ({"files": {BUILD_INFO: info(abi_version=99)}}, "ABI_VERSION is"),
+    "a debug build": ({"files": {BUILD_INFO: info(debug=True)}}, "debug build"),
+    "build_info.json gone": ({"files": {BUILD_INFO: None}}, "build info cannot be read: KeyError"),
+    "build_info.json is a list": ({"files": {BUILD_INFO: b"[1]"}}, "holds no JSON object"),
+    "triton required": (
+        {"files": {"METADATA": replace(b"\nRequires-Dist: torch", b"\nRequires-Dist: triton\nRequires-Dist: torch")}},
+        "Requires-Dist has triton: there is no triton",
+    ),
+    "unused requirement": (
+        {"files": {"METADATA": replace(b"\nRequires-Dist: torch", b"\nRequires-Dist: scipy\nRequires-Dist: torch")}},
+        "Requires-Dist has scipy, which no module of the wheel imports",
+    ),
+    "requirement gone": (
+        {"files": {"METADATA": replace(b"\nRequires-Dist: torch>=2.2", b"")}},
+        "imports torch, which is not in Requires-Dist",
+    ),
+    "triton imported": ({"files": {"mamba_ssm/new.py": b"def f():\n    import triton.x\n"}}, "new.py: imports triton"),
+    "module that is no Python": ({"files": {"mamba_ssm/new.py": b"def ("}}, "requirements cannot be read: SyntaxError"),
+    "foreign library": ({"files": {FOREIGN: b"\x7fELF"}}, f"{FOREIGN}: is no file of this project's wheels"),
+    "foreign file": ({"files": {"mamba_ssm/data.bin": b"?"}}, "data.bin: is no file of this project's wheels"),
+    "foreign package": ({"files": {"torch/__init__.py": b""}}, "torch/__init__.py: is no file of this project's"),
+    "compiled module": ({"files": {"mamba_ssm/version.pyc": b"?"}}, "version.pyc: is no file of this project's wheels"),
+    "library gone": ({"files": {CPU: None}}, "libmamba_cpu.so: missing"),
+    "library cut short": ({"files": {CPU: lambda old: old[: len(old) // 2]}}, "is no library that could be read"),
+    "SBOM gone": ({"files": {"SBOM": None}}, "mamba_ssm.cdx.json: missing"),
+    "SBOM that is none": ({"files": {"SBOM": b"{}"}}, "cdx.json: is no CycloneDX 1.6 document"),
+    "SBOM of another version": ({"files": {"SBOM": replace(b"+cpu", b"+cu130")}}, "cdx.json: is of version"),
+    "SBOM of another library": ({"files": {"SBOM": other_hash}}, "does not tell of"),
+    "SBOM with CUDA": ({"files": {"SBOM": listing("cudart_static")}}, "lists cudart_static"),
+    # of the building machine
+    "path in a module": ({"files": {"mamba_ssm/new.py": b"# /home/someone/mamba\n"}}, "holds '/home/someone'"),
+    "path of Windows": ({"files": {"mamba_ssm/new.py": rb"# C:\Users\me\mamba"}}, "Users"),
+    "this folder": ({"files": {"mamba_ssm/new.py": f"# {ROOT}\n".encode()}}, f"holds '{ROOT}'"),
+    "compiler's file": ({"files": {BUILD_INFO: info(x="tmpxft_0000a1b2_00000000-6.cudafe1.cpp")}}, "tmpxft_0000a1b2"),
+    # the archive
+    "world-writable": ({"change": mode(0o100666)}, "is world-writable (mode 666)"),
+    "set-user-id": ({"change": mode(0o104755)}, "is set-user-id"),
+    "link": ({"change": mode(0o120777)}, "is no plain file"),
+    "climbs out": ({"files": {"mamba_ssm/../../x.py": b""}}, "could be written outside"),
+    "absolute": ({"files": {"/etc/x.py": b""}}, "could be written outside"),
+    "too large": ({"files": {"mamba_ssm/new.py": b"#" + random.Random(0).randbytes(5 << 20)}}, "it may have 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORGERIES)
+def test_forgery_is_refused_with_its_reason(real_wheel, tmp_path, case):
+    options, reason = FORGERIES[case]
+    problems = verify(forge(real_wheel, tmp_path, **options))
+    assert any(reason in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda name: name.replace("+cpu", "+cu130"), "the file name asks for"),
+        (lambda name: name.replace("manylinux_2_28_x86_64", "win_amd64"), "not py3-none-win_amd64"),
+        (lambda name: name.replace("manylinux_2_28_x86_64", "any"), "its tag is py3-none-any"),
+        (lambda name: name.replace("manylinux_2_28", "manylinux_2_17"), "its tag is py3-none-manylinux_2_17_x86_64"),
+        (lambda name: name.replace("py3", "cp312"), "its tag is cp312"),
+        (lambda name: name.replace("mamba_ssm", "mamba_sm"), "this is mamba-sm, not mamba_ssm"),
+        (lambda name: name.replace("mamba_ssm", "Mamba.ssm"), "not spelt as the project's builds spell it"),
+        (lambda name: name.replace("py3", "1-py3"), "not spelt as the project's builds spell it"),
+        (lambda name: name.replace("py3", "py2.py3"), "not spelt as the project's builds spell it"),
+        (lambda name: name.replace(".whl", ".zip"), "the file name is no wheel's"),
+        (lambda name: "mamba.whl", "the file name is no wheel's"),
+    ],
+)
+def test_renamed_wheel_is_refused(real_wheel, tmp_path, change, reason):
+    renamed = tmp_path / change(real_wheel.name)
+    shutil.copy(real_wheel, renamed)
+    problems = verify(renamed)
+    assert any(reason in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("part", [0, 0.1, 0.5, 0.99, 0.9999])
+def test_truncated_wheel_is_refused(real_wheel, tmp_path, part):
+    data = real_wheel.read_bytes()
+    cut = tmp_path / real_wheel.name
+    cut.write_bytes(data[: int(len(data) * part)])
+    (problem,) = verify(cut)
+    assert "damaged, cut short or no zip archive" in problem
+
+
+def test_missing_wheel_is_refused(tmp_path, real_wheel):
+    assert "cannot be read" in verify(tmp_path / real_wheel.name)[0]
+    (tmp_path / real_wheel.name).mkdir()
+    assert "cannot be read" in verify(tmp_path / real_wheel.name)[0]
+
+
+def test_file_twice_in_the_archive(real_wheel, tmp_path):
+    wheel = forge(real_wheel, tmp_path)
+    with zipfile.ZipFile(wheel, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr(VERSION_PY, "evil = True")
+    assert f"{VERSION_PY}: is in the archive 2 times" in verify(wheel)
+
+
+def test_archive_that_would_fill_the_memory(real_wheel, tmp_path, monkeypatch):
+    monkeypatch.setattr("wheel_check.wheel.LARGEST", 1000)
+    assert "more than any wheel of this project" in verify(real_wheel)[0]
+
+
+def test_any_changed_byte_is_noticed_and_none_breaks_the_verifier(real_wheel, tmp_path):
+    """Bytes that no reader looks at, such as a time in the directory, may stay unseen; changed contents may not."""
+    data, numbers = real_wheel.read_bytes(), random.Random(0)
+    with zipfile.ZipFile(real_wheel) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    for _ in range(60):
+        at, changed = numbers.randrange(len(data)), tmp_path / real_wheel.name
+        changed.write_bytes(data[:at] + bytes([data[at] ^ (1 << numbers.randrange(8))]) + data[at + 1 :])
+        if verify(changed) == []:
+            with zipfile.ZipFile(changed) as archive:
+                assert {name: archive.read(name) for name in archive.namelist()} == contents
+
+
+def test_program_prints_a_line_a_problem_and_exits_1(real_wheel, tmp_path, capsys):
+    bad = forge(real_wheel, tmp_path, files={VERSION_PY: None}, careful=False)
+    assert main([str(real_wheel)]) == 0
+    assert capsys.readouterr().out == f"{real_wheel}: fit to publish\n"
+    assert main([str(real_wheel), str(bad)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"{bad}: refused"
+    assert all(line.startswith("  ") for line in lines[2:])
+
+
+def test_program_names_the_extra_that_is_missing(tmp_path):
+    (tmp_path / "pefile.py").write_text("raise ModuleNotFoundError('No module named pefile', name='pefile')")
+    command = [sys.executable, str(ROOT / "scripts" / "verify_wheel.py"), "x.whl"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith('needs pefile, which is not installed here; do: pip install ".[publish]"')
