@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from mamba_ssm._native import loader
-from mamba_ssm._native.errors import DRIVER_FLOORS, cuda_version_text, driver_problem
+from mamba_ssm._native.errors import DRIVER_FLOORS, cuda_version_text, driver_problem, shell_command
 from mamba_ssm.version import __version__
 
 # float32 kernels against float32 references on inputs of size about 1: rounding of a 70-step recurrence, and of
@@ -76,10 +76,10 @@ def _examine_cuda(report, problems, notes):
                 "lib/build_info.json says that CUDA kernels were built, but the library is missing: reinstall"
             )
         elif gpus:
+            build = shell_command("python setup.py bdist_wheel", MAMBA_SSM_CUDA="on")
             problems.append(
                 f"torch sees {gpus} GPU(s), but this is a CPU-only mamba_ssm: CUDA tensors will raise. Install a wheel "
-                "with a CUDA label (+cu...), or build one where nvcc is found: "
-                "MAMBA_SSM_CUDA=on python setup.py bdist_wheel"
+                f"with a CUDA label (+cu...), or build one where nvcc is found: `{build}`"
             )
         elif torch.version.cuda:
             notes.append("CPU-only mamba_ssm with a CUDA build of torch; no GPU is visible, so nothing is missing")

@@ -31,6 +31,14 @@ def test_cuda_tensor_in_a_cpu_only_wheel(folder):
         loader.load("cuda")
 
 
+def test_hints_on_windows_are_for_powershell(folder, monkeypatch):
+    path = folder / "mamba_cuda.dll"
+    monkeypatch.setattr("sys.platform", "win32")
+    (folder / "mamba_cpu.dll").touch()
+    assert '`$env:MAMBA_SSM_CUDA = "on"; python setup.py bdist_wheel`' in loader.missing_message("cuda", path)
+    assert '`$env:TORCH_CUDA_ARCH_LIST = "12.0"; pip wheel' in architecture_problem((12, 0), ["86-real"])
+
+
 def test_damaged_library(folder):
     path = loader.library_path("cpu")
     path.write_bytes(b"not a library")

@@ -1,5 +1,7 @@
 """From a kernel library's error code to a Python exception with a cure."""
 
+import sys
+
 from mamba_ssm._native import abi
 
 # CUDA major version -> oldest NVIDIA driver whose CUDA matches it (NVIDIA's minor-version compatibility table).
@@ -8,6 +10,13 @@ DRIVER_FLOORS = {12: 525, 13: 580}
 
 class NativeError(RuntimeError):
     """A kernel library could not be loaded, or a kernel failed. The message holds the cause and the cure."""
+
+
+def shell_command(command, **variables):
+    """A command with environment variables set, as the user's shell takes it: PowerShell on Windows."""
+    if sys.platform == "win32":
+        return "; ".join([*(f'$env:{name} = "{value}"' for name, value in variables.items()), command])
+    return " ".join([*(f"{name}={value}" for name, value in variables.items()), command])
 
 
 def cuda_version_text(version):
@@ -59,10 +68,10 @@ def architecture_problem(capability, architectures):
             return None
     major, minor = capability
     held = ", ".join(str(spelled) for spelled in architectures) or "none"
+    build = shell_command("pip wheel --no-deps -w dist .", TORCH_CUDA_ARCH_LIST=f"{major}.{minor}")
     return (
         f"the GPU's architecture is sm_{major}{minor} (compute capability {major}.{minor}), and this wheel holds code "
-        f"for {held}. Build one that does: TORCH_CUDA_ARCH_LIST={major}.{minor} pip wheel --no-deps -w dist . "
-        "in the source tree, then install it."
+        f"for {held}. Build one that does: `{build}` in the source tree, then install it."
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from mamba_ssm._native import abi
-from mamba_ssm._native.errors import NativeError, architecture_problem, driver_problem
+from mamba_ssm._native.errors import NativeError, architecture_problem, driver_problem, shell_command
 
 LIBRARY_FOLDER = Path(__file__).resolve().parent.parent / "lib"
 
@@ -93,14 +93,15 @@ def missing_message(kind, path):
     if not library_path("cpu").exists():
         return (
             f"mamba_ssm: {path} does not exist, nor does any other kernel library: this is a source tree, or an "
-            "incomplete installation. Build and install a wheel (python setup.py bdist_wheel; pip install dist/*.whl), "
-            "or pip install -e . for development (and do not run Python inside the source tree of another build)."
+            "incomplete installation. Build a wheel (python setup.py bdist_wheel) and pip install the file in dist, or "
+            "pip install -e . for development (and do not run Python inside the source tree of another build)."
         )
     label = build_info().get("local_label") or "cpu"
+    build = shell_command("python setup.py bdist_wheel", MAMBA_SSM_CUDA="on")
     return (
         f"mamba_ssm got a CUDA tensor, but this installation holds CPU kernels only (label +{label}): {path} does not "
-        "exist. Install a wheel with a CUDA label (+cu...), or build one where nvcc is found: MAMBA_SSM_CUDA=on "
-        "python setup.py bdist_wheel. To stay on the CPU, move the tensors with .cpu()."
+        "exist. Install a wheel with a CUDA label (+cu...), or build one where nvcc is found: "
+        f"`{build}`. To stay on the CPU, move the tensors with .cpu()."
     )
 
 
