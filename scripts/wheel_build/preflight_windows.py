@@ -126,9 +126,17 @@ def _versions(config: Config, found: msvc.Discovery, facts: Facts) -> list[Findi
         ]
     others = [toolset for toolset in found.toolsets if msvc.accepts(accepted, toolset.msc_ver)]
     if others:
-        cure = f"use a plain PowerShell, which takes {others[0].studio.name} (toolset {others[0].version})"
+        cure = (
+            f"`Remove-Item Env:VCToolsVersion, Env:CUDAHOSTCXX`, so that {others[0].studio.name} (toolset "
+            f"{others[0].version}) is taken"
+        )
     elif msc_ver < accepted[0]:
         cure = f"install {BUILD_TOOLS}, which stands beside yours"
+    elif accepted[1] < 1950:
+        cure = (
+            f'either add "C++ x64/x86 build tools" 14.{last % 100} or older among the individual components of Visual '
+            "Studio Installer, which a plain PowerShell then takes; or install CUDA 12.4 or newer"
+        )
     else:
         cure = (
             f"either install {BUILD_TOOLS}, which stands beside yours and is found by itself in a plain PowerShell; "

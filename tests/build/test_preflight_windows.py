@@ -118,17 +118,17 @@ FINDINGS = [
     ),
     (
         {},
-        {**REFUSED, "msvc": msvc.Discovery("prompt", toolsets=TOOLSETS)},
+        {**REFUSED, "msvc": msvc.Discovery("vswhere", TOOLSETS[0], toolsets=TOOLSETS)},
         "compiler-refused",
         "fatal",
-        ["plain PowerShell", "14.44.35207"],
+        ["Remove-Item Env:VCToolsVersion", "14.44.35207"],
     ),
     (
         {},
         {"compiler": CL, "msc_ver_range": (1910, 1940)},
         "compiler-refused",
         "fatal",
-        ["19.44.35207", "19.10 to 19.39"],
+        ["19.44.35207", "19.10 to 19.39", "14.39 or older", "CUDA 12.4"],
     ),
     (
         {},
