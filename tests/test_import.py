@@ -47,7 +47,10 @@ PATHS = {
     "mamba_ssm.ops.triton.softplus": ["softplus"],
     "mamba_ssm.ops.streaming": ["SelectiveScan"],
     "mamba_ssm.ops.triton.ssd_combined": [
+        "mamba_chunk_scan",
         "mamba_chunk_scan_combined",
+        "ssd_chunk_scan_combined_ref",
+        "ssd_selective_scan",
         "mamba_split_conv1d_scan_combined",
         "mamba_split_conv1d_scan_ref",
         "mamba_conv1d_scan_ref",

@@ -14,8 +14,10 @@ namespace {
 // times what starting a thread costs.
 constexpr int64_t kForwardWorkPerThread = 1 << 21;
 constexpr int64_t kBackwardWorkPerThread = 1 << 19;
-// Backward takes so many batch entries at a time as need this much memory for their states.
-constexpr int64_t kBackwardFloats = 1 << 24;
+// Backward takes so many heads (and batch entries) at a time as need this much memory for their states, 16 MB ...
+constexpr int64_t kBackwardFloats = 1 << 22;
+// ... but no fewer, for the threads' sake. Not as many as there are threads: results do not depend on their number.
+constexpr int64_t kBackwardRows = 8;
 
 const SsdKernels& kernels_of(Isa isa) {
     switch (isa) {
@@ -28,8 +30,8 @@ const SsdKernels& kernels_of(Isa isa) {
     }
 }
 
-int64_t useful_threads(const MambaSsd& p, int64_t entries, int64_t work_per_thread) {
-    const int64_t work = entries * p.seqlen * p.nheads * p.headdim * (p.dstate + kSsdChunk / 4);
+int64_t useful_threads(const MambaSsd& p, int64_t heads, int64_t work_per_thread) {
+    const int64_t work = heads * p.seqlen * p.headdim * (p.dstate + kSsdChunk / 4);
     return worthwhile_threads(p.run, work, work_per_thread);
 }
 
@@ -100,8 +102,8 @@ int32_t run_forward(const MambaSsd& p, const SsdKernels& kernels) {
     job.params = &p;
     job.kernels = &kernels;
     job.out_of_memory = false;
-    const int64_t heads = p.batch * p.nheads, entries = p.cu_seqlens != nullptr ? 1 : p.batch;
-    const int64_t threads = useful_threads(p, entries, kForwardWorkPerThread);
+    const int64_t heads = p.batch * p.nheads;
+    const int64_t threads = useful_threads(p, p.cu_seqlens != nullptr ? p.nheads : heads, kForwardWorkPerThread);
     const int64_t lanes = kernels.lanes, blocks = (p.headdim + lanes - 1) / lanes;
     const int64_t part_blocks = (blocks * heads + threads - 1) / threads;
     job.part_columns = heads >= threads || part_blocks >= blocks ? p.headdim : part_blocks * lanes;
@@ -114,25 +116,27 @@ int32_t run_forward(const MambaSsd& p, const SsdKernels& kernels) {
 
 // ---- backward --------------------------------------------------------------------------------------------------------
 
-// Memory of a backward call, in floats: states and gradients of as many entries as are worked on together, the chunks' sums,
-// and the totals (doubles).
+// Memory of a backward call, in floats: the totals (doubles), and SsdBackwardSpace for as many heads and entries as are worked
+// on together. With fewer heads than there are, one entry.
 struct BackwardPlan {
-    int64_t chunks, entries;
-    int64_t states, gradients, sums, totals;
+    int64_t chunks, heads, entries;
+    int64_t totals, states, gradients, partial, sums;
 };
 
 BackwardPlan plan_backward(const MambaSsd& p) {
     BackwardPlan plan;
     plan.chunks = (p.seqlen + kSsdChunk - 1) / kSsdChunk;
-    const int64_t states = p.nheads * plan.chunks * p.headdim * ssd_pitch(p.dstate);
-    const int64_t gradients = p.nheads * plan.chunks * p.dstate * ssd_pitch(p.headdim);
-    const int64_t fitting = states > 0 ? kBackwardFloats / (states + gradients) : p.batch;
-    const int64_t wanted = p.nheads > 0 ? (p.run.num_threads + p.nheads - 1) / p.nheads : 1;  // a head each, at least
-    plan.entries = at_most(fitting > wanted ? fitting : wanted, p.batch);
-    plan.states = plan.entries * states;
-    plan.gradients = plan.entries * gradients;
-    plan.sums = ssd_pitch(p.batch * plan.chunks * p.nheads * (2 + p.headdim));
+    const int64_t states = plan.chunks * p.headdim * ssd_pitch(p.dstate);
+    const int64_t gradients = plan.chunks * p.dstate * ssd_pitch(p.headdim);
+    const int64_t fitting = states > 0 ? kBackwardFloats / (states + gradients) : p.batch * p.nheads;
+    const int64_t rows = fitting > kBackwardRows ? fitting : kBackwardRows;
+    plan.heads = at_most(rows, p.nheads);
+    plan.entries = at_most(rows / plan.heads, p.batch);
     plan.totals = ssd_pitch(2 * p.nheads * (2 + p.headdim));
+    plan.states = plan.entries * plan.heads * states;
+    plan.gradients = plan.entries * plan.heads * gradients;
+    plan.partial = plan.heads < p.nheads ? p.ngroups * plan.chunks * 2 * kSsdChunk * ssd_pitch(p.dstate) : 0;
+    plan.sums = ssd_pitch(p.batch * plan.chunks * p.nheads * (2 + p.headdim));
     return plan;
 }
 
@@ -140,7 +144,7 @@ struct BackwardJob {
     const MambaSsdBackward* params;
     const SsdKernels* kernels;
     SsdBackwardSpace space;
-    int64_t entries;
+    int64_t entries, first_group, groups;
     bool states;  // first pass
     int64_t units, shares;
     std::atomic<bool> out_of_memory;
@@ -149,23 +153,39 @@ struct BackwardJob {
 void run_backward_share(void* context, int64_t share) {
     BackwardJob& job = *static_cast<BackwardJob*>(context);
     const MambaSsdBackward& q = *job.params;
-    const MambaSsd& p = q.forward;
+    const SsdBackwardSpace& space = job.space;
     const int64_t begin = share_begin(job.units, job.shares, share), end = share_begin(job.units, job.shares, share + 1);
-    const Scratch scratch(job.kernels->backward_scratch(p));
+    const Scratch scratch(job.kernels->backward_scratch(q.forward));
     if (scratch.get() == nullptr) {
         job.out_of_memory = true;
         return;
     }
     for (int64_t unit = begin; unit < end; ++unit) {
         if (job.states) {
-            const int64_t heads = job.entries * p.nheads, head = unit % heads;
-            const int64_t batch = job.space.first_batch + head / p.nheads;
-            const auto pass = unit < heads ? job.kernels->backward_states : job.kernels->backward_gradients;
-            pass(q, job.space, batch, head % p.nheads, scratch.get());
+            const int64_t rows = job.entries * space.heads, row = unit % rows;
+            const auto pass = unit < rows ? job.kernels->backward_states : job.kernels->backward_gradients;
+            pass(q, space, space.first_batch + row / space.heads, space.first_head + row % space.heads, scratch.get());
         } else {
-            const int64_t group_unit = unit / job.space.chunks, batch = job.space.first_batch + group_unit / p.ngroups;
-            job.kernels->backward_chunk(q, job.space, batch, group_unit % p.ngroups, unit % job.space.chunks, scratch.get());
+            const int64_t group_unit = unit / space.chunks;
+            job.kernels->backward_chunk(q, space, space.first_batch + group_unit / job.groups,
+                                        job.first_group + group_unit % job.groups, unit % space.chunks, scratch.get());
         }
+    }
+}
+
+// Both passes for the heads and entries of job.space.
+void run_passes(BackwardJob& job) {
+    const MambaSsd& p = job.params->forward;
+    const int64_t threads = useful_threads(p, job.entries * job.space.heads, kBackwardWorkPerThread);
+    job.states = true;
+    job.units = 2 * job.entries * job.space.heads;
+    job.shares = at_most(threads, job.units);
+    run_shares(job.shares, run_backward_share, &job);
+    job.states = false;
+    job.units = job.entries * job.groups * job.space.chunks;
+    job.shares = at_most(threads, job.units);
+    if (job.units > 0 && !job.out_of_memory) {
+        run_shares(job.shares, run_backward_share, &job);
     }
 }
 
@@ -216,20 +236,18 @@ int32_t run_backward(const MambaSsdBackward& q, const SsdKernels& kernels) {
     job.space.chunks = plan.chunks;
     job.space.states = static_cast<float*>(p.workspace) + plan.totals;
     job.space.gradients = job.space.states + plan.states;
-    job.space.sums = job.space.gradients + plan.gradients;
-    for (int64_t first = 0; first < p.batch && !job.out_of_memory; first += plan.entries) {
-        job.space.first_batch = first;
-        job.entries = at_most(plan.entries, p.batch - first);
-        const int64_t threads = useful_threads(p, job.entries, kBackwardWorkPerThread);
-        job.states = true;
-        job.units = 2 * job.entries * p.nheads;
-        job.shares = at_most(threads, job.units);
-        run_shares(job.shares, run_backward_share, &job);
-        job.states = false;
-        job.units = job.entries * p.ngroups * plan.chunks;
-        job.shares = at_most(threads, job.units);
-        if (job.units > 0 && !job.out_of_memory) {
-            run_shares(job.shares, run_backward_share, &job);
+    job.space.partial = job.space.gradients + plan.gradients;
+    job.space.sums = job.space.partial + plan.partial;
+    const int64_t group_heads = p.nheads / p.ngroups;
+    for (int64_t batch = 0; batch < p.batch; batch += plan.entries) {
+        job.space.first_batch = batch;
+        job.entries = at_most(plan.entries, p.batch - batch);
+        for (int64_t head = 0; head < p.nheads && !job.out_of_memory; head += plan.heads) {
+            job.space.first_head = head;
+            job.space.heads = at_most(plan.heads, p.nheads - head);
+            job.first_group = head / group_heads;
+            job.groups = (head + job.space.heads - 1) / group_heads + 1 - job.first_group;
+            run_passes(job);
         }
     }
     if (job.out_of_memory) {
@@ -279,5 +297,5 @@ int64_t mamba_ssd_backward_workspace(const MambaSsd* params) {
         return 0;
     }
     const BackwardPlan plan = plan_backward(*params);
-    return (plan.totals + plan.states + plan.gradients + plan.sums) * static_cast<int64_t>(sizeof(float));
+    return (plan.totals + plan.states + plan.gradients + plan.partial + plan.sums) * static_cast<int64_t>(sizeof(float));
 }

@@ -21,10 +21,12 @@ inline int64_t gradient_floats(const MambaSsd& p) {
 }
 
 inline float* chunk_state(const MambaSsd& p, const SsdBackwardSpace& space, int64_t batch, int64_t head, int64_t chunk) {
-    return space.states + (((batch - space.first_batch) * p.nheads + head) * space.chunks + chunk) * state_floats(p);
+    const int64_t row = (batch - space.first_batch) * space.heads + head - space.first_head;
+    return space.states + (row * space.chunks + chunk) * state_floats(p);
 }
 inline float* chunk_gradient(const MambaSsd& p, const SsdBackwardSpace& space, int64_t batch, int64_t head, int64_t chunk) {
-    return space.gradients + (((batch - space.first_batch) * p.nheads + head) * space.chunks + chunk) * gradient_floats(p);
+    const int64_t row = (batch - space.first_batch) * space.heads + head - space.first_head;
+    return space.gradients + (row * space.chunks + chunk) * gradient_floats(p);
 }
 
 // Whether a state enters the chunk: one that is not zero, or one whose gradient is wanted.
@@ -375,7 +377,7 @@ inline void backward_chunk(const MambaSsdBackward& q, const SsdBackwardSpace& sp
     const MambaSsd& p = q.forward;
     const BackwardScratch s = carve_backward(p, scratch);
     const Sequence sequence = sequence_of(p, batch);
-    const int64_t dstate = ssd_pitch(p.dstate), heads = p.nheads / p.ngroups;
+    const int64_t dstate = ssd_pitch(p.dstate), group_heads = p.nheads / p.ngroups, floats = kChunk * dstate;
     Chunk chunk;
     find_chunk(p, sequence, index, chunk);
     const bool enters = state_enters(q, index, chunk), leaves = gradient_leaves(q, sequence, space, index);
@@ -384,10 +386,20 @@ inline void backward_chunk(const MambaSsdBackward& q, const SsdBackwardSpace& sp
     load_rows(p.dtype, p.C, C_offset(p, chunk, group), p.C_len_stride, p.dstate, chunk.steps, s.C);
     const Product products = {s.C, dstate, 1, s.B_columns, kChunk, s.products, 0.0f, s.products, kChunk};
     product_to_lower(products, chunk.steps, p.dstate);
+
+    const int64_t end = space.first_head + space.heads, group_end = (group + 1) * group_heads;
+    const int64_t first_head = space.first_head > group * group_heads ? space.first_head : group * group_heads;
+    const int64_t last_head = end < group_end ? end : group_end;
+    float* partial = space.partial + (group * space.chunks + index) * 2 * floats;
+    if (first_head == group * group_heads) {
+        fill_zero(s.dB, floats);
+        fill_zero(s.dC, floats);
+    } else {
+        memcpy(s.dB, partial, static_cast<size_t>(floats) * sizeof(float));
+        memcpy(s.dC, partial + floats, static_cast<size_t>(floats) * sizeof(float));
+    }
     fill_zero(s.dproducts, kChunk * kChunk);
-    fill_zero(s.dB, kChunk * dstate);
-    fill_zero(s.dC, kChunk * dstate);
-    for (int64_t head = group * heads; head < (group + 1) * heads; ++head) {
+    for (int64_t head = first_head; head < last_head; ++head) {
         chunk_head(q, space, batch, index, head, chunk, enters, leaves, s);
     }
     for (int r = 0; r < chunk.count; ++r) {
@@ -399,6 +411,11 @@ inline void backward_chunk(const MambaSsdBackward& q, const SsdBackwardSpace& sp
         product_upper(to_dB, run.end - run.begin, p.dstate);
         const Product to_dC = {dproducts, kChunk, 1, s.B + run.begin * dstate, dstate, dC, 1.0f, dC, dstate};
         product_lower(to_dC, run.end - run.begin, p.dstate);
+    }
+    if (last_head < group_end) {
+        memcpy(partial, s.dB, static_cast<size_t>(floats) * sizeof(float));
+        memcpy(partial + floats, s.dC, static_cast<size_t>(floats) * sizeof(float));
+        return;
     }
     const int64_t dB_offset = chunk.row * q.dB_batch_stride + chunk.start * q.dB_len_stride + group * q.dB_group_stride;
     store_rows(p.dtype, q.dB, dB_offset, q.dB_len_stride, p.dstate, chunk.steps, s.dB);

@@ -21,11 +21,12 @@ struct SsdSegment {
     int64_t column, columns;
 };
 
-// What backward keeps between its two passes. Entries are batch entries from first_batch on.
+// What backward keeps between its two passes, which it makes for some heads of some batch entries at a time.
 struct SsdBackwardSpace {
-    int64_t first_batch, chunks;
-    float* states;     // (entries, H, chunks, P, pitch of N): the states that enter a chunk
-    float* gradients;  // (entries, H, chunks, N, pitch of P): gradients of the states that leave a chunk
+    int64_t first_batch, first_head, heads, chunks;
+    float* states;     // (entries, heads, chunks, P, pitch of N): the states that enter a chunk
+    float* gradients;  // (entries, heads, chunks, N, pitch of P): gradients of the states that leave a chunk
+    float* partial;    // (G, chunks, 2, steps, pitch of N): dB and dC of the heads that came before
     float* sums;       // (B, chunks, H, 2 + P): each chunk's share of dA, ddt_bias and dD
 };
 
@@ -40,7 +41,7 @@ struct SsdKernels {
                             float* scratch);
     void (*backward_gradients)(const MambaSsdBackward& params, const SsdBackwardSpace& space, int64_t batch, int64_t head,
                                float* scratch);
-    // Second pass, for one chunk: everything else, for all heads of a group.
+    // Second pass, for one chunk: everything else, for those of the heads that are in this group.
     void (*backward_chunk)(const MambaSsdBackward& params, const SsdBackwardSpace& space, int64_t batch, int64_t group,
                            int64_t chunk, float* scratch);
 };

@@ -4,7 +4,11 @@ import pytest
 import torch
 from cases import DTYPES, SSD_CASES, SsdCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
 
-from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined, ssd_chunk_scan_combined_ref
+from mamba_ssm.ops.triton.ssd_combined import (
+    mamba_chunk_scan,
+    mamba_chunk_scan_combined,
+    ssd_chunk_scan_combined_ref,
+)
 
 # What one result may be off, relative to its largest value, beside twice plain torch's error.
 # float32: sums in another order. 16 bits: with z, backward rounds the gradient before the gate to the dtype; on the GPU
@@ -189,6 +193,17 @@ def test_results_do_not_depend_on_threads(heads, headdim):
     torch.set_num_threads(3)
     for name, value in outputs_and_gradients(scan(mamba_chunk_scan_combined, case), tensors).items():
         assert torch.equal(value, alone[name]), name
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_states_of_more_heads_than_the_cpu_works_on_together(groups, device):
+    """Backward on the CPU takes 10 of these 12 heads, then 2: gradients of B and C go on where they stopped."""
+    case = SsdCase(2, 150, 12, 256, dstate=256, groups=groups, initial_states=True, seq_idx=True)
+    tensors = case.inputs(torch.float32, device)
+    found = outputs_and_gradients(scan(mamba_chunk_scan_combined, case), tensors)
+    plain = outputs_and_gradients(scan(mamba_chunk_scan, case), tensors)
+    truth = outputs_and_gradients(scan(mamba_chunk_scan, case), tensors, torch.float64)
+    assert_close_to_truth(found, plain, truth, TOLERANCE[torch.float32])
 
 
 def test_deterministic(device):
