@@ -353,7 +353,7 @@ MAMBA_API int32_t mamba_selective_state_update(const MambaSelectiveStateUpdate* 
 
 MAMBA_API int32_t mamba_ssd_forward(const MambaSsd* params);
 MAMBA_API int32_t mamba_ssd_backward(const MambaSsdBackward* params);
-/* Bytes of MambaSsd::workspace; reads run, the sizes and whether out is NULL. */
+/* Bytes of MambaSsd::workspace; reads run, the sizes, the dtypes, and whether out and cu_seqlens are NULL. */
 MAMBA_API int64_t mamba_ssd_forward_workspace(const MambaSsd* params);
 MAMBA_API int64_t mamba_ssd_backward_workspace(const MambaSsd* params);
 

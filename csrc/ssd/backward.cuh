@@ -1,0 +1,618 @@
+// Backward: a block takes one chunk and walks heads of one group, so that dB and dC of the chunk are added up in registers
+// and C B^T is computed once. The state before the chunk and the gradient of the state after it come from states.cuh.
+//
+// With dG_ts = L_ts dt_s (dout_t . x_s), L_ts = exp(cs_t - cs_s), G = C B^T, H the state before, dH' the gradient after:
+//     dC_t = exp(cs_t) H^T dout_t + sum_s dG_ts B_s
+//     dB_s = exp(cs_last - cs_s) dt_s dH'^T x_s + sum_t dG_ts C_t
+//     dx_s = dt_s (exp(cs_last - cs_s) dH' B_s + sum_t L_ts G_ts dout_t) + D dout_s
+// and the gradient of a_t = dt_t A sums, over the pairs r >= t > s, what each path from s to r carries: no large terms cancel.
+#pragma once
+
+#include "ssd/finish.cuh"
+#include "ssd/launch_states.cuh"
+
+namespace mamba {
+
+// How a block's warps share an output of kRows x kColumns: 16 rows each, and a part of the columns.
+template <class Layout, int kColumns>
+struct WarpTile {
+    static constexpr int kAbove = Layout::kSteps / 16 < Layout::kWarps ? Layout::kSteps / 16 : Layout::kWarps;
+    static constexpr int kBeside = Layout::kWarps / kAbove;
+    static constexpr int kWide = kColumns / 16 < kBeside ? 1 : kColumns / 16 / kBeside;  // pairs of fragments
+    static_assert(kAbove * 16 == Layout::kSteps, "every step has a warp");
+    static_assert(kColumns / 16 <= kBeside || kColumns / 16 % kBeside == 0, "columns divide among the warps");
+};
+
+template <class Layout>
+struct BackwardSums {
+    static constexpr int kBeside = WarpTile<Layout, Layout::kSteps>::kBeside;
+    static constexpr int kAbove = WarpTile<Layout, Layout::kSteps>::kAbove;
+    float row_pairs[kBeside][Layout::kSteps];    // sum_s dt_s f_ts, f_ts = L_ts G_ts (dout_t . x_s), by warp column
+    float column_pairs[kAbove][Layout::kSteps];  // sum_t f_ts, by warp row
+    float from_state[kBeside][Layout::kSteps];   // dout_t . exp(cs_t) H C_t
+    float to_state[kBeside][Layout::kSteps];     // x_s . exp(cs_last - cs_s) dH' B_s
+    float state_product[Layout::kWarps];         // H . dH'
+};
+
+template <typename T, class Layout>
+constexpr int backward_shared_bytes() {
+    constexpr int kSteps = Layout::kSteps;
+    return ((2 * kSteps + Layout::kRows) * (Layout::kStates + kTilePad) + 2 * kSteps * (Layout::kRows + kTilePad) +
+            kSteps * (kSteps + kTilePad)) *
+               static_cast<int>(sizeof(T)) +
+           2 * static_cast<int>(sizeof(ChunkDecays<kSteps>)) + static_cast<int>(sizeof(BackwardSums<Layout>));
+}
+
+// Sum over the four lanes of a row.
+__device__ __forceinline__ float add_over_row(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 1);
+    return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+// Sum over the eight rows of a column.
+__device__ __forceinline__ float add_over_column(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 4);
+    value += __shfl_xor_sync(0xffffffffu, value, 8);
+    return value + __shfl_xor_sync(0xffffffffu, value, 16);
+}
+
+template <int kFragments>
+__device__ __forceinline__ void set_to_zero(float (&sum)[kFragments][4]) {
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+        sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0.0f;
+    }
+}
+
+// sum (16 x 16 kWide) += A (16 x 16 kInner) B. In memory A is [row][k] (kATransposed: [k][row]), B [k][column] (kBTransposed:
+// [column][k]); columns from `columns` on and k from `inner` on are skipped.
+template <typename T, int kWide, int kInner, bool kATransposed, bool kBTransposed>
+__device__ __forceinline__ void multiply(float (&sum)[2 * kWide][4], const T* A, int A_stride, const T* B, int B_stride,
+                                         int columns, int inner, int lane) {
+#pragma unroll
+    for (int k = 0; k < kInner; ++k) {
+        if (16 * k < inner) {
+            Operand<T> a;
+            if (kATransposed) {
+                load_a_transposed<T>(a, A + 16 * k * A_stride, A_stride, lane);
+            } else {
+                load_a<T>(a, A + 16 * k, A_stride, lane);
+            }
+#pragma unroll
+            for (int j = 0; j < kWide; ++j) {
+                if (16 * j < columns) {
+                    Operand<T> b;
+                    if (kBTransposed) {
+                        load_b<T>(b, B + 16 * j * B_stride + 16 * k, B_stride, lane);
+                    } else {
+                        load_b_transposed<T>(b, B + 16 * k * B_stride + 16 * j, B_stride, lane);
+                    }
+                    multiply_add<T>(sum[2 * j], a, b, 0);
+                    multiply_add<T>(sum[2 * j + 1], a, b, 1);
+                }
+            }
+        }
+    }
+}
+
+// sum += factor(row) add, and returns for both of the lane's rows the dot product of add with the tile's row.
+template <typename T, int kWide>
+__device__ __forceinline__ float2 accumulate(float (&sum)[2 * kWide][4], const float (&add)[2 * kWide][4], float above,
+                                             float below, const T* tile, int stride, int columns, int lane) {
+    float2 dot = make_float2(0.0f, 0.0f);
+    const T* const at = tile + lane / 4 * stride + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 2 * kWide; ++j) {
+        if (8 * j < columns) {
+            const float2 top = load_pair<T>(at + 8 * j);
+            const float2 bottom = load_pair<T>(at + 8 * stride + 8 * j);
+            dot.x = fmaf(add[j][0], top.x, fmaf(add[j][1], top.y, dot.x));
+            dot.y = fmaf(add[j][2], bottom.x, fmaf(add[j][3], bottom.y, dot.y));
+            sum[j][0] = fmaf(above, add[j][0], sum[j][0]);
+            sum[j][1] = fmaf(above, add[j][1], sum[j][1]);
+            sum[j][2] = fmaf(below, add[j][2], sum[j][2]);
+            sum[j][3] = fmaf(below, add[j][3], sum[j][3]);
+        }
+    }
+    return make_float2(add_over_row(dot.x), add_over_row(dot.y));
+}
+
+// Adds a warp's 16 rows to float32 memory, or sets it.
+template <int kWide>
+__device__ __forceinline__ void store_sum(float* to, int64_t row_stride, const float (&sum)[2 * kWide][4], int rows,
+                                          int columns, bool add, int lane) {
+#pragma unroll
+    for (int j = 0; j < 2 * kWide; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = lane / 4 + i / 2 * 8;
+            const int column = 8 * j + lane % 4 * 2 + i % 2;
+            if (row < rows && column < columns) {
+                float* const at = to + row * row_stride + column;
+                *at = add ? *at + sum[j][i] : sum[j][i];
+            }
+        }
+    }
+}
+
+template <typename T, class Layout>
+__global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const MambaSsdBackward q, const BackwardLaunch launch) {
+    constexpr int kSteps = Layout::kSteps;
+    constexpr int kStates = Layout::kStates;
+    constexpr int kRows = Layout::kRows;
+    constexpr int kStride = kStates + kTilePad;
+    constexpr int kXStride = kRows + kTilePad;
+    constexpr int kMStride = kSteps + kTilePad;
+    using Pairs = WarpTile<Layout, kSteps>;  // steps x steps
+    using Wide = WarpTile<Layout, kStates>;  // steps x states
+    using Inputs = WarpTile<Layout, kRows>;  // steps x headdim
+    const MambaSsd& p = q.forward;
+    extern __shared__ __align__(16) unsigned char shared[];
+    T* const B_tile = reinterpret_cast<T*>(shared);
+    T* const C_tile = B_tile + kSteps * kStride;
+    T* const H_tile = C_tile + kSteps * kStride;  // the state before, then the gradient after
+    T* const x_tile = H_tile + kRows * kStride;
+    T* const dout_tile = x_tile + kSteps * kXStride;
+    T* const M_tile = dout_tile + kSteps * kXStride;
+    ChunkDecays<kSteps>* const decays = reinterpret_cast<ChunkDecays<kSteps>*>(M_tile + kSteps * kMStride);
+    BackwardSums<Layout>& sums = *reinterpret_cast<BackwardSums<Layout>*>(decays + 2);
+
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int above = warp % Pairs::kAbove;  // which 16 steps, as rows of an output
+    const int beside = warp / Pairs::kAbove;
+    const int step0 = 16 * above;
+    const int pair0 = 16 * Pairs::kWide * beside;    // first column of this warp, steps
+    const int state0 = 16 * Wide::kWide * beside;    // states
+    const int input0 = 16 * Inputs::kWide * beside;  // headdim
+
+    int64_t block = blockIdx.x;
+    const int64_t split = block % launch.splits;
+    block /= launch.splits;
+    const int64_t group = block % p.ngroups;
+    block /= p.ngroups;
+    const int64_t chunk = block % launch.chunks;
+    const int64_t batch = block / launch.chunks;
+
+    const int64_t first = chunk * kSteps;
+    const int valid = steps_in<kSteps>(p.seqlen, chunk);
+    const int dstate = static_cast<int>(p.dstate);
+    const int32_t* const seq_idx = p.seq_idx == nullptr ? nullptr : p.seq_idx + batch * p.seqlen;
+    const int64_t state_size = p.headdim * p.dstate;
+    const int64_t heads = launch.group_heads * p.ngroups;
+    const int64_t items = launch.group_heads * launch.row_tiles;  // a head and a part of its headdim
+    const int64_t first_item = items * split / launch.splits;
+    const int64_t last_item = items * (split + 1) / launch.splits;
+
+    load_tile<T, kSteps, kStates, Layout::kThreads>(
+        B_tile, static_cast<const T*>(p.B) + batch * p.B_batch_stride + first * p.B_len_stride + group * p.B_group_stride,
+        p.B_len_stride, valid, dstate, launch.B_vectors);
+    load_tile<T, kSteps, kStates, Layout::kThreads>(
+        C_tile, static_cast<const T*>(p.C) + batch * p.C_batch_stride + first * p.C_len_stride + group * p.C_group_stride,
+        p.C_len_stride, valid, dstate, launch.C_vectors);
+
+    float G[2 * Pairs::kWide][4];  // C B^T
+    float dG[2 * Pairs::kWide][4];
+    float dB[2 * Wide::kWide][4];
+    float dC[2 * Wide::kWide][4];
+    set_to_zero(G);
+    set_to_zero(dG);
+    set_to_zero(dB);
+    set_to_zero(dC);
+
+    for (int64_t item = first_item; item < last_item; ++item) {
+        const int64_t slot = group * launch.group_heads + item / launch.row_tiles;
+        const int64_t head = group * (p.nheads / p.ngroups) + launch.first_head + item / launch.row_tiles;
+        const int64_t tile = item % launch.row_tiles;
+        const int row0 = static_cast<int>(tile) * kRows;
+        const int rows = static_cast<int>(p.headdim) - row0;  // may be more than kRows
+        const int64_t state_index = ((batch * heads + slot) * launch.chunks + chunk) * state_size + row0 * p.dstate;
+        const T* const state = static_cast<const T*>(launch.states) + state_index;
+        const T* const dstate_after = static_cast<const T*>(launch.dstates) + state_index;
+        const StepSize size = step_size(p, batch, 0, head);
+        const float A = p.A[head];
+        ChunkDecays<kSteps>& now = decays[(item - first_item) % 2];
+
+        load_tile<T, kSteps, kRows, Layout::kThreads>(
+            x_tile,
+            static_cast<const T*>(p.x) + batch * p.x_batch_stride + first * p.x_len_stride + head * p.x_head_stride + row0,
+            p.x_len_stride, valid, rows, launch.x_vectors);
+        load_tile<T, kSteps, kRows, Layout::kThreads>(dout_tile,
+                                                      static_cast<const T*>(q.dout) + batch * q.dout_batch_stride +
+                                                          first * q.dout_len_stride + head * q.dout_head_stride + row0,
+                                                      q.dout_len_stride, valid, rows, launch.dout_vectors);
+        load_tile<T, kRows, kStates, Layout::kThreads>(H_tile, state, p.dstate, rows, dstate, launch.state_vectors);
+        end_copies();
+        if (warp == Layout::kWarps - 1) {
+            chunk_decays<kSteps>(now, size, A, seq_idx, first, valid, lane);
+        }
+        wait_for_copies<0>();
+        __syncthreads();
+
+        if (item == first_item) {
+            multiply<T, Pairs::kWide, kStates / 16, false, true>(G, C_tile + step0 * kStride, kStride, B_tile + pair0 * kStride,
+                                                                 kStride, kSteps - pair0, dstate, lane);
+        }
+
+        // Pairs of steps: f, dG and M.
+        {
+            float R[2 * Pairs::kWide][4];  // dout_t . x_s
+            set_to_zero(R);
+            multiply<T, Pairs::kWide, kRows / 16, false, true>(R, dout_tile + step0 * kXStride, kXStride,
+                                                               x_tile + pair0 * kXStride, kXStride, kSteps - pair0, rows, lane);
+            float2 row_sum = make_float2(0.0f, 0.0f);
+            const int t0 = step0 + lane / 4;
+            const float cs_above = now.log2_decay[t0];
+            const float cs_below = now.log2_decay[t0 + 8];
+            const int start_above = now.run_start[t0];
+            const int start_below = now.run_start[t0 + 8];
+#pragma unroll
+            for (int j = 0; j < 2 * Pairs::kWide; ++j) {
+                const int s = pair0 + 8 * j + lane % 4 * 2;
+                if (pair0 + 8 * j < kSteps) {
+                    float M[4];
+                    float column_sum[2] = {0.0f, 0.0f};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int t = t0 + i / 2 * 8;
+                        const int column = s + i % 2;
+                        const float cs = i < 2 ? cs_above : cs_below;
+                        const bool counts = column <= t && column >= (i < 2 ? start_above : start_below);
+                        const float decay = counts ? exp2_fast(cs - now.log2_decay[column]) : 0.0f;
+                        const float dt = now.dt[column];
+                        M[i] = decay * G[j][i];
+                        const float f = M[i] * R[j][i];
+                        dG[j][i] = fmaf(decay * dt, R[j][i], dG[j][i]);
+                        column_sum[i % 2] += f;
+                        if (i < 2) {
+                            row_sum.x = fmaf(dt, f, row_sum.x);
+                        } else {
+                            row_sum.y = fmaf(dt, f, row_sum.y);
+                        }
+                    }
+                    store_pair<T>(M_tile + t0 * kMStride + s, M[0], M[1]);
+                    store_pair<T>(M_tile + (t0 + 8) * kMStride + s, M[2], M[3]);
+                    column_sum[0] = add_over_column(column_sum[0]);
+                    column_sum[1] = add_over_column(column_sum[1]);
+                    if (lane < 4) {
+                        sums.column_pairs[above][s] = column_sum[0];
+                        sums.column_pairs[above][s + 1] = column_sum[1];
+                    }
+                }
+            }
+            row_sum.x = add_over_row(row_sum.x);
+            row_sum.y = add_over_row(row_sum.y);
+            if (lane % 4 == 0) {
+                sums.row_pairs[beside][t0] = row_sum.x;
+                sums.row_pairs[beside][t0 + 8] = row_sum.y;
+            }
+        }
+
+        // What the state before the chunk gives.
+        {
+            float product[2 * Wide::kWide][4];  // H^T dout_t
+            set_to_zero(product);
+            multiply<T, Wide::kWide, kRows / 16, false, false>(product, dout_tile + step0 * kXStride, kXStride, H_tile + state0,
+                                                               kStride, dstate - state0, rows, lane);
+            const float above_factor = now.entering[step0 + lane / 4];
+            const float below_factor = now.entering[step0 + lane / 4 + 8];
+            const float2 dot = accumulate<T, Wide::kWide>(dC, product, above_factor, below_factor,
+                                                          C_tile + step0 * kStride + state0, kStride, dstate - state0, lane);
+            if (lane % 4 == 0) {
+                sums.from_state[beside][step0 + lane / 4] = above_factor * dot.x;
+                sums.from_state[beside][step0 + lane / 4 + 8] = below_factor * dot.y;
+            }
+        }
+        __syncthreads();  // M is complete; H has been read
+
+        load_tile<T, kRows, kStates, Layout::kThreads>(H_tile, dstate_after, p.dstate, rows, dstate, launch.state_vectors);
+        end_copies();
+        float du[2 * Inputs::kWide][4];  // gradient of dt_s x_s
+        set_to_zero(du);
+        multiply<T, Inputs::kWide, kSteps / 16, true, false>(du, M_tile + step0, kMStride, dout_tile + input0, kXStride,
+                                                             kRows - input0, kSteps, lane);
+        wait_for_copies<0>();
+        __syncthreads();
+
+        // What goes into the state after the chunk.
+        {
+            float product[2 * Inputs::kWide][4];  // dH' B_s
+            set_to_zero(product);
+            multiply<T, Inputs::kWide, kStates / 16, false, true>(
+                product, B_tile + step0 * kStride, kStride, H_tile + input0 * kStride, kStride, kRows - input0, dstate, lane);
+            const float leaving_above = now.leaving[step0 + lane / 4];
+            const float leaving_below = now.leaving[step0 + lane / 4 + 8];
+#pragma unroll
+            for (int j = 0; j < 2 * Inputs::kWide; ++j) {
+                du[j][0] = fmaf(leaving_above, product[j][0], du[j][0]);
+                du[j][1] = fmaf(leaving_above, product[j][1], du[j][1]);
+                du[j][2] = fmaf(leaving_below, product[j][2], du[j][2]);
+                du[j][3] = fmaf(leaving_below, product[j][3], du[j][3]);
+            }
+        }
+        {
+            float product[2 * Wide::kWide][4];  // dH'^T x_s
+            set_to_zero(product);
+            multiply<T, Wide::kWide, kRows / 16, false, false>(product, x_tile + step0 * kXStride, kXStride, H_tile + state0,
+                                                               kStride, dstate - state0, rows, lane);
+            const float2 dot =
+                accumulate<T, Wide::kWide>(dB, product, now.adding[step0 + lane / 4], now.adding[step0 + lane / 4 + 8],
+                                           B_tile + step0 * kStride + state0, kStride, dstate - state0, lane);
+            if (lane % 4 == 0) {
+                sums.to_state[beside][step0 + lane / 4] = now.leaving[step0 + lane / 4] * dot.x;
+                sums.to_state[beside][step0 + lane / 4 + 8] = now.leaving[step0 + lane / 4 + 8] * dot.y;
+            }
+        }
+        {
+            float product = 0.0f;  // H . dH'
+            const int present = rows < kRows ? rows : kRows;
+            for (int i = threadIdx.x; i < present * dstate; i += Layout::kThreads) {
+                product = fmaf(to_float(state[i]), to_float(H_tile[i / dstate * kStride + i % dstate]), product);
+            }
+            product = add_over_column(add_over_row(product));
+            if (lane == 0) {
+                sums.state_product[warp] = product;
+            }
+        }
+
+        // dx and dD.
+        {
+            const float D_of_head = p.D != nullptr && p.D_dim_stride == 0 ? p.D[head * p.D_head_stride] : 0.0f;
+            T* const dx = static_cast<T*>(q.dx) + batch * q.dx_batch_stride + first * q.dx_len_stride +
+                          head * q.dx_head_stride + row0 + input0;
+#pragma unroll
+            for (int j = 0; j < Inputs::kWide; ++j) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int s = step0 + lane / 4 + 8 * half;
+                    const float dt = now.dt[s];
+                    float2 pairs[2];
+#pragma unroll
+                    for (int side = 0; side < 2; ++side) {
+                        const int column = input0 + 16 * j + 8 * side + lane % 4 * 2;
+                        float D0 = D_of_head;
+                        float D1 = D_of_head;
+                        if (p.D != nullptr && p.D_dim_stride != 0) {
+                            const float* const D = p.D + head * p.D_head_stride;
+                            D0 = column < rows ? D[(row0 + column) * p.D_dim_stride] : 0.0f;
+                            D1 = column + 1 < rows ? D[(row0 + column + 1) * p.D_dim_stride] : 0.0f;
+                        }
+                        float2 skip = make_float2(0.0f, 0.0f);
+                        if (column < kRows) {
+                            skip = load_pair<T>(dout_tile + s * kXStride + column);
+                        }
+                        pairs[side].x = fmaf(dt, du[2 * j + side][2 * half], D0 * skip.x);
+                        pairs[side].y = fmaf(dt, du[2 * j + side][2 * half + 1], D1 * skip.y);
+                    }
+                    const int column = input0 + 16 * j;
+                    const bool exists = s < valid && column < kRows && column < rows;
+                    store_row<T>(exists ? dx + s * q.dx_len_stride + 16 * j : nullptr, rows - column, launch.dx_vectors,
+                                 pairs[0], pairs[1], lane);
+                }
+            }
+            if (launch.dD != nullptr) {
+                for (int column = threadIdx.x; column < kRows && column < rows; column += Layout::kThreads) {
+                    float sum = 0.0f;
+                    for (int s = 0; s < valid; ++s) {
+                        sum = fmaf(to_float(x_tile[s * kXStride + column]), to_float(dout_tile[s * kXStride + column]), sum);
+                    }
+                    launch.dD[((batch * launch.chunks + chunk) * p.nheads + head) * p.headdim + row0 + column] = sum;
+                }
+            }
+        }
+        __syncthreads();
+
+        // The gradient of dt, by one warp, while the others go on to the next head.
+        if (warp == 0) {
+            constexpr int kEach = kSteps < 32 ? 1 : kSteps / 32;
+            const bool active = lane * kEach < kSteps;
+            float carried = 0.0f;
+#pragma unroll
+            for (int i = 0; i < Layout::kWarps; ++i) {
+                carried += sums.state_product[i];
+            }
+            carried *= now.carry;
+            float after[kEach];  // what paths that end at step t carry past it, less those that begin there
+            float before[kEach];
+            float own[kEach];
+            float after_sum = 0.0f;
+            float before_sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+                const int t = lane * kEach + i;
+                after[i] = before[i] = own[i] = 0.0f;
+                if (active) {
+                    float column = 0.0f;
+                    float out_of = 0.0f;
+                    float into = 0.0f;
+#pragma unroll
+                    for (int w = 0; w < BackwardSums<Layout>::kAbove; ++w) {
+                        column += sums.column_pairs[w][t];
+                    }
+#pragma unroll
+                    for (int w = 0; w < BackwardSums<Layout>::kBeside; ++w) {
+                        if (16 * Pairs::kWide * w < kSteps) {
+                            out_of += sums.row_pairs[w][t];
+                        }
+                        if (16 * Wide::kWide * w < kStates) {
+                            out_of += sums.from_state[w][t];
+                            into += sums.to_state[w][t];
+                        }
+                    }
+                    own[i] = column + into;
+                    after[i] = out_of - now.dt[t] * column;
+                    before[i] = now.dt[t] * into;
+                }
+                after_sum += after[i];
+                before_sum += before[i];
+            }
+            const float after_mine = after_sum;
+            const float before_mine = before_sum;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const float later = __shfl_down_sync(0xffffffffu, after_sum, distance);
+                const float earlier = __shfl_up_sync(0xffffffffu, before_sum, distance);
+                after_sum += lane + distance < 32 ? later : 0.0f;
+                before_sum += lane >= distance ? earlier : 0.0f;
+            }
+            after_sum -= after_mine;    // of the lanes after this one
+            before_sum -= before_mine;  // of the lanes before it
+            float dA = 0.0f;
+            float dbias = 0.0f;
+            float values[kEach];
+#pragma unroll
+            for (int i = kEach - 1; i >= 0; --i) {
+                after_sum += after[i];
+                values[i] = after_sum;
+            }
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+                const int t = lane * kEach + i;
+                const float da = values[i] + before_sum + carried;  // gradient of dt_t A
+                before_sum += before[i];
+                if (active && t < valid) {
+                    dA = fmaf(now.dt[t], da, dA);
+                    float gradient = fmaf(A, da, own[i]);
+                    const float raw = load_as_float(size.dt, (first + t) * size.stride, size.dtype) + size.bias;
+                    const float unclamped = size.softplus ? softplus(raw) : raw;
+                    gradient = unclamped < size.min || unclamped > size.max ? 0.0f : gradient;
+                    gradient *= size.softplus ? sigmoid(raw) : 1.0f;
+                    dbias += gradient;
+                    launch.ddt[((tile * p.batch + batch) * p.nheads + head) * p.seqlen + first + t] = gradient;
+                }
+            }
+            dA = add_over_column(add_over_row(dA));
+            dbias = add_over_column(add_over_row(dbias));
+            if (lane == 0) {
+                const int64_t at = ((tile * p.batch + batch) * launch.chunks + chunk) * p.nheads + head;
+                launch.dA[at] = dA;
+                launch.ddt_bias[at] = dbias;
+            }
+        }
+    }
+
+    // Through the sum over heads of dG.
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 2 * Pairs::kWide; ++j) {
+        const int s = pair0 + 8 * j + lane % 4 * 2;
+        if (pair0 + 8 * j < kSteps) {
+            store_pair<T>(M_tile + (step0 + lane / 4) * kMStride + s, dG[j][0], dG[j][1]);
+            store_pair<T>(M_tile + (step0 + lane / 4 + 8) * kMStride + s, dG[j][2], dG[j][3]);
+        }
+    }
+    __syncthreads();
+    multiply<T, Wide::kWide, kSteps / 16, false, false>(dC, M_tile + step0 * kMStride, kMStride, B_tile + state0, kStride,
+                                                        dstate - state0, kSteps, lane);
+    multiply<T, Wide::kWide, kSteps / 16, true, false>(dB, M_tile + step0, kMStride, C_tile + state0, kStride, dstate - state0,
+                                                       kSteps, lane);
+    const int64_t row_stride = p.ngroups * p.dstate;
+    const int64_t at = ((split * p.batch + batch) * p.seqlen + first + step0) * row_stride + group * p.dstate + state0;
+    const bool add = launch.first_head > 0;
+    store_sum<Wide::kWide>(launch.dC + at, row_stride, dC, valid - step0, dstate - state0, add, lane);
+    store_sum<Wide::kWide>(launch.dB + at, row_stride, dB, valid - step0, dstate - state0, add, lane);
+}
+
+template <typename T, class Layout>
+cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
+    const MambaSsd& p = q.forward;
+    const int64_t size = sizeof(T);
+    char* const memory = static_cast<char*>(p.workspace);
+    const int64_t ends = (plan.segments - 1) * p.batch * p.nheads;
+
+    StatesLaunch states = {};
+    StateWalk& walk = states.walks[0];
+    walk.x = p.x;
+    walk.B = p.B;
+    walk.x_batch_stride = p.x_batch_stride;
+    walk.x_len_stride = p.x_len_stride;
+    walk.x_head_stride = p.x_head_stride;
+    walk.B_batch_stride = p.B_batch_stride;
+    walk.B_len_stride = p.B_len_stride;
+    walk.B_group_stride = p.B_group_stride;
+    walk.x_vectors = ssd_rows_aligned(p.x, p.headdim, p.x_batch_stride, p.x_len_stride, p.x_head_stride, size, 16);
+    walk.B_vectors = ssd_rows_aligned(p.B, p.dstate, p.B_batch_stride, p.B_len_stride, p.B_group_stride, size, 16);
+    walk.first = p.initial_state;
+    walk.ends = reinterpret_cast<float*>(memory + workspace.ends);
+    walk.decays = reinterpret_cast<float*>(memory + workspace.decays);
+    walk.chunks = memory + workspace.states;
+    StateWalk& back = states.walks[1];
+    back.x = q.dout;
+    back.B = p.C;
+    back.x_batch_stride = q.dout_batch_stride;
+    back.x_len_stride = q.dout_len_stride;
+    back.x_head_stride = q.dout_head_stride;
+    back.B_batch_stride = p.C_batch_stride;
+    back.B_len_stride = p.C_len_stride;
+    back.B_group_stride = p.C_group_stride;
+    back.x_vectors = ssd_rows_aligned(q.dout, p.headdim, q.dout_batch_stride, q.dout_len_stride, q.dout_head_stride, size, 16);
+    back.B_vectors = ssd_rows_aligned(p.C, p.dstate, p.C_batch_stride, p.C_len_stride, p.C_group_stride, size, 16);
+    back.first = q.dfinal_state;
+    back.last = q.dinitial_state;
+    back.ends = walk.ends + ends * p.headdim * p.dstate;
+    back.decays = walk.decays + ends;
+    back.chunks = memory + workspace.dstates;
+    states.segments = plan.segments;
+    states.chunks_a_segment = plan.chunks_a_segment;
+
+    BackwardLaunch launch = {};
+    launch.chunks = plan.chunks;
+    launch.splits = workspace.splits;
+    launch.row_tiles = workspace.row_tiles;
+    launch.states = walk.chunks;
+    launch.dstates = back.chunks;
+    launch.dB = reinterpret_cast<float*>(memory + workspace.dB);
+    launch.dC = reinterpret_cast<float*>(memory + workspace.dC);
+    launch.ddt = reinterpret_cast<float*>(memory + workspace.ddt);
+    launch.dA = reinterpret_cast<float*>(memory + workspace.dA);
+    launch.ddt_bias = reinterpret_cast<float*>(memory + workspace.ddt_bias);
+    launch.dD = p.D == nullptr ? nullptr : reinterpret_cast<float*>(memory + workspace.dD);
+    launch.x_vectors = walk.x_vectors;
+    launch.dout_vectors = back.x_vectors;
+    launch.B_vectors = walk.B_vectors;
+    launch.C_vectors = back.B_vectors;
+    launch.dx_vectors = ssd_rows_aligned(q.dx, p.headdim, q.dx_batch_stride, q.dx_len_stride, q.dx_head_stride, size, 8);
+    launch.state_vectors = p.dstate * size % 16 == 0;
+
+    constexpr int kShared = backward_shared_bytes<T, Layout>();
+    const auto kernel = ssd_backward_kernel<T, Layout>;
+    cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
+    const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
+    const unsigned int blocks = static_cast<unsigned int>(p.batch * plan.chunks * p.ngroups * workspace.splits);
+    const int64_t heads_of_group = p.nheads / p.ngroups;
+    for (int64_t head = 0; head < heads_of_group && error == cudaSuccess; head += workspace.group_heads) {
+        const int64_t left = heads_of_group - head;
+        states.first_head = launch.first_head = head;
+        states.group_heads = launch.group_heads = left < workspace.group_heads ? left : workspace.group_heads;
+        if (plan.segments > 1) {
+            states.ends_only = 1;
+            error = launch_states<T, Layout>(p, states, 2);
+            states.ends_only = 0;
+        }
+        if (error == cudaSuccess) {
+            error = launch_states<T, Layout>(p, states, 2);
+        }
+        if (error == cudaSuccess && blocks > 0) {
+            kernel<<<blocks, Layout::kThreads, kShared, stream>>>(q, launch);
+            error = cudaGetLastError();
+        }
+    }
+    return error != cudaSuccess ? error : launch_finish<T>(q, launch);
+}
+
+template <typename T>
+cudaError_t launch_ssd_backward(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
+    using Layouts = SsdLayouts<T>;
+    switch (plan.layout) {
+        case 0:
+            return launch_backward_layout<T, typename Layouts::Small>(q, plan, workspace);
+        case 1:
+            return launch_backward_layout<T, typename Layouts::Middle>(q, plan, workspace);
+        case 2:
+            return launch_backward_layout<T, typename Layouts::Large>(q, plan, workspace);
+        default:
+            return launch_backward_layout<T, typename Layouts::Little>(q, plan, workspace);
+    }
+}
+
+}  // namespace mamba

@@ -1,0 +1,350 @@
+// What the kernels of Mamba-2's scan share: layouts, tiles in shared memory, decays of a chunk, stores of accumulators.
+//
+// Time goes in chunks of kSteps. Within a chunk, with a_t = dt_t A and cs_t = a_0 + ... + a_t,
+//     y_t = exp(cs_t) H C_t + sum_{s <= t} (C_t . B_s) exp(cs_t - cs_s) dt_s x_s      (H: the state before the chunk)
+//     H' = exp(cs_last) H + sum_s exp(cs_last - cs_s) dt_s x_s B_s^T                  (the state after it)
+// (Mamba-2, arXiv 2405.21060, section 6). Where seq_idx changes, a state restarts: a run of steps sees itself only.
+#pragma once
+
+#include "ssd/tensor_core.cuh"
+
+namespace mamba {
+
+// kStates: dstate is at most that. kSteps: of a chunk. kRows: of headdim that one backward block takes (forward: 64).
+// kWarps: of a backward block. The sizes fit the 64 KiB of shared memory of compute capability 7.5, except those of Ssd128.
+template <int kStates_, int kSteps_, int kRows_, int kWarps_>
+struct SsdLayout {
+    static constexpr int kStates = kStates_;
+    static constexpr int kSteps = kSteps_;
+    static constexpr int kRows = kRows_;
+    static constexpr int kWarps = kWarps_;
+    static constexpr int kThreads = 32 * kWarps_;
+};
+using Ssd64 = SsdLayout<64, 64, 64, 8>;
+using Ssd128 = SsdLayout<128, 64, 64, 8>;
+using Ssd128Small = SsdLayout<128, 32, 64, 4>;  // compute capability 7.5
+using Ssd256 = SsdLayout<256, 32, 32, 4>;
+using SsdFloat64 = SsdLayout<64, 32, 64, 4>;
+using SsdFloat128 = SsdLayout<128, 16, 64, 4>;
+using SsdFloat256 = SsdLayout<256, 16, 16, 4>;
+
+// By dstate: up to 64, 128, 256. Little: Middle's replacement in backward where shared memory is little.
+template <typename T>
+struct SsdLayouts {
+    using Small = Ssd64;
+    using Middle = Ssd128;
+    using Large = Ssd256;
+    using Little = Ssd128Small;
+};
+template <>
+struct SsdLayouts<float> {
+    using Small = SsdFloat64;
+    using Middle = SsdFloat128;
+    using Large = SsdFloat256;
+    using Little = SsdFloat128;
+};
+
+// The state's rows (headdim) that a block of the forward kernels takes, 16 a warp.
+constexpr int kForwardRows = 64;
+constexpr int kForwardThreads = 128;
+
+// Steps of a chunk that exist.
+template <int kSteps>
+__device__ __forceinline__ int steps_in(int64_t seqlen, int64_t chunk) {
+    const int64_t left = seqlen - chunk * kSteps;
+    return static_cast<int>(left < kSteps ? left : kSteps);
+}
+
+// ---- asynchronous copies -------------------------------------------------------------------------------------------
+
+// 16 bytes from global to shared memory; zeros where `valid` is false (then `from` is not read).
+__device__ __forceinline__ void copy_16(void* to, const void* from, bool valid) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    const int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+#else
+    *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+#endif
+}
+
+__device__ __forceinline__ void end_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" : : : "memory");
+#endif
+}
+
+// Waits for all but the last `kPending` groups of this thread's copies.
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" : : "n"(kPending) : "memory");
+#endif
+}
+
+// Starts to copy `rows` x `columns` elements into a tile of kRows x kColumns, the rest of which becomes zero.
+// vectors: every row lies at a multiple of 16 bytes, and so do columns.
+template <typename T, int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_stride, int rows, int columns, bool vectors) {
+    constexpr int kStride = kColumns + kTilePad;
+    if (vectors) {
+        constexpr int kVector = 16 / sizeof(T);
+        constexpr int kRowVectors = kColumns / kVector;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < kRows * kRowVectors; i += kThreads) {
+            const int row = i / kRowVectors;
+            const int column = i % kRowVectors * kVector;
+            const bool valid = row < rows && column < columns;
+            copy_16(tile + row * kStride + column, valid ? from + row * row_stride + column : from, valid);
+        }
+    } else {
+        for (int i = threadIdx.x; i < kRows * kColumns; i += kThreads) {
+            const int row = i / kColumns;
+            const int column = i % kColumns;
+            const bool valid = row < rows && column < columns;
+            tile[row * kStride + column] = valid ? from[row * row_stride + column] : from_float<T>(0.0f);
+        }
+    }
+}
+
+// ---- decays --------------------------------------------------------------------------------------------------------
+
+template <int kSteps>
+struct alignas(16) ChunkDecays {
+    float log2_decay[kSteps];  // cs_t in base 2
+    float dt[kSteps];
+    float entering[kSteps];  // exp(cs_t): what the state before the chunk counts at step t; 0 after a restart
+    float leaving[kSteps];   // exp(cs_last - cs_t): what step t counts in the state after the chunk; 0 before a restart
+    float adding[kSteps];    // leaving dt
+    int run_start[kSteps];   // first step of t's run in this chunk, -1 for a run that began before it
+    float carry;             // exp(cs_last), 0 with a restart
+};
+
+// What a step's dt is made of.
+struct StepSize {
+    const void* dt;  // at the first step of the row, for this head
+    int64_t stride;
+    int32_t dtype;
+    bool softplus;
+    float bias, min, max;
+};
+
+// One warp computes the decays of the `valid` steps from `first` on. A: of the head. seq_idx: of the row, or NULL.
+template <int kSteps>
+__device__ __forceinline__ void chunk_decays(ChunkDecays<kSteps>& decays, const StepSize& size, float A, const int32_t* seq_idx,
+                                             int64_t first, int valid, int lane) {
+    constexpr int kEach = kSteps < 32 ? 1 : kSteps / 32;
+    const bool active = lane * kEach < kSteps;
+    float dt[kEach];
+    float sum[kEach];
+    int run[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int step = lane * kEach + i;
+        dt[i] = 0.0f;
+        run[i] = -1;
+        if (active && step < valid) {
+            float value = load_as_float(size.dt, (first + step) * size.stride, size.dtype) + size.bias;
+            value = size.softplus ? softplus(value) : value;
+            dt[i] = fminf(fmaxf(value, size.min), size.max);
+            dt[i] = value != value ? value : dt[i];  // NaN stays
+            if (seq_idx != nullptr && first + step > 0 && seq_idx[first + step] != seq_idx[first + step - 1]) {
+                run[i] = step;
+            }
+        }
+        sum[i] = dt[i] * A * kLog2e + (i > 0 ? sum[i > 0 ? i - 1 : 0] : 0.0f);
+        run[i] = i > 0 && run[i > 0 ? i - 1 : 0] > run[i] ? run[i > 0 ? i - 1 : 0] : run[i];
+    }
+    float before = sum[kEach - 1];
+    int started = run[kEach - 1];
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const float other = __shfl_up_sync(0xffffffffu, before, distance);
+        const int other_run = __shfl_up_sync(0xffffffffu, started, distance);
+        if (lane >= distance) {
+            before += other;
+            started = other_run > started ? other_run : started;
+        }
+    }
+    const float last = __shfl_sync(0xffffffffu, before, 31);  // steps that do not exist decay nothing
+    const int last_run = __shfl_sync(0xffffffffu, started, 31);
+    before -= sum[kEach - 1];
+    started = __shfl_up_sync(0xffffffffu, started, 1);
+    started = lane == 0 ? -1 : started;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int step = lane * kEach + i;
+        if (active) {
+            const float cs = before + sum[i];
+            const int start = run[i] > started ? run[i] : started;
+            decays.log2_decay[step] = cs;
+            decays.dt[step] = dt[i];
+            decays.entering[step] = start < 0 ? exp2_fast(cs) : 0.0f;
+            const float leaving = step >= last_run ? exp2_fast(last - cs) : 0.0f;
+            decays.leaving[step] = leaving;
+            decays.adding[step] = leaving * dt[i];
+            decays.run_start[step] = start;
+        }
+    }
+    if (lane == 0) {
+        decays.carry = last_run < 0 ? exp2_fast(last) : 0.0f;
+    }
+}
+
+// ---- accumulators to and from memory -------------------------------------------------------------------------------
+
+// Stores columns 0..15 of one row, of which each lane holds two in `left` (2t, 2t + 1) and two in `right` (8 + 2t, ...).
+// row: NULL for a row that does not exist. vectors: row lies at a multiple of 8 bytes (float32: 8), columns is even (16 bit:
+// a multiple of 4). The four lanes of a row must come here together.
+template <typename T>
+__device__ __forceinline__ void store_row(T* row, int columns, bool vectors, const float2& left, const float2& right,
+                                          int lane) {
+    const uint32_t first = pack<T>(left.x, left.y);
+    const uint32_t second = pack<T>(right.x, right.y);
+    const int t = lane % 4;
+    const int source = lane / 4 * 4 + t % 2 * 2;
+    const uint32_t a = __shfl_sync(0xffffffffu, first, source);
+    const uint32_t b = __shfl_sync(0xffffffffu, first, source + 1);
+    const uint32_t c = __shfl_sync(0xffffffffu, second, source);
+    const uint32_t d = __shfl_sync(0xffffffffu, second, source + 1);
+    const uint2 quad = t < 2 ? make_uint2(a, b) : make_uint2(c, d);  // columns 4t..4t+3
+    if (row == nullptr) {
+        return;
+    }
+    if (vectors) {
+        if (4 * t < columns) {
+            *reinterpret_cast<uint2*>(row + 4 * t) = quad;
+        }
+        return;
+    }
+    const float2 low = unpack<T>(quad.x);
+    const float2 high = unpack<T>(quad.y);
+    const float values[4] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (4 * t + i < columns) {
+            row[4 * t + i] = from_float<T>(values[i]);
+        }
+    }
+}
+template <>
+__device__ __forceinline__ void store_row<float>(float* row, int columns, bool vectors, const float2& left, const float2& right,
+                                                 int lane) {
+    if (row == nullptr) {
+        return;
+    }
+    const float2 pairs[2] = {left, right};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int column = half * 8 + lane % 4 * 2;
+        if (vectors) {
+            if (column < columns) {
+                *reinterpret_cast<float2*>(row + column) = pairs[half];
+            }
+        } else {
+            if (column < columns) {
+                row[column] = pairs[half].x;
+            }
+            if (column + 1 < columns) {
+                row[column + 1] = pairs[half].y;
+            }
+        }
+    }
+}
+
+// Two neighbouring elements of a tile as float32.
+template <typename T>
+__device__ __forceinline__ float2 load_pair(const T* pair) {
+    return unpack<T>(*reinterpret_cast<const uint32_t*>(pair));
+}
+template <>
+__device__ __forceinline__ float2 load_pair<float>(const float* pair) {
+    return *reinterpret_cast<const float2*>(pair);
+}
+
+// The opposite.
+template <typename T>
+__device__ __forceinline__ void store_pair(T* pair, float low, float high) {
+    *reinterpret_cast<uint32_t*>(pair) = pack<T>(low, high);
+}
+template <>
+__device__ __forceinline__ void store_pair<float>(float* pair, float low, float high) {
+    *reinterpret_cast<float2*>(pair) = make_float2(low, high);
+}
+
+// A warp's 16 rows of a float32 state (P, N) as accumulators: columns 8 j + 2 t, ... of rows g and g + 8 in state[j].
+template <int kStates>
+__device__ __forceinline__ void load_state(float (&state)[kStates / 8][4], const float* from, int row, int rows, int dstate,
+                                           int lane) {
+#pragma unroll
+    for (int j = 0; j < kStates / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int p = row + lane / 4 + i / 2 * 8;
+            const int n = 8 * j + lane % 4 * 2 + i % 2;
+            state[j][i] = p < rows && n < dstate ? from[static_cast<int64_t>(p) * dstate + n] : 0.0f;
+        }
+    }
+}
+
+// What segments before this one leave: state = decay * state + what each of them adds.
+template <int kStates>
+__device__ __forceinline__ void add_segment(float (&state)[kStates / 8][4], const float* from, float decay, int row, int rows,
+                                            int dstate, int lane) {
+#pragma unroll
+    for (int j = 0; j < kStates / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int p = row + lane / 4 + i / 2 * 8;
+            const int n = 8 * j + lane % 4 * 2 + i % 2;
+            const float added = p < rows && n < dstate ? from[static_cast<int64_t>(p) * dstate + n] : 0.0f;
+            state[j][i] = fmaf(decay, state[j][i], added);
+        }
+    }
+}
+
+template <int kStates>
+__device__ __forceinline__ void store_state(float* to, const float (&state)[kStates / 8][4], int row, int rows, int dstate,
+                                            int lane) {
+#pragma unroll
+    for (int j = 0; j < kStates / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int p = row + lane / 4 + i / 2 * 8;
+            const int n = 8 * j + lane % 4 * 2 + i % 2;
+            if (p < rows && n < dstate) {
+                to[static_cast<int64_t>(p) * dstate + n] = state[j][i];
+            }
+        }
+    }
+}
+
+// H = carry H + X^T diag(weight) B over the steps of a chunk, for this warp's 16 rows of H.
+template <typename T, int kStates, int kSteps>
+__device__ __forceinline__ void update_state(float (&state)[kStates / 8][4], const T* x_tile, const T* B_tile,
+                                             const float* weight, float carry, int dstate, int warp, int lane) {
+    constexpr int kXStride = kForwardRows + kTilePad;
+    constexpr int kBStride = kStates + kTilePad;
+#pragma unroll
+    for (int j = 0; j < kStates / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            state[j][i] *= carry;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps / 16; ++k) {
+        Operand<T> a;
+        load_a_weighted<T>(a, x_tile + 16 * k * kXStride + 16 * warp, kXStride, weight + 16 * k, lane);
+#pragma unroll
+        for (int j = 0; j < kStates / 16; ++j) {
+            if (16 * j < dstate) {
+                Operand<T> b;
+                load_b_transposed<T>(b, B_tile + 16 * k * kBStride + 16 * j, kBStride, lane);
+                multiply_add<T>(state[2 * j], a, b, 0);
+                multiply_add<T>(state[2 * j + 1], a, b, 1);
+            }
+        }
+    }
+}
+
+}  // namespace mamba

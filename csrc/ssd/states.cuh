@@ -1,0 +1,183 @@
+// The state alone, walked along a segment's chunks: what the segments pass on, the state before each chunk for the backward
+// kernel, and, walked from the end, the gradient of the state after each chunk (the same sums with dout for x, C for B).
+#pragma once
+
+#include "ssd/chunk_tile.cuh"
+
+namespace mamba {
+
+// One direction of the walk.
+struct StateWalk {
+    const void* x;  // (B, L, H, P): x, or dout for the gradient
+    const void* B;  // (B, L, G, N): B, or C for the gradient
+    int64_t x_batch_stride, x_len_stride, x_head_stride;
+    int64_t B_batch_stride, B_len_stride, B_group_stride;
+    int32_t x_vectors, B_vectors;
+    const float* first;  // (B, H, P, N): state that the walk starts from, or NULL
+    float* last;         // (B, H, P, N): state at its end, or NULL
+    float* ends;         // (segments - 1, B, H, P, N): each segment's state at its end from zero; float32
+    float* decays;       // (segments - 1, B, H): the product of its decays
+    void* chunks;        // (B, heads of this launch, chunks, P, N) of T: state at each chunk's start in walking order, or NULL
+};
+
+struct StatesLaunch {
+    StateWalk walks[2];   // forward, and from the end
+    int64_t first_head;   // of those in each group that this launch takes
+    int64_t group_heads;  // how many of each group it takes
+    int64_t segments;     // parts of the walk
+    int64_t chunks_a_segment;
+    int32_t ends_only;  // the first pass: ends and decays of all segments but the last
+};
+
+template <typename T, class Layout>
+constexpr int states_shared_bytes() {
+    return 2 * Layout::kSteps * (kForwardRows + kTilePad + Layout::kStates + kTilePad) * static_cast<int>(sizeof(T)) +
+           2 * static_cast<int>(sizeof(ChunkDecays<Layout::kSteps>));
+}
+
+// Which step size a head has at its row's first step.
+__device__ __forceinline__ StepSize step_size(const MambaSsd& p, int64_t batch, int64_t first, int64_t head) {
+    const int64_t element = p.dt_dtype == MAMBA_FLOAT32 ? 4 : 2;
+    StepSize size;
+    size.dt = static_cast<const char*>(p.dt) +
+              (batch * p.dt_batch_stride + first * p.dt_len_stride + head * p.dt_head_stride) * element;
+    size.stride = p.dt_len_stride;
+    size.dtype = p.dt_dtype;
+    size.softplus = p.dt_softplus != 0;
+    size.bias = p.dt_bias != nullptr ? p.dt_bias[head] : 0.0f;
+    size.min = p.dt_min;
+    size.max = p.dt_max;
+    return size;
+}
+
+template <typename T, class Layout>
+__global__ void __launch_bounds__(kForwardThreads) ssd_states_kernel(const MambaSsd p, const StatesLaunch launch) {
+    constexpr int kSteps = Layout::kSteps;
+    constexpr int kStates = Layout::kStates;
+    constexpr int kXTile = kSteps * (kForwardRows + kTilePad);
+    constexpr int kBTile = kSteps * (kStates + kTilePad);
+    extern __shared__ __align__(16) unsigned char shared[];
+    T* const x_tiles = reinterpret_cast<T*>(shared);
+    T* const B_tiles = x_tiles + 2 * kXTile;
+    ChunkDecays<kSteps>* const decays = reinterpret_cast<ChunkDecays<kSteps>*>(B_tiles + 2 * kBTile);
+
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int64_t row_tiles = (p.headdim + kForwardRows - 1) / kForwardRows;
+    const int64_t heads = launch.group_heads * p.ngroups;
+    const int64_t walked = launch.ends_only ? launch.segments - 1 : launch.segments;
+    int64_t block = blockIdx.x;
+    const int row0 = static_cast<int>(block % row_tiles) * kForwardRows;
+    block /= row_tiles;
+    const int64_t slot = block % heads;  // of this launch's heads
+    block /= heads;
+    const int64_t segment = block % walked;
+    block /= walked;
+    const int64_t batch = block % p.batch;
+    const bool from_end = block / p.batch != 0;
+    const StateWalk& walk = launch.walks[from_end];
+    const int64_t group = slot / launch.group_heads;
+    const int64_t head = group * (p.nheads / p.ngroups) + launch.first_head + slot % launch.group_heads;
+
+    // With cu_seqlens an entry of the batch is a part of the one row; whatever is in there, memory beyond it is not touched.
+    int64_t begin = 0;
+    int64_t seqlen = p.seqlen;
+    int64_t row_batch = batch;
+    if (p.cu_seqlens != nullptr) {
+        begin = p.cu_seqlens[batch] < 0 ? 0 : p.cu_seqlens[batch];
+        const int64_t end = p.cu_seqlens[batch + 1] > p.seqlen ? p.seqlen : p.cu_seqlens[batch + 1];
+        seqlen = end > begin ? end - begin : 0;
+        row_batch = 0;
+    }
+    const int64_t chunks = (seqlen + kSteps - 1) / kSteps;
+    const int64_t first_chunk = segment * launch.chunks_a_segment;
+    int64_t last_chunk = first_chunk + launch.chunks_a_segment;
+    last_chunk = last_chunk < chunks ? last_chunk : chunks;
+
+    const T* const x = static_cast<const T*>(walk.x) + row_batch * walk.x_batch_stride + begin * walk.x_len_stride +
+                       head * walk.x_head_stride + row0;
+    const T* const B = static_cast<const T*>(walk.B) + row_batch * walk.B_batch_stride + begin * walk.B_len_stride +
+                       group * walk.B_group_stride;
+    const int32_t* const seq_idx = p.seq_idx == nullptr ? nullptr : p.seq_idx + row_batch * p.seqlen + begin;
+    const StepSize size = step_size(p, row_batch, begin, head);
+    const float A = p.A[head];
+    const int rows = static_cast<int>(p.headdim) - row0;  // may be more than kForwardRows
+    const int dstate = static_cast<int>(p.dstate);
+    const int row = 16 * warp;
+    const int64_t state_size = p.headdim * p.dstate;
+    const int64_t state_index = (batch * p.nheads + head) * state_size + static_cast<int64_t>(row0) * dstate;
+
+    float state[kStates / 8][4];
+    if (walk.first != nullptr && segment == 0) {
+        load_state<kStates>(state, walk.first + state_index, row, rows, dstate, lane);
+    } else {
+#pragma unroll
+        for (int j = 0; j < kStates / 8; ++j) {
+            state[j][0] = state[j][1] = state[j][2] = state[j][3] = 0.0f;
+        }
+    }
+    if (!launch.ends_only) {
+        for (int64_t s = 0; s < segment; ++s) {
+            const float decay = walk.decays[(s * p.batch + batch) * p.nheads + head];
+            add_segment<kStates>(state, walk.ends + s * p.batch * p.nheads * state_size + state_index, decay, row, rows, dstate,
+                                 lane);
+        }
+    }
+
+    float product = 1.0f;
+    for (int64_t i = first_chunk - 1; i < last_chunk; ++i) {
+        if (i + 1 < last_chunk) {  // the next chunk's tiles are on their way while this one is computed
+            const int64_t chunk = from_end ? chunks - 2 - i : i + 1;
+            const int64_t first = chunk * kSteps;
+            const int valid = steps_in<kSteps>(seqlen, chunk);
+            const int next = static_cast<int>((i + 1) % 2);
+            load_tile<T, kSteps, kForwardRows, kForwardThreads>(x_tiles + next * kXTile, x + first * walk.x_len_stride,
+                                                                walk.x_len_stride, valid, rows, walk.x_vectors);
+            load_tile<T, kSteps, kStates, kForwardThreads>(B_tiles + next * kBTile, B + first * walk.B_len_stride,
+                                                           walk.B_len_stride, valid, dstate, walk.B_vectors);
+            if (warp == next) {
+                chunk_decays<kSteps>(decays[next], size, A, seq_idx, first, valid, lane);
+            }
+        }
+        end_copies();
+        if (i < first_chunk) {
+            continue;
+        }
+        wait_for_copies<1>();
+        __syncthreads();
+        const int now = static_cast<int>(i % 2);
+        if (walk.chunks != nullptr && !launch.ends_only) {
+            const int64_t chunk = from_end ? chunks - 1 - i : i;
+            T* const to = static_cast<T*>(walk.chunks) + ((batch * heads + slot) * chunks + chunk) * state_size +
+                          static_cast<int64_t>(row0) * dstate;
+            const bool vectors = dstate % 4 == 0;
+#pragma unroll
+            for (int j = 0; j < kStates / 16; ++j) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int p_row = row + lane / 4 + 8 * half;
+                    T* const at = p_row < rows ? to + static_cast<int64_t>(p_row) * dstate + 16 * j : nullptr;
+                    store_row<T>(at, dstate - 16 * j, vectors, make_float2(state[2 * j][2 * half], state[2 * j][2 * half + 1]),
+                                 make_float2(state[2 * j + 1][2 * half], state[2 * j + 1][2 * half + 1]), lane);
+                }
+            }
+        }
+        const float* const weight = from_end ? decays[now].entering : decays[now].adding;
+        product *= decays[now].carry;
+        update_state<T, kStates, kSteps>(state, x_tiles + now * kXTile, B_tiles + now * kBTile, weight, decays[now].carry,
+                                         dstate, warp, lane);
+        __syncthreads();
+    }
+
+    if (launch.ends_only) {
+        store_state<kStates>(walk.ends + segment * p.batch * p.nheads * state_size + state_index, state, row, rows, dstate,
+                             lane);
+        if (threadIdx.x == 0 && row0 == 0) {
+            walk.decays[(segment * p.batch + batch) * p.nheads + head] = product;
+        }
+    } else if (walk.last != nullptr && segment == launch.segments - 1) {
+        store_state<kStates>(walk.last + state_index, state, row, rows, dstate, lane);
+    }
+}
+
+}  // namespace mamba

@@ -1,0 +1,255 @@
+// Small matrix products on tensor cores: C (16 x 8 a warp, float32) += A (16 x 16) B (16 x 8), with A and B in shared memory.
+//
+// float16 and bfloat16 go in as they are. A float32 operand is split into three bfloat16 parts whose sum it is; of the nine
+// partial products the six that matter to float32 are added, so that the result is as good as float32 arithmetic.
+// Compute capability 7.5 has tensor cores for float16 only: there the others are computed by the ordinary cores.
+//
+// In the comments g = lane / 4 and t = lane % 4. An accumulator holds (row g, columns 2t, 2t + 1), (row g + 8, the same).
+#pragma once
+
+#include "common/cuda_utils.cuh"
+
+namespace mamba {
+
+// Elements that follow each row of a tile in shared memory, so that the rows of a fragment lie in different banks.
+constexpr int kTilePad = 8;
+
+template <typename T>
+struct OperandParts {
+    static constexpr int kCount = 1;
+};
+template <>
+struct OperandParts<float> {
+    static constexpr int kCount = 3;
+};
+
+// An A fragment (16 x 16), or two neighbouring B fragments (16 x 8 each: r[0..1] and r[2..3]).
+template <typename T>
+struct Operand {
+    uint32_t r[OperandParts<T>::kCount][4];
+};
+
+// ---- packing -------------------------------------------------------------------------------------------------------
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <>
+__device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+// Puts two neighbouring elements into place i of an operand.
+template <typename T>
+__device__ __forceinline__ void set_pair(Operand<T>& operand, int i, float low, float high) {
+    operand.r[0][i] = pack<T>(low, high);
+}
+template <>
+__device__ __forceinline__ void set_pair<float>(Operand<float>& operand, int i, float low, float high) {
+#pragma unroll
+    for (int part = 0; part < 3; ++part) {
+        operand.r[part][i] = pack<__nv_bfloat16>(low, high);
+        const float2 taken = unpack<__nv_bfloat16>(operand.r[part][i]);
+        low -= taken.x;
+        high -= taken.y;
+    }
+}
+
+// ---- fragments from shared memory ----------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// A (m, k) = tile[m][k]; tile points at element (0, 0) of the fragment.
+template <typename T>
+__device__ __forceinline__ void load_a(Operand<T>& a, const T* tile, int stride, int lane) {
+    load_matrices(a.r[0], tile + (lane % 16) * stride + lane / 16 * 8);
+}
+template <>
+__device__ __forceinline__ void load_a<float>(Operand<float>& a, const float* tile, int stride, int lane) {
+    const float* at = tile + lane / 4 * stride + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = *reinterpret_cast<const float2*>(at + i % 2 * 8 * stride + i / 2 * 8);
+        set_pair<float>(a, i, pair.x, pair.y);
+    }
+}
+
+// A (m, k) = tile[k][m].
+template <typename T>
+__device__ __forceinline__ void load_a_transposed(Operand<T>& a, const T* tile, int stride, int lane) {
+    load_matrices_transposed(a.r[0], tile + (lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 8);
+}
+template <>
+__device__ __forceinline__ void load_a_transposed<float>(Operand<float>& a, const float* tile, int stride, int lane) {
+    const float* at = tile + lane % 4 * 2 * stride + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float* element = at + i / 2 * 8 * stride + i % 2 * 8;
+        set_pair<float>(a, i, element[0], element[stride]);
+    }
+}
+
+// A (m, k) = tile[k][m] weight[k].
+template <typename T>
+__device__ __forceinline__ void load_a_weighted(Operand<T>& a, const T* tile, int stride, const float* weight, int lane) {
+    load_a_transposed<T>(a, tile, stride, lane);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 w = *reinterpret_cast<const float2*>(weight + lane % 4 * 2 + i / 2 * 8);
+        const float2 value = unpack<T>(a.r[0][i]);
+        a.r[0][i] = pack<T>(value.x * w.x, value.y * w.y);
+    }
+}
+template <>
+__device__ __forceinline__ void load_a_weighted<float>(Operand<float>& a, const float* tile, int stride, const float* weight,
+                                                       int lane) {
+    const float* at = tile + lane % 4 * 2 * stride + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 w = *reinterpret_cast<const float2*>(weight + lane % 4 * 2 + i / 2 * 8);
+        const float* element = at + i / 2 * 8 * stride + i % 2 * 8;
+        set_pair<float>(a, i, element[0] * w.x, element[stride] * w.y);
+    }
+}
+
+// Two B fragments, B (k, n) = tile[n][k], n = 0..15.
+template <typename T>
+__device__ __forceinline__ void load_b(Operand<T>& b, const T* tile, int stride, int lane) {
+    load_matrices(b.r[0], tile + (lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 8);
+}
+template <>
+__device__ __forceinline__ void load_b<float>(Operand<float>& b, const float* tile, int stride, int lane) {
+    const float* at = tile + lane / 4 * stride + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = *reinterpret_cast<const float2*>(at + i / 2 * 8 * stride + i % 2 * 8);
+        set_pair<float>(b, i, pair.x, pair.y);
+    }
+}
+
+// Two B fragments, B (k, n) = tile[k][n], n = 0..15.
+template <typename T>
+__device__ __forceinline__ void load_b_transposed(Operand<T>& b, const T* tile, int stride, int lane) {
+    load_matrices_transposed(b.r[0], tile + lane % 16 * stride + lane / 16 * 8);
+}
+template <>
+__device__ __forceinline__ void load_b_transposed<float>(Operand<float>& b, const float* tile, int stride, int lane) {
+    const float* at = tile + lane % 4 * 2 * stride + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float* element = at + i % 2 * 8 * stride + i / 2 * 8;
+        set_pair<float>(b, i, element[0], element[stride]);
+    }
+}
+
+// Two B fragments, B (k, n) = S[n][k], from the accumulators of S's columns k = 0..7 and k = 8..15: they lie as B wants them.
+template <typename T>
+__device__ __forceinline__ void b_from_accumulators(Operand<T>& b, const float (&low)[4], const float (&high)[4]) {
+    set_pair<T>(b, 0, low[0], low[1]);
+    set_pair<T>(b, 1, high[0], high[1]);
+    set_pair<T>(b, 2, low[2], low[3]);
+    set_pair<T>(b, 3, high[2], high[3]);
+}
+
+// ---- products ------------------------------------------------------------------------------------------------------
+
+// The same sums on the ordinary cores, where there is no such instruction.
+template <typename T>
+__device__ __forceinline__ void multiply_add_emulated(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int pair = 0; pair < 8; ++pair) {
+        const int owner = pair % 4;
+        const uint32_t b = pair < 4 ? b0 : b1;
+        const float2 top = unpack<T>(__shfl_sync(0xffffffffu, a[pair / 4 * 2], lane / 4 * 4 + owner));
+        const float2 bottom = unpack<T>(__shfl_sync(0xffffffffu, a[pair / 4 * 2 + 1], lane / 4 * 4 + owner));
+        const float2 left = unpack<T>(__shfl_sync(0xffffffffu, b, lane % 4 * 8 + owner));
+        const float2 right = unpack<T>(__shfl_sync(0xffffffffu, b, lane % 4 * 8 + 4 + owner));
+        c[0] = fmaf(top.y, left.y, fmaf(top.x, left.x, c[0]));
+        c[1] = fmaf(top.y, right.y, fmaf(top.x, right.x, c[1]));
+        c[2] = fmaf(bottom.y, left.y, fmaf(bottom.x, left.x, c[2]));
+        c[3] = fmaf(bottom.y, right.y, fmaf(bottom.x, right.x, c[3]));
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply_add_16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ __forceinline__ void multiply_add_16<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b0));
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[2]), "r"(a[3]), "r"(b1));
+#endif
+}
+
+template <>
+__device__ __forceinline__ void multiply_add_16<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                               uint32_t b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    multiply_add_emulated<__nv_bfloat16>(c, a, b0, b1);
+#endif
+}
+
+// c += a b, where b is fragment 0 or 1 of the two in `pair`. Every lane of the warp must come here.
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&c)[4], const Operand<T>& a, const Operand<T>& pair, int fragment) {
+    multiply_add_16<T>(c, a.r[0], pair.r[0][2 * fragment], pair.r[0][2 * fragment + 1]);
+}
+template <>
+__device__ __forceinline__ void multiply_add<float>(float (&c)[4], const Operand<float>& a, const Operand<float>& pair,
+                                                    int fragment) {
+#pragma unroll
+    for (int order = 2; order >= 0; --order) {  // the smallest products first
+#pragma unroll
+        for (int i = 0; i <= order; ++i) {
+            multiply_add_16<__nv_bfloat16>(c, a.r[i], pair.r[order - i][2 * fragment], pair.r[order - i][2 * fragment + 1]);
+        }
+    }
+}
+
+}  // namespace mamba
