@@ -13,6 +13,9 @@
 
 namespace mamba {
 
+// The warp that computes the decays; another one than that which finishes the head before.
+constexpr int kDecaysWarp = 3;
+
 // How a block's warps share an output of kRows x kColumns: 16 rows each, and a part of the columns.
 template <class Layout, int kColumns>
 struct WarpTile {
@@ -32,6 +35,8 @@ struct BackwardSums {
     float from_state[kBeside][Layout::kSteps];   // dout_t . exp(cs_t) H C_t
     float to_state[kBeside][Layout::kSteps];     // x_s . exp(cs_last - cs_s) dH' B_s
     float state_product[Layout::kWarps];         // H . dH'
+    static constexpr int kParts = Layout::kThreads / Layout::kRows;
+    float skip[kParts][Layout::kRows];  // sum over a part of the steps of dout_t x_t
 };
 
 template <typename T, class Layout>
@@ -65,32 +70,28 @@ __device__ __forceinline__ void set_to_zero(float (&sum)[kFragments][4]) {
 }
 
 // sum (16 x 16 kWide) += A (16 x 16 kInner) B. In memory A is [row][k] (kATransposed: [k][row]), B [k][column] (kBTransposed:
-// [column][k]); columns from `columns` on and k from `inner` on are skipped.
+// [column][k]).
 template <typename T, int kWide, int kInner, bool kATransposed, bool kBTransposed>
 __device__ __forceinline__ void multiply(float (&sum)[2 * kWide][4], const T* A, int A_stride, const T* B, int B_stride,
-                                         int columns, int inner, int lane) {
+                                         int lane) {
 #pragma unroll
     for (int k = 0; k < kInner; ++k) {
-        if (16 * k < inner) {
-            Operand<T> a;
-            if (kATransposed) {
-                load_a_transposed<T>(a, A + 16 * k * A_stride, A_stride, lane);
-            } else {
-                load_a<T>(a, A + 16 * k, A_stride, lane);
-            }
+        Operand<T> a;
+        if (kATransposed) {
+            load_a_transposed<T>(a, A + 16 * k * A_stride, A_stride, lane);
+        } else {
+            load_a<T>(a, A + 16 * k, A_stride, lane);
+        }
 #pragma unroll
-            for (int j = 0; j < kWide; ++j) {
-                if (16 * j < columns) {
-                    Operand<T> b;
-                    if (kBTransposed) {
-                        load_b<T>(b, B + 16 * j * B_stride + 16 * k, B_stride, lane);
-                    } else {
-                        load_b_transposed<T>(b, B + 16 * k * B_stride + 16 * j, B_stride, lane);
-                    }
-                    multiply_add<T>(sum[2 * j], a, b, 0);
-                    multiply_add<T>(sum[2 * j + 1], a, b, 1);
-                }
+        for (int j = 0; j < kWide; ++j) {
+            Operand<T> b;
+            if (kBTransposed) {
+                load_b<T>(b, B + 16 * j * B_stride + 16 * k, B_stride, lane);
+            } else {
+                load_b_transposed<T>(b, B + 16 * k * B_stride + 16 * j, B_stride, lane);
             }
+            multiply_add<T>(sum[2 * j], a, b, 0);
+            multiply_add<T>(sum[2 * j + 1], a, b, 1);
         }
     }
 }
@@ -98,21 +99,19 @@ __device__ __forceinline__ void multiply(float (&sum)[2 * kWide][4], const T* A,
 // sum += factor(row) add, and returns for both of the lane's rows the dot product of add with the tile's row.
 template <typename T, int kWide>
 __device__ __forceinline__ float2 accumulate(float (&sum)[2 * kWide][4], const float (&add)[2 * kWide][4], float above,
-                                             float below, const T* tile, int stride, int columns, int lane) {
+                                             float below, const T* tile, int stride, int lane) {
     float2 dot = make_float2(0.0f, 0.0f);
     const T* const at = tile + lane / 4 * stride + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < 2 * kWide; ++j) {
-        if (8 * j < columns) {
-            const float2 top = load_pair<T>(at + 8 * j);
-            const float2 bottom = load_pair<T>(at + 8 * stride + 8 * j);
-            dot.x = fmaf(add[j][0], top.x, fmaf(add[j][1], top.y, dot.x));
-            dot.y = fmaf(add[j][2], bottom.x, fmaf(add[j][3], bottom.y, dot.y));
-            sum[j][0] = fmaf(above, add[j][0], sum[j][0]);
-            sum[j][1] = fmaf(above, add[j][1], sum[j][1]);
-            sum[j][2] = fmaf(below, add[j][2], sum[j][2]);
-            sum[j][3] = fmaf(below, add[j][3], sum[j][3]);
-        }
+        const float2 top = load_pair<T>(at + 8 * j);
+        const float2 bottom = load_pair<T>(at + 8 * stride + 8 * j);
+        dot.x = fmaf(add[j][0], top.x, fmaf(add[j][1], top.y, dot.x));
+        dot.y = fmaf(add[j][2], bottom.x, fmaf(add[j][3], bottom.y, dot.y));
+        sum[j][0] = fmaf(above, add[j][0], sum[j][0]);
+        sum[j][1] = fmaf(above, add[j][1], sum[j][1]);
+        sum[j][2] = fmaf(below, add[j][2], sum[j][2]);
+        sum[j][3] = fmaf(below, add[j][3], sum[j][3]);
     }
     return make_float2(add_over_row(dot.x), add_over_row(dot.y));
 }
@@ -133,6 +132,28 @@ __device__ __forceinline__ void store_sum(float* to, int64_t row_stride, const f
             }
         }
     }
+}
+
+// sum + the dot product of up to 16 bytes of global memory with as many of shared memory, which is aligned.
+template <typename T>
+__device__ __forceinline__ float dot_16(const T* global, const T* tile, int count, bool vectors, float sum) {
+    constexpr int kVector = 16 / sizeof(T);
+    if (vectors) {
+        const uint4 bits = *reinterpret_cast<const uint4*>(global);
+        const T* const values = reinterpret_cast<const T*>(&bits);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            sum = fmaf(to_float(values[i]), to_float(tile[i]), sum);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            if (i < count) {
+                sum = fmaf(to_float(global[i]), to_float(tile[i]), sum);
+            }
+        }
+    }
+    return sum;
 }
 
 template <typename T, class Layout>
@@ -162,6 +183,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
     const int above = warp % Pairs::kAbove;  // which 16 steps, as rows of an output
     const int beside = warp / Pairs::kAbove;
     const int step0 = 16 * above;
+    // Where there are more warps than columns, those that begin beyond the last one have nothing to multiply.
     const int pair0 = 16 * Pairs::kWide * beside;    // first column of this warp, steps
     const int state0 = 16 * Wide::kWide * beside;    // states
     const int input0 = 16 * Inputs::kWide * beside;  // headdim
@@ -180,9 +202,11 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
     const int32_t* const seq_idx = p.seq_idx == nullptr ? nullptr : p.seq_idx + batch * p.seqlen;
     const int64_t state_size = p.headdim * p.dstate;
     const int64_t heads = launch.group_heads * p.ngroups;
+    const int row_tiles = static_cast<int>(launch.row_tiles);
     const int64_t items = launch.group_heads * launch.row_tiles;  // a head and a part of its headdim
-    const int64_t first_item = items * split / launch.splits;
-    const int64_t last_item = items * (split + 1) / launch.splits;
+    const int first_item = static_cast<int>(items * split / launch.splits);
+    const int last_item = static_cast<int>(items * (split + 1) / launch.splits);
+    const int64_t group_head = group * (p.nheads / p.ngroups) + launch.first_head;
 
     load_tile<T, kSteps, kStates, Layout::kThreads>(
         B_tile, static_cast<const T*>(p.B) + batch * p.B_batch_stride + first * p.B_len_stride + group * p.B_group_stride,
@@ -200,16 +224,20 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
     set_to_zero(dB);
     set_to_zero(dC);
 
-    for (int64_t item = first_item; item < last_item; ++item) {
-        const int64_t slot = group * launch.group_heads + item / launch.row_tiles;
-        const int64_t head = group * (p.nheads / p.ngroups) + launch.first_head + item / launch.row_tiles;
-        const int64_t tile = item % launch.row_tiles;
+    StepInputs<kSteps> inputs;
+    if (warp == kDecaysWarp && first_item < last_item) {
+        const int64_t head = group_head + first_item / row_tiles;
+        load_steps<kSteps>(inputs, step_size(p, batch, 0, head), seq_idx, first, valid, lane);
+    }
+    for (int item = first_item; item < last_item; ++item) {
+        const int64_t slot = group * launch.group_heads + item / row_tiles;
+        const int64_t head = group_head + item / row_tiles;
+        const int64_t tile = item % row_tiles;
         const int row0 = static_cast<int>(tile) * kRows;
         const int rows = static_cast<int>(p.headdim) - row0;  // may be more than kRows
         const int64_t state_index = ((batch * heads + slot) * launch.chunks + chunk) * state_size + row0 * p.dstate;
         const T* const state = static_cast<const T*>(launch.states) + state_index;
         const T* const dstate_after = static_cast<const T*>(launch.dstates) + state_index;
-        const StepSize size = step_size(p, batch, 0, head);
         const float A = p.A[head];
         ChunkDecays<kSteps>& now = decays[(item - first_item) % 2];
 
@@ -223,23 +251,29 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
                                                       q.dout_len_stride, valid, rows, launch.dout_vectors);
         load_tile<T, kRows, kStates, Layout::kThreads>(H_tile, state, p.dstate, rows, dstate, launch.state_vectors);
         end_copies();
-        if (warp == Layout::kWarps - 1) {
-            chunk_decays<kSteps>(now, size, A, seq_idx, first, valid, lane);
+        if (warp == kDecaysWarp) {
+            chunk_decays<kSteps>(now, inputs, step_size(p, batch, 0, head), A, lane);
+            if (item + 1 < last_item) {
+                const int64_t next = group_head + (item + 1) / row_tiles;
+                load_steps<kSteps>(inputs, step_size(p, batch, 0, next), seq_idx, first, valid, lane);
+            }
         }
         wait_for_copies<0>();
         __syncthreads();
 
-        if (item == first_item) {
+        if (item == first_item && pair0 < kSteps) {
             multiply<T, Pairs::kWide, kStates / 16, false, true>(G, C_tile + step0 * kStride, kStride, B_tile + pair0 * kStride,
-                                                                 kStride, kSteps - pair0, dstate, lane);
+                                                                 kStride, lane);
         }
 
         // Pairs of steps: f, dG and M.
         {
             float R[2 * Pairs::kWide][4];  // dout_t . x_s
             set_to_zero(R);
-            multiply<T, Pairs::kWide, kRows / 16, false, true>(R, dout_tile + step0 * kXStride, kXStride,
-                                                               x_tile + pair0 * kXStride, kXStride, kSteps - pair0, rows, lane);
+            if (pair0 < kSteps) {
+                multiply<T, Pairs::kWide, kRows / 16, false, true>(R, dout_tile + step0 * kXStride, kXStride,
+                                                                   x_tile + pair0 * kXStride, kXStride, lane);
+            }
             float2 row_sum = make_float2(0.0f, 0.0f);
             const int t0 = step0 + lane / 4;
             const float cs_above = now.log2_decay[t0];
@@ -293,11 +327,11 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
             float product[2 * Wide::kWide][4];  // H^T dout_t
             set_to_zero(product);
             multiply<T, Wide::kWide, kRows / 16, false, false>(product, dout_tile + step0 * kXStride, kXStride, H_tile + state0,
-                                                               kStride, dstate - state0, rows, lane);
+                                                               kStride, lane);
             const float above_factor = now.entering[step0 + lane / 4];
             const float below_factor = now.entering[step0 + lane / 4 + 8];
             const float2 dot = accumulate<T, Wide::kWide>(dC, product, above_factor, below_factor,
-                                                          C_tile + step0 * kStride + state0, kStride, dstate - state0, lane);
+                                                          C_tile + step0 * kStride + state0, kStride, lane);
             if (lane % 4 == 0) {
                 sums.from_state[beside][step0 + lane / 4] = above_factor * dot.x;
                 sums.from_state[beside][step0 + lane / 4 + 8] = below_factor * dot.y;
@@ -309,8 +343,10 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         end_copies();
         float du[2 * Inputs::kWide][4];  // gradient of dt_s x_s
         set_to_zero(du);
-        multiply<T, Inputs::kWide, kSteps / 16, true, false>(du, M_tile + step0, kMStride, dout_tile + input0, kXStride,
-                                                             kRows - input0, kSteps, lane);
+        if (input0 < kRows) {
+            multiply<T, Inputs::kWide, kSteps / 16, true, false>(du, M_tile + step0, kMStride, dout_tile + input0, kXStride,
+                                                                 lane);
+        }
         wait_for_copies<0>();
         __syncthreads();
 
@@ -318,8 +354,10 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         {
             float product[2 * Inputs::kWide][4];  // dH' B_s
             set_to_zero(product);
-            multiply<T, Inputs::kWide, kStates / 16, false, true>(
-                product, B_tile + step0 * kStride, kStride, H_tile + input0 * kStride, kStride, kRows - input0, dstate, lane);
+            if (input0 < kRows) {
+                multiply<T, Inputs::kWide, kStates / 16, false, true>(product, B_tile + step0 * kStride, kStride,
+                                                                      H_tile + input0 * kStride, kStride, lane);
+            }
             const float leaving_above = now.leaving[step0 + lane / 4];
             const float leaving_below = now.leaving[step0 + lane / 4 + 8];
 #pragma unroll
@@ -334,10 +372,10 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
             float product[2 * Wide::kWide][4];  // dH'^T x_s
             set_to_zero(product);
             multiply<T, Wide::kWide, kRows / 16, false, false>(product, x_tile + step0 * kXStride, kXStride, H_tile + state0,
-                                                               kStride, dstate - state0, rows, lane);
+                                                               kStride, lane);
             const float2 dot =
                 accumulate<T, Wide::kWide>(dB, product, now.adding[step0 + lane / 4], now.adding[step0 + lane / 4 + 8],
-                                           B_tile + step0 * kStride + state0, kStride, dstate - state0, lane);
+                                           B_tile + step0 * kStride + state0, kStride, lane);
             if (lane % 4 == 0) {
                 sums.to_state[beside][step0 + lane / 4] = now.leaving[step0 + lane / 4] * dot.x;
                 sums.to_state[beside][step0 + lane / 4 + 8] = now.leaving[step0 + lane / 4 + 8] * dot.y;
@@ -345,9 +383,16 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         }
         {
             float product = 0.0f;  // H . dH'
-            const int present = rows < kRows ? rows : kRows;
-            for (int i = threadIdx.x; i < present * dstate; i += Layout::kThreads) {
-                product = fmaf(to_float(state[i]), to_float(H_tile[i / dstate * kStride + i % dstate]), product);
+            constexpr int kVector = 16 / sizeof(T);
+            constexpr int kRowVectors = kStates / kVector;
+#pragma unroll
+            for (int i = threadIdx.x; i < kRows * kRowVectors; i += Layout::kThreads) {
+                const int row = i / kRowVectors;
+                const int column = i % kRowVectors * kVector;
+                if (row < rows && column < dstate) {
+                    product = dot_16<T>(state + static_cast<int64_t>(row) * p.dstate + column, H_tile + row * kStride + column,
+                                        launch.state_vectors ? kVector : dstate - column, launch.state_vectors, product);
+                }
             }
             product = add_over_column(add_over_row(product));
             if (lane == 0) {
@@ -391,17 +436,29 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
                 }
             }
             if (launch.dD != nullptr) {
-                for (int column = threadIdx.x; column < kRows && column < rows; column += Layout::kThreads) {
-                    float sum = 0.0f;
-                    for (int s = 0; s < valid; ++s) {
-                        sum = fmaf(to_float(x_tile[s * kXStride + column]), to_float(dout_tile[s * kXStride + column]), sum);
-                    }
-                    launch.dD[((batch * launch.chunks + chunk) * p.nheads + head) * p.headdim + row0 + column] = sum;
+                const int column = threadIdx.x % kRows;
+                const int part = threadIdx.x / kRows;
+                constexpr int kPartSteps = kSteps / BackwardSums<Layout>::kParts;
+                float sum = 0.0f;
+#pragma unroll
+                for (int s = part * kPartSteps; s < (part + 1) * kPartSteps; ++s) {
+                    sum = fmaf(to_float(x_tile[s * kXStride + column]), to_float(dout_tile[s * kXStride + column]), sum);
                 }
+                sums.skip[part][column] = sum;
             }
         }
         __syncthreads();
 
+        if (launch.dD != nullptr && warp == 1) {
+            for (int column = lane; column < kRows && column < rows; column += 32) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int part = 0; part < BackwardSums<Layout>::kParts; ++part) {
+                    sum += sums.skip[part][column];
+                }
+                launch.dD[((batch * launch.chunks + chunk) * p.nheads + head) * p.headdim + row0 + column] = sum;
+            }
+        }
         // The gradient of dt, by one warp, while the others go on to the next head.
         if (warp == 0) {
             constexpr int kEach = kSteps < 32 ? 1 : kSteps / 32;
@@ -472,11 +529,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
                 before_sum += before[i];
                 if (active && t < valid) {
                     dA = fmaf(now.dt[t], da, dA);
-                    float gradient = fmaf(A, da, own[i]);
-                    const float raw = load_as_float(size.dt, (first + t) * size.stride, size.dtype) + size.bias;
-                    const float unclamped = size.softplus ? softplus(raw) : raw;
-                    gradient = unclamped < size.min || unclamped > size.max ? 0.0f : gradient;
-                    gradient *= size.softplus ? sigmoid(raw) : 1.0f;
+                    const float gradient = fmaf(A, da, own[i]) * now.gradient[t];
                     dbias += gradient;
                     launch.ddt[((tile * p.batch + batch) * p.nheads + head) * p.seqlen + first + t] = gradient;
                 }
@@ -503,9 +556,8 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
     }
     __syncthreads();
     multiply<T, Wide::kWide, kSteps / 16, false, false>(dC, M_tile + step0 * kMStride, kMStride, B_tile + state0, kStride,
-                                                        dstate - state0, kSteps, lane);
-    multiply<T, Wide::kWide, kSteps / 16, true, false>(dB, M_tile + step0, kMStride, C_tile + state0, kStride, dstate - state0,
-                                                       kSteps, lane);
+                                                        lane);
+    multiply<T, Wide::kWide, kSteps / 16, true, false>(dB, M_tile + step0, kMStride, C_tile + state0, kStride, lane);
     const int64_t row_stride = p.ngroups * p.dstate;
     const int64_t at = ((split * p.batch + batch) * p.seqlen + first + step0) * row_stride + group * p.dstate + state0;
     const bool add = launch.first_head > 0;

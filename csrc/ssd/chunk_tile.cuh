@@ -20,8 +20,8 @@ struct SsdLayout {
     static constexpr int kWarps = kWarps_;
     static constexpr int kThreads = 32 * kWarps_;
 };
-using Ssd64 = SsdLayout<64, 64, 64, 8>;
-using Ssd128 = SsdLayout<128, 64, 64, 8>;
+using Ssd64 = SsdLayout<64, 64, 64, 16>;
+using Ssd128 = SsdLayout<128, 64, 64, 16>;
 using Ssd128Small = SsdLayout<128, 32, 64, 4>;  // compute capability 7.5
 using Ssd256 = SsdLayout<256, 32, 32, 4>;
 using SsdFloat64 = SsdLayout<64, 32, 64, 4>;
@@ -47,6 +47,8 @@ struct SsdLayouts<float> {
 // The state's rows (headdim) that a block of the forward kernels takes, 16 a warp.
 constexpr int kForwardRows = 64;
 constexpr int kForwardThreads = 128;
+// Every so many chunks each warp of a forward kernel computes the decays of one of the next ones.
+constexpr int kDecayChunks = kForwardThreads / 32;
 
 // Steps of a chunk that exist.
 template <int kSteps>
@@ -89,12 +91,21 @@ __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_st
     if (vectors) {
         constexpr int kVector = 16 / sizeof(T);
         constexpr int kRowVectors = kColumns / kVector;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < kRows * kRowVectors; i += kThreads) {
-            const int row = i / kRowVectors;
-            const int column = i % kRowVectors * kVector;
-            const bool valid = row < rows && column < columns;
-            copy_16(tile + row * kStride + column, valid ? from + row * row_stride + column : from, valid);
+        static_assert(kThreads % kRowVectors == 0, "a thread's column stays the same");
+        constexpr int kTogether = kThreads / kRowVectors;  // rows
+        const int column = threadIdx.x % kRowVectors * kVector;
+        int row = threadIdx.x / kRowVectors;
+        const T* at = from + row * row_stride + column;
+        T* to = tile + row * kStride + column;
+        rows = column < columns ? rows : 0;
+#pragma unroll
+        for (int i = 0; i < kRows; i += kTogether) {
+            if (kRows % kTogether == 0 || row < kRows) {
+                copy_16(to, row < rows ? at : from, row < rows);
+            }
+            row += kTogether;
+            at += kTogether * row_stride;
+            to += kTogether * kStride;
         }
     } else {
         for (int i = threadIdx.x; i < kRows * kColumns; i += kThreads) {
@@ -115,6 +126,7 @@ struct alignas(16) ChunkDecays {
     float entering[kSteps];  // exp(cs_t): what the state before the chunk counts at step t; 0 after a restart
     float leaving[kSteps];   // exp(cs_last - cs_t): what step t counts in the state after the chunk; 0 before a restart
     float adding[kSteps];    // leaving dt
+    float gradient[kSteps];  // d dt / d (dt before bias, softplus and clamping)
     int run_start[kSteps];   // first step of t's run in this chunk, -1 for a run that began before it
     float carry;             // exp(cs_last), 0 with a restart
 };
@@ -128,29 +140,64 @@ struct StepSize {
     float bias, min, max;
 };
 
-// One warp computes the decays of the `valid` steps from `first` on. A: of the head. seq_idx: of the row, or NULL.
+__device__ __forceinline__ float float_from_bits(uint32_t bits, int32_t dtype) {
+    if (dtype == MAMBA_FLOAT16) {
+        return unpack<__half>(bits).x;
+    }
+    return __uint_as_float(dtype == MAMBA_FLOAT32 ? bits : bits << 16);
+}
+
+// A lane's share of a chunk's steps, as they are in memory: loaded well before they are needed.
 template <int kSteps>
-__device__ __forceinline__ void chunk_decays(ChunkDecays<kSteps>& decays, const StepSize& size, float A, const int32_t* seq_idx,
-                                             int64_t first, int valid, int lane) {
-    constexpr int kEach = kSteps < 32 ? 1 : kSteps / 32;
+struct StepInputs {
+    static constexpr int kEach = kSteps < 32 ? 1 : kSteps / 32;
+    uint32_t dt[kEach];  // bits: a conversion would wait for the load
+    bool exists[kEach];
+    int32_t sequence[kEach];  // seq_idx here and one step earlier
+    int32_t before[kEach];
+};
+
+// first: the chunk's first step, of which `valid` exist. seq_idx: of the row, or NULL.
+template <int kSteps>
+__device__ __forceinline__ void load_steps(StepInputs<kSteps>& inputs, const StepSize& size, const int32_t* seq_idx,
+                                           int64_t first, int valid, int lane) {
+#pragma unroll
+    for (int i = 0; i < StepInputs<kSteps>::kEach; ++i) {
+        const int step = lane * StepInputs<kSteps>::kEach + i;
+        inputs.exists[i] = step < valid;
+        inputs.dt[i] = 0;
+        inputs.sequence[i] = inputs.before[i] = 0;
+        if (step < valid) {
+            const int64_t at = (first + step) * size.stride;
+            inputs.dt[i] = size.dtype == MAMBA_FLOAT32 ? static_cast<const uint32_t*>(size.dt)[at]
+                                                       : static_cast<const uint16_t*>(size.dt)[at];
+            if (seq_idx != nullptr && first + step > 0) {
+                inputs.sequence[i] = seq_idx[first + step];
+                inputs.before[i] = seq_idx[first + step - 1];
+            }
+        }
+    }
+}
+
+// One warp computes the decays of a chunk. A: of the head.
+template <int kSteps>
+__device__ __forceinline__ void chunk_decays(ChunkDecays<kSteps>& decays, const StepInputs<kSteps>& inputs,
+                                             const StepSize& size, float A, int lane) {
+    constexpr int kEach = StepInputs<kSteps>::kEach;
     const bool active = lane * kEach < kSteps;
     float dt[kEach];
+    float gradient[kEach];
     float sum[kEach];
     int run[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-        const int step = lane * kEach + i;
-        dt[i] = 0.0f;
-        run[i] = -1;
-        if (active && step < valid) {
-            float value = load_as_float(size.dt, (first + step) * size.stride, size.dtype) + size.bias;
-            value = size.softplus ? softplus(value) : value;
-            dt[i] = fminf(fmaxf(value, size.min), size.max);
-            dt[i] = value != value ? value : dt[i];  // NaN stays
-            if (seq_idx != nullptr && first + step > 0 && seq_idx[first + step] != seq_idx[first + step - 1]) {
-                run[i] = step;
-            }
-        }
+        const float raw = float_from_bits(inputs.dt[i], size.dtype) + size.bias;
+        const float value = size.softplus ? softplus(raw) : raw;
+        const bool clamped = value < size.min || value > size.max;
+        dt[i] = clamped ? (value < size.min ? size.min : size.max) : value;  // NaN stays
+        dt[i] = inputs.exists[i] ? dt[i] : 0.0f;
+        gradient[i] = clamped ? 0.0f : size.softplus ? sigmoid(raw) : 1.0f;
+        run[i] = inputs.sequence[i] != inputs.before[i] ? lane * kEach + i : -1;
         sum[i] = dt[i] * A * kLog2e + (i > 0 ? sum[i > 0 ? i - 1 : 0] : 0.0f);
         run[i] = i > 0 && run[i > 0 ? i - 1 : 0] > run[i] ? run[i > 0 ? i - 1 : 0] : run[i];
     }
@@ -182,6 +229,7 @@ __device__ __forceinline__ void chunk_decays(ChunkDecays<kSteps>& decays, const 
             const float leaving = step >= last_run ? exp2_fast(last - cs) : 0.0f;
             decays.leaving[step] = leaving;
             decays.adding[step] = leaving * dt[i];
+            decays.gradient[step] = gradient[i];
             decays.run_start[step] = start;
         }
     }
@@ -318,10 +366,12 @@ __device__ __forceinline__ void store_state(float* to, const float (&state)[kSta
     }
 }
 
+// The products below take whole tiles: a branch around each would keep the compiler from overlapping them.
+
 // H = carry H + X^T diag(weight) B over the steps of a chunk, for this warp's 16 rows of H.
 template <typename T, int kStates, int kSteps>
 __device__ __forceinline__ void update_state(float (&state)[kStates / 8][4], const T* x_tile, const T* B_tile,
-                                             const float* weight, float carry, int dstate, int warp, int lane) {
+                                             const float* weight, float carry, int warp, int lane) {
     constexpr int kXStride = kForwardRows + kTilePad;
     constexpr int kBStride = kStates + kTilePad;
 #pragma unroll
@@ -337,12 +387,10 @@ __device__ __forceinline__ void update_state(float (&state)[kStates / 8][4], con
         load_a_weighted<T>(a, x_tile + 16 * k * kXStride + 16 * warp, kXStride, weight + 16 * k, lane);
 #pragma unroll
         for (int j = 0; j < kStates / 16; ++j) {
-            if (16 * j < dstate) {
-                Operand<T> b;
-                load_b_transposed<T>(b, B_tile + 16 * k * kBStride + 16 * j, kBStride, lane);
-                multiply_add<T>(state[2 * j], a, b, 0);
-                multiply_add<T>(state[2 * j + 1], a, b, 1);
-            }
+            Operand<T> b;
+            load_b_transposed<T>(b, B_tile + 16 * k * kBStride + 16 * j, kBStride, lane);
+            multiply_add<T>(state[2 * j], a, b, 0);
+            multiply_add<T>(state[2 * j + 1], a, b, 1);
         }
     }
 }

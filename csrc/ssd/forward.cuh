@@ -17,52 +17,52 @@ template <typename T, class Layout>
 constexpr int forward_shared_bytes() {
     constexpr int kSteps = Layout::kSteps;
     return kSteps * (kForwardRows + 2 * Layout::kStates + kSteps + 4 * kTilePad) * static_cast<int>(sizeof(T)) +
-           2 * static_cast<int>(sizeof(ChunkDecays<kSteps>));
+           kDecayChunks * static_cast<int>(sizeof(ChunkDecays<kSteps>));
 }
 
 // M_ts = (C_t . B_s) exp(cs_t - cs_s) dt_s for s <= t of one run, in 16 x 16 tiles on and below the diagonal.
 template <typename T, class Layout>
 __device__ __forceinline__ void mix_steps(T* M_tile, const T* B_tile, const T* C_tile,
-                                          const ChunkDecays<Layout::kSteps>& decays, int dstate, int warp, int lane) {
+                                          const ChunkDecays<Layout::kSteps>& decays, int warp, int lane) {
     constexpr int kTiles = Layout::kSteps / 16;
     constexpr int kStride = Layout::kStates + kTilePad;
     constexpr int kMStride = Layout::kSteps + kTilePad;
-    int i = 0;
-    int j = 0;
-    for (int tile = 0; tile < kTiles * (kTiles + 1) / 2; ++tile) {
-        if (tile % (kForwardThreads / 32) == warp) {
-            float sum[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-#pragma unroll 4
-            for (int k = 0; k < dstate; k += 16) {
-                Operand<T> a;
-                Operand<T> b;
-                load_a<T>(a, C_tile + 16 * i * kStride + k, kStride, lane);
-                load_b<T>(b, B_tile + 16 * j * kStride + k, kStride, lane);
-                multiply_add<T>(sum[0], a, b, 0);
-                multiply_add<T>(sum[1], a, b, 1);
-            }
+    for (int tile = warp; tile < kTiles * (kTiles + 1) / 2; tile += kForwardThreads / 32) {
+        int i = 0;  // the tile is (i, j) of those on and below the diagonal, row by row
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int t = 16 * i + lane / 4 + 8 * half;
-                const float cs = decays.log2_decay[t];
-                const int start = decays.run_start[t];
-#pragma unroll
-                for (int column = 0; column < 2; ++column) {
-                    const int s = 16 * j + 8 * column + lane % 4 * 2;
-                    const float2 earlier = *reinterpret_cast<const float2*>(&decays.log2_decay[s]);
-                    const float2 dt = *reinterpret_cast<const float2*>(&decays.dt[s]);
-                    const float first = exp2_fast(cs - earlier.x) * dt.x * sum[column][2 * half];
-                    const float second = exp2_fast(cs - earlier.y) * dt.y * sum[column][2 * half + 1];
-                    store_pair<T>(M_tile + t * kMStride + s, s <= t && s >= start ? first : 0.0f,
-                                  s + 1 <= t && s + 1 >= start ? second : 0.0f);
-                }
-            }
+        for (int row = 1; row < kTiles; ++row) {
+            i += tile >= row * (row + 1) / 2 ? 1 : 0;
         }
-        if (j == i) {
-            ++i;
-            j = 0;
-        } else {
-            ++j;
+        const int j = tile - i * (i + 1) / 2;
+        float sum[4][4];  // two sums of each half, so that products need not wait for each other
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            sum[k][0] = sum[k][1] = sum[k][2] = sum[k][3] = 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < Layout::kStates / 16; ++k) {
+            Operand<T> a;
+            Operand<T> b;
+            load_a<T>(a, C_tile + 16 * i * kStride + 16 * k, kStride, lane);
+            load_b<T>(b, B_tile + 16 * j * kStride + 16 * k, kStride, lane);
+            multiply_add<T>(sum[k % 2], a, b, 0);
+            multiply_add<T>(sum[2 + k % 2], a, b, 1);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int t = 16 * i + lane / 4 + 8 * half;
+            const float cs = decays.log2_decay[t];
+            const int start = decays.run_start[t];
+#pragma unroll
+            for (int column = 0; column < 2; ++column) {
+                const int s = 16 * j + 8 * column + lane % 4 * 2;
+                const float2 earlier = *reinterpret_cast<const float2*>(&decays.log2_decay[s]);
+                const float2 dt = *reinterpret_cast<const float2*>(&decays.dt[s]);
+                const float first = sum[2 * column][2 * half] + sum[2 * column + 1][2 * half];
+                const float second = sum[2 * column][2 * half + 1] + sum[2 * column + 1][2 * half + 1];
+                store_pair<T>(M_tile + t * kMStride + s, s <= t && s >= start ? exp2_fast(cs - earlier.x) * dt.x * first : 0.0f,
+                              s + 1 <= t && s + 1 >= start ? exp2_fast(cs - earlier.y) * dt.y * second : 0.0f);
+            }
         }
     }
 }
@@ -154,27 +154,38 @@ __global__ void __launch_bounds__(kForwardThreads, kBlocks) ssd_forward_kernel(c
                              lane);
     }
 
+    StepInputs<kSteps> inputs;  // of this warp's chunk of the next kDecayChunks
     if (first_chunk < last_chunk) {
         load_tile<T, kSteps, kStates, kForwardThreads>(C_tile, C + first_chunk * kSteps * p.C_len_stride, p.C_len_stride,
                                                        steps_in<kSteps>(seqlen, first_chunk), dstate, launch.C_vectors);
-        if (warp == 0) {
-            chunk_decays<kSteps>(decays[first_chunk % 2], size, A, seq_idx, first_chunk * kSteps,
-                                 steps_in<kSteps>(seqlen, first_chunk), lane);
-        }
+    }
+    if (first_chunk + warp < last_chunk) {
+        const int64_t chunk = first_chunk + warp;
+        load_steps<kSteps>(inputs, size, seq_idx, chunk * kSteps, steps_in<kSteps>(seqlen, chunk), lane);
     }
     for (int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
         const int64_t first = chunk * kSteps;
         const int valid = steps_in<kSteps>(seqlen, chunk);
-        const ChunkDecays<kSteps>& now = decays[chunk % 2];
+        const int phase = static_cast<int>((chunk - first_chunk) % kDecayChunks);
+        const ChunkDecays<kSteps>& now = decays[phase];
         load_tile<T, kSteps, kForwardRows, kForwardThreads>(x_tile, x + first * p.x_len_stride, p.x_len_stride, valid, rows,
                                                             launch.x_vectors);
         load_tile<T, kSteps, kStates, kForwardThreads>(B_tile, B + first * p.B_len_stride, p.B_len_stride, valid, dstate,
                                                        launch.B_vectors);
         end_copies();
+        if (phase == 0) {
+            if (chunk + warp < last_chunk) {
+                chunk_decays<kSteps>(decays[warp], inputs, size, A, lane);
+            }
+            const int64_t ahead = chunk + kDecayChunks + warp;
+            if (ahead < last_chunk) {
+                load_steps<kSteps>(inputs, size, seq_idx, ahead * kSteps, steps_in<kSteps>(seqlen, ahead), lane);
+            }
+        }
         wait_for_copies<0>();
         __syncthreads();
 
-        mix_steps<T, Layout>(M_tile, B_tile, C_tile, now, dstate, warp, lane);
+        mix_steps<T, Layout>(M_tile, B_tile, C_tile, now, warp, lane);
 
         // exp(cs_t) H C_t, for all steps and this warp's 16 rows.
         float y[kSteps / 16][2][4];
@@ -188,16 +199,14 @@ __global__ void __launch_bounds__(kForwardThreads, kBlocks) ssd_forward_kernel(c
         if (!state_is_zero) {
 #pragma unroll
             for (int k = 0; k < kStates / 16; ++k) {
-                if (16 * k < dstate) {
-                    Operand<T> b;
-                    b_from_accumulators<T>(b, state[2 * k], state[2 * k + 1]);
+                Operand<T> b;
+                b_from_accumulators<T>(b, state[2 * k], state[2 * k + 1]);
 #pragma unroll
-                    for (int i = 0; i < kSteps / 16; ++i) {
-                        Operand<T> a;
-                        load_a<T>(a, C_tile + 16 * i * kStride + 16 * k, kStride, lane);
-                        multiply_add<T>(y[i][0], a, b, 0);
-                        multiply_add<T>(y[i][1], a, b, 1);
-                    }
+                for (int i = 0; i < kSteps / 16; ++i) {
+                    Operand<T> a;
+                    load_a<T>(a, C_tile + 16 * i * kStride + 16 * k, kStride, lane);
+                    multiply_add<T>(y[i][0], a, b, 0);
+                    multiply_add<T>(y[i][1], a, b, 1);
                 }
             }
 #pragma unroll
@@ -258,12 +267,8 @@ __global__ void __launch_bounds__(kForwardThreads, kBlocks) ssd_forward_kernel(c
             }
         }
 
-        if (chunk + 1 < last_chunk && warp == chunk % 4) {
-            chunk_decays<kSteps>(decays[(chunk + 1) % 2], size, A, seq_idx, first + kSteps, steps_in<kSteps>(seqlen, chunk + 1),
-                                 lane);
-        }
         if (chunk + 1 < last_chunk || p.final_state != nullptr) {
-            update_state<T, kStates, kSteps>(state, x_tile, B_tile, now.adding, now.carry, dstate, warp, lane);
+            update_state<T, kStates, kSteps>(state, x_tile, B_tile, now.adding, now.carry, warp, lane);
         }
         __syncthreads();
     }

@@ -32,7 +32,7 @@ struct StatesLaunch {
 template <typename T, class Layout>
 constexpr int states_shared_bytes() {
     return 2 * Layout::kSteps * (kForwardRows + kTilePad + Layout::kStates + kTilePad) * static_cast<int>(sizeof(T)) +
-           2 * static_cast<int>(sizeof(ChunkDecays<Layout::kSteps>));
+           kDecayChunks * static_cast<int>(sizeof(ChunkDecays<Layout::kSteps>));
 }
 
 // Which step size a head has at its row's first step.
@@ -51,7 +51,8 @@ __device__ __forceinline__ StepSize step_size(const MambaSsd& p, int64_t batch, 
 }
 
 template <typename T, class Layout>
-__global__ void __launch_bounds__(kForwardThreads) ssd_states_kernel(const MambaSsd p, const StatesLaunch launch) {
+__global__ void __launch_bounds__(kForwardThreads, Layout::kStates > 128 ? 2 : 3)
+    ssd_states_kernel(const MambaSsd p, const StatesLaunch launch) {
     constexpr int kSteps = Layout::kSteps;
     constexpr int kStates = Layout::kStates;
     constexpr int kXTile = kSteps * (kForwardRows + kTilePad);
@@ -125,6 +126,11 @@ __global__ void __launch_bounds__(kForwardThreads) ssd_states_kernel(const Mamba
     }
 
     float product = 1.0f;
+    StepInputs<kSteps> inputs;  // of this warp's chunk of the next kDecayChunks
+    if (first_chunk + warp < last_chunk) {
+        const int64_t chunk = from_end ? chunks - 1 - first_chunk - warp : first_chunk + warp;
+        load_steps<kSteps>(inputs, size, seq_idx, chunk * kSteps, steps_in<kSteps>(seqlen, chunk), lane);
+    }
     for (int64_t i = first_chunk - 1; i < last_chunk; ++i) {
         if (i + 1 < last_chunk) {  // the next chunk's tiles are on their way while this one is computed
             const int64_t chunk = from_end ? chunks - 2 - i : i + 1;
@@ -135,17 +141,26 @@ __global__ void __launch_bounds__(kForwardThreads) ssd_states_kernel(const Mamba
                                                                 walk.x_len_stride, valid, rows, walk.x_vectors);
             load_tile<T, kSteps, kStates, kForwardThreads>(B_tiles + next * kBTile, B + first * walk.B_len_stride,
                                                            walk.B_len_stride, valid, dstate, walk.B_vectors);
-            if (warp == next) {
-                chunk_decays<kSteps>(decays[next], size, A, seq_idx, first, valid, lane);
-            }
         }
         end_copies();
         if (i < first_chunk) {
             continue;
         }
+        const int phase = static_cast<int>((i - first_chunk) % kDecayChunks);
+        if (phase == 0) {
+            if (i + warp < last_chunk) {
+                chunk_decays<kSteps>(decays[warp], inputs, size, A, lane);
+            }
+            if (i + kDecayChunks + warp < last_chunk) {
+                const int64_t ahead = i + kDecayChunks + warp;
+                const int64_t chunk = from_end ? chunks - 1 - ahead : ahead;
+                load_steps<kSteps>(inputs, size, seq_idx, chunk * kSteps, steps_in<kSteps>(seqlen, chunk), lane);
+            }
+        }
         wait_for_copies<1>();
         __syncthreads();
         const int now = static_cast<int>(i % 2);
+        const ChunkDecays<kSteps>& decay = decays[phase];
         if (walk.chunks != nullptr && !launch.ends_only) {
             const int64_t chunk = from_end ? chunks - 1 - i : i;
             T* const to = static_cast<T*>(walk.chunks) + ((batch * heads + slot) * chunks + chunk) * state_size +
@@ -162,10 +177,10 @@ __global__ void __launch_bounds__(kForwardThreads) ssd_states_kernel(const Mamba
                 }
             }
         }
-        const float* const weight = from_end ? decays[now].entering : decays[now].adding;
-        product *= decays[now].carry;
-        update_state<T, kStates, kSteps>(state, x_tiles + now * kXTile, B_tiles + now * kBTile, weight, decays[now].carry,
-                                         dstate, warp, lane);
+        const float* const weight = from_end ? decay.entering : decay.adding;
+        product *= decay.carry;
+        update_state<T, kStates, kSteps>(state, x_tiles + now * kXTile, B_tiles + now * kBTile, weight, decay.carry, warp,
+                                         lane);
         __syncthreads();
     }
 
