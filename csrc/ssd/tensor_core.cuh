@@ -185,23 +185,25 @@ __device__ __forceinline__ void b_from_accumulators(Operand<T>& b, const float (
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// The same sums on the ordinary cores, where there is no such instruction.
+// The same sums on the ordinary cores, where there is no such instruction. A call, since the kernels hold hundreds of products.
 template <typename T>
-__device__ __forceinline__ void multiply_add_emulated(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __noinline__ float4 multiply_add_emulated(float4 c, uint4 a, uint2 b) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
+#pragma unroll 1
     for (int pair = 0; pair < 8; ++pair) {
-        const int owner = pair % 4;
-        const uint32_t b = pair < 4 ? b0 : b1;
-        const float2 top = unpack<T>(__shfl_sync(0xffffffffu, a[pair / 4 * 2], lane / 4 * 4 + owner));
-        const float2 bottom = unpack<T>(__shfl_sync(0xffffffffu, a[pair / 4 * 2 + 1], lane / 4 * 4 + owner));
-        const float2 left = unpack<T>(__shfl_sync(0xffffffffu, b, lane % 4 * 8 + owner));
-        const float2 right = unpack<T>(__shfl_sync(0xffffffffu, b, lane % 4 * 8 + 4 + owner));
-        c[0] = fmaf(top.y, left.y, fmaf(top.x, left.x, c[0]));
-        c[1] = fmaf(top.y, right.y, fmaf(top.x, right.x, c[1]));
-        c[2] = fmaf(bottom.y, left.y, fmaf(bottom.x, left.x, c[2]));
-        c[3] = fmaf(bottom.y, right.y, fmaf(bottom.x, right.x, c[3]));
+        const int row = lane / 4 * 4 + pair % 4;     // the lane that holds these elements of A
+        const int column = lane % 4 * 8 + pair % 4;  // and of B
+        const uint32_t b_pair = pair < 4 ? b.x : b.y;
+        const float2 top = unpack<T>(__shfl_sync(0xffffffffu, pair < 4 ? a.x : a.z, row));
+        const float2 bottom = unpack<T>(__shfl_sync(0xffffffffu, pair < 4 ? a.y : a.w, row));
+        const float2 left = unpack<T>(__shfl_sync(0xffffffffu, b_pair, column));
+        const float2 right = unpack<T>(__shfl_sync(0xffffffffu, b_pair, column + 4));
+        c.x = fmaf(top.y, left.y, fmaf(top.x, left.x, c.x));
+        c.y = fmaf(top.y, right.y, fmaf(top.x, right.x, c.y));
+        c.z = fmaf(bottom.y, left.y, fmaf(bottom.x, left.x, c.z));
+        c.w = fmaf(bottom.y, right.y, fmaf(bottom.x, right.x, c.w));
     }
+    return c;
 }
 
 template <typename T>
@@ -231,7 +233,12 @@ __device__ __forceinline__ void multiply_add_16<__nv_bfloat16>(float (&c)[4], co
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
-    multiply_add_emulated<__nv_bfloat16>(c, a, b0, b1);
+    const float4 sum = multiply_add_emulated<__nv_bfloat16>(make_float4(c[0], c[1], c[2], c[3]),
+                                                            make_uint4(a[0], a[1], a[2], a[3]), make_uint2(b0, b1));
+    c[0] = sum.x;
+    c[1] = sum.y;
+    c[2] = sum.z;
+    c[3] = sum.w;
 #endif
 }
 
