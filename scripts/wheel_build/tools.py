@@ -127,7 +127,7 @@ def host_compiler(environ: Mapping[str, str]) -> Tool | None:
         path = shutil.which(command[0], path=environ.get("PATH"))
         if path:
             # cl has no --version: it says who it is when called without arguments.
-            is_cl = re.fullmatch(r"cl(\.exe)?", os.path.basename(path), re.IGNORECASE)
+            is_cl = re.search(r"\\cl(\.exe)?$", path, re.IGNORECASE)
             text = run(path, *command[1:], *([] if is_cl else ["--version"]), environ=environ)
             version = re.search(r"\d+(\.\d+)+", text)
             target = re.search(r"\b(x64|x86|ARM64|ARM)\s*$", text, re.MULTILINE) if is_cl else None

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from wheel_build import msvc, tools
+from wheel_build import cmake, cuda, facts, msvc, plan, tools
+from wheel_build.config import read_config
 
 PF, PF86 = r"C:\Program Files", r"C:\Program Files (x86)"
 VSWHERE = PF86 + r"\Microsoft Visual Studio\Installer\vswhere.exe"
@@ -359,3 +360,65 @@ def test_without_vswhere_nothing_is_run(windows):
     ran = windows("", with_vswhere=False)
     assert tools.visual_studio({}, True, CUDA_13_0)[0].problem == "msvc-missing"
     assert ran == []
+
+
+TOOLKIT = r"C:\CUDA"
+HEADER = "#if _MSC_VER < 1920 || _MSC_VER >= 1950\n"
+CL_SAYS = """Microsoft (R) C/C++-Optimierungscompiler Version 19.44.35207.1 für x64
+Copyright (C) Microsoft Corporation. Alle Rechte vorbehalten.
+
+Syntax: cl [ Option... ] Dateiname... [ /link Linkeroption... ]
+"""
+
+
+def test_a_whole_machine_from_a_plain_powershell_to_cmakes_arguments(monkeypatch, made_up, tmp_path):
+    """Everything but the programs is real: CUDA 13.0 beside Visual Studio 2022 and 2026, the user in a plain prompt."""
+    parts = [ntpath.join(TOOLKIT, places[0]) for places in cuda.PARTS_WINDOWS.values()]
+    present = {VSWHERE: "", cl(TOOLS_2022, V2022): "", cl(HOME_2026, V2026): "", **dict.fromkeys(parts, "")}
+    present[TOOLKIT + r"\bin\nvcc.exe"] = ""
+    present[TOOLKIT + r"\include\crt\host_config.h"] = HEADER
+    inside = {"PATH": ntpath.dirname(cl(TOOLS_2022, V2022)), "INCLUDE": "i", "LIB": "l", "TEMP": "t"}
+    answers = {
+        VSWHERE: vswhere(TOOLS_2022, HOME_2026),
+        "cl": CL_SAYS,
+        "--version": "Cuda compilation tools, release 13.0, V13.0.88\n",
+        "--list-gpu-arch": "compute_75\ncompute_89\ncompute_120\n",
+    }
+
+    def answer(command, environ):
+        if isinstance(command, str):
+            assert f'{TOOLS_2022[0]}\\VC\\Auxiliary\\Build\\vcvarsall.bat" x64 -vcvars_ver={V2022}' in command
+            return 0, msvc.MARK + json.dumps(inside)
+        if command == [cl(TOOLS_2022, V2022)]:
+            assert environ == inside
+            return 2, answers["cl"]
+        if "cmake" in command[0] or "ninja" in command[0]:
+            return 0, "cmake version 4.1.0" if "cmake" in command[0] else "1.13.0"
+        return 0, answers[command[0] if command[0] in answers else command[1]]
+
+    def which(name, path=None):
+        if name in ("cmake", "ninja"):
+            return rf"C:\venv\Scripts\{name}.exe"
+        return cl(TOOLS_2022, V2022) if name == "cl" and path == inside["PATH"] else None
+
+    monkeypatch.setattr(tools, "_ask", answer)
+    monkeypatch.setattr(tools, "real_files", lambda: made_up("win32", present))
+    monkeypatch.setattr(tools.shutil, "which", which)
+    monkeypatch.setattr(tools.sysconfig, "get_path", lambda name: r"C:\Python\Scripts")
+    monkeypatch.setattr(facts, "free_memory", lambda: 64 << 30)
+    monkeypatch.setattr(facts, "driver_version", lambda: "present")
+    monkeypatch.setattr(facts.platform_module, "machine", lambda: "AMD64")
+    monkeypatch.setattr("sys.platform", "win32")
+    environ = {"CUDA_PATH": TOOLKIT, "PATH": r"C:\Windows", "TORCH_CUDA_ARCH_LIST": "89"}
+    seen = facts.gather(tmp_path, environ)
+    made = plan.make_plan(read_config(environ), seen, "2.4.0")
+
+    assert not made.fatal
+    assert seen.compiler == tools.Tool(cl(TOOLS_2022, V2022), "19.44.35207.1", "x64")
+    assert seen.msc_ver_range == CUDA_13_0
+    assert made.wheel == "mamba_ssm-2.4.0+cu130-py3-none-win_amd64.whl"
+    assert "Visual Studio Build Tools 2022, toolset 14.44.35207 (found by vswhere)" in made.as_text()
+    words = cmake.arguments(made, environ)
+    assert f"-DCMAKE_CXX_COMPILER={cl(TOOLS_2022, V2022)}".replace("\\", "/") in words
+    assert "-DCMAKE_CUDA_COMPILER=C:/CUDA/bin/nvcc.exe" in words
+    assert cmake.environment(made, environ) == {**inside, "VSLANG": "1033"}

@@ -298,7 +298,7 @@ def test_a_plan_with_any_path_can_be_printed(monkeypatch):
 
 def test_a_library_in_use_stops_with_the_reason(tmp_path, monkeypatch):
     """What Windows answers when a DLL that a Python has loaded is replaced: WinError 5."""
-    pytest.importorskip("setuptools")
+    pytest.importorskip("setuptools", minversion="77")
     from wheel_build import commands
 
     source, target = tmp_path / "new.dll", tmp_path / "mamba_cpu.dll"
