@@ -66,7 +66,7 @@ class BuildNative(build_ext):
         target = ROOT / LIB if self.inplace else Path(self.build_lib) / LIB
         target.mkdir(parents=True, exist_ok=True)
         for name in set(version.library_names(sys.platform, cuda=True)) - set(plan.libraries):
-            (target / name).unlink(missing_ok=True)
+            remove_file(target / name)
         for name in plan.libraries:
             replace_file(folder / "lib" / name, target / name)
         info = build_info.text(build_info.describe(plan, ROOT, folder))
@@ -174,7 +174,19 @@ def replace_file(source: Path, target: Path) -> None:
         os.replace(fresh, target)
     except PermissionError:
         fresh.unlink(missing_ok=True)
-        raise SystemExit(f"mamba_ssm: {target} is in use by a running Python; close it and build again") from None
+        raise in_use(target) from None
+
+
+def remove_file(target: Path) -> None:
+    try:
+        target.unlink(missing_ok=True)
+    except PermissionError:
+        raise in_use(target) from None
+
+
+def in_use(target: Path) -> SystemExit:
+    """What Windows means when it denies access to a library."""
+    return SystemExit(f"mamba_ssm: {target} is in use by a running Python; close it and build again")
 
 
 COMMANDS = {

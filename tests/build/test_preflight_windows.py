@@ -305,10 +305,13 @@ def test_a_library_in_use_stops_with_the_reason(tmp_path, monkeypatch):
     source.write_bytes(b"new")
     target.write_bytes(b"old")
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise PermissionError(13, "Access is denied")
 
     monkeypatch.setattr(commands.os, "replace", refuse)
     with pytest.raises(SystemExit, match=r"mamba_cpu\.dll is in use by a running Python"):
         commands.replace_file(source, target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mamba_cpu.dll", "new.dll"]
+    monkeypatch.setattr(commands.Path, "unlink", refuse)
+    with pytest.raises(SystemExit, match=r"mamba_cpu\.dll is in use by a running Python"):
+        commands.remove_file(target)
