@@ -234,7 +234,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         config = MambaConfig.from_dict(load_config_hf(pretrained_model_name), source)
         model = cls(config, device=device, dtype=dtype, **kwargs)
         path = find_weights(pretrained_model_name)
-        state = read_weights(path, device=device)  # copied into each parameter's dtype; A_log stays float32
+        state = read_weights(path)  # on the CPU as they are; copied to each parameter's device and dtype
         if config.tie_embeddings:
             _complete_tied(state, path)
         try:

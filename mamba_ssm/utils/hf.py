@@ -3,7 +3,7 @@
 huggingface_hub and safetensors are imported where they are used only. Nothing of a checkpoint is executed.
 """
 
-import importlib
+import importlib.util
 import json
 from pathlib import Path
 
