@@ -314,8 +314,8 @@ void swiglu_rows(const MambaSwiglu& p, bool backward, int64_t begin, int64_t end
         T* out = row_at<T>(p.out, row, p.out_row_stride, 0);
         for (int64_t i = 0; i < p.width; i += kLanes) {
             const Vec x = load_row(x_row, i, p.width), y = load_row(x_row + p.width, i, p.width);
-            Vec slope;
-            const Vec gate = silu(x, slope);
+            Vec slope = zero();
+            const Vec gate = backward ? silu(x, slope) : silu(x);
             if (out != nullptr) {
                 store_row(out, i, p.width, gate * y);
             }

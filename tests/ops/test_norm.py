@@ -193,7 +193,9 @@ def test_linear(autocast, device):
         out, total = layer_norm_linear_fn(x, *parameters, residual, prenorm=True)
         expected = linear(layer_norm_ref(x, weight[0], bias[0], residual))
     assert out.dtype == expected.dtype == (torch.bfloat16 if autocast else torch.float32)
-    torch.testing.assert_close(out, expected)
+    # The norms differ in their last bits, which may round to the neighbouring bfloat16 before 40 products are added up.
+    tolerance = 2e-2 if autocast else 1e-4
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(total, x + residual)
 
 
