@@ -166,11 +166,18 @@ def test_gradient_of_some_arguments_only(device):
 
 
 def test_strong_decay_keeps_its_accuracy(device):
-    """Exponents of thousands: the few steps that still matter must be as exact as any."""
-    case = SsdCase(1, 128, 2, 16)
+    """Exponents are sums over a chunk, here of thousands: between near steps they must still differ as they should."""
+    case = SsdCase(1, 128, 2, 16, D="", dt_bias=False, softplus=False)
     tensors = case.inputs(torch.float32, device)
     tensors["A"] = torch.tensor([-400.0, -30.0], device=device)
     check(case, torch.float32, device, tensors)
+    quiet = slice(40, 64)  # after them hardly anything decays
+    tensors["dt"][:, quiet] = 1e-3
+    out = mamba_chunk_scan_combined(**tensors, **case.options())[:, quiet]
+    plain = ssd_chunk_scan_combined_ref(**tensors, **case.options())[:, quiet]
+    wide = {name: None if t is None else t.double() for name, t in tensors.items()}
+    truth = ssd_chunk_scan_combined_ref(**wide, **case.options())[:, quiet]
+    assert_close_to_truth({"out": out}, {"out": plain}, {"out": truth})
 
 
 def test_nan_stays_in_its_head_and_on_its_side_of_time():
