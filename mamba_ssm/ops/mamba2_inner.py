@@ -11,7 +11,7 @@ from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
 from mamba_ssm.ops._conv1d_common import wants_silu
 from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, may_be_one_node
-from mamba_ssm.ops.split_conv1d_scan import check, split_conv1d_scan_backward_op, split_conv1d_scan_op
+from mamba_ssm.ops.split_conv1d_scan import split_conv1d_scan_backward_op, split_conv1d_scan_op
 from mamba_ssm.ops.ssd import check_options
 
 _NAME = "mamba_split_conv1d_scan_combined"
@@ -99,8 +99,6 @@ def mamba_split_conv1d_scan_combined(
             raise ValueError(f"{_NAME}: outproj_bias is given, but outproj_weight is None")
         out, _, _, states = call(split_conv1d_scan_op, *tensors, *options, False)
     else:
-        sizes = check(zxbcdt, conv1d_weight, A, rmsnorm_weight, *options[:2])
-        _check_projection(zxbcdt, sizes.d_mlp + sizes.dim, outproj_weight, outproj_bias)
         projection = outproj_weight, outproj_bias
         given = (*tensors, *projection)
         need_grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
@@ -108,7 +106,7 @@ def mamba_split_conv1d_scan_combined(
             out, states = _Mamba2Inner.apply(*given, *options)
         else:
             out, _, _, states = call(split_conv1d_scan_op, *tensors, *options, False)
-            out = F.linear(out, *projection)
+            out = _project(out, *projection)
     if not return_final_states:
         return out
     return out, states if state_dtype is None else states.to(state_dtype)
@@ -124,12 +122,13 @@ def _headdim(D, headdim):
     return headdim
 
 
-def _check_projection(zxbcdt, columns, weight, bias):
+def _project(out, weight, bias):
     checks.check_dims(_NAME, "outproj_weight", weight, 2, "(d_model, d_mlp + H P)")
-    shape = (weight.shape[0], columns)
-    checks.check_same(_NAME, "outproj_weight", weight, shape, zxbcdt, "zxbcdt", "(d_model, d_mlp + H P)")
+    shape = (weight.shape[0], out.shape[-1])
+    checks.check_same(_NAME, "outproj_weight", weight, shape, out, "zxbcdt", "(d_model, d_mlp + H P)")
     if bias is not None:
-        checks.check_same(_NAME, "outproj_bias", bias, (weight.shape[0],), zxbcdt, "zxbcdt", "(d_model,)")
+        checks.check_same(_NAME, "outproj_bias", bias, shape[:1], out, "zxbcdt", "(d_model,)")
+    return F.linear(out, weight, bias)
 
 
 class _Mamba2Inner(torch.autograd.Function):
@@ -165,7 +164,7 @@ class _Mamba2Inner(torch.autograd.Function):
         ctx.options = options
         ctx.set_materialize_grads(False)
         with no_autocast(out):
-            return F.linear(out, outproj_weight, outproj_bias), states
+            return _project(out, outproj_weight, outproj_bias), states
 
     @staticmethod
     def backward(ctx, dout, dstates):

@@ -35,7 +35,7 @@ class _Sizes(typing.NamedTuple):
         return self.ngroups * self.dstate
 
 
-def check(zxbcdt, conv1d_weight, A, rmsnorm_weight, headdim, ngroups):
+def _check(zxbcdt, conv1d_weight, A, rmsnorm_weight, headdim, ngroups):
     """The sizes; what the parts' operators check themselves is left to them."""
     checks.check_dims(_NAME, "zxbcdt", zxbcdt, 3, "(B, L, 2 d_mlp + 2 H P + 2 G N + H)")
     checks.check_activation_dtype(_NAME, "zxbcdt", zxbcdt)
@@ -101,7 +101,7 @@ def _forward(
     return_final_states,
     keep,
 ):
-    sizes = check(zxbcdt, conv1d_weight, A, rmsnorm_weight, headdim, ngroups)
+    sizes = _check(zxbcdt, conv1d_weight, A, rmsnorm_weight, headdim, ngroups)
     mlp, z, xBC, dt = _split(zxbcdt, sizes)
     norm = rmsnorm_weight is not None
     out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.d_mlp + sizes.dim))
@@ -159,7 +159,7 @@ def _forward_fake(
 def _check_all(inputs, headdim, ngroups, dt_min, dt_max):
     """The checks of this operator and of its parts, for tensors without values."""
     zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
-    sizes = check(zxbcdt, conv1d_weight, A, rmsnorm_weight, headdim, ngroups)
+    sizes = _check(zxbcdt, conv1d_weight, A, rmsnorm_weight, headdim, ngroups)
     _, _, xBC, dt = _split(zxbcdt, sizes)
     causal_conv1d._check(xBC, conv1d_weight, conv1d_bias, seq_idx, None)
     x, B, C = _split_xBC(torch.empty_like(xBC, memory_format=torch.contiguous_format), sizes)
@@ -244,7 +244,7 @@ def _backward(
     need_dinitial_states,
     recompute_out,
 ):
-    sizes = check(zxbcdt, conv1d_weight, A, rmsnorm_weight, headdim, ngroups)
+    sizes = _check(zxbcdt, conv1d_weight, A, rmsnorm_weight, headdim, ngroups)
     _check_backward(sizes, dout, dfinal_states, zxbcdt, y, rstd)
     dzxbcdt = torch.empty_like(zxbcdt, memory_format=torch.contiguous_format)
     mlp, z, conv_in, dt = _split(zxbcdt, sizes)
