@@ -17,8 +17,9 @@ from mamba_ssm.distributed import tensor_parallel as tp
 
 
 def same(*shape, seed=0):
-    """The same random tensor on every rank."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    """The same random tensor on every rank, on the default device."""
+    values = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return values.to(torch.empty(0).device)
 
 
 def mine(tensor, dim=0):
@@ -109,7 +110,7 @@ def linear_layers(sequence_parallel):
 
     # a tensor of three dimensions, under autocast, with a weight that is not trained
     column.weight.requires_grad_(False)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         out = column(leaf(split(same(world, 2, 6))))
     assert out.dtype == torch.bfloat16 and out.shape == (world, 2, 4)
     out.sum().backward()
@@ -246,15 +247,16 @@ CHECKS = {
 }
 
 
-def run_checks(rank, world, folder):
+def run_checks(rank, world, folder, backend="gloo", device="cpu", names=tuple(CHECKS)):
     """In a process of its own: writes {check: None or what went wrong}."""
     torch.set_num_threads(1)
+    torch.set_default_device(device)
     store = dist.FileStore(os.path.join(folder, "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
     results = {}
-    for name, check in CHECKS.items():
+    for name in names:
         try:
-            check()
+            CHECKS[name]()
             results[name] = None
         except Exception:
             results[name] = traceback.format_exc()

@@ -4,7 +4,6 @@ The processes of one size start once and run every check; each check is then a t
 """
 
 import json
-import os
 
 import pytest
 import torch.distributed as dist
@@ -18,22 +17,31 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def spawn(world, folder, *options):
+    mp.spawn(run_checks, (world, str(folder), *options), nprocs=world)
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
+
+
 @pytest.fixture(scope="module", params=[2, 4], ids=["2_processes", "4_processes"])
 def results(request, tmp_path_factory):
     """Each rank's results."""
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    mp.spawn(run_checks, (request.param, folder), nprocs=request.param)
-    found = []
-    for rank in range(request.param):
-        with open(os.path.join(folder, f"{rank}.json"), encoding="utf-8") as file:
-            found.append(json.load(file))
-    return found
+    return spawn(request.param, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_every_rank(check, results):
     for rank, result in enumerate(results):
         assert result[check] is None, f"rank {rank}: {result[check]}"
+
+
+@pytest.mark.gpu
+def test_nccl_on_one_gpu(cuda, tmp_path):
+    """NCCL's own collectives, with as many ranks as there are GPUs to be sure of."""
+    if not dist.is_nccl_available():
+        pytest.skip("this torch is built without NCCL")
+    names = ("linear_layers", "linear_layers_sequence_parallel", "mamba2", "mamba2_sequence_parallel")
+    (result,) = spawn(1, tmp_path, "nccl", "cuda", names)
+    assert result == dict.fromkeys(names), result
 
 
 def test_dimensions_of_ranks():
