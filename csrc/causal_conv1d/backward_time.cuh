@@ -14,7 +14,7 @@ template <typename T, bool kPlain, bool kAligned>
 __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
     causal_conv1d_backward_time(const MambaCausalConv1dBackward params, const int lanes_log2, const unsigned segment,
                                 const unsigned segments, const int slack) {
-    constexpr int V = kTimeVector<T>;
+    static constexpr int V = kTimeVector<T>;
     const MambaCausalConv1d& forward = params.forward;
     const ConvOptions row_options = conv_options<kPlain>(forward);
     const int lanes = kAligned ? 32 : 1 << lanes_log2;

@@ -113,7 +113,8 @@ __device__ __forceinline__ int64_t grid_batch() {
 template <typename T>
 __device__ __forceinline__ T* opaque(T* pointer) {
     asm volatile("" : "+l"(pointer));
-    __builtin_assume(__isGlobal(pointer));  // or accesses turn generic
+    // Or accesses turn generic.
+    __builtin_assume(__isGlobal(pointer));  // NOLINT(msvc): nvcc's own, in device code, on Windows too
     return pointer;
 }
 

@@ -4,12 +4,12 @@
 // gcc 12 warns about its own intrinsics, which start from a deliberately undefined register.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic push                             // NOLINT(msvc): the branch for another compiler
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // NOLINT(msvc)
-#pragma GCC diagnostic ignored "-Wuninitialized"        // NOLINT(msvc)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // NOLINT(msvc): the same
+#pragma GCC diagnostic ignored "-Wuninitialized"        // NOLINT(msvc): the same
 #endif
 #include <immintrin.h>
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop  // NOLINT(msvc)
+#pragma GCC diagnostic pop  // NOLINT(msvc): the same
 #endif
 
 namespace mamba {

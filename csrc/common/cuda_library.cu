@@ -1,6 +1,4 @@
 // What mamba_cuda says about itself, and how CUDA's errors become ours.
-#include <string.h>
-
 #include "common/cuda_utils.cuh"
 
 namespace mamba {
@@ -28,12 +26,15 @@ int32_t mamba_library_info(MambaLibraryInfo* info) {
     if (info == nullptr) {
         return mamba::fail(MAMBA_ERROR_INVALID, "mamba_library_info: info is NULL");
     }
-    memset(info, 0, sizeof(*info));
+    *info = MambaLibraryInfo{};
     info->abi_version = MAMBA_ABI_VERSION;
     info->is_cuda = 1;
     info->supports_float16 = mamba::check_dtype("", MAMBA_FLOAT16) == MAMBA_OK;
     info->supports_bfloat16 = mamba::check_dtype("", MAMBA_BFLOAT16) == MAMBA_OK;
-    memcpy(info->isa, "cuda", 5);
+    const char isa[] = "cuda";
+    for (unsigned i = 0; i < sizeof(isa); ++i) {
+        info->isa[i] = isa[i];
+    }
     int version = 0;
     if (cudaRuntimeGetVersion(&version) == cudaSuccess) {
         info->cuda_runtime_version = version;
