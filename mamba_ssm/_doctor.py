@@ -22,6 +22,8 @@ def examine():
         report["build"] = loader.build_info()
     except Exception as error:
         problems.append(str(error))
+    if report["build"].get("cross_built"):
+        notes.append("this wheel was cross-built on Linux and has not been run on Windows by who built it")
     _examine_cpu(report, problems)
     _examine_cuda(report, problems, notes)
     report["problems"], report["notes"] = problems, notes

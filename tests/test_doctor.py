@@ -43,6 +43,14 @@ def test_gpu_is_tested(cuda):
     assert report["driver"]["supports_cuda"]
 
 
+def test_a_cross_built_wheel_says_so(capsys, monkeypatch):
+    assert "cross-built" not in run(capsys)[1]
+    monkeypatch.setattr(loader, "_build_info", {**loader.build_info(), "cross_built": {"on": "Linux"}})
+    code, out = run(capsys)
+    assert code == 0
+    assert "note        this wheel was cross-built on Linux and has not been run on Windows" in out
+
+
 def test_missing_libraries(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "LIBRARY_FOLDER", tmp_path)
     monkeypatch.setattr(loader, "_libraries", {})

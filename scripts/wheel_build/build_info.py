@@ -55,6 +55,7 @@ def describe(plan: Plan, root: Path, folder: Path) -> dict:
         "cuda": plan.cuda,
         "nvcc_version": plan.facts.nvcc_full_version if plan.cuda else None,
         "host_compiler": toolchains.get("CXX", ""),
+        "cross_built": None,  # the Windows gate's wheels say here how they came about
         "glibc": plan.glibc or None,
         "linker": f"zig {plan.facts.zig.version}" if plan.glibc and plan.facts.zig else None,
         "architectures": plan.architectures.cmake,

@@ -91,10 +91,7 @@ def build(plan: Plan, source: Path, base: Path, environ: Mapping[str, str] = os.
     if nvcc_from_wheels(plan):
         shutil.rmtree(folder, ignore_errors=True)
     (folder / "lib").mkdir(parents=True, exist_ok=True)
-    query = folder / ".cmake" / "api" / "v1" / "query"
-    query.mkdir(parents=True, exist_ok=True)
-    for name in ("toolchains-v1", "cache-v2"):
-        (query / name).touch()
+    ask_what_it_finds(folder)
 
     assert plan.facts.cmake is not None, "preflight stops a build without cmake"
     cmake = plan.facts.cmake.path
@@ -126,6 +123,14 @@ def _slashes(path: str) -> str:
 
 
 # ---- what CMake found ------------------------------------------------------------------------------------------------
+
+
+def ask_what_it_finds(folder: Path) -> None:
+    """Before it configures: what `toolchains` and `flags` read afterwards."""
+    query = folder / ".cmake" / "api" / "v1" / "query"
+    query.mkdir(parents=True, exist_ok=True)
+    for name in ("toolchains-v1", "cache-v2"):
+        (query / name).touch()
 
 
 def toolchains(folder: Path) -> dict[str, str]:

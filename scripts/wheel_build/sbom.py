@@ -61,6 +61,10 @@ def _inside(info: dict) -> list[dict]:
     if compiler == "MSVC":
         terms = "Microsoft Visual Studio License Terms, distributable code"
         found.append(_library("Microsoft Corporation", "libcmt", compiler_version, terms))
+    if cross := info.get("cross_built"):
+        terms = "GPL-3.0-or-later WITH GCC-exception-3.1"
+        found.append(_library("Free Software Foundation", "libstdc++", cross["mamba_cpu"].partition(" ")[2], terms))
+        found.append(_library("mingw-w64 project", "winpthreads", cross["mingw_w64"], "MIT AND BSD-3-Clause"))
     return found
 
 
@@ -77,5 +81,6 @@ def _library(supplier: str, name: str, version: str, terms: str) -> dict:
 
 def _tools(info: dict) -> list[dict]:
     named = [info["host_compiler"], f"nvcc {info['nvcc_version']}" if info["cuda"] else "", info["linker"] or ""]
+    named.append((info.get("cross_built") or {}).get("mamba_cpu", ""))
     pairs = [tool.partition(" ") for tool in named if tool]
     return [{"type": "application", "name": name, "version": version} for name, _, version in pairs]

@@ -19,8 +19,10 @@ from .wheel import Wheel
 LINUX_LIBRARIES = re.compile(r"(libc|libm|libdl|libpthread|librt|libstdc\+\+|libgcc_s)\.so\.\d+|ld-linux-x86-64\.so\.2")
 # Of every Windows 10 and newer. Not vcruntime140.dll: the C++ runtime is linked statically.
 WINDOWS_LIBRARIES = re.compile(
-    r"(kernel32|user32|advapi32|ws2_32|ntdll|bcrypt|shell32|ole32|ucrtbase|api-ms-win-.*)\.dll"
+    r"(kernel32|user32|advapi32|ws2_32|ntdll|bcrypt|shell32|ole32|ucrtbase|msvcrt|api-ms-win-.*)\.dll"
 )
+# Windows' cudart_static.lib has every DLL export it: laptops then prefer the NVIDIA GPU.
+CUDART_EXPORTS = {"NvOptimusEnablementCuda"}
 # Weak references that the compiler's start-up files make, and that nothing needs to answer.
 START_UP = ("_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__gmon_start__")
 FOREIGN = re.compile(r"_?Py[A-Z_]|_Z\w*?(2at|3c10|5torch)|THP|omp_|GOMP_|__kmpc_|cuda[A-Z]|cu[A-Z]")
@@ -64,7 +66,7 @@ def check_library(wheel: Wheel, name: str) -> list[str]:
         whose = " of torch, Python, OpenMP or CUDA" if FOREIGN.match(symbol) else ""
         problems.append(f"has the undefined symbol {symbol}{whose}")
     for symbol in library.exported:
-        if not symbol.startswith("mamba_"):
+        if not symbol.startswith("mamba_") and not (wheel.windows and symbol in CUDART_EXPORTS):
             problems.append(f"exports {symbol}, which is not of the C ABI")
     for function in bound_functions(wheel):
         if function not in library.exported:

@@ -157,6 +157,13 @@ def test_sbom_of_a_windows_build_for_cpu_names_its_static_runtime(tmp_path):
     assert [part["name"] for part in document["components"]] == ["libcmt"]
 
 
+def test_sbom_of_a_cross_built_wheel_names_what_mingw_links_in():
+    cross = {"mamba_cpu": "GNU 12.2.0", "mingw_w64": "10.0"}
+    document = json.loads(sbom.text({**INFO, "linker": None, "cross_built": cross}, "2.4.0+cu130", []))
+    parts = {part["name"]: part["version"] for part in document["components"]}
+    assert parts == {"cudart_static": "13.0", "libstdc++": "12.2.0", "winpthreads": "10.0"}
+
+
 # ---- where the time comes from ---------------------------------------------------------------------------------------
 
 

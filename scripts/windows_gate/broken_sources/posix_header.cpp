@@ -1,0 +1,5 @@
+// expect: 'unistd.h' file not found
+#include <unistd.h>
+int f() {
+    return getpid();
+}
