@@ -12,12 +12,6 @@ from validate import check
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 
-
-def _load():
-    """The machine's load; above the number of threads, CPU times are not to be trusted."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
 # ---- tokens a second -------------------------------------------------------------------------------------------------
 
 
@@ -74,7 +68,9 @@ def lm(machine):
                 raise AssertionError(f"{case.name}: a CUDA graph gives other tokens")
             row["tokens/s, CUDA graph"] = case.batch / _seconds_a_token(model, tokens, case.new, cg=True)
         else:
-            row["load"] = _load()
+            row["load"] = (
+                os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+            )  # above the threads: do not trust it
         rows.append(row)
         del model
     return rows
@@ -84,10 +80,13 @@ def lm(machine):
 
 
 def transformers(machine):
-    """transformers' models with this package's kernels, against the same models without, in one process."""
+    """transformers' models with this package's kernels, against the same models without, in one process.
+
+    On the CPU one thread's processor time: what else the machine does is then nearly no matter.
+    """
     device = machine["device"]
     if device == "cpu":
-        torch.set_num_threads(cases.CPU_THREADS)
+        torch.set_num_threads(1)
     rows = []
     for kind, config in cases.TRANSFORMERS_MODELS.items():
         pair = transformers_models.model_pair(kind, config, device)[:2]
@@ -100,23 +99,22 @@ def transformers(machine):
             mine, others = _medians(run, pair, tokens)
             row[f"{name} x"] = others / mine
             row[f"{name} ms"] = mine * 1e3
-        if device == "cpu":
-            row["load"] = _load()
         rows.append(row)
     return rows
 
 
 def _medians(run, pair, tokens):
-    """Median seconds of each of the two models, which take turns: a busy machine slows both."""
+    """Median seconds of each of the two models, which take turns."""
+    clock = time.perf_counter if tokens.is_cuda else time.process_time
     times = [[], []]
     for turn in range(cases.TRANSFORMERS_REPEATS + 1):
         for model, seconds in zip(pair, times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             run(model, tokens)
             if tokens.is_cuda:
                 torch.cuda.synchronize()
             if turn:  # the first warms up
-                seconds.append(time.perf_counter() - start)
+                seconds.append(clock() - start)
     return [statistics.median(seconds) for seconds in times]
 
 
