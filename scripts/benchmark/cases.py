@@ -67,7 +67,11 @@ SSDS = [
     Ssd(8, 2048, 64, 64, 128, torch.bfloat16, 1.083, 2.851),
     Ssd(1, 16384, 64, 64, 128, torch.bfloat16, 0.821, 2.557),
 ]
-CPU_SSDS = [Ssd(1, 2048, 24, 64, 128, dtype) for dtype in (torch.float32, torch.bfloat16)]
+CPU_SSDS = [
+    Ssd(1, 2048, 24, 64, 128, torch.float32),
+    Ssd(1, 2048, 24, 64, 128, torch.bfloat16),
+    Ssd(1, 2048, 24, 64, 16, torch.float32),
+]
 
 
 @dataclass(frozen=True)

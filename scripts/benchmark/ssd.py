@@ -1,10 +1,9 @@
 """Mamba-2's scan: on the GPU beside upstream's figures, on the CPU as ratios to the plain-torch chunked scan."""
 
 import dataclasses
-import itertools
 import json
-import os
 import sys
+import time
 
 import cases
 import torch
@@ -16,7 +15,7 @@ from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan, mamba_chunk_scan
 WITH_BATCH = ("x", "dt", "B", "C")
 OUR_REPEATS = 10
 REFERENCE_REPEATS = 2
-REFERENCE_CHUNKS = (64, 256)  # the faster one counts
+REFERENCE_CHUNKS = (64, 128)  # the faster one counts
 VALIDATED_HEADS = 4  # on the CPU, where float64 is slow
 
 
@@ -81,8 +80,11 @@ def _gpu():
 
 
 def measure(case):
-    """Validate and time in this process: {forward and forward+backward, ours and the reference's}, seconds."""
-    torch.set_num_threads(cases.CPU_THREADS)
+    """Validate and time in this process: {forward and forward+backward, ours and the reference's}, seconds.
+
+    One thread, and the time that it had the CPU: what a busy machine does to torch's threads would flatter us.
+    """
+    torch.set_num_threads(1)
     small = dataclasses.replace(case, heads=VALIDATED_HEADS)
     _validate(small, cases.ssd_inputs(small, "cpu"))
     inputs = cases.ssd_inputs(case, "cpu")
@@ -90,32 +92,20 @@ def measure(case):
     wanted = list(leaves.values())
     dout = torch.randn_like(inputs["x"])
 
-    def forward(function):
+    def both_ways(function, repeats):
         with torch.no_grad():
-            function(inputs)
-
-    def both(function):
-        torch.autograd.grad(function(leaves), wanted, dout)
-
-    times = {
-        "fwd": cpu_seconds(lambda: forward(_scan), OUR_REPEATS),
-        "fwd+bwd": cpu_seconds(lambda: both(_scan), OUR_REPEATS),
-    }
-    # torch's own threads wait for each other on a busy machine, which would flatter us: the faster number counts.
-    references = []
-    for threads, chunk in itertools.product((cases.CPU_THREADS, 1), REFERENCE_CHUNKS):
-        torch.set_num_threads(threads)
-
-        def reference(tensors, chunk=chunk):
-            return mamba_chunk_scan(**tensors, chunk_size=chunk, dt_softplus=True)
-
-        references.append(
-            (
-                cpu_seconds(lambda: forward(reference), REFERENCE_REPEATS),
-                cpu_seconds(lambda: both(reference), REFERENCE_REPEATS, warm_up=False),
-            )
+            forward = cpu_seconds(lambda: function(inputs), repeats, clock=time.process_time)
+        both = cpu_seconds(
+            lambda: torch.autograd.grad(function(leaves), wanted, dout), repeats, clock=time.process_time
         )
-    times["reference fwd"] = min(fwd for fwd, _ in references)
+        return forward, both
+
+    def reference(chunk):
+        return lambda tensors: mamba_chunk_scan(**tensors, chunk_size=chunk, dt_softplus=True)
+
+    times = dict(zip(("fwd", "fwd+bwd"), both_ways(_scan, OUR_REPEATS), strict=True))
+    references = [both_ways(reference(chunk), REFERENCE_REPEATS) for chunk in REFERENCE_CHUNKS]
+    times["reference fwd"] = min(forward for forward, _ in references)
     times["reference fwd+bwd"] = min(both for _, both in references)
     return times
 
@@ -129,10 +119,9 @@ def _cpu():
             times = in_own_process(isa, __file__, str(number))
             rows.append(
                 {
-                    "case": f"ssd {case.name}, {cases.CPU_THREADS} threads, {label}",
+                    "case": f"ssd {case.name}, 1 thread, {label}",
                     "fwd x reference": times["reference fwd"] / times["fwd"],
                     "fwd+bwd x reference": times["reference fwd+bwd"] / times["fwd+bwd"],
-                    "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
                     **{f"{name} ms": seconds * 1e3 for name, seconds in times.items()},
                 }
             )
