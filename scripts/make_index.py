@@ -335,8 +335,14 @@ def main(words: list[str] | None = None) -> int:
             f"another run is at work on {options.site} and did not end in {PATIENCE:.0f} s: try later", file=sys.stderr
         )
         return 1
-    except (IndexRefused, Unreadable, OSError) as error:
+    except IndexRefused as error:
         print(f"the index was not changed:\n{error}", file=sys.stderr)
+        return 1
+    except (Unreadable, OSError) as error:
+        print(
+            f"{error}\nThe index is whole, and may lack what was to be added: when the cause is gone, run this again",
+            file=sys.stderr,
+        )
         return 1
     for path in sorted(options.wheels.glob("*.tar.gz")):
         print(f"left out   {path.name}: pip would build an sdist wherever no wheel fits")

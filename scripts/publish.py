@@ -25,7 +25,12 @@ from urllib.parse import urlsplit
 
 try:
     import requests
-    from pypi_simple import NoSuchProjectError, PyPISimple, UnsupportedContentTypeError
+    from pypi_simple import (
+        NoSuchProjectError,
+        PyPISimple,
+        UnsupportedContentTypeError,
+        UnsupportedRepoVersionError,
+    )
     from twine.commands.upload import upload
     from twine.exceptions import NonInteractive, TwineException
     from twine.settings import Settings
@@ -106,11 +111,20 @@ class Index:
 
     def holds(self, wheel: Path) -> bool:
         """Whether the index lists this very file. Raises NotPublished if it lists other bytes under its name."""
+        unreadable = []
         for page in self.pages:
-            for listed in self._packages(page):
+            try:
+                packages = self._packages(page)
+            except NotPublished as error:
+                unreadable.append(error)
+                continue
+            for listed in packages:
                 if listed.filename == wheel.name:
                     self._compare(listed.digests, wheel)
                     return True
+        # An index may answer a wrong guess with any error, as long as it answers the right one.
+        if len(unreadable) == len(self.pages):
+            raise unreadable[0]
         return False
 
     def _packages(self, page: str) -> list:
@@ -120,8 +134,10 @@ class Index:
             return []
         except requests.HTTPError as error:
             raise NotPublished(f"{page} cannot be read: {explain(error)}") from error
-        except requests.RequestException as error:
+        except requests.ConnectionError as error:
             raise NotPublished(f"{page} cannot be reached: {explain(error)}") from error
+        except (requests.RequestException, ValueError, UnsupportedRepoVersionError) as error:
+            raise NotPublished(f"{page} is no index page that could be read: {explain(error)}") from error
 
     def _compare(self, digests: dict[str, str], wheel: Path) -> None:
         for algorithm in ("sha256", *digests):

@@ -134,6 +134,17 @@ def test_index_without_hashes(publish, wheel, tmp_path):
     assert status == 1 and "gives no hash of it" in printed
 
 
+def test_page_that_is_no_index(publish, wheel, tmp_path):
+    """No guess can be read: nothing is sent."""
+    for folder in ("simple", "+simple"):
+        page = tmp_path / folder / "mamba-ssm"
+        page.mkdir(parents=True)
+        (page / "index.json").write_text('{"message": "hello"}')
+    with StaticSite(tmp_path, negotiate=True) as site:
+        status, printed = publish(wheel, "--repository-url", site.url)
+    assert status == 1 and "is no index page that could be read" in printed
+
+
 @pytest.mark.parametrize("script", ["publish.py", "make_index.py"])
 def test_without_the_extra_the_message_says_what_to_install(script, request):
     command = [sys.executable, "-S", str(request.config.rootpath / "scripts" / script), "--help"]
