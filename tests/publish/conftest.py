@@ -31,7 +31,11 @@ def wheel(tmp_path_factory):
     """A CPU-only wheel of this source tree."""
     if not (wheels.ROOT / wheels.LIBRARY).exists():
         pytest.skip(f"{wheels.LIBRARY} is not built: pip install -e .")
-    return wheels.assemble(tmp_path_factory.mktemp("wheel"))
+    from wheel_check import verify
+
+    made = wheels.assemble(tmp_path_factory.mktemp("wheel"))
+    assert verify(made) == [], "is the built library of this source? pip install -e . builds it again"
+    return made
 
 
 @pytest.fixture(scope="session")
