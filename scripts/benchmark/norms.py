@@ -1,5 +1,7 @@
 """The norms' section: forward and backward beside the copy bandwidth, and what a call on one row costs."""
 
+from functools import partial
+
 import cases
 import torch
 from timing import gpu_milliseconds, input_sets, tensor_bytes, wall_microseconds
@@ -70,7 +72,7 @@ def norm(machine):
     rows = []
     for name, function, reference, dtype, forward_bytes, backward_bytes in KINDS:
         for count, width in cases.NORMS:
-            make = lambda seed, shape=(count, width, dtype): _inputs(*shape, seed)  # noqa: E731
+            make = partial(_inputs, count, width, dtype)
             first = make(0)
             _validate(name, function, reference, first)
             sets = input_sets(make, tensor_bytes(first))
