@@ -270,7 +270,7 @@ def _backward(
         y, _ = ssd._forward(x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx, *options)
         dy = _gate_backward(dout, y.view(z.shape), z, dz, gated)
     del y
-    dconv_out = torch.empty_like(conv_out)
+    dconv_out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, conv_in.shape[1])).transpose(1, 2)
     dx, dB, dC = _split_xBC(dconv_out, sizes)
     _, _, dA, _, _, dD, ddt_bias, dinitial_states = ssd_backward._backward(
         dy.view(x.shape), dfinal_states, x, dt, A, B, C, D, dt_bias, initial_states, seq_idx,
@@ -285,12 +285,13 @@ def _backward(
 
 def _gate_backward(dout, y, z, dz, out):
     """For out = y silu(z): the gradient of y; writes that of z into dz, and out again into out, if it is given."""
-    wide, sigmoid = z.float(), torch.sigmoid(z.float())
-    silu = wide * sigmoid
+    dtype, dout, y, z = y.dtype, dout.float(), y.float(), z.float()
+    sigmoid = torch.sigmoid(z)
+    silu = z * sigmoid
     dz.copy_(dout * y * (sigmoid + silu * (1 - sigmoid)))
     if out is not None:
         out.copy_(y * silu)
-    return (dout * silu).to(y.dtype)
+    return (dout * silu).to(dtype)
 
 
 def _check_backward(sizes, dout, dfinal_states, zxbcdt, y, rstd):

@@ -109,6 +109,21 @@ def test_layouts_of_zxbcdt(device):
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
 
 
+def test_one_row_for_the_whole_batch(device):
+    """zxbcdt, and the gradient of the output, with stride 0."""
+    tensors, fixed = inputs(torch.float32, device, batch=1, d_mlp=2)
+
+    def run(function, batch):
+        leaves = {name: None if t is None else t.detach().clone().requires_grad_() for name, t in tensors.items()}
+        out = function(**{**leaves, "zxbcdt": batch(leaves["zxbcdt"])}, **fixed)
+        return torch.autograd.grad(out.sum(), [t for t in leaves.values() if t is not None])
+
+    found = run(mamba_split_conv1d_scan_combined, lambda row: row.expand(3, -1, -1))
+    expected = run(mamba_split_conv1d_scan_ref, lambda row: row.repeat(3, 1, 1))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no_norm"])
 @pytest.mark.parametrize("project", [True, False], ids=["project", "no_project"])
 def test_what_is_kept(project, norm, device):
