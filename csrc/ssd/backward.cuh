@@ -13,8 +13,11 @@
 
 namespace mamba {
 
-// The warp that computes the decays; another one than that which finishes the head before.
-constexpr int kDecaysWarp = 3;
+// Every second item (a head, or a part of its headdim) two warps compute the decays of two of them, others than the warp that
+// finishes the item before. Its decays stay, so there is room for four.
+constexpr int kDecaysWarp = 2;
+constexpr int kDecaysTogether = 2;
+constexpr int kDecaysKept = 4;
 
 // How a block's warps share an output of kRows x kColumns: 16 rows each, and a part of the columns.
 template <class Layout, int kColumns>
@@ -39,13 +42,21 @@ struct BackwardSums {
     float skip[kParts][Layout::kRows];  // sum over a part of the steps of dout_t x_t
 };
 
-template <typename T, class Layout>
+// The tiles of one item: x, dout, and the state before the chunk. kAhead: the gradient after the chunk has a tile of its own,
+// and there are two sets, so that the next item's are on their way; without it the gradient takes the state's place.
+template <class Layout, bool kAhead>
+struct ItemTiles {
+    static constexpr int kElements =
+        2 * Layout::kSteps * (Layout::kRows + kTilePad) + (kAhead ? 2 : 1) * Layout::kRows * (Layout::kStates + kTilePad);
+};
+
+template <typename T, class Layout, bool kAhead>
 constexpr int backward_shared_bytes() {
     constexpr int kSteps = Layout::kSteps;
-    return ((2 * kSteps + Layout::kRows) * (Layout::kStates + kTilePad) + 2 * kSteps * (Layout::kRows + kTilePad) +
+    return (2 * kSteps * (Layout::kStates + kTilePad) + (kAhead ? 2 : 1) * ItemTiles<Layout, kAhead>::kElements +
             kSteps * (kSteps + kTilePad)) *
                static_cast<int>(sizeof(T)) +
-           2 * static_cast<int>(sizeof(ChunkDecays<kSteps>)) + static_cast<int>(sizeof(BackwardSums<Layout>));
+           kDecaysKept * static_cast<int>(sizeof(ChunkDecays<kSteps>)) + static_cast<int>(sizeof(BackwardSums<Layout>));
 }
 
 // Sum over the four lanes of a row.
@@ -156,7 +167,32 @@ __device__ __forceinline__ float dot_16(const T* global, const T* tile, int coun
     return sum;
 }
 
-template <typename T, class Layout>
+// Starts to load an item's tiles into `tiles`.
+template <typename T, class Layout, bool kAhead>
+__device__ __forceinline__ void load_item(T* tiles, const MambaSsdBackward& q, const BackwardLaunch& launch, int64_t batch,
+                                          int64_t first, int valid, int64_t head, int row0, int64_t state_index) {
+    constexpr int kTile = Layout::kSteps * (Layout::kRows + kTilePad);
+    const MambaSsd& p = q.forward;
+    const int rows = static_cast<int>(p.headdim) - row0;
+    const int dstate = static_cast<int>(p.dstate);
+    load_tile<T, Layout::kSteps, Layout::kRows, Layout::kThreads>(
+        tiles, static_cast<const T*>(p.x) + batch * p.x_batch_stride + first * p.x_len_stride + head * p.x_head_stride + row0,
+        p.x_len_stride, valid, rows, launch.x_vectors);
+    load_tile<T, Layout::kSteps, Layout::kRows, Layout::kThreads>(tiles + kTile,
+                                                                  static_cast<const T*>(q.dout) + batch * q.dout_batch_stride +
+                                                                      first * q.dout_len_stride + head * q.dout_head_stride +
+                                                                      row0,
+                                                                  q.dout_len_stride, valid, rows, launch.dout_vectors);
+    load_tile<T, Layout::kRows, Layout::kStates, Layout::kThreads>(
+        tiles + 2 * kTile, static_cast<const T*>(launch.states) + state_index, p.dstate, rows, dstate, launch.state_vectors);
+    if (kAhead) {
+        load_tile<T, Layout::kRows, Layout::kStates, Layout::kThreads>(
+            tiles + 2 * kTile + Layout::kRows * (Layout::kStates + kTilePad),
+            static_cast<const T*>(launch.dstates) + state_index, p.dstate, rows, dstate, launch.state_vectors);
+    }
+}
+
+template <typename T, class Layout, bool kAhead>
 __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const MambaSsdBackward q, const BackwardLaunch launch) {
     constexpr int kSteps = Layout::kSteps;
     constexpr int kStates = Layout::kStates;
@@ -171,12 +207,10 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
     extern __shared__ __align__(16) unsigned char shared[];
     T* const B_tile = reinterpret_cast<T*>(shared);
     T* const C_tile = B_tile + kSteps * kStride;
-    T* const H_tile = C_tile + kSteps * kStride;  // the state before, then the gradient after
-    T* const x_tile = H_tile + kRows * kStride;
-    T* const dout_tile = x_tile + kSteps * kXStride;
-    T* const M_tile = dout_tile + kSteps * kXStride;
+    T* const items_tiles = C_tile + kSteps * kStride;
+    T* const M_tile = items_tiles + (kAhead ? 2 : 1) * ItemTiles<Layout, kAhead>::kElements;
     ChunkDecays<kSteps>* const decays = reinterpret_cast<ChunkDecays<kSteps>*>(M_tile + kSteps * kMStride);
-    BackwardSums<Layout>& sums = *reinterpret_cast<BackwardSums<Layout>*>(decays + 2);
+    BackwardSums<Layout>& sums = *reinterpret_cast<BackwardSums<Layout>*>(decays + kDecaysKept);
 
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -224,42 +258,60 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
     set_to_zero(dB);
     set_to_zero(dC);
 
-    StepInputs<kSteps> inputs;
-    if (warp == kDecaysWarp && first_item < last_item) {
-        const int64_t head = group_head + first_item / row_tiles;
+    const int64_t first_state = (batch * heads + group * launch.group_heads) * launch.chunks + chunk;  // of the first head
+    StepInputs<kSteps> inputs;  // of one of the next kDecaysTogether items
+    const int ahead = warp - kDecaysWarp;
+    const bool for_decays = ahead >= 0 && ahead < kDecaysTogether;
+    if (for_decays && first_item + ahead < last_item) {
+        const int64_t head = group_head + (first_item + ahead) / row_tiles;
         load_steps<kSteps>(inputs, step_size(p, batch, 0, head), seq_idx, first, valid, lane);
     }
+    if (kAhead && first_item < last_item) {
+        const int row0 = first_item % row_tiles * kRows;
+        const int64_t head = first_item / row_tiles;
+        load_item<T, Layout, kAhead>(items_tiles, q, launch, batch, first, valid, group_head + head, row0,
+                                     (first_state + head * launch.chunks) * state_size + row0 * p.dstate);
+    }
     for (int item = first_item; item < last_item; ++item) {
-        const int64_t slot = group * launch.group_heads + item / row_tiles;
+        const int number = item - first_item;
         const int64_t head = group_head + item / row_tiles;
         const int64_t tile = item % row_tiles;
         const int row0 = static_cast<int>(tile) * kRows;
         const int rows = static_cast<int>(p.headdim) - row0;  // may be more than kRows
-        const int64_t state_index = ((batch * heads + slot) * launch.chunks + chunk) * state_size + row0 * p.dstate;
+        const int64_t state_index = (first_state + item / row_tiles * launch.chunks) * state_size + row0 * p.dstate;
         const T* const state = static_cast<const T*>(launch.states) + state_index;
         const T* const dstate_after = static_cast<const T*>(launch.dstates) + state_index;
         const float A = p.A[head];
-        ChunkDecays<kSteps>& now = decays[(item - first_item) % 2];
+        const ChunkDecays<kSteps>& now = decays[number % kDecaysKept];
+        T* const x_tile = items_tiles + (kAhead ? number % 2 : 0) * ItemTiles<Layout, kAhead>::kElements;
+        T* const dout_tile = x_tile + kSteps * kXStride;
+        T* const H_tile = dout_tile + kSteps * kXStride;
+        T* const dH_tile = kAhead ? H_tile + kRows * kStride : H_tile;
 
-        load_tile<T, kSteps, kRows, Layout::kThreads>(
-            x_tile,
-            static_cast<const T*>(p.x) + batch * p.x_batch_stride + first * p.x_len_stride + head * p.x_head_stride + row0,
-            p.x_len_stride, valid, rows, launch.x_vectors);
-        load_tile<T, kSteps, kRows, Layout::kThreads>(dout_tile,
-                                                      static_cast<const T*>(q.dout) + batch * q.dout_batch_stride +
-                                                          first * q.dout_len_stride + head * q.dout_head_stride + row0,
-                                                      q.dout_len_stride, valid, rows, launch.dout_vectors);
-        load_tile<T, kRows, kStates, Layout::kThreads>(H_tile, state, p.dstate, rows, dstate, launch.state_vectors);
+        if (!kAhead) {
+            load_item<T, Layout, kAhead>(x_tile, q, launch, batch, first, valid, head, row0, state_index);
+        }
         end_copies();
-        if (warp == kDecaysWarp) {
-            chunk_decays<kSteps>(now, inputs, step_size(p, batch, 0, head), A, lane);
-            if (item + 1 < last_item) {
-                const int64_t next = group_head + (item + 1) / row_tiles;
-                load_steps<kSteps>(inputs, step_size(p, batch, 0, next), seq_idx, first, valid, lane);
+        if (for_decays && number % kDecaysTogether == 0) {
+            if (item + ahead < last_item) {
+                const int64_t its_head = group_head + (item + ahead) / row_tiles;
+                chunk_decays<kSteps>(decays[(number + ahead) % kDecaysKept], inputs, step_size(p, batch, 0, its_head),
+                                     p.A[its_head], lane);
+            }
+            if (item + kDecaysTogether + ahead < last_item) {
+                const int64_t its_head = group_head + (item + kDecaysTogether + ahead) / row_tiles;
+                load_steps<kSteps>(inputs, step_size(p, batch, 0, its_head), seq_idx, first, valid, lane);
             }
         }
         wait_for_copies<0>();
         __syncthreads();
+        if (kAhead && item + 1 < last_item) {
+            const int next_row0 = (item + 1) % row_tiles * kRows;
+            const int64_t next = (item + 1) / row_tiles;
+            load_item<T, Layout, kAhead>(items_tiles + (number + 1) % 2 * ItemTiles<Layout, kAhead>::kElements, q, launch,
+                                         batch, first, valid, group_head + next, next_row0,
+                                         (first_state + next * launch.chunks) * state_size + next_row0 * p.dstate);
+        }
 
         if (item == first_item && pair0 < kSteps) {
             multiply<T, Pairs::kWide, kStates / 16, false, true>(G, C_tile + step0 * kStride, kStride, B_tile + pair0 * kStride,
@@ -339,16 +391,20 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         }
         __syncthreads();  // M is complete; H has been read
 
-        load_tile<T, kRows, kStates, Layout::kThreads>(H_tile, dstate_after, p.dstate, rows, dstate, launch.state_vectors);
-        end_copies();
+        if (!kAhead) {
+            load_tile<T, kRows, kStates, Layout::kThreads>(dH_tile, dstate_after, p.dstate, rows, dstate, launch.state_vectors);
+            end_copies();
+        }
         float du[2 * Inputs::kWide][4];  // gradient of dt_s x_s
         set_to_zero(du);
         if (input0 < kRows) {
             multiply<T, Inputs::kWide, kSteps / 16, true, false>(du, M_tile + step0, kMStride, dout_tile + input0, kXStride,
                                                                  lane);
         }
-        wait_for_copies<0>();
-        __syncthreads();
+        if (!kAhead) {
+            wait_for_copies<0>();
+            __syncthreads();
+        }
 
         // What goes into the state after the chunk.
         {
@@ -356,7 +412,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
             set_to_zero(product);
             if (input0 < kRows) {
                 multiply<T, Inputs::kWide, kStates / 16, false, true>(product, B_tile + step0 * kStride, kStride,
-                                                                      H_tile + input0 * kStride, kStride, lane);
+                                                                      dH_tile + input0 * kStride, kStride, lane);
             }
             const float leaving_above = now.leaving[step0 + lane / 4];
             const float leaving_below = now.leaving[step0 + lane / 4 + 8];
@@ -371,7 +427,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         {
             float product[2 * Wide::kWide][4];  // dH'^T x_s
             set_to_zero(product);
-            multiply<T, Wide::kWide, kRows / 16, false, false>(product, x_tile + step0 * kXStride, kXStride, H_tile + state0,
+            multiply<T, Wide::kWide, kRows / 16, false, false>(product, x_tile + step0 * kXStride, kXStride, dH_tile + state0,
                                                                kStride, lane);
             const float2 dot =
                 accumulate<T, Wide::kWide>(dB, product, now.adding[step0 + lane / 4], now.adding[step0 + lane / 4 + 8],
@@ -390,7 +446,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
                 const int row = i / kRowVectors;
                 const int column = i % kRowVectors * kVector;
                 if (row < rows && column < dstate) {
-                    product = dot_16<T>(state + static_cast<int64_t>(row) * p.dstate + column, H_tile + row * kStride + column,
+                    product = dot_16<T>(state + static_cast<int64_t>(row) * p.dstate + column, dH_tile + row * kStride + column,
                                         launch.state_vectors ? kVector : dstate - column, launch.state_vectors, product);
                 }
             }
@@ -565,7 +621,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
     store_sum<Wide::kWide>(launch.dB + at, row_stride, dB, valid - step0, dstate - state0, add, lane);
 }
 
-template <typename T, class Layout>
+template <typename T, class Layout, bool kAhead>
 cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
     const MambaSsd& p = q.forward;
     const int64_t size = sizeof(T);
@@ -626,8 +682,10 @@ cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& pla
     launch.dx_vectors = ssd_rows_aligned(q.dx, p.headdim, q.dx_batch_stride, q.dx_len_stride, q.dx_head_stride, size, 8);
     launch.state_vectors = p.dstate * size % 16 == 0;
 
-    constexpr int kShared = backward_shared_bytes<T, Layout>();
-    const auto kernel = ssd_backward_kernel<T, Layout>;
+    constexpr int kShared = backward_shared_bytes<T, Layout, kAhead>();
+    constexpr int kLimit = kAhead ? kAheadShared : Layout::kWarps > 4 ? kMiddleShared : kEveryShared;
+    static_assert(kShared <= kLimit, "the plan counts on that");
+    const auto kernel = ssd_backward_kernel<T, Layout, kAhead>;
     cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
     const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
     const unsigned int blocks = static_cast<unsigned int>(p.batch * plan.chunks * p.ngroups * workspace.splits);
@@ -656,14 +714,16 @@ template <typename T>
 cudaError_t launch_ssd_backward(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
     using Layouts = SsdLayouts<T>;
     switch (plan.layout) {
-        case 0:
-            return launch_backward_layout<T, typename Layouts::Small>(q, plan, workspace);
-        case 1:
-            return launch_backward_layout<T, typename Layouts::Middle>(q, plan, workspace);
-        case 2:
-            return launch_backward_layout<T, typename Layouts::Large>(q, plan, workspace);
+        case kSsdSmall:
+            return launch_backward_layout<T, typename Layouts::Small, false>(q, plan, workspace);
+        case kSsdMiddle:
+            return launch_backward_layout<T, typename Layouts::Middle, false>(q, plan, workspace);
+        case kSsdMiddleAhead:
+            return launch_backward_layout<T, typename Layouts::Middle, true>(q, plan, workspace);
+        case kSsdLarge:
+            return launch_backward_layout<T, typename Layouts::Large, false>(q, plan, workspace);
         default:
-            return launch_backward_layout<T, typename Layouts::Little>(q, plan, workspace);
+            return launch_backward_layout<T, typename Layouts::Little, false>(q, plan, workspace);
     }
 }
 

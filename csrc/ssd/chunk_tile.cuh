@@ -11,7 +11,8 @@
 namespace mamba {
 
 // kStates: dstate is at most that. kSteps: of a chunk. kRows: of headdim that one backward block takes (forward: 64).
-// kWarps: of a backward block. The sizes fit the 64 KiB of shared memory of compute capability 7.5, except those of Ssd128.
+// kWarps: of a backward block. The sizes fit the 64 KiB of shared memory of compute capability 7.5, but those of Ssd64 and
+// Ssd128 in backward.
 template <int kStates_, int kSteps_, int kRows_, int kWarps_>
 struct SsdLayout {
     static constexpr int kStates = kStates_;
@@ -22,13 +23,13 @@ struct SsdLayout {
 };
 using Ssd64 = SsdLayout<64, 64, 64, 16>;
 using Ssd128 = SsdLayout<128, 64, 64, 16>;
-using Ssd128Small = SsdLayout<128, 32, 64, 4>;  // compute capability 7.5
+using Ssd128Small = SsdLayout<128, 32, 64, 4>;  // both of these where shared memory is little
 using Ssd256 = SsdLayout<256, 32, 32, 4>;
-using SsdFloat64 = SsdLayout<64, 32, 64, 4>;
-using SsdFloat128 = SsdLayout<128, 16, 64, 4>;
+using SsdFloat64 = SsdLayout<64, 32, 32, 4>;
+using SsdFloat128 = SsdLayout<128, 16, 32, 4>;
 using SsdFloat256 = SsdLayout<256, 16, 16, 4>;
 
-// By dstate: up to 64, 128, 256. Little: Middle's replacement in backward where shared memory is little.
+// By dstate: up to 64, 128, 256. Little: up to 128, in backward where shared memory is little.
 template <typename T>
 struct SsdLayouts {
     using Small = Ssd64;
@@ -47,8 +48,8 @@ struct SsdLayouts<float> {
 // The state's rows (headdim) that a block of the forward kernels takes, 16 a warp.
 constexpr int kForwardRows = 64;
 constexpr int kForwardThreads = 128;
-// Every so many chunks each warp of a forward kernel computes the decays of one of the next ones.
-constexpr int kDecayChunks = kForwardThreads / 32;
+// Every so many chunks as many warps of a block compute the decays of one of the next ones each.
+constexpr int kDecayChunks = 4;
 
 // Steps of a chunk that exist.
 template <int kSteps>
@@ -319,63 +320,64 @@ __device__ __forceinline__ void store_pair<float>(float* pair, float low, float 
     *reinterpret_cast<float2*>(pair) = make_float2(low, high);
 }
 
-// A warp's 16 rows of a float32 state (P, N) as accumulators: columns 8 j + 2 t, ... of rows g and g + 8 in state[j].
-template <int kStates>
-__device__ __forceinline__ void load_state(float (&state)[kStates / 8][4], const float* from, int row, int rows, int dstate,
-                                           int lane) {
+// A warp's 16 x kColumns elements of a float32 state (P, N), from (row, column) on, as accumulators: columns 8 j + 2 t, ... of
+// rows g and g + 8 in state[j].
+template <int kColumns>
+__device__ __forceinline__ void load_state(float (&state)[kColumns / 8][4], const float* from, int row, int rows, int column,
+                                           int dstate, int lane) {
 #pragma unroll
-    for (int j = 0; j < kStates / 8; ++j) {
+    for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int p = row + lane / 4 + i / 2 * 8;
-            const int n = 8 * j + lane % 4 * 2 + i % 2;
-            state[j][i] = p < rows && n < dstate ? from[static_cast<int64_t>(p) * dstate + n] : 0.0f;
+            const int n = column + 8 * j + lane % 4 * 2 + i % 2;
+            state[j][i] = p < rows && n < dstate ? from[p * dstate + n] : 0.0f;
         }
     }
 }
 
-// What segments before this one leave: state = decay * state + what each of them adds.
-template <int kStates>
-__device__ __forceinline__ void add_segment(float (&state)[kStates / 8][4], const float* from, float decay, int row, int rows,
+template <int kColumns>
+__device__ __forceinline__ void store_state(float* to, const float (&state)[kColumns / 8][4], int row, int rows, int column,
                                             int dstate, int lane) {
 #pragma unroll
-    for (int j = 0; j < kStates / 8; ++j) {
+    for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int p = row + lane / 4 + i / 2 * 8;
-            const int n = 8 * j + lane % 4 * 2 + i % 2;
-            const float added = p < rows && n < dstate ? from[static_cast<int64_t>(p) * dstate + n] : 0.0f;
-            state[j][i] = fmaf(decay, state[j][i], added);
-        }
-    }
-}
-
-template <int kStates>
-__device__ __forceinline__ void store_state(float* to, const float (&state)[kStates / 8][4], int row, int rows, int dstate,
-                                            int lane) {
-#pragma unroll
-    for (int j = 0; j < kStates / 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int p = row + lane / 4 + i / 2 * 8;
-            const int n = 8 * j + lane % 4 * 2 + i % 2;
+            const int n = column + 8 * j + lane % 4 * 2 + i % 2;
             if (p < rows && n < dstate) {
-                to[static_cast<int64_t>(p) * dstate + n] = state[j][i];
+                to[p * dstate + n] = state[j][i];
             }
         }
     }
 }
 
-// The products below take whole tiles: a branch around each would keep the compiler from overlapping them.
+// The segments before a walk's own: state = decay state + what each of them adds.
+template <int kColumns>
+__device__ __forceinline__ void add_segment(float (&state)[kColumns / 8][4], const float* from, float decay, int row, int rows,
+                                            int column, int dstate, int lane) {
+    float added[kColumns / 8][4];
+    load_state<kColumns>(added, from, row, rows, column, dstate, lane);
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            state[j][i] = fmaf(decay, state[j][i], added[j][i]);
+        }
+    }
+}
 
-// H = carry H + X^T diag(weight) B over the steps of a chunk, for this warp's 16 rows of H.
-template <typename T, int kStates, int kSteps>
-__device__ __forceinline__ void update_state(float (&state)[kStates / 8][4], const T* x_tile, const T* B_tile,
-                                             const float* weight, float carry, int warp, int lane) {
+// The products take whole tiles: a branch around each would keep the compiler from overlapping them.
+
+// H = carry H + X^T diag(weight) B over the steps of a chunk, for 16 rows of H and kColumns states. x_tile and B_tile point at
+// the first of them.
+template <typename T, int kColumns, int kStates, int kSteps>
+__device__ __forceinline__ void update_state(float (&state)[kColumns / 8][4], const T* x_tile, const T* B_tile,
+                                             const float* weight, float carry, int lane) {
     constexpr int kXStride = kForwardRows + kTilePad;
     constexpr int kBStride = kStates + kTilePad;
 #pragma unroll
-    for (int j = 0; j < kStates / 8; ++j) {
+    for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             state[j][i] *= carry;
@@ -384,9 +386,9 @@ __device__ __forceinline__ void update_state(float (&state)[kStates / 8][4], con
 #pragma unroll
     for (int k = 0; k < kSteps / 16; ++k) {
         Operand<T> a;
-        load_a_weighted<T>(a, x_tile + 16 * k * kXStride + 16 * warp, kXStride, weight + 16 * k, lane);
+        load_a_weighted<T>(a, x_tile + 16 * k * kXStride, kXStride, weight + 16 * k, lane);
 #pragma unroll
-        for (int j = 0; j < kStates / 16; ++j) {
+        for (int j = 0; j < kColumns / 16; ++j) {
             Operand<T> b;
             load_b_transposed<T>(b, B_tile + 16 * k * kBStride + 16 * j, kBStride, lane);
             multiply_add<T>(state[2 * j], a, b, 0);

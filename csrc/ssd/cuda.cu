@@ -8,9 +8,6 @@ namespace mamba {
 
 namespace {
 
-// What the backward kernel of Ssd128 takes; a GPU that has less a block runs Ssd128Small.
-constexpr int kMiddleShared = 90 * 1024;
-
 // Bytes of both states of all chunks that one launch of the backward kernels may take; more heads take another launch.
 constexpr int64_t kStatesBudget = int64_t{128} << 20;
 
@@ -23,16 +20,16 @@ Sizes sizes_of() {
     return {Layout::kSteps, Layout::kRows};
 }
 
-// By SsdPlan::layout: Small, Middle, Large, Little.
 template <typename T>
-Sizes layout_sizes(int layout) {
+Sizes layout_sizes(SsdLayoutIndex layout) {
     using Layouts = SsdLayouts<T>;
     switch (layout) {
-        case 0:
+        case kSsdSmall:
             return sizes_of<typename Layouts::Small>();
-        case 1:
+        case kSsdMiddle:
+        case kSsdMiddleAhead:
             return sizes_of<typename Layouts::Middle>();
-        case 2:
+        case kSsdLarge:
             return sizes_of<typename Layouts::Large>();
         default:
             return sizes_of<typename Layouts::Little>();
@@ -67,9 +64,13 @@ struct Problem {
         }
         const bool wide = p.dtype == MAMBA_FLOAT32;
         const int64_t element = wide ? 4 : 2;
-        plan.layout = p.dstate <= 64 ? 0 : p.dstate <= 128 ? 1 : 2;
-        if (backward && plan.layout == 1 && shared < kMiddleShared) {
-            plan.layout = 3;
+        plan.layout = p.dstate <= 64 ? kSsdSmall : p.dstate <= 128 ? kSsdMiddle : kSsdLarge;
+        if (backward && !wide && p.dstate <= 128) {
+            if (shared < kMiddleShared) {
+                plan.layout = kSsdLittle;
+            } else if (shared >= kAheadShared && plan.layout == kSsdMiddle) {
+                plan.layout = kSsdMiddleAhead;
+            }
         }
         const Sizes sizes = wide ? layout_sizes<float>(plan.layout) : layout_sizes<__half>(plan.layout);
         plan.steps = sizes.steps;

@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kForwardThreads, kBlocks) ssd_forward_kernel(c
     float state[kStates / 8][4];
     bool state_is_zero = p.initial_state == nullptr && segment == 0;
     if (p.initial_state != nullptr && segment == 0) {
-        load_state<kStates>(state, p.initial_state + state_index, row, rows, dstate, lane);
+        load_state<kStates>(state, p.initial_state + state_index, row, rows, 0, dstate, lane);
     } else {
 #pragma unroll
         for (int j = 0; j < kStates / 8; ++j) {
@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(kForwardThreads, kBlocks) ssd_forward_kernel(c
     }
     for (int64_t s = 0; s < segment; ++s) {
         const float decay = launch.decays[(s * p.batch + batch) * p.nheads + head];
-        add_segment<kStates>(state, launch.ends + s * p.batch * p.nheads * state_size + state_index, decay, row, rows, dstate,
-                             lane);
+        add_segment<kStates>(state, launch.ends + s * p.batch * p.nheads * state_size + state_index, decay, row, rows, 0,
+                             dstate, lane);
     }
 
     StepInputs<kSteps> inputs;  // of this warp's chunk of the next kDecayChunks
@@ -268,13 +268,13 @@ __global__ void __launch_bounds__(kForwardThreads, kBlocks) ssd_forward_kernel(c
         }
 
         if (chunk + 1 < last_chunk || p.final_state != nullptr) {
-            update_state<T, kStates, kSteps>(state, x_tile, B_tile, now.adding, now.carry, warp, lane);
+            update_state<T, kStates, kStates, kSteps>(state, x_tile + row, B_tile, now.adding, now.carry, lane);
         }
         __syncthreads();
     }
 
     if (p.final_state != nullptr && segment == launch.segments - 1) {
-        store_state<kStates>(p.final_state + state_index, state, row, rows, dstate, lane);
+        store_state<kStates>(p.final_state + state_index, state, row, rows, 0, dstate, lane);
     }
 }
 
@@ -329,6 +329,7 @@ cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const 
     launch.C_vectors = C;
     launch.out_vectors = ssd_rows_aligned(p.out, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride, size, 8);
     constexpr int kShared = forward_shared_bytes<T, Layout>();
+    static_assert(kShared <= kEveryShared, "every GPU has that");
     const auto kernel = ssd_forward_kernel<T, Layout, kBlocks>;
     const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
     if (error != cudaSuccess) {
@@ -344,9 +345,11 @@ template <typename T>
 cudaError_t launch_ssd_forward(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace) {
     using Layouts = SsdLayouts<T>;
     switch (plan.layout) {
-        case 0:
+        case kSsdSmall:
             return launch_forward_layout<T, typename Layouts::Small, 3>(p, plan, workspace);
-        case 1:
+        case kSsdMiddle:
+        case kSsdMiddleAhead:
+        case kSsdLittle:
             return launch_forward_layout<T, typename Layouts::Middle, 3>(p, plan, workspace);
         default:
             return launch_forward_layout<T, typename Layouts::Large, 2>(p, plan, workspace);

@@ -7,9 +7,18 @@
 
 namespace mamba {
 
-// The layout's sizes (chunk_tile.cuh) and what follows from them.
+// Which of SsdLayouts (chunk_tile.cuh) runs: by dstate, and in backward by the shared memory that a block may have.
+enum SsdLayoutIndex { kSsdSmall, kSsdMiddle, kSsdMiddleAhead, kSsdLarge, kSsdLittle };
+
+// Shared memory a block that the backward kernels need: kSsdMiddleAhead; kSsdMiddle and kSsdSmall; the others, as all forward
+// ones, fit every GPU.
+constexpr int kAheadShared = 166000;
+constexpr int kMiddleShared = 96 * 1024;
+constexpr int kEveryShared = 64 * 1024;
+
+// The layout's sizes and what follows from them.
 struct SsdPlan {
-    int layout;  // index of SsdLayouts
+    SsdLayoutIndex layout;
     int64_t steps;
     int64_t chunks;
     int64_t segments;  // parts that the walk along the length is split into, where heads are too few to fill the GPU

@@ -10,6 +10,7 @@ namespace mamba {
 template <typename T, class Layout>
 cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch, int directions) {
     constexpr int kShared = states_shared_bytes<T, Layout>();
+    static_assert(kShared <= kEveryShared, "every GPU has that");
     const auto kernel = ssd_states_kernel<T, Layout>;
     const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
     if (error != cudaSuccess) {
@@ -18,7 +19,7 @@ cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch, int dir
     const int64_t row_tiles = (p.headdim + kForwardRows - 1) / kForwardRows;
     const int64_t walked = launch.ends_only ? launch.segments - 1 : launch.segments;
     const int64_t blocks = row_tiles * launch.group_heads * p.ngroups * walked * p.batch * directions;
-    kernel<<<static_cast<unsigned int>(blocks), kForwardThreads, kShared, static_cast<cudaStream_t>(p.run.stream)>>>(p, launch);
+    kernel<<<static_cast<unsigned int>(blocks), kStatesThreads, kShared, static_cast<cudaStream_t>(p.run.stream)>>>(p, launch);
     return cudaGetLastError();
 }
 

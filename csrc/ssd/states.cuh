@@ -29,6 +29,9 @@ struct StatesLaunch {
     int32_t ends_only;  // the first pass: ends and decays of all segments but the last
 };
 
+// Eight warps: 16 rows and half of the states each.
+constexpr int kStatesThreads = 256;
+
 template <typename T, class Layout>
 constexpr int states_shared_bytes() {
     return 2 * Layout::kSteps * (kForwardRows + kTilePad + Layout::kStates + kTilePad) * static_cast<int>(sizeof(T)) +
@@ -51,10 +54,10 @@ __device__ __forceinline__ StepSize step_size(const MambaSsd& p, int64_t batch, 
 }
 
 template <typename T, class Layout>
-__global__ void __launch_bounds__(kForwardThreads, Layout::kStates > 128 ? 2 : 3)
-    ssd_states_kernel(const MambaSsd p, const StatesLaunch launch) {
+__global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const MambaSsd p, const StatesLaunch launch) {
     constexpr int kSteps = Layout::kSteps;
     constexpr int kStates = Layout::kStates;
+    constexpr int kColumns = kStates / 2;  // of a warp
     constexpr int kXTile = kSteps * (kForwardRows + kTilePad);
     constexpr int kBTile = kSteps * (kStates + kTilePad);
     extern __shared__ __align__(16) unsigned char shared[];
@@ -104,30 +107,31 @@ __global__ void __launch_bounds__(kForwardThreads, Layout::kStates > 128 ? 2 : 3
     const float A = p.A[head];
     const int rows = static_cast<int>(p.headdim) - row0;  // may be more than kForwardRows
     const int dstate = static_cast<int>(p.dstate);
-    const int row = 16 * warp;
+    const int row = 16 * (warp % 4);
+    const int column = warp / 4 * kColumns;
     const int64_t state_size = p.headdim * p.dstate;
     const int64_t state_index = (batch * p.nheads + head) * state_size + static_cast<int64_t>(row0) * dstate;
 
-    float state[kStates / 8][4];
+    float state[kColumns / 8][4];
     if (walk.first != nullptr && segment == 0) {
-        load_state<kStates>(state, walk.first + state_index, row, rows, dstate, lane);
+        load_state<kColumns>(state, walk.first + state_index, row, rows, column, dstate, lane);
     } else {
 #pragma unroll
-        for (int j = 0; j < kStates / 8; ++j) {
+        for (int j = 0; j < kColumns / 8; ++j) {
             state[j][0] = state[j][1] = state[j][2] = state[j][3] = 0.0f;
         }
     }
     if (!launch.ends_only) {
         for (int64_t s = 0; s < segment; ++s) {
             const float decay = walk.decays[(s * p.batch + batch) * p.nheads + head];
-            add_segment<kStates>(state, walk.ends + s * p.batch * p.nheads * state_size + state_index, decay, row, rows, dstate,
-                                 lane);
+            add_segment<kColumns>(state, walk.ends + s * p.batch * p.nheads * state_size + state_index, decay, row, rows,
+                                  column, dstate, lane);
         }
     }
 
     float product = 1.0f;
     StepInputs<kSteps> inputs;  // of this warp's chunk of the next kDecayChunks
-    if (first_chunk + warp < last_chunk) {
+    if (warp < kDecayChunks && first_chunk + warp < last_chunk) {
         const int64_t chunk = from_end ? chunks - 1 - first_chunk - warp : first_chunk + warp;
         load_steps<kSteps>(inputs, size, seq_idx, chunk * kSteps, steps_in<kSteps>(seqlen, chunk), lane);
     }
@@ -137,17 +141,17 @@ __global__ void __launch_bounds__(kForwardThreads, Layout::kStates > 128 ? 2 : 3
             const int64_t first = chunk * kSteps;
             const int valid = steps_in<kSteps>(seqlen, chunk);
             const int next = static_cast<int>((i + 1) % 2);
-            load_tile<T, kSteps, kForwardRows, kForwardThreads>(x_tiles + next * kXTile, x + first * walk.x_len_stride,
-                                                                walk.x_len_stride, valid, rows, walk.x_vectors);
-            load_tile<T, kSteps, kStates, kForwardThreads>(B_tiles + next * kBTile, B + first * walk.B_len_stride,
-                                                           walk.B_len_stride, valid, dstate, walk.B_vectors);
+            load_tile<T, kSteps, kForwardRows, kStatesThreads>(x_tiles + next * kXTile, x + first * walk.x_len_stride,
+                                                               walk.x_len_stride, valid, rows, walk.x_vectors);
+            load_tile<T, kSteps, kStates, kStatesThreads>(B_tiles + next * kBTile, B + first * walk.B_len_stride,
+                                                          walk.B_len_stride, valid, dstate, walk.B_vectors);
         }
         end_copies();
         if (i < first_chunk) {
             continue;
         }
         const int phase = static_cast<int>((i - first_chunk) % kDecayChunks);
-        if (phase == 0) {
+        if (phase == 0 && warp < kDecayChunks) {
             if (i + warp < last_chunk) {
                 chunk_decays<kSteps>(decays[warp], inputs, size, A, lane);
             }
@@ -167,31 +171,32 @@ __global__ void __launch_bounds__(kForwardThreads, Layout::kStates > 128 ? 2 : 3
                           static_cast<int64_t>(row0) * dstate;
             const bool vectors = dstate % 4 == 0;
 #pragma unroll
-            for (int j = 0; j < kStates / 16; ++j) {
+            for (int j = 0; j < kColumns / 16; ++j) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int p_row = row + lane / 4 + 8 * half;
-                    T* const at = p_row < rows ? to + static_cast<int64_t>(p_row) * dstate + 16 * j : nullptr;
-                    store_row<T>(at, dstate - 16 * j, vectors, make_float2(state[2 * j][2 * half], state[2 * j][2 * half + 1]),
+                    T* const at = p_row < rows ? to + static_cast<int64_t>(p_row) * dstate + column + 16 * j : nullptr;
+                    store_row<T>(at, dstate - column - 16 * j, vectors,
+                                 make_float2(state[2 * j][2 * half], state[2 * j][2 * half + 1]),
                                  make_float2(state[2 * j + 1][2 * half], state[2 * j + 1][2 * half + 1]), lane);
                 }
             }
         }
         const float* const weight = from_end ? decay.entering : decay.adding;
         product *= decay.carry;
-        update_state<T, kStates, kSteps>(state, x_tiles + now * kXTile, B_tiles + now * kBTile, weight, decay.carry, warp,
-                                         lane);
+        update_state<T, kColumns, kStates, kSteps>(state, x_tiles + now * kXTile + row, B_tiles + now * kBTile + column, weight,
+                                                   decay.carry, lane);
         __syncthreads();
     }
 
     if (launch.ends_only) {
-        store_state<kStates>(walk.ends + segment * p.batch * p.nheads * state_size + state_index, state, row, rows, dstate,
-                             lane);
+        store_state<kColumns>(walk.ends + segment * p.batch * p.nheads * state_size + state_index, state, row, rows, column,
+                              dstate, lane);
         if (threadIdx.x == 0 && row0 == 0) {
             walk.decays[(segment * p.batch + batch) * p.nheads + head] = product;
         }
     } else if (walk.last != nullptr && segment == launch.segments - 1) {
-        store_state<kStates>(walk.last + state_index, state, row, rows, dstate, lane);
+        store_state<kColumns>(walk.last + state_index, state, row, rows, column, dstate, lane);
     }
 }
 
