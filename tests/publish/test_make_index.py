@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import zipfile
 from html.parser import HTMLParser
 from urllib.parse import unquote, urldefrag, urljoin
@@ -25,12 +26,18 @@ CUDA_13 = {
 }
 
 
-@pytest.fixture
-def dist(wheel, tmp_path):
-    """A folder of two wheels: one of each label."""
+@pytest.fixture(scope="module")
+def two_labels(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dist")
     for label in ("cpu", "cpu.other"):
-        wheels.repack(wheel, tmp_path / "dist", label=label)
-    return tmp_path / "dist"
+        wheels.repack(wheel, folder, label=label)
+    return folder
+
+
+@pytest.fixture
+def dist(two_labels, tmp_path):
+    """A folder of two wheels: one of each label."""
+    return shutil.copytree(two_labels, tmp_path / "dist")
 
 
 @pytest.fixture
