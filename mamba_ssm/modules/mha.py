@@ -1,5 +1,7 @@
 """Causal attention for hybrid models, on torch's scaled_dot_product_attention; upstream's parameter names."""
 
+import itertools
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -100,6 +102,7 @@ class MHA(nn.Module):
         qkv = self.in_proj(x)
         if self.mlp_dim:
             qkv, up, gate = qkv.split([qkv.shape[-1] - self.mlp_dim, self.mlp_dim // 2, self.mlp_dim // 2], dim=-1)
+        sequence = None
         if cu_seqlens is not None:
             steps = torch.arange(seqlen, device=x.device, dtype=cu_seqlens.dtype)
             sequence = torch.bucketize(steps, cu_seqlens[1:], right=True)
@@ -122,26 +125,9 @@ class MHA(nn.Module):
 
         mask = None
         if cache is not None:
-            with torch.no_grad():
-                if not step and inference_params.lengths_per_sample is not None:
-                    cache.zero_()  # a step's mask hides what earlier sequences left there, but not a NaN
-                new = torch.stack([k, v], dim=2).to(cache.dtype)
-                if cu_seqlens is not None:
-                    cache[sequence, positions.long()] = new[0]
-                elif positions.dim() == 2:
-                    cache[torch.arange(batch, device=x.device)[:, None], positions.long()] = new
-                else:
-                    start = inference_params.seqlen_offset
-                    cache[:, start : start + seqlen] = new
+            self._write_cache(cache, k, v, positions, sequence, inference_params)
         if step:
-            seen = cache
-            if positions.dim() == 2:
-                mask = (torch.arange(cache.shape[1], device=x.device) <= positions)[:, None, None]
-            else:
-                seen = cache[:, : inference_params.seqlen_offset + seqlen]
-                if self.causal and seqlen > 1:
-                    mask = torch.arange(seen.shape[1], device=x.device) <= positions[:, None]
-            k, v = seen.to(q.dtype).unbind(dim=2)
+            k, v, mask = self._read_cache(cache, positions, inference_params.seqlen_offset + seqlen, q.dtype)
         elif seq_idx is not None:
             mask = seq_idx[:, None, :, None] == seq_idx[:, None, None, :]
             if self.causal:
@@ -159,11 +145,15 @@ class MHA(nn.Module):
                 raise ValueError("MHA: cu_seqlens is for the first call with inference_params, not for a step")
         elif inference_params is not None and seq_idx is not None:
             raise ValueError("MHA: with inference_params packed sequences are given by cu_seqlens, not seq_idx alone")
-        end = 0 if inference_params is None or cu_seqlens is not None else inference_params.seqlen_offset + x.shape[1]
-        if end and end > inference_params.max_seqlen:
-            raise ValueError(
-                f"MHA: {end} tokens do not fit inference_params.max_seqlen = {inference_params.max_seqlen}"
-            )
+        if inference_params is not None:
+            if cu_seqlens is None:
+                end = inference_params.seqlen_offset + x.shape[1]
+            else:
+                end = _longest(cu_seqlens, x.shape[1])
+            if end > inference_params.max_seqlen:
+                raise ValueError(
+                    f"MHA: {end} tokens do not fit inference_params.max_seqlen = {inference_params.max_seqlen}"
+                )
         if step and x.shape[1] != 1 and (self.d_conv or inference_params.lengths_per_sample is not None):
             raise ValueError(f"MHA: a step takes one token, (B, 1, embed_dim), got {tuple(x.shape)}")
 
@@ -188,6 +178,31 @@ class MHA(nn.Module):
         if self.d_conv:
             conv_state = torch.zeros(batch_size, self.q_dim + 2 * self.kv_dim, self.d_conv, **factory)
         return kv_cache, conv_state
+
+    @torch.no_grad()
+    def _write_cache(self, cache, k, v, positions, sequence, inference_params):
+        """Keys and values (B, L, kv heads, head_dim) to their positions; packed ones to their sequence's row."""
+        start = inference_params.seqlen_offset
+        if start == 0 and inference_params.lengths_per_sample is not None:
+            cache.zero_()  # a step's mask hides what earlier sequences left there, but not a NaN
+        new = torch.stack([k, v], dim=2).to(cache.dtype)
+        if sequence is not None:
+            cache[sequence, positions.long()] = new[0]
+        elif positions.dim() == 2:
+            cache[torch.arange(len(cache), device=cache.device)[:, None], positions.long()] = new
+        else:
+            cache[:, start : start + new.shape[1]] = new
+
+    def _read_cache(self, cache, positions, end, dtype):
+        """(keys, values, mask or None) that a step at these positions sees; `end` is its last position, plus one."""
+        mask = None
+        if positions.dim() == 2:
+            mask = (torch.arange(cache.shape[1], device=cache.device) <= positions)[:, None, None]
+        else:
+            cache = cache[:, :end]
+            if self.causal and len(positions) > 1:
+                mask = torch.arange(end, device=cache.device) <= positions[:, None]
+        return *cache.to(dtype).unbind(dim=2), mask
 
     def _convolve(self, qkv, conv_state, seq_idx, cu_seqlens, step):
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
@@ -232,3 +247,11 @@ class MHA(nn.Module):
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.softmax_scale)
         return out.reshape(batch, self.num_heads, seqlen, self.head_dim).transpose(1, 2).flatten(-2)
+
+
+def _longest(cu_seqlens, total):
+    """The longest of packed sequences that fill a cache, where a wrong bound would write beside it."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != total or bounds != sorted(bounds):
+        raise ValueError(f"MHA: cu_seqlens must rise from 0 to the {total} tokens of x, got {bounds}")
+    return max(end - start for start, end in itertools.pairwise(bounds))
