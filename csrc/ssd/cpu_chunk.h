@@ -26,7 +26,7 @@ inline Sequence sequence_of(const MambaSsd& p, int64_t batch) {
 }
 
 // Steps [begin, end) of a chunk that share a state: seq_idx does not change between them.
-struct Run {
+struct ChunkRun {
     int begin, end;
 };
 
@@ -34,10 +34,10 @@ struct Chunk {
     int64_t row, start;  // in the tensors
     int steps, count;    // count: of runs
     bool restarts;       // the first run begins with a state of zero, whatever came before
-    Run runs[kChunk];
+    ChunkRun runs[kChunk];
 
-    const Run& first() const { return runs[0]; }
-    const Run& last() const { return runs[count - 1]; }
+    const ChunkRun& first() const { return runs[0]; }
+    const ChunkRun& last() const { return runs[count - 1]; }
 };
 
 inline void find_chunk(const MambaSsd& p, const Sequence& sequence, int64_t index, Chunk& chunk) {

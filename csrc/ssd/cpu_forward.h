@@ -7,7 +7,7 @@
 namespace mamba {
 namespace MAMBA_ISA {
 
-struct ForwardScratch {
+struct SsdForwardScratch {
     float* states;             // (heads, N, columns): transposed, so that vectors lie along headdim
     float *B, *B_columns, *C;  // (steps, N), (N, steps), (steps, N)
     float* products;           // (steps, steps): C . B
@@ -17,9 +17,9 @@ struct ForwardScratch {
     int64_t floats;
 };
 
-inline ForwardScratch carve_forward(const MambaSsd& p, int64_t heads, int64_t columns, float* base) {
+inline SsdForwardScratch carve_forward(const MambaSsd& p, int64_t heads, int64_t columns, float* base) {
     Carver carver = {base, 0};
-    ForwardScratch s;
+    SsdForwardScratch s;
     const int64_t width = ssd_pitch(columns), dstate = ssd_pitch(p.dstate);
     s.states = carver.take(heads * p.dstate * width);
     s.B = carver.take(kChunk * dstate);
@@ -42,7 +42,7 @@ inline int64_t forward_scratch(const MambaSsd& p, int64_t heads, int64_t columns
 // weights[to][from] = C_to . B_from * decay * dt_from, for from <= to in one run.
 inline void find_weights(const Chunk& chunk, const Decays& decays, const float* products, float* weights) {
     for (int r = 0; r < chunk.count; ++r) {
-        const Run run = chunk.runs[r];
+        const ChunkRun run = chunk.runs[r];
         for (int to = run.begin; to < run.end; ++to) {
             for (int from = run.begin / kLanes * kLanes; from <= to; from += kLanes) {
                 const int64_t i = static_cast<int64_t>(to) * kChunk + from;
@@ -54,7 +54,7 @@ inline void find_weights(const Chunk& chunk, const Decays& decays, const float* 
 
 // Adds D x, gates with silu(z) and writes the outputs of one head.
 inline void finish_outputs(const MambaSsd& p, const SsdSegment& segment, const Chunk& chunk, int64_t head,
-                           const ForwardScratch& s) {
+                           const SsdForwardScratch& s) {
     const int64_t pitch = ssd_pitch(segment.columns);
     for (int64_t column = 0; column < segment.columns && p.D != nullptr; column += kLanes) {
         const int64_t offset = head * p.D_head_stride + (segment.column + column) * p.D_dim_stride;
@@ -82,7 +82,7 @@ inline void finish_outputs(const MambaSsd& p, const SsdSegment& segment, const C
 
 // One head's outputs of one chunk. state: what enters the chunk, null for zero.
 inline void chunk_outputs(const MambaSsd& p, const SsdSegment& segment, const Chunk& chunk, int64_t head, const Decays& decays,
-                          const float* state, const ForwardScratch& s) {
+                          const float* state, const SsdForwardScratch& s) {
     const int64_t width = ssd_pitch(segment.columns), dstate = ssd_pitch(p.dstate);
     int first = 0;  // steps before it have the entering state's part
     if (state != nullptr) {
@@ -94,7 +94,7 @@ inline void chunk_outputs(const MambaSsd& p, const SsdSegment& segment, const Ch
     fill_zero(s.y + first * width, (chunk.steps - first) * width);
     find_weights(chunk, decays, s.products, s.weights);
     for (int r = 0; r < chunk.count; ++r) {
-        const Run run = chunk.runs[r];
+        const ChunkRun run = chunk.runs[r];
         const float* weights = s.weights + static_cast<int64_t>(run.begin) * (kChunk + 1);
         float* y = s.y + run.begin * width;
         const Product within = {weights, kChunk, 1, s.x + run.begin * width, width, y, 1.0f, y, width};
@@ -104,7 +104,7 @@ inline void chunk_outputs(const MambaSsd& p, const SsdSegment& segment, const Ch
 }
 
 inline void forward_segment(const MambaSsd& p, const SsdSegment& segment, float* scratch) {
-    const ForwardScratch s = carve_forward(p, segment.heads, segment.columns, scratch);
+    const SsdForwardScratch s = carve_forward(p, segment.heads, segment.columns, scratch);
     const Sequence sequence = sequence_of(p, segment.batch);
     const int64_t width = ssd_pitch(segment.columns), dstate = ssd_pitch(p.dstate);
     const int64_t group = segment.head / (p.nheads / p.ngroups);
@@ -140,7 +140,7 @@ inline void forward_segment(const MambaSsd& p, const SsdSegment& segment, float*
                 chunk_outputs(p, segment, chunk, head, decays, enters ? state : nullptr, s);
             }
             if (leaves) {
-                const Run run = chunk.last();
+                const ChunkRun run = chunk.last();
                 scale_rows(s.x, decays.dt, run.begin, run.end, segment.columns, s.inputs);
                 scale_rows(s.inputs, decays.leaving, run.begin, run.end, segment.columns, s.inputs);
                 const float carried = enters && chunk.count == 1 ? decays.carried : 0.0f;

@@ -1,7 +1,7 @@
 // The kernels of Mamba-2's scan, compiled once per instruction set. No STL here: see common/cpu_vector.h.
 #include "ssd/cpu_kernels.h"
 
-#include "ssd/cpu_backward.h"
+#include "ssd/cpu_backward_chunk.h"
 #include "ssd/cpu_forward.h"
 
 namespace mamba {
