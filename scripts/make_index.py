@@ -127,10 +127,10 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def write(path: Path, data: bytes) -> bool:
-    """Replaces a file in one step, and only if it changes, so that a copying tool sees what is new; True if it was."""
+def write(path: Path, data: bytes) -> None:
+    """Replaces a file in one step, and only if it changes, so that a copying tool sees what is new."""
     if path.is_file() and path.read_bytes() == data:
-        return False
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     try:
@@ -141,7 +141,6 @@ def write(path: Path, data: bytes) -> bool:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    return True
 
 
 def read_record(site: Path) -> dict[str, dict]:
@@ -327,6 +326,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("site", type=Path, help="the folder of the index: new, empty, or made by this program before")
     options = parser.parse_args(words)
     try:
+        read_record(options.site)  # a folder that is something else gets not even the lock
         options.site.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(options.site / ".lock", timeout=PATIENCE):
             added = make_index(options.wheels, options.site)

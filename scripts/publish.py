@@ -47,7 +47,7 @@ PATIENCE = 60.0  # seconds
 AGAIN = "run the same command again (what is there already is skipped)"
 CURES = {
     401: "user name or password is wrong: see TWINE_USERNAME and TWINE_PASSWORD, keyring, ~/.pypirc",
-    403: "this user may not upload here: the password may be wrong, or the index read-only",
+    403: "this user may not do that here: the password may be wrong, or the index read-only",
     404: "nothing at this URL takes uploads: give the URL for uploading, not the one that pip reads",
     405: "nothing at this URL takes uploads: a static site cannot (copy files there), an index has another URL for it",
     409: "the index holds this file name already, with other bytes: give the new build another version or label",
@@ -161,11 +161,11 @@ def explain(error: Exception) -> str:
     if response is not None:
         cure = CURES.get(response.status_code)
         return f"status {response.status_code} {response.reason or ''}".rstrip() + (f" ({cure})" if cure else "")
-    cure = (
-        " Set TWINE_USERNAME and TWINE_PASSWORD, or use keyring or ~/.pypirc"
-        if isinstance(error, NonInteractive)
-        else ""
-    )
+    cure = ""
+    if isinstance(error, NonInteractive):
+        cure = " Set TWINE_USERNAME and TWINE_PASSWORD, or use keyring or ~/.pypirc"
+    elif isinstance(error, requests.exceptions.SSLError):
+        cure = ". If your own authority signed the server's certificate, name its file in TWINE_CERT"
     return (str(error) or type(error).__name__) + cure
 
 

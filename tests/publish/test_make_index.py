@@ -232,7 +232,7 @@ def test_folder_that_is_no_index_is_left_alone(run, tmp_path):
     (tmp_path / "site" / "index.html").write_text("somebody's page")
     status, printed = run()
     assert status == 1 and "name a new or empty folder" in printed
-    assert snapshot(tmp_path / "site")["index.html"] == b"somebody's page"
+    assert snapshot(tmp_path / "site") == {"index.html": b"somebody's page"}
 
 
 def test_nothing_to_index(run, tmp_path):

@@ -59,7 +59,7 @@ def test_wrong_password(server, request, publish, wheel, tmp_path):
 def test_read_only_index(devpi, publish, wheel):
     status, printed = publish(wheel, "--repository-url", devpi.read_only_url)
     assert status == 1
-    assert "status 403" in printed and "this user may not upload here" in printed
+    assert "status 403" in printed and "this user may not do that here" in printed
 
 
 def test_static_site_takes_no_uploads(publish, wheel, tmp_path):
