@@ -89,7 +89,7 @@ def call(op, *arguments):
     For public functions. Whatever may need the dispatcher (a dual tensor, torch.func, a tracer, a profiler) takes the
     usual way.
     """
-    if _watched() or forward_ad._current_level >= 0:
+    if watched() or forward_ad._current_level >= 0:
         return op(*arguments)
     if torch.is_grad_enabled():
         for argument in arguments:
@@ -114,7 +114,7 @@ def _all_plain(arguments):
     return True
 
 
-def _watched():
+def watched():
     """Whether something sees operators as they are dispatched: a compiler, a tracer, torch.func, a dispatch mode (fake
     tensors, selective checkpointing), a profiler.
     """
@@ -135,7 +135,7 @@ def call_below_autograd(op, *arguments):
     """
     if is_compiling():
         return op(*arguments)
-    if not _watched() and _all_plain(arguments):
+    if not watched() and _all_plain(arguments):
         return _IMPLEMENTATIONS[op](*arguments)
     with _below_autograd():
         return op(*arguments)
