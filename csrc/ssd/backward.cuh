@@ -33,8 +33,9 @@ template <class Layout>
 struct BackwardSums {
     static constexpr int kBeside = WarpTile<Layout, Layout::kSteps>::kBeside;
     static constexpr int kAbove = WarpTile<Layout, Layout::kSteps>::kAbove;
-    float row_pairs[kBeside][Layout::kSteps];    // sum_s dt_s f_ts, f_ts = L_ts G_ts (dout_t . x_s), by warp column
-    float column_pairs[kAbove][Layout::kSteps];  // sum_t f_ts, by warp row
+    float row_pairs[kBeside][Layout::kSteps];    // sum_{s < t} dt_s f_ts, f_ts = L_ts G_ts (dout_t . x_s), by warp column
+    float column_pairs[kAbove][Layout::kSteps];  // sum_{t > s} f_ts, by warp row
+    float own_pair[Layout::kSteps];              // f_tt
     float from_state[kBeside][Layout::kSteps];   // dout_t . exp(cs_t) H C_t
     float to_state[kBeside][Layout::kSteps];     // x_s . exp(cs_last - cs_s) dH' B_s
     float state_product[Layout::kWarps];         // H . dH'
@@ -349,11 +350,16 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
                         M[i] = decay * G[j][i];
                         const float f = M[i] * R[j][i];
                         dG[j][i] = fmaf(decay * dt, R[j][i], dG[j][i]);
-                        column_sum[i % 2] += f;
+                        // A step's own pair takes no decay. With strong decay it is the largest, and would hide the others.
+                        const float earlier = column < t ? f : 0.0f;
+                        if (column == t) {
+                            sums.own_pair[t] = f;
+                        }
+                        column_sum[i % 2] += earlier;
                         if (i < 2) {
-                            row_sum.x = fmaf(dt, f, row_sum.x);
+                            row_sum.x = fmaf(dt, earlier, row_sum.x);
                         } else {
-                            row_sum.y = fmaf(dt, f, row_sum.y);
+                            row_sum.y = fmaf(dt, earlier, row_sum.y);
                         }
                     }
                     store_pair<T>(M_tile + t0 * kMStride + s, M[0], M[1]);
@@ -552,7 +558,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
                             into += sums.to_state[w][t];
                         }
                     }
-                    own[i] = column + into;
+                    own[i] = sums.own_pair[t] + column + into;
                     after[i] = out_of - now.dt[t] * column;
                     before[i] = now.dt[t] * into;
                 }
