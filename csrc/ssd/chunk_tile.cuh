@@ -21,8 +21,8 @@ struct SsdLayout {
     static constexpr int kWarps = kWarps_;
     static constexpr int kThreads = 32 * kWarps_;
 };
-using Ssd64 = SsdLayout<64, 64, 64, 16>;
-using Ssd128 = SsdLayout<128, 64, 64, 16>;
+using Ssd64 = SsdLayout<64, 64, 64, 8>;
+using Ssd128 = SsdLayout<128, 64, 64, 8>;
 using Ssd128Small = SsdLayout<128, 32, 64, 4>;  // both of these where shared memory is little
 using Ssd256 = SsdLayout<256, 32, 32, 4>;
 using SsdFloat64 = SsdLayout<64, 32, 32, 4>;
@@ -348,21 +348,6 @@ __device__ __forceinline__ void store_state(float* to, const float (&state)[kCol
             if (p < rows && n < dstate) {
                 to[p * dstate + n] = state[j][i];
             }
-        }
-    }
-}
-
-// The segments before a walk's own: state = decay state + what each of them adds.
-template <int kColumns>
-__device__ __forceinline__ void add_segment(float (&state)[kColumns / 8][4], const float* from, float decay, int row, int rows,
-                                            int column, int dstate, int lane) {
-    float added[kColumns / 8][4];
-    load_state<kColumns>(added, from, row, rows, column, dstate, lane);
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            state[j][i] = fmaf(decay, state[j][i], added[j][i]);
         }
     }
 }

@@ -9,7 +9,7 @@ namespace mamba {
 namespace {
 
 // Bytes of both states of all chunks that one launch of the backward kernels may take; more heads take another launch.
-constexpr int64_t kStatesBudget = int64_t{128} << 20;
+constexpr int64_t kStatesBudget = int64_t{256} << 20;
 
 struct Sizes {
     int steps, rows;

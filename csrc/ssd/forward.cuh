@@ -8,8 +8,7 @@ namespace mamba {
 struct ForwardLaunch {
     int64_t segments;
     int64_t chunks_a_segment;
-    const float* ends;    // (segments - 1, B, H, P, N), from the first pass
-    const float* decays;  // (segments - 1, B, H)
+    const float* ends;  // (segments - 1, B, H, P, N): the state that the next segment starts from
     int32_t x_vectors, B_vectors, C_vectors, out_vectors;
 };
 
@@ -138,20 +137,16 @@ __global__ void __launch_bounds__(kForwardThreads, kBlocks) ssd_forward_kernel(c
         }
     }
 
+    const float* from = segment == 0 ? p.initial_state : launch.ends + (segment - 1) * p.batch * p.nheads * state_size;
+    bool state_is_zero = from == nullptr;
     float state[kStates / 8][4];
-    bool state_is_zero = p.initial_state == nullptr && segment == 0;
-    if (p.initial_state != nullptr && segment == 0) {
-        load_state<kStates>(state, p.initial_state + state_index, row, rows, 0, dstate, lane);
+    if (from != nullptr) {
+        load_state<kStates>(state, from + state_index, row, rows, 0, dstate, lane);
     } else {
 #pragma unroll
         for (int j = 0; j < kStates / 8; ++j) {
             state[j][0] = state[j][1] = state[j][2] = state[j][3] = 0.0f;
         }
-    }
-    for (int64_t s = 0; s < segment; ++s) {
-        const float decay = launch.decays[(s * p.batch + batch) * p.nheads + head];
-        add_segment<kStates>(state, launch.ends + s * p.batch * p.nheads * state_size + state_index, decay, row, rows, 0,
-                             dstate, lane);
     }
 
     StepInputs<kSteps> inputs;  // of this warp's chunk of the next kDecayChunks
@@ -323,7 +318,6 @@ cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const 
     launch.segments = plan.segments;
     launch.chunks_a_segment = plan.chunks_a_segment;
     launch.ends = ends;
-    launch.decays = decays;
     launch.x_vectors = x;
     launch.B_vectors = B;
     launch.C_vectors = C;

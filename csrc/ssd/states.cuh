@@ -112,20 +112,18 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
     const int64_t state_size = p.headdim * p.dstate;
     const int64_t state_index = (batch * p.nheads + head) * state_size + static_cast<int64_t>(row0) * dstate;
 
+    // A later segment starts from what the carry kernel has left in the place of the one before.
+    const float* from = segment == 0 ? walk.first : nullptr;
+    if (segment > 0 && !launch.ends_only) {
+        from = walk.ends + (segment - 1) * p.batch * p.nheads * state_size;
+    }
     float state[kColumns / 8][4];
-    if (walk.first != nullptr && segment == 0) {
-        load_state<kColumns>(state, walk.first + state_index, row, rows, column, dstate, lane);
+    if (from != nullptr) {
+        load_state<kColumns>(state, from + state_index, row, rows, column, dstate, lane);
     } else {
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
             state[j][0] = state[j][1] = state[j][2] = state[j][3] = 0.0f;
-        }
-    }
-    if (!launch.ends_only) {
-        for (int64_t s = 0; s < segment; ++s) {
-            const float decay = walk.decays[(s * p.batch + batch) * p.nheads + head];
-            add_segment<kColumns>(state, walk.ends + s * p.batch * p.nheads * state_size + state_index, decay, row, rows,
-                                  column, dstate, lane);
         }
     }
 
@@ -197,6 +195,32 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
         }
     } else if (walk.last != nullptr && segment == launch.segments - 1) {
         store_state<kColumns>(walk.last + state_index, state, row, rows, column, dstate, lane);
+    }
+}
+
+constexpr int kCarryThreads = 256;
+
+// Between the two passes: from each segment's state at its end from zero to the state that the next one starts from.
+static __global__ void __launch_bounds__(kCarryThreads) ssd_carry_kernel(const MambaSsd p, const StatesLaunch launch) {
+    const int64_t state_size = p.headdim * p.dstate;
+    const int64_t blocks = (state_size + kCarryThreads - 1) / kCarryThreads;
+    const int64_t heads = launch.group_heads * p.ngroups;
+    int64_t block = blockIdx.x;
+    const int64_t element = block % blocks * kCarryThreads + threadIdx.x;
+    block /= blocks;
+    const int64_t slot = block % heads;
+    block /= heads;
+    const int64_t batch = block % p.batch;
+    const StateWalk& walk = launch.walks[block / p.batch];
+    const int64_t head = slot / launch.group_heads * (p.nheads / p.ngroups) + launch.first_head + slot % launch.group_heads;
+    if (element >= state_size) {
+        return;
+    }
+    float state = walk.ends[(batch * p.nheads + head) * state_size + element];
+    for (int64_t s = 1; s < launch.segments - 1; ++s) {
+        const int64_t row = (s * p.batch + batch) * p.nheads + head;
+        state = fmaf(walk.decays[row], state, walk.ends[row * state_size + element]);
+        walk.ends[row * state_size + element] = state;
     }
 }
 
