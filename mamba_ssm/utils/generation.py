@@ -270,12 +270,6 @@ class GenerationMixin:
         )
         return output if return_dict_in_generate else output.sequences
 
-    def __getstate__(self):
-        """For copies and pickles: a CUDA graph can be neither copied nor saved; it is made again when needed."""
-        state = self.__dict__.copy()
-        state.pop("_decoding_cache", None)
-        return state
-
 
 # ---- CUDA graphs -----------------------------------------------------------------------------------------------------
 
@@ -297,6 +291,10 @@ class DecodingCGCache:
         self.mempool = torch.cuda.graph_pool_handle()
         self.callables = {}
         self.run = None
+
+    def __reduce__(self):
+        """None, in copies and pickles of a model that holds this: a CUDA graph can be neither copied nor saved."""
+        return type(None), ()
 
     def select(self, batch):
         """Points inference_params at a batch's rows, and run at its captured step."""

@@ -8,7 +8,7 @@ import torch
 
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
-from mamba_ssm.utils.generation import GenerationMixin, InferenceParams, update_graph_cache
+from mamba_ssm.utils.generation import DecodingCGCache, GenerationMixin, InferenceParams, update_graph_cache
 
 ATTENTION = {
     "attn_layer_idx": [1],
@@ -245,11 +245,24 @@ def test_graphs_with_every_option(cuda):
     torch.testing.assert_close(runs[0].scores, runs[1].scores, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_of_a_model_lack_its_graphs(copied):
+    model, tokens = make(), prompt()
+    model._decoding_cache = cache = object.__new__(DecodingCGCache)  # its __init__ needs a GPU
+    cache.run = lambda tokens, offset: None  # can be copied, but not pickled
+    other = copied(model)
+    assert other._decoding_cache is None
+    assert model._decoding_cache is cache
+    assert torch.equal(other.generate(tokens, 8), model.generate(tokens, 8))
+
+
 @pytest.mark.gpu
 def test_a_model_with_a_graph_can_be_copied(cuda):
     model, tokens = make(device=cuda), prompt(device=cuda)
     expected = model.generate(tokens, 12, cg=True)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not hasattr(other, "_decoding_cache")
+        assert other._decoding_cache is None
         assert torch.equal(other.generate(tokens, 12, cg=True), expected)
     assert update_graph_cache(model, model._decoding_cache, 2, 6, 12) is model._decoding_cache
