@@ -34,7 +34,7 @@ try:
     from wheel_check import verify
     from wheel_check.wheel import Unreadable, read_wheel
 except ModuleNotFoundError as error:
-    if error.name and error.name.startswith("wheel_check"):
+    if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
         raise
     sys.exit(f'make_index.py needs {error.name}, which is not installed here; do: pip install ".[publish]"')
 

@@ -36,7 +36,7 @@ try:
     from twine.settings import Settings
     from wheel_check import verify
 except ModuleNotFoundError as error:
-    if error.name and error.name.startswith("wheel_check"):
+    if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
         raise
     sys.exit(f'publish.py needs {error.name}, which is not installed here; do: pip install ".[publish]"')
 

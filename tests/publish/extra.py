@@ -9,5 +9,5 @@ if sys.platform != "linux":
 try:
     import make_index  # noqa: F401
     import publish  # noqa: F401
-except SystemExit as error:
-    pytest.skip(str(error), allow_module_level=True)
+except ModuleNotFoundError as error:
+    pytest.skip(f'{error.name} is not installed here: pip install ".[publish]"', allow_module_level=True)

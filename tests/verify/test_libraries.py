@@ -4,12 +4,14 @@ import shutil
 import struct
 import subprocess
 
-import pefile
 import pytest
+from wheel_forge import CPU, CUDA, CUDA_DLL, fat_binary, forge, link, zig  # first: it skips where packages are missing
+
+# isort: split
+import pefile
 from verify_wheel import verify
 from wheel_check import fatbin
 from wheel_check.libraries import read_elf
-from wheel_forge import CPU, CUDA, CUDA_DLL, fat_binary, forge, link, zig
 
 pytestmark = pytest.mark.slow
 TARGETS = ["75-real", "90a-real", "120-real", "120-virtual"]
