@@ -60,6 +60,8 @@ def mamba_split_conv1d_scan_combined(
     Returns:
         out (B, L, d_model), or (B, L, d_mlp + H P) without outproj_weight, of zxbcdt's dtype; with return_final_states
         (out, final_states (B, H, P, N)). Under autocast zxbcdt and the projection are cast to autocast's dtype.
+        A NaN of zxbcdt stays in its row of out and, on the CPU, behind its step; on CUDA it may reach all of its tile
+        of up to 64 steps.
 
     Differentiable once in every floating-point argument. Kept for backward are the arguments, and with rmsnorm_weight
     the scan's output (B, L, H P) in zxbcdt's dtype and 1 / rms (B, L, G) float32; the rest is computed again.

@@ -1,7 +1,8 @@
 """Convolution, scan, gate and norm of a Mamba-2 block as one operator, which writes the parts of a tensor in place.
 
 The input projection's output zxbcdt is cut, not copied, and its gradient is one tensor that each kernel writes its part
-of. Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
+of. On CUDA a NaN reaches all of its tile of up to 64 steps, as in mamba_ssm.ops.ssd.
+Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
 """
 
 import typing

@@ -59,6 +59,9 @@ def mamba_chunk_scan_combined(
         out (B, L, H, P) of x's dtype, or a tuple of out, with return_final_states final_states (B, H, P, N), and with
         return_varlen_states varlen_states (sequences, H, P, N). Gradients flow into initial_states and out of
         final_states. Arithmetic is float32. No argument has a unit.
+        A NaN or infinity of an input stays in its row's results and, on the CPU, in its packed sequence and behind its
+        step. On CUDA it may reach all of its tile of up to 64 steps, earlier ones and neighbour sequences too: tensor
+        cores multiply masked zeros.
 
     Raises:
         TypeError: a dtype is wrong, or A is complex. ValueError: a shape, a device or a value is wrong.
