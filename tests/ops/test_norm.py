@@ -60,7 +60,11 @@ def check(function, reference, tensors):
     for name, value in tensors.items():
         if value is not None:
             assert found["d" + name].dtype == value.dtype
-    assert_close_to_truth(found, plain, outputs_and_gradients(reference, tensors, torch.float64))
+    truth = outputs_and_gradients(reference, tensors, torch.float64)
+    cancelled = {}
+    if tensors["x"].shape[-1] == 1:  # dx is the difference of two terms dout weight / rms that are equal but for eps
+        cancelled["dx"] = (truth["dweight"] * tensors["weight"] / tensors["x"]).abs().max().item()
+    assert_close_to_truth(found, plain, truth, cancelled=cancelled)
     return found
 
 
