@@ -331,6 +331,8 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
             const int t0 = step0 + lane / 4;
             const float cs_above = now.log2_decay[t0];
             const float cs_below = now.log2_decay[t0 + 8];
+            const float rest_above = now.log2_rest[t0];
+            const float rest_below = now.log2_rest[t0 + 8];
             const int start_above = now.run_start[t0];
             const int start_below = now.run_start[t0 + 8];
 #pragma unroll
@@ -345,7 +347,8 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
                         const int column = s + i % 2;
                         const float cs = i < 2 ? cs_above : cs_below;
                         const bool counts = column <= t && column >= (i < 2 ? start_above : start_below);
-                        const float decay = counts ? exp2_fast(cs - now.log2_decay[column]) : 0.0f;
+                        const float rest = (i < 2 ? rest_above : rest_below) - now.log2_rest[column];
+                        const float decay = counts ? exp2_fast((cs - now.log2_decay[column]) + rest) : 0.0f;
                         const float dt = now.dt[column];
                         M[i] = decay * G[j][i];
                         const float f = M[i] * R[j][i];

@@ -122,7 +122,8 @@ __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_st
 
 template <int kSteps>
 struct alignas(16) ChunkDecays {
-    float log2_decay[kSteps];  // cs_t in base 2
+    float log2_decay[kSteps];  // cs_t in base 2, and what it lacks: with strong decay the sum is large, but near steps differ
+    float log2_rest[kSteps];   // by little
     float dt[kSteps];
     float entering[kSteps];  // exp(cs_t): what the state before the chunk counts at step t; 0 after a restart
     float leaving[kSteps];   // exp(cs_last - cs_t): what step t counts in the state after the chunk; 0 before a restart
@@ -188,7 +189,7 @@ __device__ __forceinline__ void chunk_decays(ChunkDecays<kSteps>& decays, const 
     const bool active = lane * kEach < kSteps;
     float dt[kEach];
     float gradient[kEach];
-    float sum[kEach];
+    double sum[kEach];
     int run[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -199,21 +200,21 @@ __device__ __forceinline__ void chunk_decays(ChunkDecays<kSteps>& decays, const 
         dt[i] = inputs.exists[i] ? dt[i] : 0.0f;
         gradient[i] = clamped ? 0.0f : size.softplus ? sigmoid(raw) : 1.0f;
         run[i] = inputs.sequence[i] != inputs.before[i] ? lane * kEach + i : -1;
-        sum[i] = dt[i] * A * kLog2e + (i > 0 ? sum[i > 0 ? i - 1 : 0] : 0.0f);
+        sum[i] = static_cast<double>(dt[i]) * A * static_cast<double>(kLog2e) + (i > 0 ? sum[i > 0 ? i - 1 : 0] : 0.0);
         run[i] = i > 0 && run[i > 0 ? i - 1 : 0] > run[i] ? run[i > 0 ? i - 1 : 0] : run[i];
     }
-    float before = sum[kEach - 1];
+    double before = sum[kEach - 1];
     int started = run[kEach - 1];
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-        const float other = __shfl_up_sync(0xffffffffu, before, distance);
+        const double other = __shfl_up_sync(0xffffffffu, before, distance);
         const int other_run = __shfl_up_sync(0xffffffffu, started, distance);
         if (lane >= distance) {
             before += other;
             started = other_run > started ? other_run : started;
         }
     }
-    const float last = __shfl_sync(0xffffffffu, before, 31);  // steps that do not exist decay nothing
+    const double last = __shfl_sync(0xffffffffu, before, 31);  // steps that do not exist decay nothing
     const int last_run = __shfl_sync(0xffffffffu, started, 31);
     before -= sum[kEach - 1];
     started = __shfl_up_sync(0xffffffffu, started, 1);
@@ -222,12 +223,14 @@ __device__ __forceinline__ void chunk_decays(ChunkDecays<kSteps>& decays, const 
     for (int i = 0; i < kEach; ++i) {
         const int step = lane * kEach + i;
         if (active) {
-            const float cs = before + sum[i];
+            const double cs = before + sum[i];
+            const float rounded = static_cast<float>(cs);
             const int start = run[i] > started ? run[i] : started;
-            decays.log2_decay[step] = cs;
+            decays.log2_decay[step] = rounded;
+            decays.log2_rest[step] = static_cast<float>(cs - rounded);
             decays.dt[step] = dt[i];
-            decays.entering[step] = start < 0 ? exp2_fast(cs) : 0.0f;
-            const float leaving = step >= last_run ? exp2_fast(last - cs) : 0.0f;
+            decays.entering[step] = start < 0 ? exp2_fast(rounded) : 0.0f;
+            const float leaving = step >= last_run ? exp2_fast(static_cast<float>(last - cs)) : 0.0f;
             decays.leaving[step] = leaving;
             decays.adding[step] = leaving * dt[i];
             decays.gradient[step] = gradient[i];
@@ -235,7 +238,7 @@ __device__ __forceinline__ void chunk_decays(ChunkDecays<kSteps>& decays, const 
         }
     }
     if (lane == 0) {
-        decays.carry = last_run < 0 ? exp2_fast(last) : 0.0f;
+        decays.carry = last_run < 0 ? exp2_fast(static_cast<float>(last)) : 0.0f;
     }
 }
 

@@ -51,16 +51,21 @@ __device__ __forceinline__ void mix_steps(T* M_tile, const T* B_tile, const T* C
         for (int half = 0; half < 2; ++half) {
             const int t = 16 * i + lane / 4 + 8 * half;
             const float cs = decays.log2_decay[t];
+            const float rest = decays.log2_rest[t];
             const int start = decays.run_start[t];
 #pragma unroll
             for (int column = 0; column < 2; ++column) {
                 const int s = 16 * j + 8 * column + lane % 4 * 2;
                 const float2 earlier = *reinterpret_cast<const float2*>(&decays.log2_decay[s]);
+                const float2 earlier_rest = *reinterpret_cast<const float2*>(&decays.log2_rest[s]);
                 const float2 dt = *reinterpret_cast<const float2*>(&decays.dt[s]);
                 const float first = sum[2 * column][2 * half] + sum[2 * column + 1][2 * half];
                 const float second = sum[2 * column][2 * half + 1] + sum[2 * column + 1][2 * half + 1];
-                store_pair<T>(M_tile + t * kMStride + s, s <= t && s >= start ? exp2_fast(cs - earlier.x) * dt.x * first : 0.0f,
-                              s + 1 <= t && s + 1 >= start ? exp2_fast(cs - earlier.y) * dt.y * second : 0.0f);
+                store_pair<T>(
+                    M_tile + t * kMStride + s,
+                    s <= t && s >= start ? exp2_fast((cs - earlier.x) + (rest - earlier_rest.x)) * dt.x * first : 0.0f,
+                    s + 1 <= t && s + 1 >= start ? exp2_fast((cs - earlier.y) + (rest - earlier_rest.y)) * dt.y * second
+                                                 : 0.0f);
             }
         }
     }
