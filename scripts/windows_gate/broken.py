@@ -111,7 +111,7 @@ def libraries(cache: Path, folder: Path) -> Iterator[Planted]:
     yield run, "a DLL that does not load", "cannot be loaded", test(hollow(folder, "refuses", more=refusal))
     sizeless = hollow(folder, "sizeless", left_out="mamba_struct_size")
     yield run, "a function left out", "mamba_struct_size is not exported", test(sizeless)
-    for result in ("scan out", "scan dA", "conv dweight", "conv update state", "state update out"):
+    for result in ("scan out", "scan dA", "conv dweight", "conv update state", "state update out", "ssd dx", "norm dz"):
         idle = test(hollow(folder, "idle"))
         yield run, f"a library that computes nothing: {result}", f"FAIL {result}", idle
     idle = test(hollow(folder, "idle_cuda", is_cuda=1))

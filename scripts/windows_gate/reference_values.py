@@ -74,6 +74,40 @@ def state_update() -> dict:
     return {"update_out": out, "update_state": state}
 
 
+def ssd() -> dict:
+    from mamba_ssm.ops.ssd_reference import ssd_chunk_scan_combined_ref
+
+    inputs = {
+        "x": made(41, 2, 70, 4, 20),
+        "dt": made(42, 2, 70, 4),
+        "A": made(43, 4) - 1.5,
+        "B": made(44, 2, 70, 2, 5),
+        "C": made(45, 2, 70, 2, 5),
+        "D": made(46, 4),
+        "dt_bias": made(47, 4),
+        "initial_states": made(48, 2, 4, 20, 5),
+    }
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    out, state = ssd_chunk_scan_combined_ref(**inputs, chunk_size=64, dt_softplus=True, return_final_states=True)
+    ((out * made(49, 2, 70, 4, 20)).sum() + (state * made(50, 2, 4, 20, 5)).sum()).backward()
+    return {"ssd_out": out, "ssd_final_state": state, **{f"ssd_d{name}": value.grad for name, value in inputs.items()}}
+
+
+def norm() -> dict:
+    from mamba_ssm.ops.norm_reference import gated_rms_norm_ref, swiglu_ref
+
+    x, weight, z = made(61, 6, 40), made(62, 40), made(63, 6, 40)
+    xy = made(65, 6, 40)
+    for tensor in (x, weight, z, xy):
+        tensor.requires_grad_()
+    out = gated_rms_norm_ref(x, weight, None, z, eps=1e-5, group_size=20, norm_before_gate=False)
+    gate = swiglu_ref(xy)
+    ((out * made(64, 6, 40)).sum() + (gate * made(66, 6, 20)).sum()).backward()
+    norm = {"norm_out": out, "norm_dx": x.grad, "norm_dweight": weight.grad, "norm_dz": z.grad}
+    return {**norm, "swiglu_out": gate, "swiglu_dxy": xy.grad}
+
+
 def header() -> str:
     lines = [
         "// What the plain torch references give in float64 for the inputs of self_test.c. From reference_values.py.",
@@ -81,7 +115,7 @@ def header() -> str:
         "",
         f"#define SAMPLES {SAMPLES} /* of each result, the first, the last, and evenly in between */",
     ]
-    for name, tensor in {**scan(), **conv(), **state_update()}.items():
+    for name, tensor in {**scan(), **conv(), **state_update(), **ssd(), **norm()}.items():
         values = [f"{value:.9e}" for value in sample(tensor)]
         lines += ["", f"static const double {name}[SAMPLES] = {{"]
         lines += [f"    {', '.join(values[at : at + 4])}," for at in range(0, SAMPLES, 4)]

@@ -12,7 +12,7 @@
 #include "mamba_kernels.h"
 #include "self_test_values.h"
 
-#define TOLERANCE 2e-5 /* float32 sums of at most 280 terms, as a part of the largest value of the result */
+#define TOLERANCE 2e-5 /* what float32 sums of up to 2800 terms lose, as a part of the largest value of the result */
 
 static HMODULE library;
 static int checks, failures;
@@ -60,6 +60,12 @@ static float* empty(int64_t count) {
     }
     memset(data, 0xff, count * sizeof(float)); /* NaN: an element that is not written is seen */
     return data;
+}
+
+/* A workspace: its first address is a multiple of 64. */
+static void* aligned(int64_t bytes) {
+    const uintptr_t data = (uintptr_t)empty(bytes / 4 + 17);
+    return (void*)((data + 63) / 64 * 64);
 }
 
 static float* zeros(int64_t count) {
@@ -266,6 +272,119 @@ static void test_state_update(void) {
     expect("state update state", p.state, batch * rows * dstate, 1, update_state);
 }
 
+static void test_ssd(void) {
+    const int64_t batch = 2, length = 70, heads = 4, headdim = 20, groups = 2, dstate = 5, row = heads * headdim;
+    const int64_t states = batch * heads * headdim * dstate;
+    int64_t (*forward_workspace)(const MambaSsd*) = function("mamba_ssd_forward_workspace");
+    int64_t (*backward_workspace)(const MambaSsd*) = function("mamba_ssd_backward_workspace");
+    MambaSsd p;
+    MambaSsdBackward b;
+    memset(&p, 0, sizeof(p));
+    p.run.num_threads = 1;
+    p.batch = batch, p.seqlen = length, p.nheads = heads, p.headdim = headdim, p.ngroups = groups, p.dstate = dstate;
+    p.dt_softplus = 1;
+    p.dt_max = INFINITY;
+    p.x = made(41, batch * length * row, 0);
+    p.dt = made(42, batch * length * heads, 0);
+    p.A = made(43, heads, -1.5);
+    p.B = made(44, batch * length * groups * dstate, 0);
+    p.C = made(45, batch * length * groups * dstate, 0);
+    p.D = made(46, heads, 0);
+    p.dt_bias = made(47, heads, 0);
+    p.initial_state = made(48, states, 0);
+    p.out = empty(batch * length * row);
+    p.final_state = empty(states);
+    p.x_batch_stride = p.out_batch_stride = length * row;
+    p.x_len_stride = p.out_len_stride = row;
+    p.x_head_stride = p.out_head_stride = headdim;
+    p.dt_batch_stride = length * heads, p.dt_len_stride = heads, p.dt_head_stride = 1;
+    p.B_batch_stride = p.C_batch_stride = length * groups * dstate;
+    p.B_len_stride = p.C_len_stride = groups * dstate;
+    p.B_group_stride = p.C_group_stride = dstate;
+    p.D_head_stride = 1;
+    p.workspace = aligned(forward_workspace(&p));
+    check_call("mamba_ssd_forward", &p);
+    expect("ssd out", p.out, batch * length * row, 1, ssd_out);
+    expect("ssd final_state", p.final_state, states, 1, ssd_final_state);
+
+    memset(&b, 0, sizeof(b));
+    b.forward = p;
+    b.forward.workspace = aligned(backward_workspace(&p));
+    b.dout = made(49, batch * length * row, 0);
+    b.dfinal_state = made(50, states, 0);
+    b.dx = empty(batch * length * row);
+    b.ddt = empty(batch * length * heads);
+    b.dA = empty(heads);
+    b.dB = empty(batch * length * groups * dstate);
+    b.dC = empty(batch * length * groups * dstate);
+    b.dD = empty(heads);
+    b.ddt_bias = empty(heads);
+    b.dinitial_state = empty(states);
+    b.dout_batch_stride = b.dx_batch_stride = length * row;
+    b.dout_len_stride = b.dx_len_stride = row;
+    b.dout_head_stride = b.dx_head_stride = headdim;
+    b.ddt_batch_stride = length * heads, b.ddt_len_stride = heads, b.ddt_head_stride = 1;
+    b.dB_batch_stride = b.dC_batch_stride = length * groups * dstate;
+    b.dB_len_stride = b.dC_len_stride = groups * dstate;
+    b.dB_group_stride = b.dC_group_stride = dstate;
+    check_call("mamba_ssd_backward", &b);
+    expect("ssd dx", b.dx, batch * length * row, 1, ssd_dx);
+    expect("ssd ddt", b.ddt, batch * length * heads, 1, ssd_ddt);
+    expect("ssd dA", b.dA, heads, 1, ssd_dA);
+    expect("ssd dB", b.dB, batch * length * groups * dstate, 1, ssd_dB);
+    expect("ssd dC", b.dC, batch * length * groups * dstate, 1, ssd_dC);
+    expect("ssd dD", b.dD, heads, 1, ssd_dD);
+    expect("ssd ddt_bias", b.ddt_bias, heads, 1, ssd_ddt_bias);
+    expect("ssd dinitial_state", b.dinitial_state, states, 1, ssd_dinitial_states);
+}
+
+static void test_norm(void) {
+    const int64_t rows = 6, row = 40;
+    int64_t (*workspace)(const MambaNorm*) = function("mamba_norm_backward_workspace");
+    MambaNorm p;
+    MambaNormBackward b;
+    MambaSwiglu s;
+    memset(&p, 0, sizeof(p));
+    p.run.num_threads = 1;
+    p.rows = rows, p.ngroups = 2, p.group_size = row / 2, p.is_rms_norm = 1;
+    p.eps = 1e-5f;
+    p.x = made(61, rows * row, 0);
+    p.weight = made(62, row, 0);
+    p.z = made(63, rows * row, 0);
+    p.out = empty(rows * row);
+    p.rstd = empty(rows * 2);
+    p.x_row_stride = p.z_row_stride = p.out_row_stride = row;
+    check_call("mamba_norm_forward", &p);
+    expect("norm out", p.out, rows * row, 1, norm_out);
+
+    memset(&b, 0, sizeof(b));
+    b.forward = p;
+    b.dout = made(64, rows * row, 0);
+    b.dx = empty(rows * row);
+    b.dz = empty(rows * row);
+    b.dweight = empty(row);
+    b.workspace = aligned(workspace(&p));
+    b.dout_row_stride = b.dx_row_stride = b.dz_row_stride = row;
+    check_call("mamba_norm_backward", &b);
+    expect("norm dx", b.dx, rows * row, 1, norm_dx);
+    expect("norm dz", b.dz, rows * row, 1, norm_dz);
+    expect("norm dweight", b.dweight, row, 1, norm_dweight);
+
+    memset(&s, 0, sizeof(s));
+    s.run.num_threads = 1;
+    s.rows = rows, s.width = row / 2;
+    s.xy = made(65, rows * row, 0);
+    s.dout = made(66, rows * row / 2, 0);
+    s.out = empty(rows * row / 2);
+    s.dxy = empty(rows * row);
+    s.xy_row_stride = s.dxy_row_stride = row;
+    s.dout_row_stride = s.out_row_stride = row / 2;
+    check_call("mamba_swiglu_forward", &s);
+    expect("swiglu out", s.out, rows * row / 2, 1, swiglu_out);
+    check_call("mamba_swiglu_backward", &s);
+    expect("swiglu dxy", s.dxy, rows * row, 1, swiglu_dxy);
+}
+
 /* ---- the library ----------------------------------------------------------------------------------------------------- */
 
 static MambaLibraryInfo test_library(void) {
@@ -281,6 +400,11 @@ static MambaLibraryInfo test_library(void) {
         {"MambaCausalConv1dBackward", sizeof(MambaCausalConv1dBackward)},
         {"MambaCausalConv1dUpdate", sizeof(MambaCausalConv1dUpdate)},
         {"MambaSelectiveStateUpdate", sizeof(MambaSelectiveStateUpdate)},
+        {"MambaSsd", sizeof(MambaSsd)},
+        {"MambaSsdBackward", sizeof(MambaSsdBackward)},
+        {"MambaNorm", sizeof(MambaNorm)},
+        {"MambaNormBackward", sizeof(MambaNormBackward)},
+        {"MambaSwiglu", sizeof(MambaSwiglu)},
         {"MambaLibraryInfo", sizeof(MambaLibraryInfo)},
     };
     int64_t (*struct_size)(const char*) = function("mamba_struct_size");
@@ -322,6 +446,8 @@ int main(int count, char** words) {
         test_threads();
         test_conv();
         test_state_update();
+        test_ssd();
+        test_norm();
     }
     printf("%d checks, %d failures\n", checks, failures);
     return failures == 0 ? 0 : 1;
