@@ -124,6 +124,15 @@ def test_dll_that_windows_does_not_have_is_refused(windows_wheel, libraries, tmp
     assert needs in problems_of(windows_wheel, tmp_path, CUDA_DLL, library)
 
 
+def test_what_windows_and_the_cuda_runtime_bring_is_accepted(windows_wheel, libraries, tmp_path):
+    (tmp_path / "x.def").write_text("LIBRARY msvcrt.dll\nEXPORTS\n  their_f\n")  # what mingw-w64 links with
+    zig("dlltool", "-m", "i386:x86-64", "-d", "x.def", "-l", "x.lib", folder=tmp_path)
+    code = "__declspec(dllimport) int their_f(void); API int mamba_f(void) { return their_f(); }"
+    code += " API int NvOptimusEnablementCuda = 1;"  # of cudart_static.lib
+    library = libraries.make(code, str(tmp_path / "x.lib"), windows=True, section=fat_binary(*TARGETS))
+    assert problems_of(windows_wheel, tmp_path, CUDA_DLL, library) == []
+
+
 def test_library_of_another_version_is_refused(real_wheel, windows_wheel, libraries, tmp_path):
     missing = libraries.functions[0]
     reason = f"does not export {missing}, which mamba_ssm/_native/abi.py calls"
