@@ -42,9 +42,9 @@ __device__ __forceinline__ void load_gradient(const MambaNormBackward& q, int64_
                                               float* wdy, float* totals) {
     constexpr int kVectors = NormTile<kVector>::kVectors;
     const MambaNorm& p = q.forward;
-    const bool gate_last = p.norm_before_gate;
+    [[maybe_unused]] const bool gate_last = p.norm_before_gate;
     Packed<T, kVector> dout_bits[kVectors];
-    Packed<Other, kVector> z_bits[kVectors];
+    [[maybe_unused]] Packed<Other, kVector> z_bits[kVectors];
     load_bits<T, kVector>(row_of<T>(q.dout, row, q.dout_row_stride, column), tile, size, dout_bits);
     if constexpr (kGated) {
         load_bits<Other, kVector>(row_of<Other>(p.z, row, p.z_row_stride, column), tile, size, z_bits);
@@ -65,7 +65,7 @@ __device__ __forceinline__ void load_gradient(const MambaNormBackward& q, int64_
         if (i < size) {
             float dy[kVector];
             float weight[kVector];
-            float z[kVector];
+            [[maybe_unused]] float z[kVector];
             float* x_hat_v = x_hat + v * kVector;
             unpack<T, kVector>(dout_bits[v], dy);
             load_parameter<kVector>(p.weight, column + i, p.weight_dtype, weight);
