@@ -22,8 +22,10 @@ def cross_built_info(plan: Plan, cache: Path) -> dict:
     """build_info.json of the wheel: as of any other, and how its libraries came about."""
     macros = tools.run(f"{MINGW}-gcc-posix", "-include", "_mingw.h", "-dM", "-E", "-x", "c", os.devnull)
     major, minor = (re.search(rf"__MINGW64_VERSION_{part} (\d+)", macros) for part in ("MAJOR", "MINOR"))
+    info = build_info.describe(plan, ROOT, cache / CUDA)
     return {
-        **build_info.describe(plan, ROOT, cache / CUDA),
+        **info,
+        "flags": {**cmake.flags(cache / CPU), **info["flags"]},
         "cross_built": {
             "on": "Linux",
             CUDA: f"nvcc.exe {plan.facts.nvcc_full_version} under Wine, host code by clang-cl for Visual C++",

@@ -1,7 +1,7 @@
 # CMake toolchain: the CPU library by mingw-w64, whose C++ runtime is whole (std::thread, exceptions) and linked in statically.
 set(CMAKE_SYSTEM_NAME Windows)
 set(CMAKE_SYSTEM_PROCESSOR AMD64)
-set(CMAKE_CXX_COMPILER x86_64-w64-mingw32-g++-posix)
+set(CMAKE_CXX_COMPILER x86_64-w64-mingw32-g++-posix CACHE STRING "") # in the cache, for build_info.json
 set(CMAKE_RC_COMPILER x86_64-w64-mingw32-windres)
 # GCC keeps AVX values on a stack that Windows aligns to 16 bytes only, and moves them as if it were aligned to 32 or 64
 # (GCC bug 54412); the assembler turns those moves into ones that need no alignment.
