@@ -97,15 +97,10 @@ __global__ void __launch_bounds__(kForwardThreads, kBlocks) ssd_forward_kernel(c
     const int64_t batch = block / launch.segments;
     const int64_t group = head / (p.nheads / p.ngroups);
 
-    int64_t begin = 0;
-    int64_t seqlen = p.seqlen;
-    int64_t row_batch = batch;
-    if (p.cu_seqlens != nullptr) {
-        begin = p.cu_seqlens[batch] < 0 ? 0 : p.cu_seqlens[batch];
-        const int64_t end = p.cu_seqlens[batch + 1] > p.seqlen ? p.seqlen : p.cu_seqlens[batch + 1];
-        seqlen = end > begin ? end - begin : 0;
-        row_batch = 0;
-    }
+    const SequenceRange range = sequence_range(p, batch);
+    const int64_t begin = range.begin;
+    const int64_t seqlen = range.seqlen;
+    const int64_t row_batch = range.row;
     const int64_t chunks = (seqlen + kSteps - 1) / kSteps;
     const int64_t first_chunk = segment * launch.chunks_a_segment;
     int64_t last_chunk = first_chunk + launch.chunks_a_segment;
@@ -281,29 +276,17 @@ __global__ void __launch_bounds__(kForwardThreads, kBlocks) ssd_forward_kernel(c
 template <typename T, class Layout, int kBlocks>
 cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace) {
     const int64_t size = sizeof(T);
-    const bool x = ssd_rows_aligned(p.x, p.headdim, p.x_batch_stride, p.x_len_stride, p.x_head_stride, size, 16);
-    const bool B = ssd_rows_aligned(p.B, p.dstate, p.B_batch_stride, p.B_len_stride, p.B_group_stride, size, 16);
+    StateWalk walk = forward_walk(p, size);
     const bool C = ssd_rows_aligned(p.C, p.dstate, p.C_batch_stride, p.C_len_stride, p.C_group_stride, size, 16);
     char* const memory = static_cast<char*>(p.workspace);
     float* const ends = reinterpret_cast<float*>(memory + workspace.ends);
     float* const decays = reinterpret_cast<float*>(memory + workspace.decays);
     if (plan.segments > 1 || p.out == nullptr) {
         StatesLaunch states = {};
-        StateWalk& walk = states.walks[0];
-        walk.x = p.x;
-        walk.B = p.B;
-        walk.x_batch_stride = p.x_batch_stride;
-        walk.x_len_stride = p.x_len_stride;
-        walk.x_head_stride = p.x_head_stride;
-        walk.B_batch_stride = p.B_batch_stride;
-        walk.B_len_stride = p.B_len_stride;
-        walk.B_group_stride = p.B_group_stride;
-        walk.x_vectors = x;
-        walk.B_vectors = B;
-        walk.first = p.initial_state;
         walk.last = p.final_state;
         walk.ends = ends;
         walk.decays = decays;
+        states.walks[0] = walk;
         states.group_heads = p.nheads / p.ngroups;
         states.segments = plan.segments;
         states.chunks_a_segment = plan.chunks_a_segment;
@@ -323,8 +306,8 @@ cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const 
     launch.segments = plan.segments;
     launch.chunks_a_segment = plan.chunks_a_segment;
     launch.ends = ends;
-    launch.x_vectors = x;
-    launch.B_vectors = B;
+    launch.x_vectors = walk.x_vectors;
+    launch.B_vectors = walk.B_vectors;
     launch.C_vectors = C;
     launch.out_vectors = ssd_rows_aligned(p.out, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride, size, 8);
     constexpr int kShared = forward_shared_bytes<T, Layout>();

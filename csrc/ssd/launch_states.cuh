@@ -6,6 +6,32 @@
 
 namespace mamba {
 
+// A walk over x (B, L, H, P) and B (B, L, G, N), whose strides are those of batch, length and head or group.
+inline StateWalk state_walk(const MambaSsd& p, const void* x, const int64_t (&x_strides)[3], const void* B,
+                            const int64_t (&B_strides)[3], int64_t element_size) {
+    StateWalk walk = {};
+    walk.x = x;
+    walk.B = B;
+    walk.x_batch_stride = x_strides[0];
+    walk.x_len_stride = x_strides[1];
+    walk.x_head_stride = x_strides[2];
+    walk.B_batch_stride = B_strides[0];
+    walk.B_len_stride = B_strides[1];
+    walk.B_group_stride = B_strides[2];
+    walk.x_vectors = ssd_rows_aligned(x, p.headdim, x_strides[0], x_strides[1], x_strides[2], element_size, 16);
+    walk.B_vectors = ssd_rows_aligned(B, p.dstate, B_strides[0], B_strides[1], B_strides[2], element_size, 16);
+    return walk;
+}
+
+// The state's own walk, from the first step on.
+inline StateWalk forward_walk(const MambaSsd& p, int64_t element_size) {
+    const int64_t x_strides[3] = {p.x_batch_stride, p.x_len_stride, p.x_head_stride};
+    const int64_t B_strides[3] = {p.B_batch_stride, p.B_len_stride, p.B_group_stride};
+    StateWalk walk = state_walk(p, p.x, x_strides, p.B, B_strides, element_size);
+    walk.first = p.initial_state;
+    return walk;
+}
+
 // With ends_only also what makes starts of the ends. directions: 1 for the forward walk alone, 2 for both.
 template <typename T, class Layout>
 cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch, int directions) {

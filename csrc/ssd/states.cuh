@@ -38,6 +38,22 @@ constexpr int states_shared_bytes() {
            kDecayChunks * static_cast<int>(sizeof(ChunkDecays<Layout::kSteps>));
 }
 
+// The steps of an entry of the batch.
+struct SequenceRange {
+    int64_t row;  // of the tensors
+    int64_t begin, seqlen;
+};
+
+// With cu_seqlens an entry is a part of the one row; whatever is in there, memory beyond the row is not touched.
+__device__ __forceinline__ SequenceRange sequence_range(const MambaSsd& p, int64_t batch) {
+    if (p.cu_seqlens == nullptr) {
+        return {batch, 0, p.seqlen};
+    }
+    const int64_t begin = p.cu_seqlens[batch] < 0 ? 0 : p.cu_seqlens[batch];
+    const int64_t end = p.cu_seqlens[batch + 1] > p.seqlen ? p.seqlen : p.cu_seqlens[batch + 1];
+    return {0, begin, end > begin ? end - begin : 0};
+}
+
 // Which step size a head has at its row's first step.
 __device__ __forceinline__ StepSize step_size(const MambaSsd& p, int64_t batch, int64_t first, int64_t head) {
     const int64_t element = p.dt_dtype == MAMBA_FLOAT32 ? 4 : 2;
@@ -83,16 +99,10 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
     const int64_t group = slot / launch.group_heads;
     const int64_t head = group * (p.nheads / p.ngroups) + launch.first_head + slot % launch.group_heads;
 
-    // With cu_seqlens an entry of the batch is a part of the one row; whatever is in there, memory beyond it is not touched.
-    int64_t begin = 0;
-    int64_t seqlen = p.seqlen;
-    int64_t row_batch = batch;
-    if (p.cu_seqlens != nullptr) {
-        begin = p.cu_seqlens[batch] < 0 ? 0 : p.cu_seqlens[batch];
-        const int64_t end = p.cu_seqlens[batch + 1] > p.seqlen ? p.seqlen : p.cu_seqlens[batch + 1];
-        seqlen = end > begin ? end - begin : 0;
-        row_batch = 0;
-    }
+    const SequenceRange range = sequence_range(p, batch);
+    const int64_t begin = range.begin;
+    const int64_t seqlen = range.seqlen;
+    const int64_t row_batch = range.row;
     const int64_t chunks = (seqlen + kSteps - 1) / kSteps;
     const int64_t first_chunk = segment * launch.chunks_a_segment;
     int64_t last_chunk = first_chunk + launch.chunks_a_segment;
