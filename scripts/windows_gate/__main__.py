@@ -49,7 +49,7 @@ def main(words: list[str] | None = None) -> int:
     )
     parser.add_argument("--cache", type=Path, default=HERE.parents[1] / "build" / "windows_gate", metavar="FOLDER")
     parser.add_argument(
-        "--cuda", default=toolchain.DEFAULT_CUDA, metavar="X.Y", help="version of NVIDIA's Windows wheels"
+        "--cuda", default=toolchain.DEFAULT_CUDA, metavar="X.Y", help="of NVIDIA's Windows wheels, 13.0 or newer"
     )
     options = parser.parse_args(words)
     cache, start = options.cache.resolve(), time.monotonic()
