@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 3
+#define MAMBA_ABI_VERSION 4
 
 /* Error codes. */
 #define MAMBA_OK 0
@@ -99,23 +99,27 @@ typedef struct MambaSelectiveScanPlan {
     int64_t zeroed_sums;       /* 1: the caller zeroes a variable dB and dC first. 0: every element is written */
 } MambaSelectiveScanPlan;
 
-/* Gradients. Outputs are contiguous; those marked "sum" hold parts for the caller to add up: one for each batch and segment
- * (P = B * segments, segment-major) or for each slot, so that no result depends on the order of atomics where slots > 1. */
+/* Gradients. Without strides a gradient is contiguous; those marked "sum" hold parts for the caller to add up: one for each
+ * batch and segment (P = B * segments, segment-major) or for each slot, so that with slots > 1 no result depends on the order
+ * of atomics. */
 typedef struct MambaSelectiveScanBackward {
     MambaSelectiveScan forward; /* as given to the forward call (last_state is not read) */
     const void* dout;           /* (B, D, L) of dtype, last stride 1 */
     int64_t dout_batch_stride, dout_dim_stride;
     const float* dlast_state; /* (B, D, N), optional */
     int64_t slots;            /* copies allocated in dB and dC: what mamba_selective_scan_plan said */
-    void* du;                 /* (B, D, L) of dtype */
-    void* ddelta;             /* (B, D, L) of dtype */
-    void* dz;                 /* (B, D, L) of dtype; required where z is */
+    void* du;                 /* (B, D, L) of dtype, last stride 1 */
+    void* ddelta;             /* (B, D, L) of dtype, last stride 1 */
+    void* dz;                 /* (B, D, L) of dtype, last stride 1; required where z is */
     float* dA;                /* (P, D, N), sum over P */
     float* dB;             /* variable: (slots, B, G, N, L), sum over slots, see zeroed_sums. constant: (P, D, N), sum over P */
     float* dC;             /* like dB */
     float* dD;             /* (P, D), sum over P; required where D is */
     float* ddelta_bias;    /* (P, D), sum over P; required where delta_bias is */
     float* dinitial_state; /* (B, D, N), optional */
+    int64_t du_batch_stride, du_dim_stride;
+    int64_t ddelta_batch_stride, ddelta_dim_stride;
+    int64_t dz_batch_stride, dz_dim_stride;
 } MambaSelectiveScanBackward;
 
 /* out_{d,l} = silu?(bias_d + sum_w weight_{d,w} x_{d, l-(W-1)+w}): causal depthwise convolution. x and out have either

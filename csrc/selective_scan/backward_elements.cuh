@@ -13,7 +13,6 @@ struct BackwardRows {
     const T* dout[Layout::kPasses];
     const T* z[Layout::kPasses];
     bool exists[Layout::kPasses];
-    int64_t output[Layout::kPasses];  // offset in du, ddelta and dz
     int64_t channel[Layout::kPasses];
     int tile_row[Layout::kPasses];  // row in the block's tiles
     int step;                       // first step of the lane in a tile
@@ -32,7 +31,6 @@ __device__ __forceinline__ BackwardRows<T, Layout> backward_rows(const MambaSele
         rows.tile_row[pass] = row;
         rows.channel[pass] = channel;
         rows.exists[pass] = row < block.channels;
-        rows.output[pass] = (block.batch * p.dim + channel) * p.seqlen + rows.step;
         rows.u[pass] = static_cast<const T*>(p.u) + block.batch * p.u_batch_stride + channel * p.u_dim_stride + rows.step;
         rows.delta[pass] =
             static_cast<const T*>(p.delta) + block.batch * p.delta_batch_stride + channel * p.delta_dim_stride + rows.step;
@@ -140,9 +138,10 @@ __device__ __forceinline__ void store_gradients(const MambaSelectiveScanBackward
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
         const int at = rows.tile_row[pass] * Layout::kRow + rows.step;
         const int valid = rows.exists[pass] ? steps - rows.step : 0;
-        const int64_t output = rows.output[pass] + first_step;
-        const float bias = p.delta_bias != nullptr ? p.delta_bias[rows.channel[pass]] : 0.0f;
-        const float D = p.D != nullptr ? p.D[rows.channel[pass]] : 0.0f;
+        const int64_t channel = rows.channel[pass];
+        const int64_t step = first_step + rows.step;
+        const float bias = p.delta_bias != nullptr ? p.delta_bias[channel] : 0.0f;
+        const float D = p.D != nullptr ? p.D[channel] : 0.0f;
         float u[Layout::kVector], dt[Layout::kVector], dy[Layout::kVector], Bg[Layout::kVector], Aq[Layout::kVector];
         unpack<T, Layout::kVector>(in.u[pass], u);
         read_row(dt, shared.dt + at);
@@ -168,8 +167,10 @@ __device__ __forceinline__ void store_gradients(const MambaSelectiveScanBackward
         for (int i = 0; i < Layout::kVector; ++i) {
             bias_sum[pass] += i < valid ? ddelta[i] : 0.0f;
         }
-        store_steps<T, Layout::kVector>(static_cast<T*>(q.du) + output, valid, aligned, du);
-        store_steps<T, Layout::kVector>(static_cast<T*>(q.ddelta) + output, valid, aligned, ddelta);
+        T* du_row = static_cast<T*>(q.du) + block.batch * q.du_batch_stride + channel * q.du_dim_stride;
+        store_steps<T, Layout::kVector>(du_row + step, valid, aligned, du);
+        T* ddelta_row = static_cast<T*>(q.ddelta) + block.batch * q.ddelta_batch_stride + channel * q.ddelta_dim_stride;
+        store_steps<T, Layout::kVector>(ddelta_row + step, valid, aligned, ddelta);
         if (p.z == nullptr && p.out == nullptr) {
             continue;
         }
@@ -189,11 +190,12 @@ __device__ __forceinline__ void store_gradients(const MambaSelectiveScanBackward
                 dz[i] *= y[i] * gate * fmaf(z[i], 1.0f - gate, 1.0f);
                 y[i] *= z[i] * gate;
             }
-            store_steps<T, Layout::kVector>(static_cast<T*>(q.dz) + output, valid, aligned, dz);
+            T* dz_row = static_cast<T*>(q.dz) + block.batch * q.dz_batch_stride + channel * q.dz_dim_stride;
+            store_steps<T, Layout::kVector>(dz_row + step, valid, aligned, dz);
         }
         if (p.out != nullptr) {
-            T* out = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + rows.channel[pass] * p.out_dim_stride;
-            store_steps<T, Layout::kVector>(out + first_step + rows.step, valid, aligned, y);
+            T* out_row = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride;
+            store_steps<T, Layout::kVector>(out_row + step, valid, aligned, y);
         }
     }
 }

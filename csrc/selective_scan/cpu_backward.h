@@ -295,10 +295,10 @@ inline void backward_block(const MambaSelectiveScanBackward& q, const BackwardSc
         backward_run(p, runs[i], t, states, pitch);
     }
     finish_backward(p, at.steps, D, tables.dD + first, tables.dbias + first, t);
-    store_rows(p.dtype, q.du, p.dim * p.seqlen, p.seqlen, at, t.ddt_u);
-    store_rows(p.dtype, q.ddelta, p.dim * p.seqlen, p.seqlen, at, t.ddecay);
+    store_rows(p.dtype, q.du, q.du_batch_stride, q.du_dim_stride, at, t.ddt_u);
+    store_rows(p.dtype, q.ddelta, q.ddelta_batch_stride, q.ddelta_dim_stride, at, t.ddecay);
     if (p.z != nullptr) {
-        store_rows(p.dtype, q.dz, p.dim * p.seqlen, p.seqlen, at, t.gate_slope);
+        store_rows(p.dtype, q.dz, q.dz_batch_stride, q.dz_dim_stride, at, t.gate_slope);
     }
     if (p.out != nullptr) {
         store_rows(p.dtype, p.out, p.out_batch_stride, p.out_dim_stride, at, t.y);

@@ -87,8 +87,9 @@ static bool inputs_aligned(const MambaSelectiveScan& p) {
 static bool gradients_aligned(const MambaSelectiveScanBackward& q) {
     const int64_t size = element_size(q.forward.dtype);
     return rows_aligned(q.dout, q.dout_batch_stride, q.dout_dim_stride, size) &&
-           rows_aligned(q.du, q.forward.seqlen, 0, size) && rows_aligned(q.ddelta, q.forward.seqlen, 0, size) &&
-           rows_aligned(q.dz, q.forward.seqlen, 0, size);
+           rows_aligned(q.du, q.du_batch_stride, q.du_dim_stride, size) &&
+           rows_aligned(q.ddelta, q.ddelta_batch_stride, q.ddelta_dim_stride, size) &&
+           rows_aligned(q.dz, q.dz_batch_stride, q.dz_dim_stride, size);
 }
 
 }  // namespace mamba

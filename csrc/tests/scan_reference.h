@@ -118,9 +118,9 @@ struct ScanData {
         testing::expect(plan.forward_segments == 1 && plan.backward_segments == 1, "the CPU does not split the length");
         q.slots = plan.slots;
         const std::vector<int64_t> rows = {c.batch, c.dim, c.seqlen}, states = {c.batch, c.dim, c.dstate};
-        du = Tensor(c.dtype, rows);
-        ddelta = Tensor(c.dtype, rows);
-        dz = Tensor(c.dtype, rows);
+        du = Tensor(c.dtype, rows, c.gap, {1, 0, 2});
+        ddelta = Tensor(c.dtype, rows, c.gap);
+        dz = Tensor(c.dtype, rows, 2 * c.gap, {1, 0, 2});
         dA = Tensor(MAMBA_FLOAT32, states);
         // slots and batch in one dimension: (slots * B, G, N, L)
         dB = Tensor(MAMBA_FLOAT32, states);
@@ -149,6 +149,12 @@ struct ScanData {
         q.dD = c.D ? dD.floats() : nullptr;
         q.ddelta_bias = c.bias ? dbias.floats() : nullptr;
         q.dinitial_state = c.initial ? dinitial.floats() : nullptr;
+        q.du_batch_stride = du.stride[0];
+        q.du_dim_stride = du.stride[1];
+        q.ddelta_batch_stride = ddelta.stride[0];
+        q.ddelta_dim_stride = ddelta.stride[1];
+        q.dz_batch_stride = dz.stride[0];
+        q.dz_dim_stride = dz.stride[1];
         return q;
     }
 };

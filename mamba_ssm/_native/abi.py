@@ -7,7 +7,7 @@ directly: ``params.stream``, not ``params.run.stream``.
 
 import ctypes
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 OK = 0
 ERROR_INVALID = 1
@@ -81,7 +81,10 @@ class MambaSelectiveScanBackward(ctypes.Structure):
         i64: dout_batch_stride, dout_dim_stride;
         ptr: dlast_state;
         i64: slots;
-        ptr: du, ddelta, dz, dA, dB, dC, dD, ddelta_bias, dinitial_state
+        ptr: du, ddelta, dz, dA, dB, dC, dD, ddelta_bias, dinitial_state;
+        i64: du_batch_stride, du_dim_stride;
+        i64: ddelta_batch_stride, ddelta_dim_stride;
+        i64: dz_batch_stride, dz_dim_stride
         """,
         MambaSelectiveScan=MambaSelectiveScan,
     )

@@ -1,9 +1,7 @@
-"""Matrix products over the channels of (B, D, L) tensors, and RMS norm over them.
+"""Matrix layout of (B, D, L) tensors, and RMS norm over their channels.
 
 The Mamba block keeps its tensors in memory as (D, B, L): one matrix of B*L columns, so that a projection is one
-product and no copy. What comes back from a backward operator lies as (B, D, L) and is taken as a batch of matrices
-(batched=True), again without a copy. Both ways are right for either layout. Nothing here looks at strides: old tracers
-cannot.
+product and no copy. Nothing here looks at strides: old tracers cannot.
 """
 
 import torch
@@ -14,36 +12,15 @@ def to_channel_major(x):
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def _columns(x):
-    """(B, D, L) as (D, B*L)."""
+def to_columns(x):
+    """(B, D, L) as the matrix (D, B*L); a view if it lies in memory as (D, B, L)."""
     batch, dim, seqlen = x.shape
     return x.transpose(0, 1).reshape(dim, batch * seqlen)
 
 
-def mix_channels(weight, x, batched=False):
-    """weight (O, I) times x (B, I, L) -> (B, O, L)."""
-    batch, _, seqlen = x.shape
-    if batched and batch != 1:
-        return torch.bmm(weight.expand(batch, -1, -1), x)
-    return (weight @ _columns(x)).view(weight.shape[0], batch, seqlen).transpose(0, 1)
-
-
-def add_mixed_channels(x, weight, y):
-    """x + weight (D, O) times y (B, O, L), for a contiguous x (B, D, L)."""
-    return torch.baddbmm(x, weight.expand(x.shape[0], -1, -1), y)
-
-
-def mix_channels_last(x, weight, bias):
-    """x (B, I, L), weight (O, I) -> (B, L, O) contiguous."""
-    batch, _, seqlen = x.shape
-    return torch.nn.functional.linear(_columns(x).t(), weight, bias).view(batch, seqlen, weight.shape[0])
-
-
-def weight_grad(dy, x, batched=False):
-    """Gradient of weight (O, I) in y = mix_channels(weight, x), from dy (B, O, L) and x (B, I, L)."""
-    if batched and dy.shape[0] != 1:
-        return torch.bmm(dy, x.transpose(1, 2)).sum(0).to(dy.dtype)
-    return _columns(dy) @ _columns(x).t()
+def from_columns(matrix, batch, seqlen):
+    """The matrix (D, B*L) as a view (B, D, L)."""
+    return matrix.view(matrix.shape[0], batch, seqlen).transpose(0, 1)
 
 
 def rms_norm_channels(x, weight, eps):

@@ -49,12 +49,22 @@ def _backward(
     delta_softplus,
     need_dinitial_state,
     recompute_out,
+    into=None,
 ):
+    """The operator; into: du, ddelta, dz and out to write, with last stride 1, and dBC (2, B, N, L) of any strides, or
+    None, for the gradients of B and C (B, N, L): for callers that cut them out of larger tensors.
+    """
     inputs = (u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
     sizes = batch, dim, _, dstate, _ = _check_backward(dout, dlast_state, inputs, checkpoints)
     tensors = kernel_layout(*inputs)
-    out = allocate(tensors[0], sizes, False, False)[0] if recompute_out else None
+    dBC = None
+    if into is not None:
+        du, ddelta, dz, out, dBC = into
+    else:
+        out = allocate(tensors[0], sizes, False, False)[0] if recompute_out else None
     if u.numel() == 0:
+        if dBC is not None:
+            dBC.zero_()
         grads = _empty_grads(sizes, inputs, need_dinitial_state, zero=True)
         if need_dinitial_state and dlast_state is not None:
             grads[-1].copy_(dlast_state)
@@ -70,17 +80,24 @@ def _backward(
     parts = batch * plan.backward_segments
     workspace = split_length(params, plan.backward_segments, A)
 
-    du = _like(u)
-    ddelta = _like(u)
-    dz = None if z is None else _like(u)
+    if into is None:
+        du = _like(u)
+        ddelta = _like(u)
+        dz = None if z is None else _like(u)
     # Parts to add up come in front; a single part is the gradient itself.
     dA = _parts_like(A, parts)
-    dB = _parts_like(B, parts if B.dim() == 2 else slots)
-    dC = _parts_like(C, parts if C.dim() == 2 else slots)
-    if plan.zeroed_sums:
-        for matrix, gradient in ((B, dB), (C, dC)):
-            if matrix.dim() > 2:
-                gradient.zero_()
+    if dBC is None:
+        dB = _parts_like(B, parts if B.dim() == 2 else slots)
+        dC = _parts_like(C, parts if C.dim() == 2 else slots)
+        if plan.zeroed_sums:
+            for matrix, gradient in ((B, dB), (C, dC)):
+                if matrix.dim() > 2:
+                    gradient.zero_()
+    else:
+        sums = A.new_empty((2, slots, *B.shape))
+        if plan.zeroed_sums:
+            sums.zero_()
+        dB, dC = sums.unbind()
     dD = None if D is None else _parts_like(D, parts)
     ddelta_bias = None if delta_bias is None else _parts_like(delta_bias, parts)
     dinitial_state = A.new_empty((batch, dim, dstate)) if need_dinitial_state else None
@@ -89,8 +106,12 @@ def _backward(
     params.dout_batch_stride, params.dout_dim_stride, _ = dout.stride()
     params.dlast_state = pointer(dlast_state)
     params.du = du.data_ptr()
+    params.du_batch_stride, params.du_dim_stride, _ = du.stride()
     params.ddelta = ddelta.data_ptr()
-    params.dz = pointer(dz)
+    params.ddelta_batch_stride, params.ddelta_dim_stride, _ = ddelta.stride()
+    if dz is not None:
+        params.dz = dz.data_ptr()
+        params.dz_batch_stride, params.dz_dim_stride, _ = dz.stride()
     params.dA = dA.data_ptr()
     params.dB = dB.data_ptr()
     params.dC = dC.data_ptr()
@@ -99,12 +120,17 @@ def _backward(
     params.dinitial_state = pointer(dinitial_state)
     run(functions, "selective_scan_backward", params)
     del workspace
+    if dBC is None:
+        dB, dC = _add_parts(dB, B), _add_parts(dC, C)
+    else:
+        dBC.copy_(sums[:, 0] if slots == 1 else sums.sum(1))
+        dB = dC = None
     return (
         du,
         ddelta,
         _add_parts(dA, A),
-        _add_parts(dB, B),
-        _add_parts(dC, C),
+        dB,
+        dC,
         _add_parts(dD, D),
         dz,
         _add_parts(ddelta_bias, delta_bias),

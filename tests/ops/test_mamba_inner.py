@@ -6,6 +6,7 @@ from cases import DTYPES, assert_close_to_truth, dtype_id, outputs_and_gradients
 
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, mamba_inner_ref
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 D_MODEL, DIM, DSTATE, RANK = 12, 24, 5, 3
 
 
@@ -41,6 +42,8 @@ OPTIONS = [
     {},
     {"batch": 1, "seqlen": 1},
     {"batch": 1, "seqlen": 130},
+    {"batch": 3, "seqlen": 128},  # rows that a GPU reads and writes as vectors
+    {"batch": 1, "seqlen": 1032},  # long enough to be split on a GPU
     {"bias": False},
     {"B": "constant"},
     {"C": "constant"},
@@ -62,9 +65,10 @@ def test_values_and_gradients(options, level, device):
     assert_close_to_truth(found, plain, truth)
 
 
+@pytest.mark.parametrize("seqlen", [71, 128])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=dtype_id)
-def test_low_precision(dtype, device):
-    tensors = inputs(dtype, device)
+def test_low_precision(dtype, seqlen, device):
+    tensors = inputs(dtype, device, seqlen=seqlen)
     found = outputs_and_gradients(mamba_inner_fn, tensors)
     plain = outputs_and_gradients(mamba_inner_ref, tensors)
     truth = outputs_and_gradients(mamba_inner_ref, tensors, torch.float64)
@@ -152,6 +156,86 @@ def test_bias_of_another_dtype(device):
     tensors = inputs(torch.bfloat16, device)
     expected = mamba_inner_fn(**tensors)
     assert torch.equal(mamba_inner_fn(**{**tensors, "out_proj_bias": tensors["out_proj_bias"].float()}), expected)
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["plain", "rms"])
+@pytest.mark.parametrize("empty", ["batch", "seqlen"])
+def test_empty(empty, rms, device):
+    tensors = inputs(torch.float32, device, rms=rms, proj_bias=rms, **{empty: 0})
+    found = outputs_and_gradients(mamba_inner_fn, tensors)
+    assert found.pop("out0").numel() == found.pop("dxz").numel() == 0
+    assert found.keys() == {"d" + name for name, tensor in tensors.items() if tensor is not None and name != "xz"}
+    assert not any(grad.any() for grad in found.values())
+
+
+def test_deterministic(device):
+    tensors = {
+        name: None if tensor is None else tensor.requires_grad_()
+        for name, tensor in inputs(torch.float32, device, seqlen=130).items()
+    }
+    leaves = [tensor for tensor in tensors.values() if tensor is not None]
+    expected = torch.autograd.grad(mamba_inner_fn(**tensors).square().sum(), leaves)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # cuBLAS would want a variable of the environment
+    try:
+        first, second = (torch.autograd.grad(mamba_inner_fn(**tensors).square().sum(), leaves) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_expanded_gradient(device):
+    """The gradient of a sum has stride 0 everywhere."""
+    tensors = inputs(torch.float32, device)
+    xz = tensors.pop("xz").requires_grad_()
+    out = mamba_inner_fn(xz, **tensors)
+    (expected,) = torch.autograd.grad(out, xz, torch.ones_like(out), retain_graph=True)
+    (found,) = torch.autograd.grad(out.sum(), xz)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def backward_arguments(device, level, **options):
+    """What forward hands to the backward operator, with a gradient in front."""
+    tensors = {
+        name: None if tensor is None else tensor.requires_grad_()
+        for name, tensor in inputs(torch.float32, device, seqlen=9, **options).items()
+    }
+    out = mamba_inner_fn(**tensors, checkpoint_lvl=level)
+    saved = (None if tensor is None else tensor.detach() for tensor in out.grad_fn.saved_tensors)
+    return torch.randn_like(out), *saved, True, 1e-6
+
+
+@pytest.mark.skipif(TORCH < (2, 4), reason="torch before 2.4 has no opcheck")
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False, "B": "constant"}, {"B": "given"}, {"rms": True, "proj_bias": True}], ids=str
+)
+def test_opcheck_of_backward(options, level, device):
+    op = torch.ops.mamba_ssm.mamba_inner_backward.default
+    torch.library.opcheck(op, backward_arguments(device, level, **options))
+
+
+def test_backward_operator_checks_its_arguments(device):
+    op = torch.ops.mamba_ssm.mamba_inner_backward
+    dout, xz, *rest, x_dbl, checkpoints, conv_out, delta, softplus, eps = backward_arguments(device, 0)
+    with pytest.raises(ValueError, match=r"dout must have shape \(B, L, d_model\) = \(2, 9, 12\)"):
+        op(dout[:1], xz, *rest, x_dbl, checkpoints, conv_out, delta, softplus, eps)
+    with pytest.raises(ValueError, match=r"x_dbl must have shape .* = \(13, 18\), got \(12, 18\)"):
+        op(dout, xz, *rest, x_dbl[1:], checkpoints, conv_out, delta, softplus, eps)
+    with pytest.raises(ValueError, match="conv_out and delta go together"):
+        op(dout, xz, *rest, x_dbl, checkpoints, conv_out, None, softplus, eps)
+    with pytest.raises(TypeError, match="conv_out must have the dtype of xz, float32, got float16"):
+        op(dout, xz, *rest, x_dbl, checkpoints, conv_out.half(), delta, softplus, eps)
+    with pytest.raises(ValueError, match="delta must have shape"):
+        op(dout, xz, *rest, x_dbl, checkpoints, conv_out, delta[..., 1:], softplus, eps)
+
+
+def test_second_derivatives_raise(device):
+    tensors = inputs(torch.float32, device, seqlen=9)
+    xz = tensors.pop("xz").requires_grad_()
+    (first,) = torch.autograd.grad(mamba_inner_fn(xz, **tensors).square().sum(), xz, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"second derivatives .* are not implemented"):
+        torch.autograd.grad(first.sum(), xz)
 
 
 def test_clear_errors(device):

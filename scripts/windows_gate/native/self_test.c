@@ -162,6 +162,8 @@ static void test_scan(void) {
     b.du = empty(batch * dim * length);
     b.ddelta = empty(batch * dim * length);
     b.dz = empty(batch * dim * length);
+    b.du_batch_stride = b.ddelta_batch_stride = b.dz_batch_stride = dim * length;
+    b.du_dim_stride = b.ddelta_dim_stride = b.dz_dim_stride = length;
     b.dA = empty(parts * dim * dstate);
     b.dB = zeros(plan.slots * batch * groups * dstate * length);
     b.dC = zeros(plan.slots * batch * groups * dstate * length);
