@@ -1,4 +1,4 @@
-#include "ssd/backward.cuh"
+#include "ssd/launch_backward.cuh"
 
 namespace mamba {
 template cudaError_t launch_ssd_backward<__nv_bfloat16>(const MambaSsdBackward& q, const SsdPlan& plan,
