@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -66,7 +67,7 @@ def main(words: list[str] | None = None) -> int:
         if options.command == "selftest":
             return broken.main(plan, cache, say)
         for name, stage in STAGES.items():
-            say(f"{name}: {stage(plan, cache)}")
+            say(f"{name}: {gate.with_second_try(name, partial(stage, plan, cache), say)}")
     except toolchain.NotPossible as error:
         say(f"SKIPPED: the Windows gate cannot run here: {error}")
         return IMPOSSIBLE

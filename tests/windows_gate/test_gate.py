@@ -148,6 +148,25 @@ def test_what_is_installed_needs_no_packages(monkeypatch, tmp_path):
     assert not (tmp_path / "log").exists()
 
 
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_a_failed_stage_is_told_of_and_tried_once_more(failures):
+    calls, told = [], []
+
+    def stage():
+        calls.append(1)
+        if len(calls) <= failures:
+            raise toolchain.GateError(f"failure {len(calls)}")
+        return "done"
+
+    if failures < 2:
+        assert gate.with_second_try("native tests", stage, told.append) == "done"
+    else:
+        with pytest.raises(toolchain.GateError, match="failure 2"):
+            gate.with_second_try("native tests", stage, told.append)
+    assert [("native tests" in text, "failure 1" in text) for text in told] == [(True, True)][:failures]
+    assert len(calls) == min(failures + 1, 2)
+
+
 def test_syntax_only():
     command = "clang-cl /nologo -clang:-MD -clang:-MFa.d /Foa.obj /Fdx/ -I'/a b' -c -- /src/a.cpp"
     assert gate.syntax_only(command) == ["clang-cl", "/nologo", "-I/a b", "/Zs", "--", "/src/a.cpp"]

@@ -48,5 +48,8 @@ int wmain(int count, wchar_t** words) {
     status = spawn(passed, 1);
     pass_on(out, STD_OUTPUT_HANDLE);
     pass_on(err, STD_ERROR_HANDLE);
+    if (status == 255) { /* Wine's word for a program that did not exit by itself; nvcc.exe ends silently on it */
+        fprintf(stderr, "cl.exe stand-in: a signal ended %s\n", passed[0]);
+    }
     return status;
 }
