@@ -2,6 +2,7 @@
 
 import torch.nn as nn
 
+from mamba_ssm.modules._submodules import is_plain
 from mamba_ssm.ops.norm import RMSNorm, layer_norm_fn
 
 
@@ -13,7 +14,8 @@ class Block(nn.Module):
 
     Args:
         dim: width. mixer_cls, norm_cls: called with dim. mlp_cls: called with dim; nn.Identity: no MLP, no norm2.
-        fused_add_norm: add and norm in one kernel; norm_cls must give LayerNorm or RMSNorm.
+        fused_add_norm: add and norm in one kernel; norm_cls must give LayerNorm or RMSNorm. A norm that is replaced
+            later or has hooks is called by itself.
         residual_in_fp32: keep the residual in float32.
 
     Same as upstream's mamba_ssm.modules.block.Block.
@@ -58,7 +60,7 @@ class Block(nn.Module):
 
 def add_norm(hidden_states, residual, norm, fused, residual_in_fp32, prenorm=True):
     """norm(hidden_states + residual), with prenorm and the sum; residual None counts as zero."""
-    if fused:
+    if fused and (is_plain(norm, RMSNorm) or is_plain(norm, nn.LayerNorm)):
         return layer_norm_fn(
             hidden_states,
             norm.weight,

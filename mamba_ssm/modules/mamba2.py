@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from mamba_ssm._native import abi
 from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_varlen_states
-from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
+from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
+from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_varlen_states
 from mamba_ssm.ops.gated_norm import RMSNorm
 from mamba_ssm.ops.mamba2_inner import mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
@@ -32,7 +33,8 @@ class Mamba2(nn.Module):
         dt_min, dt_max, dt_init_floor: range of dt at initialisation. dt_limit: dt is clamped to it.
         bias, conv_bias: of in_proj and out_proj; of the convolution.
         chunk_size: for code written for upstream; has no effect on the result.
-        use_mem_eff_path: train through mamba_split_conv1d_scan_combined, which saves memory.
+        use_mem_eff_path: train through mamba_split_conv1d_scan_combined, which saves memory; not while conv1d or norm
+            is replaced or has hooks. An out_proj with such (LoRA, quantisation) is called after it.
         layer_idx: key of the inference cache.
         process_group: tensor parallel. This rank holds its part of the channels, heads and groups.
         sequence_parallel: with process_group, input and output are this rank's part of the first dimension; False:
@@ -138,6 +140,7 @@ class Mamba2(nn.Module):
             layer's states there, one row for each of the batch or of the packed sequences; with a positive one it is a
             step (L = 1) from these states.
         """
+        check_input("Mamba2", u, self.d_model, dims=3 if seqlen is None else 2)
         if seq_idx is not None and cu_seqlens is None and inference_params is not None:
             raise ValueError("Mamba2: with inference_params packed sequences are given by cu_seqlens, not by seq_idx")
         if inference_params is not None and inference_params.seqlen_offset > 0:
@@ -152,7 +155,8 @@ class Mamba2(nn.Module):
             zxbcdt = zxbcdt.unflatten(0, (-1, seqlen))
         if cu_seqlens is not None:
             cu_seqlens, seq_idx = self._packed(cu_seqlens, zxbcdt)
-        if self.use_mem_eff_path and inference_params is None:
+        if self.use_mem_eff_path and inference_params is None and self._is_plain():
+            project = is_plain(self.out_proj, nn.Linear if self.process_group is None else RowParallelLinear)
             out = mamba_split_conv1d_scan_combined(
                 zxbcdt,
                 self.conv1d.weight.squeeze(1),
@@ -166,14 +170,16 @@ class Mamba2(nn.Module):
                 activation=self.activation,
                 rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
                 rmsnorm_eps=self.norm.eps if self.rmsnorm else 1e-6,
-                outproj_weight=self.out_proj.weight,
-                outproj_bias=self.out_proj.bias,
+                outproj_weight=self.out_proj.weight if project else None,
+                outproj_bias=self.out_proj.bias if project else None,
                 headdim=self.headdim,
                 ngroups=self.ngroups,
                 norm_before_gate=self.norm_before_gate,
             )
             if seqlen is not None:
                 out = out.flatten(0, 1)
+            if not project:
+                return self.out_proj(out)
             if self.process_group is not None:
                 out = (reduce_scatter if self.sequence_parallel else all_reduce)(out, self.process_group)
             return out
@@ -188,13 +194,7 @@ class Mamba2(nn.Module):
                     conv_state.copy_(F.pad(xBC.transpose(1, 2), (self.d_conv - xBC.shape[1], 0)))
                 else:
                     conv_state.copy_(causal_conv1d_varlen_states(xBC[0], cu_seqlens, conv_state.shape[-1]))
-        xBC = causal_conv1d_fn(
-            xBC.transpose(1, 2),
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            seq_idx=seq_idx,
-            activation=self.activation,
-        ).transpose(1, 2)
+        xBC = convolve(self.conv1d, xBC.transpose(1, 2), self.activation, seq_idx).transpose(1, 2)
         x, B, C = self._split_xBC(xBC)
         y = mamba_chunk_scan_combined(
             x,
@@ -226,10 +226,11 @@ class Mamba2(nn.Module):
 
         conv_state (B, channels, d_conv), ssm_state (B, H, headdim, d_state). No gradient is recorded.
         """
-        if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
+        check_input("Mamba2", hidden_states, self.d_model)
+        if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba2: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
         z0, x0, z, xBC, dt = self._split(self.in_proj(hidden_states.squeeze(1)))
-        xBC = causal_conv1d_update(xBC, conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation)
+        xBC = convolve_step(self.conv1d, xBC, conv_state, self.activation)
         x, B, C = self._split_xBC(xBC)
         heads = (self.nheads, self.headdim)
         A = -torch.exp(self.A_log.float())
@@ -251,6 +252,10 @@ class Mamba2(nn.Module):
         )
         y = self._gate(y.flatten(1), z, z0, x0)
         return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
+
+    def _is_plain(self):
+        """Whether all that the fused operator computes before out_proj is in the parameters it takes."""
+        return is_plain(self.conv1d, nn.Conv1d) and (not self.rmsnorm or is_plain(self.norm, RMSNorm))
 
     def _split(self, zxbcdt):
         """in_proj's output -> MLP gate and MLP (None where d_ssm is d_inner), z, xBC, dt."""
@@ -279,26 +284,17 @@ class Mamba2(nn.Module):
     def _packed(self, cu_seqlens, zxbcdt):
         """cu_seqlens as int32, and the seq_idx that it stands for."""
         batch, length, _ = zxbcdt.shape
-        if batch != 1:
-            raise ValueError(f"Mamba2: cu_seqlens takes sequences packed in a batch of 1, got a batch of {batch}")
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                "Mamba2: cu_seqlens must be (sequences + 1,) of int32, got "
-                f"{tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
-            )
+        check_cu_seqlens("Mamba2", cu_seqlens, batch, length)
         positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         seq_idx = torch.bucketize(positions, cu_seqlens[1:], right=True, out_int32=True)
         return cu_seqlens.to(torch.int32), seq_idx[None]
 
     def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
-        """Zero states (conv_state, ssm_state) of a batch, of dtype or of the parameters' dtypes."""
-        device = self.out_proj.weight.device
-        conv_dtype = self.conv1d.weight.dtype if dtype is None else dtype
-        ssm_dtype = self.in_proj.weight.dtype if dtype is None else dtype
-        channels = self.conv1d.weight.shape[0]
-        conv_state = torch.zeros(batch_size, self.d_conv, channels, device=device, dtype=conv_dtype).transpose(1, 2)
-        shape = (batch_size, self.nheads, self.headdim, self.d_state)
-        return conv_state, torch.zeros(shape, device=device, dtype=ssm_dtype)
+        """Zero states (conv_state, ssm_state) of a batch, of dtype or of conv1d's: a projection may be quantised."""
+        weight = self.conv1d.weight
+        factory = {"device": weight.device, "dtype": weight.dtype if dtype is None else dtype}
+        conv_state = torch.zeros(batch_size, self.d_conv, weight.shape[0], **factory).transpose(1, 2)
+        return conv_state, torch.zeros(batch_size, self.nheads, self.headdim, self.d_state, **factory)
 
     def _get_states_from_cache(self, inference_params, batch_size, initialize_states=False):
         """This layer's states in the cache, made if they are not there yet."""

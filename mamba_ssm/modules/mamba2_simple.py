@@ -3,8 +3,9 @@
 import torch
 import torch.nn as nn
 
+from mamba_ssm.modules._inputs import check_input
+from mamba_ssm.modules._submodules import convolve, is_plain
 from mamba_ssm.modules.mamba2 import check_sizes, init_heads, make_conv1d
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
 from mamba_ssm.ops.gated_norm import RMSNorm
 from mamba_ssm.ops.mamba2_inner import mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
@@ -82,11 +83,13 @@ class Mamba2Simple(nn.Module):
 
     def forward(self, u, seq_idx=None):
         """u (B, L, d_model) -> the same shape. seq_idx: (B, L) int32; packed sequences do not see each other."""
+        check_input("Mamba2Simple", u, self.d_model)
         zxbcdt = self.in_proj(u)
         A = -torch.exp(self.A_log.float())
         initial_states = self.init_states.expand(u.shape[0], -1, -1, -1) if self.learnable_init_states else None
-        if self.use_mem_eff_path:
-            return mamba_split_conv1d_scan_combined(
+        if self.use_mem_eff_path and is_plain(self.conv1d, nn.Conv1d) and is_plain(self.norm, RMSNorm):
+            project = is_plain(self.out_proj, nn.Linear)
+            out = mamba_split_conv1d_scan_combined(
                 zxbcdt,
                 self.conv1d.weight.squeeze(1),
                 self.conv1d.bias,
@@ -100,21 +103,16 @@ class Mamba2Simple(nn.Module):
                 activation=self.activation,
                 rmsnorm_weight=self.norm.weight,
                 rmsnorm_eps=self.norm.eps,
-                outproj_weight=self.out_proj.weight,
-                outproj_bias=self.out_proj.bias,
+                outproj_weight=self.out_proj.weight if project else None,
+                outproj_bias=self.out_proj.bias if project else None,
                 headdim=self.headdim,
                 ngroups=self.ngroups,
                 norm_before_gate=False,
             )
+            return out if project else self.out_proj(out)
         group = self.ngroups * self.d_state
         z, xBC, dt = zxbcdt.split([self.d_inner, self.d_inner + 2 * group, self.nheads], dim=-1)
-        xBC = causal_conv1d_fn(
-            xBC.transpose(1, 2),
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            seq_idx=seq_idx,
-            activation=self.activation,
-        ).transpose(1, 2)
+        xBC = convolve(self.conv1d, xBC.transpose(1, 2), self.activation, seq_idx).transpose(1, 2)
         x, B, C = xBC.split([self.d_inner, group, group], dim=-1)
         y = mamba_chunk_scan_combined(
             x.unflatten(-1, (self.nheads, self.headdim)),

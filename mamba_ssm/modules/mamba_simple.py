@@ -6,8 +6,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
-from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
+from mamba_ssm.modules._inputs import check_input
+from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain
 from mamba_ssm.ops.mamba_inner import mamba_inner_fn
 from mamba_ssm.ops.selective_scan import selective_scan_fn
 from mamba_ssm.ops.state_update import selective_state_update
@@ -23,7 +23,8 @@ class Mamba(nn.Module):
         dt_min, dt_max, dt_init_floor: range of dt at initialisation.
         dt_init ("random" or "constant"), dt_scale: initialisation of dt_proj.weight.
         conv_bias, bias: bias of the convolution; of in_proj and out_proj.
-        use_fast_path: train through mamba_inner_fn, which saves memory.
+        use_fast_path: train through mamba_inner_fn, which saves memory; not while one of the projections is replaced
+            (LoRA, quantisation) or has hooks, which are then called.
         layer_idx: key of the inference cache.
     """
 
@@ -105,6 +106,7 @@ class Mamba(nn.Module):
             layer's states there; with a positive one it is a step (L = 1) from these states.
         seq_idx: (B, L) int32; sequences packed in one row do not see each other. Not with inference_params.
         """
+        check_input("Mamba", hidden_states, self.d_model)
         batch, seqlen, _ = hidden_states.shape
         conv_state = ssm_state = None
         if inference_params is not None:
@@ -117,7 +119,7 @@ class Mamba(nn.Module):
 
         xz = self._project_in(hidden_states)
         A = -torch.exp(self.A_log.float())
-        if self.use_fast_path and conv_state is None and seq_idx is None:
+        if self.use_fast_path and conv_state is None and seq_idx is None and self._is_plain():
             return mamba_inner_fn(
                 xz,
                 self.conv1d.weight,
@@ -137,12 +139,11 @@ class Mamba(nn.Module):
         if conv_state is not None:
             with torch.no_grad():  # the last d_conv inputs, zeros before a shorter sequence
                 conv_state.copy_(F.pad(x, (self.d_conv - seqlen, 0)))
-        x = causal_conv1d_fn(
-            x, self.conv1d.weight.squeeze(1), self.conv1d.bias, seq_idx=seq_idx, activation=self.activation
-        )
+        x = convolve(self.conv1d, x, self.activation, seq_idx)
         x_dbl = self.x_proj(x.transpose(1, 2))
         dt, B, C = torch.split(x_dbl, [self.dt_rank, self.d_state, self.d_state], dim=-1)
-        dt = F.linear(dt, self.dt_proj.weight).transpose(1, 2)
+        dt, dt_bias = self._project_dt(dt)
+        dt = dt.transpose(1, 2)
         y = selective_scan_fn(
             x.to(dt.dtype),
             dt,
@@ -151,7 +152,7 @@ class Mamba(nn.Module):
             C.transpose(1, 2),
             self.D.float(),
             z=z.to(dt.dtype),
-            delta_bias=self.dt_proj.bias.float(),
+            delta_bias=dt_bias,
             delta_softplus=True,
             return_last_state=ssm_state is not None,
             seq_idx=seq_idx,
@@ -162,13 +163,26 @@ class Mamba(nn.Module):
                 ssm_state.copy_(last_state)
         return self.out_proj(y.transpose(1, 2))
 
+    def _is_plain(self):
+        """Whether all that the fused operator computes is in the parameters it takes."""
+        projections = self.x_proj, self.dt_proj, self.out_proj
+        return is_plain(self.conv1d, nn.Conv1d) and all(is_plain(module, nn.Linear) for module in projections)
+
     def _project_in(self, hidden_states):
         """in_proj as (B, 2 d_inner, L), in memory (2 d_inner, B, L): each channel's time line is contiguous."""
+        if not is_plain(self.in_proj, nn.Linear):
+            return self.in_proj(hidden_states).transpose(1, 2)
         batch, seqlen, d_model = hidden_states.shape
         xz = self.in_proj.weight @ hidden_states.reshape(batch * seqlen, d_model).t()
         if self.in_proj.bias is not None:
             xz = xz + self.in_proj.bias.to(xz.dtype)[:, None]
         return xz.view(2 * self.d_inner, batch, seqlen).transpose(0, 1)
+
+    def _project_dt(self, dt):
+        """dt_proj, and its bias if that is still to be added, which the scan does in float32."""
+        if is_plain(self.dt_proj, nn.Linear):
+            return F.linear(dt, self.dt_proj.weight), self.dt_proj.bias
+        return self.dt_proj(dt), None
 
     @torch.no_grad()
     def step(self, hidden_states, conv_state, ssm_state):
@@ -176,23 +190,23 @@ class Mamba(nn.Module):
 
         conv_state (B, d_inner, d_conv), ssm_state (B, d_inner, d_state). No gradient is recorded.
         """
+        check_input("Mamba", hidden_states, self.d_model)
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
         x, z = self.in_proj(hidden_states.squeeze(1)).chunk(2, dim=-1)
-        x = causal_conv1d_update(x, conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation)
+        x = convolve_step(self.conv1d, x, conv_state, self.activation)
         dt, B, C = torch.split(self.x_proj(x), [self.dt_rank, self.d_state, self.d_state], dim=-1)
-        dt = F.linear(dt, self.dt_proj.weight)
+        dt, dt_bias = self._project_dt(dt)
         A = -torch.exp(self.A_log.float())
-        y = selective_state_update(ssm_state, x, dt, A, B, C, self.D, z=z, dt_bias=self.dt_proj.bias, dt_softplus=True)
+        y = selective_state_update(ssm_state, x, dt, A, B, C, self.D, z=z, dt_bias=dt_bias, dt_softplus=True)
         return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
 
     def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
-        """Zero states (conv_state, ssm_state) of a batch, of dtype or of the parameters' dtypes."""
-        device = self.out_proj.weight.device
-        conv_dtype = self.conv1d.weight.dtype if dtype is None else dtype
-        ssm_dtype = self.dt_proj.weight.dtype if dtype is None else dtype
-        conv_state = torch.zeros(batch_size, self.d_inner, self.d_conv, device=device, dtype=conv_dtype)
-        ssm_state = torch.zeros(batch_size, self.d_inner, self.d_state, device=device, dtype=ssm_dtype)
+        """Zero states (conv_state, ssm_state) of a batch, of dtype or of conv1d's: a projection may be quantised."""
+        weight = self.conv1d.weight
+        factory = {"device": weight.device, "dtype": weight.dtype if dtype is None else dtype}
+        conv_state = torch.zeros(batch_size, self.d_inner, self.d_conv, **factory)
+        ssm_state = torch.zeros(batch_size, self.d_inner, self.d_state, **factory)
         return conv_state, ssm_state
 
     def _get_states_from_cache(self, inference_params, batch_size, initialize_states=False):

@@ -6,8 +6,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_varlen_states
-from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
+from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
+from mamba_ssm.modules._submodules import convolve, convolve_step
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_varlen_states
 
 
 class MHA(nn.Module):
@@ -138,9 +139,10 @@ class MHA(nn.Module):
         return self.out_proj(out)
 
     def _check(self, x, inference_params, seq_idx, cu_seqlens, step):
+        check_input("MHA", x, self.embed_dim)
         if cu_seqlens is not None:
-            if x.shape[0] != 1:
-                raise ValueError(f"MHA: with cu_seqlens x must be (1, total, embed_dim), got {tuple(x.shape)}")
+            # with a cache always, where a wrong bound would write beside it
+            bounds = check_cu_seqlens("MHA", cu_seqlens, *x.shape[:2], synchronize=inference_params is not None)
             if step:
                 raise ValueError("MHA: cu_seqlens is for the first call with inference_params, not for a step")
         elif inference_params is not None and seq_idx is not None:
@@ -149,7 +151,7 @@ class MHA(nn.Module):
             if cu_seqlens is None:
                 end = inference_params.seqlen_offset + x.shape[1]
             else:
-                end = _longest(cu_seqlens, x.shape[1])
+                end = max((end - start for start, end in itertools.pairwise(bounds)), default=0)
             if end > inference_params.max_seqlen:
                 raise ValueError(
                     f"MHA: {end} tokens do not fit inference_params.max_seqlen = {inference_params.max_seqlen}"
@@ -172,7 +174,11 @@ class MHA(nn.Module):
     def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
         """Zeros (kv_cache (B, max_seqlen, 2, num_heads_kv, head_dim), conv_state (B, channels, d_conv) or None)."""
         weight = self.out_proj.weight
-        factory = {"device": weight.device, "dtype": weight.dtype if dtype is None else dtype}
+        if not isinstance(weight, torch.Tensor):  # a method of torch's quantised layers
+            weight = weight()
+        if dtype is None:
+            dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
+        factory = {"device": weight.device, "dtype": dtype}
         kv_cache = torch.zeros(batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim, **factory)
         conv_state = None
         if self.d_conv:
@@ -205,17 +211,16 @@ class MHA(nn.Module):
         return *cache.to(dtype).unbind(dim=2), mask
 
     def _convolve(self, qkv, conv_state, seq_idx, cu_seqlens, step):
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         if step:
             with torch.no_grad():
-                return causal_conv1d_update(qkv.squeeze(1), conv_state, weight, bias).unsqueeze(1)
+                return convolve_step(self.conv1d, qkv.squeeze(1), conv_state, None).unsqueeze(1)
         if conv_state is not None:
             with torch.no_grad():  # the last d_conv inputs, zeros before a shorter sequence
                 if cu_seqlens is not None:
                     conv_state.copy_(causal_conv1d_varlen_states(qkv[0], cu_seqlens, self.d_conv))
                 else:
                     conv_state.copy_(F.pad(qkv.transpose(1, 2), (self.d_conv - qkv.shape[1], 0)))
-        return causal_conv1d_fn(qkv.transpose(1, 2), weight, bias, seq_idx=seq_idx).transpose(1, 2)
+        return convolve(self.conv1d, qkv.transpose(1, 2), None, seq_idx).transpose(1, 2)
 
     def _rotate(self, x, positions):
         """x (B, L, heads, head_dim) at positions (L) or (B, L), the first rotary_emb_dim dimensions turned.
@@ -247,11 +252,3 @@ class MHA(nn.Module):
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.softmax_scale)
         return out.reshape(batch, self.num_heads, seqlen, self.head_dim).transpose(1, 2).flatten(-2)
-
-
-def _longest(cu_seqlens, total):
-    """The longest of packed sequences that fill a cache, where a wrong bound would write beside it."""
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != total or bounds != sorted(bounds):
-        raise ValueError(f"MHA: cu_seqlens must rise from 0 to the {total} tokens of x, got {bounds}")
-    return max(end - start for start, end in itertools.pairwise(bounds))

@@ -17,6 +17,8 @@ def traced_by_old_torch():
 def autocast_dtype(tensor):
     """The dtype that autocast would compute in on this tensor's device, None when it is off."""
     device_type = tensor.device.type
+    if device_type == "meta":  # which torch refuses to be asked about
+        return None
     if _PER_DEVICE:
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     if traced_by_old_torch():

@@ -1,5 +1,6 @@
 """Generating text: the inference state, the sampling rules, the loop, and CUDA graphs of its steps."""
 
+import operator
 import time
 from collections import namedtuple
 from dataclasses import dataclass, field
@@ -81,13 +82,14 @@ def modify_logit_for_repetition_penalty(logits, prev_output_tokens, repetition_p
 
 def _check_sampling(top_k, top_p, min_p, temperature, repetition_penalty):
     for name, value, fits, expected in (
-        ("top_k", top_k, top_k >= 0, "0 (off) or more"),
-        ("top_p", top_p, 0.0 <= top_p <= 1.0, "from 0 (off) to 1"),
-        ("min_p", min_p, 0.0 <= min_p <= 1.0, "from 0 (off) to 1"),
-        ("temperature", temperature, temperature > 0.0, "positive (top_k=1 is greedy)"),
-        ("repetition_penalty", repetition_penalty, repetition_penalty > 0.0, "positive (1 is off)"),
+        ("top_k", top_k, lambda k: k >= 0, "0 (off) or more"),
+        ("top_p", top_p, lambda p: 0.0 <= p <= 1.0, "from 0 (off) to 1"),
+        ("min_p", min_p, lambda p: 0.0 <= p <= 1.0, "from 0 (off) to 1"),
+        # evaluation harnesses ask for greedy decoding with temperature 0, which top_k=1 does not read
+        ("temperature", temperature, lambda t: t > 0.0 or (t == 0.0 and top_k == 1), "positive (top_k=1 is greedy)"),
+        ("repetition_penalty", repetition_penalty, lambda penalty: penalty > 0.0, "positive (1 is off)"),
     ):
-        if not fits:
+        if value is None or not fits(value):
             raise ValueError(f"generate: {name} must be {expected}, got {value}")
 
 
@@ -118,7 +120,8 @@ def decode(
         model: called as model(input_ids, position_ids=, inference_params=, num_last_tokens=1).logits. If it has a
             vocab_size, tokens given must be below it.
         top_k, top_p, min_p, temperature: see sample. repetition_penalty: on every earlier token; 1: off.
-        eos_token_id: a row that draws it goes on with it; the loop ends when every row has.
+        eos_token_id: one token or several; a row that draws one goes on with the first of them; the loop ends when
+            every row has.
         teacher_outputs: (B, length); its tokens are taken instead of drawn ones as far as it reaches.
         vocab_size: logits beyond it, those of a padded vocabulary, are left out.
         cg: run the steps as a CUDA graph, kept in model._decoding_cache for further calls.
@@ -135,6 +138,8 @@ def decode(
     """
     _check_sampling(top_k, top_p, min_p, temperature, repetition_penalty)
     input_ids = _check_tokens("input_ids", input_ids, model)
+    max_length = _positive("max_length", max_length)
+    vocab_size = None if vocab_size is None else _positive("vocab_size", vocab_size)
     if max_length <= input_ids.shape[1]:
         raise ValueError(
             f"generate: max_length counts the prompt too and must exceed its {input_ids.shape[1]} tokens, got "
@@ -165,7 +170,10 @@ def decode(
     sequences[:, :prompt] = input_ids
     position_ids = torch.empty(batch, 1, dtype=torch.long, device=input_ids.device)
     scores, end, tokens = [], prompt, input_ids
-    ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device) if eos_token_id is not None else None
+    ended = None
+    if eos_token_id is not None:
+        eos = _eos_tokens(eos_token_id, input_ids.device)
+        ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     while end < max_length:
         offset = inference_params.seqlen_offset
         if offset == 0:
@@ -187,14 +195,14 @@ def decode(
                 logits = modify_logit_for_repetition_penalty(logits.clone(), sequences[:, :end], repetition_penalty)
             token = sample(logits[:, :vocab_size], top_k, top_p, min_p, temperature)
             if ended is not None:
-                token = torch.where(ended, eos_token_id, token)
+                token = torch.where(ended, eos[0], token)
         sequences[:, end] = token
         tokens = token.unsqueeze(1)
         end += 1
         if streamer is not None:
             streamer.put(token.cpu())
         if ended is not None:
-            ended |= token == eos_token_id
+            ended |= torch.isin(token, eos)
             if ended.all():
                 break
     if streamer is not None:
@@ -206,6 +214,8 @@ def decode(
 
 def _check_tokens(name, tokens, model):
     """tokens as int64; out of the vocabulary they would stop a CUDA device for good."""
+    if not isinstance(tokens, torch.Tensor):
+        raise TypeError(f"generate: {name} must be an int64 tensor (B, L), got {type(tokens).__name__}")
     if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"generate: {name} must be int64 (B, L) with at least one token, got "
@@ -217,6 +227,22 @@ def _check_tokens(name, tokens, model):
         if low < 0 or high >= vocab_size:
             raise ValueError(f"generate: {name} must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}")
     return tokens.long()
+
+
+def _positive(name, value):
+    """A positive integer, numpy's and torch's among them, as int."""
+    number = operator.index(value) if hasattr(value, "__index__") else 0
+    if number < 1:
+        raise ValueError(f"generate: {name} must be a positive integer, got {value!r}")
+    return number
+
+
+def _eos_tokens(eos_token_id, device):
+    """eos_token_id, an integer, a list or a tensor of them, as int64 (tokens)."""
+    eos = torch.as_tensor(eos_token_id, device=device).flatten()
+    if eos.numel() == 0 or eos.is_floating_point():
+        raise ValueError(f"generate: eos_token_id must be one or several integers, got {eos_token_id!r}")
+    return eos.long()
 
 
 class _Timer:

@@ -110,6 +110,29 @@ def test_end_of_sequence(device):
     assert torch.equal(alone, plain[:1, :10])
 
 
+@pytest.mark.parametrize("form", [list, tuple, torch.tensor])
+def test_several_ends_of_sequence(form, device):
+    """The rows stop at whichever comes first, and go on with the first of them."""
+    model, tokens = make(device=device), prompt(2, device=device)
+    plain = model.generate(tokens, max_length=20, repetition_penalty=1e6)
+    ends = [plain[0, 12].item(), plain[1, 9].item()]
+    found = model.generate(tokens, max_length=20, repetition_penalty=1e6, eos_token_id=form(ends))
+    for row, free in zip(found.tolist(), plain.tolist(), strict=True):
+        end = next(i for i in range(6, 20) if free[i] in ends) + 1
+        assert row[:end] == free[:end] and set(row[end:]) <= {ends[0]}
+    one = model.generate(tokens, max_length=20, eos_token_id=ends[0])
+    assert torch.equal(model.generate(tokens, max_length=20, eos_token_id=torch.tensor(ends[0])), one)
+    for wrong in ([], 1.5):
+        with pytest.raises(ValueError, match="eos_token_id must be one or several integers, got"):
+            model.generate(tokens, max_length=20, eos_token_id=wrong)
+
+
+def test_greedy_at_temperature_0():
+    """As evaluation harnesses ask for it."""
+    model, tokens = make(), prompt()
+    assert torch.equal(model.generate(tokens, 9, temperature=0.0), model.generate(tokens, 9))
+
+
 class Streamer:
     def __init__(self):
         self.parts, self.ended = [], False
@@ -148,7 +171,11 @@ def test_what_is_returned():
         ({"top_k": -1}, "top_k must be 0 .off. or more, got -1"),
         ({"top_p": 1.5}, "top_p must be from 0 .off. to 1, got 1.5"),
         ({"min_p": -0.5}, "min_p must be from 0 .off. to 1, got -0.5"),
-        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"top_k": None}, "top_k must be 0 .off. or more, got None"),
+        ({"max_length": 9.0}, "max_length must be a positive integer, got 9.0"),
+        ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
+        ({"vocab_size": -3}, "vocab_size must be a positive integer, got -3"),
+        ({"temperature": 0.0, "top_k": 2}, "temperature must be positive"),
         ({"temperature": float("nan")}, "temperature must be positive"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
         ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"at least one token, got int64 \(2, 0\)"),
@@ -164,6 +191,11 @@ def test_what_is_returned():
 def test_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         make().generate(**{"input_ids": prompt(), "max_length": 9, **options})
+
+
+def test_tokens_that_are_no_tensor():
+    with pytest.raises(TypeError, match=r"input_ids must be an int64 tensor \(B, L\), got list"):
+        make().generate([[1, 2]], max_length=9)
 
 
 def test_cuda_graphs_need_a_gpu():

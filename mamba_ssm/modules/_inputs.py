@@ -1,0 +1,33 @@
+"""Checks of what a block is called with, shared by the blocks."""
+
+import torch
+
+from mamba_ssm.ops._library import watched
+
+
+def check_input(name, x, d_model, dims=3):
+    """x is (B, L, d_model), or with dims=2 (B * L, d_model)."""
+    if x.dim() != dims or x.shape[-1] != d_model:
+        letters = "(B, L, d_model)" if dims == 3 else "(B * L, d_model) where seqlen is given"
+        raise ValueError(f"{name}: the input must be {letters} with d_model = {d_model}, got {tuple(x.shape)}")
+
+
+def check_cu_seqlens(name, cu_seqlens, batch, length, synchronize=False):
+    """cu_seqlens bounds sequences packed in one row of this length. Returns its values, or None.
+
+    They are looked at on the CPU alone, unless synchronize is set: on a GPU that would be a synchronisation.
+    """
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(f"{name}: cu_seqlens must be an int32 tensor, got {type(cu_seqlens).__name__}")
+    if batch != 1:
+        raise ValueError(f"{name}: cu_seqlens takes sequences packed in a batch of 1, got a batch of {batch}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name}: cu_seqlens must be (sequences + 1,) of int32, got {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
+        )
+    if not synchronize and (watched() or not cu_seqlens.is_cpu):
+        return None
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
+        raise ValueError(f"{name}: cu_seqlens must rise from 0 to the {length} tokens of the input, got {bounds}")
+    return bounds

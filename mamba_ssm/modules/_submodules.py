@@ -1,0 +1,50 @@
+"""What a block's submodules are to its fused operators: holders of parameters, as long as they are nothing more."""
+
+import torch
+import torch.nn as nn
+
+from mamba_ssm.ops._autocast import traced_by_old_torch
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
+from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
+
+
+def is_plain(module, cls):
+    """Whether module computes what cls computes from its weight and bias, so that an operator may take these instead.
+
+    It does not if it is another module in cls' place (LoRA and other adapters, quantised layers, FSDP), has hooks
+    (pruning, weight_norm, captured activations) or a forward of its own (offloading), or if its weight is a tensor with
+    its own arithmetic (DTensor, torchao). Such a module has to be called.
+    """
+    hooks = (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+    if type(module).forward is not cls.forward or hooks:
+        return False
+    if traced_by_old_torch():  # which cannot look further
+        return True
+    weight = module._parameters.get("weight")  # not module.weight, which a parametrization would compute
+    return "forward" not in module.__dict__ and not hasattr(weight, "__tensor_flatten__")
+
+
+def convolve(conv1d, x, activation, seq_idx=None):
+    """x (B, D, L) through the causal depthwise convolution that conv1d holds, and the activation (None: none)."""
+    if is_plain(conv1d, nn.Conv1d):
+        return causal_conv1d_fn(x, conv1d.weight.squeeze(1), conv1d.bias, seq_idx=seq_idx, activation=activation)
+    if seq_idx is not None:
+        raise ValueError(
+            "packed sequences (seq_idx, cu_seqlens) need conv1d as it was made, got one with hooks or replaced by "
+            f"{type(conv1d).__name__}: remove them, or give one sequence a row"
+        )
+    return _activate(conv1d(x)[..., : x.shape[-1]], activation)
+
+
+def convolve_step(conv1d, x, conv_state, activation):
+    """One step: x (B, D), conv_state (B, D, d_conv) updated in place -> (B, D)."""
+    if is_plain(conv1d, nn.Conv1d):
+        return causal_conv1d_update(x, conv_state, conv1d.weight.squeeze(1), conv1d.bias, activation)
+    conv_state.copy_(torch.cat([conv_state[..., 1:], x[..., None]], dim=-1))
+    return _activate(conv1d(conv_state.to(x.dtype))[..., conv_state.shape[-1] - 1], activation)
+
+
+def _activate(x, activation):
+    return x if activation is None else nn.functional.silu(x)

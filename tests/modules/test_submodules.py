@@ -1,0 +1,191 @@
+"""Projections, norms and convolutions that users replace or hook: no fused path may pass by what they add."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.nn.utils import prune
+
+from mamba_ssm import Mamba, Mamba2
+from mamba_ssm.modules.block import Block
+from mamba_ssm.modules.mamba2_simple import Mamba2Simple
+from mamba_ssm.modules.mha import MHA
+from mamba_ssm.ops.norm import RMSNorm
+from mamba_ssm.utils.generation import InferenceParams
+
+SIZES = {"d_state": 16, "headdim": 8}
+BLOCKS = {
+    "mamba": lambda **options: Mamba(24, layer_idx=0, **options),
+    "mamba2": lambda **options: Mamba2(24, layer_idx=0, **SIZES, **options),
+    "mamba2_simple": lambda **options: Mamba2Simple(24, **SIZES, **options),
+    "mha": lambda **options: MHA(24, 4, causal=True, d_conv=3, layer_idx=0),
+}
+PROJECTIONS = [
+    *(("mamba", name) for name in ("in_proj", "x_proj", "dt_proj", "out_proj")),
+    *((kind, name) for kind in ("mamba2", "mamba2_simple", "mha") for name in ("in_proj", "out_proj")),
+]
+PARTS = [*PROJECTIONS, *((kind, "conv1d") for kind in BLOCKS), ("mamba2", "norm"), ("mamba2_simple", "norm")]
+
+
+class Adapter(nn.Module):
+    """A low-rank addition to a linear layer, whose weight and bias it passes on, as peft's layers do."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    weight = property(lambda self: self.base.weight)
+    bias = property(lambda self: self.base.bias)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+    @torch.no_grad()
+    def merged(self):
+        linear = copy.deepcopy(self.base)
+        linear.weight += self.up.weight @ self.down.weight
+        return linear
+
+
+def outputs(module, x):
+    """What a whole forward gives, and a prefill and a step where the block has them."""
+    found = [module(x)]
+    if isinstance(module, Mamba2Simple):
+        return found
+    with torch.no_grad():
+        params = InferenceParams(max_seqlen=x.shape[1], max_batch_size=x.shape[0])
+        prefill = module(x[:, :-1], inference_params=params)
+        params.seqlen_offset = x.shape[1] - 1
+        found.append(torch.cat([prefill, module(x[:, -1:], inference_params=params)], dim=1))
+    return found
+
+
+def assert_outputs(module, other, device):
+    x = torch.randn(2, 9, 24, device=device)
+    for found, expected in zip(outputs(module, x), outputs(other, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind,name", PROJECTIONS)
+def test_an_adapter_counts(kind, name, device):
+    module = BLOCKS[kind](device=device) if kind != "mha" else BLOCKS[kind]().to(device)
+    merged = copy.deepcopy(module)
+    adapter = Adapter(getattr(module, name)).to(device)
+    setattr(module, name, adapter)
+    setattr(merged, name, adapter.merged())
+    assert_outputs(module, merged, device)
+    module(torch.randn(2, 9, 24, device=device)).square().sum().backward()
+    assert adapter.up.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind,name", PARTS)
+def test_hooks_run_and_may_change_the_output(kind, name, device):
+    module = BLOCKS[kind]().to(device)
+    plain = copy.deepcopy(module)
+    seen = []
+    handle = getattr(module, name).register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    assert_outputs(module, plain, device)
+    assert len(seen) == (1 if kind == "mamba2_simple" else 3)
+    handle.remove()
+    getattr(module, name).register_forward_hook(lambda module, inputs, output: torch.zeros_like(output))
+    x = torch.randn(2, 9, 24, device=device)
+    assert not torch.equal(module(x), plain(x))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_training_with_pruned_weights(kind, device):
+    """torch's pruning makes the weight anew before each call of the module it prunes."""
+    module = BLOCKS[kind]().to(device)
+    names = [name for name in ("in_proj", "x_proj", "dt_proj", "conv1d", "out_proj") if hasattr(module, name)]
+    for name in names:
+        prune.random_unstructured(getattr(module, name), "weight", 0.5)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = torch.randn(2, 9, 24, device=device)
+    for _ in range(2):
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():  # the weights as they are now, which can be copied
+        module(x)
+    baked = copy.deepcopy(module)
+    for name in names:
+        prune.remove(getattr(baked, name), "weight")
+    assert_outputs(module, baked, device)
+
+
+@pytest.mark.parametrize("kind,name", [part for part in PARTS if part[1] != "norm"])
+def test_parametrized_weights(kind, name):
+    module = BLOCKS[kind]()
+    plain = copy.deepcopy(module)
+    nn.utils.parametrizations.weight_norm(getattr(module, name))
+    assert_outputs(module, plain, "cpu")
+    module(torch.randn(2, 9, 24)).square().sum().backward()
+    assert getattr(module, name).parametrizations.weight.original0.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_dynamic_quantisation(kind):
+    """Eight bits a weight: the projections' outputs are off by about a hundredth of their size."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("this torch has no kernels for quantised layers")
+    module = BLOCKS[kind]().eval()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # that torchao is the place for it now
+        quantised = torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, dtype=torch.qint8)
+        assert type(quantised.out_proj) is not nn.Linear
+        x = torch.randn(2, 9, 24)
+        for found, expected in zip(outputs(quantised, x), outputs(module, x), strict=True):
+            assert (found - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "mamba2_simple"])
+def test_packed_sequences_need_the_convolution_as_it_was_made(kind):
+    module = BLOCKS[kind]()
+    module.conv1d.register_forward_hook(lambda *call: None)
+    with pytest.raises(ValueError, match="need conv1d as it was made, got one with hooks or replaced by Conv1d"):
+        module(torch.randn(1, 5, 24), seq_idx=torch.zeros(1, 5, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, RMSNorm])
+def test_a_hooked_norm_is_called(norm):
+    block = Block(24, lambda dim: BLOCKS["mamba"](), nn.Identity, norm_cls=norm, fused_add_norm=True)
+    x, residual = torch.randn(2, 3, 24), torch.randn(2, 3, 24)
+    expected = block(x, residual)
+    seen = []
+    block.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    torch.testing.assert_close(block(x, residual), expected)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_sizes_without_values(kind):
+    """On the meta device: shapes of outputs and gradients, no memory."""
+    module = BLOCKS[kind]().to("meta")
+    out = module(torch.randn(2, 9, 24, device="meta"))
+    assert out.shape == (2, 9, 24) and out.is_meta
+    out.sum().backward()
+    assert all(parameter.grad.shape == parameter.shape for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("shape", [(9, 24), (2, 9, 23), (2, 2, 9, 24)], ids=str)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_inputs_of_another_shape(kind, shape):
+    with pytest.raises(ValueError, match=r"the input must be \(B, L, d_model\) with d_model = 24, got \("):
+        BLOCKS[kind]()(torch.randn(shape))
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "mha"])
+def test_wrong_bounds_of_packed_sequences(kind):
+    module, x = BLOCKS[kind](), torch.randn(1, 5, 24)
+    for bounds in ([0, 4], [1, 5], [0, 6], [0, 3, 2, 5], [5]):
+        with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to the 5 tokens of the input, got \["):
+            module(x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    with pytest.raises(TypeError, match="cu_seqlens must be an int32 tensor, got list"):
+        module(x, cu_seqlens=[0, 5])
+    for wrong in (torch.tensor([[0, 5]]), torch.tensor([0.0, 5.0]), torch.tensor([], dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"cu_seqlens must be \(sequences \+ 1,\) of int32, got"):
+            module(x, cu_seqlens=wrong)
