@@ -15,9 +15,7 @@ def is_plain(module, cls):
     (pruning, weight_norm, captured activations) or a forward of its own (offloading), or if its weight is a tensor with
     its own arithmetic (DTensor, torchao). Such a module has to be called.
     """
-    hooks = (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if type(module).forward is not cls.forward or hooks:
         return False
     if traced_by_old_torch():  # which cannot look further

@@ -290,10 +290,10 @@ class Mamba2(nn.Module):
         return cu_seqlens.to(torch.int32), seq_idx[None]
 
     def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
-        """Zero states (conv_state, ssm_state) of a batch, of dtype or of conv1d's: a projection may be quantised."""
-        weight = self.conv1d.weight
-        factory = {"device": weight.device, "dtype": weight.dtype if dtype is None else dtype}
-        conv_state = torch.zeros(batch_size, self.d_conv, weight.shape[0], **factory).transpose(1, 2)
+        """Zero states (conv_state, ssm_state) of a batch, of dtype or of conv1d's."""
+        # projections may be quantised, and a submodule's parameters elsewhere (offloading) until it is called
+        factory = {"device": self.A_log.device, "dtype": self.conv1d.weight.dtype if dtype is None else dtype}
+        conv_state = torch.zeros(batch_size, self.d_conv, self.conv1d.weight.shape[0], **factory).transpose(1, 2)
         return conv_state, torch.zeros(batch_size, self.nheads, self.headdim, self.d_state, **factory)
 
     def _get_states_from_cache(self, inference_params, batch_size, initialize_states=False):

@@ -202,9 +202,9 @@ class Mamba(nn.Module):
         return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
 
     def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
-        """Zero states (conv_state, ssm_state) of a batch, of dtype or of conv1d's: a projection may be quantised."""
-        weight = self.conv1d.weight
-        factory = {"device": weight.device, "dtype": weight.dtype if dtype is None else dtype}
+        """Zero states (conv_state, ssm_state) of a batch, of dtype or of conv1d's."""
+        # projections may be quantised, and a submodule's parameters elsewhere (offloading) until it is called
+        factory = {"device": self.A_log.device, "dtype": self.conv1d.weight.dtype if dtype is None else dtype}
         conv_state = torch.zeros(batch_size, self.d_inner, self.d_conv, **factory)
         ssm_state = torch.zeros(batch_size, self.d_inner, self.d_state, **factory)
         return conv_state, ssm_state

@@ -98,7 +98,7 @@ class MHA(nn.Module):
         cache = conv_state = None
         if inference_params is not None:
             rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            cache, conv_state = self._get_cache(inference_params, rows, x.dtype)
+            cache, conv_state = self._get_cache(inference_params, rows, x)
 
         qkv = self.in_proj(x)
         if self.mlp_dim:
@@ -159,26 +159,27 @@ class MHA(nn.Module):
         if step and x.shape[1] != 1 and (self.d_conv or inference_params.lengths_per_sample is not None):
             raise ValueError(f"MHA: a step takes one token, (B, 1, embed_dim), got {tuple(x.shape)}")
 
-    def _get_cache(self, inference_params, rows, dtype):
+    def _get_cache(self, inference_params, rows, x):
         """This layer's (kv_cache, conv_state) in inference_params, made if they are not there yet."""
         if self.layer_idx is None:
             raise ValueError("MHA: layer_idx must be given to the constructor to use inference_params")
         caches = inference_params.key_value_memory_dict
         if self.layer_idx not in caches:
-            caches[self.layer_idx] = self.allocate_inference_cache(rows, inference_params.max_seqlen, dtype=dtype)
+            factory = {"dtype": x.dtype, "device": x.device}
+            caches[self.layer_idx] = self.allocate_inference_cache(rows, inference_params.max_seqlen, **factory)
         kv_cache, conv_state = caches[self.layer_idx]
         if kv_cache.shape[0] != rows:
             raise ValueError(f"MHA: the cache holds a batch of {kv_cache.shape[0]}, got a batch of {rows}")
         return kv_cache, conv_state
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, device=None, **kwargs):
         """Zeros (kv_cache (B, max_seqlen, 2, num_heads_kv, head_dim), conv_state (B, channels, d_conv) or None)."""
         weight = self.out_proj.weight
         if not isinstance(weight, torch.Tensor):  # a method of torch's quantised layers
             weight = weight()
         if dtype is None:
             dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
-        factory = {"device": weight.device, "dtype": dtype}
+        factory = {"device": weight.device if device is None else device, "dtype": dtype}
         kv_cache = torch.zeros(batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim, **factory)
         conv_state = None
         if self.d_conv:

@@ -117,6 +117,30 @@ def test_training_with_pruned_weights(kind, device):
     assert_outputs(module, baked, device)
 
 
+def offload(module):
+    """Parameters of submodules are where they belong only while the submodule runs, as with accelerate's hooks."""
+    for child in module.children():
+        real = dict(child._parameters)
+        away = {name: None if tensor is None else nn.Parameter(tensor.to("meta")) for name, tensor in real.items()}
+        child._parameters.update(away)
+
+        def forward(*arguments, child=child, real=real, away=away):
+            child._parameters.update(real)
+            try:
+                return type(child).forward(child, *arguments)
+            finally:
+                child._parameters.update(away)
+
+        child.forward = forward
+    return module
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_offloaded_parameters(kind, device):
+    module = BLOCKS[kind]().to(device)
+    assert_outputs(offload(copy.deepcopy(module)), module, device)
+
+
 @pytest.mark.parametrize("kind,name", [part for part in PARTS if part[1] != "norm"])
 def test_parametrized_weights(kind, name):
     module = BLOCKS[kind]()
