@@ -76,7 +76,8 @@ def architecture_problem(capability, architectures):
 
 
 def exception_for(code, message, where):
-    """The exception to raise for an error code with the library's own message."""
+    """The exception to raise for an error code with the library's own message, which may begin with where it failed."""
+    message = message.removeprefix(f"{where}: ")
     if code == abi.ERROR_INVALID:
         return ValueError(f"{where}: {message}")
     if code == abi.ERROR_UNSUPPORTED:

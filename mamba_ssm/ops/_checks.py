@@ -58,8 +58,25 @@ def check_int32(op, name, tensor, shape, like, like_name, letters):
         raise _device_error(op, name, tensor, like, like_name)
 
 
+def check_tensor(op, name, value):
+    """value is a tensor. For functions that look at an argument before its operator's own checks do."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def check_writable(op, name, tensor):
+    """No element of a tensor that is written in place lies where another does."""
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride == 0 and size > 1:
+            raise ValueError(
+                f"{op}: {name} is written in place, but its elements share memory (strides {tensor.stride()}): "
+                "use .clone() where it was expanded"
+            )
+
+
 def check_dims(op, name, tensor, dims, letters):
     """tensor has this many dimensions."""
+    check_tensor(op, name, tensor)
     if tensor.dim() != dims:
         raise ValueError(f"{op}: {name} must have {dims} dimensions {letters}, got shape {tuple(tensor.shape)}")
 
@@ -68,6 +85,12 @@ def check_dstate(op, dstate, largest):
     """The kernels hold at most so many states a channel."""
     if not 1 <= dstate <= largest:
         raise ValueError(f"{op}: dstate (the last dimension of A) must lie in 1..{largest}, got {dstate}")
+
+
+def check_bounds(op, bounds, length):
+    """The values of cu_seqlens. For the CPU: looking at them on a GPU would be a synchronisation."""
+    if bounds[0] != 0 or bounds[-1] > length or bounds != sorted(bounds):
+        raise ValueError(f"{op}: cu_seqlens must rise from 0 to at most the {length} steps of x, got {bounds}")
 
 
 def check_groups(op, channels_name, channels, groups):
@@ -80,9 +103,14 @@ def check_groups(op, channels_name, channels, groups):
 
 def widen(tensor):
     """float32 of a parameter that came as float16 or bfloat16; others go on unchanged, to be checked later."""
-    if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16):
+    if isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
     return tensor
+
+
+def cast(tensor, dtype):
+    """tensor in another float dtype; what is no float tensor goes on unchanged, to be checked later."""
+    return tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.dtype in FLOAT_DTYPES else tensor
 
 
 def no_complex(op, name, tensor):

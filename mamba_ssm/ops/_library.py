@@ -49,11 +49,12 @@ def exported_by_dynamo():
 
 def may_be_one_node():
     """Whether an autograd.Function of several operators can be used. Exported programs and torch.jit.trace write
-    operators down, and cannot write down a node of Python; the compiler of torch 2.2 and 2.3 follows few of them.
+    operators down, and cannot write down a node of Python; the compiler of torch 2.2 and 2.3 follows few of them. Under
+    torch.func the operators themselves say that they have no such derivative.
     """
     if is_compiling():
         return hasattr(torch, "get_autocast_dtype") and not exported_by_dynamo()
-    return _tracing_state() is None
+    return _tracing_state() is None and not _transforms_active()
 
 
 def define(schema, implementation, fake, autograd=None, differentiable=True):
@@ -91,15 +92,39 @@ def call(op, *arguments):
     """
     if watched() or forward_ad._current_level >= 0:
         return op(*arguments)
-    if torch.is_grad_enabled():
-        for argument in arguments:
-            if isinstance(argument, torch.Tensor) and argument.requires_grad:
-                function = _FUNCTIONS.get(op)
-                return op(*arguments) if function is None else function.apply(*arguments)
-    if _all_plain(arguments):
-        return _IMPLEMENTATIONS[op](*arguments)
-    with _below_autograd():
-        return op(*arguments)
+    try:
+        if torch.is_grad_enabled():
+            for argument in arguments:
+                if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                    function = _FUNCTIONS.get(op)
+                    return op(*arguments) if function is None else function.apply(*arguments)
+        if _all_plain(arguments):
+            return _IMPLEMENTATIONS[op](*arguments)
+        with _below_autograd():
+            return op(*arguments)
+    except (AttributeError, RuntimeError):
+        _refuse_what_is_no_dense_tensor(op, arguments)
+        raise
+
+
+def _refuse_what_is_no_dense_tensor(op, arguments):
+    """Names the argument that has failed for being no tensor, or one without strides and memory of its own. Only on the
+    way out of a failure, so that calls that succeed do not pay for it.
+    """
+    name = op._schema.name.partition("::")[2]
+    for declared, given in zip(op._schema.arguments, arguments, strict=True):
+        kind = str(declared.type)
+        if "Tensor" not in kind or (given is None and kind.startswith("Optional")):
+            continue
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(f"{name}: {declared.name} must be a torch.Tensor, got {type(given).__name__}") from None
+        if given.layout != torch.strided or given.is_nested:
+            layout = "a nested tensor" if given.is_nested else given.layout
+            raise TypeError(f"{name}: {declared.name} must be a dense tensor, got {layout}") from None
+        if declared.alias_info is not None and given.is_neg():
+            raise ValueError(
+                f"{name}: {declared.name} is written in place and cannot be a negated view: use .resolve_neg()"
+            ) from None
 
 
 def _all_plain(arguments):
@@ -135,10 +160,14 @@ def call_below_autograd(op, *arguments):
     """
     if is_compiling():
         return op(*arguments)
-    if not watched() and _all_plain(arguments):
-        return _IMPLEMENTATIONS[op](*arguments)
-    with _below_autograd():
-        return op(*arguments)
+    try:
+        if not watched() and _all_plain(arguments):
+            return _IMPLEMENTATIONS[op](*arguments)
+        with _below_autograd():
+            return op(*arguments)
+    except (AttributeError, RuntimeError):
+        _refuse_what_is_no_dense_tensor(op, arguments)
+        raise
 
 
 def call_in_backward(op, *arguments):

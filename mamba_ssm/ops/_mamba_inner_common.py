@@ -12,12 +12,13 @@ from mamba_ssm.ops._projections import from_columns, rms_norm_channels
 _NAME = "mamba_inner_fn"
 
 
-def check(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C):
-    """Raises on arguments that do not fit; what the convolution and the scan check themselves is left to them."""
+def check(inputs):
+    """Raises on tensors that do not fit; what the convolution and the scan check themselves is left to them."""
+    xz, conv1d_weight, _, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C, *_ = inputs
     checks.check_dims(_NAME, "xz", xz, 3, "(B, 2D, L)")
     checks.check_activation_dtype(_NAME, "xz", xz)
-    checks.no_complex(_NAME, "A", A)
     checks.check_dims(_NAME, "A", A, 2, "(D, N)")
+    checks.no_complex(_NAME, "A", A)
     dim, dstate = A.shape
     batch, _, seqlen = xz.shape
     checks.check_same(_NAME, "xz", xz, (batch, 2 * dim, seqlen), xz, "itself", "(B, 2D, L) with A (D, N)")
@@ -29,12 +30,29 @@ def check(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_proj_weight, 
     checks.check_same(_NAME, "delta_proj_weight", delta_proj_weight, (dim, rank), xz, "xz", "(D, R)")
     rows = rank + (dstate if B is None else 0) + (dstate if C is None else 0)
     letters = "(R, and N for each of B and C that is not given, D)"
+    checks.check_tensor(_NAME, "x_proj_weight", x_proj_weight)
     checks.check_same(_NAME, "x_proj_weight", x_proj_weight, (rows, dim), xz, "xz", letters)
     checks.check_dims(_NAME, "out_proj_weight", out_proj_weight, 2, "(d_model, D)")
     d_model = out_proj_weight.shape[0]
     checks.check_same(_NAME, "out_proj_weight", out_proj_weight, (d_model, dim), xz, "xz", "(d_model, D)")
     if out_proj_bias is not None:
+        checks.check_tensor(_NAME, "out_proj_bias", out_proj_bias)
         checks.check_same(_NAME, "out_proj_bias", out_proj_bias, (d_model,), xz, "xz", "(d_model,)")
+    B_proj_bias, C_proj_bias, b_rms_weight, c_rms_weight, dt_rms_weight = inputs[12:]
+    for name, vector, matrix in (
+        ("B_proj_bias", B_proj_bias, B),
+        ("C_proj_bias", C_proj_bias, C),
+        ("b_rms_weight", b_rms_weight, B),
+        ("c_rms_weight", c_rms_weight, C),
+    ):
+        if vector is not None:
+            checks.check_tensor(_NAME, name, vector)
+            if matrix is not None:
+                raise ValueError(f"{_NAME}: {name} is for what x_proj gives, but {name[0].upper()} is given")
+            checks.check_float(_NAME, name, vector, (dstate,), xz, "xz", "(N,)")
+    if dt_rms_weight is not None:
+        checks.check_tensor(_NAME, "dt_rms_weight", dt_rms_weight)
+        checks.check_float(_NAME, "dt_rms_weight", dt_rms_weight, (dim,), xz, "xz", "(D,)")
 
 
 def split(x_dbl, rank, dstate, B, C):

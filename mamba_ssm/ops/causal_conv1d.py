@@ -10,7 +10,7 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, pointer, run
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._conv1d_common import check_weight, kernel_layout, wants_silu
-from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define
+from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define, watched
 from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
 from mamba_ssm.ops.reference import causal_conv1d_ref, causal_conv1d_update_ref, causal_conv1d_varlen_states_ref
 
@@ -59,6 +59,7 @@ def causal_conv1d_fn(
     want_states = bool(return_final_states) or final_states_out is not None
     out, final_states = call(causal_conv1d_op, x, weight, bias, seq_idx, initial_states, want_states, silu)
     if final_states_out is not None:
+        checks.check_tensor(_NAME, "final_states_out", final_states_out)
         checks.check_same(_NAME, "final_states_out", final_states_out, final_states.shape, x, "x", "(B, D, W-1)")
         final_states = final_states_out.copy_(final_states)
     return (out, final_states) if return_final_states else out
@@ -73,12 +74,24 @@ def causal_conv1d_varlen_states(x, cu_seqlens, state_len):
 
     Returns:
         (sequences, D, state_len) of x's dtype, a fit conv_state for causal_conv1d_update.
+
+    Raises:
+        TypeError: cu_seqlens is not of integers. ValueError: a shape, a device or state_len is wrong, or cu_seqlens
+        does not rise from 0 to at most the total length (its values are looked at on the CPU alone).
     """
     name = "causal_conv1d_varlen_states"
     checks.check_dims(name, "x", x, 2, "(total length, D)")
     checks.check_dims(name, "cu_seqlens", cu_seqlens, 1, "(sequences + 1,)")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: cu_seqlens must be int32 or int64, got {checks.short(cu_seqlens.dtype)}")
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"{name}: cu_seqlens must be on {x.device} like x, got {cu_seqlens.device}")
+    if cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{name}: cu_seqlens must have shape (sequences + 1,), got (0,)")
+    if not isinstance(state_len, int | torch.SymInt) or state_len < 0:
+        raise ValueError(f"{name}: state_len must be an integer of at least 0, got {state_len!r}")
+    if x.is_cpu and not watched():
+        checks.check_bounds(name, cu_seqlens.tolist(), x.shape[0])
     if x.shape[0] == 0:
         return x.new_zeros(cu_seqlens.shape[0] - 1, x.shape[1], state_len)
     start, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]

@@ -23,16 +23,16 @@ def causal_conv1d_update(
         activation: None, "silu" or "swish".
         cache_seqlens: (B) int32; if given, conv_state is a circular buffer written from cache_seqlens[b] % S on.
         conv_state_indices: (B) int32, the row of conv_state for each entry of x, whose first dimension is then the
-            number of rows; a negative row is padding, its output zero.
+            number of rows, and of which none may come twice; a negative row is padding, its output zero.
 
     Returns:
         Output of x's shape and dtype. There is no gradient: inputs that require one are refused.
 
     Same as causal_conv1d.causal_conv1d_update of the causal-conv1d package.
     """
-    if cache_seqlens is not None and cache_seqlens.dtype == torch.int64:
+    if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dtype == torch.int64:
         cache_seqlens = cache_seqlens.to(torch.int32)
-    if conv_state_indices is not None and conv_state_indices.dtype == torch.int64:
+    if isinstance(conv_state_indices, torch.Tensor) and conv_state_indices.dtype == torch.int64:
         conv_state_indices = conv_state_indices.to(torch.int32)
     silu = wants_silu(_NAME, activation)
     return call(causal_conv1d_update_op, x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu)
@@ -51,6 +51,8 @@ def _check(x, conv_state, weight, bias, cache_seqlens, conv_state_indices):
     if conv_state_indices is None:
         rows = batch
     checks.check_float(_NAME, "conv_state", conv_state, (rows, dim, state_len), x, "x", "(B, D, S)")
+    if 0 in conv_state.stride():
+        checks.check_writable(_NAME, "conv_state", conv_state)
     if state_len < width - 1:
         raise ValueError(f"{_NAME}: conv_state must hold at least W-1 = {width - 1} steps, got S = {state_len}")
     if cache_seqlens is not None:

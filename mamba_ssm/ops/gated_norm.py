@@ -29,8 +29,11 @@ def layernorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before
 
     Same as upstream's mamba_ssm.ops.triton.layernorm_gated.layernorm_fn.
     """
-    if z is not None and z.dtype != x.dtype:
-        z = checks.widen(z)  # the kernels take float32 beside any x
+    checks.check_tensor(_NAME, "x", x)
+    if z is not None:
+        checks.check_tensor(_NAME, "z", z)
+        if z.dtype != x.dtype:
+            z = checks.widen(z)  # the kernels take float32 beside any x
     group_size = x.shape[-1] if group_size is None else group_size
     flags = bool(norm_before_gate), bool(is_rms_norm), False
     return call(gated_norm_op, x, weight, bias, z, float(eps), group_size, *flags)[0]

@@ -69,12 +69,15 @@ def mamba_split_conv1d_scan_combined(
     Same as upstream's mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined.
     """
     check_options(_NAME, chunk_size, dt_limit, state_dtype)
+    if not isinstance(ngroups, int):
+        raise TypeError(f"{_NAME}: ngroups must be an integer, got {ngroups!r}")
+    checks.check_tensor(_NAME, "zxbcdt", zxbcdt)
     dtype = autocast_dtype(zxbcdt)
     if dtype is not None:
-        zxbcdt = zxbcdt.to(dtype)
-        outproj_weight = None if outproj_weight is None else outproj_weight.to(dtype)
+        zxbcdt = checks.cast(zxbcdt, dtype)
+        outproj_weight = checks.cast(outproj_weight, dtype)
     if outproj_bias is not None:
-        outproj_bias = outproj_bias.to(zxbcdt.dtype)
+        outproj_bias = checks.cast(outproj_bias, zxbcdt.dtype)
     tensors = (
         zxbcdt,
         conv1d_weight,
@@ -103,7 +106,9 @@ def mamba_split_conv1d_scan_combined(
     else:
         projection = outproj_weight, outproj_bias
         given = (*tensors, *projection)
-        need_grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
+        need_grad = torch.is_grad_enabled() and any(
+            isinstance(one, torch.Tensor) and one.requires_grad for one in given
+        )
         if need_grad and may_be_one_node():
             out, states = _Mamba2Inner.apply(*given, *options)
         else:
@@ -115,7 +120,7 @@ def mamba_split_conv1d_scan_combined(
 
 
 def _headdim(D, headdim):
-    if D is not None and D.dim() == 2:
+    if isinstance(D, torch.Tensor) and D.dim() == 2:
         if headdim not in (None, D.shape[1]):
             raise ValueError(f"{_NAME}: headdim is {headdim}, but D has shape (H, P) = {tuple(D.shape)}")
         return D.shape[1]
@@ -129,6 +134,7 @@ def _project(out, weight, bias):
     shape = (weight.shape[0], out.shape[-1])
     checks.check_same(_NAME, "outproj_weight", weight, shape, out, "zxbcdt", "(d_model, d_mlp + H P)")
     if bias is not None:
+        checks.check_tensor(_NAME, "outproj_bias", bias)
         checks.check_same(_NAME, "outproj_bias", bias, shape[:1], out, "zxbcdt", "(d_model,)")
     return F.linear(out, weight, bias)
 
@@ -181,8 +187,9 @@ class _Mamba2Inner(torch.autograd.Function):
             dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, drmsnorm_weight, out = call_in_backward(
                 split_conv1d_scan_backward_op, dout @ outproj_weight, dstates, *tensors, *ctx.options, need[6], need[9]
             )
-            rows = dout.flatten(0, 1)
-            doutproj_weight = rows.t() @ out.flatten(0, 1) if need[9] else None
+            count = dout.shape[0] * dout.shape[1]
+            rows = dout.reshape(count, dout.shape[2])
+            doutproj_weight = rows.t() @ out.reshape(count, out.shape[2]) if need[9] else None
             doutproj_bias = rows.sum(0) if need[10] else None
         grads = dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, None, drmsnorm_weight
         return *grads, doutproj_weight, doutproj_bias, *(None,) * 8

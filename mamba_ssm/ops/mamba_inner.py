@@ -65,18 +65,18 @@ def mamba_inner_fn(
     """
     if checkpoint_lvl not in (0, 1):
         raise ValueError(f"{_NAME}: checkpoint_lvl must be 0 or 1, got {checkpoint_lvl!r}")
+    checks.check_tensor(_NAME, "xz", xz)
     dtype = autocast_dtype(xz)
     if dtype is not None:
-        xz, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias = (
-            None if tensor is None else tensor.to(dtype)
-            for tensor in (xz, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias)
+        xz, x_proj_weight, delta_proj_weight, out_proj_weight = (
+            checks.cast(tensor, dtype) for tensor in (xz, x_proj_weight, delta_proj_weight, out_proj_weight)
         )
-    elif out_proj_bias is not None:
-        out_proj_bias = out_proj_bias.to(xz.dtype)
-    check(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C)
-    if (b_rms_weight is not None and B is not None) or (c_rms_weight is not None and C is not None):
-        raise ValueError(f"{_NAME}: b_rms_weight and c_rms_weight norm the B and C of x_proj, but B or C is given")
-    B, C = (checks.widen(matrix) if matrix is not None and matrix.dim() == 2 else matrix for matrix in (B, C))
+    if out_proj_bias is not None:
+        out_proj_bias = checks.cast(out_proj_bias, xz.dtype)
+    if B is not None:
+        B = _given(B, dtype)
+    if C is not None:
+        C = _given(C, dtype)
     tensors = (
         xz,
         conv1d_weight,
@@ -96,11 +96,19 @@ def mamba_inner_fn(
         c_rms_weight,
         dt_rms_weight,
     )
+    check(tensors)
     options = (bool(delta_softplus), checkpoint_lvl, float(b_c_dt_rms_eps))
-    need_grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    need_grad = torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors)
     if need_grad and may_be_one_node():
         return _MambaInner.apply(*tensors, *options)
     return _compute(*tensors, *options, keep=False)[0]
+
+
+def _given(matrix, dtype):
+    """A B or C that does not come from x_proj: a constant (D, N) is a parameter, a variable one an activation."""
+    if isinstance(matrix, torch.Tensor) and matrix.dim() == 2:
+        return checks.widen(matrix)
+    return matrix if dtype is None else checks.cast(matrix, dtype)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ _NAME = "mamba_inner_backward"
 
 def _check_backward(dout, inputs, x_dbl, conv_out, delta):
     """The sizes (batch, dim, seqlen, dstate, rank); what the parts' operators check themselves is left to them."""
-    xz, conv1d_weight, _, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C, *_ = inputs
-    check(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C)
+    xz, _, _, x_proj_weight, delta_proj_weight, out_proj_weight, _, A, *_ = inputs
+    check(inputs)
     batch, _, seqlen = xz.shape
     dim, dstate = A.shape
     shape = (batch, seqlen, out_proj_weight.shape[0])
@@ -70,6 +70,13 @@ def _backward(
         A,
         B,
         C,
+        D,
+        delta_bias,
+        B_proj_bias,
+        C_proj_bias,
+        b_rms_weight,
+        c_rms_weight,
+        dt_rms_weight,
     )
     batch, _, seqlen, dstate, rank = _check_backward(dout, inputs, x_dbl, conv_out, delta)
     columns = batch * seqlen

@@ -111,6 +111,7 @@ def layer_norm_linear_fn(
     Same as upstream's mamba_ssm.ops.triton.layer_norm.layer_norm_linear_fn, which computes the norm again in backward;
     here it is kept.
     """
+    checks.check_tensor("layer_norm_linear_fn", "linear_weight", linear_weight)
     y, total = _add_norm(x, residual, norm_weight, norm_bias, eps, prenorm, residual_in_fp32, is_rms_norm)
     out = F.linear(y.to(linear_weight.dtype), linear_weight, linear_bias)
     return (out, total) if prenorm else out
@@ -148,23 +149,26 @@ class RMSNorm(torch.nn.Module):
 
 def _mix(x, residual, x1, dropout_p, rowscale, residual_in_fp32):
     """x after rowscale and dropout, and the residual with x1 in it; the dropout masks. Rare, so in plain torch."""
+    checks.check_tensor(_NAME, "x", x)
+    common.check_rows(_NAME, "x", x)
+    for name, tensor, shape, letters in (
+        ("residual", residual, x.shape, "(..., N)"),
+        ("x1", x1, x.shape, "(..., N)"),
+        ("rowscale", rowscale, x.shape[:-1], "(...) of x (..., N)"),
+    ):
+        if tensor is not None:
+            checks.check_tensor(_NAME, name, tensor)
+            checks.check_float(_NAME, name, tensor, shape, x, "x", letters)
     mask = mask1 = None
     if rowscale is not None:
         if x1 is not None:
-            raise ValueError("layer_norm: rowscale and x1 cannot be given together")
-        if rowscale.shape != x.shape[:-1]:
-            raise ValueError(
-                f"layer_norm: rowscale must have x's shape without the last dimension = {tuple(x.shape[:-1])}, "
-                f"got {tuple(rowscale.shape)}"
-            )
+            raise ValueError(f"{_NAME}: rowscale and x1 cannot be given together")
         x = (x * rowscale[..., None]).to(x.dtype)
     if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"layer_norm: dropout_p must be at least 0 and less than 1, got {dropout_p}")
+        raise ValueError(f"{_NAME}: dropout_p must be at least 0 and less than 1, got {dropout_p}")
     if dropout_p > 0.0:
         x, mask = torch.native_dropout(x, dropout_p, True)
     if x1 is not None:
-        if x1.shape != x.shape:
-            raise ValueError(f"layer_norm: x1 must have x's shape {tuple(x.shape)}, got {tuple(x1.shape)}")
         if dropout_p > 0.0:
             x1, mask1 = torch.native_dropout(x1, dropout_p, True)
         if residual is None:
@@ -177,8 +181,11 @@ def _mix(x, residual, x1, dropout_p, rowscale, residual_in_fp32):
 def _add_norm(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm):
     """norm(x + residual), and the sum if it is wanted."""
     beside = residual
-    if residual is not None and residual.dtype != x.dtype:
-        beside = checks.widen(residual)  # the kernels take float32 beside any x
+    if residual is not None:
+        checks.check_tensor(_NAME, "x", x)
+        checks.check_tensor(_NAME, "residual", residual)
+        if residual.dtype != x.dtype:
+            beside = checks.widen(residual)  # the kernels take float32 beside any x
     flags = bool(want_sum), bool(sum_in_fp32), bool(is_rms_norm), False
     out, total, _, _ = call(add_norm_op, x, beside, weight, bias, float(eps), *flags)
     if not want_sum:
@@ -261,7 +268,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx, dout, dtotal, *_):
         total, weight, bias, mean, rstd = ctx.saved_tensors
         if dout is None:  # the norm itself was not used
-            return dtotal, dtotal, *(None,) * 7
+            return dtotal, dtotal if ctx.has_residual else None, *(None,) * 7
         arguments = dout, dtotal, total, weight, bias, mean, rstd, ctx.is_rms_norm
         dx, dresidual, dweight, dbias = call_in_backward(add_norm_backward_op, *arguments)
         if not ctx.has_residual:

@@ -176,6 +176,8 @@ def causal_conv1d_update_ref(
         start = 0 if cache_seqlens is None else int(cache_seqlens[b]) % state_len
         history = torch.roll(state, -start, dims=1).to(dtype)
         line = torch.cat([history, steps[b].to(dtype)], dim=1)
+        if steps.shape[2] == 0:
+            continue
         windows = line[:, state_len - (width - 1) :].unfold(1, width, 1)
         result = (windows * weight[:, None].to(dtype)).sum(-1)
         if bias is not None:

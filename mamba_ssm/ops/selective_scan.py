@@ -52,17 +52,18 @@ def selective_scan_fn(
     Same as upstream's mamba_ssm.ops.selective_scan_interface.selective_scan_fn, except that complex A is not supported,
     and initial_state, seq_idx and the gradient of last_state are additions.
     """
-    if A.dtype != torch.float32:
+    # What is no tensor goes on to the operator, which names it.
+    if isinstance(A, torch.Tensor) and A.dtype != torch.float32:
         A = checks.widen(A)
-    if B.dim() == 2:
+    if isinstance(B, torch.Tensor) and B.dim() == 2:
         B = checks.widen(B)
-    if C.dim() == 2:
+    if isinstance(C, torch.Tensor) and C.dim() == 2:
         C = checks.widen(C)
-    if D is not None and D.dtype != torch.float32:
+    if D is not None:
         D = checks.widen(D)
-    if delta_bias is not None and delta_bias.dtype != torch.float32:
+    if delta_bias is not None:
         delta_bias = checks.widen(delta_bias)
-    if initial_state is not None and initial_state.dtype != torch.float32:
+    if initial_state is not None:
         initial_state = checks.widen(initial_state)
     options = bool(delta_softplus), bool(return_last_state), False
     out, last_state, _ = call(selective_scan_op, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, *options)

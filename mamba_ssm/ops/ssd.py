@@ -47,9 +47,9 @@ def mamba_chunk_scan_combined(
         D: (H) or (H, P) float32, the skip connection. dt_bias: (H) float32, added to dt.
         initial_states: (B, H, P, N) float32, the states before the first step; zero if None.
         seq_idx: (B, L) int32; the states restart from zero at each step whose value differs from the step before.
-        cu_seqlens: (sequences + 1) int32: where packed sequences begin in the one row of a batch of 1, and the end of
-            the last. Without seq_idx the states restart at these steps; the first sequence starts from initial_states.
-            That the values rise is checked on the CPU alone.
+        cu_seqlens: (sequences + 1) int32: 0, where the other sequences packed in the one row of a batch of 1 begin, and
+            the end of the last. Without seq_idx the states restart at these steps; the first sequence starts from
+            initial_states. That the values rise from 0 is checked on the CPU alone.
         dt_softplus: dt = softplus(dt + dt_bias). dt_limit: (smallest, largest) value of dt, which is then clamped.
         return_final_states: also return the states after the last step.
         return_varlen_states: also return the states after each sequence of cu_seqlens. They carry no gradient.
@@ -75,9 +75,10 @@ def mamba_chunk_scan_combined(
     dt_min, dt_max = float(dt_limit[0]), float(dt_limit[1])
     A, D, dt_bias, initial_states = (checks.widen(tensor) for tensor in (A, D, dt_bias, initial_states))
     if cu_seqlens is not None:
+        checks.check_tensor(_PUBLIC_NAME, "cu_seqlens", cu_seqlens)
         _check_cu_seqlens(x, cu_seqlens)
         if x.is_cpu and not watched():
-            _check_bounds(x, cu_seqlens.tolist())
+            checks.check_bounds(_PUBLIC_NAME, cu_seqlens.tolist(), x.shape[1])
         if seq_idx is None:
             steps = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
             seq_idx = torch.bucketize(steps, cu_seqlens[1:], right=True, out_int32=True)[None]
@@ -121,14 +122,6 @@ def _check_cu_seqlens(x, cu_seqlens):
     checks.check_dims(_PUBLIC_NAME, "cu_seqlens", cu_seqlens, 1, "(sequences + 1,)")
     sequences = max(cu_seqlens.shape[0] - 1, 0)
     checks.check_int32(_PUBLIC_NAME, "cu_seqlens", cu_seqlens, (sequences + 1,), x, "x", "(sequences + 1,)")
-
-
-def _check_bounds(x, bounds):
-    """The values of cu_seqlens: on the CPU alone, since on a GPU looking at them would be a synchronisation."""
-    if bounds[0] < 0 or bounds[-1] > x.shape[1] or bounds != sorted(bounds):
-        raise ValueError(
-            f"{_PUBLIC_NAME}: cu_seqlens must rise from 0 or more to at most the {x.shape[1]} steps of x, got {bounds}"
-        )
 
 
 # ---- forward operator ------------------------------------------------------------------------------------------------

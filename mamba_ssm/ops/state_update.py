@@ -25,15 +25,15 @@ def selective_state_update(
         A: (D, N) or (H, P, N). D, dt_bias: (D) or (H, P). dt, A, D and dt_bias may be stride-0 expansions.
         B, C: (B, N) or (B, G, N), where G divides H; of one dtype.
         dt_softplus: dt = softplus(dt + dt_bias).
-        state_batch_indices: (B) int32, the row of state for each entry of x; a negative row is padding, its output
-            zero.
+        state_batch_indices: (B) int32, the row of state for each entry of x, none of them twice; a negative row is
+            padding, its output zero.
 
     Returns:
         out of x's shape and dtype. There is no gradient: inputs that require one are refused.
 
     Same as upstream's mamba_ssm.ops.triton.selective_state_update.selective_state_update.
     """
-    if state_batch_indices is not None and state_batch_indices.dtype == torch.int64:
+    if isinstance(state_batch_indices, torch.Tensor) and state_batch_indices.dtype == torch.int64:
         state_batch_indices = state_batch_indices.to(torch.int32)
     arguments = state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, bool(dt_softplus)
     return call(selective_state_update_op, *arguments)
@@ -56,6 +56,8 @@ def _check(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices):
     dstate = state.shape[-1]
     rows = batch if state_batch_indices is None else state.shape[0]
     checks.check_float(_NAME, "state", state, (rows, *channels, dstate), x, "x", f"(B, {per_state[1:]}")
+    if 0 in state.stride():
+        checks.check_writable(_NAME, "state", state)
     checks.check_dstate(_NAME, dstate, abi.MAX_DSTATE)
     checks.check_float(_NAME, "dt", dt, x.shape, x, "x", per_step)
     checks.no_complex(_NAME, "A", A)

@@ -36,10 +36,13 @@ class SelectiveScan(nn.Module):
         Raises:
             TypeError, ValueError: a dtype or a shape is wrong.
         """
+        for name, tensor in (("delta", delta), ("B_ssm", B_ssm), ("C_ssm", C_ssm), ("h_prev", h_prev)):
+            if tensor is not None or name != "h_prev":
+                checks.check_tensor(_NAME, name, tensor)
         checks.check_dims(_NAME, "u", u, 3, "(B, L, D)")
         checks.check_activation_dtype(_NAME, "u", u)
-        checks.no_complex(_NAME, "A", A)
         checks.check_dims(_NAME, "A", A, 2, "(D, N)")
+        checks.no_complex(_NAME, "A", A)
         batch, seqlen, dim = u.shape
         dstate = A.shape[1]
         checks.check_same(_NAME, "delta", delta, (batch, seqlen, dim), u, "u", "(B, L, D)")
@@ -51,9 +54,8 @@ class SelectiveScan(nn.Module):
         u_time, delta_time = u.transpose(1, 2), delta.transpose(1, 2)
         B_time, C_time = B_ssm.transpose(1, 2), C_ssm.transpose(1, 2)
         y, states = None, []
-        for start in range(
-            0, dstate, abi.MAX_DSTATE
-        ):  # states do not see each other: a wide N is a sum of narrower scans
+        # States do not see each other: a wide N is a sum of narrower scans.
+        for start in range(0, dstate, abi.MAX_DSTATE):
             part = slice(start, start + abi.MAX_DSTATE)
             part_y, part_state = selective_scan_fn(
                 u_time,

@@ -96,6 +96,7 @@ UPDATE_OPTIONS = [
     {"circular": True, "state_len": 5, "seqlen": 3},
     {"indices": True},
     {"indices": True, "circular": True, "state_len": 4, "seqlen": 2},
+    {"state_len": 3, "seqlen": 0},
 ]
 
 
@@ -105,7 +106,7 @@ def test_update(options, dtype, device):
     batch, dim, width = 3, 37, options.get("width", 4)
     seqlen, state_len = options.get("seqlen"), options.get("state_len", 4)
     rows = 8 if options.get("indices") else batch
-    x = torch.randn(batch, dim, *([seqlen] if seqlen else [])).to(dtype)
+    x = torch.randn(batch, dim, *([] if seqlen is None else [seqlen])).to(dtype)
     arguments = {
         "x": x.to(device),
         "weight": torch.randn(dim, width).to(device),
@@ -154,3 +155,20 @@ def test_varlen_states(state_len, device):
     found = causal_conv1d_varlen_states(x, bounds, state_len)
     assert torch.equal(found, causal_conv1d_varlen_states_ref(x, bounds, state_len))
     assert found.shape == (4, 5, state_len)
+
+
+def test_varlen_states_of_wrong_arguments():
+    x, bounds = torch.randn(17, 5), torch.tensor([0, 4, 17])
+    for arguments, error, message in (
+        ((x[0], bounds, 3), ValueError, "x must have 2 dimensions"),
+        ((x, bounds.float(), 3), TypeError, "cu_seqlens must be int32 or int64, got float32"),
+        ((x, bounds.to("meta"), 3), ValueError, "cu_seqlens must be on cpu like x, got meta"),
+        ((x, bounds[:0], 3), ValueError, r"cu_seqlens must have shape \(sequences \+ 1,\), got \(0,\)"),
+        ((x, bounds + 1, 3), ValueError, r"cu_seqlens must rise from 0 to at most the 17 steps of x, got \[1, 5, 18\]"),
+        ((x, bounds.flip(0), 3), ValueError, "cu_seqlens must rise from 0"),
+        ((x, bounds, -1), ValueError, "state_len must be an integer of at least 0, got -1"),
+        ((x, bounds, 1.5), ValueError, "state_len must be an integer of at least 0, got 1.5"),
+        ((x, None, 3), TypeError, r"cu_seqlens must be a torch\.Tensor, got NoneType"),
+    ):
+        with pytest.raises(error, match=message):
+            causal_conv1d_varlen_states(*arguments)

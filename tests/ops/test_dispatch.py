@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mamba_ssm import Mamba
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
+from mamba_ssm import Mamba, Mamba2
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.reference import selective_state_update_ref
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, selective_scan_ref
 from mamba_ssm.ops.triton.selective_state_update import selective_state_update
@@ -48,7 +48,23 @@ def test_negative_bit_update(device):
     torch.testing.assert_close(state, expected_state, **CLOSE)
 
 
-@pytest.mark.parametrize("op", ["scan", "conv", "block"])
+def test_what_is_written_in_place_is_refused_where_it_cannot_be(device):
+    u, delta, A, B, C = (t[..., 0] if t.dim() == 3 else t for t in scan_tensors(device))
+    state, weight = torch.zeros(2, 6, 4, device=device), torch.ones(6, 4, device=device)
+    for spoiled, message in (
+        (negated_view(state), "and cannot be a negated view"),
+        (state[:1].expand(2, 6, 4), r"but its elements share memory \(strides \(0, 4, 1\)\)"),
+        (state[:, :, :1].expand(2, 6, 4), r"but its elements share memory \(strides \(24, 4, 0\)\)"),
+    ):
+        with pytest.raises(ValueError, match="state is written in place,? " + message):
+            selective_state_update(spoiled, u, delta, A, B, C)
+        with pytest.raises(ValueError, match="conv_state is written in place,? " + message):
+            causal_conv1d_update(u, spoiled, weight)
+    assert not state.any()
+    selective_state_update(state[:1].as_strided((1, 6, 4), (0, 4, 1)), u[:1], delta[:1], A, B[:1], C[:1])
+
+
+@pytest.mark.parametrize("op", ["scan", "conv", "block", "block2"])
 def test_batched_gradients(op, device):
     """is_grads_batched hides a dimension of the gradients from the operator."""
     if op == "scan":
@@ -60,7 +76,8 @@ def test_batched_gradients(op, device):
         inputs = inputs[:1]
     else:
         inputs = [torch.randn(2, 20, 16, device=device, requires_grad=True)]
-        out = Mamba(16, device=device)(inputs[0])
+        block = Mamba(16, device=device) if op == "block" else Mamba2(16, d_state=8, headdim=8, device=device)
+        out = block(inputs[0])
     directions = torch.randn(3, *out.shape, device=device)
     batched = torch.autograd.grad(out, inputs, directions, is_grads_batched=True, retain_graph=True)
     for i in range(3):

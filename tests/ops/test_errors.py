@@ -1,5 +1,7 @@
 """Wrong arguments: one clear error each, from the public functions and from torch.ops called directly."""
 
+from functools import partial
+
 import pytest
 import torch
 from cases import ConvCase, ScanCase
@@ -7,7 +9,12 @@ from cases import ConvCase, ScanCase
 import mamba_ssm  # noqa: F401 (registers the operators)
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+from mamba_ssm.ops.streaming import SelectiveScan
+from mamba_ssm.ops.triton.k_activations import swiglu
+from mamba_ssm.ops.triton.layer_norm import layer_norm_fn
+from mamba_ssm.ops.triton.layernorm_gated import layernorm_fn
 from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
 SCAN_ERRORS = [
     ("u", lambda t: t.double(), TypeError, "u must be float32, float16 or bfloat16, got float64"),
@@ -166,3 +173,50 @@ def test_meta_tensors_give_shapes_and_the_same_errors():
     assert selective_scan_fn(**tensors).shape == (2, 6, 20)
     with pytest.raises(TypeError, match="delta must have the dtype of u"):
         selective_scan_fn(**{**tensors, "delta": tensors["delta"].half()})
+
+
+# Each public function by a call that works; every argument in it is one that must be a tensor.
+scan, conv = ScanCase(2, 6, 20).inputs(torch.float32, "cpu"), ConvCase(2, 8, 9).inputs(torch.float32, "cpu")
+x, row = torch.randn(2, 8), torch.randn(8)
+steps = {"u": torch.randn(2, 5, 8), "delta": torch.rand(2, 5, 8), "A": -torch.rand(8, 4), "B_ssm": torch.randn(2, 5, 4)}
+CALLS = {
+    "scan": (selective_scan_fn, {name: scan[name] for name in ("u", "delta", "A", "B", "C", "D", "z")}),
+    "conv": (causal_conv1d_fn, {name: conv[name] for name in ("x", "weight", "bias")}),
+    "conv_update": (
+        causal_conv1d_update,
+        {"x": x, "conv_state": torch.zeros(2, 8, 4), "weight": conv["weight"]},
+    ),
+    "state_update": (
+        selective_state_update,
+        {"state": torch.zeros(2, 8, 4), "x": x, "dt": x, "A": -torch.rand(8, 4), "B": x[:, :4], "C": x[:, :4]},
+    ),
+    "ssd": (
+        partial(mamba_chunk_scan_combined, chunk_size=64),
+        {"x": torch.randn(1, 5, 2, 4), "dt": torch.rand(1, 5, 2), "A": -torch.rand(2), "B": torch.randn(1, 5, 1, 4),
+         "C": torch.randn(1, 5, 1, 4), "D": torch.randn(2), "initial_states": torch.zeros(1, 2, 4, 4)},
+    ),
+    "norm": (partial(layer_norm_fn, bias=None), {"x": x, "weight": row, "residual": x}),
+    "gated_norm": (partial(layernorm_fn, bias=None), {"x": x, "weight": row, "z": x}),
+    "swiglu": (swiglu, {"xy": x}),
+    "SelectiveScan": (partial(SelectiveScan(), D_ssm=None), {**steps, "C_ssm": steps["B_ssm"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("op", CALLS)
+def test_no_tensors(op, grad):
+    function, tensors = CALLS[op]
+    if "update" in op and grad:
+        pytest.skip("these have no gradient")
+    tensors = {name: tensor.clone().requires_grad_(grad) for name, tensor in tensors.items()}
+    function(**tensors)
+    may_be_none = ("D", "z", "bias", "residual", "initial_states")
+    for name, tensor in tensors.items():
+        values = [2.0, tensor.tolist(), tensor.detach().numpy()] + [None] * (name not in may_be_none)
+        for value in values:
+            with pytest.raises(TypeError, match=rf": {name} must be a torch\.Tensor, got {type(value).__name__}"):
+                function(**{**tensors, name: value})
+    if op != "SelectiveScan":  # it looks at its arguments through views, which sparse tensors have too
+        name = "x" if "x" in tensors else next(iter(tensors))
+        with pytest.raises(TypeError, match=rf": {name} must be a dense tensor, got torch\.sparse_coo"):
+            function(**{**tensors, name: tensors[name].detach().to_sparse()})

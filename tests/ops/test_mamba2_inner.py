@@ -302,3 +302,13 @@ def test_clear_errors(device):
     raises(ValueError, r"dt_limit must be \(smallest, largest\), got \(2.0, 1.0\)", dt_limit=(2.0, 1.0))
     seq_idx = torch.zeros(2, 71, dtype=torch.int64, device=device)
     raises(TypeError, "seq_idx must be int32, got int64", seq_idx=seq_idx)
+    raises(TypeError, "outproj_bias must have the dtype of zxbcdt, float32, got int64",
+           outproj_bias=tensors["outproj_bias"].long())  # fmt: skip
+    raises(TypeError, "ngroups must be an integer, got 1.0", ngroups=1.0)
+    raises(TypeError, "zxbcdt must be a torch.Tensor, got NoneType", zxbcdt=None)
+
+
+def test_meta_tensors_give_shapes():
+    tensors, fixed = inputs(torch.float32, "meta")
+    out = mamba_split_conv1d_scan_combined(**tensors, **fixed)
+    assert (out.shape, out.device.type) == ((2, 71, 12), "meta")

@@ -152,6 +152,17 @@ def test_backward_under_autocast_of_a_float32_forward(device):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("B", ["constant", "given"])
+def test_given_matrices_under_autocast(B, device):
+    """A variable B is an activation, a constant one a parameter that stays float32."""
+    tensors = inputs(torch.float32, device, B=B)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = mamba_inner_fn(**tensors)
+    names = ["xz", "x_proj_weight", "delta_proj_weight", "out_proj_weight", "out_proj_bias"]
+    names += ["B"] if B == "given" else []
+    assert torch.equal(found, mamba_inner_fn(**{**tensors, **{name: tensors[name].bfloat16() for name in names}}))
+
+
 def test_bias_of_another_dtype(device):
     tensors = inputs(torch.bfloat16, device)
     expected = mamba_inner_fn(**tensors)
@@ -248,3 +259,29 @@ def test_clear_errors(device):
         mamba_inner_fn(**{**tensors, "out_proj_weight": tensors["out_proj_weight"].half()})
     with pytest.raises(TypeError, match="A must be a real float32 tensor, got complex64"):
         mamba_inner_fn(**{**tensors, "A": tensors["A"].to(torch.complex64)})
+    with pytest.raises(TypeError, match="out_proj_bias must have the dtype of xz, float32, got int64"):
+        mamba_inner_fn(**{**tensors, "out_proj_bias": tensors["out_proj_bias"].long()})
+    for name, size in (
+        ("B_proj_bias", 5),
+        ("C_proj_bias", 5),
+        ("b_rms_weight", 5),
+        ("c_rms_weight", 5),
+        ("dt_rms_weight", 24),
+    ):
+        good = torch.ones(size, device=device)
+        for spoiled, error, message in (
+            (good[:1], ValueError, rf"{name} must have shape \(.,\) = \({size},\), got \(1,\)"),
+            (good.to(torch.complex64), TypeError, f"{name} must be float32, float16 or bfloat16, got complex64"),
+            ([1.0] * size, TypeError, rf"{name} must be a torch\.Tensor, got list"),
+        ):
+            with pytest.raises(error, match=message):
+                mamba_inner_fn(**{**tensors, name: spoiled})
+    given = inputs(torch.float32, device, C="given")
+    for name in ("C_proj_bias", "c_rms_weight"):
+        with pytest.raises(ValueError, match=f"{name} is for what x_proj gives, but C is given"):
+            mamba_inner_fn(**{**given, name: torch.ones(5, device=device)})
+
+
+def test_meta_tensors_give_shapes():
+    out = mamba_inner_fn(**inputs(torch.float32, "meta"))
+    assert (out.shape, out.device.type) == ((2, 71, D_MODEL), "meta")

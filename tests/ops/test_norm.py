@@ -153,6 +153,14 @@ def test_only_the_sum_is_used(device):
     torch.testing.assert_close(residual.grad, x.grad)
 
 
+def test_only_the_sum_in_float32_is_used(device):
+    x = torch.randn(3, 8, device=device).bfloat16().requires_grad_()
+    _, total = rms_norm_fn(x, torch.ones(8, device=device), None, prenorm=True, residual_in_fp32=True)
+    assert total.dtype == torch.float32
+    total.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
 def test_second_norm_second_input_and_rowscale(device):
     names = ("x", "weight", "bias", "residual", "x1", "weight1", "bias1")
     shapes = [(2, 3, 40), (40,), (40,), (2, 3, 40), (2, 3, 40), (40,), (40,)]
@@ -249,12 +257,20 @@ def test_wrong_tensors(spoil, error, message):
         add_norm_op(*ordered, 1e-5, True, False, False, True)
 
 
+def test_wrong_dtypes_beside_x():
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    for name, value in (("x1", x.to(torch.complex64)), ("rowscale", torch.ones(3).int()), ("x", x.int())):
+        with pytest.raises(TypeError, match=f"{name} must be float32, float16 or bfloat16"):
+            layer_norm_fn(**{"x": x, "weight": weight, "bias": None, "dropout_p": 0.1, name: value})
+
+
 def test_wrong_options():
     x, weight = torch.randn(3, 8), torch.randn(8)
     for options, message in [
         ({"rowscale": torch.ones(3), "x1": x}, "rowscale and x1 cannot be given together"),
-        ({"rowscale": torch.ones(4)}, r"rowscale must have x's shape without the last dimension = \(3,\), got \(4,\)"),
-        ({"x1": x[:1]}, r"x1 must have x's shape \(3, 8\), got \(1, 8\)"),
+        ({"rowscale": torch.ones(4)}, r"rowscale must have shape \(\.\.\.\) of x \(\.\.\., N\) = \(3,\), got \(4,\)"),
+        ({"x1": x[:1]}, r"x1 must have shape \(\.\.\., N\) = \(3, 8\), got \(1, 8\)"),
+        ({"x1": x, "residual": x[:1]}, r"residual must have shape \(\.\.\., N\) = \(3, 8\), got \(1, 8\)"),
         ({"dropout_p": 1.0}, "dropout_p must be at least 0 and less than 1, got 1.0"),
         ({"dropout_p": -0.1}, "dropout_p must be at least 0 and less than 1, got -0.1"),
     ]:

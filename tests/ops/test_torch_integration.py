@@ -5,6 +5,7 @@ import torch
 from cases import ConvCase, ScanCase, outputs_and_gradients
 
 import mamba_ssm
+from mamba_ssm import Mamba, Mamba2
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mamba_ssm.ops.triton.k_activations import swiglu
@@ -185,6 +186,13 @@ def test_functional_transforms(device):
     with pytest.raises(RuntimeError, match=r"does not work with torch\.func transforms"):
         torch.func.grad(lambda u: torch.func.vmap(run)(u).sum())(many)
     torch.testing.assert_close(torch.func.vmap(run)(many), torch.stack([run(u) for u in many]))
+
+
+@pytest.mark.parametrize("block", [Mamba, Mamba2])
+def test_functional_transforms_of_a_block(block, device):
+    layer = block(16, d_state=8, device=device, **({"headdim": 8} if block is Mamba2 else {}))
+    with pytest.raises(RuntimeError, match=r"does not work with torch\.func transforms"):
+        torch.func.grad(lambda x: layer(x).sum())(torch.randn(2, 5, 16, device=device))
 
 
 def test_in_place_operators_bump_versions_and_refuse_gradients(device):
