@@ -10,6 +10,7 @@ import torch
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm.ops import _checks as checks
+from mamba_ssm.ops._autocast import autocast_dtype
 from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define
 from mamba_ssm.ops._scan_common import allocate, check, check_fake, fill, kernel_layout, plan_of, split_length
 from mamba_ssm.ops.selective_scan_backward import selective_scan_backward_op
@@ -33,6 +34,7 @@ def selective_scan_fn(
 
     Args:
         u, delta, z: (B, D, L) of one dtype: float32, float16 or bfloat16. z gates the output with silu(z).
+            Under autocast delta, z and variable B and C are cast to u's dtype.
         A: (D, N) float32 (as every float32 argument, widened if it comes narrower). N is 1..256.
         B, C: (B, N, L) or (B, G, N, L) of u's dtype, where G divides D; or constant (D, N) float32.
         D: (D) float32, the skip connection. delta_bias: (D) float32, added to delta.
@@ -55,9 +57,9 @@ def selective_scan_fn(
     # What is no tensor goes on to the operator, which names it.
     if isinstance(A, torch.Tensor) and A.dtype != torch.float32:
         A = checks.widen(A)
-    if isinstance(B, torch.Tensor) and B.dim() == 2:
+    if _is_constant(B):
         B = checks.widen(B)
-    if isinstance(C, torch.Tensor) and C.dim() == 2:
+    if _is_constant(C):
         C = checks.widen(C)
     if D is not None:
         D = checks.widen(D)
@@ -65,9 +67,16 @@ def selective_scan_fn(
         delta_bias = checks.widen(delta_bias)
     if initial_state is not None:
         initial_state = checks.widen(initial_state)
+    if isinstance(u, torch.Tensor) and autocast_dtype(u) is not None:  # which leaves some inputs wider: norms' outputs
+        delta, z = checks.cast(delta, u.dtype), checks.cast(z, u.dtype)
+        B, C = (matrix if _is_constant(matrix) else checks.cast(matrix, u.dtype) for matrix in (B, C))
     options = bool(delta_softplus), bool(return_last_state), False
     out, last_state, _ = call(selective_scan_op, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, *options)
     return (out, last_state) if return_last_state else out
+
+
+def _is_constant(matrix):
+    return isinstance(matrix, torch.Tensor) and matrix.dim() == 2
 
 
 # ---- forward operator ------------------------------------------------------------------------------------------------

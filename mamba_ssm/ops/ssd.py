@@ -10,6 +10,7 @@ import torch
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm.ops import _checks as checks
+from mamba_ssm.ops._autocast import autocast_dtype
 from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define, watched
 from mamba_ssm.ops._ssd_common import allocate_workspace, check, fill
 from mamba_ssm.ops.ssd_backward import ssd_backward_op
@@ -42,7 +43,8 @@ def mamba_chunk_scan_combined(
         x, z: (B, L, H, P) of one dtype: float32, float16 or bfloat16. z gates the output with silu(z). P is 1..256.
         dt: (B, L, H) float32, float16 or bfloat16, the same as x's or another.
         A: (H) float32 (as every float32 argument, widened if it comes narrower).
-        B, C: (B, L, G, N) of x's dtype, where G divides H: H / G neighbouring heads share a group. N is 1..256.
+        B, C: (B, L, G, N) of x's dtype, where G divides H: H / G neighbouring heads share a group. N is 1..256. Under
+            autocast B, C and z are cast to x's dtype.
         chunk_size: a positive integer, upstream's tile size. It has no effect: the kernels choose their own.
         D: (H) or (H, P) float32, the skip connection. dt_bias: (H) float32, added to dt.
         initial_states: (B, H, P, N) float32, the states before the first step; zero if None.
@@ -74,6 +76,8 @@ def mamba_chunk_scan_combined(
     check_options(_PUBLIC_NAME, chunk_size, dt_limit, state_dtype)
     dt_min, dt_max = float(dt_limit[0]), float(dt_limit[1])
     A, D, dt_bias, initial_states = (checks.widen(tensor) for tensor in (A, D, dt_bias, initial_states))
+    if isinstance(x, torch.Tensor) and autocast_dtype(x) is not None:  # which leaves some inputs wider: norms' outputs
+        B, C, z = (checks.cast(tensor, x.dtype) for tensor in (B, C, z))
     if cu_seqlens is not None:
         checks.check_tensor(_PUBLIC_NAME, "cu_seqlens", cu_seqlens)
         _check_cu_seqlens(x, cu_seqlens)

@@ -117,6 +117,18 @@ def test_batched_gradients(device):
         torch.testing.assert_close([grad[i] for grad in batched], list(one), **CLOSE)
 
 
+def test_mixed_dtypes_under_autocast(device):
+    tensors = full(device)
+    narrow = {**tensors, "x": tensors["x"].bfloat16()}
+    same = {name: tensor.bfloat16() if name in ("B", "C", "z") else tensor for name, tensor in narrow.items()}
+    options = {"chunk_size": 64, "dt_softplus": True}
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = mamba_chunk_scan_combined(**narrow, **options)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, mamba_chunk_scan_combined(**same, **options))
+    with pytest.raises(TypeError, match="must have the dtype of x, bfloat16, got float32"):
+        mamba_chunk_scan_combined(**narrow, **options)
+
+
 def test_inference_mode_and_checkpoint(device):
     with torch.inference_mode():
         assert mamba_chunk_scan_combined(**lean(device), chunk_size=64).is_inference()

@@ -242,6 +242,20 @@ def test_saved_tensors_changed_in_place_are_noticed(device):
         out.sum().backward()
 
 
+def test_mixed_dtypes_under_autocast(device):
+    """As of a block whose B and C come from a norm with float32 weights; without autocast it is an error."""
+    tensors = ScanCase(2, 6, 70).inputs(torch.float32, device)
+    narrow = {name: tensor.bfloat16() if name in ("u", "delta") else tensor for name, tensor in tensors.items()}
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = selective_scan_fn(**narrow, delta_softplus=True)
+        wide = selective_scan_fn(**tensors, delta_softplus=True)
+    assert out.dtype == torch.bfloat16 and torch.equal(wide, selective_scan_fn(**tensors, delta_softplus=True))
+    same = {name: tensor.bfloat16() if name in ("B", "C", "z") else tensor for name, tensor in narrow.items()}
+    assert torch.equal(out, selective_scan_fn(**same, delta_softplus=True))
+    with pytest.raises(TypeError, match="B must have the dtype of u, bfloat16, got float32"):
+        selective_scan_fn(**narrow, delta_softplus=True)
+
+
 def test_checkpoint_and_hooks(device):
     tensors = scan_arguments(device, grad=True)
     run = torch.utils.checkpoint.checkpoint
