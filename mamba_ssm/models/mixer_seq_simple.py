@@ -175,6 +175,8 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         self.config = config
         factory = {"device": device, "dtype": dtype}
         multiple = config.pad_vocab_size_multiple
+        if multiple < 1:
+            raise ValueError(f"pad_vocab_size_multiple must be positive (1: no padding), got {multiple}")
         self.vocab_size = vocab_size = -(-config.vocab_size // multiple) * multiple
         self.backbone = MixerModel(
             d_model=config.d_model,
@@ -224,7 +226,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         """A model from a folder, or from a repository of the Hugging Face hub (needs huggingface_hub).
 
         Reads config.json and model.safetensors (needs safetensors) or pytorch_model.bin (tensors only: no code of the
-        file is run). kwargs go to the constructor.
+        file is run), whole or split over several files with an index. kwargs go to the constructor.
 
         Raises:
             FileNotFoundError: no such folder, repository or file. ImportError: names the extra to install.

@@ -1,7 +1,5 @@
 """The Mamba-2 block (Mamba-2, arXiv 2405.21060, section 7), with upstream's parameter names, shapes and states."""
 
-import math
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -11,6 +9,7 @@ from mamba_ssm._native import abi
 from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
+from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_varlen_states
 from mamba_ssm.ops.gated_norm import RMSNorm
@@ -296,20 +295,7 @@ class Mamba2(nn.Module):
         conv_state = torch.zeros(batch_size, self.d_conv, self.conv1d.weight.shape[0], **factory).transpose(1, 2)
         return conv_state, torch.zeros(batch_size, self.nheads, self.headdim, self.d_state, **factory)
 
-    def _get_states_from_cache(self, inference_params, batch_size, initialize_states=False):
-        """This layer's states in the cache, made if they are not there yet."""
-        if self.layer_idx is None:
-            raise ValueError("Mamba2: layer_idx must be given to the constructor to use inference_params")
-        cache = inference_params.key_value_memory_dict
-        if self.layer_idx not in cache:
-            cache[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
-        elif initialize_states:
-            for state in cache[self.layer_idx]:
-                state.zero_()
-        rows = cache[self.layer_idx][0].shape[0]
-        if rows != batch_size:  # a batch of 1 would spread over all rows in silence
-            raise ValueError(f"Mamba2: the cache holds states of a batch of {rows}, got a batch of {batch_size}")
-        return cache[self.layer_idx]
+    _get_states_from_cache = get_states_from_cache
 
 
 # ---- shared with Mamba2Simple ----------------------------------------------------------------------------------------
@@ -346,10 +332,7 @@ def init_heads(module, nheads, A_init_range, dt_min, dt_max, dt_init_floor, fact
     """Parameters dt_bias and A_log: softplus(dt_bias) starts log-uniform in [dt_min, dt_max], -A uniform."""
     if not 0 < A_init_range[0] <= A_init_range[1]:
         raise ValueError(f"A_init_range must be two positive numbers in order, got {A_init_range}")
-    low, high = math.log(dt_min), math.log(dt_max)
-    dt = torch.rand(nheads, device=factory["device"], dtype=torch.float32)
-    dt = torch.exp(dt * (high - low) + low).clamp(min=dt_init_floor)
-    dt_bias = dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+    dt_bias = initial_dt_bias(nheads, dt_min, dt_max, dt_init_floor, factory["device"])
     module.dt_bias = nn.Parameter(dt_bias.to(factory["dtype"] or torch.get_default_dtype()))
     module.dt_bias._no_weight_decay = True
     module.dt_bias._no_reinit = True

@@ -6,7 +6,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mamba_ssm._native import abi
 from mamba_ssm.modules._inputs import check_input
+from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain
 from mamba_ssm.ops.mamba_inner import mamba_inner_fn
 from mamba_ssm.ops.selective_scan import selective_scan_fn
@@ -59,6 +61,10 @@ class Mamba(nn.Module):
         self.layer_idx = layer_idx
         if not 2 <= d_conv <= 4:
             raise ValueError(f"Mamba: d_conv must be 2, 3 or 4, got {d_conv}")
+        if not 1 <= d_state <= abi.MAX_DSTATE:
+            raise ValueError(f"Mamba: d_state must lie in 1..{abi.MAX_DSTATE}, got {d_state}")
+        if isinstance(self.dt_rank, str) or self.dt_rank < 1:
+            raise ValueError(f"Mamba: dt_rank must be 'auto' or a positive integer, got {dt_rank!r}")
 
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias, **factory)
         self.conv1d = nn.Conv1d(
@@ -92,12 +98,10 @@ class Mamba(nn.Module):
             nn.init.uniform_(self.dt_proj.weight, -std, std)
         else:
             raise ValueError(f"Mamba: dt_init must be 'random' or 'constant', got {dt_init!r}")
-        low, high = math.log(dt_min), math.log(dt_max)
+        bias = self.dt_proj.bias
         with torch.no_grad():
-            dt = torch.rand(self.d_inner, device=self.dt_proj.bias.device, dtype=torch.float32)
-            dt = torch.exp(dt * (high - low) + low).clamp(min=dt_init_floor)
-            self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
-        self.dt_proj.bias._no_reinit = True
+            bias.copy_(initial_dt_bias(self.d_inner, dt_min, dt_max, dt_init_floor, bias.device))
+        bias._no_reinit = True
 
     def forward(self, hidden_states, inference_params=None, seq_idx=None):
         """hidden_states (B, L, d_model) -> the same shape.
@@ -209,17 +213,4 @@ class Mamba(nn.Module):
         ssm_state = torch.zeros(batch_size, self.d_inner, self.d_state, **factory)
         return conv_state, ssm_state
 
-    def _get_states_from_cache(self, inference_params, batch_size, initialize_states=False):
-        """This layer's states in the cache, made if they are not there yet."""
-        if self.layer_idx is None:
-            raise ValueError("Mamba: layer_idx must be given to the constructor to use inference_params")
-        cache = inference_params.key_value_memory_dict
-        if self.layer_idx not in cache:
-            cache[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
-        elif initialize_states:
-            for state in cache[self.layer_idx]:
-                state.zero_()
-        rows = cache[self.layer_idx][0].shape[0]
-        if rows != batch_size:  # a batch of 1 would spread over all rows in silence
-            raise ValueError(f"Mamba: the cache holds states of a batch of {rows}, got a batch of {batch_size}")
-        return cache[self.layer_idx]
+    _get_states_from_cache = get_states_from_cache

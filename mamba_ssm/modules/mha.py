@@ -60,6 +60,8 @@ class MHA(nn.Module):
         self.rotary_emb_interleaved = rotary_emb_interleaved
         self.softmax_scale = softmax_scale
         self.causal = causal
+        if num_heads < 1 or self.num_heads_kv < 1:
+            raise ValueError(f"MHA: num_heads and num_heads_kv must be positive, got {num_heads} and {num_heads_kv}")
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(f"MHA: num_heads ({num_heads}) must divide embed_dim ({embed_dim}), or give head_dim")
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim

@@ -12,6 +12,7 @@ import torch
 CONFIG_NAME = "config.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_NAME = "pytorch_model.bin"
+INDEX_SUFFIX = ".index.json"  # of a file beside weights that are split over several
 
 
 def load_config_hf(model_name):
@@ -22,18 +23,12 @@ def load_config_hf(model_name):
 
     Same as upstream's mamba_ssm.utils.hf.load_config_hf.
     """
-    path = _find(model_name, [CONFIG_NAME])
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return config
+    return _read_json(_find(model_name, [CONFIG_NAME]))
 
 
 def load_state_dict_hf(model_name, device=None, dtype=None):
-    """{name: tensor} of a folder's or a hub repository's weights: model.safetensors, else pytorch_model.bin.
+    """{name: tensor} of a folder's or a hub repository's weights: model.safetensors, else pytorch_model.bin, each whole
+    or split over several files with an index.
 
     device, dtype: of the tensors; by default the CPU's and the file's. Only floating-point tensors change dtype.
 
@@ -47,15 +42,47 @@ def load_state_dict_hf(model_name, device=None, dtype=None):
 
 
 def find_weights(model_name):
-    """The path of the weights of a folder or a hub repository, downloaded if need be."""
+    """The path of the weights, or of their index, of a folder or a hub repository, downloaded if need be."""
     names = [SAFE_WEIGHTS_NAME, WEIGHTS_NAME]
     if importlib.util.find_spec("safetensors") is None:
         names.reverse()  # safetensors is asked for only where there is nothing else
-    return _find(model_name, names)
+    path = _find(model_name, [file for name in names for file in (name, name + INDEX_SUFFIX)])
+    for shard in _shards(path):
+        _find(model_name, [shard.name])
+    return path
+
+
+def _shards(path):
+    """The files that hold the weights: path itself, or those beside it that an index names."""
+    if not path.name.endswith(INDEX_SUFFIX):
+        return [path]
+    files = _read_json(path).get("weight_map")
+    if not isinstance(files, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in files.values()
+    ):
+        raise ValueError(f"{path} is no index of weights: it must hold a weight_map of tensors to files beside it")
+    return [path.with_name(file) for file in sorted(set(files.values()))]
 
 
 def read_weights(path, device=None, dtype=None):
-    """{name: tensor} of a .safetensors or a torch.save file."""
+    """{name: tensor} of a .safetensors or a torch.save file, or of those that an index names."""
+    state = {}
+    for shard in _shards(path):
+        state.update(_read_file(shard))
+    return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in state.items()}
+
+
+def _read_json(path):
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(contents).__name__}")
+    return contents
+
+
+def _read_file(path):
     if path.suffix == ".safetensors":
         read = _import("safetensors.torch", "safetensors", f"to read {path}").load_file
     else:
@@ -74,11 +101,11 @@ def read_weights(path, device=None, dtype=None):
         ) from error
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise ValueError(f"{path} must hold a dict of tensors, a state dict")
-    return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in state.items()}
+    return state
 
 
 def write_checkpoint(folder, config, state_dict, safe_serialization):
-    """Writes config.json and the weights; removes weights in the other format, which would be another model's."""
+    """Writes config.json and the weights; removes those in another form, which would be another model's."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if safe_serialization:
@@ -88,6 +115,8 @@ def write_checkpoint(folder, config, state_dict, safe_serialization):
     else:
         torch.save(state_dict, folder / WEIGHTS_NAME)
     (folder / (WEIGHTS_NAME if safe_serialization else SAFE_WEIGHTS_NAME)).unlink(missing_ok=True)
+    for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
+        (folder / (name + INDEX_SUFFIX)).unlink(missing_ok=True)
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
 
 

@@ -118,6 +118,44 @@ def test_damaged_weights(saved, name, contents):
     assert str(path) in text and "damaged" in text
 
 
+def split(folder, state, parts=3):
+    """Writes the state dict over several files, as accelerate and transformers do with large ones."""
+    (folder / "pytorch_model.bin").unlink()
+    files = {name: f"pytorch_model-{i % parts + 1:05d}-of-{parts:05d}.bin" for i, name in enumerate(state)}
+    for file in set(files.values()):
+        torch.save({name: tensor for name, tensor in state.items() if files[name] == file}, folder / file)
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": files}))
+    return index, sorted(set(files.values()))
+
+
+def test_split_weights(saved, hub):
+    folder, model = saved
+    index, files = split(folder, model.state_dict())
+    assert_same_model(MambaLMHeadModel.from_pretrained(folder), model)
+    asked = []
+
+    def download(name, file):
+        asked.append(file)
+        if not (folder / file).exists():
+            raise EntryNotFoundError(file)
+        return str(folder / file)
+
+    hub.hf_hub_download = download
+    assert_same_model(MambaLMHeadModel.from_pretrained("somebody/some-model"), model)
+    assert asked[-3:] == files
+    (folder / files[1]).unlink()
+    assert files[1] in load_error(folder, FileNotFoundError)
+    for contents in ('{"weight_map": {"a": "../b"}}', '{"weight_map": ["a"]}', "{}"):
+        index.write_text(contents)
+        assert f"{index} is no index of weights" in load_error(folder)
+    index.write_text("{")
+    assert f"{index} is damaged" in load_error(folder)
+    model.save_pretrained(folder)
+    assert not index.exists()
+    assert_same_model(MambaLMHeadModel.from_pretrained(folder), model)
+
+
 class Evil:
     def __reduce__(self):
         return exec, ("raise SystemExit('code of a checkpoint was run')",)

@@ -1,0 +1,34 @@
+"""What Mamba and Mamba-2 share of their states: those of inference, and where dt starts."""
+
+import math
+
+import torch
+
+
+def get_states_from_cache(self, inference_params, batch_size, initialize_states=False):
+    """This layer's (conv_state, ssm_state) in the cache, made if they are not there yet."""
+    name = type(self).__name__
+    if self.layer_idx is None:
+        raise ValueError(f"{name}: layer_idx must be given to the constructor to use inference_params")
+    cache = inference_params.key_value_memory_dict
+    if self.layer_idx not in cache:
+        cache[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
+    elif initialize_states:
+        for state in cache[self.layer_idx]:
+            state.zero_()
+    rows = cache[self.layer_idx][0].shape[0]
+    if rows != batch_size:  # a batch of 1 would spread over all rows in silence
+        raise ValueError(f"{name}: the cache holds states of a batch of {rows}, got a batch of {batch_size}")
+    return cache[self.layer_idx]
+
+
+def initial_dt_bias(size, dt_min, dt_max, dt_init_floor, device):
+    """(size) float32, so that softplus of it is log-uniform in [dt_min, dt_max] and at least dt_init_floor."""
+    if not (dt_min > 0 and dt_max > 0 and dt_init_floor >= 0):
+        raise ValueError(
+            f"dt_min and dt_max must be positive, dt_init_floor 0 or more, got {dt_min}, {dt_max} and {dt_init_floor}"
+        )
+    low, high = math.log(dt_min), math.log(dt_max)
+    dt = torch.rand(size, device=device, dtype=torch.float32)
+    dt = torch.exp(dt * (high - low) + low).clamp(min=dt_init_floor)
+    return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
