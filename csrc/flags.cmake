@@ -53,8 +53,11 @@ mamba_flags(MSVC "LINK" /INCREMENTAL:NO)
 
 mamba_flags(GNU "CXX;CUDA" -Wall -Wextra)
 # This machine's folders stay out of the libraries: the same source gives the same bytes anywhere.
-mamba_flags(GNU "CXX;CUDA" "-ffile-prefix-map=${CMAKE_CURRENT_SOURCE_DIR}=csrc")
-mamba_flags(GNU "CXX;CUDA" "-ffile-prefix-map=${CMAKE_BINARY_DIR}=build")
+# nvcc hands on what stands behind -Xcompiler through a shell, hence the quotes: a path may hold spaces or brackets.
+foreach(map IN ITEMS "${CMAKE_CURRENT_SOURCE_DIR}=csrc" "${CMAKE_BINARY_DIR}=build")
+    mamba_flags(GNU "CXX" "-ffile-prefix-map=${map}")
+    mamba_flags(GNU "CUDA" "-ffile-prefix-map=\"${map}\"")
+endforeach()
 mamba_flags(GNU "CXX" -ffunction-sections -fdata-sections)
 mamba_flags(GNU "LINK" LINKER:--gc-sections LINKER:--as-needed)
 mamba_flags(GNU "LINK" LINKER:--no-undefined) # a missing kernel is an error now, not when it is called
