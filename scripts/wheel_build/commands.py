@@ -9,6 +9,7 @@ import sys
 import warnings
 from functools import lru_cache
 from pathlib import Path
+from typing import IO
 
 from setuptools import Extension
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -20,6 +21,11 @@ from setuptools.command.sdist import sdist
 
 from . import build_info, cmake, finish, sbom, version
 from .plan import Plan, load, show
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
 
 ROOT = Path(__file__).resolve().parents[2]
 LIB = Path("mamba_ssm") / "lib"
@@ -37,6 +43,26 @@ def announce() -> None:
     show(the_plan().as_text())
     if the_plan().fatal:
         raise SystemExit("mamba_ssm: the build stops here; each FATAL line above says why, and its cure")
+    keep_others_out()
+
+
+@lru_cache(maxsize=1)
+def keep_others_out() -> IO[str]:
+    """The file whose lock this process holds until it ends: two builds would clear and fill the same folders."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    file = open(ROOT / "build" / "lock", "a")  # noqa: SIM115  (open as long as the process lives)
+    try:
+        if sys.platform == "win32":
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise SystemExit(
+            f"mamba_ssm: another build is running in {ROOT}; wait until it has ended, or build in another checkout"
+        ) from None
+    except OSError:
+        pass  # a network folder without locks
+    return file
 
 
 def extension() -> Extension:
@@ -94,11 +120,16 @@ class BuildWheel(bdist_wheel):
         self.root_is_pure = False
 
     def run(self) -> None:
+        # The wheel comes to dist finished or not at all, so it is made where nobody looks for one.
+        dist, self.dist_dir = Path(self.dist_dir), os.path.dirname(self.bdist_dir)
+        dist.mkdir(parents=True, exist_ok=True)
+        if not os.access(dist, os.W_OK):
+            raise SystemExit(f"mamba_ssm: {dist.absolute()}, where the wheel goes, cannot be written")
         with warnings.catch_warnings():
             # setuptools' own bdist_wheel goes through its install command, and that one warns users off.
             warnings.filterwarnings("ignore", message="setup.py install is deprecated")
             super().run()
-        plan, (_, _, path) = the_plan(), self.distribution.dist_files[-1]
+        plan, (*kind, path) = the_plan(), self.distribution.dist_files[-1]
         seconds = plan.config.source_date
         finish.settle(Path(path), build_info.source_of(ROOT).seconds if seconds is None else seconds)
         if plan.glibc:
@@ -107,6 +138,9 @@ class BuildWheel(bdist_wheel):
             except finish.ReleaseError as error:
                 os.unlink(path)
                 raise SystemExit(f"mamba_ssm: {error}") from None
+        wheel = finish.deliver(Path(path), dist)
+        self.distribution.dist_files[-1] = (*kind, str(wheel))
+        show(f"mamba_ssm: {wheel} is ready")
 
     def write_wheelfile(self, wheelfile_base: str, *arguments, **options) -> None:
         super().write_wheelfile(wheelfile_base, *arguments, **options)

@@ -25,6 +25,7 @@ PLANNED_BY_SWITCHES = {
 }
 # What compilers read besides their command line: CMake's variables, nvcc's two, cl's two (before and after it).
 COMPILER_FLAGS = ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CL", "_CL_")
+LATEST_DATE = 4354819198  # 2107-12-31 23:59:58, the last that a zip archive can hold
 LOCAL_LABEL = re.compile(r"[a-z0-9]+(?:[-_.][a-z0-9]+)*", re.IGNORECASE)
 
 
@@ -81,18 +82,18 @@ def parse_positive(switch: str, value: str) -> int | None:
     word = value.strip()
     if not word:
         return None
-    if re.fullmatch(r"[0-9]+", word) and int(word) > 0:
+    if re.fullmatch(r"[0-9]{1,4}", word) and int(word) > 0:
         return int(word)
-    raise SwitchError(switch, value, "a positive integer, or empty for the default")
+    raise SwitchError(switch, value, "a positive integer up to 9999, or empty for the default")
 
 
 def parse_source_date(switch: str, value: str) -> int | None:
     word = value.strip()
     if not word:
         return None
-    if re.fullmatch(r"[0-9]{1,12}", word):
+    if re.fullmatch(r"[0-9]{1,12}", word) and int(word) <= LATEST_DATE:
         return int(word)
-    raise SwitchError(switch, value, "seconds since 1970, or empty for the time of the commit")
+    raise SwitchError(switch, value, f"seconds since 1970, up to {LATEST_DATE}, or empty for the time of the commit")
 
 
 def parse_cuda(switch: str, value: str) -> str:

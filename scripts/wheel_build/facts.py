@@ -75,6 +75,8 @@ def gather(root: Path, environ: Mapping[str, str]) -> Facts:
             version, full_version = parsed
             architectures = cuda.parse_architectures(run(nvcc.path, "--list-gpu-arch"))
             trouble = tools.host_compiler_trouble(nvcc.path, environ, config)
+            if not architectures:
+                version, trouble = None, f"{nvcc.path} --list-gpu-arch does not answer as nvcc does"
             flags = cuda.extra_cuda_flags(nvcc, sys.platform, files)
     torch, torch_cuda = tools.installed_torch(files)
     return Facts(
@@ -82,7 +84,7 @@ def gather(root: Path, environ: Mapping[str, str]) -> Facts:
         machine=platform_module.machine(),
         cores=cores(),
         memory=free_memory(),
-        disk=free_disk(root),
+        disk=free_disk(root / "build" if (root / "build").is_dir() else root),
         writable=os.access(root, os.W_OK) and (not (root / "build").exists() or os.access(root / "build", os.W_OK)),
         root=str(root),
         compiler=tools.host_compiler(environ),
@@ -215,11 +217,15 @@ def compute_capabilities() -> list[int]:
 
 def git_state(root: Path) -> tuple[str, int, bool]:
     """(commit, its time, tracked files changed); ("", 0, False) outside a checkout of this very folder."""
-    top = run("git", "-C", str(root), "rev-parse", "--show-toplevel").strip()
-    if not top or os.path.realpath(top) != os.path.realpath(root):
+    here = os.path.realpath(root)
+    # In a container the checkout often is another user's, and git then answers nothing. This very folder's code is
+    # being run, so its git settings may be read.
+    git = ("git", "-c", f"safe.directory={here}", "-C", here)
+    top = run(*git, "rev-parse", "--show-toplevel").strip()
+    if not top or os.path.realpath(top) != here:
         return "", 0, False
-    head = re.fullmatch(r"([0-9a-f]{40,64}) (\d+)", run("git", "-C", str(root), "log", "-1", "--format=%H %ct").strip())
+    head = re.fullmatch(r"([0-9a-f]{40,64}) (\d+)", run(*git, "log", "-1", "--format=%H %ct").strip())
     if head is None:
         return "", 0, False
-    changed = run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no").strip()
+    changed = run(*git, "status", "--porcelain", "--untracked-files=no").strip()
     return head.group(1), int(head.group(2)), bool(changed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -34,6 +35,19 @@ def settle(wheel: Path, seconds: int) -> None:
             copy.external_attr = (stat.S_IFREG | 0o644) << 16
             new.writestr(copy, old.read(entry))
     os.replace(fresh, wheel)
+
+
+def deliver(wheel: Path, folder: Path) -> Path:
+    """Moves the wheel into a folder, which may be on another disk, in one step; returns where it now is."""
+    target = folder / wheel.name
+    fresh = folder / f"{wheel.name}.new"
+    try:
+        shutil.copyfile(wheel, fresh)
+        os.replace(fresh, target)
+    finally:
+        fresh.unlink(missing_ok=True)
+    wheel.unlink()
+    return target
 
 
 def check_release(wheel: Path, glibc: str) -> None:

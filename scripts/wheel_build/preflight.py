@@ -13,6 +13,8 @@ FATAL, WARNING, NOTE = "fatal", "warning", "note"
 OLDEST_CMAKE = (3, 26)
 MEMORY_PER_NVCC_THREAD = 3 * GIB
 MEMORY_PER_JOB = 1 * GIB
+PATH_NEVER = '";,|\\\n'
+PATH_NEVER_CUDA = "'$`"
 DISK_CUDA = 2 * GIB
 DISK_CPU = GIB // 2
 
@@ -197,6 +199,22 @@ def check_release(config: Config, facts: Facts) -> list[Finding]:
             fact = f"MAMBA_RELEASE is set, and {name}, which {what}, is not installed in this Python"
             findings.append(Finding(f"{name}-missing", FATAL, fact, f"pip install {name}; or unset MAMBA_RELEASE"))
     return findings
+
+
+def check_path(facts: Facts, cuda: bool) -> list[Finding]:
+    """Characters in the source's path that CMake, the linker or the shell that nvcc calls takes for its own."""
+    if facts.platform == "win32":
+        return []  # preflight_windows
+    bad = [char for char in dict.fromkeys(facts.root) if char in PATH_NEVER or (cuda and char in PATH_NEVER_CUDA)]
+    if not bad:
+        return []
+    fact = f"the path {facts.root!r} holds {' and '.join(repr(char) for char in bad)}, which "
+    fact += "nvcc cannot build below" if cuda else "CMake and the linker cannot build below"
+    return [
+        Finding(
+            "path-special", FATAL, fact, "move the source to a path without; spaces and letters of any kind are fine"
+        )
+    ]
 
 
 def check_room(facts: Facts, cuda: bool) -> list[Finding]:

@@ -117,7 +117,10 @@ def host_compiler(environ: Mapping[str, str]) -> Tool | None:
     chosen = environ.get("CXX", "").strip()
     if chosen:
         # CXX may be "ccache g++", or one path with spaces in it.
-        words = [chosen] if os.path.isfile(chosen) else shlex.split(chosen, posix=sys.platform != "win32")
+        try:
+            words = [chosen] if os.path.isfile(chosen) else shlex.split(chosen, posix=sys.platform != "win32")
+        except ValueError:  # a quote that is not closed
+            words = [chosen]
         names = [[word.strip('"') for word in words]]
     elif sys.platform == "win32":
         names = [["cl"]]
