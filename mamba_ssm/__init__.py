@@ -4,6 +4,17 @@ Importing loads no kernel library and needs no GPU: the CPU kernels are loaded b
 the first CUDA tensor. `python -m mamba_ssm` checks the installation.
 """
 
+import sys
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        f"mamba_ssm needs torch 2.2 or newer, which {sys.executable} does not have; do: pip install torch", name="torch"
+    ) from None
+
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba

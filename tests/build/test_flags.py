@@ -94,6 +94,14 @@ def test_row(generate, compiler, source, flags):
     assert [flag for flag in flags.split() if flag not in words] == []
 
 
+@pytest.mark.parametrize(("source", "prefix", "quote"), [(CXX, "", ""), (CUDA, HOST, '"')])
+def test_prefix_maps_are_quoted_for_the_shell_that_nvcc_calls(generate, source, prefix, quote):
+    folder = generate("GNU")
+    words = flags_of(folder, source)
+    for path, name in ((HERE.parents[1] / "csrc", "csrc"), (folder, "build")):
+        assert f"{prefix}-ffile-prefix-map={quote}{path}={name}{quote}" in words
+
+
 @pytest.mark.parametrize("compiler", ["MSVC", "GNU"])
 @pytest.mark.parametrize("source", [CXX, AVX512, CUDA])
 def test_nothing_of_the_other_compiler(generate, compiler, source):

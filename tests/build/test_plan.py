@@ -56,6 +56,7 @@ FINDINGS = [
     ({}, {"disk": GIB}, "disk-low", "warning"),
     ({}, {"disk": GIB // 8}, "disk-low", "fatal"),
     ({}, {"writable": False}, "folder-unwritable", "fatal"),
+    *(({}, {"root": f"/src/a{char}b"}, "path-special", "fatal") for char in "\";,|\\\n'$`"),
     ({}, {"machine": "aarch64"}, "platform-unsupported", "fatal"),
     ({}, {"platform": "darwin"}, "platform-unsupported", "fatal"),
     ({}, {"platform": "win32", "root": "C:\\" + "long\\" * 40}, "path-long", "warning"),
@@ -75,6 +76,15 @@ def test_finding(machine, without_nvcc, environ, changes, code, severity):
     assert finding.cure
     assert plan.fatal == (severity == "fatal")
     assert f"[{code}]" in plan.as_text()
+
+
+@pytest.mark.parametrize("path", ["/src/ä b (ü)/日本", "/src/a&b#c%d[e]=f", "C:\\a;b"])
+def test_path_that_can_be_built_below(machine, path):
+    assert codes(plan_of({}, machine(root=path, platform="win32" if path[0] == "C" else "linux"))) == []
+
+
+def test_path_that_only_nvcc_cannot_take(machine):
+    assert codes(plan_of({"MAMBA_SSM_CUDA": "off"}, machine(root="/home/o'hara/mamba"))) == []
 
 
 def test_wrong_cuda_home_is_a_warning_beside_the_nvcc_found(machine):
@@ -240,6 +250,22 @@ def test_configure_with_a_stand_in_for_nvcc(root, tmp_path):
         configure(root, {"CUDACXX": str(nvcc), "TORCH_CUDA_ARCH_LIST": text}, "--json") for text in ("75;90", "7.5;9.0")
     ]
     assert same[0].stdout == same[1].stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for nvcc is a shell script")
+def test_nvcc_that_names_no_architecture_is_broken(root, tmp_path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Cuda compilation tools, release 12.4, V12.4.131"\n')
+    nvcc.chmod(0o755)
+    done = configure(root, {"CUDACXX": str(nvcc)})
+    assert done.returncode == 1
+    assert f"FATAL [nvcc-broken] {nvcc} --list-gpu-arch does not answer as nvcc does" in done.stdout
+
+
+def test_compiler_with_an_open_quote_is_no_program(root):
+    done = configure(root, {"MAMBA_SSM_CUDA": "off", "CXX": 'g++ "'})
+    assert done.returncode == 1
+    assert "FATAL [compiler-missing] CXX is 'g++ \"', which is no program" in done.stdout
 
 
 def test_nvcc_from_pypi_is_required_only_where_it_is_asked_for(monkeypatch):

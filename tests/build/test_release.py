@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import stat
 import subprocess
 import zipfile
@@ -165,6 +167,20 @@ def test_sbom_of_a_cross_built_wheel_names_what_mingw_links_in():
 
 
 # ---- where the time comes from ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
+def test_git_answers_in_a_checkout_of_another_user(tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own, for its tests of this
+    if subprocess.run([*git, "log"], capture_output=True).returncode == 0:
+        pytest.skip("this git does not ask whose a checkout is")
+    commit, seconds, changed = facts.git_state(tmp_path)
+    assert re.fullmatch("[0-9a-f]{40}", commit)
+    assert seconds > 1700000000
+    assert not changed
 
 
 def test_source_of_an_sdist_is_read_back(tmp_path, monkeypatch):

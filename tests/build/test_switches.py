@@ -22,6 +22,7 @@ RIGHT = [
     ("NVCC_THREADS", "4", 4),
     ("NVCC_THREADS", " 8 ", 8),
     ("MAX_JOBS", "1", 1),
+    ("MAX_JOBS", "9999", 9999),
     ("MAX_JOBS", "", None),
     ("MAMBA_SSM_CUDA", "ON", "on"),
     ("MAMBA_SSM_CUDA", "off", "off"),
@@ -34,13 +35,14 @@ RIGHT = [
     ("CMAKE_ARGS", '""', ("",)),
     ("SOURCE_DATE_EPOCH", " 1700000000 ", 1700000000),
     ("SOURCE_DATE_EPOCH", "0", 0),
+    ("SOURCE_DATE_EPOCH", "4354819198", 4354819198),
 ]
 WRONG = [
     *((switch, word, "true/false") for switch in BOOLEANS for word in ("2", "y", "enable", "TRUE!", "-1")),
     *(
         (switch, word, "positive integer")
         for switch in ("NVCC_THREADS", "MAX_JOBS")
-        for word in ("0", "-1", "2.5", "x")
+        for word in ("0", "-1", "2.5", "x", "10000", "\u0663")
     ),
     ("MAX_JOBS", "auto", "positive integer"),
     ("MAMBA_SSM_CUDA", "1", "auto, on or off"),
@@ -57,6 +59,7 @@ WRONG = [
     ("CMAKE_ARGS", "-DMAMBA_GLIBC=2.17", "MAMBA_RELEASE"),
     ("SOURCE_DATE_EPOCH", "-1", "seconds since 1970"),
     ("SOURCE_DATE_EPOCH", "2026-01-01", "seconds since 1970"),
+    ("SOURCE_DATE_EPOCH", "4354819199", "up to 4354819198"),
 ]
 
 

@@ -197,6 +197,36 @@ def test_second_build_is_byte_identical_and_compiles_nothing(wheel, source, tmp_
     assert "Building CXX" not in output
 
 
+def test_dist_holds_a_finished_wheel_or_none(source, wheel, tmp_path):
+    """A file in the way of the last step: what stood in dist before still stands, and nothing is left beside it."""
+    dist = tmp_path / "dist"
+    dist.mkdir()
+    old = dist / wheel.name
+    old.write_bytes(b"an earlier wheel")
+    (dist / f"{wheel.name}.new").mkdir()
+    assert refused(source, "bdist_wheel", "-d", str(dist))
+    assert old.read_bytes() == b"an earlier wheel"
+    assert [path.name for path in dist.iterdir() if path.is_file()] == [wheel.name]
+
+
+def test_second_build_in_the_same_checkout_is_refused(source, wheel, tmp_path):
+    import fcntl
+
+    with open(source / "build" / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        output = refused(source, "bdist_wheel", "-d", str(tmp_path))
+    assert f"mamba_ssm: another build is running in {source}; wait until it has ended" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def refused(folder, *words):
+    environ = {**os.environ, "MAMBA_SSM_CUDA": "off", "SOURCE_DATE_EPOCH": EPOCH}
+    command = [sys.executable, "setup.py", *words]
+    done = subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode != 0
+    return done.stdout
+
+
 def test_fatal_finding_stops_the_build(source):
     environ = {**os.environ, "MAMBA_SSM_CUDA": "off", "MM_DISABLE_HALF": "maybe"}
     command = [sys.executable, "setup.py", "bdist_wheel"]
