@@ -2,9 +2,10 @@
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from mamba_ssm.ops._autocast import traced_by_old_torch
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_varlen_states
 from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
 
 
@@ -24,16 +25,38 @@ def is_plain(module, cls):
     return "forward" not in module.__dict__ and not hasattr(weight, "__tensor_flatten__")
 
 
-def convolve(conv1d, x, activation, seq_idx=None):
-    """x (B, D, L) through the causal depthwise convolution that conv1d holds, and the activation (None: none)."""
+def convolve(conv1d, x, activation, seq_idx=None, conv_state=None, continues=False, cu_seqlens=None):
+    """x (B, D, L) through the causal depthwise convolution that conv1d holds, and the activation (None: none).
+
+    conv_state: (B, D, d_conv), takes the last inputs, or None. With continues x goes on from those that it holds. With
+        cu_seqlens, (sequences + 1), its rows are for the sequences that are packed in x.
+    """
+    before = None if conv_state is None else _keep_last(conv_state, x, continues, cu_seqlens)
     if is_plain(conv1d, nn.Conv1d):
-        return causal_conv1d_fn(x, conv1d.weight.squeeze(1), conv1d.bias, seq_idx=seq_idx, activation=activation)
+        weight, bias = conv1d.weight.squeeze(1), conv1d.bias
+        return causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx, initial_states=before, activation=activation)
     if seq_idx is not None:
         raise ValueError(
             "packed sequences (seq_idx, cu_seqlens) need conv1d as it was made, got one with hooks or replaced by "
             f"{type(conv1d).__name__}: remove them, or give one sequence a row"
         )
-    return _activate(conv1d(x)[..., : x.shape[-1]], activation)
+    start, seqlen = 0, x.shape[-1]
+    if before is not None:
+        start, x = before.shape[-1], torch.cat([before, x], dim=-1)
+    return _activate(conv1d(x)[..., start : start + seqlen], activation)
+
+
+@torch.no_grad()
+def _keep_last(conv_state, x, continues, cu_seqlens):
+    """Writes the last inputs into conv_state; returns those before x, (B, D, d_conv - 1), or None."""
+    if cu_seqlens is not None:
+        conv_state.copy_(causal_conv1d_varlen_states(x[0].t(), cu_seqlens, conv_state.shape[-1]))
+        return None
+    width = conv_state.shape[-1]
+    before = conv_state[..., 1:].to(x.dtype, copy=True) if continues else None
+    inputs = torch.cat([before, x[..., -width:]], dim=-1) if continues else x
+    conv_state.copy_(F.pad(inputs, (width - inputs.shape[-1], 0)))  # zeros before a shorter sequence
+    return before
 
 
 def convolve_step(conv1d, x, conv_state, activation):
@@ -45,4 +68,4 @@ def convolve_step(conv1d, x, conv_state, activation):
 
 
 def _activate(x, activation):
-    return x if activation is None else nn.functional.silu(x)
+    return x if activation is None else F.silu(x)

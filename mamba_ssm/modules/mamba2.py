@@ -11,7 +11,6 @@ from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParal
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
 from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_varlen_states
 from mamba_ssm.ops.gated_norm import RMSNorm
 from mamba_ssm.ops.mamba2_inner import mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
@@ -136,13 +135,18 @@ class Mamba2(nn.Module):
         cu_seqlens: (sequences + 1) int32, the bounds of sequences that are packed in a batch of 1; it says all that
             seq_idx does, which may be given beside it, as upstream asks, and is then not read.
         inference_params: an object with key_value_memory_dict and seqlen_offset. With offset 0 the call fills this
-            layer's states there, one row for each of the batch or of the packed sequences; with a positive one it is a
-            step (L = 1) from these states.
+            layer's states there, one row for each of the batch or of the packed sequences; with a positive one it
+            continues from these states, by a step (L = 1) or a piece.
         """
         check_input("Mamba2", u, self.d_model, dims=3 if seqlen is None else 2)
         if seq_idx is not None and cu_seqlens is None and inference_params is not None:
             raise ValueError("Mamba2: with inference_params packed sequences are given by cu_seqlens, not by seq_idx")
-        if inference_params is not None and inference_params.seqlen_offset > 0:
+        continues = inference_params is not None and inference_params.seqlen_offset > 0
+        if continues and cu_seqlens is not None:
+            raise ValueError(
+                "Mamba2: cu_seqlens is for the first call with inference_params, not for one that continues"
+            )
+        if continues and (u.shape[1] if seqlen is None else seqlen) == 1:
             rows = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
             if seqlen is not None:
                 u = u.unflatten(0, (-1, seqlen))
@@ -184,16 +188,12 @@ class Mamba2(nn.Module):
             return out
 
         z0, x0, z, xBC, dt = self._split(zxbcdt)
-        ssm_state = None
+        conv_state = ssm_state = None
         if inference_params is not None:
             rows = zxbcdt.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             conv_state, ssm_state = self._get_states_from_cache(inference_params, rows)
-            with torch.no_grad():
-                if cu_seqlens is None:  # the last d_conv inputs, zeros before a shorter sequence
-                    conv_state.copy_(F.pad(xBC.transpose(1, 2), (self.d_conv - xBC.shape[1], 0)))
-                else:
-                    conv_state.copy_(causal_conv1d_varlen_states(xBC[0], cu_seqlens, conv_state.shape[-1]))
-        xBC = convolve(self.conv1d, xBC.transpose(1, 2), self.activation, seq_idx).transpose(1, 2)
+        xBC = xBC.transpose(1, 2)
+        xBC = convolve(self.conv1d, xBC, self.activation, seq_idx, conv_state, continues, cu_seqlens).transpose(1, 2)
         x, B, C = self._split_xBC(xBC)
         y = mamba_chunk_scan_combined(
             x,
@@ -205,6 +205,7 @@ class Mamba2(nn.Module):
             D=self._D(),
             z=None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim)),
             dt_bias=self.dt_bias,
+            initial_states=ssm_state.clone() if continues else None,
             dt_softplus=True,
             dt_limit=self.dt_limit,
             seq_idx=seq_idx,

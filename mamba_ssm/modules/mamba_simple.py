@@ -107,17 +107,19 @@ class Mamba(nn.Module):
         """hidden_states (B, L, d_model) -> the same shape.
 
         inference_params: an object with key_value_memory_dict and seqlen_offset. With offset 0 the call fills this
-            layer's states there; with a positive one it is a step (L = 1) from these states.
+            layer's states there; with a positive one it continues from these states, by a step (L = 1) or a piece.
         seq_idx: (B, L) int32; sequences packed in one row do not see each other. Not with inference_params.
         """
         check_input("Mamba", hidden_states, self.d_model)
         batch, seqlen, _ = hidden_states.shape
         conv_state = ssm_state = None
+        continues = False
         if inference_params is not None:
             if seq_idx is not None:
                 raise ValueError("Mamba: seq_idx and inference_params cannot be given together")
             conv_state, ssm_state = self._get_states_from_cache(inference_params, batch)
-            if inference_params.seqlen_offset > 0:
+            continues = inference_params.seqlen_offset > 0
+            if continues and seqlen == 1:
                 out, _, _ = self.step(hidden_states, conv_state, ssm_state)
                 return out
 
@@ -140,10 +142,7 @@ class Mamba(nn.Module):
                 delta_softplus=True,
             )
         x, z = xz.chunk(2, dim=1)
-        if conv_state is not None:
-            with torch.no_grad():  # the last d_conv inputs, zeros before a shorter sequence
-                conv_state.copy_(F.pad(x, (self.d_conv - seqlen, 0)))
-        x = convolve(self.conv1d, x, self.activation, seq_idx)
+        x = convolve(self.conv1d, x, self.activation, seq_idx, conv_state, continues)
         x_dbl = self.x_proj(x.transpose(1, 2))
         dt, B, C = torch.split(x_dbl, [self.dt_rank, self.d_state, self.d_state], dim=-1)
         dt, dt_bias = self._project_dt(dt)
@@ -159,6 +158,7 @@ class Mamba(nn.Module):
             delta_bias=dt_bias,
             delta_softplus=True,
             return_last_state=ssm_state is not None,
+            initial_state=ssm_state.clone() if continues else None,
             seq_idx=seq_idx,
         )
         if ssm_state is not None:

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
 from mamba_ssm.modules._submodules import convolve, convolve_step
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_varlen_states
 
 
 class MHA(nn.Module):
@@ -158,8 +157,10 @@ class MHA(nn.Module):
                 raise ValueError(
                     f"MHA: {end} tokens do not fit inference_params.max_seqlen = {inference_params.max_seqlen}"
                 )
-        if step and x.shape[1] != 1 and (self.d_conv or inference_params.lengths_per_sample is not None):
-            raise ValueError(f"MHA: a step takes one token, (B, 1, embed_dim), got {tuple(x.shape)}")
+        if step and x.shape[1] != 1 and inference_params.lengths_per_sample is not None:
+            raise ValueError(
+                f"MHA: with lengths_per_sample a step takes one token, (B, 1, embed_dim), got {tuple(x.shape)}"
+            )
 
     def _get_cache(self, inference_params, rows, x):
         """This layer's (kv_cache, conv_state) in inference_params, made if they are not there yet."""
@@ -214,16 +215,10 @@ class MHA(nn.Module):
         return *cache.to(dtype).unbind(dim=2), mask
 
     def _convolve(self, qkv, conv_state, seq_idx, cu_seqlens, step):
-        if step:
+        if step and qkv.shape[1] == 1:
             with torch.no_grad():
                 return convolve_step(self.conv1d, qkv.squeeze(1), conv_state, None).unsqueeze(1)
-        if conv_state is not None:
-            with torch.no_grad():  # the last d_conv inputs, zeros before a shorter sequence
-                if cu_seqlens is not None:
-                    conv_state.copy_(causal_conv1d_varlen_states(qkv[0], cu_seqlens, self.d_conv))
-                else:
-                    conv_state.copy_(F.pad(qkv.transpose(1, 2), (self.d_conv - qkv.shape[1], 0)))
-        return convolve(self.conv1d, qkv.transpose(1, 2), None, seq_idx).transpose(1, 2)
+        return convolve(self.conv1d, qkv.transpose(1, 2), None, seq_idx, conv_state, step, cu_seqlens).transpose(1, 2)
 
     def _rotate(self, x, positions):
         """x (B, L, heads, head_dim) at positions (L) or (B, L), the first rotary_emb_dim dimensions turned.

@@ -97,6 +97,22 @@ def test_prefill_and_steps_equal_one_forward(kind, device):
 
 
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("cuts", [(20,), (1, 2, 4, 7, 38, 39)], ids=str)
+def test_a_prompt_in_pieces_equals_one_forward(cuts, kind, device):
+    """Also with gradients on: those of the piece's own parameters, since the states carry none."""
+    model = make(kind, device)
+    tokens = torch.randint(0, 128, (2, 40), device=device)
+    params = InferenceParams(max_seqlen=40, max_batch_size=2)
+    logits = []
+    for start, end in zip((0, *cuts), (*cuts, 40), strict=True):
+        params.seqlen_offset = start
+        logits.append(model(tokens[:, start:end], inference_params=params).logits)
+        logits[-1].square().mean().backward()
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_packed_sequences_equal_separate_ones(kind, device):
     """Logits, and the gradients of the parameters, of three sequences packed in one row."""
     model = make(kind, device)

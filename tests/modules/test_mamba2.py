@@ -258,6 +258,13 @@ def test_step_by_itself_with_gradients_on(device):
         module(x, inference_params=Cache())
 
 
+def test_packed_prompts_come_first():
+    cache, bounds = Cache(), torch.tensor([0, 2, 5], dtype=torch.int32)
+    cache.seqlen_offset = 5
+    with pytest.raises(ValueError, match="cu_seqlens is for the first call with inference_params"):
+        small(layer_idx=0)(torch.randn(1, 5, 24), cu_seqlens=bounds, inference_params=cache)
+
+
 def test_cache_of_another_batch(device):
     module = small(layer_idx=0, device=device)
     cache = Cache()

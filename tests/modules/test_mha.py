@@ -216,6 +216,7 @@ def test_wrong_calls():
     with pytest.raises(ValueError, match="a batch of 2, got a batch of 1"):
         module(x[:1], inference_params=params)
     params.seqlen_offset = 5
+    params.lengths_per_sample = torch.tensor([5, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"a step takes one token, \(B, 1, embed_dim\), got \(2, 3, 24\)"):
         module(x[:, :3], inference_params=params)
     cu_seqlens = torch.tensor([0, 5], dtype=torch.int32)

@@ -52,15 +52,17 @@ class Adapter(nn.Module):
 
 
 def outputs(module, x):
-    """What a whole forward gives, and a prefill and a step where the block has them."""
+    """What a whole forward gives, and a prefill in two pieces and a step where the block has them."""
     found = [module(x)]
     if isinstance(module, Mamba2Simple):
         return found
     with torch.no_grad():
         params = InferenceParams(max_seqlen=x.shape[1], max_batch_size=x.shape[0])
-        prefill = module(x[:, :-1], inference_params=params)
-        params.seqlen_offset = x.shape[1] - 1
-        found.append(torch.cat([prefill, module(x[:, -1:], inference_params=params)], dim=1))
+        parts = []
+        for start, end in ((0, 5), (5, x.shape[1] - 1), (x.shape[1] - 1, x.shape[1])):
+            params.seqlen_offset = start
+            parts.append(module(x[:, start:end], inference_params=params))
+        found.append(torch.cat(parts, dim=1))
     return found
 
 
@@ -89,7 +91,7 @@ def test_hooks_run_and_may_change_the_output(kind, name, device):
     seen = []
     handle = getattr(module, name).register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
     assert_outputs(module, plain, device)
-    assert len(seen) == (1 if kind == "mamba2_simple" else 3)
+    assert len(seen) == (1 if kind == "mamba2_simple" else 4)
     handle.remove()
     getattr(module, name).register_forward_hook(lambda module, inputs, output: torch.zeros_like(output))
     x = torch.randn(2, 9, 24, device=device)
