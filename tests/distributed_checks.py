@@ -188,7 +188,7 @@ def _parallel_mamba2(sequence_parallel, fast):
     return whole, block, part
 
 
-def mamba2(sequence_parallel, fast):
+def mamba2(sequence_parallel, fast, hooked=False):
     world, seqlen = dist.get_world_size(), 7
     whole, block, part = _parallel_mamba2(sequence_parallel, fast)
     split = mine if sequence_parallel else (lambda tensor: tensor)
@@ -196,7 +196,11 @@ def mamba2(sequence_parallel, fast):
     whole_out = whole(whole_x, seqlen=seqlen)
     whole_out.backward(dout)
     x = leaf(split(whole_x))
+    calls = []
+    if hooked:  # then out_proj is called, and does its own collective
+        block.out_proj.register_forward_hook(lambda *call: calls.append(call))
     out = block(x, seqlen=seqlen)
+    assert len(calls) == hooked
     torch.testing.assert_close(out, split(whole_out), rtol=1e-4, atol=1e-5)
     out.backward(split(dout))
     torch.testing.assert_close(x.grad, split(whole_x.grad), rtol=1e-4, atol=1e-4)
@@ -215,10 +219,10 @@ def mamba2_inference(sequence_parallel):
     expected = whole(x)
     split = mine if sequence_parallel else (lambda tensor: tensor)
     cache = types.SimpleNamespace(key_value_memory_dict={}, seqlen_offset=0)
-    found = [block(split(x[:, :4]), inference_params=cache)]
-    for t in (4, 5):
-        cache.seqlen_offset = t
-        found.append(block(split(x[:, t : t + 1]), inference_params=cache))
+    found = []
+    for start, end in ((0, 2), (2, 4), (4, 5), (5, 6)):
+        cache.seqlen_offset = start
+        found.append(block(split(x[:, start:end]), inference_params=cache))
     torch.testing.assert_close(torch.cat(found, 1), split(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -241,6 +245,8 @@ CHECKS = {
     "mamba2_slow_path": lambda: mamba2(False, False),
     "mamba2_sequence_parallel": lambda: mamba2(True, True),
     "mamba2_sequence_parallel_slow_path": lambda: mamba2(True, False),
+    "mamba2_hooked": lambda: mamba2(False, True, hooked=True),
+    "mamba2_hooked_sequence_parallel": lambda: mamba2(True, True, hooked=True),
     "mamba2_inference": lambda: mamba2_inference(False),
     "mamba2_inference_sequence_parallel": lambda: mamba2_inference(True),
     "mamba2_sizes": mamba2_sizes,

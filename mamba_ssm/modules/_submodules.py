@@ -22,7 +22,8 @@ def is_plain(module, cls):
     if traced_by_old_torch():  # which cannot look further
         return True
     weight = module._parameters.get("weight")  # not module.weight, which a parametrization would compute
-    return "forward" not in module.__dict__ and not hasattr(weight, "__tensor_flatten__")
+    own_arithmetic = type(weight) is not nn.Parameter and hasattr(weight, "__tensor_flatten__")
+    return "forward" not in module.__dict__ and not own_arithmetic
 
 
 def convolve(conv1d, x, activation, seq_idx=None, conv_state=None, continues=False, cu_seqlens=None):

@@ -338,5 +338,5 @@ def init_heads(module, nheads, A_init_range, dt_min, dt_max, dt_init_floor, fact
     module.dt_bias._no_weight_decay = True
     module.dt_bias._no_reinit = True
     A = torch.empty(nheads, device=factory["device"], dtype=torch.float32).uniform_(*A_init_range)
-    module.A_log = nn.Parameter(torch.log(A).to(factory["dtype"] or torch.get_default_dtype()))
+    module.A_log = nn.Parameter(torch.log(A).to(dtype=factory["dtype"]))  # None: float32, as upstream's
     module.A_log._no_weight_decay = True

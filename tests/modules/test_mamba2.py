@@ -95,6 +95,11 @@ def test_initialisation():
     half = small(dtype=torch.bfloat16)
     assert half.in_proj.weight.dtype == half.A_log.dtype == half.norm.weight.dtype == torch.bfloat16
     assert half.D.dtype == torch.float32
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert small().A_log.dtype == small().D.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize(
