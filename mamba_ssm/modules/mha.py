@@ -197,7 +197,8 @@ class MHA(nn.Module):
             cache.zero_()  # a step's mask hides what earlier sequences left there, but not a NaN
         new = torch.stack([k, v], dim=2).to(cache.dtype)
         if sequence is not None:
-            cache[sequence, positions.long()] = new[0]
+            packed = sequence < len(cache)  # not what lies behind the last sequence
+            cache[sequence[packed], positions[packed].long()] = new[0, packed]
         elif positions.dim() == 2:
             cache[torch.arange(len(cache), device=cache.device)[:, None], positions.long()] = new
         else:
