@@ -16,8 +16,9 @@ MEMORY_PER_JOB = 1 * GIB
 SOURCE_NEVER = '";,|\\\n'
 SOURCE_NEVER_CUDA = SOURCE_NEVER + "'$`"
 TEMP_NEVER_CUDA = SOURCE_NEVER_CUDA + "\t ()&<>"
-DISK_CUDA = 2 * GIB
-DISK_CPU = GIB // 2
+# A build folder for all architectures holds 80 MB, one for the CPU 10 MB; debug builds are larger.
+DISK_CUDA = GIB // 2
+DISK_CPU = GIB // 8
 
 
 @dataclass(frozen=True)
