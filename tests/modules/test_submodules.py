@@ -84,6 +84,20 @@ def test_an_adapter_counts(kind, name, device):
     assert adapter.up.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_compile_with_adapters_and_hooks(kind, device):
+    module = BLOCKS[kind]().to(device)
+    module.in_proj = Adapter(module.in_proj).to(device)
+    module.out_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    x = torch.randn(2, 9, 24, device=device)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    out, expected = compiled(x), module(x)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    up = module.in_proj.up.weight
+    found, wanted = (torch.autograd.grad(y.square().sum(), up)[0] for y in (out, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind,name", PARTS)
 def test_hooks_run_and_may_change_the_output(kind, name, device):
     module = BLOCKS[kind]().to(device)
