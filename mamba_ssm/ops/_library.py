@@ -47,11 +47,13 @@ def exported_by_dynamo():
     return _EXPORT_KEEPS_NODES and is_compiling() and _dynamo_exports()
 
 
-def may_be_one_node():
-    """Whether an autograd.Function of several operators can be used. Exported programs and torch.jit.trace write
-    operators down, and cannot write down a node of Python; the compiler of torch 2.2 and 2.3 follows few of them. Under
-    torch.func the operators themselves say that they have no such derivative.
+def wants_one_node(tensors):
+    """Whether a gradient is wanted and an autograd.Function of several operators can give it. Exported programs
+    and torch.jit.trace write operators down, and cannot write down a node of Python; the compiler of torch 2.2 and 2.3
+    follows few of them. Under torch.func the operators themselves say that they have no such derivative.
     """
+    if not torch.is_grad_enabled() or not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        return False
     if is_compiling():
         return hasattr(torch, "get_autocast_dtype") and not exported_by_dynamo()
     return _tracing_state() is None and not _transforms_active()

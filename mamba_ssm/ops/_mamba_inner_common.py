@@ -1,8 +1,10 @@
-"""What mamba_inner_fn's forward and backward share: checks, and delta, B and C from the rows of x_dbl.
+"""What mamba_inner_fn's forward and backward share: its tensors, checks, and delta, B and C from the rows of x_dbl.
 
 x_dbl (R + N + N, B*L) is x_proj's product, without the N rows of a B or C that is given.
 Letters: B batch, D channels (d_inner), L length, N dstate, R rank of dt.
 """
+
+import typing
 
 import torch
 
@@ -10,6 +12,28 @@ from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._projections import from_columns, rms_norm_channels
 
 _NAME = "mamba_inner_fn"
+
+
+class Inputs(typing.NamedTuple):
+    """The tensors of mamba_inner_fn, in the order in which the autograd node and the backward operator take them."""
+
+    xz: torch.Tensor
+    conv1d_weight: torch.Tensor
+    conv1d_bias: torch.Tensor | None
+    x_proj_weight: torch.Tensor
+    delta_proj_weight: torch.Tensor
+    out_proj_weight: torch.Tensor
+    out_proj_bias: torch.Tensor | None
+    A: torch.Tensor
+    B: torch.Tensor | None
+    C: torch.Tensor | None
+    D: torch.Tensor | None
+    delta_bias: torch.Tensor | None
+    B_proj_bias: torch.Tensor | None
+    C_proj_bias: torch.Tensor | None
+    b_rms_weight: torch.Tensor | None
+    c_rms_weight: torch.Tensor | None
+    dt_rms_weight: torch.Tensor | None
 
 
 def check(inputs):
@@ -38,21 +62,20 @@ def check(inputs):
     if out_proj_bias is not None:
         checks.check_tensor(_NAME, "out_proj_bias", out_proj_bias)
         checks.check_same(_NAME, "out_proj_bias", out_proj_bias, (d_model,), xz, "xz", "(d_model,)")
-    B_proj_bias, C_proj_bias, b_rms_weight, c_rms_weight, dt_rms_weight = inputs[12:]
     for name, vector, matrix in (
-        ("B_proj_bias", B_proj_bias, B),
-        ("C_proj_bias", C_proj_bias, C),
-        ("b_rms_weight", b_rms_weight, B),
-        ("c_rms_weight", c_rms_weight, C),
+        ("B_proj_bias", inputs.B_proj_bias, B),
+        ("C_proj_bias", inputs.C_proj_bias, C),
+        ("b_rms_weight", inputs.b_rms_weight, B),
+        ("c_rms_weight", inputs.c_rms_weight, C),
     ):
         if vector is not None:
             checks.check_tensor(_NAME, name, vector)
             if matrix is not None:
                 raise ValueError(f"{_NAME}: {name} is for what x_proj gives, but {name[0].upper()} is given")
             checks.check_float(_NAME, name, vector, (dstate,), xz, "xz", "(N,)")
-    if dt_rms_weight is not None:
-        checks.check_tensor(_NAME, "dt_rms_weight", dt_rms_weight)
-        checks.check_float(_NAME, "dt_rms_weight", dt_rms_weight, (dim,), xz, "xz", "(D,)")
+    if inputs.dt_rms_weight is not None:
+        checks.check_tensor(_NAME, "dt_rms_weight", inputs.dt_rms_weight)
+        checks.check_float(_NAME, "dt_rms_weight", inputs.dt_rms_weight, (dim,), xz, "xz", "(D,)")
 
 
 def split(x_dbl, rank, dstate, B, C):

@@ -88,7 +88,7 @@ def causal_conv1d_varlen_states(x, cu_seqlens, state_len):
         raise ValueError(f"{name}: cu_seqlens must be on {x.device} like x, got {cu_seqlens.device}")
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"{name}: cu_seqlens must have shape (sequences + 1,), got (0,)")
-    if not isinstance(state_len, int | torch.SymInt) or state_len < 0:
+    if not isinstance(state_len, (int, torch.SymInt)) or state_len < 0:
         raise ValueError(f"{name}: state_len must be an integer of at least 0, got {state_len!r}")
     if x.is_cpu and not watched():
         checks.check_bounds(name, cu_seqlens.tolist(), x.shape[0])

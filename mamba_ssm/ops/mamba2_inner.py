@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
 from mamba_ssm.ops._conv1d_common import wants_silu
-from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, may_be_one_node
-from mamba_ssm.ops.split_conv1d_scan import split_conv1d_scan_backward_op, split_conv1d_scan_op
+from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, wants_one_node
+from mamba_ssm.ops.split_conv1d_scan import Inputs, Options, split_conv1d_scan_backward_op, split_conv1d_scan_op
 from mamba_ssm.ops.ssd import check_options
 
 _NAME = "mamba_split_conv1d_scan_combined"
@@ -78,7 +78,7 @@ def mamba_split_conv1d_scan_combined(
         outproj_weight = checks.cast(outproj_weight, dtype)
     if outproj_bias is not None:
         outproj_bias = checks.cast(outproj_bias, zxbcdt.dtype)
-    tensors = (
+    inputs = Inputs(
         zxbcdt,
         conv1d_weight,
         conv1d_bias,
@@ -89,7 +89,7 @@ def mamba_split_conv1d_scan_combined(
         seq_idx,
         rmsnorm_weight,
     )
-    options = (
+    options = Options(
         _headdim(D, headdim),
         ngroups,
         float(dt_limit[0]),
@@ -97,23 +97,17 @@ def mamba_split_conv1d_scan_combined(
         wants_silu(_NAME, activation),
         float(rmsnorm_eps),
         bool(norm_before_gate),
-        bool(return_final_states),
     )
-    if outproj_weight is None:
-        if outproj_bias is not None:
-            raise ValueError(f"{_NAME}: outproj_bias is given, but outproj_weight is None")
-        out, _, _, states = call(split_conv1d_scan_op, *tensors, *options, False)
+    return_final_states = bool(return_final_states)
+    if outproj_weight is None and outproj_bias is not None:
+        raise ValueError(f"{_NAME}: outproj_bias is given, but outproj_weight is None")
+    if outproj_weight is not None and wants_one_node((*inputs, outproj_weight, outproj_bias)):
+        result = _Mamba2Inner.apply(outproj_weight, outproj_bias, *inputs, *options, return_final_states)
+        out, states = result if return_final_states else (result, None)
     else:
-        projection = outproj_weight, outproj_bias
-        given = (*tensors, *projection)
-        need_grad = torch.is_grad_enabled() and any(
-            isinstance(one, torch.Tensor) and one.requires_grad for one in given
-        )
-        if need_grad and may_be_one_node():
-            out, states = _Mamba2Inner.apply(*given, *options)
-        else:
-            out, _, _, states = call(split_conv1d_scan_op, *tensors, *options, False)
-            out = _project(out, *projection)
+        out, _, _, states = call(split_conv1d_scan_op, *inputs, *options, return_final_states, False)
+        if outproj_weight is not None:
+            out = _project(out, outproj_weight, outproj_bias)
     if not return_final_states:
         return out
     return out, states if state_dtype is None else states.to(state_dtype)
@@ -143,53 +137,31 @@ class _Mamba2Inner(torch.autograd.Function):
     """split_conv1d_scan and the output projection; keeps what the operator alone would, not the projection's input."""
 
     @staticmethod
-    def forward(
-        ctx,
-        zxbcdt,
-        conv1d_weight,
-        conv1d_bias,
-        dt_bias,
-        A,
-        D,
-        initial_states,
-        seq_idx,
-        rmsnorm_weight,
-        outproj_weight,
-        outproj_bias,
-        headdim,
-        ngroups,
-        dt_min,
-        dt_max,
-        silu,
-        rmsnorm_eps,
-        norm_before_gate,
-        return_final_states,
-    ):
-        tensors = (zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight)
-        options = (headdim, ngroups, dt_min, dt_max, silu, rmsnorm_eps, norm_before_gate)
-        out, y, rstd, states = call_below_autograd(split_conv1d_scan_op, *tensors, *options, return_final_states, True)
-        ctx.save_for_backward(*tensors, y, rstd, outproj_weight)
-        ctx.options = options
+    def forward(ctx, outproj_weight, outproj_bias, *arguments):
+        out, y, rstd, states = call_below_autograd(split_conv1d_scan_op, *arguments, True)
+        ctx.save_for_backward(outproj_weight, y, rstd, *arguments[:9])
+        ctx.options = arguments[9:16]
         ctx.set_materialize_grads(False)
         with no_autocast(out):
-            return _project(out, outproj_weight, outproj_bias), states
+            out = _project(out, outproj_weight, outproj_bias)
+        return out if states is None else (out, states)  # the compiler of torch 2.4 fails at a None
 
     @staticmethod
-    def backward(ctx, dout, dstates):
-        *tensors, outproj_weight = ctx.saved_tensors
+    def backward(ctx, dout, dstates=None):
+        outproj_weight, *tensors = ctx.saved_tensors
         if dout is None and dstates is None:
             return (None,) * 19
         if dout is None:  # out itself was not used
-            dout = dstates.new_zeros((*tensors[0].shape[:2], outproj_weight.shape[0]), dtype=outproj_weight.dtype)
+            dout = dstates.new_zeros((*tensors[2].shape[:2], outproj_weight.shape[0]), dtype=outproj_weight.dtype)
         dout = dout.contiguous()
         need = ctx.needs_input_grad
         with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
             dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, drmsnorm_weight, out = call_in_backward(
-                split_conv1d_scan_backward_op, dout @ outproj_weight, dstates, *tensors, *ctx.options, need[6], need[9]
+                split_conv1d_scan_backward_op, dout @ outproj_weight, dstates, *tensors, *ctx.options, need[8], need[0]
             )
             count = dout.shape[0] * dout.shape[1]
             rows = dout.reshape(count, dout.shape[2])
-            doutproj_weight = rows.t() @ out.reshape(count, out.shape[2]) if need[9] else None
-            doutproj_bias = rows.sum(0) if need[10] else None
+            doutproj_weight = rows.t() @ out.reshape(count, out.shape[2]) if need[0] else None
+            doutproj_bias = rows.sum(0) if need[1] else None
         grads = dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, None, drmsnorm_weight
-        return *grads, doutproj_weight, doutproj_bias, *(None,) * 8
+        return doutproj_weight, doutproj_bias, *grads, *(None,) * 8

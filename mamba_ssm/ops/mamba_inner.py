@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
-from mamba_ssm.ops._library import call, call_in_backward, may_be_one_node
-from mamba_ssm.ops._mamba_inner_common import check, delta_of, matrix_of, split
+from mamba_ssm.ops._library import call, call_in_backward, wants_one_node
+from mamba_ssm.ops._mamba_inner_common import Inputs, check, delta_of, matrix_of, split
 from mamba_ssm.ops._projections import to_channel_major, to_columns
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_op
 from mamba_ssm.ops.mamba_inner_backward import mamba_inner_backward_op
@@ -77,7 +77,7 @@ def mamba_inner_fn(
         B = _given(B, dtype)
     if C is not None:
         C = _given(C, dtype)
-    tensors = (
+    inputs = Inputs(
         xz,
         conv1d_weight,
         conv1d_bias,
@@ -96,12 +96,11 @@ def mamba_inner_fn(
         c_rms_weight,
         dt_rms_weight,
     )
-    check(tensors)
-    options = (bool(delta_softplus), checkpoint_lvl, float(b_c_dt_rms_eps))
-    need_grad = torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors)
-    if need_grad and may_be_one_node():
-        return _MambaInner.apply(*tensors, *options)
-    return _compute(*tensors, *options, keep=False)[0]
+    check(inputs)
+    delta_softplus, eps = bool(delta_softplus), float(b_c_dt_rms_eps)
+    if wants_one_node(inputs):
+        return _MambaInner.apply(*inputs, delta_softplus, checkpoint_lvl, eps)
+    return _compute(inputs, delta_softplus, eps, keep=False)[0]
 
 
 def _given(matrix, dtype):
@@ -114,43 +113,22 @@ def _given(matrix, dtype):
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _compute(
-    xz,
-    conv1d_weight,
-    conv1d_bias,
-    x_proj_weight,
-    delta_proj_weight,
-    out_proj_weight,
-    out_proj_bias,
-    A,
-    B,
-    C,
-    D,
-    delta_bias,
-    B_proj_bias,
-    C_proj_bias,
-    b_rms_weight,
-    c_rms_weight,
-    dt_rms_weight,
-    delta_softplus,
-    checkpoint_lvl,
-    eps,
-    keep,
-):
+def _compute(inputs, delta_softplus, eps, keep):
     """Returns the output and what backward starts from: x_dbl, the scan's checkpoints, conv output and delta."""
+    xz, A, delta_proj_weight = inputs.xz, inputs.A, inputs.delta_proj_weight
     batch, _, seqlen = xz.shape
     x, z = to_channel_major(xz).chunk(2, dim=1)
-    conv_out, _ = call(causal_conv1d_op, x, conv1d_weight.squeeze(1), conv1d_bias, None, None, False, True)
-    x_dbl = torch.mm(x_proj_weight, to_columns(conv_out))
-    dt, B_rows, C_rows = split(x_dbl, delta_proj_weight.shape[1], A.shape[1], B, C)
-    delta, _ = delta_of(dt, batch, seqlen, delta_proj_weight, dt_rms_weight, eps)
-    B, _ = matrix_of(B_rows, batch, seqlen, B, B_proj_bias, b_rms_weight, eps)
-    C, _ = matrix_of(C_rows, batch, seqlen, C, C_proj_bias, c_rms_weight, eps)
-    y, _, checkpoints = call(
-        selective_scan_op, conv_out, delta, A, B, C, D, z, delta_bias, None, None, delta_softplus, False, keep
-    )
-    out = F.linear(to_columns(y).t(), out_proj_weight, out_proj_bias).view(batch, seqlen, out_proj_weight.shape[0])
-    return out, x_dbl, checkpoints, conv_out, delta
+    conv_inputs = x, inputs.conv1d_weight.squeeze(1), inputs.conv1d_bias, None, None
+    conv_out, _ = call(causal_conv1d_op, *conv_inputs, False, True)
+    x_dbl = torch.mm(inputs.x_proj_weight, to_columns(conv_out))
+    dt, B_rows, C_rows = split(x_dbl, delta_proj_weight.shape[1], A.shape[1], inputs.B, inputs.C)
+    delta, _ = delta_of(dt, batch, seqlen, delta_proj_weight, inputs.dt_rms_weight, eps)
+    B, _ = matrix_of(B_rows, batch, seqlen, inputs.B, inputs.B_proj_bias, inputs.b_rms_weight, eps)
+    C, _ = matrix_of(C_rows, batch, seqlen, inputs.C, inputs.C_proj_bias, inputs.c_rms_weight, eps)
+    scan_inputs = conv_out, delta, A, B, C, inputs.D, z, inputs.delta_bias, None, None
+    y, _, checkpoints = call(selective_scan_op, *scan_inputs, delta_softplus, False, keep)
+    out = F.linear(to_columns(y).t(), inputs.out_proj_weight, inputs.out_proj_bias)
+    return out.view(batch, seqlen, out.shape[1]), x_dbl, checkpoints, conv_out, delta
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
@@ -158,52 +136,12 @@ def _compute(
 
 class _MambaInner(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        xz,
-        conv1d_weight,
-        conv1d_bias,
-        x_proj_weight,
-        delta_proj_weight,
-        out_proj_weight,
-        out_proj_bias,
-        A,
-        B,
-        C,
-        D,
-        delta_bias,
-        B_proj_bias,
-        C_proj_bias,
-        b_rms_weight,
-        c_rms_weight,
-        dt_rms_weight,
-        delta_softplus,
-        checkpoint_lvl,
-        eps,
-    ):
-        inputs = (
-            xz,
-            conv1d_weight,
-            conv1d_bias,
-            x_proj_weight,
-            delta_proj_weight,
-            out_proj_weight,
-            out_proj_bias,
-            A,
-            B,
-            C,
-            D,
-            delta_bias,
-            B_proj_bias,
-            C_proj_bias,
-            b_rms_weight,
-            c_rms_weight,
-            dt_rms_weight,
-        )
-        out, x_dbl, checkpoints, conv_out, delta = _compute(*inputs, delta_softplus, checkpoint_lvl, eps, keep=True)
+    def forward(ctx, *arguments):
+        *tensors, delta_softplus, checkpoint_lvl, eps = arguments
+        out, x_dbl, checkpoints, conv_out, delta = _compute(Inputs(*tensors), delta_softplus, eps, keep=True)
         if checkpoint_lvl == 1:
             conv_out = delta = None
-        ctx.save_for_backward(*inputs, x_dbl, checkpoints, conv_out, delta)
+        ctx.save_for_backward(*tensors, x_dbl, checkpoints, conv_out, delta)
         ctx.delta_softplus = delta_softplus
         ctx.eps = eps
         return out

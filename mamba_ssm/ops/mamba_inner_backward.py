@@ -9,7 +9,7 @@ import torch
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops import _scan_common, causal_conv1d, selective_scan_backward
 from mamba_ssm.ops._library import define
-from mamba_ssm.ops._mamba_inner_common import check, delta_of, matrix_of, split
+from mamba_ssm.ops._mamba_inner_common import Inputs, check, delta_of, matrix_of, split
 from mamba_ssm.ops._projections import from_columns, rms_norm_channels_grad, to_channel_major, to_columns
 
 _NAME = "mamba_inner_backward"
@@ -17,68 +17,29 @@ _NAME = "mamba_inner_backward"
 
 def _check_backward(dout, inputs, x_dbl, conv_out, delta):
     """The sizes (batch, dim, seqlen, dstate, rank); what the parts' operators check themselves is left to them."""
-    xz, _, _, x_proj_weight, delta_proj_weight, out_proj_weight, _, A, *_ = inputs
     check(inputs)
+    xz = inputs.xz
     batch, _, seqlen = xz.shape
-    dim, dstate = A.shape
-    shape = (batch, seqlen, out_proj_weight.shape[0])
+    dim, dstate = inputs.A.shape
+    shape = (batch, seqlen, inputs.out_proj_weight.shape[0])
     checks.check_same(_NAME, "dout", dout, shape, xz, "xz", "(B, L, d_model)")
-    shape = (x_proj_weight.shape[0], batch * seqlen)
+    shape = (inputs.x_proj_weight.shape[0], batch * seqlen)
     checks.check_same(_NAME, "x_dbl", x_dbl, shape, xz, "xz", "(R + N + N, B * L)")
     if (conv_out is None) != (delta is None):
         raise ValueError(f"{_NAME}: conv_out and delta go together, but one of them is None")
     if conv_out is not None:
         checks.check_same(_NAME, "conv_out", conv_out, (batch, dim, seqlen), xz, "xz", "(B, D, L)")
         checks.check_same(_NAME, "delta", delta, (batch, dim, seqlen), xz, "xz", "(B, D, L)")
-    return batch, dim, seqlen, dstate, delta_proj_weight.shape[1]
+    return batch, dim, seqlen, dstate, inputs.delta_proj_weight.shape[1]
 
 
-def _backward(
-    dout,
-    xz,
-    conv1d_weight,
-    conv1d_bias,
-    x_proj_weight,
-    delta_proj_weight,
-    out_proj_weight,
-    out_proj_bias,
-    A,
-    B,
-    C,
-    D,
-    delta_bias,
-    B_proj_bias,
-    C_proj_bias,
-    b_rms_weight,
-    c_rms_weight,
-    dt_rms_weight,
-    x_dbl,
-    checkpoints,
-    conv_out,
-    delta,
-    delta_softplus,
-    eps,
-):
-    inputs = (
-        xz,
-        conv1d_weight,
-        conv1d_bias,
-        x_proj_weight,
-        delta_proj_weight,
-        out_proj_weight,
-        out_proj_bias,
-        A,
-        B,
-        C,
-        D,
-        delta_bias,
-        B_proj_bias,
-        C_proj_bias,
-        b_rms_weight,
-        c_rms_weight,
-        dt_rms_weight,
-    )
+def _backward(dout, *arguments):
+    inputs, (x_dbl, checkpoints, conv_out, delta, delta_softplus, eps) = Inputs(*arguments[:17]), arguments[17:]
     batch, _, seqlen, dstate, rank = _check_backward(dout, inputs, x_dbl, conv_out, delta)
+    (
+        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C, D,
+        delta_bias, B_proj_bias, C_proj_bias, b_rms_weight, c_rms_weight, dt_rms_weight,
+    ) = inputs  # fmt: skip
     columns = batch * seqlen
     xz = to_channel_major(xz)
     x, z = xz.chunk(2, dim=1)
@@ -170,13 +131,13 @@ def _finish_rows(rows, grad, biased, proj_bias, rms_weight, eps):
 
 
 def _backward_fake(dout, *arguments):
-    inputs, (x_dbl, checkpoints, conv_out, delta, _, _) = arguments[:17], arguments[17:]
+    inputs, (x_dbl, checkpoints, conv_out, delta, _, _) = Inputs(*arguments[:17]), arguments[17:]
     batch, dim, seqlen, dstate, _ = _check_backward(dout, inputs, x_dbl, conv_out, delta)
-    xz, conv1d_weight, conv1d_bias, _, _, _, _, A, B, C, D, delta_bias, *_ = inputs
+    xz = inputs.xz
     x, z = xz.chunk(2, dim=1)
-    causal_conv1d._check(x, conv1d_weight.squeeze(1), conv1d_bias, None, None)
-    matrices = (xz.new_empty((batch, dstate, seqlen)) if matrix is None else matrix for matrix in (B, C))
-    _scan_common.check(x, x, A, *matrices, D, z, delta_bias, None, None)
+    causal_conv1d._check(x, inputs.conv1d_weight.squeeze(1), inputs.conv1d_bias, None, None)
+    B, C = (xz.new_empty((batch, dstate, seqlen)) if given is None else given for given in (inputs.B, inputs.C))
+    _scan_common.check(x, x, inputs.A, B, C, inputs.D, z, inputs.delta_bias, None, None)
     others = (tensor for tensor in (*inputs[1:], checkpoints) if tensor is not None)
     _scan_common.check_fake(_NAME, xz, *others)
     dxz = xz.new_empty((2 * dim, batch, seqlen)).transpose(0, 1)

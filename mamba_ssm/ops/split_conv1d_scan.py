@@ -16,6 +16,37 @@ from mamba_ssm.ops._library import call_below_autograd, call_in_backward, define
 _NAME = "mamba_split_conv1d_scan_combined"
 
 
+class Inputs(typing.NamedTuple):
+    """The tensors that the operators take, in their order."""
+
+    zxbcdt: torch.Tensor
+    conv1d_weight: torch.Tensor
+    conv1d_bias: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    A: torch.Tensor
+    D: torch.Tensor | None
+    initial_states: torch.Tensor | None
+    seq_idx: torch.Tensor | None
+    rmsnorm_weight: torch.Tensor | None
+
+
+class Options(typing.NamedTuple):
+    """What else both operators take, in their order."""
+
+    headdim: int
+    ngroups: int
+    dt_min: float
+    dt_max: float
+    silu: bool
+    rmsnorm_eps: float
+    norm_before_gate: bool
+
+
+def _named(arguments):
+    """Inputs, options, and the arguments behind them."""
+    return Inputs(*arguments[:9]), Options(*arguments[9:16]), arguments[16:]
+
+
 class _Sizes(typing.NamedTuple):
     batch: int
     seqlen: int
@@ -36,8 +67,10 @@ class _Sizes(typing.NamedTuple):
         return self.ngroups * self.dstate
 
 
-def _check(zxbcdt, conv1d_weight, A, rmsnorm_weight, headdim, ngroups):
+def _check(inputs, options):
     """The sizes; what the parts' operators check themselves is left to them."""
+    zxbcdt, conv1d_weight, A, rmsnorm_weight = inputs.zxbcdt, inputs.conv1d_weight, inputs.A, inputs.rmsnorm_weight
+    headdim, ngroups = options.headdim, options.ngroups
     checks.check_dims(_NAME, "zxbcdt", zxbcdt, 3, "(B, L, 2 d_mlp + 2 H P + 2 G N + H)")
     checks.check_activation_dtype(_NAME, "zxbcdt", zxbcdt)
     checks.check_dims(_NAME, "A", A, 1, "(H,)")
@@ -82,27 +115,10 @@ def _split_xBC(xBC, sizes):
 # ---- forward operator ------------------------------------------------------------------------------------------------
 
 
-def _forward(
-    zxbcdt,
-    conv1d_weight,
-    conv1d_bias,
-    dt_bias,
-    A,
-    D,
-    initial_states,
-    seq_idx,
-    rmsnorm_weight,
-    headdim,
-    ngroups,
-    dt_min,
-    dt_max,
-    silu,
-    rmsnorm_eps,
-    norm_before_gate,
-    return_final_states,
-    keep,
-):
-    sizes = _check(zxbcdt, conv1d_weight, A, rmsnorm_weight, headdim, ngroups)
+def _forward(*arguments):
+    inputs, options, (return_final_states, keep) = _named(arguments)
+    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
+    sizes = _check(inputs, options)
     mlp, z, xBC, dt = _split(zxbcdt, sizes)
     norm = rmsnorm_weight is not None
     out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.d_mlp + sizes.dim))
@@ -111,60 +127,42 @@ def _forward(
     else:
         left, gated = out.split_with_sizes((sizes.d_mlp, sizes.dim), 2)
         activations._forward(mlp, out=left)
-    xBC, _ = causal_conv1d._forward(xBC, conv1d_weight, conv1d_bias, seq_idx, None, False, silu)
+    xBC, _ = causal_conv1d._forward(xBC, conv1d_weight, conv1d_bias, seq_idx, None, False, options.silu)
     x, B, C = _split_xBC(xBC, sizes)
     y, final_states = ssd._forward(
         x, dt, A, B, C, D, None if norm else z.view(x.shape), dt_bias, initial_states, seq_idx,
-        True, dt_min, dt_max, return_final_states, out=None if norm else gated.view(x.shape),
+        True, options.dt_min, options.dt_max, return_final_states, out=None if norm else gated.view(x.shape),
     )  # fmt: skip
     if not norm:
         return out, None, None, final_states
     y = y.view(z.shape)
-    options = rmsnorm_eps, sizes.dim // ngroups, norm_before_gate, True
-    _, _, rstd = gated_norm._forward(y, rmsnorm_weight, None, z, *options, keep, out=gated)
+    norm_options = options.rmsnorm_eps, sizes.dim // sizes.ngroups, options.norm_before_gate, True
+    _, _, rstd = gated_norm._forward(y, rmsnorm_weight, None, z, *norm_options, keep, out=gated)
     return (out, y, rstd, final_states) if keep else (out, None, None, final_states)
 
 
-def _forward_fake(
-    zxbcdt,
-    conv1d_weight,
-    conv1d_bias,
-    dt_bias,
-    A,
-    D,
-    initial_states,
-    seq_idx,
-    rmsnorm_weight,
-    headdim,
-    ngroups,
-    dt_min,
-    dt_max,
-    silu,
-    rmsnorm_eps,
-    norm_before_gate,
-    return_final_states,
-    keep,
-):
-    inputs = zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight
-    sizes = _check_all(inputs, headdim, ngroups, dt_min, dt_max)
+def _forward_fake(*arguments):
+    inputs, options, (return_final_states, keep) = _named(arguments)
+    sizes = _check_all(inputs, options)
+    zxbcdt, A = inputs.zxbcdt, inputs.A
     out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.d_mlp + sizes.dim))
     y = rstd = states = None
-    if rmsnorm_weight is not None and keep:
+    if inputs.rmsnorm_weight is not None and keep:
         y = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
-        rstd = A.new_empty((sizes.batch, sizes.seqlen, ngroups))
+        rstd = A.new_empty((sizes.batch, sizes.seqlen, sizes.ngroups))
     if return_final_states:
-        states = A.new_empty((sizes.batch, sizes.nheads, headdim, sizes.dstate))
+        states = A.new_empty((sizes.batch, sizes.nheads, sizes.headdim, sizes.dstate))
     return out, y, rstd, states
 
 
-def _check_all(inputs, headdim, ngroups, dt_min, dt_max):
+def _check_all(inputs, options):
     """The checks of this operator and of its parts, for tensors without values."""
-    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
-    sizes = _check(zxbcdt, conv1d_weight, A, rmsnorm_weight, headdim, ngroups)
+    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, _ = inputs
+    sizes = _check(inputs, options)
     _, _, xBC, dt = _split(zxbcdt, sizes)
     causal_conv1d._check(xBC, conv1d_weight, conv1d_bias, seq_idx, None)
     x, B, C = _split_xBC(torch.empty_like(xBC, memory_format=torch.contiguous_format), sizes)
-    _ssd_common.check(x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx, dt_min, dt_max)
+    _ssd_common.check(x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx, options.dt_min, options.dt_max)
     return sizes
 
 
@@ -176,11 +174,11 @@ class _SplitConv1dScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        inputs, (*options, return_final_states, keep) = arguments[:9], arguments[9:]
+        inputs, options, (return_final_states, keep) = _named(arguments)
         out, y, rstd, states = call_below_autograd(
-            split_conv1d_scan_op, *inputs, *options, return_final_states, inputs[8] is not None
+            split_conv1d_scan_op, *inputs, *options, return_final_states, inputs.rmsnorm_weight is not None
         )
-        ctx.save_for_backward(*inputs, y, rstd)
+        ctx.save_for_backward(y, rstd, *inputs)
         ctx.options = options
         ctx.out_shape = out.shape
         ctx.set_materialize_grads(False)
@@ -196,7 +194,7 @@ class _SplitConv1dScan(torch.autograd.Function):
         if dout is None and dfinal_states is None:
             return (None,) * 18
         if dout is None:  # out itself was not used
-            dout = tensors[0].new_zeros(ctx.out_shape)
+            dout = tensors[2].new_zeros(ctx.out_shape)
         need_dinitial_states = ctx.needs_input_grad[6]
         dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, drmsnorm_weight, _ = call_in_backward(
             split_conv1d_scan_backward_op, dout, dfinal_states, *tensors, *ctx.options, need_dinitial_states, False
@@ -205,12 +203,14 @@ class _SplitConv1dScan(torch.autograd.Function):
         return *grads, *(None,) * 9
 
 
-_OPTIONS = "int headdim, int ngroups, float dt_min, float dt_max, bool silu, float rmsnorm_eps, bool norm_before_gate"
+_ARGUMENTS = (
+    "Tensor zxbcdt, Tensor conv1d_weight, Tensor? conv1d_bias, Tensor? dt_bias, Tensor A, Tensor? D, "
+    "Tensor? initial_states, Tensor? seq_idx, Tensor? rmsnorm_weight, "
+    "int headdim, int ngroups, float dt_min, float dt_max, bool silu, float rmsnorm_eps, bool norm_before_gate"
+)
 
 split_conv1d_scan_op = define(
-    "split_conv1d_scan(Tensor zxbcdt, Tensor conv1d_weight, Tensor? conv1d_bias, Tensor? dt_bias, Tensor A, Tensor? D, "
-    "Tensor? initial_states, Tensor? seq_idx, Tensor? rmsnorm_weight, "
-    f"{_OPTIONS}, bool return_final_states, bool keep) "
+    f"split_conv1d_scan({_ARGUMENTS}, bool return_final_states, bool keep) "
     "-> (Tensor out, Tensor y, Tensor rstd, Tensor final_states)",
     _forward,
     _forward_fake,
@@ -221,31 +221,10 @@ split_conv1d_scan_op = define(
 # ---- backward operator -----------------------------------------------------------------------------------------------
 
 
-def _backward(
-    dout,
-    dfinal_states,
-    zxbcdt,
-    conv1d_weight,
-    conv1d_bias,
-    dt_bias,
-    A,
-    D,
-    initial_states,
-    seq_idx,
-    rmsnorm_weight,
-    y,
-    rstd,
-    headdim,
-    ngroups,
-    dt_min,
-    dt_max,
-    silu,
-    rmsnorm_eps,
-    norm_before_gate,
-    need_dinitial_states,
-    recompute_out,
-):
-    sizes = _check(zxbcdt, conv1d_weight, A, rmsnorm_weight, headdim, ngroups)
+def _backward(dout, dfinal_states, y, rstd, *arguments):
+    inputs, options, (need_dinitial_states, recompute_out) = _named(arguments)
+    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
+    sizes = _check(inputs, options)
     _check_backward(sizes, dout, dfinal_states, zxbcdt, y, rstd)
     dzxbcdt = torch.empty_like(zxbcdt, memory_format=torch.contiguous_format)
     mlp, z, conv_in, dt = _split(zxbcdt, sizes)
@@ -258,28 +237,28 @@ def _backward(
             left, gated = out.split_with_sizes((sizes.d_mlp, sizes.dim), 2)
         activations._backward(dleft, mlp, recompute_out, dmlp, left)
 
-    conv_out, _ = causal_conv1d._forward(conv_in, conv1d_weight, conv1d_bias, seq_idx, None, False, silu)
+    conv_out, _ = causal_conv1d._forward(conv_in, conv1d_weight, conv1d_bias, seq_idx, None, False, options.silu)
     x, B, C = _split_xBC(conv_out, sizes)
     drmsnorm_weight = None
     if rmsnorm_weight is not None:
-        options = sizes.dim // ngroups, norm_before_gate, True
+        norm = sizes.dim // sizes.ngroups, options.norm_before_gate, True
         if recompute_out:
-            gated_norm._forward(y, rmsnorm_weight, None, z, rmsnorm_eps, *options, False, out=gated)
-        dy, drmsnorm_weight, _, _ = gated_norm._backward(dout, y, rmsnorm_weight, None, z, None, rstd, *options, dz=dz)
+            gated_norm._forward(y, rmsnorm_weight, None, z, options.rmsnorm_eps, *norm, False, out=gated)
+        dy, drmsnorm_weight, _, _ = gated_norm._backward(dout, y, rmsnorm_weight, None, z, None, rstd, *norm, dz=dz)
     else:
-        options = True, dt_min, dt_max, False
-        y, _ = ssd._forward(x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx, *options)
+        scan = x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx
+        y, _ = ssd._forward(*scan, True, options.dt_min, options.dt_max, False)
         dy = _gate_backward(dout, y.view(z.shape), z, dz, gated)
     del y
     dconv_out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, conv_in.shape[1])).transpose(1, 2)
     dx, dB, dC = _split_xBC(dconv_out, sizes)
     _, _, dA, _, _, dD, ddt_bias, dinitial_states = ssd_backward._backward(
         dy.view(x.shape), dfinal_states, x, dt, A, B, C, D, dt_bias, initial_states, seq_idx,
-        True, dt_min, dt_max, need_dinitial_states, into=(dx, ddt, dB, dC),
+        True, options.dt_min, options.dt_max, need_dinitial_states, into=(dx, ddt, dB, dC),
     )  # fmt: skip
     del dy, conv_out, x, B, C
     _, dweight, dbias, _ = causal_conv1d._backward(
-        dconv_out, None, conv_in, conv1d_weight, conv1d_bias, seq_idx, None, False, silu, dx=dconv_in
+        dconv_out, None, conv_in, conv1d_weight, conv1d_bias, seq_idx, None, False, options.silu, dx=dconv_in
     )
     return dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, drmsnorm_weight, out
 
@@ -308,27 +287,23 @@ def _check_backward(sizes, dout, dfinal_states, zxbcdt, y, rstd):
         checks.check_float32(name, "rstd", rstd, (batch, seqlen, ngroups), zxbcdt, "zxbcdt", "(B, L, G)")
 
 
-def _backward_fake(dout, dfinal_states, *arguments):
-    inputs, (y, rstd, headdim, ngroups, dt_min, dt_max, _, _, _, need_dinitial_states, recompute_out) = (
-        arguments[:9],
-        arguments[9:],
-    )
-    sizes = _check_all(inputs, headdim, ngroups, dt_min, dt_max)
+def _backward_fake(dout, dfinal_states, y, rstd, *arguments):
+    inputs, options, (need_dinitial_states, recompute_out) = _named(arguments)
+    sizes = _check_all(inputs, options)
     zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, _, _, rmsnorm_weight = inputs
     _check_backward(sizes, dout, dfinal_states, zxbcdt, y, rstd)
     grads = (
         None if tensor is None else tensor.new_empty(tensor.shape)
         for tensor in (zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)
     )
-    states = A.new_empty((sizes.batch, sizes.nheads, headdim, sizes.dstate)) if need_dinitial_states else None
+    states = A.new_empty((sizes.batch, sizes.nheads, sizes.headdim, sizes.dstate)) if need_dinitial_states else None
     drmsnorm_weight = None if rmsnorm_weight is None else rmsnorm_weight.new_empty(rmsnorm_weight.shape)
     return *grads, states, drmsnorm_weight, dout.new_empty(dout.shape) if recompute_out else None
 
 
 split_conv1d_scan_backward_op = define(
-    "split_conv1d_scan_backward(Tensor dout, Tensor? dfinal_states, Tensor zxbcdt, Tensor conv1d_weight, "
-    "Tensor? conv1d_bias, Tensor? dt_bias, Tensor A, Tensor? D, Tensor? initial_states, Tensor? seq_idx, "
-    f"Tensor? rmsnorm_weight, Tensor? y, Tensor? rstd, {_OPTIONS}, bool need_dinitial_states, bool recompute_out) "
+    "split_conv1d_scan_backward(Tensor dout, Tensor? dfinal_states, Tensor? y, Tensor? rstd, "
+    f"{_ARGUMENTS}, bool need_dinitial_states, bool recompute_out) "
     "-> (Tensor dzxbcdt, Tensor dconv1d_weight, Tensor dconv1d_bias, Tensor ddt_bias, Tensor dA, Tensor dD, "
     "Tensor dinitial_states, Tensor drmsnorm_weight, Tensor out)",
     _backward,

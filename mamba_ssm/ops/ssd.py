@@ -111,7 +111,7 @@ def check_options(name, chunk_size, dt_limit, state_dtype):
         raise TypeError(f"{name}: chunk_size must be a positive integer, got {chunk_size!r}")
     if chunk_size < 1:
         raise ValueError(f"{name}: chunk_size must be a positive integer, got {chunk_size}")
-    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2:
+    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
         raise ValueError(f"{name}: dt_limit must be (smallest, largest), got {dt_limit!r}")
     if state_dtype is not None and not (isinstance(state_dtype, torch.dtype) and state_dtype.is_floating_point):
         raise TypeError(f"{name}: state_dtype must be a floating-point torch.dtype or None, got {state_dtype}")

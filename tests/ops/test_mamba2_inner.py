@@ -251,7 +251,7 @@ def test_opcheck(options, device):
     rest = (HEADDIM, 1, 0.0, 1.0, True, 1e-5, False)
     torch.library.opcheck(op.split_conv1d_scan.default, (*first, *rest, True, True))
     out, y, rstd, states = op.split_conv1d_scan(*first, *rest, True, True)
-    torch.library.opcheck(op.split_conv1d_scan_backward.default, (out, states, *first, y, rstd, *rest, True, True))
+    torch.library.opcheck(op.split_conv1d_scan_backward.default, (out, states, y, rstd, *first, *rest, True, True))
     wanted = [tensor if tensor is None else tensor.requires_grad_() for tensor in first]
     torch.library.opcheck(op.split_conv1d_scan.default, (*wanted, *rest, True, False))
 
