@@ -35,7 +35,8 @@ class MambaConfig:
         """A configuration from the contents of config.json; source names it in errors.
 
         Raises:
-            ValueError: a key is not one of MambaConfig's, as in a checkpoint of another library.
+            ValueError: a key is not one of MambaConfig's, as in a checkpoint of another library, or a size is no
+                integer.
         """
         unknown = sorted(values.keys() - {known.name for known in fields(cls)})
         if unknown:
@@ -43,4 +44,7 @@ class MambaConfig:
             if "model_type" in unknown:
                 cure = f"; a transformers checkpoint ({values['model_type']!r}) is loaded with transformers"
             raise ValueError(f"{source} is no mamba_ssm configuration: unknown {', '.join(unknown)}{cure}")
+        for known in fields(cls):
+            if known.type is int and type(values.get(known.name, 0)) is not int:
+                raise ValueError(f"{source}: {known.name} must be an integer, got {values[known.name]!r}")
         return cls(**values)

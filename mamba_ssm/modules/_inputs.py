@@ -2,6 +2,7 @@
 
 import torch
 
+from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._library import watched
 
 
@@ -17,8 +18,7 @@ def check_cu_seqlens(name, cu_seqlens, batch, length, synchronize=False):
 
     They are looked at on the CPU alone, unless synchronize is set: on a GPU that would be a synchronisation.
     """
-    if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(f"{name}: cu_seqlens must be an int32 tensor, got {type(cu_seqlens).__name__}")
+    checks.check_tensor(name, "cu_seqlens", cu_seqlens)
     if batch != 1:
         raise ValueError(f"{name}: cu_seqlens takes sequences packed in a batch of 1, got a batch of {batch}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -28,6 +28,5 @@ def check_cu_seqlens(name, cu_seqlens, batch, length, synchronize=False):
     if not synchronize and (watched() or not cu_seqlens.is_cpu):
         return None
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
-        raise ValueError(f"{name}: cu_seqlens must rise from 0 to the {length} tokens of the input, got {bounds}")
+    checks.check_bounds(name, bounds, length)
     return bounds

@@ -90,8 +90,8 @@ class MHA(nn.Module):
             row at the row's own position: that one reads the position on the device, and so suits a CUDA graph, but
             attends over the whole cache under a mask.
         seq_idx: (B, L) int32, packed sequences: a position sees its own only. Not with inference_params.
-        cu_seqlens: (sequences + 1) int32, where each sequence packed in x (1, total, embed_dim) starts, and the total;
-            with inference_params each sequence fills a row of the cache. The mask is (total, total).
+        cu_seqlens: (sequences + 1) int32, where each sequence packed in x (1, total, embed_dim) starts, and where the
+            last ends; with inference_params each sequence fills a row of the cache. The mask is (total, total).
         """
         step = inference_params is not None and inference_params.seqlen_offset > 0
         self._check(x, inference_params, seq_idx, cu_seqlens, step)
@@ -197,7 +197,8 @@ class MHA(nn.Module):
             cache.zero_()  # a step's mask hides what earlier sequences left there, but not a NaN
         new = torch.stack([k, v], dim=2).to(cache.dtype)
         if sequence is not None:
-            cache[sequence, positions.long()] = new[0]
+            packed = sequence < len(cache)  # not what lies behind the last sequence
+            cache[sequence[packed], positions[packed].long()] = new[0, packed]
         elif positions.dim() == 2:
             cache[torch.arange(len(cache), device=cache.device)[:, None], positions.long()] = new
         else:

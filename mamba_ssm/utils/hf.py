@@ -106,6 +106,7 @@ def _read_file(path):
 
 def write_checkpoint(folder, config, state_dict, safe_serialization):
     """Writes config.json and the weights; removes those in another form, which would be another model's."""
+    text = json.dumps(config, indent=4) + "\n"  # before anything is written: it may hold what JSON does not
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if safe_serialization:
@@ -117,7 +118,7 @@ def write_checkpoint(folder, config, state_dict, safe_serialization):
     (folder / (WEIGHTS_NAME if safe_serialization else SAFE_WEIGHTS_NAME)).unlink(missing_ok=True)
     for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
         (folder / (name + INDEX_SUFFIX)).unlink(missing_ok=True)
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
+    (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
 
 def _find(model_name, names):

@@ -68,15 +68,17 @@ def gather(root: Path, environ: Mapping[str, str]) -> Facts:
         studio, environ = tools.visual_studio(environ, nvcc is not None, accepted)
     version, full_version, architectures, trouble, flags = None, "", [], "", ""
     if nvcc is not None:
-        parsed = cuda.parse_nvcc_version(run(nvcc.path, "--version"))
+        said = run(nvcc.path, "--version")
+        parsed = cuda.parse_nvcc_version(said)
         if parsed is None:
-            trouble = f"{nvcc.path} --version does not answer as nvcc does"
+            trouble = not_as_nvcc(nvcc.path, "--version", said)
         else:
             version, full_version = parsed
-            architectures = cuda.parse_architectures(run(nvcc.path, "--list-gpu-arch"))
+            said = run(nvcc.path, "--list-gpu-arch")
+            architectures = cuda.parse_architectures(said)
             trouble = tools.host_compiler_trouble(nvcc.path, environ, config)
             if not architectures:
-                version, trouble = None, f"{nvcc.path} --list-gpu-arch does not answer as nvcc does"
+                version, trouble = None, not_as_nvcc(nvcc.path, "--list-gpu-arch", said)
             flags = cuda.extra_cuda_flags(nvcc, sys.platform, files)
     torch, torch_cuda = tools.installed_torch(files)
     return Facts(
@@ -111,6 +113,11 @@ def gather(root: Path, environ: Mapping[str, str]) -> Facts:
         zig=tools.zig(),
         auditwheel=tools.auditwheel(),
     )
+
+
+def not_as_nvcc(path: str, option: str, said: str) -> str:
+    words = said.strip().splitlines()[:1] or ["nothing"]
+    return f"{path} {option} does not answer as nvcc does; it says: {words[0].strip()}"
 
 
 def libraries_in_use(root: Path) -> list[str]:

@@ -13,10 +13,12 @@ FATAL, WARNING, NOTE = "fatal", "warning", "note"
 OLDEST_CMAKE = (3, 26)
 MEMORY_PER_NVCC_THREAD = 3 * GIB
 MEMORY_PER_JOB = 1 * GIB
-PATH_NEVER = '";,|\\\n'
-PATH_NEVER_CUDA = "'$`"
-DISK_CUDA = 2 * GIB
-DISK_CPU = GIB // 2
+SOURCE_NEVER = '";,|\\\n'
+SOURCE_NEVER_CUDA = SOURCE_NEVER + "'$`"
+TEMP_NEVER_CUDA = SOURCE_NEVER_CUDA + "\t ()&<>"
+# A build folder for all architectures holds 80 MB, one for the CPU 10 MB; debug builds are larger.
+DISK_CUDA = GIB // 2
+DISK_CPU = GIB // 8
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,10 @@ def check_cuda(config: Config, facts: Facts) -> list[Finding]:
     elif nvcc is not None and facts.nvcc_version is None:
         findings.append(
             Finding(
-                "nvcc-broken", FATAL, facts.nvcc_trouble or f"{nvcc.path} does not run", "reinstall the CUDA toolkit"
+                "nvcc-broken",
+                FATAL,
+                facts.nvcc_trouble or f"{nvcc.path} does not run",
+                "mend what it says, or reinstall the CUDA toolkit",
             )
         )
     elif nvcc is not None and facts.nvcc_version is not None and facts.nvcc_version < OLDEST_NVCC:
@@ -201,20 +206,27 @@ def check_release(config: Config, facts: Facts) -> list[Finding]:
     return findings
 
 
-def check_path(facts: Facts, cuda: bool) -> list[Finding]:
-    """Characters in the source's path that CMake, the linker or the shell that nvcc calls takes for its own."""
+def check_paths(facts: Facts, cuda: bool) -> list[Finding]:
+    """Characters in paths that CMake, the linker or the shells that nvcc calls take for their own."""
     if facts.platform == "win32":
         return []  # preflight_windows
-    bad = [char for char in dict.fromkeys(facts.root) if char in PATH_NEVER or (cuda and char in PATH_NEVER_CUDA)]
-    if not bad:
-        return []
-    fact = f"the path {facts.root!r} holds {' and '.join(repr(char) for char in bad)}, which "
-    fact += "nvcc cannot build below" if cuda else "CMake and the linker cannot build below"
-    return [
-        Finding(
-            "path-special", FATAL, fact, "move the source to a path without; spaces and letters of any kind are fine"
+    findings = []
+    met = _met(facts.root, SOURCE_NEVER_CUDA if cuda else SOURCE_NEVER)
+    if met:
+        fact = (
+            f"the path {facts.root!r} holds {met}, and {'nvcc' if cuda else 'CMake or the linker'} cannot build there"
         )
-    ]
+        cure = "move the source to a path without; spaces, brackets and letters of any kind are fine"
+        findings.append(Finding("path-special", FATAL, fact, cure))
+    met = _met(facts.temp, TEMP_NEVER_CUDA) if cuda else ""
+    if met:
+        fact = f"the folder for temporary files is {facts.temp!r}; it holds {met}, and nvcc cannot work there"
+        findings.append(Finding("path-special", FATAL, fact, "TMPDIR=/tmp, or another path without"))
+    return findings
+
+
+def _met(path: str, characters: str) -> str:
+    return " and ".join(repr(char) for char in dict.fromkeys(path) if char in characters)
 
 
 def check_room(facts: Facts, cuda: bool) -> list[Finding]:

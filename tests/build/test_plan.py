@@ -53,10 +53,12 @@ FINDINGS = [
     ({}, {"ninja": None}, "ninja-missing", "fatal"),
     ({}, {"memory": 2 * GIB}, "memory-low", "warning"),
     ({}, {"memory": GIB // 4}, "memory-low", "fatal"),
-    ({}, {"disk": GIB}, "disk-low", "warning"),
-    ({}, {"disk": GIB // 8}, "disk-low", "fatal"),
+    ({}, {"disk": GIB // 4}, "disk-low", "warning"),
+    ({}, {"disk": GIB // 16}, "disk-low", "fatal"),
+    ({"MAMBA_SSM_CUDA": "off"}, {"disk": GIB // 16}, "disk-low", "warning"),
     ({}, {"writable": False}, "folder-unwritable", "fatal"),
     *(({}, {"root": f"/src/a{char}b"}, "path-special", "fatal") for char in "\";,|\\\n'$`"),
+    *(({}, {"temp": f"/tmp/a{char}b"}, "path-special", "fatal") for char in " (),'$"),
     ({}, {"machine": "aarch64"}, "platform-unsupported", "fatal"),
     ({}, {"platform": "darwin"}, "platform-unsupported", "fatal"),
     ({}, {"platform": "win32", "root": "C:\\" + "long\\" * 40}, "path-long", "warning"),
@@ -84,7 +86,7 @@ def test_path_that_can_be_built_below(machine, path):
 
 
 def test_path_that_only_nvcc_cannot_take(machine):
-    assert codes(plan_of({"MAMBA_SSM_CUDA": "off"}, machine(root="/home/o'hara/mamba"))) == []
+    assert codes(plan_of({"MAMBA_SSM_CUDA": "off"}, machine(root="/home/o'hara/mamba", temp="/tmp/o'hara"))) == []
 
 
 def test_wrong_cuda_home_is_a_warning_beside_the_nvcc_found(machine):
@@ -259,7 +261,7 @@ def test_nvcc_that_names_no_architecture_is_broken(root, tmp_path):
     nvcc.chmod(0o755)
     done = configure(root, {"CUDACXX": str(nvcc)})
     assert done.returncode == 1
-    assert f"FATAL [nvcc-broken] {nvcc} --list-gpu-arch does not answer as nvcc does" in done.stdout
+    assert f"FATAL [nvcc-broken] {nvcc} --list-gpu-arch does not answer as nvcc does; it says: nothing" in done.stdout
 
 
 def test_compiler_with_an_open_quote_is_no_program(root):

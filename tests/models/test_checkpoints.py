@@ -95,6 +95,14 @@ def load_error(folder, kind=ValueError):
     return str(error.value)
 
 
+def test_nothing_is_written_where_the_configuration_cannot_be(tmp_path):
+    model = make()
+    model.config.ssm_cfg = {"dt_rank": torch.tensor(1)}
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        model.save_pretrained(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
 def test_files_that_are_not_there(saved, tmp_path):
     folder, _ = saved
     (folder / "pytorch_model.bin").unlink()
@@ -205,6 +213,9 @@ def test_wrong_configurations(saved):
     edit_config(folder, hidden_size=16, model_type="mamba")
     text = load_error(folder)
     assert "unknown hidden_size, model_type" in text and "loaded with transformers" in text and str(folder) in text
+    for wrong in ("2", None, 2.0, True):
+        (folder / "config.json").write_text(json.dumps({**CONFIG, "n_layer": wrong}))
+        assert f"{str(folder)!r}: n_layer must be an integer, got {wrong!r}" in load_error(folder)
     (folder / "config.json").write_text('{"d_model": 16')
     assert "config.json is damaged" in load_error(folder)
     (folder / "config.json").write_bytes(b"\xff\xfe")

@@ -132,9 +132,12 @@ def test_packed_sequences_equal_separate_ones(kind, device):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * max(1.0, expected.abs().max().item()))
 
 
+@pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("kind", ["mamba2", "hybrid"])
-def test_packed_prompts_then_steps(kind, device):
-    """Prompts of different lengths are read packed (cu_seqlens), then continue together, as each alone would."""
+def test_packed_prompts_then_steps(kind, padding, device):
+    """Prompts of different lengths are read packed (cu_seqlens), then continue together, as each alone would. Tokens
+    behind the last one, which fill a row up, are in no state.
+    """
     model = make(kind, device)
     lengths, new = [5, 1, 40], 6
     sequences = [torch.randint(0, 128, (1, length + new), device=device) for length in lengths]
@@ -142,8 +145,10 @@ def test_packed_prompts_then_steps(kind, device):
         expected = torch.cat([model(sequence).logits[:, -new - 1 : -1] for sequence in sequences])
         params = InferenceParams(max_seqlen=46, max_batch_size=3)
         prompts = torch.cat([sequence[:, :-new] for sequence in sequences], dim=1)
+        prompts = torch.nn.functional.pad(prompts, (0, padding), value=7)
         cu_seqlens = torch.tensor([0, 5, 6, 46], dtype=torch.int32, device=device)
         seq_idx = torch.repeat_interleave(torch.arange(3, device=device), cu_seqlens.diff(), output_size=46)
+        seq_idx = torch.nn.functional.pad(seq_idx, (0, padding), value=3)
         options = {"seq_idx": seq_idx[None].int(), "cu_seqlens": cu_seqlens}
         logits = model(prompts, inference_params=params, **options).logits
         found = [logits[0, cu_seqlens[1:].long() - 1]]

@@ -224,8 +224,8 @@ def test_wrong_calls():
         module(x[:1], inference_params=params, cu_seqlens=cu_seqlens)
     with pytest.raises(ValueError, match="packed in a batch of 1, got a batch of 2"):
         module(x, cu_seqlens=cu_seqlens)
-    for bounds in ([0, 4], [1, 5], [0, 3, 2, 5]):
-        with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to the 5 tokens of the input, got \["):
+    for bounds in ([0, 6], [1, 5], [0, 3, 2, 5]):
+        with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to at most the 5 steps of x, got \["):
             module(x[:1], inference_params=InferenceParams(8, 1), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"4 tokens do not fit inference_params.max_seqlen = 3"):
         bounds = torch.tensor([0, 1, 5], dtype=torch.int32)
