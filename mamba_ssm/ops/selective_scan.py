@@ -54,29 +54,29 @@ def selective_scan_fn(
     Same as upstream's mamba_ssm.ops.selective_scan_interface.selective_scan_fn, except that complex A is not supported,
     and initial_state, seq_idx and the gradient of last_state are additions.
     """
-    # What is no tensor goes on to the operator, which names it.
-    if isinstance(A, torch.Tensor) and A.dtype != torch.float32:
-        A = checks.widen(A)
-    if _is_constant(B):
-        B = checks.widen(B)
-    if _is_constant(C):
-        C = checks.widen(C)
-    if D is not None:
-        D = checks.widen(D)
-    if delta_bias is not None:
-        delta_bias = checks.widen(delta_bias)
-    if initial_state is not None:
-        initial_state = checks.widen(initial_state)
-    if isinstance(u, torch.Tensor) and autocast_dtype(u) is not None:  # which leaves some inputs wider: norms' outputs
-        delta, z = checks.cast(delta, u.dtype), checks.cast(z, u.dtype)
-        B, C = (matrix if _is_constant(matrix) else checks.cast(matrix, u.dtype) for matrix in (B, C))
+    try:  # written out: this is a good part of a small call
+        if A.dtype != torch.float32:
+            A = checks.widen(A)
+        if B.dim() == 2:
+            B = checks.widen(B)
+        if C.dim() == 2:
+            C = checks.widen(C)
+        if D is not None and D.dtype != torch.float32:
+            D = checks.widen(D)
+        if delta_bias is not None and delta_bias.dtype != torch.float32:
+            delta_bias = checks.widen(delta_bias)
+        if initial_state is not None and initial_state.dtype != torch.float32:
+            initial_state = checks.widen(initial_state)
+        dtype = u.dtype
+        one_dtype = delta.dtype == dtype and B.dtype == dtype and C.dtype == dtype and (z is None or z.dtype == dtype)
+        if not one_dtype and autocast_dtype(u) is not None:  # which leaves some inputs wider: norms' outputs
+            delta, z = checks.cast(delta, dtype), checks.cast(z, dtype)
+            B, C = (matrix if matrix.dim() == 2 else checks.cast(matrix, dtype) for matrix in (B, C))
+    except AttributeError:  # of what is no tensor; the operator names it
+        pass
     options = bool(delta_softplus), bool(return_last_state), False
     out, last_state, _ = call(selective_scan_op, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, *options)
     return (out, last_state) if return_last_state else out
-
-
-def _is_constant(matrix):
-    return isinstance(matrix, torch.Tensor) and matrix.dim() == 2
 
 
 # ---- forward operator ------------------------------------------------------------------------------------------------
