@@ -13,20 +13,22 @@ def check_input(name, x, d_model, dims=3):
         raise ValueError(f"{name}: the input must be {letters} with d_model = {d_model}, got {tuple(x.shape)}")
 
 
-def check_cu_seqlens(name, cu_seqlens, batch, length, synchronize=False):
-    """cu_seqlens bounds sequences packed in one row of this length. Returns its values, or None.
+def check_cu_seqlens(name, cu_seqlens, x, synchronize=False):
+    """cu_seqlens bounds sequences packed in the one row of x (1, L, ...). Returns its values, or None.
 
     They are looked at on the CPU alone, unless synchronize is set: on a GPU that would be a synchronisation.
     """
     checks.check_tensor(name, "cu_seqlens", cu_seqlens)
-    if batch != 1:
-        raise ValueError(f"{name}: cu_seqlens takes sequences packed in a batch of 1, got a batch of {batch}")
+    if x.shape[0] != 1:
+        raise ValueError(f"{name}: cu_seqlens takes sequences packed in a batch of 1, got a batch of {x.shape[0]}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{name}: cu_seqlens must be (sequences + 1,) of int32, got {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
         )
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"{name}: cu_seqlens must be on {x.device} like the input, got {cu_seqlens.device}")
     if not synchronize and (watched() or not cu_seqlens.is_cpu):
         return None
     bounds = cu_seqlens.tolist()
-    checks.check_bounds(name, bounds, length)
+    checks.check_bounds(name, bounds, x.shape[1])
     return bounds

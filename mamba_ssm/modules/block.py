@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 def add_norm(hidden_states, residual, norm, fused, residual_in_fp32, prenorm=True):
     """norm(hidden_states + residual), with prenorm and the sum; residual None counts as zero."""
-    if fused and (is_plain(norm, RMSNorm) or is_plain(norm, nn.LayerNorm)):
+    if fused and (is_plain(norm, RMSNorm) or (is_plain(norm, nn.LayerNorm) and norm.weight is not None)):
         return layer_norm_fn(
             hidden_states,
             norm.weight,
@@ -72,7 +72,8 @@ def add_norm(hidden_states, residual, norm, fused, residual_in_fp32, prenorm=Tru
             is_rms_norm=isinstance(norm, RMSNorm),
         )
     residual = hidden_states if residual is None else hidden_states + residual
-    hidden_states = norm(residual.to(norm.weight.dtype))
+    weight = getattr(norm, "weight", None)  # a norm that was put in place of ours may have none
+    hidden_states = norm(residual.to(hidden_states.dtype if weight is None else weight.dtype))
     if not prenorm:
         return hidden_states
     return hidden_states, residual.float() if residual_in_fp32 else residual

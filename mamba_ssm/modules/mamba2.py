@@ -283,9 +283,8 @@ class Mamba2(nn.Module):
 
     def _packed(self, cu_seqlens, zxbcdt):
         """cu_seqlens as int32, and the seq_idx that it stands for."""
-        batch, length, _ = zxbcdt.shape
-        check_cu_seqlens("Mamba2", cu_seqlens, batch, length)
-        positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        check_cu_seqlens("Mamba2", cu_seqlens, zxbcdt)
+        positions = torch.arange(zxbcdt.shape[1], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         seq_idx = torch.bucketize(positions, cu_seqlens[1:], right=True, out_int32=True)
         return cu_seqlens.to(torch.int32), seq_idx[None]
 

@@ -94,7 +94,7 @@ class MHA(nn.Module):
             last ends; with inference_params each sequence fills a row of the cache. The mask is (total, total).
         """
         step = inference_params is not None and inference_params.seqlen_offset > 0
-        self._check(x, inference_params, seq_idx, cu_seqlens, step)
+        bounds = self._check(x, inference_params, seq_idx, cu_seqlens, step)
         batch, seqlen, _ = x.shape
         cache = conv_state = None
         if inference_params is not None:
@@ -127,7 +127,7 @@ class MHA(nn.Module):
 
         mask = None
         if cache is not None:
-            self._write_cache(cache, k, v, positions, sequence, inference_params)
+            self._write_cache(cache, k, v, positions, sequence, bounds, inference_params)
         if step:
             k, v, mask = self._read_cache(cache, positions, inference_params.seqlen_offset + seqlen, q.dtype)
         elif seq_idx is not None:
@@ -140,10 +140,12 @@ class MHA(nn.Module):
         return self.out_proj(out)
 
     def _check(self, x, inference_params, seq_idx, cu_seqlens, step):
+        """Returns the values of cu_seqlens, or None where they were not looked at."""
         check_input("MHA", x, self.embed_dim)
+        bounds = None
         if cu_seqlens is not None:
             # with a cache always, where a wrong bound would write beside it
-            bounds = check_cu_seqlens("MHA", cu_seqlens, *x.shape[:2], synchronize=inference_params is not None)
+            bounds = check_cu_seqlens("MHA", cu_seqlens, x, synchronize=inference_params is not None)
             if step:
                 raise ValueError("MHA: cu_seqlens is for the first call with inference_params, not for a step")
         elif inference_params is not None and seq_idx is not None:
@@ -161,6 +163,7 @@ class MHA(nn.Module):
             raise ValueError(
                 f"MHA: with lengths_per_sample a step takes one token, (B, 1, embed_dim), got {tuple(x.shape)}"
             )
+        return bounds
 
     def _get_cache(self, inference_params, rows, x):
         """This layer's (kv_cache, conv_state) in inference_params, made if they are not there yet."""
@@ -190,15 +193,15 @@ class MHA(nn.Module):
         return kv_cache, conv_state
 
     @torch.no_grad()
-    def _write_cache(self, cache, k, v, positions, sequence, inference_params):
+    def _write_cache(self, cache, k, v, positions, sequence, bounds, inference_params):
         """Keys and values (B, L, kv heads, head_dim) to their positions; packed ones to their sequence's row."""
         start = inference_params.seqlen_offset
         if start == 0 and inference_params.lengths_per_sample is not None:
             cache.zero_()  # a step's mask hides what earlier sequences left there, but not a NaN
         new = torch.stack([k, v], dim=2).to(cache.dtype)
         if sequence is not None:
-            packed = sequence < len(cache)  # not what lies behind the last sequence
-            cache[sequence[packed], positions[packed].long()] = new[0, packed]
+            end = bounds[-1]  # not what lies behind the last sequence
+            cache[sequence[:end], positions[:end].long()] = new[0, :end]
         elif positions.dim() == 2:
             cache[torch.arange(len(cache), device=cache.device)[:, None], positions.long()] = new
         else:

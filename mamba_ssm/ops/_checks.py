@@ -65,7 +65,7 @@ def check_tensor(op, name, value):
 
 
 def check_writable(op, name, tensor):
-    """No element of a tensor that is written in place lies where another does."""
+    """A tensor that is written in place was not expanded: its elements would share memory."""
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride == 0 and size > 1:
             raise ValueError(

@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.nn.utils import prune
 
 from mamba_ssm import Mamba, Mamba2
-from mamba_ssm.modules.block import Block
+from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.mamba2_simple import Mamba2Simple
 from mamba_ssm.modules.mha import MHA
 from mamba_ssm.ops.norm import RMSNorm
@@ -201,6 +201,15 @@ def test_a_hooked_norm_is_called(norm):
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.LayerNorm(24, elementwise_affine=False)], ids=["none", "affine"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_norm_without_weight(fused, norm):
+    x, residual = torch.randn(2, 3, 24, dtype=torch.bfloat16), torch.randn(2, 3, 24)
+    out, total = add_norm(x, residual, norm, fused, residual_in_fp32=True)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(out, norm(total.bfloat16()))
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_sizes_without_values(kind):
     """On the meta device: shapes of outputs and gradients, no memory."""
@@ -229,3 +238,5 @@ def test_wrong_bounds_of_packed_sequences(kind):
     for wrong in (torch.tensor([[0, 5]]), torch.tensor([0.0, 5.0]), torch.tensor([], dtype=torch.int32)):
         with pytest.raises(ValueError, match=r"cu_seqlens must be \(sequences \+ 1,\) of int32, got"):
             module(x, cu_seqlens=wrong)
+    with pytest.raises(ValueError, match="cu_seqlens must be on cpu like the input, got meta"):
+        module(x, cu_seqlens=torch.tensor([0, 5], device="meta"))
