@@ -121,7 +121,7 @@ class BuildWheel(bdist_wheel):
 
     def run(self) -> None:
         # The wheel comes to dist finished or not at all, so it is made where nobody looks for one.
-        dist, self.dist_dir = Path(self.dist_dir), os.path.dirname(self.bdist_dir)
+        dist, self.dist_dir = Path(self.dist_dir), self.get_finalized_command("build").build_base
         dist.mkdir(parents=True, exist_ok=True)
         if not os.access(dist, os.W_OK):
             raise SystemExit(f"mamba_ssm: {dist.absolute()}, where the wheel goes, cannot be written")
@@ -140,7 +140,7 @@ class BuildWheel(bdist_wheel):
                 raise SystemExit(f"mamba_ssm: {error}") from None
         wheel = finish.deliver(Path(path), dist)
         self.distribution.dist_files[-1] = (*kind, str(wheel))
-        show(f"mamba_ssm: {wheel} is ready")
+        show(f"mamba_ssm: {wheel.name} is ready")  # its folder is the frontend's, which may move it
 
     def write_wheelfile(self, wheelfile_base: str, *arguments, **options) -> None:
         super().write_wheelfile(wheelfile_base, *arguments, **options)

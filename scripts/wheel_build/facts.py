@@ -227,7 +227,7 @@ def git_state(root: Path) -> tuple[str, int, bool]:
     here = os.path.realpath(root)
     # In a container the checkout often is another user's, and git then answers nothing. This very folder's code is
     # being run, so its git settings may be read.
-    git = ("git", "-c", f"safe.directory={here}", "-C", here)
+    git = ("git", "-c", f"safe.directory={Path(here).as_posix()}", "-C", here)
     top = run(*git, "rev-parse", "--show-toplevel").strip()
     if not top or os.path.realpath(top) != here:
         return "", 0, False

@@ -191,7 +191,7 @@ def test_wheel_from_sdist_has_the_same_contents(wheel, sdist_wheel, root):
 
 
 def test_second_build_is_byte_identical_and_compiles_nothing(wheel, source, tmp_path):
-    output = build(source, "bdist_wheel", "-d", str(tmp_path))
+    output = build(source, "bdist_wheel", "-d", str(tmp_path), "-b", "unpacked")
     (again,) = tmp_path.glob("*.whl")
     assert again.read_bytes() == wheel.read_bytes()
     assert "Building CXX" not in output
