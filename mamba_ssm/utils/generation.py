@@ -239,10 +239,13 @@ def _positive(name, value):
 
 def _eos_tokens(eos_token_id, device):
     """eos_token_id, an integer, a list or a tensor of them, as int64 (tokens)."""
-    eos = torch.as_tensor(eos_token_id, device=device).flatten()
-    if eos.numel() == 0 or eos.is_floating_point():
+    try:
+        eos = torch.as_tensor(eos_token_id).flatten()
+    except (TypeError, ValueError, RuntimeError):  # what torch makes no tensor of: words, None in a list, huge numbers
+        eos = torch.empty(0)
+    if eos.numel() == 0 or eos.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"generate: eos_token_id must be one or several integers, got {eos_token_id!r}")
-    return eos.long()
+    return eos.to(device, torch.int64)
 
 
 class _Timer:

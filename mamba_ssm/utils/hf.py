@@ -58,7 +58,7 @@ def _shards(path):
         return [path]
     files = _read_json(path).get("weight_map")
     if not isinstance(files, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in files.values()
+        isinstance(file, str) and file and Path(file).name == file for file in files.values()
     ):
         raise ValueError(f"{path} is no index of weights: it must hold a weight_map of tensors to files beside it")
     return [path.with_name(file) for file in sorted(set(files.values()))]

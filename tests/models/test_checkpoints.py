@@ -154,7 +154,7 @@ def test_split_weights(saved, hub):
     assert asked[-3:] == files
     (folder / files[1]).unlink()
     assert files[1] in load_error(folder, FileNotFoundError)
-    for contents in ('{"weight_map": {"a": "../b"}}', '{"weight_map": ["a"]}', "{}"):
+    for contents in ('{"weight_map": {"a": "../b"}}', '{"weight_map": {"a": ""}}', '{"weight_map": ["a"]}', "{}"):
         index.write_text(contents)
         assert f"{index} is no index of weights" in load_error(folder)
     index.write_text("{")

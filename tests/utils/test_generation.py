@@ -122,7 +122,7 @@ def test_several_ends_of_sequence(form, device):
         assert row[:end] == free[:end] and set(row[end:]) <= {ends[0]}
     one = model.generate(tokens, max_length=20, eos_token_id=ends[0])
     assert torch.equal(model.generate(tokens, max_length=20, eos_token_id=torch.tensor(ends[0])), one)
-    for wrong in ([], 1.5):
+    for wrong in ([], 1.5, True, "a", [3, None], 10**30):
         with pytest.raises(ValueError, match="eos_token_id must be one or several integers, got"):
             model.generate(tokens, max_length=20, eos_token_id=wrong)
 
