@@ -124,7 +124,8 @@ def decode(
             every row has.
         teacher_outputs: (B, length); its tokens are taken instead of drawn ones as far as it reaches.
         vocab_size: logits beyond it, those of a padded vocabulary, are left out.
-        cg: run the steps as a CUDA graph, kept in model._decoding_cache for further calls.
+        cg: run the steps as a CUDA graph, kept in model._decoding_cache for further calls. Hooks' Python runs when it
+            is captured, not at each step; after a switch inside a module (an adapter turned off) set that to None.
         enable_timing: print the time of the whole call. output_scores: keep the logits of each new token.
         streamer: put(tokens on the CPU) is called with the prompt and each step's tokens (B), then end().
 
@@ -336,8 +337,10 @@ class DecodingCGCache:
 
 
 def _key(model, dtype):
-    """What a captured graph depends on: it reads the parameters where they lay."""
-    return dtype, tuple((tensor.data_ptr(), tensor.dtype) for tensor in model.parameters())
+    """What a captured graph depends on: it reads parameters where they lay and holds what modules and hooks did."""
+    parameters = tuple((tensor.data_ptr(), tensor.dtype) for tensor in model.parameters())
+    modules = tuple((type(m), *m._forward_pre_hooks, *m._forward_hooks) for m in model.modules())  # hooks by number
+    return dtype, parameters, modules
 
 
 @torch.inference_mode()

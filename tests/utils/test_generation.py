@@ -8,7 +8,7 @@ import torch
 
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
-from mamba_ssm.utils.generation import DecodingCGCache, GenerationMixin, InferenceParams, update_graph_cache
+from mamba_ssm.utils.generation import DecodingCGCache, GenerationMixin, InferenceParams, _key, update_graph_cache
 
 ATTENTION = {
     "attn_layer_idx": [1],
@@ -247,6 +247,40 @@ def test_graphs_give_the_same_tokens(kind, dtype, cuda):
     cache = model._decoding_cache
     model.generate(prompt(2, 6, cuda), 20, cg=True)
     assert model._decoding_cache is cache, "an equal call captured again"
+
+
+@pytest.mark.gpu
+def test_graphs_follow_hooks_and_replaced_modules(cuda):
+    model, tokens = make(device=cuda), prompt(device=cuda)
+    plain = model.generate(tokens, 20, cg=True)
+    norm = model.backbone.norm_f
+    handle = norm.register_forward_hook(lambda module, inputs, output: -output)
+    hooked = model.generate(tokens, 20, cg=True)
+    assert torch.equal(hooked, model.generate(tokens, 20)) and not torch.equal(hooked, plain)
+    handle.remove()
+    assert torch.equal(model.generate(tokens, 20, cg=True), plain)
+
+    class Negated(type(norm)):
+        def forward(self, x):
+            return -super().forward(x)
+
+    norm.__class__ = Negated  # the same parameters
+    assert torch.equal(model.generate(tokens, 20, cg=True), hooked)
+
+
+def test_what_a_graph_depends_on():
+    model = make()
+    keys = [_key(model, None)]
+    norm = model.backbone.norm_f
+    handle = norm.register_forward_pre_hook(lambda module, inputs: None)
+    keys.append(_key(model, None))
+    handle.remove()
+    assert _key(model, None) == keys[0]
+    norm.__class__ = type("Replaced", (type(norm),), {})
+    keys.append(_key(model, None))
+    model.bfloat16()
+    keys.append(_key(model, None))
+    assert len(set(keys)) == 4
 
 
 @pytest.mark.gpu
