@@ -144,7 +144,7 @@ struct StepSize {
 
 __device__ __forceinline__ float float_from_bits(uint32_t bits, int32_t dtype) {
     if (dtype == MAMBA_FLOAT16) {
-        return unpack<__half>(bits).x;
+        return unpack2<__half>(bits).x;
     }
     return __uint_as_float(dtype == MAMBA_FLOAT32 ? bits : bits << 16);
 }
@@ -250,8 +250,8 @@ __device__ __forceinline__ void chunk_decays(ChunkDecays<kSteps>& decays, const 
 template <typename T>
 __device__ __forceinline__ void store_row(T* row, int columns, bool vectors, const float2& left, const float2& right,
                                           int lane) {
-    const uint32_t first = pack<T>(left.x, left.y);
-    const uint32_t second = pack<T>(right.x, right.y);
+    const uint32_t first = pack2<T>(left.x, left.y);
+    const uint32_t second = pack2<T>(right.x, right.y);
     const int t = lane % 4;
     const int source = lane / 4 * 4 + t % 2 * 2;
     const uint32_t a = __shfl_sync(0xffffffffu, first, source);
@@ -268,8 +268,8 @@ __device__ __forceinline__ void store_row(T* row, int columns, bool vectors, con
         }
         return;
     }
-    const float2 low = unpack<T>(quad.x);
-    const float2 high = unpack<T>(quad.y);
+    const float2 low = unpack2<T>(quad.x);
+    const float2 high = unpack2<T>(quad.y);
     const float values[4] = {low.x, low.y, high.x, high.y};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -306,7 +306,7 @@ __device__ __forceinline__ void store_row<float>(float* row, int columns, bool v
 // Two neighbouring elements of a tile as float32.
 template <typename T>
 __device__ __forceinline__ float2 load_pair(const T* pair) {
-    return unpack<T>(*reinterpret_cast<const uint32_t*>(pair));
+    return unpack2<T>(*reinterpret_cast<const uint32_t*>(pair));
 }
 template <>
 __device__ __forceinline__ float2 load_pair<float>(const float* pair) {
@@ -316,7 +316,7 @@ __device__ __forceinline__ float2 load_pair<float>(const float* pair) {
 // The opposite.
 template <typename T>
 __device__ __forceinline__ void store_pair(T* pair, float low, float high) {
-    *reinterpret_cast<uint32_t*>(pair) = pack<T>(low, high);
+    *reinterpret_cast<uint32_t*>(pair) = pack2<T>(low, high);
 }
 template <>
 __device__ __forceinline__ void store_pair<float>(float* pair, float low, float high) {

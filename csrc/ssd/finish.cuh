@@ -24,16 +24,6 @@ struct BackwardLaunch {
 
 constexpr int kFinishThreads = 256;
 
-__device__ __forceinline__ void store_as(void* data, int64_t index, int32_t dtype, float value) {
-    if (dtype == MAMBA_FLOAT32) {
-        static_cast<float*>(data)[index] = value;
-    } else if (dtype == MAMBA_FLOAT16) {
-        static_cast<__half*>(data)[index] = from_float<__half>(value);
-    } else {
-        static_cast<__nv_bfloat16*>(data)[index] = from_float<__nv_bfloat16>(value);
-    }
-}
-
 // Sum over a block; every thread must come here.
 __device__ __forceinline__ float add_over_block(float value, float* shared) {
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -132,7 +122,8 @@ __global__ void __launch_bounds__(kFinishThreads) ssd_finish_kernel(const MambaS
         for (int64_t tile = 0; tile < launch.row_tiles; ++tile) {
             sum += launch.ddt[((tile * p.batch + batch) * p.nheads + head) * p.seqlen + step];
         }
-        store_as(q.ddt, batch * q.ddt_batch_stride + step * q.ddt_len_stride + head * q.ddt_head_stride, p.dt_dtype, sum);
+        store_from_float(q.ddt, batch * q.ddt_batch_stride + step * q.ddt_len_stride + head * q.ddt_head_stride, p.dt_dtype,
+                         sum);
     }
 }
 

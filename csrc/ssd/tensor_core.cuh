@@ -7,7 +7,7 @@
 // In the comments g = lane / 4 and t = lane % 4. An accumulator holds (row g, columns 2t, 2t + 1), (row g + 8, the same).
 #pragma once
 
-#include "common/cuda_utils.cuh"
+#include "common/cuda_vector.cuh"
 
 namespace mamba {
 
@@ -31,41 +31,17 @@ struct Operand {
 
 // ---- packing -------------------------------------------------------------------------------------------------------
 
-template <typename T>
-__device__ __forceinline__ uint32_t pack(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
-template <>
-__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-template <typename T>
-__device__ __forceinline__ float2 unpack(uint32_t pair);
-template <>
-__device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-}
-template <>
-__device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
-
 // Puts two neighbouring elements into place i of an operand.
 template <typename T>
 __device__ __forceinline__ void set_pair(Operand<T>& operand, int i, float low, float high) {
-    operand.r[0][i] = pack<T>(low, high);
+    operand.r[0][i] = pack2<T>(low, high);
 }
 template <>
 __device__ __forceinline__ void set_pair<float>(Operand<float>& operand, int i, float low, float high) {
 #pragma unroll
     for (int part = 0; part < 3; ++part) {
-        operand.r[part][i] = pack<__nv_bfloat16>(low, high);
-        const float2 taken = unpack<__nv_bfloat16>(operand.r[part][i]);
+        operand.r[part][i] = pack2<__nv_bfloat16>(low, high);
+        const float2 taken = unpack2<__nv_bfloat16>(operand.r[part][i]);
         low -= taken.x;
         high -= taken.y;
     }
@@ -128,8 +104,8 @@ __device__ __forceinline__ void load_a_weighted(Operand<T>& a, const T* tile, in
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float2 w = *reinterpret_cast<const float2*>(weight + lane % 4 * 2 + i / 2 * 8);
-        const float2 value = unpack<T>(a.r[0][i]);
-        a.r[0][i] = pack<T>(value.x * w.x, value.y * w.y);
+        const float2 value = unpack2<T>(a.r[0][i]);
+        a.r[0][i] = pack2<T>(value.x * w.x, value.y * w.y);
     }
 }
 template <>
@@ -194,10 +170,10 @@ __device__ __noinline__ float4 multiply_add_emulated(float4 c, uint4 a, uint2 b)
         const int row = lane / 4 * 4 + pair % 4;     // the lane that holds these elements of A
         const int column = lane % 4 * 8 + pair % 4;  // and of B
         const uint32_t b_pair = pair < 4 ? b.x : b.y;
-        const float2 top = unpack<T>(__shfl_sync(0xffffffffu, pair < 4 ? a.x : a.z, row));
-        const float2 bottom = unpack<T>(__shfl_sync(0xffffffffu, pair < 4 ? a.y : a.w, row));
-        const float2 left = unpack<T>(__shfl_sync(0xffffffffu, b_pair, column));
-        const float2 right = unpack<T>(__shfl_sync(0xffffffffu, b_pair, column + 4));
+        const float2 top = unpack2<T>(__shfl_sync(0xffffffffu, pair < 4 ? a.x : a.z, row));
+        const float2 bottom = unpack2<T>(__shfl_sync(0xffffffffu, pair < 4 ? a.y : a.w, row));
+        const float2 left = unpack2<T>(__shfl_sync(0xffffffffu, b_pair, column));
+        const float2 right = unpack2<T>(__shfl_sync(0xffffffffu, b_pair, column + 4));
         c.x = fmaf(top.y, left.y, fmaf(top.x, left.x, c.x));
         c.y = fmaf(top.y, right.y, fmaf(top.x, right.x, c.y));
         c.z = fmaf(bottom.y, left.y, fmaf(bottom.x, left.x, c.z));

@@ -54,7 +54,7 @@ def make_windows_plan(cache: Path, environ: dict[str, str]) -> Plan:
 
 def with_second_try(name: str, stage: Callable[[], str], say: Callable[[str], None]) -> str:
     """What a stage returns. One that fails is told of and called again: Wine 8 was seen to end a compiler or a test
-    without a word, once in some thousand programs; a failure of ours comes twice.
+    without a word, very rarely; a failure of ours comes twice.
     """
     try:
         return stage()
