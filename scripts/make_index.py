@@ -51,6 +51,7 @@ GPUS = {
     "8.6": "RTX 30, A10",
     "8.9": "RTX 40, L4",
     "9.0": "H100, H200",
+    "9.0a": "H100, H200",
     "10.0": "B200",
     "10.3": "B300",
     "12.0": "RTX 50",
@@ -119,7 +120,8 @@ class File:
         dotted = [f"{number // 10}.{number % 10}{suffix}" for number, suffix in sorted(real | virtual)]
         named = [f"{each} ({GPUS[each]})" if each in GPUS else each for each in dotted]
         # PTX of the newest is compiled by the driver on any GPU after it.
-        newer = " and newer" if max(virtual, default=(0, "")) >= max(real, default=(0, "")) else ""
+        newest = max(number for number, _ in real | virtual)
+        newer = " and newer" if newest in {number for number, _ in virtual} else ""
         return ", ".join(named) + newer
 
 

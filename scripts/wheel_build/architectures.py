@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .config import SwitchError
 
@@ -21,6 +21,8 @@ NAMED = {
     "hopper": "9.0+PTX",
     "blackwell": "10.0;10.3;12.0;12.1+PTX",
 }
+# GPUs that run machine code for 9.0 run that for 9.0a, which alone has wgmma, their tensor cores' fastest instruction.
+HOPPER = 90
 SPELLINGS = (
     "8.6, 86, 8.6+PTX, 86-real, 86-virtual, 90a, 12.0, 120, native, all, all-major, "
     "Turing, Ampere, Ada, Hopper, Blackwell, parted by ';', ',' or spaces"
@@ -53,6 +55,10 @@ class Architectures:
     def count(self) -> int:
         """How many compilations of one source nvcc can run side by side."""
         return len({(target.number, target.suffix) for target in self.targets})
+
+
+def machine_code(number: int, suffix: str = "") -> Target:
+    return Target(number, suffix or ("a" if number == HOPPER else ""))
 
 
 def dotted(number: int) -> str:
@@ -95,12 +101,12 @@ def _expand(word: str, text: str, supported: list[int], native: list[int]) -> se
         chosen = [number for number in supported if lower == "all" or number % 10 == 0]
         # nvcc's own rule for all-major: the earliest architecture stands for those below its major ones.
         chosen = sorted({supported[0], *chosen})
-        return {Target(number) for number in chosen} | {Target(chosen[-1], virtual=True)}
+        return {machine_code(number) for number in chosen} | {Target(chosen[-1], virtual=True)}
     if lower == "native":
         if not native:
             allowed = "native only where the build sees an NVIDIA GPU; elsewhere the architecture by name, such as 8.6"
             raise SwitchError(SWITCH, text, allowed, "native-without-gpu")
-        return {Target(number) for number in native}
+        return {machine_code(number) for number in native}
     if lower.removesuffix("+ptx") in NAMED:
         return {target for part in NAMED[lower.removesuffix("+ptx")].split(";") for target in _one(part, text)}
     return _one(word, text)
@@ -112,8 +118,7 @@ def _one(word: str, text: str) -> set[Target]:
         raise SwitchError(SWITCH, text, f"{SPELLINGS} ({word!r} is none of these)")
     major, minor, plain, suffix, kind = match.groups()
     number = int(major) * 10 + int(minor) if major else int(plain)
-    real = Target(number, suffix)
-    virtual = replace(real, virtual=True)
+    real, virtual = machine_code(number, suffix), Target(number, suffix, virtual=True)
     # A plain number is machine code only, as torch means it: "86" and "8.6" are the same plan.
     return {"+ptx": {real, virtual}, "-virtual": {virtual}}.get(kind or "", {real})
 

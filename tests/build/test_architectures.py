@@ -6,7 +6,7 @@ from wheel_build.config import SwitchError
 
 CUDA_13_0 = [75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121]
 CUDA_12_4 = [50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90]
-ALL_13_0 = [f"{number}-real" for number in CUDA_13_0] + ["121-virtual"]
+ALL_13_0 = [f"{number}{'a' if number == 90 else ''}-real" for number in CUDA_13_0] + ["121-virtual"]
 
 PLANS = [
     # one architecture, in every spelling
@@ -20,8 +20,11 @@ PLANS = [
     ("8.6+ptx", "86-real 86-virtual"),
     ("86+PTX", "86-real 86-virtual"),
     ("7.5", "75-real"),
-    ("9.0", "90-real"),
-    ("90", "90-real"),
+    ("9.0", "90a-real"),
+    ("90", "90a-real"),
+    ("90-real", "90a-real"),
+    ("9.0+PTX", "90-virtual 90a-real"),
+    ("90-virtual", "90-virtual"),
     ("9.0a", "90a-real"),
     ("90a", "90a-real"),
     ("90A", "90a-real"),
@@ -45,27 +48,27 @@ PLANS = [
     ("86;8.6;86-real;8.6", "86-real"),
     ("8.6;86+PTX", "86-real 86-virtual"),
     ("86-real;86-virtual", "86-real 86-virtual"),
-    ("9.0;90a", "90-real 90a-real"),
+    ("9.0;90a", "90a-real"),
     ("7.5;120+PTX;89-real", "75-real 89-real 120-real 120-virtual"),
     # names, with torch's meaning
     ("Turing", "75-real 75-virtual"),
     ("turing", "75-real 75-virtual"),
     ("Ampere", "80-real 86-real 86-virtual"),
     ("Ada", "89-real 89-virtual"),
-    ("Hopper", "90-real 90-virtual"),
-    ("HOPPER+PTX", "90-real 90-virtual"),
+    ("Hopper", "90-virtual 90a-real"),
+    ("HOPPER+PTX", "90-virtual 90a-real"),
     ("Blackwell", "100-real 103-real 120-real 121-real 121-virtual"),
     ("Turing;8.9", "75-real 75-virtual 89-real"),
     ("Ampere 86", "80-real 86-real 86-virtual"),
     # sets
-    ("all", " ".join(sorted(ALL_13_0, key=lambda word: (int(word.split("-")[0]), word)))),
-    ("all-major", "75-real 80-real 90-real 100-real 110-real 120-real 120-virtual"),
-    ("ALL-MAJOR;86", "75-real 80-real 86-real 90-real 100-real 110-real 120-real 120-virtual"),
+    ("all", " ".join(sorted(ALL_13_0, key=lambda word: (int(word.split("-")[0].rstrip("a")), word)))),
+    ("all-major", "75-real 80-real 90a-real 100-real 110-real 120-real 120-virtual"),
+    ("ALL-MAJOR;86", "75-real 80-real 86-real 90a-real 100-real 110-real 120-real 120-virtual"),
     ("native", "89-real"),
     ("native;75", "75-real 89-real"),
     # the default
-    ("", "75-real 80-real 86-real 89-real 90-real 100-real 120-real 120-virtual"),
-    ("   ", "75-real 80-real 86-real 89-real 90-real 100-real 120-real 120-virtual"),
+    ("", "75-real 80-real 86-real 89-real 90a-real 100-real 120-real 120-virtual"),
+    ("   ", "75-real 80-real 86-real 89-real 90a-real 100-real 120-real 120-virtual"),
 ]
 
 
@@ -128,7 +131,7 @@ def test_native_without_gpu():
 
 def test_default_is_cut_to_what_nvcc_knows_and_keeps_ptx():
     plan = plan_architectures("", CUDA_12_4, (12, 4))
-    assert plan.cmake == ["75-real", "80-real", "86-real", "89-real", "90-real", "90-virtual"]
+    assert plan.cmake == ["75-real", "80-real", "86-real", "89-real", "90-virtual", "90a-real"]
     assert plan.left_out == ("10.0", "12.0")
 
 

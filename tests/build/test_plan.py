@@ -245,7 +245,7 @@ def test_configure_with_a_stand_in_for_nvcc(root, tmp_path):
     nvcc.chmod(0o755)
     plan = json.loads(configure(root, {"CUDACXX": str(nvcc)}, "--json").stdout)
     assert plan["cuda"] is True
-    assert plan["architectures"] == ["75-real", "80-real", "90-real", "90-virtual"]
+    assert plan["architectures"] == ["75-real", "80-real", "90-virtual", "90a-real"]
     assert plan["tools"]["nvcc"] == {"path": str(nvcc), "version": "12.4.131", "source": "CUDACXX"}
     assert "+cu124-" in plan["wheel"] or version.is_sdist(root)
     same = [
