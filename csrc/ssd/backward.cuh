@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
     T* const C_tile = B_tile + kSteps * kStride;
     T* const items_tiles = C_tile + kSteps * kStride;
     T* const M_tile = items_tiles + (kAhead ? 2 : 1) * ItemTiles<Layout, kAhead>::kElements;
-    ChunkDecays<kSteps>* const decays = reinterpret_cast<ChunkDecays<kSteps>*>(M_tile + kSteps * kMStride);
+    BackwardDecays<kSteps>* const decays = reinterpret_cast<BackwardDecays<kSteps>*>(M_tile + kSteps * kMStride);
     BackwardSums<Layout>& sums = *reinterpret_cast<BackwardSums<Layout>*>(decays + kDecaysKept);
 
     const int lane = threadIdx.x % 32;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         const T* const state = static_cast<const T*>(launch.states) + state_index;
         const T* const dstate_after = static_cast<const T*>(launch.dstates) + state_index;
         const float A = p.A[head];
-        const ChunkDecays<kSteps>& now = decays[number % kDecaysKept];
+        const BackwardDecays<kSteps>& now = decays[number % kDecaysKept];
         T* const x_tile = items_tiles + (kAhead ? number % 2 : 0) * ItemTiles<Layout, kAhead>::kElements;
         T* const dout_tile = x_tile + kSteps * kXStride;
         T* const H_tile = dout_tile + kSteps * kXStride;

@@ -50,7 +50,7 @@ constexpr int backward_shared_bytes() {
     return (2 * kSteps * (Layout::kStates + kTilePad) + (kAhead ? 2 : 1) * ItemTiles<Layout, kAhead>::kElements +
             kSteps * (kSteps + kTilePad)) *
                static_cast<int>(sizeof(T)) +
-           kDecaysKept * static_cast<int>(sizeof(ChunkDecays<kSteps>)) + static_cast<int>(sizeof(BackwardSums<Layout>));
+           kDecaysKept * static_cast<int>(sizeof(BackwardDecays<kSteps>)) + static_cast<int>(sizeof(BackwardSums<Layout>));
 }
 
 // Sum over the four lanes of a row.

@@ -86,18 +86,18 @@ __device__ __forceinline__ void wait_for_copies() {
 
 // Starts to copy `rows` x `columns` elements into a tile of kRows x kColumns, the rest of which becomes zero.
 // vectors: every row lies at a multiple of 16 bytes, and so do columns.
-template <typename T, int kRows, int kColumns, int kThreads>
+template <typename T, int kRows, int kColumns, int kThreads, class Tile = PaddedTile<kColumns>>
 __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_stride, int rows, int columns, bool vectors) {
-    constexpr int kStride = kColumns + kTilePad;
     if (vectors) {
         constexpr int kVector = 16 / sizeof(T);
         constexpr int kRowVectors = kColumns / kVector;
         static_assert(kThreads % kRowVectors == 0, "a thread's column stays the same");
         constexpr int kTogether = kThreads / kRowVectors;  // rows
+        static_assert(kTogether % Tile::kPeriod == 0, "a thread's rows lie at even distances");
         const int column = threadIdx.x % kRowVectors * kVector;
         int row = threadIdx.x / kRowVectors;
         const T* at = from + row * row_stride + column;
-        T* to = tile + row * kStride + column;
+        T* to = tile + Tile::at(row, column);
         rows = column < columns ? rows : 0;
 #pragma unroll
         for (int i = 0; i < kRows; i += kTogether) {
@@ -106,14 +106,14 @@ __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_st
             }
             row += kTogether;
             at += kTogether * row_stride;
-            to += kTogether * kStride;
+            to += kTogether * Tile::kPitch;
         }
     } else {
         for (int i = threadIdx.x; i < kRows * kColumns; i += kThreads) {
             const int row = i / kColumns;
             const int column = i % kColumns;
             const bool valid = row < rows && column < columns;
-            tile[row * kStride + column] = valid ? from[row * row_stride + column] : from_float<T>(0.0f);
+            tile[Tile::at(row, column)] = valid ? from[row * row_stride + column] : from_float<T>(0.0f);
         }
     }
 }
@@ -126,12 +126,24 @@ struct alignas(16) ChunkDecays {
     float log2_rest[kSteps];   // by little
     float dt[kSteps];
     float entering[kSteps];  // exp(cs_t): what the state before the chunk counts at step t; 0 after a restart
-    float leaving[kSteps];   // exp(cs_last - cs_t): what step t counts in the state after the chunk; 0 before a restart
-    float adding[kSteps];    // leaving dt
-    float gradient[kSteps];  // d dt / d (dt before bias, softplus and clamping)
+    float adding[kSteps];    // exp(cs_last - cs_t) dt: what x_t B_t^T counts in the state after the chunk; 0 before a restart
     int run_start[kSteps];   // first step of t's run in this chunk, -1 for a run that began before it
     float carry;             // exp(cs_last), 0 with a restart
 };
+
+template <int kSteps>
+struct alignas(16) BackwardDecays : ChunkDecays<kSteps> {
+    float leaving[kSteps];   // exp(cs_last - cs_t); 0 before a restart
+    float gradient[kSteps];  // d dt / d (dt before bias, softplus and clamping)
+};
+
+template <int kSteps>
+__device__ __forceinline__ void set_gradients(ChunkDecays<kSteps>&, int, float, float) {}
+template <int kSteps>
+__device__ __forceinline__ void set_gradients(BackwardDecays<kSteps>& decays, int step, float leaving, float gradient) {
+    decays.leaving[step] = leaving;
+    decays.gradient[step] = gradient;
+}
 
 // What a step's dt is made of.
 struct StepSize {
@@ -182,9 +194,9 @@ __device__ __forceinline__ void load_steps(StepInputs<kSteps>& inputs, const Ste
 }
 
 // One warp computes the decays of a chunk. A: of the head.
-template <int kSteps>
-__device__ __forceinline__ void chunk_decays(ChunkDecays<kSteps>& decays, const StepInputs<kSteps>& inputs,
-                                             const StepSize& size, float A, int lane) {
+template <int kSteps, class Decays>
+__device__ __forceinline__ void chunk_decays(Decays& decays, const StepInputs<kSteps>& inputs, const StepSize& size, float A,
+                                             int lane) {
     constexpr int kEach = StepInputs<kSteps>::kEach;
     const bool active = lane * kEach < kSteps;
     float dt[kEach];
@@ -231,9 +243,8 @@ __device__ __forceinline__ void chunk_decays(ChunkDecays<kSteps>& decays, const 
             decays.dt[step] = dt[i];
             decays.entering[step] = start < 0 ? exp2_fast(rounded) : 0.0f;
             const float leaving = step >= last_run ? exp2_fast(static_cast<float>(last - cs)) : 0.0f;
-            decays.leaving[step] = leaving;
             decays.adding[step] = leaving * dt[i];
-            decays.gradient[step] = gradient[i];
+            set_gradients<kSteps>(decays, step, leaving, gradient[i]);
             decays.run_start[step] = start;
         }
     }

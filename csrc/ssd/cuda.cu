@@ -72,29 +72,49 @@ struct Problem {
                 plan.layout = kSsdMiddleAhead;
             }
         }
+#ifdef MAMBA_WARPGROUPS
+        int major = 0;
+        error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, p.run.device);
+        if (error != cudaSuccess) {
+            return;
+        }
+        const bool aligned =
+            ssd_rows_aligned(p.x, p.headdim, p.x_batch_stride, p.x_len_stride, p.x_head_stride, element, 16) &&
+            ssd_rows_aligned(p.B, p.dstate, p.B_batch_stride, p.B_len_stride, p.B_group_stride, element, 16) &&
+            ssd_rows_aligned(p.C, p.dstate, p.C_batch_stride, p.C_len_stride, p.C_group_stride, element, 16) &&
+            ssd_rows_aligned(p.out, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride, element, 16);
+        plan.warpgroups = !backward && out && !wide && p.dstate <= 128 && aligned && major == 9;  // 9.0 is the only one
+#endif
         const Sizes sizes = wide ? layout_sizes<float>(plan.layout) : layout_sizes<__half>(plan.layout);
         plan.steps = sizes.steps;
         plan.chunks = divide_up(p.seqlen, plan.steps);
         plan.segments = 1;
         const int64_t forward_tiles = divide_up(p.headdim, kForwardRows);
         const int64_t blocks = p.batch * p.nheads * forward_tiles;
-        const int64_t wanted = (backward || !out ? 2 : 3) * static_cast<int64_t>(processors);
+        const int64_t wanted = (backward || !out || plan.warpgroups ? 2 : 4) * static_cast<int64_t>(processors);
         if (p.cu_seqlens == nullptr && blocks > 0 && 2 * blocks <= wanted) {
             const int64_t most = plan.chunks / 8;
             const int64_t segments = wanted / blocks < most ? wanted / blocks : most;
             plan.segments = segments > 1 ? segments : 1;
         }
         plan.chunks_a_segment = divide_up(plan.chunks, plan.segments);
+        const int64_t ends_a_segment = plan.warpgroups ? kEndsASegment : 1;
+        plan.chunks_a_segment = divide_up(plan.chunks_a_segment, ends_a_segment) * ends_a_segment;
         if (plan.chunks_a_segment > 0) {
             plan.segments = divide_up(plan.chunks, plan.chunks_a_segment);  // none is empty
         }
 
         const int64_t heads = p.batch * p.nheads;
-        const int64_t ends = (plan.segments - 1) * heads * (backward ? 2 : 1);
+        const int64_t ends = (plan.segments - 1) * ends_a_segment * heads * (backward ? 2 : 1);
         int64_t& total = workspace.bytes;
         workspace.ends = reserve(total, ends * p.headdim * p.dstate * 4);
         workspace.decays = reserve(total, ends * 4);
         if (!backward) {
+            if (out && !plan.warpgroups) {
+                plan.slots = p.cu_seqlens == nullptr ? p.batch * plan.chunks : p.seqlen / plan.steps + p.batch;
+                const int64_t tiles = plan.steps / 16 * (plan.steps / 16 + 1) / 2;
+                workspace.products = reserve(total, plan.slots * p.ngroups * tiles * 256 * 4);
+            }
             return;
         }
         const int64_t head_states = p.batch * p.ngroups * plan.chunks * p.headdim * p.dstate * element;
@@ -130,7 +150,8 @@ int32_t check_grid(const char* function, const MambaSsd& p, const SsdPlan& plan,
     const int64_t forward = p.batch * p.nheads * divide_up(p.headdim, kForwardRows) * plan.segments * 2;
     const int64_t backward = p.batch * plan.chunks * p.ngroups * workspace.splits;
     const int64_t finish = p.nheads + p.batch * p.seqlen * (p.ngroups * p.dstate + p.nheads) / 256;
-    if (forward > 2147483647 || (workspace.splits > 0 && (backward > 2147483647 || finish > 2147483646))) {
+    if (forward > 2147483647 || plan.slots * p.ngroups > 2147483647 ||
+        (workspace.splits > 0 && (backward > 2147483647 || finish > 2147483646))) {
         return fail(MAMBA_ERROR_UNSUPPORTED, "%s: too large for one launch: batch=%lld seqlen=%lld nheads=%lld dstate=%lld",
                     function, static_cast<long long>(p.batch), static_cast<long long>(p.seqlen),
                     static_cast<long long>(p.nheads), static_cast<long long>(p.dstate));

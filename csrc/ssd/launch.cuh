@@ -16,13 +16,19 @@ constexpr int kAheadShared = 166000;
 constexpr int kMiddleShared = 96 * 1024;
 constexpr int kEveryShared = 64 * 1024;
 
+// forward_warpgroup.cuh finds the state at so many places of each segment's length: the pass that does so would not fill the
+// GPU with segments as long as those of the results.
+constexpr int kEndsASegment = 2;
+
 // The layout's sizes and what follows from them.
 struct SsdPlan {
     SsdLayoutIndex layout;
+    bool warpgroups;  // forward runs forward_warpgroup.cuh
     int64_t steps;
     int64_t chunks;
     int64_t segments;  // parts that the walk along the length is split into, where heads are too few to fill the GPU
     int64_t chunks_a_segment;
+    int64_t slots;  // of chunks whose products C_t . B_s forward keeps
 };
 
 // Offsets in bytes. ends and decays hold one direction after the other.
@@ -30,7 +36,7 @@ struct SsdWorkspace {
     int64_t group_heads;  // heads of each group that one launch of the backward kernels takes
     int64_t splits;       // blocks that share a chunk and group's heads
     int64_t row_tiles;
-    int64_t ends, decays, states, dstates, dB, dC, ddt, dA, ddt_bias, dD;
+    int64_t ends, decays, products, states, dstates, dB, dC, ddt, dA, ddt_bias, dD;
     int64_t bytes;
 };
 

@@ -32,6 +32,17 @@ inline StateWalk forward_walk(const MambaSsd& p, int64_t element_size) {
     return walk;
 }
 
+// Makes starts of the segments' ends, where a segment has more than one before it. directions: as below.
+inline cudaError_t launch_carry(const MambaSsd& p, const StatesLaunch& launch, int directions) {
+    if (launch.segments > 2) {
+        const int64_t state_blocks = (p.headdim * p.dstate + kCarryThreads - 1) / kCarryThreads;
+        const int64_t blocks = state_blocks * launch.group_heads * p.ngroups * p.batch * directions;
+        ssd_carry_kernel<<<static_cast<unsigned int>(blocks), kCarryThreads, 0, static_cast<cudaStream_t>(p.run.stream)>>>(
+            p, launch);
+    }
+    return cudaGetLastError();
+}
+
 // With ends_only also what makes starts of the ends. directions: 1 for the forward walk alone, 2 for both.
 template <typename T, class Layout>
 cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch, int directions) {
@@ -46,13 +57,7 @@ cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch, int dir
     const int64_t walked = launch.ends_only ? launch.segments - 1 : launch.segments;
     const int64_t blocks = row_tiles * launch.group_heads * p.ngroups * walked * p.batch * directions;
     kernel<<<static_cast<unsigned int>(blocks), kStatesThreads, kShared, static_cast<cudaStream_t>(p.run.stream)>>>(p, launch);
-    if (launch.ends_only && launch.segments > 2) {
-        const int64_t state_blocks = (p.headdim * p.dstate + kCarryThreads - 1) / kCarryThreads;
-        const int64_t carry_blocks = state_blocks * launch.group_heads * p.ngroups * p.batch * directions;
-        ssd_carry_kernel<<<static_cast<unsigned int>(carry_blocks), kCarryThreads, 0,
-                           static_cast<cudaStream_t>(p.run.stream)>>>(p, launch);
-    }
-    return cudaGetLastError();
+    return launch.ends_only ? launch_carry(p, launch, directions) : cudaGetLastError();
 }
 
 }  // namespace mamba

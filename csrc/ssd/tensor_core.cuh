@@ -14,6 +14,14 @@ namespace mamba {
 // Elements that follow each row of a tile in shared memory, so that the rows of a fragment lie in different banks.
 constexpr int kTilePad = 8;
 
+// Where an element of a tile lies, from the first on. kPeriod: at(row + i, column) is i kPitch more for multiples i of it.
+template <int kColumns>
+struct PaddedTile {
+    static constexpr int kPitch = kColumns + kTilePad;
+    static constexpr int kPeriod = 1;
+    static __device__ __forceinline__ int at(int row, int column) { return row * kPitch + column; }
+};
+
 template <typename T>
 struct OperandParts {
     static constexpr int kCount = 1;
@@ -97,16 +105,22 @@ __device__ __forceinline__ void load_a_transposed<float>(Operand<float>& a, cons
     }
 }
 
-// A (m, k) = tile[k][m] weight[k].
+// A (m, k) *= weight[k].
 template <typename T>
-__device__ __forceinline__ void load_a_weighted(Operand<T>& a, const T* tile, int stride, const float* weight, int lane) {
-    load_a_transposed<T>(a, tile, stride, lane);
+__device__ __forceinline__ void weight_a(Operand<T>& a, const float* weight, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float2 w = *reinterpret_cast<const float2*>(weight + lane % 4 * 2 + i / 2 * 8);
         const float2 value = unpack2<T>(a.r[0][i]);
         a.r[0][i] = pack2<T>(value.x * w.x, value.y * w.y);
     }
+}
+
+// A (m, k) = tile[k][m] weight[k].
+template <typename T>
+__device__ __forceinline__ void load_a_weighted(Operand<T>& a, const T* tile, int stride, const float* weight, int lane) {
+    load_a_transposed<T>(a, tile, stride, lane);
+    weight_a<T>(a, weight, lane);
 }
 template <>
 __device__ __forceinline__ void load_a_weighted<float>(Operand<float>& a, const float* tile, int stride, const float* weight,
@@ -157,6 +171,15 @@ __device__ __forceinline__ void b_from_accumulators(Operand<T>& b, const float (
     set_pair<T>(b, 1, high[0], high[1]);
     set_pair<T>(b, 2, low[2], low[3]);
     set_pair<T>(b, 3, high[2], high[3]);
+}
+
+// The A fragment (m, k) = S[m][k] from the accumulators of S's columns k = 0..7 and k = 8..15.
+template <typename T>
+__device__ __forceinline__ void a_from_accumulators(Operand<T>& a, const float (&low)[4], const float (&high)[4]) {
+    set_pair<T>(a, 0, low[0], low[1]);
+    set_pair<T>(a, 1, low[2], low[3]);
+    set_pair<T>(a, 2, high[0], high[1]);
+    set_pair<T>(a, 3, high[2], high[3]);
 }
 
 // ---- products ------------------------------------------------------------------------------------------------------
