@@ -212,13 +212,13 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 for (int s = 0; s < Layout::kStates; ++s) {
                     const int n = first_state + s * Layout::kLanes + k;
                     waiting_w[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x] = thread.w[s];
-                    if (scan_valid && n < p.dstate) {
-                        q.dA[part_row + n] += thread.dA[s];
+                    if (scan_valid && n < p.dstate) {  // no other thread's: atomic because nothing waits for it
+                        atomicAdd(q.dA + part_row + n, thread.dA[s]);
                         if (!p.variable_B) {
-                            q.dB[part_row + n] += thread.constant_dB[s];
+                            atomicAdd(q.dB + part_row + n, thread.constant_dB[s]);
                         }
                         if (!p.variable_C) {
-                            q.dC[part_row + n] += thread.constant_dC[s];
+                            atomicAdd(q.dC + part_row + n, thread.constant_dC[s]);
                         }
                     }
                     thread.dA[s] = 0.0f;
