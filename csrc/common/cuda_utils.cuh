@@ -57,6 +57,22 @@ __device__ __forceinline__ void prefetch_to_L2(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
 }
 
+// ---- a kernel that starts before the one ahead of it in the stream has ended (launch_overlapping) ---------------------
+
+// The next kernel's blocks may take what room there is once every block of this one has come here (or ended).
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
+}
+
+// Waits until the kernel before this one has ended and what it wrote can be read.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
 // ---- math ----------------------------------------------------------------------------------------------------------
 
 // 2^x with one special-function instruction; results below 2^-126 are zero.
@@ -122,6 +138,34 @@ class DeviceGuard {
  public:
     cudaError_t error;
 };
+
+// Launches a kernel that calls wait_for_previous_kernel before it touches what the kernel ahead of it in the stream writes.
+// Its blocks start early on GPUs that can do that; elsewhere, or compiled for older ones, it is an ordinary launch.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
+                               cudaStream_t stream, const Arguments&... arguments) {
+    int driver = 0;
+    cudaFuncAttributes compiled;
+    cudaError_t error = cudaDriverGetVersion(&driver);
+    if (error == cudaSuccess) {
+        error = cudaFuncGetAttributes(&compiled, kernel);
+    }
+    if (error != cudaSuccess) {
+        return error;
+    }
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned int>(blocks));
+    config.blockDim = dim3(static_cast<unsigned int>(threads));
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &early;
+    // ptxVersion is what __CUDA_ARCH__ was. CUDA graphs capture such a launch from 12.3 on.
+    config.numAttrs = compiled.ptxVersion >= 90 && driver >= 12030 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
 
 // Turns a CUDA error into an error code and a message that names the kernel; MAMBA_OK for cudaSuccess.
 int32_t cuda_status(cudaError_t error, const char* kernel, int64_t batch, int64_t dim, int64_t seqlen, int64_t dstate);

@@ -66,6 +66,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         }
     }
 
+    if (block.segment < p.segments - 1) {
+        wait_for_previous_kernel();
+    }
     for (int slice = 0; slice < slices; ++slice) {
 #pragma unroll
         for (int s = 0; s < Layout::kStates; ++s) {
@@ -308,17 +311,18 @@ cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool ali
         }
     }
     const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
+    const int64_t blocks = scan_grid(p, Layout::kChannels, p.segments);
+    const bool atomic = q.slots == 1 && p.dim / p.ngroups > Layout::kChannels;
     if (p.segments > 1) {
         const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
         const size_t waiting_bytes =
             kSliced ? static_cast<size_t>(slices) * Layout::kStates * Layout::kThreads * sizeof(float) : 0;
-        const unsigned int blocks = static_cast<unsigned int>(scan_grid(p, Layout::kChannels, p.segments - 1));
+        const int64_t carry_blocks = scan_grid(p, Layout::kChannels, p.segments - 1);
         selective_scan_backward_carry_kernel<T, Layout, kSliced>
-            <<<blocks, Layout::kThreads, waiting_bytes, stream>>>(q, aligned);
+            <<<static_cast<unsigned int>(carry_blocks), Layout::kThreads, waiting_bytes, stream>>>(q, aligned);
+        return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, stream, q, aligned, atomic);
     }
-    const bool atomic = q.slots == 1 && p.dim / p.ngroups > Layout::kChannels;
-    kernel<<<static_cast<unsigned int>(scan_grid(p, Layout::kChannels, p.segments)), Layout::kThreads, shared_bytes, stream>>>(
-        q, aligned, atomic);
+    kernel<<<static_cast<unsigned int>(blocks), Layout::kThreads, shared_bytes, stream>>>(q, aligned, atomic);
     return cudaGetLastError();
 }
 

@@ -15,6 +15,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
     __shared__ int resets[Layout::kTile];
     extern __shared__ float waiting_w[];  // (slices, kStates, kThreads), sliced only
 
+    let_next_kernel_start();
     const MambaSelectiveScan& p = q.forward;
     const ScanBlock block = scan_block(p, Layout::kChannels, 1);
     const BackwardRows<T, Layout> rows = backward_rows<T, Layout>(q, block);

@@ -79,6 +79,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     __shared__ int resets[Layout::kTile];
     extern __shared__ float waiting_h[];  // (slices, kStates, kThreads), sliced only
 
+    if (kCarryOnly) {
+        let_next_kernel_start();
+    }
     const ScanBlock block = scan_block(p, Layout::kChannels, 0);
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 * Layout::kWarpChannels;  // the warp's first row in the channel tiles
@@ -123,6 +126,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         }
     }
 
+    if (!kCarryOnly && block.segment > 0) {
+        wait_for_previous_kernel();
+    }
     for (int slice = 0; slice < slices; ++slice) {
 #pragma unroll
         for (int s = 0; s < Layout::kStates; ++s) {
@@ -311,14 +317,15 @@ cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned) {
     const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
     const size_t shared_bytes = kSliced ? static_cast<size_t>(slices) * Layout::kStates * Layout::kThreads * sizeof(float) : 0;
     const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
+    const int64_t blocks = scan_grid(p, Layout::kChannels, p.segments);
+    const auto kernel = selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, false>;
     if (p.segments > 1) {
-        const unsigned int blocks = static_cast<unsigned int>(scan_grid(p, Layout::kChannels, p.segments - 1));
+        const int64_t carry_blocks = scan_grid(p, Layout::kChannels, p.segments - 1);
         selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, true>
-            <<<blocks, Layout::kThreads, shared_bytes, stream>>>(p, aligned);
+            <<<static_cast<unsigned int>(carry_blocks), Layout::kThreads, shared_bytes, stream>>>(p, aligned);
+        return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, stream, p, aligned);
     }
-    const unsigned int blocks = static_cast<unsigned int>(scan_grid(p, Layout::kChannels, p.segments));
-    selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, false>
-        <<<blocks, Layout::kThreads, shared_bytes, stream>>>(p, aligned);
+    kernel<<<static_cast<unsigned int>(blocks), Layout::kThreads, shared_bytes, stream>>>(p, aligned);
     return cudaGetLastError();
 }
 

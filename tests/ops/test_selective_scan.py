@@ -154,6 +154,33 @@ def test_deterministic_backward(device):
         torch.testing.assert_close(free[name], tensor, rtol=2e-2, atol=2e-2 * tensor.abs().max().item())
 
 
+@pytest.mark.gpu
+def test_split_length_in_a_cuda_graph(cuda):
+    """Few channels: the length is split, and from sm_90 on the second launch overlaps with the first."""
+    tensors = ScanCase(1, 64, 2048, initial_state=True).inputs(torch.bfloat16, cuda)
+    leaves = [tensor.requires_grad_() for tensor in tensors.values() if tensor is not None]
+
+    def run():
+        out, state = selective_scan_fn(**tensors, delta_softplus=True, return_last_state=True)
+        return [out, state, *torch.autograd.grad(out.float().square().sum() + state.square().sum(), leaves)]
+
+    stream = torch.cuda.Stream()  # a graph's first run allocates what must not be allocated in it
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    with torch.no_grad():
+        tensors["u"].mul_(2)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    for found, expected in zip(results, run(), strict=True):  # atomics add up in any order
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2 * expected.abs().max().item())
+
+
 def test_saved_memory_is_inputs_and_checkpoints(device):
     case = ScanCase(2, 64, 640, z=False)
     tensors = case.inputs(torch.float32, device)
