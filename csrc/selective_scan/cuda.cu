@@ -42,14 +42,14 @@ static int64_t group_blocks(const MambaSelectiveScan& p, int channels) {
 constexpr int64_t kShortestSplit = 8 * MAMBA_SCAN_CHECKPOINT;
 
 // Segments of the length with which there are `wanted` blocks; 1 where there are half as many anyway, and none shorter than
-// four checkpoints.
-static int64_t segments_to_fill(const MambaSelectiveScan& p, int channels, int64_t wanted) {
+// `shortest` checkpoints.
+static int64_t segments_to_fill(const MambaSelectiveScan& p, int channels, int64_t wanted, int64_t shortest) {
     const int64_t blocks = p.batch * p.ngroups * group_blocks(p, channels);
     const int64_t tiles = (p.seqlen + MAMBA_SCAN_CHECKPOINT - 1) / MAMBA_SCAN_CHECKPOINT;
     if (blocks == 0 || 2 * blocks > wanted || p.seqlen < kShortestSplit) {
         return 1;
     }
-    const int64_t most = tiles / 4;
+    const int64_t most = tiles / shortest;
     const int64_t segments = wanted / blocks < most ? wanted / blocks : most;
     const int64_t tiles_each = (tiles + segments - 1) / segments;
     return (tiles + tiles_each - 1) / tiles_each;  // none is empty
@@ -137,10 +137,10 @@ int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t dete
     }
     plan->forward_segments = 1;
     if (!mamba::wide_is_better(p, device.processors)) {
-        plan->forward_segments = mamba::segments_to_fill(p, mamba::forward_channels(p.dstate, false), 3 * device.processors);
+        plan->forward_segments = mamba::segments_to_fill(p, mamba::forward_channels(p.dstate, false), 3 * device.processors, 2);
     }
     plan->backward_segments =
-        mamba::segments_to_fill(p, mamba::backward_channels(p.dstate, device.small), 3 * device.processors);
+        mamba::segments_to_fill(p, mamba::backward_channels(p.dstate, device.small), 3 * device.processors, 4);
     const int64_t group_blocks = mamba::group_blocks(p, mamba::backward_channels(p.dstate, device.small));
     plan->slots = deterministic ? group_blocks : 1;
     plan->zeroed_sums = plan->slots < group_blocks;

@@ -30,6 +30,30 @@ def test_values_and_gradients(case, dtype, device):
     check(case, dtype, device)
 
 
+# CUDA splits these: segments of every slice of states, whole and partial ones, two blocks of channels and two of batch.
+SPLIT_CASES = (
+    ScanCase(2, 40, 1000, initial_state=True),
+    ScanCase(2, 64, 1024, groups=2, initial_state=True),
+    ScanCase(2, 24, 704, dstate=5, initial_state=True, seq_idx=True),
+    ScanCase(2, 48, 1030, variable_B=False, variable_C=False, initial_state=True),
+    ScanCase(2, 20, 600, dstate=100, initial_state=True),
+    ScanCase(2, 20, 640, dstate=33, initial_state=True, seq_idx=True),
+    ScanCase(2, 20, 577, dstate=64, initial_state=True),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=case_id)
+def test_split_lengths(case, dtype, device):
+    tensors = case.inputs(dtype, device)
+    tensors["delta"] -= 1  # so that a state outlives a segment
+    if case.seq_idx:  # some segments restart, others pass on what comes in
+        starts = torch.tensor([150, 400], device=device)
+        steps = torch.arange(case.seqlen, device=device)
+        tensors["seq_idx"] = (steps[:, None] >= starts).sum(1, dtype=torch.int32).expand(case.batch, -1).contiguous()
+    check(case, dtype, device, tensors)
+
+
 @pytest.mark.parametrize("layout", ["channel_major", "channel_last", "slice", "expanded"])
 def test_any_strides(layout, device):
     case = ScanCase(3, 10, 75)
