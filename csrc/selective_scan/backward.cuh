@@ -66,25 +66,27 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         }
     }
 
-    if (block.segment < p.segments - 1) {
-        wait_for_previous_kernel();
-    }
     for (int slice = 0; slice < slices; ++slice) {
 #pragma unroll
         for (int s = 0; s < Layout::kStates; ++s) {
             const int n = slice * Layout::kSlice + s * Layout::kLanes + k;
             const bool valid = scan_valid && n < p.dstate;
-            float w = 0.0f;
-            if (valid) {
-                w = q.dlast_state != nullptr ? q.dlast_state[state_row + n] : 0.0f;
-                for (int64_t segment = p.segments - 1; segment > block.segment; --segment) {
-                    w = pass_through_segment(p, segment, state_row + n, w);
-                }
-            }
-            thread.w[s] = w;
+            thread.w[s] = valid && q.dlast_state != nullptr ? q.dlast_state[state_row + n] : 0.0f;
             thread.dA[s] = 0.0f;
             thread.constant_dB[s] = 0.0f;
             thread.constant_dC[s] = 0.0f;
+        }
+        const int later = static_cast<int>(p.segments - 1 - block.segment);
+        const int first_state = slice * Layout::kSlice + k;
+        if (later > 0) {
+            wait_for_previous_kernel();
+            pass_through_segments<Layout>(p, thread.w, p.segments - 1, -1, later, state_row + first_state,
+                                          scan_valid ? static_cast<int>(p.dstate) - first_state : 0);
+        }
+#pragma unroll
+        for (int s = 0; s < Layout::kStates; ++s) {
+            const int n = first_state + s * Layout::kLanes;
+            const bool valid = scan_valid && n < p.dstate;
             if (kSliced) {
                 waiting_w[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x] = thread.w[s];
                 if (valid) {

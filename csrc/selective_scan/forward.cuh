@@ -16,7 +16,23 @@ struct ForwardThread {
     float A[Layout::kStates];           // times log2(e)
     float constant_B[Layout::kStates];  // where B, C do not vary over time
     float constant_C[Layout::kStates];
+    float dt_sum;    // kCarryOnly: sum of dt, over which the segment's decays multiply to exp2(A dt_sum)
+    bool restarted;  // kCarryOnly: the state has restarted
 };
+
+// A and constant B and C of a lane's states. parameter: number of the first one in them; states: see pass_through_segments.
+template <class Layout>
+__device__ __forceinline__ void load_parameters(ForwardThread<Layout>& thread, const MambaSelectiveScan& p, int64_t parameter,
+                                                int states) {
+#pragma unroll
+    for (int s = 0; s < Layout::kStates; ++s) {
+        const int64_t at = parameter + s * Layout::kLanes;
+        const bool exists = s * Layout::kLanes < states;
+        thread.A[s] = exists ? p.A[at] * kLog2e : 0.0f;
+        thread.constant_B[s] = exists && !p.variable_B ? static_cast<const float*>(p.B)[at] : 0.0f;
+        thread.constant_C[s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[at] : 0.0f;
+    }
+}
 
 // Runs `steps` (a multiple of kUnroll) steps of one tile. y is added to where add_y, else written. kGeneral: B or C may be
 // constant, and the state may restart; the common case pays for neither. kCarryOnly: the states alone, no y. The sums over
@@ -33,6 +49,13 @@ __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, cons
         for (int step = 0; step < kUnroll; step += 4) {
             const Steps4 dt = read4(dt_row + first + step);
             const Steps4 x = read4(x_row + first + step);
+            if (kCarryOnly && !add_y) {  // once for all slices
+                thread.dt_sum += (dt.at[0] + dt.at[1]) + (dt.at[2] + dt.at[3]);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    thread.restarted |= kGeneral && resets[first + step + j] != 0;
+                }
+            }
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
                 const int at = own + first + step + s * Layout::kLanes * Layout::kRow;
@@ -93,7 +116,13 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     const bool scan_valid = scan_row < block.channels;
     const int64_t scan_channel = block.first_channel + (scan_valid ? scan_row : 0);
     const int64_t state_row = (block.batch * p.dim + scan_channel) * p.dstate;
+    const int own_states = scan_valid ? static_cast<int>(p.dstate) - k : 0;  // the lane's state k + i exists where i is below
     ForwardThread<Layout> thread;
+    thread.dt_sum = 0.0f;
+    thread.restarted = false;
+    if (!kSliced) {
+        load_parameters(thread, p, scan_channel * p.dstate + k, own_states);
+    }
 
     // The element-wise part: kPasses rows, kVector steps each from element_step on.
     const int element_step = lane % Layout::kRowLanes * Layout::kVector;
@@ -126,28 +155,27 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         }
     }
 
-    if (!kCarryOnly && block.segment > 0) {
-        wait_for_previous_kernel();
-    }
+    // Before the tiles, not in the first of them: ptxas lets such a load share a scoreboard with that of z, and the steps of
+    // every tile would then wait for z.
     for (int slice = 0; slice < slices; ++slice) {
+        const int64_t state = state_row + slice * Layout::kSlice + k;
+        const int states = kCarryOnly ? 0 : own_states - slice * Layout::kSlice;
 #pragma unroll
         for (int s = 0; s < Layout::kStates; ++s) {
-            const int n = slice * Layout::kSlice + s * Layout::kLanes + k;
-            float h = 0.0f;
-            if (!kCarryOnly && scan_valid && n < p.dstate) {
-                h = p.initial_state != nullptr ? p.initial_state[state_row + n] : 0.0f;
-                for (int64_t segment = 0; segment < block.segment; ++segment) {
-                    h = pass_through_segment(p, segment, state_row + n, h);
-                }
-            }
-            thread.h[s] = h;
+            const bool given = p.initial_state != nullptr && s * Layout::kLanes < states;
+            thread.h[s] = given ? p.initial_state[state + s * Layout::kLanes] : 0.0f;
+        }
+        if (!kCarryOnly && block.segment > 0) {
+            wait_for_previous_kernel();
+            pass_through_segments<Layout>(p, thread.h, 0, 1, static_cast<int>(block.segment), state, states);
+        }
+#pragma unroll
+        for (int s = 0; s < Layout::kStates; ++s) {
             if (kSliced) {
-                waiting_h[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x] = h;
+                waiting_h[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x] = thread.h[s];
             }
         }
     }
-    float dt_sum = 0.0f;
-    bool restarted = false;
 
     for (int64_t first_step = block.begin; first_step < block.end; first_step += Layout::kTile) {
         const int64_t next_step = first_step + Layout::kTile;
@@ -219,18 +247,11 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                     fetch_rows<T, Layout, false>(z, z_row, first_step, valid);
                 }
             }
-            if (first_step == block.begin || kSliced) {
+            if (kSliced) {
+                load_parameters(thread, p, scan_channel * p.dstate + first_state + k, own_states - first_state);
 #pragma unroll
                 for (int s = 0; s < Layout::kStates; ++s) {
-                    const int n = first_state + s * Layout::kLanes + k;
-                    const bool valid = scan_valid && n < p.dstate;
-                    const int64_t parameter = scan_channel * p.dstate + n;
-                    thread.A[s] = valid ? p.A[parameter] * kLog2e : 0.0f;
-                    thread.constant_B[s] = valid && !p.variable_B ? static_cast<const float*>(p.B)[parameter] : 0.0f;
-                    thread.constant_C[s] = valid && !p.variable_C ? static_cast<const float*>(p.C)[parameter] : 0.0f;
-                    if (kSliced) {
-                        thread.h[s] = waiting_h[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
-                    }
+                    thread.h[s] = waiting_h[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
                 }
             }
 
@@ -243,15 +264,6 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             } else {
                 forward_tile<T, Layout, kUnroll, false, kCarryOnly>(thread, dt_row, x_row, y_row, BC_tile, true, true, resets,
                                                                     rounded, slice > 0);
-            }
-            if (kCarryOnly && slice == 0) {
-                for (int step = 0; step < rounded; step += 4) {
-                    const Steps4 dt = read4(dt_row + step);
-                    dt_sum += (dt.at[0] + dt.at[1]) + (dt.at[2] + dt.at[3]);
-                    if (general) {
-                        restarted |= resets[step] || resets[step + 1] || resets[step + 2] || resets[step + 3];
-                    }
-                }
             }
 
             const bool checkpoint =
@@ -272,7 +284,8 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 if (kCarryOnly && next_step >= block.end && valid) {
                     const int64_t at = workspace_at(p, block.segment, state_row + n);
                     p.workspace[at] = thread.h[s];
-                    p.workspace[at + p.batch * p.dim * p.dstate] = restarted ? -1.0f : exp2_fast(thread.A[s] * dt_sum);
+                    p.workspace[at + p.batch * p.dim * p.dstate] =
+                        thread.restarted ? -1.0f : exp2_fast(thread.A[s] * thread.dt_sum);
                 }
                 if (kSliced) {
                     waiting_h[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x] = thread.h[s];

@@ -84,12 +84,34 @@ __device__ __forceinline__ int64_t workspace_at(const MambaSelectiveScan& p, int
     return segment * 2 * p.batch * p.dim * p.dstate + state;
 }
 
-__device__ __forceinline__ float pass_through_segment(const MambaSelectiveScan& p, int64_t segment, int64_t state,
-                                                      float carry) {
-    const int64_t at = workspace_at(p, segment, state);
-    const float factor = p.workspace[at + p.batch * p.dim * p.dstate];
-    // A carry of zero passes zero on even where the factor has overflowed, as it would step by step.
-    return factor < 0.0f || carry == 0.0f ? p.workspace[at] : fmaf(factor, carry, p.workspace[at]);
+// Takes a lane's states through `count` segments: segment, segment + step, ... state: number of its first one; the s-th lies
+// s * kLanes further and exists where that is below `states`. Reads of several segments are under way at once.
+template <class Layout>
+__device__ __forceinline__ void pass_through_segments(const MambaSelectiveScan& p, float (&carry)[Layout::kStates],
+                                                      int64_t segment, int step, int count, int64_t state, int states) {
+    constexpr int kAtOnce = 16 / Layout::kStates;
+    for (int first = 0; first < count; first += kAtOnce) {
+        float value[kAtOnce][Layout::kStates], factor[kAtOnce][Layout::kStates];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int64_t at = workspace_at(p, segment + (first + i) * step, state);
+#pragma unroll
+            for (int s = 0; s < Layout::kStates; ++s) {
+                const bool exists = first + i < count && s * Layout::kLanes < states;
+                value[i][s] = exists ? p.workspace[at + s * Layout::kLanes] : 0.0f;
+                factor[i][s] = exists ? p.workspace[at + s * Layout::kLanes + p.batch * p.dim * p.dstate] : 1.0f;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+            for (int s = 0; s < Layout::kStates; ++s) {
+                // A carry of zero passes zero on even where the factor has overflowed, as it would step by step.
+                const bool fresh = factor[i][s] < 0.0f || carry[s] == 0.0f;
+                carry[s] = fresh ? value[i][s] : fmaf(factor[i][s], carry[s], value[i][s]);
+            }
+        }
+    }
 }
 
 // ---- tiles ---------------------------------------------------------------------------------------------------------
