@@ -343,88 +343,11 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
                 launch.dD[((batch * launch.chunks + chunk) * p.nheads + head) * p.headdim + row0 + column] = sum;
             }
         }
-        // The gradient of dt, by one warp, while the others go on to the next head.
+        // By one warp, while the others go on to the next head.
         if (warp == 0) {
-            constexpr int kEach = kSteps < 32 ? 1 : kSteps / 32;
-            const bool active = lane * kEach < kSteps;
-            float carried = 0.0f;
-#pragma unroll
-            for (int i = 0; i < Layout::kWarps; ++i) {
-                carried += sums.state_product[i];
-            }
-            carried *= now.carry;
-            float after[kEach];  // what paths that end at step t carry past it, less those that begin there
-            float before[kEach];
-            float own[kEach];
-            float after_sum = 0.0f;
-            float before_sum = 0.0f;
-#pragma unroll
-            for (int i = 0; i < kEach; ++i) {
-                const int t = lane * kEach + i;
-                after[i] = before[i] = own[i] = 0.0f;
-                if (active) {
-                    float column = 0.0f;
-                    float out_of = 0.0f;
-                    float into = 0.0f;
-#pragma unroll
-                    for (int w = 0; w < BackwardSums<Layout>::kAbove; ++w) {
-                        column += sums.column_pairs[w][t];
-                    }
-#pragma unroll
-                    for (int w = 0; w < BackwardSums<Layout>::kBeside; ++w) {
-                        if (16 * Pairs::kWide * w < kSteps) {
-                            out_of += sums.row_pairs[w][t];
-                        }
-                        if (16 * Wide::kWide * w < kStates) {
-                            out_of += sums.from_state[w][t];
-                            into += sums.to_state[w][t];
-                        }
-                    }
-                    own[i] = sums.own_pair[t] + column + into;
-                    after[i] = out_of - now.dt[t] * column;
-                    before[i] = now.dt[t] * into;
-                }
-                after_sum += after[i];
-                before_sum += before[i];
-            }
-            const float after_mine = after_sum;
-            const float before_mine = before_sum;
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const float later = __shfl_down_sync(0xffffffffu, after_sum, distance);
-                const float earlier = __shfl_up_sync(0xffffffffu, before_sum, distance);
-                after_sum += lane + distance < 32 ? later : 0.0f;
-                before_sum += lane >= distance ? earlier : 0.0f;
-            }
-            after_sum -= after_mine;    // of the lanes after this one
-            before_sum -= before_mine;  // of the lanes before it
-            float dA = 0.0f;
-            float dbias = 0.0f;
-            float values[kEach];
-#pragma unroll
-            for (int i = kEach - 1; i >= 0; --i) {
-                after_sum += after[i];
-                values[i] = after_sum;
-            }
-#pragma unroll
-            for (int i = 0; i < kEach; ++i) {
-                const int t = lane * kEach + i;
-                const float da = values[i] + before_sum + carried;  // gradient of dt_t A
-                before_sum += before[i];
-                if (active && t < valid) {
-                    dA = fmaf(now.dt[t], da, dA);
-                    const float gradient = fmaf(A, da, own[i]) * now.gradient[t];
-                    dbias += gradient;
-                    launch.ddt[((tile * p.batch + batch) * p.nheads + head) * p.seqlen + first + t] = gradient;
-                }
-            }
-            dA = add_over_column(add_over_row(dA));
-            dbias = add_over_column(add_over_row(dbias));
-            if (lane == 0) {
-                const int64_t at = ((tile * p.batch + batch) * launch.chunks + chunk) * p.nheads + head;
-                launch.dA[at] = dA;
-                launch.ddt_bias[at] = dbias;
-            }
+            const int64_t at = ((tile * p.batch + batch) * launch.chunks + chunk) * p.nheads + head;
+            float* const ddt = launch.ddt + ((tile * p.batch + batch) * p.nheads + head) * p.seqlen + first;
+            store_step_gradients<Layout>(ddt, launch.dA + at, launch.ddt_bias + at, sums, now, A, valid, lane);
         }
     }
 

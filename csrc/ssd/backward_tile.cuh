@@ -161,6 +161,95 @@ __device__ __forceinline__ float dot_16(const T* global, const T* tile, int coun
     return sum;
 }
 
+// A chunk's gradients: of dt before bias, softplus and clamping at each step, and the chunk's part of A's and the bias's. One
+// warp computes them.
+template <class Layout>
+__device__ __forceinline__ void store_step_gradients(float* ddt, float* dA, float* ddt_bias, const BackwardSums<Layout>& sums,
+                                                     const BackwardDecays<Layout::kSteps>& decays, float A, int valid,
+                                                     int lane) {
+    using Pairs = WarpTile<Layout, Layout::kSteps>;
+    using Wide = WarpTile<Layout, Layout::kStates>;
+    constexpr int kEach = Layout::kSteps < 32 ? 1 : Layout::kSteps / 32;
+    const bool active = lane * kEach < Layout::kSteps;
+    float carried = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Layout::kWarps; ++i) {
+        carried += sums.state_product[i];
+    }
+    carried *= decays.carry;
+    float after[kEach];  // what paths that end at step t carry past it, less those that begin there
+    float before[kEach];
+    float own[kEach];
+    float after_sum = 0.0f;
+    float before_sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int t = lane * kEach + i;
+        after[i] = before[i] = own[i] = 0.0f;
+        if (active) {
+            float column = 0.0f;
+            float out_of = 0.0f;
+            float into = 0.0f;
+#pragma unroll
+            for (int w = 0; w < BackwardSums<Layout>::kAbove; ++w) {
+                column += sums.column_pairs[w][t];
+            }
+#pragma unroll
+            for (int w = 0; w < BackwardSums<Layout>::kBeside; ++w) {
+                if (16 * Pairs::kWide * w < Layout::kSteps) {
+                    out_of += sums.row_pairs[w][t];
+                }
+                if (16 * Wide::kWide * w < Layout::kStates) {
+                    out_of += sums.from_state[w][t];
+                    into += sums.to_state[w][t];
+                }
+            }
+            own[i] = sums.own_pair[t] + column + into;
+            after[i] = out_of - decays.dt[t] * column;
+            before[i] = decays.dt[t] * into;
+        }
+        after_sum += after[i];
+        before_sum += before[i];
+    }
+    const float after_mine = after_sum;
+    const float before_mine = before_sum;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const float later = __shfl_down_sync(0xffffffffu, after_sum, distance);
+        const float earlier = __shfl_up_sync(0xffffffffu, before_sum, distance);
+        after_sum += lane + distance < 32 ? later : 0.0f;
+        before_sum += lane >= distance ? earlier : 0.0f;
+    }
+    after_sum -= after_mine;    // of the lanes after this one
+    before_sum -= before_mine;  // of the lanes before it
+    float dA_sum = 0.0f;
+    float bias_sum = 0.0f;
+    float values[kEach];
+#pragma unroll
+    for (int i = kEach - 1; i >= 0; --i) {
+        after_sum += after[i];
+        values[i] = after_sum;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int t = lane * kEach + i;
+        const float da = values[i] + before_sum + carried;  // gradient of dt_t A
+        before_sum += before[i];
+        if (active && t < valid) {
+            dA_sum = fmaf(decays.dt[t], da, dA_sum);
+            const float gradient = fmaf(A, da, own[i]) * decays.gradient[t];
+            bias_sum += gradient;
+            ddt[t] = gradient;
+        }
+    }
+    dA_sum = add_over_column(add_over_row(dA_sum));
+    bias_sum = add_over_column(add_over_row(bias_sum));
+    if (lane == 0) {
+        *dA = dA_sum;
+        *ddt_bias = bias_sum;
+    }
+}
+
 // Starts to load an item's tiles into `tiles`.
 template <typename T, class Layout, bool kAhead>
 __device__ __forceinline__ void load_item(T* tiles, const MambaSsdBackward& q, const BackwardLaunch& launch, int64_t batch,
