@@ -289,3 +289,13 @@ def assert_close_to_truth(found, plain, truth, atol=2e-5, cancelled=None):
         limit = 2 * plain_error + atol * true.abs().max().item()
         limit += 4 * torch.finfo(torch.float32).eps * (cancelled or {}).get(name, 0.0)
         assert error <= limit, f"{name}: error {error:.3e}, plain torch's {plain_error:.3e}, limit {limit:.3e}"
+
+
+# Widths of which CUDA's backward of the norms copies three rows ahead, fewer or none, by dtypes and the GPU's memory.
+NORM_WIDTHS = (40, 1536, 8192, 12288, 16384)
+
+
+def norm_rows(width, device):
+    """So many rows that each block of that backward, one a multiprocessor, takes rows at least four times."""
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 1
+    return blocks * max(1, 8192 // width) * 4 + 1

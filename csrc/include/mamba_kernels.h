@@ -363,7 +363,7 @@ MAMBA_API int64_t mamba_ssd_backward_workspace(const MambaSsd* params);
 
 MAMBA_API int32_t mamba_norm_forward(const MambaNorm* params);
 MAMBA_API int32_t mamba_norm_backward(const MambaNormBackward* params);
-/* Bytes of MambaNormBackward::workspace; reads run, the sizes and whether bias is NULL. */
+/* Bytes of MambaNormBackward::workspace; reads run, the sizes, dtype, other_dtype and whether bias is NULL. */
 MAMBA_API int64_t mamba_norm_backward_workspace(const MambaNorm* params);
 MAMBA_API int32_t mamba_swiglu_forward(const MambaSwiglu* params);
 MAMBA_API int32_t mamba_swiglu_backward(const MambaSwiglu* params);

@@ -8,7 +8,8 @@ namespace {
 
 constexpr int64_t kMaxBlocks = 2147483647;
 
-NormLayout norm_layout(const MambaNorm& p) {
+// max_threads: of a row; block_threads: that short rows share.
+NormLayout norm_layout(const MambaNorm& p, int max_threads, int block_threads) {
     // Whether vectors of four are possible; tensors that are not aligned for them take the layout as it is.
     const int64_t elements = p.group_size % 4 == 0 ? kNormElements : kNormScalars;
     const int64_t wanted = ceil_div(p.group_size, elements);
@@ -16,47 +17,51 @@ NormLayout norm_layout(const MambaNorm& p) {
     if (wanted <= 32) {
         layout.lanes = 1 << ceil_log2(wanted, 0, 5);
     } else {
-        layout.lanes = static_cast<int>(ceil_div(wanted < kNormMaxThreads ? wanted : kNormMaxThreads, 32) * 32);
+        layout.lanes = static_cast<int>(ceil_div(wanted < max_threads ? wanted : max_threads, 32) * 32);
     }
-    layout.block_rows = layout.lanes < kNormBlock ? kNormBlock / layout.lanes : 1;
-    layout.looped = wanted > kNormMaxThreads;
+    layout.block_rows = layout.lanes < block_threads ? block_threads / layout.lanes : 1;
+    layout.looped = wanted > max_threads;
     return layout;
 }
 
-// Shared memory of a block that is not for the sums, with what CUDA keeps for itself.
+// Shared memory of a block that is not planned here, with what CUDA keeps for itself.
 constexpr int64_t kOtherShared = 2048;
-// Threads of a multiprocessor with the registers that the backward kernel takes: three small blocks, see its launch bounds.
-constexpr int64_t kResidentSmall = 3 * kNormBlock;
-constexpr int64_t kResidentLarge = 1024;
+
+// Shares a block's memory out: to the sums, then to as many copies of its rows as fit.
+void share_memory(NormBackwardPlan& plan, int64_t group_size, int64_t memory) {
+    const int64_t elements = plan.layout.block_rows * group_size;
+    const int64_t sum_bytes = ceil_div(plan.sums * elements * static_cast<int64_t>(sizeof(float)), 16) * 16;
+    plan.sum_bytes = sum_bytes <= memory ? sum_bytes : 0;
+    const int64_t fit = plan.sum_bytes > 0 ? (memory - sum_bytes) / (plan.layout.block_rows * plan.row_bytes) : 0;
+    plan.rows_ahead = static_cast<int>(fit < kNormRowsAhead ? fit : kNormRowsAhead);
+}
 
 NormBackwardPlan norm_backward_plan(const MambaNorm& p) {
     NormBackwardPlan plan;
-    plan.layout = norm_layout(p);
+    plan.layout = norm_layout(p, kNormBackwardThreads, kNormBackwardThreads);
     plan.sums = p.bias != nullptr ? 2 : 1;
+    // dout, and x and z, or residual_out and dresidual_out
+    plan.row_bytes = ceil_div(p.group_size * (dtype_size(p.dtype) + 2 * dtype_size(p.other_dtype)), 16) * 16;
     int processors = 1;
     int block_shared = 0;
-    int shared = 0;
     plan.error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.run.device);
     if (plan.error == cudaSuccess) {
         plan.error = cudaDeviceGetAttribute(&block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, p.run.device);
     }
-    if (plan.error == cudaSuccess) {
-        plan.error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, p.run.device);
+    share_memory(plan, p.group_size, block_shared - kOtherShared);
+    // With one row ahead nothing is on its way while that row is computed: rather fewer rows at a time, in whole warps. So
+    // the sums of several rows are always in shared memory: a block's part of the workspace has a place for those of one.
+    const int warp_rows = plan.layout.lanes < 32 ? 32 / plan.layout.lanes : 1;
+    while (plan.rows_ahead < 2 && plan.layout.block_rows > warp_rows) {
+        plan.layout.block_rows -= warp_rows;
+        share_memory(plan, p.group_size, block_shared - kOtherShared);
     }
-    const int64_t threads = plan.layout.lanes * plan.layout.block_rows;
-    const int64_t sum_bytes = plan.sums * plan.layout.block_rows * p.group_size * static_cast<int64_t>(sizeof(float));
-    const bool in_shared = sum_bytes + kOtherShared <= block_shared;  // always where block_rows > 1
-    plan.shared_bytes = in_shared ? static_cast<size_t>(sum_bytes) : 0;
-    int64_t resident = (threads <= kNormBlock ? kResidentSmall : kResidentLarge) / threads;
-    if (in_shared && shared / (sum_bytes + kOtherShared) < resident) {
-        resident = shared / (sum_bytes + kOtherShared);
-    }
-    resident = resident > 1 ? resident : 1;
-    const int64_t wanted = processors * resident / p.ngroups;
+    plan.layout.looped = plan.layout.looped || plan.rows_ahead == 0;
+    const int64_t wanted = processors / p.ngroups;  // one block a multiprocessor
     const int64_t most = ceil_div(p.rows, plan.layout.block_rows);
     plan.slots = wanted < most ? wanted : most;
     plan.slots = plan.slots > 1 ? plan.slots : 1;
-    const bool direct = plan.slots == 1 && in_shared;
+    const bool direct = plan.slots == 1 && plan.sum_bytes > 0;
     const int64_t width = p.ngroups * p.group_size;
     plan.workspace_bytes = direct ? 0 : plan.slots * plan.sums * width * static_cast<int64_t>(sizeof(float));
     return plan;
@@ -72,7 +77,7 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows) norm_sum_kernel(const M
     const float* parts = static_cast<const float*>(q.workspace) + blockIdx.y * slots * width;
     float sum = 0.0f;
     if (column < width) {
-#pragma unroll 4
+#pragma unroll 8
         for (int64_t slot = threadIdx.y; slot < slots; slot += kSumRows) {
             sum += parts[slot * width + column];
         }
@@ -149,7 +154,7 @@ int32_t mamba_norm_forward(const MambaNorm* params) {
     if (status != MAMBA_OK || params->rows == 0) {
         return status;
     }
-    const NormLayout layout = norm_layout(*params);
+    const NormLayout layout = norm_layout(*params, kNormMaxThreads, kNormBlock);
     status = check_blocks(function, params->rows * params->ngroups, layout.block_rows);
     if (status != MAMBA_OK) {
         return status;

@@ -6,10 +6,13 @@
 
 namespace mamba {
 
-// d silu(x) / dx
+// d silu(x) / dx, of silu(x) and sigmoid(x)
+__device__ __forceinline__ float silu_slope(float silu_x, float sigmoid_x) {
+    return fmaf(silu_x, 1.0f - sigmoid_x, sigmoid_x);
+}
 __device__ __forceinline__ float silu_slope(float x) {
     const float s = sigmoid(x);
-    return s * fmaf(x, 1.0f - s, 1.0f);
+    return silu_slope(x * s, s);
 }
 
 // ---- sums over a row -------------------------------------------------------------------------------------------------
@@ -21,8 +24,9 @@ struct RowSums {
 };
 
 // The sum of each value over a row's threads, the same bits in all of them. `turn` must alternate between calls.
-template <int kCount>
-__device__ __forceinline__ void sum_over_row(float* values, RowSums<kCount>& shared, int turn) {
+template <int kCount, int kMost>
+__device__ __forceinline__ void sum_over_row(float* values, RowSums<kMost>& shared, int turn) {
+    static_assert(kCount <= kMost, "a place for each");
     const int lanes = static_cast<int>(blockDim.x);
     for (int distance = (lanes < 32 ? lanes : 32) / 2; distance > 0; distance /= 2) {
 #pragma unroll

@@ -9,6 +9,9 @@ constexpr int kNormElements = 16;  // of a row in one thread: 1024 threads hold 
 constexpr int kNormScalars = 4;    // the same where elements are accessed one by one
 constexpr int kNormBlock = 256;    // threads that short rows share
 constexpr int kNormMaxThreads = 1024;
+// Backward has one block a multiprocessor: its threads take 128 registers each, its rows and sums most of shared memory.
+constexpr int kNormBackwardThreads = 512;
+constexpr int kNormRowsAhead = 3;  // that it copies to shared memory, at most
 
 // How the kernels cut a problem into blocks of (lanes, block_rows) threads. A row here is one group of a row.
 struct NormLayout {
@@ -23,7 +26,9 @@ struct NormBackwardPlan {
     NormLayout layout;
     int64_t slots;            // blocks of one group
     int64_t sums;             // 1, with bias 2
-    size_t shared_bytes;      // for the sums, 0: they are in the workspace
+    int64_t sum_bytes;        // of shared memory for the sums, 0: they are in the workspace
+    int64_t row_bytes;        // of shared memory for the copy of a row
+    int rows_ahead;           // copies for each row of a block; 0: too wide, rows are read where they are
     int64_t workspace_bytes;  // (sums, slots, N) floats
     cudaError_t error;
 };

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import DTYPES, assert_close_to_truth, dtype_id, outputs_and_gradients
+from cases import DTYPES, NORM_WIDTHS, assert_close_to_truth, dtype_id, norm_rows, outputs_and_gradients
 
 from mamba_ssm.ops.norm_reference import gated_norm_ref
 from mamba_ssm.ops.triton.layernorm_gated import LayerNorm, RMSNorm, layernorm_fn, rms_norm_ref, rmsnorm_fn
@@ -49,6 +49,14 @@ def test_shapes(shape, group_size, dtype, device):
     for options in ({"norm_before_gate": False, "is_rms_norm": True}, {"norm_before_gate": True, "is_rms_norm": False}):
         tensors = inputs(shape, {"z": "same"}, dtype, device, bias=not options["is_rms_norm"])
         check(tensors, group_size=group_size, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("width", NORM_WIDTHS)
+def test_many_rows(width, dtype, device):
+    shape = (norm_rows(width, device), width)
+    check(inputs(shape, {"z": "same"}, dtype, device, bias=False), norm_before_gate=False, is_rms_norm=True)
+    check(inputs(shape, {"z": "float32"}, dtype, device), norm_before_gate=True, is_rms_norm=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import DTYPES, assert_close_to_truth, dtype_id, outputs_and_gradients
+from cases import DTYPES, NORM_WIDTHS, assert_close_to_truth, dtype_id, norm_rows, outputs_and_gradients
 
 from mamba_ssm.ops.norm import add_norm_backward_op, add_norm_op
 from mamba_ssm.ops.triton.layer_norm import (
@@ -17,7 +17,8 @@ from mamba_ssm.ops.triton.layer_norm import (
 )
 
 # One element; less than a vector; odd; several rows a block (700: many blocks); one row a block. CUDA reads rows of
-# more than 16384 elements (4096 where no vector of four fits) several times; 65540 is too long for shared memory.
+# more than 16384 elements (4096 where no vector of four fits; backward: half of that) several times; 65540 is too long
+# for shared memory.
 SHAPES = [(1, 1), (3, 5), (2, 3, 7), (2, 12), (700, 40), (4, 3, 250), (33, 1536), (2, 2, 4099), (3, 8192)]
 SHAPES += [(2, 16384), (2, 16388), (2, 65540), (0, 16), (2, 0)]
 OPTIONS = [
@@ -74,6 +75,14 @@ def test_shapes(shape, dtype, device):
     for options in ({"residual": "float32", "prenorm": True}, {"is_rms_norm": True, "bias": False}):
         found = check(*functions(options), inputs(shape, options, dtype, device))
         assert found["out0"].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("width", NORM_WIDTHS)
+def test_many_rows(width, dtype, device):
+    shape = (norm_rows(width, device), width)
+    for options in ({"residual": "float32", "prenorm": True}, {"is_rms_norm": True, "bias": False}):
+        check(*functions(options), inputs(shape, options, dtype, device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)

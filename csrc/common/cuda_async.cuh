@@ -1,0 +1,52 @@
+// Asynchronous copies from global to shared memory; before compute capability 8.0 the thread waits for each of them.
+#pragma once
+
+#include "common/cuda_utils.cuh"
+
+namespace mamba {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// kBytes: 8 or 16; both addresses must be multiples of it. Zeros where `valid` is false (then `from` is not read).
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
+    static_assert(kBytes == 8 || kBytes == 16, "cp.async takes them");
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    const int bytes = valid ? kBytes : 0;
+    if constexpr (kBytes == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :
+                     : "r"(shared_address(to)), "l"(from), "r"(bytes)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
+                     :
+                     : "r"(shared_address(to)), "l"(from), "r"(bytes)
+                     : "memory");
+    }
+#else
+    if constexpr (kBytes == 16) {
+        *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+    } else {
+        *static_cast<uint2*>(to) = valid ? *static_cast<const uint2*>(from) : make_uint2(0, 0);
+    }
+#endif
+}
+
+__device__ __forceinline__ void end_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" : : : "memory");
+#endif
+}
+
+// Waits for all but the last `kPending` groups of this thread's copies.
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" : : "n"(kPending) : "memory");
+#endif
+}
+
+}  // namespace mamba
