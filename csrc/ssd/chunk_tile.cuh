@@ -60,30 +60,6 @@ __device__ __forceinline__ int steps_in(int64_t seqlen, int64_t chunk) {
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
 
-// 16 bytes from global to shared memory; zeros where `valid` is false (then `from` is not read).
-__device__ __forceinline__ void copy_16(void* to, const void* from, bool valid) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    const int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
-#else
-    *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-#endif
-}
-
-__device__ __forceinline__ void end_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" : : : "memory");
-#endif
-}
-
-// Waits for all but the last `kPending` groups of this thread's copies.
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" : : "n"(kPending) : "memory");
-#endif
-}
-
 // Starts to copy `rows` x `columns` elements into a tile of kRows x kColumns, the rest of which becomes zero.
 // vectors: every row lies at a multiple of 16 bytes, and so do columns.
 template <typename T, int kRows, int kColumns, int kThreads, class Tile = PaddedTile<kColumns>>
@@ -102,7 +78,7 @@ __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_st
 #pragma unroll
         for (int i = 0; i < kRows; i += kTogether) {
             if (kRows % kTogether == 0 || row < kRows) {
-                copy_16(to, row < rows ? at : from, row < rows);
+                copy_async<16>(to, row < rows ? at : from, row < rows);
             }
             row += kTogether;
             at += kTogether * row_stride;

@@ -7,6 +7,7 @@
 // In the comments g = lane / 4 and t = lane % 4. An accumulator holds (row g, columns 2t, 2t + 1), (row g + 8, the same).
 #pragma once
 
+#include "common/cuda_async.cuh"
 #include "common/cuda_vector.cuh"
 
 namespace mamba {
@@ -56,10 +57,6 @@ __device__ __forceinline__ void set_pair<float>(Operand<float>& operand, int i, 
 }
 
 // ---- fragments from shared memory ----------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
