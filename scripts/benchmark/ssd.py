@@ -35,7 +35,7 @@ def _validate(case, inputs):
     leaves = _leaves(inputs)
     out = _scan(leaves)
     dout = torch.zeros_like(out)
-    dout[-1].normal_()
+    dout[-1].normal_(generator=torch.Generator(dout.device).manual_seed(0))
     gradients = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), dout), strict=True))
     wide = {name: tensor[-1:] if name in WITH_BATCH else tensor for name, tensor in inputs.items()}
     wide = _leaves({name: tensor.double() for name, tensor in wide.items()})
