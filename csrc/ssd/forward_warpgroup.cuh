@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     // Descriptors count in 16 bytes: a block of 64 columns, and 16 rows or 16 columns of it.
     constexpr int kBlock = kSteps * 8;
     constexpr int kRows16 = 16 * 8;
-    constexpr int kColumns16 = 2;
+    [[maybe_unused]] constexpr int kColumns16 = 2;
     extern __shared__ __align__(1024) unsigned char warpgroup_shared[];
     T* const B_tiles = reinterpret_cast<T*>(warpgroup_shared);
     T* const C_tile = B_tiles + 2 * Tiles::kB;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     const ForwardBlock<T, kSteps> block(p, launch);
     const int dstate = static_cast<int>(p.dstate);
 
-    float D[2] = {0.0f, 0.0f};
+    [[maybe_unused]] float D[2] = {0.0f, 0.0f};
     if (kResults) {
         for (int i = threadIdx.x; i < Tiles::kM / 8; i += kForwardThreads) {  // above the diagonal it stays so
             reinterpret_cast<uint4*>(M_tile)[i] = make_uint4(0, 0, 0, 0);
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     end_copies();
     float carried = 1.0f;
     for (int i = 0; i < block.chunks(); ++i) {
-        const int64_t first = (block.first_chunk + i) * kSteps;
+        [[maybe_unused]] const int64_t first = (block.first_chunk + i) * kSteps;
         const ChunkDecays<kSteps>& now = decays[i % kDecayChunks];
         StepInputs<kSteps> inputs;  // of this warp's one of the next kDecayChunks chunks
         if (i % kDecayChunks == 0) {
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
         T* const next_B = B_tiles + (i + 1) % 2 * Tiles::kB;
         const uint64_t B = tile_descriptor(B_tiles + i % 2 * Tiles::kB, kBlock * 16);
         T* const x_tile = x_tiles + i % Tiles::kXStages * Tiles::kX;
-        float y[kSteps / 8][4];  // rows of headdim, columns of steps
+        [[maybe_unused]] float y[kSteps / 8][4];  // rows of headdim, columns of steps
         if constexpr (kResults) {
             load_chunk<T, kForwardRows, Rows>(x_tile, block.x, p.x_len_stride, block.rows, block, i);
             end_copies();

@@ -323,7 +323,7 @@ def test_page_for_people(run, wheel, tmp_path, anything_goes):
     assert "Linux x86-64, glibc 2.28 or newer; Windows x86-64" in cu130
     assert "pip install --index-url https://THIS-SITE/cu130/ mamba-ssm" in cu130
     assert "uv pip install --index https://THIS-SITE/cu130/ mamba-ssm" in cu130
-    assert "NVIDIA driver 525 or newer" in cu129 and "7.5 (RTX 20, T4), 9.0a Systems" in cu129
+    assert "NVIDIA driver 525 or newer" in cu129 and "7.5 (RTX 20, T4), 9.0a (H100, H200) Systems" in cu129
     assert "no GPU: CPU kernels only" in cpu and "compute capability" not in cpu.partition("Files")[0]
     assert "glibc of the building machine" in cpu
 
