@@ -121,7 +121,7 @@ class File:
         named = [f"{each} ({GPUS[each]})" if each in GPUS else each for each in dotted]
         # PTX of the newest is compiled by the driver on any GPU after it.
         newest = max(number for number, _ in real | virtual)
-        newer = " and newer" if newest in {number for number, _ in virtual} else ""
+        newer = " and newer" if (newest, "") in virtual else ""
         return ", ".join(named) + newer
 
 

@@ -357,7 +357,7 @@ MAMBA_API int32_t mamba_selective_state_update(const MambaSelectiveStateUpdate* 
 
 MAMBA_API int32_t mamba_ssd_forward(const MambaSsd* params);
 MAMBA_API int32_t mamba_ssd_backward(const MambaSsdBackward* params);
-/* Bytes of MambaSsd::workspace; reads run, the sizes, the dtypes, and whether out and cu_seqlens are NULL. */
+/* Bytes of MambaSsd::workspace; reads all but dt and the workspace itself: ask with what the call will be given. */
 MAMBA_API int64_t mamba_ssd_forward_workspace(const MambaSsd* params);
 MAMBA_API int64_t mamba_ssd_backward_workspace(const MambaSsd* params);
 

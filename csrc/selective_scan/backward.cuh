@@ -322,6 +322,10 @@ cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool ali
         const int64_t carry_blocks = scan_grid(p, Layout::kChannels, p.segments - 1);
         selective_scan_backward_carry_kernel<T, Layout, kSliced>
             <<<static_cast<unsigned int>(carry_blocks), Layout::kThreads, waiting_bytes, stream>>>(q, aligned);
+        const cudaError_t error = cudaGetLastError();
+        if (error != cudaSuccess) {
+            return error;
+        }
         return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, stream, q, aligned, atomic);
     }
     kernel<<<static_cast<unsigned int>(blocks), Layout::kThreads, shared_bytes, stream>>>(q, aligned, atomic);

@@ -336,6 +336,10 @@ cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned) {
         const int64_t carry_blocks = scan_grid(p, Layout::kChannels, p.segments - 1);
         selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, true>
             <<<static_cast<unsigned int>(carry_blocks), Layout::kThreads, shared_bytes, stream>>>(p, aligned);
+        const cudaError_t error = cudaGetLastError();
+        if (error != cudaSuccess) {
+            return error;
+        }
         return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, stream, p, aligned);
     }
     kernel<<<static_cast<unsigned int>(blocks), Layout::kThreads, shared_bytes, stream>>>(p, aligned);

@@ -5,7 +5,7 @@
 
 namespace mamba {
 
-// Sizes and dtypes: all that the _workspace functions read.
+// Sizes and dtypes, without which the _workspace functions say 0.
 inline int32_t check_ssd_sizes(const char* function, const MambaSsd* params) {
     if (params == nullptr) {
         return fail(MAMBA_ERROR_INVALID, "%s: params is NULL", function);

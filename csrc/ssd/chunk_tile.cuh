@@ -58,7 +58,7 @@ __device__ __forceinline__ int steps_in(int64_t seqlen, int64_t chunk) {
     return static_cast<int>(left < kSteps ? left : kSteps);
 }
 
-// ---- asynchronous copies -------------------------------------------------------------------------------------------
+// ---- tiles ---------------------------------------------------------------------------------------------------------
 
 // Starts to copy `rows` x `columns` elements into a tile of kRows x kColumns, the rest of which becomes zero.
 // vectors: every row lies at a multiple of 16 bytes, and so do columns.

@@ -9,8 +9,8 @@ namespace mamba {
 struct ForwardLaunch {
     int64_t segments;  // that the launch has blocks for
     int64_t chunks_a_segment;
-    float* ends;            // of the pass before, (segments - 1, B, H, P, N): the state that the next segment starts from
-    float* decays;          // (segments - 1, B, H): the product of a segment's decays
+    float* ends;            // (ends, B, H, P, N): the state with which a segment starts, one before it; see kEndsASegment
+    float* decays;          // (ends, B, H): the product of decays up to there, for forward_warpgroup.cuh's first pass
     const float* products;  // of ssd_products_kernel
     int32_t x_vectors, B_vectors, C_vectors, out_vectors;  // see load_tile; what a warpgroup takes is always so
 };

@@ -1,4 +1,4 @@
-#include "ssd/forward.cuh"
+#include "ssd/launch_forward.cuh"
 
 namespace mamba {
 template cudaError_t launch_ssd_forward<__half>(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace);

@@ -11,7 +11,7 @@ namespace mamba {
 enum SsdLayoutIndex { kSsdSmall, kSsdMiddle, kSsdMiddleAhead, kSsdLarge, kSsdLittle };
 
 // Shared memory a block that the backward kernels need: kSsdMiddleAhead; kSsdMiddle and kSsdSmall; the others, as all forward
-// ones, fit every GPU.
+// ones but those of forward_warpgroup.cuh, fit every GPU.
 constexpr int kAheadShared = 166000;
 constexpr int kMiddleShared = 96 * 1024;
 constexpr int kEveryShared = 64 * 1024;

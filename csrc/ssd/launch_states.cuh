@@ -32,7 +32,8 @@ inline StateWalk forward_walk(const MambaSsd& p, int64_t element_size) {
     return walk;
 }
 
-// Makes starts of the segments' ends, where a segment has more than one before it. directions: as below.
+// Makes starts of the segments' ends, where a segment has more than one before it. directions: 1 for the forward walk alone, 2
+// for both.
 inline cudaError_t launch_carry(const MambaSsd& p, const StatesLaunch& launch, int directions) {
     if (launch.segments > 2) {
         const int64_t state_blocks = (p.headdim * p.dstate + kCarryThreads - 1) / kCarryThreads;
@@ -43,7 +44,7 @@ inline cudaError_t launch_carry(const MambaSsd& p, const StatesLaunch& launch, i
     return cudaGetLastError();
 }
 
-// With ends_only also what makes starts of the ends. directions: 1 for the forward walk alone, 2 for both.
+// With ends_only also what makes starts of the ends. directions: as above.
 template <typename T, class Layout>
 cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch, int directions) {
     constexpr int kShared = states_shared_bytes<T, Layout>();

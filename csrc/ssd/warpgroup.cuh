@@ -45,12 +45,14 @@ __device__ __forceinline__ void hold(Operand<T> (&values)[kCount]) {
     }
 }
 
-// Begins c += A B with A (m, k) = tile[m][k], B (k, n) = tile[n][k].
 template <typename T>
-__device__ __forceinline__ void begin_tile_product(float (&c)[8][4], uint64_t a, uint64_t b);
+constexpr bool kIsHalf = false;
+template <>
+constexpr bool kIsHalf<__half> = true;
 
-// Begins c += a B. kRowsOfK: B (k, n) = tile[k][n], else B (k, n) = tile[n][k].
-#define MAMBA_C8(c, i)                                                                                                   \
+// The instruction's text, and its accumulators: operands %0 to %31 or %63.
+#define MAMBA_C_64(c) MAMBA_C_16(c, 0), MAMBA_C_16(c, 2), MAMBA_C_16(c, 4), MAMBA_C_16(c, 6)
+#define MAMBA_C_16(c, i)                                                                                                 \
     "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3]), "+f"(c[i + 1][0]), "+f"(c[i + 1][1]), "+f"(c[i + 1][2]), \
         "+f"(c[i + 1][3])
 #define MAMBA_NAMES_64                                                                                                         \
@@ -60,47 +62,63 @@ __device__ __forceinline__ void begin_tile_product(float (&c)[8][4], uint64_t a,
     MAMBA_NAMES_64                                                                                                          \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, " \
     "%55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define MAMBA_PRODUCT(columns, type, c_names, a_names, b_name, rows_name)                                              \
+#define MAMBA_WGMMA(columns, type, c_names, rest)                                                                      \
     "{\n\t.reg .pred p;\n\tsetp.eq.b32 p, 0, 0;\n\twgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type \
-    " {" c_names "}, {" a_names "}, " b_name ", p, 1, 1, " rows_name ";\n\t}"
-#define MAMBA_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
+    " {" c_names "}, " rest ";\n\t}"
 
-#define MAMBA_BEGIN_PRODUCTS(T, type)                                                                                          \
-    template <>                                                                                                                \
-    __device__ __forceinline__ void begin_tile_product<T>(float(&c)[8][4], uint64_t a, uint64_t b) {                           \
-        asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.b32 p, 0, 0;\n\twgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type \
-                     " {" MAMBA_NAMES_64 "}, %32, %33, p, 1, 1, 0, 0;\n\t}"                                                    \
-                     : MAMBA_C8(c, 0), MAMBA_C8(c, 2), MAMBA_C8(c, 4), MAMBA_C8(c, 6)                                          \
-                     : "l"(a), "l"(b)                                                                                          \
-                     : "memory");                                                                                              \
-    }                                                                                                                          \
-    template <int kRowsOfK>                                                                                                    \
-    __device__ __forceinline__ void begin_product(float(&c)[8][4], const Operand<T>& operand, uint64_t b) {                    \
-        const uint32_t(&a)[4] = operand.r[0];                                                                                  \
-        asm volatile(MAMBA_PRODUCT("64", type, MAMBA_NAMES_64, "%32, %33, %34, %35", "%36", "%37")                             \
-                     : MAMBA_C8(c, 0), MAMBA_C8(c, 2), MAMBA_C8(c, 4), MAMBA_C8(c, 6)                                          \
-                     : MAMBA_INPUTS                                                                                            \
-                     : "memory");                                                                                              \
-    }                                                                                                                          \
-    template <int kRowsOfK>                                                                                                    \
-    __device__ __forceinline__ void begin_product(float(&c)[16][4], const Operand<T>& operand, uint64_t b) {                   \
-        const uint32_t(&a)[4] = operand.r[0];                                                                                  \
-        asm volatile(MAMBA_PRODUCT("128", type, MAMBA_NAMES_128, "%64, %65, %66, %67", "%68", "%69")                           \
-                     : MAMBA_C8(c, 0), MAMBA_C8(c, 2), MAMBA_C8(c, 4), MAMBA_C8(c, 6), MAMBA_C8(c, 8), MAMBA_C8(c, 10),        \
-                       MAMBA_C8(c, 12), MAMBA_C8(c, 14)                                                                        \
-                     : MAMBA_INPUTS                                                                                            \
-                     : "memory");                                                                                              \
+// Begins c += A B with A (m, k) = tile[m][k], B (k, n) = tile[n][k].
+template <typename T>
+__device__ __forceinline__ void begin_tile_product(float (&c)[8][4], uint64_t a, uint64_t b) {
+    if constexpr (kIsHalf<T>) {
+        asm volatile(MAMBA_WGMMA("64", "f16", MAMBA_NAMES_64, "%32, %33, p, 1, 1, 0, 0")
+                     : MAMBA_C_64(c)
+                     : "l"(a), "l"(b)
+                     : "memory");
+    } else {
+        asm volatile(MAMBA_WGMMA("64", "bf16", MAMBA_NAMES_64, "%32, %33, p, 1, 1, 0, 0")
+                     : MAMBA_C_64(c)
+                     : "l"(a), "l"(b)
+                     : "memory");
     }
+}
 
-MAMBA_BEGIN_PRODUCTS(__half, "f16")
-MAMBA_BEGIN_PRODUCTS(__nv_bfloat16, "bf16")
+// Begins c += a B. kRowsOfK: B (k, n) = tile[k][n], else B (k, n) = tile[n][k].
+template <int kRowsOfK, typename T>
+__device__ __forceinline__ void begin_product(float (&c)[8][4], const Operand<T>& operand, uint64_t b) {
+    const uint32_t(&a)[4] = operand.r[0];
+    if constexpr (kIsHalf<T>) {
+        asm volatile(MAMBA_WGMMA("64", "f16", MAMBA_NAMES_64, "{%32, %33, %34, %35}, %36, p, 1, 1, %37")
+                     : MAMBA_C_64(c)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    } else {
+        asm volatile(MAMBA_WGMMA("64", "bf16", MAMBA_NAMES_64, "{%32, %33, %34, %35}, %36, p, 1, 1, %37")
+                     : MAMBA_C_64(c)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    }
+}
+template <int kRowsOfK, typename T>
+__device__ __forceinline__ void begin_product(float (&c)[16][4], const Operand<T>& operand, uint64_t b) {
+    const uint32_t(&a)[4] = operand.r[0];
+    if constexpr (kIsHalf<T>) {
+        asm volatile(MAMBA_WGMMA("128", "f16", MAMBA_NAMES_128, "{%64, %65, %66, %67}, %68, p, 1, 1, %69")
+                     : MAMBA_C_64(c), MAMBA_C_16(c, 8), MAMBA_C_16(c, 10), MAMBA_C_16(c, 12), MAMBA_C_16(c, 14)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    } else {
+        asm volatile(MAMBA_WGMMA("128", "bf16", MAMBA_NAMES_128, "{%64, %65, %66, %67}, %68, p, 1, 1, %69")
+                     : MAMBA_C_64(c), MAMBA_C_16(c, 8), MAMBA_C_16(c, 10), MAMBA_C_16(c, 12), MAMBA_C_16(c, 14)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    }
+}
 
-#undef MAMBA_BEGIN_PRODUCTS
-#undef MAMBA_INPUTS
-#undef MAMBA_PRODUCT
+#undef MAMBA_WGMMA
 #undef MAMBA_NAMES_128
 #undef MAMBA_NAMES_64
-#undef MAMBA_C8
+#undef MAMBA_C_16
+#undef MAMBA_C_64
 
 // Around products: fence_products() before the first that takes registers written since the last one, commit_products() after
 // the last of some; wait_for_products<n>() until all but the n latest commits are done. All four warps must come here.

@@ -48,10 +48,26 @@ def test_values_and_gradients(case, dtype, device):
     check(case, dtype, device)
 
 
+# CUDA splits these: whole segments and a shorter last one, a state that enters the first, and runs that end in some.
+SPLIT_CASES = (
+    SsdCase(1, 1025, 2, 64, dstate=128, initial_states=True),
+    SsdCase(1, 1500, 2, 64, dstate=64, seq_idx=True, z=True),
+    SsdCase(1, 3000, 2, 40, dstate=16, initial_states=True, seq_idx=True),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=case_id)
+def test_split_lengths(case, dtype, device):
+    check(case, dtype, device)
+
+
+# 16 bits and rows at multiples of 16 bytes run other CUDA kernels on Hopper than the same rows elsewhere.
+@pytest.mark.parametrize("dtype,headdim,dstate", [(torch.float32, 20, 12), (torch.bfloat16, 64, 64)], ids=str)
 @pytest.mark.parametrize("layout", ["heads_first", "slice", "unaligned", "expanded", "last_not_1"])
-def test_any_strides(layout, device):
-    case = SsdCase(3, 75, 4, 20, dstate=12, groups=2, z=True)
-    tensors = case.inputs(torch.float32, device)
+def test_any_strides(layout, dtype, headdim, dstate, device):
+    case = SsdCase(3, 75, 4, headdim, dstate=dstate, groups=2, z=True)
+    tensors = case.inputs(dtype, device)
     for name in ("x", "dt", "z", "B", "C"):
         tensor = tensors[name]
         if layout == "heads_first":
@@ -67,7 +83,7 @@ def test_any_strides(layout, device):
         tensors[name] = tensor
     dense = {name: None if tensor is None else tensor.contiguous() for name, tensor in tensors.items()}
     strided = outputs_and_gradients(scan(mamba_chunk_scan_combined, case), tensors)
-    assert_same(strided, outputs_and_gradients(scan(mamba_chunk_scan_combined, case), dense), torch.float32)
+    assert_same(strided, outputs_and_gradients(scan(mamba_chunk_scan_combined, case), dense), dtype)
 
 
 def test_strided_gradients_of_the_output(device):
@@ -181,7 +197,7 @@ def test_strong_decay_keeps_its_accuracy(device):
 
 
 def test_nan_stays_in_its_head_and_on_its_side_of_time():
-    """The CPU multiplies nothing by a masked zero; tensor cores do, within a tile."""
+    """The CPU multiplies nothing by a masked zero; tensor cores do, within a tile or a chunk."""
     tensors = SsdCase(1, 150, 4, 20).inputs(torch.float32, "cpu")
     tensors["x"][0, 70, 2, 5] = float("nan")
     out = mamba_chunk_scan_combined(**tensors, chunk_size=64)
