@@ -91,8 +91,8 @@ struct Problem {
         plan.segments = 1;
         const int64_t forward_tiles = divide_up(p.headdim, kForwardRows);
         const int64_t blocks = p.batch * p.nheads * forward_tiles;
-        const bool roomy = shared >= kAheadShared;  // see forward_blocks
-        const int64_t wanted = (backward || !out || plan.warpgroups || !roomy ? 2 : 4) * static_cast<int64_t>(processors);
+        const int64_t resident = backward || !out || plan.warpgroups || shared < kRoomyShared ? 2 : 4;  // blocks a processor
+        const int64_t wanted = resident * processors;
         if (p.cu_seqlens == nullptr && blocks > 0 && 2 * blocks <= wanted) {
             const int64_t most = plan.chunks / 8;
             const int64_t segments = wanted / blocks < most ? wanted / blocks : most;

@@ -15,6 +15,8 @@ enum SsdLayoutIndex { kSsdSmall, kSsdMiddle, kSsdMiddleAhead, kSsdLarge, kSsdLit
 constexpr int kAheadShared = 166000;
 constexpr int kMiddleShared = 96 * 1024;
 constexpr int kEveryShared = 64 * 1024;
+// With that much (9.0 and 10.x) a multiprocessor holds four forward blocks, see forward_blocks.
+constexpr int kRoomyShared = 200 * 1024;
 
 // forward_warpgroup.cuh finds the state at so many places of each segment's length: the pass that does so would not fill the
 // GPU with segments as long as those of the results.
