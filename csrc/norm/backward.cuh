@@ -379,8 +379,8 @@ cudaError_t launch_norm_backward_beside(const MambaNormBackward& q, const NormBa
 
 template <typename T>
 cudaError_t launch_norm_backward(const MambaNormBackward& q, const NormBackwardPlan& plan) {
-    const MambaNorm& p = q.forward;
     if constexpr (sizeof(T) == 2) {
+        const MambaNorm& p = q.forward;
         const bool alone = p.residual_out == nullptr && p.z == nullptr && q.dresidual_out == nullptr && q.dresidual == nullptr;
         if (alone || p.other_dtype != MAMBA_FLOAT32) {
             return launch_norm_backward_beside<T, T>(q, plan);
