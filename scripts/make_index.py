@@ -51,7 +51,6 @@ GPUS = {
     "8.6": "RTX 30, A10",
     "8.9": "RTX 40, L4",
     "9.0": "H100, H200",
-    "9.0a": "H100, H200",
     "10.0": "B200",
     "10.3": "B300",
     "12.0": "RTX 50",
@@ -117,8 +116,11 @@ class File:
             (real if kind == "real" else virtual).add((int(number), suffix))
         if not real | virtual:
             return None
-        dotted = [f"{number // 10}.{number % 10}{suffix}" for number, suffix in sorted(real | virtual)]
-        named = [f"{each} ({GPUS[each]})" if each in GPUS else each for each in dotted]
+        named = []
+        for number, suffix in sorted(real | virtual):
+            capability = f"{number // 10}.{number % 10}"
+            gpus = f" ({GPUS[capability]})" if capability in GPUS else ""
+            named.append(f"{capability}{suffix}{gpus}")
         # PTX of the newest is compiled by the driver on any GPU after it.
         newest = max(number for number, _ in real | virtual)
         newer = " and newer" if (newest, "") in virtual else ""
