@@ -10,7 +10,8 @@ from mamba_ssm._native import abi
 from mamba_ssm.modules._inputs import check_input
 from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain
-from mamba_ssm.ops.mamba_inner import mamba_inner_fn
+from mamba_ssm.ops._projections import project_in
+from mamba_ssm.ops.mamba_inner import mamba_block, mamba_inner_fn
 from mamba_ssm.ops.selective_scan import selective_scan_fn
 from mamba_ssm.ops.state_update import selective_state_update
 
@@ -25,7 +26,7 @@ class Mamba(nn.Module):
         dt_min, dt_max, dt_init_floor: range of dt at initialisation.
         dt_init ("random" or "constant"), dt_scale: initialisation of dt_proj.weight.
         conv_bias, bias: bias of the convolution; of in_proj and out_proj.
-        use_fast_path: train through mamba_inner_fn, which saves memory; not while one of the projections is replaced
+        use_fast_path: train through one autograd node, which saves memory; not while one of the projections is replaced
             (LoRA, quantisation) or has hooks, which are then called.
         layer_idx: key of the inference cache.
     """
@@ -123,24 +124,10 @@ class Mamba(nn.Module):
                 out, _, _ = self.step(hidden_states, conv_state, ssm_state)
                 return out
 
+        if self.use_fast_path and conv_state is None and seq_idx is None and self._is_plain():
+            return self._fast_path(hidden_states)
         xz = self._project_in(hidden_states)
         A = -torch.exp(self.A_log.float())
-        if self.use_fast_path and conv_state is None and seq_idx is None and self._is_plain():
-            return mamba_inner_fn(
-                xz,
-                self.conv1d.weight,
-                self.conv1d.bias,
-                self.x_proj.weight,
-                self.dt_proj.weight,
-                self.out_proj.weight,
-                self.out_proj.bias,
-                A,
-                None,
-                None,
-                self.D.float(),
-                delta_bias=self.dt_proj.bias.float(),
-                delta_softplus=True,
-            )
         x, z = xz.chunk(2, dim=1)
         x = convolve(self.conv1d, x, self.activation, seq_idx, conv_state, continues)
         x_dbl = self.x_proj(x.transpose(1, 2))
@@ -172,15 +159,21 @@ class Mamba(nn.Module):
         projections = self.x_proj, self.dt_proj, self.out_proj
         return is_plain(self.conv1d, nn.Conv1d) and all(is_plain(module, nn.Linear) for module in projections)
 
+    def _fast_path(self, hidden_states):
+        in_proj, conv1d, dt_proj, out_proj = self.in_proj, self.conv1d, self.dt_proj, self.out_proj
+        inner = conv1d.weight, conv1d.bias, self.x_proj.weight, dt_proj.weight, out_proj.weight, out_proj.bias
+        if is_plain(in_proj, nn.Linear):
+            projection = in_proj.weight, in_proj.bias
+            return mamba_block(hidden_states, *projection, *inner, self.A_log, self.D, dt_proj.bias)
+        A = -torch.exp(self.A_log.float())
+        xz = self._project_in(hidden_states)
+        return mamba_inner_fn(xz, *inner, A, D=self.D.float(), delta_bias=dt_proj.bias.float())
+
     def _project_in(self, hidden_states):
         """in_proj as (B, 2 d_inner, L), in memory (2 d_inner, B, L): each channel's time line is contiguous."""
         if not is_plain(self.in_proj, nn.Linear):
             return self.in_proj(hidden_states).transpose(1, 2)
-        batch, seqlen, d_model = hidden_states.shape
-        xz = self.in_proj.weight @ hidden_states.reshape(batch * seqlen, d_model).t()
-        if self.in_proj.bias is not None:
-            xz = xz + self.in_proj.bias.to(xz.dtype)[:, None]
-        return xz.view(2 * self.d_inner, batch, seqlen).transpose(0, 1)
+        return project_in(hidden_states, self.in_proj.weight, self.in_proj.bias)
 
     def _project_dt(self, dt):
         """dt_proj, and its bias if that is still to be added, which the scan does in float32."""

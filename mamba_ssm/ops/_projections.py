@@ -23,6 +23,15 @@ def from_columns(matrix, batch, seqlen):
     return matrix.view(matrix.shape[0], batch, seqlen).transpose(0, 1)
 
 
+def project_in(hidden_states, weight, bias):
+    """A linear layer of hidden_states (B, L, d_model) as (B, D, L), in memory (D, B, L)."""
+    batch, seqlen, d_model = hidden_states.shape
+    projected = weight @ hidden_states.reshape(batch * seqlen, d_model).t()
+    if bias is not None:
+        projected = projected + bias.to(projected.dtype)[:, None]
+    return from_columns(projected, batch, seqlen)
+
+
 def rms_norm_channels(x, weight, eps):
     """x (B, D, L) / its root mean square over D, times weight (D)."""
     wide = x.float()

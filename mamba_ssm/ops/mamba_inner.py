@@ -12,7 +12,7 @@ from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
 from mamba_ssm.ops._library import call, call_in_backward, wants_one_node
 from mamba_ssm.ops._mamba_inner_common import Inputs, check, delta_of, matrix_of, split
-from mamba_ssm.ops._projections import to_channel_major, to_columns
+from mamba_ssm.ops._projections import project_in, to_channel_major, to_columns
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_op
 from mamba_ssm.ops.mamba_inner_backward import mamba_inner_backward_op
 from mamba_ssm.ops.selective_scan import selective_scan_op
@@ -96,11 +96,66 @@ def mamba_inner_fn(
         c_rms_weight,
         dt_rms_weight,
     )
-    check(inputs)
     delta_softplus, eps = bool(delta_softplus), float(b_c_dt_rms_eps)
     if wants_one_node(inputs):
         return _MambaInner.apply(*inputs, delta_softplus, checkpoint_lvl, eps)
     return _compute(inputs, delta_softplus, eps, keep=False)[0]
+
+
+def mamba_block(
+    hidden_states,
+    in_proj_weight,
+    in_proj_bias,
+    conv1d_weight,
+    conv1d_bias,
+    x_proj_weight,
+    dt_proj_weight,
+    out_proj_weight,
+    out_proj_bias,
+    A_log,
+    D,
+    dt_bias,
+):
+    """mamba_inner_fn from the block's input on: hidden_states (B, L, d_model) -> (B, L, d_model), for modules.Mamba.
+
+    in_proj_weight: (2D, d_model); in_proj_bias: (2D) or None. A_log: (D, N), where A = -exp(A_log); D, dt_bias: (D).
+    The others as for mamba_inner_fn. One autograd node, which keeps what mamba_inner_fn's and the projection's keep.
+    """
+    tensors = (
+        hidden_states,
+        in_proj_weight,
+        in_proj_bias,
+        conv1d_weight,
+        conv1d_bias,
+        x_proj_weight,
+        dt_proj_weight,
+        out_proj_weight,
+        out_proj_bias,
+        A_log,
+        D,
+        dt_bias,
+    )
+    if not wants_one_node(tensors):
+        xz = project_in(hidden_states, in_proj_weight, in_proj_bias)
+        A = -torch.exp(A_log.float())
+        return mamba_inner_fn(xz, *tensors[3:9], A, D=D.float(), delta_bias=dt_bias.float())
+    dtype = autocast_dtype(hidden_states)
+    if dtype is not None:
+        tensors = (
+            checks.cast(hidden_states, dtype),
+            checks.cast(in_proj_weight, dtype),
+            in_proj_bias,
+            conv1d_weight,
+            conv1d_bias,
+            checks.cast(x_proj_weight, dtype),
+            checks.cast(dt_proj_weight, dtype),
+            checks.cast(out_proj_weight, dtype),
+            out_proj_bias,
+            A_log,
+            D,
+            dt_bias,
+        )
+    return _MambaBlock.apply(*tensors)
 
 
 def _given(matrix, dtype):
@@ -115,6 +170,7 @@ def _given(matrix, dtype):
 
 def _compute(inputs, delta_softplus, eps, keep):
     """Returns the output and what backward starts from: x_dbl, the scan's checkpoints, conv output and delta."""
+    check(inputs)
     xz, A, delta_proj_weight = inputs.xz, inputs.A, inputs.delta_proj_weight
     batch, _, seqlen = xz.shape
     x, z = to_channel_major(xz).chunk(2, dim=1)
@@ -151,3 +207,38 @@ class _MambaInner(torch.autograd.Function):
         with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
             grads = call_in_backward(mamba_inner_backward_op, dout, *ctx.saved_tensors, ctx.delta_softplus, ctx.eps)
         return *grads, None, None, None
+
+
+class _MambaBlock(torch.autograd.Function):
+    """_MambaInner with the input projection in front and A_log in place of A."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, in_proj_weight, in_proj_bias, *arguments):
+        *weights, out_proj_bias, A_log, D, dt_bias = arguments
+        xz = project_in(hidden_states, in_proj_weight, in_proj_bias)
+        if out_proj_bias is not None:
+            out_proj_bias = out_proj_bias.to(xz.dtype)
+        A = -torch.exp(A_log.float())
+        inputs = Inputs(xz, *weights, out_proj_bias, A, None, None, D.float(), dt_bias.float(), *(None,) * 5)
+        out, x_dbl, checkpoints, _, _ = _compute(inputs, True, 0.0, keep=True)
+        need_input, need_weight, *_ = ctx.needs_input_grad
+        kept = in_proj_weight if need_input else None, hidden_states if need_weight else None
+        ctx.save_for_backward(*kept, *inputs, x_dbl, checkpoints, None, None)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        in_proj_weight, hidden_states, *saved = ctx.saved_tensors
+        with no_autocast(dout):  # as in _MambaInner
+            dxz, *grads = call_in_backward(mamba_inner_backward_op, dout, *saved, True, 0.0)
+            batch, _, seqlen = dxz.shape
+            dxz = to_columns(dxz)
+            dhidden_states = din_proj_weight = None
+            if in_proj_weight is not None:
+                dhidden_states = torch.mm(dxz.t(), in_proj_weight).view(batch, seqlen, in_proj_weight.shape[1])
+            if hidden_states is not None:
+                din_proj_weight = torch.mm(dxz, hidden_states.reshape(batch * seqlen, hidden_states.shape[2]))
+            din_proj_bias = dxz.sum(1) if ctx.needs_input_grad[2] else None
+            dA_log = grads[6] * saved[7]  # A = -exp(A_log) is its own derivative
+        # autograd takes each gradient to its input's dtype
+        return dhidden_states, din_proj_weight, din_proj_bias, *grads[:6], dA_log, grads[9], grads[10]
