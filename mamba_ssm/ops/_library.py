@@ -134,9 +134,10 @@ def _all_plain(arguments):
     whose negation is still to be done (the imaginary part of a conjugate).
     """
     for argument in arguments:
-        if isinstance(argument, torch.Tensor) and (
-            type(argument) not in _PLAIN or not (argument.is_cuda or argument.is_cpu) or argument.is_neg()
-        ):
+        if type(argument) in _PLAIN:
+            if not (argument.is_cuda or argument.is_cpu) or argument.is_neg():
+                return False
+        elif isinstance(argument, torch.Tensor):
             return False
     return True
 

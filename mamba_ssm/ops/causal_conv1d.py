@@ -11,6 +11,7 @@ from mamba_ssm._native.launch import DTYPE_CODES, place, pointer, run
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._conv1d_common import check_weight, kernel_layout, wants_silu
 from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define, watched
+from mamba_ssm.ops._parts import add_parts, empty_parts
 from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
 from mamba_ssm.ops.reference import causal_conv1d_ref, causal_conv1d_update_ref, causal_conv1d_varlen_states_ref
 
@@ -260,8 +261,8 @@ def _backward(dout, dfinal_states, x, weight, bias, seq_idx, initial_states, nee
     params.slots = slots = functions["causal_conv1d_backward_slots"](params.forward)
     if dx is None:
         dx = kernel_layout(torch.empty_like(x))
-    dweight = x.new_empty((slots, dim, width), dtype=torch.float32)
-    dbias = None if bias is None else x.new_empty((slots, dim), dtype=torch.float32)
+    dweight = empty_parts(weight, slots)
+    dbias = None if bias is None else empty_parts(bias, slots)
     dinitial_states = x.new_empty((batch, dim, width - 1)) if need_dinitial_states else None
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_dim_stride, params.dout_len_stride = dout.stride()
@@ -272,10 +273,7 @@ def _backward(dout, dfinal_states, x, weight, bias, seq_idx, initial_states, nee
     params.dweight = dweight.data_ptr()
     params.dbias = pointer(dbias)
     run(functions, "causal_conv1d_backward", params)
-    dweight = (dweight[0] if slots == 1 else dweight.sum(0)).to(weight.dtype)
-    if bias is not None:
-        dbias = (dbias[0] if slots == 1 else dbias.sum(0)).to(bias.dtype)
-    return dx, dweight, dbias, dinitial_states
+    return dx, add_parts(dweight, weight), add_parts(dbias, bias), dinitial_states
 
 
 def _backward_fake(dout, dfinal_states, x, weight, bias, seq_idx, initial_states, need_dinitial_states, silu):

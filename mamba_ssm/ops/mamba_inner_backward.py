@@ -10,6 +10,7 @@ from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops import _scan_common, causal_conv1d, selective_scan_backward
 from mamba_ssm.ops._library import define
 from mamba_ssm.ops._mamba_inner_common import Inputs, check, delta_of, matrix_of, split
+from mamba_ssm.ops._parts import empty_like
 from mamba_ssm.ops._projections import from_columns, rms_norm_channels_grad, to_channel_major, to_columns
 
 _NAME = "mamba_inner_backward"
@@ -35,12 +36,16 @@ def _check_backward(dout, inputs, x_dbl, conv_out, delta):
 
 def _backward(dout, *arguments):
     inputs, (x_dbl, checkpoints, conv_out, delta, delta_softplus, eps) = Inputs(*arguments[:17]), arguments[17:]
-    batch, _, seqlen, dstate, rank = _check_backward(dout, inputs, x_dbl, conv_out, delta)
+    batch, dim, seqlen, dstate, rank = _check_backward(dout, inputs, x_dbl, conv_out, delta)
     (
         xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C, D,
         delta_bias, B_proj_bias, C_proj_bias, b_rms_weight, c_rms_weight, dt_rms_weight,
     ) = inputs  # fmt: skip
     columns = batch * seqlen
+
+    def rows(matrix):  # from_columns in one step: views cost as much as allocations
+        return matrix.as_strided((batch, dim, seqlen), (seqlen, columns, 1))
+
     xz = to_channel_major(xz)
     x, z = xz.chunk(2, dim=1)
     conv1d_weight = conv1d_weight.squeeze(1)
@@ -52,20 +57,21 @@ def _backward(dout, *arguments):
     scan_C, biased_C = matrix_of(C_rows, batch, seqlen, C, C_proj_bias, c_rms_weight, eps)
 
     # Large tensors are let go as soon as they are used; the scan's output waits where dx will come.
-    dxz = torch.empty_like(xz.transpose(0, 1), memory_format=torch.contiguous_format).transpose(0, 1)
+    dxz = torch.empty_like(xz)
     y, dz = dxz.chunk(2, dim=1)
-    dx_dbl = torch.empty_like(x_dbl)
+    dx_dbl = empty_like(x_dbl)
     ddt, dB_rows, dC_rows = split(dx_dbl, rank, dstate, B, C)
-    dBC = dx_dbl[rank:].view(2, dstate, batch, seqlen).transpose(1, 2) if B is None and C is None else None
+    dBC = None
+    if B is None and C is None:
+        dBC = dB_rows.as_strided((2, batch, dstate, seqlen), (dstate * columns, seqlen, columns, 1))
     dout = dout.reshape(columns, out_proj_weight.shape[0])
     dout_columns = dout.t()
     dy = torch.mm(out_proj_weight.t(), dout_columns)
     du_columns = torch.empty_like(dy)
     ddelta_columns = torch.empty_like(dy)
-    du = from_columns(du_columns, batch, seqlen)
-    ddelta = from_columns(ddelta_columns, batch, seqlen)
+    du, ddelta = rows(du_columns), rows(ddelta_columns)
     _, _, dA, dB, dC, dD, _, ddelta_bias, _, _ = selective_scan_backward._backward(
-        from_columns(dy, batch, seqlen), None, conv_out, delta, A, scan_B, scan_C, D, z, delta_bias, None, None,
+        rows(dy), None, conv_out, delta, A, scan_B, scan_C, D, z, delta_bias, None, None,
         checkpoints, delta_softplus, False, True, into=(du, ddelta, dz, y, dBC),
     )  # fmt: skip
     del dy, delta

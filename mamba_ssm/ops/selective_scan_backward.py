@@ -6,6 +6,7 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._library import define
+from mamba_ssm.ops._parts import add_parts, empty_like, empty_parts
 from mamba_ssm.ops._scan_common import (
     allocate,
     check,
@@ -81,25 +82,24 @@ def _backward(
     workspace = split_length(params, plan.backward_segments, A)
 
     if into is None:
-        du = _like(u)
-        ddelta = _like(u)
-        dz = None if z is None else _like(u)
-    # Parts to add up come in front; a single part is the gradient itself.
-    dA = _parts_like(A, parts)
+        du = empty_like(u)
+        ddelta = empty_like(u)
+        dz = None if z is None else empty_like(u)
+    dA = empty_parts(A, parts)
     if dBC is None:
-        dB = _parts_like(B, parts if B.dim() == 2 else slots)
-        dC = _parts_like(C, parts if C.dim() == 2 else slots)
+        dB = empty_parts(B, parts if B.dim() == 2 else slots)
+        dC = empty_parts(C, parts if C.dim() == 2 else slots)
         if plan.zeroed_sums:
             for matrix, gradient in ((B, dB), (C, dC)):
                 if matrix.dim() > 2:
                     gradient.zero_()
     else:
-        sums = A.new_empty((2, slots, *B.shape))
+        sums = A.new_empty((2, *B.shape) if slots == 1 else (2, slots, *B.shape))
         if plan.zeroed_sums:
             sums.zero_()
-        dB, dC = sums.unbind()
-    dD = None if D is None else _parts_like(D, parts)
-    ddelta_bias = None if delta_bias is None else _parts_like(delta_bias, parts)
+        dB, dC = sums[0], sums[1]
+    dD = None if D is None else empty_parts(D, parts)
+    ddelta_bias = None if delta_bias is None else empty_parts(delta_bias, parts)
     dinitial_state = A.new_empty((batch, dim, dstate)) if need_dinitial_state else None
 
     params.dout = dout.data_ptr()
@@ -121,43 +121,22 @@ def _backward(
     run(functions, "selective_scan_backward", params)
     del workspace
     if dBC is None:
-        dB, dC = _add_parts(dB, B), _add_parts(dC, C)
+        dB, dC = add_parts(dB, B), add_parts(dC, C)
     else:
-        dBC.copy_(sums[:, 0] if slots == 1 else sums.sum(1))
+        dBC.copy_(sums if slots == 1 else sums.sum(1))
         dB = dC = None
     return (
         du,
         ddelta,
-        _add_parts(dA, A),
+        add_parts(dA, A),
         dB,
         dC,
-        _add_parts(dD, D),
+        add_parts(dD, D),
         dz,
-        _add_parts(ddelta_bias, delta_bias),
+        add_parts(ddelta_bias, delta_bias),
         dinitial_state,
         out,
     )
-
-
-def _like(tensor, dtype=None):
-    """A new contiguous tensor of the same shape: half the time of new_empty."""
-    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _parts_like(tensor, count):
-    """Memory for the parts of tensor's gradient, float32."""
-    if count == 1:
-        return _like(tensor, torch.float32)
-    return tensor.new_empty((count, *tensor.shape), dtype=torch.float32)
-
-
-def _add_parts(parts, like):
-    """The gradient of like from its float32 parts."""
-    if parts is None:
-        return None
-    if parts.dim() > like.dim():
-        parts = parts.sum(0)
-    return parts if like.dtype == torch.float32 else parts.to(like.dtype)
 
 
 def _empty_grads(sizes, inputs, need_dinitial_state, zero):
