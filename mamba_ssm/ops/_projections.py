@@ -26,7 +26,7 @@ def from_columns(matrix, batch, seqlen):
 def project_in(hidden_states, weight, bias):
     """A linear layer of hidden_states (B, L, d_model) as (B, D, L), in memory (D, B, L)."""
     batch, seqlen, d_model = hidden_states.shape
-    projected = weight @ hidden_states.reshape(batch * seqlen, d_model).t()
+    projected = torch.mm(weight, hidden_states.reshape(batch * seqlen, d_model).t())
     if bias is not None:
         projected = projected + bias.to(projected.dtype)[:, None]
     return from_columns(projected, batch, seqlen)

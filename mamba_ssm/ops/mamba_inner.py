@@ -1,4 +1,5 @@
-"""The inside of a Mamba block as one memory-saving autograd node: conv, x_proj, dt_proj, scan, gate and out_proj.
+"""The inside of a Mamba block as one memory-saving autograd node: conv, x_proj, dt_proj, scan, gate and out_proj; and
+mamba_block, the same with in_proj in front.
 
 Forward composes this package's registered operators and plain torch matrix products, so that compilers see all of it
 and exported programs have gradients. Backward is one operator, mamba_ssm.ops.mamba_inner_backward.
@@ -119,9 +120,21 @@ def mamba_block(
     """mamba_inner_fn from the block's input on: hidden_states (B, L, d_model) -> (B, L, d_model), for modules.Mamba.
 
     in_proj_weight: (2D, d_model); in_proj_bias: (2D) or None. A_log: (D, N), where A = -exp(A_log); D, dt_bias: (D).
-    The others as for mamba_inner_fn. One autograd node, which keeps what mamba_inner_fn's and the projection's keep.
+    The others as for mamba_inner_fn. One autograd node, which keeps what mamba_inner_fn's and the projection's would:
+    a training step of a small block is bound by the time that Python and autograd take, not by the kernels.
     """
-    tensors = (
+    inner = conv1d_weight, conv1d_bias, x_proj_weight, dt_proj_weight, out_proj_weight, out_proj_bias
+    if not wants_one_node((hidden_states, in_proj_weight, in_proj_bias, *inner, A_log, D, dt_bias)):
+        xz = project_in(hidden_states, in_proj_weight, in_proj_bias)
+        A = -torch.exp(A_log.float())
+        return mamba_inner_fn(xz, *inner, A, D=D.float(), delta_bias=dt_bias.float())
+    dtype = autocast_dtype(hidden_states)
+    if dtype is not None:
+        hidden_states, in_proj_weight, x_proj_weight, dt_proj_weight, out_proj_weight = (
+            checks.cast(tensor, dtype)
+            for tensor in (hidden_states, in_proj_weight, x_proj_weight, dt_proj_weight, out_proj_weight)
+        )
+    return _MambaBlock.apply(
         hidden_states,
         in_proj_weight,
         in_proj_bias,
@@ -135,27 +148,6 @@ def mamba_block(
         D,
         dt_bias,
     )
-    if not wants_one_node(tensors):
-        xz = project_in(hidden_states, in_proj_weight, in_proj_bias)
-        A = -torch.exp(A_log.float())
-        return mamba_inner_fn(xz, *tensors[3:9], A, D=D.float(), delta_bias=dt_bias.float())
-    dtype = autocast_dtype(hidden_states)
-    if dtype is not None:
-        tensors = (
-            checks.cast(hidden_states, dtype),
-            checks.cast(in_proj_weight, dtype),
-            in_proj_bias,
-            conv1d_weight,
-            conv1d_bias,
-            checks.cast(x_proj_weight, dtype),
-            checks.cast(dt_proj_weight, dtype),
-            checks.cast(out_proj_weight, dtype),
-            out_proj_bias,
-            A_log,
-            D,
-            dt_bias,
-        )
-    return _MambaBlock.apply(*tensors)
 
 
 def _given(matrix, dtype):
@@ -230,15 +222,16 @@ class _MambaBlock(torch.autograd.Function):
     def backward(ctx, dout):
         in_proj_weight, hidden_states, *saved = ctx.saved_tensors
         with no_autocast(dout):  # as in _MambaInner
-            dxz, *grads = call_in_backward(mamba_inner_backward_op, dout, *saved, True, 0.0)
-            batch, _, seqlen = dxz.shape
-            dxz = to_columns(dxz)
+            grads = Inputs(*call_in_backward(mamba_inner_backward_op, dout, *saved, True, 0.0))
+            batch, _, seqlen = grads.xz.shape
+            dxz = to_columns(grads.xz)
             dhidden_states = din_proj_weight = None
             if in_proj_weight is not None:
                 dhidden_states = torch.mm(dxz.t(), in_proj_weight).view(batch, seqlen, in_proj_weight.shape[1])
             if hidden_states is not None:
                 din_proj_weight = torch.mm(dxz, hidden_states.reshape(batch * seqlen, hidden_states.shape[2]))
             din_proj_bias = dxz.sum(1) if ctx.needs_input_grad[2] else None
-            dA_log = grads[6] * saved[7]  # A = -exp(A_log) is its own derivative
+            dA_log = grads.A * Inputs(*saved[:17]).A  # A = -exp(A_log) is its own derivative
+        inner = grads[1:7]  # from conv1d_weight to out_proj_bias
         # autograd takes each gradient to its input's dtype
-        return dhidden_states, din_proj_weight, din_proj_bias, *grads[:6], dA_log, grads[9], grads[10]
+        return dhidden_states, din_proj_weight, din_proj_bias, *inner, dA_log, grads.D, grads.delta_bias
