@@ -22,7 +22,7 @@ _profiling = torch.autograd._profiler_enabled
 _key_included = torch._C._dispatch_tls_is_dispatch_key_included
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _VMAP_MODE = torch._C._parse_dispatch_key("VmapMode")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 _EXPORT_KEEPS_NODES = hasattr(torch.compiler, "set_stance")  # torch 2.6
 
 
@@ -134,10 +134,13 @@ def _all_plain(arguments):
     whose negation is still to be done (the imaginary part of a conjugate).
     """
     for argument in arguments:
-        if type(argument) in _PLAIN:
-            if not (argument.is_cuda or argument.is_cpu) or argument.is_neg():
+        if argument is None:
+            continue
+        kind = type(argument)
+        if kind is _TENSOR or kind is _PARAMETER:
+            if argument.is_neg() or not (argument.is_cuda or argument.is_cpu):
                 return False
-        elif isinstance(argument, torch.Tensor):
+        elif isinstance(argument, _TENSOR):
             return False
     return True
 
