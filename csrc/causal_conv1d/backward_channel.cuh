@@ -207,9 +207,10 @@ __global__ void __launch_bounds__(kConvThreads, 2)
         if (target < forward.dim) {
             const int64_t row = static_cast<int64_t>(slot) * forward.dim + target;
             if (lag < forward.width) {
-                params.dweight[row * forward.width + forward.width - 1 - lag] = sum;
+                const int64_t index = row * forward.width + forward.width - 1 - lag;
+                store_sum(params.dweight, params.slots, forward.weight_dtype, index, sum);
             } else if (lag == kConvMaxWidth && params.dbias != nullptr) {
-                params.dbias[row] = sum;
+                store_sum(params.dbias, params.slots, forward.bias_dtype, row, sum);
             }
         }
     }

@@ -167,6 +167,11 @@ __device__ __forceinline__ void input_gradients(const Options& options, const Co
     }
 }
 
+// Element `index` of dweight or dbias, whose parameter has this dtype.
+__device__ __forceinline__ void store_sum(void* gradient, int64_t slots, int32_t dtype, int64_t index, float sum) {
+    store_from_float(gradient, index, slots == 1 ? dtype : MAMBA_FLOAT32, sum);
+}
+
 // One channel's sums, to its slot.
 __device__ __forceinline__ void store_sums(const MambaCausalConv1dBackward& params, int64_t slot, int64_t channel,
                                            const ConvSums& sums) {
@@ -175,11 +180,12 @@ __device__ __forceinline__ void store_sums(const MambaCausalConv1dBackward& para
 #pragma unroll
     for (int k = 0; k < kConvMaxWidth; ++k) {
         if (k < forward.width) {
-            params.dweight[row * forward.width + forward.width - 1 - k] = sums.weight[k];
+            const int64_t index = row * forward.width + forward.width - 1 - k;
+            store_sum(params.dweight, params.slots, forward.weight_dtype, index, sums.weight[k]);
         }
     }
     if (params.dbias != nullptr) {
-        params.dbias[row] = sums.bias;
+        store_sum(params.dbias, params.slots, forward.bias_dtype, row, sums.bias);
     }
 }
 

@@ -155,11 +155,12 @@ inline void conv_backward(const MambaCausalConv1dBackward& q, int64_t slot, int6
         conv_backward_rows(q, taps, batch, channel, lanes, sums);
     }
     const int64_t row = slot * p.dim + channel;
+    const int32_t weight_dtype = q.slots == 1 ? p.weight_dtype : MAMBA_FLOAT32;
     for (int lag = 0; lag < p.width; ++lag) {
-        store_lanes(MAMBA_FLOAT32, q.dweight, row * p.width + p.width - 1 - lag, p.width, lanes, sums.tap[lag]);
+        store_lanes(weight_dtype, q.dweight, row * p.width + p.width - 1 - lag, p.width, lanes, sums.tap[lag]);
     }
     if (q.dbias != nullptr) {
-        store_lanes(MAMBA_FLOAT32, q.dbias, row, 1, lanes, sums.bias);
+        store_lanes(q.slots == 1 ? p.bias_dtype : MAMBA_FLOAT32, q.dbias, row, 1, lanes, sums.bias);
     }
 }
 

@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 4
+#define MAMBA_ABI_VERSION 5
 
 /* Error codes. */
 #define MAMBA_OK 0
@@ -155,8 +155,9 @@ typedef struct MambaCausalConv1dBackward {
     const void* dfinal_states; /* (B, D, W-1), contiguous, of dtype, optional */
     void* dinitial_states;     /* (B, D, W-1), contiguous, of dtype; optional */
     int64_t slots;             /* what mamba_causal_conv1d_backward_slots returned */
-    float* dweight;            /* (slots, D, W), every element written; the caller adds the slots up */
-    float* dbias;              /* (slots, D), every element written; required where bias is */
+    void* dweight;             /* (slots, D, W), every element written: with one slot of weight_dtype, else float32 parts for
+                                * the caller to add up */
+    void* dbias;               /* (slots, D), the same with bias_dtype; required where bias is */
 } MambaCausalConv1dBackward;
 
 /* Decoding: seqlen new inputs, with the last inputs in conv_state, which is updated in place. Without cache_seqlens the

@@ -99,8 +99,9 @@ struct ConvData {
         memset(&q, 0, sizeof(q));
         q.forward = forward();
         q.slots = mamba_causal_conv1d_backward_slots(&q.forward);
-        dweight = Tensor(MAMBA_FLOAT32, {q.slots, c.dim, c.width});
-        dbias = Tensor(MAMBA_FLOAT32, {q.slots, c.dim});
+        const bool parts = q.slots > 1;
+        dweight = Tensor(parts ? MAMBA_FLOAT32 : q.forward.weight_dtype, {q.slots, c.dim, c.width});
+        dbias = Tensor(parts ? MAMBA_FLOAT32 : q.forward.bias_dtype, {q.slots, c.dim});
         q.dout = dout.data();
         q.dx = dx.data();
         q.dout_batch_stride = dout.stride[0];
@@ -111,8 +112,8 @@ struct ConvData {
         q.dx_len_stride = dx.stride[2];
         q.dfinal_states = c.final ? dfinal.data() : nullptr;
         q.dinitial_states = c.initial ? dinitial.data() : nullptr;
-        q.dweight = dweight.floats();
-        q.dbias = c.bias ? dbias.floats() : nullptr;
+        q.dweight = dweight.data();
+        q.dbias = c.bias ? dbias.data() : nullptr;
         return q;
     }
 
@@ -179,7 +180,7 @@ static void run_case(const ConvCase& c) {
                      [&](int64_t b, int64_t d, int64_t i, int64_t) { return dx[at(b, d, i - history)]; });
     }
     const auto check_sum = [&](const char* name, const Tensor& parts, const Values& want) {
-        Tensor sum(MAMBA_FLOAT32, {1, parts.size[1], parts.size[2]});
+        Tensor sum(parts.dtype, {1, parts.size[1], parts.size[2]});
         sum.fill(0.0);
         parts.for_each(
             [&](int64_t s, int64_t d, int64_t w, int64_t) { sum.set(sum.get(0, d, w) + parts.get(s, d, w), 0, d, w); });

@@ -7,7 +7,7 @@ directly: ``params.stream``, not ``params.run.stream``.
 
 import ctypes
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 OK = 0
 ERROR_INVALID = 1

@@ -8,10 +8,12 @@ def empty_like(tensor, dtype=None):
     return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def empty_parts(tensor, count):
-    """Memory for the parts of tensor's gradient. They come in front; a single part is the gradient itself."""
+def empty_parts(tensor, count, single=torch.float32):
+    """Memory for the parts of tensor's gradient. They come in front; a single part, of dtype `single`, is the gradient
+    itself.
+    """
     if count == 1:
-        return empty_like(tensor, torch.float32)
+        return empty_like(tensor, single)
     return tensor.new_empty((count, *tensor.shape), dtype=torch.float32)
 
 
@@ -21,4 +23,4 @@ def add_parts(parts, tensor):
         return None
     if parts.dim() > tensor.dim():
         parts = parts.sum(0)
-    return parts if tensor.dtype == torch.float32 else parts.to(tensor.dtype)
+    return parts if parts.dtype == tensor.dtype else parts.to(tensor.dtype)

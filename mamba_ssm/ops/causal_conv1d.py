@@ -261,8 +261,8 @@ def _backward(dout, dfinal_states, x, weight, bias, seq_idx, initial_states, nee
     params.slots = slots = functions["causal_conv1d_backward_slots"](params.forward)
     if dx is None:
         dx = kernel_layout(torch.empty_like(x))
-    dweight = empty_parts(weight, slots)
-    dbias = None if bias is None else empty_parts(bias, slots)
+    dweight = empty_parts(weight, slots, weight.dtype)
+    dbias = None if bias is None else empty_parts(bias, slots, bias.dtype)
     dinitial_states = x.new_empty((batch, dim, width - 1)) if need_dinitial_states else None
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_dim_stride, params.dout_len_stride = dout.stride()
