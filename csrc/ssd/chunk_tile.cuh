@@ -62,14 +62,14 @@ __device__ __forceinline__ int steps_in(int64_t seqlen, int64_t chunk) {
 
 // Starts to copy `rows` x `columns` elements into a tile of kRows x kColumns, the rest of which becomes zero.
 // vectors: every row lies at a multiple of 16 bytes, and so do columns.
-template <typename T, int kRows, int kColumns, int kThreads, class Tile = PaddedTile<kColumns>>
+template <typename T, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_stride, int rows, int columns, bool vectors) {
+    using Tile = PaddedTile<kColumns>;
     if (vectors) {
         constexpr int kVector = 16 / sizeof(T);
         constexpr int kRowVectors = kColumns / kVector;
         static_assert(kThreads % kRowVectors == 0, "a thread's column stays the same");
         constexpr int kTogether = kThreads / kRowVectors;  // rows
-        static_assert(kTogether % Tile::kPeriod == 0, "a thread's rows lie at even distances");
         const int column = threadIdx.x % kRowVectors * kVector;
         int row = threadIdx.x / kRowVectors;
         const T* at = from + row * row_stride + column;
@@ -113,12 +113,25 @@ struct alignas(16) BackwardDecays : ChunkDecays<kSteps> {
     float gradient[kSteps];  // d dt / d (dt before bias, softplus and clamping)
 };
 
-template <int kSteps>
-__device__ __forceinline__ void set_gradients(ChunkDecays<kSteps>&, int, float, float) {}
-template <int kSteps>
-__device__ __forceinline__ void set_gradients(BackwardDecays<kSteps>& decays, int step, float leaving, float gradient) {
-    decays.leaving[step] = leaving;
-    decays.gradient[step] = gradient;
+// A lane's neighbouring steps of an array, in one store.
+template <typename Value, int kEach>
+struct alignas(sizeof(Value) * kEach) LaneSteps {
+    Value at[kEach];
+};
+template <typename Value, int kEach>
+__device__ __forceinline__ void store_steps(Value* array, int lane, const LaneSteps<Value, kEach>& values) {
+    reinterpret_cast<LaneSteps<Value, kEach>*>(array)[lane] = values;
+}
+
+template <int kSteps, int kEach>
+__device__ __forceinline__ void store_gradients(ChunkDecays<kSteps>&, int, const LaneSteps<float, kEach>&,
+                                                const LaneSteps<float, kEach>&) {}
+template <int kSteps, int kEach>
+__device__ __forceinline__ void store_gradients(BackwardDecays<kSteps>& decays, int lane,
+                                                const LaneSteps<float, kEach>& leaving,
+                                                const LaneSteps<float, kEach>& gradient) {
+    store_steps(decays.leaving, lane, leaving);
+    store_steps(decays.gradient, lane, gradient);
 }
 
 // What a step's dt is made of.
@@ -169,6 +182,10 @@ __device__ __forceinline__ void load_steps(StepInputs<kSteps>& inputs, const Ste
     }
 }
 
+// What a step's decay is at least, in base 2: 2^-128 is zero in float32 (exp2_fast). So cs_t in base 2 stays above -8192 over
+// 64 steps, and differences of float32 values are exact to 2^-11: what 16-bit factors show nothing of.
+constexpr double kLeastDecay = -128.0;
+
 // One warp computes the decays of a chunk. A: of the head.
 template <int kSteps, class Decays>
 __device__ __forceinline__ void chunk_decays(Decays& decays, const StepInputs<kSteps>& inputs, const StepSize& size, float A,
@@ -176,7 +193,7 @@ __device__ __forceinline__ void chunk_decays(Decays& decays, const StepInputs<kS
     constexpr int kEach = StepInputs<kSteps>::kEach;
     const bool active = lane * kEach < kSteps;
     float dt[kEach];
-    float gradient[kEach];
+    LaneSteps<float, kEach> gradient;
     double sum[kEach];
     int run[kEach];
 #pragma unroll
@@ -186,9 +203,10 @@ __device__ __forceinline__ void chunk_decays(Decays& decays, const StepInputs<kS
         const bool clamped = value < size.min || value > size.max;
         dt[i] = clamped ? (value < size.min ? size.min : size.max) : value;  // NaN stays
         dt[i] = inputs.exists[i] ? dt[i] : 0.0f;
-        gradient[i] = clamped ? 0.0f : size.softplus ? sigmoid(raw) : 1.0f;
+        gradient.at[i] = clamped ? 0.0f : size.softplus ? sigmoid(raw) : 1.0f;
         run[i] = inputs.sequence[i] != inputs.before[i] ? lane * kEach + i : -1;
-        sum[i] = static_cast<double>(dt[i]) * A * static_cast<double>(kLog2e) + (i > 0 ? sum[i > 0 ? i - 1 : 0] : 0.0);
+        const double step = static_cast<double>(dt[i]) * A * static_cast<double>(kLog2e);
+        sum[i] = (step < kLeastDecay && size.min >= 0.0f ? kLeastDecay : step) + (i > 0 ? sum[i > 0 ? i - 1 : 0] : 0.0);
         run[i] = i > 0 && run[i > 0 ? i - 1 : 0] > run[i] ? run[i > 0 ? i - 1 : 0] : run[i];
     }
     double before = sum[kEach - 1];
@@ -207,22 +225,27 @@ __device__ __forceinline__ void chunk_decays(Decays& decays, const StepInputs<kS
     before -= sum[kEach - 1];
     started = __shfl_up_sync(0xffffffffu, started, 1);
     started = lane == 0 ? -1 : started;
+    LaneSteps<float, kEach> rounded, rest, size_of_step, entering, adding, leaving;
+    LaneSteps<int, kEach> start;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-        const int step = lane * kEach + i;
-        if (active) {
-            const double cs = before + sum[i];
-            const float rounded = static_cast<float>(cs);
-            const int start = run[i] > started ? run[i] : started;
-            decays.log2_decay[step] = rounded;
-            decays.log2_rest[step] = static_cast<float>(cs - rounded);
-            decays.dt[step] = dt[i];
-            decays.entering[step] = start < 0 ? exp2_fast(rounded) : 0.0f;
-            const float leaving = step >= last_run ? exp2_fast(static_cast<float>(last - cs)) : 0.0f;
-            decays.adding[step] = leaving * dt[i];
-            set_gradients<kSteps>(decays, step, leaving, gradient[i]);
-            decays.run_start[step] = start;
-        }
+        const double cs = before + sum[i];
+        rounded.at[i] = static_cast<float>(cs);
+        rest.at[i] = static_cast<float>(cs - rounded.at[i]);
+        size_of_step.at[i] = dt[i];
+        start.at[i] = run[i] > started ? run[i] : started;
+        entering.at[i] = start.at[i] < 0 ? exp2_fast(rounded.at[i]) : 0.0f;
+        leaving.at[i] = lane * kEach + i >= last_run ? exp2_fast(static_cast<float>(last - cs)) : 0.0f;
+        adding.at[i] = leaving.at[i] * dt[i];
+    }
+    if (active) {
+        store_steps(decays.log2_decay, lane, rounded);
+        store_steps(decays.log2_rest, lane, rest);
+        store_steps(decays.dt, lane, size_of_step);
+        store_steps(decays.entering, lane, entering);
+        store_steps(decays.adding, lane, adding);
+        store_steps(decays.run_start, lane, start);
+        store_gradients<kSteps>(decays, lane, leaving, gradient);
     }
     if (lane == 0) {
         decays.carry = last_run < 0 ? exp2_fast(static_cast<float>(last)) : 0.0f;

@@ -12,12 +12,12 @@ namespace {
 constexpr int64_t kStatesBudget = int64_t{256} << 20;
 
 struct Sizes {
-    int steps, rows;
+    int states, steps, rows;
 };
 
 template <class Layout>
 Sizes sizes_of() {
-    return {Layout::kSteps, Layout::kRows};
+    return {Layout::kStates, Layout::kSteps, Layout::kRows};
 }
 
 template <typename T>
@@ -80,8 +80,6 @@ struct Problem {
         }
         const bool aligned =
             ssd_rows_aligned(p.x, p.headdim, p.x_batch_stride, p.x_len_stride, p.x_head_stride, element, 16) &&
-            ssd_rows_aligned(p.B, p.dstate, p.B_batch_stride, p.B_len_stride, p.B_group_stride, element, 16) &&
-            ssd_rows_aligned(p.C, p.dstate, p.C_batch_stride, p.C_len_stride, p.C_group_stride, element, 16) &&
             ssd_rows_aligned(p.out, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride, element, 16);
         plan.warpgroups = !backward && out && !wide && p.dstate <= 128 && aligned && major == 9;  // 9.0 is the only one
 #endif
@@ -111,10 +109,15 @@ struct Problem {
         workspace.ends = reserve(total, ends * p.headdim * p.dstate * 4);
         workspace.decays = reserve(total, ends * 4);
         if (!backward) {
-            if (out && !plan.warpgroups) {
+            if (out) {
                 plan.slots = p.cu_seqlens == nullptr ? p.batch * plan.chunks : p.seqlen / plan.steps + p.batch;
                 const int64_t tiles = plan.steps / 16 * (plan.steps / 16 + 1) / 2;
                 workspace.products = reserve(total, plan.slots * p.ngroups * tiles * 256 * 4);
+            }
+            if (plan.warpgroups) {
+                const int64_t states = plan.layout == kSsdSmall ? 64 : 128;
+                workspace.tiles = reserve(total, plan.slots * p.ngroups * 2 * plan.steps * states * element);
+                workspace.chunk_decays = reserve(total, plan.slots * p.nheads * static_cast<int64_t>(sizeof(ChunkDecays<64>)));
             }
             return;
         }
@@ -151,7 +154,7 @@ int32_t check_grid(const char* function, const MambaSsd& p, const SsdPlan& plan,
     const int64_t forward = p.batch * p.nheads * divide_up(p.headdim, kForwardRows) * plan.segments * 2;
     const int64_t backward = p.batch * plan.chunks * p.ngroups * workspace.splits;
     const int64_t finish = p.nheads + p.batch * p.seqlen * (p.ngroups * p.dstate + p.nheads) / 256;
-    if (forward > 2147483647 || plan.slots * p.ngroups > 2147483647 ||
+    if (forward > 2147483647 || plan.slots * (p.ngroups + p.nheads) > 2147483647 ||
         (workspace.splits > 0 && (backward > 2147483647 || finish > 2147483646))) {
         return fail(MAMBA_ERROR_UNSUPPORTED, "%s: too large for one launch: batch=%lld seqlen=%lld nheads=%lld dstate=%lld",
                     function, static_cast<long long>(p.batch), static_cast<long long>(p.seqlen),

@@ -11,8 +11,10 @@ struct ForwardLaunch {
     int64_t chunks_a_segment;
     float* ends;            // (ends, B, H, P, N): the state with which a segment starts, one before it; see kEndsASegment
     float* decays;          // (ends, B, H): the product of decays up to there, for forward_warpgroup.cuh's first pass
-    const float* products;  // of ssd_products_kernel
-    int32_t x_vectors, B_vectors, C_vectors, out_vectors;  // see load_tile; what a warpgroup takes is always so
+    const float* products;  // of ssd_products_kernel, as the next two
+    const void* tiles;
+    const void* chunk_decays;
+    int32_t x_vectors, B_vectors, C_vectors, out_vectors;  // see load_tile; not of forward_warpgroup.cuh
 };
 
 // 64 rows of one head's state, over one segment of one entry of the batch. Pointers are to the segment's sequence.
@@ -35,16 +37,18 @@ struct ForwardBlock {
     __device__ __forceinline__ int chunks() const { return static_cast<int>(last_chunk - first_chunk); }
 
     __device__ __forceinline__ ForwardBlock(const MambaSsd& p, const ForwardLaunch& launch) {
-        const int64_t row_tiles = (p.headdim + kForwardRows - 1) / kForwardRows;
-        int64_t block = blockIdx.x;
-        row0 = static_cast<int>(block % row_tiles) * kForwardRows;
+        const uint32_t row_tiles = static_cast<uint32_t>((p.headdim + kForwardRows - 1) / kForwardRows);
+        const uint32_t heads = static_cast<uint32_t>(p.nheads);
+        const uint32_t segments = static_cast<uint32_t>(launch.segments);
+        uint32_t index = blockIdx.x;
+        row0 = static_cast<int>(index % row_tiles) * kForwardRows;
         rows = static_cast<int>(p.headdim) - row0;
-        block /= row_tiles;
-        head = block % p.nheads;
-        group = head / (p.nheads / p.ngroups);
-        block /= p.nheads;
-        segment = block % launch.segments;
-        batch = block / launch.segments;
+        index /= row_tiles;
+        head = index % heads;
+        group = index % heads / (heads / static_cast<uint32_t>(p.ngroups));
+        index /= heads;
+        segment = index % segments;
+        batch = index / segments;
 
         const SequenceRange range = sequence_range(p, batch);
         begin = range.begin;

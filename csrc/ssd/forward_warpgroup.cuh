@@ -1,87 +1,132 @@
-// Forward on Hopper, for 16-bit dtypes, up to 128 states and rows that lie at multiples of 16 bytes: a block walks the chunks
-// of 64 rows of one head's state, as in forward.cuh, but its four warps are one warpgroup: B, C and M are read from shared
-// memory once for all of them.
+// Forward on Hopper, for 16-bit dtypes, up to 128 states and rows of x and out that lie at multiples of 16 bytes: a block walks
+// the chunks of 64 rows of one head's state, as in forward.cuh, but its four warps are one warpgroup: B, C and M are read from
+// shared memory once for all of them. While the tensor cores work at a chunk, the warps make M of the next one.
 #pragma once
 
 #include "ssd/forward_block.cuh"
 #include "ssd/launch.cuh"
-#include "ssd/warpgroup.cuh"
+#include "ssd/products.cuh"
 
 namespace mamba {
 
-// Shared memory of a block. B comes a chunk ahead, so does C: it is free again before B is.
+// Shared memory of a block. B, C and decays come two chunks ahead of their use, x as many as it has stages; the results of a
+// chunk take the place of its x.
 template <typename T, int kStates, bool kResults>
 struct WarpgroupTiles {
     static constexpr int kSteps = 64;
-    static constexpr int kX = kSteps * (kForwardRows + kTilePad);  // elements of a tile; the results take its place
+    static constexpr int kXPitch = kForwardRows + kTilePad;
+    static constexpr int kXStages = kResults ? 2 : 4;
+    // Elements of a tile.
+    static constexpr int kX = kSteps * kXPitch;
     static constexpr int kB = kSteps * kStates;
     static constexpr int kC = kResults ? kSteps * kStates : 0;
     static constexpr int kM = kResults ? kSteps * kSteps : 0;
-    static constexpr int kXStages = kResults ? 1 : 2;
-    static constexpr int kBytes = (2 * kB + kC + kM + kXStages * kX) * static_cast<int>(sizeof(T)) +
-                                  kDecayChunks * static_cast<int>(sizeof(ChunkDecays<kSteps>));
+    static constexpr int kBytes = (2 * (kB + kC + kM) + kXStages * kX) * static_cast<int>(sizeof(T)) +
+                                  2 * static_cast<int>(sizeof(ChunkDecays<kSteps>) + sizeof(uint64_t));
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// M_ts = (C_t . B_s) exp(cs_t - cs_s) dt_s for s <= t of one run, from a warp's 16 rows of C_t . B_s. What lies above the
-// diagonal tiles is not written.
-template <typename T, int kSteps>
-__device__ __forceinline__ void mix_rows(T* M_tile, const float (&products)[kSteps / 8][4], const ChunkDecays<kSteps>& decays,
-                                         int row, int lane) {
-    float cs[2];
-    float rest[2];
-    int start[2];
+// A warp's part of M and of C_t . B_s: its short row of groups and its long one, from their first columns to the diagonal.
+// Nine groups of 8 x 8 for every warp, without a branch around any: so the compiler can work on several at once.
+constexpr int kMixGroups = kStepGroups + 1;
+struct MixGroup {
+    int j;      // of columns
+    bool late;  // in the long row
+    __device__ __forceinline__ MixGroup(int number, int warp) : late(number >= kStepGroups / 2 || number > warp) {
+        j = late ? number - (warp + 1) : number;
+    }
+};
+
+// products: the chunk's, see ProductTiles.
+__device__ __forceinline__ void load_CB(float2 (&loaded)[kMixGroups], const float* products, int warp, int lane) {
+    const int group[2] = {warp, kStepGroups - 1 - warp};
+    const float* row[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int t = row + lane / 4 + 8 * half;
-        cs[half] = decays.log2_decay[t];
-        rest[half] = decays.log2_rest[t];
-        start[half] = decays.run_start[t];
+        const int i = group[half] / 2;
+        row[half] = products + i * (i + 1) / 2 * 256 + lane * 4 + group[half] % 2 * 2;
     }
 #pragma unroll
-    for (int pair = 0; pair < kSteps / 16; ++pair) {
-        if (16 * pair <= row) {
-#pragma unroll
-            for (int j = 2 * pair; j < 2 * pair + 2; ++j) {
-                const int s = 8 * j + lane % 4 * 2;
-                const float2 earlier = *reinterpret_cast<const float2*>(&decays.log2_decay[s]);
-                const float2 earlier_rest = *reinterpret_cast<const float2*>(&decays.log2_rest[s]);
-                const float2 dt = *reinterpret_cast<const float2*>(&decays.dt[s]);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int t = row + lane / 4 + 8 * half;
-                    const float decay = exp2_fast((cs[half] - earlier.x) + (rest[half] - earlier_rest.x));
-                    const float next_decay = exp2_fast((cs[half] - earlier.y) + (rest[half] - earlier_rest.y));
-                    const float first = decay * dt.x * products[j][2 * half];
-                    const float second = next_decay * dt.y * products[j][2 * half + 1];
-                    store_pair<T>(M_tile + SwizzledTile<kSteps>::at(t, s), s <= t && s >= start[half] ? first : 0.0f,
-                                  s + 1 <= t && s + 1 >= start[half] ? second : 0.0f);
-                }
-            }
-        }
+    for (int i = 0; i < kMixGroups; ++i) {
+        const MixGroup own(i, warp);
+        loaded[i] = *reinterpret_cast<const float2*>((own.late ? row[1] : row[0]) + own.j * 128);
     }
 }
 
-// The results (y + D x) silu(z) of a warp's 16 rows of headdim, in the place of x. x: of all steps. z: from the warp's first
-// row on, or NULL; it is read for `valid` steps and `rows` rows.
-template <typename T, int kSteps, bool kGated>
-__device__ __forceinline__ void store_results(T* tile, const float (&y)[kSteps / 8][4], const float (&D)[2], const T* z,
-                                              int64_t z_stride, int valid, int rows, int lane) {
+// M_ts = (C_t . B_s) exp(cs_t - cs_s) dt_s for s <= t of one run, for a warp's 16 rows. Groups of columns that lie above the
+// diagonal are not written. at: shared_address of the lane's first element. column: its column.
+template <typename T>
+__device__ __forceinline__ void mix_rows(uint32_t at, const float2 (&CB)[kMixGroups],
+                                         const ChunkDecays<8 * kStepGroups>& decays, int warp, int column, int lane) {
+    // Not log2_rest: see kLeastDecay.
+    const float cs[2] = {decays.log2_decay[8 * warp + lane / 4], decays.log2_decay[8 * (kStepGroups - 1 - warp) + lane / 4]};
+    const bool left_above = column > lane / 4;  // in the group at the diagonal
+    const bool right_above = column + 1 > lane / 4;
+    // All loads before the first store, which they would not pass.
+    float2 earlier[kMixGroups];
+    float2 dt[kMixGroups];
 #pragma unroll
-    for (int k = 0; k < kSteps / 16; ++k) {
-        T* const at = tile + 16 * k * (kForwardRows + kTilePad);
-        Operand<T> x;
-        load_a_transposed<T>(x, at, kForwardRows + kTilePad, lane);
+    for (int i = 0; i < kMixGroups; ++i) {
+        const int s = 8 * MixGroup(i, warp).j + column;
+        earlier[i] = *reinterpret_cast<const float2*>(&decays.log2_decay[s]);
+        dt[i] = *reinterpret_cast<const float2*>(&decays.dt[s]);
+    }
+    uint32_t mixed[kMixGroups];
+#pragma unroll
+    for (int i = 0; i < kMixGroups; ++i) {
+        const float own_cs = MixGroup(i, warp).late ? cs[1] : cs[0];
+        float left = exp2_fast(own_cs - earlier[i].x) * dt[i].x * CB[i].x;
+        float right = exp2_fast(own_cs - earlier[i].y) * dt[i].y * CB[i].y;
+        if (i < kStepGroups / 2 || i == kMixGroups - 1) {
+            const bool diagonal = i == kMixGroups - 1 || i == warp;
+            left = diagonal && left_above ? 0.0f : left;
+            right = diagonal && right_above ? 0.0f : right;
+        }
+        mixed[i] = pack2<T>(left, right);
+    }
+#pragma unroll
+    for (int i = 0; i < kMixGroups; ++i) {
+        const MixGroup own(i, warp);
+        store_shared((own.late ? at + 8 * PairedTile::kRowBytes : at) ^ 16 * own.j, mixed[i]);
+    }
+}
+
+// Takes what lies before the start of its row's run out of the warp's rows of M.
+template <typename T>
+__device__ __forceinline__ void end_rows_at_restarts(T* M_tile, const ChunkDecays<8 * kStepGroups>& decays, int warp,
+                                                     int lane) {
+    __syncwarp();
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+        const int group = half == 0 ? warp : kStepGroups - 1 - warp;
+        const int start = decays.run_start[8 * group + lane / 4];
+        for (int s = lane % 4; s < start && s < 8 * kStepGroups; s += 4) {
+            M_tile[SwizzledTile<8 * kStepGroups>::at(16 * warp + 8 * half + lane / 4, s)] = from_float<T>(0.0f);
+        }
+    }
+    __syncwarp();
+}
+
+// The results (y + D x) silu(z) of a warp's 16 rows of headdim, into its columns of the tile. x: of all steps. y: its groups of
+// columns by their places. z: from the warp's first row on, or NULL; it is read for `valid` steps and `rows` rows.
+template <typename T, bool kGated>
+__device__ __forceinline__ void store_results(T* tile, const float (&y)[kStepGroups][4], const Operand<T> (&x)[kStepGroups / 2],
+                                              const float (&D)[2], const T* z, int64_t z_stride, int valid, int rows,
+                                              int lane) {
+#pragma unroll
+    for (int k = 0; k < kStepGroups / 2; ++k) {
         Operand<T> results;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int half = i % 2;
-            const float2 input = unpack2<T>(x.r[0][i]);
-            float first = fmaf(D[half], input.x, y[2 * k + i / 2][2 * half]);
-            float second = fmaf(D[half], input.y, y[2 * k + i / 2][2 * half + 1]);
+            const int group = 2 * k + i / 2;
+            const float(&sum)[4] = y[place_of_group(group)];
+            const float2 input = unpack2<T>(x[k].r[0][i]);
+            float first = fmaf(D[half], input.x, sum[2 * half]);
+            float second = fmaf(D[half], input.y, sum[2 * half + 1]);
             if (kGated) {
-                const int t = 16 * k + i / 2 * 8 + lane % 4 * 2;
+                const int t = 8 * group + lane % 4 * 2;
                 const T* const gate = z + t * z_stride + lane / 4 + 8 * half;
                 const bool exists = lane / 4 + 8 * half < rows;
                 first *= exists && t < valid ? silu(to_float(gate[0])) : 0.0f;
@@ -89,34 +134,7 @@ __device__ __forceinline__ void store_results(T* tile, const float (&y)[kSteps /
             }
             set_pair<T>(results, i, first, second);
         }
-        store_a_transposed<T>(at, kForwardRows + kTilePad, results, lane);
-    }
-}
-
-// Begins to load a matrix of the block's chunk i, if there is one. from: the sequence's first step.
-template <typename T, int kColumns, class Tile>
-__device__ __forceinline__ void load_chunk(T* tile, const T* from, int64_t row_stride, int columns,
-                                           const ForwardBlock<T, 64>& block, int i) {
-    if (i < block.chunks()) {
-        const int64_t chunk = block.first_chunk + i;
-        load_tile<T, 64, kColumns, kForwardThreads, Tile>(tile, from + chunk * 64 * row_stride, row_stride,
-                                                          steps_in<64>(block.seqlen, chunk), columns, true);
-    }
-}
-
-// What a warp needs for the decays of the block's chunk i, if there is one, and these decays.
-template <typename T, int kSteps>
-__device__ __forceinline__ void load_decays(StepInputs<kSteps>& inputs, const ForwardBlock<T, kSteps>& block, int i, int lane) {
-    if (i < block.chunks()) {
-        const int64_t chunk = block.first_chunk + i;
-        load_steps<kSteps>(inputs, block.size, block.seq_idx, chunk * kSteps, steps_in<kSteps>(block.seqlen, chunk), lane);
-    }
-}
-template <typename T, int kSteps>
-__device__ __forceinline__ void compute_decays(ChunkDecays<kSteps>& decays, const StepInputs<kSteps>& inputs,
-                                               const ForwardBlock<T, kSteps>& block, int i, int lane) {
-    if (i < block.chunks()) {
-        chunk_decays<kSteps>(decays, inputs, block.size, block.A, lane);
+        store_a_transposed<T>(tile + 16 * k * (kForwardRows + kTilePad), kForwardRows + kTilePad, results, lane);
     }
 }
 
@@ -129,28 +147,37 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using Tiles = WarpgroupTiles<T, kStates, kResults>;
     constexpr int kSteps = Tiles::kSteps;
-    constexpr int kXStride = kForwardRows + kTilePad;
     // Descriptors count in 16 bytes: a block of 64 columns, and 16 rows or 16 columns of it.
     constexpr int kBlock = kSteps * 8;
     constexpr int kRows16 = 16 * 8;
     [[maybe_unused]] constexpr int kColumns16 = 2;
     extern __shared__ __align__(1024) unsigned char warpgroup_shared[];
     T* const B_tiles = reinterpret_cast<T*>(warpgroup_shared);
-    T* const C_tile = B_tiles + 2 * Tiles::kB;
-    T* const M_tile = C_tile + Tiles::kC;
-    T* const x_tiles = M_tile + Tiles::kM;
-    ChunkDecays<kSteps>* const decays = reinterpret_cast<ChunkDecays<kSteps>*>(x_tiles + Tiles::kXStages * Tiles::kX);
+    T* const C_tiles = B_tiles + 2 * Tiles::kB;
+    T* const M_tiles = C_tiles + 2 * Tiles::kC;
+    T* const x_tiles = M_tiles + 2 * Tiles::kM;
+    using Decays = ChunkDecays<kSteps>;
+    Decays* const decays = reinterpret_cast<Decays*>(x_tiles + Tiles::kXStages * Tiles::kX);
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(decays + 2);
 
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
+    // By a shuffle: else the compiler reads the slow special register again for each use.
+    const int thread = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.x) % 32);
+    const int lane = thread % 32;
+    const int warp = thread / 32;
     const int row = 16 * warp;
     const ForwardBlock<T, kSteps> block(p, launch);
     const int dstate = static_cast<int>(p.dstate);
+    const int chunks = block.chunks();
+    const int last_steps = chunks > 0 ? steps_in<kSteps>(block.seqlen, block.last_chunk - 1) : 0;
 
+    if (thread == 0) {
+        make_barrier(&barriers[0]);
+        make_barrier(&barriers[1]);
+    }
     [[maybe_unused]] float D[2] = {0.0f, 0.0f};
     if (kResults) {
-        for (int i = threadIdx.x; i < Tiles::kM / 8; i += kForwardThreads) {  // above the diagonal it stays so
-            reinterpret_cast<uint4*>(M_tile)[i] = make_uint4(0, 0, 0, 0);
+        for (int i = thread; i < 2 * Tiles::kM / 8; i += kForwardThreads) {  // above the diagonal it stays so
+            reinterpret_cast<uint4*>(M_tiles)[i] = make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -158,6 +185,57 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
             const bool exists = p.D != nullptr && p_row < block.rows;
             D[i] = exists ? p.D[block.head * p.D_head_stride + (block.row0 + p_row) * p.D_dim_stride] : 0.0f;
         }
+    }
+    show_to_warpgroup();
+    __syncthreads();
+    wait_for_previous_kernel();
+
+    // Copies of the block's chunk i, if there is one. One thread takes what the kernels of products.cuh have laid out.
+    const int64_t slot = chunk_slot<kSteps>(p, block.batch, block.begin, block.first_chunk);
+    const T* next_tiles = static_cast<const T*>(launch.tiles) + (slot * p.ngroups + block.group) * 2 * Tiles::kB;
+    const Decays* next_decays = static_cast<const Decays*>(launch.chunk_decays) + slot * p.nheads + block.head;
+    const auto begin_tile_copies = [&](int i) {
+        if (i < chunks && thread == 0) {
+            constexpr int kTileBytes = Tiles::kB * static_cast<int>(sizeof(T));
+            constexpr int kDecayBytes = static_cast<int>(sizeof(Decays));
+            static_assert(kTileBytes % 16 == 0 && kDecayBytes % 16 == 0, "what bulk copies take");
+            uint64_t* const barrier = &barriers[i % 2];
+            expect_copies(barrier, (kResults ? 2 : 1) * kTileBytes + kDecayBytes);
+            copy_bulk(B_tiles + i % 2 * Tiles::kB, next_tiles, kTileBytes, barrier);
+            if (kResults) {
+                copy_bulk(C_tiles + i % 2 * Tiles::kC, next_tiles + Tiles::kB, kTileBytes, barrier);
+            }
+            copy_bulk(&decays[i % 2], next_decays, kDecayBytes, barrier);
+            next_tiles += p.ngroups * 2 * Tiles::kB;
+            next_decays += p.nheads;
+        }
+    };
+    // All threads take x: each pass kTogether rows.
+    constexpr int kTogether = kForwardThreads / (kForwardRows / 8);
+    const int x_row = thread / (kForwardRows / 8);
+    const int x_column = thread % (kForwardRows / 8) * 8;
+    const T* next_x = block.x + (block.first_chunk * kSteps + x_row) * p.x_len_stride + x_column;
+    const auto begin_x_copies = [&](int i) {
+        if (i < chunks) {
+            const int steps = i == chunks - 1 ? last_steps : kSteps;
+            const int existing = x_column < block.rows ? steps - x_row : 0;
+            T* const to = x_tiles + i % Tiles::kXStages * Tiles::kX + x_row * Tiles::kXPitch + x_column;
+#pragma unroll
+            for (int j = 0; j < kSteps; j += kTogether) {
+                if (j < existing) {
+                    copy_async<16>(to + j * Tiles::kXPitch, next_x, true);
+                } else {
+                    *reinterpret_cast<uint4*>(to + j * Tiles::kXPitch) = make_uint4(0, 0, 0, 0);
+                }
+                next_x += kTogether * p.x_len_stride;
+            }
+        }
+        end_copies();
+    };
+    begin_tile_copies(0);
+    begin_tile_copies(1);
+    for (int i = 0; i < Tiles::kXStages; ++i) {
+        begin_x_copies(i);
     }
 
     const int64_t ends_row = p.batch * p.nheads * block.state_size;  // what a segment of the other pass leaves
@@ -175,131 +253,94 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
         }
     }
 
-    using States = SwizzledTile<kSteps>;
-    using Rows = PaddedTile<kForwardRows>;
-    load_chunk<T, kStates, States>(B_tiles, block.B, p.B_len_stride, dstate, block, 0);
-    if (kResults) {
-        load_chunk<T, kStates, States>(C_tile, block.C, p.C_len_stride, dstate, block, 0);
-    } else {
-        load_chunk<T, kForwardRows, Rows>(x_tiles, block.x, p.x_len_stride, block.rows, block, 0);
+    [[maybe_unused]] const int64_t CB_step = p.ngroups * ProductTiles<kSteps>::kSize;  // to the next chunk's
+    [[maybe_unused]] const float* next_CB = launch.products + slot * CB_step + block.group * ProductTiles<kSteps>::kSize;
+    [[maybe_unused]] float2 CB[kMixGroups];
+    if (kResults && chunks > 0) {
+        load_CB(CB, next_CB, warp, lane);
     }
-    end_copies();
-    float carried = 1.0f;
-    for (int i = 0; i < block.chunks(); ++i) {
-        [[maybe_unused]] const int64_t first = (block.first_chunk + i) * kSteps;
-        const ChunkDecays<kSteps>& now = decays[i % kDecayChunks];
-        StepInputs<kSteps> inputs;  // of this warp's one of the next kDecayChunks chunks
-        if (i % kDecayChunks == 0) {
-            load_decays<T, kSteps>(inputs, block, i + warp, lane);
+    [[maybe_unused]] const int column = lane % 4 * 2;
+    [[maybe_unused]] const uint32_t M_at = shared_address(M_tiles + SwizzledTile<kSteps>::at(row + lane / 4, column));
+    // M of the block's chunk i, whose tiles and products are awaited or loaded; then begins to load the next products.
+    [[maybe_unused]] const auto mix = [&](int i) {
+        wait_for_round(&barriers[i % 2], i / 2 % 2);
+        mix_rows<T>(M_at + i % 2 * Tiles::kM * static_cast<int>(sizeof(T)), CB, decays[i % 2], warp, column, lane);
+        if (block.seq_idx != nullptr) {
+            end_rows_at_restarts(M_tiles + i % 2 * Tiles::kM, decays[i % 2], warp, lane);
         }
-        T* const next_B = B_tiles + (i + 1) % 2 * Tiles::kB;
+        if (i + 1 < chunks) {
+            next_CB += CB_step;
+            load_CB(CB, next_CB, warp, lane);
+        }
+    };
+    if (kResults && chunks > 0) {
+        mix(0);
+        show_to_warpgroup();
+    }
+    wait_for_copies<Tiles::kXStages - 1>();
+    __syncthreads();  // the first x and M are there
+
+    float carried = 1.0f;
+    for (int i = 0; i < chunks; ++i) {
+        const Decays& now = decays[i % 2];
         const uint64_t B = tile_descriptor(B_tiles + i % 2 * Tiles::kB, kBlock * 16);
-        T* const x_tile = x_tiles + i % Tiles::kXStages * Tiles::kX;
-        [[maybe_unused]] float y[kSteps / 8][4];  // rows of headdim, columns of steps
+        T* const x_tile = x_tiles + i % Tiles::kXStages * Tiles::kX + row;
+        [[maybe_unused]] float y[kStepGroups][4];  // rows of headdim, columns of steps in the order of their places
+        [[maybe_unused]] Operand<T> H[kStates / 16];
         if constexpr (kResults) {
-            load_chunk<T, kForwardRows, Rows>(x_tile, block.x, p.x_len_stride, block.rows, block, i);
-            end_copies();
-            wait_for_copies<1>();  // all but x
-            show_to_warpgroup();
-            __syncthreads();
-            const uint64_t C = tile_descriptor(C_tile, kBlock * 16);
-            float products[kSteps / 8][4];  // C_t . B_s
+            const uint64_t C = tile_descriptor(C_tiles + i % 2 * Tiles::kC, kBlock * 16);
 #pragma unroll
-            for (int j = 0; j < kSteps / 8; ++j) {
-                products[j][0] = products[j][1] = products[j][2] = products[j][3] = 0.0f;
+            for (int k = 0; k < kStates / 16; ++k) {
+                a_from_accumulators<T>(H[k], state[2 * k], state[2 * k + 1]);
             }
-            hold(products);
-            fence_products();
 #pragma unroll
-            for (int k = 0; k < kStates / 16; ++k) {  // C B^T
-                const uint64_t at = k / 4 * kBlock + k % 4 * kColumns16;
-                begin_tile_product<T>(products, C + at, B + at);
-            }
-            commit_products();
-            if (i % kDecayChunks == 0) {
-                compute_decays<T, kSteps>(decays[warp], inputs, block, i + warp, lane);
-                __syncthreads();
-            }
-            wait_for_products<0>();
-            hold(products);
-            mix_rows<T, kSteps>(M_tile, products, now, row, lane);
-#pragma unroll
-            for (int j = 0; j < kSteps / 8; ++j) {
+            for (int j = 0; j < kStepGroups; ++j) {
                 y[j][0] = y[j][1] = y[j][2] = y[j][3] = 0.0f;
             }
+            hold(y);
+            hold(H);
+            fence_products();
 #pragma unroll
-            for (int part = 0; part < kStates / 64; ++part) {  // exp(cs_t) H C_t
-                Operand<T> H[4];
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    a_from_accumulators<T>(H[k], state[8 * part + 2 * k], state[8 * part + 2 * k + 1]);
-                }
-                hold(y);
-                hold(H);
-                fence_products();
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    begin_product<0>(y, H[k], C + part * kBlock + k * kColumns16);
-                }
-                commit_products();
-                wait_for_products<0>();
-                hold(y);
-                hold(H);
+            for (int k = 0; k < kStates / 16; ++k) {  // H C_t
+                begin_product<0>(y, H[k], C + k / 4 * kBlock + k % 4 * kColumns16);
             }
-            wait_for_copies<0>();
-            show_to_warpgroup();
-            __syncthreads();
-            // No warp needs this C, or the B before, any more.
-            load_chunk<T, kStates, States>(next_B, block.B, p.B_len_stride, dstate, block, i + 1);
-            load_chunk<T, kStates, States>(C_tile, block.C, p.C_len_stride, dstate, block, i + 1);
-            end_copies();
+            commit_products();
+        } else {
+            wait_for_round(&barriers[i % 2], i / 2 % 2);
+            carried *= now.carry;
+        }
+        Operand<T> x[kSteps / 16];
+        Operand<T> weighted[kSteps / 16];
 #pragma unroll
-            for (int j = 0; j < kSteps / 8; ++j) {
-                const float2 entering = *reinterpret_cast<const float2*>(&now.entering[8 * j + lane % 4 * 2]);
+        for (int k = 0; k < kSteps / 16; ++k) {
+            load_a_transposed<T>(x[k], x_tile + 16 * k * Tiles::kXPitch, Tiles::kXPitch, lane);
+            weighted[k] = x[k];
+            weight_a<T>(weighted[k], now.adding + 16 * k, lane);
+        }
+        if constexpr (kResults) {
+            wait_for_products<0>();
+            hold(y);
+            hold(H);
+#pragma unroll
+            for (int j = 0; j < kStepGroups; ++j) {  // exp(cs_t) H C_t
+                const float2 entering = *reinterpret_cast<const float2*>(&now.entering[8 * group_at_place(j) + column]);
                 y[j][0] *= entering.x;
                 y[j][1] *= entering.y;
                 y[j][2] *= entering.x;
                 y[j][3] *= entering.y;
             }
-        } else {
-            wait_for_copies<0>();
-            show_to_warpgroup();
-            __syncthreads();
-            load_chunk<T, kStates, States>(next_B, block.B, p.B_len_stride, dstate, block, i + 1);
-            load_chunk<T, kForwardRows, Rows>(x_tiles + (i + 1) % Tiles::kXStages * Tiles::kX, block.x, p.x_len_stride,
-                                              block.rows, block, i + 1);
-            end_copies();
-            if (i % kDecayChunks == 0) {
-                compute_decays<T, kSteps>(decays[warp], inputs, block, i + warp, lane);
-                __syncthreads();
-            }
-            carried *= now.carry;
-        }
-
-        Operand<T> x[kSteps / 16];
-#pragma unroll
-        for (int k = 0; k < kSteps / 16; ++k) {
-            load_a_transposed<T>(x[k], x_tile + row + 16 * k * kXStride, kXStride, lane);
-        }
-        if constexpr (kResults) {  // x^T M^T
-            const uint64_t M = tile_descriptor(M_tile, kBlock * 16);
+            const uint64_t M = tile_descriptor(M_tiles + i % 2 * Tiles::kM, kBlock * 16);
             hold(y);
             hold(x);
             fence_products();
 #pragma unroll
-            for (int k = 0; k < kSteps / 16; ++k) {
+            for (int k = 0; k < kSteps / 16; ++k) {  // x^T M^T
                 begin_product<0>(y, x[k], M + k * kColumns16);
             }
             commit_products();
         }
 
         // H' = exp(cs_last) H + (exp(cs_last - cs) dt x)^T B
-        Operand<T> weighted[kSteps / 16];
-#pragma unroll
-        for (int k = 0; k < kSteps / 16; ++k) {
-            weighted[k] = x[k];
-            weight_a<T>(weighted[k], now.adding + 16 * k, lane);
-        }
 #pragma unroll
         for (int j = 0; j < kStates / 8; ++j) {
 #pragma unroll
@@ -317,35 +358,45 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
         commit_products();
 
         if constexpr (kResults) {
+            if (i + 1 < chunks) {
+                mix(i + 1);  // while the products run
+            }
             wait_for_products<1>();
             hold(y);
             hold(x);
-            const int valid = steps_in<kSteps>(block.seqlen, block.first_chunk + i);
+            const int64_t first = (block.first_chunk + i) * kSteps;
+            const int valid = i == chunks - 1 ? last_steps : kSteps;
             if (block.z == nullptr) {
-                store_results<T, kSteps, false>(x_tile + row, y, D, nullptr, 0, 0, 0, lane);
+                store_results<T, false>(x_tile, y, x, D, nullptr, 0, 0, 0, lane);
             } else {
-                store_results<T, kSteps, true>(x_tile + row, y, D, block.z + first * p.z_len_stride + row, p.z_len_stride,
-                                               valid, block.rows - row, lane);
+                store_results<T, true>(x_tile, y, x, D, block.z + first * p.z_len_stride + row, p.z_len_stride, valid,
+                                       block.rows - row, lane);
             }
+            wait_for_copies<Tiles::kXStages - 2>();
+            show_to_warpgroup();  // this also waits for stores, so before those of the results
             __syncwarp();
-            store_columns<T, kSteps>(block.out + first * p.out_len_stride + row, p.out_len_stride, x_tile + row, valid,
+            store_columns<T, kSteps>(block.out + first * p.out_len_stride + row, p.out_len_stride, x_tile, valid,
                                      block.rows - row, true, lane);
+        } else {
+            wait_for_copies<Tiles::kXStages - 2>();
         }
         wait_for_products<0>();
         hold(state);
         hold(weighted);
-        if (kResults) {
-            __syncthreads();  // x's and M's tiles and the decays are free
-        }
+        __syncthreads();  // this chunk's tiles and decays are free, the next one's x and M are there
+        begin_tile_copies(i + 2);
+        begin_x_copies(i + Tiles::kXStages);
     }
 
     if (!kResults) {
         store_state<kStates>(launch.ends + block.segment * ends_row + block.state_index, state, row, block.rows, 0, dstate,
                              lane);
-        if (threadIdx.x == 0 && block.row0 == 0) {
+        if (thread == 0 && block.row0 == 0) {
             launch.decays[(block.segment * p.batch + block.batch) * p.nheads + block.head] = carried;
         }
-    } else if (p.final_state != nullptr && block.segment == launch.segments - 1) {
+        return;
+    }
+    if (p.final_state != nullptr && block.segment == launch.segments - 1) {
         store_state<kStates>(p.final_state + block.state_index, state, row, block.rows, 0, dstate, lane);
     }
 #else
@@ -360,6 +411,7 @@ template <typename T, int kStates, bool kResults>
 cudaError_t launch_warpgroup(const MambaSsd& p, ForwardLaunch launch, int64_t segments, int64_t chunks_a_segment) {
     const auto kernel = ssd_warpgroup_kernel<T, kStates, kResults>;
     constexpr int kShared = WarpgroupTiles<T, kStates, kResults>::kBytes;
+    static_assert(kShared <= 227 * 1024 / (kResults ? 2 : 3) - 1024, "two and three blocks a multiprocessor");
     const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
     if (error != cudaSuccess) {
         return error;
@@ -368,8 +420,8 @@ cudaError_t launch_warpgroup(const MambaSsd& p, ForwardLaunch launch, int64_t se
     launch.chunks_a_segment = chunks_a_segment;
     const int64_t row_tiles = (p.headdim + kForwardRows - 1) / kForwardRows;
     const int64_t blocks = row_tiles * p.nheads * segments * p.batch;
-    kernel<<<static_cast<unsigned int>(blocks), kForwardThreads, kShared, static_cast<cudaStream_t>(p.run.stream)>>>(p, launch);
-    return cudaGetLastError();
+    const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
+    return launch_overlapping(kernel, blocks, kForwardThreads, kShared, stream, p, launch);
 }
 
 }  // namespace mamba

@@ -30,7 +30,7 @@ struct SsdPlan {
     int64_t chunks;
     int64_t segments;  // parts that the walk along the length is split into, where heads are too few to fill the GPU
     int64_t chunks_a_segment;
-    int64_t slots;  // of chunks whose products C_t . B_s forward keeps
+    int64_t slots;  // of chunks, for which forward keeps what blocks share (products.cuh)
 };
 
 // Offsets in bytes. ends and decays hold one direction after the other.
@@ -38,7 +38,7 @@ struct SsdWorkspace {
     int64_t group_heads;  // heads of each group that one launch of the backward kernels takes
     int64_t splits;       // blocks that share a chunk and group's heads
     int64_t row_tiles;
-    int64_t ends, decays, products, states, dstates, dB, dC, ddt, dA, ddt_bias, dD;
+    int64_t ends, decays, products, tiles, chunk_decays, states, dstates, dB, dC, ddt, dA, ddt_bias, dD;
     int64_t bytes;
 };
 

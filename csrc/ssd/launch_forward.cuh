@@ -10,10 +10,39 @@
 namespace mamba {
 
 template <typename T, class Layout>
+cudaError_t launch_products(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace) {
+    if (plan.slots == 0) {
+        return cudaSuccess;
+    }
+    char* const memory = static_cast<char*>(p.workspace);
+    const int64_t size = sizeof(T);
+    ProductsLaunch launch = {};
+    launch.products = reinterpret_cast<float*>(memory + workspace.products);
+    launch.slots = plan.slots;
+    launch.B_vectors = ssd_rows_aligned(p.B, p.dstate, p.B_batch_stride, p.B_len_stride, p.B_group_stride, size, 16);
+    launch.C_vectors = ssd_rows_aligned(p.C, p.dstate, p.C_batch_stride, p.C_len_stride, p.C_group_stride, size, 16);
+    int64_t blocks = plan.slots * p.ngroups;
+    if (plan.warpgroups) {
+        launch.tiles = memory + workspace.tiles;
+        launch.decays = memory + workspace.chunk_decays;
+        blocks += decay_blocks(p, plan.slots);
+    }
+    constexpr int kShared = products_shared_bytes<T, Layout>();
+    static_assert(kShared <= kEveryShared, "every GPU has that");
+    const auto kernel = ssd_products_kernel<T, Layout>;
+    const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    kernel<<<static_cast<unsigned int>(blocks), kProductsThreads, kShared, static_cast<cudaStream_t>(p.run.stream)>>>(p,
+                                                                                                                      launch);
+    return cudaGetLastError();
+}
+
+template <typename T, class Layout>
 cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace) {
     const int64_t size = sizeof(T);
     StateWalk walk = forward_walk(p, size);
-    const bool C = ssd_rows_aligned(p.C, p.dstate, p.C_batch_stride, p.C_len_stride, p.C_group_stride, size, 16);
     char* const memory = static_cast<char*>(p.workspace);
     float* const ends = reinterpret_cast<float*>(memory + workspace.ends);
     float* const decays = reinterpret_cast<float*>(memory + workspace.decays);
@@ -38,35 +67,23 @@ cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const 
             return launch_states<T, Layout>(p, states, 1);
         }
     }
-    ProductsLaunch tiles = {};
-    tiles.products = reinterpret_cast<float*>(memory + workspace.products);
-    tiles.slots = plan.slots;
-    tiles.B_vectors = walk.B_vectors;
-    tiles.C_vectors = C;
-    if (plan.slots > 0) {
-        constexpr int kShared = products_shared_bytes<T, Layout>();
-        static_assert(kShared <= kEveryShared, "every GPU has that");
-        const auto kernel = ssd_products_kernel<T, Layout>;
-        const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
-        if (error != cudaSuccess) {
-            return error;
-        }
-        kernel<<<static_cast<unsigned int>(plan.slots * p.ngroups), kProductsThreads, kShared,
-                 static_cast<cudaStream_t>(p.run.stream)>>>(p, tiles);
+    cudaError_t error = launch_products<T, Layout>(p, plan, workspace);
+    if (error != cudaSuccess) {
+        return error;
     }
     ForwardLaunch launch = {};
-    launch.products = tiles.products;
+    launch.products = reinterpret_cast<float*>(memory + workspace.products);
     launch.segments = plan.segments;
     launch.chunks_a_segment = plan.chunks_a_segment;
     launch.ends = ends;
     launch.x_vectors = walk.x_vectors;
     launch.B_vectors = walk.B_vectors;
-    launch.C_vectors = C;
+    launch.C_vectors = ssd_rows_aligned(p.C, p.dstate, p.C_batch_stride, p.C_len_stride, p.C_group_stride, size, 16);
     launch.out_vectors = ssd_rows_aligned(p.out, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride, size, 16);
     constexpr int kShared = forward_shared_bytes<T, Layout>();
     static_assert(kShared <= kEveryShared, "every GPU has that");
     const auto kernel = ssd_forward_kernel<T, Layout>;
-    const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
+    error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
     if (error != cudaSuccess) {
         return error;
     }
@@ -77,15 +94,23 @@ cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const 
 }
 
 #ifdef MAMBA_WARPGROUPS
-template <typename T, int kStates>
+template <typename T, class Layout>
 cudaError_t launch_forward_warpgroups(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace) {
+    constexpr int kStates = Layout::kStates;
+    cudaError_t error = launch_products<T, Layout>(p, plan, workspace);
+    if (error != cudaSuccess) {
+        return error;
+    }
     char* const memory = static_cast<char*>(p.workspace);
     ForwardLaunch launch = {};
+    launch.products = reinterpret_cast<float*>(memory + workspace.products);
+    launch.tiles = memory + workspace.tiles;
+    launch.chunk_decays = memory + workspace.chunk_decays;
     launch.ends = reinterpret_cast<float*>(memory + workspace.ends);
     launch.decays = reinterpret_cast<float*>(memory + workspace.decays);
     if (plan.segments > 1) {
         const int64_t ends = (plan.segments - 1) * kEndsASegment;
-        cudaError_t error = launch_warpgroup<T, kStates, false>(p, launch, ends, plan.chunks_a_segment / kEndsASegment);
+        error = launch_warpgroup<T, kStates, false>(p, launch, ends, plan.chunks_a_segment / kEndsASegment);
         if (error == cudaSuccess) {
             StatesLaunch states = {};
             states.walks[0].ends = launch.ends;
@@ -108,8 +133,8 @@ cudaError_t launch_ssd_forward(const MambaSsd& p, const SsdPlan& plan, const Ssd
 #ifdef MAMBA_WARPGROUPS
     if constexpr (sizeof(T) == 2) {
         if (plan.warpgroups) {
-            return plan.layout == kSsdSmall ? launch_forward_warpgroups<T, 64>(p, plan, workspace)
-                                            : launch_forward_warpgroups<T, 128>(p, plan, workspace);
+            return plan.layout == kSsdSmall ? launch_forward_warpgroups<T, typename Layouts::Small>(p, plan, workspace)
+                                            : launch_forward_warpgroups<T, typename Layouts::Middle>(p, plan, workspace);
         }
     }
 #endif

@@ -38,10 +38,10 @@ inline cudaError_t launch_carry(const MambaSsd& p, const StatesLaunch& launch, i
     if (launch.segments > 2) {
         const int64_t state_blocks = (p.headdim * p.dstate + kCarryThreads - 1) / kCarryThreads;
         const int64_t blocks = state_blocks * launch.group_heads * p.ngroups * p.batch * directions;
-        ssd_carry_kernel<<<static_cast<unsigned int>(blocks), kCarryThreads, 0, static_cast<cudaStream_t>(p.run.stream)>>>(
-            p, launch);
+        return launch_overlapping(ssd_carry_kernel, blocks, kCarryThreads, 0, static_cast<cudaStream_t>(p.run.stream), p,
+                                  launch);
     }
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 // With ends_only also what makes starts of the ends. directions: as above.
@@ -58,7 +58,8 @@ cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch, int dir
     const int64_t walked = launch.ends_only ? launch.segments - 1 : launch.segments;
     const int64_t blocks = row_tiles * launch.group_heads * p.ngroups * walked * p.batch * directions;
     kernel<<<static_cast<unsigned int>(blocks), kStatesThreads, kShared, static_cast<cudaStream_t>(p.run.stream)>>>(p, launch);
-    return launch.ends_only ? launch_carry(p, launch, directions) : cudaGetLastError();
+    const cudaError_t launched = cudaGetLastError();
+    return launched != cudaSuccess || !launch.ends_only ? launched : launch_carry(p, launch, directions);
 }
 
 }  // namespace mamba

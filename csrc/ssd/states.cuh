@@ -209,28 +209,51 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
 }
 
 constexpr int kCarryThreads = 256;
+constexpr int kCarryAtOnce = 4;  // segments whose reads are under way together
 
 // Between the two passes: from each segment's state at its end from zero to the state that the next one starts from.
 static __global__ void __launch_bounds__(kCarryThreads) ssd_carry_kernel(const MambaSsd p, const StatesLaunch launch) {
-    const int64_t state_size = p.headdim * p.dstate;
-    const int64_t blocks = (state_size + kCarryThreads - 1) / kCarryThreads;
-    const int64_t heads = launch.group_heads * p.ngroups;
-    int64_t block = blockIdx.x;
-    const int64_t element = block % blocks * kCarryThreads + threadIdx.x;
+    let_next_kernel_start();
+    wait_for_previous_kernel();
+    const uint32_t state_size = static_cast<uint32_t>(p.headdim * p.dstate);
+    const uint32_t blocks = (state_size + kCarryThreads - 1) / kCarryThreads;
+    const uint32_t group_heads = static_cast<uint32_t>(launch.group_heads);
+    const uint32_t heads = group_heads * static_cast<uint32_t>(p.ngroups);
+    const uint32_t batches = static_cast<uint32_t>(p.batch);
+    uint32_t block = blockIdx.x;
+    const uint32_t element = block % blocks * kCarryThreads + threadIdx.x;
     block /= blocks;
-    const int64_t slot = block % heads;
+    const uint32_t slot = block % heads;
     block /= heads;
-    const int64_t batch = block % p.batch;
-    const StateWalk& walk = launch.walks[block / p.batch];
-    const int64_t head = slot / launch.group_heads * (p.nheads / p.ngroups) + launch.first_head + slot % launch.group_heads;
+    const StateWalk& walk = launch.walks[block / batches];
+    const int64_t head =
+        static_cast<int64_t>(slot / group_heads) * (p.nheads / p.ngroups) + launch.first_head + slot % group_heads;
     if (element >= state_size) {
         return;
     }
-    float state = walk.ends[(batch * p.nheads + head) * state_size + element];
-    for (int64_t s = 1; s < launch.segments - 1; ++s) {
-        const int64_t row = (s * p.batch + batch) * p.nheads + head;
-        state = fmaf(walk.decays[row], state, walk.ends[row * state_size + element]);
-        walk.ends[row * state_size + element] = state;
+    const int64_t row = block % batches * p.nheads + head;
+    const int64_t rows = p.batch * p.nheads;  // of a segment
+    float* at = walk.ends + row * state_size + element;
+    const float* decay_at = walk.decays + row;
+    const int64_t step = rows * state_size;
+    float state = *at;
+    for (int left = static_cast<int>(launch.segments) - 2; left > 0; left -= kCarryAtOnce) {
+        float decay[kCarryAtOnce];
+        float end[kCarryAtOnce];
+#pragma unroll
+        for (int i = 0; i < kCarryAtOnce; ++i) {
+            decay[i] = i < left ? decay_at[(i + 1) * rows] : 0.0f;
+            end[i] = i < left ? at[(i + 1) * step] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kCarryAtOnce; ++i) {
+            at += step;
+            if (i < left) {
+                state = fmaf(decay[i], state, end[i]);
+                *at = state;
+            }
+        }
+        decay_at += kCarryAtOnce * rows;
     }
 }
 

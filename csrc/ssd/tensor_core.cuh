@@ -15,11 +15,10 @@ namespace mamba {
 // Elements that follow each row of a tile in shared memory, so that the rows of a fragment lie in different banks.
 constexpr int kTilePad = 8;
 
-// Where an element of a tile lies, from the first on. kPeriod: at(row + i, column) is i kPitch more for multiples i of it.
+// Where an element of a tile lies, from the first on.
 template <int kColumns>
 struct PaddedTile {
     static constexpr int kPitch = kColumns + kTilePad;
-    static constexpr int kPeriod = 1;
     static __device__ __forceinline__ int at(int row, int column) { return row * kPitch + column; }
 };
 

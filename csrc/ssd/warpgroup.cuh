@@ -11,10 +11,27 @@ namespace mamba {
 // change places by the row ("128-byte swizzle"). It starts at a multiple of 1024 bytes.
 template <int kRows>
 struct SwizzledTile {
-    static constexpr int kPitch = 64;
-    static constexpr int kPeriod = 8;
+    static constexpr int kRowBytes = 128;
     static __device__ __forceinline__ int at(int row, int column) {
-        return column / 64 * (kRows * 64) + row * 64 + (column / 8 ^ row) % 8 * 8 + column % 8;
+        return column / 64 * (kRows * 64) + row / 8 * 512 + row % 8 * 64 + (column / 8 ^ row) % 8 * 8 + column % 8;
+    }
+};
+
+// The steps of C and M lie in another order in their tiles: the eight groups of eight as 0, 7, 1, 6, 2, 5, 3, 4. Of the rows of
+// M, which end at the diagonal, each warp so has a short and a long group, together as many columns as any other warp.
+constexpr int kStepGroups = 8;
+__host__ __device__ constexpr int place_of_group(int group) {
+    return group < kStepGroups / 2 ? 2 * group : 2 * kStepGroups - 1 - 2 * group;
+}
+__host__ __device__ constexpr int group_at_place(int place) {
+    return place % 2 == 0 ? place / 2 : kStepGroups - 1 - place / 2;
+}
+
+// A SwizzledTile whose rows are steps in that order.
+struct PairedTile {
+    static constexpr int kRowBytes = SwizzledTile<8 * kStepGroups>::kRowBytes;
+    static __device__ __forceinline__ int at(int row, int column) {
+        return SwizzledTile<8 * kStepGroups>::at(8 * place_of_group(row / 8) + row % 8, column);
     }
 };
 
@@ -65,22 +82,6 @@ constexpr bool kIsHalf<__half> = true;
 #define MAMBA_WGMMA(columns, type, c_names, rest)                                                                      \
     "{\n\t.reg .pred p;\n\tsetp.eq.b32 p, 0, 0;\n\twgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type \
     " {" c_names "}, " rest ";\n\t}"
-
-// Begins c += A B with A (m, k) = tile[m][k], B (k, n) = tile[n][k].
-template <typename T>
-__device__ __forceinline__ void begin_tile_product(float (&c)[8][4], uint64_t a, uint64_t b) {
-    if constexpr (kIsHalf<T>) {
-        asm volatile(MAMBA_WGMMA("64", "f16", MAMBA_NAMES_64, "%32, %33, p, 1, 1, 0, 0")
-                     : MAMBA_C_64(c)
-                     : "l"(a), "l"(b)
-                     : "memory");
-    } else {
-        asm volatile(MAMBA_WGMMA("64", "bf16", MAMBA_NAMES_64, "%32, %33, p, 1, 1, 0, 0")
-                     : MAMBA_C_64(c)
-                     : "l"(a), "l"(b)
-                     : "memory");
-    }
-}
 
 // Begins c += a B. kRowsOfK: B (k, n) = tile[k][n], else B (k, n) = tile[n][k].
 template <int kRowsOfK, typename T>
@@ -136,6 +137,10 @@ __device__ __forceinline__ void wait_for_products() {
 // What this thread has put into tiles is visible to the tensor cores after the block's next barrier.
 __device__ __forceinline__ void show_to_warpgroup() {
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.b32 [%0], %1;" : : "r"(address), "r"(value) : "memory");
 }
 
 // The opposite of ldmatrix's load_a_transposed: tile[k][m] = A (m, k).
