@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     __syncthreads();
     wait_for_previous_kernel();
 
-    // Copies of the block's chunk i, if there is one. One thread takes what the kernels of products.cuh have laid out.
+    // Copies of the block's chunk i, if there is one. One thread takes what the kernel of products.cuh has laid out.
     const int64_t slot = chunk_slot<kSteps>(p, block.batch, block.begin, block.first_chunk);
     const T* next_tiles = static_cast<const T*>(launch.tiles) + (slot * p.ngroups + block.group) * 2 * Tiles::kB;
     const Decays* next_decays = static_cast<const Decays*>(launch.chunk_decays) + slot * p.nheads + block.head;

@@ -130,24 +130,10 @@ def mamba_block(
         return mamba_inner_fn(xz, *inner, A, D=D.float(), delta_bias=dt_bias.float())
     dtype = autocast_dtype(hidden_states)
     if dtype is not None:
-        hidden_states, in_proj_weight, x_proj_weight, dt_proj_weight, out_proj_weight = (
-            checks.cast(tensor, dtype)
-            for tensor in (hidden_states, in_proj_weight, x_proj_weight, dt_proj_weight, out_proj_weight)
-        )
-    return _MambaBlock.apply(
-        hidden_states,
-        in_proj_weight,
-        in_proj_bias,
-        conv1d_weight,
-        conv1d_bias,
-        x_proj_weight,
-        dt_proj_weight,
-        out_proj_weight,
-        out_proj_bias,
-        A_log,
-        D,
-        dt_bias,
-    )
+        hidden_states, in_proj_weight = checks.cast(hidden_states, dtype), checks.cast(in_proj_weight, dtype)
+        projections = [checks.cast(weight, dtype) for weight in (x_proj_weight, dt_proj_weight, out_proj_weight)]
+        inner = conv1d_weight, conv1d_bias, *projections, out_proj_bias
+    return _MambaBlock.apply(hidden_states, in_proj_weight, in_proj_bias, *inner, A_log, D, dt_bias)
 
 
 def _given(matrix, dtype):
