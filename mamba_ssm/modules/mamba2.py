@@ -11,8 +11,10 @@ from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParal
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
 from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain
+from mamba_ssm.ops._conv1d_common import wants_silu
 from mamba_ssm.ops.gated_norm import RMSNorm
-from mamba_ssm.ops.mamba2_inner import mamba_split_conv1d_scan_combined
+from mamba_ssm.ops.mamba2_inner import mamba2_block, mamba_split_conv1d_scan_combined
+from mamba_ssm.ops.split_conv1d_scan import Options
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
 from mamba_ssm.ops.state_update import selective_state_update
 
@@ -153,12 +155,19 @@ class Mamba2(nn.Module):
             out = self.step(u, *self._get_states_from_cache(inference_params, rows))[0]
             return out if seqlen is None else out.flatten(0, 1)
 
+        fused = self.use_mem_eff_path and inference_params is None and self._is_plain()
+        if fused and self.process_group is None:
+            in_proj, out_proj = self.in_proj, self.out_proj
+            if is_plain(in_proj, nn.Linear) and is_plain(out_proj, nn.Linear):
+                out = self._block(u if seqlen is None else u.unflatten(0, (-1, seqlen)), seq_idx, cu_seqlens)
+                return out if seqlen is None else out.flatten(0, 1)
+
         zxbcdt = self.in_proj(u)
         if seqlen is not None:
             zxbcdt = zxbcdt.unflatten(0, (-1, seqlen))
         if cu_seqlens is not None:
             cu_seqlens, seq_idx = self._packed(cu_seqlens, zxbcdt)
-        if self.use_mem_eff_path and inference_params is None and self._is_plain():
+        if fused:
             project = is_plain(self.out_proj, nn.Linear if self.process_group is None else RowParallelLinear)
             out = mamba_split_conv1d_scan_combined(
                 zxbcdt,
@@ -252,6 +261,33 @@ class Mamba2(nn.Module):
         )
         y = self._gate(y.flatten(1), z, z0, x0)
         return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
+
+    def _block(self, u, seq_idx, cu_seqlens):
+        """All of it in one autograd node, from parameters of projections that are nothing more than that."""
+        if cu_seqlens is not None:
+            _, seq_idx = self._packed(cu_seqlens, u)
+        in_proj, conv1d, out_proj = self.in_proj, self.conv1d, self.out_proj
+        norm_weight, eps = None, 1e-6
+        if self.rmsnorm:
+            norm = self.norm
+            norm_weight, eps = norm.weight, norm.eps
+        dt_min, dt_max = self.dt_limit
+        silu = wants_silu("Mamba2", self.activation)
+        return mamba2_block(
+            u,
+            in_proj.weight,
+            in_proj.bias,
+            out_proj.weight,
+            out_proj.bias,
+            conv1d.weight,
+            conv1d.bias,
+            self.dt_bias,
+            self.A_log,
+            self._D(),
+            seq_idx,
+            norm_weight,
+            Options(self.headdim, self.ngroups, float(dt_min), float(dt_max), silu, eps, self.norm_before_gate),
+        )
 
     def _is_plain(self):
         """Whether all that the fused operator computes before out_proj is in the parameters it takes."""

@@ -1,6 +1,7 @@
-"""The inside of a Mamba-2 block as one memory-saving autograd node: convolution, scan, gate, norm and out_proj.
+"""The inside of a Mamba-2 block as one memory-saving autograd node: convolution, scan, gate, norm and out_proj; and
+mamba2_block, the same with in_proj in front.
 
-The output projection is a plain torch matrix product, so that compilers see it; what comes before it is one operator,
+The projections are plain torch matrix products, so that compilers see them; what lies between is one operator,
 mamba_ssm.ops.split_conv1d_scan. Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
 """
 
@@ -113,6 +114,44 @@ def mamba_split_conv1d_scan_combined(
     return out, states if state_dtype is None else states.to(state_dtype)
 
 
+def mamba2_block(
+    hidden_states,
+    in_proj_weight,
+    in_proj_bias,
+    outproj_weight,
+    outproj_bias,
+    conv1d_weight,
+    conv1d_bias,
+    dt_bias,
+    A_log,
+    D,
+    seq_idx,
+    rmsnorm_weight,
+    options,
+):
+    """mamba_split_conv1d_scan_combined from the block's input on: hidden_states (B, L, d_model) -> (B, L, d_model), for
+    modules.Mamba2.
+
+    in_proj_weight: (2 d_mlp + 2 H P + 2 G N + H, d_model), and in_proj_bias, or None. conv1d_weight: (H P + 2 G N, 1, W).
+    A_log: (H), where A = -exp(A_log). options: an Options. The others as for mamba_split_conv1d_scan_combined.
+    One autograd node, for the reason of mamba_block in mamba_ssm.ops.mamba_inner; it keeps what the two nodes would.
+    """
+    projections = hidden_states, in_proj_weight, in_proj_bias, outproj_weight, outproj_bias
+    inner = conv1d_weight, conv1d_bias, dt_bias, A_log, D, seq_idx, rmsnorm_weight
+    if wants_one_node((*projections, *inner)):
+        return _Mamba2Block.apply(*projections, *inner, *options)
+    zxbcdt = F.linear(hidden_states, in_proj_weight, in_proj_bias)
+    inputs = _block_inputs(zxbcdt, -torch.exp(A_log.float()), *inner)
+    out, _, _, _ = call(split_conv1d_scan_op, *inputs, *options, False, False)
+    return F.linear(out, outproj_weight, outproj_bias)
+
+
+def _block_inputs(zxbcdt, A, conv1d_weight, conv1d_bias, dt_bias, _, D, seq_idx, rmsnorm_weight):
+    """The operator's inputs from the block's."""
+    conv1d = conv1d_weight.squeeze(1), conv1d_bias
+    return Inputs(zxbcdt, *conv1d, dt_bias.float(), A, D.float(), None, seq_idx, rmsnorm_weight)
+
+
 def _headdim(D, headdim):
     if isinstance(D, torch.Tensor) and D.dim() == 2:
         if headdim not in (None, D.shape[1]):
@@ -133,35 +172,100 @@ def _project(out, weight, bias):
     return F.linear(out, weight, bias)
 
 
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+def _compute(outproj_weight, outproj_bias, inputs, options, return_final_states):
+    """Returns the output, the states and what backward starts from."""
+    out, y, rstd, states = call_below_autograd(split_conv1d_scan_op, *inputs, *options, return_final_states, True)
+    return _project(out, outproj_weight, outproj_bias), states, (outproj_weight, y, rstd, *inputs)
+
+
+def _gradients(dout, dstates, saved, options, need_outproj_weight, need_outproj_bias, need_initial_states):
+    """Of outproj_weight, outproj_bias and the inputs. What is saved has forward's dtype already, so that no autocast may
+    be on.
+    """
+    outproj_weight, *tensors = saved
+    batch, seqlen, d_model = dout.shape
+    rows = dout.reshape(batch * seqlen, d_model)
+    dgated = torch.mm(rows, outproj_weight).view(batch, seqlen, outproj_weight.shape[1])
+    dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, drmsnorm_weight, out = call_in_backward(
+        split_conv1d_scan_backward_op, dgated, dstates, *tensors, *options, need_initial_states, need_outproj_weight
+    )
+    doutproj_weight = torch.mm(rows.t(), out.view(batch * seqlen, out.shape[2])) if need_outproj_weight else None
+    doutproj_bias = rows.sum(0) if need_outproj_bias else None
+    grads = Inputs(dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, None, drmsnorm_weight)
+    return doutproj_weight, doutproj_bias, grads
+
+
 class _Mamba2Inner(torch.autograd.Function):
     """split_conv1d_scan and the output projection; keeps what the operator alone would, not the projection's input."""
 
     @staticmethod
     def forward(ctx, outproj_weight, outproj_bias, *arguments):
-        out, y, rstd, states = call_below_autograd(split_conv1d_scan_op, *arguments, True)
-        ctx.save_for_backward(outproj_weight, y, rstd, *arguments[:9])
-        ctx.options = arguments[9:16]
+        inputs, options, return_final_states = Inputs(*arguments[:9]), arguments[9:16], arguments[16]
+        with no_autocast(inputs.zxbcdt):
+            out, states, kept = _compute(outproj_weight, outproj_bias, inputs, options, return_final_states)
+        ctx.save_for_backward(*kept)
+        ctx.options = options
         ctx.set_materialize_grads(False)
-        with no_autocast(out):
-            out = _project(out, outproj_weight, outproj_bias)
         return out if states is None else (out, states)  # the compiler of torch 2.4 fails at a None
 
     @staticmethod
     def backward(ctx, dout, dstates=None):
-        outproj_weight, *tensors = ctx.saved_tensors
+        saved = ctx.saved_tensors
         if dout is None and dstates is None:
             return (None,) * 19
         if dout is None:  # out itself was not used
-            dout = dstates.new_zeros((*tensors[2].shape[:2], outproj_weight.shape[0]), dtype=outproj_weight.dtype)
-        dout = dout.contiguous()
+            outproj_weight, zxbcdt = saved[0], saved[3]
+            dout = zxbcdt.new_zeros((*zxbcdt.shape[:2], outproj_weight.shape[0]))
         need = ctx.needs_input_grad
-        with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
-            dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, drmsnorm_weight, out = call_in_backward(
-                split_conv1d_scan_backward_op, dout @ outproj_weight, dstates, *tensors, *ctx.options, need[8], need[0]
+        with no_autocast(dout):
+            doutproj_weight, doutproj_bias, grads = _gradients(
+                dout, dstates, saved, ctx.options, need[0], need[1], need[8]
             )
-            count = dout.shape[0] * dout.shape[1]
-            rows = dout.reshape(count, dout.shape[2])
-            doutproj_weight = rows.t() @ out.reshape(count, out.shape[2]) if need[0] else None
-            doutproj_bias = rows.sum(0) if need[1] else None
-        grads = dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, None, drmsnorm_weight
         return doutproj_weight, doutproj_bias, *grads, *(None,) * 8
+
+
+class _Mamba2Block(torch.autograd.Function):
+    """_Mamba2Inner with the input projection in front and A_log in place of A."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        projections, inner, options = arguments[:5], arguments[5:12], arguments[12:]
+        dtype = autocast_dtype(projections[0])
+        if dtype is not None:
+            projections = [checks.cast(tensor, dtype) for tensor in projections]
+        hidden_states, in_proj_weight, in_proj_bias, *out_proj = projections
+        with no_autocast(hidden_states):
+            zxbcdt = F.linear(hidden_states, in_proj_weight, in_proj_bias)
+            inputs = _block_inputs(zxbcdt, -torch.exp(inner[3].float()), *inner)
+            out, _, kept = _compute(*out_proj, inputs, options, False)
+        need_input, need_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(in_proj_weight if need_input else None, hidden_states if need_weight else None, *kept)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        in_proj_weight, hidden_states, *saved = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        with no_autocast(dout):
+            doutproj_weight, doutproj_bias, grads = _gradients(
+                dout, None, saved, ctx.options, need[3], need[4], False
+            )
+            batch, seqlen, width = grads.zxbcdt.shape
+            rows = grads.zxbcdt.view(batch * seqlen, width)
+            dhidden_states = din_proj_weight = None
+            if in_proj_weight is not None:
+                dhidden_states = torch.mm(rows, in_proj_weight).view(batch, seqlen, in_proj_weight.shape[1])
+            if hidden_states is not None:
+                columns = hidden_states.reshape(batch * seqlen, hidden_states.shape[2])
+                din_proj_weight = torch.mm(rows.t(), columns)
+            din_proj_bias = rows.sum(0) if need[2] else None
+            dA_log = grads.A * Inputs(*saved[3:]).A  # A = -exp(A_log) is its own derivative
+        # autograd takes each gradient to its input's dtype
+        projections = dhidden_states, din_proj_weight, din_proj_bias, doutproj_weight, doutproj_bias
+        conv1d = grads.conv1d_weight.unsqueeze(1), grads.conv1d_bias
+        inner = *conv1d, grads.dt_bias, dA_log, grads.D, None, grads.rmsnorm_weight
+        return *projections, *inner, *(None,) * 7
