@@ -18,6 +18,26 @@ def _public_stream(index):
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 
 
+class View:
+    """A part of a tensor as kernels see it: address, strides and dtype. It must not outlive the tensor.
+
+    For operators that hand many parts to kernels: a view that is a tensor costs several times as much.
+    """
+
+    __slots__ = ("address", "dtype", "strides")
+
+    def __init__(self, tensor, offset, *strides):
+        self.address = tensor.data_ptr() + offset * tensor.element_size()
+        self.dtype = tensor.dtype
+        self.strides = strides
+
+    def data_ptr(self):
+        return self.address
+
+    def stride(self):
+        return self.strides
+
+
 def place(params, tensor):
     """Fills in where to run and returns the functions of the library that runs there."""
     index = tensor.get_device()

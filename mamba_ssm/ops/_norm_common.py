@@ -49,14 +49,13 @@ def in_rows(tensor):
     return tensor.contiguous(), shape[-1]
 
 
-def fill(params, x, weight, bias, group_size, is_rms_norm, other_dtype):
+def fill(params, rows, dtype, weight, bias, group_size, is_rms_norm, other_dtype):
     """Sizes, dtypes and parameters. weight and bias must be contiguous and outlive the call."""
-    width = x.shape[-1]
-    params.rows = x.numel() // width
-    params.ngroups = width // group_size
+    params.rows = rows
+    params.ngroups = weight.shape[0] // group_size
     params.group_size = group_size
     params.is_rms_norm = is_rms_norm
-    params.dtype = DTYPE_CODES[x.dtype]
+    params.dtype = DTYPE_CODES[dtype]
     params.other_dtype = DTYPE_CODES[other_dtype]
     params.weight = weight.data_ptr()
     params.weight_dtype = DTYPE_CODES[weight.dtype]
@@ -83,13 +82,13 @@ def check_statistics(op, x, groups, mean, rstd, is_rms_norm):
         checks.check_float32(op, "mean", mean, shape, x, "x", "(..., groups)")
 
 
-def fill_gradients(params, functions, like, mean, rstd, dweight, dbias):
+def fill_gradients(params, functions, mean, rstd, dweight, dbias):
     """The statistics, and where dweight and dbias go. Returns the workspace, which must outlive the call."""
     params.mean = pointer(mean)
     params.rstd = rstd.data_ptr()
     params.dweight = dweight.data_ptr()
     params.dbias = pointer(dbias)
     size = functions["norm_backward_workspace"](params.forward)
-    workspace = like.new_empty(size, dtype=torch.uint8) if size else None
+    workspace = rstd.new_empty(size, dtype=torch.uint8) if size else None
     params.workspace = pointer(workspace)
     return workspace

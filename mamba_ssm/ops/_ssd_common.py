@@ -19,55 +19,65 @@ def check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_min, dt_max
         checks.check_activation_dtype(_NAME, "x", x)
     shape, dtype, device = x.shape, x.dtype, x.device
     batch, seqlen, nheads, headdim = shape
-    if not 1 <= headdim <= abi.MAX_HEADDIM:
-        raise ValueError(
-            f"{_NAME}: headdim (the last dimension of x) must lie in 1..{abi.MAX_HEADDIM}, got {headdim}: "
-            "split larger heads into several with the same A, dt, B and C"
-        )
     checks.check_float(_NAME, "dt", dt, (batch, seqlen, nheads), x, "x", "(B, L, H)")
-    if A.dtype != torch.float32 or A.shape != (nheads,) or A.device != device:
-        checks.no_complex(_NAME, "A", A)
-        checks.check_float32(_NAME, "A", A, (nheads,), x, "x", "(H,)")
     if B.dim() != 4:
         checks.check_dims(_NAME, "B", B, 4, "(B, L, G, N)")
     ngroups, dstate = B.shape[2:]
     if B.shape[:2] != shape[:2] or B.dtype != dtype or B.device != device:
         checks.check_same(_NAME, "B", B, (batch, seqlen, ngroups, dstate), x, "x", "(B, L, G, N)")
-    if not 1 <= dstate <= abi.MAX_DSTATE:
-        raise ValueError(f"{_NAME}: dstate (the last dimension of B) must lie in 1..{abi.MAX_DSTATE}, got {dstate}")
     if ngroups != 1:
         checks.check_groups(_NAME, "nheads (heads of x)", nheads, ngroups)
     if C.shape != B.shape or C.dtype != dtype or C.device != device:
         checks.check_same(_NAME, "C", C, B.shape, x, "x", "(B, L, G, N)")
-    if D is not None:
-        if D.dim() == 2:
-            checks.check_float32(_NAME, "D", D, (nheads, headdim), x, "x", "(H, P)")
-        else:
-            checks.check_float32(_NAME, "D", D, (nheads,), x, "x", "(H,)")
     if z is not None:
         checks.check_same(_NAME, "z", z, shape, x, "x", "(B, L, H, P)")
+    sizes = batch, seqlen, nheads, headdim, ngroups, dstate
+    check_parameters(_NAME, sizes, x, "x", A, D, dt_bias, initial_states, seq_idx, dt_min, dt_max)
+    return sizes
+
+
+def check_parameters(op, sizes, like, like_name, A, D, dt_bias, initial_states, seq_idx, dt_min, dt_max):
+    """The part of check that is not about activations, for operators that cut these out of one tensor."""
+    batch, seqlen, nheads, headdim, _, dstate = sizes
+    if not 1 <= headdim <= abi.MAX_HEADDIM:
+        raise ValueError(
+            f"{op}: headdim (the last dimension of x) must lie in 1..{abi.MAX_HEADDIM}, got {headdim}: "
+            "split larger heads into several with the same A, dt, B and C"
+        )
+    if not 1 <= dstate <= abi.MAX_DSTATE:
+        raise ValueError(f"{op}: dstate (the last dimension of B) must lie in 1..{abi.MAX_DSTATE}, got {dstate}")
+    heads = (nheads,)
+    if A.dtype != torch.float32 or A.shape != heads or A.device != like.device:
+        checks.no_complex(op, "A", A)
+        checks.check_float32(op, "A", A, heads, like, like_name, "(H,)")
+    if D is not None:
+        if D.dim() == 2:
+            checks.check_float32(op, "D", D, (nheads, headdim), like, like_name, "(H, P)")
+        else:
+            checks.check_float32(op, "D", D, heads, like, like_name, "(H,)")
     if dt_bias is not None:
-        checks.check_float32(_NAME, "dt_bias", dt_bias, (nheads,), x, "x", "(H,)")
+        checks.check_float32(op, "dt_bias", dt_bias, heads, like, like_name, "(H,)")
     if initial_states is not None:
         states = (batch, nheads, headdim, dstate)
-        checks.check_float32(_NAME, "initial_states", initial_states, states, x, "x", "(B, H, P, N)")
+        checks.check_float32(op, "initial_states", initial_states, states, like, like_name, "(B, H, P, N)")
     if seq_idx is not None:
-        checks.check_int32(_NAME, "seq_idx", seq_idx, (batch, seqlen), x, "x", "(B, L)")
+        checks.check_int32(op, "seq_idx", seq_idx, (batch, seqlen), like, like_name, "(B, L)")
     if not dt_min <= dt_max:
-        raise ValueError(f"{_NAME}: dt_limit must be (smallest, largest), got ({dt_min}, {dt_max})")
-    return batch, seqlen, nheads, headdim, ngroups, dstate
+        raise ValueError(f"{op}: dt_limit must be (smallest, largest), got ({dt_min}, {dt_max})")
+
+
+def kernel_layout(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx):
+    """The same tensors in the layout that the kernels take: any strides but along the last dimension of x, z, B and C,
+    and parameters and states contiguous.
+    """
+    x, B, C, z = (checks.unit_last_stride(tensor) for tensor in (x, B, C, z))
+    others = A, D, dt_bias, initial_states, seq_idx
+    A, D, dt_bias, initial_states, seq_idx = (checks.contiguous(tensor) for tensor in others)
+    return x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx
 
 
 def fill(params, sizes, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_softplus, dt_min, dt_max):
-    """Sets the fields that forward and backward share; returns what must stay alive until the call.
-
-    The kernels take any strides but along the last dimension of x, z, B and C, and parameters and states as they lie in
-    a contiguous tensor.
-    """
-    x, B, C, z = (checks.unit_last_stride(tensor) for tensor in (x, B, C, z))
-    A, D, dt_bias, initial_states, seq_idx = (
-        checks.contiguous(tensor) for tensor in (A, D, dt_bias, initial_states, seq_idx)
-    )
+    """Sets the fields that forward and backward share, from tensors (or Views) in kernel layout."""
     params.batch, params.seqlen, params.nheads, params.headdim, params.ngroups, params.dstate = sizes
     params.dtype = DTYPE_CODES[x.dtype]
     params.dt_dtype = DTYPE_CODES[dt.dtype]
@@ -96,7 +106,6 @@ def fill(params, sizes, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, 
         params.initial_state = initial_states.data_ptr()
     if seq_idx is not None:
         params.seq_idx = seq_idx.data_ptr()
-    return x, B, C, z, A, D, dt_bias, initial_states, seq_idx
 
 
 def allocate_workspace(size_of, params, like):

@@ -165,8 +165,14 @@ def _forward(x, weight, bias, seq_idx, initial_states, return_final_states, silu
             final_states.zero_() if initial_states is None else final_states.copy_(initial_states)
         return out, final_states
     weight, bias, seq_idx = weight.contiguous(), checks.contiguous(bias), checks.contiguous(seq_idx)
+    launch_forward(sizes, x, weight, bias, seq_idx, initial_states, silu, out, final_states)
+    return out, final_states
+
+
+def launch_forward(sizes, x, weight, bias, seq_idx, initial_states, silu, out, final_states):
+    """The kernels. x, out: tensors or Views (B, D, L), length or channels with stride 1."""
     params = abi.MambaCausalConv1d()
-    functions = place(params, x)
+    functions = place(params, weight)
     _fill(params, sizes, x, weight, bias, seq_idx, initial_states, silu)
     params.out = out.data_ptr()
     params.out_batch_stride, params.out_dim_stride, params.out_len_stride = out.stride()
@@ -175,7 +181,6 @@ def _forward(x, weight, bias, seq_idx, initial_states, return_final_states, silu
         strides = final_states.stride()
         params.final_batch_stride, params.final_dim_stride, params.final_len_stride = strides
     run(functions, "causal_conv1d_forward", params)
-    return out, final_states
 
 
 def _forward_fake(x, weight, bias, seq_idx, initial_states, return_final_states, silu):
@@ -254,16 +259,21 @@ def _backward(dout, dfinal_states, x, weight, bias, seq_idx, initial_states, nee
         return tuple(grads)
     dfinal_states = checks.contiguous(dfinal_states)
     weight, bias, seq_idx = weight.contiguous(), checks.contiguous(bias), checks.contiguous(seq_idx)
-
-    params = abi.MambaCausalConv1dBackward()
-    functions = place(params, x)
-    _fill(params, sizes, x, weight, bias, seq_idx, initial_states, silu)
-    params.slots = slots = functions["causal_conv1d_backward_slots"](params.forward)
     if dx is None:
         dx = kernel_layout(torch.empty_like(x))
+    dinitial_states = x.new_empty((batch, dim, width - 1)) if need_dinitial_states else None
+    inputs = x, weight, bias, seq_idx, initial_states
+    return dx, *launch_backward(sizes, dout, dfinal_states, *inputs, silu, dx, dinitial_states), dinitial_states
+
+
+def launch_backward(sizes, dout, dfinal_states, x, weight, bias, seq_idx, initial_states, silu, dx, dinitial_states):
+    """The kernels, and the parameters' gradients. dout, x, dx: as launch_forward's x."""
+    params = abi.MambaCausalConv1dBackward()
+    functions = place(params, weight)
+    _fill(params, sizes, x, weight, bias, seq_idx, initial_states, silu)
+    params.slots = slots = functions["causal_conv1d_backward_slots"](params.forward)
     dweight = empty_parts(weight, slots, weight.dtype)
     dbias = None if bias is None else empty_parts(bias, slots, bias.dtype)
-    dinitial_states = x.new_empty((batch, dim, width - 1)) if need_dinitial_states else None
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_dim_stride, params.dout_len_stride = dout.stride()
     params.dx = dx.data_ptr()
@@ -273,7 +283,7 @@ def _backward(dout, dfinal_states, x, weight, bias, seq_idx, initial_states, nee
     params.dweight = dweight.data_ptr()
     params.dbias = pointer(dbias)
     run(functions, "causal_conv1d_backward", params)
-    return dx, add_parts(dweight, weight), add_parts(dbias, bias), dinitial_states
+    return add_parts(dweight, weight), add_parts(dbias, bias)
 
 
 def _backward_fake(dout, dfinal_states, x, weight, bias, seq_idx, initial_states, need_dinitial_states, silu):

@@ -3,7 +3,7 @@
 import torch
 
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import place, run
+from mamba_ssm._native.launch import place, pointer, run
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops import _norm_common as common
 from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define
@@ -106,38 +106,43 @@ def _check(op, x, weight, bias, z, group_size):
     return width // group_size
 
 
-def _fill(params, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm):
-    """Sets the fields that forward and backward share; returns x and z as the kernels read them."""
-    common.fill(params, x, weight, bias, group_size, is_rms_norm, x.dtype if z is None else z.dtype)
-    params.norm_before_gate = norm_before_gate
-    x, params.x_row_stride = common.in_rows(x)
+def _fill(params, rows, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm):
+    """Sets the fields that forward and backward share."""
+    x, params.x_row_stride = x
     params.x = x.data_ptr()
+    other_dtype = x.dtype
     if z is not None:
-        z, params.z_row_stride = common.in_rows(z)
+        z, params.z_row_stride = z
         params.z = z.data_ptr()
-    return x, z
+        other_dtype = z.dtype
+    common.fill(params, rows, x.dtype, weight, bias, group_size, is_rms_norm, other_dtype)
+    params.norm_before_gate = norm_before_gate
 
 
-def _forward(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, want_statistics, out=None):
-    """The operator; out: where to write it, for callers that cut it out of a larger contiguous tensor."""
+def _forward(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, want_statistics):
     groups = _check(_NAME, x, weight, bias, z, group_size)
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, rstd = common.allocate_statistics(x, groups, is_rms_norm, want_statistics)
     if x.numel() == 0:
         return out, mean, rstd
-    weight, bias = weight.contiguous(), checks.contiguous(bias)
-    params = abi.MambaNorm()
-    functions = place(params, x)
-    x, z = _fill(params, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm)
-    params.eps = eps
-    params.out = out.data_ptr()
-    _, params.out_row_stride = common.in_rows(out)
-    if rstd is not None:
-        params.rstd = rstd.data_ptr()
-        params.mean = None if mean is None else mean.data_ptr()
-    run(functions, "norm_forward", params)
+    width = x.shape[-1]
+    tensors = common.in_rows(x), weight.contiguous(), checks.contiguous(bias), None if z is None else common.in_rows(z)
+    options = group_size, norm_before_gate, is_rms_norm
+    launch_forward(x.numel() // width, *tensors, eps, *options, (out, width), mean, rstd)
     return out, mean, rstd
+
+
+def launch_forward(rows, x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, out, mean, rstd):
+    """Runs the kernel. x, z and out: (tensor or View, stride of its rows); the others contiguous."""
+    params = abi.MambaNorm()
+    functions = place(params, weight)
+    _fill(params, rows, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm)
+    params.eps = eps
+    out, params.out_row_stride = out
+    params.out = out.data_ptr()
+    params.rstd = pointer(rstd)
+    params.mean = pointer(mean)
+    run(functions, "norm_forward", params)
 
 
 def _forward_fake(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, want_statistics):
@@ -187,38 +192,46 @@ def _check_backward(dout, x, weight, bias, z, mean, rstd, group_size, is_rms_nor
     common.check_statistics(name, x, groups, mean, rstd, is_rms_norm)
 
 
-def _allocate_grads(x, weight, bias, z, dz=None):
-    if dz is None and z is not None:
-        dz = torch.empty_like(z, memory_format=torch.contiguous_format)
+def _allocate_grads(x, weight, bias, z):
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
         weight.new_empty(weight.shape),
         None if bias is None else bias.new_empty(bias.shape),
-        dz,
+        None if z is None else torch.empty_like(z, memory_format=torch.contiguous_format),
     )
 
 
-def _backward(dout, x, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms_norm, dz=None):
-    """The operator; dz: where to write it, for callers that cut it out of a larger contiguous tensor."""
+def _backward(dout, x, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms_norm):
     _check_backward(dout, x, weight, bias, z, mean, rstd, group_size, is_rms_norm)
-    dx, dweight, dbias, dz = _allocate_grads(x, weight, bias, z, dz)
+    dx, dweight, dbias, dz = _allocate_grads(x, weight, bias, z)
     if x.numel() == 0:
         return dx, dweight.zero_(), None if bias is None else dbias.zero_(), dz
     width = x.shape[-1]
     weight, bias, rstd, mean = weight.contiguous(), checks.contiguous(bias), rstd.contiguous(), checks.contiguous(mean)
+    inputs = common.in_rows(x), weight, bias, None if z is None else common.in_rows(z), mean, rstd
+    options = group_size, norm_before_gate, is_rms_norm
+    grads = (dx, width), dweight, dbias, None if z is None else (dz, width)
+    launch_backward(x.numel() // width, common.in_rows(dout), *inputs, *options, *grads)
+    return dx, dweight, dbias, dz
+
+
+def launch_backward(
+    rows, dout, x, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms_norm, dx, dweight, dbias, dz
+):
+    """Runs the kernels. dout, x, z, dx and dz: (tensor or View, stride of its rows); the others contiguous."""
     params = abi.MambaNormBackward()
-    functions = place(params, x)
-    x, z = _fill(params, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm)
-    dout, params.dout_row_stride = common.in_rows(dout)
+    functions = place(params, weight)
+    _fill(params, rows, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm)
+    dout, params.dout_row_stride = dout
     params.dout = dout.data_ptr()
-    params.dx, params.dx_row_stride = dx.data_ptr(), width
-    if z is not None:
+    dx, params.dx_row_stride = dx
+    params.dx = dx.data_ptr()
+    if dz is not None:
+        dz, params.dz_row_stride = dz
         params.dz = dz.data_ptr()
-        _, params.dz_row_stride = common.in_rows(dz)
-    workspace = common.fill_gradients(params, functions, x, mean, rstd, dweight, dbias)
+    workspace = common.fill_gradients(params, functions, mean, rstd, dweight, dbias)
     run(functions, "norm_backward", params)
     del workspace  # until here
-    return dx, dweight, dbias, dz
 
 
 def _backward_fake(dout, x, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms_norm):

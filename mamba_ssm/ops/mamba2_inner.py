@@ -132,8 +132,9 @@ def mamba2_block(
     """mamba_split_conv1d_scan_combined from the block's input on: hidden_states (B, L, d_model) -> (B, L, d_model), for
     modules.Mamba2.
 
-    in_proj_weight: (2 d_mlp + 2 H P + 2 G N + H, d_model), and in_proj_bias, or None. conv1d_weight: (H P + 2 G N, 1, W).
-    A_log: (H), where A = -exp(A_log). options: an Options. The others as for mamba_split_conv1d_scan_combined.
+    in_proj_weight: (2 d_mlp + 2 H P + 2 G N + H, d_model); in_proj_bias: its rows, or None.
+    conv1d_weight: (H P + 2 G N, 1, W). A_log: (H), where A = -exp(A_log). options: an Options. The others as for
+    mamba_split_conv1d_scan_combined.
     One autograd node, for the reason of mamba_block in mamba_ssm.ops.mamba_inner; it keeps what the two nodes would.
     """
     projections = hidden_states, in_proj_weight, in_proj_bias, outproj_weight, outproj_bias
@@ -182,9 +183,7 @@ def _compute(outproj_weight, outproj_bias, inputs, options, return_final_states)
 
 
 def _gradients(dout, dstates, saved, options, need_outproj_weight, need_outproj_bias, need_initial_states):
-    """Of outproj_weight, outproj_bias and the inputs. What is saved has forward's dtype already, so that no autocast may
-    be on.
-    """
+    """Of outproj_weight, outproj_bias and the inputs. All that is saved has forward's dtype: no autocast may be on."""
     outproj_weight, *tensors = saved
     batch, seqlen, d_model = dout.shape
     rows = dout.reshape(batch * seqlen, d_model)
@@ -251,9 +250,7 @@ class _Mamba2Block(torch.autograd.Function):
         in_proj_weight, hidden_states, *saved = ctx.saved_tensors
         need = ctx.needs_input_grad
         with no_autocast(dout):
-            doutproj_weight, doutproj_bias, grads = _gradients(
-                dout, None, saved, ctx.options, need[3], need[4], False
-            )
+            doutproj_weight, doutproj_bias, grads = _gradients(dout, None, saved, ctx.options, need[3], need[4], False)
             batch, seqlen, width = grads.zxbcdt.shape
             rows = grads.zxbcdt.view(batch * seqlen, width)
             dhidden_states = din_proj_weight = None

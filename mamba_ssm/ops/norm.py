@@ -234,7 +234,8 @@ def _forward(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm,
         other_dtype = total.dtype
         params.residual_out = total.data_ptr()
         params.residual_out_row_stride = x.shape[-1]
-    common.fill(params, x, weight, bias, x.shape[-1], is_rms_norm, other_dtype)
+    width = x.shape[-1]
+    common.fill(params, x.numel() // width, x.dtype, weight, bias, width, is_rms_norm, other_dtype)
     params.eps = eps
     params.out = out.data_ptr()
     params.out_row_stride = x.shape[-1]
@@ -322,7 +323,8 @@ def _backward(dout, dtotal, total, weight, bias, mean, rstd, is_rms_norm):
     weight, bias, rstd, mean = weight.contiguous(), checks.contiguous(bias), rstd.contiguous(), checks.contiguous(mean)
     params = abi.MambaNormBackward()
     functions = place(params, dout)
-    common.fill(params, dout, weight, bias, width, is_rms_norm, total.dtype if dtotal is None else dtotal.dtype)
+    other_dtype = total.dtype if dtotal is None else dtotal.dtype
+    common.fill(params, dout.numel() // width, dout.dtype, weight, bias, width, is_rms_norm, other_dtype)
     dout, params.dout_row_stride = common.in_rows(dout)
     params.dout = dout.data_ptr()
     if dtotal is not None:
@@ -335,7 +337,7 @@ def _backward(dout, dtotal, total, weight, bias, mean, rstd, is_rms_norm):
         params.residual_out, params.residual_out_row_stride = total.data_ptr(), row_stride
         params.dresidual, params.dresidual_row_stride = dresidual.data_ptr(), width
     params.dx, params.dx_row_stride = dx.data_ptr(), width
-    workspace = common.fill_gradients(params, functions, dout, mean, rstd, dweight, dbias)
+    workspace = common.fill_gradients(params, functions, mean, rstd, dweight, dbias)
     run(functions, "norm_backward", params)
     del workspace  # until here
     return dx, dresidual, dweight, dbias

@@ -1,7 +1,8 @@
 """Convolution, scan, gate and norm of a Mamba-2 block as one operator, which writes the parts of a tensor in place.
 
 The input projection's output zxbcdt is cut, not copied, and its gradient is one tensor that each kernel writes its part
-of. On CUDA a NaN reaches all of its tile of up to 64 steps, as in mamba_ssm.ops.ssd.
+of. The parts go to the kernels as addresses, and arguments are checked once, not by each part's operator: in a small
+block that is half of the time. On CUDA a NaN reaches all of its tile of up to 64 steps, as in mamba_ssm.ops.ssd.
 Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
 """
 
@@ -9,9 +10,13 @@ import typing
 
 import torch
 
+from mamba_ssm._native.launch import View
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops import _ssd_common, activations, causal_conv1d, gated_norm, ssd, ssd_backward
+from mamba_ssm.ops._conv1d_common import check_weight
 from mamba_ssm.ops._library import call_below_autograd, call_in_backward, define
+from mamba_ssm.ops._norm_common import in_rows
+from mamba_ssm.ops._parts import empty_like
 
 _NAME = "mamba_split_conv1d_scan_combined"
 
@@ -55,27 +60,35 @@ class _Sizes(typing.NamedTuple):
     headdim: int
     ngroups: int
     dstate: int
+    dim: int  # channels of the scan, H P
+    channels: int  # of the convolution, H P + 2 G N
+    width: int  # of the convolution
 
     @property
-    def dim(self):
-        """Channels of the scan."""
-        return self.nheads * self.headdim
+    def empty(self):
+        """Whether there is nothing to convolve and to scan."""
+        return self.batch * self.seqlen * self.nheads == 0
 
     @property
-    def matrix(self):
-        """Channels of B, and of C."""
-        return self.ngroups * self.dstate
+    def scan(self):
+        """As the scan's launchers take them."""
+        return self.batch, self.seqlen, self.nheads, self.headdim, self.ngroups, self.dstate
+
+    @property
+    def conv1d(self):
+        """As the convolution's launchers take them."""
+        return self.batch, self.channels, self.seqlen, self.width
 
 
 def _check(inputs, options):
-    """The sizes; what the parts' operators check themselves is left to them."""
-    zxbcdt, conv1d_weight, A, rmsnorm_weight = inputs.zxbcdt, inputs.conv1d_weight, inputs.A, inputs.rmsnorm_weight
+    """Raises on any argument that the kernels do not take; returns the sizes."""
+    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
     headdim, ngroups = options.headdim, options.ngroups
     checks.check_dims(_NAME, "zxbcdt", zxbcdt, 3, "(B, L, 2 d_mlp + 2 H P + 2 G N + H)")
     checks.check_activation_dtype(_NAME, "zxbcdt", zxbcdt)
     checks.check_dims(_NAME, "A", A, 1, "(H,)")
     checks.check_dims(_NAME, "conv1d_weight", conv1d_weight, 2, "(H P + 2 G N, W)")
-    batch, seqlen, width = zxbcdt.shape
+    batch, seqlen, columns = zxbcdt.shape
     nheads, channels = A.shape[0], conv1d_weight.shape[0]
     dim = nheads * headdim
     checks.check_groups(_NAME, f"nheads ({nheads})", nheads, ngroups)
@@ -85,85 +98,114 @@ def _check(inputs, options):
             f"{_NAME}: conv1d_weight must have H P + 2 G N rows with H = {nheads}, P = {headdim}, G = {ngroups}, "
             f"got {channels}"
         )
-    d_mlp = (width - dim - channels - nheads) // 2
-    if d_mlp < 0 or width != 2 * d_mlp + dim + channels + nheads:
+    d_mlp = (columns - dim - channels - nheads) // 2
+    if d_mlp < 0 or columns != 2 * d_mlp + dim + channels + nheads:
         raise ValueError(
             f"{_NAME}: zxbcdt must have 2 d_mlp + 2 H P + 2 G N + H columns, {dim + channels + nheads} without d_mlp, "
-            f"got {width}"
+            f"got {columns}"
         )
+    width = check_weight(_NAME, zxbcdt, channels, conv1d_weight, conv1d_bias)
+    sizes = _Sizes(batch, seqlen, d_mlp, nheads, headdim, ngroups, dstate, dim, channels, width)
+    dt_limit = options.dt_min, options.dt_max
+    parameters = A, D, dt_bias, initial_states, seq_idx
+    _ssd_common.check_parameters(_NAME, sizes.scan, zxbcdt, "zxbcdt", *parameters, *dt_limit)
     if rmsnorm_weight is not None:
         checks.check_float(_NAME, "rmsnorm_weight", rmsnorm_weight, (dim,), zxbcdt, "zxbcdt", "(H P,)")
-    return _Sizes(batch, seqlen, d_mlp, nheads, headdim, ngroups, dstate)
+    return sizes
 
 
-def _split(zxbcdt, sizes):
-    """The gated MLP's input (None if there is none), z (B, L, H P), xBC (B, H P + 2 G N, L), dt (B, L, H): views."""
-    zxbcdt = checks.unit_last_stride(zxbcdt)
-    parts = 2 * sizes.d_mlp, sizes.dim, sizes.dim + 2 * sizes.matrix, sizes.nheads
-    mlp, z, xBC, dt = zxbcdt.split_with_sizes(parts, 2)
-    return mlp if sizes.d_mlp else None, z, xBC.transpose(1, 2), dt
+def _kernel_layout(inputs):
+    """The inputs as the kernels take them, and the stride of zxbcdt's rows; parameters and states contiguous."""
+    zxbcdt, row_stride = in_rows(inputs.zxbcdt)
+    return Inputs(zxbcdt, *map(checks.contiguous, inputs[1:])), row_stride
 
 
-def _split_xBC(xBC, sizes):
-    """Views of (B, H P + 2 G N, L): x (B, L, H, P), B and C (B, L, G, N)."""
-    x, B, C = xBC.transpose(1, 2).split_with_sizes((sizes.dim, sizes.matrix, sizes.matrix), 2)
-    heads = sizes.batch, sizes.seqlen, sizes.nheads, sizes.headdim
-    groups = sizes.batch, sizes.seqlen, sizes.ngroups, sizes.dstate
-    return x.view(heads), B.view(groups), C.view(groups)
+def _cut(zxbcdt, row_stride, sizes):
+    """z (B, L, H, P), xBC (B, H P + 2 G N, L) and dt (B, L, H) of zxbcdt, or of its gradient."""
+    batch_stride = sizes.seqlen * row_stride
+    start = 2 * sizes.d_mlp
+    z = View(zxbcdt, start, batch_stride, row_stride, sizes.headdim, 1)
+    xBC = View(zxbcdt, start + sizes.dim, batch_stride, 1, row_stride)
+    return z, xBC, View(zxbcdt, start + sizes.dim + sizes.channels, batch_stride, row_stride, 1)
+
+
+def _cut_xBC(xBC, sizes):
+    """Of xBC (B, L, H P + 2 G N), contiguous: itself as (B, H P + 2 G N, L), x (B, L, H, P), B and C (B, L, G, N)."""
+    row_stride, dim, dstate = sizes.channels, sizes.dim, sizes.dstate
+    batch_stride = sizes.seqlen * row_stride
+    x = View(xBC, 0, batch_stride, row_stride, sizes.headdim, 1)
+    B = View(xBC, dim, batch_stride, row_stride, dstate, 1)
+    C = View(xBC, dim + sizes.ngroups * dstate, batch_stride, row_stride, dstate, 1)
+    return View(xBC, 0, batch_stride, 1, row_stride), x, B, C
+
+
+def _heads(tensor, sizes, start=0):
+    """H P columns of tensor (B, L, columns), contiguous, as (B, L, H, P)."""
+    row_stride = tensor.shape[2]
+    return View(tensor, start, sizes.seqlen * row_stride, row_stride, sizes.headdim, 1)
+
+
+def _mlp(tensor, sizes):
+    """The columns of the gated MLP's input in zxbcdt, or in its gradient."""
+    return tensor.narrow(2, 0, 2 * sizes.d_mlp)
 
 
 # ---- forward operator ------------------------------------------------------------------------------------------------
 
 
+def _allocate(inputs, sizes, return_final_states, keep):
+    """The operator's outputs, without values."""
+    zxbcdt, A, norm = inputs.zxbcdt, inputs.A, inputs.rmsnorm_weight is not None
+    batch, seqlen, dim = sizes.batch, sizes.seqlen, sizes.dim
+    out = zxbcdt.new_empty((batch, seqlen, sizes.d_mlp + dim))
+    y = zxbcdt.new_empty((batch, seqlen, dim)) if norm and keep else None
+    rstd = A.new_empty((batch, seqlen, sizes.ngroups)) if norm and keep else None
+    states = A.new_empty((batch, sizes.nheads, sizes.headdim, sizes.dstate)) if return_final_states else None
+    return out, y, rstd, states
+
+
+def _convolve(conv_in, inputs, sizes, silu):
+    """The convolution's output, a tensor that must outlive its views x, B and C, which come with it."""
+    conv_out = inputs.zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.channels))
+    xBC, x, B, C = _cut_xBC(conv_out, sizes)
+    weight, bias, seq_idx = inputs.conv1d_weight, inputs.conv1d_bias, inputs.seq_idx
+    causal_conv1d.launch_forward(sizes.conv1d, conv_in, weight, bias, seq_idx, None, silu, xBC, None)
+    return conv_out, x, B, C
+
+
 def _forward(*arguments):
     inputs, options, (return_final_states, keep) = _named(arguments)
-    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
     sizes = _check(inputs, options)
-    mlp, z, xBC, dt = _split(zxbcdt, sizes)
+    results = out, y, rstd, final_states = _allocate(inputs, sizes, return_final_states, keep)
+    inputs, row_stride = _kernel_layout(inputs)
+    zxbcdt, _, _, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
+    if sizes.d_mlp:
+        activations._forward(_mlp(zxbcdt, sizes), out=out.narrow(2, 0, sizes.d_mlp))
+    if sizes.empty:
+        if return_final_states:
+            final_states.zero_() if initial_states is None else final_states.copy_(initial_states)
+        return results
+    z, conv_in, dt = _cut(zxbcdt, row_stride, sizes)
+    conv_out, x, B, C = _convolve(conv_in, inputs, sizes, options.silu)
+    gated = _heads(out, sizes, sizes.d_mlp)
     norm = rmsnorm_weight is not None
-    out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.d_mlp + sizes.dim))
-    if mlp is None:
-        gated = out
-    else:
-        left, gated = out.split_with_sizes((sizes.d_mlp, sizes.dim), 2)
-        activations._forward(mlp, out=left)
-    xBC, _ = causal_conv1d._forward(xBC, conv1d_weight, conv1d_bias, seq_idx, None, False, options.silu)
-    x, B, C = _split_xBC(xBC, sizes)
-    y, final_states = ssd._forward(
-        x, dt, A, B, C, D, None if norm else z.view(x.shape), dt_bias, initial_states, seq_idx,
-        True, options.dt_min, options.dt_max, return_final_states, out=None if norm else gated.view(x.shape),
-    )  # fmt: skip
-    if not norm:
-        return out, None, None, final_states
-    y = y.view(z.shape)
-    norm_options = options.rmsnorm_eps, sizes.dim // sizes.ngroups, options.norm_before_gate, True
-    _, _, rstd = gated_norm._forward(y, rmsnorm_weight, None, z, *norm_options, keep, out=gated)
-    return (out, y, rstd, final_states) if keep else (out, None, None, final_states)
+    if norm and y is None:
+        y = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
+    scan = x, dt, A, B, C, D, None if norm else z, dt_bias, initial_states, seq_idx
+    scan_options = True, options.dt_min, options.dt_max
+    ssd.launch_forward(sizes.scan, scan, scan_options, _heads(y, sizes) if norm else gated, final_states)
+    if norm:
+        norm_inputs = (y, sizes.dim), rmsnorm_weight, None, (z, row_stride), options.rmsnorm_eps
+        norm_options = sizes.dim // sizes.ngroups, options.norm_before_gate, True
+        gated = gated, sizes.d_mlp + sizes.dim
+        gated_norm.launch_forward(sizes.batch * sizes.seqlen, *norm_inputs, *norm_options, gated, None, rstd)
+    del conv_out  # held until here: the kernels have it now
+    return results
 
 
 def _forward_fake(*arguments):
     inputs, options, (return_final_states, keep) = _named(arguments)
-    sizes = _check_all(inputs, options)
-    zxbcdt, A = inputs.zxbcdt, inputs.A
-    out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.d_mlp + sizes.dim))
-    y = rstd = states = None
-    if inputs.rmsnorm_weight is not None and keep:
-        y = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
-        rstd = A.new_empty((sizes.batch, sizes.seqlen, sizes.ngroups))
-    if return_final_states:
-        states = A.new_empty((sizes.batch, sizes.nheads, sizes.headdim, sizes.dstate))
-    return out, y, rstd, states
-
-
-def _check_all(inputs, options):
-    """The checks of this operator and of its parts, for tensors without values."""
-    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, _ = inputs
-    sizes = _check(inputs, options)
-    _, _, xBC, dt = _split(zxbcdt, sizes)
-    causal_conv1d._check(xBC, conv1d_weight, conv1d_bias, seq_idx, None)
-    x, B, C = _split_xBC(torch.empty_like(xBC, memory_format=torch.contiguous_format), sizes)
-    _ssd_common.check(x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx, options.dt_min, options.dt_max)
-    return sizes
+    return _allocate(inputs, _check(inputs, options), return_final_states, keep)
 
 
 class _SplitConv1dScan(torch.autograd.Function):
@@ -221,46 +263,82 @@ split_conv1d_scan_op = define(
 # ---- backward operator -----------------------------------------------------------------------------------------------
 
 
+def _allocate_grads(inputs, sizes, need_dinitial_states):
+    """Gradients without values: of dt_bias, A, D, initial_states and rmsnorm_weight."""
+    _, _, _, dt_bias, A, D, _, _, rmsnorm_weight = inputs
+    states = (sizes.batch, sizes.nheads, sizes.headdim, sizes.dstate)
+    return (
+        None if dt_bias is None else empty_like(dt_bias),
+        empty_like(A),
+        None if D is None else empty_like(D),
+        A.new_empty(states) if need_dinitial_states else None,
+        None if rmsnorm_weight is None else empty_like(rmsnorm_weight),
+    )
+
+
 def _backward(dout, dfinal_states, y, rstd, *arguments):
     inputs, options, (need_dinitial_states, recompute_out) = _named(arguments)
-    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
     sizes = _check(inputs, options)
-    _check_backward(sizes, dout, dfinal_states, zxbcdt, y, rstd)
-    dzxbcdt = torch.empty_like(zxbcdt, memory_format=torch.contiguous_format)
-    mlp, z, conv_in, dt = _split(zxbcdt, sizes)
-    dmlp, dz, dconv_in, ddt = _split(dzxbcdt, sizes)
-    gated = out = dout.new_empty(dout.shape) if recompute_out else None
-    if mlp is not None:
-        left = None
-        dleft, dout = dout.split_with_sizes((sizes.d_mlp, sizes.dim), 2)
-        if recompute_out:
-            left, gated = out.split_with_sizes((sizes.d_mlp, sizes.dim), 2)
-        activations._backward(dleft, mlp, recompute_out, dmlp, left)
+    _check_backward(sizes, dout, dfinal_states, inputs.zxbcdt, y, rstd)
+    grads = ddt_bias, dA, dD, dinitial_states, drmsnorm_weight = _allocate_grads(inputs, sizes, need_dinitial_states)
+    inputs, row_stride = _kernel_layout(inputs)
+    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
+    dzxbcdt = empty_like(zxbcdt)
+    dout, dout_stride = in_rows(dout)
+    out = empty_like(dout) if recompute_out else None
+    if sizes.d_mlp:
+        left, dleft = (None if t is None else t.narrow(2, 0, sizes.d_mlp) for t in (out, dout))
+        activations._backward(dleft, _mlp(zxbcdt, sizes), recompute_out, _mlp(dzxbcdt, sizes), left)
+    if sizes.empty:
+        return _grads_of_nothing(inputs, sizes, dfinal_states, dzxbcdt, grads, out)
 
-    conv_out, _ = causal_conv1d._forward(conv_in, conv1d_weight, conv1d_bias, seq_idx, None, False, options.silu)
-    x, B, C = _split_xBC(conv_out, sizes)
-    drmsnorm_weight = None
+    z, conv_in, dt = _cut(zxbcdt, row_stride, sizes)
+    dz, dconv_in, ddt = _cut(dzxbcdt, zxbcdt.shape[2], sizes)
+    conv_out, x, B, C = _convolve(conv_in, inputs, sizes, options.silu)
+    scan = x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx
+    scan_options = True, options.dt_min, options.dt_max
     if rmsnorm_weight is not None:
-        norm = sizes.dim // sizes.ngroups, options.norm_before_gate, True
+        rows, row = sizes.batch * sizes.seqlen, sizes.dim
+        norm_inputs = (y.contiguous(), row), rmsnorm_weight, None, (z, row_stride)
+        norm_options = sizes.dim // sizes.ngroups, options.norm_before_gate, True
         if recompute_out:
-            gated_norm._forward(y, rmsnorm_weight, None, z, options.rmsnorm_eps, *norm, False, out=gated)
-        dy, drmsnorm_weight, _, _ = gated_norm._backward(dout, y, rmsnorm_weight, None, z, None, rstd, *norm, dz=dz)
+            gated = _heads(out, sizes, sizes.d_mlp), out.shape[2]
+            gated_norm.launch_forward(rows, *norm_inputs, options.rmsnorm_eps, *norm_options, gated, None, None)
+        dgated = View(dout, sizes.d_mlp), dout_stride
+        dy = empty_like(y)
+        norm_grads = (dy, row), drmsnorm_weight, None, (dz, zxbcdt.shape[2])
+        gated_norm.launch_backward(rows, dgated, *norm_inputs, None, rstd.contiguous(), *norm_options, *norm_grads)
+        del norm_inputs
     else:
-        scan = x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx
-        y, _ = ssd._forward(*scan, True, options.dt_min, options.dt_max, False)
-        dy = _gate_backward(dout, y.view(z.shape), z, dz, gated)
+        y = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
+        ssd.launch_forward(sizes.scan, scan, scan_options, _heads(y, sizes), None)
+        gated, dgated = (None if t is None else t.narrow(2, sizes.d_mlp, sizes.dim) for t in (out, dout))
+        z, dz = (tensor.narrow(2, 2 * sizes.d_mlp, sizes.dim) for tensor in (zxbcdt, dzxbcdt))
+        dy = _gate_backward(dgated, y, z, dz, gated)
     del y
-    dconv_out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, conv_in.shape[1])).transpose(1, 2)
-    dx, dB, dC = _split_xBC(dconv_out, sizes)
-    _, _, dA, _, _, dD, ddt_bias, dinitial_states = ssd_backward._backward(
-        dy.view(x.shape), dfinal_states, x, dt, A, B, C, D, dt_bias, initial_states, seq_idx,
-        True, options.dt_min, options.dt_max, need_dinitial_states, into=(dx, ddt, dB, dC),
-    )  # fmt: skip
-    del dy, conv_out, x, B, C
-    _, dweight, dbias, _ = causal_conv1d._backward(
-        dconv_out, None, conv_in, conv1d_weight, conv1d_bias, seq_idx, None, False, options.silu, dx=dconv_in
-    )
-    return dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, drmsnorm_weight, out
+    dconv_out = empty_like(conv_out)
+    dxBC, dx, dB, dC = _cut_xBC(dconv_out, sizes)
+    dfinal_states = checks.contiguous(dfinal_states)
+    scan_grads = dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_states
+    ssd_backward.launch_backward(sizes.scan, _heads(dy, sizes), dfinal_states, scan, scan_options, scan_grads)
+    del dy, conv_out  # held until here: the kernels have them now
+    conv_inputs = conv_in, conv1d_weight, conv1d_bias, seq_idx, None
+    dweight, dbias = causal_conv1d.launch_backward(sizes.conv1d, dxBC, None, *conv_inputs, options.silu, dconv_in, None)
+    del dconv_out  # as above
+    return dzxbcdt, dweight, dbias, *grads, out
+
+
+def _grads_of_nothing(inputs, sizes, dfinal_states, dzxbcdt, grads, out):
+    """What backward returns where there is no step, or no head beside the gated MLP."""
+    dinitial_states = grads[3]
+    dzxbcdt.narrow(2, 2 * sizes.d_mlp, dzxbcdt.shape[2] - 2 * sizes.d_mlp).zero_()
+    dconv1d = (None if tensor is None else torch.zeros_like(tensor) for tensor in inputs[1:3])
+    for grad in grads:
+        if grad is not None:
+            grad.zero_()
+    if dinitial_states is not None and dfinal_states is not None:
+        dinitial_states.copy_(dfinal_states)
+    return dzxbcdt, *dconv1d, *grads, out
 
 
 def _gate_backward(dout, y, z, dz, out):
@@ -275,30 +353,25 @@ def _gate_backward(dout, y, z, dz, out):
 
 
 def _check_backward(sizes, dout, dfinal_states, zxbcdt, y, rstd):
-    batch, seqlen, d_mlp, nheads, headdim, ngroups, dstate = sizes
     name = "split_conv1d_scan_backward"
-    shape = (batch, seqlen, d_mlp + sizes.dim)
+    batch, seqlen, dim = sizes.batch, sizes.seqlen, sizes.dim
+    shape = (batch, seqlen, sizes.d_mlp + dim)
     checks.check_same(name, "dout", dout, shape, zxbcdt, "zxbcdt", "(B, L, d_mlp + H P)")
     if dfinal_states is not None:
-        shape = (batch, nheads, headdim, dstate)
+        shape = (batch, sizes.nheads, sizes.headdim, sizes.dstate)
         checks.check_float32(name, "dfinal_states", dfinal_states, shape, zxbcdt, "zxbcdt", "(B, H, P, N)")
     if y is not None:
-        checks.check_same(name, "y", y, (batch, seqlen, sizes.dim), zxbcdt, "zxbcdt", "(B, L, H P)")
-        checks.check_float32(name, "rstd", rstd, (batch, seqlen, ngroups), zxbcdt, "zxbcdt", "(B, L, G)")
+        checks.check_same(name, "y", y, (batch, seqlen, dim), zxbcdt, "zxbcdt", "(B, L, H P)")
+        checks.check_float32(name, "rstd", rstd, (batch, seqlen, sizes.ngroups), zxbcdt, "zxbcdt", "(B, L, G)")
 
 
 def _backward_fake(dout, dfinal_states, y, rstd, *arguments):
     inputs, options, (need_dinitial_states, recompute_out) = _named(arguments)
-    sizes = _check_all(inputs, options)
-    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, _, _, rmsnorm_weight = inputs
-    _check_backward(sizes, dout, dfinal_states, zxbcdt, y, rstd)
-    grads = (
-        None if tensor is None else tensor.new_empty(tensor.shape)
-        for tensor in (zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)
-    )
-    states = A.new_empty((sizes.batch, sizes.nheads, sizes.headdim, sizes.dstate)) if need_dinitial_states else None
-    drmsnorm_weight = None if rmsnorm_weight is None else rmsnorm_weight.new_empty(rmsnorm_weight.shape)
-    return *grads, states, drmsnorm_weight, dout.new_empty(dout.shape) if recompute_out else None
+    sizes = _check(inputs, options)
+    _check_backward(sizes, dout, dfinal_states, inputs.zxbcdt, y, rstd)
+    conv1d = (None if tensor is None else empty_like(tensor) for tensor in inputs[:3])
+    grads = _allocate_grads(inputs, sizes, need_dinitial_states)
+    return *conv1d, *grads, empty_like(dout) if recompute_out else None
 
 
 split_conv1d_scan_backward_op = define(

@@ -12,7 +12,7 @@ from mamba_ssm._native.launch import place, run
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._autocast import autocast_dtype
 from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, define, watched
-from mamba_ssm.ops._ssd_common import allocate_workspace, check, fill
+from mamba_ssm.ops._ssd_common import allocate_workspace, check, fill, kernel_layout
 from mamba_ssm.ops.ssd_backward import ssd_backward_op
 
 _PUBLIC_NAME = "mamba_chunk_scan_combined"
@@ -163,18 +163,24 @@ def _forward(
         if return_final_states:
             final_states.zero_() if initial_states is None else final_states.copy_(initial_states)
         return out, final_states
+    tensors = kernel_layout(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx)
+    launch_forward(sizes, tensors, (dt_softplus, dt_min, dt_max), out, final_states)
+    return out, final_states
+
+
+def launch_forward(sizes, tensors, options, out, final_states):
+    """Runs the kernels. tensors: x to seq_idx in kernel layout. x, dt, B, C, z and out may be Views."""
     params = abi.MambaSsd()
-    functions = place(params, x)
-    options = dt_softplus, dt_min, dt_max
-    kept = fill(params, sizes, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, *options)
+    A = tensors[2]
+    functions = place(params, A)
+    fill(params, sizes, *tensors, *options)
     params.out = out.data_ptr()
     params.out_batch_stride, params.out_len_stride, params.out_head_stride, _ = out.stride()
-    if return_final_states:
+    if final_states is not None:
         params.final_state = final_states.data_ptr()
-    workspace = allocate_workspace(functions["ssd_forward_workspace"], params, x)
+    workspace = allocate_workspace(functions["ssd_forward_workspace"], params, A)
     run(functions, "ssd_forward", params)
-    del kept, workspace  # held until here: the kernels have them now
-    return out, final_states
+    del workspace  # held until here: the kernels have it now
 
 
 def _forward_fake(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, _, dt_min, dt_max, return_final_states):
@@ -268,14 +274,14 @@ def _varlen_states(x, dt, A, B, C, dt_bias, initial_states, cu_seqlens, dt_softp
         return states.zero_() if initial_states is None else states.copy_(initial_states)
     params = abi.MambaSsd()
     functions = place(params, x)
-    options = dt_softplus, dt_min, dt_max
-    kept = fill(params, sizes, x, dt, A, B, C, None, None, dt_bias, initial_states, None, *options)
+    tensors = kernel_layout(x, dt, A, B, C, None, None, dt_bias, initial_states, None)
+    fill(params, sizes, *tensors, dt_softplus, dt_min, dt_max)
     cu_seqlens = cu_seqlens.contiguous()
     params.cu_seqlens = cu_seqlens.data_ptr()
     params.final_state = states.data_ptr()
     workspace = allocate_workspace(functions["ssd_forward_workspace"], params, x)
     run(functions, "ssd_forward", params)
-    del kept, workspace  # held until here: the kernels have them now
+    del tensors, workspace  # held until here: the kernels have them now
     return states
 
 

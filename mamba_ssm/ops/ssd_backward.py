@@ -7,7 +7,7 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._library import define
-from mamba_ssm.ops._ssd_common import allocate_workspace, check, fill
+from mamba_ssm.ops._ssd_common import allocate_workspace, check, fill, kernel_layout
 
 _NAME = "ssd_backward"
 
@@ -23,13 +23,11 @@ def _check_backward(dout, dfinal_states, inputs, dt_min, dt_max):
     return sizes
 
 
-def _allocate(sizes, inputs, need_dinitial_states, into=None):
-    """The operator's outputs, without values; into: dx, ddt, dB and dC that are there already."""
+def _allocate(sizes, inputs, need_dinitial_states):
+    """The operator's outputs, without values."""
     batch, _, nheads, headdim, _, dstate = sizes
     x, dt, A, B, C, D, dt_bias, _, _ = inputs
-    if into is None:
-        into = (tensor.new_empty(tensor.shape) for tensor in (x, dt, B, C))
-    dx, ddt, dB, dC = into
+    dx, ddt, dB, dC = (tensor.new_empty(tensor.shape) for tensor in (x, dt, B, C))
     return (
         dx,
         ddt,
@@ -58,29 +56,34 @@ def _backward(
     dt_min,
     dt_max,
     need_dinitial_states,
-    into=None,
 ):
-    """The operator; into: dx, ddt, dB and dC to write, with last stride 1 but for ddt, for callers that cut them out of
-    larger tensors.
-    """
     inputs = x, dt, A, B, C, D, dt_bias, initial_states, seq_idx
     sizes = _check_backward(dout, dfinal_states, inputs, dt_min, dt_max)
-    grads = dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_states = _allocate(sizes, inputs, need_dinitial_states, into)
+    grads = _allocate(sizes, inputs, need_dinitial_states)
     if x.numel() == 0:
         for grad in grads:
             if grad is not None:
                 grad.zero_()
         if need_dinitial_states and dfinal_states is not None:
-            dinitial_states.copy_(dfinal_states)
+            grads[7].copy_(dfinal_states)
         return grads
     dout = checks.unit_last_stride(dout)
     dfinal_states = checks.contiguous(dfinal_states)
+    tensors = kernel_layout(x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx)
+    launch_backward(sizes, dout, dfinal_states, tensors, (dt_softplus, dt_min, dt_max), grads)
+    return grads
 
+
+def launch_backward(sizes, dout, dfinal_states, tensors, options, grads):
+    """Runs the kernels, which write grads. tensors: x to seq_idx in kernel layout, z None. dout, x, dt, B, C and their
+    gradients may be Views.
+    """
+    dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_states = grads
     params = abi.MambaSsdBackward()
-    functions = place(params, x)
-    options = dt_softplus, dt_min, dt_max
-    kept = fill(params, sizes, x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx, *options)
-    workspace = allocate_workspace(functions["ssd_backward_workspace"], params.forward, x)
+    A = tensors[2]
+    functions = place(params, A)
+    fill(params, sizes, *tensors, *options)
+    workspace = allocate_workspace(functions["ssd_backward_workspace"], params.forward, A)
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_len_stride, params.dout_head_stride, _ = dout.stride()
     params.dfinal_state = pointer(dfinal_states)
@@ -97,8 +100,7 @@ def _backward(
     params.ddt_bias = pointer(ddt_bias)
     params.dinitial_state = pointer(dinitial_states)
     run(functions, "ssd_backward", params)
-    del kept, workspace  # held until here: the kernels have them now
-    return grads
+    del workspace  # held until here: the kernels have it now
 
 
 def _backward_fake(dout, dfinal_states, *arguments):
