@@ -176,12 +176,6 @@ def _project(out, weight, bias):
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-def _compute(outproj_weight, outproj_bias, inputs, options, return_final_states):
-    """Returns the output, the states and what backward starts from."""
-    out, y, rstd, states = call_below_autograd(split_conv1d_scan_op, *inputs, *options, return_final_states, True)
-    return _project(out, outproj_weight, outproj_bias), states, (outproj_weight, y, rstd, *inputs)
-
-
 def _gradients(dout, dstates, saved, options, need_outproj_weight, need_outproj_bias, need_initial_states):
     """Of outproj_weight, outproj_bias and the inputs. All that is saved has forward's dtype: no autocast may be on."""
     outproj_weight, *tensors = saved
@@ -202,12 +196,12 @@ class _Mamba2Inner(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, outproj_weight, outproj_bias, *arguments):
-        inputs, options, return_final_states = Inputs(*arguments[:9]), arguments[9:16], arguments[16]
-        with no_autocast(inputs.zxbcdt):
-            out, states, kept = _compute(outproj_weight, outproj_bias, inputs, options, return_final_states)
-        ctx.save_for_backward(*kept)
-        ctx.options = options
+        out, y, rstd, states = call_below_autograd(split_conv1d_scan_op, *arguments, True)
+        ctx.save_for_backward(outproj_weight, y, rstd, *arguments[:9])
+        ctx.options = arguments[9:16]
         ctx.set_materialize_grads(False)
+        with no_autocast(out):
+            out = _project(out, outproj_weight, outproj_bias)
         return out if states is None else (out, states)  # the compiler of torch 2.4 fails at a None
 
     @staticmethod
@@ -238,10 +232,12 @@ class _Mamba2Block(torch.autograd.Function):
         hidden_states, in_proj_weight, in_proj_bias, *out_proj = projections
         with no_autocast(hidden_states):
             zxbcdt = F.linear(hidden_states, in_proj_weight, in_proj_bias)
-            inputs = _block_inputs(zxbcdt, -torch.exp(inner[3].float()), *inner)
-            out, _, kept = _compute(*out_proj, inputs, options, False)
+            inputs = _block_inputs(zxbcdt, torch.exp(inner[3].float()).neg_(), *inner)
+            gated, y, rstd, _ = call_below_autograd(split_conv1d_scan_op, *inputs, *options, False, True)
+            out = F.linear(gated, *out_proj)
         need_input, need_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(in_proj_weight if need_input else None, hidden_states if need_weight else None, *kept)
+        kept = in_proj_weight if need_input else None, hidden_states if need_weight else None
+        ctx.save_for_backward(*kept, out_proj[0], y, rstd, *inputs)
         ctx.options = options
         return out
 
