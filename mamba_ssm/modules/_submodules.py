@@ -26,6 +26,14 @@ def is_plain(module, cls):
     return "forward" not in module.__dict__ and not own_arithmetic
 
 
+def weight_and_bias(module):
+    """module.weight and module.bias, past nn.Module's look-up of attributes, which is a Python function."""
+    parameters = {} if traced_by_old_torch() else module._parameters
+    if "weight" in parameters and "bias" in parameters:
+        return parameters["weight"], parameters["bias"]
+    return module.weight, module.bias  # not parameters: of replicas, and those that another module holds flattened
+
+
 def convolve(conv1d, x, activation, seq_idx=None, conv_state=None, continues=False, cu_seqlens=None):
     """x (B, D, L) through the causal depthwise convolution that conv1d holds, and the activation (None: none).
 

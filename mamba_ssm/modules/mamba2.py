@@ -10,7 +10,7 @@ from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
 from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
-from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain
+from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
 from mamba_ssm.ops._conv1d_common import wants_silu
 from mamba_ssm.ops.gated_norm import RMSNorm
 from mamba_ssm.ops.mamba2_inner import mamba2_block, mamba_split_conv1d_scan_combined
@@ -266,7 +266,6 @@ class Mamba2(nn.Module):
         """All of it in one autograd node, from parameters of projections that are nothing more than that."""
         if cu_seqlens is not None:
             _, seq_idx = self._packed(cu_seqlens, u)
-        in_proj, conv1d, out_proj = self.in_proj, self.conv1d, self.out_proj
         norm_weight, eps = None, 1e-6
         if self.rmsnorm:
             norm = self.norm
@@ -275,12 +274,9 @@ class Mamba2(nn.Module):
         silu = wants_silu("Mamba2", self.activation)
         return mamba2_block(
             u,
-            in_proj.weight,
-            in_proj.bias,
-            out_proj.weight,
-            out_proj.bias,
-            conv1d.weight,
-            conv1d.bias,
+            *weight_and_bias(self.in_proj),
+            *weight_and_bias(self.out_proj),
+            *weight_and_bias(self.conv1d),
             self.dt_bias,
             self.A_log,
             self._D(),

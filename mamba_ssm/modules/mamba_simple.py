@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from mamba_ssm._native import abi
 from mamba_ssm.modules._inputs import check_input
 from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
-from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain
+from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
 from mamba_ssm.ops._projections import project_in
 from mamba_ssm.ops.mamba_inner import mamba_block, mamba_inner_fn
 from mamba_ssm.ops.selective_scan import selective_scan_fn
@@ -160,14 +160,15 @@ class Mamba(nn.Module):
         return is_plain(self.conv1d, nn.Conv1d) and all(is_plain(module, nn.Linear) for module in projections)
 
     def _fast_path(self, hidden_states):
-        in_proj, conv1d, dt_proj, out_proj = self.in_proj, self.conv1d, self.dt_proj, self.out_proj
-        inner = conv1d.weight, conv1d.bias, self.x_proj.weight, dt_proj.weight, out_proj.weight, out_proj.bias
+        in_proj = self.in_proj
+        dt_proj_weight, dt_bias = weight_and_bias(self.dt_proj)
+        projections = self.x_proj.weight, dt_proj_weight, *weight_and_bias(self.out_proj)
+        inner = *weight_and_bias(self.conv1d), *projections
         if is_plain(in_proj, nn.Linear):
-            projection = in_proj.weight, in_proj.bias
-            return mamba_block(hidden_states, *projection, *inner, self.A_log, self.D, dt_proj.bias)
+            return mamba_block(hidden_states, *weight_and_bias(in_proj), *inner, self.A_log, self.D, dt_bias)
         A = -torch.exp(self.A_log.float())
         xz = self._project_in(hidden_states)
-        return mamba_inner_fn(xz, *inner, A, D=self.D.float(), delta_bias=dt_proj.bias.float())
+        return mamba_inner_fn(xz, *inner, A, D=self.D.float(), delta_bias=dt_bias.float())
 
     def _project_in(self, hidden_states):
         """in_proj as (B, 2 d_inner, L), in memory (2 d_inner, B, L): each channel's time line is contiguous."""

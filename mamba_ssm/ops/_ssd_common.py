@@ -19,10 +19,11 @@ def check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_min, dt_max
         checks.check_activation_dtype(_NAME, "x", x)
     shape, dtype, device = x.shape, x.dtype, x.device
     batch, seqlen, nheads, headdim = shape
-    checks.check_float(_NAME, "dt", dt, (batch, seqlen, nheads), x, "x", "(B, L, H)")
     if B.dim() != 4:
         checks.check_dims(_NAME, "B", B, 4, "(B, L, G, N)")
     ngroups, dstate = B.shape[2:]
+    check_head(_NAME, headdim, dstate)
+    checks.check_float(_NAME, "dt", dt, (batch, seqlen, nheads), x, "x", "(B, L, H)")
     if B.shape[:2] != shape[:2] or B.dtype != dtype or B.device != device:
         checks.check_same(_NAME, "B", B, (batch, seqlen, ngroups, dstate), x, "x", "(B, L, G, N)")
     if ngroups != 1:
@@ -36,9 +37,8 @@ def check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_min, dt_max
     return sizes
 
 
-def check_parameters(op, sizes, like, like_name, A, D, dt_bias, initial_states, seq_idx, dt_min, dt_max):
-    """The part of check that is not about activations, for operators that cut these out of one tensor."""
-    batch, seqlen, nheads, headdim, _, dstate = sizes
+def check_head(op, headdim, dstate):
+    """The kernels hold at most so much of a head."""
     if not 1 <= headdim <= abi.MAX_HEADDIM:
         raise ValueError(
             f"{op}: headdim (the last dimension of x) must lie in 1..{abi.MAX_HEADDIM}, got {headdim}: "
@@ -46,6 +46,11 @@ def check_parameters(op, sizes, like, like_name, A, D, dt_bias, initial_states, 
         )
     if not 1 <= dstate <= abi.MAX_DSTATE:
         raise ValueError(f"{op}: dstate (the last dimension of B) must lie in 1..{abi.MAX_DSTATE}, got {dstate}")
+
+
+def check_parameters(op, sizes, like, like_name, A, D, dt_bias, initial_states, seq_idx, dt_min, dt_max):
+    """The part of check that is not about activations, for operators that cut these out of one tensor."""
+    batch, seqlen, nheads, headdim, _, dstate = sizes
     heads = (nheads,)
     if A.dtype != torch.float32 or A.shape != heads or A.device != like.device:
         checks.no_complex(op, "A", A)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
 from mamba_ssm.ops._conv1d_common import wants_silu
-from mamba_ssm.ops._library import call, call_below_autograd, call_in_backward, wants_one_node
+from mamba_ssm.ops._library import apply, call, call_below_autograd, call_in_backward, wants_one_node
 from mamba_ssm.ops.split_conv1d_scan import Inputs, Options, split_conv1d_scan_backward_op, split_conv1d_scan_op
 from mamba_ssm.ops.ssd import check_options
 
@@ -103,7 +103,7 @@ def mamba_split_conv1d_scan_combined(
     if outproj_weight is None and outproj_bias is not None:
         raise ValueError(f"{_NAME}: outproj_bias is given, but outproj_weight is None")
     if outproj_weight is not None and wants_one_node((*inputs, outproj_weight, outproj_bias)):
-        result = _Mamba2Inner.apply(outproj_weight, outproj_bias, *inputs, *options, return_final_states)
+        result = apply(_Mamba2Inner, outproj_weight, outproj_bias, *inputs, *options, return_final_states)
         out, states = result if return_final_states else (result, None)
     else:
         out, _, _, states = call(split_conv1d_scan_op, *inputs, *options, return_final_states, False)
@@ -140,7 +140,7 @@ def mamba2_block(
     projections = hidden_states, in_proj_weight, in_proj_bias, outproj_weight, outproj_bias
     inner = conv1d_weight, conv1d_bias, dt_bias, A_log, D, seq_idx, rmsnorm_weight
     if wants_one_node((*projections, *inner)):
-        return _Mamba2Block.apply(*projections, *inner, *options)
+        return apply(_Mamba2Block, *projections, *inner, *options)
     zxbcdt = F.linear(hidden_states, in_proj_weight, in_proj_bias)
     inputs = _block_inputs(zxbcdt, -torch.exp(A_log.float()), *inner)
     out, _, _, _ = call(split_conv1d_scan_op, *inputs, *options, False, False)
@@ -232,7 +232,7 @@ class _Mamba2Block(torch.autograd.Function):
         hidden_states, in_proj_weight, in_proj_bias, *out_proj = projections
         with no_autocast(hidden_states):
             zxbcdt = F.linear(hidden_states, in_proj_weight, in_proj_bias)
-            inputs = _block_inputs(zxbcdt, torch.exp(inner[3].float()).neg_(), *inner)
+            inputs = _block_inputs(zxbcdt, -torch.exp(inner[3].float()), *inner)
             gated, y, rstd, _ = call_below_autograd(split_conv1d_scan_op, *inputs, *options, False, True)
             out = F.linear(gated, *out_proj)
         need_input, need_weight, *_ = ctx.needs_input_grad

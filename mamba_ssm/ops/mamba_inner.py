@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
-from mamba_ssm.ops._library import call, call_in_backward, wants_one_node
+from mamba_ssm.ops._library import apply, call, call_in_backward, wants_one_node
 from mamba_ssm.ops._mamba_inner_common import Inputs, check, delta_of, matrix_of, split
 from mamba_ssm.ops._projections import project_in, to_channel_major, to_columns
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_op
@@ -99,7 +99,7 @@ def mamba_inner_fn(
     )
     delta_softplus, eps = bool(delta_softplus), float(b_c_dt_rms_eps)
     if wants_one_node(inputs):
-        return _MambaInner.apply(*inputs, delta_softplus, checkpoint_lvl, eps)
+        return apply(_MambaInner, *inputs, delta_softplus, checkpoint_lvl, eps)
     return _compute(inputs, delta_softplus, eps, keep=False)[0]
 
 
@@ -133,7 +133,7 @@ def mamba_block(
         hidden_states, in_proj_weight = checks.cast(hidden_states, dtype), checks.cast(in_proj_weight, dtype)
         projections = [checks.cast(weight, dtype) for weight in (x_proj_weight, dt_proj_weight, out_proj_weight)]
         inner = conv1d_weight, conv1d_bias, *projections, out_proj_bias
-    return _MambaBlock.apply(hidden_states, in_proj_weight, in_proj_bias, *inner, A_log, D, dt_bias)
+    return apply(_MambaBlock, hidden_states, in_proj_weight, in_proj_bias, *inner, A_log, D, dt_bias)
 
 
 def _given(matrix, dtype):

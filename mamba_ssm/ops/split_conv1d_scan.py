@@ -106,6 +106,7 @@ def _check(inputs, options):
         )
     width = check_weight(_NAME, zxbcdt, channels, conv1d_weight, conv1d_bias)
     sizes = _Sizes(batch, seqlen, d_mlp, nheads, headdim, ngroups, dstate, dim, channels, width)
+    _ssd_common.check_head(_NAME, headdim, dstate)
     dt_limit = options.dt_min, options.dt_max
     parameters = A, D, dt_bias, initial_states, seq_idx
     _ssd_common.check_parameters(_NAME, sizes.scan, zxbcdt, "zxbcdt", *parameters, *dt_limit)
@@ -314,7 +315,7 @@ def _backward(dout, dfinal_states, y, rstd, *arguments):
         ssd.launch_forward(sizes.scan, scan, scan_options, _heads(y, sizes), None)
         gated, dgated = (None if t is None else t.narrow(2, sizes.d_mlp, sizes.dim) for t in (out, dout))
         z, dz = (tensor.narrow(2, 2 * sizes.d_mlp, sizes.dim) for tensor in (zxbcdt, dzxbcdt))
-        dy = _gate_backward(dgated, y, z, dz, gated)
+        dy = _gate_backward(dgated, y, z, dz, gated).contiguous()
     del y
     dconv_out = empty_like(conv_out)
     dxBC, dx, dB, dC = _cut_xBC(dconv_out, sizes)
