@@ -34,6 +34,9 @@ class View:
     def data_ptr(self):
         return self.address
 
+    def dim(self):
+        return len(self.strides)
+
     def stride(self):
         return self.strides
 

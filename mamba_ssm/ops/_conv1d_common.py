@@ -10,12 +10,17 @@ def wants_silu(op, activation):
     return activation is not None
 
 
+def check_width(op, width):
+    """The kernels have code for these."""
+    if not 2 <= width <= 4:
+        raise ValueError(f"{op}: the width (last dimension of weight) must be 2, 3 or 4, got {width}")
+
+
 def check_weight(op, x, dim, weight, bias):
     """Checks weight (D, W) and bias (D); returns W."""
     checks.check_dims(op, "weight", weight, 2, "(D, W)")
     width = weight.shape[1]
-    if not 2 <= width <= 4:
-        raise ValueError(f"{op}: the width (last dimension of weight) must be 2, 3 or 4, got {width}")
+    check_width(op, width)
     checks.check_float(op, "weight", weight, (dim, width), x, "x", "(D, W)")
     if bias is not None:
         checks.check_float(op, "bias", bias, (dim,), x, "x", "(D,)")

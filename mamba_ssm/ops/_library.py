@@ -168,6 +168,11 @@ def watched():
     )
 
 
+def unwatched(tensors):
+    """Whether a function may go past all operators and hand these tensors to kernels, if no gradient is recorded."""
+    return not watched() and forward_ad._current_level < 0 and _all_plain(tensors)
+
+
 def call_below_autograd(op, *arguments):
     """op(*arguments) without its Autograd kernel, for the forward of its autograd.Function.
 

@@ -8,8 +8,12 @@ import typing
 
 import torch
 
+from mamba_ssm._native.launch import View
 from mamba_ssm.ops import _checks as checks
-from mamba_ssm.ops._projections import from_columns, rms_norm_channels
+from mamba_ssm.ops._conv1d_common import check_width
+from mamba_ssm.ops._projections import from_columns, rms_norm_channels, to_columns
+from mamba_ssm.ops._scan_common import check_matrix, check_parameters
+from mamba_ssm.ops.causal_conv1d import launch_forward as launch_convolution
 
 _NAME = "mamba_inner_fn"
 
@@ -36,19 +40,48 @@ class Inputs(typing.NamedTuple):
     dt_rms_weight: torch.Tensor | None
 
 
+class Sizes(typing.NamedTuple):
+    batch: int
+    dim: int
+    seqlen: int
+    dstate: int
+    ngroups: int
+    rank: int
+    width: int
+
+    @property
+    def columns(self):
+        return self.batch * self.seqlen
+
+    @property
+    def conv1d(self):
+        """As the convolution's launchers take them."""
+        return self.batch, self.dim, self.seqlen, self.width
+
+    @property
+    def scan(self):
+        """As the scan's launchers take them."""
+        return self.batch, self.dim, self.seqlen, self.dstate, self.ngroups
+
+
 def check(inputs):
-    """Raises on tensors that do not fit; what the convolution and the scan check themselves is left to them."""
-    xz, conv1d_weight, _, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C, *_ = inputs
+    """Raises on tensors that do not fit; returns the sizes."""
+    xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C, *_ = (
+        inputs
+    )
     checks.check_dims(_NAME, "xz", xz, 3, "(B, 2D, L)")
     checks.check_activation_dtype(_NAME, "xz", xz)
     checks.check_dims(_NAME, "A", A, 2, "(D, N)")
-    checks.no_complex(_NAME, "A", A)
     dim, dstate = A.shape
     batch, _, seqlen = xz.shape
     checks.check_same(_NAME, "xz", xz, (batch, 2 * dim, seqlen), xz, "itself", "(B, 2D, L) with A (D, N)")
+    check_parameters(_NAME, (dim, dstate), xz, "xz", A, inputs.D, inputs.delta_bias)
     checks.check_dims(_NAME, "conv1d_weight", conv1d_weight, 3, "(D, 1, W)")
     width = conv1d_weight.shape[2]
     checks.check_float(_NAME, "conv1d_weight", conv1d_weight, (dim, 1, width), xz, "xz", "(D, 1, W)")
+    check_width(_NAME, width)
+    if conv1d_bias is not None:
+        checks.check_float(_NAME, "conv1d_bias", conv1d_bias, (dim,), xz, "xz", "(D,)")
     checks.check_dims(_NAME, "delta_proj_weight", delta_proj_weight, 2, "(D, R)")
     rank = delta_proj_weight.shape[1]
     checks.check_same(_NAME, "delta_proj_weight", delta_proj_weight, (dim, rank), xz, "xz", "(D, R)")
@@ -62,6 +95,17 @@ def check(inputs):
     if out_proj_bias is not None:
         checks.check_tensor(_NAME, "out_proj_bias", out_proj_bias)
         checks.check_same(_NAME, "out_proj_bias", out_proj_bias, (d_model,), xz, "xz", "(d_model,)")
+    ngroups = 1
+    for name, matrix in (("B", B), ("C", C)):
+        if matrix is not None:
+            checks.check_tensor(_NAME, name, matrix)
+            ngroups = matrix.shape[1] if matrix.dim() == 4 else ngroups
+    checks.check_groups(_NAME, "dim (channels of x)", dim, ngroups)
+    for name, matrix in (("B", B), ("C", C)):
+        if matrix is not None:
+            check_matrix(_NAME, name, matrix, (batch, ngroups, dstate, seqlen), xz, "xz", dim)
+        elif ngroups != 1:
+            raise ValueError(f"{_NAME}: {name} from x_proj has one group, but the other matrix has {ngroups}")
     for name, vector, matrix in (
         ("B_proj_bias", inputs.B_proj_bias, B),
         ("C_proj_bias", inputs.C_proj_bias, C),
@@ -76,6 +120,7 @@ def check(inputs):
     if inputs.dt_rms_weight is not None:
         checks.check_tensor(_NAME, "dt_rms_weight", inputs.dt_rms_weight)
         checks.check_float(_NAME, "dt_rms_weight", inputs.dt_rms_weight, (dim,), xz, "xz", "(D,)")
+    return Sizes(batch, dim, seqlen, dstate, ngroups, rank, width)
 
 
 def split(x_dbl, rank, dstate, B, C):
@@ -85,10 +130,11 @@ def split(x_dbl, rank, dstate, B, C):
 
 
 def delta_of(dt, batch, seqlen, delta_proj_weight, dt_rms_weight, eps):
-    """delta (B, D, L) as the scan takes it, and what its norm took."""
-    projected = from_columns(torch.mm(delta_proj_weight, dt), batch, seqlen)
-    delta = projected if dt_rms_weight is None else rms_norm_channels(projected, dt_rms_weight, eps)
-    return delta, projected
+    """delta as the scan takes it, as a matrix (D, B*L)."""
+    delta = torch.mm(delta_proj_weight, dt)
+    if dt_rms_weight is None:
+        return delta
+    return to_columns(rms_norm_channels(from_columns(delta, batch, seqlen), dt_rms_weight, eps))
 
 
 def matrix_of(rows, batch, seqlen, given, proj_bias, rms_weight, eps):
@@ -99,3 +145,28 @@ def matrix_of(rows, batch, seqlen, given, proj_bias, rms_weight, eps):
     if proj_bias is not None:
         biased = biased + proj_bias.to(rows.dtype)[:, None]
     return biased if rms_weight is None else rms_norm_channels(biased, rms_weight, eps), biased
+
+
+# ---- for kernels -----------------------------------------------------------------------------------------------------
+
+
+def channels(matrix, sizes, first=0):
+    """Rows of a matrix (..., B*L), from the first on, as kernels take (B, D, L)."""
+    return View(matrix, first * sizes.columns, sizes.seqlen, sizes.columns, 1)
+
+
+def convolve(xz, inputs, sizes):
+    """The convolution's output as a matrix (D, B*L); xz: in memory (2D, B, L)."""
+    weight, bias = inputs.conv1d_weight.contiguous(), checks.contiguous(inputs.conv1d_bias)
+    out = xz.new_empty((sizes.dim, sizes.columns))
+    x = channels(xz, sizes)
+    launch_convolution(sizes.conv1d, x, weight, bias, None, None, True, channels(out, sizes), None)
+    return out
+
+
+def scan_matrix(rows, sizes, given, proj_bias, rms_weight, eps, view=True):
+    """matrix_of for kernels, a View if possible and wanted."""
+    if view and rows is not None and proj_bias is None and rms_weight is None:
+        return channels(rows, sizes), None
+    matrix, biased = matrix_of(rows, sizes.batch, sizes.seqlen, given, proj_bias, rms_weight, eps)
+    return checks.unit_last_stride(matrix) if matrix.dim() > 2 else matrix.contiguous(), biased

@@ -34,16 +34,7 @@ def check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx):
     if delta.shape != shape or delta.dtype != dtype or delta.get_device() != device:
         checks.check_same(_NAME, "delta", delta, shape, u, "u", "(B, D, L)")
     dstate = A.shape[-1] if A.dim() == 2 else -1
-    if (
-        A.shape != (dim, dstate)
-        or A.dtype != torch.float32
-        or A.get_device() != device
-        or not 1 <= dstate <= abi.MAX_DSTATE
-    ):
-        checks.no_complex(_NAME, "A", A)
-        checks.check_dims(_NAME, "A", A, 2, "(D, N)")
-        checks.check_float32(_NAME, "A", A, (dim, dstate), u, "u", "(D, N)")
-        checks.check_dstate(_NAME, dstate, abi.MAX_DSTATE)
+    check_parameters(_NAME, (dim, dstate), u, "u", A, D, delta_bias)
     ngroups = 1
     if B.dim() == 4:
         ngroups = B.shape[1]
@@ -51,21 +42,33 @@ def check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx):
         ngroups = C.shape[1]
     if ngroups != 1:
         checks.check_groups(_NAME, "dim (channels of u)", dim, ngroups)
-    _check_matrix("B", B, (batch, ngroups, dstate, seqlen), u, dtype, device, dim)
-    _check_matrix("C", C, (batch, ngroups, dstate, seqlen), u, dtype, device, dim)
+    check_matrix(_NAME, "B", B, (batch, ngroups, dstate, seqlen), u, "u", dim)
+    check_matrix(_NAME, "C", C, (batch, ngroups, dstate, seqlen), u, "u", dim)
     if z is not None and (z.shape != shape or z.dtype != dtype or z.get_device() != device):
         checks.check_same(_NAME, "z", z, shape, u, "u", "(B, D, L)")
-    if D is not None and (D.shape != (dim,) or D.dtype != torch.float32 or D.get_device() != device):
-        checks.check_float32(_NAME, "D", D, (dim,), u, "u", "(D,)")
-    if delta_bias is not None and (
-        delta_bias.shape != (dim,) or delta_bias.dtype != torch.float32 or delta_bias.get_device() != device
-    ):
-        checks.check_float32(_NAME, "delta_bias", delta_bias, (dim,), u, "u", "(D,)")
     if initial_state is not None:
         checks.check_float32(_NAME, "initial_state", initial_state, (batch, dim, dstate), u, "u", "(B, D, N)")
     if seq_idx is not None:
         checks.check_int32(_NAME, "seq_idx", seq_idx, (batch, seqlen), u, "u", "(B, L)")
     return batch, dim, seqlen, dstate, ngroups
+
+
+def check_parameters(op, sizes, like, like_name, A, D, delta_bias):
+    """A (D, N), D and delta_bias (D); like: an activation, called like_name."""
+    dim, dstate = sizes
+    device = like.get_device()
+    if A.shape != sizes or A.dtype != torch.float32 or A.get_device() != device or not 1 <= dstate <= abi.MAX_DSTATE:
+        checks.no_complex(op, "A", A)
+        checks.check_dims(op, "A", A, 2, "(D, N)")
+        checks.check_float32(op, "A", A, sizes, like, like_name, "(D, N)")
+        checks.check_dstate(op, dstate, abi.MAX_DSTATE)
+    shape = (dim,)
+    if D is not None and (D.shape != shape or D.dtype != torch.float32 or D.get_device() != device):
+        checks.check_float32(op, "D", D, shape, like, like_name, "(D,)")
+    if delta_bias is not None and (
+        delta_bias.shape != shape or delta_bias.dtype != torch.float32 or delta_bias.get_device() != device
+    ):
+        checks.check_float32(op, "delta_bias", delta_bias, shape, like, like_name, "(D,)")
 
 
 def check_fake(name, u, *others):
@@ -75,21 +78,21 @@ def check_fake(name, u, *others):
             raise ValueError(f"{name}: every tensor must be on {u.device} like u, got one on {tensor.device}")
 
 
-def _check_matrix(name, matrix, shape, u, dtype, device, dim):
+def check_matrix(op, name, matrix, shape, like, like_name, dim):
     """B or C: (B, G, N, L), or without G where there is one group, or constant (D, N)."""
     dims = matrix.dim()
     letters = "(B, G, N, L)"
     if dims == 3 and shape[1] == 1:
         shape, letters = (shape[0], *shape[2:]), "(B, N, L)"
     elif dims == 2:
-        checks.check_float32(_NAME, name, matrix, (dim, shape[2]), u, "u", "(D, N) as a constant")
+        checks.check_float32(op, name, matrix, (dim, shape[2]), like, like_name, "(D, N) as a constant")
         return
     elif dims not in (3, 4):
         raise ValueError(
-            f"{_NAME}: {name} must be (B, G, N, L), (B, N, L), or constant (D, N), got shape {tuple(matrix.shape)}"
+            f"{op}: {name} must be (B, G, N, L), (B, N, L), or constant (D, N), got shape {tuple(matrix.shape)}"
         )
-    if matrix.shape != shape or matrix.dtype != dtype or matrix.get_device() != device:
-        checks.check_same(_NAME, name, matrix, shape, u, "u", letters)
+    if matrix.shape != shape or matrix.dtype != like.dtype or matrix.get_device() != like.get_device():
+        checks.check_same(op, name, matrix, shape, like, like_name, letters)
 
 
 def kernel_layout(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx):
@@ -109,7 +112,7 @@ def kernel_layout(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx):
 
 
 def fill(params, sizes, tensors, delta_softplus, out, checkpoints):
-    """Sets the fields that forward and backward share, from tensors in kernel layout."""
+    """Sets the fields that forward and backward share, from tensors (or Views) in kernel layout."""
     u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx = tensors
     params.batch, params.dim, params.seqlen, params.dstate, params.ngroups = sizes
     params.dtype = DTYPE_CODES[u.dtype]

@@ -11,11 +11,22 @@ import torch.nn.functional as F
 
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
-from mamba_ssm.ops._library import apply, call, call_in_backward, wants_one_node
-from mamba_ssm.ops._mamba_inner_common import Inputs, check, delta_of, matrix_of, split
-from mamba_ssm.ops._projections import project_in, to_channel_major, to_columns
+from mamba_ssm.ops._library import apply, call, call_in_backward, unwatched, wants_one_node
+from mamba_ssm.ops._mamba_inner_common import (
+    Inputs,
+    channels,
+    check,
+    convolve,
+    delta_of,
+    matrix_of,
+    scan_matrix,
+    split,
+)
+from mamba_ssm.ops._projections import from_columns, project_in, to_channel_major, to_columns
+from mamba_ssm.ops._scan_common import checkpoint_size
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_op
 from mamba_ssm.ops.mamba_inner_backward import mamba_inner_backward_op
+from mamba_ssm.ops.selective_scan import launch_forward as launch_scan
 from mamba_ssm.ops.selective_scan import selective_scan_op
 
 _NAME = "mamba_inner_fn"
@@ -148,20 +159,44 @@ def _given(matrix, dtype):
 
 def _compute(inputs, delta_softplus, eps, keep):
     """Returns the output and what backward starts from: x_dbl, the scan's checkpoints, conv output and delta."""
-    check(inputs)
+    sizes = check(inputs)
+    if unwatched(inputs) and inputs.xz.numel():
+        return _compute_now(inputs, sizes, delta_softplus, eps, keep)
     xz, A, delta_proj_weight = inputs.xz, inputs.A, inputs.delta_proj_weight
     batch, _, seqlen = xz.shape
     x, z = to_channel_major(xz).chunk(2, dim=1)
     conv_inputs = x, inputs.conv1d_weight.squeeze(1), inputs.conv1d_bias, None, None
     conv_out, _ = call(causal_conv1d_op, *conv_inputs, False, True)
-    x_dbl = torch.mm(inputs.x_proj_weight, to_columns(conv_out))
+    conv_columns = to_columns(conv_out)
+    x_dbl = torch.mm(inputs.x_proj_weight, conv_columns)
     dt, B_rows, C_rows = split(x_dbl, delta_proj_weight.shape[1], A.shape[1], inputs.B, inputs.C)
-    delta, _ = delta_of(dt, batch, seqlen, delta_proj_weight, inputs.dt_rms_weight, eps)
+    delta_columns = delta_of(dt, batch, seqlen, delta_proj_weight, inputs.dt_rms_weight, eps)
     B, _ = matrix_of(B_rows, batch, seqlen, inputs.B, inputs.B_proj_bias, inputs.b_rms_weight, eps)
     C, _ = matrix_of(C_rows, batch, seqlen, inputs.C, inputs.C_proj_bias, inputs.c_rms_weight, eps)
+    delta = from_columns(delta_columns, batch, seqlen)
     scan_inputs = conv_out, delta, A, B, C, inputs.D, z, inputs.delta_bias, None, None
     y, _, checkpoints = call(selective_scan_op, *scan_inputs, delta_softplus, False, keep)
     out = F.linear(to_columns(y).t(), inputs.out_proj_weight, inputs.out_proj_bias)
+    return out.view(batch, seqlen, out.shape[1]), x_dbl, checkpoints, conv_columns, delta_columns
+
+
+def _compute_now(inputs, sizes, delta_softplus, eps, keep):
+    """_compute where nobody watches operators: no views, and the arguments are checked already."""
+    batch, dim, seqlen, dstate, *_ = sizes
+    xz = to_channel_major(inputs.xz)
+    conv_out = convolve(xz, inputs, sizes)
+    x_dbl = torch.mm(inputs.x_proj_weight, conv_out)
+    dt, B_rows, C_rows = split(x_dbl, sizes.rank, dstate, inputs.B, inputs.C)
+    delta = delta_of(dt, batch, seqlen, inputs.delta_proj_weight, inputs.dt_rms_weight, eps).contiguous()
+    B, _ = scan_matrix(B_rows, sizes, inputs.B, inputs.B_proj_bias, inputs.b_rms_weight, eps)
+    C, _ = scan_matrix(C_rows, sizes, inputs.C, inputs.C_proj_bias, inputs.c_rms_weight, eps)
+    A, D, delta_bias = (checks.contiguous(tensor) for tensor in (inputs.A, inputs.D, inputs.delta_bias))
+    y = torch.empty_like(conv_out)
+    checkpoints = A.new_empty((checkpoint_size(batch, dim, seqlen, dstate),)) if keep else None
+    x, z = channels(conv_out, sizes), channels(xz, sizes, dim)
+    scan_inputs = x, channels(delta, sizes), A, B, C, D, z, delta_bias, None, None
+    launch_scan(sizes.scan, scan_inputs, delta_softplus, channels(y, sizes), None, checkpoints)
+    out = F.linear(y.t(), inputs.out_proj_weight, inputs.out_proj_bias)
     return out.view(batch, seqlen, out.shape[1]), x_dbl, checkpoints, conv_out, delta
 
 

@@ -92,17 +92,23 @@ def _forward(
         if return_last_state:
             last_state.zero_() if initial_state is None else last_state.copy_(initial_state)
         return out, last_state, checkpoints
+    launch_forward(sizes, tensors, delta_softplus, out, last_state, checkpoints)
+    return out, last_state, checkpoints
+
+
+def launch_forward(sizes, tensors, delta_softplus, out, last_state, checkpoints):
+    """Runs the kernels. tensors: u to seq_idx in kernel layout; all but parameters and states may be Views."""
     params = abi.MambaSelectiveScan()
-    functions = place(params, u)
+    A = tensors[2]
+    functions = place(params, A)
     fill(params, sizes, tensors, delta_softplus, out, checkpoints)
-    if return_last_state:
+    if last_state is not None:
         params.last_state = last_state.data_ptr()
     short = sizes[2] <= abi.SCAN_CHECKPOINT  # never worth splitting
     segments = 1 if short else plan_of(functions, params, False).forward_segments
     workspace = split_length(params, segments, A)
     run(functions, "selective_scan_forward", params)
     del workspace  # held until here: the kernels have it now
-    return out, last_state, checkpoints
 
 
 def _forward_fake(

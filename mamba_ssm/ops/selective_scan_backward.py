@@ -50,41 +50,43 @@ def _backward(
     delta_softplus,
     need_dinitial_state,
     recompute_out,
-    into=None,
 ):
-    """The operator; into: du, ddelta, dz and out to write, with last stride 1, and dBC (2, B, N, L) of any strides, or
-    None, for the gradients of B and C (B, N, L): for callers that cut them out of larger tensors.
-    """
     inputs = (u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
     sizes = batch, dim, _, dstate, _ = _check_backward(dout, dlast_state, inputs, checkpoints)
     tensors = kernel_layout(*inputs)
-    dBC = None
-    if into is not None:
-        du, ddelta, dz, out, dBC = into
-    else:
-        out = allocate(tensors[0], sizes, False, False)[0] if recompute_out else None
+    out = allocate(tensors[0], sizes, False, False)[0] if recompute_out else None
     if u.numel() == 0:
-        if dBC is not None:
-            dBC.zero_()
         grads = _empty_grads(sizes, inputs, need_dinitial_state, zero=True)
         if need_dinitial_state and dlast_state is not None:
             grads[-1].copy_(dlast_state)
         return *grads, out
     dout = checks.unit_last_stride(dout)
     dlast_state = checks.contiguous(dlast_state)
+    du, ddelta, dz = empty_like(u), empty_like(u), None if z is None else empty_like(u)
+    dinitial_state = A.new_empty((batch, dim, dstate)) if need_dinitial_state else None
+    into = du, ddelta, dz, dinitial_state, out
+    dA, dB, dC, dD, ddelta_bias = launch_backward(sizes, dout, dlast_state, tensors, checkpoints, delta_softplus, into)
+    return du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, out
 
+
+def launch_backward(sizes, dout, dlast_state, tensors, checkpoints, delta_softplus, into, dBC=None):
+    """Runs the kernels; returns the gradients of A, B, C, D and delta_bias.
+
+    tensors: u to seq_idx in kernel layout; into: du, ddelta, dz, dinitial_state and out, to be written; None where not
+    wanted. dout, u, delta, z, du, ddelta, dz and out may be Views with last stride 1.
+    dBC: (2, B, N, L) of any strides, which takes the gradients of B and C (B, N, L); these may then be Views too.
+    """
+    _, _, A, B, C, D, _, delta_bias, _, _ = tensors
+    du, ddelta, dz, dinitial_state, out = into
+    batch, _, seqlen, dstate, _ = sizes
     params = abi.MambaSelectiveScanBackward()
-    functions = place(params, u)
+    functions = place(params, A)
     fill(params, sizes, tensors, delta_softplus, out, checkpoints)
     plan = plan_of(functions, params.forward, torch.are_deterministic_algorithms_enabled())
     params.slots = slots = plan.slots
     parts = batch * plan.backward_segments
     workspace = split_length(params, plan.backward_segments, A)
 
-    if into is None:
-        du = empty_like(u)
-        ddelta = empty_like(u)
-        dz = None if z is None else empty_like(u)
     dA = empty_parts(A, parts)
     if dBC is None:
         dB = empty_parts(B, parts if B.dim() == 2 else slots)
@@ -94,13 +96,13 @@ def _backward(
                 if matrix.dim() > 2:
                     gradient.zero_()
     else:
-        sums = A.new_empty((2, *B.shape) if slots == 1 else (2, slots, *B.shape))
+        shape = batch, dstate, seqlen
+        sums = A.new_empty((2, *shape) if slots == 1 else (2, slots, *shape))
         if plan.zeroed_sums:
             sums.zero_()
-        dB, dC = sums[0], sums[1]
+        dB, dC = sums.unbind()
     dD = None if D is None else empty_parts(D, parts)
     ddelta_bias = None if delta_bias is None else empty_parts(delta_bias, parts)
-    dinitial_state = A.new_empty((batch, dim, dstate)) if need_dinitial_state else None
 
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_dim_stride, _ = dout.stride()
@@ -125,18 +127,7 @@ def _backward(
     else:
         dBC.copy_(sums if slots == 1 else sums.sum(1))
         dB = dC = None
-    return (
-        du,
-        ddelta,
-        add_parts(dA, A),
-        dB,
-        dC,
-        add_parts(dD, D),
-        dz,
-        add_parts(ddelta_bias, delta_bias),
-        dinitial_state,
-        out,
-    )
+    return add_parts(dA, A), dB, dC, add_parts(dD, D), add_parts(ddelta_bias, delta_bias)
 
 
 def _empty_grads(sizes, inputs, need_dinitial_state, zero):
