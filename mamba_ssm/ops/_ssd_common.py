@@ -51,16 +51,14 @@ def check_head(op, headdim, dstate):
 def check_parameters(op, sizes, like, like_name, A, D, dt_bias, initial_states, seq_idx, dt_min, dt_max):
     """The part of check that is not about activations, for operators that cut these out of one tensor."""
     batch, seqlen, nheads, headdim, _, dstate = sizes
-    heads = (nheads,)
-    if A.dtype != torch.float32 or A.shape != heads or A.device != like.device:
+    heads, device, float32 = (nheads,), like.device, torch.float32
+    if A.dtype != float32 or A.shape != heads or A.device != device:
         checks.no_complex(op, "A", A)
         checks.check_float32(op, "A", A, heads, like, like_name, "(H,)")
-    if D is not None:
-        if D.dim() == 2:
-            checks.check_float32(op, "D", D, (nheads, headdim), like, like_name, "(H, P)")
-        else:
-            checks.check_float32(op, "D", D, heads, like, like_name, "(H,)")
-    if dt_bias is not None:
+    if D is not None and (D.dtype != float32 or D.shape != heads or D.device != device):
+        shape, letters = ((nheads, headdim), "(H, P)") if D.dim() == 2 else (heads, "(H,)")
+        checks.check_float32(op, "D", D, shape, like, like_name, letters)
+    if dt_bias is not None and (dt_bias.dtype != float32 or dt_bias.shape != heads or dt_bias.device != device):
         checks.check_float32(op, "dt_bias", dt_bias, heads, like, like_name, "(H,)")
     if initial_states is not None:
         states = (batch, nheads, headdim, dstate)

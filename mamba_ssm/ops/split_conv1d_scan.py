@@ -84,14 +84,16 @@ def _check(inputs, options):
     """Raises on any argument that the kernels do not take; returns the sizes."""
     zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
     headdim, ngroups = options.headdim, options.ngroups
-    checks.check_dims(_NAME, "zxbcdt", zxbcdt, 3, "(B, L, 2 d_mlp + 2 H P + 2 G N + H)")
-    checks.check_activation_dtype(_NAME, "zxbcdt", zxbcdt)
-    checks.check_dims(_NAME, "A", A, 1, "(H,)")
-    checks.check_dims(_NAME, "conv1d_weight", conv1d_weight, 2, "(H P + 2 G N, W)")
+    if zxbcdt.dim() != 3 or A.dim() != 1 or conv1d_weight.dim() != 2 or zxbcdt.dtype not in checks.FLOAT_DTYPES:
+        checks.check_dims(_NAME, "zxbcdt", zxbcdt, 3, "(B, L, 2 d_mlp + 2 H P + 2 G N + H)")
+        checks.check_activation_dtype(_NAME, "zxbcdt", zxbcdt)
+        checks.check_dims(_NAME, "A", A, 1, "(H,)")
+        checks.check_dims(_NAME, "conv1d_weight", conv1d_weight, 2, "(H P + 2 G N, W)")
     batch, seqlen, columns = zxbcdt.shape
     nheads, channels = A.shape[0], conv1d_weight.shape[0]
     dim = nheads * headdim
-    checks.check_groups(_NAME, f"nheads ({nheads})", nheads, ngroups)
+    if ngroups != 1:
+        checks.check_groups(_NAME, f"nheads ({nheads})", nheads, ngroups)
     dstate = (channels - dim) // (2 * ngroups)  # not divmod: sizes may be symbols
     if headdim < 1 or dstate < 1 or channels != dim + 2 * ngroups * dstate:
         raise ValueError(
