@@ -140,17 +140,38 @@ class DeviceGuard {
     cudaError_t error;
 };
 
+// Whether kernels may start early on the current device: it can do that, and this code was compiled for it. All kernels of the
+// library are compiled for the same architectures, so that one answers for all; asking is a good part of a launch's time.
+template <typename... Parameters>
+cudaError_t may_start_early(void (*kernel)(Parameters...), bool* answer) {
+    static thread_local int asked_device = -1;
+    static thread_local bool asked_answer = false;
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess && device != asked_device) {
+        int driver = 0;
+        cudaFuncAttributes compiled;
+        error = cudaDriverGetVersion(&driver);
+        if (error == cudaSuccess) {
+            error = cudaFuncGetAttributes(&compiled, kernel);
+        }
+        if (error == cudaSuccess) {
+            // ptxVersion is what __CUDA_ARCH__ was. CUDA graphs capture such a launch from 12.3 on.
+            asked_answer = compiled.ptxVersion >= 90 && driver >= 12030;
+            asked_device = device;
+        }
+    }
+    *answer = asked_answer;
+    return error;
+}
+
 // Launches a kernel that calls wait_for_previous_kernel before it touches what the kernel ahead of it in the stream writes.
 // Its blocks start early on GPUs that can do that; elsewhere, or compiled for older ones, it is an ordinary launch.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
                                cudaStream_t stream, const Arguments&... arguments) {
-    int driver = 0;
-    cudaFuncAttributes compiled;
-    cudaError_t error = cudaDriverGetVersion(&driver);
-    if (error == cudaSuccess) {
-        error = cudaFuncGetAttributes(&compiled, kernel);
-    }
+    bool starts_early = false;
+    const cudaError_t error = may_start_early(kernel, &starts_early);
     if (error != cudaSuccess) {
         return error;
     }
@@ -163,8 +184,7 @@ cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t blocks, in
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = &early;
-    // ptxVersion is what __CUDA_ARCH__ was. CUDA graphs capture such a launch from 12.3 on.
-    config.numAttrs = compiled.ptxVersion >= 90 && driver >= 12030 ? 1 : 0;
+    config.numAttrs = starts_early ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

@@ -100,7 +100,8 @@ def check(inputs):
         if matrix is not None:
             checks.check_tensor(_NAME, name, matrix)
             ngroups = matrix.shape[1] if matrix.dim() == 4 else ngroups
-    checks.check_groups(_NAME, "dim (channels of x)", dim, ngroups)
+    if ngroups != 1:
+        checks.check_groups(_NAME, "dim (channels of x)", dim, ngroups)
     for name, matrix in (("B", B), ("C", C)):
         if matrix is not None:
             check_matrix(_NAME, name, matrix, (batch, ngroups, dstate, seqlen), xz, "xz", dim)

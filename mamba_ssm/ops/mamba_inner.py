@@ -158,7 +158,10 @@ def _given(matrix, dtype):
 
 
 def _compute(inputs, delta_softplus, eps, keep):
-    """Returns the output and what backward starts from: x_dbl, the scan's checkpoints, conv output and delta."""
+    """Returns the output and what backward starts from: x_dbl, the scan's checkpoints, conv output and delta.
+
+    x_dbl (R + N + N, B*L), conv output and delta (D, B*L) are matrices.
+    """
     sizes = check(inputs)
     if unwatched(inputs) and inputs.xz.numel():
         return _compute_now(inputs, sizes, delta_softplus, eps, keep)
@@ -181,7 +184,9 @@ def _compute(inputs, delta_softplus, eps, keep):
 
 
 def _compute_now(inputs, sizes, delta_softplus, eps, keep):
-    """_compute where nobody watches operators: no views, and the arguments are checked already."""
+    """_compute where nobody watches operators: straight to the kernels, without a tensor for each view and without
+    checking again, which saves a quarter of a small block's time.
+    """
     batch, dim, seqlen, dstate, *_ = sizes
     xz = to_channel_major(inputs.xz)
     conv_out = convolve(xz, inputs, sizes)
