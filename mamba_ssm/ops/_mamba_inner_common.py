@@ -11,7 +11,7 @@ import torch
 from mamba_ssm._native.launch import View
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._conv1d_common import check_width
-from mamba_ssm.ops._projections import from_columns, rms_norm_channels, to_columns
+from mamba_ssm.ops._projections import from_columns, rms_norm_channels, to_channel_major, to_columns
 from mamba_ssm.ops._scan_common import check_matrix, check_parameters
 from mamba_ssm.ops.causal_conv1d import launch_forward as launch_convolution
 
@@ -48,6 +48,7 @@ class Sizes(typing.NamedTuple):
     ngroups: int
     rank: int
     width: int
+    C_row: int  # of x_dbl, where C begins, if it is there; B begins at rank
 
     @property
     def columns(self):
@@ -121,7 +122,7 @@ def check(inputs):
     if inputs.dt_rms_weight is not None:
         checks.check_tensor(_NAME, "dt_rms_weight", inputs.dt_rms_weight)
         checks.check_float(_NAME, "dt_rms_weight", inputs.dt_rms_weight, (dim,), xz, "xz", "(D,)")
-    return Sizes(batch, dim, seqlen, dstate, ngroups, rank, width)
+    return Sizes(batch, dim, seqlen, dstate, ngroups, rank, width, rank + (dstate if B is None else 0))
 
 
 def split(x_dbl, rank, dstate, B, C):
@@ -156,6 +157,11 @@ def channels(matrix, sizes, first=0):
     return View(matrix, first * sizes.columns, sizes.seqlen, sizes.columns, 1)
 
 
+def channel_major(xz, sizes):
+    """to_channel_major where strides can be looked at: most tensors lie so already."""
+    return xz if xz.stride() == (sizes.seqlen, sizes.columns, 1) else to_channel_major(xz)
+
+
 def convolve(xz, inputs, sizes):
     """The convolution's output as a matrix (D, B*L); xz: in memory (2D, B, L)."""
     weight, bias = inputs.conv1d_weight.contiguous(), checks.contiguous(inputs.conv1d_bias)
@@ -165,9 +171,10 @@ def convolve(xz, inputs, sizes):
     return out
 
 
-def scan_matrix(rows, sizes, given, proj_bias, rms_weight, eps, view=True):
-    """matrix_of for kernels, a View if possible and wanted."""
-    if view and rows is not None and proj_bias is None and rms_weight is None:
-        return channels(rows, sizes), None
+def scan_matrix(x_dbl, first, sizes, given, proj_bias, rms_weight, eps, view=True):
+    """matrix_of for kernels; x_dbl has its rows from the first on. A View if possible and wanted."""
+    if view and given is None and proj_bias is None and rms_weight is None:
+        return channels(x_dbl, sizes, first), None
+    rows = x_dbl[first : first + sizes.dstate] if given is None else None
     matrix, biased = matrix_of(rows, sizes.batch, sizes.seqlen, given, proj_bias, rms_weight, eps)
     return checks.unit_last_stride(matrix) if matrix.dim() > 2 else matrix.contiguous(), biased

@@ -14,6 +14,7 @@ from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
 from mamba_ssm.ops._library import apply, call, call_in_backward, unwatched, wants_one_node
 from mamba_ssm.ops._mamba_inner_common import (
     Inputs,
+    channel_major,
     channels,
     check,
     convolve,
@@ -139,11 +140,6 @@ def mamba_block(
         xz = project_in(hidden_states, in_proj_weight, in_proj_bias)
         A = -torch.exp(A_log.float())
         return mamba_inner_fn(xz, *inner, A, D=D.float(), delta_bias=dt_bias.float())
-    dtype = autocast_dtype(hidden_states)
-    if dtype is not None:
-        hidden_states, in_proj_weight = checks.cast(hidden_states, dtype), checks.cast(in_proj_weight, dtype)
-        projections = [checks.cast(weight, dtype) for weight in (x_proj_weight, dt_proj_weight, out_proj_weight)]
-        inner = conv1d_weight, conv1d_bias, *projections, out_proj_bias
     return apply(_MambaBlock, hidden_states, in_proj_weight, in_proj_bias, *inner, A_log, D, dt_bias)
 
 
@@ -188,13 +184,13 @@ def _compute_now(inputs, sizes, delta_softplus, eps, keep):
     checking again, which saves a quarter of a small block's time.
     """
     batch, dim, seqlen, dstate, *_ = sizes
-    xz = to_channel_major(inputs.xz)
+    xz = channel_major(inputs.xz, sizes)
     conv_out = convolve(xz, inputs, sizes)
     x_dbl = torch.mm(inputs.x_proj_weight, conv_out)
-    dt, B_rows, C_rows = split(x_dbl, sizes.rank, dstate, inputs.B, inputs.C)
+    dt = x_dbl[: sizes.rank]
     delta = delta_of(dt, batch, seqlen, inputs.delta_proj_weight, inputs.dt_rms_weight, eps).contiguous()
-    B, _ = scan_matrix(B_rows, sizes, inputs.B, inputs.B_proj_bias, inputs.b_rms_weight, eps)
-    C, _ = scan_matrix(C_rows, sizes, inputs.C, inputs.C_proj_bias, inputs.c_rms_weight, eps)
+    B, _ = scan_matrix(x_dbl, sizes.rank, sizes, inputs.B, inputs.B_proj_bias, inputs.b_rms_weight, eps)
+    C, _ = scan_matrix(x_dbl, sizes.C_row, sizes, inputs.C, inputs.C_proj_bias, inputs.c_rms_weight, eps)
     A, D, delta_bias = (checks.contiguous(tensor) for tensor in (inputs.A, inputs.D, inputs.delta_bias))
     y = torch.empty_like(conv_out)
     checkpoints = A.new_empty((checkpoint_size(batch, dim, seqlen, dstate),)) if keep else None
@@ -233,6 +229,11 @@ class _MambaBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_states, in_proj_weight, in_proj_bias, *arguments):
         *weights, out_proj_bias, A_log, D, dt_bias = arguments
+        dtype = autocast_dtype(hidden_states)
+        if dtype is not None:
+            hidden_states, in_proj_weight = checks.cast(hidden_states, dtype), checks.cast(in_proj_weight, dtype)
+            conv1d_weight, conv1d_bias, *projections = weights
+            weights = conv1d_weight, conv1d_bias, *(checks.cast(weight, dtype) for weight in projections)
         xz = project_in(hidden_states, in_proj_weight, in_proj_bias)
         if out_proj_bias is not None:
             out_proj_bias = out_proj_bias.to(xz.dtype)

@@ -9,9 +9,9 @@ import torch
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops import causal_conv1d
 from mamba_ssm.ops._library import define
-from mamba_ssm.ops._mamba_inner_common import Inputs, channels, check, convolve, delta_of, scan_matrix, split
+from mamba_ssm.ops._mamba_inner_common import Inputs, channel_major, channels, check, convolve, delta_of, scan_matrix
 from mamba_ssm.ops._parts import empty_like
-from mamba_ssm.ops._projections import from_columns, rms_norm_channels_grad, to_channel_major, to_columns
+from mamba_ssm.ops._projections import from_columns, rms_norm_channels_grad, to_columns
 from mamba_ssm.ops._scan_common import check_fake, checkpoint_size
 from mamba_ssm.ops.selective_scan_backward import launch_backward as launch_scan_backward
 
@@ -48,25 +48,25 @@ def _backward(dout, *arguments):
     if columns == 0:
         return tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in inputs)
 
-    xz, x_dbl = to_channel_major(xz), x_dbl.contiguous()
+    xz, x_dbl = channel_major(xz, sizes), x_dbl.contiguous()
     x, z = channels(xz, sizes), channels(xz, sizes, dim)
-    dt, B_rows, C_rows = split(x_dbl, sizes.rank, dstate, B, C)
+    rank, C_row = sizes.rank, sizes.C_row
+    dt = x_dbl[:rank]
     if conv_out is None:
         conv_out = convolve(xz, inputs, sizes)
         delta = delta_of(dt, batch, seqlen, delta_proj_weight, dt_rms_weight, eps)
     conv_out, delta = conv_out.contiguous(), delta.contiguous()
     both = B is None and C is None
-    scan_B, biased_B = scan_matrix(B_rows, sizes, B, B_proj_bias, b_rms_weight, eps, view=both)
-    scan_C, biased_C = scan_matrix(C_rows, sizes, C, C_proj_bias, c_rms_weight, eps, view=both)
+    scan_B, biased_B = scan_matrix(x_dbl, rank, sizes, B, B_proj_bias, b_rms_weight, eps, view=both)
+    scan_C, biased_C = scan_matrix(x_dbl, C_row, sizes, C, C_proj_bias, c_rms_weight, eps, view=both)
 
     # Large tensors are let go as soon as they are used; the scan's output waits where dx will come.
     dxz = xz.new_empty((2 * dim, columns))
     y, dz = channels(dxz, sizes), channels(dxz, sizes, dim)
     dx_dbl = empty_like(x_dbl)
-    ddt, dB_rows, dC_rows = split(dx_dbl, sizes.rank, dstate, B, C)
     dBC = None
     if both:
-        dBC = dB_rows.as_strided((2, batch, dstate, seqlen), (dstate * columns, seqlen, columns, 1))
+        dBC = dx_dbl.as_strided((2, batch, dstate, seqlen), (dstate * columns, seqlen, columns, 1), rank * columns)
     dout = dout.reshape(columns, out_proj_weight.shape[0])
     dout_columns = dout.t()
     dy = torch.mm(out_proj_weight.t(), dout_columns)
@@ -89,14 +89,14 @@ def _backward(dout, *arguments):
         ddelta, ddt_rms_weight = rms_norm_channels_grad(ddelta, projected, dt_rms_weight, eps)
         ddelta = to_columns(ddelta)
     ddelta_proj_weight = torch.mm(ddelta, dt.t())
-    torch.mm(delta_proj_weight.t(), ddelta, out=ddt)
+    torch.mm(delta_proj_weight.t(), ddelta, out=dx_dbl[:rank])
     del ddelta
     dB_proj_bias = dC_proj_bias = db_rms_weight = dc_rms_weight = None
     if B is None:
-        dB_proj_bias, db_rms_weight = _finish_rows(sizes, dB_rows, dB, biased_B, B_proj_bias, b_rms_weight, eps)
+        dB_proj_bias, db_rms_weight = _finish_rows(dx_dbl, rank, sizes, dB, biased_B, B_proj_bias, b_rms_weight, eps)
         dB = None
     if C is None:
-        dC_proj_bias, dc_rms_weight = _finish_rows(sizes, dC_rows, dC, biased_C, C_proj_bias, c_rms_weight, eps)
+        dC_proj_bias, dc_rms_weight = _finish_rows(dx_dbl, C_row, sizes, dC, biased_C, C_proj_bias, c_rms_weight, eps)
         dC = None
     dx_proj_weight = torch.mm(dx_dbl, conv_out.t())
     del conv_out
@@ -126,12 +126,14 @@ def _backward(dout, *arguments):
     )
 
 
-def _finish_rows(sizes, rows, grad, biased, proj_bias, rms_weight, eps):
-    """Makes rows (N, B*L) the gradient of B's or C's rows of x_dbl, from grad (B, N, L); None if rows holds it already.
+def _finish_rows(dx_dbl, first, sizes, grad, biased, proj_bias, rms_weight, eps):
+    """Makes rows of dx_dbl, from the first on, the gradient of B or C, from grad (B, N, L); None if it is there.
 
     Returns the gradients of the bias and of the norm's weight. biased: (B, N, L), what the norm took.
     """
-    batch, seqlen = sizes.batch, sizes.seqlen
+    if grad is None and proj_bias is None and rms_weight is None:
+        return None, None
+    rows, batch, seqlen = dx_dbl[first : first + sizes.dstate], sizes.batch, sizes.seqlen
     drms_weight = None
     if rms_weight is not None:
         grad = from_columns(rows, batch, seqlen) if grad is None else grad

@@ -157,6 +157,27 @@ def test_offloaded_parameters(kind, device):
     assert_outputs(offload(copy.deepcopy(module)), module, device)
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_parameters_held_elsewhere(kind, device):
+    """Plain tensors in their place, as in the replicas of DataParallel and where a wrapper flattens parameters."""
+    module = BLOCKS[kind]().to(device)
+    other = copy.deepcopy(module)
+    held = [parameter.detach().requires_grad_() for parameter in other.parameters()]
+    names = [name for name, _ in other.named_parameters()]
+    for name, tensor in zip(names, held, strict=True):
+        owner, _, leaf = name.rpartition(".")
+        owner = other.get_submodule(owner)
+        del owner._parameters[leaf]
+        setattr(owner, leaf, tensor)
+    assert not list(other.parameters())
+    assert_outputs(other, module, device)
+    x = torch.randn(2, 9, 24, device=device)
+    found = torch.autograd.grad(other(x).square().sum(), held, allow_unused=True)
+    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()), allow_unused=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind,name", [part for part in PARTS if part[1] != "norm"])
 def test_parametrized_weights(kind, name):
     module = BLOCKS[kind]()
