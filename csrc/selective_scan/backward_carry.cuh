@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
         for (int slice = 0; slice < slices; ++slice) {
             const int first_state = slice * Layout::kSlice;
             __syncthreads();  // B and C have been read
-            BC.put(B_staged, C_staged);
+            BC.put_one(C_staged);
             if (seq_idx != nullptr) {
                 stage_resets(resets, Layout::kTile, seq_idx, first_step, p.seqlen);
             }
@@ -95,8 +95,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
                 }
 #pragma unroll
                 for (int s = 0; s < Layout::kStates; ++s) {
-                    Steps4 B, C;
-                    BC.read((s * Layout::kLanes + k) * Layout::kRow + step, B, C);
+                    Steps4 C = BC.read_one((s * Layout::kLanes + k) * Layout::kRow + step);
                     C = p.variable_C ? C : same4(constant_C[s]);
 #pragma unroll
                     for (int j = 3; j >= 0; --j) {

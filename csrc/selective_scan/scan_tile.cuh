@@ -325,6 +325,18 @@ struct MatrixTile {
         }
         return B;
     }
+
+    // Where only one of the two is wanted it lies here as float32.
+    __device__ __forceinline__ void put_one(const StagedTile<T, Layout>& matrix) {
+#pragma unroll
+        for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
+            const int item = (pass * Layout::kThreads + threadIdx.x) * Layout::kStageVector;
+            float wide[Layout::kStageVector];
+            unpack<T, Layout::kStageVector>(matrix.raw[pass], wide);
+            write_row(words + item / Layout::kTile * Layout::kRow + item % Layout::kTile, wide);
+        }
+    }
+    __device__ __forceinline__ Steps4 read_one(int at) const { return read4(words + at); }
 };
 
 // A lane's share of the element-wise rows. at: its first element in each row; valid: how many elements from there exist.
