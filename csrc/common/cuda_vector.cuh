@@ -159,14 +159,15 @@ __device__ __forceinline__ void store_from_float(void* data, int64_t index, int3
     }
 }
 
-// Four neighbours with one access; the address must be a multiple of four elements.
-__device__ __forceinline__ void load4_as_float(const void* data, int64_t index, int32_t dtype, float* values) {
+// N neighbours with accesses of up to 16 bytes; the address must be a multiple of their size.
+template <int N>
+__device__ __forceinline__ void load_vector_as_float(const void* data, int64_t index, int32_t dtype, float* values) {
     if (dtype == MAMBA_FLOAT32) {
-        unpack<float, 4>(packed_load<float, 4>(static_cast<const float*>(data) + index), values);
+        unpack<float, N>(packed_load<float, N>(static_cast<const float*>(data) + index), values);
     } else if (dtype == MAMBA_FLOAT16) {
-        unpack<__half, 4>(packed_load<__half, 4>(static_cast<const __half*>(data) + index), values);
+        unpack<__half, N>(packed_load<__half, N>(static_cast<const __half*>(data) + index), values);
     } else {
-        unpack<__nv_bfloat16, 4>(packed_load<__nv_bfloat16, 4>(static_cast<const __nv_bfloat16*>(data) + index), values);
+        unpack<__nv_bfloat16, N>(packed_load<__nv_bfloat16, N>(static_cast<const __nv_bfloat16*>(data) + index), values);
     }
 }
 

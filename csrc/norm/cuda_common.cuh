@@ -23,18 +23,33 @@ struct RowSums {
     float of_warp[2][kNormMaxThreads / 32][kCount];
 };
 
-// The sum of each value over a row's threads, the same bits in all of them. `turn` must alternate between calls.
-template <int kCount, int kMost>
-__device__ __forceinline__ void sum_over_row(float* values, RowSums<kMost>& shared, int turn) {
-    static_assert(kCount <= kMost, "a place for each");
-    const int lanes = static_cast<int>(blockDim.x);
-    for (int distance = (lanes < 32 ? lanes : 32) / 2; distance > 0; distance /= 2) {
+template <int kCount>
+__device__ __forceinline__ void sum_over_warp(float* values) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             values[i] += __shfl_xor_sync(0xffffffffu, values[i], distance);
         }
     }
-    if (lanes <= 32) {
+}
+
+// The sum of each value over a row's threads, the same bits in all of them. `turn` must alternate between calls.
+template <int kCount, int kMost>
+__device__ __forceinline__ void sum_over_row(float* values, RowSums<kMost>& shared, int turn) {
+    static_assert(kCount <= kMost, "a place for each");
+    const int lanes = static_cast<int>(blockDim.x);
+    if (lanes < 32) {
+        for (int distance = lanes / 2; distance > 0; distance /= 2) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                values[i] += __shfl_xor_sync(0xffffffffu, values[i], distance);
+            }
+        }
+        return;
+    }
+    sum_over_warp<kCount>(values);
+    if (lanes == 32) {
         return;
     }
     const int warps = lanes / 32;
@@ -51,12 +66,7 @@ __device__ __forceinline__ void sum_over_row(float* values, RowSums<kMost>& shar
     for (int i = 0; i < kCount; ++i) {
         values[i] = lane < warps ? shared.of_warp[turn & 1][first + lane][i] : 0.0f;
     }
-    for (int distance = 16; distance > 0; distance /= 2) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            values[i] += __shfl_xor_sync(0xffffffffu, values[i], distance);
-        }
-    }
+    sum_over_warp<kCount>(values);
 }
 
 // ---- a thread's part of a row ----------------------------------------------------------------------------------------
@@ -112,10 +122,7 @@ __device__ __forceinline__ void load_parameter(const void* data, int64_t index, 
     if constexpr (kVector == 1) {
         values[0] = load_as_float(data, index, dtype);
     } else {
-#pragma unroll
-        for (int i = 0; i < kVector; i += 4) {
-            load4_as_float(data, index + i, dtype, values + i);
-        }
+        load_vector_as_float<kVector>(data, index, dtype, values);
     }
 }
 
@@ -135,8 +142,8 @@ inline bool norm_is_aligned(const MambaNorm& p, int64_t vector) {
            norm_rows_aligned(p.residual, p.rows, p.residual_row_stride, other, vector) &&
            norm_rows_aligned(p.residual_out, p.rows, p.residual_out_row_stride, other, vector) &&
            norm_rows_aligned(p.z, p.rows, p.z_row_stride, other, vector) &&
-           pointer_is_aligned(p.weight, 4 * dtype_size(p.weight_dtype)) &&
-           pointer_is_aligned(p.bias, 4 * dtype_size(p.bias_dtype));
+           norm_rows_aligned(p.weight, 1, 0, dtype_size(p.weight_dtype), vector) &&
+           norm_rows_aligned(p.bias, 1, 0, dtype_size(p.bias_dtype), vector);
 }
 
 }  // namespace mamba

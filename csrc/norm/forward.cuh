@@ -41,8 +41,8 @@ __device__ __forceinline__ void load_sum(const T* x, const Other* residual, cons
 }
 
 // Adds up s, or its squared distances from `mean`, over this thread's part of a tile.
-template <int kVector>
-__device__ __forceinline__ float sum_tile(const float* s, int tile, int size, bool squares, float mean) {
+template <int kVector, bool kSquares>
+__device__ __forceinline__ float sum_tile(const float* s, int tile, int size, float mean) {
     float sum = 0.0f;
 #pragma unroll
     for (int v = 0; v < NormTile<kVector>::kVectors; ++v) {
@@ -50,15 +50,16 @@ __device__ __forceinline__ float sum_tile(const float* s, int tile, int size, bo
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
                 const float d = s[v * kVector + i] - mean;
-                sum = squares ? fmaf(d, d, sum) : sum + d;
+                sum = kSquares ? fmaf(d, d, sum) : sum + d;
             }
         }
     }
     return sum;
 }
 
-template <typename T, typename Other, int kVector, bool kLooped>
-__global__ void __launch_bounds__(kNormMaxThreads) norm_forward_kernel(const MambaNorm p) {
+// kThreads: of a block, at most. With few of them ptxas takes so few registers that five blocks fit a multiprocessor.
+template <typename T, typename Other, int kVector, bool kLooped, int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads == kNormBlock ? 5 : 1) norm_forward_kernel(const MambaNorm p) {
     constexpr int kVectors = NormTile<kVector>::kVectors;
     __shared__ RowSums<1> shared;
     const int64_t parts = p.rows * p.ngroups;
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kNormMaxThreads) norm_forward_kernel(const Mam
         if (residual_out != nullptr) {
             store_row<Other, kVector>(residual_out, tile, size, s);
         }
-        total += sum_tile<kVector>(s, tile, size, p.is_rms_norm, 0.0f);
+        total += p.is_rms_norm ? sum_tile<kVector, true>(s, tile, size, 0.0f) : sum_tile<kVector, false>(s, tile, size, 0.0f);
     }
     sum_over_row<1>(&total, shared, 0);
     float mean = 0.0f;
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(kNormMaxThreads) norm_forward_kernel(const Mam
             if constexpr (kLooped) {
                 load_sum<T, Other, kVector>(x, residual, z, gate_first, tile, size, s, z_bits);
             }
-            total += sum_tile<kVector>(s, tile, size, true, mean);
+            total += sum_tile<kVector, true>(s, tile, size, mean);
         }
         sum_over_row<1>(&total, shared, 1);
     }
@@ -157,7 +158,10 @@ template <typename T, typename Other, int kVector, bool kLooped>
 cudaError_t launch_norm_forward_as(const MambaNorm& p, const NormLayout& layout) {
     const dim3 threads(static_cast<unsigned>(layout.lanes), static_cast<unsigned>(layout.block_rows));
     const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows * p.ngroups, layout.block_rows));
-    norm_forward_kernel<T, Other, kVector, kLooped><<<blocks, threads, 0, static_cast<cudaStream_t>(p.run.stream)>>>(p);
+    const auto kernel = !kLooped && layout.lanes * layout.block_rows <= kNormBlock ? norm_forward_kernel < T, Other, kVector,
+               kLooped,
+               kLooped ? kNormMaxThreads : kNormBlock > : norm_forward_kernel<T, Other, kVector, kLooped, kNormMaxThreads>;
+    kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(p.run.stream)>>>(p);
     return cudaGetLastError();
 }
 

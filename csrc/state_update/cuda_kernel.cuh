@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_run(const void* data, int64_t offset, int64
                                          bool aligned, float* values) {
     if (aligned) {  // dstate is then a multiple of four
         if (first < dstate) {
-            load4_as_float(data, offset + first, dtype, values);
+            load_vector_as_float<4>(data, offset + first, dtype, values);
         }
     } else {
 #pragma unroll
