@@ -34,9 +34,13 @@ struct Product {
 template <int kSteps>
 __device__ __forceinline__ void load_product(Product& product, const float* products, int tile, int lane) {
     if (tile < ProductTiles<kSteps>::kCount) {
-        const float4* const at = reinterpret_cast<const float4*>(products) + tile * 64 + lane;
-        product.halves[0] = at[0];
-        product.halves[1] = at[32];
+        const float2* const at = reinterpret_cast<const float2*>(products + tile * 256) + lane;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 upper = at[64 * half];
+            const float2 lower = at[64 * half + 32];
+            product.halves[half] = make_float4(upper.x, upper.y, lower.x, lower.y);
+        }
     }
 }
 

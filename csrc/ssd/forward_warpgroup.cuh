@@ -14,15 +14,14 @@ namespace mamba {
 template <typename T, int kStates, bool kResults>
 struct WarpgroupTiles {
     static constexpr int kSteps = 64;
-    static constexpr int kXPitch = kForwardRows + kTilePad;
     static constexpr int kXStages = kResults ? 2 : 4;
     // Elements of a tile.
-    static constexpr int kX = kSteps * kXPitch;
+    static constexpr int kX = kSteps * kForwardRows;
     static constexpr int kB = kSteps * kStates;
-    static constexpr int kC = kResults ? kSteps * kStates : 0;
+    static constexpr int kBC = kResults ? 2 * kB : kB;
     static constexpr int kM = kResults ? kSteps * kSteps : 0;
-    static constexpr int kBytes = (2 * (kB + kC + kM) + kXStages * kX) * static_cast<int>(sizeof(T)) +
-                                  2 * static_cast<int>(sizeof(ChunkDecays<kSteps>) + sizeof(uint64_t));
+    static constexpr int kBytes = (2 * (kBC + kM) + kXStages * kX) * static_cast<int>(sizeof(T)) +
+                                  2 * static_cast<int>(sizeof(ChunkDecays<kSteps>) + 2 * sizeof(uint64_t));
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -45,7 +44,7 @@ __device__ __forceinline__ void load_CB(float2 (&loaded)[kMixGroups], const floa
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int i = group[half] / 2;
-        row[half] = products + i * (i + 1) / 2 * 256 + lane * 4 + group[half] % 2 * 2;
+        row[half] = products + i * (i + 1) / 2 * 256 + lane * 2 + group[half] % 2 * 64;
     }
 #pragma unroll
     for (int i = 0; i < kMixGroups; ++i) {
@@ -108,12 +107,12 @@ __device__ __forceinline__ void end_rows_at_restarts(T* M_tile, const ChunkDecay
     __syncwarp();
 }
 
-// The results (y + D x) silu(z) of a warp's 16 rows of headdim, into its columns of the tile. x: of all steps. y: its groups of
-// columns by their places. z: from the warp's first row on, or NULL; it is read for `valid` steps and `rows` rows.
+// The results (y + D x) silu(z) of a warp's 16 rows of headdim, to where x was read. x: of all steps. y: its groups of columns
+// by their places. z: from the warp's first row on, or NULL; it is read for `valid` steps and `rows` rows.
 template <typename T, bool kGated>
-__device__ __forceinline__ void store_results(T* tile, const float (&y)[kStepGroups][4], const Operand<T> (&x)[kStepGroups / 2],
-                                              const float (&D)[2], const T* z, int64_t z_stride, int valid, int rows,
-                                              int lane) {
+__device__ __forceinline__ void store_results(T* x_tile, const float (&y)[kStepGroups][4],
+                                              const Operand<T> (&x)[kStepGroups / 2], const float (&D)[2], const T* z,
+                                              int64_t z_stride, int valid, int rows, int lane) {
 #pragma unroll
     for (int k = 0; k < kStepGroups / 2; ++k) {
         Operand<T> results;
@@ -134,7 +133,18 @@ __device__ __forceinline__ void store_results(T* tile, const float (&y)[kStepGro
             }
             set_pair<T>(results, i, first, second);
         }
-        store_a_transposed<T>(tile + 16 * k * (kForwardRows + kTilePad), kForwardRows + kTilePad, results, lane);
+        store_matrices_transposed(x_tile + 16 * k * kForwardRows, results.r[0]);
+    }
+}
+
+template <int kCount>
+__device__ __forceinline__ void scale_state(float (&state)[kCount][4], float carry) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            state[j][k] *= carry;
+        }
     }
 }
 
@@ -152,13 +162,13 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     constexpr int kRows16 = 16 * 8;
     [[maybe_unused]] constexpr int kColumns16 = 2;
     extern __shared__ __align__(1024) unsigned char warpgroup_shared[];
-    T* const B_tiles = reinterpret_cast<T*>(warpgroup_shared);
-    T* const C_tiles = B_tiles + 2 * Tiles::kB;
-    T* const M_tiles = C_tiles + 2 * Tiles::kC;
+    T* const BC_tiles = reinterpret_cast<T*>(warpgroup_shared);  // a chunk's C behind its B
+    T* const M_tiles = BC_tiles + 2 * Tiles::kBC;
     T* const x_tiles = M_tiles + 2 * Tiles::kM;
     using Decays = ChunkDecays<kSteps>;
     Decays* const decays = reinterpret_cast<Decays*>(x_tiles + Tiles::kXStages * Tiles::kX);
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(decays + 2);
+    uint64_t* const tile_barriers = reinterpret_cast<uint64_t*>(decays + 2);
+    uint64_t* const decay_barriers = tile_barriers + 2;
 
     // By a shuffle: else the compiler reads the slow special register again for each use.
     const int thread = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.x) % 32);
@@ -169,10 +179,14 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     const int dstate = static_cast<int>(p.dstate);
     const int chunks = block.chunks();
     const int last_steps = chunks > 0 ? steps_in<kSteps>(block.seqlen, block.last_chunk - 1) : 0;
+    // Chunks that have all of their steps and rows.
+    const int whole_chunks = block.rows < kForwardRows ? 0 : chunks - (last_steps < kSteps ? 1 : 0);
 
     if (thread == 0) {
-        make_barrier(&barriers[0]);
-        make_barrier(&barriers[1]);
+        for (int i = 0; i < 2; ++i) {
+            make_barrier(&tile_barriers[i]);
+            make_barrier(&decay_barriers[i]);
+        }
     }
     [[maybe_unused]] float D[2] = {0.0f, 0.0f};
     if (kResults) {
@@ -194,43 +208,67 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     const int64_t slot = chunk_slot<kSteps>(p, block.batch, block.begin, block.first_chunk);
     const T* next_tiles = static_cast<const T*>(launch.tiles) + (slot * p.ngroups + block.group) * 2 * Tiles::kB;
     const Decays* next_decays = static_cast<const Decays*>(launch.chunk_decays) + slot * p.nheads + block.head;
+    const int64_t tiles_step = p.ngroups * 2 * Tiles::kB;
+    const int64_t decays_step = p.nheads;
     const auto begin_tile_copies = [&](int i) {
         if (i < chunks && thread == 0) {
-            constexpr int kTileBytes = Tiles::kB * static_cast<int>(sizeof(T));
+            constexpr int kTileBytes = Tiles::kBC * static_cast<int>(sizeof(T));
             constexpr int kDecayBytes = static_cast<int>(sizeof(Decays));
             static_assert(kTileBytes % 16 == 0 && kDecayBytes % 16 == 0, "what bulk copies take");
-            uint64_t* const barrier = &barriers[i % 2];
-            expect_copies(barrier, (kResults ? 2 : 1) * kTileBytes + kDecayBytes);
-            copy_bulk(B_tiles + i % 2 * Tiles::kB, next_tiles, kTileBytes, barrier);
-            if (kResults) {
-                copy_bulk(C_tiles + i % 2 * Tiles::kC, next_tiles + Tiles::kB, kTileBytes, barrier);
-            }
-            copy_bulk(&decays[i % 2], next_decays, kDecayBytes, barrier);
-            next_tiles += p.ngroups * 2 * Tiles::kB;
-            next_decays += p.nheads;
+            expect_copies(&decay_barriers[i % 2], kDecayBytes);  // M needs these alone
+            copy_bulk(&decays[i % 2], next_decays, kDecayBytes, &decay_barriers[i % 2]);
+            expect_copies(&tile_barriers[i % 2], kTileBytes);
+            copy_bulk(BC_tiles + i % 2 * Tiles::kBC, next_tiles, kTileBytes, &tile_barriers[i % 2]);
+            next_tiles += tiles_step;
+            next_decays += decays_step;
         }
     };
-    // All threads take x: each pass kTogether rows.
+    // All threads take x, and leave results, in passes of kTogether rows of the tile. An instruction so touches few rows, and
+    // all of each: the L1 cache takes a turn for every one.
+    using XTile = SwizzledTile<kSteps>;
     constexpr int kTogether = kForwardThreads / (kForwardRows / 8);
+    constexpr int kPass = kTogether * kForwardRows;  // elements of a tile
+    static_assert(kTogether % 8 == 0 && kForwardRows == 64,
+                  "then passes, and steps of 16 rows, lie equally far from each other");
     const int x_row = thread / (kForwardRows / 8);
     const int x_column = thread % (kForwardRows / 8) * 8;
+    T* const x_own = x_tiles + XTile::at(x_row, x_column);
+    const auto existing_rows = [&](int i) {
+        return x_column < block.rows ? (i == chunks - 1 ? last_steps : kSteps) - x_row : 0;
+    };
+    const int64_t x_pass = kTogether * p.x_len_stride;
     const T* next_x = block.x + (block.first_chunk * kSteps + x_row) * p.x_len_stride + x_column;
     const auto begin_x_copies = [&](int i) {
-        if (i < chunks) {
-            const int steps = i == chunks - 1 ? last_steps : kSteps;
-            const int existing = x_column < block.rows ? steps - x_row : 0;
-            T* const to = x_tiles + i % Tiles::kXStages * Tiles::kX + x_row * Tiles::kXPitch + x_column;
+        T* const to = x_own + i % Tiles::kXStages * Tiles::kX;
+        if (i < whole_chunks) {
 #pragma unroll
-            for (int j = 0; j < kSteps; j += kTogether) {
-                if (j < existing) {
-                    copy_async<16>(to + j * Tiles::kXPitch, next_x, true);
-                } else {
-                    *reinterpret_cast<uint4*>(to + j * Tiles::kXPitch) = make_uint4(0, 0, 0, 0);
-                }
-                next_x += kTogether * p.x_len_stride;
+            for (int j = 0; j < kSteps / kTogether; ++j) {
+                copy_async<16>(to + j * kPass, next_x, true);
+                next_x += x_pass;
+            }
+        } else if (i < chunks) {
+            const int existing = existing_rows(i);
+#pragma unroll 1
+            for (int j = 0; j < kSteps / kTogether; ++j) {
+                const bool exists = j * kTogether < existing;
+                copy_async<16>(to + j * kPass, exists ? next_x : block.x, exists);
+                next_x += x_pass;
             }
         }
         end_copies();
+    };
+    [[maybe_unused]] const int64_t out_pass = kTogether * p.out_len_stride;
+    [[maybe_unused]] T* next_out = block.out + (block.first_chunk * kSteps + x_row) * p.out_len_stride + x_column;
+    [[maybe_unused]] const auto store_chunk = [&](int i) {
+        const T* const from = x_own + i % Tiles::kXStages * Tiles::kX;
+        const int existing = i < whole_chunks ? kSteps : existing_rows(i);
+#pragma unroll
+        for (int j = 0; j < kSteps / kTogether; ++j) {
+            if (i < whole_chunks || j * kTogether < existing) {
+                *reinterpret_cast<uint4*>(next_out) = *reinterpret_cast<const uint4*>(from + j * kPass);
+            }
+            next_out += out_pass;
+        }
     };
     begin_tile_copies(0);
     begin_tile_copies(1);
@@ -256,49 +294,55 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     [[maybe_unused]] const int64_t CB_step = p.ngroups * ProductTiles<kSteps>::kSize;  // to the next chunk's
     [[maybe_unused]] const float* next_CB = launch.products + slot * CB_step + block.group * ProductTiles<kSteps>::kSize;
     [[maybe_unused]] float2 CB[kMixGroups];
-    if (kResults && chunks > 0) {
-        load_CB(CB, next_CB, warp, lane);
-    }
     [[maybe_unused]] const int column = lane % 4 * 2;
     [[maybe_unused]] const uint32_t M_at = shared_address(M_tiles + SwizzledTile<kSteps>::at(row + lane / 4, column));
-    // M of the block's chunk i, whose tiles and products are awaited or loaded; then begins to load the next products.
+    // M of the block's chunk i, whose tiles and products are awaited or loaded.
     [[maybe_unused]] const auto mix = [&](int i) {
-        wait_for_round(&barriers[i % 2], i / 2 % 2);
+        wait_for_round(&decay_barriers[i % 2], i / 2 % 2);
         mix_rows<T>(M_at + i % 2 * Tiles::kM * static_cast<int>(sizeof(T)), CB, decays[i % 2], warp, column, lane);
         if (block.seq_idx != nullptr) {
             end_rows_at_restarts(M_tiles + i % 2 * Tiles::kM, decays[i % 2], warp, lane);
         }
-        if (i + 1 < chunks) {
-            next_CB += CB_step;
+    };
+    // Begins to load the products of the block's chunk i, if there is one. Not before show_to_warpgroup(), which waits for
+    // loads.
+    [[maybe_unused]] const auto begin_CB_loads = [&](int i) {
+        if (i < chunks) {
             load_CB(CB, next_CB, warp, lane);
+            next_CB += CB_step;
         }
     };
     if (kResults && chunks > 0) {
+        begin_CB_loads(0);
         mix(0);
         show_to_warpgroup();
+        begin_CB_loads(1);
     }
     wait_for_copies<Tiles::kXStages - 1>();
     __syncthreads();  // the first x and M are there
 
+    const int x_lane = XTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);  // of load_matrices_transposed
     float carried = 1.0f;
     for (int i = 0; i < chunks; ++i) {
         const Decays& now = decays[i % 2];
-        const uint64_t B = tile_descriptor(B_tiles + i % 2 * Tiles::kB, kBlock * 16);
-        T* const x_tile = x_tiles + i % Tiles::kXStages * Tiles::kX + row;
+        const uint64_t B = tile_descriptor(BC_tiles + i % 2 * Tiles::kBC, kBlock * 16);
+        T* const x_tile = x_tiles + i % Tiles::kXStages * Tiles::kX + x_lane;
         [[maybe_unused]] float y[kStepGroups][4];  // rows of headdim, columns of steps in the order of their places
         [[maybe_unused]] Operand<T> H[kStates / 16];
         if constexpr (kResults) {
-            const uint64_t C = tile_descriptor(C_tiles + i % 2 * Tiles::kC, kBlock * 16);
+            const uint64_t C = tile_descriptor(BC_tiles + i % 2 * Tiles::kBC + Tiles::kB, kBlock * 16);
 #pragma unroll
             for (int k = 0; k < kStates / 16; ++k) {
                 a_from_accumulators<T>(H[k], state[2 * k], state[2 * k + 1]);
             }
+            scale_state(state, now.carry);
 #pragma unroll
             for (int j = 0; j < kStepGroups; ++j) {
                 y[j][0] = y[j][1] = y[j][2] = y[j][3] = 0.0f;
             }
             hold(y);
             hold(H);
+            wait_for_round(&tile_barriers[i % 2], i / 2 % 2);
             fence_products();
 #pragma unroll
             for (int k = 0; k < kStates / 16; ++k) {  // H C_t
@@ -306,28 +350,45 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
             }
             commit_products();
         } else {
-            wait_for_round(&barriers[i % 2], i / 2 % 2);
+            wait_for_round(&decay_barriers[i % 2], i / 2 % 2);
             carried *= now.carry;
+            scale_state(state, now.carry);
         }
         Operand<T> x[kSteps / 16];
         Operand<T> weighted[kSteps / 16];
 #pragma unroll
         for (int k = 0; k < kSteps / 16; ++k) {
-            load_a_transposed<T>(x[k], x_tile + 16 * k * Tiles::kXPitch, Tiles::kXPitch, lane);
+            load_matrices_transposed(x[k].r[0], x_tile + 16 * k * kForwardRows);
             weighted[k] = x[k];
             weight_a<T>(weighted[k], now.adding + 16 * k, lane);
         }
+        // H' = exp(cs_last) H + (exp(cs_last - cs) dt x)^T B
+        if constexpr (!kResults) {
+            wait_for_round(&tile_barriers[i % 2], i / 2 % 2);
+        }
+        hold(state);
+        hold(weighted);
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < kSteps / 16; ++k) {
+            begin_product<1>(state, weighted[k], B + k * kRows16);
+        }
+        commit_products();
         if constexpr (kResults) {
-            wait_for_products<0>();
+            float2 entering[kStepGroups];
+#pragma unroll
+            for (int j = 0; j < kStepGroups; ++j) {
+                entering[j] = *reinterpret_cast<const float2*>(&now.entering[8 * group_at_place(j) + column]);
+            }
+            wait_for_products<1>();
             hold(y);
             hold(H);
 #pragma unroll
             for (int j = 0; j < kStepGroups; ++j) {  // exp(cs_t) H C_t
-                const float2 entering = *reinterpret_cast<const float2*>(&now.entering[8 * group_at_place(j) + column]);
-                y[j][0] *= entering.x;
-                y[j][1] *= entering.y;
-                y[j][2] *= entering.x;
-                y[j][3] *= entering.y;
+                y[j][0] *= entering[j].x;
+                y[j][1] *= entering[j].y;
+                y[j][2] *= entering[j].x;
+                y[j][3] *= entering[j].y;
             }
             const uint64_t M = tile_descriptor(M_tiles + i % 2 * Tiles::kM, kBlock * 16);
             hold(y);
@@ -340,30 +401,15 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
             commit_products();
         }
 
-        // H' = exp(cs_last) H + (exp(cs_last - cs) dt x)^T B
-#pragma unroll
-        for (int j = 0; j < kStates / 8; ++j) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                state[j][k] *= now.carry;
-            }
-        }
-        hold(state);
-        hold(weighted);
-        fence_products();
-#pragma unroll
-        for (int k = 0; k < kSteps / 16; ++k) {
-            begin_product<1>(state, weighted[k], B + k * kRows16);
-        }
-        commit_products();
-
         if constexpr (kResults) {
             if (i + 1 < chunks) {
                 mix(i + 1);  // while the products run
             }
-            wait_for_products<1>();
+            wait_for_products<0>();
             hold(y);
             hold(x);
+            hold(state);
+            hold(weighted);
             const int64_t first = (block.first_chunk + i) * kSteps;
             const int valid = i == chunks - 1 ? last_steps : kSteps;
             if (block.z == nullptr) {
@@ -373,18 +419,19 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
                                        block.rows - row, lane);
             }
             wait_for_copies<Tiles::kXStages - 2>();
-            show_to_warpgroup();  // this also waits for stores, so before those of the results
-            __syncwarp();
-            store_columns<T, kSteps>(block.out + first * p.out_len_stride + row, p.out_len_stride, x_tile, valid,
-                                     block.rows - row, true, lane);
+            show_to_warpgroup();  // this also waits for loads
+            begin_CB_loads(i + 2);
         } else {
             wait_for_copies<Tiles::kXStages - 2>();
+            wait_for_products<0>();
+            hold(state);
+            hold(weighted);
         }
-        wait_for_products<0>();
-        hold(state);
-        hold(weighted);
-        __syncthreads();  // this chunk's tiles and decays are free, the next one's x and M are there
+        __syncthreads();  // this chunk's tiles and decays are free, its results and the next one's x and M are there
         begin_tile_copies(i + 2);
+        if constexpr (kResults) {
+            store_chunk(i);
+        }
         begin_x_copies(i + Tiles::kXStages);
     }
 

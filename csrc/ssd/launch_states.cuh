@@ -35,13 +35,15 @@ inline StateWalk forward_walk(const MambaSsd& p, int64_t element_size) {
 // Makes starts of the segments' ends, where a segment has more than one before it. directions: 1 for the forward walk alone, 2
 // for both.
 inline cudaError_t launch_carry(const MambaSsd& p, const StatesLaunch& launch, int directions) {
-    if (launch.segments > 2) {
-        const int64_t state_blocks = (p.headdim * p.dstate + kCarryThreads - 1) / kCarryThreads;
-        const int64_t blocks = state_blocks * launch.group_heads * p.ngroups * p.batch * directions;
-        return launch_overlapping(ssd_carry_kernel, blocks, kCarryThreads, 0, static_cast<cudaStream_t>(p.run.stream), p,
-                                  launch);
+    if (launch.segments <= 2) {
+        return cudaSuccess;
     }
-    return cudaSuccess;
+    const int64_t state_size = p.headdim * p.dstate;
+    const int64_t vector = state_size % 4 == 0 ? 4 : 1;
+    const int64_t state_blocks = (state_size / vector + kCarryThreads - 1) / kCarryThreads;
+    const int64_t blocks = state_blocks * launch.group_heads * p.ngroups * p.batch * directions;
+    const auto kernel = vector == 4 ? ssd_carry_kernel<4> : ssd_carry_kernel<1>;
+    return launch_overlapping(kernel, blocks, kCarryThreads, 0, static_cast<cudaStream_t>(p.run.stream), p, launch);
 }
 
 // With ends_only also what makes starts of the ends. directions: as above.

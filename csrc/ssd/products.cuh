@@ -8,7 +8,8 @@
 
 namespace mamba {
 
-// The 16 x 16 tiles of a chunk that lie on and below the diagonal, row by row, each as a warp's accumulators.
+// The 16 x 16 tiles of a chunk that lie on and below the diagonal, row by row, each as a warp's accumulators, by groups of 8
+// x 8.
 template <int kSteps>
 struct ProductTiles {
     static constexpr int kTiles = kSteps / 16;
@@ -27,7 +28,7 @@ struct ProductTiles {
 };
 
 struct ProductsLaunch {
-    float* products;  // (slots, G, tile, half of its columns, lane, 4)
+    float* products;  // (slots, G, tile, half of its columns, half of its rows, lane, 2)
     void* tiles;      // (slots, G, 2, kSteps * kStates) of T: B as SwizzledTile, C as PairedTile; or NULL
     void* decays;     // (slots, H) ChunkDecays, a warp each in decay_blocks() more; or NULL
     int64_t slots;    // of chunks: chunk_slot() of the last one is below
@@ -177,8 +178,9 @@ __global__ void __launch_bounds__(kProductsThreads) ssd_products_kernel(const Ma
         for (int half = 0; half < 2; ++half) {
             const float(&one)[4] = sum[2 * half];
             const float(&other)[4] = sum[2 * half + 1];
-            *reinterpret_cast<float4*>(products + tile * 256 + half * 128 + lane * 4) =
-                make_float4(one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3]);
+            float2* const to = reinterpret_cast<float2*>(products + tile * 256 + half * 128) + lane;
+            to[0] = make_float2(one[0] + other[0], one[1] + other[1]);
+            to[32] = make_float2(one[2] + other[2], one[3] + other[3]);
         }
     }
 }

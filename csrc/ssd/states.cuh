@@ -209,19 +209,21 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
 }
 
 constexpr int kCarryThreads = 256;
-constexpr int kCarryAtOnce = 4;  // segments whose reads are under way together
+constexpr int kCarryAtOnce = 8;  // segments whose reads are under way together
 
-// Between the two passes: from each segment's state at its end from zero to the state that the next one starts from.
-static __global__ void __launch_bounds__(kCarryThreads) ssd_carry_kernel(const MambaSsd p, const StatesLaunch launch) {
+// Between the two passes: from each segment's state at its end from zero to the state that the next one starts from. kVector:
+// elements of a state that a thread takes.
+template <int kVector>
+__global__ void __launch_bounds__(kCarryThreads) ssd_carry_kernel(const MambaSsd p, const StatesLaunch launch) {
     let_next_kernel_start();
     wait_for_previous_kernel();
     const uint32_t state_size = static_cast<uint32_t>(p.headdim * p.dstate);
-    const uint32_t blocks = (state_size + kCarryThreads - 1) / kCarryThreads;
+    const uint32_t blocks = (state_size / kVector + kCarryThreads - 1) / kCarryThreads;
     const uint32_t group_heads = static_cast<uint32_t>(launch.group_heads);
     const uint32_t heads = group_heads * static_cast<uint32_t>(p.ngroups);
     const uint32_t batches = static_cast<uint32_t>(p.batch);
     uint32_t block = blockIdx.x;
-    const uint32_t element = block % blocks * kCarryThreads + threadIdx.x;
+    const uint32_t element = (block % blocks * kCarryThreads + threadIdx.x) * kVector;
     block /= blocks;
     const uint32_t slot = block % heads;
     block /= heads;
@@ -236,23 +238,31 @@ static __global__ void __launch_bounds__(kCarryThreads) ssd_carry_kernel(const M
     float* at = walk.ends + row * state_size + element;
     const float* decay_at = walk.decays + row;
     const int64_t step = rows * state_size;
-    float state = *at;
+    float state[kVector];
+    unpack<float, kVector>(packed_load<float, kVector>(at), state);
     for (int left = static_cast<int>(launch.segments) - 2; left > 0; left -= kCarryAtOnce) {
         float decay[kCarryAtOnce];
-        float end[kCarryAtOnce];
+        Packed<float, kVector> end[kCarryAtOnce];
 #pragma unroll
         for (int i = 0; i < kCarryAtOnce; ++i) {
-            decay[i] = i < left ? decay_at[(i + 1) * rows] : 0.0f;
-            end[i] = i < left ? at[(i + 1) * step] : 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < kCarryAtOnce; ++i) {
-            at += step;
             if (i < left) {
-                state = fmaf(decay[i], state, end[i]);
-                *at = state;
+                decay[i] = decay_at[(i + 1) * rows];
+                end[i] = packed_load<float, kVector>(at + (i + 1) * step);
             }
         }
+#pragma unroll
+        for (int i = 0; i < kCarryAtOnce; ++i) {
+            if (i < left) {
+                float values[kVector];
+                unpack<float, kVector>(end[i], values);
+#pragma unroll
+                for (int k = 0; k < kVector; ++k) {
+                    state[k] = fmaf(decay[i], state[k], values[k]);
+                }
+                packed_store<float, kVector>(at + (i + 1) * step, pack<float, kVector>(state));
+            }
+        }
+        at += kCarryAtOnce * step;
         decay_at += kCarryAtOnce * rows;
     }
 }

@@ -143,13 +143,11 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
     asm volatile("st.shared.b32 [%0], %1;" : : "r"(address), "r"(value) : "memory");
 }
 
-// The opposite of ldmatrix's load_a_transposed: tile[k][m] = A (m, k).
-template <typename T>
-__device__ __forceinline__ void store_a_transposed(T* tile, int stride, const Operand<T>& a, int lane) {
-    const T* const row = tile + (lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 8;
+// The opposite of load_matrices_transposed.
+__device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  :
-                 : "r"(shared_address(row)), "r"(a.r[0][0]), "r"(a.r[0][1]), "r"(a.r[0][2]), "r"(a.r[0][3])
+                 : "r"(shared_address(row)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
 
