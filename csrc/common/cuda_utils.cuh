@@ -141,7 +141,8 @@ class DeviceGuard {
 };
 
 // Whether kernels may start early on the current device: it can do that, and this code was compiled for it. All kernels of the
-// library are compiled for the same architectures, so that one answers for all; asking is a good part of a launch's time.
+// library are compiled for the same architectures, so that any of them may be asked, once; that is a good part of a launch's
+// time.
 template <typename... Parameters>
 cudaError_t may_start_early(void (*kernel)(Parameters...), bool* answer) {
     static thread_local int asked_device = -1;

@@ -57,9 +57,16 @@ __device__ __forceinline__ float sum_tile(const float* s, int tile, int size, fl
     return sum;
 }
 
-// kThreads: of a block, at most. With few of them ptxas takes so few registers that five blocks fit a multiprocessor.
+// Blocks of kNormBlock threads that a multiprocessor should hold: so ptxas takes no more registers than that leaves.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kNormResident = 4;  // 1024 threads are all it can hold
+#else
+constexpr int kNormResident = 5;
+#endif
+
+// kThreads: of a block, at most.
 template <typename T, typename Other, int kVector, bool kLooped, int kThreads>
-__global__ void __launch_bounds__(kThreads, kThreads == kNormBlock ? 5 : 1) norm_forward_kernel(const MambaNorm p) {
+__global__ void __launch_bounds__(kThreads, kThreads == kNormBlock ? kNormResident : 1) norm_forward_kernel(const MambaNorm p) {
     constexpr int kVectors = NormTile<kVector>::kVectors;
     __shared__ RowSums<1> shared;
     const int64_t parts = p.rows * p.ngroups;
@@ -158,10 +165,14 @@ template <typename T, typename Other, int kVector, bool kLooped>
 cudaError_t launch_norm_forward_as(const MambaNorm& p, const NormLayout& layout) {
     const dim3 threads(static_cast<unsigned>(layout.lanes), static_cast<unsigned>(layout.block_rows));
     const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows * p.ngroups, layout.block_rows));
-    const auto kernel = !kLooped && layout.lanes * layout.block_rows <= kNormBlock ? norm_forward_kernel < T, Other, kVector,
-               kLooped,
-               kLooped ? kNormMaxThreads : kNormBlock > : norm_forward_kernel<T, Other, kVector, kLooped, kNormMaxThreads>;
-    kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(p.run.stream)>>>(p);
+    const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
+    if constexpr (!kLooped) {
+        if (layout.lanes * layout.block_rows <= kNormBlock) {
+            norm_forward_kernel<T, Other, kVector, false, kNormBlock><<<blocks, threads, 0, stream>>>(p);
+            return cudaGetLastError();
+        }
+    }
+    norm_forward_kernel<T, Other, kVector, kLooped, kNormMaxThreads><<<blocks, threads, 0, stream>>>(p);
     return cudaGetLastError();
 }
 

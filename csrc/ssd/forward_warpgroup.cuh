@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     [[maybe_unused]] float2 CB[kMixGroups];
     [[maybe_unused]] const int column = lane % 4 * 2;
     [[maybe_unused]] const uint32_t M_at = shared_address(M_tiles + SwizzledTile<kSteps>::at(row + lane / 4, column));
-    // M of the block's chunk i, whose tiles and products are awaited or loaded.
+    // M of the block's chunk i, whose decays are awaited and products loaded.
     [[maybe_unused]] const auto mix = [&](int i) {
         wait_for_round(&decay_barriers[i % 2], i / 2 % 2);
         mix_rows<T>(M_at + i % 2 * Tiles::kM * static_cast<int>(sizeof(T)), CB, decays[i % 2], warp, column, lane);
@@ -304,8 +304,8 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
             end_rows_at_restarts(M_tiles + i % 2 * Tiles::kM, decays[i % 2], warp, lane);
         }
     };
-    // Begins to load the products of the block's chunk i, if there is one. Not before show_to_warpgroup(), which waits for
-    // loads.
+    // Begins to load the products of the block's chunk i, if there is one. In the loop behind show_to_warpgroup(), which waits
+    // for loads.
     [[maybe_unused]] const auto begin_CB_loads = [&](int i) {
         if (i < chunks) {
             load_CB(CB, next_CB, warp, lane);

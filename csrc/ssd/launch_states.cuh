@@ -42,7 +42,10 @@ inline cudaError_t launch_carry(const MambaSsd& p, const StatesLaunch& launch, i
     const int64_t vector = state_size % 4 == 0 ? 4 : 1;
     const int64_t state_blocks = (state_size / vector + kCarryThreads - 1) / kCarryThreads;
     const int64_t blocks = state_blocks * launch.group_heads * p.ngroups * p.batch * directions;
-    const auto kernel = vector == 4 ? ssd_carry_kernel<4> : ssd_carry_kernel<1>;
+    auto kernel = ssd_carry_kernel<4>;
+    if (vector == 1) {
+        kernel = ssd_carry_kernel<1>;
+    }
     return launch_overlapping(kernel, blocks, kCarryThreads, 0, static_cast<cudaStream_t>(p.run.stream), p, launch);
 }
 

@@ -15,7 +15,7 @@ from mamba_ssm.ops._conv1d_common import wants_silu
 from mamba_ssm.ops.gated_norm import RMSNorm
 from mamba_ssm.ops.mamba2_inner import mamba2_block, mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.split_conv1d_scan import Options
-from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
+from mamba_ssm.ops.ssd import check_options, mamba_chunk_scan_combined
 from mamba_ssm.ops.state_update import selective_state_update
 
 
@@ -33,8 +33,8 @@ class Mamba2(nn.Module):
         dt_min, dt_max, dt_init_floor: range of dt at initialisation. dt_limit: dt is clamped to it.
         bias, conv_bias: of in_proj and out_proj; of the convolution.
         chunk_size: for code written for upstream; has no effect on the result.
-        use_mem_eff_path: train through mamba_split_conv1d_scan_combined, which saves memory; not while conv1d or norm
-            is replaced or has hooks. An out_proj with such (LoRA, quantisation) is called after it.
+        use_mem_eff_path: train through one operator, which saves memory; not while conv1d or norm is replaced or has
+            hooks. An in_proj or out_proj with such (LoRA, quantisation) is called before or after it.
         layer_idx: key of the inference cache.
         process_group: tensor parallel. This rank holds its part of the channels, heads and groups.
         sequence_parallel: with process_group, input and output are this rank's part of the first dimension; False:
@@ -98,6 +98,7 @@ class Mamba2(nn.Module):
         self.D_has_hdim = D_has_hdim
         self.rmsnorm = rmsnorm
         self.norm_before_gate = norm_before_gate
+        check_options("Mamba2", chunk_size, dt_limit, None)
         self.dt_limit = tuple(dt_limit)
         self.activation = "silu"
         self.chunk_size = chunk_size

@@ -16,14 +16,14 @@ def check_width(op, width):
         raise ValueError(f"{op}: the width (last dimension of weight) must be 2, 3 or 4, got {width}")
 
 
-def check_weight(op, x, dim, weight, bias):
-    """Checks weight (D, W) and bias (D); returns W."""
-    checks.check_dims(op, "weight", weight, 2, "(D, W)")
+def check_weight(op, x, dim, weight, bias, x_name="x", prefix=""):
+    """Checks weight (D, W) and bias (D); returns W. x_name, prefix: of the names that the caller's user knows."""
+    checks.check_dims(op, f"{prefix}weight", weight, 2, "(D, W)")
     width = weight.shape[1]
     check_width(op, width)
-    checks.check_float(op, "weight", weight, (dim, width), x, "x", "(D, W)")
+    checks.check_float(op, f"{prefix}weight", weight, (dim, width), x, x_name, "(D, W)")
     if bias is not None:
-        checks.check_float(op, "bias", bias, (dim,), x, "x", "(D,)")
+        checks.check_float(op, f"{prefix}bias", bias, (dim,), x, x_name, "(D,)")
     return width
 
 

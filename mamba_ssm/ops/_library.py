@@ -118,20 +118,28 @@ def call(op, *arguments):
         raise
 
 
-def _refuse_what_is_no_dense_tensor(op, arguments):
-    """Names the argument that has failed for being no tensor, or one without strides and memory of its own. Only on the
-    way out of a failure, so that calls that succeed do not pay for it.
+def refuse_what_is_no_dense_tensor(name, tensors):
+    """Names the one of the tensors (by argument; None where absent) that has failed for being no tensor, or one without
+    strides and memory of its own. Only on the way out of a failure, so that calls that succeed do not pay for it.
     """
+    for argument, given in tensors.items():
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise TypeError(f"{name}: {argument} must be a torch.Tensor, got {type(given).__name__}") from None
+        if given is not None and (given.layout != torch.strided or given.is_nested):
+            layout = "a nested tensor" if given.is_nested else given.layout
+            raise TypeError(f"{name}: {argument} must be a dense tensor, got {layout}") from None
+
+
+def _refuse_what_is_no_dense_tensor(op, arguments):
+    """The same for an operator's arguments, which may also be missing, or written in place."""
     name = op._schema.name.partition("::")[2]
     for declared, given in zip(op._schema.arguments, arguments, strict=True):
         kind = str(declared.type)
         if "Tensor" not in kind or (given is None and kind.startswith("Optional")):
             continue
-        if not isinstance(given, torch.Tensor):
-            raise TypeError(f"{name}: {declared.name} must be a torch.Tensor, got {type(given).__name__}") from None
-        if given.layout != torch.strided or given.is_nested:
-            layout = "a nested tensor" if given.is_nested else given.layout
-            raise TypeError(f"{name}: {declared.name} must be a dense tensor, got {layout}") from None
+        if given is None:
+            raise TypeError(f"{name}: {declared.name} must be a torch.Tensor, got NoneType") from None
+        refuse_what_is_no_dense_tensor(name, {declared.name: given})
         if declared.alias_info is not None and given.is_neg():
             raise ValueError(
                 f"{name}: {declared.name} is written in place and cannot be a negated view: use .resolve_neg()"
@@ -200,6 +208,21 @@ def call_in_backward(op, *arguments):
     return call_below_autograd(op, *arguments)
 
 
+def refuse_second_derivatives(name):
+    """For the backward of a node that keeps what its forward has computed: no graph leads from there to the node's
+    inputs, so that create_graph=True would leave out terms without a word.
+    """
+    if torch.is_grad_enabled() and not is_compiling():
+        raise RuntimeError(_no_second_derivatives(name))
+
+
+def _no_second_derivatives(name):
+    return (
+        f"{name} cannot be differentiated: second derivatives (create_graph=True) of mamba_ssm's "
+        "operators are not implemented; the plain torch references (*_ref) have them"
+    )
+
+
 def wrote_in_place(tensor):
     """Bumps the version of a tensor that native code has written, so that autograd notices stale saved tensors."""
     if not tensor.is_inference():
@@ -254,9 +277,6 @@ def _no_second_derivative(name, op):
 
         @staticmethod
         def backward(ctx, *grads):
-            raise RuntimeError(
-                f"mamba_ssm::{name} cannot be differentiated: second derivatives (create_graph=True) of mamba_ssm's "
-                "operators are not implemented; the plain torch references (*_ref) have them"
-            )
+            raise RuntimeError(_no_second_derivatives(f"mamba_ssm::{name}"))
 
     return NoSecondDerivative

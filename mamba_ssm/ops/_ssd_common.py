@@ -41,11 +41,11 @@ def check_head(op, headdim, dstate):
     """The kernels hold at most so much of a head."""
     if not 1 <= headdim <= abi.MAX_HEADDIM:
         raise ValueError(
-            f"{op}: headdim (the last dimension of x) must lie in 1..{abi.MAX_HEADDIM}, got {headdim}: "
+            f"{op}: headdim must lie in 1..{abi.MAX_HEADDIM}, got {headdim}: "
             "split larger heads into several with the same A, dt, B and C"
         )
     if not 1 <= dstate <= abi.MAX_DSTATE:
-        raise ValueError(f"{op}: dstate (the last dimension of B) must lie in 1..{abi.MAX_DSTATE}, got {dstate}")
+        raise ValueError(f"{op}: dstate must lie in 1..{abi.MAX_DSTATE}, got {dstate}")
 
 
 def check_parameters(op, sizes, like, like_name, A, D, dt_bias, initial_states, seq_idx, dt_min, dt_max):

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
 from mamba_ssm.ops._conv1d_common import wants_silu
-from mamba_ssm.ops._library import apply, call, call_below_autograd, call_in_backward, wants_one_node
+from mamba_ssm.ops._library import (
+    apply,
+    call,
+    call_below_autograd,
+    call_in_backward,
+    refuse_second_derivatives,
+    wants_one_node,
+)
 from mamba_ssm.ops.split_conv1d_scan import Inputs, Options, split_conv1d_scan_backward_op, split_conv1d_scan_op
 from mamba_ssm.ops.ssd import check_options
 
@@ -77,8 +84,7 @@ def mamba_split_conv1d_scan_combined(
     if dtype is not None:
         zxbcdt = checks.cast(zxbcdt, dtype)
         outproj_weight = checks.cast(outproj_weight, dtype)
-    if outproj_bias is not None:
-        outproj_bias = checks.cast(outproj_bias, zxbcdt.dtype)
+    outproj_bias = _bias_of(outproj_bias, zxbcdt)
     inputs = Inputs(
         zxbcdt,
         conv1d_weight,
@@ -144,13 +150,17 @@ def mamba2_block(
     zxbcdt = F.linear(hidden_states, in_proj_weight, in_proj_bias)
     inputs = _block_inputs(zxbcdt, -torch.exp(A_log.float()), *inner)
     out, _, _, _ = call(split_conv1d_scan_op, *inputs, *options, False, False)
-    return F.linear(out, outproj_weight, outproj_bias)
+    return F.linear(out, outproj_weight, _bias_of(outproj_bias, out))
 
 
 def _block_inputs(zxbcdt, A, conv1d_weight, conv1d_bias, dt_bias, _, D, seq_idx, rmsnorm_weight):
     """The operator's inputs from the block's."""
     conv1d = conv1d_weight.squeeze(1), conv1d_bias
     return Inputs(zxbcdt, *conv1d, dt_bias.float(), A, D.float(), None, seq_idx, rmsnorm_weight)
+
+
+def _bias_of(bias, like):
+    return None if bias is None else checks.cast(bias, like.dtype)
 
 
 def _headdim(D, headdim):
@@ -234,7 +244,7 @@ class _Mamba2Block(torch.autograd.Function):
             zxbcdt = F.linear(hidden_states, in_proj_weight, in_proj_bias)
             inputs = _block_inputs(zxbcdt, -torch.exp(inner[3].float()), *inner)
             gated, y, rstd, _ = call_below_autograd(split_conv1d_scan_op, *inputs, *options, False, True)
-            out = F.linear(gated, *out_proj)
+            out = F.linear(gated, out_proj[0], _bias_of(out_proj[1], gated))
         need_input, need_weight, *_ = ctx.needs_input_grad
         kept = in_proj_weight if need_input else None, hidden_states if need_weight else None
         ctx.save_for_backward(*kept, out_proj[0], y, rstd, *inputs)
@@ -243,6 +253,7 @@ class _Mamba2Block(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
+        refuse_second_derivatives("the gradient of Mamba2")
         in_proj_weight, hidden_states, *saved = ctx.saved_tensors
         need = ctx.needs_input_grad
         with no_autocast(dout):

@@ -11,7 +11,15 @@ import torch.nn.functional as F
 
 from mamba_ssm.ops import _checks as checks
 from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
-from mamba_ssm.ops._library import apply, call, call_in_backward, unwatched, wants_one_node
+from mamba_ssm.ops._library import (
+    apply,
+    call,
+    call_in_backward,
+    refuse_second_derivatives,
+    refuse_what_is_no_dense_tensor,
+    unwatched,
+    wants_one_node,
+)
 from mamba_ssm.ops._mamba_inner_common import (
     Inputs,
     channel_major,
@@ -158,9 +166,13 @@ def _compute(inputs, delta_softplus, eps, keep):
 
     x_dbl (R + N + N, B*L), conv output and delta (D, B*L) are matrices.
     """
-    sizes = check(inputs)
-    if unwatched(inputs) and inputs.xz.numel():
-        return _compute_now(inputs, sizes, delta_softplus, eps, keep)
+    try:
+        sizes = check(inputs)
+        if unwatched(inputs) and inputs.xz.numel():
+            return _compute_now(inputs, sizes, delta_softplus, eps, keep)
+    except (AttributeError, RuntimeError):
+        refuse_what_is_no_dense_tensor(_NAME, inputs._asdict())
+        raise
     xz, A, delta_proj_weight = inputs.xz, inputs.A, inputs.delta_proj_weight
     batch, _, seqlen = xz.shape
     x, z = to_channel_major(xz).chunk(2, dim=1)
@@ -247,6 +259,7 @@ class _MambaBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
+        refuse_second_derivatives("the gradient of Mamba")
         in_proj_weight, hidden_states, *saved = ctx.saved_tensors
         with no_autocast(dout):  # as in _MambaInner
             grads = Inputs(*call_in_backward(mamba_inner_backward_op, dout, *saved, True, 0.0))

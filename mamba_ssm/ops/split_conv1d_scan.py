@@ -106,7 +106,7 @@ def _check(inputs, options):
             f"{_NAME}: zxbcdt must have 2 d_mlp + 2 H P + 2 G N + H columns, {dim + channels + nheads} without d_mlp, "
             f"got {columns}"
         )
-    width = check_weight(_NAME, zxbcdt, channels, conv1d_weight, conv1d_bias)
+    width = check_weight(_NAME, zxbcdt, channels, conv1d_weight, conv1d_bias, "zxbcdt", "conv1d_")
     sizes = _Sizes(batch, seqlen, d_mlp, nheads, headdim, ngroups, dstate, dim, channels, width)
     _ssd_common.check_head(_NAME, headdim, dstate)
     dt_limit = options.dt_min, options.dt_max
@@ -311,7 +311,7 @@ def _backward(dout, dfinal_states, y, rstd, *arguments):
         dy = empty_like(y)
         norm_grads = (dy, row), drmsnorm_weight, None, (dz, zxbcdt.shape[2])
         gated_norm.launch_backward(rows, dgated, *norm_inputs, None, rstd.contiguous(), *norm_options, *norm_grads)
-        del norm_inputs
+        del norm_inputs, norm_grads
     else:
         y = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
         ssd.launch_forward(sizes.scan, scan, scan_options, _heads(y, sizes), None)
@@ -372,9 +372,9 @@ def _backward_fake(dout, dfinal_states, y, rstd, *arguments):
     inputs, options, (need_dinitial_states, recompute_out) = _named(arguments)
     sizes = _check(inputs, options)
     _check_backward(sizes, dout, dfinal_states, inputs.zxbcdt, y, rstd)
-    conv1d = (None if tensor is None else empty_like(tensor) for tensor in inputs[:3])
+    large = (None if tensor is None else empty_like(tensor) for tensor in inputs[:3])
     grads = _allocate_grads(inputs, sizes, need_dinitial_states)
-    return *conv1d, *grads, empty_like(dout) if recompute_out else None
+    return *large, *grads, empty_like(dout) if recompute_out else None
 
 
 split_conv1d_scan_backward_op = define(

@@ -131,34 +131,15 @@ def _check_cu_seqlens(x, cu_seqlens):
 # ---- forward operator ------------------------------------------------------------------------------------------------
 
 
-def _allocate(sizes, x, return_final_states, new_out=True):
+def _allocate(sizes, x, return_final_states):
     batch, _, nheads, headdim, _, dstate = sizes
     states = (batch, nheads, headdim, dstate)
-    out = x.new_empty(x.shape) if new_out else None
-    return out, x.new_empty(states, dtype=torch.float32) if return_final_states else None
+    return x.new_empty(x.shape), x.new_empty(states, dtype=torch.float32) if return_final_states else None
 
 
-def _forward(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    z,
-    dt_bias,
-    initial_states,
-    seq_idx,
-    dt_softplus,
-    dt_min,
-    dt_max,
-    return_final_states,
-    out=None,
-):
-    """The operator; out: where to write it, with last stride 1, for callers that cut it out of a larger tensor."""
+def _forward(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_softplus, dt_min, dt_max, return_final_states):
     sizes = check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_min, dt_max)
-    new_out, final_states = _allocate(sizes, x, return_final_states, out is None)
-    out = new_out if out is None else out
+    out, final_states = _allocate(sizes, x, return_final_states)
     if x.numel() == 0:
         if return_final_states:
             final_states.zero_() if initial_states is None else final_states.copy_(initial_states)

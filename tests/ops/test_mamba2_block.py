@@ -182,12 +182,29 @@ def test_stale_tensors_are_noticed(name, device):
 
 def test_second_derivatives_raise(device):
     tensors = trainable(torch.float32, device, seqlen=9)
-    leaves = [tensors[name] for name in ("hidden_states", "in_proj_weight", "A_log")]
+    names = "hidden_states", "in_proj_weight", "A_log"
+    for frozen in ((), ("in_proj_weight",), ("hidden_states",), ("in_proj_weight", "A_log")):
+        leaves = [tensors[name].requires_grad_(name not in frozen) for name in names]
+        leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        # a linear loss: nothing but the node itself stands in the way
+        with pytest.raises(RuntimeError, match=r"second derivatives .* are not implemented"):
+            torch.autograd.grad(block(**tensors).sum(), leaves, create_graph=True)
+
+
+def test_bias_of_another_dtype(device):
+    tensors = block_inputs(torch.bfloat16, device)
+    expected = block(**tensors)
+    tensors["outproj_bias"] = tensors["outproj_bias"].float().requires_grad_()
     out = block(**tensors)
-    for first in torch.autograd.grad(out.square().sum(), leaves, create_graph=True):
-        for leaf in leaves:
-            with pytest.raises(RuntimeError, match=r"second derivatives .* are not implemented"):
-                torch.autograd.grad(first.sum(), leaf, retain_graph=True)
+    out.float().sum().backward()
+    assert torch.equal(out, expected) and tensors["outproj_bias"].grad.dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(block(**tensors), expected)
+
+
+def test_dt_limit_is_checked_when_the_layer_is_made():
+    with pytest.raises(ValueError, match=r"Mamba2: dt_limit must be \(smallest, largest\), got \(0.0, 1.0, 2.0\)"):
+        Mamba2(D_MODEL, headdim=HEADDIM, dt_limit=(0.0, 1.0, 2.0))
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])

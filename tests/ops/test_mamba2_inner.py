@@ -263,6 +263,10 @@ def test_clear_errors(device):
     raises(TypeError, "outproj_bias must have the dtype of zxbcdt, float32, got int64",
            outproj_bias=tensors["outproj_bias"].long())  # fmt: skip
     raises(TypeError, "ngroups must be an integer, got 1.0", ngroups=1.0)
+    raises(ValueError, r"conv1d_bias must have shape \(D,\) = \(34,\), got \(33,\)",
+           conv1d_bias=tensors["conv1d_bias"][1:])  # fmt: skip
+    raises(TypeError, "conv1d_weight must be float32, float16 or bfloat16, got float64",
+           conv1d_weight=tensors["conv1d_weight"].double())  # fmt: skip
     raises(TypeError, "zxbcdt must be a torch.Tensor, got NoneType", zxbcdt=None)
 
 

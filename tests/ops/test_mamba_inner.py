@@ -279,6 +279,15 @@ def test_clear_errors(device):
         ):
             with pytest.raises(error, match=message):
                 mamba_inner_fn(**{**tensors, name: spoiled})
+    for name, spoiled, message in (
+        ("D", 1.0, r"D must be a torch\.Tensor, got float"),
+        ("delta_bias", 2.0, r"delta_bias must be a torch\.Tensor, got float"),
+        ("conv1d_bias", "x", r"conv1d_bias must be a torch\.Tensor, got str"),
+        ("D", tensors["D"].to_sparse(), r"D must be a dense tensor, got torch\.sparse_coo"),
+        ("xz", tensors["xz"].to_sparse(), r"xz must be a dense tensor, got torch\.sparse_coo"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            mamba_inner_fn(**{**tensors, name: spoiled})
     given = inputs(torch.float32, device, C="given")
     for name in ("C_proj_bias", "c_rms_weight"):
         with pytest.raises(ValueError, match=f"{name} is for what x_proj gives, but C is given"):
