@@ -176,8 +176,8 @@ def test_cuda_graph_and_side_streams(cuda):
 ERRORS = [
     ("x", lambda t: t.double(), TypeError, "x must be float32, float16 or bfloat16, got float64"),
     ("x", lambda t: t[0], ValueError, r"x must have 4 dimensions \(B, L, H, P\), got shape \(20, 4, 6\)"),
-    ("x", lambda t: t.repeat(1, 1, 1, 50), ValueError, r"headdim .* must lie in 1\.\.256, got 300"),
-    ("x", lambda t: t[..., :0], ValueError, r"headdim .* must lie in 1\.\.256, got 0"),
+    ("x", lambda t: t.repeat(1, 1, 1, 50), ValueError, r"headdim must lie in 1\.\.256, got 300"),
+    ("x", lambda t: t[..., :0], ValueError, r"headdim must lie in 1\.\.256, got 0"),
     ("dt", lambda t: t[:, :-1], ValueError, r"dt must have shape \(B, L, H\) = \(2, 20, 4\), got \(2, 19, 4\)"),
     ("dt", lambda t: t.double(), TypeError, "dt must be float32, float16 or bfloat16, got float64"),
     ("A", lambda t: t.to(torch.complex64), TypeError, "A must be a real float32 tensor, got complex64"),
@@ -190,8 +190,8 @@ ERRORS = [
         ValueError,
         r"B must have shape \(B, L, G, N\) = \(2, 20, 2, 16\), got \(2, 19, 2, 16\)",
     ),
-    ("B", lambda t: t.repeat(1, 1, 1, 17), ValueError, r"dstate .* must lie in 1\.\.256, got 272"),
-    ("B", lambda t: t[..., :0], ValueError, r"dstate .* must lie in 1\.\.256, got 0"),
+    ("B", lambda t: t.repeat(1, 1, 1, 17), ValueError, r"dstate must lie in 1\.\.256, got 272"),
+    ("B", lambda t: t[..., :0], ValueError, r"dstate must lie in 1\.\.256, got 0"),
     (
         "B",
         lambda t: t[:, :, [0, 1, 0]],
