@@ -259,14 +259,26 @@ def outputs_and_gradients(function, arguments, dtype=None):
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     results = {f"out{i}": output.detach() for i, output in enumerate(outputs)}
     wanted = {name: value for name, value in leaves.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    grads = torch.autograd.grad(fixed_sum(*outputs), list(wanted.values()), allow_unused=True)
+    results.update({f"d{name}": grad for name, grad in zip(wanted, grads, strict=True) if grad is not None})
+    return results
+
+
+def fixed_sum(*outputs):
+    """The sum whose gradients outputs_and_gradients takes."""
     loss = 0
     for i, output in enumerate(outputs):
         generator = torch.Generator().manual_seed(100 + i)
         weights = torch.randn(output.shape, generator=generator).to(output.dtype).to(output.device)
         loss = loss + (output * weights).sum()
-    grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    results.update({f"d{name}": grad for name, grad in zip(wanted, grads, strict=True) if grad is not None})
-    return results
+    return loss
+
+
+def output_and_kept(function, tensors):
+    """function's output, and {data_ptr: bytes} of the tensors that autograd keeps for its backward."""
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t.nbytes}) or t, lambda t: t):
+        return function(**tensors), kept
 
 
 def assert_close_to_truth(found, plain, truth, atol=2e-5, cancelled=None):

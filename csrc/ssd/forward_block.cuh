@@ -1,5 +1,4 @@
-// What both forward kernels (forward.cuh, forward_warpgroup.cuh) have in common: which part of the problem a block takes, and
-// how its results leave.
+// What both forward kernels (forward.cuh, forward_warpgroup.cuh) have in common: which part of the problem a block takes.
 #pragma once
 
 #include "ssd/states.cuh"
@@ -73,32 +72,5 @@ struct ForwardBlock {
         state_index = (batch * p.nheads + head) * state_size + static_cast<int64_t>(row0) * p.dstate;
     }
 };
-
-// A warp's 16 columns of a tile to memory, kSteps rows of which `valid` exist. vectors: as for load_tile.
-template <typename T, int kSteps>
-__device__ __forceinline__ void store_columns(T* to, int64_t row_stride, const T* tile, int valid, int columns, bool vectors,
-                                              int lane) {
-    constexpr int kStride = kForwardRows + kTilePad;
-    constexpr int kVector = 16 / sizeof(T);
-    constexpr int kTogether = 2 * kVector;  // rows
-    const int row = lane % kTogether;
-    const int column = lane / kTogether * kVector;
-    if (vectors) {
-        T* at = to + row * row_stride + column;
-#pragma unroll
-        for (int i = 0; i < kSteps; i += kTogether) {
-            if (i + row < valid && column < columns) {
-                *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(tile + (i + row) * kStride + column);
-            }
-            at += kTogether * row_stride;
-        }
-        return;
-    }
-    for (int i = lane / 16; i < valid; i += 2) {
-        if (lane % 16 < columns) {
-            to[i * row_stride + lane % 16] = tile[i * kStride + lane % 16];
-        }
-    }
-}
 
 }  // namespace mamba

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from cases import DTYPES, assert_close_to_truth, dtype_id, outputs_and_gradients
+from cases import DTYPES, assert_close_to_truth, dtype_id, fixed_sum, output_and_kept, outputs_and_gradients
 from mamba2_inner_inputs import D_MODEL, HEADDIM, inputs
 
 from mamba_ssm import Mamba2
@@ -128,11 +128,8 @@ def test_frozen_inputs(trained, device):
     tensors = block_inputs(torch.float32, device)
     expected = outputs_and_gradients(block_of_two_nodes, tensors)["d" + trained]
     leaf = tensors[trained].requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()) or tensor, lambda t: t):
-        out = block(**tensors)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(100)).to(device)  # outputs_and_gradients'
-    (found,) = torch.autograd.grad((out * weights).sum(), leaf)
+    out, kept = output_and_kept(block, tensors)
+    (found,) = torch.autograd.grad(fixed_sum(out), leaf)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     # a product keeps only what the gradient of its other side takes
     assert (tensors["hidden_states"].data_ptr() in kept) == (trained == "in_proj_weight")
@@ -143,12 +140,8 @@ def test_frozen_inputs(trained, device):
 def test_keeps_no_more_than_two_nodes(cast, device):
     sizes = []
     for function in (block, block_of_two_nodes):
-        tensors, kept = trainable(torch.float32, device), {}
-        keep = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor, kept=kept: kept.update({tensor.data_ptr(): tensor.nbytes}) or tensor, lambda tensor: tensor
-        )
-        with keep, torch.autocast(device, dtype=torch.bfloat16, enabled=cast):
-            out = function(**tensors)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=cast):
+            out, kept = output_and_kept(function, trainable(torch.float32, device))
         sizes.append(sum(kept.values()))
         del out
     assert sizes[0] <= sizes[1]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.utils.checkpoint
-from cases import DTYPES, assert_close_to_truth, dtype_id, outputs_and_gradients
+from cases import DTYPES, assert_close_to_truth, dtype_id, fixed_sum, output_and_kept, outputs_and_gradients
 from mamba_inner_inputs import D_MODEL, DIM, inputs
 
 from mamba_ssm.ops.mamba_inner import mamba_block
@@ -77,30 +77,19 @@ def test_frozen_inputs(trained, device):
     tensors = block_inputs(torch.float32, device)
     expected = outputs_and_gradients(block_of_two_nodes, tensors)["d" + trained]
     leaf = tensors[trained].requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()) or tensor, lambda t: t):
-        out = mamba_block(**tensors)
-    (found,) = torch.autograd.grad((out * weights_of(out)).sum(), leaf)
+    out, kept = output_and_kept(mamba_block, tensors)
+    (found,) = torch.autograd.grad(fixed_sum(out), leaf)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     # a product keeps only what the gradient of its other side takes
     assert (tensors["hidden_states"].data_ptr() in kept) == (trained == "in_proj_weight")
     assert (tensors["in_proj_weight"].data_ptr() in kept) == (trained == "hidden_states")
 
 
-def weights_of(out):
-    """As outputs_and_gradients weighs the first output."""
-    return torch.randn(out.shape, generator=torch.Generator().manual_seed(100)).to(out.device)
-
-
 def test_keeps_no_more_than_two_nodes(device):
     sizes = []
     for block in (mamba_block, block_of_two_nodes):
         tensors = {name: tensor.requires_grad_() for name, tensor in block_inputs(torch.float32, device).items()}
-        kept = {}
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor, kept=kept: kept.update({tensor.data_ptr(): tensor.numel()}) or tensor, lambda tensor: tensor
-        ):
-            out = block(**tensors)
+        out, kept = output_and_kept(block, tensors)
         sizes.append(sum(kept.values()))
         del out
     assert sizes[0] <= sizes[1]
