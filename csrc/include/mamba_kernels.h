@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 5
+#define MAMBA_ABI_VERSION 6
 
 /* Error codes. */
 #define MAMBA_OK 0
@@ -224,18 +224,18 @@ typedef struct MambaSsd {
     MambaRun run;
     int64_t batch, seqlen, nheads, headdim, ngroups, dstate;
     int32_t dtype; /* of x, z, B, C, out */
-    int32_t dt_dtype;
+    int32_t dt_dtype, A_dtype, dt_bias_dtype;
+    int32_t A_is_log; /* A holds log(-A), as layers do; backward: dA is its gradient */
     int32_t dt_softplus;
-    float dt_min, dt_max; /* 0 and infinity: dt is not clamped above */
-    int32_t reserved;
+    float dt_min, dt_max;       /* 0 and infinity: dt is not clamped above */
     const void* x;              /* (B, L, H, P) */
     const void* dt;             /* (B, L, H) of dt_dtype */
-    const float* A;             /* (H) */
+    const void* A;              /* (H) of A_dtype */
     const void* B;              /* (B, L, G, N) */
     const void* C;              /* (B, L, G, N) */
     const float* D;             /* (H, P), optional; D_dim_stride 0 for one value a head */
     const void* z;              /* (B, L, H, P), optional; not in backward */
-    const float* dt_bias;       /* (H), optional */
+    const void* dt_bias;        /* (H) of dt_bias_dtype, optional */
     const float* initial_state; /* (B, H, P, N), optional */
     const int32_t* seq_idx;     /* (B, L), optional: the state restarts from zero where the value differs from step t-1's */
     const int32_t* cu_seqlens;  /* (B + 1), optional, forward only: entry b of the batch is steps cu_seqlens[b] to

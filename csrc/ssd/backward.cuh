@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         const int64_t state_index = (first_state + item / row_tiles * launch.chunks) * state_size + row0 * p.dstate;
         const T* const state = static_cast<const T*>(launch.states) + state_index;
         const T* const dstate_after = static_cast<const T*>(launch.dstates) + state_index;
-        const float A = p.A[head];
+        const float A = head_A(p, head);
         const BackwardDecays<kSteps>& now = decays[number % kDecaysKept];
         T* const x_tile = items_tiles + (kAhead ? number % 2 : 0) * ItemTiles<Layout, kAhead>::kElements;
         T* const dout_tile = x_tile + kSteps * kXStride;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
             if (item + ahead < last_item) {
                 const int64_t its_head = group_head + (item + ahead) / row_tiles;
                 chunk_decays<kSteps>(decays[(number + ahead) % kDecaysKept], inputs, step_size(p, batch, 0, its_head),
-                                     p.A[its_head], lane);
+                                     head_A(p, its_head), lane);
             }
             if (item + kDecaysTogether + ahead < last_item) {
                 const int64_t its_head = group_head + (item + kDecaysTogether + ahead) / row_tiles;

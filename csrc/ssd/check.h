@@ -28,8 +28,10 @@ inline int32_t check_ssd_sizes(const char* function, const MambaSsd* params) {
         return fail(MAMBA_ERROR_INVALID, "%s: ngroups must divide nheads, got ngroups=%lld nheads=%lld", function,
                     static_cast<long long>(p.ngroups), static_cast<long long>(p.nheads));
     }
-    const int32_t status = check_dtype("x", p.dtype);
-    return status != MAMBA_OK ? status : check_dtype("dt", p.dt_dtype);
+    int32_t status = check_dtype("x", p.dtype);
+    status = status != MAMBA_OK ? status : check_dtype("dt", p.dt_dtype);
+    status = status != MAMBA_OK ? status : check_dtype("A", p.A_dtype);
+    return status != MAMBA_OK || p.dt_bias == nullptr ? status : check_dtype("dt_bias", p.dt_bias_dtype);
 }
 
 // Whether there is nothing to compute, not even a final state.

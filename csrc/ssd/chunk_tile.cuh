@@ -134,6 +134,12 @@ __device__ __forceinline__ void store_gradients(BackwardDecays<kSteps>& decays, 
     store_steps(decays.gradient, lane, gradient);
 }
 
+// A head's A; expf, not exp2_fast: it is multiplied by the sum of a chunk's steps.
+__device__ __forceinline__ float head_A(const MambaSsd& p, int64_t head) {
+    const float A = load_as_float(p.A, head, p.A_dtype);
+    return p.A_is_log != 0 ? -expf(A) : A;
+}
+
 // What a step's dt is made of.
 struct StepSize {
     const void* dt;  // at the first step of the row, for this head

@@ -96,7 +96,7 @@ inline void finish_steps(const MambaSsdBackward& q, const Chunk& chunk, int64_t 
         direct[step] = static_cast<float>(ddt) * decays.slope[step];
         dbias += static_cast<double>(direct[step]);
     }
-    sums[0] = static_cast<float>(dA);
+    sums[0] = static_cast<float>(p.A_is_log != 0 ? dA * static_cast<double>(decays.A) : dA);  // -exp is its own derivative
     sums[1] = static_cast<float>(dbias);
     const int64_t offset = chunk.row * q.ddt_batch_stride + chunk.start * q.ddt_len_stride + head * q.ddt_head_stride;
     for (int step = 0; step < chunk.steps; step += kLanes) {

@@ -1,6 +1,8 @@
 // What forward and backward share about a chunk of steps: where it lies, its tiles, its decays.
 #pragma once
 
+#include <math.h>
+
 #include "common/cpu_tile.h"
 #include "ssd/cpu_kernels.h"
 
@@ -128,8 +130,20 @@ struct Decays {
     float A;
 };
 
+// An element of a parameter of any dtype.
+inline float load_one(int32_t dtype, const void* data, int64_t index) {
+    alignas(64) float values[kLanes];
+    store(values, load_lanes(dtype, data, index, 1, 1));
+    return values[0];
+}
+
+inline float head_A(const MambaSsd& p, int64_t head) {
+    const float A = load_one(p.A_dtype, p.A, head);
+    return p.A_is_log != 0 ? static_cast<float>(-::exp(static_cast<double>(A))) : A;
+}
+
 inline void find_decays(const MambaSsd& p, const Chunk& chunk, int64_t head, Decays& decays) {
-    const float bias = p.dt_bias != nullptr ? p.dt_bias[head] : 0.0f;
+    const float bias = p.dt_bias != nullptr ? load_one(p.dt_bias_dtype, p.dt_bias, head) : 0.0f;
     const Vec low = set1(p.dt_min), high = set1(p.dt_max);
     const int64_t offset = chunk.row * p.dt_batch_stride + chunk.start * p.dt_len_stride + head * p.dt_head_stride;
     for (int step = 0; step < chunk.steps; step += kLanes) {
@@ -144,7 +158,7 @@ inline void find_decays(const MambaSsd& p, const Chunk& chunk, int64_t head, Dec
         store(decays.dt + step, minimum(high, maximum(low, dt)));
         store(decays.slope + step, slope);
     }
-    decays.A = p.A[head];
+    decays.A = head_A(p, head);
     const double rate = static_cast<double>(decays.A) * 1.4426950408889634;
     double sum = 0.0;
     for (int step = 0; step < chunk.steps; ++step) {

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kFinishThreads) ssd_finish_kernel(const MambaS
         dA = add_over_block(dA, shared);
         ddt_bias = add_over_block(ddt_bias, shared);
         if (threadIdx.x == 0) {
-            q.dA[head] = dA;
+            q.dA[head] = p.A_is_log != 0 ? dA * head_A(p, head) : dA;  // -exp is its own derivative
             if (q.ddt_bias != nullptr) {
                 q.ddt_bias[head] = ddt_bias;
             }

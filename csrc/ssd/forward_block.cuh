@@ -67,7 +67,7 @@ struct ForwardBlock {
               row0;
         seq_idx = p.seq_idx == nullptr ? nullptr : p.seq_idx + range.row * p.seqlen + begin;
         size = step_size(p, range.row, begin, head);
-        A = p.A[head];
+        A = head_A(p, head);
         state_size = p.headdim * p.dstate;
         state_index = (batch * p.nheads + head) * state_size + static_cast<int64_t>(row0) * p.dstate;
     }

@@ -106,7 +106,7 @@ __device__ __forceinline__ void store_decays(const MambaSsd& p, const ProductsLa
         StepInputs<kSteps> inputs;
         load_steps<kSteps>(inputs, size, seq_idx, found.chunk * kSteps, steps_in<kSteps>(found.range.seqlen, found.chunk),
                            lane);
-        chunk_decays<kSteps>(static_cast<ChunkDecays<kSteps>*>(launch.decays)[index], inputs, size, p.A[head], lane);
+        chunk_decays<kSteps>(static_cast<ChunkDecays<kSteps>*>(launch.decays)[index], inputs, size, head_A(p, head), lane);
     }
 }
 

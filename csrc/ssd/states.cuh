@@ -63,7 +63,7 @@ __device__ __forceinline__ StepSize step_size(const MambaSsd& p, int64_t batch, 
     size.stride = p.dt_len_stride;
     size.dtype = p.dt_dtype;
     size.softplus = p.dt_softplus != 0;
-    size.bias = p.dt_bias != nullptr ? p.dt_bias[head] : 0.0f;
+    size.bias = p.dt_bias != nullptr ? load_as_float(p.dt_bias, head, p.dt_bias_dtype) : 0.0f;
     size.min = p.dt_min;
     size.max = p.dt_max;
     return size;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
                        group * walk.B_group_stride;
     const int32_t* const seq_idx = p.seq_idx == nullptr ? nullptr : p.seq_idx + row_batch * p.seqlen + begin;
     const StepSize size = step_size(p, row_batch, begin, head);
-    const float A = p.A[head];
+    const float A = head_A(p, head);
     const int rows = static_cast<int>(p.headdim) - row0;  // may be more than kForwardRows
     const int dstate = static_cast<int>(p.dstate);
     const int row = 16 * (warp % 4);

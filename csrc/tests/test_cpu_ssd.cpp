@@ -186,6 +186,7 @@ static MambaSsd parameters(const SsdCase& c, Problem& q) {
     p.dstate = c.dstate;
     p.dtype = c.dtype;
     p.dt_dtype = c.dt_dtype;
+    p.A_dtype = p.dt_bias_dtype = MAMBA_FLOAT32;
     p.dt_softplus = q.softplus;
     p.dt_min = static_cast<float>(q.dt_min);
     p.dt_max = static_cast<float>(q.dt_max);

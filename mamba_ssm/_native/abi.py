@@ -7,7 +7,7 @@ directly: ``params.stream``, not ``params.run.stream``.
 
 import ctypes
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 OK = 0
 ERROR_INVALID = 1
@@ -170,9 +170,8 @@ class MambaSsd(ctypes.Structure):
         """
         MambaRun: run;
         i64: batch, seqlen, nheads, headdim, ngroups, dstate;
-        i32: dtype, dt_dtype, dt_softplus;
+        i32: dtype, dt_dtype, A_dtype, dt_bias_dtype, A_is_log, dt_softplus;
         f32: dt_min, dt_max;
-        i32: reserved;
         ptr: x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, cu_seqlens, out, final_state, workspace;
         i64: x_batch_stride, x_len_stride, x_head_stride;
         i64: dt_batch_stride, dt_len_stride, dt_head_stride;

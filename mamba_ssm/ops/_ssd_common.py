@@ -48,17 +48,29 @@ def check_head(op, headdim, dstate):
         raise ValueError(f"{op}: dstate must lie in 1..{abi.MAX_DSTATE}, got {dstate}")
 
 
-def check_parameters(op, sizes, like, like_name, A, D, dt_bias, initial_states, seq_idx, dt_min, dt_max):
-    """The part of check that is not about activations, for operators that cut these out of one tensor."""
+def check_parameters(
+    op, sizes, like, like_name, A, D, dt_bias, initial_states, seq_idx, dt_min, dt_max, A_is_log=False
+):
+    """The part of check that is not about activations, for operators that cut these out of one tensor. A_is_log: A and
+    dt_bias are a layer's, of any dtype.
+    """
     batch, seqlen, nheads, headdim, _, dstate = sizes
     heads, device, float32 = (nheads,), like.device, torch.float32
-    if A.dtype != float32 or A.shape != heads or A.device != device:
+    if A_is_log:
+        checks.check_float(op, "A_log", A, heads, like, like_name, "(H,)")
+        if dt_bias is not None:
+            checks.check_float(op, "dt_bias", dt_bias, heads, like, like_name, "(H,)")
+    elif A.dtype != float32 or A.shape != heads or A.device != device:
         checks.no_complex(op, "A", A)
         checks.check_float32(op, "A", A, heads, like, like_name, "(H,)")
     if D is not None and (D.dtype != float32 or D.shape != heads or D.device != device):
         shape, letters = ((nheads, headdim), "(H, P)") if D.dim() == 2 else (heads, "(H,)")
         checks.check_float32(op, "D", D, shape, like, like_name, letters)
-    if dt_bias is not None and (dt_bias.dtype != float32 or dt_bias.shape != heads or dt_bias.device != device):
+    if (
+        dt_bias is not None
+        and not A_is_log
+        and (dt_bias.dtype != float32 or dt_bias.shape != heads or dt_bias.device != device)
+    ):
         checks.check_float32(op, "dt_bias", dt_bias, heads, like, like_name, "(H,)")
     if initial_states is not None:
         states = (batch, nheads, headdim, dstate)
@@ -79,7 +91,24 @@ def kernel_layout(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx):
     return x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx
 
 
-def fill(params, sizes, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_softplus, dt_min, dt_max):
+def fill(
+    params,
+    sizes,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    z,
+    dt_bias,
+    initial_states,
+    seq_idx,
+    dt_softplus,
+    dt_min,
+    dt_max,
+    A_is_log=False,
+):
     """Sets the fields that forward and backward share, from tensors (or Views) in kernel layout."""
     params.batch, params.seqlen, params.nheads, params.headdim, params.ngroups, params.dstate = sizes
     params.dtype = DTYPE_CODES[x.dtype]
@@ -92,6 +121,8 @@ def fill(params, sizes, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, 
     params.dt = dt.data_ptr()
     params.dt_batch_stride, params.dt_len_stride, params.dt_head_stride = dt.stride()
     params.A = A.data_ptr()
+    params.A_dtype = DTYPE_CODES[A.dtype]
+    params.A_is_log = A_is_log
     params.B = B.data_ptr()
     params.B_batch_stride, params.B_len_stride, params.B_group_stride, _ = B.stride()
     params.C = C.data_ptr()
@@ -105,6 +136,7 @@ def fill(params, sizes, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, 
         params.z_batch_stride, params.z_len_stride, params.z_head_stride, _ = z.stride()
     if dt_bias is not None:
         params.dt_bias = dt_bias.data_ptr()
+        params.dt_bias_dtype = DTYPE_CODES[dt_bias.dtype]
     if initial_states is not None:
         params.initial_state = initial_states.data_ptr()
     if seq_idx is not None:

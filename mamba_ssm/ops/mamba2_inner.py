@@ -139,8 +139,8 @@ def mamba2_block(
     modules.Mamba2.
 
     in_proj_weight: (2 d_mlp + 2 H P + 2 G N + H, d_model); in_proj_bias: its rows, or None.
-    conv1d_weight: (H P + 2 G N, 1, W). A_log: (H), where A = -exp(A_log). options: an Options. The others as for
-    mamba_split_conv1d_scan_combined.
+    conv1d_weight: (H P + 2 G N, 1, W). A_log: (H), where A = -exp(A_log), and dt_bias: any dtype. options: Options
+    with A_is_log. The others as for mamba_split_conv1d_scan_combined.
     One autograd node, for the reason of mamba_block in mamba_ssm.ops.mamba_inner; it keeps what the two nodes would.
     """
     projections = hidden_states, in_proj_weight, in_proj_bias, outproj_weight, outproj_bias
@@ -148,15 +148,15 @@ def mamba2_block(
     if wants_one_node((*projections, *inner)):
         return apply(_Mamba2Block, *projections, *inner, *options)
     zxbcdt = F.linear(hidden_states, in_proj_weight, in_proj_bias)
-    inputs = _block_inputs(zxbcdt, -torch.exp(A_log.float()), *inner)
+    inputs = _block_inputs(zxbcdt, *inner)
     out, _, _, _ = call(split_conv1d_scan_op, *inputs, *options, False, False)
     return F.linear(out, outproj_weight, _bias_of(outproj_bias, out))
 
 
-def _block_inputs(zxbcdt, A, conv1d_weight, conv1d_bias, dt_bias, _, D, seq_idx, rmsnorm_weight):
+def _block_inputs(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A_log, D, seq_idx, rmsnorm_weight):
     """The operator's inputs from the block's."""
     conv1d = conv1d_weight.squeeze(1), conv1d_bias
-    return Inputs(zxbcdt, *conv1d, dt_bias.float(), A, D.float(), None, seq_idx, rmsnorm_weight)
+    return Inputs(zxbcdt, *conv1d, dt_bias, A_log, D.float(), None, seq_idx, rmsnorm_weight)
 
 
 def _bias_of(bias, like):
@@ -208,7 +208,7 @@ class _Mamba2Inner(torch.autograd.Function):
     def forward(ctx, outproj_weight, outproj_bias, *arguments):
         out, y, rstd, states = call_below_autograd(split_conv1d_scan_op, *arguments, True)
         ctx.save_for_backward(outproj_weight, y, rstd, *arguments[:9])
-        ctx.options = arguments[9:16]
+        ctx.options = arguments[9:17]
         ctx.set_materialize_grads(False)
         with no_autocast(out):
             out = _project(out, outproj_weight, outproj_bias)
@@ -218,7 +218,7 @@ class _Mamba2Inner(torch.autograd.Function):
     def backward(ctx, dout, dstates=None):
         saved = ctx.saved_tensors
         if dout is None and dstates is None:
-            return (None,) * 19
+            return (None,) * 20
         if dout is None:  # out itself was not used
             outproj_weight, zxbcdt = saved[0], saved[3]
             dout = zxbcdt.new_zeros((*zxbcdt.shape[:2], outproj_weight.shape[0]))
@@ -227,7 +227,7 @@ class _Mamba2Inner(torch.autograd.Function):
             doutproj_weight, doutproj_bias, grads = _gradients(
                 dout, dstates, saved, ctx.options, need[0], need[1], need[8]
             )
-        return doutproj_weight, doutproj_bias, *grads, *(None,) * 8
+        return doutproj_weight, doutproj_bias, *grads, *(None,) * 9
 
 
 class _Mamba2Block(torch.autograd.Function):
@@ -242,7 +242,7 @@ class _Mamba2Block(torch.autograd.Function):
         hidden_states, in_proj_weight, in_proj_bias, *out_proj = projections
         with no_autocast(hidden_states):
             zxbcdt = F.linear(hidden_states, in_proj_weight, in_proj_bias)
-            inputs = _block_inputs(zxbcdt, -torch.exp(inner[3].float()), *inner)
+            inputs = _block_inputs(zxbcdt, *inner)
             gated, y, rstd, _ = call_below_autograd(split_conv1d_scan_op, *inputs, *options, False, True)
             out = F.linear(gated, out_proj[0], _bias_of(out_proj[1], gated))
         need_input, need_weight, *_ = ctx.needs_input_grad
@@ -267,9 +267,8 @@ class _Mamba2Block(torch.autograd.Function):
                 columns = hidden_states.reshape(batch * seqlen, hidden_states.shape[2])
                 din_proj_weight = torch.mm(rows.t(), columns)
             din_proj_bias = rows.sum(0) if need[2] else None
-            dA_log = grads.A * Inputs(*saved[3:]).A  # A = -exp(A_log) is its own derivative
         # autograd takes each gradient to its input's dtype
         projections = dhidden_states, din_proj_weight, din_proj_bias, doutproj_weight, doutproj_bias
         conv1d = grads.conv1d_weight.unsqueeze(1), grads.conv1d_bias
-        inner = *conv1d, grads.dt_bias, dA_log, grads.D, None, grads.rmsnorm_weight
-        return *projections, *inner, *(None,) * 7
+        inner = *conv1d, grads.dt_bias, grads.A, grads.D, None, grads.rmsnorm_weight
+        return *projections, *inner, *(None,) * 8

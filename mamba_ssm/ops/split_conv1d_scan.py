@@ -45,11 +45,12 @@ class Options(typing.NamedTuple):
     silu: bool
     rmsnorm_eps: float
     norm_before_gate: bool
+    A_is_log: bool = False  # A is a layer's A_log = log(-A), and as dt_bias of any dtype; its gradient is A_log's
 
 
 def _named(arguments):
     """Inputs, options, and the arguments behind them."""
-    return Inputs(*arguments[:9]), Options(*arguments[9:16]), arguments[16:]
+    return Inputs(*arguments[:9]), Options(*arguments[9:17]), arguments[17:]
 
 
 class _Sizes(typing.NamedTuple):
@@ -111,7 +112,7 @@ def _check(inputs, options):
     _ssd_common.check_head(_NAME, headdim, dstate)
     dt_limit = options.dt_min, options.dt_max
     parameters = A, D, dt_bias, initial_states, seq_idx
-    _ssd_common.check_parameters(_NAME, sizes.scan, zxbcdt, "zxbcdt", *parameters, *dt_limit)
+    _ssd_common.check_parameters(_NAME, sizes.scan, zxbcdt, "zxbcdt", *parameters, *dt_limit, options.A_is_log)
     if rmsnorm_weight is not None:
         checks.check_float(_NAME, "rmsnorm_weight", rmsnorm_weight, (dim,), zxbcdt, "zxbcdt", "(H P,)")
     return sizes
@@ -162,8 +163,10 @@ def _allocate(inputs, sizes, return_final_states, keep):
     batch, seqlen, dim = sizes.batch, sizes.seqlen, sizes.dim
     out = zxbcdt.new_empty((batch, seqlen, sizes.d_mlp + dim))
     y = zxbcdt.new_empty((batch, seqlen, dim)) if norm and keep else None
-    rstd = A.new_empty((batch, seqlen, sizes.ngroups)) if norm and keep else None
-    states = A.new_empty((batch, sizes.nheads, sizes.headdim, sizes.dstate)) if return_final_states else None
+    float32 = {"dtype": torch.float32}
+    rstd = A.new_empty((batch, seqlen, sizes.ngroups), **float32) if norm and keep else None
+    states = (batch, sizes.nheads, sizes.headdim, sizes.dstate)
+    states = A.new_empty(states, **float32) if return_final_states else None
     return out, y, rstd, states
 
 
@@ -195,7 +198,7 @@ def _forward(*arguments):
     if norm and y is None:
         y = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
     scan = x, dt, A, B, C, D, None if norm else z, dt_bias, initial_states, seq_idx
-    scan_options = True, options.dt_min, options.dt_max
+    scan_options = True, options.dt_min, options.dt_max, options.A_is_log
     ssd.launch_forward(sizes.scan, scan, scan_options, _heads(y, sizes) if norm else gated, final_states)
     if norm:
         norm_inputs = (y, sizes.dim), rmsnorm_weight, None, (z, row_stride), options.rmsnorm_eps
@@ -237,7 +240,7 @@ class _SplitConv1dScan(torch.autograd.Function):
     def backward(ctx, dout, dy, drstd, dfinal_states):
         tensors = ctx.saved_tensors
         if dout is None and dfinal_states is None:
-            return (None,) * 18
+            return (None,) * 19
         if dout is None:  # out itself was not used
             dout = tensors[2].new_zeros(ctx.out_shape)
         need_dinitial_states = ctx.needs_input_grad[6]
@@ -245,13 +248,14 @@ class _SplitConv1dScan(torch.autograd.Function):
             split_conv1d_scan_backward_op, dout, dfinal_states, *tensors, *ctx.options, need_dinitial_states, False
         )
         grads = dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, None, drmsnorm_weight
-        return *grads, *(None,) * 9
+        return *grads, *(None,) * 10
 
 
 _ARGUMENTS = (
     "Tensor zxbcdt, Tensor conv1d_weight, Tensor? conv1d_bias, Tensor? dt_bias, Tensor A, Tensor? D, "
     "Tensor? initial_states, Tensor? seq_idx, Tensor? rmsnorm_weight, "
-    "int headdim, int ngroups, float dt_min, float dt_max, bool silu, float rmsnorm_eps, bool norm_before_gate"
+    "int headdim, int ngroups, float dt_min, float dt_max, bool silu, float rmsnorm_eps, bool norm_before_gate, "
+    "bool A_is_log"
 )
 
 split_conv1d_scan_op = define(
@@ -270,11 +274,12 @@ def _allocate_grads(inputs, sizes, need_dinitial_states):
     """Gradients without values: of dt_bias, A, D, initial_states and rmsnorm_weight."""
     _, _, _, dt_bias, A, D, _, _, rmsnorm_weight = inputs
     states = (sizes.batch, sizes.nheads, sizes.headdim, sizes.dstate)
+    heads, float32 = (sizes.nheads,), {"dtype": torch.float32}
     return (
-        None if dt_bias is None else empty_like(dt_bias),
-        empty_like(A),
+        None if dt_bias is None else A.new_empty(heads, **float32),
+        A.new_empty(heads, **float32),
         None if D is None else empty_like(D),
-        A.new_empty(states) if need_dinitial_states else None,
+        A.new_empty(states, **float32) if need_dinitial_states else None,
         None if rmsnorm_weight is None else empty_like(rmsnorm_weight),
     )
 
@@ -299,7 +304,7 @@ def _backward(dout, dfinal_states, y, rstd, *arguments):
     dz, dconv_in, ddt = _cut(dzxbcdt, zxbcdt.shape[2], sizes)
     conv_out, x, B, C = _convolve(conv_in, inputs, sizes, options.silu)
     scan = x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx
-    scan_options = True, options.dt_min, options.dt_max
+    scan_options = True, options.dt_min, options.dt_max, options.A_is_log
     if rmsnorm_weight is not None:
         rows, row = sizes.batch * sizes.seqlen, sizes.dim
         norm_inputs = (y.contiguous(), row), rmsnorm_weight, None, (z, row_stride)

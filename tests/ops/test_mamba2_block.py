@@ -31,7 +31,7 @@ def block_inputs(dtype, device, narrow=False, **options):
 
 
 def block(ngroups=1, dt_limit=(0.0, float("inf")), norm_before_gate=False, **tensors):
-    return mamba2_block(**tensors, options=Options(HEADDIM, ngroups, *dt_limit, True, 1e-5, norm_before_gate))
+    return mamba2_block(**tensors, options=Options(HEADDIM, ngroups, *dt_limit, True, 1e-5, norm_before_gate, True))
 
 
 def block_ref(
@@ -100,7 +100,7 @@ def test_empty(shape, device):
 
 @pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("options", [{}, {"rmsnorm": False, "bias": True, "D_has_hdim": True, "d_ssm": 32}], ids=str)
-def test_module_has_the_bits_of_two_nodes(options, cast, device):
+def test_module_is_what_two_nodes_are(options, cast, device):
     module = Mamba2(24, d_state=16, headdim=8, **options).to(device)
     x = torch.randn(2, 33, 24, device=device, requires_grad=True)
     results = []
@@ -116,11 +116,9 @@ def test_module_has_the_bits_of_two_nodes(options, cast, device):
     assert results[1][0].grad_fn.name().startswith("_Mamba2Inner")
     for found, expected in zip(*results, strict=True):
         assert found.dtype == expected.dtype
-        if device == "cpu":
-            assert torch.equal(found, expected)
-        else:  # gradients that blocks add up with atomics differ from run to run
-            tolerance = 2e-2 if cast else 1e-4
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+        # exp(A_log) of the kernels and of torch may differ in the last bit, and what is rounded to bfloat16 behind it
+        tolerance = 2e-2 if cast else 1e-4
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("trained", ["hidden_states", "in_proj_weight", "in_proj_bias", "A_log", "outproj_weight"])

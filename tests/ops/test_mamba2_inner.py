@@ -204,7 +204,7 @@ def test_opcheck(options, device):
     op = torch.ops.mamba_ssm
     tensors, _ = inputs(torch.float32, device, seqlen=9, initial_states=True, **options)
     first = list(tensors.values())[:9]
-    rest = (HEADDIM, 1, 0.0, 1.0, True, 1e-5, False)
+    rest = (HEADDIM, 1, 0.0, 1.0, True, 1e-5, False, False)
     torch.library.opcheck(op.split_conv1d_scan.default, (*first, *rest, True, True))
     out, y, rstd, states = op.split_conv1d_scan(*first, *rest, True, True)
     torch.library.opcheck(op.split_conv1d_scan_backward.default, (out, states, y, rstd, *first, *rest, True, True))
