@@ -12,9 +12,10 @@ namespace mamba {
 struct Device {
     int64_t processors;
     bool small;  // little shared memory a block
+    bool roomy;  // enough of it for forward_pipeline.cuh
     cudaError_t error;
 
-    explicit Device(int32_t index) : processors(0), small(false) {
+    explicit Device(int32_t index) : processors(0), small(false), roomy(false) {
         int count = 0;
         int shared = 0;
         error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, index);
@@ -23,6 +24,7 @@ struct Device {
         }
         processors = count;
         small = shared < kBackwardShared;
+        roomy = shared >= kPipelineShared;
     }
 };
 
@@ -92,6 +94,23 @@ static bool gradients_aligned(const MambaSelectiveScanBackward& q) {
            rows_aligned(q.dz, q.dz_batch_stride, q.dz_dim_stride, size);
 }
 
+// Lengths up to this are worth the pipelined forward scan however few the channels are.
+constexpr int64_t kLongestNarrow = 1024;
+
+// Channels a block of the pipelined forward scan takes where that is to run, else 0. All of its blocks run at once, for as long
+// as one takes: with fewer than two thirds of the multiprocessors, segments of a long length are faster.
+static int pipeline_channels(const MambaSelectiveScan& p, const Device& device) {
+    const bool can_run = device.roomy && p.dstate > 8 && p.dstate <= 16 && p.variable_B && p.variable_C &&
+                         p.seq_idx == nullptr && p.seqlen > MAMBA_SCAN_CHECKPOINT && inputs_aligned(p);
+    for (const int channels : kPipelineChannels) {
+        const int64_t blocks = p.batch * p.ngroups * group_blocks(p, channels);
+        if (can_run && blocks <= device.processors) {
+            return p.seqlen <= kLongestNarrow || 3 * blocks >= 2 * device.processors ? channels : 0;
+        }
+    }
+    return 0;
+}
+
 }  // namespace mamba
 
 int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
@@ -108,18 +127,22 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
         const bool aligned = mamba::inputs_aligned(p);
+        const int pipeline = p.segments == 1 ? mamba::pipeline_channels(p, device) : 0;
         const bool wide = p.segments == 1 && mamba::wide_is_better(p, device.processors);
         if (p.dtype == MAMBA_FLOAT32) {
-            error = mamba::launch_selective_scan_forward<float>(p, aligned, wide);
+            error = pipeline > 0 ? mamba::launch_selective_scan_pipeline<float>(p, pipeline)
+                                 : mamba::launch_selective_scan_forward<float>(p, aligned, wide);
         }
 #ifndef MAMBA_DISABLE_HALF
         if (p.dtype == MAMBA_FLOAT16) {
-            error = mamba::launch_selective_scan_forward<__half>(p, aligned, wide);
+            error = pipeline > 0 ? mamba::launch_selective_scan_pipeline<__half>(p, pipeline)
+                                 : mamba::launch_selective_scan_forward<__half>(p, aligned, wide);
         }
 #endif
 #ifndef MAMBA_DISABLE_BF16
         if (p.dtype == MAMBA_BFLOAT16) {
-            error = mamba::launch_selective_scan_forward<__nv_bfloat16>(p, aligned, wide);
+            error = pipeline > 0 ? mamba::launch_selective_scan_pipeline<__nv_bfloat16>(p, pipeline)
+                                 : mamba::launch_selective_scan_forward<__nv_bfloat16>(p, aligned, wide);
         }
 #endif
     }
@@ -136,7 +159,7 @@ int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t dete
         return mamba::cuda_status(device.error, "selective_scan_plan", p.batch, p.dim, p.seqlen, p.dstate);
     }
     plan->forward_segments = 1;
-    if (!mamba::wide_is_better(p, device.processors)) {
+    if (mamba::pipeline_channels(p, device) == 0 && !mamba::wide_is_better(p, device.processors)) {
         plan->forward_segments = mamba::segments_to_fill(p, mamba::forward_channels(p.dstate, false), 3 * device.processors, 2);
     }
     plan->backward_segments =

@@ -1,7 +1,9 @@
 #include "selective_scan/forward.cuh"
+#include "selective_scan/forward_pipeline.cuh"
 
 namespace mamba {
 template cudaError_t launch_selective_scan_forward<float>(const MambaSelectiveScan& p, bool aligned, bool wide);
+template cudaError_t launch_selective_scan_pipeline<float>(const MambaSelectiveScan& p, int channels);
 
 int forward_channels(int64_t dstate, bool wide) {
     if (dstate <= Forward8::kSlice) {

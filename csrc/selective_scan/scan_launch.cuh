@@ -11,8 +11,16 @@ namespace mamba {
 // of 8.
 template <typename T>
 cudaError_t launch_selective_scan_forward(const MambaSelectiveScan& p, bool aligned, bool wide);
+// channels: of kPipelineChannels. For 9 to 16 states, B and C that vary, aligned rows, and no seq_idx.
+template <typename T>
+cudaError_t launch_selective_scan_pipeline(const MambaSelectiveScan& p, int channels);
 template <typename T>
 cudaError_t launch_selective_scan_backward(const MambaSelectiveScanBackward& q, bool aligned, bool small);
+
+// Channels that a block of forward_pipeline.cuh may take, and the bytes of shared memory that it needs at most: what a block
+// may have on 8.0, 9.0 and 10.x.
+constexpr int kPipelineChannels[] = {12, 16, 32};
+constexpr int kPipelineShared = 166912;
 
 // Bytes of shared memory a block that the backward scan needs at most, unless it is told to be small.
 constexpr int kBackwardShared = 99072;

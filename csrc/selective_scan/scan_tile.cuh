@@ -278,25 +278,31 @@ struct MatrixTile {
     static constexpr int kSize = Layout::kSlice * Layout::kRow;
     float words[kPaired ? kSize : 2 * kSize];
 
+    // kCount steps of one state to element `at` of the tile.
+    template <int kCount>
+    __device__ __forceinline__ void put_steps(int at, const Packed<T, kCount>& B, const Packed<T, kCount>& C) {
+        float wide[kCount];
+        if constexpr (kPaired) {
+#pragma unroll
+            for (int i = 0; i < kCount / 2; ++i) {
+                wide[2 * i] = __uint_as_float(__byte_perm(B.word[i], C.word[i], 0x5410));
+                wide[2 * i + 1] = __uint_as_float(__byte_perm(B.word[i], C.word[i], 0x7632));
+            }
+            write_row(words + at, wide);
+        } else {
+            unpack<T, kCount>(B, wide);
+            write_row(words + at, wide);
+            unpack<T, kCount>(C, wide);
+            write_row(words + kSize + at, wide);
+        }
+    }
+
     __device__ __forceinline__ void put(const StagedTile<T, Layout>& B, const StagedTile<T, Layout>& C) {
 #pragma unroll
         for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
             const int item = (pass * Layout::kThreads + threadIdx.x) * Layout::kStageVector;
-            float* to = words + item / Layout::kTile * Layout::kRow + item % Layout::kTile;
-            float wide[Layout::kStageVector];
-            if constexpr (kPaired) {
-#pragma unroll
-                for (int i = 0; i < Layout::kStageVector / 2; ++i) {
-                    wide[2 * i] = __uint_as_float(__byte_perm(B.raw[pass].word[i], C.raw[pass].word[i], 0x5410));
-                    wide[2 * i + 1] = __uint_as_float(__byte_perm(B.raw[pass].word[i], C.raw[pass].word[i], 0x7632));
-                }
-                write_row(to, wide);
-            } else {
-                unpack<T, Layout::kStageVector>(B.raw[pass], wide);
-                write_row(to, wide);
-                unpack<T, Layout::kStageVector>(C.raw[pass], wide);
-                write_row(to + kSize, wide);
-            }
+            put_steps<Layout::kStageVector>(item / Layout::kTile * Layout::kRow + item % Layout::kTile, B.raw[pass],
+                                            C.raw[pass]);
         }
     }
 

@@ -32,8 +32,8 @@ def test_values_and_gradients(case, dtype, device):
 
 # CUDA splits these: segments of every slice of states, whole and partial ones, two blocks of channels and two of batch.
 SPLIT_CASES = (
-    ScanCase(2, 40, 1000, initial_state=True),
-    ScanCase(2, 64, 1024, groups=2, initial_state=True),
+    ScanCase(2, 40, 1096, initial_state=True),
+    ScanCase(2, 64, 1088, groups=2, initial_state=True),
     ScanCase(2, 24, 704, dstate=5, initial_state=True, seq_idx=True),
     ScanCase(2, 48, 1030, variable_B=False, variable_C=False, initial_state=True),
     ScanCase(2, 20, 600, dstate=100, initial_state=True),
@@ -52,6 +52,23 @@ def test_split_lengths(case, dtype, device):
         steps = torch.arange(case.seqlen, device=device)
         tensors["seq_idx"] = (steps[:, None] >= starts).sum(1, dtype=torch.int32).expand(case.batch, -1).contiguous()
     check(case, dtype, device, tensors)
+
+
+# CUDA's pipelined forward scan takes these, 12, 16 or 32 channels a block: by their number and the multiprocessors.
+PIPELINE_CASES = (
+    ScanCase(1, 1, 72),
+    ScanCase(2, 13, 1000, initial_state=True),
+    ScanCase(2, 40, 328, dstate=9, groups=2, z=False),
+    ScanCase(1, 1500, 136, dstate=13, D=False, initial_state=True),
+    ScanCase(2, 1000, 200, softplus=False),
+    ScanCase(1, 3001, 192, initial_state=True),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", PIPELINE_CASES, ids=case_id)
+def test_few_channels(case, dtype, device):
+    check(case, dtype, device)
 
 
 @pytest.mark.parametrize("layout", ["channel_major", "channel_last", "slice", "expanded"])
