@@ -155,9 +155,10 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         }
     }
 
-    // A tile's elements, on their way into registers: small ones early, large ones where they are needed (early they are up to
-    // 6 % slower). The walk of states alone has room there for those of the next tile while it works at this one.
-    constexpr bool kEarly = sizeof(T) == 2;
+    // A tile's elements, on their way into registers: small ones early, large ones, and those of lanes with eight states, where
+    // they are needed (early they are up to 6 % slower). The walk of states alone has room there for those of the next tile
+    // while it works at this one.
+    constexpr bool kEarly = sizeof(T) == 2 && (Layout::kStates < 8 || kSliced || kCarryOnly);
     constexpr bool kAhead = kEarly && kCarryOnly && !kSliced;
     int steps = 0;
     int valid[Layout::kPasses];  // elements of the lane in each row

@@ -36,6 +36,7 @@ struct PipelineLayout {
     // Pieces of B and of C of a tile, four steps of a state each, and how many of them a thread has.
     static constexpr int kPieces = kSlice * kRowThreads;
     static constexpr int kOwnPieces = (kPieces + kElementThreads - 1) / kElementThreads;
+    static constexpr int kPieceRows = kElementThreads / kRowThreads;  // between a thread's pieces
     static constexpr bool kEvenPieces = kPieces % kElementThreads == 0;
     static constexpr int kStages = 4;  // tiles on their way, or with u and z still wanted
     static_assert(kElementWarps * 32 == kElementThreads, "whole warps");
@@ -46,6 +47,7 @@ struct PipelineLayout {
 // A tile as it comes: what threads copy for themselves, and nobody else reads.
 template <typename T, class Layout>
 struct alignas(16) PipelineStage {
+    static constexpr int kBytes = Layout::kVector * static_cast<int>(sizeof(T));  // of a thread's steps
     T u[Layout::kElementThreads][Layout::kVector];
     T delta[Layout::kElementThreads][Layout::kVector];
     T z[Layout::kElementThreads][Layout::kVector];
@@ -201,10 +203,10 @@ __device__ __forceinline__ void scan_tiles(const MambaSelectiveScan& p, const Sc
 template <typename T, class Layout>
 __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const ScanBlock& block,
                                            PipelineShared<T, Layout>& shared, int tiles, int element) {
-    constexpr int kVector = Layout::kVector;
-    constexpr int kBytes = kVector * sizeof(T);
+    using Stage = PipelineStage<T, Layout>;
+    using Tile = PipelineTile<T, Layout>;
     const int row = element / Layout::kRowThreads;
-    const int step = element % Layout::kRowThreads * kVector;
+    const int step = element % Layout::kRowThreads * Layout::kVector;
     const bool row_exists = row < block.channels;
     const int64_t channel = block.first_channel + (row_exists ? row : 0);
     const T* const u = static_cast<const T*>(p.u) + block.batch * p.u_batch_stride + channel * p.u_dim_stride + step;
@@ -231,38 +233,37 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         C[i] = static_cast<const T*>(p.C) + block.batch * p.C_batch_stride + block.group * p.C_group_stride +
                state * p.C_dstate_stride + step;
     }
-    constexpr int kPieceRows = Layout::kElementThreads / Layout::kRowThreads;  // between a thread's pieces
-    const auto stage_of = [&](int tile) -> PipelineStage<T, Layout>& { return shared.stages[tile % Layout::kStages]; };
+    const auto stage_of = [&](int tile) -> Stage& { return shared.stages[tile % Layout::kStages]; };
     const auto first_step = [](int tile) { return static_cast<int64_t>(tile) * Layout::kTile; };
 
     const auto begin_copies = [&](int tile) {
-        PipelineStage<T, Layout>& stage = stage_of(tile);
+        Stage& stage = stage_of(tile);
         const bool steps_exist = first_step(tile) + step < p.seqlen;
         const int64_t first = steps_exist ? first_step(tile) : 0;
         const bool exist = row_exists && steps_exist;
-        copy_async<kBytes>(stage.u[element], u + first, exist);
-        copy_async<kBytes>(stage.delta[element], delta + first, exist);
+        copy_async<Stage::kBytes>(stage.u[element], u + first, exist);
+        copy_async<Stage::kBytes>(stage.delta[element], delta + first, exist);
         if (gated) {
-            copy_async<kBytes>(stage.z[element], z + first, exist);
+            copy_async<Stage::kBytes>(stage.z[element], z + first, exist);
         }
 #pragma unroll
         for (int i = 0; i < Layout::kOwnPieces; ++i) {
             if (has_piece(i)) {
-                copy_async<kBytes>(stage.B[piece(i)], B[i] + first, state_exists[i] && steps_exist);
-                copy_async<kBytes>(stage.C[piece(i)], C[i] + first, state_exists[i] && steps_exist);
+                copy_async<Stage::kBytes>(stage.B[piece(i)], B[i] + first, state_exists[i] && steps_exist);
+                copy_async<Stage::kBytes>(stage.C[piece(i)], C[i] + first, state_exists[i] && steps_exist);
             }
         }
         end_copies();
     };
     const auto prepare = [&](int tile) {
-        const PipelineStage<T, Layout>& stage = stage_of(tile);
-        PipelineTile<T, Layout>& to = shared.tiles[tile % 2];
-        float dt[kVector], x[kVector];
-        unpack<T, kVector>(packed_load<T, kVector>(stage.delta[element]), dt);
-        unpack<T, kVector>(packed_load<T, kVector>(stage.u[element]), x);
-        time_steps(dt, bias, p.delta_softplus, row_exists && first_step(tile) + step < p.seqlen ? kVector : 0);
+        const Stage& stage = stage_of(tile);
+        Tile& to = shared.tiles[tile % 2];
+        float dt[Layout::kVector], x[Layout::kVector];
+        unpack<T, Layout::kVector>(packed_load<T, Layout::kVector>(stage.delta[element]), dt);
+        unpack<T, Layout::kVector>(packed_load<T, Layout::kVector>(stage.u[element]), x);
+        time_steps(dt, bias, p.delta_softplus, row_exists && first_step(tile) + step < p.seqlen ? Layout::kVector : 0);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
+        for (int i = 0; i < Layout::kVector; ++i) {
             x[i] *= dt[i];
         }
         const int at = row * Layout::kRow + step;
@@ -271,38 +272,38 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
 #pragma unroll
         for (int i = 0; i < Layout::kOwnPieces; ++i) {
             if (has_piece(i)) {
-                to.BC.template put_steps<kVector>(at + i * kPieceRows * Layout::kRow,
-                                                  packed_load<T, kVector>(stage.B[piece(i)]),
-                                                  packed_load<T, kVector>(stage.C[piece(i)]));
+                to.BC.template put_steps<Layout::kVector>(at + i * Layout::kPieceRows * Layout::kRow,
+                                                          packed_load<T, Layout::kVector>(stage.B[piece(i)]),
+                                                          packed_load<T, Layout::kVector>(stage.C[piece(i)]));
             }
         }
     };
     const auto finish = [&](int tile) {
-        const PipelineStage<T, Layout>& stage = stage_of(tile);
+        const Stage& stage = stage_of(tile);
         const float* const parts = shared.tiles[tile % 2].y + row * Layout::kLanes * Layout::kRow + step;
-        float part[Layout::kLanes][kVector];
+        float part[Layout::kLanes][Layout::kVector];
 #pragma unroll
         for (int k = 0; k < Layout::kLanes; ++k) {
             read_row(part[k], parts + k * Layout::kRow);
         }
-        float y[kVector], other[kVector];
-        unpack<T, kVector>(packed_load<T, kVector>(stage.u[element]), other);
+        float y[Layout::kVector], other[Layout::kVector];
+        unpack<T, Layout::kVector>(packed_load<T, Layout::kVector>(stage.u[element]), other);
         static_assert(Layout::kLanes == 8, "as many as the sum has");
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
+        for (int i = 0; i < Layout::kVector; ++i) {
             y[i] = ((part[0][i] + part[1][i]) + (part[2][i] + part[3][i])) +
                    ((part[4][i] + part[5][i]) + (part[6][i] + part[7][i]));
             y[i] = p.D != nullptr ? fmaf(D, other[i], y[i]) : y[i];
         }
         if (gated) {
-            unpack<T, kVector>(packed_load<T, kVector>(stage.z[element]), other);
+            unpack<T, Layout::kVector>(packed_load<T, Layout::kVector>(stage.z[element]), other);
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) {
+            for (int i = 0; i < Layout::kVector; ++i) {
                 y[i] *= silu(other[i]);
             }
         }
         if (row_exists && first_step(tile) + step < p.seqlen) {
-            packed_store<T, kVector>(out + first_step(tile), pack<T, kVector>(y));
+            packed_store<T, Layout::kVector>(out + first_step(tile), pack<T, Layout::kVector>(y));
         }
     };
 
