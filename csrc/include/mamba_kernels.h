@@ -344,7 +344,8 @@ MAMBA_API const char* mamba_last_error(void);
 
 MAMBA_API int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params);
 MAMBA_API int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params);
-/* Fills plan; reads run and the sizes of params only. deterministic 1: as many slots as it takes to need no atomics. */
+/* Fills plan from params as for the forward call, but for segments, workspace, last_state and checkpoints: alignment counts
+ * too. deterministic 1: as many slots as it takes to need no atomics. */
 MAMBA_API int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t deterministic,
                                             MambaSelectiveScanPlan* plan);
 

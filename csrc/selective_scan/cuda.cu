@@ -11,20 +11,18 @@ namespace mamba {
 // What the choice of layouts depends on.
 struct Device {
     int64_t processors;
-    bool small;  // little shared memory a block
-    bool roomy;  // enough of it for forward_pipeline.cuh
+    int shared;  // bytes of memory that a block may have
+    bool small;  // little of it
     cudaError_t error;
 
-    explicit Device(int32_t index) : processors(0), small(false), roomy(false) {
+    explicit Device(int32_t index) : processors(0), shared(0), small(false) {
         int count = 0;
-        int shared = 0;
         error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, index);
         if (error == cudaSuccess) {
             error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
         }
         processors = count;
         small = shared < kBackwardShared;
-        roomy = shared >= kPipelineShared;
     }
 };
 
@@ -34,7 +32,7 @@ static bool rows_aligned(const void* data, int64_t stride_a, int64_t stride_b, i
                                stride_b * element_size % 16 == 0);
 }
 
-// Blocks of the backward scan that share one batch and group, at least 1.
+// Blocks that share one batch and group, at least 1.
 static int64_t group_blocks(const MambaSelectiveScan& p, int channels) {
     const int64_t blocks = (p.dim / p.ngroups + channels - 1) / channels;
     return blocks > 1 ? blocks : 1;
@@ -100,15 +98,26 @@ constexpr int64_t kLongestNarrow = 1024;
 // Channels a block of the pipelined forward scan takes where that is to run, else 0. All of its blocks run at once, for as long
 // as one takes: with fewer than two thirds of the multiprocessors, segments of a long length are faster.
 static int pipeline_channels(const MambaSelectiveScan& p, const Device& device) {
-    const bool can_run = device.roomy && p.dstate > 8 && p.dstate <= 16 && p.variable_B && p.variable_C &&
-                         p.seq_idx == nullptr && p.seqlen > MAMBA_SCAN_CHECKPOINT && inputs_aligned(p);
+    const bool can_run = p.dstate > 8 && p.dstate <= 16 && p.variable_B && p.variable_C && p.seq_idx == nullptr &&
+                         p.seqlen > MAMBA_SCAN_CHECKPOINT && inputs_aligned(p);
     for (const int channels : kPipelineChannels) {
         const int64_t blocks = p.batch * p.ngroups * group_blocks(p, channels);
-        if (can_run && blocks <= device.processors) {
+        const bool fits = pipeline_shared(channels, element_size(p.dtype)) <= device.shared;
+        if (can_run && fits && blocks <= device.processors) {
             return p.seqlen <= kLongestNarrow || 3 * blocks >= 2 * device.processors ? channels : 0;
         }
     }
     return 0;
+}
+
+template <typename T>
+static cudaError_t launch_forward(const MambaSelectiveScan& p, const Device& device) {
+    const int channels = p.segments == 1 ? pipeline_channels(p, device) : 0;
+    if (channels > 0) {
+        return launch_selective_scan_pipeline<T>(p, channels);
+    }
+    const bool wide = p.segments == 1 && wide_is_better(p, device.processors);
+    return launch_selective_scan_forward<T>(p, inputs_aligned(p), wide);
 }
 
 }  // namespace mamba
@@ -126,23 +135,17 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
     const mamba::Device device(p.run.device);
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
-        const bool aligned = mamba::inputs_aligned(p);
-        const int pipeline = p.segments == 1 ? mamba::pipeline_channels(p, device) : 0;
-        const bool wide = p.segments == 1 && mamba::wide_is_better(p, device.processors);
         if (p.dtype == MAMBA_FLOAT32) {
-            error = pipeline > 0 ? mamba::launch_selective_scan_pipeline<float>(p, pipeline)
-                                 : mamba::launch_selective_scan_forward<float>(p, aligned, wide);
+            error = mamba::launch_forward<float>(p, device);
         }
 #ifndef MAMBA_DISABLE_HALF
         if (p.dtype == MAMBA_FLOAT16) {
-            error = pipeline > 0 ? mamba::launch_selective_scan_pipeline<__half>(p, pipeline)
-                                 : mamba::launch_selective_scan_forward<__half>(p, aligned, wide);
+            error = mamba::launch_forward<__half>(p, device);
         }
 #endif
 #ifndef MAMBA_DISABLE_BF16
         if (p.dtype == MAMBA_BFLOAT16) {
-            error = pipeline > 0 ? mamba::launch_selective_scan_pipeline<__nv_bfloat16>(p, pipeline)
-                                 : mamba::launch_selective_scan_forward<__nv_bfloat16>(p, aligned, wide);
+            error = mamba::launch_forward<__nv_bfloat16>(p, device);
         }
 #endif
     }

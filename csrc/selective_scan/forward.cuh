@@ -28,7 +28,7 @@ __device__ __forceinline__ void load_parameters(ForwardThread<Layout>& thread, c
     for (int s = 0; s < Layout::kStates; ++s) {
         const int64_t at = parameter + s * Layout::kLanes;
         const bool exists = s * Layout::kLanes < states;
-        thread.A[s] = exists ? p.A[at] * kLog2e : 0.0f;
+        thread.A[s] = exists ? decay_exponent(p.A[at]) : 0.0f;
         thread.constant_B[s] = exists && !p.variable_B ? static_cast<const float*>(p.B)[at] : 0.0f;
         thread.constant_C[s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[at] : 0.0f;
     }

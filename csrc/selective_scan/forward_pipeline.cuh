@@ -27,8 +27,8 @@ struct PipelineLayout {
     static constexpr int kRowThreads = kTile / kVector;
     static constexpr int kElementThreads = kChannels * kRowThreads;
     static constexpr int kElementWarps = kElementThreads / 32;
-    // A multiprocessor's four schedulers get warps in turn. Three scanning warps leave the fourth to others: three of six; the
-    // warps in between end at once.
+    // A multiprocessor's four schedulers get warps in turn. Three scanning warps, 0 to 2, leave the fourth scheduler to others:
+    // 3, 7 and 11 of the six that are 3 to 7 and 11. Those between, 8 to 10, end at once.
     static constexpr int kIdleWarps = kScanWarps == 3 ? 3 : 0;
     static constexpr int kFirstIdle = 8;
     static constexpr int kWarps = kScanWarps + kElementWarps + kIdleWarps;
@@ -167,7 +167,7 @@ __device__ __forceinline__ void scan_tiles(const MambaSelectiveScan& p, const Sc
 #pragma unroll
     for (int s = 0; s < Layout::kStates; ++s) {
         valid[s] = row < block.channels && k + s * Layout::kLanes < p.dstate;
-        scan.A[s] = valid[s] ? p.A[channel * p.dstate + k + s * Layout::kLanes] * kLog2e : 0.0f;
+        scan.A[s] = valid[s] ? decay_exponent(p.A[channel * p.dstate + k + s * Layout::kLanes]) : 0.0f;
         scan.h[s] = valid[s] && p.initial_state != nullptr ? p.initial_state[state + s * Layout::kLanes] : 0.0f;
     }
     const int64_t checkpoint_row = p.dim * p.dstate;
@@ -335,6 +335,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_k
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int idle_before = warp < Layout::kFirstIdle ? 0 : Layout::kIdleWarps;
+    // The block's barriers are in both branches: all warps that have not ended pass as many of them.
     if (warp < Layout::kScanWarps) {
         scan_tiles(p, block, shared, tiles, warp, lane);
     } else if (idle_before == 0 || warp >= Layout::kFirstIdle + Layout::kIdleWarps) {
@@ -350,7 +351,7 @@ template <typename T, class Layout>
 cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
     const auto kernel = selective_scan_pipeline_kernel<T, Layout>;
     constexpr int kShared = sizeof(PipelineShared<T, Layout>);
-    static_assert(kShared <= kPipelineShared, "what cuda.cu asks for");
+    static_assert(kShared == pipeline_shared(Layout::kChannels, sizeof(T)), "what cuda.cu counts on");
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (error != cudaSuccess) {
         return error;
@@ -359,6 +360,10 @@ cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
     kernel<<<blocks, Layout::kThreads, kShared, static_cast<cudaStream_t>(p.run.stream)>>>(p);
     return cudaGetLastError();
 }
+
+static_assert(Pipeline12::kChannels == kPipelineChannels[0] && Pipeline16::kChannels == kPipelineChannels[1] &&
+                  Pipeline32::kChannels == kPipelineChannels[2],
+              "what cuda.cu chooses from");
 
 template <typename T>
 cudaError_t launch_selective_scan_pipeline(const MambaSelectiveScan& p, int channels) {

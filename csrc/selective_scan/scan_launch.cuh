@@ -17,10 +17,18 @@ cudaError_t launch_selective_scan_pipeline(const MambaSelectiveScan& p, int chan
 template <typename T>
 cudaError_t launch_selective_scan_backward(const MambaSelectiveScanBackward& q, bool aligned, bool small);
 
-// Channels that a block of forward_pipeline.cuh may take, and the bytes of shared memory that it needs at most: what a block
-// may have on 8.0, 9.0 and 10.x.
+// Channels that a block of forward_pipeline.cuh may take, and the bytes of shared memory that it needs then: all fit 8.0, 9.0
+// and 10.x, 16 channels fit every GPU since.
 constexpr int kPipelineChannels[] = {12, 16, 32};
-constexpr int kPipelineShared = 166912;
+constexpr int pipeline_shared(int channels, int64_t element_size) {
+    if (channels == 12) {
+        return element_size == 4 ? 152320 : 108800;
+    }
+    if (channels == 16) {
+        return element_size == 4 ? 96256 : 71168;
+    }
+    return element_size == 4 ? 166912 : 129536;
+}
 
 // Bytes of shared memory a block that the backward scan needs at most, unless it is told to be small.
 constexpr int kBackwardShared = 99072;

@@ -186,6 +186,12 @@ __device__ __forceinline__ Steps4 same4(float value) {
     return Steps4{{value, value, value, value}};
 }
 
+// A in base 2, and finite, so that a step past the end, whose dt is 0, leaves the state as it is.
+__device__ __forceinline__ float decay_exponent(float A) {
+    const float exponent = A * kLog2e;
+    return exponent < -3.4e38f ? -3.4e38f : exponent;  // NaN stays
+}
+
 // delta becomes dt: bias and softplus, and 0 from `valid` on, which leaves the state as it is.
 template <int kCount>
 __device__ __forceinline__ void time_steps(float (&dt)[kCount], float bias, bool use_softplus, int valid) {

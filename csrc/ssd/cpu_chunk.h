@@ -134,7 +134,7 @@ struct Decays {
 inline float load_one(int32_t dtype, const void* data, int64_t index) {
     alignas(64) float values[kLanes];
     store(values, load_lanes(dtype, data, index, 1, 1));
-    return values[0];
+    return *values;
 }
 
 inline float head_A(const MambaSsd& p, int64_t head) {

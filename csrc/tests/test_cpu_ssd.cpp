@@ -24,10 +24,10 @@ static void set_strides(const Tensor& tensor, int64_t* first, int64_t* second, i
 
 // A problem's tensors; gradients of the same shapes.
 struct Problem {
-    Tensor x, dt, A, B, C, D, z, bias, initial, out, final_state;
+    Tensor x, dt, A, A_given, B, C, D, z, bias, initial, out, final_state;  // A_given: A, or A_log
     Tensor dout, dfinal, dx, ddt, dA, dB, dC, dD, dbias, dinitial;
     std::vector<int32_t> seq_idx;
-    bool use_D, D_per_dim, use_bias, use_initial, use_seq_idx, softplus;
+    bool use_D, D_per_dim, use_bias, use_initial, use_seq_idx, softplus, A_is_log;
     double dt_min, dt_max;
 };
 
@@ -103,9 +103,9 @@ static Truth reference(const SsdCase& c, const Problem& q) {
                 }
                 const double ddt = (through_input + through_decay * q.A.get(h)) * slope[l];
                 t.ddt[(b * L + l) * H + h] = ddt;
-                t.dA[h] += through_decay * dt[l];
+                t.dA[h] += through_decay * dt[l] * (q.A_is_log ? q.A.get(h) : 1.0);
                 t.dbias[h] += ddt;
-                dA_terms += fabs(through_decay * dt[l]);
+                dA_terms += fabs(through_decay * dt[l] * (q.A_is_log ? q.A.get(h) : 1.0));
                 dbias_terms += fabs(ddt);
             }
             t.dA_terms = dA_terms > t.dA_terms ? dA_terms : t.dA_terms;
@@ -147,7 +147,9 @@ static Problem make_problem(const SsdCase& c) {
     q.dB = Tensor(c.dtype, matrix, gap, heads_first);
     q.dC = Tensor(c.dtype, matrix, gap);
     q.initial = q.final_state = q.dfinal = q.dinitial = Tensor(MAMBA_FLOAT32, states);
-    q.A = q.bias = q.dA = q.dbias = Tensor(MAMBA_FLOAT32, {c.nheads});
+    q.A_is_log = turn % 4 >= 2;
+    q.A = q.dA = q.dbias = Tensor(MAMBA_FLOAT32, {c.nheads});
+    q.A_given = q.bias = Tensor(q.A_is_log ? c.dt_dtype : static_cast<int32_t>(MAMBA_FLOAT32), {c.nheads});
     q.D = Tensor(MAMBA_FLOAT32, {c.nheads, c.headdim});
     q.dD = q.D_per_dim ? q.D : q.dA;
     q.x.fill_random(1.0);
@@ -158,7 +160,11 @@ static Problem make_problem(const SsdCase& c) {
         const double value = q.dt.get(b, l, h);
         q.dt.set(q.softplus ? value : fabs(value) + 0.05, b, l, h);
     });
-    q.A.for_each([&](int64_t h, int64_t, int64_t, int64_t) { q.A.set(-0.2 - 0.4 * static_cast<double>(h), h); });
+    q.A.for_each([&](int64_t h, int64_t, int64_t, int64_t) {
+        const double A = -0.2 - 0.4 * static_cast<double>(h);
+        q.A_given.set(q.A_is_log ? log(-A) : A, h);
+        q.A.set(q.A_is_log ? -exp(q.A_given.get(h)) : A, h);
+    });
     q.B.fill_random(0.7);
     q.C.fill_random(0.7);
     q.D.fill_random(1.0);
@@ -186,19 +192,20 @@ static MambaSsd parameters(const SsdCase& c, Problem& q) {
     p.dstate = c.dstate;
     p.dtype = c.dtype;
     p.dt_dtype = c.dt_dtype;
-    p.A_dtype = p.dt_bias_dtype = MAMBA_FLOAT32;
+    p.A_dtype = p.dt_bias_dtype = q.A_is_log ? c.dt_dtype : static_cast<int32_t>(MAMBA_FLOAT32);
+    p.A_is_log = q.A_is_log;
     p.dt_softplus = q.softplus;
     p.dt_min = static_cast<float>(q.dt_min);
     p.dt_max = static_cast<float>(q.dt_max);
     p.x = q.x.data();
     p.dt = q.dt.data();
-    p.A = q.A.floats();
+    p.A = q.A_given.data();
     p.B = q.B.data();
     p.C = q.C.data();
     p.D = q.use_D ? q.D.floats() : nullptr;
     p.D_head_stride = c.headdim;
     p.D_dim_stride = q.D_per_dim ? 1 : 0;
-    p.dt_bias = q.use_bias ? q.bias.floats() : nullptr;
+    p.dt_bias = q.use_bias ? q.bias.data() : nullptr;
     p.initial_state = q.use_initial ? q.initial.floats() : nullptr;
     p.seq_idx = q.use_seq_idx ? q.seq_idx.data() : nullptr;
     p.out = q.out.data();

@@ -88,7 +88,7 @@ def _check(inputs, options):
     if zxbcdt.dim() != 3 or A.dim() != 1 or conv1d_weight.dim() != 2 or zxbcdt.dtype not in checks.FLOAT_DTYPES:
         checks.check_dims(_NAME, "zxbcdt", zxbcdt, 3, "(B, L, 2 d_mlp + 2 H P + 2 G N + H)")
         checks.check_activation_dtype(_NAME, "zxbcdt", zxbcdt)
-        checks.check_dims(_NAME, "A", A, 1, "(H,)")
+        checks.check_dims(_NAME, "A_log" if options.A_is_log else "A", A, 1, "(H,)")
         checks.check_dims(_NAME, "conv1d_weight", conv1d_weight, 2, "(H P + 2 G N, W)")
     batch, seqlen, columns = zxbcdt.shape
     nheads, channels = A.shape[0], conv1d_weight.shape[0]

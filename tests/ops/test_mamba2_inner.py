@@ -199,12 +199,15 @@ def test_compile(dynamic, device, request):
 
 
 @pytest.mark.skipif(TORCH < (2, 4), reason="torch before 2.4 has no opcheck")
+@pytest.mark.parametrize("A_is_log", [False, True])
 @pytest.mark.parametrize("options", [{}, {"norm": False, "d_mlp": 3, "bias": False, "D": None}], ids=str)
-def test_opcheck(options, device):
+def test_opcheck(options, A_is_log, device):
     op = torch.ops.mamba_ssm
     tensors, _ = inputs(torch.float32, device, seqlen=9, initial_states=True, **options)
+    if A_is_log:
+        tensors["A"] = tensors["A"].neg().log().bfloat16()
     first = list(tensors.values())[:9]
-    rest = (HEADDIM, 1, 0.0, 1.0, True, 1e-5, False, False)
+    rest = (HEADDIM, 1, 0.0, 1.0, True, 1e-5, False, A_is_log)
     torch.library.opcheck(op.split_conv1d_scan.default, (*first, *rest, True, True))
     out, y, rstd, states = op.split_conv1d_scan(*first, *rest, True, True)
     torch.library.opcheck(op.split_conv1d_scan_backward.default, (out, states, y, rstd, *first, *rest, True, True))

@@ -61,8 +61,11 @@ PIPELINE_CASES = (
     ScanCase(2, 40, 328, dstate=9, groups=2, z=False),
     ScanCase(1, 1500, 136, dstate=13, D=False, initial_state=True),
     ScanCase(2, 1000, 200, softplus=False),
-    ScanCase(1, 3001, 192, initial_state=True),
+    ScanCase(1, 3001, 200, initial_state=True),
+    ScanCase(1, 1500, 1096),
 )
+# And these are too many channels for it, and too many to be split.
+MANY_CHANNELS = (ScanCase(6, 1024, 136), ScanCase(8, 1536, 136, initial_state=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -71,9 +74,17 @@ def test_few_channels(case, dtype, device):
     check(case, dtype, device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", MANY_CHANNELS, ids=case_id)
+def test_many_channels(case, dtype, cuda):
+    check(case, dtype, cuda)
+
+
+@pytest.mark.parametrize("seqlen", [75, 136])  # the longer one is for CUDA's pipelined forward scan
 @pytest.mark.parametrize("layout", ["channel_major", "channel_last", "slice", "expanded"])
-def test_any_strides(layout, device):
-    case = ScanCase(3, 10, 75)
+def test_any_strides(layout, seqlen, device):
+    case = ScanCase(3, 10, seqlen)
     tensors = case.inputs(torch.float32, device)
     for name in ("u", "delta", "z"):
         tensor = tensors[name]
