@@ -146,7 +146,7 @@ def mamba2_block(
     projections = hidden_states, in_proj_weight, in_proj_bias, outproj_weight, outproj_bias
     dt_bias, A_log = _readable(dt_bias), _readable(A_log)
     inner = conv1d_weight, conv1d_bias, dt_bias, A_log, D, seq_idx, rmsnorm_weight
-    options = options._replace(A_is_log=True)
+    options = Options(*options[:-1], A_is_log=True)
     if wants_one_node((*projections, *inner)):
         return apply(_Mamba2Block, *projections, *inner, *options)
     zxbcdt = F.linear(hidden_states, in_proj_weight, in_proj_bias)
