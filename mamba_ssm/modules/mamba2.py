@@ -283,7 +283,7 @@ class Mamba2(nn.Module):
             self._D(),
             seq_idx,
             norm_weight,
-            Options(self.headdim, self.ngroups, float(dt_min), float(dt_max), silu, eps, self.norm_before_gate),
+            Options(self.headdim, self.ngroups, float(dt_min), float(dt_max), silu, eps, self.norm_before_gate, True),
         )
 
     def _is_plain(self):

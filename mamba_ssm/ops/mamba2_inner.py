@@ -104,6 +104,7 @@ def mamba_split_conv1d_scan_combined(
         wants_silu(_NAME, activation),
         float(rmsnorm_eps),
         bool(norm_before_gate),
+        A_is_log=False,
     )
     return_final_states = bool(return_final_states)
     if outproj_weight is None and outproj_bias is not None:
@@ -139,14 +140,13 @@ def mamba2_block(
     modules.Mamba2.
 
     in_proj_weight: (2 d_mlp + 2 H P + 2 G N + H, d_model); in_proj_bias: its rows, or None.
-    conv1d_weight: (H P + 2 G N, 1, W). A_log: (H), where A = -exp(A_log), and dt_bias: any dtype. The others as for
-    mamba_split_conv1d_scan_combined.
+    conv1d_weight: (H P + 2 G N, 1, W). A_log: (H), where A = -exp(A_log), and dt_bias: any dtype. options: Options
+    with A_is_log=True. The others as for mamba_split_conv1d_scan_combined.
     One autograd node, for the reason of mamba_block in mamba_ssm.ops.mamba_inner; it keeps what the two nodes would.
     """
     projections = hidden_states, in_proj_weight, in_proj_bias, outproj_weight, outproj_bias
     dt_bias, A_log = _readable(dt_bias), _readable(A_log)
     inner = conv1d_weight, conv1d_bias, dt_bias, A_log, D, seq_idx, rmsnorm_weight
-    options = Options(*options[:-1], A_is_log=True)
     if wants_one_node((*projections, *inner)):
         return apply(_Mamba2Block, *projections, *inner, *options)
     zxbcdt = F.linear(hidden_states, in_proj_weight, in_proj_bias)
