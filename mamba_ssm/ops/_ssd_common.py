@@ -52,7 +52,7 @@ def check_parameters(
     op, sizes, like, like_name, A, D, dt_bias, initial_states, seq_idx, dt_min, dt_max, A_is_log=False
 ):
     """The part of check that is not about activations, for operators that cut these out of one tensor. A_is_log: A and
-    dt_bias are a layer's, of any dtype.
+    dt_bias are a layer's, float32, float16 or bfloat16.
     """
     batch, seqlen, nheads, headdim, _, dstate = sizes
     heads, device, float32 = (nheads,), like.device, torch.float32
@@ -91,25 +91,9 @@ def kernel_layout(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx):
     return x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx
 
 
-def fill(
-    params,
-    sizes,
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    z,
-    dt_bias,
-    initial_states,
-    seq_idx,
-    dt_softplus,
-    dt_min,
-    dt_max,
-    A_is_log=False,
-):
+def fill(params, sizes, tensors, dt_softplus, dt_min, dt_max, A_is_log=False):
     """Sets the fields that forward and backward share, from tensors (or Views) in kernel layout."""
+    x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx = tensors
     params.batch, params.seqlen, params.nheads, params.headdim, params.ngroups, params.dstate = sizes
     params.dtype = DTYPE_CODES[x.dtype]
     params.dt_dtype = DTYPE_CODES[dt.dtype]

@@ -140,8 +140,8 @@ def mamba2_block(
     modules.Mamba2.
 
     in_proj_weight: (2 d_mlp + 2 H P + 2 G N + H, d_model); in_proj_bias: its rows, or None.
-    conv1d_weight: (H P + 2 G N, 1, W). A_log: (H), where A = -exp(A_log), and dt_bias: any dtype. options: Options
-    with A_is_log=True. The others as for mamba_split_conv1d_scan_combined.
+    conv1d_weight: (H P + 2 G N, 1, W). A_log: (H), where A = -exp(A_log), and dt_bias: any float dtype. options:
+    Options with A_is_log=True. The others as for mamba_split_conv1d_scan_combined.
     One autograd node, for the reason of mamba_block in mamba_ssm.ops.mamba_inner; it keeps what the two nodes would.
     """
     projections = hidden_states, in_proj_weight, in_proj_bias, outproj_weight, outproj_bias

@@ -45,7 +45,7 @@ class Options(typing.NamedTuple):
     silu: bool
     rmsnorm_eps: float
     norm_before_gate: bool
-    A_is_log: bool  # A is a layer's A_log = log(-A), and as dt_bias of any dtype; its gradient is A_log's
+    A_is_log: bool  # A is a layer's A_log = log(-A); it and dt_bias may be float16 or bfloat16 too; dA is A_log's
 
 
 def _named(arguments):

@@ -154,7 +154,7 @@ def launch_forward(sizes, tensors, options, out, final_states):
     params = abi.MambaSsd()
     A = tensors[2]
     functions = place(params, A)
-    fill(params, sizes, *tensors, *options)
+    fill(params, sizes, tensors, *options)
     params.out = out.data_ptr()
     params.out_batch_stride, params.out_len_stride, params.out_head_stride, _ = out.stride()
     if final_states is not None:
@@ -256,7 +256,7 @@ def _varlen_states(x, dt, A, B, C, dt_bias, initial_states, cu_seqlens, dt_softp
     params = abi.MambaSsd()
     functions = place(params, x)
     tensors = kernel_layout(x, dt, A, B, C, None, None, dt_bias, initial_states, None)
-    fill(params, sizes, *tensors, dt_softplus, dt_min, dt_max)
+    fill(params, sizes, tensors, dt_softplus, dt_min, dt_max)
     cu_seqlens = cu_seqlens.contiguous()
     params.cu_seqlens = cu_seqlens.data_ptr()
     params.final_state = states.data_ptr()

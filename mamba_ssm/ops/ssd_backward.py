@@ -82,7 +82,7 @@ def launch_backward(sizes, dout, dfinal_states, tensors, options, grads):
     params = abi.MambaSsdBackward()
     A = tensors[2]
     functions = place(params, A)
-    fill(params, sizes, *tensors, *options)
+    fill(params, sizes, tensors, *options)
     workspace = allocate_workspace(functions["ssd_backward_workspace"], params.forward, A)
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_len_stride, params.dout_head_stride, _ = dout.stride()

@@ -81,6 +81,15 @@ def test_many_channels(case, dtype, cuda):
     check(case, dtype, cuda)
 
 
+@pytest.mark.parametrize("seqlen", [70, 80])  # both end within a tile
+def test_states_that_decay_at_once(seqlen, device):
+    tensors = ScanCase(1, 6, seqlen).inputs(torch.float32, device)
+    tensors["A"] = torch.full_like(tensors["A"], -float("inf"))
+    options = {"delta_softplus": True, "return_last_state": True}
+    expected = selective_scan_ref(**tensors, **options)
+    torch.testing.assert_close(selective_scan_fn(**tensors, **options), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("seqlen", [75, 136])  # the longer one is for CUDA's pipelined forward scan
 @pytest.mark.parametrize("layout", ["channel_major", "channel_last", "slice", "expanded"])
 def test_any_strides(layout, seqlen, device):
