@@ -1,4 +1,4 @@
-"""mamba_ssm/_native/abi.py says what csrc/include/mamba_kernels.h says: constants, structs by field, functions."""
+"""src/mamba_ssm/_native/abi.py says what csrc/include/mamba_kernels.h says: constants, structs by field, functions."""
 
 import ctypes
 import re

@@ -1,4 +1,4 @@
-/* The C ABI: the only contract between Python (mamba_ssm/_native) and the two kernel libraries.
+/* The C ABI: the only contract between Python (src/mamba_ssm/_native) and the two kernel libraries.
  *
  * mamba_cpu and mamba_cuda export the same functions. Every tensor is a pointer with strides in elements; a stride that
  * is not listed is that of a contiguous tensor. Optional pointers may be NULL. Every function that returns int32_t returns
@@ -6,7 +6,7 @@
  * Nothing here allocates device memory, synchronises, prints or throws, so all of it works under CUDA-graph capture.
  *
  * Letters: B batch, D channels, L length, N dstate, G groups, H heads, P headdim, W conv width.
- * Change a struct or a function: raise MAMBA_ABI_VERSION and mirror it in mamba_ssm/_native/abi.py.
+ * Change a struct or a function: raise MAMBA_ABI_VERSION and mirror it in src/mamba_ssm/_native/abi.py.
  */
 #ifndef MAMBA_KERNELS_H
 #define MAMBA_KERNELS_H

@@ -28,6 +28,7 @@ else:
     import fcntl
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path("src")
 LIB = Path("mamba_ssm") / "lib"
 INFO = "build_info.json"
 
@@ -89,7 +90,7 @@ class BuildNative(build_ext):
             folder = cmake.build(plan, ROOT / "csrc", base)
         except cmake.BuildError as error:
             raise SystemExit(f"mamba_ssm: {error}") from None
-        target = ROOT / LIB if self.inplace else Path(self.build_lib) / LIB
+        target = ROOT / SOURCE / LIB if self.inplace else Path(self.build_lib) / LIB
         target.mkdir(parents=True, exist_ok=True)
         for name in set(version.library_names(sys.platform, cuda=True)) - set(plan.libraries):
             remove_file(target / name)
@@ -101,7 +102,7 @@ class BuildNative(build_ext):
     def _outputs(self) -> dict[str, str]:
         """{file in build_lib: file in the source tree}"""
         names = [*the_plan().libraries, INFO]
-        return {str(Path(self.build_lib) / LIB / name): str(LIB / name) for name in names}
+        return {str(Path(self.build_lib) / LIB / name): str(SOURCE / LIB / name) for name in names}
 
     def get_outputs(self) -> list[str]:
         return list(self.get_output_mapping()) if self.inplace else list(self._outputs())

@@ -61,7 +61,7 @@ def source(tmp_path_factory, request):
     shutil.copytree(root, folder, ignore=lambda path, names: [] if path.endswith("tests") else ignored(path, names))
     shutil.copy(root / ".clang-format", folder)
     (folder / "PKG-INFO").unlink(missing_ok=True)
-    for place in (folder / "mamba_ssm" / "lib", folder / "build" / built_folder() / "mamba_ssm" / "lib"):
+    for place in (folder / "src" / "mamba_ssm" / "lib", folder / "build" / built_folder() / "mamba_ssm" / "lib"):
         place.mkdir(parents=True)
         (place / "libmamba_cuda.so").write_bytes(b"of an earlier build")
     (folder / "build" / built_folder() / "mamba_ssm" / "deleted_module.py").write_text("gone = True\n")
@@ -103,7 +103,7 @@ def test_name_and_tag(wheel, root):
 
 def test_contents_are_the_package_and_this_builds_libraries(wheel, source):
     names = set(members(wheel))
-    modules = {str(path.relative_to(source)) for path in (source / "mamba_ssm").rglob("*.py")}
+    modules = {str(path.relative_to(source / "src")) for path in (source / "src").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == modules
     assert {name for name in names if name.startswith("mamba_ssm/lib/")} == {
         "mamba_ssm/lib/libmamba_cpu.so",
@@ -113,6 +113,23 @@ def test_contents_are_the_package_and_this_builds_libraries(wheel, source):
     assert rest == {
         f"dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE", SBOM)
     }
+
+
+def test_python_in_the_checkout_takes_the_installed_package(wheel, source, tmp_path):
+    """README's Install is typed in the folder where the build just ended."""
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    code = "import importlib.util; print(importlib.util.find_spec('mamba_ssm').origin)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=source,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(site / "mamba_ssm" / "__init__.py")
 
 
 def test_metadata_requires_torch_and_nothing_else(wheel, root):

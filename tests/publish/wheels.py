@@ -15,6 +15,7 @@ from wheel_build.build_info import abi_version, source_of
 from wheel_build.version import base_version
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src"
 BUILD_INFO = "mamba_ssm/lib/build_info.json"
 LIBRARY = "mamba_ssm/lib/libmamba_cpu.so"
 
@@ -41,15 +42,15 @@ def assemble(folder):
         "source_commit": source.commit,
         "source_dirty": source.changed,
     }
-    contents = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in (ROOT / "mamba_ssm").rglob("*.py")}
+    contents = {path.relative_to(SOURCE).as_posix(): path.read_bytes() for path in SOURCE.rglob("*.py")}
     dist_info = f"mamba_ssm-{version}+cpu.dist-info"
     contents |= {
-        LIBRARY: (ROOT / LIBRARY).read_bytes(),
+        LIBRARY: (SOURCE / LIBRARY).read_bytes(),
         BUILD_INFO: json.dumps(info, indent=2).encode(),
         f"{dist_info}/METADATA": metadata.read_bytes(),
         f"{dist_info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n",
         f"{dist_info}/licenses/LICENSE": (ROOT / "LICENSE").read_bytes(),
-        f"{dist_info}/sboms/{sbom.NAME}": sbom.text(info, f"{version}+cpu", [ROOT / LIBRARY]).encode(),
+        f"{dist_info}/sboms/{sbom.NAME}": sbom.text(info, f"{version}+cpu", [SOURCE / LIBRARY]).encode(),
         f"{dist_info}/top_level.txt": b"mamba_ssm\n",
     }
     return _write(folder / f"mamba_ssm-{version}+cpu-py3-none-linux_x86_64.whl", contents)
@@ -77,7 +78,7 @@ def repack(wheel, folder, *, version=None, label=None, platform=None, build_info
     contents[module] = contents[module].replace(f'"{was[1]}"'.encode(), f'"{version}"'.encode())
     info = {**json.loads(contents[BUILD_INFO]), "package_version": version, "local_label": label, **(build_info or {})}
     contents[BUILD_INFO] = json.dumps(info, indent=2).encode()
-    contents[f"{dist_info}/sboms/{sbom.NAME}"] = sbom.text(info, f"{version}+{label}", [ROOT / LIBRARY]).encode()
+    contents[f"{dist_info}/sboms/{sbom.NAME}"] = sbom.text(info, f"{version}+{label}", [SOURCE / LIBRARY]).encode()
     for name, text in files.items():
         contents[metadata if name == "METADATA" else f"mamba_ssm/{name}.py"] += text.encode()
     folder.mkdir(parents=True, exist_ok=True)

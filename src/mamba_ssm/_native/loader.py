@@ -94,7 +94,7 @@ def missing_message(kind, path):
         return (
             f"mamba_ssm: {path} does not exist, nor does any other kernel library: this is a source tree, or an "
             "incomplete installation. Build a wheel (python setup.py bdist_wheel) and pip install the file in dist, or "
-            "pip install -e . for development (and do not run Python inside the source tree of another build)."
+            "pip install -e . for development."
         )
     label = build_info().get("local_label") or "cpu"
     build = shell_command("python setup.py bdist_wheel", MAMBA_SSM_CUDA="on")
