@@ -42,7 +42,7 @@ PROJECT = "mamba-ssm"
 FILES, EVERYTHING = "files", "all"
 RECORD = f"{EVERYTHING}/{PROJECT}/index.json"
 PATIENCE = 60.0  # seconds to wait for another run on the same site
-# CUDA major version -> oldest NVIDIA driver, as src/mamba_ssm/_native/errors.py has it (that needs torch; this must not).
+# CUDA major version -> oldest NVIDIA driver, as mamba_ssm/_native/errors.py has it (that needs torch; this must not).
 DRIVER_FLOORS = {12: 525, 13: 580}
 # Compute capability -> GPUs that people know by name.
 GPUS = {

@@ -95,15 +95,15 @@ def publish(monkeypatch, capsys):
 
 
 class Environment:
-    """A fresh virtual environment, which sees torch and what torch needs, and nothing else of this one."""
+    """A fresh virtual environment, which sees one project and what that needs, and nothing else of this one."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, project):
         builder = venv.EnvBuilder(with_pip=False, symlinks=True)
         builder.create(folder)
         self.folder, self.python = folder, folder / "bin" / "python"
         (site_packages,) = folder.glob("lib/python*/site-packages")
         # In place, and metadata as true folders: uv does not look where a .pth file or a link points.
-        for entry in _entries("torch"):
+        for entry in _entries(project):
             if entry.name.endswith(".dist-info"):
                 shutil.copytree(entry, site_packages / entry.name)
             else:
@@ -146,23 +146,29 @@ def _run(command, **options):
 
 def _entries(project):
     """The files and folders in site-packages of a project and everything it requires."""
-    entries, seen, todo = {}, set(), [project]
+    entries, seen, todo = {}, set(), [(project, "")]
     while todo:
-        name = todo.pop()
-        if name in seen:
+        name, extra = asked = todo.pop()
+        if asked in seen:
             continue
-        seen.add(name)
+        seen.add(asked)
         distribution = importlib.metadata.distribution(name)
         for file in distribution.files or ():
             if file.parts[0] not in ("..", "__pycache__"):
                 entries[file.parts[0]] = distribution.locate_file(file.parts[0])
-        for line in distribution.requires or ():
-            requirement = Requirement(line)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                todo.append(requirement.name)
+        for requirement in map(Requirement, distribution.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                # CUDA's parts are extras: torch requires cuda-toolkit[cudart], which requires nvidia-cuda-runtime.
+                todo += [(requirement.name, each) for each in ("", *requirement.extras)]
     return list(entries.values())
 
 
 @pytest.fixture
-def environment(tmp_path):
-    return Environment(tmp_path / "environment")
+def environment_of(tmp_path):
+    """environment_of(project) -> a fresh Environment"""
+    return lambda project: Environment(tmp_path / "environment", project)
+
+
+@pytest.fixture
+def environment(environment_of):
+    return environment_of("torch")

@@ -64,6 +64,22 @@ def test_folder_without_a_server(site, environment):
     assert "mamba_ssm-99.0+cpu" in printed.replace("mamba-ssm", "mamba_ssm")
 
 
+def test_environment_sees_what_extras_require(environment_of, tmp_path, monkeypatch):
+    """As a torch with CUDA: it requires extras of cuda-toolkit, and those NVIDIA's libraries; pip looks for all."""
+    version, installed, index = "13.2.86.1", tmp_path / "installed", tmp_path / "index"
+    for project, requires in {
+        "torch_like": ["toolkit[runtime]==13.2.*; platform_system == 'Linux'", "missing; platform_system == 'Windows'"],
+        "toolkit": ['runtime_part==13.2.86.*; extra == "runtime"', 'missing==1; extra == "other"'],
+        "runtime_part": [],
+    }.items():
+        shutil.unpack_archive(wheels.plain(tmp_path, project, version, *requires), installed, "zip")
+    made = wheels.plain(index / "block", "block", "1.0", "torch_like>=13")
+    (index / "block" / "index.html").write_text(f'<!DOCTYPE html><a href="{made.name}">{made.name}</a>')
+    monkeypatch.syspath_prepend(installed)
+    status, printed = environment_of("torch_like").pip("--dry-run", "--index-url", index.as_uri(), "block")
+    assert status == 0 and "Would install block-1.0" in printed, printed
+
+
 def test_index_of_all_labels_gives_the_last_one_unless_a_version_is_named(site, programs, environment, base):
     with StaticSite(site) as served:
         words = ["--dry-run", "--index-url", f"{served.url}all/"]

@@ -88,9 +88,12 @@ def repack(wheel, folder, *, version=None, label=None, platform=None, build_info
 def plain(folder, project, version, *requires):
     """A wheel of another project, empty but for its metadata: what a public index might offer."""
     dist_info = f"{project}-{version}.dist-info"
-    metadata = "".join(f"{line}\n" for line in ["Metadata-Version: 2.1", f"Name: {project}", f"Version: {version}"])
+    lines = ["Metadata-Version: 2.1", f"Name: {project}", f"Version: {version}"]
+    for requirement in requires:
+        lines += [f"Provides-Extra: {extra}" for extra in re.findall(r'extra == "(\w+)"', requirement)]
+        lines.append(f"Requires-Dist: {requirement}")
     contents = {
-        f"{dist_info}/METADATA": (metadata + "".join(f"Requires-Dist: {each}\n" for each in requires)).encode(),
+        f"{dist_info}/METADATA": "".join(f"{line}\n" for line in lines).encode(),
         f"{dist_info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     folder.mkdir(parents=True, exist_ok=True)
