@@ -79,9 +79,8 @@ cudaError_t launch_backward_strided(const MambaCausalConv1dBackward& params) {
     const MambaCausalConv1d& forward = params.forward;
     const ConvBackwardPlan plan = causal_conv1d_backward_plan(forward);
     const dim3 grid(static_cast<unsigned>(ceil_div(forward.dim, kConvWarps)), static_cast<unsigned>(plan.slots));
-    causal_conv1d_backward_strided<T><<<grid, kConvThreads, 0, static_cast<cudaStream_t>(forward.run.stream)>>>(
-        params, static_cast<int>(plan.segment), plan.segments);
-    return cudaGetLastError();
+    return launch_kernel(causal_conv1d_backward_strided<T>, grid, kConvThreads, 0, forward.run.stream, params,
+                         static_cast<int>(plan.segment), plan.segments);
 }
 
 }  // namespace mamba

@@ -157,15 +157,13 @@ cudaError_t launch_backward_time(const MambaCausalConv1dBackward& params, bool a
     const int lanes_log2 = ceil_log2(ceil_div(forward.seqlen + slack, V), 0, 5);
     const int64_t groups = ceil_div(forward.dim, static_cast<int64_t>(32) >> lanes_log2);
     const dim3 grid(static_cast<unsigned>(ceil_div(groups, kConvWarps)), static_cast<unsigned>(plan.slots));
-    const cudaStream_t stream = static_cast<cudaStream_t>(forward.run.stream);
     auto kernel = causal_conv1d_backward_time<T, false, false>;
     if (is_plain(params)) {
         kernel = aligned && lanes_log2 == 5 ? causal_conv1d_backward_time<T, true, true>
                                             : causal_conv1d_backward_time<T, true, false>;
     }
-    kernel<<<grid, kConvThreads, 0, stream>>>(params, lanes_log2, static_cast<unsigned>(plan.segment),
-                                              static_cast<unsigned>(plan.segments), slack);
-    return cudaGetLastError();
+    return launch_kernel(kernel, grid, kConvThreads, 0, forward.run.stream, params, lanes_log2,
+                         static_cast<unsigned>(plan.segment), static_cast<unsigned>(plan.segments), slack);
 }
 
 }  // namespace mamba

@@ -139,11 +139,9 @@ cudaError_t launch_forward_channel(const MambaCausalConv1d& params) {
     }
     const int64_t chunks = params.seqlen > steps ? ceil_div(params.seqlen, steps) : 1;
     const dim3 grid = batch_grid(ceil_div(vectors * chunks, kConvThreads), params.batch);
-    const cudaStream_t stream = static_cast<cudaStream_t>(params.run.stream);
     const auto kernel =
         V > 1 && is_plain(params) ? causal_conv1d_forward_channel<T, V, (V > 1)> : causal_conv1d_forward_channel<T, V, false>;
-    kernel<<<grid, kConvThreads, 0, stream>>>(params, steps, static_cast<unsigned>(vectors));
-    return cudaGetLastError();
+    return launch_kernel(kernel, grid, kConvThreads, 0, params.run.stream, params, steps, static_cast<unsigned>(vectors));
 }
 
 }  // namespace mamba

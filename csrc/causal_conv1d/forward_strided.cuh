@@ -44,9 +44,8 @@ template <typename T>
 cudaError_t launch_forward_strided(const MambaCausalConv1d& params) {
     const int64_t chunks = params.seqlen > kForwardStridedTile ? ceil_div(params.seqlen, kForwardStridedTile) : 1;
     const dim3 grid = batch_grid(ceil_div(params.dim * chunks, kConvWarps), params.batch);
-    causal_conv1d_forward_strided<T>
-        <<<grid, kConvThreads, 0, static_cast<cudaStream_t>(params.run.stream)>>>(params, static_cast<unsigned>(chunks));
-    return cudaGetLastError();
+    return launch_kernel(causal_conv1d_forward_strided<T>, grid, kConvThreads, 0, params.run.stream, params,
+                         static_cast<unsigned>(chunks));
 }
 
 }  // namespace mamba

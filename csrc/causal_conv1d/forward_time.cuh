@@ -122,14 +122,13 @@ cudaError_t launch_forward_time(const MambaCausalConv1d& params, bool aligned) {
     const int64_t chunks = params.seqlen + slack > tile ? ceil_div(params.seqlen + slack, tile) : 1;
     const int64_t row_groups = ceil_div(params.dim, static_cast<int64_t>(32) >> lanes_log2);
     const dim3 grid = batch_grid(ceil_div(row_groups * chunks, kConvWarps), params.batch);
-    const cudaStream_t stream = static_cast<cudaStream_t>(params.run.stream);
     auto kernel = causal_conv1d_forward_time<T, false, false>;
     if (is_plain(params)) {
         kernel =
             aligned && lanes_log2 == 5 ? causal_conv1d_forward_time<T, true, true> : causal_conv1d_forward_time<T, true, false>;
     }
-    kernel<<<grid, kConvThreads, 0, stream>>>(params, lanes_log2, static_cast<unsigned>(chunks), slack);
-    return cudaGetLastError();
+    return launch_kernel(kernel, grid, kConvThreads, 0, params.run.stream, params, lanes_log2, static_cast<unsigned>(chunks),
+                         slack);
 }
 
 }  // namespace mamba

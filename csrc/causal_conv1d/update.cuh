@@ -93,9 +93,8 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv1d_update_kernel(cons
 template <typename T>
 cudaError_t causal_conv1d_update_launch(const MambaCausalConv1dUpdate& params) {
     const int64_t blocks = ceil_div(params.batch * params.dim, kConvThreads);
-    causal_conv1d_update_kernel<T>
-        <<<static_cast<unsigned>(blocks), kConvThreads, 0, static_cast<cudaStream_t>(params.run.stream)>>>(params);
-    return cudaGetLastError();
+    return launch_kernel(causal_conv1d_update_kernel<T>, static_cast<unsigned>(blocks), kConvThreads, 0, params.run.stream,
+                         params);
 }
 
 }  // namespace mamba

@@ -166,11 +166,29 @@ cudaError_t may_start_early(void (*kernel)(Parameters...), bool* answer) {
     return error;
 }
 
+inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, size_t shared_bytes, void* stream) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    return config;
+}
+
+// What kernel<<<grid, block, shared_bytes, stream>>>(arguments...) does, in plain C++. Every kernel is launched by this
+// function or by launch_overlapping.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+                          const Arguments&... arguments) {
+    const cudaLaunchConfig_t config = launch_config(grid, block, shared_bytes, stream);
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 // Launches a kernel that calls wait_for_previous_kernel before it touches what the kernel ahead of it in the stream writes.
 // Its blocks start early on GPUs that can do that; elsewhere, or compiled for older ones, it is an ordinary launch.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
-                               cudaStream_t stream, const Arguments&... arguments) {
+cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+                               const Arguments&... arguments) {
     bool starts_early = false;
     const cudaError_t error = may_start_early(kernel, &starts_early);
     if (error != cudaSuccess) {
@@ -179,11 +197,7 @@ cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t blocks, in
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned int>(blocks));
-    config.blockDim = dim3(static_cast<unsigned int>(threads));
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
+    cudaLaunchConfig_t config = launch_config(grid, block, shared_bytes, stream);
     config.attrs = &early;
     config.numAttrs = starts_early ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, arguments...);

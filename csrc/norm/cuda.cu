@@ -102,9 +102,7 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows) norm_sum_kernel(const M
 cudaError_t launch_norm_sums(const MambaNormBackward& q, const NormBackwardPlan& plan) {
     const int64_t width = q.forward.ngroups * q.forward.group_size;
     const dim3 blocks(static_cast<unsigned>(ceil_div(width, kSumColumns)), static_cast<unsigned>(plan.sums));
-    const cudaStream_t stream = static_cast<cudaStream_t>(q.forward.run.stream);
-    norm_sum_kernel<<<blocks, dim3(kSumColumns, kSumRows), 0, stream>>>(q, plan.slots);
-    return cudaGetLastError();
+    return launch_kernel(norm_sum_kernel, blocks, dim3(kSumColumns, kSumRows), 0, q.forward.run.stream, q, plan.slots);
 }
 
 int32_t check_blocks(const char* function, int64_t rows, int64_t block_rows) {

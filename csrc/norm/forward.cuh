@@ -165,15 +165,13 @@ template <typename T, typename Other, int kVector, bool kLooped>
 cudaError_t launch_norm_forward_as(const MambaNorm& p, const NormLayout& layout) {
     const dim3 threads(static_cast<unsigned>(layout.lanes), static_cast<unsigned>(layout.block_rows));
     const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows * p.ngroups, layout.block_rows));
-    const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
     if constexpr (!kLooped) {
         if (layout.lanes * layout.block_rows <= kNormBlock) {
-            norm_forward_kernel<T, Other, kVector, false, kNormBlock><<<blocks, threads, 0, stream>>>(p);
-            return cudaGetLastError();
+            return launch_kernel(norm_forward_kernel<T, Other, kVector, false, kNormBlock>, blocks, threads, 0, p.run.stream,
+                                 p);
         }
     }
-    norm_forward_kernel<T, Other, kVector, kLooped, kNormMaxThreads><<<blocks, threads, 0, stream>>>(p);
-    return cudaGetLastError();
+    return launch_kernel(norm_forward_kernel<T, Other, kVector, kLooped, kNormMaxThreads>, blocks, threads, 0, p.run.stream, p);
 }
 
 // Vectors of 16 bytes of the wider type where all tensors allow it.

@@ -59,13 +59,8 @@ cudaError_t launch_swiglu_vector(const MambaSwiglu& p, bool backward) {
     static_assert(kNormBlock == 1 << 8, "a block holds at most 2^8 lanes");
     const dim3 threads(1u << lanes_log2, static_cast<unsigned>(kNormBlock >> lanes_log2));
     const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows, threads.y));
-    const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
-    if (backward) {
-        swiglu_kernel<T, kVector, true><<<blocks, threads, 0, stream>>>(p);
-    } else {
-        swiglu_kernel<T, kVector, false><<<blocks, threads, 0, stream>>>(p);
-    }
-    return cudaGetLastError();
+    const auto kernel = backward ? swiglu_kernel<T, kVector, true> : swiglu_kernel<T, kVector, false>;
+    return launch_kernel(kernel, blocks, threads, 0, p.run.stream, p);
 }
 
 template <typename T>

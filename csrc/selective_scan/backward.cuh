@@ -312,24 +312,22 @@ cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool ali
             return error;
         }
     }
-    const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
-    const int64_t blocks = scan_grid(p, Layout::kChannels, p.segments);
+    const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments));
     const bool atomic = q.slots == 1 && p.dim / p.ngroups > Layout::kChannels;
     if (p.segments > 1) {
         const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
         const size_t waiting_bytes =
             kSliced ? static_cast<size_t>(slices) * Layout::kStates * Layout::kThreads * sizeof(float) : 0;
-        const int64_t carry_blocks = scan_grid(p, Layout::kChannels, p.segments - 1);
-        selective_scan_backward_carry_kernel<T, Layout, kSliced>
-            <<<static_cast<unsigned int>(carry_blocks), Layout::kThreads, waiting_bytes, stream>>>(q, aligned);
-        const cudaError_t error = cudaGetLastError();
+        const auto carry_kernel = selective_scan_backward_carry_kernel<T, Layout, kSliced>;
+        const unsigned carry_blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments - 1));
+        const cudaError_t error =
+            launch_kernel(carry_kernel, carry_blocks, Layout::kThreads, waiting_bytes, p.run.stream, q, aligned);
         if (error != cudaSuccess) {
             return error;
         }
-        return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, stream, q, aligned, atomic);
+        return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, q, aligned, atomic);
     }
-    kernel<<<static_cast<unsigned int>(blocks), Layout::kThreads, shared_bytes, stream>>>(q, aligned, atomic);
-    return cudaGetLastError();
+    return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, q, aligned, atomic);
 }
 
 template <typename T>

@@ -355,21 +355,19 @@ template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced>
 cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned) {
     const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
     const size_t shared_bytes = kSliced ? static_cast<size_t>(slices) * Layout::kStates * Layout::kThreads * sizeof(float) : 0;
-    const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
-    const int64_t blocks = scan_grid(p, Layout::kChannels, p.segments);
+    const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments));
     const auto kernel = selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, false>;
     if (p.segments > 1) {
-        const int64_t carry_blocks = scan_grid(p, Layout::kChannels, p.segments - 1);
-        selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, true>
-            <<<static_cast<unsigned int>(carry_blocks), Layout::kThreads, shared_bytes, stream>>>(p, aligned);
-        const cudaError_t error = cudaGetLastError();
+        const auto carry_kernel = selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, true>;
+        const unsigned carry_blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments - 1));
+        const cudaError_t error =
+            launch_kernel(carry_kernel, carry_blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
         if (error != cudaSuccess) {
             return error;
         }
-        return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, stream, p, aligned);
+        return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
     }
-    kernel<<<static_cast<unsigned int>(blocks), Layout::kThreads, shared_bytes, stream>>>(p, aligned);
-    return cudaGetLastError();
+    return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
 }
 
 // The layouts, one for each range of dstate. Those above 64 states work through slices of 64.

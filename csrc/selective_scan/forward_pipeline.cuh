@@ -356,9 +356,8 @@ cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
     if (error != cudaSuccess) {
         return error;
     }
-    const unsigned int blocks = static_cast<unsigned int>(scan_grid(p, Layout::kChannels, 1));
-    kernel<<<blocks, Layout::kThreads, kShared, static_cast<cudaStream_t>(p.run.stream)>>>(p);
-    return cudaGetLastError();
+    const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, 1));
+    return launch_kernel(kernel, blocks, Layout::kThreads, kShared, p.run.stream, p);
 }
 
 static_assert(Pipeline12::kChannels == kPipelineChannels[0] && Pipeline16::kChannels == kPipelineChannels[1] &&

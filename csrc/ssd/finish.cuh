@@ -132,9 +132,7 @@ cudaError_t launch_finish(const MambaSsdBackward& q, const BackwardLaunch& launc
     const MambaSsd& p = q.forward;
     const int64_t elements = p.batch * p.seqlen * (p.ngroups * p.dstate + p.nheads);
     const int64_t blocks = p.nheads + (elements + kFinishThreads - 1) / kFinishThreads;
-    ssd_finish_kernel<T>
-        <<<static_cast<unsigned int>(blocks), kFinishThreads, 0, static_cast<cudaStream_t>(p.run.stream)>>>(q, launch);
-    return cudaGetLastError();
+    return launch_kernel(ssd_finish_kernel<T>, static_cast<unsigned>(blocks), kFinishThreads, 0, p.run.stream, q, launch);
 }
 
 }  // namespace mamba

@@ -387,8 +387,7 @@ cudaError_t launch_warpgroup(const MambaSsd& p, ForwardLaunch launch, int64_t se
     launch.chunks_a_segment = chunks_a_segment;
     const int64_t row_tiles = (p.headdim + kForwardRows - 1) / kForwardRows;
     const int64_t blocks = row_tiles * p.nheads * segments * p.batch;
-    const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
-    return launch_overlapping(kernel, blocks, kForwardThreads, kShared, stream, p, launch);
+    return launch_overlapping(kernel, static_cast<unsigned>(blocks), kForwardThreads, kShared, p.run.stream, p, launch);
 }
 
 }  // namespace mamba

@@ -55,7 +55,6 @@ cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& pla
     static_assert(kShared <= kLimit, "the plan counts on that");
     const auto kernel = ssd_backward_kernel<T, Layout, kAhead>;
     cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
-    const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
     const unsigned int blocks = static_cast<unsigned int>(p.batch * plan.chunks * p.ngroups * workspace.splits);
     const int64_t heads_of_group = p.nheads / p.ngroups;
     for (int64_t head = 0; head < heads_of_group && error == cudaSuccess; head += workspace.group_heads) {
@@ -71,8 +70,7 @@ cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& pla
             error = launch_states<T, Layout>(p, states, 2);
         }
         if (error == cudaSuccess && blocks > 0) {
-            kernel<<<blocks, Layout::kThreads, kShared, stream>>>(q, launch);
-            error = cudaGetLastError();
+            error = launch_kernel(kernel, blocks, Layout::kThreads, kShared, p.run.stream, q, launch);
         }
     }
     return error != cudaSuccess ? error : launch_finish<T>(q, launch);

@@ -34,9 +34,7 @@ cudaError_t launch_products(const MambaSsd& p, const SsdPlan& plan, const SsdWor
     if (error != cudaSuccess) {
         return error;
     }
-    kernel<<<static_cast<unsigned int>(blocks), kProductsThreads, kShared, static_cast<cudaStream_t>(p.run.stream)>>>(p,
-                                                                                                                      launch);
-    return cudaGetLastError();
+    return launch_kernel(kernel, static_cast<unsigned>(blocks), kProductsThreads, kShared, p.run.stream, p, launch);
 }
 
 template <typename T, class Layout>
@@ -89,8 +87,7 @@ cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const 
     }
     const int64_t row_tiles = (p.headdim + kForwardRows - 1) / kForwardRows;
     const int64_t blocks = row_tiles * p.nheads * plan.segments * p.batch;
-    kernel<<<static_cast<unsigned int>(blocks), kForwardThreads, kShared, static_cast<cudaStream_t>(p.run.stream)>>>(p, launch);
-    return cudaGetLastError();
+    return launch_kernel(kernel, static_cast<unsigned>(blocks), kForwardThreads, kShared, p.run.stream, p, launch);
 }
 
 #ifdef MAMBA_WARPGROUPS

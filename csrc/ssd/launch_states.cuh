@@ -46,7 +46,7 @@ inline cudaError_t launch_carry(const MambaSsd& p, const StatesLaunch& launch, i
     if (vector == 1) {
         kernel = ssd_carry_kernel<1>;
     }
-    return launch_overlapping(kernel, blocks, kCarryThreads, 0, static_cast<cudaStream_t>(p.run.stream), p, launch);
+    return launch_overlapping(kernel, static_cast<unsigned>(blocks), kCarryThreads, 0, p.run.stream, p, launch);
 }
 
 // With ends_only also what makes starts of the ends. directions: as above.
@@ -62,8 +62,8 @@ cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch, int dir
     const int64_t row_tiles = (p.headdim + kForwardRows - 1) / kForwardRows;
     const int64_t walked = launch.ends_only ? launch.segments - 1 : launch.segments;
     const int64_t blocks = row_tiles * launch.group_heads * p.ngroups * walked * p.batch * directions;
-    kernel<<<static_cast<unsigned int>(blocks), kStatesThreads, kShared, static_cast<cudaStream_t>(p.run.stream)>>>(p, launch);
-    const cudaError_t launched = cudaGetLastError();
+    const cudaError_t launched =
+        launch_kernel(kernel, static_cast<unsigned>(blocks), kStatesThreads, kShared, p.run.stream, p, launch);
     return launched != cudaSuccess || !launch.ends_only ? launched : launch_carry(p, launch, directions);
 }
 

@@ -228,9 +228,8 @@ cudaError_t selective_state_update_launch(const MambaSelectiveStateUpdate& param
                     stride_is_aligned(params.ngroups, params.C_group_stride, BC_size, 4 * BC_size);
     layout.A_scalar = params.A_dstate_stride == 0 || params.dstate == 1;
     const int64_t blocks = layout.row_blocks * ceil_div(params.batch, static_cast<int64_t>(1) << layout.batches_log2);
-    selective_state_update_kernel<State>
-        <<<static_cast<unsigned>(blocks), kUpdateThreads, 0, static_cast<cudaStream_t>(params.run.stream)>>>(params, layout);
-    return cudaGetLastError();
+    return launch_kernel(selective_state_update_kernel<State>, static_cast<unsigned>(blocks), kUpdateThreads, 0,
+                         params.run.stream, params, layout);
 }
 
 }  // namespace mamba
