@@ -10,7 +10,7 @@ from timing import cpu_seconds, gpu_milliseconds, tensor_bytes
 
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba
-from mamba_ssm.ops.norm_reference import gated_rms_norm_ref
+from mamba_ssm.ops.norm.reference import gated_rms_norm_ref
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_ref
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan, mamba_split_conv1d_scan_ref
 

@@ -7,7 +7,7 @@ import torch
 from timing import gpu_milliseconds, input_sets, tensor_bytes, wall_microseconds
 from validate import check
 
-from mamba_ssm.ops.norm_reference import gated_rms_norm_ref, rms_norm_ref
+from mamba_ssm.ops.norm.reference import gated_rms_norm_ref, rms_norm_ref
 from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
 from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
 

@@ -29,7 +29,7 @@ def sample(tensor) -> list[float]:
 
 
 def scan() -> dict:
-    from mamba_ssm.ops.reference import selective_scan_ref
+    from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
 
     inputs = {
         "u": made(1, 2, 20, 70),
@@ -51,7 +51,7 @@ def scan() -> dict:
 
 
 def conv() -> dict:
-    from mamba_ssm.ops.reference import causal_conv1d_ref, causal_conv1d_update_ref
+    from mamba_ssm.ops.causal_conv1d.reference import causal_conv1d_ref, causal_conv1d_update_ref
 
     x, weight, bias = made(21, 2, 20, 37), made(22, 20, 4), made(23, 20)
     for tensor in (x, weight, bias):
@@ -65,7 +65,7 @@ def conv() -> dict:
 
 
 def state_update() -> dict:
-    from mamba_ssm.ops.reference import selective_state_update_ref
+    from mamba_ssm.ops.state_update.reference import selective_state_update_ref
 
     state = made(31, 3, 2, 20, 16)
     dt, A, D, dt_bias = made(33, 3, 2, 20), made(34, 2, 20, 16) - 1.5, made(37, 2, 20), made(39, 2, 20)
@@ -75,7 +75,7 @@ def state_update() -> dict:
 
 
 def ssd() -> dict:
-    from mamba_ssm.ops.ssd_reference import ssd_chunk_scan_combined_ref
+    from mamba_ssm.ops.ssd.reference import ssd_chunk_scan_combined_ref
 
     inputs = {
         "x": made(41, 2, 70, 4, 20),
@@ -95,7 +95,7 @@ def ssd() -> dict:
 
 
 def norm() -> dict:
-    from mamba_ssm.ops.norm_reference import gated_rms_norm_ref, swiglu_ref
+    from mamba_ssm.ops.norm.reference import gated_rms_norm_ref, swiglu_ref
 
     x, weight, z = made(61, 6, 40), made(62, 40), made(63, 6, 40)
     xy = made(65, 6, 40)

@@ -8,8 +8,8 @@ from cases import DTYPES, assert_close_to_truth, dtype_id, fixed_sum, output_and
 from mamba2_inner_inputs import D_MODEL, HEADDIM, inputs
 
 from mamba_ssm import Mamba2
-from mamba_ssm.ops.mamba2_inner import mamba2_block, mamba_split_conv1d_scan_combined
-from mamba_ssm.ops.split_conv1d_scan import Options
+from mamba_ssm.ops.mamba2_block.block import mamba2_block, mamba_split_conv1d_scan_combined
+from mamba_ssm.ops.mamba2_block.forward import Options
 from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_ref
 
 ALIKE = "conv1d_bias", "dt_bias", "D", "seq_idx", "rmsnorm_weight", "outproj_weight", "outproj_bias"

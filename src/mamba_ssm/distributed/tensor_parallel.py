@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mamba_ssm._torch import autocast_dtype, no_autocast
 from mamba_ssm.distributed.distributed_utils import (
     all_gather_raw,
     all_reduce,
@@ -18,7 +19,6 @@ from mamba_ssm.distributed.distributed_utils import (
     reduce_scatter,
     reduce_scatter_raw,
 )
-from mamba_ssm.ops._autocast import autocast_dtype, no_autocast
 
 
 class ParallelLinearFunc(torch.autograd.Function):

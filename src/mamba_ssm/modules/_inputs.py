@@ -2,8 +2,8 @@
 
 import torch
 
-from mamba_ssm.ops import _checks as checks
-from mamba_ssm.ops._library import watched
+from mamba_ssm._torch import watched
+from mamba_ssm.ops._shared import checks
 
 
 def check_input(name, x, d_model, dims=3):

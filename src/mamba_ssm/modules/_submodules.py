@@ -4,9 +4,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm.ops._autocast import traced_by_old_torch
+from mamba_ssm._torch import traced_by_old_torch
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_varlen_states
-from mamba_ssm.ops.causal_conv1d_update import causal_conv1d_update
+from mamba_ssm.ops.causal_conv1d.update import causal_conv1d_update
 
 
 def is_plain(module, cls):

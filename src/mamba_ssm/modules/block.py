@@ -3,7 +3,7 @@
 import torch.nn as nn
 
 from mamba_ssm.modules._submodules import is_plain
-from mamba_ssm.ops.norm import RMSNorm, layer_norm_fn
+from mamba_ssm.ops.norm.forward import RMSNorm, layer_norm_fn
 
 
 class Block(nn.Module):

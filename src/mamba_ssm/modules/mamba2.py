@@ -11,12 +11,12 @@ from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParal
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
 from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
-from mamba_ssm.ops._conv1d_common import wants_silu
-from mamba_ssm.ops.gated_norm import RMSNorm
-from mamba_ssm.ops.mamba2_inner import mamba2_block, mamba_split_conv1d_scan_combined
-from mamba_ssm.ops.split_conv1d_scan import Options
-from mamba_ssm.ops.ssd import check_options, mamba_chunk_scan_combined
-from mamba_ssm.ops.state_update import selective_state_update
+from mamba_ssm.ops.causal_conv1d.arguments import wants_silu
+from mamba_ssm.ops.mamba2_block.block import mamba2_block, mamba_split_conv1d_scan_combined
+from mamba_ssm.ops.mamba2_block.forward import Options
+from mamba_ssm.ops.norm.gated import RMSNorm
+from mamba_ssm.ops.ssd.forward import check_options, mamba_chunk_scan_combined
+from mamba_ssm.ops.state_update.update import selective_state_update
 
 
 class Mamba2(nn.Module):

@@ -10,10 +10,10 @@ from mamba_ssm._native import abi
 from mamba_ssm.modules._inputs import check_input
 from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
-from mamba_ssm.ops._projections import project_in
-from mamba_ssm.ops.mamba_inner import mamba_block, mamba_inner_fn
-from mamba_ssm.ops.selective_scan import selective_scan_fn
-from mamba_ssm.ops.state_update import selective_state_update
+from mamba_ssm.ops.mamba_block.forward import mamba_block, mamba_inner_fn
+from mamba_ssm.ops.mamba_block.projections import project_in
+from mamba_ssm.ops.selective_scan.forward import selective_scan_fn
+from mamba_ssm.ops.state_update.update import selective_state_update
 
 
 class Mamba(nn.Module):

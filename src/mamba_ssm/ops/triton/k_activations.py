@@ -1,5 +1,5 @@
 """Upstream's import path; the code is native, triton is never imported."""
 
-from mamba_ssm.ops.activations import _swiglu_bwd, _swiglu_fwd, swiglu
+from mamba_ssm.ops.norm.swiglu import _swiglu_bwd, _swiglu_fwd, swiglu
 
 __all__ = ["_swiglu_bwd", "_swiglu_fwd", "swiglu"]

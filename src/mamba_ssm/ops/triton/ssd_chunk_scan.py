@@ -1,6 +1,6 @@
 """Upstream's import path; the pieces are plain torch, triton is never imported."""
 
-from mamba_ssm.ops.ssd_chunks import chunk_scan
+from mamba_ssm.ops.ssd.chunks import chunk_scan
 
 chunk_scan_ref = chunk_scan
 

@@ -1,8 +1,8 @@
 """Upstream's import path; the pieces are plain torch, triton is never imported."""
 
-from mamba_ssm.ops.ssd_chunks import chunk_cumsum as _chunk_cumsum_fwd
-from mamba_ssm.ops.ssd_chunks import chunk_state, chunk_state_varlen
-from mamba_ssm.ops.ssd_chunks import chunk_state_forward as _chunk_state_fwd
+from mamba_ssm.ops.ssd.chunks import chunk_cumsum as _chunk_cumsum_fwd
+from mamba_ssm.ops.ssd.chunks import chunk_state, chunk_state_varlen
+from mamba_ssm.ops.ssd.chunks import chunk_state_forward as _chunk_state_fwd
 
 chunk_state_ref = chunk_state
 

@@ -1,6 +1,6 @@
 """Upstream's import path; the pieces are plain torch, triton is never imported."""
 
-from mamba_ssm.ops.ssd_chunks import state_passing
+from mamba_ssm.ops.ssd.chunks import state_passing
 
 state_passing_ref = _state_passing_fwd = state_passing
 

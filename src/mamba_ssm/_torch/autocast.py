@@ -1,0 +1,37 @@
+"""What autocast is doing, in one spelling for torch 2.2 and later."""
+
+import contextlib
+
+import torch
+
+from mamba_ssm._torch.operators import is_compiling
+
+_PER_DEVICE = hasattr(torch, "get_autocast_dtype")  # torch 2.4
+
+
+def traced_by_old_torch():
+    """Whether torch 2.2 or 2.3 is compiling, whose tracer reads no autocast state and few autograd.Functions."""
+    return not _PER_DEVICE and is_compiling()
+
+
+def autocast_dtype(tensor):
+    """The dtype that autocast would compute in on this tensor's device, None when it is off."""
+    device_type = tensor.device.type
+    if device_type == "meta":  # which torch refuses to be asked about
+        return None
+    if _PER_DEVICE:
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if traced_by_old_torch():
+        return tensor.dtype  # the projection that made it was cast already
+    if device_type == "cuda":
+        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+    if device_type == "cpu":
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return None
+
+
+def no_autocast(tensor):
+    """Context in which autocast changes nothing. Compilers trace backward under forward's autocast: nothing to do."""
+    if is_compiling() or autocast_dtype(tensor) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False)

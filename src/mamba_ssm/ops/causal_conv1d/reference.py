@@ -1,0 +1,82 @@
+"""The causal convolution in plain torch: readable, differentiable any number of times; what tests compare with."""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+from mamba_ssm.ops._shared.reference import working_dtype
+
+
+def causal_conv1d_ref(
+    x,
+    weight,
+    bias=None,
+    seq_idx=None,
+    initial_states=None,
+    return_final_states=False,
+    final_states_out=None,
+    activation=None,
+):
+    """Causal depthwise convolution, tap by tap; arguments and results as causal_conv1d_fn."""
+    dtype = working_dtype(x)
+    width, seqlen = weight.shape[1], x.shape[2]
+    before = x.new_zeros(*x.shape[:2], width - 1) if initial_states is None else initial_states.to(x.dtype)
+    padded = torch.cat([before, x], dim=2)
+    out = x.new_zeros(x.shape, dtype=dtype)
+    for tap in range(width):
+        part = padded[:, :, tap : tap + seqlen].to(dtype)
+        if seq_idx is not None:
+            there = F.pad(seq_idx, (width - 1, 0), value=-(2**31))[:, tap : tap + seqlen]
+            part = torch.where((there == seq_idx)[:, None], part, torch.zeros_like(part))
+        out = out + part * weight[:, tap, None].to(dtype)
+    if bias is not None:
+        out = out + bias[:, None].to(dtype)
+    if activation in ("silu", "swish"):
+        out = F.silu(out)
+    out = out.to(x.dtype)
+    final_states = padded[:, :, seqlen:]
+    if final_states_out is not None:
+        final_states = final_states_out.copy_(final_states)
+    return (out, final_states) if return_final_states else out
+
+
+def causal_conv1d_update_ref(
+    x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None
+):
+    """Step of the causal convolution with its state; conv_state is updated in place, as by causal_conv1d_update."""
+    dtype = working_dtype(x)
+    width, state_len = weight.shape[1], conv_state.shape[2]
+    steps = x if x.dim() == 3 else x[..., None]
+    out = torch.zeros_like(steps)
+    for b in range(steps.shape[0]):
+        row = b if conv_state_indices is None else int(conv_state_indices[b])
+        if row < 0:
+            continue
+        state = conv_state[row]
+        # newest last, whatever the state's own order is
+        start = 0 if cache_seqlens is None else int(cache_seqlens[b]) % state_len
+        history = torch.roll(state, -start, dims=1).to(dtype)
+        line = torch.cat([history, steps[b].to(dtype)], dim=1)
+        if steps.shape[2] == 0:
+            continue
+        windows = line[:, state_len - (width - 1) :].unfold(1, width, 1)
+        result = (windows * weight[:, None].to(dtype)).sum(-1)
+        if bias is not None:
+            result = result + bias[:, None].to(dtype)
+        out[b] = F.silu(result) if activation in ("silu", "swish") else result
+        newest = line[:, line.shape[1] - state_len :]
+        if cache_seqlens is not None:
+            newest = torch.roll(newest, (start + steps.shape[2]) % state_len, dims=1)
+        state.copy_(newest)
+    return out if x.dim() == 3 else out[..., 0]
+
+
+def causal_conv1d_varlen_states_ref(x, cu_seqlens, state_len):
+    """Last inputs of each packed sequence, one sequence after the other; as causal_conv1d_varlen_states."""
+    bounds = cu_seqlens.tolist()
+    states = x.new_zeros(len(bounds) - 1, x.shape[1], state_len)
+    for i, (start, end) in enumerate(itertools.pairwise(bounds)):
+        start = max(start, end - state_len)
+        states[i, :, state_len - (end - start) :] = x[start:end].T
+    return states

@@ -1,0 +1,113 @@
+"""Plain torch references of the inside of a Mamba-2 block: readable, differentiable any number of times."""
+
+import torch
+import torch.nn.functional as F
+
+from mamba_ssm.ops.causal_conv1d.reference import causal_conv1d_ref
+from mamba_ssm.ops.norm.reference import gated_rms_norm_ref
+from mamba_ssm.ops.ssd.reference import ssd_chunk_scan_combined_ref
+
+
+def mamba_conv1d_scan_ref(
+    xBC,
+    conv1d_weight,
+    conv1d_bias,
+    dt,
+    A,
+    chunk_size,
+    D=None,
+    z=None,
+    dt_bias=None,
+    dt_softplus=False,
+    dt_limit=(0.0, float("inf")),
+    activation="silu",
+    headdim=None,
+    ngroups=1,
+    initial_states=None,
+    seq_idx=None,
+    return_final_states=False,
+):
+    """Causal convolution of xBC (B, L, H P + 2 G N), then Mamba-2's scan over its x, B and C.
+
+    dt (B, L, H); A (H); D (H), or (H, P), which then need no headdim; z (B, L, H P); the rest as in
+    mamba_split_conv1d_scan_combined. Returns out (B, L, H P); with return_final_states (out, final_states).
+    """
+    nheads = A.shape[0]
+    headdim = D.shape[1] if headdim is None else headdim
+    dim = nheads * headdim
+    dstate = (xBC.shape[2] - dim) // (2 * ngroups)
+    xBC = causal_conv1d_ref(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx=seq_idx, activation=activation)
+    x, B, C = xBC.transpose(1, 2).split([dim, ngroups * dstate, ngroups * dstate], dim=-1)
+    heads, groups = (nheads, headdim), (ngroups, dstate)
+    out, final_states = ssd_chunk_scan_combined_ref(
+        x.unflatten(-1, heads),
+        dt,
+        A,
+        B.unflatten(-1, groups),
+        C.unflatten(-1, groups),
+        chunk_size,
+        D,
+        None if z is None else z.unflatten(-1, heads),
+        dt_bias,
+        dt_softplus,
+        initial_states,
+        seq_idx,
+        dt_limit,
+        return_final_states=True,
+    )
+    return (out.flatten(2), final_states) if return_final_states else out.flatten(2)
+
+
+def mamba_split_conv1d_scan_ref(
+    zxbcdt,
+    conv1d_weight,
+    conv1d_bias,
+    dt_bias,
+    A,
+    D,
+    chunk_size,
+    dt_limit=(0.0, float("inf")),
+    activation="silu",
+    rmsnorm_weight=None,
+    rmsnorm_eps=1e-6,
+    outproj_weight=None,
+    outproj_bias=None,
+    headdim=None,
+    ngroups=1,
+    norm_before_gate=True,
+    initial_states=None,
+    seq_idx=None,
+    return_final_states=False,
+):
+    """mamba_split_conv1d_scan_combined in plain torch; the order of arguments is upstream's reference's."""
+    headdim = D.shape[1] if headdim is None else headdim
+    nheads, channels = A.shape[0], conv1d_weight.shape[0]
+    dim = nheads * headdim
+    d_mlp = (zxbcdt.shape[-1] - dim - channels - nheads) // 2
+    z0, x0, z, xBC, dt = zxbcdt.split([d_mlp, d_mlp, dim, channels, nheads], dim=-1)
+    out, final_states = mamba_conv1d_scan_ref(
+        xBC,
+        conv1d_weight,
+        conv1d_bias,
+        dt,
+        A,
+        chunk_size,
+        D,
+        z if rmsnorm_weight is None else None,
+        dt_bias,
+        True,
+        dt_limit,
+        activation,
+        headdim,
+        ngroups,
+        initial_states,
+        seq_idx,
+        True,
+    )
+    if rmsnorm_weight is not None:
+        out = gated_rms_norm_ref(out, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
+    if d_mlp:
+        out = torch.cat([F.silu(z0) * x0, out], dim=-1)
+    if outproj_weight is not None:
+        out = F.linear(out, outproj_weight.to(out.dtype), None if outproj_bias is None else outproj_bias.to(out.dtype))
+    return (out, final_states) if return_final_states else out

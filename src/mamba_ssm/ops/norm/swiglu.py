@@ -1,0 +1,153 @@
+"""SwiGLU and softplus."""
+
+import torch
+import torch.nn.functional as F
+
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import DTYPE_CODES, place, run
+from mamba_ssm._torch import call, call_below_autograd, call_in_backward, define
+from mamba_ssm.ops._shared import checks
+from mamba_ssm.ops.norm import arguments as common
+
+_NAME = "swiglu"
+
+
+def swiglu(xy):
+    """silu(x) * y, where x and y are the halves of xy's last dimension.
+
+    Args:
+        xy: (..., 2 N) float32, float16 or bfloat16.
+
+    Returns:
+        (..., N) of xy's dtype.
+
+    Raises:
+        TypeError: the dtype is wrong. ValueError: the last dimension is odd.
+
+    Same as upstream's mamba_ssm.ops.triton.k_activations.swiglu.
+    """
+    return call(swiglu_op, xy)
+
+
+def softplus(x):
+    """log(1 + exp(x)), and x itself above 20, as torch.nn.functional.softplus; of x's shape and dtype.
+
+    Upstream's mamba_ssm.ops.triton.softplus.softplus is the same function for use inside triton kernels.
+    """
+    return F.softplus(x)
+
+
+def _swiglu_fwd(xy, out=None):
+    """swiglu without gradients, into out (like the result) if it is given."""
+    with torch.no_grad():
+        result = swiglu(xy)
+        return result if out is None else _copy_into("out", out, result)
+
+
+def _swiglu_bwd(xy, dout, dxy=None, recompute_output=False, out=None):
+    """The gradient of xy for dout (..., N), into dxy (like xy) if it is given.
+
+    Returns dxy; with recompute_output (dxy, swiglu(xy)), the latter in out if it is given.
+    """
+    with torch.no_grad():
+        gradient, result = call(swiglu_backward_op, dout, xy, bool(recompute_output))
+        dxy = gradient if dxy is None else _copy_into("dxy", dxy, gradient)
+        if not recompute_output:
+            return dxy
+        return dxy, result if out is None else _copy_into("out", out, result)
+
+
+def _copy_into(name, tensor, result):
+    if tensor.shape != result.shape:
+        raise ValueError(f"{_NAME}: {name} must have shape {tuple(result.shape)}, got {tuple(tensor.shape)}")
+    return tensor.copy_(result)
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def _check(xy):
+    """Returns the shape of a half."""
+    common.check_rows(_NAME, "xy", xy)
+    if xy.shape[-1] % 2:
+        raise ValueError(f"{_NAME}: the last dimension of xy must be even, x and y side by side, got {xy.shape[-1]}")
+    return *xy.shape[:-1], xy.shape[-1] // 2
+
+
+def _fill(params, xy):
+    """Sizes and xy; returns xy as the kernels read it."""
+    params.rows = xy.numel() // xy.shape[-1]
+    params.width = xy.shape[-1] // 2
+    params.dtype = DTYPE_CODES[xy.dtype]
+    xy, params.xy_row_stride = common.in_rows(xy)
+    params.xy = xy.data_ptr()
+    return xy
+
+
+def _forward(xy, out=None):
+    """The operator; out: where to write it, for callers that cut it out of a larger contiguous tensor."""
+    shape = _check(xy)
+    out = xy.new_empty(shape) if out is None else out
+    if out.numel():
+        params = abi.MambaSwiglu()
+        functions = place(params, xy)
+        xy = _fill(params, xy)
+        params.out = out.data_ptr()
+        _, params.out_row_stride = common.in_rows(out)
+        run(functions, "swiglu_forward", params)
+    return out
+
+
+def _forward_fake(xy):
+    return xy.new_empty(_check(xy))
+
+
+class _Swiglu(torch.autograd.Function):
+    """Saves xy."""
+
+    @staticmethod
+    def forward(ctx, xy):
+        ctx.save_for_backward(xy)
+        return call_below_autograd(swiglu_op, xy)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return call_in_backward(swiglu_backward_op, dout, *ctx.saved_tensors, False)[0]
+
+
+swiglu_op = define("swiglu(Tensor xy) -> Tensor", _forward, _forward_fake, autograd=_Swiglu)
+
+
+def _allocate_backward(dout, xy, want_out, dxy=None, out=None):
+    shape = _check(xy)
+    checks.check_same(_NAME + "_backward", "dout", dout, shape, xy, "xy", "(..., N)")
+    if dxy is None:
+        dxy = torch.empty_like(xy, memory_format=torch.contiguous_format)
+    if want_out and out is None:
+        out = xy.new_empty(shape)
+    return dxy, out
+
+
+def _backward(dout, xy, want_out, dxy=None, out=None):
+    """The operator; dxy, out: where to write them, for callers that cut them out of larger contiguous tensors."""
+    dxy, out = _allocate_backward(dout, xy, want_out, dxy, out)
+    if dout.numel():
+        params = abi.MambaSwiglu()
+        functions = place(params, xy)
+        xy = _fill(params, xy)
+        dout, params.dout_row_stride = common.in_rows(dout)
+        params.dout = dout.data_ptr()
+        params.dxy = dxy.data_ptr()
+        _, params.dxy_row_stride = common.in_rows(dxy)
+        if out is not None:
+            params.out = out.data_ptr()
+            _, params.out_row_stride = common.in_rows(out)
+        run(functions, "swiglu_backward", params)
+    return dxy, out
+
+
+swiglu_backward_op = define(
+    "swiglu_backward(Tensor dout, Tensor xy, bool want_out) -> (Tensor dxy, Tensor out)",
+    _backward,
+    _allocate_backward,
+)

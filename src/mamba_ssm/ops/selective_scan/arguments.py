@@ -1,0 +1,184 @@
+"""What the scan's forward and backward operators share: checks, memory layout, parameters and sizes.
+
+Letters: B batch, D channels, L length, N dstate, G groups of B and C.
+"""
+
+import torch
+
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import DTYPE_CODES, run
+from mamba_ssm.ops._shared import checks
+
+_NAME = "selective_scan"
+
+
+def checkpoint_size(batch, dim, seqlen, dstate):
+    """Floats to allocate for the states that the forward scan stores for the backward scan: (B, (L-1)//64, D, N), flat.
+
+    Two more than that, of no value, since compilers specialise graphs on sizes of 0 and 1, that is on short sequences.
+    """
+    count = (seqlen - 1) // abi.SCAN_CHECKPOINT if seqlen > 0 else 0
+    return batch * count * dim * dstate + 2
+
+
+def check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx):
+    """Raises on any argument that the kernels do not take; returns (batch, dim, seqlen, dstate, ngroups).
+
+    This runs at every call, so the comparisons stand here and only a failure goes to the functions that explain it.
+    """
+    shape, dtype, device = u.shape, u.dtype, u.get_device()
+    if len(shape) != 3 or dtype not in checks.FLOAT_DTYPES:
+        checks.check_dims(_NAME, "u", u, 3, "(B, D, L)")
+        checks.check_activation_dtype(_NAME, "u", u)
+    batch, dim, seqlen = shape
+    if delta.shape != shape or delta.dtype != dtype or delta.get_device() != device:
+        checks.check_same(_NAME, "delta", delta, shape, u, "u", "(B, D, L)")
+    dstate = A.shape[-1] if A.dim() == 2 else -1
+    check_parameters(_NAME, (dim, dstate), u, "u", A, D, delta_bias)
+    ngroups = 1
+    if B.dim() == 4:
+        ngroups = B.shape[1]
+    elif C.dim() == 4:
+        ngroups = C.shape[1]
+    if ngroups != 1:
+        checks.check_groups(_NAME, "dim (channels of u)", dim, ngroups)
+    check_matrix(_NAME, "B", B, (batch, ngroups, dstate, seqlen), u, "u", dim)
+    check_matrix(_NAME, "C", C, (batch, ngroups, dstate, seqlen), u, "u", dim)
+    if z is not None and (z.shape != shape or z.dtype != dtype or z.get_device() != device):
+        checks.check_same(_NAME, "z", z, shape, u, "u", "(B, D, L)")
+    if initial_state is not None:
+        checks.check_float32(_NAME, "initial_state", initial_state, (batch, dim, dstate), u, "u", "(B, D, N)")
+    if seq_idx is not None:
+        checks.check_int32(_NAME, "seq_idx", seq_idx, (batch, seqlen), u, "u", "(B, L)")
+    return batch, dim, seqlen, dstate, ngroups
+
+
+def check_parameters(op, sizes, like, like_name, A, D, delta_bias):
+    """A (D, N), D and delta_bias (D); like: an activation, called like_name."""
+    dim, dstate = sizes
+    device = like.get_device()
+    if A.shape != sizes or A.dtype != torch.float32 or A.get_device() != device or not 1 <= dstate <= abi.MAX_DSTATE:
+        checks.no_complex(op, "A", A)
+        checks.check_dims(op, "A", A, 2, "(D, N)")
+        checks.check_float32(op, "A", A, sizes, like, like_name, "(D, N)")
+        checks.check_dstate(op, dstate, abi.MAX_DSTATE)
+    shape = (dim,)
+    if D is not None and (D.shape != shape or D.dtype != torch.float32 or D.get_device() != device):
+        checks.check_float32(op, "D", D, shape, like, like_name, "(D,)")
+    if delta_bias is not None and (
+        delta_bias.shape != shape or delta_bias.dtype != torch.float32 or delta_bias.get_device() != device
+    ):
+        checks.check_float32(op, "delta_bias", delta_bias, shape, like, like_name, "(D,)")
+
+
+def check_fake(name, u, *others):
+    """For fakes, beside check: a meta tensor has the device number of a CPU tensor, and never reaches a kernel."""
+    for tensor in others:
+        if tensor is not None and tensor.device != u.device:
+            raise ValueError(f"{name}: every tensor must be on {u.device} like u, got one on {tensor.device}")
+
+
+def check_matrix(op, name, matrix, shape, like, like_name, dim):
+    """B or C: (B, G, N, L), or without G where there is one group, or constant (D, N)."""
+    dims = matrix.dim()
+    letters = "(B, G, N, L)"
+    if dims == 3 and shape[1] == 1:
+        shape, letters = (shape[0], *shape[2:]), "(B, N, L)"
+    elif dims == 2:
+        checks.check_float32(op, name, matrix, (dim, shape[2]), like, like_name, "(D, N) as a constant")
+        return
+    elif dims not in (3, 4):
+        raise ValueError(
+            f"{op}: {name} must be (B, G, N, L), (B, N, L), or constant (D, N), got shape {tuple(matrix.shape)}"
+        )
+    if matrix.shape != shape or matrix.dtype != like.dtype or matrix.get_device() != like.get_device():
+        checks.check_same(op, name, matrix, shape, like, like_name, letters)
+
+
+def kernel_layout(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx):
+    """The same tensors in the layout that the kernels take: stride 1 along the length, parameters contiguous."""
+    return (
+        checks.unit_last_stride(u),
+        checks.unit_last_stride(delta),
+        A.contiguous(),
+        checks.unit_last_stride(B) if B.dim() > 2 else B.contiguous(),
+        checks.unit_last_stride(C) if C.dim() > 2 else C.contiguous(),
+        checks.contiguous(D),
+        checks.unit_last_stride(z),
+        checks.contiguous(delta_bias),
+        checks.contiguous(initial_state),
+        checks.contiguous(seq_idx),
+    )
+
+
+def fill(params, sizes, tensors, delta_softplus, out, checkpoints):
+    """Sets the fields that forward and backward share, from tensors (or Views) in kernel layout."""
+    u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx = tensors
+    params.batch, params.dim, params.seqlen, params.dstate, params.ngroups = sizes
+    params.dtype = DTYPE_CODES[u.dtype]
+    params.delta_softplus = delta_softplus
+    params.u = u.data_ptr()
+    params.u_batch_stride, params.u_dim_stride, _ = u.stride()
+    params.delta = delta.data_ptr()
+    params.delta_batch_stride, params.delta_dim_stride, _ = delta.stride()
+    params.A = A.data_ptr()
+    params.B = B.data_ptr()
+    if B.dim() > 2:
+        params.variable_B = 1
+        if B.dim() == 4:
+            params.B_batch_stride, params.B_group_stride, params.B_dstate_stride, _ = B.stride()
+        else:
+            params.B_batch_stride, params.B_dstate_stride, _ = B.stride()
+    params.C = C.data_ptr()
+    if C.dim() > 2:
+        params.variable_C = 1
+        if C.dim() == 4:
+            params.C_batch_stride, params.C_group_stride, params.C_dstate_stride, _ = C.stride()
+        else:
+            params.C_batch_stride, params.C_dstate_stride, _ = C.stride()
+    if D is not None:
+        params.D = D.data_ptr()
+    if z is not None:
+        params.z = z.data_ptr()
+        params.z_batch_stride, params.z_dim_stride, _ = z.stride()
+    if delta_bias is not None:
+        params.delta_bias = delta_bias.data_ptr()
+    if initial_state is not None:
+        params.initial_state = initial_state.data_ptr()
+    if seq_idx is not None:
+        params.seq_idx = seq_idx.data_ptr()
+    if out is not None:
+        params.out = out.data_ptr()
+        params.out_batch_stride, params.out_dim_stride, _ = out.stride()
+    if checkpoints is not None:
+        params.checkpoints = checkpoints.data_ptr()
+
+
+def plan_of(functions, params, deterministic):
+    """How the library wants to run this problem."""
+    plan = abi.MambaSelectiveScanPlan()
+    run(functions, "selective_scan_plan", params, deterministic, plan)
+    return plan
+
+
+def split_length(params, segments, A):
+    """Sets how many parts the length is split into; returns the memory in which these pass on their states."""
+    params.segments = segments
+    if segments == 1:
+        return None
+    workspace = A.new_empty((segments, 2, params.batch, params.dim, params.dstate))
+    params.workspace = workspace.data_ptr()
+    return workspace
+
+
+def allocate(u, sizes, return_last_state, return_checkpoints):
+    batch, dim, seqlen, dstate, _ = sizes
+    out = torch.empty_like(u)
+    if out.stride(-1) != 1 and seqlen > 1:  # u was neither dense nor contiguous
+        out = u.new_empty(u.shape)
+    last_state = checkpoints = None
+    if return_last_state:
+        last_state = u.new_empty((batch, dim, dstate), dtype=torch.float32)
+    if return_checkpoints:
+        checkpoints = u.new_empty((checkpoint_size(batch, dim, seqlen, dstate),), dtype=torch.float32)
+    return out, last_state, checkpoints

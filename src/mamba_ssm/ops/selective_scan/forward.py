@@ -1,0 +1,181 @@
+"""Selective scan (Mamba-1): the public function and its forward and backward operators on the native kernels.
+
+h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t;  out_t = (C_t . h_t + D u_t) silu(z_t);
+dt_t = softplus?(delta_t + delta_bias) (Mamba, arXiv 2312.00752, section 3.2).
+Letters: B batch, D channels, L length, N dstate, G groups of B and C.
+"""
+
+import torch
+
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import place, run
+from mamba_ssm._torch import autocast_dtype, call, call_below_autograd, call_in_backward, define
+from mamba_ssm.ops._shared import checks
+from mamba_ssm.ops.selective_scan.arguments import (
+    allocate,
+    check,
+    check_fake,
+    fill,
+    kernel_layout,
+    plan_of,
+    split_length,
+)
+from mamba_ssm.ops.selective_scan.backward import selective_scan_backward_op
+
+
+def selective_scan_fn(
+    u,
+    delta,
+    A,
+    B,
+    C,
+    D=None,
+    z=None,
+    delta_bias=None,
+    delta_softplus=False,
+    return_last_state=False,
+    initial_state=None,
+    seq_idx=None,
+):
+    """Selective scan along the last dimension, differentiable once in every floating-point argument.
+
+    Args:
+        u, delta, z: (B, D, L) of one dtype: float32, float16 or bfloat16. z gates the output with silu(z).
+            Under autocast delta, z and variable B and C are cast to u's dtype.
+        A: (D, N) float32 (as every float32 argument, widened if it comes narrower). N is 1..256.
+        B, C: (B, N, L) or (B, G, N, L) of u's dtype, where G divides D; or constant (D, N) float32.
+        D: (D) float32, the skip connection. delta_bias: (D) float32, added to delta.
+        delta_softplus: dt = softplus(delta + delta_bias).
+        return_last_state: also return the state after the last step.
+        initial_state: (B, D, N) float32, the state before the first step; zero if None.
+        seq_idx: (B, L) int32; the state restarts from zero at each step whose value differs from the step before.
+
+    Returns:
+        out (B, D, L) of u's dtype; with return_last_state (out, last_state), last_state (B, D, N) float32. Gradients
+        flow into initial_state and out of last_state. States and arithmetic are float32. No argument has a unit.
+
+    Raises:
+        TypeError: a dtype is wrong, or A is complex. ValueError: a shape or a device is wrong.
+        NativeError (a RuntimeError): the kernel library cannot be loaded or does not support this device or dtype.
+
+    Same as upstream's mamba_ssm.ops.selective_scan_interface.selective_scan_fn, except that complex A is not supported,
+    and initial_state, seq_idx and the gradient of last_state are additions.
+    """
+    try:  # written out: this is a good part of a small call
+        if A.dtype != torch.float32:
+            A = checks.widen(A)
+        if B.dim() == 2:
+            B = checks.widen(B)
+        if C.dim() == 2:
+            C = checks.widen(C)
+        if D is not None and D.dtype != torch.float32:
+            D = checks.widen(D)
+        if delta_bias is not None and delta_bias.dtype != torch.float32:
+            delta_bias = checks.widen(delta_bias)
+        if initial_state is not None and initial_state.dtype != torch.float32:
+            initial_state = checks.widen(initial_state)
+        dtype = u.dtype
+        one_dtype = delta.dtype == dtype and B.dtype == dtype and C.dtype == dtype and (z is None or z.dtype == dtype)
+        if not one_dtype and autocast_dtype(u) is not None:  # which leaves some inputs wider: norms' outputs
+            delta, z = checks.cast(delta, dtype), checks.cast(z, dtype)
+            B, C = (matrix if matrix.dim() == 2 else checks.cast(matrix, dtype) for matrix in (B, C))
+    except AttributeError:  # of what is no tensor; the operator names it
+        pass
+    options = bool(delta_softplus), bool(return_last_state), False
+    out, last_state, _ = call(selective_scan_op, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, *options)
+    return (out, last_state) if return_last_state else out
+
+
+# ---- forward operator ------------------------------------------------------------------------------------------------
+
+
+def _forward(
+    u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, delta_softplus, return_last_state, return_checkpoints
+):
+    sizes = check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
+    tensors = kernel_layout(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
+    out, last_state, checkpoints = allocate(tensors[0], sizes, return_last_state, return_checkpoints)
+    if u.numel() == 0:
+        if return_last_state:
+            last_state.zero_() if initial_state is None else last_state.copy_(initial_state)
+        return out, last_state, checkpoints
+    launch_forward(sizes, tensors, delta_softplus, out, last_state, checkpoints)
+    return out, last_state, checkpoints
+
+
+def launch_forward(sizes, tensors, delta_softplus, out, last_state, checkpoints):
+    """Runs the kernels. tensors: u to seq_idx in kernel layout; all but parameters and states may be Views."""
+    params = abi.MambaSelectiveScan()
+    A = tensors[2]
+    functions = place(params, A)
+    fill(params, sizes, tensors, delta_softplus, out, checkpoints)
+    if last_state is not None:
+        params.last_state = last_state.data_ptr()
+    short = sizes[2] <= abi.SCAN_CHECKPOINT  # never worth splitting
+    segments = 1 if short else plan_of(functions, params, False).forward_segments
+    workspace = split_length(params, segments, A)
+    run(functions, "selective_scan_forward", params)
+    del workspace  # held until here: the kernels have it now
+
+
+def _forward_fake(
+    u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, delta_softplus, return_last_state, return_checkpoints
+):
+    sizes = check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
+    check_fake("selective_scan", u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
+    return allocate(checks.unit_last_stride(u), sizes, return_last_state, return_checkpoints)
+
+
+class _SelectiveScan(torch.autograd.Function):
+    """Saves the inputs and a state every 64 steps; out and the states between are computed again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D,
+        z,
+        delta_bias,
+        initial_state,
+        seq_idx,
+        delta_softplus,
+        return_last_state,
+        return_checkpoints,
+    ):
+        inputs = (u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
+        options = delta_softplus, return_last_state, True
+        out, last_state, checkpoints = call_below_autograd(selective_scan_op, *inputs, *options)
+        ctx.save_for_backward(*inputs, checkpoints)
+        ctx.delta_softplus = delta_softplus
+        ctx.set_materialize_grads(False)
+        if not return_checkpoints:
+            return out, last_state, None
+        ctx.mark_non_differentiable(checkpoints)
+        return out, last_state, checkpoints
+
+    @staticmethod
+    def backward(ctx, dout, dlast_state, _):
+        *inputs, checkpoints = ctx.saved_tensors
+        if dout is None and dlast_state is None:
+            return (None,) * 13
+        if dout is None:
+            dout = torch.zeros_like(inputs[0])
+        options = ctx.delta_softplus, ctx.needs_input_grad[8], False
+        du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, _ = call_in_backward(
+            selective_scan_backward_op, dout, dlast_state, *inputs, checkpoints, *options
+        )
+        return du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, None, None, None, None
+
+
+selective_scan_op = define(
+    "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
+    "Tensor? initial_state, Tensor? seq_idx, bool delta_softplus, bool return_last_state, bool return_checkpoints) "
+    "-> (Tensor out, Tensor last_state, Tensor checkpoints)",
+    _forward,
+    _forward_fake,
+    autograd=_SelectiveScan,
+)
