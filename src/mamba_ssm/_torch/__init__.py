@@ -16,6 +16,7 @@ from mamba_ssm._torch.operators import (
     watched,
     wrote_in_place,
 )
+from mamba_ssm._torch.records import no_gradients, signature, unpack
 
 __all__ = [
     "apply",
@@ -27,9 +28,12 @@ __all__ = [
     "exported_by_dynamo",
     "is_compiling",
     "no_autocast",
+    "no_gradients",
     "refuse_second_derivatives",
     "refuse_what_is_no_dense_tensor",
+    "signature",
     "traced_by_old_torch",
+    "unpack",
     "unwatched",
     "wants_one_node",
     "watched",

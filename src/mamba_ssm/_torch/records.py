@@ -1,0 +1,36 @@
+"""Operators take flat lists of arguments; the code behind them works with records (NamedTuples) that name each one."""
+
+import typing
+
+import torch
+
+_KINDS = {
+    torch.Tensor: "Tensor",
+    typing.Optional[torch.Tensor]: "Tensor?",  # noqa: UP045  (how get_type_hints spells it)
+    bool: "bool",
+    int: "int",
+    torch.SymInt: "SymInt",  # a size that a compiler may keep open
+    float: "float",
+}
+
+
+def signature(*records):
+    """Schema text such as "Tensor u, Tensor? z, bool softplus": the fields of the records in their order."""
+    return ", ".join(
+        f"{_KINDS[kind]} {name}" for record in records for name, kind in typing.get_type_hints(record).items()
+    )
+
+
+def unpack(arguments, *records):
+    """Cuts an operator's flat arguments into these records, one after the other."""
+    result, start = [], 0
+    for record in records:
+        end = start + len(record._fields)
+        result.append(record(*arguments[start:end]))
+        start = end
+    return result
+
+
+def no_gradients(*records):
+    """A None for each field of the records: what backward returns for arguments that have no gradient."""
+    return (None,) * sum(len(record._fields) for record in records)
