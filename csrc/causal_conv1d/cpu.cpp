@@ -1,5 +1,5 @@
 // causal_conv1d of mamba_cpu: checks, the choice of instruction set, and the split of the work over threads.
-#include "causal_conv1d/cpu_kernels.h"
+#include "causal_conv1d/cpu/kernels.h"
 #include "common/cpu_runtime.h"
 
 namespace mamba {

@@ -1,5 +1,5 @@
 // The causal convolution's C ABI on the GPU: checks, then the dtype's kernels.
-#include "causal_conv1d/backward_plan.cuh"
+#include "causal_conv1d/plan.h"
 
 namespace mamba {
 

@@ -1,6 +1,6 @@
 // selective_state_update of mamba_cpu: checks, the choice of instruction set, and the split of the work over threads.
 #include "common/cpu_runtime.h"
-#include "state_update/cpu_kernels.h"
+#include "state_update/cpu/kernels.h"
 
 namespace mamba {
 namespace {

@@ -1,5 +1,5 @@
 // The decode step's C ABI on the GPU: checks, then the kernel for the state's dtype.
-#include "state_update/cuda_launch.cuh"
+#include "state_update/launch.h"
 
 namespace mamba {
 

@@ -2,7 +2,7 @@
 // wherever the row itself begins; at its two ends a vector may hold only some steps.
 #pragma once
 
-#include "causal_conv1d/cuda_common.cuh"
+#include "causal_conv1d/cuda/common.cuh"
 
 namespace mamba {
 

@@ -1,4 +1,4 @@
-// What causal_conv1d/cpu.cpp asks of cpu_kernels.cpp, once per instruction set. The unit of work is a block: up to `lanes`
+// What causal_conv1d/cpu.cpp asks of cpu/kernels.cpp, once per instruction set. The unit of work is a block: up to `lanes`
 // neighbouring channels, over the whole length.
 #pragma once
 

@@ -1,8 +1,8 @@
 // The convolution kernels, compiled once per instruction set. No STL here: see common/cpu_vector.h.
-#include "causal_conv1d/cpu_kernels.h"
+#include "causal_conv1d/cpu/kernels.h"
 
-#include "causal_conv1d/cpu_backward.h"
-#include "causal_conv1d/cpu_forward.h"
+#include "causal_conv1d/cpu/backward.h"
+#include "causal_conv1d/cpu/forward.h"
 
 namespace mamba {
 namespace MAMBA_ISA {

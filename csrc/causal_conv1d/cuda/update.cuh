@@ -1,7 +1,7 @@
 // Causal convolution, decoding: a few new steps against the inputs kept in conv_state, which is updated in place.
 #pragma once
 
-#include "causal_conv1d/cuda_common.cuh"
+#include "causal_conv1d/cuda/common.cuh"
 
 namespace mamba {
 

@@ -11,7 +11,7 @@ constexpr int kConvThreads = 256;
 constexpr int kConvWarps = kConvThreads / 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// One launcher a dtype, instantiated in cuda_f32.cu, cuda_f16.cu and cuda_bf16.cu.
+// One launcher a dtype, instantiated in cuda/f32.cu, f16.cu and bf16.cu.
 template <typename T>
 cudaError_t causal_conv1d_forward_launch(const MambaCausalConv1d& params);
 template <typename T>

@@ -1,7 +1,7 @@
 // Causal convolution, backward, one step a lane and any strides: for layouts that the other kernels do not take.
 #pragma once
 
-#include "causal_conv1d/backward_common.cuh"
+#include "causal_conv1d/cuda/backward_common.cuh"
 
 namespace mamba {
 

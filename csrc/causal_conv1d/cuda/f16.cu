@@ -1,7 +1,7 @@
 // The causal convolution's kernels for float16.
-#include "causal_conv1d/backward.cuh"
-#include "causal_conv1d/forward.cuh"
-#include "causal_conv1d/update.cuh"
+#include "causal_conv1d/cuda/backward.cuh"
+#include "causal_conv1d/cuda/forward.cuh"
+#include "causal_conv1d/cuda/update.cuh"
 
 namespace mamba {
 

@@ -1,4 +1,4 @@
-// What state_update/cpu.cpp asks of cpu_kernels.cpp, once per instruction set.
+// What state_update/cpu.cpp asks of cpu/kernels.cpp, once per instruction set.
 #pragma once
 
 #include "mamba_kernels.h"

@@ -1,7 +1,7 @@
 // Causal convolution, forward, lanes along time: for tensors whose steps are neighbours in memory.
 #pragma once
 
-#include "causal_conv1d/time_common.cuh"
+#include "causal_conv1d/cuda/time_common.cuh"
 
 namespace mamba {
 

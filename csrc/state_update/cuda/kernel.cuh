@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/cuda_vector.cuh"
-#include "state_update/cuda_launch.cuh"
+#include "state_update/launch.h"
 
 namespace mamba {
 

@@ -1,8 +1,8 @@
 // Causal convolution, backward, lanes along time: for tensors whose steps are neighbours in memory.
 #pragma once
 
-#include "causal_conv1d/backward_common.cuh"
-#include "causal_conv1d/time_common.cuh"
+#include "causal_conv1d/cuda/backward_common.cuh"
+#include "causal_conv1d/cuda/time_common.cuh"
 
 namespace mamba {
 

@@ -1,7 +1,7 @@
 // Causal convolution, forward, lanes along channels: for channel-last tensors.
 #pragma once
 
-#include "causal_conv1d/cuda_common.cuh"
+#include "causal_conv1d/cuda/common.cuh"
 
 namespace mamba {
 

@@ -2,7 +2,7 @@
 // Vector lanes are channels, whatever the memory layout: tiles are transposed on load where time is the contiguous dimension.
 #pragma once
 
-#include "causal_conv1d/cpu_kernels.h"
+#include "causal_conv1d/cpu/kernels.h"
 #include "common/cpu_tile.h"
 
 namespace mamba {

@@ -1,7 +1,7 @@
 // Causal convolution, backward: how the length is cut into segments and who adds up dweight and dbias.
 #pragma once
 
-#include "causal_conv1d/cuda_common.cuh"
+#include "causal_conv1d/cuda/common.cuh"
 
 namespace mamba {
 

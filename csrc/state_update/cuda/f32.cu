@@ -1,5 +1,5 @@
 // The decode step's kernel for a float32 state.
-#include "state_update/cuda_kernel.cuh"
+#include "state_update/cuda/kernel.cuh"
 
 namespace mamba {
 

@@ -1,9 +1,9 @@
 // Causal convolution, backward: which kernel a call runs.
 #pragma once
 
-#include "causal_conv1d/backward_channel.cuh"
-#include "causal_conv1d/backward_strided.cuh"
-#include "causal_conv1d/backward_time.cuh"
+#include "causal_conv1d/cuda/backward_channel.cuh"
+#include "causal_conv1d/cuda/backward_strided.cuh"
+#include "causal_conv1d/cuda/backward_time.cuh"
 
 namespace mamba {
 

@@ -2,9 +2,9 @@
 // loads.
 #pragma once
 
-#include "causal_conv1d/forward_channel.cuh"
-#include "causal_conv1d/forward_strided.cuh"
-#include "causal_conv1d/forward_time.cuh"
+#include "causal_conv1d/cuda/forward_channel.cuh"
+#include "causal_conv1d/cuda/forward_strided.cuh"
+#include "causal_conv1d/cuda/forward_time.cuh"
 
 namespace mamba {
 

@@ -1,7 +1,7 @@
 // The convolution forward, and the decode-time update of a cache of inputs.
 #pragma once
 
-#include "causal_conv1d/cpu_taps.h"
+#include "causal_conv1d/cpu/taps.h"
 
 namespace mamba {
 namespace MAMBA_ISA {

@@ -1,6 +1,6 @@
 // The decode step of the state space, compiled once per instruction set. No STL here: see common/cpu_vector.h.
 // dt, x, z and D of a block are vectors over rows of headdim; the state itself is a vector over dstate, row by row.
-#include "state_update/cpu_kernels.h"
+#include "state_update/cpu/kernels.h"
 
 #include "common/cpu_tile.h"
 

@@ -2,7 +2,7 @@
 // The sum before the activation is computed again from x. g is the gradient with respect to that sum.
 #pragma once
 
-#include "causal_conv1d/backward_plan.cuh"
+#include "causal_conv1d/plan.h"
 
 namespace mamba {
 

@@ -1,7 +1,7 @@
 // Causal convolution, backward, lanes along channels: for channel-last tensors.
 #pragma once
 
-#include "causal_conv1d/backward_common.cuh"
+#include "causal_conv1d/cuda/backward_common.cuh"
 
 namespace mamba {
 

@@ -2,7 +2,7 @@
 // at hand.
 #pragma once
 
-#include "causal_conv1d/cpu_taps.h"
+#include "causal_conv1d/cpu/taps.h"
 
 namespace mamba {
 namespace MAMBA_ISA {

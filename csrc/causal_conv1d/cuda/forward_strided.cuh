@@ -1,7 +1,7 @@
 // Causal convolution, forward, one step a lane and any strides: for layouts that the other kernels do not take.
 #pragma once
 
-#include "causal_conv1d/cuda_common.cuh"
+#include "causal_conv1d/cuda/common.cuh"
 
 namespace mamba {
 

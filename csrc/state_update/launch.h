@@ -5,7 +5,7 @@
 
 namespace mamba {
 
-// One launcher a state dtype, instantiated in cuda_f32.cu, cuda_f16.cu and cuda_bf16.cu.
+// One launcher a state dtype, instantiated in cuda/f32.cu, f16.cu and bf16.cu.
 template <typename State>
 cudaError_t selective_state_update_launch(const MambaSelectiveStateUpdate& params);
 
