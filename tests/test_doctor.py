@@ -1,6 +1,12 @@
 """python -m mamba_ssm: report, verdict and exit code, on this machine and on broken ones."""
 
+import hashlib
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +64,61 @@ def test_missing_libraries(capsys, tmp_path, monkeypatch):
     code, out = run(capsys)
     assert code == 1
     assert "NOT healthy" in out and "bdist_wheel" in out
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """A copy of the installed package whose CPU library can be damaged: its lib folder, the library, its bytes."""
+    package = Path(_doctor.__file__).parent
+    shutil.copytree(
+        package, tmp_path / "mamba_ssm", ignore=shutil.ignore_patterns("*cuda.so", "*cuda.dll", "__pycache__")
+    )
+    lib = tmp_path / "mamba_ssm" / "lib"
+    library = lib / loader.library_path("cpu").name
+    data = library.read_bytes()
+    recorded = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (lib / "build_info.json").write_text(json.dumps({"libraries": {library.name: recorded}}))
+    return lib, library, data
+
+
+def examine(lib):
+    command = [sys.executable, "-m", "mamba_ssm"]
+    environ = {**os.environ, "PYTHONPATH": str(lib.parents[1])}
+    return subprocess.run(command, cwd=lib, env=environ, capture_output=True, text=True)
+
+
+def test_library_that_was_cut_off(damaged):
+    """Opened, it would end the doctor with SIGBUS."""
+    lib, library, data = damaged
+    size = len(data) // 2
+    library.write_bytes(data[:size])
+    done = examine(lib)
+    assert done.returncode == 1, done.stderr
+    assert (
+        f"problem     mamba_ssm: {library} is damaged or was changed: it has {size} bytes, and {len(data)}"
+        in done.stdout
+    )
+
+
+def test_library_with_other_bytes(damaged):
+    lib, library, data = damaged
+    library.write_bytes(data[: len(data) // 2] + b"\0" * (len(data) - len(data) // 2))
+    done = examine(lib)
+    assert done.returncode == 1, done.stderr
+    assert f"problem     mamba_ssm: {library} is damaged or was changed: its SHA-256 is" in done.stdout
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"architectures": 5}'])
+def test_damaged_build_info_is_one_problem(capsys, tmp_path, monkeypatch, text):
+    (tmp_path / loader.library_path("cpu").name).symlink_to(loader.library_path("cpu"))
+    (tmp_path / "build_info.json").write_text(text)
+    monkeypatch.setattr(loader, "LIBRARY_FOLDER", tmp_path)
+    monkeypatch.setattr(loader, "_libraries", {})
+    monkeypatch.setattr(loader, "_build_info", None)
+    code, out = run(capsys)
+    assert code == 1
+    assert "build_info.json cannot be read" in out
+    assert "how it was built is not known" in out
 
 
 def test_wrong_numbers_are_found(capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Loading the libraries: every way to fail says what was tried and what to do; error codes become exceptions."""
 
 import ctypes
+import hashlib
 import json
 import threading
 
@@ -48,6 +49,36 @@ def test_damaged_library(folder):
     assert isinstance(failure.value.__cause__, OSError)
 
 
+def record(folder, **changes):
+    """A build_info.json that tells of the CPU library in `folder`."""
+    path = loader.library_path("cpu")
+    entry = {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), **changes}
+    (folder / "build_info.json").write_text(json.dumps({"libraries": {path.name: entry}}))
+
+
+def test_file_of_another_size_is_not_opened(folder, monkeypatch):
+    """Python would end with SIGBUS where the system looks for the pages that were cut off."""
+    opened = []
+    monkeypatch.setattr(ctypes, "CDLL", opened.append)
+    path = loader.library_path("cpu")
+    path.write_bytes(b"cut")
+    record(folder, size=5000)
+    words = rf"{path} is damaged or was changed: it has 3 bytes, and 5000 are recorded.*pip install --force-reinstall"
+    with pytest.raises(NativeError, match=words):
+        loader.load("cpu")
+    assert opened == []
+
+
+def test_hash_is_compared_on_request(folder):
+    loader.library_path("cpu").write_bytes(b"library")
+    record(folder)
+    assert loader.damage("cpu", hashed=True) is None
+    loader.library_path("cpu").write_bytes(b"lobrary")
+    assert loader.damage("cpu") is None
+    problem = loader.damage("cpu", hashed=True)
+    assert f"its SHA-256 is {hashlib.sha256(b'lobrary').hexdigest()}, and" in problem
+
+
 def test_failure_is_not_remembered(folder):
     with pytest.raises(NativeError):
         loader.load("cpu")
@@ -73,9 +104,20 @@ def test_library_without_our_functions(folder, monkeypatch):
         loader.load("cpu")
 
 
-def test_unreadable_build_info(folder):
-    (folder / "build_info.json").write_text("{")
-    with pytest.raises(NativeError, match=r"build_info\.json cannot be read"):
+@pytest.mark.parametrize(
+    "text,reason",
+    [
+        ("{", "Expecting"),
+        ("[]", r"it holds \[\], which is no JSON object"),
+        ("null", "it holds null, which is no JSON object"),
+        ('{"architectures": 90}', "architectures is 90, which is no list"),
+        ('{"libraries": []}', r"libraries is \[\], which tells no size"),
+        ('{"libraries": {"libmamba_cpu.so": 5}}', "which tells no size and sha256"),
+    ],
+)
+def test_unreadable_build_info(folder, text, reason):
+    (folder / "build_info.json").write_text(text)
+    with pytest.raises(NativeError, match=rf"build_info\.json cannot be read: .*{reason}.*Reinstall"):
         loader.build_info()
 
 

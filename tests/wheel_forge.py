@@ -22,6 +22,7 @@ for name in NEEDED.split():
     pytest.importorskip(name, reason=f'{name} is not installed here: pip install ".[publish,release]"')
 
 import zstandard  # noqa: E402  (after the check for it)
+from wheel_build.build_info import recorded  # noqa: E402
 from wheel_check.libraries import bound_functions  # noqa: E402
 from wheel_check.wheel import read_wheel  # noqa: E402
 
@@ -36,7 +37,8 @@ def forge(wheel, folder, files=None, name=None, careful=True, change=None):
 
     files: {file: new bytes, a function of the old bytes, or None to leave it out}; "METADATA", "WHEEL", "RECORD" and
         "SBOM" stand for their paths.
-    careful: brings the bill of materials and RECORD up to date, where `files` does not speak of them.
+    careful: brings the libraries in build_info.json, the bill of materials and RECORD up to date, where `files` does
+        not speak of them.
     change: a function of each ZipInfo.
     """
     files, target = files or {}, folder / (name or wheel.name)
@@ -55,6 +57,8 @@ def forge(wheel, folder, files=None, name=None, careful=True, change=None):
     for file, content in files.items():
         if file not in ("SBOM", "RECORD"):
             put(places.get(file, file), content)
+    if careful and any(file.endswith((".so", ".dll")) for file in files):
+        members[BUILD_INFO] = build_info_of(members)
     if careful:
         members[places["SBOM"]] = sbom_of(members, members[places["SBOM"]], new.split("-")[1].removesuffix(".dist"))
     if "SBOM" in files:
@@ -71,6 +75,13 @@ def forge(wheel, folder, files=None, name=None, careful=True, change=None):
                 change(entry)
             archive.writestr(entry, content)
     return target
+
+
+def build_info_of(members):
+    libraries = {
+        file.split("/")[-1]: recorded(data) for file, data in members.items() if file.endswith((".so", ".dll"))
+    }
+    return json.dumps({**json.loads(members[BUILD_INFO]), "libraries": libraries}).encode()
 
 
 def sbom_of(members, old, version):

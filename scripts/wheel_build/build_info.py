@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +47,11 @@ def source_line(root: Path) -> str:
     return " ".join(word for word in words if word) + "\n"
 
 
-def describe(plan: Plan, root: Path, folder: Path) -> dict:
-    """No times and no paths: the same source and tools give the same file."""
+def describe(plan: Plan, root: Path, folder: Path, libraries: Iterable[Path]) -> dict:
+    """No times and no paths: the same source and tools give the same file.
+
+    `folder`: CMake's. `libraries`: the files as they are installed; nothing may change them afterwards.
+    """
     source = source_of(root)
     toolchains = cmake.toolchains(folder)
     return {
@@ -63,9 +68,15 @@ def describe(plan: Plan, root: Path, folder: Path) -> dict:
         "flags": cmake.flags(folder),
         "debug": plan.config.debug,
         "abi_version": abi_version(root),
+        # So that a file that was cut off is found before it is opened.
+        "libraries": {path.name: recorded(path.read_bytes()) for path in libraries},
         "source_commit": source.commit or None,
         "source_dirty": source.changed,
     }
+
+
+def recorded(library: bytes) -> dict:
+    return {"size": len(library), "sha256": hashlib.sha256(library).hexdigest()}
 
 
 def text(info: dict) -> str:

@@ -96,8 +96,8 @@ class BuildNative(build_ext):
             remove_file(target / name)
         for name in plan.libraries:
             replace_file(folder / "lib" / name, target / name)
-        info = build_info.text(build_info.describe(plan, ROOT, folder))
-        (target / INFO).write_text(info, encoding="utf-8", newline="\n")
+        info = build_info.describe(plan, ROOT, folder, [target / name for name in plan.libraries])
+        (target / INFO).write_text(build_info.text(info), encoding="utf-8", newline="\n")
 
     def _outputs(self) -> dict[str, str]:
         """{file in build_lib: file in the source tree}"""

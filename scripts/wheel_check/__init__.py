@@ -17,6 +17,7 @@ CHECKS = (
     metadata.check_build_info,
     metadata.check_requirements,
     contents.check_contents,
+    contents.check_recorded_libraries,
     contents.check_size,
     contents.check_sbom,
     libraries.check_libraries,

@@ -35,6 +35,21 @@ def check_contents(wheel: Wheel) -> list[str]:
     return problems + [f"check-wheel-contents: {failure.show()}" for failure in failed]
 
 
+def check_recorded_libraries(wheel: Wheel) -> list[str]:
+    """build_info.json tells size and hash of each library as it is in the wheel: the loader takes no other file."""
+    recorded = wheel.build_info.get("libraries")
+    found = {
+        name.removeprefix(LIB): {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in wheel.files.items()
+        if name in wheel.libraries
+    }
+    if recorded == found:
+        return []
+    told = recorded if isinstance(recorded, dict) else {}
+    names = sorted(name for name in {*told, *found} if told.get(name) != found.get(name))
+    return [f"{BUILD_INFO}: does not tell size and sha256 of {name} as it is in the wheel" for name in names]
+
+
 def check_size(wheel: Wheel) -> list[str]:
     architectures = wheel.build_info.get("architectures") or []
     budget = BUDGET_WITHOUT_CUDA + BUDGET_OF_AN_ARCHITECTURE * len(architectures)

@@ -18,11 +18,11 @@ from .gate import CPU, CUDA, ROOT, dll
 from .toolchain import MINGW, GateError
 
 
-def cross_built_info(plan: Plan, cache: Path) -> dict:
+def cross_built_info(plan: Plan, cache: Path, libraries: list[Path]) -> dict:
     """build_info.json of the wheel: as of any other, and how its libraries came about."""
     macros = tools.run(f"{MINGW}-gcc-posix", "-include", "_mingw.h", "-dM", "-E", "-x", "c", os.devnull)
     major, minor = (re.search(rf"__MINGW64_VERSION_{part} (\d+)", macros) for part in ("MAJOR", "MINOR"))
-    info = build_info.describe(plan, ROOT, cache / CUDA)
+    info = build_info.describe(plan, ROOT, cache / CUDA, libraries)
     return {
         **info,
         "flags": {**cmake.flags(cache / CPU), **info["flags"]},
@@ -53,10 +53,11 @@ def assemble(plan: Plan, cache: Path) -> Path:
         def run(self) -> None:
             target = Path(self.build_lib) / commands.LIB
             target.mkdir(parents=True, exist_ok=True)
-            for name in (CPU, CUDA):
-                shutil.copyfile(dll(cache, name), target / f"{name}.dll")
-            text = build_info.text(cross_built_info(plan, cache))
-            (target / commands.INFO).write_text(text, encoding="utf-8", newline="\n")
+            libraries = [target / f"{name}.dll" for name in (CPU, CUDA)]
+            for name, library in zip((CPU, CUDA), libraries, strict=True):
+                shutil.copyfile(dll(cache, name), library)
+            info = cross_built_info(plan, cache, libraries)
+            (target / commands.INFO).write_text(build_info.text(info), encoding="utf-8", newline="\n")
 
     dist, work = cache / "dist", cache / "wheel"
     for folder in (dist, work):

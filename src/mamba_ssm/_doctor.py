@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from mamba_ssm._native import loader
-from mamba_ssm._native.errors import DRIVER_FLOORS, cuda_version_text, driver_problem, shell_command
+from mamba_ssm._native.errors import DRIVER_FLOORS, NativeError, cuda_version_text, driver_problem, shell_command
 from mamba_ssm.version import __version__
 
 # float32 kernels against float32 references on inputs of size about 1: rounding of a 70-step recurrence, and of
@@ -24,8 +24,9 @@ def examine():
         problems.append(str(error))
     if report["build"].get("cross_built"):
         notes.append("this wheel was cross-built on Linux and has not been run on Windows by who built it")
-    _examine_cpu(report, problems)
+    _examine_cpu(report, problems, notes)
     _examine_cuda(report, problems, notes)
+    problems = list(dict.fromkeys(problems))  # a damaged build_info.json is met by each library
     report["problems"], report["notes"] = problems, notes
     report["healthy"] = not problems
     report["verdict"] = _verdict(report)
@@ -43,11 +44,17 @@ def _versions():
     }
 
 
-def _examine_library(kind, report, problems):
-    """Loads a library and notes what it says; returns its facts, None if it does not load."""
+def _examine_library(kind, report, problems, notes):
+    """Loads a library if its file is as it was built, and notes what it says; returns its facts, or None."""
     path = loader.library_path(kind)
     entry = report["libraries"][kind] = {"path": str(path), "loaded": False}
     try:
+        if path.exists():
+            problem = loader.damage(kind, hashed=True)
+            if problem:
+                raise NativeError(problem)
+            if path.name not in loader.build_info().get("libraries", {}):
+                notes.append(f"build_info.json does not tell of {path.name}: whether the file is whole was not checked")
         facts = loader.info(kind)
     except Exception as error:
         entry["error"] = str(error)
@@ -62,8 +69,8 @@ def _examine_library(kind, report, problems):
     return facts
 
 
-def _examine_cpu(report, problems):
-    if _examine_library("cpu", report, problems) is not None:
+def _examine_cpu(report, problems, notes):
+    if _examine_library("cpu", report, problems, notes) is not None:
         _self_test("cpu", report, problems)
 
 
@@ -86,7 +93,7 @@ def _examine_cuda(report, problems, notes):
         elif torch.version.cuda:
             notes.append("CPU-only mamba_ssm with a CUDA build of torch; no GPU is visible, so nothing is missing")
         return
-    facts = _examine_library("cuda", report, problems)
+    facts = _examine_library("cuda", report, problems, notes)
     if facts is None:
         return
     runtime = facts.cuda_runtime_version
@@ -261,7 +268,7 @@ def render(report):
         label, nvcc = build.get("local_label") or "none", build.get("nvcc_version") or "none"
         lines.append(f"wheel       label {label}, nvcc {nvcc}, architectures {architectures}")
     else:
-        lines.append("wheel       no build_info.json: how it was built is not known")
+        lines.append("wheel       how it was built is not known: no build_info.json, or one that cannot be read")
     for kind, entry in report["libraries"].items():
         if entry["loaded"]:
             off = f", without {' and '.join(entry['dtypes_off'])}" if entry["dtypes_off"] else ""

@@ -164,6 +164,9 @@ def test_build_info(wheel, root):
     assert re.fullmatch(r"(GNU|Clang) [\d.]+", info["host_compiler"])
     assert info["debug"] is False
     assert "-O3" in info["flags"]["cxx"]
+    library = members(wheel)["mamba_ssm/lib/libmamba_cpu.so"]
+    facts = {"size": len(library), "sha256": hashlib.sha256(library).hexdigest()}
+    assert info["libraries"] == {"libmamba_cpu.so": facts}
     assert {"source_commit", "source_dirty", "abi_version"} <= set(info)
 
 

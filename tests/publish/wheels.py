@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 from wheel_build import sbom
-from wheel_build.build_info import abi_version, source_of
+from wheel_build.build_info import abi_version, recorded, source_of
 from wheel_build.version import base_version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +39,7 @@ def assemble(folder):
         "dtypes": ["float32", "float16", "bfloat16"],
         "debug": False,
         "abi_version": abi_version(ROOT),
+        "libraries": {Path(LIBRARY).name: recorded((SOURCE / LIBRARY).read_bytes())},
         "source_commit": source.commit,
         "source_dirty": source.changed,
     }

@@ -118,6 +118,7 @@ FORGERIES = {
     "compiled module": ({"files": {"mamba_ssm/version.pyc": b"?"}}, "version.pyc: is no file of this project's wheels"),
     "library gone": ({"files": {CPU: None}}, "libmamba_cpu.so: missing"),
     "library cut short": ({"files": {CPU: lambda old: old[: len(old) // 2]}}, "is no library that could be read"),
+    "library not recorded": ({"files": {BUILD_INFO: info(libraries={})}}, "not tell size and sha256 of libmamba_cpu"),
     "SBOM gone": ({"files": {"SBOM": None}}, "mamba_ssm.cdx.json: missing"),
     "SBOM that is none": ({"files": {"SBOM": b"{}"}}, "cdx.json: is no CycloneDX 1.6 document"),
     "SBOM of another version": ({"files": {"SBOM": replace(b"+cpu", b"+cu130")}}, "cdx.json: is of version"),

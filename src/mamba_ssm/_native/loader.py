@@ -5,6 +5,7 @@ cannot be loaded raises NativeError with what was tried and what to do; nothing 
 """
 
 import ctypes
+import hashlib
 import json
 import sys
 import threading
@@ -21,6 +22,7 @@ _lock = threading.RLock()
 _libraries = {}
 _ready_cuda_devices = {}
 _build_info = None
+_REINSTALL = "Reinstall mamba_ssm: pip install --force-reinstall --no-deps with the wheel's file."
 
 
 def library_path(kind):
@@ -33,13 +35,48 @@ def build_info():
     """What lib/build_info.json says about the build, {} if there is none. Read once, at first use."""
     global _build_info
     if _build_info is None:
+        path = LIBRARY_FOLDER / "build_info.json"
         try:
-            _build_info = json.loads((LIBRARY_FOLDER / "build_info.json").read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8"))
+            _check_build_info(found)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            raise NativeError(f"mamba_ssm: {LIBRARY_FOLDER / 'build_info.json'} cannot be read: {error}") from error
+            raise NativeError(f"mamba_ssm: {path} cannot be read: {error}. {_REINSTALL}") from error
+        _build_info = found
     return _build_info
+
+
+def _check_build_info(info):
+    """Raises ValueError where the parts that are looked into are not of their kind."""
+    if not isinstance(info, dict):
+        raise ValueError(f"it holds {json.dumps(info)[:40]}, which is no JSON object")
+    architectures, libraries = info.get("architectures", []), info.get("libraries", {})
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"architectures is {json.dumps(architectures)[:40]}, which is no list of names")
+    entries = libraries.values() if isinstance(libraries, dict) else [None]
+    if not all(isinstance(entry, dict) and {"size", "sha256"} <= entry.keys() for entry in entries):
+        raise ValueError(f"libraries is {json.dumps(libraries)[:40]}, which tells no size and sha256 of each library")
+
+
+def damage(kind, hashed=False):
+    """How a library's file differs from what build_info.json records of it, None if it does not.
+
+    The system opens a file that was cut off, and ends Python (SIGBUS) where a page of it is missing. So the size is
+    compared before a library is opened; the doctor compares the hash too.
+    """
+    path = library_path(kind)
+    recorded = build_info().get("libraries", {}).get(path.name)
+    if recorded is None:
+        return None
+    size = path.stat().st_size
+    if size != recorded["size"]:
+        what = f"it has {size} bytes, and {recorded['size']} are recorded"
+    elif hashed and (digest := hashlib.sha256(path.read_bytes()).hexdigest()) != recorded["sha256"]:
+        what = f"its SHA-256 is {digest}, and {recorded['sha256']} is recorded"
+    else:
+        return None
+    return f"mamba_ssm: {path} is damaged or was changed: {what} in build_info.json beside it. {_REINSTALL}"
 
 
 def load(kind):
@@ -109,6 +146,9 @@ def _open(kind):
     path = library_path(kind)
     if not path.exists():
         raise NativeError(missing_message(kind, path))
+    problem = damage(kind)
+    if problem:
+        raise NativeError(problem)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
