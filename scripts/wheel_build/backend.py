@@ -1,13 +1,18 @@
-"""PEP 517 backend: setuptools' own, plus nvcc from PyPI (MAMBA_SSM_CUDA=on) and the tools of MAMBA_RELEASE."""
+"""PEP 517 backend: setuptools' own, plus nvcc from PyPI (MAMBA_SSM_CUDA=on) and the tools of MAMBA_RELEASE; and no
+CPU-only wheel that nobody asked for, since pip hides the warning.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
 
-from .plan import more_requirements
+from .plan import load, more_requirements, present
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def get_requires_for_build_wheel(config_settings=None) -> list[str]:
@@ -16,3 +21,10 @@ def get_requires_for_build_wheel(config_settings=None) -> list[str]:
 
 def get_requires_for_build_editable(config_settings=None) -> list[str]:
     return [*build_meta.get_requires_for_build_editable(config_settings), *more_requirements(os.environ)]
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None) -> str:
+    plan = load(ROOT).unseen()
+    if plan.fatal:
+        present(plan)
+    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)

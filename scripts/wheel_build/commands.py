@@ -20,7 +20,7 @@ from setuptools.command.editable_wheel import editable_wheel
 from setuptools.command.sdist import sdist
 
 from . import build_info, cmake, finish, sbom, version
-from .plan import Plan, load, show
+from .plan import Plan, load, present, show
 
 if sys.platform == "win32":
     import msvcrt
@@ -41,9 +41,7 @@ def the_plan() -> Plan:
 @lru_cache(maxsize=1)
 def announce() -> None:
     """Prints the plan once, before anything is done, and ends here when a finding is fatal."""
-    show(the_plan().as_text())
-    if the_plan().fatal:
-        raise SystemExit("mamba_ssm: the build stops here; each FATAL line above says why, and its cure")
+    present(the_plan())
     keep_others_out()
 
 

@@ -46,7 +46,7 @@ class Config:
     max_jobs: int | None = None
     disable_bf16: bool = False
     disable_half: bool = False
-    cuda: str = "auto"
+    cuda: str = ""  # auto, on or off
     local_version: str = ""
     debug: bool = False
     release: bool = False
@@ -97,10 +97,10 @@ def parse_source_date(switch: str, value: str) -> int | None:
 
 
 def parse_cuda(switch: str, value: str) -> str:
-    word = value.strip().lower() or "auto"
-    if word in ("auto", "on", "off"):
+    word = value.strip().lower()
+    if word in ("", "auto", "on", "off"):
         return word
-    raise SwitchError(switch, value, "auto, on or off, or empty for auto")
+    raise SwitchError(switch, value, "auto, on or off, or empty for the default")
 
 
 def parse_local_version(switch: str, value: str) -> str:

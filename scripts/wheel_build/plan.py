@@ -6,14 +6,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from . import cuda, facts, preflight, preflight_windows, tools, version
 from .architectures import Architectures, check_spelling, plan_architectures
 from .config import Config, SwitchError, read_config
 from .facts import Facts
-from .preflight import FATAL, NOTE, Finding
+from .preflight import FATAL, NOTE, WARNING, Finding
 
 DEFAULT_NVCC_THREADS = 8
 # msvc.Discovery.source, where the environment is taken as it is
@@ -42,6 +42,17 @@ class Plan:
     @property
     def fatal(self) -> bool:
         return any(finding.severity == FATAL for finding in self.findings)
+
+    def unseen(self) -> Plan:
+        """The plan of a build whose output nobody sees unless it fails, as under pip: no warning tells of the CPU-only
+        wheel, so it must be asked for.
+        """
+        chance = ("cuda-left-out", WARNING)
+        findings = (
+            replace(finding, severity=FATAL) if (finding.code, finding.severity) == chance else finding
+            for finding in self.findings
+        )
+        return replace(self, findings=tuple(findings))
 
     @property
     def glibc(self) -> str:
@@ -210,6 +221,13 @@ def show(text: str) -> None:
     """Prints what may hold any path, also where Windows' console or pip's pipe knows few characters."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def present(plan: Plan) -> None:
+    """Prints the plan, and ends this process where a finding is fatal."""
+    show(plan.as_text())
+    if plan.fatal:
+        raise SystemExit("mamba_ssm: the build stops here; each FATAL line above says why, and its cure")
 
 
 def more_requirements(environ: Mapping[str, str]) -> list[str]:

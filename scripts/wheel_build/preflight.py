@@ -138,7 +138,7 @@ def _nvcc_missing(config: Config, facts: Facts) -> Finding:
     toolkit = "install a CUDA toolkit (12.0 or newer) and set CUDA_HOME if it is in an unusual folder"
     pip = with_variables(facts.platform, "pip wheel --no-deps -w dist .", MAMBA_SSM_CUDA="on")
     from_pypi = f"build with `{pip}`, which gets nvcc from PyPI"
-    off = with_variables(facts.platform, MAMBA_SSM_CUDA="off")
+    off, auto = (with_variables(facts.platform, MAMBA_SSM_CUDA=word) for word in ("off", "auto"))
     if config.cuda == "on":
         return Finding("nvcc-missing", FATAL, "MAMBA_SSM_CUDA=on, but no nvcc was found", f"{toolkit}; or {from_pypi}")
     if facts.driver:
@@ -148,11 +148,14 @@ def _nvcc_missing(config: Config, facts: Facts) -> Finding:
             f"this machine has an NVIDIA driver ({facts.driver}) but no nvcc: a wheel built now could not use its GPU",
             f"{toolkit}; or {from_pypi}; or `{off}` for a CPU-only wheel",
         )
+    if config.cuda == "auto":
+        fact = "MAMBA_SSM_CUDA=auto, and no nvcc was found: the wheel is CPU-only and cannot use a GPU"
+        return Finding("cuda-left-out", NOTE, fact, f"for GPUs, {toolkit}; or {from_pypi}")
     return Finding(
         "cuda-left-out",
         WARNING,
-        "no nvcc was found: THIS WHEEL IS CPU-ONLY (labelled +cpu) and cannot use a GPU",
-        f"for GPUs, {toolkit}; or {from_pypi}; `{off}` says that CPU-only is meant",
+        "no nvcc was found: THE WHEEL IS CPU-ONLY and cannot use a GPU",
+        f"`{off}` says that this is meant, `{auto}` that it will do; for GPUs, {toolkit}; or {from_pypi}",
     )
 
 

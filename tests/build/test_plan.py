@@ -35,6 +35,8 @@ def test_healthy_machine_has_no_findings(machine):
 FINDINGS = [
     ({"MAMBA_SSM_CUDA": "on"}, "no nvcc", "nvcc-missing", "fatal"),
     ({}, "no nvcc", "cuda-left-out", "warning"),
+    ({"MAMBA_SSM_CUDA": "auto"}, "no nvcc", "cuda-left-out", "note"),
+    ({"MAMBA_SSM_CUDA": "auto"}, "no nvcc, driver", "nvcc-missing-with-driver", "fatal"),
     ({}, "no nvcc, driver", "nvcc-missing-with-driver", "fatal"),
     ({}, {"nvcc_version": (11, 8), "nvcc_full_version": "11.8.89"}, "nvcc-too-old", "fatal"),
     ({}, {"nvcc_version": None, "nvcc_trouble": "does not answer"}, "nvcc-broken", "fatal"),
@@ -101,6 +103,35 @@ def test_driver_without_nvcc_names_three_cures(machine, without_nvcc):
     assert "CUDA toolkit" in cure
     assert "MAMBA_SSM_CUDA=on" in cure
     assert "MAMBA_SSM_CUDA=off" in cure
+
+
+@pytest.mark.parametrize(
+    ("word", "nvcc", "fatal"),
+    [("", False, True), ("auto", False, False), ("off", False, False), ("", True, False), ("on", True, False)],
+)
+def test_under_pip_a_cpu_only_wheel_must_be_asked_for(machine, without_nvcc, word, nvcc, fatal):
+    """pip shows what a build prints only if it fails: a warning would go unseen."""
+    plan = plan_of({"MAMBA_SSM_CUDA": word}, machine(**({} if nvcc else without_nvcc)))
+    assert not plan.fatal
+    assert plan.unseen().fatal == fatal
+    if fatal:
+        assert all(f"MAMBA_SSM_CUDA={cure}" in plan.unseen().as_text() for cure in ("off", "auto", "on"))
+
+
+def test_backend_stops_where_pip_would_hide_the_warning(machine, without_nvcc, monkeypatch, capsys):
+    pytest.importorskip("setuptools")
+    from wheel_build import backend
+
+    built = []
+    monkeypatch.setattr(backend.build_meta, "build_wheel", lambda *words: built.append(words) or "a.whl")
+    monkeypatch.setattr(backend, "load", lambda root: plan_of(switches, machine(**without_nvcc)))
+    switches = {}
+    with pytest.raises(SystemExit, match="the build stops here"):
+        backend.build_wheel("dist")
+    assert "FATAL [cuda-left-out] no nvcc was found: THE WHEEL IS CPU-ONLY" in capsys.readouterr().out
+    assert built == []
+    switches = {"MAMBA_SSM_CUDA": "off"}
+    assert backend.build_wheel("dist") == "a.whl"
 
 
 def test_off_asks_nothing_of_cuda(machine, without_nvcc):

@@ -11,7 +11,7 @@ DEFAULTS = {
     "SOURCE_DATE_EPOCH": ("source_date", None),
     "NVCC_THREADS": ("nvcc_threads", None),
     "MAX_JOBS": ("max_jobs", None),
-    "MAMBA_SSM_CUDA": ("cuda", "auto"),
+    "MAMBA_SSM_CUDA": ("cuda", ""),
     "MAMBA_LOCAL_VERSION": ("local_version", ""),
     "CMAKE_ARGS": ("cmake_args", ()),
 }
@@ -27,6 +27,7 @@ RIGHT = [
     ("MAMBA_SSM_CUDA", "ON", "on"),
     ("MAMBA_SSM_CUDA", "off", "off"),
     ("MAMBA_SSM_CUDA", "Auto", "auto"),
+    ("MAMBA_SSM_CUDA", " ", ""),
     ("MAMBA_LOCAL_VERSION", "cu130", "cu130"),
     ("MAMBA_LOCAL_VERSION", "CU130.Mine-2_007", "cu130.mine.2.7"),
     ("CMAKE_ARGS", "-DA=1  -DB='x y' -GNinja", ("-DA=1", "-DB=x y", "-GNinja")),
