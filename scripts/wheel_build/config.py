@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from .spelling import misspelt
+
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 # Older build scripts set these for upstream, which can download a wheel instead of building one. We never do.
@@ -56,6 +58,7 @@ class Config:
     cuda_host: str = ""
     compiler_flags: tuple[tuple[str, str], ...] = ()  # the variables of COMPILER_FLAGS that are set
     notes: tuple[str, ...] = ()
+    misspelt: tuple[tuple[str, str], ...] = ()  # (variable, the switch that may be meant, or "")
     errors: tuple[SwitchError, ...] = field(default=())
 
     @property
@@ -167,6 +170,15 @@ SWITCHES: dict[str, tuple[str, Callable]] = {
     "cmake_args": ("CMAKE_ARGS", parse_cmake_args),
 }
 
+# Every name that means something here: the switches, MAMBA_SSM_CPU_ISA of the run time, and what is easily misspelt.
+NAMES = (
+    *(name for name, _ in SWITCHES.values()),
+    "TORCH_CUDA_ARCH_LIST",
+    "MAMBA_SSM_CPU_ISA",
+    "CUDA_HOME",
+    "CUDAHOSTCXX",
+)
+
 
 def read_config(environ: Mapping[str, str]) -> Config:
     """Reads every switch. Wrong values are collected in `errors`, so that one run names them all.
@@ -191,6 +203,7 @@ def read_config(environ: Mapping[str, str]) -> Config:
         cuda_host=environ.get("CUDAHOSTCXX", "").strip(),
         compiler_flags=tuple((name, environ[name]) for name in COMPILER_FLAGS if environ.get(name)),
         notes=notes,
+        misspelt=tuple(misspelt(environ, NAMES, WITHOUT_EFFECT, PLANNED_BY_SWITCHES)),
         errors=tuple(errors),
         **values,
     )

@@ -43,6 +43,15 @@ def with_variables(platform: str, command: str = "", **variables: str) -> str:
 def check_switches(config: Config) -> list[Finding]:
     findings = [switch_finding(error) for error in config.errors]
     findings += [Finding("switch-without-effect", NOTE, note, "leave it out") for note in config.notes]
+    for name, meant in config.misspelt:
+        if meant:
+            fact = f"{name} is set, and no switch has this name: it is not read"
+            findings.append(
+                Finding("switch-unknown", WARNING, fact, f"write {meant} if that is meant, or unset {name}")
+            )
+        else:
+            fact = f"{name} is set, and no switch has this name, nor one like it"
+            findings.append(Finding("switch-unknown", NOTE, fact, f"unset {name} if it was meant for this build"))
     return findings
 
 

@@ -47,6 +47,8 @@ FINDINGS = [
     ({"TORCH_CUDA_ARCH_LIST": "banana", "MAMBA_SSM_CUDA": "off"}, {}, "switch-invalid", "fatal"),
     ({"MAX_JOBS": "0"}, {}, "switch-invalid", "fatal"),
     ({"MAMBA_FORCE_BUILD": "TRUE"}, {}, "switch-without-effect", "note"),
+    ({"MAMBA_SSM_CUD": "off"}, {}, "switch-unknown", "warning"),
+    ({"MM_XYZ": "1"}, {}, "switch-unknown", "note"),
     ({}, {"nvcc_architectures": (75, 80, 90), "nvcc_version": (12, 4)}, "architectures-left-out", "note"),
     ({}, {"compiler": None}, "compiler-missing", "fatal"),
     ({}, {"compiler": None, "platform": "win32"}, "compiler-missing", "fatal"),

@@ -91,6 +91,55 @@ def test_wrong_value_is_one_error_with_switch_value_and_allowed(switch, value, a
     assert allowed in str(error)
 
 
+# variable -> the switch that may be meant; "": none is near
+MISSPELT = {
+    "MAMBA_SSM_CUD": "MAMBA_SSM_CUDA",
+    "MAMBA_CUDA": "MAMBA_SSM_CUDA",
+    "MAMBA_DISABLE_BF16": "MM_DISABLE_BF16",
+    "MAMBA_SSM_DISABLE_HALF": "MM_DISABLE_HALF",
+    "MM_DISABLE_BF": "MM_DISABLE_BF16",
+    "MAMBA_DEBUG": "DEBUG",
+    "MAMBA_NVCC_THREADS": "NVCC_THREADS",
+    "MAMBA_GLIBC": "MAMBA_RELEASE",
+    "MAMBA_CPU_ISA": "MAMBA_SSM_CPU_ISA",
+    "MM_XYZ": "",
+    "NVCC_THREAD": "NVCC_THREADS",
+    "TORCH_CUDA_ARCH_LISTS": "TORCH_CUDA_ARCH_LIST",
+    "max_jobs": "MAX_JOBS",
+    "CUDAHOME": "CUDA_HOME",
+}
+# Names that others read, alike as they are.
+NOT_MISSPELT = [
+    "MAMBA_SSM_CPU_ISA",
+    "MAMBA_FORCE_BUILD",
+    "TORCH_CUDA_ARCH_LIST",
+    "MAMBA_EXE",
+    "MAMBA_ROOT_PREFIX",
+    "NDEBUG",
+    "CUDA_PATH_V13_0",
+    "NCCL_NTHREADS",
+    "OMP_NUM_THREADS",
+    "FCFLAGS",
+    "CPPFLAGS",
+    "CUDA_VERSION",
+    "CUDA_ROOT",
+    "CMAKE_GENERATOR",
+    "CMAKE_PREFIX_PATH",
+    "MAKEFLAGS",
+]
+
+
+@pytest.mark.parametrize(("name", "meant"), MISSPELT.items())
+def test_misspelt_switch(name, meant):
+    assert read_config({name: "1"}).misspelt == ((name, meant),)
+    assert read_config({name: ""}).misspelt == ()
+
+
+@pytest.mark.parametrize("name", NOT_MISSPELT)
+def test_name_of_others(name):
+    assert read_config({name: "1"}).misspelt == ()
+
+
 def test_every_wrong_switch_is_named_in_one_run():
     config = read_config({"MAX_JOBS": "0", "DEBUG": "maybe", "MM_DISABLE_HALF": "1"})
     assert [error.switch for error in config.errors] == ["MAX_JOBS", "DEBUG"]
