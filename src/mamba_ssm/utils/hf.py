@@ -5,6 +5,8 @@ huggingface_hub and safetensors are imported where they are used only. Nothing o
 
 import importlib.util
 import json
+import pickle
+import tarfile
 from pathlib import Path
 
 import torch
@@ -57,10 +59,11 @@ def _shards(path):
     if not path.name.endswith(INDEX_SUFFIX):
         return [path]
     files = _read_json(path).get("weight_map")
-    if not isinstance(files, dict) or not all(
-        isinstance(file, str) and file and Path(file).name == file for file in files.values()
-    ):
+    if not isinstance(files, dict):
         raise ValueError(f"{path} is no index of weights: it must hold a weight_map of tensors to files beside it")
+    for file in files.values():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
+            raise ValueError(f"{path} is no index of weights: its weight_map names {file!r}, not a file beside it")
     return [path.with_name(file) for file in sorted(set(files.values()))]
 
 
@@ -86,22 +89,43 @@ def _read_file(path):
     if path.suffix == ".safetensors":
         read = _import("safetensors.torch", "safetensors", f"to read {path}").load_file
     else:
-
-        def read(path):
-            return torch.load(path, map_location="cpu", weights_only=True)
-
+        read = _load_tensors
     try:
         state = read(path)
-    except PermissionError:
+    except (PermissionError, _Refused):
         raise
+    except pickle.UnpicklingError:
+        # without torch's message, which advises to load the file with its code
+        raise _Refused(f"{path}: it is damaged, or holds more than tensors, and that could run code") from None
     except Exception as error:  # each reader has several exceptions of its own for a damaged file
-        raise ValueError(
-            f"{path} cannot be read: it is damaged, or holds more than tensors, which is refused because it would run "
-            f"code of the file ({type(error).__name__}: {error})"
-        ) from error
+        raise ValueError(f"{path} cannot be read: it is damaged ({type(error).__name__}: {error})") from error
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise ValueError(f"{path} must hold a dict of tensors, a state dict")
     return state
+
+
+class _Refused(ValueError):
+    def __init__(self, reason):
+        super().__init__(f"refused to load {reason}; save the model's state_dict() alone, or model.safetensors")
+
+
+def _load_tensors(path):
+    """The contents of a torch.save file that holds nothing but tensors.
+
+    weights_only is not enough before torch 2.6: it still runs the code of TorchScript, and trusts the old tar format.
+    """
+    with open(path, "rb") as file:  # once: what is looked at is what is loaded
+        archive = file.read(4) == b"PK\x03\x04"
+        file.seek(0)
+        if archive:
+            # torch's own reader: in a forged archive, zipfile may find other names
+            names = torch._C.PyTorchFileReader(file).get_all_records()
+            if any(name == "constants.pkl" or name.startswith("code/") for name in names):
+                raise _Refused(f"{path}: it is a TorchScript program, whose code would run")
+        elif tarfile.is_tarfile(file):
+            raise _Refused(f"{path}: it is a tar archive, whose reader in torch checks nothing")
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
 
 
 def write_checkpoint(folder, config, state_dict, safe_serialization):

@@ -1,0 +1,121 @@
+"""Checkpoints made to run code or to reach other files: refused by every torch, with no advice to load them anyway."""
+
+import io
+import json
+import pickle
+import re
+import tarfile
+import traceback
+import zipfile
+
+import pytest
+import torch
+
+from mamba_ssm.models.config_mamba import MambaConfig
+from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+
+# What torch.jit.save writes of a module whose __setstate__ makes a file.
+PROGRAM = """class Model(Module):
+  __parameters__ = []
+  __buffers__ = []
+  training : bool
+  def __getstate__(self: __torch__.Model) -> bool:
+    return self.training
+  def __setstate__(self: __torch__.Model, state: bool) -> NoneType:
+    self.training = bool(torch.fill_(torch.from_file("VICTIM", True, 1, dtype=0), 65))
+    return None
+"""
+
+
+class Evil:
+    """Its pickle makes a file."""
+
+    def __init__(self, victim):
+        self.victim = str(victim)
+
+    def __reduce__(self):
+        return open, (self.victim, "w")
+
+
+def torchscript(path, victim):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02c__torch__\nModel\n)\x81\x89b.")
+        archive.writestr("archive/code/__torch__.py", PROGRAM.replace("VICTIM", victim.as_posix()))
+        archive.writestr("archive/constants.pkl", b"\x80\x02).")
+        archive.writestr("archive/version", b"3\n")
+
+
+def torchscript_hidden_from_zipfile(path, victim):
+    """With a second list of contents: zipfile reads what lies before the end, torch what the end points to."""
+    torchscript(path, victim)
+    raw = path.read_bytes()
+    start, end = raw.index(b"PK\x01\x02"), raw.index(b"PK\x05\x06")
+    other = raw[start:end].replace(b"constants.pkl", b"constants.txt").replace(b"/code/", b"/text/")
+    path.write_bytes(raw[:end] + other + raw[end:])
+    with zipfile.ZipFile(path) as archive:
+        assert not any("constants.pkl" in name or "/code/" in name for name in archive.namelist())
+
+
+def tar(path, victim):
+    """torch's first format, before 0.1.10; its reader believes sizes and offsets."""
+    nothing = pickle.dumps(0, 2)
+    members = {"storages": nothing + pickle.dumps([], 2), "tensors": nothing, "pickle": pickle.dumps({}, 2)}
+    with tarfile.open(path, "w") as archive:
+        for name, contents in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(contents)
+            archive.addfile(member, io.BytesIO(contents))
+
+
+def archive_with_code(path, victim):
+    torch.save({"weight": torch.ones(2), "evil": Evil(victim)}, path)
+
+
+def legacy_with_code(path, victim):
+    torch.save({"weight": torch.ones(2), "evil": Evil(victim)}, path, _use_new_zipfile_serialization=False)
+
+
+def plain_pickle(path, victim):
+    path.write_bytes(pickle.dumps(Evil(victim), 2))
+
+
+@pytest.mark.filterwarnings("error")  # torch before 2.6 warns that it goes on to torch.jit.load
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (torchscript, "TorchScript program"),
+        (torchscript_hidden_from_zipfile, "TorchScript program"),
+        (tar, "tar archive"),
+        (archive_with_code, "more than tensors"),
+        (legacy_with_code, "more than tensors"),
+        (plain_pickle, "more than tensors"),
+    ],
+)
+def test_code_in_weights_is_not_run(tmp_path, make, reason):
+    path, victim = tmp_path / "pytorch_model.bin", tmp_path / "victim"
+    MambaLMHeadModel(MambaConfig(d_model=16, n_layer=1, vocab_size=21)).save_pretrained(tmp_path)
+    make(path, victim)
+    with pytest.raises(ValueError, match=f"refused to load {re.escape(str(path))}.*{reason}") as error:
+        MambaLMHeadModel.from_pretrained(tmp_path)
+    assert not victim.exists()
+    said = "".join(traceback.format_exception(error.value))
+    assert "weights_only" not in said and "torch.jit" not in said and "trust" not in said
+
+
+@pytest.mark.parametrize("file", ["../b.bin", "..", ".", "", "/etc/b.bin", "folder/b.bin", 3, None])
+def test_an_index_names_files_beside_it(tmp_path, file):
+    MambaLMHeadModel(MambaConfig(d_model=16, n_layer=1, vocab_size=21)).save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(ValueError, match="its weight_map names") as error:
+        MambaLMHeadModel.from_pretrained(tmp_path)
+    assert str(index) in str(error.value) and repr(file) in str(error.value)
+
+
+def test_the_format_before_archives_is_read(tmp_path):
+    model = MambaLMHeadModel(MambaConfig(d_model=16, n_layer=1, vocab_size=21))
+    model.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    found = MambaLMHeadModel.from_pretrained(tmp_path)
+    assert torch.equal(found.lm_head.weight, model.lm_head.weight)
