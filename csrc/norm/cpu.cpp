@@ -1,7 +1,7 @@
 // Norm and SwiGLU of mamba_cpu: checks, the choice of instruction set, and the split of the rows over threads.
 #include "common/cpu_runtime.h"
 #include "norm/check.h"
-#include "norm/cpu_kernels.h"
+#include "norm/cpu/kernels.h"
 
 namespace mamba {
 namespace {

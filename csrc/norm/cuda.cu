@@ -1,7 +1,7 @@
 // The C ABI of norm and SwiGLU in mamba_cuda: checks, how a problem is cut into blocks, then the launcher for the dtype.
 #include "common/cuda_vector.cuh"
 #include "norm/check.h"
-#include "norm/cuda_launch.cuh"
+#include "norm/launch.h"
 
 namespace mamba {
 namespace {

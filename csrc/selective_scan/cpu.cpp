@@ -3,7 +3,7 @@
 
 #include "common/cpu_runtime.h"
 #include "selective_scan/check.h"
-#include "selective_scan/cpu_kernels.h"
+#include "selective_scan/cpu/kernels.h"
 
 namespace mamba {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "common/cuda_utils.cuh"
 #include "selective_scan/check.h"
-#include "selective_scan/scan_launch.cuh"
+#include "selective_scan/launch.h"
 
 namespace mamba {
 

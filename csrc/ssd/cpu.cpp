@@ -5,7 +5,7 @@
 
 #include "common/cpu_runtime.h"
 #include "ssd/check.h"
-#include "ssd/cpu_kernels.h"
+#include "ssd/cpu/kernels.h"
 
 namespace mamba {
 namespace {

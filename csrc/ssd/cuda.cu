@@ -1,8 +1,8 @@
 // The C ABI of Mamba-2's scan in mamba_cuda: checks, the choice of layout and segments, the workspace, dtype dispatch.
 #include "common/cuda_utils.cuh"
 #include "ssd/check.h"
-#include "ssd/chunk_tile.cuh"
-#include "ssd/launch.cuh"
+#include "ssd/cuda/chunk_tile.cuh"
+#include "ssd/launch.h"
 
 namespace mamba {
 

@@ -1,0 +1,79 @@
+// SwiGLU on the GPU, both directions: silu(x) y of the halves of a row.
+#pragma once
+
+#include "norm/cuda/common.cuh"
+
+namespace mamba {
+
+// blockDim.x threads walk a row, blockDim.y rows a block.
+template <typename T, int kVector, bool kBackward>
+__global__ void __launch_bounds__(kNormBlock) swiglu_kernel(const MambaSwiglu p) {
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    if (row >= p.rows) {
+        return;
+    }
+    const T* x_row = static_cast<const T*>(p.xy) + row * p.xy_row_stride;
+    const T* y_row = x_row + p.width;
+    for (int64_t i = static_cast<int64_t>(threadIdx.x) * kVector; i < p.width;
+         i += static_cast<int64_t>(blockDim.x) * kVector) {
+        float x[kVector];
+        float y[kVector];
+        float out[kVector];
+        const Packed<T, kVector> x_bits = packed_load<T, kVector>(x_row + i);
+        const Packed<T, kVector> y_bits = packed_load<T, kVector>(y_row + i);
+        if constexpr (kBackward) {
+            const T* dout_row = static_cast<const T*>(p.dout) + row * p.dout_row_stride;
+            T* dxy_row = static_cast<T*>(p.dxy) + row * p.dxy_row_stride;
+            float dout[kVector];
+            unpack<T, kVector>(packed_load<T, kVector>(dout_row + i), dout);
+            unpack<T, kVector>(x_bits, x);
+            unpack<T, kVector>(y_bits, y);
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) {
+                const float gate = silu(x[k]);
+                out[k] = gate * y[k];
+                x[k] = dout[k] * y[k] * silu_slope(x[k]);
+                y[k] = dout[k] * gate;
+            }
+            packed_store<T, kVector>(dxy_row + i, pack<T, kVector>(x));
+            packed_store<T, kVector>(dxy_row + p.width + i, pack<T, kVector>(y));
+        } else {
+            unpack<T, kVector>(x_bits, x);
+            unpack<T, kVector>(y_bits, y);
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) {
+                out[k] = silu(x[k]) * y[k];
+            }
+        }
+        if (!kBackward || p.out != nullptr) {
+            packed_store<T, kVector>(static_cast<T*>(p.out) + row * p.out_row_stride + i, pack<T, kVector>(out));
+        }
+    }
+}
+
+// ---- host ------------------------------------------------------------------------------------------------------------
+
+template <typename T, int kVector>
+cudaError_t launch_swiglu_vector(const MambaSwiglu& p, bool backward) {
+    const int lanes_log2 = ceil_log2(ceil_div(p.width, kVector), 0, 8);
+    static_assert(kNormBlock == 1 << 8, "a block holds at most 2^8 lanes");
+    const dim3 threads(1u << lanes_log2, static_cast<unsigned>(kNormBlock >> lanes_log2));
+    const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows, threads.y));
+    const auto kernel = backward ? swiglu_kernel<T, kVector, true> : swiglu_kernel<T, kVector, false>;
+    return launch_kernel(kernel, blocks, threads, 0, p.run.stream, p);
+}
+
+template <typename T>
+cudaError_t launch_swiglu(const MambaSwiglu& p, bool backward) {
+    constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+    const int64_t size = static_cast<int64_t>(sizeof(T));
+    if (p.width % kVector == 0 && norm_rows_aligned(p.xy, p.rows, p.xy_row_stride, size, kVector) &&
+        norm_rows_aligned(p.dout, p.rows, p.dout_row_stride, size, kVector) &&
+        norm_rows_aligned(p.out, p.rows, p.out_row_stride, size, kVector) &&
+        norm_rows_aligned(p.dxy, p.rows, p.dxy_row_stride, size, kVector)) {
+        return launch_swiglu_vector<T, kVector>(p, backward);
+    }
+    return launch_swiglu_vector<T, 1>(p, backward);
+}
+
+}  // namespace mamba

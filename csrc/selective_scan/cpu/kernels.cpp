@@ -1,0 +1,13 @@
+// The scan kernels, compiled once per instruction set. No STL here: see common/cpu_vector.h.
+#include "selective_scan/cpu/kernels.h"
+
+#include "selective_scan/cpu/backward.h"
+#include "selective_scan/cpu/forward.h"
+
+namespace mamba {
+namespace MAMBA_ISA {
+
+extern const ScanKernels scan_kernels = {kLanes, forward_scratch, backward_scratch, forward_segment, backward_segment};
+
+}  // namespace MAMBA_ISA
+}  // namespace mamba

@@ -1,0 +1,378 @@
+// The CUDA forward scan where channels are few: one block on each multiprocessor walks the whole length, so that there is
+// nothing to hand on between parts of it, but few warps too, none of which may wait. Some of them scan and do nothing else. The
+// others copy, make dt and dt * u, add up y and write the results, of tiles behind and ahead of the one that is scanned.
+//
+// Between one barrier of the block and the next, tile t is scanned, t - 1 finished, t + 1 prepared, and t + 2 and t + 3 are on
+// their way. A prepared tile lies in shared memory as in forward.cuh.
+#pragma once
+
+#include "common/cuda_async.cuh"
+#include "selective_scan/cuda/tile.cuh"
+
+namespace mamba {
+
+template <int kScanWarps_, int kTile_, int kQuads_>
+struct PipelineLayout {
+    static constexpr int kLanes = 8;   // lanes that share a channel
+    static constexpr int kStates = 2;  // states a lane holds: lane k has states k and k + kLanes
+    static constexpr int kSlice = kLanes * kStates;
+    static constexpr int kTile = kTile_;
+    static constexpr int kRow = kTile + 4;  // floats a row: 16-byte aligned, rows four banks apart
+    static constexpr int kQuads = kQuads_;  // how many times four steps a scanning warp works at together
+    static constexpr int kScanWarps = kScanWarps_;
+    static constexpr int kWarpChannels = 32 / kLanes;
+    static constexpr int kChannels = kScanWarps * kWarpChannels;
+    // The other warps: a thread has the same four steps of one channel in every tile.
+    static constexpr int kVector = 4;
+    static constexpr int kRowThreads = kTile / kVector;
+    static constexpr int kElementThreads = kChannels * kRowThreads;
+    static constexpr int kElementWarps = kElementThreads / 32;
+    // A multiprocessor's four schedulers get warps in turn. Three scanning warps, 0 to 2, leave the fourth scheduler to others:
+    // 3, 7 and 11 of the six that are 3 to 7 and 11. Those between, 8 to 10, end at once.
+    static constexpr int kIdleWarps = kScanWarps == 3 ? 3 : 0;
+    static constexpr int kFirstIdle = 8;
+    static constexpr int kWarps = kScanWarps + kElementWarps + kIdleWarps;
+    static constexpr int kThreads = 32 * kWarps;
+    // Pieces of B and of C of a tile, four steps of a state each, and how many of them a thread has.
+    static constexpr int kPieces = kSlice * kRowThreads;
+    static constexpr int kOwnPieces = (kPieces + kElementThreads - 1) / kElementThreads;
+    static constexpr int kPieceRows = kElementThreads / kRowThreads;  // between a thread's pieces
+    static constexpr bool kEvenPieces = kPieces % kElementThreads == 0;
+    static constexpr int kStages = 4;  // tiles on their way, or with u and z still wanted
+    static_assert(kElementWarps * 32 == kElementThreads, "whole warps");
+    static_assert(kIdleWarps == 0 || kElementWarps == 6, "the idle ones are 8, 9 and 10");
+    static_assert(MAMBA_SCAN_CHECKPOINT % kTile == 0, "checkpoints lie at ends of tiles");
+};
+
+// A tile as it comes: what threads copy for themselves, and nobody else reads.
+template <typename T, class Layout>
+struct alignas(16) PipelineStage {
+    static constexpr int kBytes = Layout::kVector * static_cast<int>(sizeof(T));  // of a thread's steps
+    T u[Layout::kElementThreads][Layout::kVector];
+    T delta[Layout::kElementThreads][Layout::kVector];
+    T z[Layout::kElementThreads][Layout::kVector];
+    T B[Layout::kPieces][Layout::kVector];
+    T C[Layout::kPieces][Layout::kVector];
+};
+
+// A tile that is prepared, and the lanes' parts of its y.
+template <typename T, class Layout>
+struct alignas(16) PipelineTile {
+    float dt[Layout::kChannels * Layout::kRow];
+    float x[Layout::kChannels * Layout::kRow];  // dt * u
+    MatrixTile<T, Layout> BC;
+    float y[Layout::kChannels * Layout::kLanes * Layout::kRow];
+};
+
+template <typename T, class Layout>
+struct PipelineShared {
+    PipelineStage<T, Layout> stages[Layout::kStages];
+    PipelineTile<T, Layout> tiles[2];
+};
+
+// The scanning warps: a lane's states through a tile, kQuads times four steps after another. While the states take some, what
+// does not depend on them is computed for the next, and read for those behind.
+template <typename T, class Layout>
+struct PipelineScan {
+    static constexpr int kQuads = Layout::kQuads;
+    float h[Layout::kStates];
+    float A[Layout::kStates];  // times log2(e)
+
+    struct Inputs {
+        Steps4 dt, x, B[Layout::kStates], C[Layout::kStates];
+    };
+    struct Factors {  // h = decay h + added; y = C h
+        Steps4 decay[Layout::kStates], added[Layout::kStates], C[Layout::kStates];
+    };
+
+    // at: the channel's, or the lane's first state's, first step in the tile.
+    static __device__ __forceinline__ void read(Inputs (&inputs)[kQuads], const PipelineTile<T, Layout>& tile, int row_at,
+                                                int state_at) {
+#pragma unroll
+        for (int q = 0; q < kQuads; ++q) {
+            inputs[q].dt = read4(tile.dt + row_at + 4 * q);
+            inputs[q].x = read4(tile.x + row_at + 4 * q);
+#pragma unroll
+            for (int s = 0; s < Layout::kStates; ++s) {
+                tile.BC.read(state_at + s * Layout::kLanes * Layout::kRow + 4 * q, inputs[q].B[s], inputs[q].C[s]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void prepare(Factors (&factors)[kQuads], const Inputs (&inputs)[kQuads]) const {
+#pragma unroll
+        for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+            for (int s = 0; s < Layout::kStates; ++s) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    factors[q].decay[s].at[j] = exp2_fast(inputs[q].dt.at[j] * A[s]);
+                    factors[q].added[s].at[j] = inputs[q].x.at[j] * inputs[q].B[s].at[j];
+                }
+                factors[q].C[s] = inputs[q].C[s];
+            }
+        }
+    }
+
+    // row: of the channel; k: the lane's first state.
+    __device__ __forceinline__ void walk(PipelineTile<T, Layout>& tile, int row, int k) {
+        constexpr int kTogether = 4 * kQuads;
+        const int row_at = row * Layout::kRow;
+        const int state_at = k * Layout::kRow;
+        float* const y_row = tile.y + (row * Layout::kLanes + k) * Layout::kRow;
+        Inputs inputs[kQuads];
+        Factors now[kQuads], next[kQuads];
+        read(inputs, tile, row_at, state_at);
+        prepare(next, inputs);
+        read(inputs, tile, row_at + kTogether, state_at + kTogether);
+#pragma unroll
+        for (int step = 0; step < Layout::kTile; step += kTogether) {
+#pragma unroll
+            for (int q = 0; q < kQuads; ++q) {
+                now[q] = next[q];
+            }
+            if (step + kTogether < Layout::kTile) {
+                prepare(next, inputs);
+            }
+            const int ahead = step + 2 * kTogether;
+            if (ahead < Layout::kTile) {  // before the stores, which the reads would not pass
+                read(inputs, tile, row_at + ahead, state_at + ahead);
+            }
+            float y[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const Factors& factors = now[i / 4];
+#pragma unroll
+                for (int s = 0; s < Layout::kStates; ++s) {
+                    h[s] = fmaf(factors.decay[s].at[i % 4], h[s], factors.added[s].at[i % 4]);
+                    const float C = factors.C[s].at[i % 4];
+                    y[i] = s == 0 ? C * h[s] : fmaf(C, h[s], y[i]);
+                }
+            }
+            write_row(y_row + step, y);
+        }
+    }
+};
+
+// What a scanning warp does.
+template <typename T, class Layout>
+__device__ __forceinline__ void scan_tiles(const MambaSelectiveScan& p, const ScanBlock& block,
+                                           PipelineShared<T, Layout>& shared, int tiles, int warp, int lane) {
+    const int k = lane % Layout::kLanes;
+    const int row = warp * Layout::kWarpChannels + lane / Layout::kLanes;
+    const int64_t channel = block.first_channel + row;
+    const int64_t state = (block.batch * p.dim + channel) * p.dstate + k;
+    bool valid[Layout::kStates];
+    PipelineScan<T, Layout> scan;
+#pragma unroll
+    for (int s = 0; s < Layout::kStates; ++s) {
+        valid[s] = row < block.channels && k + s * Layout::kLanes < p.dstate;
+        scan.A[s] = valid[s] ? decay_exponent(p.A[channel * p.dstate + k + s * Layout::kLanes]) : 0.0f;
+        scan.h[s] = valid[s] && p.initial_state != nullptr ? p.initial_state[state + s * Layout::kLanes] : 0.0f;
+    }
+    const int64_t checkpoint_row = p.dim * p.dstate;
+    float* checkpoint = nullptr;
+    if (p.checkpoints != nullptr) {
+        const int64_t count = (p.seqlen - 1) / MAMBA_SCAN_CHECKPOINT;
+        checkpoint = p.checkpoints + block.batch * count * checkpoint_row + channel * p.dstate + k;
+    }
+    __syncthreads();  // the first tile is prepared
+    for (int tile = 0; tile < tiles; ++tile) {
+        scan.walk(shared.tiles[tile % 2], row, k);
+        const int64_t next_step = static_cast<int64_t>(tile + 1) * Layout::kTile;
+        if (checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0 && next_step < p.seqlen) {
+#pragma unroll
+            for (int s = 0; s < Layout::kStates; ++s) {
+                if (valid[s]) {
+                    checkpoint[s * Layout::kLanes] = scan.h[s];
+                }
+            }
+            checkpoint += checkpoint_row;
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int s = 0; s < Layout::kStates; ++s) {
+        if (p.last_state != nullptr && valid[s]) {
+            p.last_state[state + s * Layout::kLanes] = scan.h[s];
+        }
+    }
+}
+
+// What the other warps do. Tiles behind the last one are as others whose steps do not exist. element: the thread's number.
+template <typename T, class Layout>
+__device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const ScanBlock& block,
+                                           PipelineShared<T, Layout>& shared, int tiles, int element) {
+    using Stage = PipelineStage<T, Layout>;
+    using Tile = PipelineTile<T, Layout>;
+    const int row = element / Layout::kRowThreads;
+    const int step = element % Layout::kRowThreads * Layout::kVector;
+    const bool row_exists = row < block.channels;
+    const int64_t channel = block.first_channel + (row_exists ? row : 0);
+    const T* const u = static_cast<const T*>(p.u) + block.batch * p.u_batch_stride + channel * p.u_dim_stride + step;
+    const T* const delta =
+        static_cast<const T*>(p.delta) + block.batch * p.delta_batch_stride + channel * p.delta_dim_stride + step;
+    const T* const z = static_cast<const T*>(p.z) + block.batch * p.z_batch_stride + channel * p.z_dim_stride + step;
+    T* const out = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride + step;
+    const bool gated = p.z != nullptr;
+    const float bias = p.delta_bias != nullptr ? p.delta_bias[channel] : 0.0f;
+    const float D = p.D != nullptr ? p.D[channel] : 0.0f;
+    // The thread's pieces of B and C have the same steps.
+    const T* B[Layout::kOwnPieces];
+    const T* C[Layout::kOwnPieces];
+    bool state_exists[Layout::kOwnPieces];
+    const auto piece = [&](int i) { return element + i * Layout::kElementThreads; };
+    const auto has_piece = [&](int i) { return Layout::kEvenPieces || piece(i) < Layout::kPieces; };
+#pragma unroll
+    for (int i = 0; i < Layout::kOwnPieces; ++i) {
+        const int n = piece(i) / Layout::kRowThreads;
+        state_exists[i] = n < p.dstate;
+        const int64_t state = state_exists[i] ? n : 0;
+        B[i] = static_cast<const T*>(p.B) + block.batch * p.B_batch_stride + block.group * p.B_group_stride +
+               state * p.B_dstate_stride + step;
+        C[i] = static_cast<const T*>(p.C) + block.batch * p.C_batch_stride + block.group * p.C_group_stride +
+               state * p.C_dstate_stride + step;
+    }
+    const auto stage_of = [&](int tile) -> Stage& { return shared.stages[tile % Layout::kStages]; };
+    const auto first_step = [](int tile) { return static_cast<int64_t>(tile) * Layout::kTile; };
+
+    const auto begin_copies = [&](int tile) {
+        Stage& stage = stage_of(tile);
+        const bool steps_exist = first_step(tile) + step < p.seqlen;
+        const int64_t first = steps_exist ? first_step(tile) : 0;
+        const bool exist = row_exists && steps_exist;
+        copy_async<Stage::kBytes>(stage.u[element], u + first, exist);
+        copy_async<Stage::kBytes>(stage.delta[element], delta + first, exist);
+        if (gated) {
+            copy_async<Stage::kBytes>(stage.z[element], z + first, exist);
+        }
+#pragma unroll
+        for (int i = 0; i < Layout::kOwnPieces; ++i) {
+            if (has_piece(i)) {
+                copy_async<Stage::kBytes>(stage.B[piece(i)], B[i] + first, state_exists[i] && steps_exist);
+                copy_async<Stage::kBytes>(stage.C[piece(i)], C[i] + first, state_exists[i] && steps_exist);
+            }
+        }
+        end_copies();
+    };
+    const auto prepare = [&](int tile) {
+        const Stage& stage = stage_of(tile);
+        Tile& to = shared.tiles[tile % 2];
+        float dt[Layout::kVector], x[Layout::kVector];
+        unpack<T, Layout::kVector>(packed_load<T, Layout::kVector>(stage.delta[element]), dt);
+        unpack<T, Layout::kVector>(packed_load<T, Layout::kVector>(stage.u[element]), x);
+        time_steps(dt, bias, p.delta_softplus, row_exists && first_step(tile) + step < p.seqlen ? Layout::kVector : 0);
+#pragma unroll
+        for (int i = 0; i < Layout::kVector; ++i) {
+            x[i] *= dt[i];
+        }
+        const int at = row * Layout::kRow + step;
+        write_row(to.dt + at, dt);
+        write_row(to.x + at, x);
+#pragma unroll
+        for (int i = 0; i < Layout::kOwnPieces; ++i) {
+            if (has_piece(i)) {
+                to.BC.template put_steps<Layout::kVector>(at + i * Layout::kPieceRows * Layout::kRow,
+                                                          packed_load<T, Layout::kVector>(stage.B[piece(i)]),
+                                                          packed_load<T, Layout::kVector>(stage.C[piece(i)]));
+            }
+        }
+    };
+    const auto finish = [&](int tile) {
+        const Stage& stage = stage_of(tile);
+        const float* const parts = shared.tiles[tile % 2].y + row * Layout::kLanes * Layout::kRow + step;
+        float part[Layout::kLanes][Layout::kVector];
+#pragma unroll
+        for (int k = 0; k < Layout::kLanes; ++k) {
+            read_row(part[k], parts + k * Layout::kRow);
+        }
+        float y[Layout::kVector], other[Layout::kVector];
+        unpack<T, Layout::kVector>(packed_load<T, Layout::kVector>(stage.u[element]), other);
+        static_assert(Layout::kLanes == 8, "as many as the sum has");
+#pragma unroll
+        for (int i = 0; i < Layout::kVector; ++i) {
+            y[i] = ((part[0][i] + part[1][i]) + (part[2][i] + part[3][i])) +
+                   ((part[4][i] + part[5][i]) + (part[6][i] + part[7][i]));
+            y[i] = p.D != nullptr ? fmaf(D, other[i], y[i]) : y[i];
+        }
+        if (gated) {
+            unpack<T, Layout::kVector>(packed_load<T, Layout::kVector>(stage.z[element]), other);
+#pragma unroll
+            for (int i = 0; i < Layout::kVector; ++i) {
+                y[i] *= silu(other[i]);
+            }
+        }
+        if (row_exists && first_step(tile) + step < p.seqlen) {
+            packed_store<T, Layout::kVector>(out + first_step(tile), pack<T, Layout::kVector>(y));
+        }
+    };
+
+    constexpr int kAhead = Layout::kStages - 1;
+    for (int tile = 0; tile < kAhead; ++tile) {
+        begin_copies(tile);
+    }
+    wait_for_copies<kAhead - 1>();
+    prepare(0);
+    __syncthreads();
+    for (int tile = 0; tile < tiles; ++tile) {  // the one that is scanned meanwhile
+        if (tile > 0) {
+            finish(tile - 1);  // whose stage is free then
+        }
+        begin_copies(tile + kAhead);
+        wait_for_copies<kAhead - 1>();
+        prepare(tile + 1);
+        __syncthreads();
+    }
+    finish(tiles - 1);
+}
+
+template <typename T, class Layout>
+__global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_kernel(const MambaSelectiveScan p) {
+    extern __shared__ __align__(16) unsigned char pipeline_memory[];
+    auto& shared = *reinterpret_cast<PipelineShared<T, Layout>*>(pipeline_memory);
+    const ScanBlock block = scan_block(p, Layout::kChannels, 0);
+    const int tiles = static_cast<int>((p.seqlen + Layout::kTile - 1) / Layout::kTile);
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int idle_before = warp < Layout::kFirstIdle ? 0 : Layout::kIdleWarps;
+    // The block's barriers are in both branches: all warps that have not ended pass as many of them.
+    if (warp < Layout::kScanWarps) {
+        scan_tiles(p, block, shared, tiles, warp, lane);
+    } else if (idle_before == 0 || warp >= Layout::kFirstIdle + Layout::kIdleWarps) {
+        pass_tiles(p, block, shared, tiles, (warp - idle_before - Layout::kScanWarps) * 32 + lane);
+    }
+}
+
+using Pipeline12 = PipelineLayout<3, 64, 2>;
+using Pipeline16 = PipelineLayout<4, 32, 2>;
+using Pipeline32 = PipelineLayout<8, 32, 1>;
+
+template <typename T, class Layout>
+cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
+    const auto kernel = selective_scan_pipeline_kernel<T, Layout>;
+    constexpr int kShared = sizeof(PipelineShared<T, Layout>);
+    static_assert(kShared == pipeline_shared(Layout::kChannels, sizeof(T)), "what cuda.cu counts on");
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, 1));
+    return launch_kernel(kernel, blocks, Layout::kThreads, kShared, p.run.stream, p);
+}
+
+static_assert(Pipeline12::kChannels == kPipelineChannels[0] && Pipeline16::kChannels == kPipelineChannels[1] &&
+                  Pipeline32::kChannels == kPipelineChannels[2],
+              "what cuda.cu chooses from");
+
+template <typename T>
+cudaError_t launch_selective_scan_pipeline(const MambaSelectiveScan& p, int channels) {
+    if (channels == Pipeline12::kChannels) {
+        return launch_pipeline_layout<T, Pipeline12>(p);
+    }
+    if (channels == Pipeline16::kChannels) {
+        return launch_pipeline_layout<T, Pipeline16>(p);
+    }
+    return launch_pipeline_layout<T, Pipeline32>(p);
+}
+
+}  // namespace mamba

@@ -1,0 +1,278 @@
+// What the backward kernel is made of: its tiles, how its warps share an output, and the products of a warp.
+#pragma once
+
+#include "ssd/cuda/finish.cuh"
+#include "ssd/cuda/states.cuh"
+
+namespace mamba {
+
+// Every second item (a head, or a part of its headdim) two warps compute the decays of two of them, others than the warp that
+// finishes the item before. Its decays stay, so there is room for four.
+constexpr int kDecaysWarp = 2;
+constexpr int kDecaysTogether = 2;
+constexpr int kDecaysKept = 4;
+
+// How a block's warps share an output of kRows x kColumns: 16 rows each, and a part of the columns.
+template <class Layout, int kColumns>
+struct WarpTile {
+    static constexpr int kAbove = Layout::kSteps / 16 < Layout::kWarps ? Layout::kSteps / 16 : Layout::kWarps;
+    static constexpr int kBeside = Layout::kWarps / kAbove;
+    static constexpr int kWide = kColumns / 16 < kBeside ? 1 : kColumns / 16 / kBeside;  // pairs of fragments
+    static_assert(kAbove * 16 == Layout::kSteps, "every step has a warp");
+    static_assert(kColumns / 16 <= kBeside || kColumns / 16 % kBeside == 0, "columns divide among the warps");
+};
+
+template <class Layout>
+struct BackwardSums {
+    static constexpr int kBeside = WarpTile<Layout, Layout::kSteps>::kBeside;
+    static constexpr int kAbove = WarpTile<Layout, Layout::kSteps>::kAbove;
+    float row_pairs[kBeside][Layout::kSteps];    // sum_{s < t} dt_s f_ts, f_ts = L_ts G_ts (dout_t . x_s), by warp column
+    float column_pairs[kAbove][Layout::kSteps];  // sum_{t > s} f_ts, by warp row
+    float own_pair[Layout::kSteps];              // f_tt
+    float from_state[kBeside][Layout::kSteps];   // dout_t . exp(cs_t) H C_t
+    float to_state[kBeside][Layout::kSteps];     // x_s . exp(cs_last - cs_s) dH' B_s
+    float state_product[Layout::kWarps];         // H . dH'
+    static constexpr int kParts = Layout::kThreads / Layout::kRows;
+    float skip[kParts][Layout::kRows];  // sum over a part of the steps of dout_t x_t
+};
+
+// The tiles of one item: x, dout, and the state before the chunk. kAhead: the gradient after the chunk has a tile of its own,
+// and there are two sets, so that the next item's are on their way; without it the gradient takes the state's place.
+template <class Layout, bool kAhead>
+struct ItemTiles {
+    static constexpr int kElements =
+        2 * Layout::kSteps * (Layout::kRows + kTilePad) + (kAhead ? 2 : 1) * Layout::kRows * (Layout::kStates + kTilePad);
+};
+
+template <typename T, class Layout, bool kAhead>
+constexpr int backward_shared_bytes() {
+    constexpr int kSteps = Layout::kSteps;
+    return (2 * kSteps * (Layout::kStates + kTilePad) + (kAhead ? 2 : 1) * ItemTiles<Layout, kAhead>::kElements +
+            kSteps * (kSteps + kTilePad)) *
+               static_cast<int>(sizeof(T)) +
+           kDecaysKept * static_cast<int>(sizeof(BackwardDecays<kSteps>)) + static_cast<int>(sizeof(BackwardSums<Layout>));
+}
+
+// Sum over the four lanes of a row.
+__device__ __forceinline__ float add_over_row(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 1);
+    return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+// Sum over the eight rows of a column.
+__device__ __forceinline__ float add_over_column(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 4);
+    value += __shfl_xor_sync(0xffffffffu, value, 8);
+    return value + __shfl_xor_sync(0xffffffffu, value, 16);
+}
+
+template <int kFragments>
+__device__ __forceinline__ void set_to_zero(float (&sum)[kFragments][4]) {
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+        sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0.0f;
+    }
+}
+
+// sum (16 x 16 kWide) += A (16 x 16 kInner) B. In memory A is [row][k] (kATransposed: [k][row]), B [k][column] (kBTransposed:
+// [column][k]).
+template <typename T, int kWide, int kInner, bool kATransposed, bool kBTransposed>
+__device__ __forceinline__ void multiply(float (&sum)[2 * kWide][4], const T* A, int A_stride, const T* B, int B_stride,
+                                         int lane) {
+#pragma unroll
+    for (int k = 0; k < kInner; ++k) {
+        Operand<T> a;
+        if (kATransposed) {
+            load_a_transposed<T>(a, A + 16 * k * A_stride, A_stride, lane);
+        } else {
+            load_a<T>(a, A + 16 * k, A_stride, lane);
+        }
+#pragma unroll
+        for (int j = 0; j < kWide; ++j) {
+            Operand<T> b;
+            if (kBTransposed) {
+                load_b<T>(b, B + 16 * j * B_stride + 16 * k, B_stride, lane);
+            } else {
+                load_b_transposed<T>(b, B + 16 * k * B_stride + 16 * j, B_stride, lane);
+            }
+            multiply_add<T>(sum[2 * j], a, b, 0);
+            multiply_add<T>(sum[2 * j + 1], a, b, 1);
+        }
+    }
+}
+
+// sum += factor(row) add, and returns for both of the lane's rows the dot product of add with the tile's row.
+template <typename T, int kWide>
+__device__ __forceinline__ float2 accumulate(float (&sum)[2 * kWide][4], const float (&add)[2 * kWide][4], float above,
+                                             float below, const T* tile, int stride, int lane) {
+    float2 dot = make_float2(0.0f, 0.0f);
+    const T* const at = tile + lane / 4 * stride + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 2 * kWide; ++j) {
+        const float2 top = load_pair<T>(at + 8 * j);
+        const float2 bottom = load_pair<T>(at + 8 * stride + 8 * j);
+        dot.x = fmaf(add[j][0], top.x, fmaf(add[j][1], top.y, dot.x));
+        dot.y = fmaf(add[j][2], bottom.x, fmaf(add[j][3], bottom.y, dot.y));
+        sum[j][0] = fmaf(above, add[j][0], sum[j][0]);
+        sum[j][1] = fmaf(above, add[j][1], sum[j][1]);
+        sum[j][2] = fmaf(below, add[j][2], sum[j][2]);
+        sum[j][3] = fmaf(below, add[j][3], sum[j][3]);
+    }
+    return make_float2(add_over_row(dot.x), add_over_row(dot.y));
+}
+
+// Adds a warp's 16 rows to float32 memory, or sets it.
+template <int kWide>
+__device__ __forceinline__ void store_sum(float* to, int64_t row_stride, const float (&sum)[2 * kWide][4], int rows,
+                                          int columns, bool add, int lane) {
+#pragma unroll
+    for (int j = 0; j < 2 * kWide; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = lane / 4 + i / 2 * 8;
+            const int column = 8 * j + lane % 4 * 2 + i % 2;
+            if (row < rows && column < columns) {
+                float* const at = to + row * row_stride + column;
+                *at = add ? *at + sum[j][i] : sum[j][i];
+            }
+        }
+    }
+}
+
+// sum + the dot product of up to 16 bytes of global memory with as many of shared memory, which is aligned.
+template <typename T>
+__device__ __forceinline__ float dot_16(const T* global, const T* tile, int count, bool vectors, float sum) {
+    constexpr int kVector = 16 / sizeof(T);
+    if (vectors) {
+        const uint4 bits = *reinterpret_cast<const uint4*>(global);
+        const T* const values = reinterpret_cast<const T*>(&bits);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            sum = fmaf(to_float(values[i]), to_float(tile[i]), sum);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            if (i < count) {
+                sum = fmaf(to_float(global[i]), to_float(tile[i]), sum);
+            }
+        }
+    }
+    return sum;
+}
+
+// A chunk's gradients: of dt before bias, softplus and clamping at each step, and the chunk's part of A's and the bias's. One
+// warp computes them.
+template <class Layout>
+__device__ __forceinline__ void store_step_gradients(float* ddt, float* dA, float* ddt_bias, const BackwardSums<Layout>& sums,
+                                                     const BackwardDecays<Layout::kSteps>& decays, float A, int valid,
+                                                     int lane) {
+    using Pairs = WarpTile<Layout, Layout::kSteps>;
+    using Wide = WarpTile<Layout, Layout::kStates>;
+    constexpr int kEach = Layout::kSteps < 32 ? 1 : Layout::kSteps / 32;
+    const bool active = lane * kEach < Layout::kSteps;
+    float carried = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Layout::kWarps; ++i) {
+        carried += sums.state_product[i];
+    }
+    carried *= decays.carry;
+    float after[kEach];  // what paths that end at step t carry past it, less those that begin there
+    float before[kEach];
+    float own[kEach];
+    float after_sum = 0.0f;
+    float before_sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int t = lane * kEach + i;
+        after[i] = before[i] = own[i] = 0.0f;
+        if (active) {
+            float column = 0.0f;
+            float out_of = 0.0f;
+            float into = 0.0f;
+#pragma unroll
+            for (int w = 0; w < BackwardSums<Layout>::kAbove; ++w) {
+                column += sums.column_pairs[w][t];
+            }
+#pragma unroll
+            for (int w = 0; w < BackwardSums<Layout>::kBeside; ++w) {
+                if (16 * Pairs::kWide * w < Layout::kSteps) {
+                    out_of += sums.row_pairs[w][t];
+                }
+                if (16 * Wide::kWide * w < Layout::kStates) {
+                    out_of += sums.from_state[w][t];
+                    into += sums.to_state[w][t];
+                }
+            }
+            own[i] = sums.own_pair[t] + column + into;
+            after[i] = out_of - decays.dt[t] * column;
+            before[i] = decays.dt[t] * into;
+        }
+        after_sum += after[i];
+        before_sum += before[i];
+    }
+    const float after_mine = after_sum;
+    const float before_mine = before_sum;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const float later = __shfl_down_sync(0xffffffffu, after_sum, distance);
+        const float earlier = __shfl_up_sync(0xffffffffu, before_sum, distance);
+        after_sum += lane + distance < 32 ? later : 0.0f;
+        before_sum += lane >= distance ? earlier : 0.0f;
+    }
+    after_sum -= after_mine;    // of the lanes after this one
+    before_sum -= before_mine;  // of the lanes before it
+    float dA_sum = 0.0f;
+    float bias_sum = 0.0f;
+    float values[kEach];
+#pragma unroll
+    for (int i = kEach - 1; i >= 0; --i) {
+        after_sum += after[i];
+        values[i] = after_sum;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int t = lane * kEach + i;
+        const float da = values[i] + before_sum + carried;  // gradient of dt_t A
+        before_sum += before[i];
+        if (active && t < valid) {
+            dA_sum = fmaf(decays.dt[t], da, dA_sum);
+            const float gradient = fmaf(A, da, own[i]) * decays.gradient[t];
+            bias_sum += gradient;
+            ddt[t] = gradient;
+        }
+    }
+    dA_sum = add_over_column(add_over_row(dA_sum));
+    bias_sum = add_over_column(add_over_row(bias_sum));
+    if (lane == 0) {
+        *dA = dA_sum;
+        *ddt_bias = bias_sum;
+    }
+}
+
+// Starts to load an item's tiles into `tiles`.
+template <typename T, class Layout, bool kAhead>
+__device__ __forceinline__ void load_item(T* tiles, const MambaSsdBackward& q, const BackwardLaunch& launch, int64_t batch,
+                                          int64_t first, int valid, int64_t head, int row0, int64_t state_index) {
+    constexpr int kTile = Layout::kSteps * (Layout::kRows + kTilePad);
+    const MambaSsd& p = q.forward;
+    const int rows = static_cast<int>(p.headdim) - row0;
+    const int dstate = static_cast<int>(p.dstate);
+    load_tile<T, Layout::kSteps, Layout::kRows, Layout::kThreads>(
+        tiles, static_cast<const T*>(p.x) + batch * p.x_batch_stride + first * p.x_len_stride + head * p.x_head_stride + row0,
+        p.x_len_stride, valid, rows, launch.x_vectors);
+    load_tile<T, Layout::kSteps, Layout::kRows, Layout::kThreads>(tiles + kTile,
+                                                                  static_cast<const T*>(q.dout) + batch * q.dout_batch_stride +
+                                                                      first * q.dout_len_stride + head * q.dout_head_stride +
+                                                                      row0,
+                                                                  q.dout_len_stride, valid, rows, launch.dout_vectors);
+    load_tile<T, Layout::kRows, Layout::kStates, Layout::kThreads>(
+        tiles + 2 * kTile, static_cast<const T*>(launch.states) + state_index, p.dstate, rows, dstate, launch.state_vectors);
+    if (kAhead) {
+        load_tile<T, Layout::kRows, Layout::kStates, Layout::kThreads>(
+            tiles + 2 * kTile + Layout::kRows * (Layout::kStates + kTilePad),
+            static_cast<const T*>(launch.dstates) + state_index, p.dstate, rows, dstate, launch.state_vectors);
+    }
+}
+
+}  // namespace mamba

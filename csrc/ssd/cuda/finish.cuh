@@ -1,0 +1,138 @@
+// The last kernel of the backward scan: adds up what its blocks left in the workspace, in a fixed order.
+#pragma once
+
+#include "ssd/cuda/chunk_tile.cuh"
+
+namespace mamba {
+
+struct BackwardLaunch {
+    int64_t chunks;
+    int64_t first_head;   // of those in each group that this launch takes
+    int64_t group_heads;  // how many of each group it takes
+    int64_t splits;       // blocks that share a chunk and group's heads
+    int64_t row_tiles;    // parts of headdim
+    const void* states;   // (B, heads of this launch, chunks, P, N) of T: before each chunk, in order
+    const void* dstates;  // the same: gradient after each chunk
+    float* dB;            // (splits, B, L, G, N), added to where first_head > 0
+    float* dC;
+    float* ddt;       // (row tiles, B, H, L): gradient of dt before the bias
+    float* dA;        // (row tiles, B, chunks, H)
+    float* ddt_bias;  // (row tiles, B, chunks, H)
+    float* dD;        // (B, chunks, H, P), or NULL
+    int32_t x_vectors, dout_vectors, B_vectors, C_vectors, dx_vectors, state_vectors;
+};
+
+constexpr int kFinishThreads = 256;
+
+// Sum over a block; every thread must come here.
+__device__ __forceinline__ float add_over_block(float value, float* shared) {
+    for (int distance = 16; distance > 0; distance /= 2) {
+        value += __shfl_xor_sync(0xffffffffu, value, distance);
+    }
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) {
+        shared[threadIdx.x / 32] = value;
+    }
+    __syncthreads();
+    float sum = 0.0f;
+    for (int i = 0; i < kFinishThreads / 32; ++i) {
+        sum += shared[i];
+    }
+    return sum;
+}
+
+// Blocks 0 .. H - 1 add up dA, ddt_bias and dD of a head; the next ones take an element of dB and dC or of ddt a thread.
+template <typename T>
+__global__ void __launch_bounds__(kFinishThreads) ssd_finish_kernel(const MambaSsdBackward q, const BackwardLaunch launch) {
+    __shared__ float shared[kFinishThreads];
+    const MambaSsd& p = q.forward;
+    if (blockIdx.x < p.nheads) {
+        const int64_t head = blockIdx.x;
+        const int64_t parts = launch.row_tiles * p.batch * launch.chunks;
+        float dA = 0.0f;
+        float ddt_bias = 0.0f;
+        for (int64_t i = threadIdx.x; i < parts; i += kFinishThreads) {
+            dA += launch.dA[i * p.nheads + head];
+            ddt_bias += launch.ddt_bias[i * p.nheads + head];
+        }
+        dA = add_over_block(dA, shared);
+        ddt_bias = add_over_block(ddt_bias, shared);
+        if (threadIdx.x == 0) {
+            q.dA[head] = p.A_is_log != 0 ? dA * head_A(p, head) : dA;  // -exp is its own derivative
+            if (q.ddt_bias != nullptr) {
+                q.ddt_bias[head] = ddt_bias;
+            }
+        }
+        if (launch.dD != nullptr) {
+            const int64_t headdim = p.headdim;  // at most kFinishThreads
+            const int64_t together = kFinishThreads / headdim;
+            const int64_t column = threadIdx.x % headdim;
+            const int64_t first = threadIdx.x / headdim;
+            float sum = 0.0f;
+            if (first < together) {
+                for (int64_t i = first; i < p.batch * launch.chunks; i += together) {
+                    sum += launch.dD[(i * p.nheads + head) * headdim + column];
+                }
+            }
+            if (p.D_dim_stride == 0) {
+                sum = add_over_block(sum, shared);
+                if (threadIdx.x == 0) {
+                    q.dD[head] = sum;
+                }
+            } else {
+                __syncthreads();
+                shared[threadIdx.x] = sum;
+                __syncthreads();
+                if (first == 0) {
+                    for (int64_t i = 1; i < together; ++i) {
+                        sum += shared[i * headdim + column];
+                    }
+                    q.dD[head * headdim + column] = sum;
+                }
+            }
+        }
+        return;
+    }
+    int64_t i = (static_cast<int64_t>(blockIdx.x) - p.nheads) * kFinishThreads + threadIdx.x;
+    const int64_t matrix = p.batch * p.seqlen * p.ngroups * p.dstate;
+    if (i < matrix) {
+        float dB = 0.0f;
+        float dC = 0.0f;
+        for (int64_t split = 0; split < launch.splits; ++split) {
+            dB += launch.dB[split * matrix + i];
+            dC += launch.dC[split * matrix + i];
+        }
+        const int64_t n = i % p.dstate;
+        const int64_t group = i / p.dstate % p.ngroups;
+        const int64_t step = i / (p.dstate * p.ngroups) % p.seqlen;
+        const int64_t batch = i / (p.dstate * p.ngroups * p.seqlen);
+        static_cast<T*>(q.dB)[batch * q.dB_batch_stride + step * q.dB_len_stride + group * q.dB_group_stride + n] =
+            from_float<T>(dB);
+        static_cast<T*>(q.dC)[batch * q.dC_batch_stride + step * q.dC_len_stride + group * q.dC_group_stride + n] =
+            from_float<T>(dC);
+        return;
+    }
+    i -= matrix;
+    const int64_t sizes = p.batch * p.seqlen * p.nheads;
+    if (i < sizes) {
+        const int64_t head = i % p.nheads;
+        const int64_t step = i / p.nheads % p.seqlen;
+        const int64_t batch = i / (p.nheads * p.seqlen);
+        float sum = 0.0f;
+        for (int64_t tile = 0; tile < launch.row_tiles; ++tile) {
+            sum += launch.ddt[((tile * p.batch + batch) * p.nheads + head) * p.seqlen + step];
+        }
+        store_from_float(q.ddt, batch * q.ddt_batch_stride + step * q.ddt_len_stride + head * q.ddt_head_stride, p.dt_dtype,
+                         sum);
+    }
+}
+
+template <typename T>
+cudaError_t launch_finish(const MambaSsdBackward& q, const BackwardLaunch& launch) {
+    const MambaSsd& p = q.forward;
+    const int64_t elements = p.batch * p.seqlen * (p.ngroups * p.dstate + p.nheads);
+    const int64_t blocks = p.nheads + (elements + kFinishThreads - 1) / kFinishThreads;
+    return launch_kernel(ssd_finish_kernel<T>, static_cast<unsigned>(blocks), kFinishThreads, 0, p.run.stream, q, launch);
+}
+
+}  // namespace mamba

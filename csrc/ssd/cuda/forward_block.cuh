@@ -1,0 +1,76 @@
+// What both forward kernels (forward.cuh, forward_warpgroup.cuh) have in common: which part of the problem a block takes.
+#pragma once
+
+#include "ssd/cuda/states.cuh"
+
+namespace mamba {
+
+struct ForwardLaunch {
+    int64_t segments;  // that the launch has blocks for
+    int64_t chunks_a_segment;
+    float* ends;            // (ends, B, H, P, N): the state with which a segment starts, one before it; see kEndsASegment
+    float* decays;          // (ends, B, H): the product of decays up to there, for forward_warpgroup.cuh's first pass
+    const float* products;  // of ssd_products_kernel, as the next two
+    const void* tiles;
+    const void* chunk_decays;
+    int32_t x_vectors, B_vectors, C_vectors, out_vectors;  // see load_tile; not of forward_warpgroup.cuh
+};
+
+// 64 rows of one head's state, over one segment of one entry of the batch. Pointers are to the segment's sequence.
+template <typename T, int kSteps>
+struct ForwardBlock {
+    int64_t batch, head, group, segment;
+    int64_t begin, seqlen;  // of the sequence; begin counts from the tensors' row
+    int64_t first_chunk, last_chunk;
+    int row0, rows;  // rows from row0 on that exist; may be more than kForwardRows
+    const T* x;
+    const T* B;
+    const T* C;
+    const T* z;
+    T* out;
+    const int32_t* seq_idx;
+    StepSize size;
+    float A;
+    int64_t state_size, state_index;  // of this block's first row in (B, H, P, N)
+
+    __device__ __forceinline__ int chunks() const { return static_cast<int>(last_chunk - first_chunk); }
+
+    __device__ __forceinline__ ForwardBlock(const MambaSsd& p, const ForwardLaunch& launch) {
+        const uint32_t row_tiles = static_cast<uint32_t>((p.headdim + kForwardRows - 1) / kForwardRows);
+        const uint32_t heads = static_cast<uint32_t>(p.nheads);
+        const uint32_t segments = static_cast<uint32_t>(launch.segments);
+        uint32_t index = blockIdx.x;
+        row0 = static_cast<int>(index % row_tiles) * kForwardRows;
+        rows = static_cast<int>(p.headdim) - row0;
+        index /= row_tiles;
+        head = index % heads;
+        group = index % heads / (heads / static_cast<uint32_t>(p.ngroups));
+        index /= heads;
+        segment = index % segments;
+        batch = index / segments;
+
+        const SequenceRange range = sequence_range(p, batch);
+        begin = range.begin;
+        seqlen = range.seqlen;
+        const int64_t chunks = (seqlen + kSteps - 1) / kSteps;
+        first_chunk = segment * launch.chunks_a_segment;
+        last_chunk = first_chunk + launch.chunks_a_segment;
+        last_chunk = last_chunk < chunks ? last_chunk : chunks;
+
+        x = static_cast<const T*>(p.x) + range.row * p.x_batch_stride + begin * p.x_len_stride + head * p.x_head_stride + row0;
+        B = static_cast<const T*>(p.B) + range.row * p.B_batch_stride + begin * p.B_len_stride + group * p.B_group_stride;
+        C = static_cast<const T*>(p.C) + range.row * p.C_batch_stride + begin * p.C_len_stride + group * p.C_group_stride;
+        z = p.z == nullptr ? nullptr
+                           : static_cast<const T*>(p.z) + range.row * p.z_batch_stride + begin * p.z_len_stride +
+                                 head * p.z_head_stride + row0;
+        out = static_cast<T*>(p.out) + range.row * p.out_batch_stride + begin * p.out_len_stride + head * p.out_head_stride +
+              row0;
+        seq_idx = p.seq_idx == nullptr ? nullptr : p.seq_idx + range.row * p.seqlen + begin;
+        size = step_size(p, range.row, begin, head);
+        A = head_A(p, head);
+        state_size = p.headdim * p.dstate;
+        state_index = (batch * p.nheads + head) * state_size + static_cast<int64_t>(row0) * p.dstate;
+    }
+};
+
+}  // namespace mamba
