@@ -13,11 +13,14 @@ Needs the extra: pip install ".[publish]"
 from __future__ import annotations
 
 import argparse
-import glob
+import configparser
+import contextlib
 import hashlib
 import logging
 import os
+import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,10 +34,14 @@ try:
         UnsupportedContentTypeError,
         UnsupportedRepoVersionError,
     )
+    from requests.adapters import HTTPAdapter
     from twine.commands.upload import upload
     from twine.exceptions import NonInteractive, TwineException
+    from twine.repository import Repository
     from twine.settings import Settings
+    from urllib3.util import Retry
     from wheel_check import verify
+    from wheel_check.wheel import find_wheels
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
         raise
@@ -42,8 +49,14 @@ except ModuleNotFoundError as error:
 
 PROJECT = "mamba-ssm"
 PUBLIC = ("pypi.org", "pypi.io", "pypi.python.org", "testpypi.python.org")
-# An index may list a file a while after it took it (Artifactory does that in the background).
-PATIENCE = 60.0  # seconds
+# All in seconds. An index may list a file a while after it took it (Artifactory does that in the background).
+PATIENCE = 60.0
+# For the connection, TLS included; for each answer.
+TIME_LIMITS = (10.0, 60.0)
+SILENCE = 3.0  # a wait that lasts longer is told
+CREDENTIALS = "TWINE_USERNAME and TWINE_PASSWORD, keyring or ~/.pypirc"
+# What may stand before an @ in a URL that holds no user name: https://host:8080/feed@view/
+WITHOUT_USER = re.compile(r"https?://(\[[\da-f:.]+\]|[^/?#@:\[\]]+)(:\d+)?[/?#].*", re.IGNORECASE)
 AGAIN = "run the same command again (what is there already is skipped)"
 CURES = {
     401: "user name or password is wrong: see TWINE_USERNAME and TWINE_PASSWORD, keyring, ~/.pypirc",
@@ -60,11 +73,43 @@ class NotPublished(Exception):
     """An upload was refused or failed; the text says why and what to do."""
 
 
+class OwnSettings(Settings):
+    """Twine's settings, whose connections have time limits: its own give up on a silent server after 22 minutes."""
+
+    def create_repository(self) -> Repository:
+        repository = super().create_repository()
+        for scheme in ("http://", "https://"):
+            repository.session.mount(scheme, Connection())
+        return repository
+
+
+class Connection(HTTPAdapter):
+    def __init__(self) -> None:
+        # Asked again is a server that is busy, none that cannot be reached.
+        only = {"connect": 0, "read": 0, "other": 0, "status_forcelist": (502, 503, 504), "allowed_methods": ["GET"]}
+        super().__init__(max_retries=Retry(total=2, backoff_factor=1, raise_on_status=False, **only))
+
+    def send(self, request, timeout=None, **options):
+        return super().send(request, timeout=timeout or TIME_LIMITS, **options)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says what is waited for, if the block takes longer than SILENCE."""
+    timer = threading.Timer(SILENCE, lambda: print(f"waiting for {what} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def refuse_password_in(url: str) -> None:
-    if "@" in urlsplit(url).netloc:
+    if "@" in url and not WITHOUT_USER.fullmatch(url):
         raise NotPublished(
             "the URL holds a user name or password, which process lists and logs show: take it out and use "
-            "TWINE_USERNAME and TWINE_PASSWORD, keyring or ~/.pypirc"
+            + CREDENTIALS
         )
 
 
@@ -84,8 +129,9 @@ def read_settings(options: argparse.Namespace) -> Settings:
     parsed = parser.parse_args(words)
     if not parsed.repository_url and not parsed.repository:
         raise NotPublished("no index is named: give --repository-url, or --repository with a name in ~/.pypirc")
-    refuse_password_in(parsed.repository_url or "")
-    settings = Settings.from_argparse(parsed)
+    for word in (parsed.repository_url, parsed.repository, options.index_url):
+        refuse_password_in(word or "")
+    settings = OwnSettings.from_argparse(parsed)
     url = settings.repository_config["repository"]
     refuse_password_in(url)
     host = (urlsplit(url).hostname or "").rstrip(".")
@@ -108,6 +154,12 @@ class Index:
             guesses.append(f"{self.url.rpartition('/')[0]}/simple")
         self.pages = [index_url.rstrip("/")] if index_url else guesses
         self.session = settings.create_repository().session
+        for what, word in zip(("user name", "password"), self.session.auth or (), strict=False):
+            if not _is_latin_1(word):
+                raise NotPublished(
+                    f"the {what} has a character that is not Latin-1, and twine cannot send such: choose one of ASCII "
+                    "characters, or a token of the index"
+                )
 
     def holds(self, wheel: Path) -> bool:
         """Whether the index lists this very file. Raises NotPublished if it lists other bytes under its name."""
@@ -129,13 +181,16 @@ class Index:
 
     def _packages(self, page: str) -> list:
         try:
-            return PyPISimple(page, session=self.session).get_project_page(PROJECT, timeout=60).packages
+            with waiting(f"{page}/ to answer"):
+                return PyPISimple(page, session=self.session).get_project_page(PROJECT).packages
         except (NoSuchProjectError, UnsupportedContentTypeError):
             return []
         except requests.HTTPError as error:
             raise NotPublished(f"{page} cannot be read: {explain(error)}") from error
-        except requests.ConnectionError as error:
-            raise NotPublished(f"{page} cannot be reached: {explain(error)}") from error
+        except (requests.ConnectionError, requests.Timeout) as error:
+            plain = page.lower().startswith("https:") and "CERTIFICATE" not in str(error)
+            hint = ". If this server speaks plain http, its URL begins with http://" if plain else ""
+            raise NotPublished(f"{page} cannot be reached: {explain(error)}{hint}") from error
         except (requests.RequestException, ValueError, UnsupportedRepoVersionError) as error:
             raise NotPublished(f"{page} is no index page that could be read: {explain(error)}") from error
 
@@ -155,6 +210,14 @@ class Index:
         )
 
 
+def _is_latin_1(word: str) -> bool:
+    try:
+        word.encode("latin-1")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def explain(error: Exception) -> str:
     """The reason in one line, with the cure where it is known."""
     response = getattr(error, "response", None)
@@ -163,8 +226,8 @@ def explain(error: Exception) -> str:
         return f"status {response.status_code} {response.reason or ''}".rstrip() + (f" ({cure})" if cure else "")
     cure = ""
     if isinstance(error, NonInteractive):
-        cure = " Set TWINE_USERNAME and TWINE_PASSWORD, or use keyring or ~/.pypirc"
-    elif isinstance(error, requests.exceptions.SSLError):
+        cure = f" Use {CREDENTIALS}"
+    elif "CERTIFICATE_VERIFY_FAILED" in str(error):
         cure = ". If your own authority signed the server's certificate, name its file in TWINE_CERT"
     return (str(error) or type(error).__name__) + cure
 
@@ -182,13 +245,14 @@ def send(wheel: Path, settings: Settings, index: Index) -> None:
             raise NotPublished(f"{reason}What is on the index now: {unknown}\nThen {AGAIN}") from error
         raise NotPublished(f"{reason}The index lists nothing of this file. When the cause is gone, {AGAIN}") from error
     deadline = time.monotonic() + PATIENCE
-    while not index.holds(wheel):
-        if time.monotonic() > deadline:
-            raise NotPublished(
-                f"the server took {wheel.name}, and {' and '.join(index.pages)} did not list it for {PATIENCE:.0f} s: "
-                f"if pip reads this index elsewhere, say where with --index-url; then {AGAIN}"
-            )
-        time.sleep(1)
+    with waiting(f"the index to list {wheel.name}"):
+        while not index.holds(wheel):
+            if time.monotonic() > deadline:
+                raise NotPublished(
+                    f"the server took {wheel.name}, and {' and '.join(index.pages)} did not list it for "
+                    f"{PATIENCE:.0f} s: if pip reads this index elsewhere, say where with --index-url; then {AGAIN}"
+                )
+            time.sleep(1)
 
 
 def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
@@ -206,6 +270,8 @@ def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
         index = Index(settings, options.index_url)
     except TwineException as error:
         raise NotPublished(explain(error)) from error
+    except configparser.Error as error:  # its text shows the line, which may be the password's
+        raise NotPublished(f"{options.config_file or '~/.pypirc'} is malformed: {type(error).__name__}") from None
     missing = [wheel for wheel in wheels if not index.holds(wheel)]
     for wheel in wheels:
         if wheel in missing:
@@ -213,8 +279,10 @@ def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
         yield f"{'published' if wheel in missing else 'already there'}: {wheel.name}"
 
 
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Verifies wheels of mamba_ssm and uploads them to a package index.")
+def read_words(words: list[str] | None) -> argparse.Namespace:
+    """The command line. No word that is not understood is shown: it may be a password."""
+    description = "Verifies wheels of mamba_ssm and uploads them to a package index."
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("wheels", nargs="+", metavar="WHEEL", help="such as dist/*.whl")
     parser.add_argument("--repository-url", metavar="URL", help="where to upload to (or TWINE_REPOSITORY_URL)")
     parser.add_argument("--repository", metavar="NAME", help="a section of ~/.pypirc instead (or TWINE_REPOSITORY)")
@@ -223,13 +291,23 @@ def main(words: list[str] | None = None) -> int:
         "--index-url", metavar="URL", help="where pip reads the index, if not at URL/simple/ or URL/+simple/"
     )
     parser.add_argument("--allow-public-index", action="store_true", help="upload to pypi.org or test.pypi.org too")
-    options = parser.parse_args(words)
-    # cmd and PowerShell hand over *.whl as it is.
-    wheels = [Path(name) for word in options.wheels for name in sorted(glob.glob(word)) or [word]]
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        names = " ".join(word.partition("=")[0] for word in unknown if word.startswith("--"))
+        parser.error(
+            f"unknown options{names and ': '}{names} (see --help); user name and password come from {CREDENTIALS}"
+        )
+    if any("://" in word for word in options.wheels):
+        parser.error("a URL stands where a wheel is expected: name the index with --repository-url")
+    return options
+
+
+def main(words: list[str] | None = None) -> int:
+    options = read_words(words)
     # It advises an option of its own command line.
     logging.getLogger("twine.utils").setLevel(logging.ERROR)
     try:
-        for line in publish(wheels, options):
+        for line in publish(find_wheels(options.wheels), options):
             print(line, flush=True)
     except NotPublished as error:
         print(f"not published:\n{error}", file=sys.stderr)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 try:
     from wheel_check import verify
+    from wheel_check.wheel import find_wheels
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
         raise
@@ -22,9 +22,9 @@ __all__ = ["main", "verify"]
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Says whether wheels of mamba_ssm are fit to publish.")
-    parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL", help="such as dist/*.whl")
+    parser.add_argument("wheels", nargs="+", metavar="WHEEL", help="such as dist/*.whl")
     status = 0
-    for path in parser.parse_args(words).wheels:
+    for path in find_wheels(parser.parse_args(words).wheels):
         problems = verify(path)
         print(f"{path}: {'refused' if problems else 'fit to publish'}")
         for problem in problems:

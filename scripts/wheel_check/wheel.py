@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import zipfile
 import zlib
@@ -56,8 +57,18 @@ class Wheel:
         return [LIB + (f"{name}.dll" if self.windows else f"lib{name}.so") for name in names]
 
 
+def find_wheels(words: list[str]) -> list[Path]:
+    """The files that a command line names: cmd and PowerShell hand on *.whl as it is."""
+    return [Path(name) for word in words for name in sorted(glob.glob(word)) or [word]]
+
+
 def read_wheel(path: Path) -> Wheel:
     """Reads every member, with its CRC checked. Raises Unreadable."""
+    if not path.parent.is_dir():
+        raise Unreadable(f"cannot be read: there is no folder {path.parent}")
+    if not path.exists():
+        what = "nothing there matches this pattern" if set(path.name) & set("*?[") else "there is no such file"
+        raise Unreadable(f"cannot be read: {what}")
     try:
         name, version, build, tags = parse_wheel_filename(path.name)
     except InvalidWheelFilename as error:

@@ -58,9 +58,9 @@ def devpi(programs, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch, tmp_path):
-    """Nothing of the user's pip, uv, twine or proxy settings; no keyring; nobody to answer a question."""
+    """Nothing of the user's pip, uv, twine, Python or proxy settings; no keyring; nobody to answer a question."""
     for name in list(os.environ):
-        if name.upper().startswith(("PIP_", "UV_", "TWINE_", "MAMBA")) or name.lower().endswith("_proxy"):
+        if name.upper().startswith(("PIP_", "UV_", "TWINE_", "MAMBA", "PYTHONPATH")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")

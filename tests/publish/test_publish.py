@@ -1,9 +1,14 @@
 """scripts/publish.py before anything is sent: what it refuses, and that it never tells a password."""
 
+import contextlib
+import socket
 import subprocess
 import sys
+import threading
+import time
 
 import extra  # noqa: F401  (skips where the scripts could not be imported)
+import publish as script
 import pytest
 import wheels
 from servers import HOST, PASSWORD, StaticSite, free_port
@@ -89,12 +94,16 @@ def test_pattern_is_expanded_where_the_shell_does_not(publish, wheel, tmp_path, 
     assert [name.split("-")[1].split("+")[1] for name in held] == ["cpu.a", "cpu.b"]
 
 
-@pytest.mark.parametrize("where", ["command line", "environment", "pypirc"])
+@pytest.mark.parametrize("where", ["command line", "index", "name", "environment", "pypirc"])
 def test_password_in_the_url_is_refused_and_not_told(where, publish, wheel, no_network, monkeypatch, tmp_path):
     url = f"https://team:{PASSWORD}@pypi.example.com/"
     words = []
     if where == "command line":
         words = ["--repository-url", url]
+    elif where == "index":
+        words = ["--repository-url", "https://pypi.example.com/", "--index-url", url]
+    elif where == "name":
+        words = ["--repository", url]
     elif where == "environment":
         monkeypatch.setenv("TWINE_REPOSITORY_URL", url)
     else:
@@ -102,6 +111,56 @@ def test_password_in_the_url_is_refused_and_not_told(where, publish, wheel, no_n
         words = ["--repository", "ours"]
     status, printed = publish(wheel, *words)
     assert status == 1 and "the URL holds a user name or password" in printed
+
+
+@pytest.mark.parametrize("spelt", ["https:/{}", "{}", "https://{}", "HTTPS://[::1]{}"])
+def test_password_in_a_misspelt_url(spelt, publish, wheel, no_network):
+    """No slash, one slash, a slash in the password: whatever a parser makes of the URL."""
+    url = spelt.format(f"team:with/{PASSWORD}@pypi.example.com/")
+    for option in ("--repository-url", "--index-url"):
+        status, printed = publish(wheel, "--repository-url", "https://pypi.example.com/", option, url)
+        assert status == 1 and "the URL holds a user name or password" in printed
+
+
+def test_at_sign_in_a_path_is_no_password(publish, wheel, monkeypatch):
+    """Azure's feeds are named so."""
+    asked = []
+    monkeypatch.setattr("publish.Index.holds", lambda index, path: asked.append(index.pages) or True)
+    url = "https://pypi.example.com:8443/feed@Release/pypi/simple"
+    assert publish(wheel, "--repository-url", "https://pypi.example.com/", "--index-url", url)[0] == 0
+    assert asked == [[url]]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            ["-u", "team", "-p", PASSWORD],
+            "unknown options (see --help); user name and password come from TWINE_USERNAME",
+        ),
+        ([f"--password={PASSWORD}"], "unknown options: --password (see --help)"),
+        ([f"--repo=https://team:{PASSWORD}@pypi.example.com"], "unknown options: --repo (see --help)"),
+        ([f"https://team:{PASSWORD}@pypi.example.com"], "a URL stands where a wheel is expected"),
+    ],
+)
+def test_word_that_is_not_understood_is_not_shown(words, reason, wheel, capsys):
+    with pytest.raises(SystemExit):
+        script.main([str(wheel), *words])
+    printed = "".join(capsys.readouterr())
+    assert reason in printed and PASSWORD not in printed
+
+
+def test_malformed_pypirc_is_not_shown(publish, wheel, no_network, tmp_path):
+    (tmp_path / ".pypirc").write_text(f"[distutils]\nindex-servers = ours\n[ours]\npassword {PASSWORD}\n")
+    status, printed = publish(wheel, "--repository", "ours")
+    assert status == 1 and "Malformed configuration" in printed
+
+
+@pytest.mark.parametrize("given", [{"user": "tëam€"}, {"password": "\N{SNOWMAN}-horse"}])
+def test_credentials_that_cannot_be_sent(given, publish, wheel):
+    status, printed = publish(wheel, "--repository-url", "https://pypi.example.com", **given)
+    assert status == 1
+    assert f"the {'user name' if 'user' in given else 'password'} has a character that is not Latin-1" in printed
 
 
 def test_missing_password_is_an_error_where_nobody_can_answer(publish, wheel, no_network):
@@ -123,6 +182,50 @@ def test_section_of_pypirc(publish, wheel, tmp_path):
 def test_server_that_is_not_there(publish, wheel):
     status, printed = publish(wheel, "--repository-url", f"http://{HOST}:{free_port()}/")
     assert status == 1 and "cannot be reached" in printed
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.0 400 Bad Request\r\n\r\n"], ids=["silent", "answers"])
+def test_https_url_of_a_plain_http_server(answer, publish, wheel, monkeypatch):
+    """Some wait for a line that TLS never sends: the wait is short, told, and ends with a hint."""
+    monkeypatch.setattr("publish.TIME_LIMITS", (0.5, 30.0))
+    monkeypatch.setattr("publish.SILENCE", 0.1)
+    with socket.create_server((HOST, 0)) as server:
+        threading.Thread(target=_answer_each, args=(server, answer), daemon=True).start()
+        url, begin = f"https://{HOST}:{server.getsockname()[1]}/", time.monotonic()
+        status, printed = publish(wheel, "--repository-url", url)
+    assert status == 1 and time.monotonic() - begin < 10
+    assert "cannot be reached" in printed
+    assert "If this server speaks plain http, its URL begins with http://" in printed
+    if not answer:
+        assert f"waiting for {url}simple/ to answer ..." in printed
+
+
+def _answer_each(server, answer):
+    held = []
+    with contextlib.suppress(OSError):  # the test closes the server
+        while True:
+            held.append(server.accept()[0])
+            held[-1].sendall(answer)
+
+
+def test_upload_that_is_never_answered(publish, wheel, tmp_path, monkeypatch):
+    """Index pages are read as usual; the server takes the file and says nothing."""
+    monkeypatch.setattr("publish.TIME_LIMITS", (1.0, 1.0))
+    with StaticSite(tmp_path) as site:
+        monkeypatch.setattr("servers._Files.do_POST", lambda handler: time.sleep(3), raising=False)
+        status, printed = publish(wheel, "--repository-url", site.url)
+    assert status == 1 and f"uploading {wheel.name} to {site.url.rstrip('/')} failed" in printed
+    assert "timed out" in printed and "lists nothing of this file" in printed
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [("nosuch/*.whl", "there is no folder nosuch"), ("*.whl", "nothing there matches this pattern")],
+)
+def test_pattern_that_matches_nothing(pattern, reason, publish, no_network, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, printed = publish(pattern, "--repository-url", "https://pypi.example.com")
+    assert status == 1 and f"{pattern}: cannot be read: {reason}" in printed
 
 
 def test_index_without_hashes(publish, wheel, tmp_path):
