@@ -123,7 +123,7 @@ def test_causal_conv1d_update(device):
         causal_conv1d_update(x, torch.randn(3, 8, 4, device=device), weight)
     with pytest.raises(TypeError, match="conv_state must be float32, float16 or bfloat16, got float64"):
         causal_conv1d_update(x, torch.randn(2, 8, 4, device=device).double(), weight)
-    with pytest.raises(TypeError, match="cache_seqlens must be int32, got float32"):
+    with pytest.raises(TypeError, match="cache_seqlens must be int32 or int64, got float32"):
         causal_conv1d_update(
             x, torch.randn(2, 8, 4, device=device), weight, cache_seqlens=torch.zeros(2, device=device)
         )

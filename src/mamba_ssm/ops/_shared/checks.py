@@ -58,6 +58,16 @@ def check_int32(op, name, tensor, shape, like, like_name, letters):
         raise _device_error(op, name, tensor, like, like_name)
 
 
+def check_index(op, name, tensor, shape, like, like_name, letters):
+    """tensor has this shape, is int32 or int64 and on the device of like."""
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {short(tensor.dtype)}")
+    if tensor.shape != shape:
+        raise _shape_error(op, name, tensor, shape, letters)
+    if tensor.device != like.device:
+        raise _device_error(op, name, tensor, like, like_name)
+
+
 def check_tensor(op, name, value):
     """value is a tensor. For functions that look at an argument before its operator's own checks do."""
     if not isinstance(value, torch.Tensor):

@@ -6,6 +6,7 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
 from mamba_ssm._torch import call, define, wrote_in_place
 from mamba_ssm.ops._shared import checks
+from mamba_ssm.ops._shared.indices import cache_rows
 from mamba_ssm.ops.causal_conv1d.arguments import check_weight, wants_silu
 
 _NAME = "causal_conv1d_update"
@@ -21,19 +22,18 @@ def causal_conv1d_update(
         conv_state: (B, D, S) with S >= W-1, the last inputs, newest last; its own float dtype.
         weight: (D, W), W 2..4, and bias: (D); of any of these dtypes.
         activation: None, "silu" or "swish".
-        cache_seqlens: (B) int32; if given, conv_state is a circular buffer written from cache_seqlens[b] % S on.
-        conv_state_indices: (B) int32, the row of conv_state for each entry of x, whose first dimension is then the
-            number of rows, and of which none may come twice; a negative row is padding, its output zero.
+        cache_seqlens: (B) int32 or int64; if given, conv_state is a circular buffer written from cache_seqlens[b] % S
+            on. A negative one (but for padding) is an error on the CPU; on a GPU it counts from the buffer's end.
+        conv_state_indices: (B) int32 or int64, the row of conv_state for each entry of x. A negative row is padding,
+            its output zero. A row beyond conv_state or named twice is an error on the CPU; on a GPU, where looking at
+            the values would synchronise, the output of a row beyond is NaN and no state is touched, and entries that
+            name the same row race: its state and their outputs are then undefined.
 
     Returns:
         Output of x's shape and dtype. There is no gradient: inputs that require one are refused.
 
     Same as causal_conv1d.causal_conv1d_update of the causal-conv1d package.
     """
-    if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dtype == torch.int64:
-        cache_seqlens = cache_seqlens.to(torch.int32)
-    if isinstance(conv_state_indices, torch.Tensor) and conv_state_indices.dtype == torch.int64:
-        conv_state_indices = conv_state_indices.to(torch.int32)
     silu = wants_silu(_NAME, activation)
     return call(causal_conv1d_update_op, x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu)
 
@@ -56,10 +56,24 @@ def _check(x, conv_state, weight, bias, cache_seqlens, conv_state_indices):
     if state_len < width - 1:
         raise ValueError(f"{_NAME}: conv_state must hold at least W-1 = {width - 1} steps, got S = {state_len}")
     if cache_seqlens is not None:
-        checks.check_int32(_NAME, "cache_seqlens", cache_seqlens, (batch,), x, "x", "(B,)")
+        checks.check_index(_NAME, "cache_seqlens", cache_seqlens, (batch,), x, "x", "(B,)")
     if conv_state_indices is not None:
-        checks.check_int32(_NAME, "conv_state_indices", conv_state_indices, (batch,), x, "x", "(B,)")
+        checks.check_index(_NAME, "conv_state_indices", conv_state_indices, (batch,), x, "x", "(B,)")
     return batch, dim, seqlen, state_len, width
+
+
+def _buffer_positions(cache_seqlens, conv_state_indices, state_len):
+    """cache_seqlens as contiguous int32. The kernels take them modulo state_len, so int64 is taken so before it is cut."""
+    if cache_seqlens is None:
+        return None
+    if cache_seqlens.is_cpu:
+        padding = [False] * len(cache_seqlens) if conv_state_indices is None else (conv_state_indices < 0).tolist()
+        for seqlen, padded in zip(cache_seqlens.tolist(), padding, strict=True):
+            if seqlen < 0 and not padded:
+                raise ValueError(f"{_NAME}: cache_seqlens must be at least 0, got {seqlen}")
+    if cache_seqlens.dtype == torch.int64:
+        cache_seqlens = cache_seqlens.remainder(state_len).to(torch.int32)
+    return cache_seqlens.contiguous()
 
 
 def _update(x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu):
@@ -68,7 +82,8 @@ def _update(x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu
     if x.numel() == 0:
         return out
     weight, bias = weight.contiguous(), checks.contiguous(bias)
-    cache_seqlens, conv_state_indices = checks.contiguous(cache_seqlens), checks.contiguous(conv_state_indices)
+    cache_seqlens = _buffer_positions(cache_seqlens, conv_state_indices, state_len)
+    conv_state_indices = cache_rows(_NAME, "conv_state_indices", conv_state_indices, conv_state.shape[0])
     params = abi.MambaCausalConv1dUpdate()
     functions = place(params, x)
     params.batch, params.dim, params.seqlen, params.state_len, params.width = batch, dim, seqlen, state_len, width

@@ -10,6 +10,7 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
 from mamba_ssm._torch import call, define, wrote_in_place
 from mamba_ssm.ops._shared import checks
+from mamba_ssm.ops._shared.indices import cache_rows
 
 _NAME = "selective_state_update"
 
@@ -25,16 +26,16 @@ def selective_state_update(
         A: (D, N) or (H, P, N). D, dt_bias: (D) or (H, P). dt, A, D and dt_bias may be stride-0 expansions.
         B, C: (B, N) or (B, G, N), where G divides H; of one dtype.
         dt_softplus: dt = softplus(dt + dt_bias).
-        state_batch_indices: (B) int32, the row of state for each entry of x, none of them twice; a negative row is
-            padding, its output zero.
+        state_batch_indices: (B) int32 or int64, the row of state for each entry of x. A negative row is padding, its
+            output zero. A row beyond the state or named twice is an error on the CPU; on a GPU, where looking at the
+            values would synchronise, the output of a row beyond is NaN and no state is touched, and entries that name
+            the same row race: its state and their outputs are then undefined.
 
     Returns:
         out of x's shape and dtype. There is no gradient: inputs that require one are refused.
 
     Same as upstream's mamba_ssm.ops.triton.selective_state_update.selective_state_update.
     """
-    if isinstance(state_batch_indices, torch.Tensor) and state_batch_indices.dtype == torch.int64:
-        state_batch_indices = state_batch_indices.to(torch.int32)
     arguments = state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, bool(dt_softplus)
     return call(selective_state_update_op, *arguments)
 
@@ -78,7 +79,7 @@ def _check(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices):
     if dt_bias is not None:
         checks.check_float(_NAME, "dt_bias", dt_bias, channels, x, "x", per_channel)
     if state_batch_indices is not None:
-        checks.check_int32(_NAME, "state_batch_indices", state_batch_indices, (batch,), x, "x", "(B,)")
+        checks.check_index(_NAME, "state_batch_indices", state_batch_indices, (batch,), x, "x", "(B,)")
     return heads, (batch, nheads, headdim, dstate, ngroups)
 
 
@@ -87,6 +88,7 @@ def _update(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_softpl
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
+    state_batch_indices = cache_rows(_NAME, "state_batch_indices", state_batch_indices, state.shape[0])
     params = abi.MambaSelectiveStateUpdate()
     functions = place(params, x)
     params.batch, params.nheads, params.headdim, params.dstate, params.ngroups = sizes
@@ -113,7 +115,6 @@ def _update(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_softpl
         params.dt_bias = dt_bias.data_ptr()
         params.dt_bias_dtype = DTYPE_CODES[dt_bias.dtype]
     if state_batch_indices is not None:
-        state_batch_indices = state_batch_indices.contiguous()
         params.state_batch_indices = state_batch_indices.data_ptr()
     (_strides_with_heads if heads else _strides_without_heads)(params, state, x, dt, A, B, C, D, z, dt_bias, out)
     run(functions, "selective_state_update", params)
