@@ -59,7 +59,7 @@ def test_a_cross_built_wheel_says_so(capsys, monkeypatch):
 
 def test_missing_libraries(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "LIBRARY_FOLDER", tmp_path)
-    monkeypatch.setattr(loader, "_libraries", {})
+    monkeypatch.setattr(loader, "libraries", {})
     monkeypatch.setattr(loader, "_build_info", None)
     code, out = run(capsys)
     assert code == 1
@@ -113,7 +113,7 @@ def test_damaged_build_info_is_one_problem(capsys, tmp_path, monkeypatch, text):
     (tmp_path / loader.library_path("cpu").name).symlink_to(loader.library_path("cpu"))
     (tmp_path / "build_info.json").write_text(text)
     monkeypatch.setattr(loader, "LIBRARY_FOLDER", tmp_path)
-    monkeypatch.setattr(loader, "_libraries", {})
+    monkeypatch.setattr(loader, "libraries", {})
     monkeypatch.setattr(loader, "_build_info", None)
     code, out = run(capsys)
     assert code == 1

@@ -15,7 +15,7 @@ from mamba_ssm._native.errors import NativeError, architecture_problem, driver_p
 def folder(tmp_path, monkeypatch):
     """An empty lib folder and a loader that has loaded nothing yet."""
     monkeypatch.setattr(loader, "LIBRARY_FOLDER", tmp_path)
-    monkeypatch.setattr(loader, "_libraries", {})
+    monkeypatch.setattr(loader, "libraries", {})
     monkeypatch.setattr(loader, "_build_info", None)
     return tmp_path
 

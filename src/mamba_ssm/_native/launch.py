@@ -4,18 +4,12 @@ import torch
 
 from mamba_ssm._native import abi, loader
 from mamba_ssm._native.errors import exception_for
+from mamba_ssm._torch import current_stream
 
 DTYPE_CODES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.bfloat16: abi.BFLOAT16}
 
-_cpu = loader._libraries
-_cuda = loader._ready_cuda_devices
-
-
-def _public_stream(index):
-    return torch.cuda.current_stream(index).cuda_stream
-
-
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+_cpu = loader.libraries
+_cuda = loader.ready_cuda_devices
 
 
 class View:
@@ -46,7 +40,7 @@ def place(params, tensor):
     index = tensor.get_device()
     if index >= 0:
         functions = _cuda.get(index) or loader.cuda_functions(index)
-        params.stream = _current_stream(index)
+        params.stream = current_stream(index)
         params.device = index
     else:
         functions = _cpu.get("cpu") or loader.load("cpu")

@@ -19,8 +19,9 @@ from mamba_ssm._native.errors import NativeError, architecture_problem, driver_p
 LIBRARY_FOLDER = Path(__file__).resolve().parent.parent / "lib"
 
 _lock = threading.RLock()
-_libraries = {}
-_ready_cuda_devices = {}
+# What is loaded already; launch.py looks here on every call before it asks for more.
+libraries = {}  # kind -> functions
+ready_cuda_devices = {}  # device index -> functions of mamba_cuda
 _build_info = None
 _REINSTALL = "Reinstall mamba_ssm: pip install --force-reinstall --no-deps with the wheel's file."
 
@@ -81,19 +82,19 @@ def damage(kind, hashed=False):
 
 def load(kind):
     """The bound functions of a library, {name: ctypes function}; loads and checks it at the first call."""
-    functions = _libraries.get(kind)
+    functions = libraries.get(kind)
     if functions is None:
         with _lock:
-            functions = _libraries.get(kind)
+            functions = libraries.get(kind)
             if functions is None:
                 functions = _open(kind)
-                _libraries[kind] = functions
+                libraries[kind] = functions
     return functions
 
 
 def loaded(kind):
     """Whether the library was loaded already."""
-    return kind in _libraries
+    return kind in libraries
 
 
 def info(kind):
@@ -103,14 +104,14 @@ def info(kind):
 
 def cuda_functions(index):
     """mamba_cuda's functions for this CUDA device, after driver and architecture were checked once."""
-    functions = _ready_cuda_devices.get(index)
+    functions = ready_cuda_devices.get(index)
     if functions is None:
         with _lock:
             functions = load("cuda")
             problem = cuda_problem(index)
             if problem:
                 raise NativeError(f"mamba_ssm cannot run on cuda:{index}: {problem}")
-            _ready_cuda_devices[index] = functions
+            ready_cuda_devices[index] = functions
     return functions
 
 

@@ -1,22 +1,25 @@
-"""The one door to torch's operator machinery: registration, dispatch and autocast. All else uses torch's public API."""
+"""The one door to torch's operator machinery. Everything else in mamba_ssm uses torch's public API, and this.
+
+private.py: torch's private names and versions, and what is done without each. registration.py: how an operator is
+made. dispatch.py: how it is called. records.py: how its arguments are named. autocast.py: what autocast is doing.
+"""
 
 from mamba_ssm._torch.autocast import autocast_dtype, no_autocast, traced_by_old_torch
-from mamba_ssm._torch.operators import (
+from mamba_ssm._torch.dispatch import (
     apply,
     call,
     call_below_autograd,
     call_in_backward,
-    define,
     exported_by_dynamo,
-    is_compiling,
     refuse_second_derivatives,
-    refuse_what_is_no_dense_tensor,
     unwatched,
     wants_one_node,
     watched,
     wrote_in_place,
 )
+from mamba_ssm._torch.private import current_stream, has_hooks, is_compiling, own_parameters
 from mamba_ssm._torch.records import no_gradients, signature, unpack
+from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
 
 __all__ = [
     "apply",
@@ -24,11 +27,14 @@ __all__ = [
     "call",
     "call_below_autograd",
     "call_in_backward",
+    "current_stream",
     "define",
     "exported_by_dynamo",
+    "has_hooks",
     "is_compiling",
     "no_autocast",
     "no_gradients",
+    "own_parameters",
     "refuse_second_derivatives",
     "refuse_what_is_no_dense_tensor",
     "signature",

@@ -4,14 +4,12 @@ import contextlib
 
 import torch
 
-from mamba_ssm._torch.operators import is_compiling
-
-_PER_DEVICE = hasattr(torch, "get_autocast_dtype")  # torch 2.4
+from mamba_ssm._torch.private import SINCE_2_4, is_compiling
 
 
 def traced_by_old_torch():
     """Whether torch 2.2 or 2.3 is compiling, whose tracer reads no autocast state and few autograd.Functions."""
-    return not _PER_DEVICE and is_compiling()
+    return not SINCE_2_4 and is_compiling()
 
 
 def autocast_dtype(tensor):
@@ -19,7 +17,7 @@ def autocast_dtype(tensor):
     device_type = tensor.device.type
     if device_type == "meta":  # which torch refuses to be asked about
         return None
-    if _PER_DEVICE:
+    if SINCE_2_4:
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     if traced_by_old_torch():
         return tensor.dtype  # the projection that made it was cast already

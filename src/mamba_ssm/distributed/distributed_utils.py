@@ -5,7 +5,6 @@ Everything works along the first dimension, on gloo and on NCCL. process_group N
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
 def all_gather_raw(input_, process_group, async_op=False):
@@ -114,10 +113,11 @@ def allreduce_sequence_parallel_grad(model, process_group):
             by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for gradients in by_dtype.values():
         with torch.no_grad():
-            total = _flatten_dense_tensors(gradients)
+            total = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(total, group=process_group)
-            for gradient, summed in zip(gradients, _unflatten_dense_tensors(total, gradients)):  # noqa: B905
-                gradient.copy_(summed)
+            summed = total.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, summed, strict=True):
+                gradient.copy_(part.view(gradient.shape))
 
 
 def get_dim_for_local_rank(dim, world_size, local_rank, multiple_of=1):

@@ -1,0 +1,147 @@
+"""How operators are called: past the dispatcher where nothing needs it, which costs as much as a small kernel."""
+
+import torch
+
+from mamba_ssm._torch import private
+from mamba_ssm._torch.private import is_compiling
+from mamba_ssm._torch.registration import (
+    FUNCTIONS,
+    IMPLEMENTATIONS,
+    no_second_derivatives,
+    redispatch,
+    refuse_arguments_that_are_not_dense,
+)
+
+# Read on every call, so without the look-up in another module.
+_ALL_KNOWN = private.ALL_KNOWN
+_dispatch_modes, _transforms_active, _profiling = private.dispatch_modes, private.transforms_active, private.profiling
+_tracing_state, _key_included, _PRE_DISPATCH = private.tracing_state, private.key_included, private.PRE_DISPATCH
+_forward_ad = private.forward_ad
+_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
+_increment_version = torch.autograd.graph.increment_version
+
+
+def call(op, *arguments):
+    """op(*arguments) for public functions: straight to the implementation, or to autograd with no dispatcher before it.
+
+    Whatever may need the dispatcher (a dual tensor, torch.func, a tracer, a profiler) takes the usual way.
+    """
+    if watched():
+        return op(*arguments)
+    try:
+        if torch.is_grad_enabled():
+            for argument in arguments:
+                if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                    function = FUNCTIONS.get(op)
+                    return op(*arguments) if function is None else apply(function, *arguments)
+        if _all_plain(arguments):
+            return IMPLEMENTATIONS[op](*arguments)
+        return redispatch(op, arguments)
+    except (AttributeError, RuntimeError):
+        refuse_arguments_that_are_not_dense(op, arguments)
+        raise
+
+
+def call_below_autograd(op, *arguments):
+    """op(*arguments) without its Autograd kernel, for the forward of its autograd.Function.
+
+    Plain CPU and CUDA tensors go straight to the implementation, unless something watches.
+    """
+    if is_compiling():
+        return op(*arguments)
+    try:
+        if not watched() and _all_plain(arguments):
+            return IMPLEMENTATIONS[op](*arguments)
+        return redispatch(op, arguments)
+    except (AttributeError, RuntimeError):
+        refuse_arguments_that_are_not_dense(op, arguments)
+        raise
+
+
+def call_in_backward(op, *arguments):
+    """op(*arguments) in the backward of an autograd.Function; its Autograd kernel matters only to create_graph=True."""
+    if is_compiling() or torch.is_grad_enabled():
+        return op(*arguments)
+    # is_grads_batched=True, jacobian(vectorize=True): tensors that hide a dimension
+    if private.VMAP_MODE is None or _key_included is None or _key_included(private.VMAP_MODE):
+        return redispatch(op, arguments)
+    return call_below_autograd(op, *arguments)
+
+
+def apply(function, *arguments):
+    """function.apply(*arguments) of an autograd.Function, without what torch.autograd.Function.apply puts around it for
+    torch.func, a quarter of its time. For callers that know that no such transform is active.
+    """
+    if is_compiling() or not private.PLAIN_APPLY:
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)
+
+
+def watched():
+    """Whether something sees operators as they are dispatched: a compiler, a tracer, torch.func, a dispatch mode (fake
+    tensors, selective checkpointing), a profiler, forward-mode derivatives; or torch does not say.
+    """
+    return (
+        is_compiling()
+        or not _ALL_KNOWN
+        or _dispatch_modes() != 0
+        or _transforms_active()
+        or _profiling()
+        or _tracing_state() is not None
+        or _key_included(_PRE_DISPATCH)  # make_fx(pre_dispatch=True): its mode is on a stack of its own
+        or _forward_ad._current_level >= 0
+    )
+
+
+def unwatched(tensors):
+    """Whether a function may go past all operators and hand these tensors to kernels, if no gradient is recorded."""
+    return not watched() and _all_plain(tensors)
+
+
+def _all_plain(arguments):
+    """Whether every tensor is one that the implementation may see as it is: no subclass, on CPU or CUDA, and not a view
+    whose negation is still to be done (the imaginary part of a conjugate).
+    """
+    for argument in arguments:
+        if argument is None:
+            continue
+        kind = type(argument)
+        if kind is _TENSOR or kind is _PARAMETER:
+            if argument.is_neg() or not (argument.is_cuda or argument.is_cpu):
+                return False
+        elif isinstance(argument, _TENSOR):
+            return False
+    return True
+
+
+def exported_by_dynamo():
+    """Whether torch.export(strict=True) is tracing, on a torch that then keeps an autograd.Function as a node: 2.6 and
+    2.7 fail at one with dynamic sizes, and later ones wrap it so that the program has no gradients.
+    """
+    return private.EXPORT_KEEPS_NODES and is_compiling() and private.dynamo_exports()
+
+
+def wants_one_node(tensors):
+    """Whether a gradient is wanted and an autograd.Function of several operators can give it. Exported programs
+    and torch.jit.trace write operators down, and cannot write down a node of Python; the compiler of torch 2.2 and 2.3
+    follows few of them. Under torch.func the operators themselves say that they have no such derivative.
+    """
+    if not torch.is_grad_enabled() or not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        return False
+    if is_compiling():
+        return private.SINCE_2_4 and not exported_by_dynamo()
+    return _ALL_KNOWN and _tracing_state() is None and not _transforms_active()
+
+
+def refuse_second_derivatives(name):
+    """For the backward of a node that keeps what its forward has computed: no graph leads from there to the node's
+    inputs, so that create_graph=True would leave out terms without a word.
+    """
+    if torch.is_grad_enabled() and not is_compiling():
+        raise RuntimeError(no_second_derivatives(name))
+
+
+def wrote_in_place(tensor):
+    """Bumps the version of a tensor that native code has written, so that autograd notices stale saved tensors."""
+    if not tensor.is_inference():
+        _increment_version(tensor)

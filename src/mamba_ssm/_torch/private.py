@@ -1,0 +1,125 @@
+"""Every private name of torch that this package uses, and every question about torch's version. Nothing else looks.
+
+torch has no public name for some things that a fast operator must know. Each is looked up here, once, and there is a
+way without each, so that a torch that renames or drops one makes calls slower, never wrong, and importing never fails:
+
+| private name | for what | without it |
+|---|---|---|
+| `_C._AutoDispatchBelowAutograd` | skips an operator's Autograd kernel | a second operator without one |
+| `_C._len_torch_dispatch_stack` | whether a dispatch mode is active | calls go through torch's dispatcher, |
+| `_C._are_functorch_transforms_active` | ... a transform of torch.func | which is always right |
+| `_C._get_tracing_state` | ... torch.jit.trace | " |
+| `autograd._profiler_enabled` | ... a profiler | " |
+| `_C._dispatch_tls_is_dispatch_key_included`, | ... a tracer before dispatch, or vmap | " |
+| `_C.DispatchKey`, `_C._parse_dispatch_key` | " | " |
+| `autograd.forward_ad._current_level` | ... forward-mode derivatives | " |
+| `_C._FunctionBase.apply` | an autograd.Function past torch.func | torch's own apply |
+| `_C._cuda_getCurrentRawStream` | the current stream's handle | torch.cuda.current_stream |
+| `_dynamo.symbolic_convert.InstructionTranslator` | whether torch.export is tracing | torch.compiler's word |
+| `_utils.is_compiling` | whether torch 2.2 or 2.3 is compiling | torch.compiler's word |
+| `Module._forward_hooks` and its like | whether a module has hooks | it is called as if it had |
+| `Module._parameters` | a parameter without attribute look-up | the attribute |
+
+tests/_torch takes each name away in turn.
+"""
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+LOOKED_UP = []  # for the tests: paths below torch
+
+
+def _find(path):
+    """torch's object of this dotted path, None where this torch has none."""
+    LOOKED_UP.append(path)
+    found = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+# ---- versions --------------------------------------------------------------------------------------------------------
+
+# torch 2.4: autocast is asked about by device type, and the compiler follows autograd.Functions.
+SINCE_2_4 = hasattr(torch, "get_autocast_dtype")
+# torch 2.6: an exported program keeps an autograd.Function as a node.
+EXPORT_KEEPS_NODES = hasattr(torch.compiler, "set_stance")
+# Not torch.compiler.is_compiling on torch 2.2 and 2.3: their tracer does not know it.
+is_compiling = (None if SINCE_2_4 else _find("_utils.is_compiling")) or torch.compiler.is_compiling
+
+# ---- what is active; None: this torch does not say -------------------------------------------------------------------
+
+dispatch_modes = _find("_C._len_torch_dispatch_stack")
+transforms_active = _find("_C._are_functorch_transforms_active")
+tracing_state = _find("_C._get_tracing_state")
+profiling = _find("autograd._profiler_enabled")
+key_included = _find("_C._dispatch_tls_is_dispatch_key_included")
+PRE_DISPATCH = _find("_C.DispatchKey.PreDispatch")
+_parse_key = _find("_C._parse_dispatch_key")
+VMAP_MODE = None if _parse_key is None else _parse_key("VmapMode")
+_dual_level = _find("autograd.forward_ad._current_level")
+
+ALL_KNOWN = None not in (
+    dispatch_modes,
+    transforms_active,
+    tracing_state,
+    profiling,
+    key_included,
+    PRE_DISPATCH,
+    _dual_level,
+)
+
+
+def forward_mode_active():
+    """Whether a tensor may carry a tangent."""
+    return _dual_level is None or forward_ad._current_level >= 0
+
+
+def dynamo_exports():
+    """The tracer's word: torch.compiler.is_exporting is missing in 2.6, and true for torch.compile in 2.7 and 2.8."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        return bool(InstructionTranslator.current_tx().export)
+    except (ImportError, AttributeError):  # another torch, or compiled or exported by another tracer
+        return getattr(torch.compiler, "is_exporting", bool)()
+
+
+# As torch.compiler.assume_constant_result does, which would import the whole compiler now.
+dynamo_exports._dynamo_marked_constant = True
+
+# ---- what is done ----------------------------------------------------------------------------------------------------
+
+# A context in which operators skip their Autograd kernels; None: registration.py defines operators without one.
+below_autograd = _find("_C._AutoDispatchBelowAutograd")
+PLAIN_APPLY = _find("_C._FunctionBase.apply") is not None
+
+
+def _public_stream(index):
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+current_stream = _find("_C._cuda_getCurrentRawStream") or _public_stream
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+_HOOKS_KNOWN = all(
+    hasattr(torch.nn.Identity(), hooks)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+)
+
+
+def has_hooks(module):
+    """Whether calling module does more than its forward."""
+    if not _HOOKS_KNOWN:
+        return True
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def own_parameters(module):
+    """{name: parameter} past nn.Module's look-up of attributes, which is a Python function; {} where it cannot be had,
+    as under the compiler of torch 2.2 and 2.3.
+    """
+    return {} if not SINCE_2_4 and is_compiling() else getattr(module, "_parameters", {})

@@ -1,0 +1,154 @@
+"""Registers operators with torch.library: one pattern for all of them.
+
+An operator has a schema without default values (the dispatcher drops trailing defaults, and the kernels count on every
+argument), an implementation for CPU and CUDA, a fake, and an Autograd kernel that costs little when no gradient is
+needed. Absent optional tensors are None on the way in and on the way out.
+"""
+
+import re
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+from mamba_ssm._torch import private
+
+IMPLEMENTATIONS = {}  # operator -> its implementation
+FUNCTIONS = {}  # operator -> its autograd.Function, if it has one
+_DECLARED = {}  # operator -> [(kind, name)] of its arguments
+_BELOW = {}  # operator -> the same without an Autograd kernel, on a torch that cannot skip it
+_LIBRARY = torch.library.Library("mamba_ssm", "DEF")
+
+
+def define(schema, implementation, fake, autograd=None, differentiable=True):
+    """Defines mamba_ssm::<schema> and returns its callable overload.
+
+    implementation: runs on CPU and CUDA tensors. fake: same arguments, same checks, allocates outputs only.
+    autograd: an autograd.Function that takes the operator's arguments and returns its outputs; its forward calls
+    the operator with call_below_autograd. None with differentiable=True: a derivative was never meant to be taken again
+    (backward operators): the result's backward raises. differentiable=False: operators that write in place, which
+    refuse inputs that require a gradient.
+    """
+    name, arguments = re.match(r"(\w+)\((.*?)\) ->", schema).groups()
+    op = _define(name, schema, implementation, fake)
+    if private.below_autograd is None:
+        below = f"{name}_below_autograd"
+        _BELOW[op] = _define(below, schema.replace(name, below, 1), implementation, fake)
+    _DECLARED[op] = [argument.split(" ") for argument in arguments.split(", ")]
+    IMPLEMENTATIONS[op] = implementation
+    if autograd is not None:
+        FUNCTIONS[op] = autograd
+    _LIBRARY.impl(name, _autograd_kernel(name, op, autograd, differentiable), "Autograd")
+    return op
+
+
+def _define(name, schema, implementation, fake):
+    pt2_compliant = {"tags": (torch.Tag.pt2_compliant_tag,)} if hasattr(torch.Tag, "pt2_compliant_tag") else {}
+    _LIBRARY.define(schema, **pt2_compliant)
+    _LIBRARY.impl(name, implementation, "CPU")
+    _LIBRARY.impl(name, implementation, "CUDA")
+    # impl_abstract: before torch 2.4
+    register_fake = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
+    register_fake(f"mamba_ssm::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.mamba_ssm, name).default
+
+
+if private.below_autograd is None:
+
+    def redispatch(op, arguments):
+        """op(*arguments) through the dispatcher, without op's Autograd kernel."""
+        return _BELOW[op](*arguments)
+
+else:
+
+    def redispatch(op, arguments):
+        """op(*arguments) through the dispatcher, without op's Autograd kernel."""
+        with private.below_autograd():
+            return op(*arguments)
+
+
+def no_second_derivatives(name):
+    return (
+        f"{name} cannot be differentiated: second derivatives (create_graph=True) of mamba_ssm's "
+        "operators are not implemented; the plain torch references (*_ref) have them"
+    )
+
+
+def _autograd_kernel(name, op, function, differentiable):
+    if function is None and differentiable:
+        function = _without_derivative(name, op)
+
+    def kernel(*arguments):
+        if torch.is_grad_enabled():
+            for argument in arguments:
+                if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                    if not differentiable:
+                        raise RuntimeError(
+                            f"{name} writes in place and has no gradient, but an input requires one: call it under "
+                            "torch.no_grad() or torch.inference_mode(), or detach the inputs"
+                        )
+                    if private.transforms_active is not None and private.transforms_active():
+                        raise RuntimeError(
+                            f"mamba_ssm::{name} does not work with torch.func transforms (grad, vjp, jacrev, ...): use "
+                            "torch.autograd.grad or .backward(), or the plain torch reference (*_ref)"
+                        )
+                    _refuse_dual_tensors(name, arguments)
+                    return function.apply(*arguments)
+        _refuse_dual_tensors(name, arguments)
+        return redispatch(op, arguments)
+
+    return kernel
+
+
+def _without_derivative(name, op):
+    class WithoutDerivative(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            return redispatch(op, arguments)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise RuntimeError(no_second_derivatives(f"mamba_ssm::{name}"))
+
+    return WithoutDerivative
+
+
+def _refuse_dual_tensors(name, arguments):
+    """Forward-mode derivatives would be lost in silence: the kernels do not carry tangents."""
+    if not private.forward_mode_active():
+        return
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
+            raise NotImplementedError(
+                f"mamba_ssm::{name} has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp): use "
+                "reverse mode, or the plain torch reference (*_ref)"
+            )
+
+
+# ---- what is no dense tensor -----------------------------------------------------------------------------------------
+
+
+def refuse_what_is_no_dense_tensor(name, tensors):
+    """Names the one of the tensors (by argument; None where absent) that has failed for being no tensor, or one without
+    strides and memory of its own. Only on the way out of a failure, so that calls that succeed do not pay for it.
+    """
+    for argument, given in tensors.items():
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise TypeError(f"{name}: {argument} must be a torch.Tensor, got {type(given).__name__}") from None
+        if given is not None and (given.layout != torch.strided or given.is_nested):
+            layout = "a nested tensor" if given.is_nested else given.layout
+            raise TypeError(f"{name}: {argument} must be a dense tensor, got {layout}") from None
+
+
+def refuse_arguments_that_are_not_dense(op, arguments):
+    """The same for an operator's arguments, which may also be missing, or written in place."""
+    name = op.name().partition("::")[2]
+    for (kind, argument), given in zip(_DECLARED[op], arguments, strict=True):
+        if not kind.startswith("Tensor") or (given is None and kind.endswith("?")):
+            continue
+        if given is None:
+            raise TypeError(f"{name}: {argument} must be a torch.Tensor, got NoneType") from None
+        refuse_what_is_no_dense_tensor(name, {argument: given})
+        if "!" in kind and given.is_neg():
+            raise ValueError(
+                f"{name}: {argument} is written in place and cannot be a negated view: use .resolve_neg()"
+            ) from None
