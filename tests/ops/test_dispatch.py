@@ -51,16 +51,23 @@ def test_negative_bit_update(device):
 def test_what_is_written_in_place_is_refused_where_it_cannot_be(device):
     u, delta, A, B, C = (t[..., 0] if t.dim() == 3 else t for t in scan_tensors(device))
     state, weight = torch.zeros(2, 6, 4, device=device), torch.ones(6, 4, device=device)
+    with pytest.raises(ValueError, match="final_states_out is written in place, but its elements share memory"):
+        causal_conv1d_fn(u[..., None], weight, final_states_out=torch.zeros(2, 6, 1, device=device).expand(2, 6, 3))
     for spoiled, message in (
         (negated_view(state), "and cannot be a negated view"),
         (state[:1].expand(2, 6, 4), r"but its elements share memory \(strides \(0, 4, 1\)\)"),
         (state[:, :, :1].expand(2, 6, 4), r"but its elements share memory \(strides \(24, 4, 0\)\)"),
+        (state.flatten()[:27].unfold(0, 24, 3).view(2, 6, 4), r"but its elements share memory \(strides \(3, 4, 1\)\)"),
+        (state.as_strided((2, 6, 4), (24, 3, 1)), r"but its elements share memory \(strides \(24, 3, 1\)\)"),
     ):
         with pytest.raises(ValueError, match="state is written in place,? " + message):
             selective_state_update(spoiled, u, delta, A, B, C)
         with pytest.raises(ValueError, match="conv_state is written in place,? " + message):
             causal_conv1d_update(u, spoiled, weight)
     assert not state.any()
+    cache = torch.zeros(6, 8, 24, device=device)
+    for apart in (cache[::3, 2:, ::6], cache[:4, :6, ::12].permute(2, 1, 0)):
+        selective_state_update(apart, u, delta, A, B, C)
     selective_state_update(state[:1].as_strided((1, 6, 4), (0, 4, 1)), u[:1], delta[:1], A, B[:1], C[:1])
 
 

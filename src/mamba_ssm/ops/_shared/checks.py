@@ -75,13 +75,19 @@ def check_tensor(op, name, value):
 
 
 def check_writable(op, name, tensor):
-    """A tensor that is written in place was not expanded: its elements would share memory."""
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if stride == 0 and size > 1:
+    """No two elements of a tensor that is written in place share memory: each stride reaches past what the smaller ones
+    cover. (Strides such as (3, 2) of shape (2, 3) interleave without sharing; they are refused too.)
+    """
+    if tensor.is_contiguous():
+        return
+    covered = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < covered:
             raise ValueError(
                 f"{op}: {name} is written in place, but its elements share memory (strides {tensor.stride()}): "
-                "use .clone() where it was expanded"
+                "use .clone() where it was expanded, unfolded or made by as_strided"
             )
+        covered += (size - 1) * stride
 
 
 def check_dims(op, name, tensor, dims, letters):

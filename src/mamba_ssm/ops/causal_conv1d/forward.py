@@ -50,6 +50,7 @@ def causal_conv1d_fn(
     if final_states_out is not None:
         checks.check_tensor(_NAME, "final_states_out", final_states_out)
         checks.check_same(_NAME, "final_states_out", final_states_out, final_states.shape, x, "x", "(B, D, W-1)")
+        checks.check_writable(_NAME, "final_states_out", final_states_out)
         final_states = final_states_out.copy_(final_states)
     return (out, final_states) if return_final_states else out
 

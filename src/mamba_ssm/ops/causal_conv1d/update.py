@@ -51,8 +51,7 @@ def _check(x, conv_state, weight, bias, cache_seqlens, conv_state_indices):
     if conv_state_indices is None:
         rows = batch
     checks.check_float(_NAME, "conv_state", conv_state, (rows, dim, state_len), x, "x", "(B, D, S)")
-    if 0 in conv_state.stride():
-        checks.check_writable(_NAME, "conv_state", conv_state)
+    checks.check_writable(_NAME, "conv_state", conv_state)
     if state_len < width - 1:
         raise ValueError(f"{_NAME}: conv_state must hold at least W-1 = {width - 1} steps, got S = {state_len}")
     if cache_seqlens is not None:

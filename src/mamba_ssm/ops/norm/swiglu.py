@@ -60,6 +60,7 @@ def _swiglu_bwd(xy, dout, dxy=None, recompute_output=False, out=None):
 def _copy_into(name, tensor, result):
     if tensor.shape != result.shape:
         raise ValueError(f"{_NAME}: {name} must have shape {tuple(result.shape)}, got {tuple(tensor.shape)}")
+    checks.check_writable(_NAME, name, tensor)
     return tensor.copy_(result)
 
 

@@ -57,8 +57,7 @@ def _check(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices):
     dstate = state.shape[-1]
     rows = batch if state_batch_indices is None else state.shape[0]
     checks.check_float(_NAME, "state", state, (rows, *channels, dstate), x, "x", f"(B, {per_state[1:]}")
-    if 0 in state.stride():
-        checks.check_writable(_NAME, "state", state)
+    checks.check_writable(_NAME, "state", state)
     checks.check_dstate(_NAME, dstate, abi.MAX_DSTATE)
     checks.check_float(_NAME, "dt", dt, x.shape, x, "x", per_step)
     checks.no_complex(_NAME, "A", A)
