@@ -1,4 +1,4 @@
-"""A torch without one of the private names that mamba_ssm._torch looks up: operators still compute, and differentiate."""
+"""A torch without one of the private names that mamba_ssm._torch looks up: operators compute and differentiate."""
 
 import subprocess
 import sys
