@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
-from setuptools import Extension
+from setuptools import Distribution, Extension
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
@@ -188,6 +188,14 @@ class SourceDistribution(sdist):
         )
 
 
+class Clean(Distribution().get_command_class("clean")):
+    """Takes no folder from under a build that is running."""
+
+    def run(self) -> None:
+        keep_others_out()
+        super().run()
+
+
 def label_version(distribution) -> None:
     distribution.metadata.version = the_plan().version
 
@@ -225,6 +233,7 @@ def in_use(target: Path) -> SystemExit:
 COMMANDS = {
     "build": BuildCommand,
     "build_ext": BuildNative,
+    "clean": Clean,
     "bdist_wheel": BuildWheel,
     "dist_info": DistInfo,
     "editable_wheel": EditableWheel,

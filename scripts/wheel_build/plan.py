@@ -177,19 +177,19 @@ def make_plan(config: Config, seen: Facts, base: str, from_sdist: bool = False, 
                 "newer GPUs run the PTX included; for machine code use a newer nvcc",
             )
         )
-    label = version.local_label(config.local_version, cuda_on, seen.nvcc_version)
+    label = version.local_label(config.local_version, cuda_on, seen.nvcc_version, config.debug)
     findings += preflight.check_tools(config, seen, other_generator)
     findings += preflight.check_release(config, seen)
     findings += preflight.check_paths(seen, cuda_on) + preflight.check_room(seen, cuda_on)
     findings += preflight_windows.check(config, seen, label)
     jobs, threads, reason = plan_jobs(config, cuda_on, architectures.count, seen.cores, seen.memory)
     wheel_version = version.wheel_version(base, label, from_sdist)
-    if from_sdist and config.local_version:
+    if from_sdist and (config.local_version or config.debug):
         findings.append(
             Finding(
                 "label-unused",
                 NOTE,
-                "this is an unpacked sdist: its wheel keeps the sdist's version, without MAMBA_LOCAL_VERSION",
+                f"this is an unpacked sdist: its wheel keeps the sdist's version, without the label {label}",
                 "build from a checkout for a labelled version",
             )
         )

@@ -24,13 +24,10 @@ def is_sdist(root: Path) -> bool:
     return (root / "PKG-INFO").is_file()
 
 
-def local_label(chosen: str, cuda: bool, nvcc_version: tuple[int, int] | None) -> str:
-    """MAMBA_LOCAL_VERSION, else cu130 for nvcc 13.0, else cpu."""
-    if chosen:
-        return chosen
-    if cuda and nvcc_version is not None:
-        return f"cu{nvcc_version[0]}{nvcc_version[1]}"
-    return "cpu"
+def local_label(chosen: str, cuda: bool, nvcc_version: tuple[int, int] | None, debug: bool = False) -> str:
+    """MAMBA_LOCAL_VERSION, else cu130 for nvcc 13.0, else cpu. With ".debug" a DEBUG wheel replaces no other."""
+    label = chosen or (f"cu{nvcc_version[0]}{nvcc_version[1]}" if cuda and nvcc_version is not None else "cpu")
+    return f"{label}.debug" if debug else label
 
 
 def wheel_version(base: str, label: str, from_sdist: bool) -> str:

@@ -183,17 +183,20 @@ def test_jobs(cuda_on, threads, most, architectures, cores, memory, jobs, nvcc):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "cuda_on", "nvcc", "label"),
+    ("chosen", "cuda_on", "nvcc", "debug", "label"),
     [
-        ("", True, (13, 0), "cu130"),
-        ("", True, (12, 9), "cu129"),
-        ("", False, (13, 0), "cpu"),
-        ("", False, None, "cpu"),
-        ("mine.1", True, (13, 0), "mine.1"),
+        ("", True, (13, 0), False, "cu130"),
+        ("", True, (12, 9), False, "cu129"),
+        ("", False, (13, 0), False, "cpu"),
+        ("", False, None, False, "cpu"),
+        ("mine.1", True, (13, 0), False, "mine.1"),
+        ("", True, (13, 0), True, "cu130.debug"),
+        ("", False, None, True, "cpu.debug"),
+        ("mine.1", True, (13, 0), True, "mine.1.debug"),
     ],
 )
-def test_label(chosen, cuda_on, nvcc, label):
-    assert version.local_label(chosen, cuda_on, nvcc) == label
+def test_label(chosen, cuda_on, nvcc, debug, label):
+    assert version.local_label(chosen, cuda_on, nvcc, debug) == label
     assert version.wheel_version("2.4.0", label, from_sdist=False) == f"2.4.0+{label}"
     assert version.wheel_version("2.4.0", label, from_sdist=True) == "2.4.0"
 
@@ -211,10 +214,15 @@ def test_tag(platform, machine_name, tag):
     assert version.wheel_tag(platform, machine_name) == ("py3", "none", tag)
 
 
+def test_debug_wheel_does_not_have_the_name_of_the_other(machine):
+    assert plan_of({"DEBUG": "1"}, machine()).wheel == "mamba_ssm-2.4.0+cu130.debug-py3-none-linux_x86_64.whl"
+
+
 def test_sdist_keeps_its_version_and_says_so(machine):
-    plan = plan_of({"MAMBA_LOCAL_VERSION": "mine"}, machine(), from_sdist=True)
-    assert plan.version == "2.4.0"
-    assert codes(plan, "note") == ["label-unused"]
+    for switches in ({"MAMBA_LOCAL_VERSION": "mine"}, {"DEBUG": "1"}):
+        plan = plan_of(switches, machine(), from_sdist=True)
+        assert plan.version == "2.4.0"
+        assert codes(plan, "note") == ["label-unused"]
 
 
 def test_version_is_written_once(root):

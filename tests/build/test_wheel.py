@@ -229,14 +229,16 @@ def test_dist_holds_a_finished_wheel_or_none(source, wheel, tmp_path):
     assert [path.name for path in dist.iterdir() if path.is_file()] == [wheel.name]
 
 
-def test_second_build_in_the_same_checkout_is_refused(source, wheel, tmp_path):
+def test_second_build_in_the_same_checkout_and_its_cleaning_are_refused(source, wheel, tmp_path):
     import fcntl
 
     with open(source / "build" / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        output = refused(source, "bdist_wheel", "-d", str(tmp_path))
-    assert f"mamba_ssm: another build is running in {source}; wait until it has ended" in output
+        for words in (["bdist_wheel", "-d", str(tmp_path)], ["clean", "--all"]):
+            output = refused(source, *words)
+            assert f"mamba_ssm: another build is running in {source}; wait until it has ended" in output
     assert list(tmp_path.iterdir()) == []
+    assert (source / "build" / built_folder()).is_dir()
 
 
 def refused(folder, *words):
