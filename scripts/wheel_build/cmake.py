@@ -101,20 +101,31 @@ def build(plan: Plan, source: Path, base: Path, environ: Mapping[str, str] = os.
         configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={_slashes(plan.facts.ninja.path)}"]
     configure += arguments(plan, environ)
     variables = environment(plan, environ)
-    _call(configure, variables)
+    hint = what_took_part(environ)
+    _call(configure, variables, hint)
     targets = ["mamba_cpu", "mamba_cuda"] if plan.cuda else ["mamba_cpu"]
     # For generators that hold several, such as Visual Studio's; Ninja has one and does not mind.
     kind = "RelWithDebInfo" if plan.config.debug else "Release"
     command = [cmake, "--build", str(folder), "--config", kind, "--parallel", str(plan.jobs), "--target", *targets]
-    _call(command, variables)
+    _call(command, variables, hint)
     return folder
 
 
-def _call(command: list[str], environ: dict[str, str]) -> None:
+def _call(command: list[str], environ: dict[str, str], hint: str) -> None:
     show(f"+ {subprocess.list2cmdline(command)}")
     code = subprocess.call(command, env=environ)
     if code != 0:
-        raise BuildError(f"{os.path.basename(command[0])} failed with exit status {code}; its messages stand above")
+        name = os.path.basename(command[0])
+        raise BuildError(f"{name} failed with exit status {code}; its messages stand above{hint}")
+
+
+def what_took_part(environ: Mapping[str, str]) -> str:
+    """The user's variables, for the message of a failure: cmake and compilers do not say where a flag is from."""
+    names = [name for name in ("CMAKE_ARGS", *CONFIGURE_ONCE) if environ.get(name)]
+    if not names:
+        return ""
+    values = ", ".join(f"{name}={environ[name]!r}" for name in names)
+    return f". They were also told {values}: if the messages are about one of these, build without it"
 
 
 def _slashes(path: str) -> str:

@@ -16,6 +16,9 @@ WITHOUT_EFFECT = ("MAMBA_FORCE_BUILD", "MAMBA_KEEP_CUDA_BUILD")
 PLANNED_BY_SWITCHES = {
     "CMAKE_CUDA_ARCHITECTURES": "TORCH_CUDA_ARCH_LIST",
     "CMAKE_CUDA_COMPILER": "CUDACXX or CUDA_HOME",
+    "CMAKE_CUDA_HOST_COMPILER": "CUDAHOSTCXX",
+    "CMAKE_CXX_COMPILER": "CXX",
+    "CMAKE_BUILD_TYPE": "DEBUG",
     "MAMBA_CUDA": "MAMBA_SSM_CUDA",
     "MAMBA_DISABLE_BF16": "MM_DISABLE_BF16",
     "MAMBA_DISABLE_HALF": "MM_DISABLE_HALF",
@@ -27,6 +30,8 @@ PLANNED_BY_SWITCHES = {
 }
 # What compilers read besides their command line: CMake's variables, nvcc's two, cl's two (before and after it).
 COMPILER_FLAGS = ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CL", "_CL_")
+# What makes cmake do something else than configure our sources in the build's folder.
+OTHER_WORK = re.compile(r"-[SBHNPE].*|--(build|help|install|list-presets|open|preset|version|workflow)(=.*)?")
 LATEST_DATE = 4354819198  # 2107-12-31 23:59:58, the last that a zip archive can hold
 LOCAL_LABEL = re.compile(r"[a-z0-9]+(?:[-_.][a-z0-9]+)*", re.IGNORECASE)
 
@@ -121,14 +126,23 @@ def parse_local_version(switch: str, value: str) -> str:
 
 def parse_cmake_args(switch: str, value: str) -> tuple[str, ...]:
     words = _split(switch, value)
+    before = ""
     # CMake also takes "-D NAME=value" in two words.
-    for word in re.sub(r"(^|\0)-D\0", r"\1-D", "\0".join(words)).split("\0"):
-        variable = re.match(r"-D([A-Za-z0-9_]+)", word)
-        if variable and variable.group(1) in PLANNED_BY_SWITCHES:
-            name = variable.group(1)
-            raise SwitchError(
-                switch, value, f"any CMake argument but -D{name}, which is set by {PLANNED_BY_SWITCHES[name]}"
-            )
+    for word in re.sub(r"(^|\0)(-[DUGATC])\0(?=[^\0])", r"\1\2", "\0".join(words)).split("\0"):
+        defined = re.match(r"-D([^:=]*)(?::[^=]*)?(=.*)?", word, re.DOTALL)
+        name = defined[1] if defined else ""
+        # conda's environments say Release, which is what the plan says.
+        if name in PLANNED_BY_SWITCHES and word.partition("=")[0::2] != ("-DCMAKE_BUILD_TYPE", "Release"):
+            by = PLANNED_BY_SWITCHES[name]
+            raise SwitchError(switch, value, f"any CMake argument but -D{name}, which is set by {by}")
+        if defined and not (name and defined[2]):
+            raise SwitchError(switch, value, f"arguments such as -DNAME=VALUE ({word!r} is none)")
+        if OTHER_WORK.fullmatch(word):
+            raise SwitchError(switch, value, f"arguments to configure with ({word!r} makes cmake do something else)")
+        # The value of an option may be a word of its own, as in --toolchain FILE.
+        if word and not word.startswith("-") and not (before.startswith("--") and "=" not in before):
+            raise SwitchError(switch, value, f"CMake's options, which begin with a hyphen ({word!r} does not)")
+        before = word
     return words
 
 
@@ -190,6 +204,11 @@ def read_config(environ: Mapping[str, str]) -> Config:
     for name, (switch, parse) in SWITCHES.items():
         try:
             values[name] = parse(switch, environ.get(switch, ""))
+        except SwitchError as error:
+            errors.append(error)
+    for switch in COMPILER_FLAGS:
+        try:
+            _split(switch, environ.get(switch, ""))
         except SwitchError as error:
             errors.append(error)
     notes = tuple(

@@ -241,6 +241,17 @@ def test_cmake_arguments_carry_the_plan(machine):
     assert "-DCMAKE_CUDA_COMPILER=C:/CUDA/bin/nvcc.exe" in cmake.arguments(plan_of({}, windows), {})
 
 
+def test_a_failure_names_the_users_variables(machine, tmp_path, monkeypatch):
+    """What cmake and the compilers say does not tell where a flag came from."""
+    monkeypatch.setattr(cmake.subprocess, "call", lambda *words, **options: 1)
+    environ = {"CMAKE_ARGS": "-DX=1", "CXXFLAGS": "-fno-exceptions"}
+    words = r"cmake failed with exit status 1.*CMAKE_ARGS='-DX=1', CXXFLAGS='-fno-exceptions'.*build without it"
+    with pytest.raises(cmake.BuildError, match=words):
+        cmake.build(plan_of(environ, machine()), tmp_path, tmp_path, environ)
+    with pytest.raises(cmake.BuildError, match=r"its messages stand above$"):
+        cmake.build(plan_of({}, machine()), tmp_path, tmp_path, {})
+
+
 def test_each_configuration_builds_in_its_own_folder(machine, tmp_path):
     environs = [{}, {"MAMBA_SSM_CUDA": "off"}, {"TORCH_CUDA_ARCH_LIST": "86"}, {"DEBUG": "1"}, {"MM_DISABLE_BF16": "1"}]
     folders = {cmake.build_folder(tmp_path, plan_of(environ, machine()), {}) for environ in environs}
