@@ -108,7 +108,9 @@ def test_layers_by_name():
         create_block(24, 0, {"layer": "Mamba3"})
     with pytest.raises(ValueError, match="got 'S4'"):
         create_block(24, 0, {"layer": "S4"})
-    with pytest.raises(ValueError, match=r"attn_layer_idx must be from 0 to n_layer - 1 = 1, got \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"attn_layer_idx must be a list of layers from 0 to n_layer - 1 = 1, got \[0, 2\]"
+    ):
         MambaLMHeadModel(MambaConfig(d_model=24, n_layer=2, attn_layer_idx=[0, 2], attn_cfg={"num_heads": 2}))
     config = {"layer": "Mamba2", "headdim": 8}
     create_block(24, 0, config)

@@ -105,9 +105,9 @@ def test_initialisation():
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"d_conv": 5}, "d_conv must be 2, 3 or 4, got 5"),
-        ({"d_state": 257}, r"d_state must lie in 1\.\.256, got 257"),
-        ({"headdim": 512}, r"headdim must lie in 1\.\.256, got 512"),
+        ({"d_conv": 5}, "d_conv must be an integer from 2 to 4, got 5"),
+        ({"d_state": 257}, r"d_state must be an integer from 1 to 256, got 257"),
+        ({"headdim": 512}, r"headdim must be an integer from 1 to 256, got 512"),
         ({"headdim": 7}, r"must be a multiple of headdim \(7\), got 48"),
         ({"ngroups": 4}, "ngroups must divide the 6 heads, got 4"),
         ({"d_ssm": 96}, "d_ssm must be at most expand . d_model = 48, got 96"),

@@ -189,11 +189,11 @@ def test_packed_prefill_then_steps(options, device):
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"num_heads": 0}, "must be positive, got 0 and None"),
-        ({"num_heads": 4, "num_heads_kv": 0}, "must be positive, got 4 and 0"),
+        ({"num_heads": 0}, "num_heads must be a positive integer, got 0"),
+        ({"num_heads": 4, "num_heads_kv": 0}, "num_heads_kv must be a positive integer, got 0"),
         ({"num_heads": 5}, r"num_heads \(5\) must divide embed_dim \(24\)"),
         ({"num_heads": 4, "num_heads_kv": 3}, r"num_heads_kv \(3\) must divide num_heads \(4\)"),
-        ({"num_heads": 4, "d_conv": 5}, "d_conv must be 0, 2, 3 or 4, got 5"),
+        ({"num_heads": 4, "d_conv": 5}, "must be an integer from 2 to 4, got 5"),
         ({"num_heads": 4, "rotary_emb_dim": 3}, r"even and at most head_dim \(6\), got 3"),
         ({"num_heads": 4, "rotary_emb_dim": 8}, r"even and at most head_dim \(6\), got 8"),
     ],

@@ -1,6 +1,9 @@
 """The configuration of a Mamba language model, as upstream's config.json holds it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
+
+from mamba_ssm.modules._arguments import check_flags, check_integer
 
 
 @dataclass
@@ -35,8 +38,7 @@ class MambaConfig:
         """A configuration from the contents of config.json; source names it in errors.
 
         Raises:
-            ValueError: a key is not one of MambaConfig's, as in a checkpoint of another library, or a size is no
-                integer.
+            ValueError: a key is not one of MambaConfig's, as in a checkpoint of another library, or check's.
         """
         unknown = sorted(values.keys() - {known.name for known in fields(cls)})
         if unknown:
@@ -44,7 +46,32 @@ class MambaConfig:
             if "model_type" in unknown:
                 cure = f"; a transformers checkpoint ({values['model_type']!r}) is loaded with transformers"
             raise ValueError(f"{source} is no mamba_ssm configuration: unknown {', '.join(unknown)}{cure}")
-        for known in fields(cls):
-            if known.type is int and type(values.get(known.name, 0)) is not int:
-                raise ValueError(f"{source}: {known.name} must be an integer, got {values[known.name]!r}")
-        return cls(**values)
+        config = cls(**values)
+        config.check(source)
+        return config
+
+    def check(self, source="MambaConfig"):
+        """Raises ValueError where a value cannot be meant; source is where it was written. The arguments in ssm_cfg and
+        attn_cfg are for their modules to check.
+        """
+        for known in fields(self):
+            value = getattr(self, known.name)
+            if known.type is int:
+                check_integer(source, known.name, value, least=0 if known.name == "d_intermediate" else 1)
+            elif known.type is bool:
+                check_flags(source, **{known.name: value})
+            elif known.type is dict and not (value is None or isinstance(value, dict)):
+                raise ValueError(
+                    f'{source}: {known.name} must hold arguments by name, such as {{"d_conv": 4}}, got {value!r}'
+                )
+        check_layers(source, self.attn_layer_idx, self.n_layer)
+
+
+def check_layers(source, attn_layer_idx, n_layer):
+    """attn_layer_idx, a list or None, names layers that there are."""
+    listed = isinstance(attn_layer_idx, Collection)
+    if attn_layer_idx is not None and not (listed and all(layer in range(n_layer) for layer in attn_layer_idx)):
+        raise ValueError(
+            f"{source}: attn_layer_idx must be a list of layers from 0 to n_layer - 1 = {n_layer - 1}, "
+            f"got {attn_layer_idx!r}"
+        )

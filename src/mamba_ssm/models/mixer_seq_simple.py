@@ -1,5 +1,6 @@
 """Language models of Mamba, Mamba-2 and attention blocks: upstream's constructors, state dicts and checkpoints."""
 
+import inspect
 import math
 from collections import namedtuple
 from dataclasses import asdict
@@ -8,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn as nn
 
-from mamba_ssm.models.config_mamba import MambaConfig
+from mamba_ssm.models.config_mamba import MambaConfig, check_layers
 from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba
@@ -41,18 +42,19 @@ def create_block(
     width d_intermediate unless that is 0. The arguments are MambaConfig's.
 
     Raises:
-        ValueError: ssm_cfg["layer"] is not "Mamba1" or "Mamba2".
+        ValueError: ssm_cfg["layer"] is not "Mamba1" or "Mamba2", or ssm_cfg or attn_cfg has another name than its
+            module's arguments, or lacks one.
     """
     factory = {"device": device, "dtype": dtype}
     if layer_idx in (attn_layer_idx or ()):
-        mixer_cls = partial(MHA, layer_idx=layer_idx, **(attn_cfg or {}), **factory)
+        mixer_cls = _mixer(MHA, "attn_cfg", attn_cfg or {}, layer_idx=layer_idx, **factory)
     else:
         options = dict(ssm_cfg or {})
         layer = options.pop("layer", "Mamba1")
-        if layer not in _MIXERS:
+        if layer not in list(_MIXERS):  # not hashed: it may be anything
             cure = " (this version has no Mamba-3 yet)" if layer == "Mamba3" else ""
             raise ValueError(f"ssm_cfg['layer'] must be one of {', '.join(map(repr, _MIXERS))}, got {layer!r}{cure}")
-        mixer_cls = partial(_MIXERS[layer], layer_idx=layer_idx, **options, **factory)
+        mixer_cls = _mixer(_MIXERS[layer], "ssm_cfg", options, layer_idx=layer_idx, **factory)
     mlp_cls = nn.Identity if d_intermediate == 0 else partial(GatedMLP, hidden_features=d_intermediate, **factory)
     block = Block(
         d_model,
@@ -64,6 +66,19 @@ def create_block(
     )
     block.layer_idx = layer_idx
     return block
+
+
+def _mixer(cls, source, options, **given):
+    """cls with all arguments but the width, the first; options are those that source holds."""
+    _, *arguments = inspect.signature(cls).parameters.values()
+    names = [argument.name for argument in arguments if argument.name not in given]
+    unknown = [name for name in options if name not in names]
+    if unknown:
+        raise ValueError(f"{source}: {unknown[0]!r} is none of {cls.__name__}'s arguments, {', '.join(names)}")
+    for argument in arguments:
+        if argument.default is argument.empty and argument.name not in options:
+            raise ValueError(f"{source}: {cls.__name__} needs {argument.name!r}, got {options!r}")
+    return partial(cls, **options, **given)
 
 
 def _init_weights(module, n_layer, initializer_range=0.02, rescale_prenorm_residual=True, n_residuals_per_layer=1):
@@ -111,9 +126,7 @@ class MixerModel(nn.Module):
     ):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
-        outside = [i for i in attn_layer_idx or () if not 0 <= i < n_layer]
-        if outside:
-            raise ValueError(f"attn_layer_idx must be from 0 to n_layer - 1 = {n_layer - 1}, got {outside}")
+        check_layers("MixerModel", attn_layer_idx, n_layer)
         self.residual_in_fp32 = residual_in_fp32
         self.fused_add_norm = fused_add_norm
         self.embedding = nn.Embedding(vocab_size, d_model, **factory)
@@ -172,11 +185,10 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
 
     def __init__(self, config: MambaConfig, initializer_cfg=None, device=None, dtype=None):
         super().__init__()
+        config.check()
         self.config = config
         factory = {"device": device, "dtype": dtype}
         multiple = config.pad_vocab_size_multiple
-        if multiple < 1:
-            raise ValueError(f"pad_vocab_size_multiple must be positive (1: no padding), got {multiple}")
         self.vocab_size = vocab_size = -(-config.vocab_size // multiple) * multiple
         self.backbone = MixerModel(
             d_model=config.d_model,

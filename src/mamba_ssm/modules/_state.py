@@ -1,6 +1,7 @@
 """What Mamba and Mamba-2 share of their states: those of inference, and where dt starts."""
 
 import math
+import numbers
 
 import torch
 
@@ -24,9 +25,11 @@ def get_states_from_cache(self, inference_params, batch_size, initialize_states=
 
 def initial_dt_bias(size, dt_min, dt_max, dt_init_floor, device):
     """(size) float32, so that softplus of it is log-uniform in [dt_min, dt_max] and at least dt_init_floor."""
-    if not (dt_min > 0 and dt_max > 0 and dt_init_floor >= 0):
+    given = dt_min, dt_max, dt_init_floor
+    if not all(isinstance(value, numbers.Real) for value in given) or not (min(dt_min, dt_max) > 0 <= dt_init_floor):
         raise ValueError(
-            f"dt_min and dt_max must be positive, dt_init_floor 0 or more, got {dt_min}, {dt_max} and {dt_init_floor}"
+            f"dt_min and dt_max must be positive, dt_init_floor 0 or more, got {dt_min!r}, {dt_max!r} and "
+            f"{dt_init_floor!r}"
         )
     low, high = math.log(dt_min), math.log(dt_max)
     dt = torch.rand(size, device=device, dtype=torch.float32)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from mamba_ssm._native import abi
 from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from mamba_ssm.modules._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
 from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
@@ -80,8 +81,16 @@ class Mamba2(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
         self.local_rank = 0 if process_group is None else dist.get_rank(process_group)
-        d_inner = int(expand * d_model)
+        d_inner = inner_width("Mamba2", expand, d_model)
         check_sizes("Mamba2", d_state, d_conv, headdim, d_inner if d_ssm is None else d_ssm, ngroups, chunk_size)
+        check_flags("Mamba2", D_has_hdim=D_has_hdim, rmsnorm=rmsnorm, norm_before_gate=norm_before_gate)
+        check_flags(
+            "Mamba2",
+            sequence_parallel=sequence_parallel,
+            bias=bias,
+            conv_bias=conv_bias,
+            use_mem_eff_path=use_mem_eff_path,
+        )
         if d_ssm is not None and d_ssm > d_inner:
             raise ValueError(f"Mamba2: d_ssm must be at most expand * d_model = {d_inner}, got {d_ssm}")
         for name, size in (("expand * d_model", d_inner), ("d_ssm", d_ssm or d_inner), ("ngroups", ngroups)):
@@ -336,39 +345,42 @@ class Mamba2(nn.Module):
 
 def check_sizes(name, d_state, d_conv, headdim, d_ssm, ngroups, chunk_size):
     """Raises on sizes that the kernels do not take."""
-    if not 1 <= d_state <= abi.MAX_DSTATE:
-        raise ValueError(f"{name}: d_state must lie in 1..{abi.MAX_DSTATE}, got {d_state}")
-    if not 2 <= d_conv <= 4:
-        raise ValueError(f"{name}: d_conv must be 2, 3 or 4, got {d_conv}")
-    if not 1 <= headdim <= abi.MAX_HEADDIM:
-        raise ValueError(f"{name}: headdim must lie in 1..{abi.MAX_HEADDIM}, got {headdim}")
-    if d_ssm < 1 or d_ssm % headdim:
+    check_integer(name, "d_state", d_state, most=abi.MAX_DSTATE)
+    check_integer(name, "d_conv", d_conv, least=2, most=4)
+    check_integer(name, "headdim", headdim, most=abi.MAX_HEADDIM)
+    check_integer(name, "d_ssm", d_ssm)
+    check_integer(name, "ngroups", ngroups)
+    check_integer(name, "chunk_size", chunk_size)
+    if d_ssm % headdim:
         raise ValueError(
             f"{name}: the channels of the scan (d_ssm, or expand * d_model) must be a multiple of headdim ({headdim}), "
             f"got {d_ssm}"
         )
-    if ngroups < 1 or (d_ssm // headdim) % ngroups:
+    if (d_ssm // headdim) % ngroups:
         raise ValueError(f"{name}: ngroups must divide the {d_ssm // headdim} heads, got {ngroups}")
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"{name}: chunk_size must be a positive integer, got {chunk_size!r}")
 
 
 def make_conv1d(channels, d_conv, bias, conv_init, factory):
     """The depthwise convolution, which holds the parameters; the kernels compute it."""
     conv = nn.Conv1d(channels, channels, kernel_size=d_conv, groups=channels, padding=d_conv - 1, bias=bias, **factory)
     if conv_init is not None:
+        check_number("Mamba2", "conv_init", conv_init, least=0)
         nn.init.uniform_(conv.weight, -conv_init, conv_init)
     return conv
 
 
 def init_heads(module, nheads, A_init_range, dt_min, dt_max, dt_init_floor, factory):
     """Parameters dt_bias and A_log: softplus(dt_bias) starts log-uniform in [dt_min, dt_max], -A uniform."""
-    if not 0 < A_init_range[0] <= A_init_range[1]:
-        raise ValueError(f"A_init_range must be two positive numbers in order, got {A_init_range}")
+    try:
+        low, high = map(float, A_init_range)
+    except (TypeError, ValueError):
+        low = high = float("nan")
+    if not 0 < low <= high:
+        raise ValueError(f"A_init_range must be two positive numbers in order, got {A_init_range!r}")
     dt_bias = initial_dt_bias(nheads, dt_min, dt_max, dt_init_floor, factory["device"])
     module.dt_bias = nn.Parameter(dt_bias.to(factory["dtype"] or torch.get_default_dtype()))
     module.dt_bias._no_weight_decay = True
     module.dt_bias._no_reinit = True
-    A = torch.empty(nheads, device=factory["device"], dtype=torch.float32).uniform_(*A_init_range)
+    A = torch.empty(nheads, device=factory["device"], dtype=torch.float32).uniform_(low, high)
     module.A_log = nn.Parameter(torch.log(A).to(dtype=factory["dtype"]))  # None: float32, as upstream's
     module.A_log._no_weight_decay = True

@@ -3,6 +3,7 @@
 import torch
 import torch.nn as nn
 
+from mamba_ssm.modules._arguments import check_flags, inner_width
 from mamba_ssm.modules._inputs import check_input
 from mamba_ssm.modules._submodules import convolve, is_plain
 from mamba_ssm.modules.mamba2 import check_sizes, init_heads, make_conv1d
@@ -52,8 +53,10 @@ class Mamba2Simple(nn.Module):
         self.d_conv = d_conv
         self.conv_init = conv_init
         self.expand = expand
-        self.d_inner = int(expand * d_model)
+        self.d_inner = inner_width("Mamba2Simple", expand, d_model)
         check_sizes("Mamba2Simple", d_state, d_conv, headdim, self.d_inner, ngroups, chunk_size)
+        check_flags("Mamba2Simple", learnable_init_states=learnable_init_states, use_mem_eff_path=use_mem_eff_path)
+        check_flags("Mamba2Simple", bias=bias, conv_bias=conv_bias)
         if activation not in (None, "silu", "swish"):
             raise ValueError(f"Mamba2Simple: activation must be None, 'silu' or 'swish', got {activation!r}")
         self.headdim = headdim

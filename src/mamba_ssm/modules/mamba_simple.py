@@ -7,6 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm._native import abi
+from mamba_ssm.modules._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm.modules._inputs import check_input
 from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
@@ -52,20 +53,18 @@ class Mamba(nn.Module):
     ):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
+        self.d_inner = inner_width("Mamba", expand, d_model)
+        check_integer("Mamba", "d_state", d_state, most=abi.MAX_DSTATE)
+        check_integer("Mamba", "d_conv", d_conv, least=2, most=4)
+        check_flags("Mamba", conv_bias=conv_bias, bias=bias, use_fast_path=use_fast_path)
         self.d_model = d_model
         self.d_state = d_state
         self.d_conv = d_conv
         self.expand = expand
-        self.d_inner = int(expand * d_model)
         self.dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
         self.use_fast_path = use_fast_path
         self.layer_idx = layer_idx
-        if not 2 <= d_conv <= 4:
-            raise ValueError(f"Mamba: d_conv must be 2, 3 or 4, got {d_conv}")
-        if not 1 <= d_state <= abi.MAX_DSTATE:
-            raise ValueError(f"Mamba: d_state must lie in 1..{abi.MAX_DSTATE}, got {d_state}")
-        if isinstance(self.dt_rank, str) or self.dt_rank < 1:
-            raise ValueError(f"Mamba: dt_rank must be 'auto' or a positive integer, got {dt_rank!r}")
+        check_integer("Mamba", "dt_rank (unless 'auto')", self.dt_rank)
 
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias, **factory)
         self.conv1d = nn.Conv1d(
@@ -92,6 +91,7 @@ class Mamba(nn.Module):
 
     def _init_dt(self, dt_min, dt_max, dt_init, dt_scale, dt_init_floor):
         """softplus(dt_proj.bias) starts log-uniform in [dt_min, dt_max]."""
+        check_number("Mamba", "dt_scale", dt_scale, least=0)
         std = self.dt_rank**-0.5 * dt_scale
         if dt_init == "constant":
             nn.init.constant_(self.dt_proj.weight, std)

@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mamba_ssm.modules._arguments import check_flags, check_integer, check_number
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
 from mamba_ssm.modules._submodules import convolve, convolve_step
 
@@ -59,17 +60,27 @@ class MHA(nn.Module):
         self.rotary_emb_interleaved = rotary_emb_interleaved
         self.softmax_scale = softmax_scale
         self.causal = causal
-        if num_heads < 1 or self.num_heads_kv < 1:
-            raise ValueError(f"MHA: num_heads and num_heads_kv must be positive, got {num_heads} and {num_heads_kv}")
+        check_integer("MHA", "embed_dim", embed_dim)
+        check_integer("MHA", "num_heads", num_heads)
+        check_integer("MHA", "num_heads_kv", self.num_heads_kv)
+        check_integer("MHA", "mlp_dim", mlp_dim, least=0)
+        check_integer("MHA", "rotary_emb_dim", rotary_emb_dim, least=0)
+        check_flags("MHA", qkv_proj_bias=qkv_proj_bias, out_proj_bias=out_proj_bias, causal=causal)
+        check_flags("MHA", rotary_emb_interleaved=rotary_emb_interleaved)
+        check_number("MHA", "rotary_emb_base", rotary_emb_base, least=1)
+        if softmax_scale is not None:
+            check_number("MHA", "softmax_scale", softmax_scale, least=0)
+        if head_dim is not None:
+            check_integer("MHA", "head_dim", head_dim)
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(f"MHA: num_heads ({num_heads}) must divide embed_dim ({embed_dim}), or give head_dim")
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.mlp_dim = -(-mlp_dim // 256) * 256
         if num_heads % self.num_heads_kv:
             raise ValueError(f"MHA: num_heads_kv ({self.num_heads_kv}) must divide num_heads ({num_heads})")
-        if d_conv and not 2 <= d_conv <= 4:
-            raise ValueError(f"MHA: d_conv must be 0, 2, 3 or 4, got {d_conv}")
-        if rotary_emb_dim % 2 or not 0 <= rotary_emb_dim <= self.head_dim:
+        if d_conv != 0:
+            check_integer("MHA", "d_conv (unless 0)", d_conv, least=2, most=4)
+        if rotary_emb_dim % 2 or rotary_emb_dim > self.head_dim:
             raise ValueError(
                 f"MHA: rotary_emb_dim must be even and at most head_dim ({self.head_dim}), got {rotary_emb_dim}"
             )

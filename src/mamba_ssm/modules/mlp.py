@@ -3,6 +3,8 @@
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mamba_ssm.modules._arguments import check_flags, check_integer
+
 
 class GatedMLP(nn.Module):
     """y * activation(gate) between two projections: (..., in_features) -> (..., out_features).
@@ -27,8 +29,13 @@ class GatedMLP(nn.Module):
     ):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
+        check_integer("GatedMLP", "in_features", in_features)
         out_features = in_features if out_features is None else out_features
         hidden_features = int(8 * in_features / 3) if hidden_features is None else hidden_features
+        check_integer("GatedMLP", "hidden_features", hidden_features)
+        check_integer("GatedMLP", "out_features", out_features)
+        check_integer("GatedMLP", "multiple_of", multiple_of)
+        check_flags("GatedMLP", bias=bias)
         hidden_features = -(-hidden_features // multiple_of) * multiple_of
         self.fc1 = nn.Linear(in_features, 2 * hidden_features, bias=bias, **factory)
         self.activation = activation

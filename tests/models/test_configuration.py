@@ -1,0 +1,74 @@
+"""What a configuration says is checked before it is used: errors name file, field, value and what it must be."""
+
+import json
+
+import pytest
+
+from mamba_ssm.models.config_mamba import MambaConfig
+from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+
+CONFIG = {"d_model": 16, "n_layer": 2, "vocab_size": 21}
+ATTENTION = {"attn_layer_idx": [1], "attn_cfg": {"num_heads": 2}}
+FLAGS = ("rms_norm", "residual_in_fp32", "fused_add_norm", "tie_embeddings")
+
+WRONG_FIELDS = [
+    *[(name, value, "a positive integer") for name in CONFIG for value in (0, -1, "2", 2.0, True, None, [2])],
+    ("pad_vocab_size_multiple", 0, "a positive integer"),
+    ("d_intermediate", -1, "an integer of at least 0"),
+    *[(name, value, "True or False") for name in FLAGS for value in ("false", "true", None, 2, [])],
+    *[(name, value, "arguments by name") for name in ("ssm_cfg", "attn_cfg") for value in ("Mamba2", 1, ["layer"])],
+    *[("attn_layer_idx", value, "a list of layers from 0 to n_layer - 1 = 1") for value in (5, "1", [2], [-1], ["1"])],
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), WRONG_FIELDS)
+def test_wrong_fields(tmp_path, name, value, expected):
+    config = {**CONFIG, name: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError) as error:
+        MambaLMHeadModel.from_pretrained(tmp_path)
+    text = str(error.value)
+    assert f"config.json of {str(tmp_path)!r}: {name} must " in text
+    assert expected in text and text.endswith(f"got {value!r}")
+    with pytest.raises(ValueError, match=f"MambaConfig: {name} must "):
+        MambaLMHeadModel(MambaConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ssm_cfg": {"layer": "Mamba3"}}, r"ssm_cfg\['layer'\] must be one of 'Mamba1', 'Mamba2', got 'Mamba3'"),
+        ({"ssm_cfg": {"layer": ["Mamba2"]}}, r"ssm_cfg\['layer'\] must be one of .*, got \['Mamba2'\]"),
+        ({"ssm_cfg": {"d_stat": 4}}, "ssm_cfg: 'd_stat' is none of Mamba's arguments, d_state, "),
+        ({"ssm_cfg": {"layer": "Mamba2", "d_model": 4}}, "ssm_cfg: 'd_model' is none of Mamba2's arguments, d_state, "),
+        ({"ssm_cfg": {"d_state": "16"}}, "Mamba: d_state must be an integer from 1 to 256, got '16'"),
+        ({"ssm_cfg": {"expand": "2"}}, r"Mamba: expand must be a number of at least 0\.0625, got '2'"),
+        ({"ssm_cfg": {"bias": "false"}}, "Mamba: bias must be True or False .*, got 'false'"),
+        ({"ssm_cfg": {"dt_min": None}}, "dt_min and dt_max must be positive, .* got None, "),
+        ({"ssm_cfg": {"dt_scale": "1"}}, "Mamba: dt_scale must be a number of at least 0, got '1'"),
+        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 8.0}}, r"Mamba2: headdim must be an integer .*, got 8\.0"),
+        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 8, "ngroups": "1"}}, "ngroups must be a positive integer, got '1'"),
+        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 8, "rmsnorm": "false"}}, "rmsnorm must be True or False"),
+        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 8, "A_init_range": 1}}, "A_init_range must be two .*, got 1"),
+        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 8, "conv_init": "1"}}, "conv_init must be a number .*, got '1'"),
+        ({**ATTENTION, "attn_cfg": {}}, "attn_cfg: MHA needs 'num_heads', got {}"),
+        ({**ATTENTION, "attn_cfg": {"num_heads": 2, "heads": 2}}, "attn_cfg: 'heads' is none of MHA's arguments"),
+        ({**ATTENTION, "attn_cfg": {"num_heads": "2"}}, "MHA: num_heads must be a positive integer, got '2'"),
+        ({**ATTENTION, "attn_cfg": {"num_heads": 2, "causal": "false"}}, "MHA: causal must be True or False"),
+        ({**ATTENTION, "attn_cfg": {"num_heads": 2, "softmax_scale": "1"}}, "MHA: softmax_scale must be a number"),
+    ],
+)
+def test_wrong_arguments_of_a_layer(options, message):
+    with pytest.raises(ValueError, match=message):
+        MambaLMHeadModel(MambaConfig(**CONFIG, **options))
+
+
+def test_what_is_meant_is_taken():
+    np = pytest.importorskip("numpy")
+    config = MambaConfig.from_dict({**CONFIG, "ssm_cfg": None, "attn_cfg": None, "attn_layer_idx": None})
+    MambaLMHeadModel(config)
+    config = MambaConfig(d_model=np.int64(16), n_layer=2, vocab_size=21, rms_norm=1, tie_embeddings=np.bool_(False))
+    config.attn_layer_idx, config.attn_cfg = range(1, 2), {"num_heads": np.int32(2)}
+    config.ssm_cfg = {"expand": np.float32(1.5), "d_state": np.int64(4)}
+    model = MambaLMHeadModel(config)
+    assert model.backbone.layers[0].mixer.d_inner == 24
