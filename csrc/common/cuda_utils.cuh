@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "common/error.h"
+#include "common/ptx.cuh"
 
 namespace mamba {
 
@@ -51,43 +52,7 @@ __device__ __forceinline__ float load_as_float(const void* data, int64_t index, 
     return to_float(static_cast<const __nv_bfloat16*>(data)[index]);
 }
 
-// ---- memory --------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void prefetch_to_L2(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
-}
-
-// ---- a kernel that starts before the one ahead of it in the stream has ended (launch_overlapping) ---------------------
-
-// The next kernel's blocks may take what room there is once every block of this one has come here (or ended).
-__device__ __forceinline__ void let_next_kernel_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
-#endif
-}
-
-// Waits until the kernel before this one has ended and what it wrote can be read.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" : : : "memory");
-#endif
-}
-
 // ---- math ----------------------------------------------------------------------------------------------------------
-
-// 2^x with one special-function instruction; results below 2^-126 are zero.
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// 1 / x with one special-function instruction; 0 for infinity and for |x| >= 2^126.
-__device__ __forceinline__ float reciprocal_fast(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 __device__ __forceinline__ float sigmoid(float x) {
     return reciprocal_fast(1.0f + exp2_fast(-x * kLog2e));

@@ -57,14 +57,6 @@ __device__ __forceinline__ Packed<T, N> packed_zero() {
     return packed;
 }
 
-// 16 bytes to global memory. In assembly, because ptxas splits a plain uint4 store whose words become ready one by one.
-__device__ __forceinline__ void store_16_bytes(void* address, const uint32_t* word) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-                 :
-                 : "l"(__cvta_generic_to_global(address)), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-                 : "memory");
-}
-
 // Accesses of up to 16 bytes; the address must be a multiple of their size. packed_store is for global memory.
 template <typename T, int N>
 __device__ __forceinline__ Packed<T, N> packed_load(const T* address) {

@@ -109,15 +109,6 @@ __device__ __forceinline__ int64_t grid_batch() {
     return static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
 }
 
-// Hides how a pointer to global memory was computed: short of registers, the compiler would compute it again each time.
-template <typename T>
-__device__ __forceinline__ T* opaque(T* pointer) {
-    asm volatile("" : "+l"(pointer));
-    // Or accesses turn generic.
-    __builtin_assume(__isGlobal(pointer));  // NOLINT(msvc): nvcc's own, in device code, on Windows too
-    return pointer;
-}
-
 // d silu(x) / dx
 __device__ __forceinline__ float silu_slope(float value) {
     const float s = sigmoid(value);

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kNormBackwardThreads, 1)
     norm_backward_kernel(const MambaNormBackward q, const NormBackwardPlan plan) {
     constexpr int kVectors = NormTile<kVector>::kVectors;
     constexpr bool kGated = kGate != NormGate::kNone;
-    extern __shared__ float4 norm_shared[];
+    MAMBA_DYNAMIC_SHARED(16, float4, norm_shared);
     __shared__ RowSums<2> shared;
     const MambaNorm& p = q.forward;
     const int threads = static_cast<int>(blockDim.x * blockDim.y);

@@ -2,7 +2,7 @@
 // ahead so that memory is busy while it computes.
 #pragma once
 
-#include "common/cuda_async.cuh"
+#include "common/cuda_utils.cuh"
 #include "norm/cuda/common.cuh"
 
 namespace mamba {

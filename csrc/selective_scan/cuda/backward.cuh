@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     selective_scan_backward_kernel(const MambaSelectiveScanBackward q, bool aligned, bool atomic) {
     using Shared = BackwardShared<T, Layout, kSub>;
     static_assert(Layout::kTile == MAMBA_SCAN_CHECKPOINT, "a tile starts at a checkpoint");
-    extern __shared__ float4 raw_shared[];
+    MAMBA_DYNAMIC_SHARED(16, float4, raw_shared);
     Shared& shared = *reinterpret_cast<Shared*>(raw_shared);
     float* waiting_w = reinterpret_cast<float*>(raw_shared) + sizeof(Shared) / sizeof(float);  // (slices, kStates, kThreads)
 

@@ -9,11 +9,11 @@ namespace mamba {
 template <typename T, class Layout, bool kSliced>
 __global__ void __launch_bounds__(Layout::kThreads)
     selective_scan_backward_carry_kernel(const MambaSelectiveScanBackward q, bool aligned) {
-    __shared__ alignas(16) MatrixTile<T, Layout> BC;
-    __shared__ alignas(16) float dt_tile[Layout::kChannels * Layout::kRow];
-    __shared__ alignas(16) float dy_tile[Layout::kChannels * Layout::kRow];
+    __shared__ __align__(16) MatrixTile<T, Layout> BC;
+    __shared__ __align__(16) float dt_tile[Layout::kChannels * Layout::kRow];
+    __shared__ __align__(16) float dy_tile[Layout::kChannels * Layout::kRow];
     __shared__ int resets[Layout::kTile];
-    extern __shared__ float waiting_w[];  // (slices, kStates, kThreads), sliced only
+    MAMBA_DYNAMIC_SHARED(4, float, waiting_w);  // (slices, kStates, kThreads), sliced only
 
     let_next_kernel_start();
     const MambaSelectiveScan& p = q.forward;

@@ -95,12 +95,12 @@ __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, cons
 template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced, bool kCarryOnly>
 __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     selective_scan_forward_kernel(const MambaSelectiveScan p, bool aligned) {
-    __shared__ alignas(16) MatrixTile<T, Layout> BC_tile;
-    __shared__ alignas(16) float dt_tile[Layout::kChannels * Layout::kRow];
-    __shared__ alignas(16) float x_tile[Layout::kChannels * Layout::kRow];  // dt * u
-    __shared__ alignas(16) float y_tile[kCarryOnly ? 4 : Layout::kChannels * Layout::kRow];
+    __shared__ __align__(16) MatrixTile<T, Layout> BC_tile;
+    __shared__ __align__(16) float dt_tile[Layout::kChannels * Layout::kRow];
+    __shared__ __align__(16) float x_tile[Layout::kChannels * Layout::kRow];  // dt * u
+    __shared__ __align__(16) float y_tile[kCarryOnly ? 4 : Layout::kChannels * Layout::kRow];
     __shared__ int resets[Layout::kTile];
-    extern __shared__ float waiting_h[];  // (slices, kStates, kThreads), sliced only
+    MAMBA_DYNAMIC_SHARED(4, float, waiting_h);  // (slices, kStates, kThreads), sliced only
 
     if (kCarryOnly) {
         let_next_kernel_start();

@@ -6,7 +6,7 @@
 // their way. A prepared tile lies in shared memory as in forward.cuh.
 #pragma once
 
-#include "common/cuda_async.cuh"
+#include "common/cuda_utils.cuh"
 #include "selective_scan/cuda/tile.cuh"
 
 namespace mamba {
@@ -328,7 +328,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
 
 template <typename T, class Layout>
 __global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_kernel(const MambaSelectiveScan p) {
-    extern __shared__ __align__(16) unsigned char pipeline_memory[];
+    MAMBA_DYNAMIC_SHARED(16, unsigned char, pipeline_memory);
     auto& shared = *reinterpret_cast<PipelineShared<T, Layout>*>(pipeline_memory);
     const ScanBlock block = scan_block(p, Layout::kChannels, 0);
     const int tiles = static_cast<int>((p.seqlen + Layout::kTile - 1) / Layout::kTile);

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
     using Wide = WarpTile<Layout, kStates>;  // steps x states
     using Inputs = WarpTile<Layout, kRows>;  // steps x headdim
     const MambaSsd& p = q.forward;
-    extern __shared__ __align__(16) unsigned char shared[];
+    MAMBA_DYNAMIC_SHARED(16, unsigned char, shared);
     T* const B_tile = reinterpret_cast<T*>(shared);
     T* const C_tile = B_tile + kSteps * kStride;
     T* const items_tiles = C_tile + kSteps * kStride;

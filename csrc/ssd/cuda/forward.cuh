@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kForwardThreads, forward_blocks<Layout>())
     constexpr int kXStride = kForwardRows + kTilePad;
     constexpr int kStride = kStates + kTilePad;
     using Mix = MixTiles<kSteps>;
-    extern __shared__ __align__(16) unsigned char shared[];
+    MAMBA_DYNAMIC_SHARED(16, unsigned char, shared);
     T* const x_tile = reinterpret_cast<T*>(shared);
     T* const B_tile = x_tile + kSteps * kXStride;
     T* const C_tile = B_tile + kSteps * kStride;

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     constexpr int kBlock = kSteps * 8;
     constexpr int kRows16 = 16 * 8;
     [[maybe_unused]] constexpr int kColumns16 = 2;
-    extern __shared__ __align__(1024) unsigned char warpgroup_shared[];
+    MAMBA_DYNAMIC_SHARED(1024, unsigned char, warpgroup_shared);
     T* const BC_tiles = reinterpret_cast<T*>(warpgroup_shared);  // a chunk's C behind its B
     T* const M_tiles = BC_tiles + 2 * Tiles::kBC;
     T* const x_tiles = M_tiles + 2 * Tiles::kM;
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
             fence_products();
 #pragma unroll
             for (int k = 0; k < kStates / 16; ++k) {  // H C_t
-                begin_product<0>(y, H[k], C + k / 4 * kBlock + k % 4 * kColumns16);
+                begin_product<T, 0>(y, H[k].r[0], C + k / 4 * kBlock + k % 4 * kColumns16);
             }
             commit_products();
         } else {
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
         fence_products();
 #pragma unroll
         for (int k = 0; k < kSteps / 16; ++k) {
-            begin_product<1>(state, weighted[k], B + k * kRows16);
+            begin_product<T, 1>(state, weighted[k].r[0], B + k * kRows16);
         }
         commit_products();
         if constexpr (kResults) {
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
             fence_products();
 #pragma unroll
             for (int k = 0; k < kSteps / 16; ++k) {  // x^T M^T
-                begin_product<0>(y, x[k], M + k * kColumns16);
+                begin_product<T, 0>(y, x[k].r[0], M + k * kColumns16);
             }
             commit_products();
         }

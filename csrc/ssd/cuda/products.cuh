@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kProductsThreads) ssd_products_kernel(const Ma
     constexpr int kStates = Layout::kStates;
     constexpr int kStride = kStates + kTilePad;
     using Tiles = ProductTiles<kSteps>;
-    extern __shared__ __align__(16) unsigned char shared[];
+    MAMBA_DYNAMIC_SHARED(16, unsigned char, shared);
     T* const B_tile = reinterpret_cast<T*>(shared);
     T* const C_tile = B_tile + kSteps * kStride;
 

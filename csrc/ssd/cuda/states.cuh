@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
     constexpr int kColumns = kStates / 2;  // of a warp
     constexpr int kXTile = kSteps * (kForwardRows + kTilePad);
     constexpr int kBTile = kSteps * (kStates + kTilePad);
-    extern __shared__ __align__(16) unsigned char shared[];
+    MAMBA_DYNAMIC_SHARED(16, unsigned char, shared);
     T* const x_tiles = reinterpret_cast<T*>(shared);
     T* const B_tiles = x_tiles + 2 * kXTile;
     ChunkDecays<kSteps>* const decays = reinterpret_cast<ChunkDecays<kSteps>*>(B_tiles + 2 * kBTile);

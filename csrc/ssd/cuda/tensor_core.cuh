@@ -7,8 +7,8 @@
 // In the comments g = lane / 4 and t = lane % 4. An accumulator holds (row g, columns 2t, 2t + 1), (row g + 8, the same).
 #pragma once
 
-#include "common/cuda_async.cuh"
 #include "common/cuda_vector.cuh"
+#include "common/ptx_matrix.cuh"
 
 namespace mamba {
 
@@ -56,20 +56,6 @@ __device__ __forceinline__ void set_pair<float>(Operand<float>& operand, int i, 
 }
 
 // ---- fragments from shared memory ----------------------------------------------------------------------------------
-
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
-
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
 
 // A (m, k) = tile[m][k]; tile points at element (0, 0) of the fragment.
 template <typename T>
@@ -207,16 +193,10 @@ __device__ __forceinline__ void multiply_add_16(float (&c)[4], const uint32_t (&
 template <>
 __device__ __forceinline__ void multiply_add_16<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    multiply_matrices<__half>(c, a, b0, b1);
 #else
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b0));
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[2]), "r"(a[3]), "r"(b1));
+    multiply_matrices_8(c, a[0], a[1], b0);
+    multiply_matrices_8(c, a[2], a[3], b1);
 #endif
 }
 
@@ -224,9 +204,7 @@ template <>
 __device__ __forceinline__ void multiply_add_16<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                                                uint32_t b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    multiply_matrices<__nv_bfloat16>(c, a, b0, b1);
 #else
     const float4 sum = multiply_add_emulated<__nv_bfloat16>(make_float4(c[0], c[1], c[2], c[3]),
                                                             make_uint4(a[0], a[1], a[2], a[3]), make_uint2(b0, b1));

@@ -1,14 +1,81 @@
-// Asynchronous copies from global to shared memory: cp.async (before compute capability 8.0 the thread waits for each of them)
-// and bulk copies.
+// PTX, as functions: nothing else in the library has inline assembly. tests/emulator has the same functions in plain C++, so
+// that the host's compiler builds the kernels. Products of matrices: ptx_matrix.cuh.
 #pragma once
 
-#include "common/cuda_utils.cuh"
+#include <cuda_runtime.h>
+#include <stdint.h>
 
 namespace mamba {
+
+// ---- math -----------------------------------------------------------------------------------------------------------
+
+// 2^x with one special-function instruction; results below 2^-126 are zero.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / x with one special-function instruction; 0 for infinity and for |x| >= 2^126.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ---- memory ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void prefetch_to_L2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
+}
+
+// 16 bytes to global memory. In assembly, because ptxas splits a plain uint4 store whose words become ready one by one.
+__device__ __forceinline__ void store_16_bytes(void* address, const uint32_t* word) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(__cvta_generic_to_global(address)), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                 : "memory");
+}
+
+// Hides how a pointer to global memory was computed: short of registers, the compiler would compute it again each time.
+template <typename T>
+__device__ __forceinline__ T* opaque(T* pointer) {
+    asm volatile("" : "+l"(pointer));
+    // Or accesses turn generic.
+    __builtin_assume(__isGlobal(pointer));  // NOLINT(msvc): nvcc's own, in device code, on Windows too
+    return pointer;
+}
+
+// Declares an array of the block's dynamic shared memory.
+#define MAMBA_DYNAMIC_SHARED(alignment, type, name) \
+    extern __shared__ __align__(alignment)          \
+    type name[]
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.b32 [%0], %1;" : : "r"(address), "r"(value) : "memory");
+}
+
+// ---- a kernel that starts before the one ahead of it in the stream has ended (launch_overlapping) ---------------------
+
+// The next kernel's blocks may take what room there is once every block of this one has come here (or ended).
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
+}
+
+// Waits until the kernel before this one has ended and what it wrote can be read.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
+// ---- asynchronous copies to shared memory (before 8.0 the thread waits for each of them) ----------------------------
 
 // kBytes: 8 or 16; both addresses must be multiples of it. Zeros where `valid` is false (then `from` is not read).
 template <int kBytes>

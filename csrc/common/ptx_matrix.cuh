@@ -1,0 +1,151 @@
+// PTX for products of matrices of 16-bit elements, as functions: see ptx.cuh. In the comments g = lane / 4 and t = lane % 4. A
+// pair is two neighbouring elements of a row, in one register.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "common/ptx.cuh"
+
+namespace mamba {
+
+template <typename T>
+constexpr bool kIsHalf = false;
+template <>
+constexpr bool kIsHalf<__half> = true;
+
+// ---- a warp ---------------------------------------------------------------------------------------------------------
+
+// Four matrices of 8 x 8: lane i points at row i % 8 of matrix i / 8. r[m]: the pair (row g, columns 2t, 2t + 1) of matrix m.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// The same of the transposed matrices.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// c (16 x 8) += a (16 x 16) b (16 x 8). c: (row g, columns 2t, 2t + 1), (row g + 8, the same). a: the pairs (row g, column 2t),
+// (row g + 8, column 2t), (row g, column 2t + 8), (row g + 8, column 2t + 8). b0, b1: rows (2t, 2t + 1) and (2t + 8, 2t + 9) of
+// column g. From 8.0 on.
+template <typename T>
+__device__ __forceinline__ void multiply_matrices(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (kIsHalf<T>) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+            "%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+
+// The same with float16 for eight columns of a and eight rows of b, which 7.5 has.
+__device__ __forceinline__ void multiply_matrices_8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// The opposite of load_matrices_transposed.
+__device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(shared_address(row)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+// ---- a warpgroup ----------------------------------------------------------------------------------------------------
+
+// The compiler must neither compute these registers later nor use them sooner.
+__device__ __forceinline__ void hold_registers(float (&r)[4]) {
+    asm volatile("" : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3]) : : "memory");
+}
+__device__ __forceinline__ void hold_registers(uint32_t (&r)[4]) {
+    asm volatile("" : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]) : : "memory");
+}
+
+// The instruction's text, and its accumulators: operands %0 to %31 or %63.
+#define MAMBA_C_64(c) MAMBA_C_16(c, 0), MAMBA_C_16(c, 2), MAMBA_C_16(c, 4), MAMBA_C_16(c, 6)
+#define MAMBA_C_16(c, i)                                                                                                 \
+    "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3]), "+f"(c[i + 1][0]), "+f"(c[i + 1][1]), "+f"(c[i + 1][2]), \
+        "+f"(c[i + 1][3])
+#define MAMBA_NAMES_64                                                                                                         \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
+    "%26, %27, %28, %29, %30, %31"
+#define MAMBA_NAMES_128                                                                                                     \
+    MAMBA_NAMES_64                                                                                                          \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, " \
+    "%55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MAMBA_WGMMA(columns, type, c_names, rest)                                                                      \
+    "{\n\t.reg .pred p;\n\tsetp.eq.b32 p, 0, 0;\n\twgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type \
+    " {" c_names "}, " rest ";\n\t}"
+
+// Begins c += a B. kRowsOfK: B (k, n) = tile[k][n], else B (k, n) = tile[n][k].
+template <typename T, int kRowsOfK>
+__device__ __forceinline__ void begin_product(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b) {
+    if constexpr (kIsHalf<T>) {
+        asm volatile(MAMBA_WGMMA("64", "f16", MAMBA_NAMES_64, "{%32, %33, %34, %35}, %36, p, 1, 1, %37")
+                     : MAMBA_C_64(c)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    } else {
+        asm volatile(MAMBA_WGMMA("64", "bf16", MAMBA_NAMES_64, "{%32, %33, %34, %35}, %36, p, 1, 1, %37")
+                     : MAMBA_C_64(c)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    }
+}
+template <typename T, int kRowsOfK>
+__device__ __forceinline__ void begin_product(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b) {
+    if constexpr (kIsHalf<T>) {
+        asm volatile(MAMBA_WGMMA("128", "f16", MAMBA_NAMES_128, "{%64, %65, %66, %67}, %68, p, 1, 1, %69")
+                     : MAMBA_C_64(c), MAMBA_C_16(c, 8), MAMBA_C_16(c, 10), MAMBA_C_16(c, 12), MAMBA_C_16(c, 14)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    } else {
+        asm volatile(MAMBA_WGMMA("128", "bf16", MAMBA_NAMES_128, "{%64, %65, %66, %67}, %68, p, 1, 1, %69")
+                     : MAMBA_C_64(c), MAMBA_C_16(c, 8), MAMBA_C_16(c, 10), MAMBA_C_16(c, 12), MAMBA_C_16(c, 14)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    }
+}
+
+#undef MAMBA_WGMMA
+#undef MAMBA_NAMES_128
+#undef MAMBA_NAMES_64
+#undef MAMBA_C_16
+#undef MAMBA_C_64
+
+// Around products: fence_products() before the first that takes registers written since the last one, commit_products() after
+// the last of some; wait_for_products<n>() until all but the n latest commits are done. All four warps must come here.
+__device__ __forceinline__ void fence_products() {
+    asm volatile("wgmma.fence.sync.aligned;" : : : "memory");
+}
+__device__ __forceinline__ void commit_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kPending) : "memory");
+}
+
+// What this thread has put into tiles is visible to the tensor cores after the block's next barrier.
+__device__ __forceinline__ void show_to_warpgroup() {
+    asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+}
+
+#endif
+
+}  // namespace mamba
