@@ -31,7 +31,7 @@ try:
     import filelock
     import jinja2
     from packaging.version import Version
-    from wheel_check import verify
+    from wheel_check import verify_to_publish
     from wheel_check.wheel import Unreadable, read_wheel
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
@@ -182,20 +182,14 @@ def check_published(site: Path, record: dict[str, dict]) -> Iterator[str]:
             yield f"{path}: was published with sha256 {entry['sha256']} and now has {sha256(path)}: {cure}"
 
 
-def check_new(path: Path) -> Iterator[str]:
-    """A wheel that is to be published is verified, and has a label that can be a folder."""
-    problems = verify(path)
-    yield from (f"{path}: {problem}" for problem in problems)
-    if problems:
-        return
-    label = read_wheel(path).version.local
-    if label is None:
-        yield (
-            f"{path}: has no local label (such as +cu130), as wheels built from an sdist do: nobody could tell what it "
-            "needs. Build it in a checkout: python setup.py bdist_wheel"
-        )
-    elif label in (FILES, EVERYTHING):
-        yield f"{path}: its label {label!r} is a folder of every index: build it with another MAMBA_LOCAL_VERSION"
+def check_new(path: Path) -> list[str]:
+    """A wheel that is to be published is verified, and has a label that can be a folder. Prints what could not be."""
+    problems, notes = verify_to_publish(path)
+    for note in notes:
+        print(f"note       {path.name}: {note}")
+    if not problems and (label := read_wheel(path).version.local) in (FILES, EVERYTHING):
+        problems = [f"its label {label!r} is a folder of every index: build it with another MAMBA_LOCAL_VERSION"]
+    return [f"{path}: {problem}" for problem in problems]
 
 
 def collect(wheels: Path, site: Path, record: dict[str, dict]) -> list[Path]:

@@ -40,7 +40,7 @@ try:
     from twine.repository import Repository
     from twine.settings import Settings
     from urllib3.util import Retry
-    from wheel_check import verify
+    from wheel_check import verify_to_publish
     from wheel_check.wheel import find_wheels
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
@@ -256,13 +256,15 @@ def send(wheel: Path, settings: Settings, index: Index) -> None:
 
 
 def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
-    """Does everything; yields a line for each file. Raises NotPublished."""
+    """Does everything; yields a line for each file, before that its notes. Raises NotPublished."""
     problems = []
     for wheel in wheels:
         if wheel.name.endswith((".tar.gz", ".zip")):
             problems.append(f"{wheel}: an sdist does not belong on the index: pip would build it where no wheel fits")
         else:
-            problems += [f"{wheel}: {problem}" for problem in verify(wheel)]
+            found, notes = verify_to_publish(wheel)
+            problems += [f"{wheel}: {problem}" for problem in found]
+            yield from (f"note: {wheel.name}: {note}" for note in notes)
     if problems:
         raise NotPublished("\n".join(problems))
     try:

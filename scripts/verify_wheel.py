@@ -1,6 +1,7 @@
 """Says whether wheels are fit to publish: python scripts/verify_wheel.py dist/*.whl
 
-One line a wheel, one a problem; exit status 1 if any wheel has a problem. What is looked at: scripts/wheel_check.
+A line for each wheel, each problem, and each note, of what could not be checked; exit status 1 if any wheel has a
+problem. What is looked at: scripts/wheel_check.
 Verifies Linux and Windows wheels on either system, and needs the extra: pip install ".[publish]"
 """
 
@@ -10,14 +11,12 @@ import argparse
 import sys
 
 try:
-    from wheel_check import verify
+    from wheel_check import verify_to_publish
     from wheel_check.wheel import find_wheels
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
         raise
     sys.exit(f'verify_wheel.py needs {error.name}, which is not installed here; do: pip install ".[publish]"')
-
-__all__ = ["main", "verify"]
 
 
 def main(words: list[str] | None = None) -> int:
@@ -25,10 +24,10 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("wheels", nargs="+", metavar="WHEEL", help="such as dist/*.whl")
     status = 0
     for path in find_wheels(parser.parse_args(words).wheels):
-        problems = verify(path)
+        problems, notes = verify_to_publish(path)
         print(f"{path}: {'refused' if problems else 'fit to publish'}")
-        for problem in problems:
-            print(f"  {problem}")
+        for line in [*problems, *(f"note: {note}" for note in notes)]:
+            print(f"  {line}")
         status = 1 if problems else status
     return status
 

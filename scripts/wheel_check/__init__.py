@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import archive, contents, leaks, libraries, metadata
-from .wheel import Unreadable, read_wheel
+from . import archive, contents, leaks, libraries, metadata, source
+from .wheel import Unreadable, Wheel, read_wheel
 
 CHECKS = (
+    archive.check_layout,
     archive.check_members,
     archive.check_record,
     metadata.check_names,
@@ -26,14 +27,29 @@ CHECKS = (
 
 
 def verify(path: str | Path) -> list[str]:
-    """The problems of the wheel at `path`, each a line that names the file within and the reason; [] if it is fit.
+    """The problems of the wheel at `path`, each a line that names the file within and the reason; [] if it is sound.
 
     Never raises for what the file holds: a wheel that cannot be read is a wheel with a problem.
     """
     try:
-        wheel = read_wheel(Path(path))
+        return problems_of(read_wheel(Path(path)))
     except Unreadable as error:
         return [str(error)]
+
+
+def verify_to_publish(path: str | Path) -> tuple[list[str], list[str]]:
+    """(problems, notes): `verify`, then whether the wheel is its commit's. A note tells what could not be checked."""
+    try:
+        wheel = read_wheel(Path(path))
+    except Unreadable as error:
+        return [str(error)], []
+    problems, notes = problems_of(wheel), []
+    if not problems:
+        problems, notes = source.check_source(wheel)
+    return problems, notes
+
+
+def problems_of(wheel: Wheel) -> list[str]:
     problems = []
     for check in CHECKS:
         try:

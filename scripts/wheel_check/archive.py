@@ -1,4 +1,4 @@
-"""The zip archive and its RECORD: names, modes, sizes and hashes."""
+"""The zip archive and its RECORD: layout, names, modes, sizes and hashes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,35 @@ import base64
 import csv
 import hashlib
 import stat
+import struct
 from collections import Counter
 from pathlib import PurePosixPath
 
 from .wheel import Wheel
+
+# The last record of an archive: its mark, four counts, size and place of the directory, length of a comment.
+END, END_MARK = struct.Struct("<4s4H2LH"), b"PK\5\6"
+
+
+def check_layout(wheel: Wheel) -> list[str]:
+    """The archive is its files, end to end, then their directory. Installers disagree on what anything else means."""
+    at, whole = 0, wheel.path.stat().st_size
+    with open(wheel.path, "rb") as archive:
+        for entry in sorted(wheel.entries, key=lambda entry: entry.header_offset):
+            if entry.header_offset != at:
+                return [f"byte {at}: {entry.filename} should begin here, and begins at byte {entry.header_offset}"]
+            header = entry.FileHeader()
+            archive.seek(at)
+            if archive.read(len(header)) != header:
+                return [f"{entry.filename}: the archive says other things before the file than in its directory"]
+            at += len(header) + entry.compress_size
+        archive.seek(whole - END.size)
+        mark, *_, size, place, comment = END.unpack(archive.read())
+    if mark != END_MARK or comment:
+        return ["bytes follow the archive's end, or a comment in it"]
+    if (place, place + size + END.size) != (at, whole):
+        return [f"byte {at}: the directory should begin here and fill the file, and has {size} bytes from byte {place}"]
+    return []
 
 
 def check_members(wheel: Wheel) -> list[str]:

@@ -47,8 +47,12 @@ def check_build_info(wheel: Wheel) -> list[str]:
     """Version, label, CUDA and ABI of build_info.json are those of the file name and of the Python code."""
     info, problems = wheel.build_info, []
     package, label = str(info.get("package_version")), str(info.get("local_label"))
-    # A wheel that was built from an sdist has the sdist's version, which bears no label.
-    if str(wheel.version) not in (package, str(Version(f"{package}+{label}"))):
+    if wheel.version.local is None:
+        problems.append(
+            "has no local label (such as +cu130), as wheels built from an sdist do: nobody could tell what it needs. "
+            "Build it in a checkout: python setup.py bdist_wheel"
+        )
+    elif str(wheel.version) != str(Version(f"{package}+{label}")):
         problems.append(f"{BUILD_INFO}: says {package}+{label}, the file name {wheel.version}")
     cuda, nvcc = info.get("cuda"), str(info.get("nvcc_version"))
     named = re.match(r"cu(\d+)(?![a-z0-9])", label)

@@ -76,13 +76,16 @@ def test_unknown_repository_and_url_without_a_scheme(publish, wheel, no_network)
 def test_unfit_wheels_and_sdists_stop_everything_before_the_network(publish, wheel, no_network, tmp_path):
     good = wheels.repack(wheel, tmp_path, label="cpu.good")
     bad = wheels.repack(wheel, tmp_path, label="cpu.bad", __init__="import triton\n")
-    sdist = tmp_path / "mamba_ssm-2.4.0.tar.gz"
-    status, printed = publish(good, bad, sdist, tmp_path / "none.whl", "--repository-url", "https://pypi.example.com")
+    dirty = wheels.repack(wheel, tmp_path, label="cpu.dirty", build_info={"source_dirty": True})
+    sdist, missing = tmp_path / "mamba_ssm-2.4.0.tar.gz", tmp_path / "none.whl"
+    status, printed = publish(good, bad, dirty, sdist, missing, "--repository-url", "https://pypi.example.com")
     assert status == 1
+    assert f"{dirty}: " in printed and "commit the changes, then build" in printed
     assert f"{bad}: " in printed and "triton" in printed
     assert f"{sdist}: an sdist does not belong on the index" in printed
-    assert f"{tmp_path / 'none.whl'}: " in printed
+    assert f"{missing}: cannot be read: there is no such file" in printed
     assert str(good) not in printed
+    assert f"note: {good.name}: its Python files could not be compared with their source" in printed
 
 
 def test_pattern_is_expanded_where_the_shell_does_not(publish, wheel, tmp_path, monkeypatch):

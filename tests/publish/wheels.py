@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 from wheel_build import sbom
-from wheel_build.build_info import abi_version, recorded, source_of
+from wheel_build.build_info import abi_version, recorded
 from wheel_build.version import base_version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ def assemble(folder):
     command = [sys.executable, "setup.py", "-q", "dist_info", "--output-dir", str(folder)]
     subprocess.run(command, cwd=ROOT, env={**environ, "MAMBA_SSM_CUDA": "off"}, check=True)
     (metadata,) = folder.glob("*.dist-info/METADATA")
-    version, source = base_version(ROOT), source_of(ROOT)
+    version = base_version(ROOT)
     info = {
         "package_version": version,
         "local_label": "cpu",
@@ -40,8 +40,8 @@ def assemble(folder):
         "debug": False,
         "abi_version": abi_version(ROOT),
         "libraries": {Path(LIBRARY).name: recorded((SOURCE / LIBRARY).read_bytes())},
-        "source_commit": source.commit,
-        "source_dirty": source.changed,
+        "source_commit": None,  # the tree as it is, and with other texts
+        "source_dirty": False,
     }
     contents = {path.relative_to(SOURCE).as_posix(): path.read_bytes() for path in SOURCE.rglob("*.py")}
     dist_info = f"mamba_ssm-{version}+cpu.dist-info"

@@ -9,8 +9,7 @@ from wheel_forge import CPU, CUDA, CUDA_DLL, fat_binary, forge, link, zig  # fir
 
 # isort: split
 import pefile
-from verify_wheel import verify
-from wheel_check import fatbin
+from wheel_check import fatbin, verify
 from wheel_check.libraries import read_elf
 
 pytestmark = pytest.mark.slow

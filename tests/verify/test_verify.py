@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
@@ -13,7 +14,9 @@ import pytest
 from wheel_forge import BUILD_INFO, CPU, ROOT, forge  # first: it skips where the verifier's packages are missing
 
 # isort: split
-from verify_wheel import main, verify
+from verify_wheel import main
+from wheel_check import verify
+from wheel_check.source import UNCOMPARED
 
 pytestmark = pytest.mark.slow
 FOREIGN = "mamba_ssm/lib/libother.so"
@@ -209,14 +212,44 @@ def test_any_changed_byte_is_noticed_and_none_breaks_the_verifier(real_wheel, tm
                 assert {name: archive.read(name) for name in archive.namelist()} == contents
 
 
+def test_bytes_beside_the_files_of_the_archive(real_wheel, tmp_path):
+    """zipfile passes over them, uv refuses them, and a reader of streams may take them for files."""
+    data, changed = real_wheel.read_bytes(), tmp_path / real_wheel.name
+    with zipfile.ZipFile(real_wheel) as archive:
+        first, directory = archive.infolist()[0].filename, archive.start_dir
+    for other, reason in (
+        (b"#!/bin/sh\n" + data, "should begin here, and begins at byte 10"),
+        (data + b"\n", "bytes follow the archive's end"),
+        (data + data, f"byte 0: {first} should begin here, and begins at byte {len(data)}"),
+        (data[:-2] + b"\5\0hello", "bytes follow the archive's end, or a comment in it"),
+        (data[:18] + b"\0" + data[19:], "the archive says other things before the file than in its directory"),
+        (
+            data[:directory] + b"between" + data[directory:-6] + struct.pack("<LH", directory + 7, 0),
+            "the directory should",
+        ),
+    ):
+        changed.write_bytes(other)
+        problems = verify(changed)
+        assert any(reason in problem for problem in problems), (reason, problems)
+
+
+def test_wheel_without_a_label_is_refused(real_wheel, tmp_path):
+    """As built from an sdist; the CPU's and CUDA's would bear the same name."""
+    unlabelled = {"METADATA": replace(b"+cpu\n", b"\n")}
+    (problem,) = verify(forge(real_wheel, tmp_path, unlabelled, name=real_wheel.name.replace("+cpu", "")))
+    assert problem.startswith("has no local label (such as +cu130)")
+
+
 def test_program_prints_a_line_a_problem_and_exits_1(real_wheel, tmp_path, capsys):
     bad = forge(real_wheel, tmp_path, files={VERSION_PY: None}, careful=False)
     assert main([str(real_wheel)]) == 0
-    assert capsys.readouterr().out == f"{real_wheel}: fit to publish\n"
+    first, note = capsys.readouterr().out.splitlines()
+    assert first == f"{real_wheel}: fit to publish"
+    assert note == f"  note: {UNCOMPARED}: it was built outside of a git checkout and names no commit"
     assert main([str(real_wheel), str(bad)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == f"{bad}: refused"
-    assert all(line.startswith("  ") for line in lines[2:])
+    assert lines[2] == f"{bad}: refused"
+    assert all(line.startswith("  ") for line in lines[3:])
 
 
 def test_program_names_the_extra_that_is_missing(tmp_path):

@@ -1,0 +1,114 @@
+"""The wheel's files are those of the commit that it names, whatever its RECORD says."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+from wheel_forge import BUILD_INFO, ROOT, forge  # first: it skips where the verifier's packages are missing
+
+# isort: split
+from wheel_check import verify, verify_to_publish
+from wheel_check.source import UNCOMPARED
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("git") is None, reason="no git here")]
+INIT, NEW, LICENSE = "mamba_ssm/__init__.py", "mamba_ssm/new.py", "licenses/LICENSE"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A repository with this source tree in its one commit."""
+    folder = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("lib", "__pycache__", "*.egg-info"))
+    shutil.copy(ROOT / "LICENSE", folder)
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "one")
+    return folder
+
+
+def git(folder, *words):
+    command = [
+        "git",
+        "-C",
+        str(folder),
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@b",
+        "-c",
+        "core.autocrlf=false",
+        *words,
+    ]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def forged(real_wheel, checkout, tmp_path, monkeypatch):
+    """forged(files, **facts) -> verify_to_publish of the wheel with these files, RECORD made anew, and facts of it."""
+    monkeypatch.setattr("wheel_check.source.ROOT", checkout)
+    facts = {"source_commit": git(checkout, "rev-parse", "HEAD"), "source_dirty": False}
+
+    def call(files=None, **other):
+        told = {BUILD_INFO: lambda old: json.dumps({**json.loads(old), **facts, **other}).encode()}
+        made = forge(real_wheel, tmp_path, {**told, **(files or {})})
+        assert verify(made) == [], "the wheel itself tells nothing of it"
+        return verify_to_publish(made)
+
+    return call
+
+
+def test_wheel_of_its_commit_is_fit(forged):
+    assert forged() == ([], [])
+
+
+def test_wheel_of_a_checkout_on_windows_is_fit(forged):
+    assert forged({INIT: lambda old: old.replace(b"\n", b"\r\n")}) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({INIT: lambda old: old + b"import os\n"}, f"{INIT}: not as in commit"),
+        ({NEW: b"import os\n"}, f"{NEW}: not in commit"),
+        ({"mamba_ssm/ops/streaming.py": None}, "mamba_ssm/ops/streaming.py: missing here, but in commit"),
+    ],
+)
+def test_edited_wheel_is_refused(forged, files, reason):
+    (problem,), notes = forged(files)
+    assert problem.startswith(reason) and problem.endswith(", which the wheel says it was built from")
+    assert notes == []
+
+
+def test_other_license_is_refused(forged, real_wheel):
+    version = real_wheel.name.split("-")[1]
+    (problem,), _ = forged({f"mamba_ssm-{version}.dist-info/{LICENSE}": b"All rights reserved\n"})
+    assert f"{LICENSE}: not as in commit" in problem
+
+
+def test_many_files_are_one_line(forged):
+    (problem,), _ = forged({f"mamba_ssm/new{number}.py": b"" for number in range(7)})
+    assert problem.startswith("mamba_ssm/new0.py, mamba_ssm/new1.py") and " and 2 more: not in commit" in problem
+
+
+def test_changed_tree_is_refused(forged):
+    (problem,), _ = forged(source_dirty=True)
+    assert "commit the changes, then build" in problem
+
+
+def test_commit_that_is_none_is_refused(forged):
+    assert forged(source_commit="--help")[0] == [f"{BUILD_INFO}: source_commit is '--help', which is no commit"]
+
+
+def test_nothing_to_compare_with_is_a_note(forged, monkeypatch, tmp_path):
+    problems, (note,) = forged(source_commit=None)
+    assert problems == [] and note.startswith(UNCOMPARED)
+    problems, (note,) = forged(source_commit="a" * 40)
+    assert (
+        problems == []
+        and note == f"{UNCOMPARED}: commit {'a' * 40} is not in this checkout; fetch it, or verify where it is"
+    )
+    monkeypatch.setattr("wheel_check.source.ROOT", tmp_path)  # an unpacked sdist
+    assert "is not in this checkout" in forged()[1][0]
+    monkeypatch.setenv("PATH", "")
+    assert "is not in this checkout" in forged()[1][0]
