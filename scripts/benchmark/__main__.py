@@ -7,13 +7,14 @@ code 1. Figures of other software are quoted with their source, never measured h
 import argparse
 import importlib.util
 import json
-import math
 import sys
 import time
 import traceback
 
 import cases
+import progress
 import torch
+from table import cell, table
 from timing import machine
 
 SECTIONS = {
@@ -49,27 +50,6 @@ def _section(name):
     return getattr(gpu, name)
 
 
-def _cell(value):
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
-    return str(value)
-
-
-def print_table(title, rows):
-    """Rows are dicts of the same keys."""
-    columns = list(rows[0])
-    cells = [[_cell(row[column]) for column in columns] for row in rows]
-    widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
-    print(f"\n{title}")
-    for line in [columns, *cells]:
-        padded = [line[0].ljust(widths[0])] + [
-            cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)
-        ]
-        print("  ".join(padded), flush=True)
-
-
 def parse(arguments):
     parser = argparse.ArgumentParser(prog="python scripts/benchmark", description=__doc__)
     parser.add_argument("--device", choices=tuple(SECTIONS), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -94,22 +74,25 @@ def parse(arguments):
 def main(arguments=None):
     options = parse(arguments)
     facts = machine(options.device)
-    print(", ".join(f"{key} {_cell(value)}" for key, value in facts.items()))
+    print(", ".join(f"{key} {cell(value)}" for key, value in facts.items()))
     if options.device == "cuda":
         print(f"upstream's figures: {cases.UPSTREAM_SOURCE}")
     results, failed = {"machine": facts, "upstream": cases.UPSTREAM_SOURCE, "sections": {}}, False
     for name in options.sections:
         start = time.perf_counter()
+        progress.section(name)
         try:
             rows = _section(name)(facts)
         except Exception:  # the other sections' figures are still wanted
             failed = True
             results["sections"][name] = {"error": traceback.format_exc()}
+            progress.clear()
             print(f"\n{name}: FAILED\n{results['sections'][name]['error']}", flush=True)
             continue
         seconds = time.perf_counter() - start
         results["sections"][name] = {"rows": rows, "seconds": seconds}
-        print_table(f"{name} ({seconds:.0f} s)", rows)
+        progress.clear()
+        print(f"\n{table(f'{name} ({seconds:.0f} s)', rows)}", flush=True)
         if options.device == "cuda":
             torch.cuda.empty_cache()
     if options.json:

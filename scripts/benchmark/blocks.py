@@ -1,12 +1,12 @@
 """The blocks' sections: whole Mamba and Mamba-2 layers, the host's time included, and their memory."""
 
 import copy
-import os
 
 import cases
+import progress
 import torch
 import torch.nn.functional as F
-from timing import cpu_seconds, gpu_milliseconds, tensor_bytes
+from timing import cpu_seconds, gpu_milliseconds, load, tensor_bytes
 
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba
@@ -100,6 +100,7 @@ def _kept_upstream2(case, layer):
 def _measure(blocks, module, reference, kept_upstream):
     rows = []
     for case in blocks:
+        progress.show(case.name)
         torch.manual_seed(0)
         layer = module(case.d_model, device="cuda", dtype=torch.bfloat16)
         x = torch.randn(case.batch, case.seqlen, case.d_model, device="cuda", dtype=torch.bfloat16)
@@ -174,16 +175,19 @@ def _plain(layer, x):
 
 def _mamba2_on_cpu():
     """Ratios of one run to plain torch, in float32."""
+    from cpu import compared
+
     case = cases.MAMBA2_CPU_BLOCK
     torch.manual_seed(0)
     torch.set_num_threads(cases.CPU_THREADS)
     layer = Mamba2(case.d_model)
     x = torch.randn(case.batch, case.seqlen, case.d_model, requires_grad=True)
+    progress.show("comparing with float64")
     _validate(case, layer, x, _reference2)
     wanted = [x, *layer.parameters()]
     dout = torch.randn_like(x)
 
-    def seconds(function, repeats):
+    def seconds(name, function, repeats):
         """Forward without gradients, and forward and backward."""
 
         def forward():
@@ -193,22 +197,17 @@ def _mamba2_on_cpu():
         def both():
             torch.autograd.grad(function(x), wanted, dout)
 
-        return cpu_seconds(forward, repeats), cpu_seconds(both, repeats)
+        return (
+            cpu_seconds(f"{name}, forward", forward, repeats),
+            cpu_seconds(f"{name}, forward and backward", both, repeats),
+        )
 
     # On a busy machine threads wait for each other: for either, the faster number of threads counts.
-    runs = {"": [], "plain torch ": []}
+    ours, plain = [], []
     for threads in (cases.CPU_THREADS, 1):
         torch.set_num_threads(threads)
-        runs[""].append(seconds(layer, REPEATS))
-        runs["plain torch "].append(seconds(lambda x: _plain(layer, x), PLAIN_REPEATS))
-    times = {name: tuple(min(both) for both in zip(*pairs, strict=True)) for name, pairs in runs.items()}
-    return [
-        {
-            "case": f"Mamba2 {case.name} float32, at most {cases.CPU_THREADS} threads",
-            "fwd x plain torch": times["plain torch "][0] / times[""][0],
-            "fwd+bwd x plain torch": times["plain torch "][1] / times[""][1],
-            "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # above the threads: do not trust it
-            **{f"{name}fwd ms": forward * 1e3 for name, (forward, _) in times.items()},
-            **{f"{name}fwd+bwd ms": both * 1e3 for name, (_, both) in times.items()},
-        }
-    ]
+        ours.append(seconds(f"Mamba2 (threads: {threads})", layer, REPEATS))
+        plain.append(seconds(f"plain torch (threads: {threads})", lambda x: _plain(layer, x), PLAIN_REPEATS))
+    times = dict(zip(("fwd", "fwd+bwd"), map(min, zip(*ours, strict=True)), strict=True))
+    times.update(zip(("plain fwd", "plain fwd+bwd"), map(min, zip(*plain, strict=True)), strict=True))
+    return [{"case": f"{case.name} float32", "threads": cases.CPU_THREADS, **compared(times), "load": load()}]

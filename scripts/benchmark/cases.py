@@ -129,8 +129,6 @@ SMALL_BOTH_GOAL_US = 120.0
 
 CPU_SCAN = Scan(1, 2048, 1536, 16, torch.float32, float("nan"), float("nan"), 1.0)
 CPU_THREADS = 2
-CPU_FORWARD_GOAL = 25.0
-CPU_BOTH_GOAL = 15.0
 
 
 def ssd_inputs(case, device, seed=0):

@@ -11,8 +11,9 @@ import subprocess
 import sys
 
 import cases
+import progress
 import torch
-from timing import cpu_seconds
+from timing import cpu_seconds, load
 from validate import check, scan_and_gradients
 
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, selective_scan_ref
@@ -37,6 +38,7 @@ def _validate(case):
 def measure():
     """Validate and time in this process: {forward and forward+backward, ours and the reference's}."""
     torch.set_num_threads(cases.CPU_THREADS)
+    progress.show("comparing with float64")
     _validate(dataclasses.replace(cases.CPU_SCAN, dim=VALIDATED_CHANNELS))
     inputs = cases.scan_inputs(cases.CPU_SCAN, "cpu")
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
@@ -51,51 +53,70 @@ def measure():
         torch.autograd.grad(function(**leaves, delta_softplus=True), wanted, dout)
 
     times = {
-        "fwd": cpu_seconds(lambda: forward(selective_scan_fn), OUR_REPEATS),
-        "fwd+bwd": cpu_seconds(lambda: both(selective_scan_fn), OUR_REPEATS),
+        "fwd": cpu_seconds("forward", lambda: forward(selective_scan_fn), OUR_REPEATS),
+        "fwd+bwd": cpu_seconds("forward and backward", lambda: both(selective_scan_fn), OUR_REPEATS),
     }
     # The reference starts its threads at each of thousands of small steps. On a busy machine two then wait for each
     # other and are many times slower than one, which would flatter us: the faster number of threads is what counts.
     references = []
     for threads in (cases.CPU_THREADS, 1):
         torch.set_num_threads(threads)
+        what = f"plain torch (threads: {threads}), forward"
         references.append(
             (
-                cpu_seconds(lambda: forward(selective_scan_ref), REFERENCE_REPEATS),
-                cpu_seconds(lambda: both(selective_scan_ref), REFERENCE_REPEATS, warm_up=False),
+                cpu_seconds(what, lambda: forward(selective_scan_ref), REFERENCE_REPEATS),
+                cpu_seconds(f"{what} and backward", lambda: both(selective_scan_ref), REFERENCE_REPEATS, warm_up=False),
             )
         )
-    times["reference fwd"] = min(fwd for fwd, _ in references)
-    times["reference fwd+bwd"] = min(both for _, both in references)
+    times["plain fwd"] = min(fwd for fwd, _ in references)
+    times["plain fwd+bwd"] = min(both for _, both in references)
     return times
 
 
-def in_own_process(isa, script, *arguments):
-    """What a script of this folder prints as JSON, run with this instruction set (None: the best one)."""
+def in_own_process(name, isa, script, *arguments):
+    """What a script of this folder prints as JSON, run with this instruction set (None: the best one).
+
+    What it says on stderr is its progress, here shown with `name`, and its error should it fail.
+    """
     environment = dict(os.environ)
     environment.pop(ISA_SWITCH, None)
     if isa is not None:
         environment[ISA_SWITCH] = isa
     command = [sys.executable, os.path.abspath(script), *arguments]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if run.returncode != 0:
-        raise RuntimeError(f"the CPU benchmark with {ISA_SWITCH}={isa} failed:\n{run.stderr}")
-    return json.loads(run.stdout)
+    said = []
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stderr:
+            said.append(line)
+            progress.show(f"{name}: {line.strip()}")
+        printed = process.stdout.read()
+    if process.returncode != 0:
+        raise RuntimeError(f"{name} with {ISA_SWITCH}={isa or 'unset'} failed:\n{''.join(said).rstrip()}")
+    return json.loads(printed)
+
+
+def compared(times):
+    """A table's columns of the times of ours and of plain torch, seconds by name."""
+    return {
+        "fwd x": times["plain fwd"] / times["fwd"],
+        "fwd+bwd x": times["plain fwd+bwd"] / times["fwd+bwd"],
+        **{f"{name} ms": times[name] * 1e3 for name in ("fwd", "fwd+bwd", "plain fwd", "plain fwd+bwd")},
+    }
 
 
 def cpu(machine):
     rows = []
-    for isa, label in ((None, "best instruction set"), ("avx2", "avx2")):
-        times = in_own_process(isa, __file__)
+    for isa in (None, "avx2"):
+        kernels = isa or "best"
+        times = in_own_process(f"{cases.CPU_SCAN.name}, {kernels} kernels", isa, __file__)
         rows.append(
             {
-                "case": f"scan {cases.CPU_SCAN.name}, {cases.CPU_THREADS} threads, {label}",
-                "fwd x reference": times["reference fwd"] / times["fwd"],
-                "fwd goal x": cases.CPU_FORWARD_GOAL,
-                "fwd+bwd x reference": times["reference fwd+bwd"] / times["fwd+bwd"],
-                "fwd+bwd goal x": cases.CPU_BOTH_GOAL,
-                "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # above the threads: do not trust it
-                **{f"{name} ms": seconds * 1e3 for name, seconds in times.items()},
+                "case": cases.CPU_SCAN.name,
+                "kernels": kernels,
+                "threads": cases.CPU_THREADS,
+                **compared(times),
+                "load": load(),
             }
         )
     return rows

@@ -1,6 +1,7 @@
 """The GPU's sections: scan, conv, decode, small. Each validates, then times, and returns rows of figures."""
 
 import cases
+import progress
 import torch
 from timing import gpu_milliseconds, graph_microseconds, input_sets, tensor_bytes, wall_microseconds
 from validate import check, scan_and_gradients
@@ -41,6 +42,7 @@ def _validate_scan(case, inputs):
 def scan(machine):
     rows = []
     for case in cases.SCANS:
+        progress.show(case.name)
         first = cases.scan_inputs(case, "cuda")
         _validate_scan(case, first)
         big = [first[name] for name in ("u", "delta", "z", "B", "C")]
@@ -85,6 +87,7 @@ def scan(machine):
 def conv(machine):
     rows = []
     for batch, seqlen, dim, channel_last, upstream in cases.CONVS:
+        progress.show(f"B{batch} L{seqlen} D{dim}")
         shape = (batch, seqlen, dim) if channel_last else (batch, dim, seqlen)
         x = torch.randn(shape, device="cuda").to(torch.bfloat16)
         x = x.transpose(1, 2) if channel_last else x
@@ -152,6 +155,7 @@ def _decode_inputs(batch, dim, dstate, seed):
 def decode(machine):
     rows = []
     for batch, dim, dstate, upstream in cases.DECODES:
+        progress.show(f"B{batch} D{dim} N{dstate}")
         inputs = _decode_inputs(batch, dim, dstate, 0)
         state, rest = inputs[0].clone(), inputs[1:]
         wide_state, wide_rest = inputs[0].double(), [tensor.double() for tensor in rest]

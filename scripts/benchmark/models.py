@@ -1,12 +1,13 @@
 """The models' sections: tokens a second of a language model, and transformers' models with and without this package."""
 
-import os
 import statistics
 import time
 
 import cases
+import progress
 import torch
 import transformers_models
+from timing import load
 from validate import check
 
 from mamba_ssm.models.config_mamba import MambaConfig
@@ -28,7 +29,7 @@ def _validate(model, tokens):
     check("scores of steps", torch.stack(output.scores, dim=1), expected, torch.bfloat16)
 
 
-def _seconds_a_token(model, prompt, new, cg):
+def _seconds_a_token(name, model, prompt, new, cg):
     """Median of the time that `new` more tokens take."""
     synchronize = torch.cuda.synchronize if prompt.is_cuda else (lambda: None)
 
@@ -41,7 +42,11 @@ def _seconds_a_token(model, prompt, new, cg):
 
     short, long = prompt.shape[1] + 1, prompt.shape[1] + 1 + new
     seconds(long)  # the graph of the longest comes first, and serves both
-    return statistics.median(seconds(long) - seconds(short) for _ in range(cases.LM_REPEATS)) / new
+    times = []
+    for turn in range(cases.LM_REPEATS):
+        progress.show(f"{name}, {new} tokens", f"({turn + 1} of {cases.LM_REPEATS})")
+        times.append(seconds(long) - seconds(short))
+    return statistics.median(times) / new
 
 
 def lm(machine):
@@ -49,6 +54,7 @@ def lm(machine):
     device = machine["device"]
     rows = []
     for case in cases.LMS[device]:
+        progress.show(case.name, "(making and checking it)")
         torch.manual_seed(0)
         if device == "cpu":
             torch.set_num_threads(cases.CPU_THREADS)
@@ -56,7 +62,7 @@ def lm(machine):
         model = MambaLMHeadModel(config, device=device, dtype=case.dtype)
         tokens = torch.randint(0, config.vocab_size, (case.batch, cases.LM_PROMPT), device=device)
         _validate(model, tokens[:, : cases.LM_VALIDATED])
-        plain = _seconds_a_token(model, tokens, case.new, cg=False)
+        plain = _seconds_a_token(case.name, model, tokens, case.new, cg=False)
         row = {
             "case": case.name,
             "parameters M": sum(parameter.numel() for parameter in model.parameters()) * 1e-6,
@@ -66,11 +72,9 @@ def lm(machine):
             expected = model.generate(tokens, cases.LM_PROMPT + 32)
             if not torch.equal(model.generate(tokens, cases.LM_PROMPT + 32, cg=True), expected):
                 raise AssertionError(f"{case.name}: a CUDA graph gives other tokens")
-            row["tokens/s, CUDA graph"] = case.batch / _seconds_a_token(model, tokens, case.new, cg=True)
+            row["tokens/s, CUDA graph"] = case.batch / _seconds_a_token(case.name, model, tokens, case.new, cg=True)
         else:
-            row["load"] = (
-                os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-            )  # above the threads: do not trust it
+            row["load"] = load()
         rows.append(row)
         del model
     return rows
@@ -96,18 +100,19 @@ def transformers(machine):
         check("logits", ours, theirs, torch.bfloat16)  # theirs is float32 too: only gross errors show
         row = {"case": f"{kind} B{cases.TRANSFORMERS_BATCH} L{cases.TRANSFORMERS_SEQLEN}"}
         for name, run in (("forward", _forward), ("train", _train), ("generate", _generate)):
-            mine, others = _medians(run, pair, tokens)
+            mine, others = _medians(f"{kind}, {name}", run, pair, tokens)
             row[f"{name} x"] = others / mine
             row[f"{name} ms"] = mine * 1e3
         rows.append(row)
     return rows
 
 
-def _medians(run, pair, tokens):
+def _medians(name, run, pair, tokens):
     """Median seconds of each of the two models, which take turns."""
     clock = time.perf_counter if tokens.is_cuda else time.process_time
     times = [[], []]
     for turn in range(cases.TRANSFORMERS_REPEATS + 1):
+        progress.show(name, f"({turn} of {cases.TRANSFORMERS_REPEATS})" if turn else "(warm-up)")
         for model, seconds in zip(pair, times, strict=True):
             start = clock()
             run(model, tokens)

@@ -3,6 +3,7 @@
 from functools import partial
 
 import cases
+import progress
 import torch
 from timing import gpu_milliseconds, input_sets, tensor_bytes, wall_microseconds
 from validate import check
@@ -72,6 +73,7 @@ def norm(machine):
     rows = []
     for name, function, reference, dtype, forward_bytes, backward_bytes in KINDS:
         for count, width in cases.NORMS:
+            progress.show(f"{name} {count} x {width}")
             make = partial(_inputs, count, width, dtype)
             first = make(0)
             _validate(name, function, reference, first)

@@ -6,8 +6,9 @@ import sys
 import time
 
 import cases
+import progress
 import torch
-from timing import cpu_seconds, gpu_milliseconds, input_sets, tensor_bytes
+from timing import cpu_seconds, gpu_milliseconds, input_sets, load, tensor_bytes
 from validate import check
 
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan, mamba_chunk_scan_combined
@@ -50,6 +51,7 @@ def _validate(case, inputs):
 def _gpu():
     rows = []
     for case in cases.SSDS:
+        progress.show(case.name)
         first = cases.ssd_inputs(case, "cuda")
         _validate(case, first)
         size = tensor_bytes([first[name] for name in WITH_BATCH])
@@ -85,6 +87,7 @@ def measure(case):
     One thread, and the time that it had the CPU: what a busy machine does to torch's threads would flatter us.
     """
     torch.set_num_threads(1)
+    progress.show("comparing with float64")
     small = dataclasses.replace(case, heads=VALIDATED_HEADS)
     _validate(small, cases.ssd_inputs(small, "cpu"))
     inputs = cases.ssd_inputs(case, "cpu")
@@ -92,39 +95,36 @@ def measure(case):
     wanted = list(leaves.values())
     dout = torch.randn_like(inputs["x"])
 
-    def both_ways(function, repeats):
+    def both_ways(name, function, repeats):
+        def both():
+            torch.autograd.grad(function(leaves), wanted, dout)
+
         with torch.no_grad():
-            forward = cpu_seconds(lambda: function(inputs), repeats, clock=time.process_time)
-        both = cpu_seconds(
-            lambda: torch.autograd.grad(function(leaves), wanted, dout), repeats, clock=time.process_time
-        )
-        return forward, both
+            forward_seconds = cpu_seconds(f"{name}forward", lambda: function(inputs), repeats, clock=time.process_time)
+        return forward_seconds, cpu_seconds(f"{name}forward and backward", both, repeats, clock=time.process_time)
 
     def reference(chunk):
         return lambda tensors: mamba_chunk_scan(**tensors, chunk_size=chunk, dt_softplus=True)
 
-    times = dict(zip(("fwd", "fwd+bwd"), both_ways(_scan, OUR_REPEATS), strict=True))
-    references = [both_ways(reference(chunk), REFERENCE_REPEATS) for chunk in REFERENCE_CHUNKS]
-    times["reference fwd"] = min(forward for forward, _ in references)
-    times["reference fwd+bwd"] = min(both for _, both in references)
+    times = dict(zip(("fwd", "fwd+bwd"), both_ways("", _scan, OUR_REPEATS), strict=True))
+    references = [
+        both_ways(f"plain torch in chunks of {chunk}, ", reference(chunk), REFERENCE_REPEATS)
+        for chunk in REFERENCE_CHUNKS
+    ]
+    times["plain fwd"] = min(forward for forward, _ in references)
+    times["plain fwd+bwd"] = min(both for _, both in references)
     return times
 
 
 def _cpu():
-    from cpu import in_own_process
+    from cpu import compared, in_own_process
 
     rows = []
     for number, case in enumerate(cases.CPU_SSDS):
-        for isa, label in ((None, "best instruction set"), ("avx2", "avx2")):
-            times = in_own_process(isa, __file__, str(number))
-            rows.append(
-                {
-                    "case": f"ssd {case.name}, 1 thread, {label}",
-                    "fwd x reference": times["reference fwd"] / times["fwd"],
-                    "fwd+bwd x reference": times["reference fwd+bwd"] / times["fwd+bwd"],
-                    **{f"{name} ms": seconds * 1e3 for name, seconds in times.items()},
-                }
-            )
+        for isa in (None, "avx2"):
+            kernels = isa or "best"
+            times = in_own_process(f"{case.name}, {kernels} kernels", isa, __file__, str(number))
+            rows.append({"case": case.name, "kernels": kernels, "threads": 1, **compared(times), "load": load()})
     return rows
 
 

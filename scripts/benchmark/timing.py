@@ -1,9 +1,11 @@
 """Timing: events, warm-up, medians, rotating inputs, and the machine's own ceilings."""
 
 import itertools
+import os
 import statistics
 import time
 
+import progress
 import torch
 
 REPEATS = 20
@@ -72,16 +74,23 @@ def graph_microseconds(function, sets, calls=128):
     return gpu_milliseconds(graph.replay, [()]) * 1e3 / calls
 
 
-def cpu_seconds(function, repeats, warm_up=True, clock=time.perf_counter):
+def cpu_seconds(what, function, repeats, warm_up=True, clock=time.perf_counter):
     """Median seconds of function() on the CPU; clock: time.process_time for the time that the process had the CPU."""
     if warm_up:
+        progress.show(what, "(warm-up)")
         function()
     times = []
-    for _ in range(repeats):
+    for turn in range(repeats):
+        progress.show(what, f"({turn + 1} of {repeats})")
         start = clock()
         function()
         times.append(clock() - start)
     return statistics.median(times)
+
+
+def load():
+    """The machine's load average; above the number of threads: others disturbed what was just measured."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def machine(device):
