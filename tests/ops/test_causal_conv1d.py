@@ -157,6 +157,14 @@ def test_varlen_states(state_len, device):
     assert found.shape == (4, 5, state_len)
 
 
+@pytest.mark.parametrize("bounds", [[0, 4, 5, 5, 17], [0, 0]], ids=str)
+def test_gradient_of_varlen_states(bounds):
+    """Of no steps at all too: zeros that belong to the graph, as those of a short sequence do."""
+    x = torch.randn(bounds[-1], 5, dtype=torch.float64, requires_grad=True)
+    assert causal_conv1d_varlen_states(x, torch.tensor(bounds), 3).requires_grad
+    torch.autograd.gradcheck(lambda x: causal_conv1d_varlen_states(x, torch.tensor(bounds), 3), x)
+
+
 def test_varlen_states_of_wrong_arguments():
     x, bounds = torch.randn(17, 5), torch.tensor([0, 4, 17])
     for arguments, error, message in (
@@ -166,8 +174,9 @@ def test_varlen_states_of_wrong_arguments():
         ((x, bounds[:0], 3), ValueError, r"cu_seqlens must have shape \(sequences \+ 1,\), got \(0,\)"),
         ((x, bounds + 1, 3), ValueError, r"cu_seqlens must rise from 0 to at most the 17 steps of x, got \[1, 5, 18\]"),
         ((x, bounds.flip(0), 3), ValueError, "cu_seqlens must rise from 0"),
-        ((x, bounds, -1), ValueError, "state_len must be an integer of at least 0, got -1"),
-        ((x, bounds, 1.5), ValueError, "state_len must be an integer of at least 0, got 1.5"),
+        ((x, bounds, -1), ValueError, r"state_len must be at least 0 and less than 2\*\*31, got -1"),
+        ((x, bounds, 1.5), TypeError, "state_len must be an integer, got 1.5"),
+        ((x, bounds.to_sparse(), 3), TypeError, r"cu_seqlens must be a dense tensor, got torch\.sparse_coo"),
         ((x, None, 3), TypeError, r"cu_seqlens must be a torch\.Tensor, got NoneType"),
     ):
         with pytest.raises(error, match=message):

@@ -1,20 +1,18 @@
 """Wrong arguments: one clear error each, from the public functions and from torch.ops called directly."""
 
-from functools import partial
+import inspect
+import re
 
 import pytest
 import torch
-from cases import ConvCase, ScanCase
+from cases import ConvCase, ScanCase, leaf
+from public_ops import PUBLIC_OPS
 
 import mamba_ssm  # noqa: F401 (registers the operators)
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-from mamba_ssm.ops.streaming import SelectiveScan
-from mamba_ssm.ops.triton.k_activations import swiglu
-from mamba_ssm.ops.triton.layer_norm import layer_norm_fn
-from mamba_ssm.ops.triton.layernorm_gated import layernorm_fn
+from mamba_ssm.ops.triton.layer_norm import layer_norm_fn, layer_norm_linear_fn
 from mamba_ssm.ops.triton.selective_state_update import selective_state_update
-from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
 SCAN_ERRORS = [
     ("u", lambda t: t.double(), TypeError, "u must be float32, float16 or bfloat16, got float64"),
@@ -175,48 +173,82 @@ def test_meta_tensors_give_shapes_and_the_same_errors():
         selective_scan_fn(**{**tensors, "delta": tensors["delta"].half()})
 
 
-# Each public function by a call that works; every argument in it is one that must be a tensor.
-scan, conv = ScanCase(2, 6, 20).inputs(torch.float32, "cpu"), ConvCase(2, 8, 9).inputs(torch.float32, "cpu")
-x, row = torch.randn(2, 8), torch.randn(8)
-steps = {"u": torch.randn(2, 5, 8), "delta": torch.rand(2, 5, 8), "A": -torch.rand(8, 4), "B_ssm": torch.randn(2, 5, 4)}
-CALLS = {
-    "scan": (selective_scan_fn, {name: scan[name] for name in ("u", "delta", "A", "B", "C", "D", "z")}),
-    "conv": (causal_conv1d_fn, {name: conv[name] for name in ("x", "weight", "bias")}),
-    "conv_update": (
-        causal_conv1d_update,
-        {"x": x, "conv_state": torch.zeros(2, 8, 4), "weight": conv["weight"]},
-    ),
-    "state_update": (
-        selective_state_update,
-        {"state": torch.zeros(2, 8, 4), "x": x, "dt": x, "A": -torch.rand(8, 4), "B": x[:, :4], "C": x[:, :4]},
-    ),
-    "ssd": (
-        partial(mamba_chunk_scan_combined, chunk_size=64),
-        {"x": torch.randn(1, 5, 2, 4), "dt": torch.rand(1, 5, 2), "A": -torch.rand(2), "B": torch.randn(1, 5, 1, 4),
-         "C": torch.randn(1, 5, 1, 4), "D": torch.randn(2), "initial_states": torch.zeros(1, 2, 4, 4)},
-    ),
-    "norm": (partial(layer_norm_fn, bias=None), {"x": x, "weight": row, "residual": x}),
-    "gated_norm": (partial(layernorm_fn, bias=None), {"x": x, "weight": row, "z": x}),
-    "swiglu": (swiglu, {"xy": x}),
-    "SelectiveScan": (partial(SelectiveScan(), D_ssm=None), {**steps, "C_ssm": steps["B_ssm"]}),
-}  # fmt: skip
+# Arguments without a default value that may be None.
+MAY_BE_NONE = ("D", "D_ssm", "bias", "conv1d_bias", "dt_bias", "norm_bias", "linear_bias", "out_proj_bias")
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("op", CALLS)
-def test_no_tensors(op, grad):
-    function, tensors = CALLS[op]
-    if "update" in op and grad:
+@pytest.mark.parametrize("name", PUBLIC_OPS)
+def test_no_tensors(name, grad):
+    op = PUBLIC_OPS[name]
+    if "update" in name and grad:
         pytest.skip("these have no gradient")
-    tensors = {name: tensor.clone().requires_grad_(grad) for name, tensor in tensors.items()}
-    function(**tensors)
-    may_be_none = ("D", "z", "bias", "residual", "initial_states")
-    for name, tensor in tensors.items():
-        values = [2.0, tensor.tolist(), tensor.detach().numpy()] + [None] * (name not in may_be_none)
+    good = op.arguments()
+    tensors = {key: value for key, value in good.items() if isinstance(value, torch.Tensor)}
+    if grad:
+        good.update({key: leaf(value) for key, value in tensors.items() if key != "final_states_out"})
+    op.function(**good)
+    parameters = inspect.signature(op.function).parameters
+    for key, tensor in tensors.items():
+        values = [2.0, tensor.tolist(), tensor.detach().numpy()]
+        if parameters[key].default is inspect.Parameter.empty and key not in MAY_BE_NONE:
+            values.append(None)
         for value in values:
-            with pytest.raises(TypeError, match=rf": {name} must be a torch\.Tensor, got {type(value).__name__}"):
-                function(**{**tensors, name: value})
-    if op != "SelectiveScan":  # it looks at its arguments through views, which sparse tensors have too
-        name = "x" if "x" in tensors else next(iter(tensors))
-        with pytest.raises(TypeError, match=rf": {name} must be a dense tensor, got torch\.sparse_coo"):
-            function(**{**tensors, name: tensors[name].detach().to_sparse()})
+            with pytest.raises(TypeError, match=rf": {key} must be a torch\.Tensor, got {type(value).__name__}"):
+                op.function(**{**good, key: value})
+        if not key.endswith("proj_weight"):  # of torch's own matrix products
+            with pytest.raises(TypeError, match=rf": {key} must be a dense tensor, got torch\.sparse_coo"):
+                op.function(**{**good, key: tensor.detach().to_sparse()})
+
+
+def test_which_tensor_is_wrong():
+    """The one that disagrees with all others is named, also where the operator reads a size from it."""
+    good = PUBLIC_OPS["selective_state_update"].arguments()
+    conv_state = torch.zeros(4, 8, 3)
+    with pytest.raises(ValueError, match=r"state must have shape \(B, D, N\) = \(4, 8, 4\), got \(4, 8, 3\)"):
+        selective_state_update(**{**good, "state": conv_state})
+    good = PUBLIC_OPS["layer_norm_fn"].arguments()
+    with pytest.raises(ValueError, match=r"layer_norm: weight1 must have shape \(N,\) = \(8,\), got \(7,\)"):
+        layer_norm_fn(**{**good, "weight1": torch.ones(7)})
+    good = PUBLIC_OPS["layer_norm_linear_fn"].arguments()
+    with pytest.raises(ValueError, match=r"linear_weight must have shape \(out features, N\) = \(4, 8\), got \(4, 7\)"):
+        layer_norm_linear_fn(**{**good, "linear_weight": torch.ones(4, 7)})
+    with pytest.raises(TypeError, match="linear_bias must have the dtype of linear_weight, float32, got float16"):
+        layer_norm_linear_fn(**{**good, "linear_bias": torch.ones(4).half()})
+
+
+NOT_A_NUMBER = [None, "small", [], torch.ones(2), 1j]
+NUMBERS = [
+    ("layer_norm_fn", "eps"),
+    ("layer_norm_fn", "dropout_p"),
+    ("layernorm_fn", "eps"),
+    ("mamba_inner_fn", "b_c_dt_rms_eps"),
+    ("mamba_split_conv1d_scan_combined", "rmsnorm_eps"),
+]
+
+
+@pytest.mark.parametrize("name,key", NUMBERS)
+def test_numbers(name, key):
+    op = PUBLIC_OPS[name]
+    for value in NOT_A_NUMBER:
+        with pytest.raises(TypeError, match=f": {key} must be a number, got {re.escape(repr(value))}"):
+            op.function(**{**op.arguments(), key: value})
+
+
+@pytest.mark.parametrize("name,key", [("layernorm_fn", "group_size"), ("causal_conv1d_varlen_states", "state_len")])
+def test_integers(name, key):
+    op = PUBLIC_OPS[name]
+    for value in (True, 2.0, "4", [], torch.ones(2)):
+        with pytest.raises(TypeError, match=f": {key} must be an integer, got {re.escape(repr(value))}"):
+            op.function(**{**op.arguments(), key: value})
+    for value in (-1, 2**31, 2**63):
+        with pytest.raises(ValueError, match=f": {key} must .*got {value}"):
+            op.function(**{**op.arguments(), key: value})
+    op.function(**{**op.arguments(), key: torch.tensor(4)})
+
+
+def test_a_scalar_for_x():
+    for name in ("layer_norm_fn", "layernorm_fn", "swiglu"):
+        op = PUBLIC_OPS[name]
+        with pytest.raises(ValueError, match=r": xy? must have at least 1 dimension \(\.\.\., N\), got a scalar"):
+            op.function(**{**op.arguments(), "xy" if name == "swiglu" else "x": torch.tensor(1.0)})

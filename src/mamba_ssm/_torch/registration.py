@@ -15,18 +15,19 @@ from mamba_ssm._torch import private
 IMPLEMENTATIONS = {}  # operator -> its implementation
 FUNCTIONS = {}  # operator -> its autograd.Function, if it has one
 _DECLARED = {}  # operator -> [(kind, name)] of its arguments
+_CALLED = {}  # operator -> its name in errors, which is the function's that users call
 _BELOW = {}  # operator -> the same without an Autograd kernel, on a torch that cannot skip it
 _LIBRARY = torch.library.Library("mamba_ssm", "DEF")
 
 
-def define(schema, implementation, fake, autograd=None, differentiable=True):
+def define(schema, implementation, fake, autograd=None, differentiable=True, called=None):
     """Defines mamba_ssm::<schema> and returns its callable overload.
 
     implementation: runs on CPU and CUDA tensors. fake: same arguments, same checks, allocates outputs only.
     autograd: an autograd.Function that takes the operator's arguments and returns its outputs; its forward calls
     the operator with call_below_autograd. None with differentiable=True: a derivative was never meant to be taken again
     (backward operators): the result's backward raises. differentiable=False: operators that write in place, which
-    refuse inputs that require a gradient.
+    refuse inputs that require a gradient. called: the operator's name in errors, where it is not the schema's.
     """
     name, arguments = re.match(r"(\w+)\((.*?)\) ->", schema).groups()
     op = _define(name, schema, implementation, fake)
@@ -35,6 +36,7 @@ def define(schema, implementation, fake, autograd=None, differentiable=True):
         _BELOW[op] = _define(below, schema.replace(name, below, 1), implementation, fake)
     _DECLARED[op] = [argument.split(" ") for argument in arguments.split(", ")]
     IMPLEMENTATIONS[op] = implementation
+    _CALLED[op] = called or name
     if autograd is not None:
         FUNCTIONS[op] = autograd
     _LIBRARY.impl(name, _autograd_kernel(name, op, autograd, differentiable), "Autograd")
@@ -134,14 +136,15 @@ def refuse_what_is_no_dense_tensor(name, tensors):
     for argument, given in tensors.items():
         if given is not None and not isinstance(given, torch.Tensor):
             raise TypeError(f"{name}: {argument} must be a torch.Tensor, got {type(given).__name__}") from None
-        if given is not None and (given.layout != torch.strided or given.is_nested):
-            layout = "a nested tensor" if given.is_nested else given.layout
-            raise TypeError(f"{name}: {argument} must be a dense tensor, got {layout}") from None
+        if given is not None and (given.layout != torch.strided or given.is_nested or given.is_quantized):
+            kind = "a nested tensor" if given.is_nested else given.layout
+            kind = "a quantized tensor" if given.is_quantized else kind
+            raise TypeError(f"{name}: {argument} must be a dense tensor, got {kind}") from None
 
 
 def refuse_arguments_that_are_not_dense(op, arguments):
     """The same for an operator's arguments, which may also be missing, or written in place."""
-    name = op.name().partition("::")[2]
+    name = _CALLED[op]
     for (kind, argument), given in zip(_DECLARED[op], arguments, strict=True):
         if not kind.startswith("Tensor") or (given is None and kind.endswith("?")):
             continue

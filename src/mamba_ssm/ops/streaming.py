@@ -36,8 +36,9 @@ class SelectiveScan(nn.Module):
         Raises:
             TypeError, ValueError: a dtype or a shape is wrong.
         """
-        for name, tensor in (("delta", delta), ("B_ssm", B_ssm), ("C_ssm", C_ssm), ("h_prev", h_prev)):
-            if tensor is not None or name != "h_prev":
+        tensors = {"u": u, "delta": delta, "A": A, "B_ssm": B_ssm, "C_ssm": C_ssm, "D_ssm": D_ssm, "h_prev": h_prev}
+        for name, tensor in tensors.items():
+            if tensor is not None or name not in ("D_ssm", "h_prev"):
                 checks.check_tensor(_NAME, name, tensor)
         checks.check_dims(_NAME, "u", u, 3, "(B, L, D)")
         checks.check_activation_dtype(_NAME, "u", u)
@@ -49,6 +50,8 @@ class SelectiveScan(nn.Module):
         checks.check_float(_NAME, "A", A, (dim, dstate), u, "u", "(D, N)")
         checks.check_same(_NAME, "B_ssm", B_ssm, (batch, seqlen, dstate), u, "u", "(B, L, N)")
         checks.check_same(_NAME, "C_ssm", C_ssm, (batch, seqlen, dstate), u, "u", "(B, L, N)")
+        if D_ssm is not None:
+            checks.check_float(_NAME, "D_ssm", D_ssm, (dim,), u, "u", "(D,)")
         if h_prev is not None:
             checks.check_float(_NAME, "h_prev", h_prev, (batch, dim, dstate), u, "u", "(B, D, N)")
         u_time, delta_time = u.transpose(1, 2), delta.transpose(1, 2)

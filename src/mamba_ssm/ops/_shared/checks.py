@@ -1,6 +1,10 @@
 """Argument checks shared by the operators: each failure names the argument, what was expected and what came."""
 
+import operator
+
 import torch
+
+from mamba_ssm._torch import refuse_what_is_no_dense_tensor
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -13,7 +17,7 @@ def short(dtype):
 def check_activation_dtype(op, name, tensor):
     """Activations are float32, float16 or bfloat16."""
     if tensor.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{op}: {name} must be float32, float16 or bfloat16, got {_dtype_advice(tensor.dtype)}")
+        raise _dtype_error(op, name, tensor, "float32, float16 or bfloat16")
 
 
 def check_same(op, name, tensor, shape, like, like_name, letters):
@@ -21,6 +25,7 @@ def check_same(op, name, tensor, shape, like, like_name, letters):
     if tensor.shape != shape:
         raise _shape_error(op, name, tensor, shape, letters)
     if tensor.dtype != like.dtype:
+        check_tensor(op, name, tensor)
         raise TypeError(
             f"{op}: {name} must have the dtype of {like_name}, {short(like.dtype)}, got {_dtype_advice(tensor.dtype)}"
         )
@@ -31,7 +36,7 @@ def check_same(op, name, tensor, shape, like, like_name, letters):
 def check_float32(op, name, tensor, shape, like, like_name, letters):
     """tensor has this shape, is float32 and on the device of like."""
     if tensor.dtype != torch.float32:
-        raise TypeError(f"{op}: {name} must be float32, got {_dtype_advice(tensor.dtype)}")
+        raise _dtype_error(op, name, tensor, "float32")
     if tensor.shape != shape:
         raise _shape_error(op, name, tensor, shape, letters)
     if tensor.device != like.device:
@@ -41,7 +46,7 @@ def check_float32(op, name, tensor, shape, like, like_name, letters):
 def check_float(op, name, tensor, shape, like, like_name, letters):
     """tensor has this shape, is float32, float16 or bfloat16, and on the device of like."""
     if tensor.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{op}: {name} must be float32, float16 or bfloat16, got {_dtype_advice(tensor.dtype)}")
+        raise _dtype_error(op, name, tensor, "float32, float16 or bfloat16")
     if tensor.shape != shape:
         raise _shape_error(op, name, tensor, shape, letters)
     if tensor.device != like.device:
@@ -51,7 +56,7 @@ def check_float(op, name, tensor, shape, like, like_name, letters):
 def check_int32(op, name, tensor, shape, like, like_name, letters):
     """tensor has this shape, is int32 and on the device of like."""
     if tensor.dtype != torch.int32:
-        raise TypeError(f"{op}: {name} must be int32, got {short(tensor.dtype)}")
+        raise _dtype_error(op, name, tensor, "int32")
     if tensor.shape != shape:
         raise _shape_error(op, name, tensor, shape, letters)
     if tensor.device != like.device:
@@ -61,7 +66,7 @@ def check_int32(op, name, tensor, shape, like, like_name, letters):
 def check_index(op, name, tensor, shape, like, like_name, letters):
     """tensor has this shape, is int32 or int64 and on the device of like."""
     if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: {name} must be int32 or int64, got {short(tensor.dtype)}")
+        raise _dtype_error(op, name, tensor, "int32 or int64")
     if tensor.shape != shape:
         raise _shape_error(op, name, tensor, shape, letters)
     if tensor.device != like.device:
@@ -69,9 +74,33 @@ def check_index(op, name, tensor, shape, like, like_name, letters):
 
 
 def check_tensor(op, name, value):
-    """value is a tensor. For functions that look at an argument before its operator's own checks do."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    """value is a dense tensor. For functions that look at an argument before its operator does."""
+    if value is None:
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got NoneType")
+    refuse_what_is_no_dense_tensor(op, {name: value})
+
+
+def check_number(op, name, value):
+    """value as a float."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"{op}: {name} must be a number, got {value!r}") from None
+
+
+def check_integer(op, name, value):
+    """value as an int of 64 bits (True is none); a size that a compiler keeps open stays as it is."""
+    if isinstance(value, torch.SymInt):
+        return value
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, RuntimeError):
+        number = None
+    if number is None:
+        raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{op}: {name} must be an integer of 64 bits, got {value!r}")
+    return number
 
 
 def check_writable(op, name, tensor):
@@ -83,6 +112,7 @@ def check_writable(op, name, tensor):
     covered = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < covered:
+            check_tensor(op, name, tensor)  # a sparse one has strides of 0
             raise ValueError(
                 f"{op}: {name} is written in place, but its elements share memory (strides {tensor.stride()}): "
                 "use .clone() where it was expanded, unfolded or made by as_strided"
@@ -92,7 +122,8 @@ def check_writable(op, name, tensor):
 
 def check_dims(op, name, tensor, dims, letters):
     """tensor has this many dimensions."""
-    check_tensor(op, name, tensor)
+    if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
+        check_tensor(op, name, tensor)
     if tensor.dim() != dims:
         raise ValueError(f"{op}: {name} must have {dims} dimensions {letters}, got shape {tuple(tensor.shape)}")
 
@@ -113,7 +144,7 @@ def check_groups(op, channels_name, channels, groups):
     """Groups of B and C divide the channels or heads evenly."""
     if groups < 1 or channels % groups:
         raise ValueError(
-            f"{op}: {channels_name} must be a multiple of the number of groups of B and C, got {groups} groups"
+            f"{op}: {channels_name} must be a multiple of the number of groups of B and C, ngroups, got {groups} groups"
         )
 
 
@@ -132,7 +163,7 @@ def cast(tensor, dtype):
 def no_complex(op, name, tensor):
     """Upstream's complex state matrices are out of scope; say so before anything else fails on them."""
     if tensor.dtype in (torch.complex64, torch.complex128, torch.complex32):
-        raise TypeError(f"{op}: {name} must be a real float32 tensor, got {_dtype_advice(tensor.dtype)}")
+        raise _dtype_error(op, name, tensor, "a real float32 tensor")
 
 
 def unit_last_stride(tensor):
@@ -155,7 +186,13 @@ def _dtype_advice(dtype):
     return short(dtype)
 
 
+def _dtype_error(op, name, tensor, expected):
+    check_tensor(op, name, tensor)  # an array of numpy has a dtype too, and a sparse tensor a shape
+    return TypeError(f"{op}: {name} must be {expected}, got {_dtype_advice(tensor.dtype)}")
+
+
 def _shape_error(op, name, tensor, shape, letters):
+    check_tensor(op, name, tensor)
     return ValueError(f"{op}: {name} must have shape {letters} = {tuple(shape)}, got {tuple(tensor.shape)}")
 
 

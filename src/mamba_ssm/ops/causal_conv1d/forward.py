@@ -4,6 +4,7 @@ out_{d,l} = silu?(bias_d + sum_w weight_{d,w} x_{d, l-(W-1)+w}). Letters: B batc
 """
 
 import torch
+import torch.nn.functional as F
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, pointer, run
@@ -49,6 +50,8 @@ def causal_conv1d_fn(
     out, final_states = call(causal_conv1d_op, x, weight, bias, seq_idx, initial_states, want_states, silu)
     if final_states_out is not None:
         checks.check_tensor(_NAME, "final_states_out", final_states_out)
+        if final_states_out.requires_grad and final_states_out.is_leaf and torch.is_grad_enabled():
+            raise RuntimeError(f"{_NAME}: final_states_out is written in place and must not require a gradient")
         checks.check_same(_NAME, "final_states_out", final_states_out, final_states.shape, x, "x", "(B, D, W-1)")
         checks.check_writable(_NAME, "final_states_out", final_states_out)
         final_states = final_states_out.copy_(final_states)
@@ -60,16 +63,18 @@ def causal_conv1d_varlen_states(x, cu_seqlens, state_len):
 
     Args:
         x: (total length, D), the sequences one after the other. cu_seqlens: (sequences + 1) integers, where each
-        sequence starts, and the total at the end. state_len: steps to keep.
+        sequence starts, and the total at the end. state_len: steps to keep, less than 2**31.
 
     Returns:
         (sequences, D, state_len) of x's dtype, a fit conv_state for causal_conv1d_update.
 
     Raises:
-        TypeError: cu_seqlens is not of integers. ValueError: a shape, a device or state_len is wrong, or cu_seqlens
-        does not rise from 0 to at most the total length (its values are looked at on the CPU alone).
+        TypeError: cu_seqlens is not of integers, or state_len is none. ValueError: a shape, a device or state_len is
+        wrong, or cu_seqlens does not rise from 0 to at most the total length (values are looked at on the CPU alone).
     """
     name = "causal_conv1d_varlen_states"
+    checks.check_tensor(name, "x", x)
+    checks.check_tensor(name, "cu_seqlens", cu_seqlens)
     checks.check_dims(name, "x", x, 2, "(total length, D)")
     checks.check_dims(name, "cu_seqlens", cu_seqlens, 1, "(sequences + 1,)")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -78,12 +83,13 @@ def causal_conv1d_varlen_states(x, cu_seqlens, state_len):
         raise ValueError(f"{name}: cu_seqlens must be on {x.device} like x, got {cu_seqlens.device}")
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"{name}: cu_seqlens must have shape (sequences + 1,), got (0,)")
-    if not isinstance(state_len, (int, torch.SymInt)) or state_len < 0:
-        raise ValueError(f"{name}: state_len must be an integer of at least 0, got {state_len!r}")
+    state_len = checks.check_integer(name, "state_len", state_len)
+    if not 0 <= state_len < 2**31:
+        raise ValueError(f"{name}: state_len must be at least 0 and less than 2**31, got {state_len}")
     if x.is_cpu and not watched():
         checks.check_bounds(name, cu_seqlens.tolist(), x.shape[0])
     if x.shape[0] == 0:
-        return x.new_zeros(cu_seqlens.shape[0] - 1, x.shape[1], state_len)
+        x = F.pad(x, (0, 0, 0, 1))  # a row for the padding to name; the result is as differentiable as any
     start, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
     position = end - state_len + torch.arange(state_len, device=x.device, dtype=cu_seqlens.dtype)
     inside = position >= start

@@ -62,7 +62,7 @@ def _check(x, conv_state, weight, bias, cache_seqlens, conv_state_indices):
 
 
 def _buffer_positions(cache_seqlens, conv_state_indices, state_len):
-    """cache_seqlens as contiguous int32. The kernels take them modulo state_len, so int64 is taken so before it is cut."""
+    """cache_seqlens as contiguous int32. The kernels take them modulo state_len: int64 is, before it is cut to that."""
     if cache_seqlens is None:
         return None
     if cache_seqlens.is_cpu:

@@ -103,7 +103,7 @@ def mamba_split_conv1d_scan_combined(
         float(dt_limit[0]),
         float(dt_limit[1]),
         wants_silu(_NAME, activation),
-        float(rmsnorm_eps),
+        checks.check_number(_NAME, "rmsnorm_eps", rmsnorm_eps),
         bool(norm_before_gate),
         A_is_log=False,
     )

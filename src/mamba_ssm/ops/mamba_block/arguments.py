@@ -80,7 +80,7 @@ def check(inputs):
     checks.check_dims(_NAME, "conv1d_weight", conv1d_weight, 3, "(D, 1, W)")
     width = conv1d_weight.shape[2]
     checks.check_float(_NAME, "conv1d_weight", conv1d_weight, (dim, 1, width), xz, "xz", "(D, 1, W)")
-    check_width(_NAME, width)
+    check_width(_NAME, width, "conv1d_weight")
     if conv1d_bias is not None:
         checks.check_float(_NAME, "conv1d_bias", conv1d_bias, (dim,), xz, "xz", "(D,)")
     checks.check_dims(_NAME, "delta_proj_weight", delta_proj_weight, 2, "(D, R)")

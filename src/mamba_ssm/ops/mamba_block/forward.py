@@ -85,7 +85,7 @@ def mamba_inner_fn(
 
     Same as upstream's mamba_ssm.ops.selective_scan_interface.mamba_inner_fn, without complex A.
     """
-    if checkpoint_lvl not in (0, 1):
+    if not isinstance(checkpoint_lvl, int) or checkpoint_lvl not in (0, 1):
         raise ValueError(f"{_NAME}: checkpoint_lvl must be 0 or 1, got {checkpoint_lvl!r}")
     checks.check_tensor(_NAME, "xz", xz)
     dtype = autocast_dtype(xz)
@@ -118,7 +118,7 @@ def mamba_inner_fn(
         c_rms_weight,
         dt_rms_weight,
     )
-    delta_softplus, eps = bool(delta_softplus), float(b_c_dt_rms_eps)
+    delta_softplus, eps = bool(delta_softplus), checks.check_number(_NAME, "b_c_dt_rms_eps", b_c_dt_rms_eps)
     if wants_one_node(inputs):
         return apply(_MambaInner, *inputs, delta_softplus, checkpoint_lvl, eps)
     return _compute(inputs, delta_softplus, eps, keep=False)[0]

@@ -13,12 +13,20 @@ def check_rows(op, name, tensor):
         raise ValueError(f"{op}: {name} must have at least 1 dimension (..., N), got a scalar")
 
 
-def check_parameters(op, x, weight, bias):
+def check_parameters(op, x, weight, bias, weight_name="weight", bias_name="bias"):
     """weight and bias (N,) of any float dtype."""
     shape = x.shape[-1:]
-    checks.check_float(op, "weight", weight, shape, x, "x", "(N,)")
+    checks.check_float(op, weight_name, weight, shape, x, "x", "(N,)")
     if bias is not None:
-        checks.check_float(op, "bias", bias, shape, x, "x", "(N,)")
+        checks.check_float(op, bias_name, bias, shape, x, "x", "(N,)")
+
+
+def check_named_parameters(op, x, weight, bias, weight_name, bias_name):
+    """For functions whose users know weight and bias by other names than the operator does."""
+    checks.check_tensor(op, weight_name, weight)
+    if bias is not None:
+        checks.check_tensor(op, bias_name, bias)
+    check_parameters(op, x, weight, bias, weight_name, bias_name)
 
 
 def check_beside(op, name, tensor, x):

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
-from mamba_ssm._torch import call, call_below_autograd, call_in_backward, define
+from mamba_ssm._torch import autocast_dtype, call, call_below_autograd, call_in_backward, define
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.norm import arguments as common
 
@@ -51,11 +51,13 @@ def layer_norm_fn(
     Same as upstream's mamba_ssm.ops.triton.layer_norm.layer_norm_fn.
     """
     mask = mask1 = None
+    dropout_p = checks.check_number(_NAME, "dropout_p", dropout_p)
     if x1 is not None or rowscale is not None or dropout_p != 0.0:
         x, residual, mask, mask1 = _mix(x, residual, x1, dropout_p, rowscale, residual_in_fp32)
     y, total = _add_norm(x, residual, weight, bias, eps, prenorm or weight1 is not None, residual_in_fp32, is_rms_norm)
     outputs = [y]
     if weight1 is not None:
+        common.check_named_parameters(_NAME, x, weight1, bias1, "weight1", "bias1")
         y1, _ = _add_norm(total, None, weight1, bias1, eps, False, False, is_rms_norm)
         outputs.append(y1.to(x.dtype))
     if prenorm:
@@ -111,7 +113,7 @@ def layer_norm_linear_fn(
     Same as upstream's mamba_ssm.ops.triton.layer_norm.layer_norm_linear_fn, which computes the norm again in backward;
     here it is kept.
     """
-    checks.check_tensor("layer_norm_linear_fn", "linear_weight", linear_weight)
+    _check_linear(x, norm_weight, norm_bias, linear_weight, linear_bias)
     y, total = _add_norm(x, residual, norm_weight, norm_bias, eps, prenorm, residual_in_fp32, is_rms_norm)
     out = F.linear(y.to(linear_weight.dtype), linear_weight, linear_bias)
     return (out, total) if prenorm else out
@@ -145,6 +147,23 @@ class RMSNorm(torch.nn.Module):
             prenorm=prenorm,
             residual_in_fp32=residual_in_fp32,
         )
+
+
+def _check_linear(x, norm_weight, norm_bias, linear_weight, linear_bias):
+    name = "layer_norm_linear_fn"
+    checks.check_tensor(name, "x", x)
+    common.check_rows(name, "x", x)
+    common.check_named_parameters(name, x, norm_weight, norm_bias, "norm_weight", "norm_bias")
+    checks.check_tensor(name, "linear_weight", linear_weight)
+    checks.check_dims(name, "linear_weight", linear_weight, 2, "(out features, N)")
+    features = linear_weight.shape[0]
+    shape = features, x.shape[-1]
+    checks.check_float(name, "linear_weight", linear_weight, shape, x, "x", "(out features, N)")
+    if linear_bias is not None:
+        checks.check_tensor(name, "linear_bias", linear_bias)
+        checks.check_float(name, "linear_bias", linear_bias, (features,), x, "x", "(out features,)")
+        if linear_bias.dtype != linear_weight.dtype and autocast_dtype(x) is None:
+            checks.check_same(name, "linear_bias", linear_bias, (features,), linear_weight, "linear_weight", "")
 
 
 def _mix(x, residual, x1, dropout_p, rowscale, residual_in_fp32):
@@ -186,8 +205,9 @@ def _add_norm(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm
         checks.check_tensor(_NAME, "residual", residual)
         if residual.dtype != x.dtype:
             beside = checks.widen(residual)  # the kernels take float32 beside any x
+    eps = checks.check_number(_NAME, "eps", eps)
     flags = bool(want_sum), bool(sum_in_fp32), bool(is_rms_norm), False
-    out, total, _, _ = call(add_norm_op, x, beside, weight, bias, float(eps), *flags)
+    out, total, _, _ = call(add_norm_op, x, beside, weight, bias, eps, *flags)
     if not want_sum:
         return out, None
     if total is None:
@@ -285,6 +305,7 @@ add_norm_op = define(
     _forward,
     _forward_fake,
     autograd=_AddNorm,
+    called=_NAME,
 )
 
 

@@ -34,9 +34,11 @@ def layernorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before
         checks.check_tensor(_NAME, "z", z)
         if z.dtype != x.dtype:
             z = checks.widen(z)  # the kernels take float32 beside any x
-    group_size = x.shape[-1] if group_size is None else group_size
+    common.check_rows(_NAME, "x", x)
+    eps = checks.check_number(_NAME, "eps", eps)
+    group_size = x.shape[-1] if group_size is None else checks.check_integer(_NAME, "group_size", group_size)
     flags = bool(norm_before_gate), bool(is_rms_norm), False
-    return call(gated_norm_op, x, weight, bias, z, float(eps), group_size, *flags)[0]
+    return call(gated_norm_op, x, weight, bias, z, eps, group_size, *flags)[0]
 
 
 def rmsnorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True):
@@ -179,6 +181,7 @@ gated_norm_op = define(
     _forward,
     _forward_fake,
     autograd=_GatedNormFunction,
+    called=_NAME,
 )
 
 

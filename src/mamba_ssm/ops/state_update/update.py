@@ -54,7 +54,7 @@ def _check(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices):
         (batch, headdim), nheads = x.shape, 1
         per_step, per_state, per_channel = "(B, D)", "(D, N)", "(D,)"
     channels = x.shape[1:]
-    dstate = state.shape[-1]
+    dstate = (A if A.shape[-1:] == B.shape[-1:] else state).shape[-1]  # two against one: who is to blame
     rows = batch if state_batch_indices is None else state.shape[0]
     checks.check_float(_NAME, "state", state, (rows, *channels, dstate), x, "x", f"(B, {per_state[1:]}")
     checks.check_writable(_NAME, "state", state)
