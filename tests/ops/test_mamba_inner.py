@@ -183,7 +183,7 @@ class Watched(TorchDispatchMode):
 )
 @pytest.mark.parametrize("level", [0, 1])
 def test_same_bits_with_and_without_operators(level, options, device):
-    """Forward goes past the operators where nobody watches them."""
+    """Calls go past the dispatcher where nothing needs it."""
     tensors = inputs(torch.float32, device, **options)
     results = []
     for mode in (contextlib.nullcontext(), Watched()):
@@ -216,7 +216,7 @@ def backward_arguments(device, level, **options):
     }
     out = mamba_inner_fn(**tensors, checkpoint_lvl=level)
     saved = (None if tensor is None else tensor.detach() for tensor in out.grad_fn.saved_tensors)
-    return torch.randn_like(out), *saved, True, 1e-6
+    return torch.randn_like(out), *saved, True, 1e-6, level
 
 
 @pytest.mark.skipif(TORCH < (2, 4), reason="torch before 2.4 has no opcheck")
@@ -229,19 +229,32 @@ def test_opcheck_of_backward(options, level, device):
     torch.library.opcheck(op, backward_arguments(device, level, **options))
 
 
+@pytest.mark.skipif(TORCH < (2, 4), reason="torch before 2.4 has no opcheck")
+@pytest.mark.parametrize("keep", [False, True], ids=["inference", "keep"])
+@pytest.mark.parametrize("options", [{}, {"bias": False, "B": "constant"}, {"rms": True, "proj_bias": True}], ids=str)
+def test_opcheck(options, keep, device):
+    tensors = [
+        None if tensor is None else tensor.requires_grad_()
+        for tensor in inputs(torch.float32, device, seqlen=9, **options).values()
+    ]
+    # two floats of what is kept have no value, so that it differs from run to run
+    checked = {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")} if keep else {}
+    torch.library.opcheck(torch.ops.mamba_ssm.mamba_inner.default, (*tensors, True, 1e-6, 0, keep), **checked)
+
+
 def test_backward_operator_checks_its_arguments(device):
     op = torch.ops.mamba_ssm.mamba_inner_backward
-    dout, xz, *rest, x_dbl, checkpoints, conv_out, delta, softplus, eps = backward_arguments(device, 0)
+    dout, xz, *rest, x_dbl, checkpoints, conv_out, delta, softplus, eps, level = backward_arguments(device, 0)
     with pytest.raises(ValueError, match=r"dout must have shape \(B, L, d_model\) = \(2, 9, 12\)"):
-        op(dout[:1], xz, *rest, x_dbl, checkpoints, conv_out, delta, softplus, eps)
+        op(dout[:1], xz, *rest, x_dbl, checkpoints, conv_out, delta, softplus, eps, level)
     with pytest.raises(ValueError, match=r"x_dbl must have shape .* = \(13, 18\), got \(12, 18\)"):
-        op(dout, xz, *rest, x_dbl[1:], checkpoints, conv_out, delta, softplus, eps)
+        op(dout, xz, *rest, x_dbl[1:], checkpoints, conv_out, delta, softplus, eps, level)
     with pytest.raises(ValueError, match="conv_out and delta go together"):
-        op(dout, xz, *rest, x_dbl, checkpoints, conv_out, None, softplus, eps)
+        op(dout, xz, *rest, x_dbl, checkpoints, conv_out, None, softplus, eps, level)
     with pytest.raises(TypeError, match="conv_out must have the dtype of xz, float32, got float16"):
-        op(dout, xz, *rest, x_dbl, checkpoints, conv_out.half(), delta, softplus, eps)
+        op(dout, xz, *rest, x_dbl, checkpoints, conv_out.half(), delta, softplus, eps, level)
     with pytest.raises(ValueError, match="delta must have shape"):
-        op(dout, xz, *rest, x_dbl, checkpoints, conv_out, delta[..., 1:], softplus, eps)
+        op(dout, xz, *rest, x_dbl, checkpoints, conv_out, delta[..., 1:], softplus, eps, level)
 
 
 def test_second_derivatives_raise(device):

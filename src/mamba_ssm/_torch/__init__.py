@@ -18,7 +18,7 @@ from mamba_ssm._torch.dispatch import (
     wrote_in_place,
 )
 from mamba_ssm._torch.private import current_stream, has_hooks, is_compiling, own_parameters
-from mamba_ssm._torch.records import no_gradients, signature, unpack
+from mamba_ssm._torch.records import no_gradients, returns, signature, unpack
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "own_parameters",
     "refuse_second_derivatives",
     "refuse_what_is_no_dense_tensor",
+    "returns",
     "signature",
     "traced_by_old_torch",
     "unpack",

@@ -21,6 +21,11 @@ def signature(*records):
     )
 
 
+def returns(record):
+    """Schema text such as "(Tensor du, Tensor dz)": results that are the record's fields, any of which may be None."""
+    return "(" + ", ".join(f"Tensor {name}" for name in record._fields) + ")"
+
+
 def unpack(arguments, *records):
     """Cuts an operator's flat arguments into these records, one after the other."""
     result, start = [], 0

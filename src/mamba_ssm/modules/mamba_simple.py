@@ -11,10 +11,9 @@ from mamba_ssm.modules._arguments import check_flags, check_integer, check_numbe
 from mamba_ssm.modules._inputs import check_input
 from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
-from mamba_ssm.ops.mamba_block.forward import mamba_block, mamba_inner_fn
-from mamba_ssm.ops.mamba_block.projections import project_in
-from mamba_ssm.ops.selective_scan.forward import selective_scan_fn
-from mamba_ssm.ops.state_update.update import selective_state_update
+from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, project_in
+from mamba_ssm.ops.selective_scan import selective_scan_fn
+from mamba_ssm.ops.state_update import selective_state_update
 
 
 class Mamba(nn.Module):
@@ -165,7 +164,9 @@ class Mamba(nn.Module):
         projections = self.x_proj.weight, dt_proj_weight, *weight_and_bias(self.out_proj)
         inner = *weight_and_bias(self.conv1d), *projections
         if is_plain(in_proj, nn.Linear):
-            return mamba_block(hidden_states, *weight_and_bias(in_proj), *inner, self.A_log, self.D, dt_bias)
+            return mamba_block(
+                BlockInputs(hidden_states, *weight_and_bias(in_proj), *inner, self.A_log, self.D, dt_bias)
+            )
         A = -torch.exp(self.A_log.float())
         xz = self._project_in(hidden_states)
         return mamba_inner_fn(xz, *inner, A, D=self.D.float(), delta_bias=dt_bias.float())

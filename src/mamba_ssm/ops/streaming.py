@@ -5,7 +5,7 @@ import torch.nn as nn
 
 from mamba_ssm._native import abi
 from mamba_ssm.ops._shared import checks
-from mamba_ssm.ops.selective_scan.forward import selective_scan_fn
+from mamba_ssm.ops.selective_scan import selective_scan_fn
 
 _NAME = "SelectiveScan"
 

@@ -1,7 +1,9 @@
-"""What the scan's forward and backward operators share: checks, memory layout, parameters and sizes.
+"""What the operators of the selective scan share: their arguments as records, checks, memory layout and parameters.
 
 Letters: B batch, D channels, L length, N dstate, G groups of B and C.
 """
+
+import typing
 
 import torch
 
@@ -9,58 +11,96 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, run
 from mamba_ssm.ops._shared import checks
 
-_NAME = "selective_scan"
+NAME = "selective_scan"  # what errors call the operators
 
 
-def checkpoint_size(batch, dim, seqlen, dstate):
-    """Floats to allocate for the states that the forward scan stores for the backward scan: (B, (L-1)//64, D, N), flat.
+class Inputs(typing.NamedTuple):
+    """The tensors that the operators take, in their order."""
 
-    Two more than that, of no value, since compilers specialise graphs on sizes of 0 and 1, that is on short sequences.
-    """
-    count = (seqlen - 1) // abi.SCAN_CHECKPOINT if seqlen > 0 else 0
-    return batch * count * dim * dstate + 2
+    u: torch.Tensor
+    delta: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    D: torch.Tensor | None
+    z: torch.Tensor | None
+    delta_bias: torch.Tensor | None
+    initial_state: torch.Tensor | None
+    seq_idx: torch.Tensor | None
 
 
-def check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx):
-    """Raises on any argument that the kernels do not take; returns (batch, dim, seqlen, dstate, ngroups).
+class Options(typing.NamedTuple):
+    """What else all of the operators take."""
+
+    delta_softplus: bool
+
+
+class Sizes(typing.NamedTuple):
+    batch: int
+    dim: int
+    seqlen: int
+    dstate: int
+    ngroups: int
+
+    @property
+    def state(self):
+        """Shape of the states before or after a step."""
+        return self.batch, self.dim, self.dstate
+
+    @property
+    def checkpoints(self):
+        """Floats to allocate for the states that the forward scan stores for the backward scan: (B, (L-1)//64, D, N),
+        flat. Two more than that, of no value, since compilers specialise graphs on sizes of 0 and 1, that is on short
+        sequences.
+        """
+        count = (self.seqlen - 1) // abi.SCAN_CHECKPOINT if self.seqlen > 0 else 0
+        return self.batch * count * self.dim * self.dstate + 2
+
+
+def check(inputs):
+    """Raises on any argument that the kernels do not take; returns the sizes.
 
     This runs at every call, so the comparisons stand here and only a failure goes to the functions that explain it.
     """
+    u, delta, A, B, C, z = inputs.u, inputs.delta, inputs.A, inputs.B, inputs.C, inputs.z
     shape, dtype, device = u.shape, u.dtype, u.get_device()
     if len(shape) != 3 or dtype not in checks.FLOAT_DTYPES:
-        checks.check_dims(_NAME, "u", u, 3, "(B, D, L)")
-        checks.check_activation_dtype(_NAME, "u", u)
+        checks.check_dims(NAME, "u", u, 3, "(B, D, L)")
+        checks.check_activation_dtype(NAME, "u", u)
     batch, dim, seqlen = shape
     if delta.shape != shape or delta.dtype != dtype or delta.get_device() != device:
-        checks.check_same(_NAME, "delta", delta, shape, u, "u", "(B, D, L)")
+        checks.check_same(NAME, "delta", delta, shape, u, "u", "(B, D, L)")
     dstate = A.shape[-1] if A.dim() == 2 else -1
-    check_parameters(_NAME, (dim, dstate), u, "u", A, D, delta_bias)
+    check_parameters(NAME, (dim, dstate), u, "u", inputs)
     ngroups = 1
     if B.dim() == 4:
         ngroups = B.shape[1]
     elif C.dim() == 4:
         ngroups = C.shape[1]
     if ngroups != 1:
-        checks.check_groups(_NAME, "dim (channels of u)", dim, ngroups)
-    check_matrix(_NAME, "B", B, (batch, ngroups, dstate, seqlen), u, "u", dim)
-    check_matrix(_NAME, "C", C, (batch, ngroups, dstate, seqlen), u, "u", dim)
+        checks.check_groups(NAME, "dim (channels of u)", dim, ngroups)
+    check_matrix(NAME, "B", B, (batch, ngroups, dstate, seqlen), u, "u", dim)
+    check_matrix(NAME, "C", C, (batch, ngroups, dstate, seqlen), u, "u", dim)
     if z is not None and (z.shape != shape or z.dtype != dtype or z.get_device() != device):
-        checks.check_same(_NAME, "z", z, shape, u, "u", "(B, D, L)")
-    if initial_state is not None:
-        checks.check_float32(_NAME, "initial_state", initial_state, (batch, dim, dstate), u, "u", "(B, D, N)")
-    if seq_idx is not None:
-        checks.check_int32(_NAME, "seq_idx", seq_idx, (batch, seqlen), u, "u", "(B, L)")
-    return batch, dim, seqlen, dstate, ngroups
+        checks.check_same(NAME, "z", z, shape, u, "u", "(B, D, L)")
+    sizes = Sizes(batch, dim, seqlen, dstate, ngroups)
+    if inputs.initial_state is not None:
+        checks.check_float32(NAME, "initial_state", inputs.initial_state, sizes.state, u, "u", "(B, D, N)")
+    if inputs.seq_idx is not None:
+        checks.check_int32(NAME, "seq_idx", inputs.seq_idx, (batch, seqlen), u, "u", "(B, L)")
+    return sizes
 
 
-def check_parameters(op, sizes, like, like_name, A, D, delta_bias):
-    """A (D, N), D and delta_bias (D); like: an activation, called like_name."""
-    dim, dstate = sizes
+def check_parameters(op, shape_of_A, like, like_name, inputs):
+    """A (D, N), D and delta_bias (D), also of operators whose other inputs are others; like: an activation."""
+    A, D, delta_bias = inputs.A, inputs.D, inputs.delta_bias
+    dim, dstate = shape_of_A
     device = like.get_device()
-    if A.shape != sizes or A.dtype != torch.float32 or A.get_device() != device or not 1 <= dstate <= abi.MAX_DSTATE:
+    fits = A.shape == shape_of_A and A.dtype == torch.float32 and A.get_device() == device
+    if not fits or not 1 <= dstate <= abi.MAX_DSTATE:
         checks.no_complex(op, "A", A)
         checks.check_dims(op, "A", A, 2, "(D, N)")
-        checks.check_float32(op, "A", A, sizes, like, like_name, "(D, N)")
+        checks.check_float32(op, "A", A, shape_of_A, like, like_name, "(D, N)")
         checks.check_dstate(op, dstate, abi.MAX_DSTATE)
     shape = (dim,)
     if D is not None and (D.shape != shape or D.dtype != torch.float32 or D.get_device() != device):
@@ -95,33 +135,34 @@ def check_matrix(op, name, matrix, shape, like, like_name, dim):
         checks.check_same(op, name, matrix, shape, like, like_name, letters)
 
 
-def kernel_layout(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx):
+def kernel_layout(inputs):
     """The same tensors in the layout that the kernels take: stride 1 along the length, parameters contiguous."""
-    return (
-        checks.unit_last_stride(u),
-        checks.unit_last_stride(delta),
-        A.contiguous(),
+    B, C = inputs.B, inputs.C
+    return Inputs(
+        checks.unit_last_stride(inputs.u),
+        checks.unit_last_stride(inputs.delta),
+        inputs.A.contiguous(),
         checks.unit_last_stride(B) if B.dim() > 2 else B.contiguous(),
         checks.unit_last_stride(C) if C.dim() > 2 else C.contiguous(),
-        checks.contiguous(D),
-        checks.unit_last_stride(z),
-        checks.contiguous(delta_bias),
-        checks.contiguous(initial_state),
-        checks.contiguous(seq_idx),
+        checks.contiguous(inputs.D),
+        checks.unit_last_stride(inputs.z),
+        checks.contiguous(inputs.delta_bias),
+        checks.contiguous(inputs.initial_state),
+        checks.contiguous(inputs.seq_idx),
     )
 
 
-def fill(params, sizes, tensors, delta_softplus, out, checkpoints):
+def fill(params, sizes, inputs, options, out, checkpoints):
     """Sets the fields that forward and backward share, from tensors (or Views) in kernel layout."""
-    u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx = tensors
+    u, delta, B, C, z = inputs.u, inputs.delta, inputs.B, inputs.C, inputs.z
     params.batch, params.dim, params.seqlen, params.dstate, params.ngroups = sizes
     params.dtype = DTYPE_CODES[u.dtype]
-    params.delta_softplus = delta_softplus
+    params.delta_softplus = options.delta_softplus
     params.u = u.data_ptr()
     params.u_batch_stride, params.u_dim_stride, _ = u.stride()
     params.delta = delta.data_ptr()
     params.delta_batch_stride, params.delta_dim_stride, _ = delta.stride()
-    params.A = A.data_ptr()
+    params.A = inputs.A.data_ptr()
     params.B = B.data_ptr()
     if B.dim() > 2:
         params.variable_B = 1
@@ -136,17 +177,17 @@ def fill(params, sizes, tensors, delta_softplus, out, checkpoints):
             params.C_batch_stride, params.C_group_stride, params.C_dstate_stride, _ = C.stride()
         else:
             params.C_batch_stride, params.C_dstate_stride, _ = C.stride()
-    if D is not None:
-        params.D = D.data_ptr()
+    if inputs.D is not None:
+        params.D = inputs.D.data_ptr()
     if z is not None:
         params.z = z.data_ptr()
         params.z_batch_stride, params.z_dim_stride, _ = z.stride()
-    if delta_bias is not None:
-        params.delta_bias = delta_bias.data_ptr()
-    if initial_state is not None:
-        params.initial_state = initial_state.data_ptr()
-    if seq_idx is not None:
-        params.seq_idx = seq_idx.data_ptr()
+    if inputs.delta_bias is not None:
+        params.delta_bias = inputs.delta_bias.data_ptr()
+    if inputs.initial_state is not None:
+        params.initial_state = inputs.initial_state.data_ptr()
+    if inputs.seq_idx is not None:
+        params.seq_idx = inputs.seq_idx.data_ptr()
     if out is not None:
         params.out = out.data_ptr()
         params.out_batch_stride, params.out_dim_stride, _ = out.stride()
@@ -171,14 +212,9 @@ def split_length(params, segments, A):
     return workspace
 
 
-def allocate(u, sizes, return_last_state, return_checkpoints):
-    batch, dim, seqlen, dstate, _ = sizes
+def allocate_out(u):
+    """Memory for the scan's output, in u's layout if that is dense."""
     out = torch.empty_like(u)
-    if out.stride(-1) != 1 and seqlen > 1:  # u was neither dense nor contiguous
+    if out.stride(-1) != 1 and u.shape[-1] > 1:  # u was neither dense nor contiguous
         out = u.new_empty(u.shape)
-    last_state = checkpoints = None
-    if return_last_state:
-        last_state = u.new_empty((batch, dim, dstate), dtype=torch.float32)
-    if return_checkpoints:
-        checkpoints = u.new_empty((checkpoint_size(batch, dim, seqlen, dstate),), dtype=torch.float32)
-    return out, last_state, checkpoints
+    return out

@@ -1,17 +1,20 @@
 """The backward operator of the selective scan: gradients of every input from the saved states."""
 
+import typing
+
 import torch
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
-from mamba_ssm._torch import define
+from mamba_ssm._torch import define, returns, signature, unpack
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import add_parts, empty_like, empty_parts
 from mamba_ssm.ops.selective_scan.arguments import (
-    allocate,
+    Inputs,
+    Options,
+    allocate_out,
     check,
     check_fake,
-    checkpoint_size,
     fill,
     kernel_layout,
     plan_of,
@@ -21,70 +24,152 @@ from mamba_ssm.ops.selective_scan.arguments import (
 _NAME = "selective_scan_backward"
 
 
-def _check_backward(dout, dlast_state, inputs, checkpoints):
-    sizes = batch, dim, seqlen, dstate, _ = check(*inputs)
-    u = inputs[0]
+class Kept(typing.NamedTuple):
+    """What forward has kept beside its inputs."""
+
+    checkpoints: torch.Tensor
+
+
+class Wanted(typing.NamedTuple):
+    """Which of the results a caller wants."""
+
+    need_dinitial_state: bool
+    recompute_out: bool
+
+
+class Gradients(typing.NamedTuple):
+    """The operator's results, None for those of absent inputs; with recompute_out also forward's out."""
+
+    du: torch.Tensor
+    ddelta: torch.Tensor
+    dA: torch.Tensor
+    dB: torch.Tensor
+    dC: torch.Tensor
+    dD: torch.Tensor | None
+    dz: torch.Tensor | None
+    ddelta_bias: torch.Tensor | None
+    dinitial_state: torch.Tensor | None
+    out: torch.Tensor | None
+
+
+def of_inputs(grads):
+    """The gradients under the names of their inputs."""
+    return Inputs(
+        u=grads.du,
+        delta=grads.ddelta,
+        A=grads.dA,
+        B=grads.dB,
+        C=grads.dC,
+        D=grads.dD,
+        z=grads.dz,
+        delta_bias=grads.ddelta_bias,
+        initial_state=grads.dinitial_state,
+        seq_idx=None,
+    )
+
+
+class Targets(typing.NamedTuple):
+    """What the kernels write beside the gradients that are summed from parts; None where not wanted."""
+
+    du: torch.Tensor
+    ddelta: torch.Tensor
+    dz: torch.Tensor | None
+    dinitial_state: torch.Tensor | None
+    out: torch.Tensor | None
+
+
+class Sums(typing.NamedTuple):
+    """The gradients that are summed from parts."""
+
+    dA: torch.Tensor
+    dB: torch.Tensor | None
+    dC: torch.Tensor | None
+    dD: torch.Tensor | None
+    ddelta_bias: torch.Tensor | None
+
+
+def _check(dout, dlast_state, inputs, kept):
+    sizes, u = check(inputs), inputs.u
     checks.check_same(_NAME, "dout", dout, u.shape, u, "u", "(B, D, L)")
     if dlast_state is not None:
-        shape = (batch, dim, dstate)
-        checks.check_float32(_NAME, "dlast_state", dlast_state, shape, u, "u", "(B, D, N)")
-    shape = (checkpoint_size(batch, dim, seqlen, dstate),)
-    checks.check_float32(_NAME, "checkpoints", checkpoints, shape, u, "u", "(B * (L-1)//64 * D * N + 2,)")
+        checks.check_float32(_NAME, "dlast_state", dlast_state, sizes.state, u, "u", "(B, D, N)")
+    letters = "(B * (L-1)//64 * D * N + 2,)"
+    checks.check_float32(_NAME, "checkpoints", kept.checkpoints, (sizes.checkpoints,), u, "u", letters)
     return sizes
 
 
-def _backward(
-    dout,
-    dlast_state,
-    u,
-    delta,
-    A,
-    B,
-    C,
-    D,
-    z,
-    delta_bias,
-    initial_state,
-    seq_idx,
-    checkpoints,
-    delta_softplus,
-    need_dinitial_state,
-    recompute_out,
-):
-    inputs = (u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
-    sizes = batch, dim, _, dstate, _ = _check_backward(dout, dlast_state, inputs, checkpoints)
-    tensors = kernel_layout(*inputs)
-    out = allocate(tensors[0], sizes, False, False)[0] if recompute_out else None
+def _backward(dout, dlast_state, *arguments):
+    inputs, kept, options, wanted = unpack(arguments, Inputs, Kept, Options, Wanted)
+    sizes = _check(dout, dlast_state, inputs, kept)
+    u, inputs = inputs.u, kernel_layout(inputs)
     if u.numel() == 0:
-        grads = _empty_grads(sizes, inputs, need_dinitial_state, zero=True)
-        if need_dinitial_state and dlast_state is not None:
-            grads[-1].copy_(dlast_state)
-        return *grads, out
-    dout = checks.unit_last_stride(dout)
-    dlast_state = checks.contiguous(dlast_state)
-    du, ddelta, dz = empty_like(u), empty_like(u), None if z is None else empty_like(u)
-    dinitial_state = A.new_empty((batch, dim, dstate)) if need_dinitial_state else None
-    into = du, ddelta, dz, dinitial_state, out
-    dA, dB, dC, dD, ddelta_bias = launch_backward(sizes, dout, dlast_state, tensors, checkpoints, delta_softplus, into)
-    return du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, out
+        grads = _allocate(inputs, sizes, wanted)
+        for grad in grads:
+            if grad is not None:
+                grad.zero_()
+        if wanted.need_dinitial_state and dlast_state is not None:
+            grads.dinitial_state.copy_(dlast_state)
+        return grads
+    targets = Targets(
+        empty_like(u),
+        empty_like(u),
+        None if inputs.z is None else empty_like(u),
+        inputs.A.new_empty(sizes.state) if wanted.need_dinitial_state else None,
+        allocate_out(inputs.u) if wanted.recompute_out else None,
+    )
+    dout, dlast_state = checks.unit_last_stride(dout), checks.contiguous(dlast_state)
+    sums = launch_backward(sizes, dout, dlast_state, inputs, kept.checkpoints, options, targets)
+    return Gradients(
+        targets.du,
+        targets.ddelta,
+        sums.dA,
+        sums.dB,
+        sums.dC,
+        sums.dD,
+        targets.dz,
+        sums.ddelta_bias,
+        targets.dinitial_state,
+        targets.out,
+    )
 
 
-def launch_backward(sizes, dout, dlast_state, tensors, checkpoints, delta_softplus, into, dBC=None):
-    """Runs the kernels; returns the gradients of A, B, C, D and delta_bias.
+def _backward_fake(dout, dlast_state, *arguments):
+    inputs, kept, _, wanted = unpack(arguments, Inputs, Kept, Options, Wanted)
+    sizes = _check(dout, dlast_state, inputs, kept)
+    check_fake(_NAME, *inputs, *kept, dout, dlast_state)
+    return _allocate(inputs, sizes, wanted)
 
-    tensors: u to seq_idx in kernel layout; into: du, ddelta, dz, dinitial_state and out, to be written; None where not
-    wanted. dout, u, delta, z, du, ddelta, dz and out may be Views with last stride 1.
+
+def _allocate(inputs, sizes, wanted):
+    """The operator's results, without values."""
+    u, A, B, C, D, delta_bias = inputs.u, inputs.A, inputs.B, inputs.C, inputs.D, inputs.delta_bias
+    return Gradients(
+        u.new_empty(u.shape),
+        u.new_empty(u.shape),
+        A.new_empty(A.shape),
+        B.new_empty(B.shape),
+        C.new_empty(C.shape),
+        None if D is None else D.new_empty(D.shape),
+        None if inputs.z is None else u.new_empty(u.shape),
+        None if delta_bias is None else delta_bias.new_empty(delta_bias.shape),
+        A.new_empty(sizes.state) if wanted.need_dinitial_state else None,
+        allocate_out(checks.unit_last_stride(u)) if wanted.recompute_out else None,
+    )
+
+
+def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, targets, dBC=None):
+    """Runs the kernels, which write targets; returns Sums.
+
+    inputs: in kernel layout. dout, u, delta, z, du, ddelta, dz and out may be Views with last stride 1.
     dBC: (2, B, N, L) of any strides, which takes the gradients of B and C (B, N, L); these may then be Views too.
     """
-    _, _, A, B, C, D, _, delta_bias, _, _ = tensors
-    du, ddelta, dz, dinitial_state, out = into
-    batch, _, seqlen, dstate, _ = sizes
+    A, B, C, D, delta_bias = inputs.A, inputs.B, inputs.C, inputs.D, inputs.delta_bias
     params = abi.MambaSelectiveScanBackward()
     functions = place(params, A)
-    fill(params, sizes, tensors, delta_softplus, out, checkpoints)
+    fill(params, sizes, inputs, options, targets.out, checkpoints)
     plan = plan_of(functions, params.forward, torch.are_deterministic_algorithms_enabled())
     params.slots = slots = plan.slots
-    parts = batch * plan.backward_segments
+    parts = sizes.batch * plan.backward_segments
     workspace = split_length(params, plan.backward_segments, A)
 
     dA = empty_parts(A, parts)
@@ -96,14 +181,15 @@ def launch_backward(sizes, dout, dlast_state, tensors, checkpoints, delta_softpl
                 if matrix.dim() > 2:
                     gradient.zero_()
     else:
-        shape = batch, dstate, seqlen
-        sums = A.new_empty((2, *shape) if slots == 1 else (2, slots, *shape))
+        shape = sizes.batch, sizes.dstate, sizes.seqlen
+        both = A.new_empty((2, *shape) if slots == 1 else (2, slots, *shape))
         if plan.zeroed_sums:
-            sums.zero_()
-        dB, dC = sums.unbind()
+            both.zero_()
+        dB, dC = both.unbind()
     dD = None if D is None else empty_parts(D, parts)
     ddelta_bias = None if delta_bias is None else empty_parts(delta_bias, parts)
 
+    du, ddelta, dz = targets.du, targets.ddelta, targets.dz
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_dim_stride, _ = dout.stride()
     params.dlast_state = pointer(dlast_state)
@@ -119,48 +205,20 @@ def launch_backward(sizes, dout, dlast_state, tensors, checkpoints, delta_softpl
     params.dC = dC.data_ptr()
     params.dD = pointer(dD)
     params.ddelta_bias = pointer(ddelta_bias)
-    params.dinitial_state = pointer(dinitial_state)
+    params.dinitial_state = pointer(targets.dinitial_state)
     run(functions, "selective_scan_backward", params)
-    del workspace
+    del workspace  # held until here: the kernels have it now
     if dBC is None:
         dB, dC = add_parts(dB, B), add_parts(dC, C)
     else:
-        dBC.copy_(sums if slots == 1 else sums.sum(1))
+        dBC.copy_(both if slots == 1 else both.sum(1))
         dB = dC = None
-    return add_parts(dA, A), dB, dC, add_parts(dD, D), add_parts(ddelta_bias, delta_bias)
-
-
-def _empty_grads(sizes, inputs, need_dinitial_state, zero):
-    """Gradients in the operator's order, without values (zero: of zeros)."""
-    u, _, A, B, C, D, z, delta_bias, _, _ = inputs
-    batch, dim, _, dstate, _ = sizes
-    grads = [
-        u.new_empty(u.shape),
-        u.new_empty(u.shape),
-        A.new_empty(A.shape),
-        B.new_empty(B.shape),
-        C.new_empty(C.shape),
-        None if D is None else D.new_empty(D.shape),
-        None if z is None else u.new_empty(u.shape),
-        None if delta_bias is None else delta_bias.new_empty(delta_bias.shape),
-        A.new_empty((batch, dim, dstate)) if need_dinitial_state else None,
-    ]
-    return [None if grad is None else grad.zero_() for grad in grads] if zero else grads
-
-
-def _backward_fake(dout, dlast_state, *arguments):
-    *inputs, checkpoints, _, need_dinitial_state, recompute_out = arguments
-    sizes = _check_backward(dout, dlast_state, inputs, checkpoints)
-    check_fake(_NAME, *inputs, checkpoints, dout, dlast_state)
-    out = allocate(checks.unit_last_stride(inputs[0]), sizes, False, False)[0] if recompute_out else None
-    return *_empty_grads(sizes, inputs, need_dinitial_state, zero=False), out
+    return Sums(add_parts(dA, A), dB, dC, add_parts(dD, D), add_parts(ddelta_bias, delta_bias))
 
 
 selective_scan_backward_op = define(
-    "selective_scan_backward(Tensor dout, Tensor? dlast_state, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, "
-    "Tensor? D, Tensor? z, Tensor? delta_bias, Tensor? initial_state, Tensor? seq_idx, Tensor checkpoints, "
-    "bool delta_softplus, bool need_dinitial_state, bool recompute_out) -> (Tensor du, Tensor ddelta, Tensor dA, "
-    "Tensor dB, Tensor dC, Tensor dD, Tensor dz, Tensor ddelta_bias, Tensor dinitial_state, Tensor out)",
+    f"selective_scan_backward(Tensor dout, Tensor? dlast_state, {signature(Inputs, Kept, Options, Wanted)}) "
+    f"-> {returns(Gradients)}",
     _backward,
     _backward_fake,
 )

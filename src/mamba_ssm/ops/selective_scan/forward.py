@@ -1,18 +1,32 @@
-"""Selective scan (Mamba-1): the public function and its forward and backward operators on the native kernels.
+"""Selective scan (Mamba-1): the public function and its forward operator on the native kernels.
 
 h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t;  out_t = (C_t . h_t + D u_t) silu(z_t);
 dt_t = softplus?(delta_t + delta_bias) (Mamba, arXiv 2312.00752, section 3.2).
 Letters: B batch, D channels, L length, N dstate, G groups of B and C.
 """
 
+import typing
+
 import torch
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
-from mamba_ssm._torch import autocast_dtype, call, call_below_autograd, call_in_backward, define
+from mamba_ssm._torch import (
+    autocast_dtype,
+    call,
+    call_below_autograd,
+    call_in_backward,
+    define,
+    no_gradients,
+    returns,
+    signature,
+    unpack,
+)
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.selective_scan.arguments import (
-    allocate,
+    Inputs,
+    Options,
+    allocate_out,
     check,
     check_fake,
     fill,
@@ -20,23 +34,38 @@ from mamba_ssm.ops.selective_scan.arguments import (
     plan_of,
     split_length,
 )
-from mamba_ssm.ops.selective_scan.backward import selective_scan_backward_op
+from mamba_ssm.ops.selective_scan.backward import Gradients, of_inputs, selective_scan_backward_op
+
+
+class Wanted(typing.NamedTuple):
+    """Which of the results a caller wants."""
+
+    return_last_state: bool
+    return_checkpoints: bool
+
+
+class Results(typing.NamedTuple):
+    """The operator's results, None where not wanted."""
+
+    out: torch.Tensor
+    last_state: torch.Tensor | None
+    checkpoints: torch.Tensor | None  # a state every 64 steps, for backward
 
 
 def selective_scan_fn(
-    u,
-    delta,
-    A,
-    B,
-    C,
-    D=None,
-    z=None,
-    delta_bias=None,
-    delta_softplus=False,
-    return_last_state=False,
-    initial_state=None,
-    seq_idx=None,
-):
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Selective scan along the last dimension, differentiable once in every floating-point argument.
 
     Args:
@@ -81,100 +110,90 @@ def selective_scan_fn(
             B, C = (matrix if matrix.dim() == 2 else checks.cast(matrix, dtype) for matrix in (B, C))
     except AttributeError:  # of what is no tensor; the operator names it
         pass
-    options = bool(delta_softplus), bool(return_last_state), False
-    out, last_state, _ = call(selective_scan_op, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, *options)
+    inputs = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
+    out, last_state, _ = call(selective_scan_op, *inputs, bool(delta_softplus), bool(return_last_state), False)
     return (out, last_state) if return_last_state else out
 
 
-# ---- forward operator ------------------------------------------------------------------------------------------------
+# ---- operator --------------------------------------------------------------------------------------------------------
 
 
-def _forward(
-    u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, delta_softplus, return_last_state, return_checkpoints
-):
-    sizes = check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
-    tensors = kernel_layout(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
-    out, last_state, checkpoints = allocate(tensors[0], sizes, return_last_state, return_checkpoints)
-    if u.numel() == 0:
-        if return_last_state:
-            last_state.zero_() if initial_state is None else last_state.copy_(initial_state)
-        return out, last_state, checkpoints
-    launch_forward(sizes, tensors, delta_softplus, out, last_state, checkpoints)
-    return out, last_state, checkpoints
+def _allocate(u, sizes, wanted):
+    """The operator's results, without values."""
+    float32 = torch.float32
+    return Results(
+        allocate_out(u),
+        u.new_empty(sizes.state, dtype=float32) if wanted.return_last_state else None,
+        u.new_empty((sizes.checkpoints,), dtype=float32) if wanted.return_checkpoints else None,
+    )
 
 
-def launch_forward(sizes, tensors, delta_softplus, out, last_state, checkpoints):
-    """Runs the kernels. tensors: u to seq_idx in kernel layout; all but parameters and states may be Views."""
+def _forward(*arguments):
+    inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
+    sizes = check(inputs)
+    inputs = kernel_layout(inputs)
+    results = _allocate(inputs.u, sizes, wanted)
+    if inputs.u.numel() == 0:
+        if wanted.return_last_state:
+            state, initial = results.last_state, inputs.initial_state
+            state.zero_() if initial is None else state.copy_(initial)
+        return results
+    launch_forward(sizes, inputs, options, results)
+    return results
+
+
+def _forward_fake(*arguments):
+    inputs, _, wanted = unpack(arguments, Inputs, Options, Wanted)
+    sizes = check(inputs)
+    check_fake("selective_scan", *inputs)
+    return _allocate(checks.unit_last_stride(inputs.u), sizes, wanted)
+
+
+def launch_forward(sizes, inputs, options, results):
+    """Runs the kernels. inputs: in kernel layout; all but parameters and states, and results.out, may be Views."""
     params = abi.MambaSelectiveScan()
-    A = tensors[2]
-    functions = place(params, A)
-    fill(params, sizes, tensors, delta_softplus, out, checkpoints)
-    if last_state is not None:
-        params.last_state = last_state.data_ptr()
-    short = sizes[2] <= abi.SCAN_CHECKPOINT  # never worth splitting
+    functions = place(params, inputs.A)
+    fill(params, sizes, inputs, options, results.out, results.checkpoints)
+    if results.last_state is not None:
+        params.last_state = results.last_state.data_ptr()
+    short = sizes.seqlen <= abi.SCAN_CHECKPOINT  # never worth splitting
     segments = 1 if short else plan_of(functions, params, False).forward_segments
-    workspace = split_length(params, segments, A)
+    workspace = split_length(params, segments, inputs.A)
     run(functions, "selective_scan_forward", params)
     del workspace  # held until here: the kernels have it now
-
-
-def _forward_fake(
-    u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, delta_softplus, return_last_state, return_checkpoints
-):
-    sizes = check(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
-    check_fake("selective_scan", u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
-    return allocate(checks.unit_last_stride(u), sizes, return_last_state, return_checkpoints)
 
 
 class _SelectiveScan(torch.autograd.Function):
     """Saves the inputs and a state every 64 steps; out and the states between are computed again in backward."""
 
     @staticmethod
-    def forward(
-        ctx,
-        u,
-        delta,
-        A,
-        B,
-        C,
-        D,
-        z,
-        delta_bias,
-        initial_state,
-        seq_idx,
-        delta_softplus,
-        return_last_state,
-        return_checkpoints,
-    ):
-        inputs = (u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
-        options = delta_softplus, return_last_state, True
-        out, last_state, checkpoints = call_below_autograd(selective_scan_op, *inputs, *options)
+    def forward(ctx, *arguments):
+        inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
+        results = call_below_autograd(selective_scan_op, *inputs, *options, wanted.return_last_state, True)
+        out, last_state, checkpoints = results
         ctx.save_for_backward(*inputs, checkpoints)
-        ctx.delta_softplus = delta_softplus
+        ctx.options = options
         ctx.set_materialize_grads(False)
-        if not return_checkpoints:
+        if not wanted.return_checkpoints:
             return out, last_state, None
         ctx.mark_non_differentiable(checkpoints)
         return out, last_state, checkpoints
 
     @staticmethod
     def backward(ctx, dout, dlast_state, _):
-        *inputs, checkpoints = ctx.saved_tensors
         if dout is None and dlast_state is None:
-            return (None,) * 13
+            return no_gradients(Inputs, Options, Wanted)
+        *inputs, checkpoints = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(inputs[0])
-        options = ctx.delta_softplus, ctx.needs_input_grad[8], False
-        du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, _ = call_in_backward(
-            selective_scan_backward_op, dout, dlast_state, *inputs, checkpoints, *options
-        )
-        return du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, None, None, None, None
+        (need,) = unpack(ctx.needs_input_grad, Inputs)
+        arguments = dout, dlast_state, *inputs, checkpoints, *ctx.options, need.initial_state, False
+        grads = Gradients(*call_in_backward(selective_scan_backward_op, *arguments))
+        return *of_inputs(grads), *no_gradients(Options, Wanted)
 
 
 selective_scan_op = define(
-    "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
-    "Tensor? initial_state, Tensor? seq_idx, bool delta_softplus, bool return_last_state, bool return_checkpoints) "
-    "-> (Tensor out, Tensor last_state, Tensor checkpoints)",
+    f"selective_scan({signature(Inputs, Options, Wanted)}) -> {returns(Results)}",
     _forward,
     _forward_fake,
     autograd=_SelectiveScan,

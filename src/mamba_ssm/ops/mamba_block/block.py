@@ -1,0 +1,144 @@
+"""mamba_block: a Mamba block from its input (hidden_states) on as one memory-saving autograd node.
+
+Letters: B batch, D channels (d_inner), L length, N dstate, R rank of dt.
+"""
+
+import typing
+
+import torch
+
+from mamba_ssm._torch import (
+    apply,
+    autocast_dtype,
+    call_below_autograd,
+    call_in_backward,
+    no_autocast,
+    refuse_second_derivatives,
+    unpack,
+    wants_one_node,
+)
+from mamba_ssm.ops._shared import checks
+from mamba_ssm.ops.mamba_block.arguments import Inputs, Options
+from mamba_ssm.ops.mamba_block.backward import Gradients, mamba_inner_backward_op
+from mamba_ssm.ops.mamba_block.forward import mamba_inner_fn, mamba_inner_op
+from mamba_ssm.ops.mamba_block.projections import project_in, to_columns
+
+_OPTIONS = Options(delta_softplus=True, rms_eps=0.0, checkpoint_lvl=1)
+
+
+class BlockInputs(typing.NamedTuple):
+    """A block's input and a layer's parameters; those that mamba_inner_fn takes are as there."""
+
+    hidden_states: torch.Tensor  # (B, L, d_model)
+    in_proj_weight: torch.Tensor  # (2D, d_model)
+    in_proj_bias: torch.Tensor | None  # (2D)
+    conv1d_weight: torch.Tensor
+    conv1d_bias: torch.Tensor | None
+    x_proj_weight: torch.Tensor
+    dt_proj_weight: torch.Tensor
+    out_proj_weight: torch.Tensor
+    out_proj_bias: torch.Tensor | None
+    A_log: torch.Tensor  # (D, N), where A = -exp(A_log); of any float dtype, as D and dt_bias
+    D: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+def mamba_block(inputs: BlockInputs) -> torch.Tensor:
+    """A layer's output (B, L, d_model): mamba_inner_fn with the input projection in front.
+
+    One autograd node, which keeps what the two would: a training step of a small block is bound by the time that Python
+    and autograd take, not by the kernels.
+    """
+    if wants_one_node(inputs):
+        return apply(_MambaBlock, *inputs)
+    xz = project_in(inputs.hidden_states, inputs.in_proj_weight, inputs.in_proj_bias)
+    return mamba_inner_fn(
+        xz,
+        inputs.conv1d_weight,
+        inputs.conv1d_bias,
+        inputs.x_proj_weight,
+        inputs.dt_proj_weight,
+        inputs.out_proj_weight,
+        inputs.out_proj_bias,
+        -torch.exp(inputs.A_log.float()),
+        D=inputs.D.float(),
+        delta_bias=inputs.dt_bias.float(),
+    )
+
+
+def _inner(xz, inputs, dtype):
+    """The operator's inputs from the block's; dtype: autocast's, or None."""
+    projections = inputs.x_proj_weight, inputs.dt_proj_weight, inputs.out_proj_weight
+    if dtype is not None:
+        projections = tuple(checks.cast(weight, dtype) for weight in projections)
+    out_proj_bias = inputs.out_proj_bias
+    x_proj_weight, dt_proj_weight, out_proj_weight = projections
+    return Inputs(
+        xz,
+        inputs.conv1d_weight,
+        inputs.conv1d_bias,
+        x_proj_weight,
+        dt_proj_weight,
+        out_proj_weight,
+        None if out_proj_bias is None else out_proj_bias.to(xz.dtype),
+        A=-torch.exp(inputs.A_log.float()),
+        B=None,
+        C=None,
+        D=inputs.D.float(),
+        delta_bias=inputs.dt_bias.float(),
+        B_proj_bias=None,
+        C_proj_bias=None,
+        b_rms_weight=None,
+        c_rms_weight=None,
+        dt_rms_weight=None,
+    )
+
+
+class _MambaBlock(torch.autograd.Function):
+    """_MambaInner with the input projection in front and A_log in place of A."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        inputs = BlockInputs(*arguments)
+        hidden_states, in_proj_weight = inputs.hidden_states, inputs.in_proj_weight
+        dtype = autocast_dtype(hidden_states)
+        if dtype is not None:
+            hidden_states, in_proj_weight = checks.cast(hidden_states, dtype), checks.cast(in_proj_weight, dtype)
+        inner = _inner(project_in(hidden_states, in_proj_weight, inputs.in_proj_bias), inputs, dtype)
+        out, *inner_kept = call_below_autograd(mamba_inner_op, *inner, *_OPTIONS, True)
+        (need,) = unpack(ctx.needs_input_grad, BlockInputs)
+        kept = in_proj_weight if need.hidden_states else None, hidden_states if need.in_proj_weight else None
+        ctx.save_for_backward(*kept, *inner, *inner_kept)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        refuse_second_derivatives("the gradient of Mamba")
+        in_proj_weight, hidden_states, *saved = ctx.saved_tensors
+        inner, (need,) = unpack(saved, Inputs)[0], unpack(ctx.needs_input_grad, BlockInputs)
+        with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
+            grads = Gradients(*call_in_backward(mamba_inner_backward_op, dout, *saved, *_OPTIONS))
+            batch, _, seqlen = grads.dxz.shape
+            dxz = to_columns(grads.dxz)
+            dhidden_states = din_proj_weight = None
+            if in_proj_weight is not None:
+                dhidden_states = torch.mm(dxz.t(), in_proj_weight).view(batch, seqlen, in_proj_weight.shape[1])
+            if hidden_states is not None:
+                din_proj_weight = torch.mm(dxz, hidden_states.reshape(batch * seqlen, hidden_states.shape[2]))
+            din_proj_bias = dxz.sum(1) if need.in_proj_bias else None
+            dA_log = grads.dA * inner.A  # A = -exp(A_log) is its own derivative
+        grads = BlockInputs(  # autograd takes each to its input's dtype
+            hidden_states=dhidden_states,
+            in_proj_weight=din_proj_weight,
+            in_proj_bias=din_proj_bias,
+            conv1d_weight=grads.dconv1d_weight,
+            conv1d_bias=grads.dconv1d_bias,
+            x_proj_weight=grads.dx_proj_weight,
+            dt_proj_weight=grads.ddelta_proj_weight,
+            out_proj_weight=grads.dout_proj_weight,
+            out_proj_bias=grads.dout_proj_bias,
+            A_log=dA_log,
+            D=grads.dD,
+            dt_bias=grads.ddelta_bias,
+        )
+        return tuple(grads)  # a record as such is one value to the compiler
