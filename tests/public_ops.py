@@ -122,9 +122,9 @@ PUBLIC_OPS = {
     "causal_conv1d_varlen_states": PublicOp(causal_conv1d_varlen_states, "causal_conv1d_varlen_states", _varlen_states),
     "selective_state_update": PublicOp(selective_state_update, "selective_state_update", _state_update),
     "selective_state_update, heads": PublicOp(selective_state_update, "selective_state_update", _state_update_heads),
-    "mamba_chunk_scan_combined": PublicOp(mamba_chunk_scan_combined, "mamba_chunk_scan_combined|ssd", _ssd),
+    "mamba_chunk_scan_combined": PublicOp(mamba_chunk_scan_combined, "mamba_chunk_scan_combined", _ssd),
     "mamba_split_conv1d_scan_combined": PublicOp(
-        mamba_split_conv1d_scan_combined, "(mamba_)?split_conv1d_scan(_combined)?", _split_conv1d_scan
+        mamba_split_conv1d_scan_combined, "mamba_split_conv1d_scan_combined", _split_conv1d_scan
     ),
     "layer_norm_fn": PublicOp(layer_norm_fn, "layer_norm", _norm),
     "layer_norm_linear_fn": PublicOp(layer_norm_linear_fn, "layer_norm(_linear_fn)?", _norm_linear),

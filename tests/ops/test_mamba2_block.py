@@ -8,8 +8,7 @@ from cases import DTYPES, assert_close_to_truth, dtype_id, fixed_sum, output_and
 from mamba2_inner_inputs import D_MODEL, HEADDIM, inputs
 
 from mamba_ssm import Mamba2
-from mamba_ssm.ops.mamba2_block.block import mamba2_block, mamba_split_conv1d_scan_combined
-from mamba_ssm.ops.mamba2_block.forward import Options
+from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block, mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_ref
 
 ALIKE = "conv1d_bias", "dt_bias", "D", "seq_idx", "rmsnorm_weight", "outproj_weight", "outproj_bias"
@@ -31,7 +30,8 @@ def block_inputs(dtype, device, narrow=False, **options):
 
 
 def block(ngroups=1, dt_limit=(0.0, float("inf")), norm_before_gate=False, **tensors):
-    return mamba2_block(**tensors, options=Options(HEADDIM, ngroups, *dt_limit, True, 1e-5, norm_before_gate, True))
+    options = Options(HEADDIM, ngroups, *dt_limit, True, 1e-5, norm_before_gate, A_is_log=True)
+    return mamba2_block(BlockInputs(**tensors), options)
 
 
 def block_ref(

@@ -244,7 +244,7 @@ def test_clear_errors(device):
     raises(ValueError, "headdim must be given where D is not", headdim=None)
     raises(ValueError, r"headdim is 6, but D has shape \(H, P\) = \(4, 5\)", D=torch.ones(4, 5, device=device))
     raises(ValueError, r"conv1d_weight must have H P .* rows with H = 4, P = 9, G = 1, got 34", headdim=9)
-    raises(ValueError, "must be a multiple of the number of groups of B and C, got 3 groups", ngroups=3)
+    raises(ValueError, "must be a multiple of the number of groups of B and C, ngroups, got 3 groups", ngroups=3)
     raises(ValueError, "62 without d_mlp, got 61", zxbcdt=tensors["zxbcdt"][:, :, 1:])
     raises(ValueError, r"zxbcdt must have 3 dimensions .*, got shape \(71, 62\)", zxbcdt=tensors["zxbcdt"][0])
     raises(TypeError, "zxbcdt must be float32, float16 or bfloat16, got float64", zxbcdt=tensors["zxbcdt"].double())

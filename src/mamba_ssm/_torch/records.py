@@ -4,6 +4,8 @@ import typing
 
 import torch
 
+from mamba_ssm._torch.private import is_compiling
+
 _KINDS = {
     torch.Tensor: "Tensor",
     typing.Optional[torch.Tensor]: "Tensor?",  # noqa: UP045  (how get_type_hints spells it)
@@ -28,10 +30,12 @@ def returns(record):
 
 def unpack(arguments, *records):
     """Cuts an operator's flat arguments into these records, one after the other."""
+    traced = is_compiling()  # torch 2.4's tracer does not follow _make, which takes half as long
     result, start = [], 0
     for record in records:
         end = start + len(record._fields)
-        result.append(record(*arguments[start:end]))
+        part = arguments[start:end]
+        result.append(record(*part) if traced else record._make(part))
         start = end
     return result
 

@@ -13,10 +13,9 @@ from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
 from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
 from mamba_ssm.ops.causal_conv1d.arguments import wants_silu
-from mamba_ssm.ops.mamba2_block.block import mamba2_block, mamba_split_conv1d_scan_combined
-from mamba_ssm.ops.mamba2_block.forward import Options
+from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block, mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.norm.gated import RMSNorm
-from mamba_ssm.ops.ssd.forward import check_options, mamba_chunk_scan_combined
+from mamba_ssm.ops.ssd import check_options, mamba_chunk_scan_combined
 from mamba_ssm.ops.state_update.update import selective_state_update
 
 
@@ -282,7 +281,7 @@ class Mamba2(nn.Module):
             norm_weight, eps = norm.weight, norm.eps
         dt_min, dt_max = self.dt_limit
         silu = wants_silu("Mamba2", self.activation)
-        return mamba2_block(
+        inputs = BlockInputs(
             u,
             *weight_and_bias(self.in_proj),
             *weight_and_bias(self.out_proj),
@@ -292,8 +291,11 @@ class Mamba2(nn.Module):
             self._D(),
             seq_idx,
             norm_weight,
-            Options(self.headdim, self.ngroups, float(dt_min), float(dt_max), silu, eps, self.norm_before_gate, True),
         )
+        options = Options(
+            self.headdim, self.ngroups, float(dt_min), float(dt_max), silu, eps, self.norm_before_gate, A_is_log=True
+        )
+        return mamba2_block(inputs, options)
 
     def _is_plain(self):
         """Whether all that the fused operator computes before out_proj is in the parameters it takes."""

@@ -1,222 +1,230 @@
-"""Convolution, scan, gate and norm of a Mamba-2 block as one operator, which writes the parts of a tensor in place.
+"""The inside of a Mamba-2 block: the public function, and convolution, scan, gate and norm as one operator.
 
-The input projection's output zxbcdt is cut, not copied, and its gradient is one tensor that each kernel writes its part
-of. The parts go to the kernels as addresses, and arguments are checked once, not by each part's operator: in a small
-block that is half of the time. On CUDA a NaN reaches all of its tile of up to 64 steps, as in mamba_ssm.ops.ssd.
+The input projection's output zxbcdt is cut, not copied. On CUDA a NaN reaches all of its tile of up to 64 steps, as in
+mamba_ssm.ops.ssd. The output projection is a plain torch matrix product, so that compilers see it.
 Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
 """
 
 import typing
 
 import torch
+import torch.nn.functional as F
 
-from mamba_ssm._native.launch import View
-from mamba_ssm._torch import call_below_autograd, call_in_backward, define
+from mamba_ssm._torch import (
+    apply,
+    autocast_dtype,
+    call,
+    call_below_autograd,
+    call_in_backward,
+    define,
+    no_autocast,
+    no_gradients,
+    signature,
+    unpack,
+    wants_one_node,
+)
 from mamba_ssm.ops._shared import checks
-from mamba_ssm.ops._shared.gradients import empty_like
-from mamba_ssm.ops.causal_conv1d import forward as causal_conv1d
-from mamba_ssm.ops.causal_conv1d.arguments import check_weight
-from mamba_ssm.ops.norm import gated as gated_norm
-from mamba_ssm.ops.norm import swiglu
-from mamba_ssm.ops.norm.arguments import in_rows
-from mamba_ssm.ops.ssd import arguments as ssd_arguments
-from mamba_ssm.ops.ssd import backward as ssd_backward
-from mamba_ssm.ops.ssd import forward as ssd
-
-_NAME = "mamba_split_conv1d_scan_combined"
-
-
-class Inputs(typing.NamedTuple):
-    """The tensors that the operators take, in their order."""
-
-    zxbcdt: torch.Tensor
-    conv1d_weight: torch.Tensor
-    conv1d_bias: torch.Tensor | None
-    dt_bias: torch.Tensor | None
-    A: torch.Tensor
-    D: torch.Tensor | None
-    initial_states: torch.Tensor | None
-    seq_idx: torch.Tensor | None
-    rmsnorm_weight: torch.Tensor | None
+from mamba_ssm.ops.causal_conv1d.arguments import wants_silu
+from mamba_ssm.ops.mamba2_block.arguments import (
+    NAME,
+    Inputs,
+    Kept,
+    Options,
+    check,
+    convolve,
+    cut,
+    heads,
+    kernel_layout,
+    mlp,
+    scan_inputs,
+)
+from mamba_ssm.ops.mamba2_block.backward import Gradients, of_inputs, split_conv1d_scan_backward_op
+from mamba_ssm.ops.norm.gated import launch_forward as launch_norm
+from mamba_ssm.ops.norm.swiglu import launch_forward as launch_swiglu
+from mamba_ssm.ops.ssd.arguments import check_options
+from mamba_ssm.ops.ssd.forward import launch_forward as launch_scan
 
 
-class Options(typing.NamedTuple):
-    """What else both operators take, in their order."""
+class OutProj(typing.NamedTuple):
+    """The output projection's parameters."""
 
-    headdim: int
-    ngroups: int
-    dt_min: float
-    dt_max: float
-    silu: bool
-    rmsnorm_eps: float
-    norm_before_gate: bool
-    A_is_log: bool  # A is a layer's A_log = log(-A); it and dt_bias may be float16 or bfloat16 too; dA is A_log's
+    outproj_weight: torch.Tensor
+    outproj_bias: torch.Tensor | None
 
 
-def _named(arguments):
-    """Inputs, options, and the arguments behind them."""
-    return Inputs(*arguments[:9]), Options(*arguments[9:17]), arguments[17:]
+class Wanted(typing.NamedTuple):
+    """Which of the operator's results a caller wants."""
+
+    return_final_states: bool
+    keep: bool  # what backward starts from
 
 
-class _Sizes(typing.NamedTuple):
-    batch: int
-    seqlen: int
-    d_mlp: int
-    nheads: int
-    headdim: int
-    ngroups: int
-    dstate: int
-    dim: int  # channels of the scan, H P
-    channels: int  # of the convolution, H P + 2 G N
-    width: int  # of the convolution
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: torch.Tensor,
+    conv1d_weight: torch.Tensor,
+    conv1d_bias: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    A: torch.Tensor,
+    D: torch.Tensor | None,
+    chunk_size: int,
+    initial_states: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    activation: str | None = "silu",
+    rmsnorm_weight: torch.Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: torch.Tensor | None = None,
+    outproj_bias: torch.Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    state_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A Mamba-2 block between its input projection and its residual.
 
-    @property
-    def empty(self):
-        """Whether there is nothing to convolve and to scan."""
-        return self.batch * self.seqlen * self.nheads == 0
+    Args:
+        zxbcdt: (B, L, 2 d_mlp + 2 H P + 2 G N + H) float32, float16 or bfloat16: gate and input of the gated MLP (d_mlp
+            channels, usually none), z, and x, B, C and dt of the scan.
+        conv1d_weight: (H P + 2 G N, W), W 2..4; conv1d_bias: (H P + 2 G N) or None; of any of these dtypes.
+        dt_bias, A: (H); D: (H), or (H, P), or None; float32, or widened to it. dt = softplus(dt + dt_bias).
+        chunk_size: a positive integer, upstream's tile size. It has no effect: the kernels choose their own.
+        initial_states: (B, H, P, N) float32, the states before the first step; zero if None.
+        seq_idx: (B, L) int32; convolution and states restart at each step whose value differs from the step before.
+        dt_limit: (smallest, largest) value of dt, which is then clamped.
+        activation: of the convolution: "silu", "swish" or None.
+        rmsnorm_weight: (H P) of any of these dtypes: RMSNorm over groups of H P / G channels, with rmsnorm_eps,
+            before (norm_before_gate) or after the gate silu(z). None: only the gate.
+        outproj_weight: (d_model, d_mlp + H P) and outproj_bias: (d_model); None to return before the projection.
+        headdim: P; may be None if D is (H, P). ngroups: G.
+        state_dtype: dtype of the returned states, float32 if None.
 
-    @property
-    def scan(self):
-        """As the scan's launchers take them."""
-        return self.batch, self.seqlen, self.nheads, self.headdim, self.ngroups, self.dstate
+    Returns:
+        out (B, L, d_model), or (B, L, d_mlp + H P) without outproj_weight, of zxbcdt's dtype; with return_final_states
+        (out, final_states (B, H, P, N)). Under autocast zxbcdt and the projection are cast to autocast's dtype.
+        A NaN of zxbcdt stays in its row of out and, on the CPU, behind its step; on CUDA it may reach all of its tile
+        of up to 64 steps.
 
-    @property
-    def conv1d(self):
-        """As the convolution's launchers take them."""
-        return self.batch, self.channels, self.seqlen, self.width
+    Differentiable once in every floating-point argument. Kept for backward are the arguments, and with rmsnorm_weight
+    the scan's output (B, L, H P) in zxbcdt's dtype and 1 / rms (B, L, G) float32; the rest is computed again.
 
-
-def _check(inputs, options):
-    """Raises on any argument that the kernels do not take; returns the sizes."""
-    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
-    headdim, ngroups = options.headdim, options.ngroups
-    if zxbcdt.dim() != 3 or A.dim() != 1 or conv1d_weight.dim() != 2 or zxbcdt.dtype not in checks.FLOAT_DTYPES:
-        checks.check_dims(_NAME, "zxbcdt", zxbcdt, 3, "(B, L, 2 d_mlp + 2 H P + 2 G N + H)")
-        checks.check_activation_dtype(_NAME, "zxbcdt", zxbcdt)
-        checks.check_dims(_NAME, "A_log" if options.A_is_log else "A", A, 1, "(H,)")
-        checks.check_dims(_NAME, "conv1d_weight", conv1d_weight, 2, "(H P + 2 G N, W)")
-    batch, seqlen, columns = zxbcdt.shape
-    nheads, channels = A.shape[0], conv1d_weight.shape[0]
-    dim = nheads * headdim
-    if ngroups != 1:
-        checks.check_groups(_NAME, f"nheads ({nheads})", nheads, ngroups)
-    dstate = (channels - dim) // (2 * ngroups)  # not divmod: sizes may be symbols
-    if headdim < 1 or dstate < 1 or channels != dim + 2 * ngroups * dstate:
-        raise ValueError(
-            f"{_NAME}: conv1d_weight must have H P + 2 G N rows with H = {nheads}, P = {headdim}, G = {ngroups}, "
-            f"got {channels}"
-        )
-    d_mlp = (columns - dim - channels - nheads) // 2
-    if d_mlp < 0 or columns != 2 * d_mlp + dim + channels + nheads:
-        raise ValueError(
-            f"{_NAME}: zxbcdt must have 2 d_mlp + 2 H P + 2 G N + H columns, {dim + channels + nheads} without d_mlp, "
-            f"got {columns}"
-        )
-    width = check_weight(_NAME, zxbcdt, channels, conv1d_weight, conv1d_bias, "zxbcdt", "conv1d_")
-    sizes = _Sizes(batch, seqlen, d_mlp, nheads, headdim, ngroups, dstate, dim, channels, width)
-    ssd_arguments.check_head(_NAME, headdim, dstate)
-    dt_limit = options.dt_min, options.dt_max
-    parameters = A, D, dt_bias, initial_states, seq_idx
-    ssd_arguments.check_parameters(_NAME, sizes.scan, zxbcdt, "zxbcdt", *parameters, *dt_limit, options.A_is_log)
-    if rmsnorm_weight is not None:
-        checks.check_float(_NAME, "rmsnorm_weight", rmsnorm_weight, (dim,), zxbcdt, "zxbcdt", "(H P,)")
-    return sizes
-
-
-def _kernel_layout(inputs):
-    """The inputs as the kernels take them, and the stride of zxbcdt's rows; parameters and states contiguous."""
-    zxbcdt, row_stride = in_rows(inputs.zxbcdt)
-    return Inputs(zxbcdt, *map(checks.contiguous, inputs[1:])), row_stride
-
-
-def _cut(zxbcdt, row_stride, sizes):
-    """z (B, L, H, P), xBC (B, H P + 2 G N, L) and dt (B, L, H) of zxbcdt, or of its gradient."""
-    batch_stride = sizes.seqlen * row_stride
-    start = 2 * sizes.d_mlp
-    z = View(zxbcdt, start, batch_stride, row_stride, sizes.headdim, 1)
-    xBC = View(zxbcdt, start + sizes.dim, batch_stride, 1, row_stride)
-    return z, xBC, View(zxbcdt, start + sizes.dim + sizes.channels, batch_stride, row_stride, 1)
-
-
-def _cut_xBC(xBC, sizes):
-    """Of xBC (B, L, H P + 2 G N), contiguous: itself as (B, H P + 2 G N, L), x (B, L, H, P), B and C (B, L, G, N)."""
-    row_stride, dim, dstate = sizes.channels, sizes.dim, sizes.dstate
-    batch_stride = sizes.seqlen * row_stride
-    x = View(xBC, 0, batch_stride, row_stride, sizes.headdim, 1)
-    B = View(xBC, dim, batch_stride, row_stride, dstate, 1)
-    C = View(xBC, dim + sizes.ngroups * dstate, batch_stride, row_stride, dstate, 1)
-    return View(xBC, 0, batch_stride, 1, row_stride), x, B, C
-
-
-def _heads(tensor, sizes, start=0):
-    """H P columns of tensor (B, L, columns), contiguous, as (B, L, H, P)."""
-    row_stride = tensor.shape[2]
-    return View(tensor, start, sizes.seqlen * row_stride, row_stride, sizes.headdim, 1)
-
-
-def _mlp(tensor, sizes):
-    """The columns of the gated MLP's input in zxbcdt, or in its gradient."""
-    return tensor.narrow(2, 0, 2 * sizes.d_mlp)
+    Same as upstream's mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined.
+    """
+    check_options(NAME, chunk_size, dt_limit, state_dtype)
+    if not isinstance(ngroups, int):
+        raise TypeError(f"{NAME}: ngroups must be an integer, got {ngroups!r}")
+    checks.check_tensor(NAME, "zxbcdt", zxbcdt)
+    dtype = autocast_dtype(zxbcdt)
+    if dtype is not None:
+        zxbcdt = checks.cast(zxbcdt, dtype)
+        outproj_weight = checks.cast(outproj_weight, dtype)
+    if outproj_bias is not None:
+        outproj_bias = checks.cast(outproj_bias, zxbcdt.dtype)
+    inputs = Inputs(
+        zxbcdt,
+        conv1d_weight,
+        conv1d_bias,
+        checks.widen(dt_bias),
+        checks.widen(A),
+        checks.widen(D),
+        checks.widen(initial_states),
+        seq_idx,
+        rmsnorm_weight,
+    )
+    options = Options(
+        _headdim(D, headdim),
+        ngroups,
+        float(dt_limit[0]),
+        float(dt_limit[1]),
+        wants_silu(NAME, activation),
+        checks.check_number(NAME, "rmsnorm_eps", rmsnorm_eps),
+        bool(norm_before_gate),
+        A_is_log=False,
+    )
+    return_final_states = bool(return_final_states)
+    if outproj_weight is None and outproj_bias is not None:
+        raise ValueError(f"{NAME}: outproj_bias is given, but outproj_weight is None")
+    if outproj_weight is not None and wants_one_node((*inputs, outproj_weight, outproj_bias)):
+        result = apply(_Mamba2Inner, outproj_weight, outproj_bias, *inputs, *options, return_final_states)
+        out, states = result if return_final_states else (result, None)
+    else:
+        out, _, _, states = call(split_conv1d_scan_op, *inputs, *options, return_final_states, False)
+        if outproj_weight is not None:
+            out = _project(out, outproj_weight, outproj_bias)
+    if not return_final_states:
+        return out
+    return out, states if state_dtype is None else states.to(state_dtype)
 
 
-# ---- forward operator ------------------------------------------------------------------------------------------------
+def _headdim(D, headdim):
+    if isinstance(D, torch.Tensor) and D.dim() == 2:
+        if headdim not in (None, D.shape[1]):
+            raise ValueError(f"{NAME}: headdim is {headdim}, but D has shape (H, P) = {tuple(D.shape)}")
+        return D.shape[1]
+    if not isinstance(headdim, int):
+        raise ValueError(f"{NAME}: headdim must be given where D is not (H, P), got {headdim!r}")
+    return headdim
 
 
-def _allocate(inputs, sizes, return_final_states, keep):
+def _project(out, weight, bias):
+    checks.check_dims(NAME, "outproj_weight", weight, 2, "(d_model, d_mlp + H P)")
+    shape = (weight.shape[0], out.shape[-1])
+    checks.check_same(NAME, "outproj_weight", weight, shape, out, "zxbcdt", "(d_model, d_mlp + H P)")
+    if bias is not None:
+        checks.check_tensor(NAME, "outproj_bias", bias)
+        checks.check_same(NAME, "outproj_bias", bias, shape[:1], out, "zxbcdt", "(d_model,)")
+    return F.linear(out, weight, bias)
+
+
+# ---- operator --------------------------------------------------------------------------------------------------------
+
+
+def _allocate(inputs, sizes, wanted):
     """The operator's outputs, without values."""
-    zxbcdt, A, norm = inputs.zxbcdt, inputs.A, inputs.rmsnorm_weight is not None
+    zxbcdt, A = inputs.zxbcdt, inputs.A
     batch, seqlen, dim = sizes.batch, sizes.seqlen, sizes.dim
     out = zxbcdt.new_empty((batch, seqlen, sizes.d_mlp + dim))
-    y = zxbcdt.new_empty((batch, seqlen, dim)) if norm and keep else None
-    float32 = {"dtype": torch.float32}
-    rstd = A.new_empty((batch, seqlen, sizes.ngroups), **float32) if norm and keep else None
-    states = (batch, sizes.nheads, sizes.headdim, sizes.dstate)
-    states = A.new_empty(states, **float32) if return_final_states else None
+    y = rstd = None
+    if wanted.keep and inputs.rmsnorm_weight is not None:
+        y = zxbcdt.new_empty((batch, seqlen, dim))
+        rstd = A.new_empty((batch, seqlen, sizes.ngroups), dtype=torch.float32)
+    states = A.new_empty(sizes.states, dtype=torch.float32) if wanted.return_final_states else None
     return out, y, rstd, states
 
 
-def _convolve(conv_in, inputs, sizes, silu):
-    """The convolution's output, a tensor that must outlive its views x, B and C, which come with it."""
-    conv_out = inputs.zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.channels))
-    xBC, x, B, C = _cut_xBC(conv_out, sizes)
-    weight, bias, seq_idx = inputs.conv1d_weight, inputs.conv1d_bias, inputs.seq_idx
-    causal_conv1d.launch_forward(sizes.conv1d, conv_in, weight, bias, seq_idx, None, silu, xBC, None)
-    return conv_out, x, B, C
-
-
 def _forward(*arguments):
-    inputs, options, (return_final_states, keep) = _named(arguments)
-    sizes = _check(inputs, options)
-    results = out, y, rstd, final_states = _allocate(inputs, sizes, return_final_states, keep)
-    inputs, row_stride = _kernel_layout(inputs)
-    zxbcdt, _, _, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
+    inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
+    sizes = check(inputs, options)
+    results = out, y, rstd, final_states = _allocate(inputs, sizes, wanted)
+    inputs, row_stride = kernel_layout(inputs)
+    zxbcdt, initial_states = inputs.zxbcdt, inputs.initial_states
     if sizes.d_mlp:
-        swiglu._forward(_mlp(zxbcdt, sizes), out=out.narrow(2, 0, sizes.d_mlp))
+        launch_swiglu(mlp(zxbcdt, sizes), out.narrow(2, 0, sizes.d_mlp))
     if sizes.empty:
-        if return_final_states:
+        if wanted.return_final_states:
             final_states.zero_() if initial_states is None else final_states.copy_(initial_states)
         return results
-    z, conv_in, dt = _cut(zxbcdt, row_stride, sizes)
-    conv_out, x, B, C = _convolve(conv_in, inputs, sizes, options.silu)
-    gated = _heads(out, sizes, sizes.d_mlp)
-    norm = rmsnorm_weight is not None
-    if norm and y is None:
+    parts = cut(zxbcdt, row_stride, sizes)
+    conv_out = convolve(parts.xBC, inputs, sizes, options.silu)
+    gated = heads(out, sizes, sizes.d_mlp)
+    if inputs.rmsnorm_weight is None:
+        scan = scan_inputs(conv_out, parts.dt, parts.z, inputs, sizes)
+        launch_scan(sizes.scan, scan, options.scan, gated, final_states, options.A_is_log)
+        return results
+    if y is None:
         y = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
-    scan = x, dt, A, B, C, D, None if norm else z, dt_bias, initial_states, seq_idx
-    scan_options = True, options.dt_min, options.dt_max, options.A_is_log
-    ssd.launch_forward(sizes.scan, scan, scan_options, _heads(y, sizes) if norm else gated, final_states)
-    if norm:
-        norm_inputs = (y, sizes.dim), rmsnorm_weight, None, (z, row_stride), options.rmsnorm_eps
-        norm_options = sizes.dim // sizes.ngroups, options.norm_before_gate, True
-        gated = gated, sizes.d_mlp + sizes.dim
-        gated_norm.launch_forward(sizes.batch * sizes.seqlen, *norm_inputs, *norm_options, gated, None, rstd)
-    del conv_out  # held until here: the kernels have it now
+    scan = scan_inputs(conv_out, parts.dt, None, inputs, sizes)
+    launch_scan(sizes.scan, scan, options.scan, heads(y, sizes), final_states, options.A_is_log)
+    norm_inputs = (y, sizes.dim), inputs.rmsnorm_weight, None, (parts.z, row_stride), options.rmsnorm_eps
+    norm_options = sizes.dim // sizes.ngroups, options.norm_before_gate, True
+    gated = gated, sizes.d_mlp + sizes.dim
+    launch_norm(sizes.batch * sizes.seqlen, *norm_inputs, *norm_options, gated, None, rstd)
     return results
 
 
 def _forward_fake(*arguments):
-    inputs, options, (return_final_states, keep) = _named(arguments)
-    return _allocate(inputs, _check(inputs, options), return_final_states, keep)
+    inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
+    return _allocate(inputs, check(inputs, options), wanted)
 
 
 class _SplitConv1dScan(torch.autograd.Function):
@@ -227,15 +235,16 @@ class _SplitConv1dScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        inputs, options, (return_final_states, keep) = _named(arguments)
+        inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
+        keep = inputs.rmsnorm_weight is not None
         out, y, rstd, states = call_below_autograd(
-            split_conv1d_scan_op, *inputs, *options, return_final_states, inputs.rmsnorm_weight is not None
+            split_conv1d_scan_op, *inputs, *options, wanted.return_final_states, keep
         )
         ctx.save_for_backward(y, rstd, *inputs)
         ctx.options = options
         ctx.out_shape = out.shape
         ctx.set_materialize_grads(False)
-        if not keep:
+        if not wanted.keep:
             return out, None, None, states
         if y is not None:
             ctx.mark_non_differentiable(y, rstd)
@@ -243,155 +252,78 @@ class _SplitConv1dScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dy, drstd, dfinal_states):
-        tensors = ctx.saved_tensors
         if dout is None and dfinal_states is None:
-            return (None,) * 19
+            return no_gradients(Inputs, Options, Wanted)
+        saved = ctx.saved_tensors
         if dout is None:  # out itself was not used
-            dout = tensors[2].new_zeros(ctx.out_shape)
-        need_dinitial_states = ctx.needs_input_grad[6]
-        dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, drmsnorm_weight, _ = call_in_backward(
-            split_conv1d_scan_backward_op, dout, dfinal_states, *tensors, *ctx.options, need_dinitial_states, False
-        )
-        grads = dzxbcdt, dweight, dbias, ddt_bias, dA, dD, dinitial_states, None, drmsnorm_weight
-        return *grads, *(None,) * 10
+            _, inputs = unpack(saved, Kept, Inputs)
+            dout = inputs.zxbcdt.new_zeros(ctx.out_shape)
+        (need,) = unpack(ctx.needs_input_grad, Inputs)
+        arguments = dout, dfinal_states, *saved, *ctx.options, need.initial_states, False
+        grads = Gradients(*call_in_backward(split_conv1d_scan_backward_op, *arguments))
+        return *of_inputs(grads), *no_gradients(Options, Wanted)
 
-
-_ARGUMENTS = (
-    "Tensor zxbcdt, Tensor conv1d_weight, Tensor? conv1d_bias, Tensor? dt_bias, Tensor A, Tensor? D, "
-    "Tensor? initial_states, Tensor? seq_idx, Tensor? rmsnorm_weight, "
-    "int headdim, int ngroups, float dt_min, float dt_max, bool silu, float rmsnorm_eps, bool norm_before_gate, "
-    "bool A_is_log"
-)
 
 split_conv1d_scan_op = define(
-    f"split_conv1d_scan({_ARGUMENTS}, bool return_final_states, bool keep) "
+    f"split_conv1d_scan({signature(Inputs, Options, Wanted)}) "
     "-> (Tensor out, Tensor y, Tensor rstd, Tensor final_states)",
     _forward,
     _forward_fake,
     autograd=_SplitConv1dScan,
+    called=NAME,
 )
 
 
-# ---- backward operator -----------------------------------------------------------------------------------------------
+# ---- operator and output projection as one node ----------------------------------------------------------------------
 
 
-def _allocate_grads(inputs, sizes, need_dinitial_states):
-    """Gradients without values: of dt_bias, A, D, initial_states and rmsnorm_weight."""
-    _, _, _, dt_bias, A, D, _, _, rmsnorm_weight = inputs
-    states = (sizes.batch, sizes.nheads, sizes.headdim, sizes.dstate)
-    heads, float32 = (sizes.nheads,), {"dtype": torch.float32}
-    return (
-        None if dt_bias is None else A.new_empty(heads, **float32),
-        A.new_empty(heads, **float32),
-        None if D is None else empty_like(D),
-        A.new_empty(states, **float32) if need_dinitial_states else None,
-        None if rmsnorm_weight is None else empty_like(rmsnorm_weight),
-    )
+class _Mamba2Inner(torch.autograd.Function):
+    """split_conv1d_scan and the output projection; keeps what the operator alone would, not the projection's input."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        out_proj, inputs, ctx.options = unpack(arguments, OutProj, Inputs, Options)
+        *_, return_final_states = arguments
+        out, y, rstd, states = call_below_autograd(
+            split_conv1d_scan_op, *inputs, *ctx.options, return_final_states, True
+        )
+        ctx.save_for_backward(out_proj.outproj_weight, y, rstd, *inputs)
+        ctx.set_materialize_grads(False)
+        with no_autocast(out):
+            out = _project(out, *out_proj)
+        return out if states is None else (out, states)  # the compiler of torch 2.4 fails at a None
+
+    @staticmethod
+    def backward(ctx, dout, dstates=None):
+        if dout is None and dstates is None:
+            return *no_gradients(OutProj, Inputs, Options), None
+        outproj_weight, *saved = ctx.saved_tensors
+        if dout is None:  # out itself was not used
+            _, inputs = unpack(saved, Kept, Inputs)
+            batch, seqlen, _ = inputs.zxbcdt.shape
+            dout = inputs.zxbcdt.new_zeros((batch, seqlen, outproj_weight.shape[0]))
+        need_out_proj, need = unpack(ctx.needs_input_grad, OutProj, Inputs)
+        with no_autocast(dout):
+            out_proj, inputs = inner_gradients(
+                (dout, dstates), outproj_weight, saved, ctx.options, need_out_proj, need.initial_states
+            )
+        return *out_proj, *inputs, *no_gradients(Options), None
 
 
-def _backward(dout, dfinal_states, y, rstd, *arguments):
-    inputs, options, (need_dinitial_states, recompute_out) = _named(arguments)
-    sizes = _check(inputs, options)
-    _check_backward(sizes, dout, dfinal_states, inputs.zxbcdt, y, rstd)
-    grads = ddt_bias, dA, dD, dinitial_states, drmsnorm_weight = _allocate_grads(inputs, sizes, need_dinitial_states)
-    inputs, row_stride = _kernel_layout(inputs)
-    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, seq_idx, rmsnorm_weight = inputs
-    dzxbcdt = empty_like(zxbcdt)
-    dout, dout_stride = in_rows(dout)
-    out = empty_like(dout) if recompute_out else None
-    if sizes.d_mlp:
-        left, dleft = (None if t is None else t.narrow(2, 0, sizes.d_mlp) for t in (out, dout))
-        swiglu._backward(dleft, _mlp(zxbcdt, sizes), recompute_out, _mlp(dzxbcdt, sizes), left)
-    if sizes.empty:
-        return _grads_of_nothing(inputs, sizes, dfinal_states, dzxbcdt, grads, out)
+def inner_gradients(douts, outproj_weight, saved, options, need_out_proj, need_initial_states):
+    """Gradients of the output projection (OutProj) and of the operator's inputs (Inputs).
 
-    z, conv_in, dt = _cut(zxbcdt, row_stride, sizes)
-    dz, dconv_in, ddt = _cut(dzxbcdt, zxbcdt.shape[2], sizes)
-    conv_out, x, B, C = _convolve(conv_in, inputs, sizes, options.silu)
-    scan = x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx
-    scan_options = True, options.dt_min, options.dt_max, options.A_is_log
-    if rmsnorm_weight is not None:
-        rows, row = sizes.batch * sizes.seqlen, sizes.dim
-        norm_inputs = (y.contiguous(), row), rmsnorm_weight, None, (z, row_stride)
-        norm_options = sizes.dim // sizes.ngroups, options.norm_before_gate, True
-        if recompute_out:
-            gated = _heads(out, sizes, sizes.d_mlp), out.shape[2]
-            gated_norm.launch_forward(rows, *norm_inputs, options.rmsnorm_eps, *norm_options, gated, None, None)
-        dgated = View(dout, sizes.d_mlp), dout_stride
-        dy = empty_like(y)
-        norm_grads = (dy, row), drmsnorm_weight, None, (dz, zxbcdt.shape[2])
-        gated_norm.launch_backward(rows, dgated, *norm_inputs, None, rstd.contiguous(), *norm_options, *norm_grads)
-        del norm_inputs, norm_grads
-    else:
-        y = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
-        ssd.launch_forward(sizes.scan, scan, scan_options, _heads(y, sizes), None)
-        gated, dgated = (None if t is None else t.narrow(2, sizes.d_mlp, sizes.dim) for t in (out, dout))
-        z, dz = (tensor.narrow(2, 2 * sizes.d_mlp, sizes.dim) for tensor in (zxbcdt, dzxbcdt))
-        dy = _gate_backward(dgated, y, z, dz, gated).contiguous()
-    del y
-    dconv_out = empty_like(conv_out)
-    dxBC, dx, dB, dC = _cut_xBC(dconv_out, sizes)
-    dfinal_states = checks.contiguous(dfinal_states)
-    scan_grads = dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_states
-    ssd_backward.launch_backward(sizes.scan, _heads(dy, sizes), dfinal_states, scan, scan_options, scan_grads)
-    del dy, conv_out  # held until here: the kernels have them now
-    conv_inputs = conv_in, conv1d_weight, conv1d_bias, seq_idx, None
-    dweight, dbias = causal_conv1d.launch_backward(sizes.conv1d, dxBC, None, *conv_inputs, options.silu, dconv_in, None)
-    del dconv_out  # as above
-    return dzxbcdt, dweight, dbias, *grads, out
-
-
-def _grads_of_nothing(inputs, sizes, dfinal_states, dzxbcdt, grads, out):
-    """What backward returns where there is no step, or no head beside the gated MLP."""
-    dinitial_states = grads[3]
-    dzxbcdt.narrow(2, 2 * sizes.d_mlp, dzxbcdt.shape[2] - 2 * sizes.d_mlp).zero_()
-    dconv1d = (None if tensor is None else torch.zeros_like(tensor) for tensor in inputs[1:3])
-    for grad in grads:
-        if grad is not None:
-            grad.zero_()
-    if dinitial_states is not None and dfinal_states is not None:
-        dinitial_states.copy_(dfinal_states)
-    return dzxbcdt, *dconv1d, *grads, out
-
-
-def _gate_backward(dout, y, z, dz, out):
-    """For out = y silu(z): the gradient of y; writes that of z into dz, and out again into out, if it is given."""
-    dtype, dout, y, z = y.dtype, dout.float(), y.float(), z.float()
-    sigmoid = torch.sigmoid(z)
-    silu = z * sigmoid
-    dz.copy_(dout * y * (sigmoid + silu * (1 - sigmoid)))
-    if out is not None:
-        out.copy_(y * silu)
-    return (dout * silu).to(dtype)
-
-
-def _check_backward(sizes, dout, dfinal_states, zxbcdt, y, rstd):
-    name = "split_conv1d_scan_backward"
-    batch, seqlen, dim = sizes.batch, sizes.seqlen, sizes.dim
-    shape = (batch, seqlen, sizes.d_mlp + dim)
-    checks.check_same(name, "dout", dout, shape, zxbcdt, "zxbcdt", "(B, L, d_mlp + H P)")
-    if dfinal_states is not None:
-        shape = (batch, sizes.nheads, sizes.headdim, sizes.dstate)
-        checks.check_float32(name, "dfinal_states", dfinal_states, shape, zxbcdt, "zxbcdt", "(B, H, P, N)")
-    if y is not None:
-        checks.check_same(name, "y", y, (batch, seqlen, dim), zxbcdt, "zxbcdt", "(B, L, H P)")
-        checks.check_float32(name, "rstd", rstd, (batch, seqlen, sizes.ngroups), zxbcdt, "zxbcdt", "(B, L, G)")
-
-
-def _backward_fake(dout, dfinal_states, y, rstd, *arguments):
-    inputs, options, (need_dinitial_states, recompute_out) = _named(arguments)
-    sizes = _check(inputs, options)
-    _check_backward(sizes, dout, dfinal_states, inputs.zxbcdt, y, rstd)
-    large = (None if tensor is None else empty_like(tensor) for tensor in inputs[:3])
-    grads = _allocate_grads(inputs, sizes, need_dinitial_states)
-    return *large, *grads, empty_like(dout) if recompute_out else None
-
-
-split_conv1d_scan_backward_op = define(
-    "split_conv1d_scan_backward(Tensor dout, Tensor? dfinal_states, Tensor? y, Tensor? rstd, "
-    f"{_ARGUMENTS}, bool need_dinitial_states, bool recompute_out) "
-    "-> (Tensor dzxbcdt, Tensor dconv1d_weight, Tensor dconv1d_bias, Tensor ddt_bias, Tensor dA, Tensor dD, "
-    "Tensor dinitial_states, Tensor drmsnorm_weight, Tensor out)",
-    _backward,
-    _backward_fake,
-)
+    douts: of the projection's output and of final_states. saved: Kept and Inputs, flat. All that is saved has forward's
+    dtype: no autocast may be on.
+    """
+    dout, dstates = douts
+    batch, seqlen, d_model = dout.shape
+    rows = dout.reshape(batch * seqlen, d_model)
+    dgated = torch.mm(rows, outproj_weight).view(batch, seqlen, outproj_weight.shape[1])
+    arguments = dgated, dstates, *saved, *options, need_initial_states, need_out_proj.outproj_weight
+    grads = Gradients(*call_in_backward(split_conv1d_scan_backward_op, *arguments))
+    dweight = None
+    if need_out_proj.outproj_weight:
+        dweight = torch.mm(rows.t(), grads.out.view(batch * seqlen, grads.out.shape[2]))
+    dbias = rows.sum(0) if need_out_proj.outproj_bias else None
+    return OutProj(dweight, dbias), of_inputs(grads)

@@ -85,22 +85,26 @@ def _fill(params, xy):
     return xy
 
 
-def _forward(xy, out=None):
-    """The operator; out: where to write it, for callers that cut it out of a larger contiguous tensor."""
-    shape = _check(xy)
-    out = xy.new_empty(shape) if out is None else out
-    if out.numel():
-        params = abi.MambaSwiglu()
-        functions = place(params, xy)
-        xy = _fill(params, xy)
-        params.out = out.data_ptr()
-        _, params.out_row_stride = common.in_rows(out)
-        run(functions, "swiglu_forward", params)
+def _forward(xy):
+    out = xy.new_empty(_check(xy))
+    launch_forward(xy, out)
     return out
 
 
 def _forward_fake(xy):
     return xy.new_empty(_check(xy))
+
+
+def launch_forward(xy, out):
+    """Runs the kernel. out may be cut out of a larger contiguous tensor."""
+    if out.numel() == 0:
+        return
+    params = abi.MambaSwiglu()
+    functions = place(params, xy)
+    xy = _fill(params, xy)
+    params.out = out.data_ptr()
+    _, params.out_row_stride = common.in_rows(out)
+    run(functions, "swiglu_forward", params)
 
 
 class _Swiglu(torch.autograd.Function):
@@ -119,32 +123,34 @@ class _Swiglu(torch.autograd.Function):
 swiglu_op = define("swiglu(Tensor xy) -> Tensor", _forward, _forward_fake, autograd=_Swiglu)
 
 
-def _allocate_backward(dout, xy, want_out, dxy=None, out=None):
+def _allocate_backward(dout, xy, want_out):
     shape = _check(xy)
     checks.check_same(_NAME + "_backward", "dout", dout, shape, xy, "xy", "(..., N)")
-    if dxy is None:
-        dxy = torch.empty_like(xy, memory_format=torch.contiguous_format)
-    if want_out and out is None:
-        out = xy.new_empty(shape)
+    dxy = torch.empty_like(xy, memory_format=torch.contiguous_format)
+    return dxy, xy.new_empty(shape) if want_out else None
+
+
+def _backward(dout, xy, want_out):
+    dxy, out = _allocate_backward(dout, xy, want_out)
+    launch_backward(dout, xy, dxy, out)
     return dxy, out
 
 
-def _backward(dout, xy, want_out, dxy=None, out=None):
-    """The operator; dxy, out: where to write them, for callers that cut them out of larger contiguous tensors."""
-    dxy, out = _allocate_backward(dout, xy, want_out, dxy, out)
-    if dout.numel():
-        params = abi.MambaSwiglu()
-        functions = place(params, xy)
-        xy = _fill(params, xy)
-        dout, params.dout_row_stride = common.in_rows(dout)
-        params.dout = dout.data_ptr()
-        params.dxy = dxy.data_ptr()
-        _, params.dxy_row_stride = common.in_rows(dxy)
-        if out is not None:
-            params.out = out.data_ptr()
-            _, params.out_row_stride = common.in_rows(out)
-        run(functions, "swiglu_backward", params)
-    return dxy, out
+def launch_backward(dout, xy, dxy, out):
+    """Runs the kernel. dxy and out (None: not wanted) may be cut out of larger contiguous tensors."""
+    if dout.numel() == 0:
+        return
+    params = abi.MambaSwiglu()
+    functions = place(params, xy)
+    xy = _fill(params, xy)
+    dout, params.dout_row_stride = common.in_rows(dout)
+    params.dout = dout.data_ptr()
+    params.dxy = dxy.data_ptr()
+    _, params.dxy_row_stride = common.in_rows(dxy)
+    if out is not None:
+        params.out = out.data_ptr()
+        _, params.out_row_stride = common.in_rows(out)
+    run(functions, "swiglu_backward", params)
 
 
 swiglu_backward_op = define(

@@ -1,7 +1,9 @@
-"""What the forward and backward operators of Mamba-2's scan share: checks, memory layout and parameters.
+"""What the operators of Mamba-2's scan share: their arguments as records, checks, memory layout and parameters.
 
 Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
 """
+
+import typing
 
 import torch
 
@@ -9,32 +11,82 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES
 from mamba_ssm.ops._shared import checks
 
-_NAME = "ssd"
+NAME = "mamba_chunk_scan_combined"  # what errors call the operators
 
 
-def check(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_min, dt_max):
-    """Raises on any argument that the kernels do not take; returns batch, seqlen, nheads, headdim, ngroups, dstate."""
+class Inputs(typing.NamedTuple):
+    """The tensors that the operators take, in their order."""
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    D: torch.Tensor | None
+    z: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    initial_states: torch.Tensor | None
+    seq_idx: torch.Tensor | None
+
+
+class Options(typing.NamedTuple):
+    """What else all of the operators take, in their order."""
+
+    dt_softplus: bool
+    dt_min: float
+    dt_max: float
+
+
+class Sizes(typing.NamedTuple):
+    batch: int
+    seqlen: int
+    nheads: int
+    headdim: int
+    ngroups: int
+    dstate: int
+
+    @property
+    def states(self):
+        """Shape of the states before or after a step."""
+        return self.batch, self.nheads, self.headdim, self.dstate
+
+
+def check(inputs, options):
+    """Raises on any argument that the kernels do not take; returns the sizes."""
+    x, B, C = inputs.x, inputs.B, inputs.C
     if x.dim() != 4 or x.dtype not in checks.FLOAT_DTYPES:
-        checks.check_dims(_NAME, "x", x, 4, "(B, L, H, P)")
-        checks.check_activation_dtype(_NAME, "x", x)
+        checks.check_dims(NAME, "x", x, 4, "(B, L, H, P)")
+        checks.check_activation_dtype(NAME, "x", x)
     shape, dtype, device = x.shape, x.dtype, x.device
     batch, seqlen, nheads, headdim = shape
     if B.dim() != 4:
-        checks.check_dims(_NAME, "B", B, 4, "(B, L, G, N)")
+        checks.check_dims(NAME, "B", B, 4, "(B, L, G, N)")
     ngroups, dstate = B.shape[2:]
-    check_head(_NAME, headdim, dstate)
-    checks.check_float(_NAME, "dt", dt, (batch, seqlen, nheads), x, "x", "(B, L, H)")
+    check_head(NAME, headdim, dstate)
+    checks.check_float(NAME, "dt", inputs.dt, (batch, seqlen, nheads), x, "x", "(B, L, H)")
     if B.shape[:2] != shape[:2] or B.dtype != dtype or B.device != device:
-        checks.check_same(_NAME, "B", B, (batch, seqlen, ngroups, dstate), x, "x", "(B, L, G, N)")
+        checks.check_same(NAME, "B", B, (batch, seqlen, ngroups, dstate), x, "x", "(B, L, G, N)")
     if ngroups != 1:
-        checks.check_groups(_NAME, "nheads (heads of x)", nheads, ngroups)
+        checks.check_groups(NAME, "nheads (heads of x)", nheads, ngroups)
     if C.shape != B.shape or C.dtype != dtype or C.device != device:
-        checks.check_same(_NAME, "C", C, B.shape, x, "x", "(B, L, G, N)")
-    if z is not None:
-        checks.check_same(_NAME, "z", z, shape, x, "x", "(B, L, H, P)")
-    sizes = batch, seqlen, nheads, headdim, ngroups, dstate
-    check_parameters(_NAME, sizes, x, "x", A, D, dt_bias, initial_states, seq_idx, dt_min, dt_max)
+        checks.check_same(NAME, "C", C, B.shape, x, "x", "(B, L, G, N)")
+    if inputs.z is not None:
+        checks.check_same(NAME, "z", inputs.z, shape, x, "x", "(B, L, H, P)")
+    sizes = Sizes(batch, seqlen, nheads, headdim, ngroups, dstate)
+    check_parameters(NAME, sizes, x, "x", inputs, options)
     return sizes
+
+
+def check_options(name, chunk_size, dt_limit, state_dtype):
+    """Raises on values of these arguments of public functions that mean nothing."""
+    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
+        raise TypeError(f"{name}: chunk_size must be a positive integer, got {chunk_size!r}")
+    if chunk_size < 1:
+        raise ValueError(f"{name}: chunk_size must be a positive integer, got {chunk_size}")
+    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
+        raise ValueError(f"{name}: dt_limit must be (smallest, largest), got {dt_limit!r}")
+    if state_dtype is not None and not (isinstance(state_dtype, torch.dtype) and state_dtype.is_floating_point):
+        raise TypeError(f"{name}: state_dtype must be a floating-point torch.dtype or None, got {state_dtype}")
 
 
 def check_head(op, headdim, dstate):
@@ -48,14 +100,13 @@ def check_head(op, headdim, dstate):
         raise ValueError(f"{op}: dstate must lie in 1..{abi.MAX_DSTATE}, got {dstate}")
 
 
-def check_parameters(
-    op, sizes, like, like_name, A, D, dt_bias, initial_states, seq_idx, dt_min, dt_max, A_is_log=False
-):
-    """The part of check that is not about activations, for operators that cut these out of one tensor. A_is_log: A and
-    dt_bias are a layer's, float32, float16 or bfloat16.
+def check_parameters(op, sizes, like, like_name, inputs, options, A_is_log=False):
+    """The part of check that is not about activations, also for operators that cut these out of one tensor: theirs are
+    other inputs and options, in which A, D, dt_bias, initial_states, seq_idx, dt_min and dt_max have the same names.
+    A_is_log: A and dt_bias are a layer's, float32, float16 or bfloat16.
     """
-    batch, seqlen, nheads, headdim, _, dstate = sizes
-    heads, device, float32 = (nheads,), like.device, torch.float32
+    A, D, dt_bias = inputs.A, inputs.D, inputs.dt_bias
+    heads, device, float32 = (sizes.nheads,), like.device, torch.float32
     if A_is_log:
         checks.check_float(op, "A_log", A, heads, like, like_name, "(H,)")
         if dt_bias is not None:
@@ -64,7 +115,7 @@ def check_parameters(
         checks.no_complex(op, "A", A)
         checks.check_float32(op, "A", A, heads, like, like_name, "(H,)")
     if D is not None and (D.dtype != float32 or D.shape != heads or D.device != device):
-        shape, letters = ((nheads, headdim), "(H, P)") if D.dim() == 2 else (heads, "(H,)")
+        shape, letters = ((sizes.nheads, sizes.headdim), "(H, P)") if D.dim() == 2 else (heads, "(H,)")
         checks.check_float32(op, "D", D, shape, like, like_name, letters)
     if (
         dt_bias is not None
@@ -72,34 +123,47 @@ def check_parameters(
         and (dt_bias.dtype != float32 or dt_bias.shape != heads or dt_bias.device != device)
     ):
         checks.check_float32(op, "dt_bias", dt_bias, heads, like, like_name, "(H,)")
-    if initial_states is not None:
-        states = (batch, nheads, headdim, dstate)
-        checks.check_float32(op, "initial_states", initial_states, states, like, like_name, "(B, H, P, N)")
-    if seq_idx is not None:
-        checks.check_int32(op, "seq_idx", seq_idx, (batch, seqlen), like, like_name, "(B, L)")
-    if not dt_min <= dt_max:
-        raise ValueError(f"{op}: dt_limit must be (smallest, largest), got ({dt_min}, {dt_max})")
+    if inputs.initial_states is not None:
+        letters = "(B, H, P, N)"
+        checks.check_float32(op, "initial_states", inputs.initial_states, sizes.states, like, like_name, letters)
+    if inputs.seq_idx is not None:
+        shape = sizes.batch, sizes.seqlen
+        checks.check_int32(op, "seq_idx", inputs.seq_idx, shape, like, like_name, "(B, L)")
+    if not options.dt_min <= options.dt_max:
+        raise ValueError(f"{op}: dt_limit must be (smallest, largest), got ({options.dt_min}, {options.dt_max})")
 
 
-def kernel_layout(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx):
+def without_gate(inputs):
+    """The same without z."""
+    before, after = inputs[:6], inputs[7:]
+    return Inputs(*before, None, *after)
+
+
+def kernel_layout(inputs):
     """The same tensors in the layout that the kernels take: any strides but along the last dimension of x, z, B and C,
     and parameters and states contiguous.
     """
-    x, B, C, z = (checks.unit_last_stride(tensor) for tensor in (x, B, C, z))
-    others = A, D, dt_bias, initial_states, seq_idx
-    A, D, dt_bias, initial_states, seq_idx = (checks.contiguous(tensor) for tensor in others)
-    return x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx
+    return Inputs(
+        checks.unit_last_stride(inputs.x),
+        inputs.dt,
+        checks.contiguous(inputs.A),
+        checks.unit_last_stride(inputs.B),
+        checks.unit_last_stride(inputs.C),
+        checks.contiguous(inputs.D),
+        checks.unit_last_stride(inputs.z),
+        checks.contiguous(inputs.dt_bias),
+        checks.contiguous(inputs.initial_states),
+        checks.contiguous(inputs.seq_idx),
+    )
 
 
-def fill(params, sizes, tensors, dt_softplus, dt_min, dt_max, A_is_log=False):
+def fill(params, sizes, inputs, options, A_is_log=False):
     """Sets the fields that forward and backward share, from tensors (or Views) in kernel layout."""
-    x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx = tensors
+    x, dt, A, B, C, D, z = inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z
     params.batch, params.seqlen, params.nheads, params.headdim, params.ngroups, params.dstate = sizes
     params.dtype = DTYPE_CODES[x.dtype]
     params.dt_dtype = DTYPE_CODES[dt.dtype]
-    params.dt_softplus = dt_softplus
-    params.dt_min = dt_min
-    params.dt_max = dt_max
+    params.dt_softplus, params.dt_min, params.dt_max = options
     params.x = x.data_ptr()
     params.x_batch_stride, params.x_len_stride, params.x_head_stride, _ = x.stride()
     params.dt = dt.data_ptr()
@@ -118,13 +182,13 @@ def fill(params, sizes, tensors, dt_softplus, dt_min, dt_max, A_is_log=False):
     if z is not None:
         params.z = z.data_ptr()
         params.z_batch_stride, params.z_len_stride, params.z_head_stride, _ = z.stride()
-    if dt_bias is not None:
-        params.dt_bias = dt_bias.data_ptr()
-        params.dt_bias_dtype = DTYPE_CODES[dt_bias.dtype]
-    if initial_states is not None:
-        params.initial_state = initial_states.data_ptr()
-    if seq_idx is not None:
-        params.seq_idx = seq_idx.data_ptr()
+    if inputs.dt_bias is not None:
+        params.dt_bias = inputs.dt_bias.data_ptr()
+        params.dt_bias_dtype = DTYPE_CODES[inputs.dt_bias.dtype]
+    if inputs.initial_states is not None:
+        params.initial_state = inputs.initial_states.data_ptr()
+    if inputs.seq_idx is not None:
+        params.seq_idx = inputs.seq_idx.data_ptr()
 
 
 def allocate_workspace(size_of, params, like):

@@ -1,89 +1,111 @@
 """The backward operator of Mamba-2's scan: gradients of every input but z, from the inputs alone.
 
-States are computed again. The gate is not part of it: see mamba_ssm.ops.ssd.
+States are computed again. The gate is not part of it: the autograd.Function in forward.py takes it off first.
 """
+
+import typing
+
+import torch
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
-from mamba_ssm._torch import define
+from mamba_ssm._torch import define, returns, signature, unpack
 from mamba_ssm.ops._shared import checks
-from mamba_ssm.ops.ssd.arguments import allocate_workspace, check, fill, kernel_layout
+from mamba_ssm.ops._shared.gradients import empty_like
+from mamba_ssm.ops.ssd.arguments import Inputs, Options, allocate_workspace, check, fill, kernel_layout
 
 _NAME = "ssd_backward"
 
 
-def _check_backward(dout, dfinal_states, inputs, dt_min, dt_max):
-    x, dt, A, B, C, D, dt_bias, initial_states, seq_idx = inputs
-    sizes = check(x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx, dt_min, dt_max)
-    batch, _, nheads, headdim, _, dstate = sizes
-    checks.check_same(_NAME, "dout", dout, x.shape, x, "x", "(B, L, H, P)")
-    if dfinal_states is not None:
-        states = (batch, nheads, headdim, dstate)
-        checks.check_float32(_NAME, "dfinal_states", dfinal_states, states, x, "x", "(B, H, P, N)")
-    return sizes
+class Wanted(typing.NamedTuple):
+    """Which of the results a caller wants."""
+
+    need_dinitial_states: bool
 
 
-def _allocate(sizes, inputs, need_dinitial_states):
-    """The operator's outputs, without values."""
-    batch, _, nheads, headdim, _, dstate = sizes
-    x, dt, A, B, C, D, dt_bias, _, _ = inputs
-    dx, ddt, dB, dC = (tensor.new_empty(tensor.shape) for tensor in (x, dt, B, C))
-    return (
-        dx,
-        ddt,
-        A.new_empty(A.shape),
-        dB,
-        dC,
-        None if D is None else D.new_empty(D.shape),
-        None if dt_bias is None else dt_bias.new_empty(dt_bias.shape),
-        A.new_empty((batch, nheads, headdim, dstate)) if need_dinitial_states else None,
+class Gradients(typing.NamedTuple):
+    """The operator's results, None for those of absent inputs."""
+
+    dx: torch.Tensor
+    ddt: torch.Tensor
+    dA: torch.Tensor
+    dB: torch.Tensor
+    dC: torch.Tensor
+    dD: torch.Tensor | None
+    ddt_bias: torch.Tensor | None
+    dinitial_states: torch.Tensor | None
+
+
+def of_inputs(grads, dz):
+    """The gradients under the names of their inputs."""
+    return Inputs(
+        x=grads.dx,
+        dt=grads.ddt,
+        A=grads.dA,
+        B=grads.dB,
+        C=grads.dC,
+        D=grads.dD,
+        z=dz,
+        dt_bias=grads.ddt_bias,
+        initial_states=grads.dinitial_states,
+        seq_idx=None,
     )
 
 
-def _backward(
-    dout,
-    dfinal_states,
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    dt_bias,
-    initial_states,
-    seq_idx,
-    dt_softplus,
-    dt_min,
-    dt_max,
-    need_dinitial_states,
-):
-    inputs = x, dt, A, B, C, D, dt_bias, initial_states, seq_idx
-    sizes = _check_backward(dout, dfinal_states, inputs, dt_min, dt_max)
-    grads = _allocate(sizes, inputs, need_dinitial_states)
-    if x.numel() == 0:
+def _check(dout, dfinal_states, inputs, options):
+    sizes, x = check(inputs, options), inputs.x
+    if inputs.z is not None:
+        raise ValueError(f"{_NAME}: z must be None: the gate's gradient is taken before")
+    checks.check_same(_NAME, "dout", dout, x.shape, x, "x", "(B, L, H, P)")
+    if dfinal_states is not None:
+        checks.check_float32(_NAME, "dfinal_states", dfinal_states, sizes.states, x, "x", "(B, H, P, N)")
+    return sizes
+
+
+def _allocate(sizes, inputs, wanted):
+    """The operator's outputs, without values."""
+    return Gradients(
+        empty_like(inputs.x),
+        empty_like(inputs.dt),
+        empty_like(inputs.A),
+        empty_like(inputs.B),
+        empty_like(inputs.C),
+        None if inputs.D is None else empty_like(inputs.D),
+        None if inputs.dt_bias is None else empty_like(inputs.dt_bias),
+        inputs.A.new_empty(sizes.states) if wanted.need_dinitial_states else None,
+    )
+
+
+def _backward(dout, dfinal_states, *arguments):
+    inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
+    sizes = _check(dout, dfinal_states, inputs, options)
+    grads = _allocate(sizes, inputs, wanted)
+    if inputs.x.numel() == 0:
         for grad in grads:
             if grad is not None:
                 grad.zero_()
-        if need_dinitial_states and dfinal_states is not None:
-            grads[7].copy_(dfinal_states)
+        if wanted.need_dinitial_states and dfinal_states is not None:
+            grads.dinitial_states.copy_(dfinal_states)
         return grads
     dout = checks.unit_last_stride(dout)
-    dfinal_states = checks.contiguous(dfinal_states)
-    tensors = kernel_layout(x, dt, A, B, C, D, None, dt_bias, initial_states, seq_idx)
-    launch_backward(sizes, dout, dfinal_states, tensors, (dt_softplus, dt_min, dt_max), grads)
+    launch_backward(sizes, dout, checks.contiguous(dfinal_states), kernel_layout(inputs), options, grads)
     return grads
 
 
-def launch_backward(sizes, dout, dfinal_states, tensors, options, grads):
-    """Runs the kernels, which write grads. tensors: x to seq_idx in kernel layout, z None. dout, x, dt, B, C and their
-    gradients may be Views.
+def _backward_fake(dout, dfinal_states, *arguments):
+    inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
+    return _allocate(_check(dout, dfinal_states, inputs, options), inputs, wanted)
+
+
+def launch_backward(sizes, dout, dfinal_states, inputs, options, grads, A_is_log=False):
+    """Runs the kernels, which write grads. inputs: in kernel layout, z None. dout, x, dt, B, C and their gradients may
+    be Views.
     """
-    dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial_states = grads
+    dx, ddt, dB, dC = grads.dx, grads.ddt, grads.dB, grads.dC
     params = abi.MambaSsdBackward()
-    A = tensors[2]
-    functions = place(params, A)
-    fill(params, sizes, tensors, *options)
-    workspace = allocate_workspace(functions["ssd_backward_workspace"], params.forward, A)
+    functions = place(params, inputs.A)
+    fill(params, sizes, inputs, options, A_is_log)
+    workspace = allocate_workspace(functions["ssd_backward_workspace"], params.forward, inputs.A)
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_len_stride, params.dout_head_stride, _ = dout.stride()
     params.dfinal_state = pointer(dfinal_states)
@@ -91,29 +113,20 @@ def launch_backward(sizes, dout, dfinal_states, tensors, options, grads):
     params.dx_batch_stride, params.dx_len_stride, params.dx_head_stride, _ = dx.stride()
     params.ddt = ddt.data_ptr()
     params.ddt_batch_stride, params.ddt_len_stride, params.ddt_head_stride = ddt.stride()
-    params.dA = dA.data_ptr()
+    params.dA = grads.dA.data_ptr()
     params.dB = dB.data_ptr()
     params.dB_batch_stride, params.dB_len_stride, params.dB_group_stride, _ = dB.stride()
     params.dC = dC.data_ptr()
     params.dC_batch_stride, params.dC_len_stride, params.dC_group_stride, _ = dC.stride()
-    params.dD = pointer(dD)
-    params.ddt_bias = pointer(ddt_bias)
-    params.dinitial_state = pointer(dinitial_states)
+    params.dD = pointer(grads.dD)
+    params.ddt_bias = pointer(grads.ddt_bias)
+    params.dinitial_state = pointer(grads.dinitial_states)
     run(functions, "ssd_backward", params)
     del workspace  # held until here: the kernels have it now
 
 
-def _backward_fake(dout, dfinal_states, *arguments):
-    *inputs, _, dt_min, dt_max, need_dinitial_states = arguments
-    sizes = _check_backward(dout, dfinal_states, inputs, dt_min, dt_max)
-    return _allocate(sizes, inputs, need_dinitial_states)
-
-
 ssd_backward_op = define(
-    "ssd_backward(Tensor dout, Tensor? dfinal_states, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
-    "Tensor? dt_bias, Tensor? initial_states, Tensor? seq_idx, bool dt_softplus, float dt_min, float dt_max, "
-    "bool need_dinitial_states) -> (Tensor dx, Tensor ddt, Tensor dA, Tensor dB, Tensor dC, Tensor dD, "
-    "Tensor ddt_bias, Tensor dinitial_states)",
+    f"ssd_backward(Tensor dout, Tensor? dfinal_states, {signature(Inputs, Options, Wanted)}) -> {returns(Gradients)}",
     _backward,
     _backward_fake,
 )

@@ -14,13 +14,27 @@ from mamba_ssm.ops._shared.reference import working_dtype
 from mamba_ssm.ops.ssd.reference import discretize
 
 
-def chunk_cumsum(dt, A, chunk_size, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf"))):
+def chunk_cumsum(
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    chunk_size: int,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> tuple[torch.Tensor, torch.Tensor]:
     """dt (B, L, H), A (H) -> dA_cumsum, dt: both (B, H, K, Q) float32, padded to whole chunks with dt = 0."""
     dt = _chunked(discretize(dt, dt_bias, dt_softplus, dt_limit), chunk_size).permute(0, 3, 1, 2)
     return (dt * A.to(dt.dtype)[:, None, None]).cumsum(-1), dt
 
 
-def chunk_state(B, x, dt, dA_cumsum, states_in_fp32=True, seq_idx=None):
+def chunk_state(
+    B: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    dA_cumsum: torch.Tensor,
+    states_in_fp32: bool = True,
+    seq_idx: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What each chunk adds to the state, (B, K, H, P, N).
 
     B (B, L, G, N), x (B, L, H, P), dt and dA_cumsum (B, H, K, Q).
@@ -39,13 +53,29 @@ def chunk_state(B, x, dt, dA_cumsum, states_in_fp32=True, seq_idx=None):
     return states if states_in_fp32 else states.to(B.dtype)
 
 
-def chunk_state_forward(B, x, dt, dA_cumsum, seq_idx=None, states=None, states_in_fp32=True):
+def chunk_state_forward(
+    B: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    dA_cumsum: torch.Tensor,
+    seq_idx: torch.Tensor | None = None,
+    states: torch.Tensor | None = None,
+    states_in_fp32: bool = True,
+) -> torch.Tensor:
     """chunk_state with the order of arguments of upstream's _chunk_state_fwd; states: written in place if given."""
     result = chunk_state(B, x, dt, dA_cumsum, states_in_fp32, seq_idx)
     return result if states is None else states.copy_(result)
 
 
-def chunk_state_varlen(B, x, dt, dA_cumsum, cu_seqlens, chunk_states, initial_states=None):
+def chunk_state_varlen(
+    B: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    dA_cumsum: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    chunk_states: torch.Tensor,
+    initial_states: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The state after each packed sequence, (sequences, H, P, N) in the dtype of chunk_states.
 
     B (L, G, N), x (L, H, P), dt and dA_cumsum (H, K, Q), chunk_states (K, H, P, N): the states that enter the chunks.
@@ -79,8 +109,13 @@ def chunk_state_varlen(B, x, dt, dA_cumsum, cu_seqlens, chunk_states, initial_st
 
 
 def state_passing(
-    states, dA_chunk_cumsum, initial_states=None, seq_idx=None, chunk_size=None, out_dtype=None
-):  # fmt: skip
+    states: torch.Tensor,
+    dA_chunk_cumsum: torch.Tensor,
+    initial_states: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """States that enter each chunk, and the one after the last, from what each chunk adds.
 
     states (B, K, H, S) (S: P and N flattened), dA_chunk_cumsum (B, H, K), initial_states (B, H, S); with seq_idx (B, L)
@@ -101,7 +136,17 @@ def state_passing(
     return torch.stack(entering, dim=1).to(out_dtype or states.dtype), state
 
 
-def chunk_scan(B, C, x, dt, dA_cumsum, prev_states, D=None, z=None, seq_idx=None):
+def chunk_scan(
+    B: torch.Tensor,
+    C: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    dA_cumsum: torch.Tensor,
+    prev_states: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Outputs (B, L, H, P) in x's dtype, from the states that enter each chunk.
 
     B, C (B, L, G, N); x, z (B, L, H, P); dt, dA_cumsum (B, H, K, Q); prev_states (B, K, H, P, N); D (H) or (H, P);
@@ -132,21 +177,21 @@ def chunk_scan(B, C, x, dt, dA_cumsum, prev_states, D=None, z=None, seq_idx=None
 
 
 def mamba_chunk_scan(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    chunk_size,
-    D=None,
-    z=None,
-    dt_bias=None,
-    dt_softplus=False,
-    initial_states=None,
-    seq_idx=None,
-    dt_limit=(0.0, float("inf")),
-    return_final_states=False,
-):
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    initial_states: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Mamba-2's scan by chunks of chunk_size, in plain torch; arguments and results as mamba_chunk_scan_combined.
 
     The order of the first ten arguments is upstream's.

@@ -5,6 +5,7 @@ float32, or in float64 where the inputs are float64, and are differentiable any 
 Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
 """
 
+import torch
 import torch.nn.functional as F
 
 from mamba_ssm.ops._shared.reference import working_dtype
@@ -12,51 +13,45 @@ from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
 
 
 def ssd_selective_scan(
-    x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf"))
-):  # fmt: skip
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> torch.Tensor:
     """Mamba-2's scan as Mamba-1's, step by step; the name and arguments are upstream's.
 
     x, z (B, L, H, P); dt (B, L, H) or (B, L, H, P); A (H) or (H, P, N); B, C (B, L, G, N); D (H) or (H, P);
     dt_bias (H) or (H, P). Returns out (B, L, H, P) in x's dtype.
     """
-    return _scan(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, None, None)[0]
+    return ssd_chunk_scan_combined_ref(x, dt, A, B, C, None, D, z, dt_bias, dt_softplus, dt_limit=dt_limit)
 
 
 def ssd_chunk_scan_combined_ref(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    chunk_size,
-    D=None,
-    z=None,
-    dt_bias=None,
-    dt_softplus=False,
-    initial_states=None,
-    seq_idx=None,
-    dt_limit=(0.0, float("inf")),
-    return_final_states=False,
-):
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int | None,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    initial_states: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Mamba-2's scan, step by step; arguments and results as mamba_chunk_scan_combined.
 
     The order of the first ten arguments is upstream's; chunk_size has no effect on the result.
     """
-    out, final_states = _scan(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_states, seq_idx)
-    return (out, final_states) if return_final_states else out
-
-
-def discretize(dt, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf"))):
-    """clamp(softplus?(dt + dt_bias), dt_limit) in float32 or float64: the step sizes that the scan uses."""
-    dt = dt.to(working_dtype(dt))
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(dt.dtype)
-    if dt_softplus:
-        dt = F.softplus(dt)
-    return dt.clamp(*dt_limit)
-
-
-def _scan(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_states, seq_idx):
     batch, seqlen, nheads, headdim = x.shape
     dstate, dim = B.shape[-1], nheads * headdim
     dtype = working_dtype(x)
@@ -80,4 +75,14 @@ def _scan(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_states, 
         return_last_state=True, initial_state=initial_states, seq_idx=seq_idx,
     )  # fmt: skip
     out = out.transpose(1, 2).reshape(x.shape).to(x.dtype)
-    return out, state.reshape(batch, nheads, headdim, dstate)
+    return (out, state.reshape(batch, nheads, headdim, dstate)) if return_final_states else out
+
+
+def discretize(dt, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf"))):
+    """clamp(softplus?(dt + dt_bias), dt_limit) in float32 or float64: the step sizes that the scan uses."""
+    dt = dt.to(working_dtype(dt))
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    return dt.clamp(*dt_limit)
