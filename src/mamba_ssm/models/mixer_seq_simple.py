@@ -10,11 +10,13 @@ import torch
 import torch.nn as nn
 
 from mamba_ssm.models.config_mamba import MambaConfig, check_layers
+from mamba_ssm.modules._submodules import is_plain
 from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
 from mamba_ssm.modules.mlp import GatedMLP
+from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.norm.forward import RMSNorm
 from mamba_ssm.utils.generation import GenerationMixin
 from mamba_ssm.utils.hf import find_weights, load_config_hf, read_weights, write_checkpoint
@@ -167,6 +169,12 @@ class MixerModel(nn.Module):
         """input_ids (B, L) integers -> (B, L, d_model). mixer_kwargs go to every mixer: seq_idx (B, L) int32 for packed
         sequences, cu_seqlens (sequences + 1) int32 for Mamba-2 and attention.
         """
+        checks.check_tensor("MixerModel", "input_ids", input_ids)
+        tokens = input_ids.dim() == 2 and input_ids.dtype in (torch.int64, torch.int32)
+        if not tokens and is_plain(self.embedding, nn.Embedding):  # another module takes what it will
+            raise ValueError(
+                f"MixerModel: input_ids must be int64 (B, L), got {input_ids.dtype} of {tuple(input_ids.shape)}"
+            )
         hidden_states, residual = self.embedding(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)

@@ -6,11 +6,26 @@ from mamba_ssm._torch import watched
 from mamba_ssm.ops._shared import checks
 
 
-def check_input(name, x, d_model, dims=3):
-    """x is (B, L, d_model), or with dims=2 (B * L, d_model)."""
+def check_input(name, x, d_model, dims=3, seq_idx=None):
+    """x is (B, L, d_model), or with dims=2 (B * L, d_model). seq_idx is a tensor or None: operators check the rest."""
+    checks.check_tensor(name, "the input", x)
+    if seq_idx is not None:
+        checks.check_tensor(name, "seq_idx", seq_idx)
     if x.dim() != dims or x.shape[-1] != d_model:
         letters = "(B, L, d_model)" if dims == 3 else "(B * L, d_model) where seqlen is given"
         raise ValueError(f"{name}: the input must be {letters} with d_model = {d_model}, got {tuple(x.shape)}")
+
+
+def is_continued(name, inference_params):
+    """Whether a call goes on from the states that earlier ones left."""
+    if inference_params is None:
+        return False
+    offset = inference_params.seqlen_offset
+    if offset < 0:
+        raise ValueError(
+            f"{name}: seqlen_offset must be the number of tokens that went in before, 0 first, got {offset}"
+        )
+    return offset > 0
 
 
 def check_cu_seqlens(name, cu_seqlens, x, synchronize=False):
@@ -25,6 +40,8 @@ def check_cu_seqlens(name, cu_seqlens, x, synchronize=False):
         raise ValueError(
             f"{name}: cu_seqlens must be (sequences + 1,) of int32, got {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
         )
+    if cu_seqlens.layout != torch.strided:
+        raise TypeError(f"{name}: cu_seqlens must be a dense tensor, got {cu_seqlens.layout}")
     if cu_seqlens.device != x.device:
         raise ValueError(f"{name}: cu_seqlens must be on {x.device} like the input, got {cu_seqlens.device}")
     if not synchronize and (watched() or not cu_seqlens.is_cpu):

@@ -5,6 +5,8 @@ import numbers
 
 import torch
 
+from mamba_ssm.ops._shared import checks
+
 
 def get_states_from_cache(self, inference_params, batch_size, initialize_states=False):
     """This layer's (conv_state, ssm_state) in the cache, made if they are not there yet."""
@@ -17,10 +19,23 @@ def get_states_from_cache(self, inference_params, batch_size, initialize_states=
     elif initialize_states:
         for state in cache[self.layer_idx]:
             state.zero_()
-    rows = cache[self.layer_idx][0].shape[0]
+    states = cache[self.layer_idx]
+    check_states(self, *states)
+    rows = states[0].shape[0]
     if rows != batch_size:  # a batch of 1 would spread over all rows in silence
         raise ValueError(f"{name}: the cache holds states of a batch of {rows}, got a batch of {batch_size}")
-    return cache[self.layer_idx]
+    return states
+
+
+def check_states(self, conv_state, ssm_state):
+    """Before one of them is written: operators take one in the other's place, or blame what they compare it with."""
+    name, shape = type(self).__name__, self._ssm_state_shape()
+    checks.check_tensor(name, "conv_state", conv_state)
+    checks.check_tensor(name, "ssm_state", ssm_state)
+    if ssm_state.shape[1:] != shape:
+        sizes = ", ".join(map(str, shape))
+        cure = "; conv_state, which comes first, has it: are they swapped?" if conv_state.shape[1:] == shape else ""
+        raise ValueError(f"{name}: ssm_state must have shape (B, {sizes}), got {tuple(ssm_state.shape)}{cure}")
 
 
 def initial_dt_bias(size, dt_min, dt_max, dt_init_floor, device):

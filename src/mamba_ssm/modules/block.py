@@ -3,6 +3,7 @@
 import torch.nn as nn
 
 from mamba_ssm.modules._submodules import is_plain
+from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.norm.forward import RMSNorm, layer_norm_fn
 
 
@@ -43,6 +44,7 @@ class Block(nn.Module):
 
         inference_params and mixer_kwargs (seq_idx, cu_seqlens, ...) go to the mixer.
         """
+        checks.check_tensor("Block", "hidden_states", hidden_states)
         hidden_states, residual = self._add_norm(hidden_states, residual, self.norm)
         hidden_states = self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs)
         if self.mlp is not None:

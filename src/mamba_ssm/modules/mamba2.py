@@ -9,8 +9,8 @@ from mamba_ssm._native import abi
 from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from mamba_ssm.modules._arguments import check_flags, check_integer, check_number, inner_width
-from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
-from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
+from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
+from mamba_ssm.modules._state import check_states, get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
 from mamba_ssm.ops.causal_conv1d.arguments import wants_silu
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block, mamba_split_conv1d_scan_combined
@@ -149,10 +149,10 @@ class Mamba2(nn.Module):
             layer's states there, one row for each of the batch or of the packed sequences; with a positive one it
             continues from these states, by a step (L = 1) or a piece.
         """
-        check_input("Mamba2", u, self.d_model, dims=3 if seqlen is None else 2)
+        check_input("Mamba2", u, self.d_model, dims=3 if seqlen is None else 2, seq_idx=seq_idx)
         if seq_idx is not None and cu_seqlens is None and inference_params is not None:
             raise ValueError("Mamba2: with inference_params packed sequences are given by cu_seqlens, not by seq_idx")
-        continues = inference_params is not None and inference_params.seqlen_offset > 0
+        continues = is_continued("Mamba2", inference_params)
         if continues and cu_seqlens is not None:
             raise ValueError(
                 "Mamba2: cu_seqlens is for the first call with inference_params, not for one that continues"
@@ -247,6 +247,7 @@ class Mamba2(nn.Module):
         check_input("Mamba2", hidden_states, self.d_model)
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba2: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
+        check_states(self, conv_state, ssm_state)
         z0, x0, z, xBC, dt = self._split(self.in_proj(hidden_states.squeeze(1)))
         xBC = convolve_step(self.conv1d, xBC, conv_state, self.activation)
         x, B, C = self._split_xBC(xBC)
@@ -337,7 +338,10 @@ class Mamba2(nn.Module):
         # projections may be quantised, and a submodule's parameters elsewhere (offloading) until it is called
         factory = {"device": self.A_log.device, "dtype": self.conv1d.weight.dtype if dtype is None else dtype}
         conv_state = torch.zeros(batch_size, self.d_conv, self.conv1d.weight.shape[0], **factory).transpose(1, 2)
-        return conv_state, torch.zeros(batch_size, self.nheads, self.headdim, self.d_state, **factory)
+        return conv_state, torch.zeros(batch_size, *self._ssm_state_shape(), **factory)
+
+    def _ssm_state_shape(self):
+        return self.nheads, self.headdim, self.d_state
 
     _get_states_from_cache = get_states_from_cache
 

@@ -86,7 +86,7 @@ class Mamba2Simple(nn.Module):
 
     def forward(self, u, seq_idx=None):
         """u (B, L, d_model) -> the same shape. seq_idx: (B, L) int32; packed sequences do not see each other."""
-        check_input("Mamba2Simple", u, self.d_model)
+        check_input("Mamba2Simple", u, self.d_model, seq_idx=seq_idx)
         zxbcdt = self.in_proj(u)
         A = -torch.exp(self.A_log.float())
         initial_states = self.init_states.expand(u.shape[0], -1, -1, -1) if self.learnable_init_states else None

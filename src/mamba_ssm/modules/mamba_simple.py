@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from mamba_ssm._native import abi
 from mamba_ssm.modules._arguments import check_flags, check_integer, check_number, inner_width
-from mamba_ssm.modules._inputs import check_input
-from mamba_ssm.modules._state import get_states_from_cache, initial_dt_bias
+from mamba_ssm.modules._inputs import check_input, is_continued
+from mamba_ssm.modules._state import check_states, get_states_from_cache, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, project_in
 from mamba_ssm.ops.selective_scan import selective_scan_fn
@@ -110,15 +110,14 @@ class Mamba(nn.Module):
             layer's states there; with a positive one it continues from these states, by a step (L = 1) or a piece.
         seq_idx: (B, L) int32; sequences packed in one row do not see each other. Not with inference_params.
         """
-        check_input("Mamba", hidden_states, self.d_model)
+        check_input("Mamba", hidden_states, self.d_model, seq_idx=seq_idx)
         batch, seqlen, _ = hidden_states.shape
         conv_state = ssm_state = None
-        continues = False
+        continues = is_continued("Mamba", inference_params)
         if inference_params is not None:
             if seq_idx is not None:
                 raise ValueError("Mamba: seq_idx and inference_params cannot be given together")
             conv_state, ssm_state = self._get_states_from_cache(inference_params, batch)
-            continues = inference_params.seqlen_offset > 0
             if continues and seqlen == 1:
                 out, _, _ = self.step(hidden_states, conv_state, ssm_state)
                 return out
@@ -192,6 +191,7 @@ class Mamba(nn.Module):
         check_input("Mamba", hidden_states, self.d_model)
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
+        check_states(self, conv_state, ssm_state)
         x, z = self.in_proj(hidden_states.squeeze(1)).chunk(2, dim=-1)
         x = convolve_step(self.conv1d, x, conv_state, self.activation)
         dt, B, C = torch.split(self.x_proj(x), [self.dt_rank, self.d_state, self.d_state], dim=-1)
@@ -205,7 +205,9 @@ class Mamba(nn.Module):
         # projections may be quantised, and a submodule's parameters elsewhere (offloading) until it is called
         factory = {"device": self.A_log.device, "dtype": self.conv1d.weight.dtype if dtype is None else dtype}
         conv_state = torch.zeros(batch_size, self.d_inner, self.d_conv, **factory)
-        ssm_state = torch.zeros(batch_size, self.d_inner, self.d_state, **factory)
-        return conv_state, ssm_state
+        return conv_state, torch.zeros(batch_size, *self._ssm_state_shape(), **factory)
+
+    def _ssm_state_shape(self):
+        return self.d_inner, self.d_state
 
     _get_states_from_cache = get_states_from_cache

@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm.modules._arguments import check_flags, check_integer, check_number
-from mamba_ssm.modules._inputs import check_cu_seqlens, check_input
+from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
 from mamba_ssm.modules._submodules import convolve, convolve_step
 
 
@@ -104,7 +104,7 @@ class MHA(nn.Module):
         cu_seqlens: (sequences + 1) int32, where each sequence packed in x (1, total, embed_dim) starts, and where the
             last ends; with inference_params each sequence fills a row of the cache. The mask is (total, total).
         """
-        step = inference_params is not None and inference_params.seqlen_offset > 0
+        step = is_continued("MHA", inference_params)
         bounds = self._check(x, inference_params, seq_idx, cu_seqlens, step)
         batch, seqlen, _ = x.shape
         cache = conv_state = None
@@ -152,7 +152,7 @@ class MHA(nn.Module):
 
     def _check(self, x, inference_params, seq_idx, cu_seqlens, step):
         """Returns the values of cu_seqlens, or None where they were not looked at."""
-        check_input("MHA", x, self.embed_dim)
+        check_input("MHA", x, self.embed_dim, seq_idx=seq_idx)
         bounds = None
         if cu_seqlens is not None:
             # with a cache always, where a wrong bound would write beside it
@@ -161,6 +161,8 @@ class MHA(nn.Module):
                 raise ValueError("MHA: cu_seqlens is for the first call with inference_params, not for a step")
         elif inference_params is not None and seq_idx is not None:
             raise ValueError("MHA: with inference_params packed sequences are given by cu_seqlens, not seq_idx alone")
+        elif seq_idx is not None and seq_idx.shape != x.shape[:2]:
+            raise ValueError(f"MHA: seq_idx must be (B, L) = {tuple(x.shape[:2])}, got {tuple(seq_idx.shape)}")
         if inference_params is not None:
             if cu_seqlens is None:
                 end = inference_params.seqlen_offset + x.shape[1]

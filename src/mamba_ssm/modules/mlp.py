@@ -4,6 +4,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm.modules._arguments import check_flags, check_integer
+from mamba_ssm.ops._shared import checks
 
 
 class GatedMLP(nn.Module):
@@ -37,10 +38,17 @@ class GatedMLP(nn.Module):
         check_integer("GatedMLP", "multiple_of", multiple_of)
         check_flags("GatedMLP", bias=bias)
         hidden_features = -(-hidden_features // multiple_of) * multiple_of
+        self.in_features = in_features
         self.fc1 = nn.Linear(in_features, 2 * hidden_features, bias=bias, **factory)
         self.activation = activation
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, **factory)
 
     def forward(self, x):
+        checks.check_tensor("GatedMLP", "the input", x)
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"GatedMLP: the input must be (..., in_features) with in_features = {self.in_features}, got "
+                f"{tuple(x.shape)}"
+            )
         y, gate = self.fc1(x).chunk(2, dim=-1)
         return self.fc2(y * self.activation(gate))

@@ -6,6 +6,8 @@ Within a block the scan is a masked matrix product; one state a block carries it
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm.ops._shared import checks
+
 
 def segsum(x):
     """x (..., T) -> (..., T, T): sums of x[j+1..i] at [i, j], 0 on the diagonal, -inf above it.
@@ -32,7 +34,8 @@ def ssd_minimal_discrete(X, A, B, C, block_len, initial_states=None):
 
     Same as upstream's mamba_ssm.modules.ssd_minimal.ssd_minimal_discrete, which needs L to be a multiple of block_len.
     """
-    for name, tensor in (("A", A), ("B", B), ("C", C)):
+    for name, tensor in (("X", X), ("A", A), ("B", B), ("C", C)):
+        checks.check_tensor("ssd_minimal_discrete", name, tensor)
         if tensor.dtype != X.dtype:
             raise TypeError(f"ssd_minimal_discrete: {name} must have X's dtype, {X.dtype}, got {tensor.dtype}")
     if not isinstance(block_len, int) or block_len < 1:

@@ -1,5 +1,6 @@
 """Generating text: the inference state, the sampling rules, the loop, and CUDA graphs of its steps."""
 
+import numbers
 import operator
 import time
 from collections import namedtuple
@@ -82,15 +83,15 @@ def modify_logit_for_repetition_penalty(logits, prev_output_tokens, repetition_p
 
 def _check_sampling(top_k, top_p, min_p, temperature, repetition_penalty):
     for name, value, fits, expected in (
-        ("top_k", top_k, lambda k: k >= 0, "0 (off) or more"),
+        ("top_k", top_k, lambda k: k >= 0 and hasattr(k, "__index__"), "an integer, 0 (off) or more"),
         ("top_p", top_p, lambda p: 0.0 <= p <= 1.0, "from 0 (off) to 1"),
         ("min_p", min_p, lambda p: 0.0 <= p <= 1.0, "from 0 (off) to 1"),
         # evaluation harnesses ask for greedy decoding with temperature 0, which top_k=1 does not read
         ("temperature", temperature, lambda t: t > 0.0 or (t == 0.0 and top_k == 1), "positive (top_k=1 is greedy)"),
         ("repetition_penalty", repetition_penalty, lambda penalty: penalty > 0.0, "positive (1 is off)"),
     ):
-        if value is None or not fits(value):
-            raise ValueError(f"generate: {name} must be {expected}, got {value}")
+        if not isinstance(value, (numbers.Real, torch.Tensor)) or not fits(value):
+            raise ValueError(f"generate: {name} must be {expected}, got {value!r}")
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
