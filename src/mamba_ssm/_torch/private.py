@@ -113,9 +113,8 @@ def has_hooks(module):
     """Whether calling module does more than its forward."""
     if not _HOOKS_KNOWN:
         return True
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    # without bool(), which torch 2.2's tracer does not follow on a dict
+    return module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
 
 
 def own_parameters(module):
