@@ -4,38 +4,53 @@ import math
 import numbers
 
 import torch
+import torch.nn as nn
 
 from mamba_ssm.ops._shared import checks
 
 
-def get_states_from_cache(self, inference_params, batch_size, initialize_states=False):
-    """This layer's (conv_state, ssm_state) in the cache, made if they are not there yet."""
-    name = type(self).__name__
-    if self.layer_idx is None:
-        raise ValueError(f"{name}: layer_idx must be given to the constructor to use inference_params")
-    cache = inference_params.key_value_memory_dict
-    if self.layer_idx not in cache:
-        cache[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
-    elif initialize_states:
-        for state in cache[self.layer_idx]:
-            state.zero_()
-    states = cache[self.layer_idx]
-    check_states(self, *states)
-    rows = states[0].shape[0]
-    if rows != batch_size:  # a batch of 1 would spread over all rows in silence
-        raise ValueError(f"{name}: the cache holds states of a batch of {rows}, got a batch of {batch_size}")
-    return states
+class StatefulBlock(nn.Module):
+    """A block whose inference states, conv_state (B, channels, d_conv) and ssm_state, wait in a cache between calls."""
 
+    layer_idx: int | None  # key of the cache
 
-def check_states(self, conv_state, ssm_state):
-    """Before one of them is written: operators take one in the other's place, or blame what they compare it with."""
-    name, shape = type(self).__name__, self._ssm_state_shape()
-    checks.check_tensor(name, "conv_state", conv_state)
-    checks.check_tensor(name, "ssm_state", ssm_state)
-    if ssm_state.shape[1:] != shape:
-        sizes = ", ".join(map(str, shape))
-        cure = "; conv_state, which comes first, has it: are they swapped?" if conv_state.shape[1:] == shape else ""
-        raise ValueError(f"{name}: ssm_state must have shape (B, {sizes}), got {tuple(ssm_state.shape)}{cure}")
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zero states (conv_state, ssm_state) of a batch, of dtype or of conv1d's."""
+        raise NotImplementedError
+
+    def _ssm_state_shape(self) -> tuple[int, ...]:
+        """Of one row of the batch."""
+        raise NotImplementedError
+
+    def _get_states_from_cache(self, inference_params, batch_size, initialize_states=False):
+        """This layer's (conv_state, ssm_state) in the cache, made if they are not there yet."""
+        name = type(self).__name__
+        if self.layer_idx is None:
+            raise ValueError(f"{name}: layer_idx must be given to the constructor to use inference_params")
+        cache = inference_params.key_value_memory_dict
+        if self.layer_idx not in cache:
+            cache[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
+        elif initialize_states:
+            for state in cache[self.layer_idx]:
+                state.zero_()
+        states = cache[self.layer_idx]
+        self._check_states(*states)
+        rows = states[0].shape[0]
+        if rows != batch_size:  # a batch of 1 would spread over all rows in silence
+            raise ValueError(f"{name}: the cache holds states of a batch of {rows}, got a batch of {batch_size}")
+        return states
+
+    def _check_states(self, conv_state, ssm_state):
+        """Before one is written: operators take one in the other's place, or blame what they compare it with."""
+        name, shape = type(self).__name__, self._ssm_state_shape()
+        checks.check_tensor(name, "conv_state", conv_state)
+        checks.check_tensor(name, "ssm_state", ssm_state)
+        if ssm_state.shape[1:] != shape:
+            sizes = ", ".join(map(str, shape))
+            cure = "; conv_state, which comes first, has it: are they swapped?" if conv_state.shape[1:] == shape else ""
+            raise ValueError(f"{name}: ssm_state must have shape (B, {sizes}), got {tuple(ssm_state.shape)}{cure}")
 
 
 def initial_dt_bias(size, dt_min, dt_max, dt_init_floor, device):

@@ -10,7 +10,7 @@ from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from mamba_ssm.modules._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
-from mamba_ssm.modules._state import check_states, get_states_from_cache, initial_dt_bias
+from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
 from mamba_ssm.ops.causal_conv1d.arguments import wants_silu
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block, mamba_split_conv1d_scan_combined
@@ -19,7 +19,7 @@ from mamba_ssm.ops.ssd import check_options, mamba_chunk_scan_combined
 from mamba_ssm.ops.state_update.update import selective_state_update
 
 
-class Mamba2(nn.Module):
+class Mamba2(StatefulBlock):
     """Mamba-2 block: (B, L, d_model) -> (B, L, d_model).
 
     Args:
@@ -247,7 +247,7 @@ class Mamba2(nn.Module):
         check_input("Mamba2", hidden_states, self.d_model)
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba2: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
-        check_states(self, conv_state, ssm_state)
+        self._check_states(conv_state, ssm_state)
         z0, x0, z, xBC, dt = self._split(self.in_proj(hidden_states.squeeze(1)))
         xBC = convolve_step(self.conv1d, xBC, conv_state, self.activation)
         x, B, C = self._split_xBC(xBC)
@@ -342,8 +342,6 @@ class Mamba2(nn.Module):
 
     def _ssm_state_shape(self):
         return self.nheads, self.headdim, self.d_state
-
-    _get_states_from_cache = get_states_from_cache
 
 
 # ---- shared with Mamba2Simple ----------------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from mamba_ssm._native import abi
 from mamba_ssm.modules._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm.modules._inputs import check_input, is_continued
-from mamba_ssm.modules._state import check_states, get_states_from_cache, initial_dt_bias
+from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, project_in
 from mamba_ssm.ops.selective_scan import selective_scan_fn
 from mamba_ssm.ops.state_update import selective_state_update
 
 
-class Mamba(nn.Module):
+class Mamba(StatefulBlock):
     """Mamba block: (B, L, d_model) -> (B, L, d_model).
 
     Args:
@@ -191,7 +191,7 @@ class Mamba(nn.Module):
         check_input("Mamba", hidden_states, self.d_model)
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
-        check_states(self, conv_state, ssm_state)
+        self._check_states(conv_state, ssm_state)
         x, z = self.in_proj(hidden_states.squeeze(1)).chunk(2, dim=-1)
         x = convolve_step(self.conv1d, x, conv_state, self.activation)
         dt, B, C = torch.split(self.x_proj(x), [self.dt_rank, self.d_state, self.d_state], dim=-1)
@@ -209,5 +209,3 @@ class Mamba(nn.Module):
 
     def _ssm_state_shape(self):
         return self.d_inner, self.d_state
-
-    _get_states_from_cache = get_states_from_cache
