@@ -65,7 +65,7 @@ def conv() -> dict:
 
 
 def state_update() -> dict:
-    from mamba_ssm.ops.state_update.reference import selective_state_update_ref
+    from mamba_ssm.ops.state_update import selective_state_update_ref
 
     state = made(31, 3, 2, 20, 16)
     dt, A, D, dt_bias = made(33, 3, 2, 20), made(34, 2, 20, 16) - 1.5, made(37, 2, 20), made(39, 2, 20)

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mamba_ssm import Mamba, Mamba2
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, selective_scan_ref
-from mamba_ssm.ops.state_update.reference import selective_state_update_ref
+from mamba_ssm.ops.state_update import selective_state_update_ref
 from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 
 # Both sides do the same float32 arithmetic on a few dozen steps; the order of sums differs.

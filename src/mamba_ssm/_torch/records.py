@@ -16,10 +16,14 @@ _KINDS = {
 }
 
 
-def signature(*records):
-    """Schema text such as "Tensor u, Tensor? z, bool softplus": the fields of the records in their order."""
+def signature(*records, written=None):
+    """Schema text such as "Tensor u, Tensor? z, bool softplus": the fields of the records in their order. written: the
+    name of the tensor that is written in place.
+    """
     return ", ".join(
-        f"{_KINDS[kind]} {name}" for record in records for name, kind in typing.get_type_hints(record).items()
+        f"{'Tensor(a!)' if name == written else _KINDS[kind]} {name}"
+        for record in records
+        for name, kind in typing.get_type_hints(record).items()
     )
 
 

@@ -16,7 +16,7 @@ from mamba_ssm.ops.causal_conv1d.arguments import wants_silu
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block, mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.norm.gated import RMSNorm
 from mamba_ssm.ops.ssd import check_options, mamba_chunk_scan_combined
-from mamba_ssm.ops.state_update.update import selective_state_update
+from mamba_ssm.ops.state_update import selective_state_update
 
 
 class Mamba2(StatefulBlock):

@@ -6,14 +6,12 @@ _LARGEST = torch.iinfo(torch.int32).max
 
 
 def cache_rows(op, name, indices, rows):
-    """indices (B) as contiguous int32; None stays None. rows: how many the cache has.
+    """indices (B) as contiguous int32. rows: how many the cache has.
 
     An int64 that int32 cannot hold becomes the nearest that it can, which means the same: padding, or beyond the cache.
     On the CPU a row beyond the cache, or named twice, is an error. On a GPU looking at the values would synchronise:
     there the kernels answer a row beyond with NaN, and entries that share a row race for it.
     """
-    if indices is None:
-        return None
     if indices.is_cpu:
         seen = set()
         for row in indices.tolist():

@@ -82,7 +82,8 @@ def _update(x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu
         return out
     weight, bias = weight.contiguous(), checks.contiguous(bias)
     cache_seqlens = _buffer_positions(cache_seqlens, conv_state_indices, state_len)
-    conv_state_indices = cache_rows(_NAME, "conv_state_indices", conv_state_indices, conv_state.shape[0])
+    if conv_state_indices is not None:
+        conv_state_indices = cache_rows(_NAME, "conv_state_indices", conv_state_indices, conv_state.shape[0])
     params = abi.MambaCausalConv1dUpdate()
     functions = place(params, x)
     params.batch, params.dim, params.seqlen, params.state_len, params.width = batch, dim, seqlen, state_len, width
