@@ -2,7 +2,7 @@
 
 Compiles all CUDA sources with NVIDIA's own nvcc.exe in Microsoft mode and the CPU sources with clang-cl and mingw-w64,
 links mamba_cuda.dll and mamba_cpu.dll, looks into them, runs them under Wine and assembles a win_amd64 wheel.
-README.md says what that proves and what it does not. The build switches of setup.py are read
+docs/windows-gate.md says what that proves and what it does not. The build switches of setup.py are read
 (TORCH_CUDA_ARCH_LIST, MAX_JOBS, ...). Installs Debian packages, as root or by sudo.
 """
 

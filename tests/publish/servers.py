@@ -110,7 +110,7 @@ class Devpi:
 
 
 class StaticSite:
-    """A folder over HTTP, as a plain file server gives it; with `negotiate`, as nginx does with the README's lines."""
+    """A folder over HTTP, as a plain file server gives it; with `negotiate`, as nginx with publishing.md's lines."""
 
     def __init__(self, folder, negotiate=False):
         self.folder, self.negotiate, self.requested = folder, negotiate, []

@@ -145,7 +145,7 @@ def public(tmp_path):
 
 
 def test_public_index_beside_ours(site, public, environment, programs):
-    """Why the README advises against --extra-index-url, and what is safe instead."""
+    """Why docs/publishing.md advises against --extra-index-url, and what is safe instead."""
     with StaticSite(site) as ours, StaticSite(public) as theirs:
         mixed = ["--dry-run", "--index-url", theirs.url, "--extra-index-url", f"{ours.url}cpu/", "mamba-ssm"]
         assert re.search(r"Would install mamba.ssm-1000\.0", environment.pip(*mixed)[1])
