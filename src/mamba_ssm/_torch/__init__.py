@@ -18,7 +18,7 @@ from mamba_ssm._torch.dispatch import (
     wrote_in_place,
 )
 from mamba_ssm._torch.private import current_stream, has_hooks, is_compiling, own_parameters
-from mamba_ssm._torch.records import no_gradients, returns, signature, unpack
+from mamba_ssm._torch.records import make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "exported_by_dynamo",
     "has_hooks",
     "is_compiling",
+    "make",
     "no_autocast",
     "no_gradients",
     "own_parameters",
@@ -41,6 +42,7 @@ __all__ = [
     "signature",
     "traced_by_old_torch",
     "unpack",
+    "unpack_traced",
     "unwatched",
     "wants_one_node",
     "watched",

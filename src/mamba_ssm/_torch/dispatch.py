@@ -18,6 +18,7 @@ _dispatch_modes, _transforms_active, _profiling = private.dispatch_modes, privat
 _tracing_state, _key_included, _PRE_DISPATCH = private.tracing_state, private.key_included, private.PRE_DISPATCH
 _forward_ad = private.forward_ad
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
+_NO_TENSORS = {type(None), bool, int, float}
 _increment_version = torch.autograd.graph.increment_version
 
 
@@ -103,13 +104,11 @@ def _all_plain(arguments):
     whose negation is still to be done (the imaginary part of a conjugate).
     """
     for argument in arguments:
-        if argument is None:
-            continue
         kind = type(argument)
         if kind is _TENSOR or kind is _PARAMETER:
             if argument.is_neg() or not (argument.is_cuda or argument.is_cpu):
                 return False
-        elif isinstance(argument, _TENSOR):
+        elif kind not in _NO_TENSORS and isinstance(argument, _TENSOR):
             return False
     return True
 

@@ -17,7 +17,7 @@ from mamba_ssm._torch import (
     no_autocast,
     no_gradients,
     refuse_second_derivatives,
-    unpack,
+    unpack_traced,
     wants_one_node,
 )
 from mamba_ssm.ops._shared import checks
@@ -84,7 +84,7 @@ class _Mamba2Block(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        inputs, ctx.options = unpack(arguments, BlockInputs, Options)
+        inputs, ctx.options = unpack_traced(arguments, BlockInputs, Options)
         hidden_states, in_proj_weight, in_proj_bias = inputs.hidden_states, inputs.in_proj_weight, inputs.in_proj_bias
         outproj_weight, dtype = inputs.outproj_weight, autocast_dtype(hidden_states)
         if dtype is not None:
@@ -95,7 +95,7 @@ class _Mamba2Block(torch.autograd.Function):
             inner = _inner(F.linear(hidden_states, in_proj_weight, in_proj_bias), inputs)
             gated, y, rstd, _ = call_below_autograd(split_conv1d_scan_op, *inner, *ctx.options, False, True)
             out = F.linear(gated, outproj_weight, _bias_of(inputs.outproj_bias, gated))
-        (need,) = unpack(ctx.needs_input_grad, BlockInputs)
+        (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
         kept = in_proj_weight if need.hidden_states else None, hidden_states if need.in_proj_weight else None
         ctx.save_for_backward(*kept, outproj_weight, y, rstd, *inner)
         return out
@@ -104,7 +104,7 @@ class _Mamba2Block(torch.autograd.Function):
     def backward(ctx, dout):
         refuse_second_derivatives("the gradient of Mamba2")
         in_proj_weight, hidden_states, outproj_weight, *saved = ctx.saved_tensors
-        (need,) = unpack(ctx.needs_input_grad, BlockInputs)
+        (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
         need_out_proj = OutProj(need.outproj_weight, need.outproj_bias)
         with no_autocast(dout):
             out_proj, inner = inner_gradients(

@@ -21,6 +21,7 @@ from mamba_ssm._torch import (
     no_gradients,
     signature,
     unpack,
+    unpack_traced,
     wants_one_node,
 )
 from mamba_ssm.ops._shared import checks
@@ -282,7 +283,7 @@ class _Mamba2Inner(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        out_proj, inputs, ctx.options = unpack(arguments, OutProj, Inputs, Options)
+        out_proj, inputs, ctx.options = unpack_traced(arguments, OutProj, Inputs, Options)
         *_, return_final_states = arguments
         out, y, rstd, states = call_below_autograd(
             split_conv1d_scan_op, *inputs, *ctx.options, return_final_states, True
@@ -299,10 +300,10 @@ class _Mamba2Inner(torch.autograd.Function):
             return *no_gradients(OutProj, Inputs, Options), None
         outproj_weight, *saved = ctx.saved_tensors
         if dout is None:  # out itself was not used
-            _, inputs = unpack(saved, Kept, Inputs)
+            _, inputs = unpack_traced(saved, Kept, Inputs)
             batch, seqlen, _ = inputs.zxbcdt.shape
             dout = inputs.zxbcdt.new_zeros((batch, seqlen, outproj_weight.shape[0]))
-        need_out_proj, need = unpack(ctx.needs_input_grad, OutProj, Inputs)
+        need_out_proj, need = unpack_traced(ctx.needs_input_grad, OutProj, Inputs)
         with no_autocast(dout):
             out_proj, inputs = inner_gradients(
                 (dout, dstates), outproj_weight, saved, ctx.options, need_out_proj, need.initial_states

@@ -14,7 +14,7 @@ from mamba_ssm._torch import (
     call_in_backward,
     no_autocast,
     refuse_second_derivatives,
-    unpack,
+    unpack_traced,
     wants_one_node,
 )
 from mamba_ssm.ops._shared import checks
@@ -106,7 +106,7 @@ class _MambaBlock(torch.autograd.Function):
             hidden_states, in_proj_weight = checks.cast(hidden_states, dtype), checks.cast(in_proj_weight, dtype)
         inner = _inner(project_in(hidden_states, in_proj_weight, inputs.in_proj_bias), inputs, dtype)
         out, *inner_kept = call_below_autograd(mamba_inner_op, *inner, *_OPTIONS, True)
-        (need,) = unpack(ctx.needs_input_grad, BlockInputs)
+        (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
         kept = in_proj_weight if need.hidden_states else None, hidden_states if need.in_proj_weight else None
         ctx.save_for_backward(*kept, *inner, *inner_kept)
         return out
@@ -115,7 +115,7 @@ class _MambaBlock(torch.autograd.Function):
     def backward(ctx, dout):
         refuse_second_derivatives("the gradient of Mamba")
         in_proj_weight, hidden_states, *saved = ctx.saved_tensors
-        inner, (need,) = unpack(saved, Inputs)[0], unpack(ctx.needs_input_grad, BlockInputs)
+        inner, (need,) = unpack_traced(saved, Inputs)[0], unpack_traced(ctx.needs_input_grad, BlockInputs)
         with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
             grads = Gradients(*call_in_backward(mamba_inner_backward_op, dout, *saved, *_OPTIONS))
             batch, _, seqlen = grads.dxz.shape

@@ -9,6 +9,7 @@ import torch
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, run
+from mamba_ssm._torch import make
 from mamba_ssm.ops._shared import checks
 
 NAME = "selective_scan"  # what errors call the operators
@@ -80,10 +81,11 @@ def check(inputs):
     if ngroups != 1:
         checks.check_groups(NAME, "dim (channels of u)", dim, ngroups)
     check_matrix(NAME, "B", B, (batch, ngroups, dstate, seqlen), u, "u", dim)
-    check_matrix(NAME, "C", C, (batch, ngroups, dstate, seqlen), u, "u", dim)
+    if C.shape != B.shape or C.dtype != B.dtype or C.get_device() != B.get_device():
+        check_matrix(NAME, "C", C, (batch, ngroups, dstate, seqlen), u, "u", dim)
     if z is not None and (z.shape != shape or z.dtype != dtype or z.get_device() != device):
         checks.check_same(NAME, "z", z, shape, u, "u", "(B, D, L)")
-    sizes = Sizes(batch, dim, seqlen, dstate, ngroups)
+    sizes = make(Sizes, (batch, dim, seqlen, dstate, ngroups))
     if inputs.initial_state is not None:
         checks.check_float32(NAME, "initial_state", inputs.initial_state, sizes.state, u, "u", "(B, D, N)")
     if inputs.seq_idx is not None:
@@ -137,8 +139,10 @@ def check_matrix(op, name, matrix, shape, like, like_name, dim):
 
 def kernel_layout(inputs):
     """The same tensors in the layout that the kernels take: stride 1 along the length, parameters contiguous."""
+    if checks.all_contiguous(inputs):
+        return inputs
     B, C = inputs.B, inputs.C
-    return Inputs(
+    layout = (
         checks.unit_last_stride(inputs.u),
         checks.unit_last_stride(inputs.delta),
         inputs.A.contiguous(),
@@ -150,6 +154,7 @@ def kernel_layout(inputs):
         checks.contiguous(inputs.initial_state),
         checks.contiguous(inputs.seq_idx),
     )
+    return make(Inputs, layout)
 
 
 def fill(params, sizes, inputs, options, out, checkpoints):

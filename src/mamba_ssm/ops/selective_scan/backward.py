@@ -6,7 +6,7 @@ import torch
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
-from mamba_ssm._torch import define, returns, signature, unpack
+from mamba_ssm._torch import define, make, returns, signature, unpack
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import add_parts, empty_like, empty_parts
 from mamba_ssm.ops.selective_scan.arguments import (
@@ -54,18 +54,8 @@ class Gradients(typing.NamedTuple):
 
 def of_inputs(grads):
     """The gradients under the names of their inputs."""
-    return Inputs(
-        u=grads.du,
-        delta=grads.ddelta,
-        A=grads.dA,
-        B=grads.dB,
-        C=grads.dC,
-        D=grads.dD,
-        z=grads.dz,
-        delta_bias=grads.ddelta_bias,
-        initial_state=grads.dinitial_state,
-        seq_idx=None,
-    )
+    du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, _ = grads  # in the order of Inputs
+    return make(Inputs, (du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, None))
 
 
 class Targets(typing.NamedTuple):
@@ -110,27 +100,15 @@ def _backward(dout, dlast_state, *arguments):
         if wanted.need_dinitial_state and dlast_state is not None:
             grads.dinitial_state.copy_(dlast_state)
         return grads
-    targets = Targets(
-        empty_like(u),
-        empty_like(u),
-        None if inputs.z is None else empty_like(u),
-        inputs.A.new_empty(sizes.state) if wanted.need_dinitial_state else None,
-        allocate_out(inputs.u) if wanted.recompute_out else None,
-    )
+    dz = None if inputs.z is None else empty_like(u)
+    dinitial_state = inputs.A.new_empty(sizes.state) if wanted.need_dinitial_state else None
+    out = allocate_out(inputs.u) if wanted.recompute_out else None
+    targets = make(Targets, (empty_like(u), empty_like(u), dz, dinitial_state, out))
     dout, dlast_state = checks.unit_last_stride(dout), checks.contiguous(dlast_state)
     sums = launch_backward(sizes, dout, dlast_state, inputs, kept.checkpoints, options, targets)
-    return Gradients(
-        targets.du,
-        targets.ddelta,
-        sums.dA,
-        sums.dB,
-        sums.dC,
-        sums.dD,
-        targets.dz,
-        sums.ddelta_bias,
-        targets.dinitial_state,
-        targets.out,
-    )
+    dA, dB, dC, dD, ddelta_bias = sums
+    du, ddelta, dz, dinitial_state, out = targets
+    return make(Gradients, (du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, out))
 
 
 def _backward_fake(dout, dlast_state, *arguments):
@@ -213,7 +191,7 @@ def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, targ
     else:
         dBC.copy_(both if slots == 1 else both.sum(1))
         dB = dC = None
-    return Sums(add_parts(dA, A), dB, dC, add_parts(dD, D), add_parts(ddelta_bias, delta_bias))
+    return make(Sums, (add_parts(dA, A), dB, dC, add_parts(dD, D), add_parts(ddelta_bias, delta_bias)))
 
 
 selective_scan_backward_op = define(

@@ -17,6 +17,7 @@ from mamba_ssm._torch import (
     call_below_autograd,
     call_in_backward,
     define,
+    make,
     no_gradients,
     returns,
     signature,
@@ -110,8 +111,8 @@ def selective_scan_fn(
             B, C = (matrix if matrix.dim() == 2 else checks.cast(matrix, dtype) for matrix in (B, C))
     except AttributeError:  # of what is no tensor; the operator names it
         pass
-    inputs = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx)
-    out, last_state, _ = call(selective_scan_op, *inputs, bool(delta_softplus), bool(return_last_state), False)
+    options = bool(delta_softplus), bool(return_last_state), False
+    out, last_state, _ = call(selective_scan_op, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, *options)
     return (out, last_state) if return_last_state else out
 
 
@@ -120,12 +121,9 @@ def selective_scan_fn(
 
 def _allocate(u, sizes, wanted):
     """The operator's results, without values."""
-    float32 = torch.float32
-    return Results(
-        allocate_out(u),
-        u.new_empty(sizes.state, dtype=float32) if wanted.return_last_state else None,
-        u.new_empty((sizes.checkpoints,), dtype=float32) if wanted.return_checkpoints else None,
-    )
+    last_state = u.new_empty(sizes.state, dtype=torch.float32) if wanted.return_last_state else None
+    checkpoints = u.new_empty((sizes.checkpoints,), dtype=torch.float32) if wanted.return_checkpoints else None
+    return make(Results, (allocate_out(u), last_state, checkpoints))
 
 
 def _forward(*arguments):
@@ -163,6 +161,9 @@ def launch_forward(sizes, inputs, options, results):
     del workspace  # held until here: the kernels have it now
 
 
+_NO_GRADIENTS = no_gradients(Options, Wanted)
+
+
 class _SelectiveScan(torch.autograd.Function):
     """Saves the inputs and a state every 64 steps; out and the states between are computed again in backward."""
 
@@ -188,8 +189,8 @@ class _SelectiveScan(torch.autograd.Function):
             dout = torch.zeros_like(inputs[0])
         (need,) = unpack(ctx.needs_input_grad, Inputs)
         arguments = dout, dlast_state, *inputs, checkpoints, *ctx.options, need.initial_state, False
-        grads = Gradients(*call_in_backward(selective_scan_backward_op, *arguments))
-        return *of_inputs(grads), *no_gradients(Options, Wanted)
+        grads = make(Gradients, call_in_backward(selective_scan_backward_op, *arguments))
+        return *of_inputs(grads), *_NO_GRADIENTS
 
 
 selective_scan_op = define(
