@@ -1,4 +1,5 @@
 // causal_conv1d of mamba_cpu: checks, the choice of instruction set, and the split of the work over threads.
+#include "causal_conv1d/check.h"
 #include "causal_conv1d/cpu/kernels.h"
 #include "common/cpu_runtime.h"
 
@@ -9,73 +10,15 @@ namespace {
 constexpr int64_t kForwardWorkPerThread = 1 << 17;
 constexpr int64_t kBackwardWorkPerThread = 1 << 16;
 
-const ConvKernels& kernels_of(Isa isa) {
-    switch (isa) {
-        case Isa::avx512:
-            return avx512::conv_kernels;
-        case Isa::avx2:
-            return avx2::conv_kernels;
-        default:
-            return generic::conv_kernels;
+// Indices in host memory can be looked at.
+int32_t check_indices(const char* function, const MambaCausalConv1dUpdate& p) {
+    Check check(function);
+    for (int64_t b = 0; b < p.batch && p.conv_state_indices != nullptr; ++b) {
+        check.that(p.conv_state_indices[b] < p.state_rows, MAMBA_ERROR_INVALID,
+                   "conv_state_indices[%lld] must be below state_rows=%lld, got %d", static_cast<long long>(b),
+                   static_cast<long long>(p.state_rows), static_cast<int>(p.conv_state_indices[b]));
     }
-}
-
-int32_t check_sizes(const char* function, const MambaRun& run, int64_t batch, int64_t dim, int64_t seqlen, int32_t width) {
-    int32_t status = require_range(batch, 0, kNoLimit, function, "batch");
-    status = status != MAMBA_OK ? status : require_range(dim, 0, kNoLimit, function, "dim");
-    status = status != MAMBA_OK ? status : require_range(seqlen, 0, kNoLimit, function, "seqlen");
-    status = status != MAMBA_OK ? status : require_range(width, 2, 4, function, "width");
-    return status != MAMBA_OK ? status : require_range(run.num_threads, 1, kNoLimit, function, "run.num_threads");
-}
-
-int32_t check_weights(const char* function, int32_t weight_dtype, const void* weight, int32_t bias_dtype, const void* bias,
-                      int64_t dim) {
-    int32_t status = check_dtype("causal_conv1d: weight", weight_dtype);
-    if (status == MAMBA_OK && bias != nullptr) {
-        status = check_dtype("causal_conv1d: bias", bias_dtype);
-    }
-    return status != MAMBA_OK || dim == 0 ? status : require(weight, function, "weight");
-}
-
-int32_t check_conv(const char* function, const MambaCausalConv1d& p) {
-    int32_t status = check_sizes(function, p.run, p.batch, p.dim, p.seqlen, p.width);
-    status = status != MAMBA_OK ? status : check_dtype("causal_conv1d: x", p.dtype);
-    status = status != MAMBA_OK ? status : check_weights(function, p.weight_dtype, p.weight, p.bias_dtype, p.bias, p.dim);
-    if (status != MAMBA_OK) {
-        return status;
-    }
-    if (p.seq_idx != nullptr && (p.initial_states != nullptr || p.final_states != nullptr)) {
-        return fail(MAMBA_ERROR_INVALID, "%s: seq_idx cannot be given together with initial_states or final_states", function);
-    }
-    return p.batch * p.dim * p.seqlen == 0 ? status : require(p.x, function, "x");
-}
-
-int32_t check_update(const char* function, const MambaCausalConv1dUpdate& p) {
-    int32_t status = check_sizes(function, p.run, p.batch, p.dim, p.seqlen, p.width);
-    status = status != MAMBA_OK ? status : check_dtype("causal_conv1d: x", p.dtype);
-    status = status != MAMBA_OK ? status : check_dtype("causal_conv1d: conv_state", p.state_dtype);
-    status = status != MAMBA_OK ? status : check_weights(function, p.weight_dtype, p.weight, p.bias_dtype, p.bias, p.dim);
-    status = status != MAMBA_OK ? status : require_range(p.state_len, p.width - 1, kNoLimit, function, "state_len");
-    if (status != MAMBA_OK || p.batch == 0 || p.dim == 0 || p.seqlen == 0) {
-        return status;
-    }
-    status = require(p.x, function, "x");
-    status = status != MAMBA_OK ? status : require(p.out, function, "out");
-    status = status != MAMBA_OK ? status : require(p.conv_state, function, "conv_state");
-    if (status != MAMBA_OK) {
-        return status;
-    }
-    if (p.conv_state_indices == nullptr) {
-        return require_range(p.state_rows, p.batch, kNoLimit, function, "state_rows (one a batch entry)");
-    }
-    for (int64_t b = 0; b < p.batch; ++b) {
-        if (p.conv_state_indices[b] >= p.state_rows) {
-            return fail(MAMBA_ERROR_INVALID, "%s: conv_state_indices[%lld] must be below state_rows=%lld, got %d", function,
-                        static_cast<long long>(b), static_cast<long long>(p.state_rows),
-                        static_cast<int>(p.conv_state_indices[b]));
-        }
-    }
-    return MAMBA_OK;
+    return check.status();
 }
 
 // A job's units are blocks of `lanes` channels: unit = row * blocks + block, where a row is a batch entry or a slot.
@@ -107,8 +50,8 @@ void run_conv_share(void* context, int64_t share) {
 
 ConvJob make_job(Isa isa, const MambaRun& run, int64_t batch, int64_t dim, int64_t seqlen, int64_t work_per_thread) {
     ConvJob job = {};
-    job.kernels = &kernels_of(isa);
-    job.blocks = (dim + job.kernels->lanes - 1) / job.kernels->lanes;
+    job.kernels = &kernels_of(isa, generic::conv_kernels, avx2::conv_kernels, avx512::conv_kernels);
+    job.blocks = ceil_div(dim, job.kernels->lanes);
     job.units = batch * job.blocks;
     job.shares = worthwhile_threads(run, batch * dim * seqlen, work_per_thread);
     job.shares = job.shares < job.units ? job.shares : job.units;
@@ -118,7 +61,7 @@ ConvJob make_job(Isa isa, const MambaRun& run, int64_t batch, int64_t dim, int64
 // Each slot sums its share of the batch. With fewer blocks of channels than threads it takes several to keep all threads busy.
 ConvJob make_backward_job(Isa isa, const MambaCausalConv1d& p) {
     ConvJob job = make_job(isa, p.run, p.batch, p.dim, p.seqlen, kBackwardWorkPerThread);
-    job.slots = job.shares > job.blocks ? (job.shares + job.blocks - 1) / job.blocks : 1;
+    job.slots = job.shares > job.blocks ? ceil_div(job.shares, job.blocks) : 1;
     job.slots = job.slots < p.batch ? job.slots : p.batch > 0 ? p.batch : 1;
     job.units = job.slots * job.blocks;
     job.shares = job.shares < 1 ? 1 : job.shares < job.units ? job.shares : job.units;
@@ -131,15 +74,13 @@ ConvJob make_backward_job(Isa isa, const MambaCausalConv1d& p) {
 using namespace mamba;
 
 int32_t mamba_causal_conv1d_forward(const MambaCausalConv1d* params) {
-    const char* function = "causal_conv1d_forward";
-    int32_t status = require(params, function, "params");
-    status = status != MAMBA_OK ? status : check_conv(function, *params);
+    const char* const function = "causal_conv1d_forward";
+    int32_t status = check_conv_forward(function, params);
     if (status != MAMBA_OK || params->batch == 0 || params->dim == 0) {
         return status;
     }
     Isa isa;
-    status = params->seqlen == 0 ? MAMBA_OK : require(params->out, function, "out");
-    status = status != MAMBA_OK ? status : choose_isa(&isa);
+    status = begin_call(function, params->run, &isa);
     if (status != MAMBA_OK) {
         return status;
     }
@@ -152,51 +93,38 @@ int32_t mamba_causal_conv1d_forward(const MambaCausalConv1d* params) {
 int64_t mamba_causal_conv1d_backward_slots(const MambaCausalConv1d* params) {
     // A problem that backward will refuse needs no slots; there is no other way to answer here.
     Isa isa;
-    if (params == nullptr || params->batch < 1 || params->dim < 1 || params->seqlen < 1 || params->run.num_threads < 1 ||
-        choose_isa(&isa) != MAMBA_OK) {
+    if (params == nullptr || !conv_has_elements(*params) || params->run.num_threads < 1 || choose_isa(&isa) != MAMBA_OK) {
         return 1;
     }
     return make_backward_job(isa, *params).slots;
 }
 
 int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params) {
-    const char* function = "causal_conv1d_backward";
-    int32_t status = require(params, function, "params");
-    status = status != MAMBA_OK ? status : check_conv(function, params->forward);
+    const char* const function = "causal_conv1d_backward";
+    int32_t status = check_conv_backward(function, params);
     if (status != MAMBA_OK || params->forward.dim == 0) {
         return status;
     }
-    const MambaCausalConv1d& p = params->forward;
     Isa isa;
-    status = require(params->dweight, function, "dweight");
-    status = status != MAMBA_OK || p.bias == nullptr ? status : require(params->dbias, function, "dbias");
-    if (status == MAMBA_OK && p.batch > 0 && p.seqlen > 0) {
-        status = require(params->dout, function, "dout");
-        status = status != MAMBA_OK ? status : require(params->dx, function, "dx");
-    }
-    status = status != MAMBA_OK ? status : choose_isa(&isa);
+    status = begin_call(function, params->forward.run, &isa);
     if (status != MAMBA_OK) {
         return status;
     }
-    ConvJob job = make_backward_job(isa, p);
+    ConvJob job = make_backward_job(isa, params->forward);
     job.backward = params;
-    status = require_range(params->slots, job.slots, job.slots, function, "slots");
-    if (status != MAMBA_OK) {
-        return status;
-    }
     run_shares(job.shares, run_conv_share, &job);
     return MAMBA_OK;
 }
 
 int32_t mamba_causal_conv1d_update(const MambaCausalConv1dUpdate* params) {
-    const char* function = "causal_conv1d_update";
-    int32_t status = require(params, function, "params");
-    status = status != MAMBA_OK ? status : check_update(function, *params);
-    if (status != MAMBA_OK || params->batch == 0 || params->dim == 0 || params->seqlen == 0) {
+    const char* const function = "causal_conv1d_update";
+    int32_t status = check_conv_update(function, params);
+    if (status != MAMBA_OK || !conv_has_elements(*params)) {
         return status;
     }
     Isa isa;
-    status = choose_isa(&isa);
+    status = check_indices(function, *params);
+    status = status != MAMBA_OK ? status : begin_call(function, params->run, &isa);
     if (status != MAMBA_OK) {
         return status;
     }

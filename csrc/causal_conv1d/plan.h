@@ -1,9 +1,61 @@
-// Causal convolution, backward: how the length is cut into segments and who adds up dweight and dbias.
+// How the causal convolution runs on CUDA: the layouts its kernels tell apart, and in backward how the length is cut into
+// segments and who adds up dweight and dbias.
 #pragma once
 
-#include "causal_conv1d/cuda/common.cuh"
+#include "causal_conv1d/check.h"
+#include "common/alignment.h"
+#include "common/integers.h"
 
 namespace mamba {
+
+constexpr int kConvThreads = 256;
+constexpr int kConvWarps = kConvThreads / 32;
+
+// The common case, for which kernels have a form without run-time branches: width 4, silu, no sequences, no initial states.
+// kPlain in the kernels.
+inline bool is_plain(const MambaCausalConv1d& params) {
+    return params.width == kConvMaxWidth && params.silu && params.seq_idx == nullptr && params.initial_states == nullptr &&
+           pointer_is_aligned(params.weight, kConvMaxWidth * dtype_size(params.weight_dtype));
+}
+
+// The strides and the pointer of one (B, D, L) tensor.
+struct ConvLayout {
+    const void* data;
+    int64_t batch_stride, dim_stride, len_stride;
+};
+
+// Channel-last unless steps are neighbours; a tensor of one step is taken whichever way its channels allow.
+inline bool is_channel_last(const MambaCausalConv1d& params) {
+    return params.x_dim_stride == 1 && (params.x_len_stride != 1 || params.seqlen <= 1);
+}
+
+// Whether `vector` neighbouring channels can be moved at once everywhere in this tensor.
+inline bool can_vectorise_channels(const MambaCausalConv1d& params, const ConvLayout& layout, int vector) {
+    const int64_t size = dtype_size(params.dtype);
+    const int64_t bytes = vector * size;
+    return params.dim % vector == 0 && layout.dim_stride == 1 &&
+           rows_aligned(layout.data, size, bytes, used_stride(params.seqlen, layout.len_stride),
+                        used_stride(params.batch, layout.batch_stride));
+}
+
+// Whether it has steps, they are neighbours in this tensor, and each of its rows lies as that of `reference` does between
+// addresses that are multiples of 16 bytes. Rows need not begin at one: lengths may be odd.
+inline bool rows_lie_alike(const MambaCausalConv1d& params, const ConvLayout& reference, const ConvLayout& layout) {
+    const int64_t size = dtype_size(params.dtype);
+    const int64_t distance = reinterpret_cast<intptr_t>(layout.data) - reinterpret_cast<intptr_t>(reference.data);
+    return params.seqlen > 0 && (layout.len_stride == 1 || params.seqlen == 1) && distance % 16 == 0 &&
+           pointer_is_aligned(layout.data, size) &&
+           used_stride(params.dim, layout.dim_stride - reference.dim_stride) * size % 16 == 0 &&
+           used_stride(params.batch, layout.batch_stride - reference.batch_stride) * size % 16 == 0;
+}
+
+// Whether every row of x begins and ends at a multiple of 16 bytes.
+inline bool rows_are_whole_vectors(const MambaCausalConv1d& params, const ConvLayout& x) {
+    return rows_aligned(x.data, dtype_size(params.dtype), 16, params.seqlen, used_stride(params.dim, x.dim_stride),
+                        used_stride(params.batch, x.batch_stride));
+}
+
+// ---- backward --------------------------------------------------------------------------------------------------------
 
 // The kernels walk (batch, segment) items; item i adds to slot i % slots, so the sums' order is fixed.
 constexpr int64_t kConvMaxSlots = 256;
@@ -16,7 +68,7 @@ struct ConvBackwardPlan {
     int64_t slots;
 };
 
-inline ConvBackwardPlan causal_conv1d_backward_plan(const MambaCausalConv1d& params) {
+inline ConvBackwardPlan conv_backward_plan(const MambaCausalConv1d& params) {
     const bool channel_last = is_channel_last(params);
     // Enough warps for a GPU several times over; beyond that, long walks that share taps, sums and starts are better.
     constexpr int64_t kWarps = static_cast<int64_t>(1) << 14;

@@ -127,6 +127,12 @@ int32_t choose_isa(Isa* isa) {
     return MAMBA_OK;
 }
 
+int32_t begin_call(const char* function, const MambaRun& run, Isa* isa) {
+    Check check(function);
+    check.at_least(1, "run.num_threads", run.num_threads);
+    return check.ok() ? choose_isa(isa) : check.status();
+}
+
 // ---- threads ---------------------------------------------------------------------------------------------------------
 
 int64_t worthwhile_threads(const MambaRun& run, int64_t work, int64_t work_per_thread) {
@@ -192,38 +198,18 @@ Scratch::~Scratch() {
     operator delete(data_, std::align_val_t(64));
 }
 
-// ---- checks ----------------------------------------------------------------------------------------------------------
-
-int32_t require(const void* pointer, const char* function, const char* name) {
-    return pointer != nullptr ? MAMBA_OK : fail(MAMBA_ERROR_INVALID, "%s: %s is NULL", function, name);
-}
-
-int32_t require_range(int64_t value, int64_t low, int64_t high, const char* function, const char* name) {
-    if (value >= low && value <= high) {
-        return MAMBA_OK;
-    }
-    if (high == kNoLimit) {
-        return fail(MAMBA_ERROR_INVALID, "%s: %s must be at least %lld, got %lld", function, name, static_cast<long long>(low),
-                    static_cast<long long>(value));
-    }
-    return fail(MAMBA_ERROR_INVALID, "%s: %s must be in [%lld, %lld], got %lld", function, name, static_cast<long long>(low),
-                static_cast<long long>(high), static_cast<long long>(value));
-}
-
 }  // namespace mamba
 
 int32_t mamba_library_info(MambaLibraryInfo* info) {
-    if (info == nullptr) {
-        return mamba::fail(MAMBA_ERROR_INVALID, "mamba_library_info: info is NULL");
+    mamba::Check check("library_info");
+    check.pointer("info", info);
+    if (!check.ok()) {
+        return check.status();
     }
     memset(info, 0, sizeof(*info));
     info->abi_version = MAMBA_ABI_VERSION;
-#ifndef MAMBA_DISABLE_HALF
-    info->supports_float16 = 1;
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    info->supports_bfloat16 = 1;
-#endif
+    info->supports_float16 = mamba::dtype_enabled(MAMBA_FLOAT16);
+    info->supports_bfloat16 = mamba::dtype_enabled(MAMBA_BFLOAT16);
     mamba::Isa isa;
     const int32_t status = mamba::choose_isa(&isa);
     if (status != MAMBA_OK) {

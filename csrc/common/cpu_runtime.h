@@ -3,7 +3,8 @@
 
 #include <stdint.h>
 
-#include "common/error.h"
+#include "common/check.h"
+#include "common/integers.h"
 
 namespace mamba {
 
@@ -12,6 +13,15 @@ enum class Isa { generic, avx2, avx512 };
 // The best instruction set of this CPU, or the one that MAMBA_SSM_CPU_ISA names; decided once per process.
 // Fails when that variable holds something else, or more than the CPU has.
 int32_t choose_isa(Isa* isa);
+
+// What a call that passed its op's checks still needs: a thread to run on, and an instruction set.
+int32_t begin_call(const char* function, const MambaRun& run, Isa* isa);
+
+// Of an op's kernels, which are compiled once per instruction set.
+template <class Kernels>
+const Kernels& kernels_of(Isa isa, const Kernels& generic, const Kernels& avx2, const Kernels& avx512) {
+    return isa == Isa::avx512 ? avx512 : isa == Isa::avx2 ? avx2 : generic;
+}
 
 // Threads worth starting for `work` (in inner steps of the op, `work_per_thread` of which outweigh starting a thread).
 int64_t worthwhile_threads(const MambaRun& run, int64_t work, int64_t work_per_thread);
@@ -36,12 +46,5 @@ class Scratch {
  private:
     float* data_;
 };
-
-// MAMBA_OK, or fails with "<function>: <name> is NULL".
-int32_t require(const void* pointer, const char* function, const char* name);
-// MAMBA_OK, or fails with "<function>: <name> must be in [low, high], got <value>".
-int32_t require_range(int64_t value, int64_t low, int64_t high, const char* function, const char* name);
-
-constexpr int64_t kNoLimit = INT64_MAX;
 
 }  // namespace mamba

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/cpu_vector.h"
+#include "common/integers.h"
 #include "mamba_kernels.h"
 
 namespace mamba {

@@ -1,4 +1,4 @@
-// One vector of floats per instruction set, behind one set of names. The cpu_kernels.cpp files are compiled three times with
+// One vector of floats per instruction set, behind one set of names. The cpu/kernels.cpp files are compiled three times with
 // MAMBA_ISA = generic, avx2 and avx512. Everything they include lives in a namespace of that name, and they use no STL:
 // an inline function shared by the three compilations could reach a CPU that lacks the instructions it was compiled to.
 #pragma once

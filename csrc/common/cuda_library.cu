@@ -1,5 +1,6 @@
 // What mamba_cuda says about itself, and how CUDA's errors become ours.
-#include "common/cuda_utils.cuh"
+#include "common/check.h"
+#include "common/cuda_device.h"
 
 namespace mamba {
 
@@ -23,14 +24,16 @@ int32_t cuda_status(cudaError_t error, const char* kernel, int64_t batch, int64_
 }  // namespace mamba
 
 int32_t mamba_library_info(MambaLibraryInfo* info) {
-    if (info == nullptr) {
-        return mamba::fail(MAMBA_ERROR_INVALID, "mamba_library_info: info is NULL");
+    mamba::Check check("library_info");
+    check.pointer("info", info);
+    if (!check.ok()) {
+        return check.status();
     }
     *info = MambaLibraryInfo{};
     info->abi_version = MAMBA_ABI_VERSION;
     info->is_cuda = 1;
-    info->supports_float16 = mamba::check_dtype("", MAMBA_FLOAT16) == MAMBA_OK;
-    info->supports_bfloat16 = mamba::check_dtype("", MAMBA_BFLOAT16) == MAMBA_OK;
+    info->supports_float16 = mamba::dtype_enabled(MAMBA_FLOAT16);
+    info->supports_bfloat16 = mamba::dtype_enabled(MAMBA_BFLOAT16);
     const char isa[] = "cuda";
     for (unsigned i = 0; i < sizeof(isa); ++i) {
         info->isa[i] = isa[i];

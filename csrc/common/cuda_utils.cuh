@@ -1,4 +1,4 @@
-// What every CUDA kernel and launcher shares: scalar conversion, fast math, device selection and launch errors.
+// What every CUDA kernel and launcher shares: scalar conversion, fast math and launches.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -6,8 +6,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "common/error.h"
 #include "common/ptx.cuh"
+#include "mamba_kernels.h"
 
 namespace mamba {
 
@@ -80,31 +80,6 @@ __device__ __forceinline__ float softplus(float x) {
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// Makes a device current for the scope and restores the caller's. error is what CUDA said.
-class DeviceGuard {
- public:
-    explicit DeviceGuard(int32_t device) : previous_(-1), error(cudaGetDevice(&previous_)) {
-        if (error == cudaSuccess && previous_ != device) {
-            error = cudaSetDevice(device);
-        } else {
-            previous_ = -1;
-        }
-    }
-    ~DeviceGuard() {
-        if (previous_ >= 0) {
-            cudaSetDevice(previous_);
-        }
-    }
-    DeviceGuard(const DeviceGuard&) = delete;
-    DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-    int previous_;
-
- public:
-    cudaError_t error;
-};
-
 // Whether kernels may start early on the current device: it can do that, and this code was compiled for it. All kernels of the
 // library are compiled for the same architectures, so that any of them may be asked, once; that is a good part of a launch's
 // time.
@@ -167,8 +142,5 @@ cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 bl
     config.numAttrs = starts_early ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
-
-// Turns a CUDA error into an error code and a message that names the kernel; MAMBA_OK for cudaSuccess.
-int32_t cuda_status(cudaError_t error, const char* kernel, int64_t batch, int64_t dim, int64_t seqlen, int64_t dstate);
 
 }  // namespace mamba

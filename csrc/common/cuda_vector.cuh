@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/cuda_utils.cuh"
+#include "common/integers.h"
 
 namespace mamba {
 
@@ -151,6 +152,18 @@ __device__ __forceinline__ void store_from_float(void* data, int64_t index, int3
     }
 }
 
+// The same in two steps, so that several loads are under way before the first is converted: a branch on the dtype around each
+// load would put them in a row.
+__device__ __forceinline__ uint32_t load_bits(const void* data, int64_t index, int32_t dtype) {
+    return dtype == MAMBA_FLOAT32 ? static_cast<const uint32_t*>(data)[index] : static_cast<const uint16_t*>(data)[index];
+}
+__device__ __forceinline__ float float_from_bits(uint32_t bits, int32_t dtype) {
+    if (dtype == MAMBA_FLOAT32) {
+        return __uint_as_float(bits);
+    }
+    return dtype == MAMBA_FLOAT16 ? unpack2<__half>(bits).x : unpack2<__nv_bfloat16>(bits).x;
+}
+
 // N neighbours with accesses of up to 16 bytes; the address must be a multiple of their size.
 template <int N>
 __device__ __forceinline__ void load_vector_as_float(const void* data, int64_t index, int32_t dtype, float* values) {
@@ -161,33 +174,6 @@ __device__ __forceinline__ void load_vector_as_float(const void* data, int64_t i
     } else {
         unpack<__nv_bfloat16, N>(packed_load<__nv_bfloat16, N>(static_cast<const __nv_bfloat16*>(data) + index), values);
     }
-}
-
-// ---- host ------------------------------------------------------------------------------------------------------------
-
-inline int64_t dtype_size(int32_t dtype) {
-    return dtype == MAMBA_FLOAT32 ? 4 : 2;
-}
-
-// Whether every access of `bytes` at base + i * stride (elements of element_size, i < count) is aligned.
-inline bool stride_is_aligned(int64_t count, int64_t stride, int64_t element_size, int64_t bytes) {
-    return count <= 1 || stride * element_size % bytes == 0;
-}
-inline bool pointer_is_aligned(const void* pointer, int64_t bytes) {
-    return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
-}
-
-__host__ __device__ inline int64_t ceil_div(int64_t value, int64_t divisor) {
-    return (value + divisor - 1) / divisor;
-}
-
-// The logarithm of the smallest power of two that is at least count, between the limits given.
-inline int ceil_log2(int64_t count, int low, int high) {
-    int log2 = low;
-    while (log2 < high && (static_cast<int64_t>(1) << log2) < count) {
-        ++log2;
-    }
-    return log2;
 }
 
 }  // namespace mamba

@@ -1,96 +1,84 @@
-// What both libraries refuse before a norm or SwiGLU starts. Python has checked shapes and dtypes already; this guards the
-// C ABI.
+// What both libraries refuse before a norm or SwiGLU.
 #pragma once
 
-#include "common/error.h"
+#include "common/check.h"
 
 namespace mamba {
 
-inline int32_t check_norm(const char* function, const MambaNorm& p) {
-    if (p.rows < 0 || p.ngroups < 1 || p.group_size < 1) {
-        return fail(
-            MAMBA_ERROR_INVALID,
-            "%s: rows must be at least 0, ngroups and group_size at least 1, got rows=%lld ngroups=%lld group_size=%lld",
-            function, static_cast<long long>(p.rows), static_cast<long long>(p.ngroups), static_cast<long long>(p.group_size));
-    }
-    if (p.group_size > MAMBA_MAX_NORM_GROUP) {
-        return fail(MAMBA_ERROR_UNSUPPORTED, "%s: group_size must be at most %lld, got %lld", function,
-                    static_cast<long long>(MAMBA_MAX_NORM_GROUP), static_cast<long long>(p.group_size));
-    }
-    int32_t status = check_dtype("norm: x", p.dtype);
-    status = status != MAMBA_OK ? status : check_dtype("norm: weight", p.weight_dtype);
-    if (status == MAMBA_OK && p.bias != nullptr) {
-        status = check_dtype("norm: bias", p.bias_dtype);
-    }
-    if (status != MAMBA_OK) {
-        return status;
-    }
-    if (p.other_dtype != p.dtype && p.other_dtype != MAMBA_FLOAT32) {
-        return fail(MAMBA_ERROR_INVALID, "%s: residual and z must be float32 or of x's dtype, %s, got %s", function,
-                    dtype_name(p.dtype), dtype_name(p.other_dtype));
-    }
-    if (p.z != nullptr && (p.residual != nullptr || p.residual_out != nullptr)) {
-        return fail(MAMBA_ERROR_INVALID, "%s: z cannot be given together with residual or residual_out", function);
-    }
-    if (p.rows > 0 && p.weight == nullptr) {
-        return fail(MAMBA_ERROR_INVALID, "%s: weight is NULL", function);
-    }
-    return MAMBA_OK;
+// What forward and backward ask of the part they share.
+inline void check_norm(Check& check, const MambaNorm& p) {
+    check.at_least(0, "rows", p.rows);
+    check.at_least(1, "ngroups", p.ngroups);
+    check.range(1, MAMBA_MAX_NORM_GROUP, "group_size", p.group_size);
+    check.dtype("x", p.dtype);
+    check.dtype("weight", p.weight_dtype);
+    check.dtype("bias", p.bias_dtype, p.bias != nullptr);
+    check.that(p.other_dtype == p.dtype || p.other_dtype == MAMBA_FLOAT32, MAMBA_ERROR_INVALID,
+               "residual and z must be float32 or of x's dtype, %s, got %s", dtype_name(p.dtype), dtype_name(p.other_dtype));
+    check.that(p.z == nullptr || (p.residual == nullptr && p.residual_out == nullptr), MAMBA_ERROR_INVALID,
+               "z cannot be given together with residual or residual_out");
+    check.pointer("weight", p.weight, p.rows > 0);
 }
 
-inline int32_t check_norm_forward(const MambaNorm* params) {
-    if (params == nullptr) {
-        return fail(MAMBA_ERROR_INVALID, "norm_forward: params is NULL");
+inline int32_t check_norm_forward(const char* function, const MambaNorm* params) {
+    Check check(function);
+    check.pointer("params", params);
+    if (check.ok()) {
+        check_norm(check, *params);
+        check.pointer("x", params->x, params->rows > 0);
+        check.pointer("out", params->out, params->rows > 0);
     }
-    const int32_t status = check_norm("norm_forward", *params);
-    if (status == MAMBA_OK && params->rows > 0 && (params->x == nullptr || params->out == nullptr)) {
-        return fail(MAMBA_ERROR_INVALID, "norm_forward: x and out must not be NULL");
-    }
-    return status;
+    return check.status();
 }
 
-inline int32_t check_norm_backward(const MambaNormBackward* params) {
-    if (params == nullptr) {
-        return fail(MAMBA_ERROR_INVALID, "norm_backward: params is NULL");
+inline int32_t check_norm_backward(const char* function, const MambaNormBackward* params) {
+    Check check(function);
+    check.pointer("params", params);
+    if (!check.ok()) {
+        return check.status();
     }
-    const MambaNorm& p = params->forward;
-    const int32_t status = check_norm("norm_backward", p);
-    if (status != MAMBA_OK || p.rows == 0) {
-        return status;
+    const MambaNormBackward& q = *params;
+    const MambaNorm& p = q.forward;
+    check_norm(check, p);
+    if (!check.ok() || p.rows == 0) {
+        return check.status();
     }
-    if ((p.x == nullptr && p.residual_out == nullptr) || p.rstd == nullptr || (p.mean == nullptr && !p.is_rms_norm)) {
-        return fail(MAMBA_ERROR_INVALID,
-                    "norm_backward: x or residual_out, rstd, and mean unless is_rms_norm, must not be NULL");
-    }
-    if (params->dout == nullptr || params->dx == nullptr || params->dweight == nullptr) {
-        return fail(MAMBA_ERROR_INVALID, "norm_backward: dout, dx and dweight must not be NULL");
-    }
-    if ((p.bias != nullptr) != (params->dbias != nullptr) || (p.z != nullptr) != (params->dz != nullptr)) {
-        return fail(MAMBA_ERROR_INVALID, "norm_backward: dbias goes with bias, and dz with z");
-    }
-    if (p.z != nullptr && (params->dresidual_out != nullptr || params->dresidual != nullptr)) {
-        return fail(MAMBA_ERROR_INVALID, "norm_backward: z cannot be given together with dresidual_out or dresidual");
-    }
-    return MAMBA_OK;
+    check.pointer("x", p.x, p.residual_out == nullptr);
+    check.pointer("rstd", p.rstd);
+    check.pointer("mean", p.mean, !p.is_rms_norm);
+    check.pointer("dout", q.dout);
+    check.pointer("dx", q.dx);
+    check.pointer("dweight", q.dweight);
+    check.pointer("dbias", q.dbias, p.bias != nullptr);
+    check.pointer("dz", q.dz, p.z != nullptr);
+    check.that((p.bias != nullptr || q.dbias == nullptr) && (p.z != nullptr || q.dz == nullptr), MAMBA_ERROR_INVALID,
+               "dbias is given without bias, or dz without z");
+    check.that(p.z == nullptr || (q.dresidual_out == nullptr && q.dresidual == nullptr), MAMBA_ERROR_INVALID,
+               "z cannot be given together with dresidual_out or dresidual");
+    return check.status();
+}
+
+inline bool swiglu_is_empty(const MambaSwiglu& p) {
+    return p.rows == 0 || p.width == 0;
 }
 
 inline int32_t check_swiglu(const char* function, const MambaSwiglu* params, bool backward) {
-    if (params == nullptr) {
-        return fail(MAMBA_ERROR_INVALID, "%s: params is NULL", function);
+    Check check(function);
+    check.pointer("params", params);
+    if (!check.ok()) {
+        return check.status();
     }
-    if (params->rows < 0 || params->width < 0) {
-        return fail(MAMBA_ERROR_INVALID, "%s: sizes must not be negative, got rows=%lld width=%lld", function,
-                    static_cast<long long>(params->rows), static_cast<long long>(params->width));
+    const MambaSwiglu& p = *params;
+    check.at_least(0, "rows", p.rows);
+    check.at_least(0, "width", p.width);
+    check.dtype("xy", p.dtype);
+    if (check.ok() && !swiglu_is_empty(p)) {
+        check.pointer("xy", p.xy);
+        check.pointer("out", p.out, !backward);
+        check.pointer("dout", p.dout, backward);
+        check.pointer("dxy", p.dxy, backward);
     }
-    const int32_t status = check_dtype("swiglu: xy", params->dtype);
-    if (status != MAMBA_OK || params->rows == 0 || params->width == 0) {
-        return status;
-    }
-    if (params->xy == nullptr || (backward ? params->dout == nullptr || params->dxy == nullptr : params->out == nullptr)) {
-        return fail(MAMBA_ERROR_INVALID, backward ? "%s: xy, dout and dxy must not be NULL" : "%s: xy and out must not be NULL",
-                    function);
-    }
-    return MAMBA_OK;
+    return check.status();
 }
 
 }  // namespace mamba

@@ -9,25 +9,13 @@ namespace {
 // Elements that one thread finishes in about 100 us, several times what starting a thread costs.
 constexpr int64_t kWorkPerThread = 1 << 17;
 
-const NormKernels& kernels_of(Isa isa) {
-    switch (isa) {
-        case Isa::avx512:
-            return avx512::norm_kernels;
-        case Isa::avx2:
-            return avx2::norm_kernels;
-        default:
-            return generic::norm_kernels;
-    }
+const NormKernels& norm_kernels(Isa isa) {
+    return kernels_of(isa, generic::norm_kernels, avx2::norm_kernels, avx512::norm_kernels);
 }
 
-// Threads for so many rows; fails where none is allowed.
-int32_t choose_shares(const char* function, const MambaRun& run, int64_t rows, int64_t width, int64_t* shares) {
-    const int32_t status = require_range(run.num_threads, 1, kNoLimit, function, "run.num_threads");
-    if (status == MAMBA_OK) {
-        *shares = worthwhile_threads(run, rows * width, kWorkPerThread);
-        *shares = *shares < rows ? *shares : rows;
-    }
-    return status;
+int64_t choose_shares(const MambaRun& run, int64_t rows, int64_t width) {
+    const int64_t shares = worthwhile_threads(run, rows * width, kWorkPerThread);
+    return shares < rows ? shares : rows;
 }
 
 template <typename Params>
@@ -63,18 +51,18 @@ int32_t no_memory(const char* function, int64_t floats) {
 
 int32_t swiglu(const char* function, const MambaSwiglu* params, bool backward) {
     int32_t status = check_swiglu(function, params, backward);
-    if (status != MAMBA_OK || params->rows == 0 || params->width == 0) {
+    if (status != MAMBA_OK || swiglu_is_empty(*params)) {
         return status;
     }
     Isa isa;
-    SwigluJob job;
-    status = choose_shares(function, params->run, params->rows, params->width, &job.shares);
-    status = status != MAMBA_OK ? status : choose_isa(&isa);
+    status = begin_call(function, params->run, &isa);
     if (status != MAMBA_OK) {
         return status;
     }
+    SwigluJob job;
+    job.shares = choose_shares(params->run, params->rows, params->width);
     job.params = params;
-    job.kernel = backward ? kernels_of(isa).swiglu_backward : kernels_of(isa).swiglu_forward;
+    job.kernel = backward ? norm_kernels(isa).swiglu_backward : norm_kernels(isa).swiglu_forward;
     run_shares(job.shares, run_swiglu_share, &job);
     return MAMBA_OK;
 }
@@ -85,20 +73,20 @@ int32_t swiglu(const char* function, const MambaSwiglu* params, bool backward) {
 using namespace mamba;
 
 int32_t mamba_norm_forward(const MambaNorm* params) {
-    const char* function = "norm_forward";
-    int32_t status = check_norm_forward(params);
+    const char* const function = "norm_forward";
+    int32_t status = check_norm_forward(function, params);
     if (status != MAMBA_OK || params->rows == 0) {
         return status;
     }
     Isa isa;
-    NormJob<MambaNorm> job;
-    status = choose_shares(function, params->run, params->rows, params->ngroups * params->group_size, &job.shares);
-    status = status != MAMBA_OK ? status : choose_isa(&isa);
+    status = begin_call(function, params->run, &isa);
     if (status != MAMBA_OK) {
         return status;
     }
+    NormJob<MambaNorm> job;
+    job.shares = choose_shares(params->run, params->rows, params->ngroups * params->group_size);
     job.params = params;
-    job.kernel = kernels_of(isa).forward;
+    job.kernel = norm_kernels(isa).forward;
     job.rows = params->rows;
     job.pitch = norm_forward_scratch(*params);
     const Scratch scratch(job.shares * job.pitch);
@@ -116,21 +104,21 @@ int64_t mamba_norm_backward_workspace(const MambaNorm*) {
 }
 
 int32_t mamba_norm_backward(const MambaNormBackward* params) {
-    const char* function = "norm_backward";
-    int32_t status = check_norm_backward(params);
+    const char* const function = "norm_backward";
+    int32_t status = check_norm_backward(function, params);
     if (status != MAMBA_OK || params->forward.rows == 0) {
         return status;
     }
     const MambaNorm& p = params->forward;
     Isa isa;
-    NormJob<MambaNormBackward> job;
-    status = choose_shares(function, p.run, p.rows, p.ngroups * p.group_size, &job.shares);
-    status = status != MAMBA_OK ? status : choose_isa(&isa);
+    status = begin_call(function, p.run, &isa);
     if (status != MAMBA_OK) {
         return status;
     }
+    NormJob<MambaNormBackward> job;
+    job.shares = choose_shares(p.run, p.rows, p.ngroups * p.group_size);
     job.params = params;
-    job.kernel = kernels_of(isa).backward;
+    job.kernel = norm_kernels(isa).backward;
     job.rows = p.rows;
     job.pitch = norm_backward_scratch(p);
     const Scratch scratch(job.shares * job.pitch);
@@ -139,7 +127,7 @@ int32_t mamba_norm_backward(const MambaNormBackward* params) {
     }
     job.scratch = scratch.get();
     run_shares(job.shares, run_norm_share<MambaNormBackward>, &job);
-    kernels_of(isa).add_shares(*params, job.shares, job.pitch, job.scratch);
+    norm_kernels(isa).add_shares(*params, job.shares, job.pitch, job.scratch);
     return MAMBA_OK;
 }
 

@@ -43,7 +43,7 @@ Partition make_partition(const MambaSelectiveScan& p, int64_t lanes, int64_t wor
     Partition part;
     part.lanes = lanes;
     part.group_channels = p.dim / p.ngroups;
-    part.blocks_per_group = (part.group_channels + lanes - 1) / lanes;
+    part.blocks_per_group = ceil_div(part.group_channels, lanes);
     part.units = p.batch * p.ngroups * part.blocks_per_group;
     const int64_t work = p.batch * p.dim * p.dstate * (p.seqlen > 0 ? p.seqlen : 1);
     part.shares = worthwhile_threads(p.run, work, work_per_thread);
@@ -51,15 +51,16 @@ Partition make_partition(const MambaSelectiveScan& p, int64_t lanes, int64_t wor
     return part;
 }
 
-const ScanKernels& kernels_of(Isa isa) {
-    switch (isa) {
-        case Isa::avx512:
-            return avx512::scan_kernels;
-        case Isa::avx2:
-            return avx2::scan_kernels;
-        default:
-            return generic::scan_kernels;
-    }
+const ScanKernels& scan_kernels(Isa isa) {
+    return kernels_of(isa, generic::scan_kernels, avx2::scan_kernels, avx512::scan_kernels);
+}
+
+// What the plan says here: threads share out channels, never the length.
+int32_t check_segments(const char* function, const MambaSelectiveScan& p) {
+    Check check(function);
+    check.that(p.segments == 1, MAMBA_ERROR_INVALID, "segments must be 1, as mamba_selective_scan_plan says, got %lld",
+               static_cast<long long>(p.segments));
+    return check.status();
 }
 
 struct ScanJob {
@@ -121,78 +122,68 @@ int32_t run_job(ScanJob& job, const char* function) {
 using namespace mamba;
 
 int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
+    const char* const function = "selective_scan_forward";
+    int32_t status = check_scan_forward(function, params);
+    if (status != MAMBA_OK || scan_is_empty(*params)) {
+        return status;
+    }
     Isa isa;
-    int32_t status = check_selective_scan(params);
-    if (status == MAMBA_OK) {
-        status = require_range(params->run.num_threads, 1, kNoLimit, "selective_scan", "run.num_threads");
-    }
-    if (status == MAMBA_OK) {
-        status = require_range(params->segments, 1, 1, "selective_scan", "segments");
-    }
-    if (status == MAMBA_OK) {
-        status = choose_isa(&isa);
-    }
-    if (status != MAMBA_OK || params->batch == 0 || params->dim == 0) {
+    status = check_segments(function, *params);
+    status = status != MAMBA_OK ? status : begin_call(function, params->run, &isa);
+    if (status != MAMBA_OK) {
         return status;
     }
     ScanJob job;
     job.forward = params;
     job.backward = nullptr;
-    job.kernels = &kernels_of(isa);
+    job.kernels = &scan_kernels(isa);
     job.partition = make_partition(*params, job.kernels->lanes, kForwardWorkPerThread);
-    return run_job(job, "selective_scan_forward");
+    return run_job(job, function);
 }
 
 int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) {
-    Isa isa;
-    int32_t status = check_selective_scan_backward(params);
-    if (status == MAMBA_OK) {
-        status = require_range(params->forward.run.num_threads, 1, kNoLimit, "selective_scan_backward", "run.num_threads");
-    }
-    if (status == MAMBA_OK) {
-        status = require_range(params->forward.segments, 1, 1, "selective_scan_backward", "segments");
-    }
-    if (status == MAMBA_OK) {
-        status = choose_isa(&isa);
-    }
-    if (status != MAMBA_OK || params->forward.batch == 0 || params->forward.dim == 0) {
+    const char* const function = "selective_scan_backward";
+    int32_t status = check_scan_backward(function, params);
+    if (status != MAMBA_OK || scan_is_empty(params->forward)) {
         return status;
     }
-    ScanJob job;
-    job.forward = &params->forward;
-    job.backward = params;
-    job.kernels = &kernels_of(isa);
-    job.partition = make_partition(params->forward, job.kernels->lanes, kBackwardWorkPerThread);
-    const int64_t slots = job.partition.slots();
-    if ((params->forward.variable_B || params->forward.variable_C) && params->slots < slots) {
-        return fail(MAMBA_ERROR_INVALID,
-                    "selective_scan_backward: slots must be what mamba_selective_scan_plan said (%lld), got %lld",
-                    static_cast<long long>(slots), static_cast<long long>(params->slots));
-    }
-    return run_job(job, "selective_scan_backward");
-}
-
-int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t, MambaSelectiveScanPlan* plan) {
-    const char* function = "selective_scan_plan";
-    int32_t status = require(params, function, "params");
-    status = status != MAMBA_OK ? status : require(plan, function, "plan");
-    status = status != MAMBA_OK ? status : require_range(params->batch, 0, kNoLimit, function, "batch");
-    status = status != MAMBA_OK ? status : require_range(params->dim, 0, kNoLimit, function, "dim");
-    status = status != MAMBA_OK ? status : require_range(params->dstate, 1, MAMBA_MAX_DSTATE, function, "dstate");
-    status = status != MAMBA_OK ? status : require_range(params->ngroups, 1, kNoLimit, function, "ngroups");
-    status = status != MAMBA_OK ? status : require_range(params->run.num_threads, 1, kNoLimit, function, "run.num_threads");
+    const MambaSelectiveScan& p = params->forward;
     Isa isa;
-    status = status != MAMBA_OK ? status : choose_isa(&isa);
+    status = check_segments(function, p);
+    status = status != MAMBA_OK ? status : begin_call(function, p.run, &isa);
     if (status != MAMBA_OK) {
         return status;
     }
-    // Threads share out channels, never the length.
+    ScanJob job;
+    job.forward = &p;
+    job.backward = params;
+    job.kernels = &scan_kernels(isa);
+    job.partition = make_partition(p, job.kernels->lanes, kBackwardWorkPerThread);
+    const int64_t slots = job.partition.slots();
+    if ((p.variable_B || p.variable_C) && params->slots < slots) {
+        return fail(MAMBA_ERROR_INVALID, "%s: slots must be %lld, as mamba_selective_scan_plan says, got %lld", function,
+                    static_cast<long long>(slots), static_cast<long long>(params->slots));
+    }
+    return run_job(job, function);
+}
+
+int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t, MambaSelectiveScanPlan* plan) {
+    const char* const function = "selective_scan_plan";
+    int32_t status = check_scan_plan(function, params, plan);
+    if (status != MAMBA_OK) {
+        return status;
+    }
+    Isa isa;
+    status = begin_call(function, params->run, &isa);
+    if (status != MAMBA_OK) {
+        return status;
+    }
     plan->forward_segments = 1;
     plan->backward_segments = 1;
     plan->slots = 1;
     plan->zeroed_sums = 1;
-    if (params->batch > 0 && params->dim > 0) {
-        plan->slots = make_partition(*params, kernels_of(isa).lanes, kBackwardWorkPerThread).slots();
+    if (!scan_is_empty(*params)) {
+        plan->slots = make_partition(*params, scan_kernels(isa).lanes, kBackwardWorkPerThread).slots();
     }
     return MAMBA_OK;
 }

@@ -1,79 +1,93 @@
-// What both libraries refuse before Mamba-2's scan starts. Python has checked shapes and dtypes already; this guards the C ABI.
+// What both libraries refuse before Mamba-2's scan.
 #pragma once
 
-#include "common/error.h"
+#include "common/check.h"
 
 namespace mamba {
-
-// Sizes and dtypes, without which the _workspace functions say 0.
-inline int32_t check_ssd_sizes(const char* function, const MambaSsd* params) {
-    if (params == nullptr) {
-        return fail(MAMBA_ERROR_INVALID, "%s: params is NULL", function);
-    }
-    const MambaSsd& p = *params;
-    if (p.batch < 0 || p.seqlen < 0 || p.nheads < 0 || p.headdim < 0) {
-        return fail(MAMBA_ERROR_INVALID, "%s: negative size: batch=%lld seqlen=%lld nheads=%lld headdim=%lld", function,
-                    static_cast<long long>(p.batch), static_cast<long long>(p.seqlen), static_cast<long long>(p.nheads),
-                    static_cast<long long>(p.headdim));
-    }
-    if (p.dstate < 1 || p.dstate > MAMBA_MAX_DSTATE) {
-        return fail(MAMBA_ERROR_UNSUPPORTED, "%s: dstate must be 1..%d, got %lld", function, MAMBA_MAX_DSTATE,
-                    static_cast<long long>(p.dstate));
-    }
-    if (p.headdim > MAMBA_MAX_HEADDIM) {
-        return fail(MAMBA_ERROR_UNSUPPORTED, "%s: headdim must be 1..%d, got %lld", function, MAMBA_MAX_HEADDIM,
-                    static_cast<long long>(p.headdim));
-    }
-    if (p.ngroups < 1 || p.nheads % p.ngroups != 0) {
-        return fail(MAMBA_ERROR_INVALID, "%s: ngroups must divide nheads, got ngroups=%lld nheads=%lld", function,
-                    static_cast<long long>(p.ngroups), static_cast<long long>(p.nheads));
-    }
-    int32_t status = check_dtype("x", p.dtype);
-    status = status != MAMBA_OK ? status : check_dtype("dt", p.dt_dtype);
-    status = status != MAMBA_OK ? status : check_dtype("A", p.A_dtype);
-    return status != MAMBA_OK || p.dt_bias == nullptr ? status : check_dtype("dt_bias", p.dt_bias_dtype);
-}
 
 // Whether there is nothing to compute, not even a final state.
 inline bool ssd_is_empty(const MambaSsd& p) {
     return p.batch == 0 || p.nheads == 0 || p.headdim == 0;
 }
 
-inline int32_t check_ssd_inputs(const char* function, const MambaSsd& p, int64_t workspace_bytes) {
-    struct Required {
-        const char* name;
-        const void* pointer;
-    };
-    const Required required[] = {{"x", p.x}, {"dt", p.dt}, {"B", p.B}, {"C", p.C}};
-    for (const Required& argument : required) {
-        if (argument.pointer == nullptr && p.seqlen > 0) {
-            return fail(MAMBA_ERROR_INVALID, "%s: %s is NULL", function, argument.name);
-        }
-    }
-    if (p.A == nullptr) {
-        return fail(MAMBA_ERROR_INVALID, "%s: A is NULL", function);
-    }
-    if (p.workspace == nullptr && workspace_bytes > 0) {
-        return fail(MAMBA_ERROR_INVALID, "%s: workspace is NULL, this problem needs %lld bytes", function,
-                    static_cast<long long>(workspace_bytes));
-    }
-    return MAMBA_OK;
+inline bool ssd_forward_is_empty(const MambaSsd& p) {
+    return ssd_is_empty(p) || (p.out == nullptr && p.final_state == nullptr);
 }
 
-inline int32_t check_ssd_backward_arguments(const char* function, const MambaSsdBackward& q) {
+inline void check_ssd_sizes(Check& check, const MambaSsd& p) {
+    check.at_least(0, "batch", p.batch);
+    check.at_least(0, "seqlen", p.seqlen);
+    check.at_least(0, "nheads", p.nheads);
+    check.range(0, MAMBA_MAX_HEADDIM, "headdim", p.headdim);
+    check.range(1, MAMBA_MAX_DSTATE, "dstate", p.dstate);
+    check.divides("ngroups", p.ngroups, "nheads", p.nheads);
+    check.dtype("x", p.dtype);
+    check.dtype("dt", p.dt_dtype);
+    check.dtype("A", p.A_dtype);
+    check.dtype("dt_bias", p.dt_bias_dtype, p.dt_bias != nullptr);
+}
+
+// What the _workspace functions need to know: sizes and dtypes, not yet pointers.
+inline int32_t check_ssd_problem(const char* function, const MambaSsd* params) {
+    Check check(function);
+    check.pointer("params", params);
+    if (check.ok()) {
+        check_ssd_sizes(check, *params);
+    }
+    return check.status();
+}
+
+inline void check_ssd_inputs(Check& check, const MambaSsd& p) {
+    check.pointer("x", p.x, p.seqlen > 0);
+    check.pointer("dt", p.dt, p.seqlen > 0);
+    check.pointer("A", p.A);
+    check.pointer("B", p.B, p.seqlen > 0);
+    check.pointer("C", p.C, p.seqlen > 0);
+}
+
+inline int32_t check_ssd_forward(const char* function, const MambaSsd* params) {
+    Check check(function);
+    check.pointer("params", params);
+    if (check.ok()) {
+        check_ssd_sizes(check, *params);
+        if (!ssd_forward_is_empty(*params)) {
+            check_ssd_inputs(check, *params);
+        }
+    }
+    return check.status();
+}
+
+inline int32_t check_ssd_backward(const char* function, const MambaSsdBackward* params) {
+    Check check(function);
+    check.pointer("params", params);
+    if (!check.ok()) {
+        return check.status();
+    }
+    const MambaSsdBackward& q = *params;
     const MambaSsd& p = q.forward;
-    if (p.z != nullptr || p.cu_seqlens != nullptr) {
-        return fail(MAMBA_ERROR_UNSUPPORTED, "%s: takes neither z nor cu_seqlens", function);
+    check_ssd_sizes(check, p);
+    if (!check.ok() || ssd_is_empty(p)) {
+        return check.status();
     }
-    const bool steps = p.seqlen > 0;
-    const bool missing =
-        (steps && (q.dout == nullptr || q.dx == nullptr || q.ddt == nullptr || q.dB == nullptr || q.dC == nullptr)) ||
-        q.dA == nullptr || (p.D != nullptr && q.dD == nullptr) || (p.dt_bias != nullptr && q.ddt_bias == nullptr);
-    if (missing) {
-        return fail(MAMBA_ERROR_INVALID,
-                    "%s: dout, dx, ddt, dA, dB, dC, and dD and ddt_bias where D and dt_bias are, are required", function);
-    }
-    return MAMBA_OK;
+    check_ssd_inputs(check, p);
+    check.that(p.z == nullptr && p.cu_seqlens == nullptr, MAMBA_ERROR_UNSUPPORTED, "takes neither z nor cu_seqlens");
+    check.pointer("dout", q.dout, p.seqlen > 0);
+    check.pointer("dx", q.dx, p.seqlen > 0);
+    check.pointer("ddt", q.ddt, p.seqlen > 0);
+    check.pointer("dA", q.dA);
+    check.pointer("dB", q.dB, p.seqlen > 0);
+    check.pointer("dC", q.dC, p.seqlen > 0);
+    check.pointer("dD", q.dD, p.D != nullptr);
+    check.pointer("ddt_bias", q.ddt_bias, p.dt_bias != nullptr);
+    return check.status();
+}
+
+// bytes: what the _workspace function says.
+inline int32_t check_ssd_workspace(const char* function, const MambaSsd& p, int64_t bytes) {
+    Check check(function);
+    check.that(bytes == 0 || p.workspace != nullptr, MAMBA_ERROR_INVALID, "workspace is NULL, this problem needs %lld bytes",
+               static_cast<long long>(bytes));
+    return check.status();
 }
 
 }  // namespace mamba

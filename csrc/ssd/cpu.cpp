@@ -19,15 +19,8 @@ constexpr int64_t kBackwardFloats = 1 << 22;
 // ... but no fewer, for the threads' sake. Not as many as there are threads: results do not depend on their number.
 constexpr int64_t kBackwardRows = 8;
 
-const SsdKernels& kernels_of(Isa isa) {
-    switch (isa) {
-        case Isa::avx512:
-            return avx512::ssd_kernels;
-        case Isa::avx2:
-            return avx2::ssd_kernels;
-        default:
-            return generic::ssd_kernels;
-    }
+const SsdKernels& ssd_kernels(Isa isa) {
+    return kernels_of(isa, generic::ssd_kernels, avx2::ssd_kernels, avx512::ssd_kernels);
 }
 
 int64_t useful_threads(const MambaSsd& p, int64_t heads, int64_t work_per_thread) {
@@ -44,22 +37,16 @@ int32_t no_memory(const char* function, const MambaSsd& p) {
                 static_cast<long long>(p.headdim), static_cast<long long>(p.dstate));
 }
 
-int32_t check_call(const char* function, const MambaSsd& p, Isa* isa) {
-    const int32_t status = require_range(p.run.num_threads, 1, kNoLimit, function, "run.num_threads");
-    return status != MAMBA_OK ? status : choose_isa(isa);
-}
-
+// Positions in host memory can be looked at.
 int32_t check_cu_seqlens(const char* function, const MambaSsd& p) {
+    Check check(function);
     for (int64_t b = 0; b < p.batch && p.cu_seqlens != nullptr; ++b) {
         const int32_t begin = p.cu_seqlens[b], end = p.cu_seqlens[b + 1];
-        if (begin < 0 || end < begin || end > p.seqlen) {
-            return fail(MAMBA_ERROR_INVALID,
-                        "%s: cu_seqlens must rise from 0 or more to seqlen=%lld at most, but sequence %lld is from %d to %d",
-                        function, static_cast<long long>(p.seqlen), static_cast<long long>(b), static_cast<int>(begin),
-                        static_cast<int>(end));
-        }
+        check.that(begin >= 0 && end >= begin && end <= p.seqlen, MAMBA_ERROR_INVALID,
+                   "cu_seqlens must rise from 0 or more to seqlen=%lld at most, but sequence %lld is from %d to %d",
+                   static_cast<long long>(p.seqlen), static_cast<long long>(b), static_cast<int>(begin), static_cast<int>(end));
     }
-    return MAMBA_OK;
+    return check.status();
 }
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
@@ -104,10 +91,10 @@ int32_t run_forward(const MambaSsd& p, const SsdKernels& kernels) {
     job.out_of_memory = false;
     const int64_t heads = p.batch * p.nheads;
     const int64_t threads = useful_threads(p, p.cu_seqlens != nullptr ? p.nheads : heads, kForwardWorkPerThread);
-    const int64_t lanes = kernels.lanes, blocks = (p.headdim + lanes - 1) / lanes;
-    const int64_t part_blocks = (blocks * heads + threads - 1) / threads;
+    const int64_t lanes = kernels.lanes, blocks = ceil_div(p.headdim, lanes);
+    const int64_t part_blocks = ceil_div(blocks * heads, threads);
     job.part_columns = heads >= threads || part_blocks >= blocks ? p.headdim : part_blocks * lanes;
-    job.parts = (p.headdim + job.part_columns - 1) / job.part_columns;
+    job.parts = ceil_div(p.headdim, job.part_columns);
     job.units = heads * job.parts;
     job.shares = at_most(threads, job.units);
     run_shares(job.shares, run_forward_share, &job);
@@ -125,7 +112,7 @@ struct BackwardPlan {
 
 BackwardPlan plan_backward(const MambaSsd& p) {
     BackwardPlan plan;
-    plan.chunks = (p.seqlen + kSsdChunk - 1) / kSsdChunk;
+    plan.chunks = ceil_div(p.seqlen, kSsdChunk);
     const int64_t states = plan.chunks * p.headdim * ssd_pitch(p.dstate);
     const int64_t gradients = plan.chunks * p.dstate * ssd_pitch(p.headdim);
     const int64_t fitting = states > 0 ? kBackwardFloats / (states + gradients) : p.batch * p.nheads;
@@ -246,7 +233,7 @@ int32_t run_backward(const MambaSsdBackward& q, const SsdKernels& kernels) {
             job.space.first_head = head;
             job.space.heads = at_most(plan.heads, p.nheads - head);
             job.first_group = head / group_heads;
-            job.groups = (head + job.space.heads - 1) / group_heads + 1 - job.first_group;
+            job.groups = ceil_div(head + job.space.heads, group_heads) - job.first_group;
             run_passes(job);
         }
     }
@@ -263,29 +250,27 @@ int32_t run_backward(const MambaSsdBackward& q, const SsdKernels& kernels) {
 using namespace mamba;
 
 int32_t mamba_ssd_forward(const MambaSsd* params) {
-    const char* function = "ssd_forward";
-    int32_t status = check_ssd_sizes(function, params);
-    if (status != MAMBA_OK || ssd_is_empty(*params)) {
+    const char* const function = "ssd_forward";
+    int32_t status = check_ssd_forward(function, params);
+    if (status != MAMBA_OK || ssd_forward_is_empty(*params)) {
         return status;
     }
     Isa isa;
-    status = check_ssd_inputs(function, *params, 0);
-    status = status != MAMBA_OK ? status : check_call(function, *params, &isa);
-    status = status != MAMBA_OK ? status : check_cu_seqlens(function, *params);
-    return status != MAMBA_OK ? status : run_forward(*params, kernels_of(isa));
+    status = check_cu_seqlens(function, *params);
+    status = status != MAMBA_OK ? status : begin_call(function, params->run, &isa);
+    return status != MAMBA_OK ? status : run_forward(*params, ssd_kernels(isa));
 }
 
 int32_t mamba_ssd_backward(const MambaSsdBackward* params) {
-    const char* function = "ssd_backward";
-    int32_t status = check_ssd_sizes(function, params != nullptr ? &params->forward : nullptr);
+    const char* const function = "ssd_backward";
+    int32_t status = check_ssd_backward(function, params);
     if (status != MAMBA_OK || ssd_is_empty(params->forward)) {
         return status;
     }
     Isa isa;
-    status = check_ssd_inputs(function, params->forward, mamba_ssd_backward_workspace(&params->forward));
-    status = status != MAMBA_OK ? status : check_ssd_backward_arguments(function, *params);
-    status = status != MAMBA_OK ? status : check_call(function, params->forward, &isa);
-    return status != MAMBA_OK ? status : run_backward(*params, kernels_of(isa));
+    status = check_ssd_workspace(function, params->forward, mamba_ssd_backward_workspace(&params->forward));
+    status = status != MAMBA_OK ? status : begin_call(function, params->forward.run, &isa);
+    return status != MAMBA_OK ? status : run_backward(*params, ssd_kernels(isa));
 }
 
 int64_t mamba_ssd_forward_workspace(const MambaSsd*) {
@@ -293,7 +278,7 @@ int64_t mamba_ssd_forward_workspace(const MambaSsd*) {
 }
 
 int64_t mamba_ssd_backward_workspace(const MambaSsd* params) {
-    if (check_ssd_sizes("ssd_backward_workspace", params) != MAMBA_OK || ssd_is_empty(*params)) {
+    if (check_ssd_problem("ssd_backward_workspace", params) != MAMBA_OK || ssd_is_empty(*params)) {
         return 0;
     }
     const BackwardPlan plan = plan_backward(*params);

@@ -1,12 +1,17 @@
-// What cuda.cu calls; the kernel itself is compiled in one file a state dtype.
+// What cuda.cu runs; cuda/f32.cu, f16.cu and bf16.cu compile it, one dtype of the state each.
 #pragma once
 
-#include "common/cuda_utils.cuh"
+#include <cuda_runtime.h>
+
+#include "mamba_kernels.h"
 
 namespace mamba {
 
-// One launcher a state dtype, instantiated in cuda/f32.cu, f16.cu and bf16.cu.
-template <typename State>
-cudaError_t selective_state_update_launch(const MambaSelectiveStateUpdate& params);
+struct StateUpdateLaunchers {
+    cudaError_t (*update)(const MambaSelectiveStateUpdate& params);
+
+    template <typename State>
+    static StateUpdateLaunchers of();
+};
 
 }  // namespace mamba

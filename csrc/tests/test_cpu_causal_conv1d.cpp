@@ -244,14 +244,14 @@ static void test_errors() {
     ConvData x(c);
     const MambaCausalConv1d good = x.forward();
     MambaCausalConv1d p = good;
-    const auto refuse = [&](const char* words) {
-        expect_error(mamba_causal_conv1d_forward(&p), MAMBA_ERROR_INVALID, words);
+    const auto refuse = [&](const char* words, int32_t code = MAMBA_ERROR_INVALID) {
+        expect_error(mamba_causal_conv1d_forward(&p), code, words);
         p = good;
     };
     expect_error(mamba_causal_conv1d_forward(nullptr), MAMBA_ERROR_INVALID, "params");
     expect_error(mamba_causal_conv1d_backward(nullptr), MAMBA_ERROR_INVALID, "params");
     p.width = 5;
-    refuse("width must be in [2, 4], got 5");
+    refuse("width must be in [2, 4], got 5", MAMBA_ERROR_UNSUPPORTED);
     p.width = 1;
     refuse("width");
     p.dim = -2;

@@ -336,7 +336,7 @@ static void test_errors() {
     p.seqlen = -1;
     refuse(MAMBA_ERROR_INVALID, "seqlen");
     p.dstate = 0;
-    refuse(MAMBA_ERROR_UNSUPPORTED, "dstate");
+    refuse(MAMBA_ERROR_INVALID, "dstate");
     p.dstate = 257;
     refuse(MAMBA_ERROR_UNSUPPORTED, "257");
     p.ngroups = 4;

@@ -391,6 +391,10 @@ static void test_errors() {
     MambaSsdBackward backward;
     memset(&backward, 0, sizeof(backward));
     backward.forward = good;
+    expect_error(mamba_ssd_backward(&backward), MAMBA_ERROR_INVALID, "dout is NULL");
+    float memory[64] = {};
+    backward.dout = backward.dx = backward.ddt = backward.dB = backward.dC = memory;
+    backward.dA = backward.dD = backward.ddt_bias = memory;
     expect_error(mamba_ssd_backward(&backward), MAMBA_ERROR_INVALID, "workspace");
 }
 

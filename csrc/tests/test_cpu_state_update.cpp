@@ -185,14 +185,14 @@ static void test_errors() {
     good.state = good.out = memory;
     good.x = good.dt = good.A = good.B = good.C = memory;
     MambaSelectiveStateUpdate p = good;
-    const auto refuse = [&](const char* words) {
-        expect_error(mamba_selective_state_update(&p), MAMBA_ERROR_INVALID, words);
+    const auto refuse = [&](const char* words, int32_t code = MAMBA_ERROR_INVALID) {
+        expect_error(mamba_selective_state_update(&p), code, words);
         p = good;
     };
     expect_ok(mamba_selective_state_update(&p));
     expect_error(mamba_selective_state_update(nullptr), MAMBA_ERROR_INVALID, "params");
     p.dstate = 257;
-    refuse("dstate must be in [1, 256], got 257");
+    refuse("dstate must be in [1, 256], got 257", MAMBA_ERROR_UNSUPPORTED);
     p.dstate = 0;
     refuse("dstate");
     p.batch = -1;

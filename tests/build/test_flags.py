@@ -65,8 +65,8 @@ def link_flags(folder, library):
     return dict(re.findall(r"^  (LINK_FLAGS|LINK_LIBRARIES) = (.*)$", block, re.MULTILINE))
 
 
-CXX, CUDA = "mamba_cpu.dir/selective_scan/cpu.cpp", "mamba_cuda.dir/selective_scan/forward_bf16.cu"
-AVX2, AVX512 = (f"mamba_cpu_{isa}.dir/selective_scan/cpu_kernels.cpp" for isa in ("avx2", "avx512"))
+CXX, CUDA = "mamba_cpu.dir/selective_scan/cpu.cpp", "mamba_cuda.dir/selective_scan/cuda/bf16.cu"
+AVX2, AVX512 = (f"mamba_cpu_{isa}.dir/selective_scan/cpu/kernels.cpp" for isa in ("avx2", "avx512"))
 HOST = "-Xcompiler="
 
 # compiler, object, the flags it must be compiled with

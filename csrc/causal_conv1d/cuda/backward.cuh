@@ -8,7 +8,7 @@
 namespace mamba {
 
 template <typename T>
-cudaError_t causal_conv1d_backward_launch(const MambaCausalConv1dBackward& params) {
+cudaError_t launch_conv_backward(const MambaCausalConv1dBackward& params) {
     const MambaCausalConv1d& forward = params.forward;
     const ConvLayout x = {forward.x, forward.x_batch_stride, forward.x_dim_stride, forward.x_len_stride};
     const ConvLayout dout = {params.dout, params.dout_batch_stride, params.dout_dim_stride, params.dout_len_stride};
@@ -22,7 +22,7 @@ cudaError_t causal_conv1d_backward_launch(const MambaCausalConv1dBackward& param
         return launch_backward_channel<T, 1>(params);
     }
     if (rows_lie_alike(forward, x, x) && rows_lie_alike(forward, x, dout) && rows_lie_alike(forward, x, dx)) {
-        return launch_backward_time<T>(params, rows_are_aligned(forward, x));
+        return launch_backward_time<T>(params, rows_are_whole_vectors(forward, x));
     }
     return launch_backward_strided<T>(params);
 }

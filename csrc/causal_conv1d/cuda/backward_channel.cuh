@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
 
         const int64_t rest = forward.seqlen - segment_begin;
         const int length = static_cast<int>(rest < segment ? rest : segment);
-        const int share = (length + kConvWarps - 1) / kConvWarps;
+        const int share = ceil_div(length, kConvWarps);
         const int own_begin = warp * share;
         const int own_end = own_begin + share < length ? own_begin + share : length;
         const int count = own_end - own_begin;  // this warp's steps, from `begin`; none or fewer where steps are few
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
 template <typename T, int V>
 cudaError_t launch_backward_channel(const MambaCausalConv1dBackward& params) {
     const MambaCausalConv1d& forward = params.forward;
-    const ConvBackwardPlan plan = causal_conv1d_backward_plan(forward);
+    const ConvBackwardPlan plan = conv_backward_plan(forward);
     const dim3 grid(static_cast<unsigned>(ceil_div(forward.dim, 32 * V)), static_cast<unsigned>(plan.slots));
     const auto kernel =
         V > 1 && is_plain(params) ? causal_conv1d_backward_channel<T, V, (V > 1)> : causal_conv1d_backward_channel<T, V, false>;

@@ -2,7 +2,7 @@
 // The sum before the activation is computed again from x. g is the gradient with respect to that sum.
 #pragma once
 
-#include "causal_conv1d/plan.h"
+#include "causal_conv1d/cuda/common.cuh"
 
 namespace mamba {
 

@@ -152,7 +152,7 @@ template <typename T>
 cudaError_t launch_backward_time(const MambaCausalConv1dBackward& params, bool aligned) {
     constexpr int V = kTimeVector<T>;
     const MambaCausalConv1d& forward = params.forward;
-    const ConvBackwardPlan plan = causal_conv1d_backward_plan(forward);
+    const ConvBackwardPlan plan = conv_backward_plan(forward);
     const int slack = aligned ? 0 : V - 1;
     const int lanes_log2 = ceil_log2(ceil_div(forward.seqlen + slack, V), 0, 5);
     const int64_t groups = ceil_div(forward.dim, static_cast<int64_t>(32) >> lanes_log2);

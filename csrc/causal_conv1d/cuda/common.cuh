@@ -1,23 +1,13 @@
-// What the causal convolution's kernels share: taps, inputs around a row's ends, sequence masks, and the launchers' names.
+// What the causal convolution's kernels share: taps, inputs around a row's ends, sequence masks.
 #pragma once
 
+#include "causal_conv1d/plan.h"
 #include "common/cuda_vector.cuh"
 
 namespace mamba {
 
-constexpr int kConvMaxWidth = 4;
 constexpr int kConvHalo = kConvMaxWidth - 1;  // steps that a window reaches back, at most
-constexpr int kConvThreads = 256;
-constexpr int kConvWarps = kConvThreads / 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
-
-// One launcher a dtype, instantiated in cuda/f32.cu, f16.cu and bf16.cu.
-template <typename T>
-cudaError_t causal_conv1d_forward_launch(const MambaCausalConv1d& params);
-template <typename T>
-cudaError_t causal_conv1d_backward_launch(const MambaCausalConv1dBackward& params);
-template <typename T>
-cudaError_t causal_conv1d_update_launch(const MambaCausalConv1dUpdate& params);
 
 // Weights by lag: weight[k] multiplies the input k steps ago. Lags of the width and beyond are never multiplied, rather
 // than multiplied by zero: an infinity there would turn into NaN.
@@ -26,23 +16,11 @@ struct ConvTaps {
     float bias;
 };
 
-// One channel's taps as they lie in memory. They are loaded together and converted later: a dtype's branch around each load
-// and its conversion would make every load wait for the one before.
+// One channel's taps as they lie in memory: loaded together, converted later.
 struct RawTaps {
     uint32_t weight[kConvMaxWidth];
     uint32_t bias;
 };
-
-__device__ __forceinline__ uint32_t load_bits(const void* data, int64_t index, int32_t dtype) {
-    return dtype == MAMBA_FLOAT32 ? static_cast<const uint32_t*>(data)[index] : static_cast<const uint16_t*>(data)[index];
-}
-
-__device__ __forceinline__ float float_from_bits(uint32_t bits, int32_t dtype) {
-    if (dtype == MAMBA_FLOAT32) {
-        return __uint_as_float(bits);
-    }
-    return dtype == MAMBA_FLOAT16 ? unpack2<__half>(bits).x : unpack2<__nv_bfloat16>(bits).x;
-}
 
 template <bool kPlain>
 __device__ __forceinline__ RawTaps load_raw_taps(const MambaCausalConv1d& params, int64_t channel) {
@@ -214,51 +192,6 @@ __device__ __forceinline__ void convolve(const ConvTaps& taps, int width, const 
 inline dim3 batch_grid(int64_t blocks, int64_t batch) {
     const int64_t y = batch < 65535 ? batch : 65535;
     return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(y), static_cast<unsigned>(ceil_div(batch, y)));
-}
-
-// The common case, for which kernels have a form without run-time branches: width 4, silu, no sequences, no initial states.
-// kPlain in the kernels.
-inline bool is_plain(const MambaCausalConv1d& params) {
-    return params.width == kConvMaxWidth && params.silu && params.seq_idx == nullptr && params.initial_states == nullptr &&
-           pointer_is_aligned(params.weight, kConvMaxWidth * dtype_size(params.weight_dtype));
-}
-
-// The strides and the pointer of one (B, D, L) tensor.
-struct ConvLayout {
-    const void* data;
-    int64_t batch_stride, dim_stride, len_stride;
-};
-
-// Channel-last unless steps are neighbours; a tensor of one step is taken whichever way its channels allow.
-inline bool is_channel_last(const MambaCausalConv1d& params) {
-    return params.x_dim_stride == 1 && (params.x_len_stride != 1 || params.seqlen <= 1);
-}
-
-// Whether `vector` neighbouring channels can be moved at once everywhere in this tensor.
-inline bool can_vectorise_channels(const MambaCausalConv1d& params, const ConvLayout& layout, int vector) {
-    const int64_t size = dtype_size(params.dtype);
-    const int64_t bytes = vector * size;
-    return params.dim % vector == 0 && layout.dim_stride == 1 && pointer_is_aligned(layout.data, bytes) &&
-           stride_is_aligned(params.seqlen, layout.len_stride, size, bytes) &&
-           stride_is_aligned(params.batch, layout.batch_stride, size, bytes);
-}
-
-// Whether it has steps, they are neighbours in this tensor, and each of its rows lies as that of `reference` does between
-// addresses that are multiples of 16 bytes. Rows need not begin at one: lengths may be odd.
-inline bool rows_lie_alike(const MambaCausalConv1d& params, const ConvLayout& reference, const ConvLayout& layout) {
-    const int64_t size = dtype_size(params.dtype);
-    const int64_t distance = reinterpret_cast<intptr_t>(layout.data) - reinterpret_cast<intptr_t>(reference.data);
-    return params.seqlen > 0 && (layout.len_stride == 1 || params.seqlen == 1) && distance % 16 == 0 &&
-           pointer_is_aligned(layout.data, size) &&
-           stride_is_aligned(params.dim, layout.dim_stride - reference.dim_stride, size, 16) &&
-           stride_is_aligned(params.batch, layout.batch_stride - reference.batch_stride, size, 16);
-}
-
-// Whether every row of x begins at a multiple of 16 bytes and is as long as one.
-inline bool rows_are_aligned(const MambaCausalConv1d& params, const ConvLayout& x) {
-    const int64_t size = dtype_size(params.dtype);
-    return params.seqlen * size % 16 == 0 && pointer_is_aligned(x.data, 16) &&
-           stride_is_aligned(params.dim, x.dim_stride, size, 16) && stride_is_aligned(params.batch, x.batch_stride, size, 16);
 }
 
 }  // namespace mamba

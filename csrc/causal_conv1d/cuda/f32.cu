@@ -1,12 +1,6 @@
 // The causal convolution's kernels for float32.
-#include "causal_conv1d/cuda/backward.cuh"
-#include "causal_conv1d/cuda/forward.cuh"
-#include "causal_conv1d/cuda/update.cuh"
+#include "causal_conv1d/cuda/launchers.cuh"
 
 namespace mamba {
-
-template cudaError_t causal_conv1d_forward_launch<float>(const MambaCausalConv1d& params);
-template cudaError_t causal_conv1d_backward_launch<float>(const MambaCausalConv1dBackward& params);
-template cudaError_t causal_conv1d_update_launch<float>(const MambaCausalConv1dUpdate& params);
-
+template ConvLaunchers ConvLaunchers::of<float>();
 }  // namespace mamba

@@ -9,7 +9,7 @@
 namespace mamba {
 
 template <typename T>
-cudaError_t causal_conv1d_forward_launch(const MambaCausalConv1d& params) {
+cudaError_t launch_conv_forward(const MambaCausalConv1d& params) {
     const ConvLayout x = {params.x, params.x_batch_stride, params.x_dim_stride, params.x_len_stride};
     const ConvLayout out = {params.out, params.out_batch_stride, params.out_dim_stride, params.out_len_stride};
     if (is_channel_last(params)) {
@@ -20,7 +20,7 @@ cudaError_t causal_conv1d_forward_launch(const MambaCausalConv1d& params) {
         return launch_forward_channel<T, 1>(params);
     }
     if (rows_lie_alike(params, x, x) && rows_lie_alike(params, x, out)) {
-        return launch_forward_time<T>(params, rows_are_aligned(params, x));
+        return launch_forward_time<T>(params, rows_are_whole_vectors(params, x));
     }
     return launch_forward_strided<T>(params);
 }

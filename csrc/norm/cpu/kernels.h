@@ -1,13 +1,14 @@
 // What norm/cpu.cpp asks of cpu/kernels.cpp, once per instruction set.
 #pragma once
 
+#include "common/integers.h"
 #include "mamba_kernels.h"
 
 namespace mamba {
 
 // Floats of one array of `count` in the scratch memory: arrays begin at whole vectors of any instruction set.
 inline int64_t norm_pitch(int64_t count) {
-    return (count + 15) / 16 * 16;
+    return round_up(count, 16);
 }
 // Floats that one thread needs: weight, bias, and a group of a row; backward: sums of dweight and dbias first, and two groups.
 inline int64_t norm_forward_scratch(const MambaNorm& p) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/cuda_vector.cuh"
-#include "norm/launch.h"
+#include "norm/plan.h"
 
 namespace mamba {
 
@@ -128,10 +128,10 @@ __device__ __forceinline__ void load_parameter(const void* data, int64_t index, 
 
 // ---- host ------------------------------------------------------------------------------------------------------------
 
-// Whether vectors of `vector` elements of every row of a tensor are aligned; an absent tensor does not object.
+// Whether vectors of `vector` elements of every row of a tensor are aligned.
 inline bool norm_rows_aligned(const void* data, int64_t rows, int64_t row_stride, int64_t element_size, int64_t vector) {
     const int64_t bytes = element_size * vector < 16 ? element_size * vector : 16;
-    return pointer_is_aligned(data, bytes) && (data == nullptr || stride_is_aligned(rows, row_stride, element_size, bytes));
+    return rows_aligned(data, element_size, bytes, used_stride(rows, row_stride));
 }
 
 // Whether the forward tensors allow vectors of so many elements.

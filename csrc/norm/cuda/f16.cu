@@ -1,12 +1,6 @@
 // The norm's and SwiGLU's kernels for float16.
-#include "norm/cuda/backward.cuh"
-#include "norm/cuda/forward.cuh"
-#include "norm/cuda/swiglu.cuh"
+#include "norm/cuda/launchers.cuh"
 
 namespace mamba {
-
-template cudaError_t launch_norm_forward<__half>(const MambaNorm& params, const NormLayout& layout);
-template cudaError_t launch_norm_backward<__half>(const MambaNormBackward& params, const NormBackwardPlan& plan);
-template cudaError_t launch_swiglu<__half>(const MambaSwiglu& params, bool backward);
-
+template NormLaunchers NormLaunchers::of<__half>();
 }  // namespace mamba

@@ -330,7 +330,7 @@ inline void backward_segment(const MambaSelectiveScanBackward& q, const ScanSegm
         load_states(q.dlast_state, row + first, p.dstate, block_lanes(s.channels - first),
                     tables.forward.state + first * p.dstate);
     }
-    const int64_t tiles = (p.seqlen + kSteps - 1) / kSteps;
+    const int64_t tiles = ceil_div(p.seqlen, kSteps);
     for (int64_t start = (tiles - 1) * kSteps; start >= 0; start -= kSteps) {
         const int steps = static_cast<int>(p.seqlen - start < kSteps ? p.seqlen - start : kSteps);
         const int run_count = find_runs(p, s.batch, start, steps, runs);

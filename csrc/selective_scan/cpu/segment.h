@@ -22,7 +22,7 @@ class ScratchPieces {
     explicit ScratchPieces(float* base) : base_(base), used_(0) {}
     float* take(int64_t floats) {
         float* piece = base_ == nullptr ? nullptr : base_ + used_;
-        used_ += (floats + 15) / 16 * 16;  // every piece starts on a cache line
+        used_ += round_up(floats, 16);  // every piece starts on a cache line
         return piece;
     }
     int64_t used() const { return used_; }
@@ -50,7 +50,7 @@ struct Run {
 };
 
 inline int64_t round_to_lanes(int64_t count) {
-    return (count + kLanes - 1) / kLanes * kLanes;
+    return round_up(count, kLanes);
 }
 
 inline BlockTables take_tables(const MambaSelectiveScan& p, int64_t channels, ScratchPieces& pieces) {

@@ -13,7 +13,6 @@
 #include "selective_scan/cuda/backward_carry.cuh"
 #include "selective_scan/cuda/backward_elements.cuh"
 #include "selective_scan/cuda/backward_tile.cuh"
-#include "selective_scan/launch.h"
 
 namespace mamba {
 
@@ -33,7 +32,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int64_t seqlen = p.seqlen;
-    const int slices = kSliced ? static_cast<int>((p.dstate + Layout::kSlice - 1) / Layout::kSlice) : 1;
+    const int slices = kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
     const bool need_y = p.z != nullptr || p.out != nullptr;
 
     const int scan_row = warp * Layout::kWarpChannels + lane / Layout::kLanes;
@@ -107,7 +106,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     for (int64_t tile = last_tile; tile >= block.begin / Layout::kTile; --tile) {
         const int64_t first_step = tile * Layout::kTile;
         const int steps = static_cast<int>(block.end - first_step < Layout::kTile ? block.end - first_step : Layout::kTile);
-        const int subs = (steps + kSub - 1) / kSub;
+        const int subs = (steps + kSub - 1) / kSub;  // see forward.cuh: not by ceil_div
         BackwardInputs<T, Layout> in;
         StagedTile<T, Layout> B_staged, C_staged;
         if (aligned) {
@@ -285,20 +284,13 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     }
 }
 
-// The layouts, one for each range of dstate. Those above 32 states work through slices of 32. GPUs with less shared memory
-// a block than kBackwardShared (compute capability 7.5) take Backward16 from one state on, and Backward32Small.
-using Backward8 = ScanLayout<4, 2, MAMBA_SCAN_CHECKPOINT, 4>;
-using Backward16 = ScanLayout<8, 2, MAMBA_SCAN_CHECKPOINT, 4>;
-using Backward32 = ScanLayout<8, 4, MAMBA_SCAN_CHECKPOINT, 4>;
-using Backward32Small = ScanLayout<8, 4, MAMBA_SCAN_CHECKPOINT, 2>;
-
 template <typename T, class Layout, int kSub, int kBlocks, bool kSliced>
 cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool aligned) {
     const MambaSelectiveScan& p = q.forward;
     const auto kernel = selective_scan_backward_kernel<T, Layout, kSub, kBlocks, kSliced>;
     size_t shared_bytes = sizeof(BackwardShared<T, Layout, kSub>);
     if (kSliced) {
-        const int64_t slices = (p.dstate + Layout::kSlice - 1) / Layout::kSlice;
+        const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
         shared_bytes += static_cast<size_t>(slices) * Layout::kStates * Layout::kThreads * sizeof(float);
     }
     static_assert(sizeof(BackwardShared<T, Layout, kSub>) +
@@ -331,7 +323,7 @@ cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool ali
 }
 
 template <typename T>
-cudaError_t launch_selective_scan_backward(const MambaSelectiveScanBackward& q, bool aligned, bool small) {
+cudaError_t launch_scan_backward(const MambaSelectiveScanBackward& q, bool aligned, bool small) {
     const int64_t dstate = q.forward.dstate;
     static_assert(sizeof(BackwardShared<float, Backward16, 16>) <= kSmallestShared &&
                       sizeof(BackwardShared<float, Backward32Small, 8>) +

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "selective_scan/cuda/tile.cuh"
-#include "selective_scan/launch.h"
 
 namespace mamba {
 
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     const ScanBlock block = scan_block(p, Layout::kChannels, 0);
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 * Layout::kWarpChannels;  // the warp's first row in the channel tiles
-    const int slices = kSliced ? static_cast<int>((p.dstate + Layout::kSlice - 1) / Layout::kSlice) : 1;
+    const int slices = kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
 
     // The scan's own channel and states.
     const int scan_row = warp_row + lane / Layout::kLanes;
@@ -212,6 +211,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         if (!kEarly) {
             fetch_tile(first_step);
         }
+        // Not by round_up: the compiler would make other code of the whole loop. So too in backward.cuh.
         const int rounded = (steps + kUnroll - 1) / kUnroll * kUnroll;
         // dt and dt * u of the warp's own rows. Steps past the end get dt = 0 and x = 0, which leaves the state as it is.
 #pragma unroll
@@ -370,15 +370,8 @@ cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned) {
     return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
 }
 
-// The layouts, one for each range of dstate. Those above 64 states work through slices of 64.
-using Forward8 = ScanLayout<4, 2, 64, 4>;
-using Forward16 = ScanLayout<4, 4, 64, 4>;
-using Forward16Wide = ScanLayout<8, 2, 64, 4>;
-using Forward32 = ScanLayout<8, 4, 64, 4>;
-using Forward64 = ScanLayout<8, 8, 32, 4>;
-
 template <typename T>
-cudaError_t launch_selective_scan_forward(const MambaSelectiveScan& p, bool aligned, bool wide) {
+cudaError_t launch_scan_forward(const MambaSelectiveScan& p, bool aligned, bool wide) {
     if (p.dstate <= Forward8::kSlice) {
         return launch_forward_layout<T, Forward8, 16, 4, false>(p, aligned);
     }

@@ -35,7 +35,7 @@ struct PipelineLayout {
     static constexpr int kThreads = 32 * kWarps;
     // Pieces of B and of C of a tile, four steps of a state each, and how many of them a thread has.
     static constexpr int kPieces = kSlice * kRowThreads;
-    static constexpr int kOwnPieces = (kPieces + kElementThreads - 1) / kElementThreads;
+    static constexpr int kOwnPieces = ceil_div(kPieces, kElementThreads);
     static constexpr int kPieceRows = kElementThreads / kRowThreads;  // between a thread's pieces
     static constexpr bool kEvenPieces = kPieces % kElementThreads == 0;
     static constexpr int kStages = 4;  // tiles on their way, or with u and z still wanted
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_k
     MAMBA_DYNAMIC_SHARED(16, unsigned char, pipeline_memory);
     auto& shared = *reinterpret_cast<PipelineShared<T, Layout>*>(pipeline_memory);
     const ScanBlock block = scan_block(p, Layout::kChannels, 0);
-    const int tiles = static_cast<int>((p.seqlen + Layout::kTile - 1) / Layout::kTile);
+    const int tiles = static_cast<int>(ceil_div(p.seqlen, Layout::kTile));
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int idle_before = warp < Layout::kFirstIdle ? 0 : Layout::kIdleWarps;
@@ -351,7 +351,7 @@ template <typename T, class Layout>
 cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
     const auto kernel = selective_scan_pipeline_kernel<T, Layout>;
     constexpr int kShared = sizeof(PipelineShared<T, Layout>);
-    static_assert(kShared == pipeline_shared(Layout::kChannels, sizeof(T)), "what cuda.cu counts on");
+    static_assert(kShared == pipeline_shared(Layout::kChannels, sizeof(T)), "what the plan counts on");
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (error != cudaSuccess) {
         return error;
@@ -362,10 +362,10 @@ cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
 
 static_assert(Pipeline12::kChannels == kPipelineChannels[0] && Pipeline16::kChannels == kPipelineChannels[1] &&
                   Pipeline32::kChannels == kPipelineChannels[2],
-              "what cuda.cu chooses from");
+              "what the plan chooses from");
 
 template <typename T>
-cudaError_t launch_selective_scan_pipeline(const MambaSelectiveScan& p, int channels) {
+cudaError_t launch_scan_pipeline(const MambaSelectiveScan& p, int channels) {
     if (channels == Pipeline12::kChannels) {
         return launch_pipeline_layout<T, Pipeline12>(p);
     }

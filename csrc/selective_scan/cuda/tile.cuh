@@ -6,35 +6,10 @@
 // and serve every channel of the block. Rows in shared memory run along time, so one 16-byte read gives a thread four steps.
 #pragma once
 
-#include "common/cuda_utils.cuh"
 #include "common/cuda_vector.cuh"
+#include "selective_scan/layouts.h"
 
 namespace mamba {
-
-template <int kLanes_, int kStates_, int kTile_, int kWarps_>
-struct ScanLayout {
-    static constexpr int kLanes = kLanes_;                    // lanes that share a channel
-    static constexpr int kStates = kStates_;                  // states a lane holds: lane k has states k, k + kLanes, ...
-    static constexpr int kTile = kTile_;                      // time steps staged at once
-    static constexpr int kWarps = kWarps_;                    // warps a block
-    static constexpr int kThreads = 32 * kWarps;              // threads a block
-    static constexpr int kSlice = kLanes * kStates;           // states handled at once; a larger dstate takes several slices
-    static constexpr int kWarpChannels = 32 / kLanes;         // channels a warp
-    static constexpr int kChannels = kWarpChannels * kWarps;  // channels a block
-    static constexpr int kRow = kTile + 4;                    // floats a row: 16-byte aligned, rows four banks apart
-    // Element-wise work on a warp's own (kWarpChannels, kTile) elements: kPasses times kVector steps of one row a lane.
-    static constexpr int kVector = kTile / kLanes < 8 ? kTile / kLanes : 8;
-    static constexpr int kRowLanes = kTile / kVector;
-    static constexpr int kPassRows = 32 / kRowLanes;
-    static constexpr int kPasses = kWarpChannels / kPassRows;
-    // Staging of (kSlice, kTile) of B and of C by the whole block.
-    static constexpr int kStage = kSlice * kTile / kThreads;
-    static constexpr int kStageVector = kStage < 8 ? kStage : 8;
-    static constexpr int kStagePasses = kStage / kStageVector;
-    static_assert(kPasses * kPassRows == kWarpChannels, "the element-wise passes must cover the warp's rows");
-    static_assert(kStagePasses * kStageVector * kThreads == kSlice * kTile, "staging must cover the tile");
-    static_assert(kLanes >= 4, "sums over states are transposed over four lanes");
-};
 
 // The channels and the part of the length that one block takes.
 struct ScanBlock {

@@ -114,7 +114,7 @@ inline void forward_segment(const MambaSsd& p, const SsdSegment& segment, float*
         load_transposed(p.initial_state + first_state + i * p.headdim * p.dstate, p.dstate, segment.columns, p.dstate,
                         s.states + i * p.dstate * width);
     }
-    const int64_t chunks = (sequence.length + kChunk - 1) / kChunk;
+    const int64_t chunks = ceil_div(sequence.length, kChunk);
     for (int64_t index = 0; index < chunks; ++index) {
         Chunk chunk;
         find_chunk(p, sequence, index, chunk);

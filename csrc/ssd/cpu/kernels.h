@@ -1,6 +1,7 @@
 // What ssd/cpu.cpp asks of cpu/kernels.cpp, once per instruction set.
 #pragma once
 
+#include "common/integers.h"
 #include "mamba_kernels.h"
 
 namespace mamba {
@@ -12,7 +13,7 @@ constexpr int64_t kSsdSegmentHeads = 16;
 
 // Rows of tiles are padded to whole vectors of every instruction set.
 constexpr int64_t ssd_pitch(int64_t columns) {
-    return (columns + 15) / 16 * 16;
+    return round_up(columns, 16);
 }
 
 // The unit of work forward: some heads of one group of one batch entry, and some columns of their headdim, over the length.

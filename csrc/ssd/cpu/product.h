@@ -105,7 +105,7 @@ inline void product_columns(const Product& p, int64_t rows, int64_t column, int6
 
 template <bool kLower>
 inline void product_of_kind(const Product& p, int64_t rows, int64_t columns, int64_t depth) {
-    int64_t column = 0, vecs = (columns + kLanes - 1) / kLanes;
+    int64_t column = 0, vecs = ceil_div(columns, kLanes);
     for (; vecs >= kProductVecs; vecs -= kProductVecs) {
         product_columns<kProductVecs, kLower>(p, rows, column, depth);
         column += kProductVecs * kLanes;

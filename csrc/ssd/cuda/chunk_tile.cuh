@@ -7,46 +7,10 @@
 #pragma once
 
 #include "ssd/cuda/tensor_core.cuh"
+#include "ssd/layouts.h"
 
 namespace mamba {
 
-// kStates: dstate is at most that. kSteps: of a chunk. kRows: of headdim that one backward block takes (forward: 64).
-// kWarps: of a backward block. The sizes fit the 64 KiB of shared memory of compute capability 7.5, but those of Ssd64 and
-// Ssd128 in backward.
-template <int kStates_, int kSteps_, int kRows_, int kWarps_>
-struct SsdLayout {
-    static constexpr int kStates = kStates_;
-    static constexpr int kSteps = kSteps_;
-    static constexpr int kRows = kRows_;
-    static constexpr int kWarps = kWarps_;
-    static constexpr int kThreads = 32 * kWarps_;
-};
-using Ssd64 = SsdLayout<64, 64, 64, 8>;
-using Ssd128 = SsdLayout<128, 64, 64, 8>;
-using Ssd128Small = SsdLayout<128, 32, 64, 4>;  // both of these where shared memory is little
-using Ssd256 = SsdLayout<256, 32, 32, 4>;
-using SsdFloat64 = SsdLayout<64, 32, 32, 4>;
-using SsdFloat128 = SsdLayout<128, 16, 32, 4>;
-using SsdFloat256 = SsdLayout<256, 16, 16, 4>;
-
-// By dstate: up to 64, 128, 256. Little: up to 128, in backward where shared memory is little.
-template <typename T>
-struct SsdLayouts {
-    using Small = Ssd64;
-    using Middle = Ssd128;
-    using Large = Ssd256;
-    using Little = Ssd128Small;
-};
-template <>
-struct SsdLayouts<float> {
-    using Small = SsdFloat64;
-    using Middle = SsdFloat128;
-    using Large = SsdFloat256;
-    using Little = SsdFloat128;
-};
-
-// The state's rows (headdim) that a block of the forward kernels takes, 16 a warp.
-constexpr int kForwardRows = 64;
 constexpr int kForwardThreads = 128;
 // Every so many chunks as many warps of a block compute the decays of one of the next ones each.
 constexpr int kDecayChunks = 4;
@@ -149,7 +113,8 @@ struct StepSize {
     float bias, min, max;
 };
 
-__device__ __forceinline__ float float_from_bits(uint32_t bits, int32_t dtype) {
+// float_from_bits with its branches in the order that takes the fewest instructions here.
+__device__ __forceinline__ float dt_from_bits(uint32_t bits, int32_t dtype) {
     if (dtype == MAMBA_FLOAT16) {
         return unpack2<__half>(bits).x;
     }
@@ -177,9 +142,7 @@ __device__ __forceinline__ void load_steps(StepInputs<kSteps>& inputs, const Ste
         inputs.dt[i] = 0;
         inputs.sequence[i] = inputs.before[i] = 0;
         if (step < valid) {
-            const int64_t at = (first + step) * size.stride;
-            inputs.dt[i] = size.dtype == MAMBA_FLOAT32 ? static_cast<const uint32_t*>(size.dt)[at]
-                                                       : static_cast<const uint16_t*>(size.dt)[at];
+            inputs.dt[i] = load_bits(size.dt, (first + step) * size.stride, size.dtype);
             if (seq_idx != nullptr && first + step > 0) {
                 inputs.sequence[i] = seq_idx[first + step];
                 inputs.before[i] = seq_idx[first + step - 1];
@@ -204,7 +167,7 @@ __device__ __forceinline__ void chunk_decays(Decays& decays, const StepInputs<kS
     int run[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-        const float raw = float_from_bits(inputs.dt[i], size.dtype) + size.bias;
+        const float raw = dt_from_bits(inputs.dt[i], size.dtype) + size.bias;
         const float value = size.softplus ? softplus(raw) : raw;
         const bool clamped = value < size.min || value > size.max;
         dt[i] = clamped ? (value < size.min ? size.min : size.max) : value;  // NaN stays

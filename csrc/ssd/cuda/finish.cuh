@@ -131,7 +131,7 @@ template <typename T>
 cudaError_t launch_finish(const MambaSsdBackward& q, const BackwardLaunch& launch) {
     const MambaSsd& p = q.forward;
     const int64_t elements = p.batch * p.seqlen * (p.ngroups * p.dstate + p.nheads);
-    const int64_t blocks = p.nheads + (elements + kFinishThreads - 1) / kFinishThreads;
+    const int64_t blocks = p.nheads + ceil_div(elements, kFinishThreads);
     return launch_kernel(ssd_finish_kernel<T>, static_cast<unsigned>(blocks), kFinishThreads, 0, p.run.stream, q, launch);
 }
 

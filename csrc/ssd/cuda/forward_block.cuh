@@ -36,7 +36,7 @@ struct ForwardBlock {
     __device__ __forceinline__ int chunks() const { return static_cast<int>(last_chunk - first_chunk); }
 
     __device__ __forceinline__ ForwardBlock(const MambaSsd& p, const ForwardLaunch& launch) {
-        const uint32_t row_tiles = static_cast<uint32_t>((p.headdim + kForwardRows - 1) / kForwardRows);
+        const uint32_t row_tiles = static_cast<uint32_t>(ceil_div(p.headdim, kForwardRows));
         const uint32_t heads = static_cast<uint32_t>(p.nheads);
         const uint32_t segments = static_cast<uint32_t>(launch.segments);
         uint32_t index = blockIdx.x;
@@ -52,7 +52,7 @@ struct ForwardBlock {
         const SequenceRange range = sequence_range(p, batch);
         begin = range.begin;
         seqlen = range.seqlen;
-        const int64_t chunks = (seqlen + kSteps - 1) / kSteps;
+        const int64_t chunks = ceil_div(seqlen, kSteps);
         first_chunk = segment * launch.chunks_a_segment;
         last_chunk = first_chunk + launch.chunks_a_segment;
         last_chunk = last_chunk < chunks ? last_chunk : chunks;

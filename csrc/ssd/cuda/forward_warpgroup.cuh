@@ -6,7 +6,7 @@
 #include "ssd/cuda/forward_block.cuh"
 #include "ssd/cuda/products.cuh"
 #include "ssd/cuda/warpgroup_mix.cuh"
-#include "ssd/launch.h"
+#include "ssd/plan.h"
 
 namespace mamba {
 
@@ -385,7 +385,7 @@ cudaError_t launch_warpgroup(const MambaSsd& p, ForwardLaunch launch, int64_t se
     }
     launch.segments = segments;
     launch.chunks_a_segment = chunks_a_segment;
-    const int64_t row_tiles = (p.headdim + kForwardRows - 1) / kForwardRows;
+    const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
     const int64_t blocks = row_tiles * p.nheads * segments * p.batch;
     return launch_overlapping(kernel, static_cast<unsigned>(blocks), kForwardThreads, kShared, p.run.stream, p, launch);
 }

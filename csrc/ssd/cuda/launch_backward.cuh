@@ -47,7 +47,7 @@ cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& pla
     launch.dout_vectors = back.x_vectors;
     launch.B_vectors = walk.B_vectors;
     launch.C_vectors = back.B_vectors;
-    launch.dx_vectors = ssd_rows_aligned(q.dx, p.headdim, q.dx_batch_stride, q.dx_len_stride, q.dx_head_stride, size, 8);
+    launch.dx_vectors = rows_aligned(q.dx, size, 8, p.headdim, q.dx_batch_stride, q.dx_len_stride, q.dx_head_stride);
     launch.state_vectors = p.dstate * size % 16 == 0;
 
     constexpr int kShared = backward_shared_bytes<T, Layout, kAhead>();

@@ -19,8 +19,8 @@ cudaError_t launch_products(const MambaSsd& p, const SsdPlan& plan, const SsdWor
     ProductsLaunch launch = {};
     launch.products = reinterpret_cast<float*>(memory + workspace.products);
     launch.slots = plan.slots;
-    launch.B_vectors = ssd_rows_aligned(p.B, p.dstate, p.B_batch_stride, p.B_len_stride, p.B_group_stride, size, 16);
-    launch.C_vectors = ssd_rows_aligned(p.C, p.dstate, p.C_batch_stride, p.C_len_stride, p.C_group_stride, size, 16);
+    launch.B_vectors = rows_aligned(p.B, size, 16, p.dstate, p.B_batch_stride, p.B_len_stride, p.B_group_stride);
+    launch.C_vectors = rows_aligned(p.C, size, 16, p.dstate, p.C_batch_stride, p.C_len_stride, p.C_group_stride);
     int64_t blocks = plan.slots * p.ngroups;
     if (plan.warpgroups) {
         launch.tiles = memory + workspace.tiles;
@@ -76,8 +76,8 @@ cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const 
     launch.ends = ends;
     launch.x_vectors = walk.x_vectors;
     launch.B_vectors = walk.B_vectors;
-    launch.C_vectors = ssd_rows_aligned(p.C, p.dstate, p.C_batch_stride, p.C_len_stride, p.C_group_stride, size, 16);
-    launch.out_vectors = ssd_rows_aligned(p.out, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride, size, 16);
+    launch.C_vectors = rows_aligned(p.C, size, 16, p.dstate, p.C_batch_stride, p.C_len_stride, p.C_group_stride);
+    launch.out_vectors = rows_aligned(p.out, size, 16, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride);
     constexpr int kShared = forward_shared_bytes<T, Layout>();
     static_assert(kShared <= kEveryShared, "every GPU has that");
     const auto kernel = ssd_forward_kernel<T, Layout>;
@@ -85,7 +85,7 @@ cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const 
     if (error != cudaSuccess) {
         return error;
     }
-    const int64_t row_tiles = (p.headdim + kForwardRows - 1) / kForwardRows;
+    const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
     const int64_t blocks = row_tiles * p.nheads * plan.segments * p.batch;
     return launch_kernel(kernel, static_cast<unsigned>(blocks), kForwardThreads, kShared, p.run.stream, p, launch);
 }

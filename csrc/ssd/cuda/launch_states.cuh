@@ -2,9 +2,13 @@
 #pragma once
 
 #include "ssd/cuda/states.cuh"
-#include "ssd/launch.h"
+#include "ssd/plan.h"
 
 namespace mamba {
+
+inline cudaError_t allow_shared(const void* kernel, int bytes) {
+    return bytes <= 48 * 1024 ? cudaSuccess : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
 
 // A walk over x (B, L, H, P) and B (B, L, G, N), whose strides are those of batch, length and head or group.
 inline StateWalk state_walk(const MambaSsd& p, const void* x, const int64_t (&x_strides)[3], const void* B,
@@ -18,8 +22,8 @@ inline StateWalk state_walk(const MambaSsd& p, const void* x, const int64_t (&x_
     walk.B_batch_stride = B_strides[0];
     walk.B_len_stride = B_strides[1];
     walk.B_group_stride = B_strides[2];
-    walk.x_vectors = ssd_rows_aligned(x, p.headdim, x_strides[0], x_strides[1], x_strides[2], element_size, 16);
-    walk.B_vectors = ssd_rows_aligned(B, p.dstate, B_strides[0], B_strides[1], B_strides[2], element_size, 16);
+    walk.x_vectors = rows_aligned(x, element_size, 16, p.headdim, x_strides[0], x_strides[1], x_strides[2]);
+    walk.B_vectors = rows_aligned(B, element_size, 16, p.dstate, B_strides[0], B_strides[1], B_strides[2]);
     return walk;
 }
 
@@ -40,7 +44,7 @@ inline cudaError_t launch_carry(const MambaSsd& p, const StatesLaunch& launch, i
     }
     const int64_t state_size = p.headdim * p.dstate;
     const int64_t vector = state_size % 4 == 0 ? 4 : 1;
-    const int64_t state_blocks = (state_size / vector + kCarryThreads - 1) / kCarryThreads;
+    const int64_t state_blocks = ceil_div(state_size / vector, kCarryThreads);
     const int64_t blocks = state_blocks * launch.group_heads * p.ngroups * p.batch * directions;
     auto kernel = ssd_carry_kernel<4>;
     if (vector == 1) {
@@ -59,7 +63,7 @@ cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch, int dir
     if (error != cudaSuccess) {
         return error;
     }
-    const int64_t row_tiles = (p.headdim + kForwardRows - 1) / kForwardRows;
+    const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
     const int64_t walked = launch.ends_only ? launch.segments - 1 : launch.segments;
     const int64_t blocks = row_tiles * launch.group_heads * p.ngroups * walked * p.batch * directions;
     const cudaError_t launched =

@@ -5,6 +5,7 @@
 
 #include "ssd/cuda/states.cuh"
 #include "ssd/cuda/warpgroup.cuh"
+#include "ssd/plan.h"
 
 namespace mamba {
 
@@ -39,14 +40,15 @@ struct ProductsLaunch {
 // ceil(seqlen / kSteps) <= end / kSteps - begin / kSteps + 1.
 template <int kSteps>
 __device__ __forceinline__ int64_t chunk_slot(const MambaSsd& p, int64_t batch, int64_t begin, int64_t chunk) {
-    return (p.cu_seqlens == nullptr ? batch * ((p.seqlen + kSteps - 1) / kSteps) : begin / kSteps + batch) + chunk;
+    return (p.cu_seqlens == nullptr ? batch * ceil_div(p.seqlen, kSteps) : begin / kSteps + batch) + chunk;
 }
 
 constexpr int kProductsThreads = 256;
+static_assert(sizeof(ChunkDecays<64>) == kChunkDecaysBytes, "what the plan reserves");
 
 inline int64_t decay_blocks(const MambaSsd& p, int64_t slots) {
     constexpr int kWarps = kProductsThreads / 32;
-    return (slots * p.nheads + kWarps - 1) / kWarps;
+    return ceil_div(slots * p.nheads, kWarps);
 }
 
 template <typename T, class Layout>
@@ -65,7 +67,7 @@ __device__ __forceinline__ SlotChunk chunk_of_slot(const MambaSsd& p, int64_t sl
     SlotChunk found;
     found.batch = 0;
     if (p.cu_seqlens == nullptr) {
-        found.batch = slot / ((p.seqlen + kSteps - 1) / kSteps);
+        found.batch = slot / ceil_div(p.seqlen, kSteps);
     } else {  // the last entry whose slots begin here or earlier
         int64_t end = p.batch;
         while (end - found.batch > 1) {

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
 
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    const int64_t row_tiles = (p.headdim + kForwardRows - 1) / kForwardRows;
+    const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
     const int64_t heads = launch.group_heads * p.ngroups;
     const int64_t walked = launch.ends_only ? launch.segments - 1 : launch.segments;
     int64_t block = blockIdx.x;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
     const int64_t begin = range.begin;
     const int64_t seqlen = range.seqlen;
     const int64_t row_batch = range.row;
-    const int64_t chunks = (seqlen + kSteps - 1) / kSteps;
+    const int64_t chunks = ceil_div(seqlen, kSteps);
     const int64_t first_chunk = segment * launch.chunks_a_segment;
     int64_t last_chunk = first_chunk + launch.chunks_a_segment;
     last_chunk = last_chunk < chunks ? last_chunk : chunks;
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kCarryThreads) ssd_carry_kernel(const MambaSsd
     let_next_kernel_start();
     wait_for_previous_kernel();
     const uint32_t state_size = static_cast<uint32_t>(p.headdim * p.dstate);
-    const uint32_t blocks = (state_size / kVector + kCarryThreads - 1) / kCarryThreads;
+    const uint32_t blocks = ceil_div(state_size / kVector, kCarryThreads);
     const uint32_t group_heads = static_cast<uint32_t>(launch.group_heads);
     const uint32_t heads = group_heads * static_cast<uint32_t>(p.ngroups);
     const uint32_t batches = static_cast<uint32_t>(p.batch);

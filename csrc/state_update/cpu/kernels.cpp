@@ -109,7 +109,7 @@ inline void update_block(const MambaSelectiveStateUpdate& p, int64_t batch, int6
 inline void update_blocks(const MambaSelectiveStateUpdate& p, int64_t begin, int64_t end) {
     GroupTables tables;
     tables.batch = -1;
-    const int64_t blocks_per_head = (p.headdim + kLanes - 1) / kLanes;
+    const int64_t blocks_per_head = ceil_div(p.headdim, kLanes);
     for (int64_t block = begin; block < end; ++block) {
         const int64_t head = block / blocks_per_head, part = block % blocks_per_head;
         update_block(p, head / p.nheads, head % p.nheads, part * kLanes, tables);

@@ -1,8 +1,6 @@
-// The decode step's kernel for a bfloat16 state.
+// The decode step's kernels for a bfloat16 state.
 #include "state_update/cuda/kernel.cuh"
 
 namespace mamba {
-
-template cudaError_t selective_state_update_launch<__nv_bfloat16>(const MambaSelectiveStateUpdate& params);
-
+template StateUpdateLaunchers StateUpdateLaunchers::of<__nv_bfloat16>();
 }  // namespace mamba

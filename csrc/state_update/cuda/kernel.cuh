@@ -1,6 +1,7 @@
 // One decode step of the selective scan on the GPU: state = exp(dt A) state + dt B x, out = (C . state + D x) silu(z).
 #pragma once
 
+#include "common/alignment.h"
 #include "common/cuda_vector.cuh"
 #include "state_update/launch.h"
 
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 2)
 // ---- host ------------------------------------------------------------------------------------------------------------
 
 template <typename State>
-cudaError_t selective_state_update_launch(const MambaSelectiveStateUpdate& params) {
+cudaError_t launch_state_update(const MambaSelectiveStateUpdate& params) {
     constexpr int kVector = 16 / static_cast<int>(sizeof(State));
     const int64_t state_size = static_cast<int64_t>(sizeof(State));
     const int64_t A_size = dtype_size(params.A_dtype);
@@ -212,24 +213,30 @@ cudaError_t selective_state_update_launch(const MambaSelectiveStateUpdate& param
     const int64_t block_rows = static_cast<int64_t>(kUpdateWarps >> layout.batches_log2) << (5 - layout.lanes_log2);
     layout.row_blocks = ceil_div(rows, block_rows);
     layout.state_vector = params.dstate % kVector == 0 && params.state_dstate_stride == 1 &&
-                          pointer_is_aligned(params.state, 16) &&
-                          stride_is_aligned(params.state_rows, params.state_row_stride, state_size, 16) &&
-                          stride_is_aligned(params.nheads, params.state_head_stride, state_size, 16) &&
-                          stride_is_aligned(params.headdim, params.state_dim_stride, state_size, 16);
+                          rows_aligned(params.state, state_size, 16, used_stride(params.state_rows, params.state_row_stride),
+                                       used_stride(params.nheads, params.state_head_stride),
+                                       used_stride(params.headdim, params.state_dim_stride));
     const bool runs = params.dstate % 4 == 0;
-    layout.A_runs = runs && params.A_dstate_stride == 1 && pointer_is_aligned(params.A, 4 * A_size) &&
-                    stride_is_aligned(params.nheads, params.A_head_stride, A_size, 4 * A_size) &&
-                    stride_is_aligned(params.headdim, params.A_dim_stride, A_size, 4 * A_size);
-    layout.B_runs = runs && params.B_dstate_stride == 1 && pointer_is_aligned(params.B, 4 * BC_size) &&
-                    stride_is_aligned(params.batch, params.B_batch_stride, BC_size, 4 * BC_size) &&
-                    stride_is_aligned(params.ngroups, params.B_group_stride, BC_size, 4 * BC_size);
-    layout.C_runs = runs && params.C_dstate_stride == 1 && pointer_is_aligned(params.C, 4 * BC_size) &&
-                    stride_is_aligned(params.batch, params.C_batch_stride, BC_size, 4 * BC_size) &&
-                    stride_is_aligned(params.ngroups, params.C_group_stride, BC_size, 4 * BC_size);
+    layout.A_runs = runs && params.A_dstate_stride == 1 &&
+                    rows_aligned(params.A, A_size, 4 * A_size, used_stride(params.nheads, params.A_head_stride),
+                                 used_stride(params.headdim, params.A_dim_stride));
+    layout.B_runs = runs && params.B_dstate_stride == 1 &&
+                    rows_aligned(params.B, BC_size, 4 * BC_size, used_stride(params.batch, params.B_batch_stride),
+                                 used_stride(params.ngroups, params.B_group_stride));
+    layout.C_runs = runs && params.C_dstate_stride == 1 &&
+                    rows_aligned(params.C, BC_size, 4 * BC_size, used_stride(params.batch, params.C_batch_stride),
+                                 used_stride(params.ngroups, params.C_group_stride));
     layout.A_scalar = params.A_dstate_stride == 0 || params.dstate == 1;
     const int64_t blocks = layout.row_blocks * ceil_div(params.batch, static_cast<int64_t>(1) << layout.batches_log2);
     return launch_kernel(selective_state_update_kernel<State>, static_cast<unsigned>(blocks), kUpdateThreads, 0,
                          params.run.stream, params, layout);
+}
+
+template <typename State>
+StateUpdateLaunchers StateUpdateLaunchers::of() {
+    StateUpdateLaunchers launchers;
+    launchers.update = launch_state_update<State>;
+    return launchers;
 }
 
 }  // namespace mamba

@@ -1,0 +1,93 @@
+// How the norm's CUDA kernels cut a problem into blocks.
+#pragma once
+
+#include "common/alignment.h"
+#include "common/cuda_device.h"
+#include "common/integers.h"
+
+namespace mamba {
+
+constexpr int kNormElements = 16;  // of a row in one thread: 1024 threads hold 16384
+constexpr int kNormScalars = 4;    // the same where elements are accessed one by one
+constexpr int kNormBlock = 256;    // threads that short rows share
+constexpr int kNormMaxThreads = 1024;
+// Backward has one block a multiprocessor: its threads take 128 registers each, its rows and sums most of shared memory.
+constexpr int kNormBackwardThreads = 512;
+constexpr int kNormRowsAhead = 3;  // that it copies to shared memory, at most
+
+// How the kernels cut a problem into blocks of (lanes, block_rows) threads. A row here is one group of a row.
+struct NormLayout {
+    int lanes;       // threads of a row: a power of two up to 32, or a multiple of 32
+    int block_rows;  // rows of a block
+    bool looped;     // a row is longer than its threads can hold: it is read again for each step of the computation
+};
+
+// Backward: each block walks its rows and adds dweight and dbias up in shared memory, or if that is too small in its part of
+// the workspace. With a workspace a second kernel adds the blocks' sums up, without one they are the gradients.
+struct NormBackwardPlan {
+    NormLayout layout;
+    int64_t slots;            // blocks of one group
+    int64_t sums;             // 1, with bias 2
+    int64_t sum_bytes;        // of shared memory for the sums, 0: they are in the workspace
+    int64_t row_bytes;        // of shared memory for the copy of a row
+    int rows_ahead;           // copies for each row of a block; 0: too wide, rows are read where they are
+    int64_t workspace_bytes;  // (sums, slots, N) floats
+    cudaError_t error;
+};
+
+// max_threads: of a row; block_threads: that short rows share.
+inline NormLayout norm_layout(const MambaNorm& p, int max_threads, int block_threads) {
+    // Whether vectors of four are possible; tensors that are not aligned for them take the layout as it is.
+    const int64_t elements = p.group_size % 4 == 0 ? kNormElements : kNormScalars;
+    const int64_t wanted = ceil_div(p.group_size, elements);
+    NormLayout layout;
+    if (wanted <= 32) {
+        layout.lanes = 1 << ceil_log2(wanted, 0, 5);
+    } else {
+        layout.lanes = static_cast<int>(round_up(wanted < max_threads ? wanted : max_threads, 32));
+    }
+    layout.block_rows = layout.lanes < block_threads ? block_threads / layout.lanes : 1;
+    layout.looped = wanted > max_threads;
+    return layout;
+}
+
+// Shared memory of a block that is not planned here, with what CUDA keeps for itself.
+constexpr int64_t kOtherShared = 2048;
+
+// Shares a block's memory out: to the sums, then to as many copies of its rows as fit.
+inline void share_memory(NormBackwardPlan& plan, int64_t group_size, int64_t memory) {
+    const int64_t elements = plan.layout.block_rows * group_size;
+    const int64_t sum_bytes = round_up(plan.sums * elements * static_cast<int64_t>(sizeof(float)), 16);
+    plan.sum_bytes = sum_bytes <= memory ? sum_bytes : 0;
+    const int64_t fit = plan.sum_bytes > 0 ? (memory - sum_bytes) / (plan.layout.block_rows * plan.row_bytes) : 0;
+    plan.rows_ahead = static_cast<int>(fit < kNormRowsAhead ? fit : kNormRowsAhead);
+}
+
+inline NormBackwardPlan norm_backward_plan(const MambaNorm& p) {
+    NormBackwardPlan plan;
+    plan.layout = norm_layout(p, kNormBackwardThreads, kNormBackwardThreads);
+    plan.sums = p.bias != nullptr ? 2 : 1;
+    // dout, and x and z, or residual_out and dresidual_out
+    plan.row_bytes = round_up(p.group_size * (dtype_size(p.dtype) + 2 * dtype_size(p.other_dtype)), 16);
+    const DeviceLimits limits(p.run.device);
+    plan.error = limits.error;
+    share_memory(plan, p.group_size, limits.shared - kOtherShared);
+    // With one row ahead nothing is on its way while that row is computed: rather fewer rows at a time, in whole warps. So
+    // the sums of several rows are always in shared memory: a block's part of the workspace has a place for those of one.
+    const int warp_rows = plan.layout.lanes < 32 ? 32 / plan.layout.lanes : 1;
+    while (plan.rows_ahead < 2 && plan.layout.block_rows > warp_rows) {
+        plan.layout.block_rows -= warp_rows;
+        share_memory(plan, p.group_size, limits.shared - kOtherShared);
+    }
+    plan.layout.looped = plan.layout.looped || plan.rows_ahead == 0;
+    const int64_t wanted = limits.processors / p.ngroups;  // one block a multiprocessor
+    const int64_t most = ceil_div(p.rows, plan.layout.block_rows);
+    plan.slots = wanted < most ? wanted : most;
+    plan.slots = plan.slots > 1 ? plan.slots : 1;
+    const bool direct = plan.slots == 1 && plan.sum_bytes > 0;
+    const int64_t width = p.ngroups * p.group_size;
+    plan.workspace_bytes = direct ? 0 : plan.slots * plan.sums * width * static_cast<int64_t>(sizeof(float));
+    return plan;
+}
+
+}  // namespace mamba

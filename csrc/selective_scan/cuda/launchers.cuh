@@ -1,0 +1,20 @@
+// The scan's kernels as cuda.cu sees them.
+#pragma once
+
+#include "selective_scan/cuda/backward.cuh"
+#include "selective_scan/cuda/forward.cuh"
+#include "selective_scan/cuda/forward_pipeline.cuh"
+#include "selective_scan/launch.h"
+
+namespace mamba {
+
+template <typename T>
+ScanLaunchers ScanLaunchers::of() {
+    ScanLaunchers launchers;
+    launchers.forward = launch_scan_forward<T>;
+    launchers.pipeline = launch_scan_pipeline<T>;
+    launchers.backward = launch_scan_backward<T>;
+    return launchers;
+}
+
+}  // namespace mamba

@@ -1,0 +1,91 @@
+// Who owns which channels, states and steps in the CUDA scan's kernels, and which layout a number of states takes.
+#pragma once
+
+#include "mamba_kernels.h"
+
+namespace mamba {
+
+template <int kLanes_, int kStates_, int kTile_, int kWarps_>
+struct ScanLayout {
+    static constexpr int kLanes = kLanes_;                    // lanes that share a channel
+    static constexpr int kStates = kStates_;                  // states a lane holds: lane k has states k, k + kLanes, ...
+    static constexpr int kTile = kTile_;                      // time steps staged at once
+    static constexpr int kWarps = kWarps_;                    // warps a block
+    static constexpr int kThreads = 32 * kWarps;              // threads a block
+    static constexpr int kSlice = kLanes * kStates;           // states handled at once; a larger dstate takes several slices
+    static constexpr int kWarpChannels = 32 / kLanes;         // channels a warp
+    static constexpr int kChannels = kWarpChannels * kWarps;  // channels a block
+    static constexpr int kRow = kTile + 4;                    // floats a row: 16-byte aligned, rows four banks apart
+    // Element-wise work on a warp's own (kWarpChannels, kTile) elements: kPasses times kVector steps of one row a lane.
+    static constexpr int kVector = kTile / kLanes < 8 ? kTile / kLanes : 8;
+    static constexpr int kRowLanes = kTile / kVector;
+    static constexpr int kPassRows = 32 / kRowLanes;
+    static constexpr int kPasses = kWarpChannels / kPassRows;
+    // Staging of (kSlice, kTile) of B and of C by the whole block.
+    static constexpr int kStage = kSlice * kTile / kThreads;
+    static constexpr int kStageVector = kStage < 8 ? kStage : 8;
+    static constexpr int kStagePasses = kStage / kStageVector;
+    static_assert(kPasses * kPassRows == kWarpChannels, "the element-wise passes must cover the warp's rows");
+    static_assert(kStagePasses * kStageVector * kThreads == kSlice * kTile, "staging must cover the tile");
+    static_assert(kLanes >= 4, "sums over states are transposed over four lanes");
+};
+
+// ---- forward ---------------------------------------------------------------------------------------------------------
+
+// The layouts, one for each range of dstate. Those above 64 states work through slices of 64.
+using Forward8 = ScanLayout<4, 2, 64, 4>;
+using Forward16 = ScanLayout<4, 4, 64, 4>;
+using Forward16Wide = ScanLayout<8, 2, 64, 4>;
+using Forward32 = ScanLayout<8, 4, 64, 4>;
+using Forward64 = ScanLayout<8, 8, 32, 4>;
+
+// Channels that one block takes. wide: with Forward16Wide.
+inline int forward_channels(int64_t dstate, bool wide) {
+    if (dstate <= Forward8::kSlice) {
+        return Forward8::kChannels;
+    }
+    if (dstate <= Forward16::kSlice) {
+        return wide ? Forward16Wide::kChannels : Forward16::kChannels;
+    }
+    return dstate <= Forward32::kSlice ? Forward32::kChannels : Forward64::kChannels;
+}
+
+// Channels that a block of forward_pipeline.cuh may take, and the bytes of shared memory that it needs then: all fit 8.0, 9.0
+// and 10.x, 16 channels fit every GPU since.
+constexpr int kPipelineChannels[] = {12, 16, 32};
+constexpr int pipeline_shared(int channels, int64_t element_size) {
+    if (channels == 12) {
+        return element_size == 4 ? 152320 : 108800;
+    }
+    if (channels == 16) {
+        return element_size == 4 ? 96256 : 71168;
+    }
+    return element_size == 4 ? 166912 : 129536;
+}
+
+// ---- backward --------------------------------------------------------------------------------------------------------
+
+// Bytes of shared memory a block that the backward scan needs at most, unless it is told to be small.
+constexpr int kBackwardShared = 99072;
+// What the smallest GPUs have (compute capability 7.5).
+constexpr int kSmallestShared = 65536;
+
+// The layouts, one for each range of dstate. Those above 32 states work through slices of 32. GPUs with less shared memory
+// a block than kBackwardShared (compute capability 7.5) take Backward16 from one state on, and Backward32Small.
+using Backward8 = ScanLayout<4, 2, MAMBA_SCAN_CHECKPOINT, 4>;
+using Backward16 = ScanLayout<8, 2, MAMBA_SCAN_CHECKPOINT, 4>;
+using Backward32 = ScanLayout<8, 4, MAMBA_SCAN_CHECKPOINT, 4>;
+using Backward32Small = ScanLayout<8, 4, MAMBA_SCAN_CHECKPOINT, 2>;
+
+// Channels that one block takes. small: shared memory is.
+inline int backward_channels(int64_t dstate, bool small) {
+    if (dstate <= Backward8::kSlice && !small) {
+        return Backward8::kChannels;
+    }
+    if (dstate <= Backward16::kSlice) {
+        return Backward16::kChannels;
+    }
+    return small ? Backward32Small::kChannels : Backward32::kChannels;
+}
+
+}  // namespace mamba

@@ -1,0 +1,107 @@
+// How the scan runs on CUDA: the choice of kernel and layout, and of segments of the length.
+#pragma once
+
+#include "common/alignment.h"
+#include "common/cuda_device.h"
+#include "common/integers.h"
+#include "selective_scan/layouts.h"
+
+namespace mamba {
+
+// Blocks that share one batch and group, at least 1.
+inline int64_t group_blocks(const MambaSelectiveScan& p, int channels) {
+    const int64_t blocks = ceil_div(p.dim / p.ngroups, channels);
+    return blocks > 1 ? blocks : 1;
+}
+
+// Lengths below this are not split into segments: the second launch has its price.
+constexpr int64_t kShortestSplit = 8 * MAMBA_SCAN_CHECKPOINT;
+
+// Segments of the length with which there are `wanted` blocks; 1 where there are half as many anyway, and none shorter than
+// `shortest` checkpoints.
+inline int64_t segments_to_fill(const MambaSelectiveScan& p, int channels, int64_t wanted, int64_t shortest) {
+    const int64_t blocks = p.batch * p.ngroups * group_blocks(p, channels);
+    const int64_t tiles = ceil_div(p.seqlen, MAMBA_SCAN_CHECKPOINT);
+    if (blocks == 0 || 2 * blocks > wanted || p.seqlen < kShortestSplit) {
+        return 1;
+    }
+    const int64_t most = tiles / shortest;
+    const int64_t segments = wanted / blocks < most ? wanted / blocks : most;
+    const int64_t tiles_each = ceil_div(tiles, segments);
+    return ceil_div(tiles, tiles_each);  // none is empty
+}
+
+// Whether the forward scan should spend more lanes on a channel: where the usual layout's blocks leave the GPU half empty, but
+// those of half as many channels fill it, or the length is too short to be split.
+inline bool wide_is_better(const MambaSelectiveScan& p, int64_t processors) {
+    const int wide_channels = forward_channels(p.dstate, true);
+    if (wide_channels == forward_channels(p.dstate, false)) {
+        return false;
+    }
+    const int64_t blocks = p.batch * p.ngroups * group_blocks(p, forward_channels(p.dstate, false));
+    const int64_t wide_blocks = p.batch * p.ngroups * group_blocks(p, wide_channels);
+    return 2 * blocks < 5 * processors && (2 * wide_blocks >= 3 * processors || p.seqlen < kShortestSplit);
+}
+
+// What the launchers call aligned: every row of every (B, D, L) tensor and of variable B and C starts at a multiple of 16
+// bytes, and L is a multiple of 8.
+inline bool inputs_aligned(const MambaSelectiveScan& p) {
+    const int64_t size = dtype_size(p.dtype);
+    const bool B = !p.variable_B || rows_aligned(p.B, size, 16, p.B_batch_stride, p.B_group_stride, p.B_dstate_stride);
+    const bool C = !p.variable_C || rows_aligned(p.C, size, 16, p.C_batch_stride, p.C_group_stride, p.C_dstate_stride);
+    return B && C && p.seqlen % 8 == 0 && rows_aligned(p.u, size, 16, p.u_batch_stride, p.u_dim_stride) &&
+           rows_aligned(p.delta, size, 16, p.delta_batch_stride, p.delta_dim_stride) &&
+           rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_dim_stride) &&
+           rows_aligned(p.out, size, 16, p.out_batch_stride, p.out_dim_stride);
+}
+
+inline bool gradients_aligned(const MambaSelectiveScanBackward& q) {
+    const int64_t size = dtype_size(q.forward.dtype);
+    return rows_aligned(q.dout, size, 16, q.dout_batch_stride, q.dout_dim_stride) &&
+           rows_aligned(q.du, size, 16, q.du_batch_stride, q.du_dim_stride) &&
+           rows_aligned(q.ddelta, size, 16, q.ddelta_batch_stride, q.ddelta_dim_stride) &&
+           rows_aligned(q.dz, size, 16, q.dz_batch_stride, q.dz_dim_stride);
+}
+
+// Lengths up to this are worth the pipelined forward scan however few the channels are.
+constexpr int64_t kLongestNarrow = 1024;
+
+// Channels a block of the pipelined forward scan takes where that is to run, else 0. All of its blocks run at once, for as long
+// as one takes: with fewer than two thirds of the multiprocessors, segments of a long length are faster.
+inline int pipeline_channels(const MambaSelectiveScan& p, const DeviceLimits& device) {
+    const bool can_run = p.dstate > 8 && p.dstate <= 16 && p.variable_B && p.variable_C && p.seq_idx == nullptr &&
+                         p.seqlen > MAMBA_SCAN_CHECKPOINT && inputs_aligned(p);
+    for (const int channels : kPipelineChannels) {
+        const int64_t blocks = p.batch * p.ngroups * group_blocks(p, channels);
+        const bool fits = pipeline_shared(channels, dtype_size(p.dtype)) <= device.shared;
+        if (can_run && fits && blocks <= device.processors) {
+            return p.seqlen <= kLongestNarrow || 3 * blocks >= 2 * device.processors ? channels : 0;
+        }
+    }
+    return 0;
+}
+
+// Whether blocks have little shared memory, for backward.
+inline bool is_small(const DeviceLimits& device) {
+    return device.shared < kBackwardShared;
+}
+
+// Copies of dB and dC with which no two blocks add to the same one.
+inline int64_t slots_without_atomics(const MambaSelectiveScan& p, const DeviceLimits& device) {
+    return group_blocks(p, backward_channels(p.dstate, is_small(device)));
+}
+
+inline MambaSelectiveScanPlan make_scan_plan(const MambaSelectiveScan& p, const DeviceLimits& device, bool deterministic) {
+    const int64_t wanted = 3 * device.processors;
+    MambaSelectiveScanPlan plan;
+    plan.forward_segments = 1;
+    if (pipeline_channels(p, device) == 0 && !wide_is_better(p, device.processors)) {
+        plan.forward_segments = segments_to_fill(p, forward_channels(p.dstate, false), wanted, 2);
+    }
+    plan.backward_segments = segments_to_fill(p, backward_channels(p.dstate, is_small(device)), wanted, 4);
+    plan.slots = deterministic ? slots_without_atomics(p, device) : 1;
+    plan.zeroed_sums = plan.slots < slots_without_atomics(p, device);
+    return plan;
+}
+
+}  // namespace mamba

@@ -1,6 +1,0 @@
-#include "ssd/cuda/launch_backward.cuh"
-
-namespace mamba {
-template cudaError_t launch_ssd_backward<__nv_bfloat16>(const MambaSsdBackward& q, const SsdPlan& plan,
-                                                        const SsdWorkspace& workspace);
-}  // namespace mamba

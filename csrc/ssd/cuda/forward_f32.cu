@@ -1,5 +1,0 @@
-#include "ssd/cuda/launch_forward.cuh"
-
-namespace mamba {
-template cudaError_t launch_ssd_forward<float>(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace);
-}  // namespace mamba

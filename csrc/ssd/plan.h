@@ -1,0 +1,216 @@
+// How Mamba-2's scan runs on CUDA: layout, segments of the length and workspace.
+#pragma once
+
+#include "common/alignment.h"
+#include "common/cuda_device.h"
+#include "common/integers.h"
+#include "ssd/layouts.h"
+
+namespace mamba {
+
+// Which of SsdLayouts (layouts.h) runs: by dstate, and in backward by the shared memory that a block may have.
+enum SsdLayoutIndex { kSsdSmall, kSsdMiddle, kSsdMiddleAhead, kSsdLarge, kSsdLittle };
+
+// Shared memory a block that the backward kernels need: kSsdMiddleAhead; kSsdMiddle and kSsdSmall; the others, as all forward
+// ones but those of forward_warpgroup.cuh, fit every GPU.
+constexpr int kAheadShared = 166000;
+constexpr int kMiddleShared = 96 * 1024;
+constexpr int kEveryShared = 64 * 1024;
+// With that much (9.0 and 10.x) a multiprocessor holds four forward blocks, see forward_blocks.
+constexpr int kRoomyShared = 200 * 1024;
+
+// forward_warpgroup.cuh finds the state at so many places of each segment's length: the pass that does so would not fill the
+// GPU with segments as long as those of the results.
+constexpr int kEndsASegment = 2;
+
+// The layout's sizes and what follows from them.
+struct SsdPlan {
+    SsdLayoutIndex layout;
+    bool warpgroups;  // forward runs forward_warpgroup.cuh
+    int64_t steps;
+    int64_t chunks;
+    int64_t segments;  // parts that the walk along the length is split into, where heads are too few to fill the GPU
+    int64_t chunks_a_segment;
+    int64_t slots;  // of chunks, for which forward keeps what blocks share (products.cuh)
+};
+
+// Offsets in bytes. ends and decays hold one direction after the other.
+struct SsdWorkspace {
+    int64_t group_heads;  // heads of each group that one launch of the backward kernels takes
+    int64_t splits;       // blocks that share a chunk and group's heads
+    int64_t row_tiles;
+    int64_t ends, decays, products, tiles, chunk_decays, states, dstates, dB, dC, ddt, dA, ddt_bias, dD;
+    int64_t bytes;
+};
+
+// A chunk's decays of one head in the workspace, for forward_warpgroup.cuh.
+constexpr int64_t kChunkDecaysBytes = 1552;
+
+// Bytes of both states of all chunks that one launch of the backward kernels may take; more heads take another launch.
+constexpr int64_t kStatesBudget = int64_t{256} << 20;
+
+struct SsdSizes {
+    int states, steps, rows;
+};
+
+template <class Layout>
+SsdSizes sizes_of() {
+    return {Layout::kStates, Layout::kSteps, Layout::kRows};
+}
+
+template <typename T>
+SsdSizes layout_sizes(SsdLayoutIndex layout) {
+    using Layouts = SsdLayouts<T>;
+    switch (layout) {
+        case kSsdSmall:
+            return sizes_of<typename Layouts::Small>();
+        case kSsdMiddle:
+        case kSsdMiddleAhead:
+            return sizes_of<typename Layouts::Middle>();
+        case kSsdLarge:
+            return sizes_of<typename Layouts::Large>();
+        default:
+            return sizes_of<typename Layouts::Little>();
+    }
+}
+
+inline SsdLayoutIndex choose_layout(const MambaSsd& p, bool backward, int shared) {
+    if (p.dstate > 128) {
+        return kSsdLarge;
+    }
+    const SsdLayoutIndex by_dstate = p.dstate <= 64 ? kSsdSmall : kSsdMiddle;
+    if (!backward || p.dtype == MAMBA_FLOAT32) {
+        return by_dstate;
+    }
+    if (shared < kMiddleShared) {
+        return kSsdLittle;
+    }
+    return by_dstate == kSsdMiddle && shared >= kAheadShared ? kSsdMiddleAhead : by_dstate;
+}
+
+// Whether a forward call that writes out can run forward_warpgroup.cuh on this device.
+inline cudaError_t choose_warpgroups(const MambaSsd& p, bool* warpgroups) {
+    *warpgroups = false;
+#ifdef MAMBA_WARPGROUPS
+    int major = 0;
+    const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, p.run.device);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    const int64_t size = dtype_size(p.dtype);
+    *warpgroups = p.dtype != MAMBA_FLOAT32 && p.dstate <= 128 && major == 9 &&  // 9.0 is the only one
+                  rows_aligned(p.x, size, 16, p.headdim, p.x_batch_stride, p.x_len_stride, p.x_head_stride) &&
+                  rows_aligned(p.out, size, 16, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride);
+#else
+    static_cast<void>(p);
+#endif
+    return cudaSuccess;
+}
+
+// Room for `bytes` more, at a multiple of 256.
+inline int64_t reserve(int64_t& total, int64_t bytes) {
+    const int64_t at = total;
+    total += round_up(bytes, 256);
+    return at;
+}
+
+// What a call needs besides its tensors. out: forward writes it.
+struct SsdProblem {
+    SsdPlan plan;
+    SsdWorkspace workspace;
+    cudaError_t error;
+
+    SsdProblem(const MambaSsd& p, bool backward, bool out) : plan(), workspace(), error(cudaSuccess) {
+        const DeviceLimits device(p.run.device);
+        error = device.error;
+        if (error == cudaSuccess && !backward && out) {
+            error = choose_warpgroups(p, &plan.warpgroups);
+        }
+        if (error != cudaSuccess) {
+            return;
+        }
+        plan.layout = choose_layout(p, backward, device.shared);
+        const SsdSizes sizes = p.dtype == MAMBA_FLOAT32 ? layout_sizes<float>(plan.layout) : layout_sizes<__half>(plan.layout);
+        plan.steps = sizes.steps;
+        plan.chunks = ceil_div(p.seqlen, plan.steps);
+        const bool four = !backward && out && !plan.warpgroups && device.shared >= kRoomyShared;  // blocks a multiprocessor
+        plan_segments(p, (four ? 4 : 2) * device.processors);
+        plan_ends(p, backward);
+        if (backward) {
+            plan_backward_workspace(p, sizes.rows, device.processors);
+        } else {
+            plan_forward_workspace(p, out);
+        }
+    }
+
+ private:
+    // Splits the length where the forward kernels have less than half of the blocks that are wanted.
+    void plan_segments(const MambaSsd& p, int64_t wanted) {
+        const int64_t blocks = p.batch * p.nheads * ceil_div(p.headdim, kForwardRows);
+        plan.segments = 1;
+        if (p.cu_seqlens == nullptr && blocks > 0 && 2 * blocks <= wanted) {
+            const int64_t most = plan.chunks / 8;
+            const int64_t segments = wanted / blocks < most ? wanted / blocks : most;
+            plan.segments = segments > 1 ? segments : 1;
+        }
+        plan.chunks_a_segment = round_up(ceil_div(plan.chunks, plan.segments), ends_a_segment());
+        if (plan.chunks_a_segment > 0) {
+            plan.segments = ceil_div(plan.chunks, plan.chunks_a_segment);  // none is empty
+        }
+    }
+
+    int64_t ends_a_segment() const { return plan.warpgroups ? kEndsASegment : 1; }
+
+    void plan_ends(const MambaSsd& p, bool backward) {
+        const int64_t ends = (plan.segments - 1) * ends_a_segment() * p.batch * p.nheads * (backward ? 2 : 1);
+        workspace.ends = reserve(workspace.bytes, ends * p.headdim * p.dstate * 4);
+        workspace.decays = reserve(workspace.bytes, ends * 4);
+    }
+
+    void plan_forward_workspace(const MambaSsd& p, bool out) {
+        int64_t& total = workspace.bytes;
+        if (out) {
+            plan.slots = p.cu_seqlens == nullptr ? p.batch * plan.chunks : p.seqlen / plan.steps + p.batch;
+            const int64_t tiles = plan.steps / 16 * (plan.steps / 16 + 1) / 2;
+            workspace.products = reserve(total, plan.slots * p.ngroups * tiles * 256 * 4);
+        }
+        if (plan.warpgroups) {
+            const int64_t states = plan.layout == kSsdSmall ? 64 : 128;
+            workspace.tiles = reserve(total, plan.slots * p.ngroups * 2 * plan.steps * states * dtype_size(p.dtype));
+            workspace.chunk_decays = reserve(total, plan.slots * p.nheads * kChunkDecaysBytes);
+        }
+    }
+
+    // rows: of headdim, that a backward block takes.
+    void plan_backward_workspace(const MambaSsd& p, int rows, int64_t processors) {
+        const int64_t head_states = p.batch * p.ngroups * plan.chunks * p.headdim * p.dstate * dtype_size(p.dtype);
+        const int64_t heads_of_group = p.nheads / p.ngroups;
+        workspace.group_heads = heads_of_group;
+        if (2 * head_states * heads_of_group > kStatesBudget) {
+            const int64_t fit = kStatesBudget / (2 * head_states);
+            const int64_t launches = ceil_div(heads_of_group, fit > 1 ? fit : 1);
+            workspace.group_heads = ceil_div(heads_of_group, launches);
+        }
+        workspace.row_tiles = ceil_div(p.headdim, rows);
+        const int64_t chunk_groups = p.batch * plan.chunks * p.ngroups;
+        const int64_t fill = chunk_groups > 0 ? ceil_div(4 * processors, chunk_groups) : 1;
+        // No launch may have fewer items than blocks share; the last launch may have fewer heads than the others.
+        const int64_t last_heads =
+            heads_of_group - (ceil_div(heads_of_group, workspace.group_heads) - 1) * workspace.group_heads;
+        const int64_t items = last_heads * workspace.row_tiles;
+        workspace.splits = fill < items ? fill : items;
+        int64_t& total = workspace.bytes;
+        workspace.states = reserve(total, head_states * workspace.group_heads);
+        workspace.dstates = reserve(total, head_states * workspace.group_heads);
+        const int64_t matrix = workspace.splits * p.batch * p.seqlen * p.ngroups * p.dstate * 4;
+        workspace.dB = reserve(total, matrix);
+        workspace.dC = reserve(total, matrix);
+        const int64_t head_rows = workspace.row_tiles * p.batch * p.nheads;
+        workspace.ddt = reserve(total, head_rows * p.seqlen * 4);
+        workspace.dA = reserve(total, head_rows * plan.chunks * 4);
+        workspace.ddt_bias = reserve(total, head_rows * plan.chunks * 4);
+        workspace.dD = reserve(total, p.batch * p.nheads * plan.chunks * p.headdim * 4);
+    }
+};
+
+}  // namespace mamba

@@ -1,0 +1,230 @@
+"""Both libraries refuse null and wrong arguments before they touch anything: the same codes in the same words.
+
+The calls run in a process of their own, which sees no GPU: a check that is missing ends it, or ends in a CUDA error.
+"""
+
+import ctypes
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mamba_ssm._native import abi, loader
+
+SIZES = {
+    abi.MambaSelectiveScan: {"batch": 1, "dim": 4, "seqlen": 80, "dstate": 4, "ngroups": 2, "segments": 1},
+    abi.MambaCausalConv1d: {"batch": 1, "dim": 4, "seqlen": 8, "width": 4},
+    abi.MambaCausalConv1dUpdate: {"batch": 1, "dim": 4, "seqlen": 2, "width": 4, "state_len": 3, "state_rows": 1},
+    abi.MambaSelectiveStateUpdate: {"batch": 1, "nheads": 4, "headdim": 4, "dstate": 4, "ngroups": 2, "state_rows": 1},
+    abi.MambaSsd: {"batch": 1, "seqlen": 8, "nheads": 4, "headdim": 4, "ngroups": 2, "dstate": 4},
+    abi.MambaNorm: {"rows": 2, "ngroups": 2, "group_size": 4},
+    abi.MambaSwiglu: {"rows": 2, "width": 4},
+}
+SIZES[abi.MambaSelectiveScanBackward] = {**SIZES[abi.MambaSelectiveScan], "slots": 1}
+SIZES[abi.MambaCausalConv1dBackward] = {**SIZES[abi.MambaCausalConv1d], "slots": 1}
+SIZES[abi.MambaSsdBackward] = SIZES[abi.MambaSsd]
+SIZES[abi.MambaNormBackward] = SIZES[abi.MambaNorm]
+# What a call with these sizes cannot do without.
+POINTERS = {
+    "selective_scan_forward": "u delta A B C out",
+    "selective_scan_backward": "u delta A B C checkpoints dout du ddelta dA dB dC",
+    "selective_scan_plan": "",
+    "causal_conv1d_forward": "x weight out",
+    "causal_conv1d_backward": "x weight dout dx dweight",
+    "causal_conv1d_update": "x weight conv_state out",
+    "selective_state_update": "state x dt A B C out",
+    "ssd_forward": "x dt A B C",
+    "ssd_backward": "x dt A B C dout dx ddt dA dB dC",
+    "norm_forward": "x weight out",
+    "norm_backward": "x weight mean rstd dout dx dweight",
+    "swiglu_forward": "xy out",
+    "swiglu_backward": "xy dout dxy",
+}
+UNREAD = {("selective_scan_plan", "segments")}  # what that plan is asked for
+# Pointers that are not needed until something else is given: [what is given, what is NULL then].
+PAIRS = [
+    ("selective_scan_backward", "z", "dz"),
+    ("selective_scan_backward", "D", "dD"),
+    ("selective_scan_backward", "delta_bias", "ddelta_bias"),
+    ("causal_conv1d_backward", "bias", "dbias"),
+    ("ssd_backward", "D", "dD"),
+    ("ssd_backward", "dt_bias", "ddt_bias"),
+    ("norm_backward", "bias", "dbias"),
+    ("norm_backward", "z", "dz"),
+]
+# Function, what differs from a good call (1 for a pointer: not NULL), error code, words.
+OTHERS = [
+    ("selective_scan_forward", {"dstate": 257}, abi.ERROR_UNSUPPORTED, "dstate must be in [1, 256], got 257"),
+    ("selective_scan_forward", {"ngroups": 3}, abi.ERROR_INVALID, "ngroups must divide dim, got ngroups=3 dim=4"),
+    ("selective_scan_forward", {"segments": 2}, abi.ERROR_INVALID, "workspace is NULL"),
+    ("selective_scan_forward", {"segments": 9, "workspace": 1}, abi.ERROR_INVALID, "a segment of seqlen=80 empty"),
+    ("selective_scan_plan", {"dstate": 257}, abi.ERROR_UNSUPPORTED, "dstate must be in [1, 256], got 257"),
+    ("causal_conv1d_forward", {"width": 1}, abi.ERROR_INVALID, "width must be in [2, 4], got 1"),
+    ("causal_conv1d_forward", {"width": 5}, abi.ERROR_UNSUPPORTED, "width must be in [2, 4], got 5"),
+    ("causal_conv1d_forward", {"seq_idx": 1, "initial_states": 1}, abi.ERROR_INVALID, "seq_idx cannot be given"),
+    ("causal_conv1d_forward", {"bias": 1, "bias_dtype": 7}, abi.ERROR_INVALID, "bias: dtype code 7"),
+    ("causal_conv1d_backward", {"seq_idx": 1, "dfinal_states": 1}, abi.ERROR_INVALID, "seq_idx cannot be given"),
+    (
+        "causal_conv1d_backward",
+        {"slots": 2},
+        abi.ERROR_INVALID,
+        "slots must be 1, as mamba_causal_conv1d_backward_slots",
+    ),
+    ("causal_conv1d_update", {"state_len": 2}, abi.ERROR_INVALID, "state_len must be at least 3, got 2"),
+    ("causal_conv1d_update", {"state_rows": 0}, abi.ERROR_INVALID, "state_rows must be at least 1, got 0"),
+    ("selective_state_update", {"ngroups": 3}, abi.ERROR_INVALID, "ngroups must divide nheads, got ngroups=3 nheads=4"),
+    ("selective_state_update", {"dstate": 257}, abi.ERROR_UNSUPPORTED, "dstate must be in [1, 256], got 257"),
+    ("selective_state_update", {"state_rows": 0}, abi.ERROR_INVALID, "state_rows must be at least 1, got 0"),
+    ("ssd_forward", {"headdim": 257}, abi.ERROR_UNSUPPORTED, "headdim must be in [0, 256], got 257"),
+    ("ssd_forward", {"ngroups": 0}, abi.ERROR_INVALID, "ngroups must divide nheads, got ngroups=0 nheads=4"),
+    ("ssd_backward", {"z": 1}, abi.ERROR_UNSUPPORTED, "takes neither z nor cu_seqlens"),
+    ("norm_forward", {"group_size": 2**30 + 1}, abi.ERROR_UNSUPPORTED, "group_size must be in [1, 1073741824]"),
+    ("norm_forward", {"other_dtype": 2}, abi.ERROR_INVALID, "must be float32 or of x's dtype, float32, got bfloat16"),
+    ("norm_forward", {"z": 1, "residual": 1}, abi.ERROR_INVALID, "z cannot be given together with residual"),
+    ("norm_backward", {"dbias": 1}, abi.ERROR_INVALID, "dbias is given without bias"),
+]
+
+
+def good_call(name):
+    """The fields of a call that nothing is wrong with."""
+    fields = {**SIZES[abi.FUNCTIONS[name]], **dict.fromkeys(POINTERS[name].split(), 1), "num_threads": 1}
+    if name == "ssd_forward":
+        fields["out"] = 1  # with neither out nor final_state there is nothing to do
+    if name == "ssd_backward":
+        fields["workspace"] = 1
+    return fields
+
+
+def dtype_fields(struct):
+    for name, kind, *_ in struct._fields_:
+        if name in ("run", "forward"):
+            yield from dtype_fields(kind)
+        elif name.endswith("dtype"):
+            yield name
+
+
+def wrong_calls():
+    """[function, fields, code, words], one thing wrong in each."""
+    calls = []
+    for name in POINTERS:
+        struct, good = abi.FUNCTIONS[name], good_call(name)
+        calls += [
+            [name, {**good, size: -1}, abi.ERROR_INVALID, size] for size in SIZES[struct] if (name, size) not in UNREAD
+        ]
+        calls += [[name, {**good, field: 0}, abi.ERROR_INVALID, f"{field} is NULL"] for field in POINTERS[name].split()]
+        optional = {"bias_dtype": "bias", "D_dtype": "D", "dt_bias_dtype": "dt_bias"}
+        for field in dtype_fields(struct):
+            given = {optional[field]: 1} if field in optional else {}
+            words = "residual and z" if field == "other_dtype" else "dtype code 7 is none of"
+            calls.append([name, {**good, **given, field: 7}, abi.ERROR_INVALID, words])
+    calls += [
+        [name, {**good_call(name), given: 1}, abi.ERROR_INVALID, f"{field} is NULL"] for name, given, field in PAIRS
+    ]
+    calls += [[name, {**good_call(name), **change}, code, words] for name, change, code, words in OTHERS]
+    return calls
+
+
+def size_calls():
+    """[function, fields] of the functions that return a count."""
+    calls = []
+    for name, struct in abi.SIZE_FUNCTIONS.items():
+        good = {**SIZES[struct], "num_threads": 1, "out": 1}
+        calls += [[name, {**good, size: value}] for size in SIZES[struct] for value in (-1, 0)]
+    return calls
+
+
+def make_calls(library, wrong, sizes, is_cuda):
+    """What the other process does: {kind: answers}."""
+    functions = abi.bind(ctypes.CDLL(library))
+    memory = ctypes.create_string_buffer(1 << 20)
+
+    def fill(struct, fields):
+        params = struct()
+        kinds = {}
+        for kind in (struct, *(kind for name, kind, *_ in struct._fields_ if name in ("run", "forward"))):
+            kinds.update({name: kind for name, kind, *_ in kind._fields_})
+        for name in kinds:
+            if name.endswith("_stride"):
+                setattr(params, name, 1)
+        for name, value in fields.items():
+            setattr(params, name, ctypes.addressof(memory) if value and kinds.get(name) is ctypes.c_void_p else value)
+        return params
+
+    def call(name, params):
+        more = (0, ctypes.byref(abi.MambaSelectiveScanPlan())) if name == "selective_scan_plan" else ()
+        code = functions[name](params, *more)
+        return [code, functions["last_error"]().decode() if code else ""]
+
+    answers = {"null": {name: call(name, None) for name in abi.FUNCTIONS}}
+    plan = functions["selective_scan_plan"](fill(abi.MambaSelectiveScan, good_call("selective_scan_plan")), 0, None)
+    answers["null plan"] = [plan, functions["last_error"]().decode()]
+    answers["null size"] = {name: functions[name](None) for name in abi.SIZE_FUNCTIONS}
+    answers["wrong"] = [call(name, fill(abi.FUNCTIONS[name], fields)) for name, fields, *_ in wrong]
+    answers["size"] = [functions[name](fill(abi.SIZE_FUNCTIONS[name], fields)) for name, fields in sizes]
+    # mamba_cuda would take memory of the host for a GPU's.
+    answers["good"] = {} if is_cuda else {n: call(n, fill(abi.FUNCTIONS[n], good_call(n))) for n in POINTERS}
+    answers["empty"] = {name: call(name, abi.FUNCTIONS[name]()) for name in POINTERS}
+    return answers
+
+
+@functools.cache
+def ask(kind):
+    """The answers of a library."""
+    path = loader.library_path(kind)
+    if not path.exists():
+        pytest.skip(f"{path.name} is not built")
+    done = subprocess.run(
+        [sys.executable, __file__],
+        input=json.dumps([str(path), wrong_calls(), size_calls(), kind == "cuda"]),
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"a call ended the process, exit status {done.returncode}:\n{done.stderr[-3000:]}"
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def answers(request):
+    return ask(request.param)
+
+
+def test_null_params(answers):
+    for name, (code, message) in answers["null"].items():
+        what = "info" if name == "library_info" else "params"
+        assert (code, message) == (abi.ERROR_INVALID, f"{name}: {what} is NULL")
+    assert answers["null plan"] == [abi.ERROR_INVALID, "selective_scan_plan: plan is NULL"]
+    assert answers["null size"] == {name: int(name.endswith("slots")) for name in abi.SIZE_FUNCTIONS}
+
+
+def test_wrong_arguments(answers):
+    for (name, fields, code, words), (got, message) in zip(wrong_calls(), answers["wrong"], strict=True):
+        assert got == code and message.startswith(f"{name}: ") and words in message, (name, fields, got, message)
+
+
+def test_wrong_sizes_of_workspaces(answers):
+    for (name, fields), got in zip(size_calls(), answers["size"], strict=True):
+        assert got >= 0, (name, fields, got)
+
+
+def test_the_rest_of_those_calls_is_right(answers):
+    for name, (code, message) in answers["good"].items():
+        assert code == abi.OK, (name, message)
+
+
+def test_structs_of_zeros(answers):
+    for name, (code, message) in answers["empty"].items():
+        assert code in (abi.OK, abi.ERROR_INVALID), (name, code, message)
+
+
+def test_both_say_the_same():
+    cpu, cuda = ask("cpu"), ask("cuda")
+    assert cpu["wrong"] == cuda["wrong"]
+
+
+if __name__ == "__main__":
+    print(json.dumps(make_calls(*json.load(sys.stdin))))
