@@ -31,6 +31,7 @@ try:
     import filelock
     import jinja2
     from packaging.version import Version
+    from wheel_build.advice import driver_needed
     from wheel_check import verify_to_publish
     from wheel_check.wheel import Unreadable, read_wheel
 except ModuleNotFoundError as error:
@@ -42,8 +43,6 @@ PROJECT = "mamba-ssm"
 FILES, EVERYTHING = "files", "all"
 RECORD = f"{EVERYTHING}/{PROJECT}/index.json"
 PATIENCE = 60.0  # seconds to wait for another run on the same site
-# CUDA major version -> oldest NVIDIA driver, as mamba_ssm/_native/errors.py has it (that needs torch; this must not).
-DRIVER_FLOORS = {12: 525, 13: 580}
 # Compute capability -> GPUs that people know by name.
 GPUS = {
     "7.5": "RTX 20, T4",
@@ -103,9 +102,7 @@ class File:
         """What the NVIDIA driver must be; None for a CPU-only wheel."""
         if not self.build_info["cuda"]:
             return None
-        cuda = str(self.build_info["nvcc_version"])
-        floor = DRIVER_FLOORS.get(int(cuda.split(".")[0]))
-        return f"NVIDIA driver {floor} or newer" if floor else f"an NVIDIA driver for CUDA {cuda}"
+        return driver_needed(int(str(self.build_info["nvcc_version"]).split(".")[0]))
 
     @property
     def gpus(self) -> str | None:

@@ -8,7 +8,13 @@ import threading
 import pytest
 
 from mamba_ssm._native import abi, loader
-from mamba_ssm._native.errors import NativeError, architecture_problem, driver_problem, exception_for
+from mamba_ssm._native.errors import (
+    NativeError,
+    architecture_problem,
+    driver_problem,
+    exception_for,
+    shell_command,
+)
 
 
 @pytest.fixture
@@ -119,6 +125,14 @@ def test_unreadable_build_info(folder, text, reason):
     (folder / "build_info.json").write_text(text)
     with pytest.raises(NativeError, match=rf"build_info\.json cannot be read: .*{reason}.*Reinstall"):
         loader.build_info()
+
+
+@pytest.mark.parametrize(
+    "platform,text", [("linux", "LIST='8.6;9.0' build ."), ("win32", '$env:LIST = "8.6;9.0"; build .')]
+)
+def test_commands_are_quoted_for_the_users_shell(monkeypatch, platform, text):
+    monkeypatch.setattr("sys.platform", platform)
+    assert shell_command("build .", LIST="8.6;9.0") == text
 
 
 def test_threads_load_once(folder, monkeypatch):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 
+from .advice import with_variables
 from .config import Config, SwitchError
 from .cuda import OLDEST_NVCC
 from .facts import GIB, Facts
@@ -27,17 +27,6 @@ class Finding:
     severity: str
     fact: str
     cure: str
-
-
-def with_variables(platform: str, command: str = "", **variables: str) -> str:
-    """How to set environment variables, and run a command with them, in the shell that this platform's users have."""
-    if platform == "win32":
-        return "; ".join(
-            [*(f'$env:{name} = "{value}"' for name, value in variables.items()), *([command] * bool(command))]
-        )
-    return " ".join(
-        [*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), *([command] * bool(command))]
-    )
 
 
 def check_switches(config: Config) -> list[Finding]:

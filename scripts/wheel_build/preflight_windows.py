@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 from . import msvc
+from .advice import with_variables
 from .config import Config
 from .facts import Facts
-from .preflight import FATAL, NOTE, WARNING, Finding, with_variables
+from .preflight import FATAL, NOTE, WARNING, Finding
 
 BUILD_TOOLS = (
     'Visual Studio 2022 Build Tools with the workload "Desktop development with C++" (visualstudio.microsoft.com)'

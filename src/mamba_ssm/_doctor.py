@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from mamba_ssm._native import loader
-from mamba_ssm._native.errors import DRIVER_FLOORS, NativeError, cuda_version_text, driver_problem, shell_command
+from mamba_ssm._native.advice import DRIVER_FLOORS
+from mamba_ssm._native.errors import NativeError, cuda_version_text, driver_problem, shell_command
 from mamba_ssm.version import __version__
 
 # float32 kernels against float32 references on inputs of size about 1: rounding of a 70-step recurrence, and of

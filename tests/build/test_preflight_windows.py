@@ -3,7 +3,7 @@
 import ntpath
 
 import pytest
-from wheel_build import cmake, cuda, facts, msvc, plan, preflight, preflight_windows
+from wheel_build import advice, cmake, cuda, facts, msvc, plan, preflight_windows
 from wheel_build.config import read_config
 
 CL = facts.Tool(r"C:\VS (x)\VC\Tools\MSVC\14.44.35207\bin\Hostx64\x64\cl.exe", "19.44.35207.1", "x64")
@@ -227,7 +227,7 @@ def test_findings_of_windows_are_not_said_elsewhere(machine):
     ],
 )
 def test_hints_are_written_for_the_users_shell(platform, command, variables, text):
-    assert preflight.with_variables(platform, command, **variables) == text
+    assert advice.with_variables(platform, command, **variables) == text
 
 
 # ---- the plan and CMake ----------------------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ import wheels
 from pypi_simple import ACCEPT_HTML_ONLY, ACCEPT_JSON_ONLY, PyPISimple
 from servers import StaticSite
 
-from mamba_ssm._native.errors import DRIVER_FLOORS
-
 CUDA_13 = {
     "cuda": True,
     "nvcc_version": "13.0.88",
@@ -317,7 +315,3 @@ def test_page_for_people(run, wheel, tmp_path, anything_goes):
     assert "NVIDIA driver 525 or newer" in cu129 and "7.5 (RTX 20, T4), 9.0a (H100, H200) Systems" in cu129
     assert "no GPU: CPU kernels only" in cpu and "compute capability" not in cpu.partition("Files")[0]
     assert "glibc of the building machine" in cpu
-
-
-def test_driver_floors_are_the_packages_own():
-    assert make_index.DRIVER_FLOORS == DRIVER_FLOORS

@@ -3,9 +3,7 @@
 import sys
 
 from mamba_ssm._native import abi
-
-# CUDA major version -> oldest NVIDIA driver whose CUDA matches it (NVIDIA's minor-version compatibility table).
-DRIVER_FLOORS = {12: 525, 13: 580}
+from mamba_ssm._native.advice import driver_needed, with_variables
 
 
 class NativeError(RuntimeError):
@@ -13,10 +11,8 @@ class NativeError(RuntimeError):
 
 
 def shell_command(command, **variables):
-    """A command with environment variables set, as the user's shell takes it: PowerShell on Windows."""
-    if sys.platform == "win32":
-        return "; ".join([*(f'$env:{name} = "{value}"' for name, value in variables.items()), command])
-    return " ".join([*(f"{name}={value}" for name, value in variables.items()), command])
+    """A command with environment variables set, as this system's users type it."""
+    return with_variables(sys.platform, command, **variables)
 
 
 def cuda_version_text(version):
@@ -30,9 +26,8 @@ def driver_problem(driver_version, runtime_version):
     Both versions are CUDA's numbers, e.g. 12040 and 13000; a driver_version of 0 means that there is no driver.
     """
     major = runtime_version // 1000
-    floor = DRIVER_FLOORS.get(major)
-    needed = f"NVIDIA driver {floor} or newer" if floor else f"a driver for CUDA {major}"
-    wheel = f"this mamba_ssm was built with CUDA {cuda_version_text(runtime_version)} and needs {needed}"
+    built = f"this mamba_ssm was built with CUDA {cuda_version_text(runtime_version)}"
+    wheel = f"{built} and needs {driver_needed(major)}"
     if driver_version == 0:
         return f"no NVIDIA driver was found; {wheel}. Install the driver (nvidia-smi must list a GPU)."
     if driver_version // 1000 < major:
