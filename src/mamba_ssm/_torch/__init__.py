@@ -2,6 +2,7 @@
 
 private.py: torch's private names and versions, and what is done without each. registration.py: how an operator is
 made. dispatch.py: how it is called. records.py: how its arguments are named. autocast.py: what autocast is doing.
+modules.py: when a submodule is no more than its parameters.
 """
 
 from mamba_ssm._torch.autocast import autocast_dtype, no_autocast, traced_by_old_torch
@@ -17,7 +18,8 @@ from mamba_ssm._torch.dispatch import (
     watched,
     wrote_in_place,
 )
-from mamba_ssm._torch.private import current_stream, has_hooks, is_compiling, own_parameters
+from mamba_ssm._torch.modules import is_plain, weight_and_bias
+from mamba_ssm._torch.private import current_stream, is_compiling
 from mamba_ssm._torch.records import make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
 
@@ -30,12 +32,11 @@ __all__ = [
     "current_stream",
     "define",
     "exported_by_dynamo",
-    "has_hooks",
     "is_compiling",
+    "is_plain",
     "make",
     "no_autocast",
     "no_gradients",
-    "own_parameters",
     "refuse_second_derivatives",
     "refuse_what_is_no_dense_tensor",
     "returns",
@@ -46,5 +47,6 @@ __all__ = [
     "unwatched",
     "wants_one_node",
     "watched",
+    "weight_and_bias",
     "wrote_in_place",
 ]

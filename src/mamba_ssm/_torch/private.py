@@ -103,22 +103,9 @@ current_stream = _find("_C._cuda_getCurrentRawStream") or _public_stream
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
-_HOOKS_KNOWN = all(
-    hasattr(torch.nn.Identity(), hooks)
+_MODULE = torch.nn.Identity()
+HOOKS_KNOWN = all(
+    hasattr(_MODULE, hooks)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 )
-
-
-def has_hooks(module):
-    """Whether calling module does more than its forward."""
-    if not _HOOKS_KNOWN:
-        return True
-    # without bool(), which torch 2.2's tracer does not follow on a dict
-    return module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-
-
-def own_parameters(module):
-    """{name: parameter} past nn.Module's look-up of attributes, which is a Python function; {} where it cannot be had,
-    as under the compiler of torch 2.2 and 2.3.
-    """
-    return {} if not SINCE_2_4 and is_compiling() else getattr(module, "_parameters", {})
+PARAMETERS_KNOWN = hasattr(_MODULE, "_parameters")

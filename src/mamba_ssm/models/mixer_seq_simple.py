@@ -9,8 +9,8 @@ from functools import partial
 import torch
 import torch.nn as nn
 
+from mamba_ssm._torch import is_plain
 from mamba_ssm.models.config_mamba import MambaConfig, check_layers
-from mamba_ssm.modules._submodules import is_plain
 from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba

@@ -1,36 +1,12 @@
-"""What a block's submodules are to its fused operators: holders of parameters, as long as they are nothing more."""
+"""How blocks call a convolution that may have been replaced or have hooks."""
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm._torch import has_hooks, own_parameters, traced_by_old_torch
+from mamba_ssm._torch import is_plain
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_varlen_states
 from mamba_ssm.ops.causal_conv1d.update import causal_conv1d_update
-
-
-def is_plain(module, cls):
-    """Whether module computes what cls computes from its weight and bias, so that an operator may take these instead.
-
-    It does not if it is another module in cls' place (LoRA and other adapters, quantised layers, FSDP), has hooks
-    (pruning, weight_norm, captured activations) or a forward of its own (offloading), or if its weight is a tensor with
-    its own arithmetic (DTensor, torchao). Such a module has to be called.
-    """
-    if type(module).forward is not cls.forward or has_hooks(module):
-        return False
-    if traced_by_old_torch():  # which cannot look further
-        return True
-    weight = own_parameters(module).get("weight")  # not module.weight, which a parametrization would compute
-    own_arithmetic = type(weight) is not nn.Parameter and hasattr(weight, "__tensor_flatten__")
-    return "forward" not in module.__dict__ and not own_arithmetic
-
-
-def weight_and_bias(module):
-    """module.weight and module.bias, past nn.Module's look-up of attributes, which is a Python function."""
-    parameters = own_parameters(module)
-    if "weight" in parameters and "bias" in parameters:
-        return parameters["weight"], parameters["bias"]
-    return module.weight, module.bias  # not parameters: of replicas, and those that another module holds flattened
 
 
 def convolve(conv1d, x, activation, seq_idx=None, conv_state=None, continues=False, cu_seqlens=None):

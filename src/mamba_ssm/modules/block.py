@@ -2,7 +2,7 @@
 
 import torch.nn as nn
 
-from mamba_ssm.modules._submodules import is_plain
+from mamba_ssm._torch import is_plain
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.norm.forward import RMSNorm, layer_norm_fn
 

@@ -6,12 +6,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm._native import abi
+from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from mamba_ssm.modules._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
 from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias
-from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
+from mamba_ssm.modules._submodules import convolve, convolve_step
 from mamba_ssm.ops.causal_conv1d.arguments import wants_silu
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block, mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.norm.gated import RMSNorm

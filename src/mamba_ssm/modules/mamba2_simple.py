@@ -3,9 +3,10 @@
 import torch
 import torch.nn as nn
 
+from mamba_ssm._torch import is_plain
 from mamba_ssm.modules._arguments import check_flags, inner_width
 from mamba_ssm.modules._inputs import check_input
-from mamba_ssm.modules._submodules import convolve, is_plain
+from mamba_ssm.modules._submodules import convolve
 from mamba_ssm.modules.mamba2 import check_sizes, init_heads, make_conv1d
 from mamba_ssm.ops.mamba2_block import mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.norm.gated import RMSNorm

@@ -7,10 +7,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm._native import abi
+from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.modules._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm.modules._inputs import check_input, is_continued
 from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias
-from mamba_ssm.modules._submodules import convolve, convolve_step, is_plain, weight_and_bias
+from mamba_ssm.modules._submodules import convolve, convolve_step
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, project_in
 from mamba_ssm.ops.selective_scan import selective_scan_fn
 from mamba_ssm.ops.state_update import selective_state_update

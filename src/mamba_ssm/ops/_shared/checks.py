@@ -77,7 +77,9 @@ def check_tensor(op, name, value):
     """value is a dense tensor. For functions that look at an argument before its operator does."""
     if value is None:
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got NoneType")
-    refuse_what_is_no_dense_tensor(op, {name: value})
+    dense = type(value) is torch.Tensor and value.layout is torch.strided
+    if not dense or value.is_nested or value.is_quantized:
+        refuse_what_is_no_dense_tensor(op, {name: value})
 
 
 def check_number(op, name, value):

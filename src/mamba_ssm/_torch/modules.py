@@ -1,0 +1,35 @@
+"""What a block's submodules are to its fused operators: holders of parameters, as long as they are nothing more."""
+
+import torch.nn as nn
+
+from mamba_ssm._torch.autocast import traced_by_old_torch
+from mamba_ssm._torch.private import HOOKS_KNOWN as _HOOKS_KNOWN
+from mamba_ssm._torch.private import PARAMETERS_KNOWN as _PARAMETERS_KNOWN
+
+
+def is_plain(module, cls):
+    """Whether module computes what cls computes from its weight and bias, so that an operator may take these instead.
+
+    It does not if it is another module in cls' place (LoRA and other adapters, quantised layers, FSDP), has hooks
+    (pruning, weight_norm, captured activations) or a forward of its own (offloading), or if its weight is a tensor with
+    its own arithmetic (DTensor, torchao). Such a module has to be called.
+    """
+    # no bool() of a dict, which torch 2.2's compiler does not follow
+    if type(module).forward is not cls.forward or not _HOOKS_KNOWN or module._forward_hooks:
+        return False
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    if traced_by_old_torch():  # which cannot look further
+        return True
+    # not module.weight, which a parametrization would compute
+    weight = module._parameters.get("weight") if _PARAMETERS_KNOWN else getattr(module, "weight", None)
+    own_arithmetic = type(weight) is not nn.Parameter and hasattr(weight, "__tensor_flatten__")
+    return "forward" not in module.__dict__ and not own_arithmetic
+
+
+def weight_and_bias(module):
+    """module.weight and module.bias, past nn.Module's look-up of attributes, which is a Python function."""
+    parameters = {} if not _PARAMETERS_KNOWN or traced_by_old_torch() else module._parameters
+    if "weight" in parameters and "bias" in parameters:
+        return parameters["weight"], parameters["bias"]
+    return module.weight, module.bias  # not parameters: of replicas, and those that another module holds flattened
