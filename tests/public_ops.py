@@ -114,7 +114,7 @@ def _gated_norm():
 
 PUBLIC_OPS = {
     "selective_scan_fn": PublicOp(selective_scan_fn, "selective_scan", _scan),
-    "mamba_inner_fn": PublicOp(mamba_inner_fn, "mamba_inner_fn|selective_scan", _inner),
+    "mamba_inner_fn": PublicOp(mamba_inner_fn, "mamba_inner_fn", _inner),
     "SelectiveScan": PublicOp(SelectiveScan().forward_with_state, "SelectiveScan", _streaming),
     "causal_conv1d_fn": PublicOp(causal_conv1d_fn, "causal_conv1d", _conv),
     "causal_conv1d_fn, packed": PublicOp(causal_conv1d_fn, "causal_conv1d", _conv_packed),

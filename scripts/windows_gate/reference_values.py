@@ -51,7 +51,7 @@ def scan() -> dict:
 
 
 def conv() -> dict:
-    from mamba_ssm.ops.causal_conv1d.reference import causal_conv1d_ref, causal_conv1d_update_ref
+    from mamba_ssm.ops.causal_conv1d import causal_conv1d_ref, causal_conv1d_update_ref
 
     x, weight, bias = made(21, 2, 20, 37), made(22, 20, 4), made(23, 20)
     for tensor in (x, weight, bias):

@@ -5,8 +5,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm._torch import is_plain
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_varlen_states
-from mamba_ssm.ops.causal_conv1d.update import causal_conv1d_update
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 
 
 def convolve(conv1d, x, activation, seq_idx=None, conv_state=None, continues=False, cu_seqlens=None):

@@ -13,7 +13,7 @@ from mamba_ssm.modules._arguments import check_flags, check_integer, check_numbe
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
 from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias
 from mamba_ssm.modules._submodules import convolve, convolve_step
-from mamba_ssm.ops.causal_conv1d.arguments import wants_silu
+from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block, mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.norm.gated import RMSNorm
 from mamba_ssm.ops.ssd import check_options, mamba_chunk_scan_combined

@@ -1,6 +1,77 @@
-"""Checks and layout shared by the convolution's operators."""
+"""What the convolution's operators share: their arguments as records, checks, memory layout and parameters.
 
+Letters: B batch, D channels, L length, W width.
+"""
+
+import typing
+
+import torch
+
+from mamba_ssm._native.launch import DTYPE_CODES
 from mamba_ssm.ops._shared import checks
+
+NAME = "causal_conv1d"  # what errors call the operators
+
+
+class Inputs(typing.NamedTuple):
+    """The tensors that the operators take, in their order."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    seq_idx: torch.Tensor | None
+    initial_states: torch.Tensor | None
+
+
+class Sizes(typing.NamedTuple):
+    batch: int
+    dim: int
+    seqlen: int
+    width: int
+
+    @property
+    def states(self):
+        """Shape of the inputs before the first step or of the last ones."""
+        return self.batch, self.dim, self.width - 1
+
+
+def check(inputs):
+    """Raises on any argument that the kernels do not take; returns the sizes."""
+    x, seq_idx, initial_states = inputs.x, inputs.seq_idx, inputs.initial_states
+    if x.dim() != 3 or x.dtype not in checks.FLOAT_DTYPES:
+        checks.check_dims(NAME, "x", x, 3, "(B, D, L)")
+        checks.check_activation_dtype(NAME, "x", x)
+    batch, dim, seqlen = x.shape
+    sizes = Sizes(batch, dim, seqlen, check_weight(NAME, x, dim, inputs.weight, inputs.bias))
+    if seq_idx is not None:
+        checks.check_int32(NAME, "seq_idx", seq_idx, (batch, seqlen), x, "x", "(B, L)")
+        if initial_states is not None:
+            raise ValueError(f"{NAME}: seq_idx and initial_states cannot be given together")
+    if initial_states is not None:
+        checks.check_same(NAME, "initial_states", initial_states, sizes.states, x, "x", "(B, D, W-1)")
+    return sizes
+
+
+def check_weight(op, x, dim, weight, bias, x_name="x", prefix=""):
+    """Checks weight (D, W) and bias (D); returns W. x_name, prefix: of the names that the caller's user knows.
+
+    This runs at every call, so comparisons stand here and only a failure goes to the functions that explain it.
+    """
+    if weight.dim() != 2:
+        checks.check_dims(op, f"{prefix}weight", weight, 2, "(D, W)")
+    device, (rows, width) = x.device, weight.shape
+    check_width(op, width, prefix)
+    if rows != dim or weight.dtype not in checks.FLOAT_DTYPES or weight.device != device:
+        checks.check_float(op, f"{prefix}weight", weight, (dim, width), x, x_name, "(D, W)")
+    if bias is not None and (bias.shape != (dim,) or bias.dtype not in checks.FLOAT_DTYPES or bias.device != device):
+        checks.check_float(op, f"{prefix}bias", bias, (dim,), x, x_name, "(D,)")
+    return width
+
+
+def check_width(op, width, prefix=""):
+    """The kernels have code for these."""
+    if not 2 <= width <= 4:
+        raise ValueError(f"{op}: the width (last dimension of {prefix}weight) must be 2, 3 or 4, got {width}")
 
 
 def wants_silu(op, activation):
@@ -10,24 +81,41 @@ def wants_silu(op, activation):
     return activation is not None
 
 
-def check_width(op, width, name="weight"):
-    """The kernels have code for these. name: of the tensor whose last dimension it is."""
-    if not 2 <= width <= 4:
-        raise ValueError(f"{op}: the width (last dimension of {name}) must be 2, 3 or 4, got {width}")
+def kernel_layout(inputs):
+    """The same tensors in the layout that the kernels take: initial_states may have any."""
+    if checks.all_contiguous(inputs):
+        return inputs
+    return Inputs(
+        unit_stride(inputs.x),
+        inputs.weight.contiguous(),
+        checks.contiguous(inputs.bias),
+        checks.contiguous(inputs.seq_idx),
+        inputs.initial_states,
+    )
 
 
-def check_weight(op, x, dim, weight, bias, x_name="x", prefix=""):
-    """Checks weight (D, W) and bias (D); returns W. x_name, prefix: of the names that the caller's user knows."""
-    checks.check_dims(op, f"{prefix}weight", weight, 2, "(D, W)")
-    width = weight.shape[1]
-    check_width(op, width, f"{prefix}weight")
-    checks.check_float(op, f"{prefix}weight", weight, (dim, width), x, x_name, "(D, W)")
-    if bias is not None:
-        checks.check_float(op, f"{prefix}bias", bias, (dim,), x, x_name, "(D,)")
-    return width
-
-
-def kernel_layout(x):
+def unit_stride(x):
     """x as it is if its length or its channels have stride 1, else contiguous."""
     _, dim_stride, len_stride = x.stride()
     return x if len_stride == 1 or dim_stride == 1 else x.contiguous()
+
+
+def fill(params, sizes, inputs, silu):
+    """Sets the fields that forward and backward share, from tensors in kernel layout; x may be a View."""
+    x, weight, bias, initial_states = inputs.x, inputs.weight, inputs.bias, inputs.initial_states
+    params.batch, params.dim, params.seqlen, params.width = sizes
+    params.silu = silu
+    params.dtype = DTYPE_CODES[x.dtype]
+    params.weight_dtype = DTYPE_CODES[weight.dtype]
+    params.x = x.data_ptr()
+    params.x_batch_stride, params.x_dim_stride, params.x_len_stride = x.stride()
+    params.weight = weight.data_ptr()
+    if bias is not None:
+        params.bias = bias.data_ptr()
+        params.bias_dtype = DTYPE_CODES[bias.dtype]
+    if inputs.seq_idx is not None:
+        params.seq_idx = inputs.seq_idx.data_ptr()
+    if initial_states is not None:
+        params.initial_states = initial_states.data_ptr()
+        strides = initial_states.stride()
+        params.initial_batch_stride, params.initial_dim_stride, params.initial_len_stride = strides

@@ -1,10 +1,12 @@
 """One or a few decoding steps of the causal convolution; the state is updated in place."""
 
+import typing
+
 import torch
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
-from mamba_ssm._torch import call, define, wrote_in_place
+from mamba_ssm._torch import call, define, make, signature, wrote_in_place
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.indices import cache_rows
 from mamba_ssm.ops.causal_conv1d.arguments import check_weight, wants_silu
@@ -12,9 +14,34 @@ from mamba_ssm.ops.causal_conv1d.arguments import check_weight, wants_silu
 _NAME = "causal_conv1d_update"
 
 
+class Inputs(typing.NamedTuple):
+    """The tensors that the operator takes, in their order; conv_state is written in place."""
+
+    x: torch.Tensor
+    conv_state: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    cache_seqlens: torch.Tensor | None
+    conv_state_indices: torch.Tensor | None
+
+
+class Sizes(typing.NamedTuple):
+    batch: int
+    dim: int
+    seqlen: int
+    state_len: int
+    width: int
+
+
 def causal_conv1d_update(
-    x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None
-):
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    conv_state_indices: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Convolves new inputs with the state of earlier ones, and updates that state in place.
 
     Args:
@@ -38,33 +65,33 @@ def causal_conv1d_update(
     return call(causal_conv1d_update_op, x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu)
 
 
-def _check(x, conv_state, weight, bias, cache_seqlens, conv_state_indices):
-    """Raises on any argument that the kernels do not take; returns (batch, dim, seqlen, state_len, width)."""
+# ---- operator --------------------------------------------------------------------------------------------------------
+
+
+def _check(inputs):
+    """Raises on any argument that the kernels do not take; returns the sizes."""
+    x, conv_state, cache_seqlens, rows = inputs.x, inputs.conv_state, inputs.cache_seqlens, inputs.conv_state_indices
     if x.dim() not in (2, 3):
         raise ValueError(f"{_NAME}: x must be (B, D) or (B, D, L), got shape {tuple(x.shape)}")
     checks.check_activation_dtype(_NAME, "x", x)
-    batch, dim = x.shape[0], x.shape[1]
-    seqlen = x.shape[2] if x.dim() == 3 else 1
-    width = check_weight(_NAME, x, dim, weight, bias)
+    batch, dim, seqlen = x.shape if x.dim() == 3 else (*x.shape, 1)
+    width = check_weight(_NAME, x, dim, inputs.weight, inputs.bias)
     checks.check_dims(_NAME, "conv_state", conv_state, 3, "(B, D, S)")
-    rows, _, state_len = conv_state.shape
-    if conv_state_indices is None:
-        rows = batch
-    checks.check_float(_NAME, "conv_state", conv_state, (rows, dim, state_len), x, "x", "(B, D, S)")
+    state_rows, _, state_len = conv_state.shape
+    shape = batch if rows is None else state_rows, dim, state_len
+    checks.check_float(_NAME, "conv_state", conv_state, shape, x, "x", "(B, D, S)")
     checks.check_writable(_NAME, "conv_state", conv_state)
     if state_len < width - 1:
         raise ValueError(f"{_NAME}: conv_state must hold at least W-1 = {width - 1} steps, got S = {state_len}")
     if cache_seqlens is not None:
         checks.check_index(_NAME, "cache_seqlens", cache_seqlens, (batch,), x, "x", "(B,)")
-    if conv_state_indices is not None:
-        checks.check_index(_NAME, "conv_state_indices", conv_state_indices, (batch,), x, "x", "(B,)")
-    return batch, dim, seqlen, state_len, width
+    if rows is not None:
+        checks.check_index(_NAME, "conv_state_indices", rows, (batch,), x, "x", "(B,)")
+    return Sizes(batch, dim, seqlen, state_len, width)
 
 
 def _buffer_positions(cache_seqlens, conv_state_indices, state_len):
     """cache_seqlens as contiguous int32. The kernels take them modulo state_len: int64 is, before it is cut to that."""
-    if cache_seqlens is None:
-        return None
     if cache_seqlens.is_cpu:
         padding = [False] * len(cache_seqlens) if conv_state_indices is None else (conv_state_indices < 0).tolist()
         for seqlen, padded in zip(cache_seqlens.tolist(), padding, strict=True):
@@ -75,18 +102,17 @@ def _buffer_positions(cache_seqlens, conv_state_indices, state_len):
     return cache_seqlens.contiguous()
 
 
-def _update(x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu):
-    batch, dim, seqlen, state_len, width = _check(x, conv_state, weight, bias, cache_seqlens, conv_state_indices)
+def _update(*arguments):
+    *tensors, silu = arguments
+    inputs = make(Inputs, tensors)
+    sizes, x, conv_state = _check(inputs), inputs.x, inputs.conv_state
     out = torch.empty_like(x)
-    if x.numel() == 0:
+    if out.numel() == 0:
         return out
-    weight, bias = weight.contiguous(), checks.contiguous(bias)
-    cache_seqlens = _buffer_positions(cache_seqlens, conv_state_indices, state_len)
-    if conv_state_indices is not None:
-        conv_state_indices = cache_rows(_NAME, "conv_state_indices", conv_state_indices, conv_state.shape[0])
+    weight, bias, rows = inputs.weight.contiguous(), checks.contiguous(inputs.bias), inputs.conv_state_indices
     params = abi.MambaCausalConv1dUpdate()
     functions = place(params, x)
-    params.batch, params.dim, params.seqlen, params.state_len, params.width = batch, dim, seqlen, state_len, width
+    params.batch, params.dim, params.seqlen, params.state_len, params.width = sizes
     params.silu = silu
     params.dtype = DTYPE_CODES[x.dtype]
     params.state_dtype = DTYPE_CODES[conv_state.dtype]
@@ -106,23 +132,26 @@ def _update(x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu
     if bias is not None:
         params.bias = bias.data_ptr()
         params.bias_dtype = DTYPE_CODES[bias.dtype]
-    if cache_seqlens is not None:
-        params.cache_seqlens = cache_seqlens.data_ptr()
-    if conv_state_indices is not None:
-        params.conv_state_indices = conv_state_indices.data_ptr()
+    if inputs.cache_seqlens is not None:
+        positions = _buffer_positions(inputs.cache_seqlens, rows, sizes.state_len)
+        params.cache_seqlens = positions.data_ptr()
+    if rows is not None:
+        rows = cache_rows(_NAME, "conv_state_indices", rows, conv_state.shape[0])
+        params.conv_state_indices = rows.data_ptr()
     run(functions, "causal_conv1d_update", params)
     wrote_in_place(conv_state)
     return out
 
 
-def _update_fake(x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu):
-    _check(x, conv_state, weight, bias, cache_seqlens, conv_state_indices)
-    return torch.empty_like(x)
+def _update_fake(*arguments):
+    *tensors, _ = arguments
+    inputs = Inputs(*tensors)
+    _check(inputs)
+    return torch.empty_like(inputs.x)
 
 
 causal_conv1d_update_op = define(
-    "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? cache_seqlens, "
-    "Tensor? conv_state_indices, bool silu) -> Tensor",
+    f"causal_conv1d_update({signature(Inputs, written='conv_state')}, bool silu) -> Tensor",
     _update,
     _update_fake,
     differentiable=False,

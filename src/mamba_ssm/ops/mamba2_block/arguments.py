@@ -11,6 +11,8 @@ import torch
 
 from mamba_ssm._native.launch import View
 from mamba_ssm.ops._shared import checks
+from mamba_ssm.ops.causal_conv1d.arguments import Inputs as ConvInputs
+from mamba_ssm.ops.causal_conv1d.arguments import Sizes as ConvSizes
 from mamba_ssm.ops.causal_conv1d.arguments import check_weight
 from mamba_ssm.ops.causal_conv1d.forward import launch_forward as launch_convolution
 from mamba_ssm.ops.norm.arguments import in_rows
@@ -91,7 +93,7 @@ class Sizes(typing.NamedTuple):
     @property
     def conv1d(self):
         """As the convolution's launchers take them."""
-        return self.batch, self.channels, self.seqlen, self.width
+        return ConvSizes(self.batch, self.channels, self.seqlen, self.width)
 
 
 def check(inputs, options):
@@ -187,11 +189,15 @@ def mlp(tensor, sizes):
 # ---- what both directions compute ------------------------------------------------------------------------------------
 
 
+def conv_inputs(xBC, inputs):
+    """As the convolution's launchers take them. xBC: a View of zxbcdt."""
+    return ConvInputs(xBC, inputs.conv1d_weight, inputs.conv1d_bias, inputs.seq_idx, initial_states=None)
+
+
 def convolve(xBC, inputs, sizes, silu):
     """The convolution of a View of zxbcdt, (B, L, H P + 2 G N)."""
     out = inputs.zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.channels))
-    weight, bias, seq_idx = inputs.conv1d_weight, inputs.conv1d_bias, inputs.seq_idx
-    launch_convolution(sizes.conv1d, xBC, weight, bias, seq_idx, None, silu, channels_first(out, sizes), None)
+    launch_convolution(sizes.conv1d, conv_inputs(xBC, inputs), silu, channels_first(out, sizes), None)
     return out
 
 

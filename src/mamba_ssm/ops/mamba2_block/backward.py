@@ -13,13 +13,14 @@ from mamba_ssm._native.launch import View
 from mamba_ssm._torch import define, returns, signature, unpack
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import empty_like
-from mamba_ssm.ops.causal_conv1d.forward import launch_backward as launch_convolution_backward
+from mamba_ssm.ops.causal_conv1d.backward import launch_backward as launch_convolution_backward
 from mamba_ssm.ops.mamba2_block.arguments import (
     Inputs,
     Kept,
     Options,
     channels_first,
     check,
+    conv_inputs,
     convolve,
     cut,
     cut_xBC,
@@ -134,9 +135,9 @@ def _backward(dout, dfinal_states, *arguments):
     dy_heads, dfinal_states = heads(dy, sizes), checks.contiguous(dfinal_states)
     launch_scan_backward(sizes.scan, dy_heads, dfinal_states, scan, options.scan, scan_grads, options.A_is_log)
     del dy, conv_out  # held until here: the kernels have them now
-    conv_inputs = parts.xBC, inputs.conv1d_weight, inputs.conv1d_bias, inputs.seq_idx, None
+    dconv_out_first, conv = channels_first(dconv_out, sizes), conv_inputs(parts.xBC, inputs)
     dconv1d_weight, dconv1d_bias = launch_convolution_backward(
-        sizes.conv1d, channels_first(dconv_out, sizes), None, *conv_inputs, options.silu, dparts.xBC, None
+        sizes.conv1d, dconv_out_first, None, conv, options.silu, dparts.xBC, None
     )
     del dconv_out  # as above
     return grads._replace(dconv1d_weight=dconv1d_weight, dconv1d_bias=dconv1d_bias)

@@ -25,7 +25,7 @@ from mamba_ssm._torch import (
     wants_one_node,
 )
 from mamba_ssm.ops._shared import checks
-from mamba_ssm.ops.causal_conv1d.arguments import wants_silu
+from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.mamba2_block.arguments import (
     NAME,
     Inputs,

@@ -10,6 +10,8 @@ import torch
 
 from mamba_ssm._native.launch import View
 from mamba_ssm.ops._shared import checks
+from mamba_ssm.ops.causal_conv1d.arguments import Inputs as ConvInputs
+from mamba_ssm.ops.causal_conv1d.arguments import Sizes as ConvSizes
 from mamba_ssm.ops.causal_conv1d.arguments import check_width
 from mamba_ssm.ops.causal_conv1d.forward import launch_forward as launch_convolution
 from mamba_ssm.ops.mamba_block.projections import from_columns, rms_norm_channels, to_channel_major, to_columns
@@ -96,7 +98,7 @@ class Sizes(typing.NamedTuple):
     @property
     def conv1d(self):
         """As the convolution's launchers take them."""
-        return self.batch, self.dim, self.seqlen, self.width
+        return ConvSizes(self.batch, self.dim, self.seqlen, self.width)
 
     @property
     def scan(self):
@@ -120,7 +122,7 @@ def check(inputs):
     checks.check_dims(NAME, "conv1d_weight", conv1d_weight, 3, "(D, 1, W)")
     width = conv1d_weight.shape[2]
     checks.check_float(NAME, "conv1d_weight", conv1d_weight, (dim, 1, width), xz, "xz", "(D, 1, W)")
-    check_width(NAME, width, "conv1d_weight")
+    check_width(NAME, width, "conv1d_")
     if conv1d_bias is not None:
         checks.check_float(NAME, "conv1d_bias", conv1d_bias, (dim,), xz, "xz", "(D,)")
     checks.check_dims(NAME, "delta_proj_weight", delta_proj_weight, 2, "(D, R)")
@@ -188,12 +190,16 @@ def channel_major(xz, sizes):
     return xz if xz.stride() == (sizes.seqlen, sizes.columns, 1) else to_channel_major(xz)
 
 
+def conv_inputs(xz, inputs, sizes):
+    """As the convolution's launchers take them. xz, in memory (2D, B, L), must outlive them: x is a View of it."""
+    weight, bias = inputs.conv1d_weight.contiguous(), checks.contiguous(inputs.conv1d_bias)
+    return ConvInputs(channels(xz, sizes), weight, bias, seq_idx=None, initial_states=None)
+
+
 def convolve(xz, inputs, sizes):
     """The convolution's output as a matrix (D, B*L); xz: in memory (2D, B, L)."""
-    weight, bias = inputs.conv1d_weight.contiguous(), checks.contiguous(inputs.conv1d_bias)
     out = xz.new_empty((sizes.dim, sizes.columns))
-    x = channels(xz, sizes)
-    launch_convolution(sizes.conv1d, x, weight, bias, None, None, True, channels(out, sizes), None)
+    launch_convolution(sizes.conv1d, conv_inputs(xz, inputs, sizes), True, channels(out, sizes), None)
     return out
 
 

@@ -11,7 +11,7 @@ import torch
 from mamba_ssm._torch import define, returns, signature, unpack
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import empty_like
-from mamba_ssm.ops.causal_conv1d.forward import launch_backward as launch_convolution_backward
+from mamba_ssm.ops.causal_conv1d.backward import launch_backward as launch_convolution_backward
 from mamba_ssm.ops.mamba_block.arguments import (
     Inputs,
     Kept,
@@ -19,6 +19,7 @@ from mamba_ssm.ops.mamba_block.arguments import (
     channel_major,
     channels,
     check,
+    conv_inputs,
     convolve,
     delta_of,
     matrix_of,
@@ -136,10 +137,8 @@ def _backward(dout, *arguments):
     dx_proj_weight = torch.mm(dx_dbl, conv_out.t())
     del conv_out
     du.addmm_(inputs.x_proj_weight.t(), dx_dbl)  # du is the convolution's whole gradient from here on
-    conv1d = inputs.conv1d_weight.contiguous(), checks.contiguous(inputs.conv1d_bias)
-    x = channels(xz, sizes)
     dconv1d_weight, dconv1d_bias = launch_convolution_backward(
-        sizes.conv1d, channels(du, sizes), None, x, *conv1d, None, None, True, y, None
+        sizes.conv1d, channels(du, sizes), None, conv_inputs(xz, inputs, sizes), True, y, None
     )
     return Gradients(
         dxz=from_columns(dxz, batch, seqlen),

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from mamba_ssm.ops._shared.reference import working_dtype
-from mamba_ssm.ops.causal_conv1d.reference import causal_conv1d_ref
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_ref
 from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
 
 

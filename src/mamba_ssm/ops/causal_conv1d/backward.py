@@ -1,0 +1,99 @@
+"""The backward operator of the causal convolution: gradients of x, weight, bias and initial_states."""
+
+import typing
+
+import torch
+
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import place, pointer, run
+from mamba_ssm._torch import define, make, returns, signature
+from mamba_ssm.ops._shared import checks
+from mamba_ssm.ops._shared.gradients import add_parts, empty_like, empty_parts
+from mamba_ssm.ops.causal_conv1d.arguments import Inputs, check, fill, kernel_layout, unit_stride
+
+_NAME = "causal_conv1d_backward"
+
+
+class Gradients(typing.NamedTuple):
+    """The operator's results, None for those of absent inputs."""
+
+    dx: torch.Tensor
+    dweight: torch.Tensor
+    dbias: torch.Tensor | None
+    dinitial_states: torch.Tensor | None
+
+
+def _check(dout, dfinal_states, inputs):
+    sizes, x = check(inputs), inputs.x
+    checks.check_same(_NAME, "dout", dout, x.shape, x, "x", "(B, D, L)")
+    if dfinal_states is not None:
+        checks.check_same(_NAME, "dfinal_states", dfinal_states, sizes.states, x, "x", "(B, D, W-1)")
+    return sizes
+
+
+def _allocate(sizes, inputs, need_dinitial_states):
+    """The operator's outputs, without values."""
+    x, bias = inputs.x, inputs.bias
+    return Gradients(
+        unit_stride(torch.empty_like(unit_stride(x))),
+        empty_like(inputs.weight),
+        None if bias is None else empty_like(bias),
+        x.new_empty(sizes.states) if need_dinitial_states else None,
+    )
+
+
+def _backward(dout, dfinal_states, *arguments):
+    *tensors, silu, need_dinitial_states = arguments
+    inputs = make(Inputs, tensors)
+    sizes = _check(dout, dfinal_states, inputs)
+    if dout.numel() == 0:
+        grads = _allocate(sizes, inputs, need_dinitial_states)
+        for grad in grads:
+            if grad is not None:
+                grad.zero_()
+        if need_dinitial_states and dfinal_states is not None:
+            grads.dinitial_states.copy_(dfinal_states)
+        return grads
+    inputs, dout, dfinal_states = kernel_layout(inputs), unit_stride(dout), checks.contiguous(dfinal_states)
+    dx = unit_stride(torch.empty_like(inputs.x))
+    dinitial_states = dx.new_empty(sizes.states) if need_dinitial_states else None
+    dweight, dbias = launch_backward(sizes, dout, dfinal_states, inputs, silu, dx, dinitial_states)
+    return Gradients(dx, dweight, dbias, dinitial_states)
+
+
+def _backward_fake(dout, dfinal_states, *arguments):
+    *tensors, _, need_dinitial_states = arguments
+    inputs = Inputs(*tensors)
+    return _allocate(_check(dout, dfinal_states, inputs), inputs, need_dinitial_states)
+
+
+def launch_backward(sizes, dout, dfinal_states, inputs, silu, dx, dinitial_states):
+    """Runs the kernels, which write dx and dinitial_states (None: not wanted); returns dweight and dbias.
+
+    inputs: in kernel layout. dout, x and dx may be Views (B, D, L), length or channels with stride 1.
+    """
+    weight, bias = inputs.weight, inputs.bias
+    params = abi.MambaCausalConv1dBackward()
+    functions = place(params, weight)
+    fill(params, sizes, inputs, silu)
+    params.slots = slots = functions["causal_conv1d_backward_slots"](params.forward)
+    dweight = empty_parts(weight, slots, weight.dtype)
+    dbias = None if bias is None else empty_parts(bias, slots, bias.dtype)
+    params.dout = dout.data_ptr()
+    params.dout_batch_stride, params.dout_dim_stride, params.dout_len_stride = dout.stride()
+    params.dx = dx.data_ptr()
+    params.dx_batch_stride, params.dx_dim_stride, params.dx_len_stride = dx.stride()
+    params.dfinal_states = pointer(dfinal_states)
+    params.dinitial_states = pointer(dinitial_states)
+    params.dweight = dweight.data_ptr()
+    params.dbias = pointer(dbias)
+    run(functions, "causal_conv1d_backward", params)
+    return add_parts(dweight, weight), add_parts(dbias, bias)
+
+
+causal_conv1d_backward_op = define(
+    f"causal_conv1d_backward(Tensor dout, Tensor? dfinal_states, {signature(Inputs)}, bool silu, "
+    f"bool need_dinitial_states) -> {returns(Gradients)}",
+    _backward,
+    _backward_fake,
+)
