@@ -25,7 +25,7 @@ NAMED = {
 HOPPER = 90
 SPELLINGS = (
     "8.6, 86, 8.6+PTX, 86-real, 86-virtual, 90a, 12.0, 120, native, all, all-major, "
-    "Turing, Ampere, Ada, Hopper, Blackwell, parted by ';', ',' or spaces"
+    "Turing, Ampere, Ada, Hopper, Blackwell, separated by ';', ',' or spaces"
 )
 ONE = re.compile(r"(?:(\d{1,2})\.(\d)|(\d{2,3}))([af]?)(\+ptx|-real|-virtual)?")
 

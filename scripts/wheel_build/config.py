@@ -118,7 +118,7 @@ def parse_local_version(switch: str, value: str) -> str:
         raise SwitchError(
             switch,
             value,
-            "a PEP 440 local label: letters and digits in segments parted by '.', '-' or '_', such as cu130.mine",
+            "a PEP 440 local label: letters and digits in segments separated by '.', '-' or '_', such as cu130.mine",
         )
     segments = re.split(r"[-_.]", word.lower())
     return ".".join(str(int(segment)) if segment.isdigit() else segment for segment in segments)

@@ -127,7 +127,7 @@ __device__ __forceinline__ void stage_input(float* x_tile, const float* dt_tile,
 }
 
 // The gradients of u, delta and z, and out again where it is asked for. The inputs were read again for this: they are in the
-// cache, and registers are dear while the states run.
+// cache, and registers are scarce while the states run.
 template <typename T, class Layout, class Shared>
 __device__ __forceinline__ void store_gradients(const MambaSelectiveScanBackward& q, const Shared& shared,
                                                 const BackwardInputs<T, Layout>& in, const BackwardRows<T, Layout>& rows,

@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 fetch_tile(next_step);
             }
             if (!kAhead && slice == 0 && next_step < block.end) {
-                // What comes next is asked for into the L2 cache only: registers are dear.
+                // What comes next is asked for into the L2 cache only: registers are scarce.
 #pragma unroll
                 for (int pass = 0; pass < Layout::kPasses; ++pass) {
                     if (row_exists[pass] && next_step + element_step < block.end) {
