@@ -50,7 +50,7 @@ struct DeviceLimits {
 
 // An op's table of launchers for a dtype that passed the checks. Its of<T>() is compiled in one file a dtype.
 template <class Launchers>
-Launchers launchers_of(int32_t dtype) {
+Launchers launchers_of([[maybe_unused]] int32_t dtype) {
 #ifndef MAMBA_DISABLE_HALF
     if (dtype == MAMBA_FLOAT16) {
         return Launchers::template of<__half>();

@@ -1,0 +1,56 @@
+// SwiGLU on the CPU, both directions.
+#pragma once
+
+#include "norm/cpu/row.h"
+
+namespace mamba {
+namespace MAMBA_ISA {
+
+template <typename T>
+void swiglu_rows(const MambaSwiglu& p, bool backward, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+        const T* x_row = row_at<const T>(p.xy, row, p.xy_row_stride, 0);
+        const T* dout = backward ? row_at<const T>(p.dout, row, p.dout_row_stride, 0) : nullptr;
+        T* dxy = backward ? row_at<T>(p.dxy, row, p.dxy_row_stride, 0) : nullptr;
+        T* out = row_at<T>(p.out, row, p.out_row_stride, 0);
+        for (int64_t i = 0; i < p.width; i += kLanes) {
+            const Vec x = load_row(x_row, i, p.width), y = load_row(x_row + p.width, i, p.width);
+            Vec slope = zero();
+            const Vec gate = backward ? silu(x, slope) : silu(x);
+            if (out != nullptr) {
+                store_row(out, i, p.width, gate * y);
+            }
+            if (backward) {
+                const Vec gradient = load_row(dout, i, p.width);
+                store_row(dxy, i, p.width, gradient * y * slope);
+                store_row(dxy + p.width, i, p.width, gradient * gate);
+            }
+        }
+    }
+}
+
+inline void swiglu(const MambaSwiglu& p, bool backward, int64_t begin, int64_t end) {
+    if (p.dtype == MAMBA_FLOAT32) {
+        swiglu_rows<float>(p, backward, begin, end);
+    }
+#ifndef MAMBA_DISABLE_HALF
+    if (p.dtype == MAMBA_FLOAT16) {
+        swiglu_rows<Half>(p, backward, begin, end);
+    }
+#endif
+#ifndef MAMBA_DISABLE_BF16
+    if (p.dtype == MAMBA_BFLOAT16) {
+        swiglu_rows<Bfloat16>(p, backward, begin, end);
+    }
+#endif
+}
+
+inline void swiglu_forward(const MambaSwiglu& p, int64_t begin, int64_t end) {
+    swiglu(p, false, begin, end);
+}
+inline void swiglu_backward(const MambaSwiglu& p, int64_t begin, int64_t end) {
+    swiglu(p, true, begin, end);
+}
+
+}  // namespace MAMBA_ISA
+}  // namespace mamba
