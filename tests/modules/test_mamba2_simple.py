@@ -99,3 +99,9 @@ def test_sizes_that_cannot_work():
         Mamba2Simple(24)
     with pytest.raises(ValueError, match="activation must be None, 'silu' or 'swish', got 'relu'"):
         small(activation="relu")
+    with pytest.raises(ValueError, match="Mamba2Simple: conv_init must be a number of at least 0, got -1"):
+        small(conv_init=-1)
+    with pytest.raises(
+        ValueError, match=r"Mamba2Simple: A_init_range must be two positive numbers in order, got \(2, 1\)"
+    ):
+        small(A_init_range=(2, 1))

@@ -2,11 +2,19 @@
 
 import math
 import numbers
+import typing
 
 import torch
 import torch.nn as nn
 
 from mamba_ssm.ops._shared import checks
+
+
+class InferenceCache(typing.Protocol):
+    """What inference_params must have; mamba_ssm.utils.generation.InferenceParams does."""
+
+    key_value_memory_dict: dict[int, tuple[torch.Tensor, ...]]  # of each layer_idx
+    seqlen_offset: int  # tokens that went in before
 
 
 class StatefulBlock(nn.Module):

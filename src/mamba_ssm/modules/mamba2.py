@@ -5,22 +5,22 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from mamba_ssm.modules._arguments import check_flags, check_integer, check_number, inner_width
+from mamba_ssm.modules._arguments import check_flags, inner_width
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
-from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias
-from mamba_ssm.modules._submodules import convolve, convolve_step
+from mamba_ssm.modules._mamba2 import Mamba2Base
+from mamba_ssm.modules._state import InferenceCache, StatefulBlock
+from mamba_ssm.modules._submodules import convolve_step
 from mamba_ssm.ops.causal_conv1d import wants_silu
-from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block, mamba_split_conv1d_scan_combined
+from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block
 from mamba_ssm.ops.norm.gated import RMSNorm
-from mamba_ssm.ops.ssd import check_options, mamba_chunk_scan_combined
+from mamba_ssm.ops.ssd import check_options
 from mamba_ssm.ops.state_update import selective_state_update
 
 
-class Mamba2(StatefulBlock):
+class Mamba2(Mamba2Base, StatefulBlock):
     """Mamba-2 block: (B, L, d_model) -> (B, L, d_model).
 
     Args:
@@ -44,32 +44,32 @@ class Mamba2(StatefulBlock):
 
     def __init__(
         self,
-        d_model,
-        d_state=128,
-        d_conv=4,
-        conv_init=None,
-        expand=2,
-        headdim=64,
-        d_ssm=None,
-        ngroups=1,
-        A_init_range=(1, 16),
-        D_has_hdim=False,
-        rmsnorm=True,
-        norm_before_gate=False,
-        dt_min=0.001,
-        dt_max=0.1,
-        dt_init_floor=1e-4,
-        dt_limit=(0.0, float("inf")),
-        bias=False,
-        conv_bias=True,
-        chunk_size=256,
-        use_mem_eff_path=True,
-        layer_idx=None,
-        process_group=None,
-        sequence_parallel=True,
-        device=None,
-        dtype=None,
-    ):
+        d_model: int,
+        d_state: int = 128,
+        d_conv: int = 4,
+        conv_init: float | None = None,
+        expand: float = 2,
+        headdim: int = 64,
+        d_ssm: int | None = None,
+        ngroups: int = 1,
+        A_init_range: tuple[float, float] = (1, 16),
+        D_has_hdim: bool = False,
+        rmsnorm: bool = True,
+        norm_before_gate: bool = False,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        bias: bool = False,
+        conv_bias: bool = True,
+        chunk_size: int = 256,
+        use_mem_eff_path: bool = True,
+        layer_idx: int | None = None,
+        process_group: "dist.ProcessGroup | None" = None,
+        sequence_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         self.d_model = d_model
@@ -82,7 +82,7 @@ class Mamba2(StatefulBlock):
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
         self.local_rank = 0 if process_group is None else dist.get_rank(process_group)
         d_inner = inner_width("Mamba2", expand, d_model)
-        check_sizes("Mamba2", d_state, d_conv, headdim, d_inner if d_ssm is None else d_ssm, ngroups, chunk_size)
+        self._check_sizes(d_state, d_conv, headdim, d_inner if d_ssm is None else d_ssm, ngroups, chunk_size)
         check_flags("Mamba2", D_has_hdim=D_has_hdim, rmsnorm=rmsnorm, norm_before_gate=norm_before_gate)
         check_flags(
             "Mamba2",
@@ -121,10 +121,9 @@ class Mamba2(StatefulBlock):
         else:
             parallel = {"process_group": process_group, "sequence_parallel": sequence_parallel, "bias": bias, **factory}
             self.in_proj = ColumnParallelLinear(d_model, d_in_proj * self.world_size, **parallel)
-        conv_dim = self.d_ssm + 2 * self.ngroups * d_state
-        self.conv1d = make_conv1d(conv_dim, d_conv, conv_bias, conv_init, factory)
+        self.conv1d = self._make_conv1d(conv_bias, conv_init, factory)
         self.act = nn.SiLU()
-        init_heads(self, self.nheads, A_init_range, dt_min, dt_max, dt_init_floor, factory)
+        self._make_heads(A_init_range, (dt_min, dt_max, dt_init_floor), factory)
         D = torch.ones(self.d_ssm if D_has_hdim else self.nheads, device=device, dtype=torch.float32)
         self.D = nn.Parameter(D)
         self.D._no_weight_decay = True
@@ -138,7 +137,14 @@ class Mamba2(StatefulBlock):
         else:
             self.out_proj = RowParallelLinear(self.d_inner * self.world_size, d_model, **parallel)
 
-    def forward(self, u, seqlen=None, seq_idx=None, cu_seqlens=None, inference_params=None):
+    def forward(
+        self,
+        u: torch.Tensor,
+        seqlen: int | None = None,
+        seq_idx: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        inference_params: InferenceCache | None = None,
+    ) -> torch.Tensor:
         """u (B, L, d_model), or (B * L, d_model) with seqlen = L -> the same shape.
 
         With process_group and sequence_parallel, u and the result are this rank's part of the first dimension.
@@ -165,82 +171,38 @@ class Mamba2(StatefulBlock):
             out = self.step(u, *self._get_states_from_cache(inference_params, rows))[0]
             return out if seqlen is None else out.flatten(0, 1)
 
-        fused = self.use_mem_eff_path and inference_params is None and self._is_plain()
-        if fused and self.process_group is None:
-            in_proj, out_proj = self.in_proj, self.out_proj
-            if is_plain(in_proj, nn.Linear) and is_plain(out_proj, nn.Linear):
-                out = self._block(u if seqlen is None else u.unflatten(0, (-1, seqlen)), seq_idx, cu_seqlens)
-                return out if seqlen is None else out.flatten(0, 1)
+        fuse = inference_params is None and self._may_fuse()
+        local = fuse and self.process_group is None
+        if local and is_plain(self.in_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear):
+            out = self._as_one_node(u if seqlen is None else u.unflatten(0, (-1, seqlen)), seq_idx, cu_seqlens)
+            return out if seqlen is None else out.flatten(0, 1)
 
         zxbcdt = self.in_proj(u)
         if seqlen is not None:
             zxbcdt = zxbcdt.unflatten(0, (-1, seqlen))
         if cu_seqlens is not None:
             cu_seqlens, seq_idx = self._packed(cu_seqlens, zxbcdt)
-        if fused:
-            project = is_plain(self.out_proj, nn.Linear if self.process_group is None else RowParallelLinear)
-            out = mamba_split_conv1d_scan_combined(
-                zxbcdt,
-                self.conv1d.weight.squeeze(1),
-                self.conv1d.bias,
-                self.dt_bias,
-                -torch.exp(self.A_log.float()),
-                self._D(),
-                self.chunk_size,
-                seq_idx=seq_idx,
-                dt_limit=self.dt_limit,
-                activation=self.activation,
-                rmsnorm_weight=self.norm.weight if self.rmsnorm else None,
-                rmsnorm_eps=self.norm.eps if self.rmsnorm else 1e-6,
-                outproj_weight=self.out_proj.weight if project else None,
-                outproj_bias=self.out_proj.bias if project else None,
-                headdim=self.headdim,
-                ngroups=self.ngroups,
-                norm_before_gate=self.norm_before_gate,
-            )
-            if seqlen is not None:
-                out = out.flatten(0, 1)
-            if not project:
-                return self.out_proj(out)
-            if self.process_group is not None:
-                out = (reduce_scatter if self.sequence_parallel else all_reduce)(out, self.process_group)
-            return out
-
-        z0, x0, z, xBC, dt = self._split(zxbcdt)
-        conv_state = ssm_state = None
-        if inference_params is not None:
-            rows = zxbcdt.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            conv_state, ssm_state = self._get_states_from_cache(inference_params, rows)
-        xBC = xBC.transpose(1, 2)
-        xBC = convolve(self.conv1d, xBC, self.activation, seq_idx, conv_state, continues, cu_seqlens).transpose(1, 2)
-        x, B, C = self._split_xBC(xBC)
-        y = mamba_chunk_scan_combined(
-            x,
-            dt,
-            -torch.exp(self.A_log.float()),
-            B,
-            C,
-            chunk_size=self.chunk_size,
-            D=self._D(),
-            z=None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim)),
-            dt_bias=self.dt_bias,
-            initial_states=ssm_state.clone() if continues else None,
-            dt_softplus=True,
-            dt_limit=self.dt_limit,
-            seq_idx=seq_idx,
-            cu_seqlens=cu_seqlens,
-            return_final_states=ssm_state is not None and cu_seqlens is None,
-            return_varlen_states=ssm_state is not None and cu_seqlens is not None,
-        )
-        if ssm_state is not None:
-            y, state = y
-            with torch.no_grad():
-                ssm_state.copy_(state)
-        y = self._gate(y.flatten(2), z, z0, x0)
-        return self.out_proj(y if seqlen is None else y.flatten(0, 1))
+        project = fuse and is_plain(self.out_proj, nn.Linear if self.process_group is None else RowParallelLinear)
+        if fuse:
+            y = self._fused(zxbcdt, seq_idx, project)
+        else:
+            states = None
+            if inference_params is not None:
+                rows = zxbcdt.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+                states = self._get_states_from_cache(inference_params, rows)
+            y = self._unfused(zxbcdt, seq_idx, cu_seqlens=cu_seqlens, states=states, continues=continues)
+        if seqlen is not None:
+            y = y.flatten(0, 1)
+        if not project:
+            return self.out_proj(y)
+        if self.process_group is None:
+            return y
+        return (reduce_scatter if self.sequence_parallel else all_reduce)(y, self.process_group)
 
     @torch.no_grad()
-    def step(self, hidden_states, conv_state, ssm_state):
+    def step(
+        self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One token: hidden_states (B, 1, d_model) -> (out, conv_state, ssm_state), the states updated in place.
 
         conv_state (B, channels, d_conv), ssm_state (B, H, headdim, d_state). No gradient is recorded.
@@ -253,7 +215,6 @@ class Mamba2(StatefulBlock):
         xBC = convolve_step(self.conv1d, xBC, conv_state, self.activation)
         x, B, C = self._split_xBC(xBC)
         heads = (self.nheads, self.headdim)
-        A = -torch.exp(self.A_log.float())
         dt_bias = self.dt_bias[:, None].expand(heads)
         limited = self.dt_limit != (0.0, float("inf"))  # the step's kernel does not clamp
         if limited:
@@ -262,27 +223,23 @@ class Mamba2(StatefulBlock):
             ssm_state,
             x,
             dt[:, :, None].expand(x.shape),
-            A[:, None, None].expand(*heads, self.d_state),
+            self._A()[:, None, None].expand(*heads, self.d_state),
             B,
             C,
-            self.D.view(heads) if self.D_has_hdim else self.D[:, None].expand(heads),
+            self._D() if self.D_has_hdim else self.D[:, None].expand(heads),
             z=None if self.rmsnorm else z.unflatten(-1, heads),
             dt_bias=dt_bias,
             dt_softplus=not limited,
         )
-        y = self._gate(y.flatten(1), z, z0, x0)
+        y = self._norm_and_mlp(y.flatten(1), z, z0, x0)
         return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
 
-    def _block(self, u, seq_idx, cu_seqlens):
-        """All of it in one autograd node, from parameters of projections that are nothing more than that."""
+    def _as_one_node(self, u, seq_idx, cu_seqlens):
+        """The whole block in one autograd node, from parameters of projections that are nothing more than that."""
         if cu_seqlens is not None:
             _, seq_idx = self._packed(cu_seqlens, u)
-        norm_weight, eps = None, 1e-6
-        if self.rmsnorm:
-            norm = self.norm
-            norm_weight, eps = norm.weight, norm.eps
+        norm_weight, norm_eps = self._norm_weight_and_eps()
         dt_min, dt_max = self.dt_limit
-        silu = wants_silu("Mamba2", self.activation)
         inputs = BlockInputs(
             u,
             *weight_and_bias(self.in_proj),
@@ -295,37 +252,16 @@ class Mamba2(StatefulBlock):
             norm_weight,
         )
         options = Options(
-            self.headdim, self.ngroups, float(dt_min), float(dt_max), silu, eps, self.norm_before_gate, A_is_log=True
+            self.headdim,
+            self.ngroups,
+            float(dt_min),
+            float(dt_max),
+            wants_silu("Mamba2", self.activation),
+            norm_eps,
+            self.norm_before_gate,
+            A_is_log=True,
         )
         return mamba2_block(inputs, options)
-
-    def _is_plain(self):
-        """Whether all that the fused operator computes before out_proj is in the parameters it takes."""
-        return is_plain(self.conv1d, nn.Conv1d) and (not self.rmsnorm or is_plain(self.norm, RMSNorm))
-
-    def _split(self, zxbcdt):
-        """in_proj's output -> MLP gate and MLP (None where d_ssm is d_inner), z, xBC, dt."""
-        d_mlp = self.d_inner - self.d_ssm
-        sizes = [self.d_ssm, self.d_ssm + 2 * self.ngroups * self.d_state, self.nheads]
-        if d_mlp == 0:
-            return None, None, *zxbcdt.split(sizes, dim=-1)
-        return zxbcdt.split([d_mlp, d_mlp, *sizes], dim=-1)
-
-    def _split_xBC(self, xBC):
-        """x (..., H, P), B and C (..., G, N) of the convolution's output."""
-        size = self.ngroups * self.d_state
-        x, B, C = xBC.split([self.d_ssm, size, size], dim=-1)
-        groups = (self.ngroups, self.d_state)
-        return x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
-
-    def _gate(self, y, z, z0, x0):
-        """The norm with its gate, and the gated MLP beside it. Without the norm the scan has gated y."""
-        if self.rmsnorm:
-            y = self.norm(y, z)
-        return y if z0 is None else torch.cat([F.silu(z0) * x0, y], dim=-1)
-
-    def _D(self):
-        return self.D.view(self.nheads, self.headdim) if self.D_has_hdim else self.D
 
     def _packed(self, cu_seqlens, zxbcdt):
         """cu_seqlens as int32, and the seq_idx that it stands for."""
@@ -334,7 +270,9 @@ class Mamba2(StatefulBlock):
         seq_idx = torch.bucketize(positions, cu_seqlens[1:], right=True, out_int32=True)
         return cu_seqlens.to(torch.int32), seq_idx[None]
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Zero states (conv_state, ssm_state) of a batch, of dtype or of conv1d's."""
         # projections may be quantised, and a submodule's parameters elsewhere (offloading) until it is called
         factory = {"device": self.A_log.device, "dtype": self.conv1d.weight.dtype if dtype is None else dtype}
@@ -343,49 +281,3 @@ class Mamba2(StatefulBlock):
 
     def _ssm_state_shape(self):
         return self.nheads, self.headdim, self.d_state
-
-
-# ---- shared with Mamba2Simple ----------------------------------------------------------------------------------------
-
-
-def check_sizes(name, d_state, d_conv, headdim, d_ssm, ngroups, chunk_size):
-    """Raises on sizes that the kernels do not take."""
-    check_integer(name, "d_state", d_state, most=abi.MAX_DSTATE)
-    check_integer(name, "d_conv", d_conv, least=2, most=4)
-    check_integer(name, "headdim", headdim, most=abi.MAX_HEADDIM)
-    check_integer(name, "d_ssm", d_ssm)
-    check_integer(name, "ngroups", ngroups)
-    check_integer(name, "chunk_size", chunk_size)
-    if d_ssm % headdim:
-        raise ValueError(
-            f"{name}: the channels of the scan (d_ssm, or expand * d_model) must be a multiple of headdim ({headdim}), "
-            f"got {d_ssm}"
-        )
-    if (d_ssm // headdim) % ngroups:
-        raise ValueError(f"{name}: ngroups must divide the {d_ssm // headdim} heads, got {ngroups}")
-
-
-def make_conv1d(channels, d_conv, bias, conv_init, factory):
-    """The depthwise convolution, which holds the parameters; the kernels compute it."""
-    conv = nn.Conv1d(channels, channels, kernel_size=d_conv, groups=channels, padding=d_conv - 1, bias=bias, **factory)
-    if conv_init is not None:
-        check_number("Mamba2", "conv_init", conv_init, least=0)
-        nn.init.uniform_(conv.weight, -conv_init, conv_init)
-    return conv
-
-
-def init_heads(module, nheads, A_init_range, dt_min, dt_max, dt_init_floor, factory):
-    """Parameters dt_bias and A_log: softplus(dt_bias) starts log-uniform in [dt_min, dt_max], -A uniform."""
-    try:
-        low, high = map(float, A_init_range)
-    except (TypeError, ValueError):
-        low = high = float("nan")
-    if not 0 < low <= high:
-        raise ValueError(f"A_init_range must be two positive numbers in order, got {A_init_range!r}")
-    dt_bias = initial_dt_bias(nheads, dt_min, dt_max, dt_init_floor, factory["device"])
-    module.dt_bias = nn.Parameter(dt_bias.to(factory["dtype"] or torch.get_default_dtype()))
-    module.dt_bias._no_weight_decay = True
-    module.dt_bias._no_reinit = True
-    A = torch.empty(nheads, device=factory["device"], dtype=torch.float32).uniform_(low, high)
-    module.A_log = nn.Parameter(torch.log(A).to(dtype=factory["dtype"]))  # None: float32, as upstream's
-    module.A_log._no_weight_decay = True

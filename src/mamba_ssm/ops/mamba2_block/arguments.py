@@ -10,6 +10,7 @@ import typing
 import torch
 
 from mamba_ssm._native.launch import View
+from mamba_ssm._torch import make
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.causal_conv1d.arguments import Inputs as ConvInputs
 from mamba_ssm.ops.causal_conv1d.arguments import Sizes as ConvSizes
@@ -17,8 +18,6 @@ from mamba_ssm.ops.causal_conv1d.arguments import check_weight
 from mamba_ssm.ops.causal_conv1d.forward import launch_forward as launch_convolution
 from mamba_ssm.ops.norm.arguments import in_rows
 from mamba_ssm.ops.ssd.arguments import Inputs as ScanInputs
-from mamba_ssm.ops.ssd.arguments import Options as ScanOptions
-from mamba_ssm.ops.ssd.arguments import Sizes as ScanSizes
 from mamba_ssm.ops.ssd.arguments import check_head, check_parameters
 
 NAME = "mamba_split_conv1d_scan_combined"  # what errors call the operators
@@ -50,10 +49,7 @@ class Options(typing.NamedTuple):
     norm_before_gate: bool
     A_is_log: bool  # A is a layer's A_log = log(-A); it and dt_bias may be float16 or bfloat16 too; dA is A_log's
 
-    @property
-    def scan(self):
-        """As the scan's launchers take them."""
-        return ScanOptions(True, self.dt_min, self.dt_max)
+    dt_softplus = True  # always: the scan's launchers take these options for theirs
 
 
 class Kept(typing.NamedTuple):
@@ -64,6 +60,8 @@ class Kept(typing.NamedTuple):
 
 
 class Sizes(typing.NamedTuple):
+    """The scan's launchers take these sizes for theirs."""
+
     batch: int
     seqlen: int
     d_mlp: int
@@ -84,11 +82,6 @@ class Sizes(typing.NamedTuple):
     def states(self):
         """Shape of the scan's states before or after a step."""
         return self.batch, self.nheads, self.headdim, self.dstate
-
-    @property
-    def scan(self):
-        """As the scan's launchers take them."""
-        return ScanSizes(self.batch, self.seqlen, self.nheads, self.headdim, self.ngroups, self.dstate)
 
     @property
     def conv1d(self):
@@ -123,9 +116,9 @@ def check(inputs, options):
             f"got {columns}"
         )
     width = check_weight(NAME, zxbcdt, channels, conv1d_weight, inputs.conv1d_bias, "zxbcdt", "conv1d_")
-    sizes = Sizes(batch, seqlen, d_mlp, nheads, headdim, ngroups, dstate, dim, channels, width)
+    sizes = make(Sizes, (batch, seqlen, d_mlp, nheads, headdim, ngroups, dstate, dim, channels, width))
     check_head(NAME, headdim, dstate)
-    check_parameters(NAME, sizes, zxbcdt, "zxbcdt", inputs, options, options.A_is_log)
+    check_parameters(NAME, sizes, zxbcdt, "zxbcdt", inputs, options)
     if inputs.rmsnorm_weight is not None:
         checks.check_float(NAME, "rmsnorm_weight", inputs.rmsnorm_weight, (dim,), zxbcdt, "zxbcdt", "(H P,)")
     return sizes
@@ -133,6 +126,8 @@ def check(inputs, options):
 
 def kernel_layout(inputs):
     """The inputs as the kernels take them, and the stride of zxbcdt's rows; parameters and states contiguous."""
+    if checks.all_contiguous(inputs):
+        return inputs, inputs.zxbcdt.shape[2]
     zxbcdt, *others = inputs
     zxbcdt, row_stride = in_rows(zxbcdt)
     return Inputs(zxbcdt, *map(checks.contiguous, others)), row_stride
@@ -141,23 +136,13 @@ def kernel_layout(inputs):
 # ---- parts of tensors ------------------------------------------------------------------------------------------------
 
 
-class Parts(typing.NamedTuple):
-    """Views of zxbcdt, or of its gradient."""
-
-    z: View  # (B, L, H, P)
-    xBC: View  # (B, H P + 2 G N, L)
-    dt: View  # (B, L, H)
-
-
 def cut(zxbcdt, row_stride, sizes):
-    """zxbcdt, or its gradient, without the gated MLP's columns."""
+    """z (B, L, H, P), xBC (B, H P + 2 G N, L) and dt (B, L, H) of zxbcdt, or of its gradient."""
     batch_stride = sizes.seqlen * row_stride
     start = 2 * sizes.d_mlp
-    return Parts(
-        View(zxbcdt, start, batch_stride, row_stride, sizes.headdim, 1),
-        View(zxbcdt, start + sizes.dim, batch_stride, 1, row_stride),
-        View(zxbcdt, start + sizes.dim + sizes.channels, batch_stride, row_stride, 1),
-    )
+    z = View(zxbcdt, start, batch_stride, row_stride, sizes.headdim, 1)
+    xBC = View(zxbcdt, start + sizes.dim, batch_stride, 1, row_stride)
+    return z, xBC, View(zxbcdt, start + sizes.dim + sizes.channels, batch_stride, row_stride, 1)
 
 
 def cut_xBC(xBC, sizes):
@@ -205,4 +190,4 @@ def scan_inputs(conv_out, dt, z, inputs, sizes):
     """As the scan's launchers take them. conv_out must outlive them: x, B and C are Views of it."""
     x, B, C = cut_xBC(conv_out, sizes)
     A, D, dt_bias = inputs.A, inputs.D, inputs.dt_bias
-    return ScanInputs(x, dt, A, B, C, D, z, dt_bias, inputs.initial_states, inputs.seq_idx)
+    return make(ScanInputs, (x, dt, A, B, C, D, z, dt_bias, inputs.initial_states, inputs.seq_idx))

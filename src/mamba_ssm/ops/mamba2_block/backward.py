@@ -10,7 +10,7 @@ import typing
 import torch
 
 from mamba_ssm._native.launch import View
-from mamba_ssm._torch import define, returns, signature, unpack
+from mamba_ssm._torch import define, make, returns, signature, unpack
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.causal_conv1d.backward import launch_backward as launch_convolution_backward
@@ -61,19 +61,10 @@ class Gradients(typing.NamedTuple):
     out: torch.Tensor | None
 
 
-def of_inputs(grads):
-    """The gradients under the names of their inputs."""
-    return Inputs(
-        zxbcdt=grads.dzxbcdt,
-        conv1d_weight=grads.dconv1d_weight,
-        conv1d_bias=grads.dconv1d_bias,
-        dt_bias=grads.ddt_bias,
-        A=grads.dA,
-        D=grads.dD,
-        initial_states=grads.dinitial_states,
-        seq_idx=None,
-        rmsnorm_weight=grads.drmsnorm_weight,
-    )
+def of_inputs(results):
+    """The operator's results: the gradients under the names of their inputs, and out."""
+    *others, drmsnorm_weight, out = results
+    return Inputs(*others, None, drmsnorm_weight), out  # None: of seq_idx
 
 
 def _check(dout, dfinal_states, kept, inputs, options):
@@ -94,18 +85,24 @@ def _check(dout, dfinal_states, kept, inputs, options):
 def _allocate(dout, inputs, sizes, wanted):
     """Results without values, but for those of the convolution's parameters, which its launcher makes."""
     A, D, dt_bias, rmsnorm_weight = inputs.A, inputs.D, inputs.dt_bias, inputs.rmsnorm_weight
-    per_head, float32 = (sizes.nheads,), torch.float32
+    float32 = torch.float32
     return Gradients(
-        dzxbcdt=empty_like(inputs.zxbcdt),
-        dconv1d_weight=None,
-        dconv1d_bias=None,
-        ddt_bias=None if dt_bias is None else A.new_empty(per_head, dtype=float32),
-        dA=A.new_empty(per_head, dtype=float32),
-        dD=None if D is None else empty_like(D),
-        dinitial_states=A.new_empty(sizes.states, dtype=float32) if wanted.need_dinitial_states else None,
-        drmsnorm_weight=None if rmsnorm_weight is None else empty_like(rmsnorm_weight),
-        out=empty_like(dout) if wanted.recompute_out else None,
+        empty_like(inputs.zxbcdt),
+        None,
+        None,
+        None if dt_bias is None else empty_like(dt_bias, float32),
+        empty_like(A, float32),
+        None if D is None else empty_like(D),
+        A.new_empty(sizes.states, dtype=float32) if wanted.need_dinitial_states else None,
+        None if rmsnorm_weight is None else empty_like(rmsnorm_weight),
+        empty_like(dout) if wanted.recompute_out else None,
     )
+
+
+def _with_convolution(grads, dweight, dbias):
+    """The operator's results from those of _allocate and the gradients of the convolution's parameters."""
+    dzxbcdt, _, _, *others = grads
+    return dzxbcdt, dweight, dbias, *others
 
 
 def _backward(dout, dfinal_states, *arguments):
@@ -119,28 +116,28 @@ def _backward(dout, dfinal_states, *arguments):
     if sizes.empty:
         return _of_nothing(inputs, sizes, dfinal_states, grads)
 
-    parts, dparts = cut(inputs.zxbcdt, row_stride, sizes), cut(grads.dzxbcdt, grads.dzxbcdt.shape[2], sizes)
-    conv_out = convolve(parts.xBC, inputs, sizes, options.silu)
-    scan = scan_inputs(conv_out, parts.dt, None, inputs, sizes)
+    z, xBC, dt = cut(inputs.zxbcdt, row_stride, sizes)
+    dz, dxBC, ddt = cut(grads.dzxbcdt, grads.dzxbcdt.shape[2], sizes)
+    conv_out = convolve(xBC, inputs, sizes, options.silu)
+    scan = scan_inputs(conv_out, dt, None, inputs, sizes)
     if inputs.rmsnorm_weight is None:
         y = inputs.zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
-        launch_scan(sizes.scan, scan, options.scan, heads(y, sizes), None, options.A_is_log)
+        launch_scan(sizes, scan, options, heads(y, sizes), None)
         dy = _gate_backward(dout, y, inputs, sizes, grads)
         del y
     else:
-        dy = _norm_backward(dout, kept, parts.z, dparts.z, inputs, options, sizes, grads)
+        dy = _norm_backward(dout, kept, z, dz, inputs, options, sizes, grads)
     dconv_out = empty_like(conv_out)
     dx, dB, dC = cut_xBC(dconv_out, sizes)
-    scan_grads = ScanGradients(dx, dparts.dt, grads.dA, dB, dC, grads.dD, grads.ddt_bias, grads.dinitial_states)
+    scan_grads = dx, ddt, grads.dA, dB, dC, grads.dD, grads.ddt_bias, grads.dinitial_states
+    scan_grads = make(ScanGradients, scan_grads)
     dy_heads, dfinal_states = heads(dy, sizes), checks.contiguous(dfinal_states)
-    launch_scan_backward(sizes.scan, dy_heads, dfinal_states, scan, options.scan, scan_grads, options.A_is_log)
+    launch_scan_backward(sizes, dy_heads, dfinal_states, scan, options, scan_grads)
     del dy, conv_out  # held until here: the kernels have them now
-    dconv_out_first, conv = channels_first(dconv_out, sizes), conv_inputs(parts.xBC, inputs)
-    dconv1d_weight, dconv1d_bias = launch_convolution_backward(
-        sizes.conv1d, dconv_out_first, None, conv, options.silu, dparts.xBC, None
-    )
+    dconv_out_first, conv = channels_first(dconv_out, sizes), conv_inputs(xBC, inputs)
+    dconv1d = launch_convolution_backward(sizes.conv1d, dconv_out_first, None, conv, options.silu, dxBC, None)
     del dconv_out  # as above
-    return grads._replace(dconv1d_weight=dconv1d_weight, dconv1d_bias=dconv1d_bias)
+    return _with_convolution(grads, *dconv1d)
 
 
 def _norm_backward(dout, kept, z, dz, inputs, options, sizes, grads):
@@ -183,19 +180,15 @@ def _of_nothing(inputs, sizes, dfinal_states, grads):
     columns = grads.dzxbcdt.shape[2]
     grads.dzxbcdt.narrow(2, 2 * sizes.d_mlp, columns - 2 * sizes.d_mlp).zero_()
     bias = inputs.conv1d_bias
-    return grads._replace(
-        dconv1d_weight=torch.zeros_like(inputs.conv1d_weight),
-        dconv1d_bias=None if bias is None else torch.zeros_like(bias),
-    )
+    dbias = None if bias is None else torch.zeros_like(bias)
+    return _with_convolution(grads, torch.zeros_like(inputs.conv1d_weight), dbias)
 
 
 def _backward_fake(dout, dfinal_states, *arguments):
     kept, inputs, options, wanted = unpack(arguments, Kept, Inputs, Options, Wanted)
     grads = _allocate(dout, inputs, _check(dout, dfinal_states, kept, inputs, options), wanted)
     bias = inputs.conv1d_bias
-    return grads._replace(
-        dconv1d_weight=empty_like(inputs.conv1d_weight), dconv1d_bias=None if bias is None else empty_like(bias)
-    )
+    return _with_convolution(grads, empty_like(inputs.conv1d_weight), None if bias is None else empty_like(bias))
 
 
 split_conv1d_scan_backward_op = define(

@@ -22,7 +22,7 @@ from mamba_ssm._torch import (
 )
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.mamba2_block.arguments import Inputs, Options
-from mamba_ssm.ops.mamba2_block.forward import OutProj, inner_gradients, split_conv1d_scan_op
+from mamba_ssm.ops.mamba2_block.forward import inner_gradients, split_conv1d_scan_op
 
 
 class BlockInputs(typing.NamedTuple):
@@ -63,7 +63,7 @@ def _inner(zxbcdt, inputs):
         inputs.conv1d_bias,
         _readable(inputs.dt_bias),
         _readable(inputs.A_log),
-        inputs.D.float(),
+        inputs.D if inputs.D.dtype == torch.float32 else inputs.D.float(),
         None,
         inputs.seq_idx,
         inputs.rmsnorm_weight,
@@ -105,10 +105,10 @@ class _Mamba2Block(torch.autograd.Function):
         refuse_second_derivatives("the gradient of Mamba2")
         in_proj_weight, hidden_states, outproj_weight, *saved = ctx.saved_tensors
         (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
-        need_out_proj = OutProj(need.outproj_weight, need.outproj_bias)
+        need_out_proj = need.outproj_weight, need.outproj_bias
         with no_autocast(dout):
-            out_proj, inner = inner_gradients(
-                (dout, None), outproj_weight, saved, ctx.options, need_out_proj, need_initial_states=False
+            *dout_proj, inner = inner_gradients(
+                dout, None, outproj_weight, saved, ctx.options, *need_out_proj, need_initial_states=False
             )
             batch, seqlen, width = inner.zxbcdt.shape
             rows = inner.zxbcdt.view(batch * seqlen, width)
@@ -120,17 +120,16 @@ class _Mamba2Block(torch.autograd.Function):
                 din_proj_weight = torch.mm(rows.t(), columns)
             din_proj_bias = rows.sum(0) if need.in_proj_bias else None
         grads = BlockInputs(  # autograd takes each to its input's dtype
-            hidden_states=dhidden_states,
-            in_proj_weight=din_proj_weight,
-            in_proj_bias=din_proj_bias,
-            outproj_weight=out_proj.outproj_weight,
-            outproj_bias=out_proj.outproj_bias,
-            conv1d_weight=inner.conv1d_weight.unsqueeze(1),
-            conv1d_bias=inner.conv1d_bias,
-            dt_bias=inner.dt_bias,
-            A_log=inner.A,  # the operator took A_log
-            D=inner.D,
-            seq_idx=None,
-            rmsnorm_weight=inner.rmsnorm_weight,
+            dhidden_states,
+            din_proj_weight,
+            din_proj_bias,
+            *dout_proj,
+            inner.conv1d_weight.unsqueeze(1),
+            inner.conv1d_bias,
+            inner.dt_bias,
+            inner.A,  # the operator took A_log
+            inner.D,
+            None,
+            inner.rmsnorm_weight,
         )
         return *grads, *no_gradients(Options)

@@ -39,7 +39,7 @@ from mamba_ssm.ops.mamba2_block.arguments import (
     mlp,
     scan_inputs,
 )
-from mamba_ssm.ops.mamba2_block.backward import Gradients, of_inputs, split_conv1d_scan_backward_op
+from mamba_ssm.ops.mamba2_block.backward import of_inputs, split_conv1d_scan_backward_op
 from mamba_ssm.ops.norm.gated import launch_forward as launch_norm
 from mamba_ssm.ops.norm.swiglu import launch_forward as launch_swiglu
 from mamba_ssm.ops.ssd.arguments import check_options
@@ -205,18 +205,16 @@ def _forward(*arguments):
         if wanted.return_final_states:
             final_states.zero_() if initial_states is None else final_states.copy_(initial_states)
         return results
-    parts = cut(zxbcdt, row_stride, sizes)
-    conv_out = convolve(parts.xBC, inputs, sizes, options.silu)
+    z, xBC, dt = cut(zxbcdt, row_stride, sizes)
+    conv_out = convolve(xBC, inputs, sizes, options.silu)
     gated = heads(out, sizes, sizes.d_mlp)
     if inputs.rmsnorm_weight is None:
-        scan = scan_inputs(conv_out, parts.dt, parts.z, inputs, sizes)
-        launch_scan(sizes.scan, scan, options.scan, gated, final_states, options.A_is_log)
+        launch_scan(sizes, scan_inputs(conv_out, dt, z, inputs, sizes), options, gated, final_states)
         return results
     if y is None:
         y = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
-    scan = scan_inputs(conv_out, parts.dt, None, inputs, sizes)
-    launch_scan(sizes.scan, scan, options.scan, heads(y, sizes), final_states, options.A_is_log)
-    norm_inputs = (y, sizes.dim), inputs.rmsnorm_weight, None, (parts.z, row_stride), options.rmsnorm_eps
+    launch_scan(sizes, scan_inputs(conv_out, dt, None, inputs, sizes), options, heads(y, sizes), final_states)
+    norm_inputs = (y, sizes.dim), inputs.rmsnorm_weight, None, (z, row_stride), options.rmsnorm_eps
     norm_options = sizes.dim // sizes.ngroups, options.norm_before_gate, True
     gated = gated, sizes.d_mlp + sizes.dim
     launch_norm(sizes.batch * sizes.seqlen, *norm_inputs, *norm_options, gated, None, rstd)
@@ -261,8 +259,8 @@ class _SplitConv1dScan(torch.autograd.Function):
             dout = inputs.zxbcdt.new_zeros(ctx.out_shape)
         (need,) = unpack(ctx.needs_input_grad, Inputs)
         arguments = dout, dfinal_states, *saved, *ctx.options, need.initial_states, False
-        grads = Gradients(*call_in_backward(split_conv1d_scan_backward_op, *arguments))
-        return *of_inputs(grads), *no_gradients(Options, Wanted)
+        grads, _ = of_inputs(call_in_backward(split_conv1d_scan_backward_op, *arguments))
+        return *grads, *no_gradients(Options, Wanted)
 
 
 split_conv1d_scan_op = define(
@@ -305,26 +303,22 @@ class _Mamba2Inner(torch.autograd.Function):
             dout = inputs.zxbcdt.new_zeros((batch, seqlen, outproj_weight.shape[0]))
         need_out_proj, need = unpack_traced(ctx.needs_input_grad, OutProj, Inputs)
         with no_autocast(dout):
-            out_proj, inputs = inner_gradients(
-                (dout, dstates), outproj_weight, saved, ctx.options, need_out_proj, need.initial_states
+            doutproj_weight, doutproj_bias, grads = inner_gradients(
+                dout, dstates, outproj_weight, saved, ctx.options, *need_out_proj, need.initial_states
             )
-        return *out_proj, *inputs, *no_gradients(Options), None
+        return doutproj_weight, doutproj_bias, *grads, *no_gradients(Options), None
 
 
-def inner_gradients(douts, outproj_weight, saved, options, need_out_proj, need_initial_states):
-    """Gradients of the output projection (OutProj) and of the operator's inputs (Inputs).
+def inner_gradients(dout, dstates, outproj_weight, saved, options, need_weight, need_bias, need_initial_states):
+    """Gradients of outproj_weight and outproj_bias (where need_weight, need_bias) and of the operator's inputs.
 
-    douts: of the projection's output and of final_states. saved: Kept and Inputs, flat. All that is saved has forward's
-    dtype: no autocast may be on.
+    dout: of the projection's output. saved: Kept and Inputs, flat. All that is saved has forward's dtype: no autocast
+    may be on.
     """
-    dout, dstates = douts
     batch, seqlen, d_model = dout.shape
     rows = dout.reshape(batch * seqlen, d_model)
     dgated = torch.mm(rows, outproj_weight).view(batch, seqlen, outproj_weight.shape[1])
-    arguments = dgated, dstates, *saved, *options, need_initial_states, need_out_proj.outproj_weight
-    grads = Gradients(*call_in_backward(split_conv1d_scan_backward_op, *arguments))
-    dweight = None
-    if need_out_proj.outproj_weight:
-        dweight = torch.mm(rows.t(), grads.out.view(batch * seqlen, grads.out.shape[2]))
-    dbias = rows.sum(0) if need_out_proj.outproj_bias else None
-    return OutProj(dweight, dbias), of_inputs(grads)
+    arguments = dgated, dstates, *saved, *options, need_initial_states, need_weight
+    grads, out = of_inputs(call_in_backward(split_conv1d_scan_backward_op, *arguments))
+    dweight = torch.mm(rows.t(), out.view(batch * seqlen, out.shape[2])) if need_weight else None
+    return dweight, rows.sum(0) if need_bias else None, grads

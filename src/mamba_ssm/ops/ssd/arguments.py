@@ -9,6 +9,7 @@ import torch
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES
+from mamba_ssm._torch import make
 from mamba_ssm.ops._shared import checks
 
 NAME = "mamba_chunk_scan_combined"  # what errors call the operators
@@ -35,6 +36,8 @@ class Options(typing.NamedTuple):
     dt_softplus: bool
     dt_min: float
     dt_max: float
+
+    A_is_log = False  # see the block's Options; no argument of these operators
 
 
 class Sizes(typing.NamedTuple):
@@ -72,7 +75,7 @@ def check(inputs, options):
         checks.check_same(NAME, "C", C, B.shape, x, "x", "(B, L, G, N)")
     if inputs.z is not None:
         checks.check_same(NAME, "z", inputs.z, shape, x, "x", "(B, L, H, P)")
-    sizes = Sizes(batch, seqlen, nheads, headdim, ngroups, dstate)
+    sizes = make(Sizes, (batch, seqlen, nheads, headdim, ngroups, dstate))
     check_parameters(NAME, sizes, x, "x", inputs, options)
     return sizes
 
@@ -100,12 +103,11 @@ def check_head(op, headdim, dstate):
         raise ValueError(f"{op}: dstate must lie in 1..{abi.MAX_DSTATE}, got {dstate}")
 
 
-def check_parameters(op, sizes, like, like_name, inputs, options, A_is_log=False):
-    """The part of check that is not about activations, also for operators that cut these out of one tensor: theirs are
-    other inputs and options, in which A, D, dt_bias, initial_states, seq_idx, dt_min and dt_max have the same names.
-    A_is_log: A and dt_bias are a layer's, float32, float16 or bfloat16.
+def check_parameters(op, sizes, like, like_name, inputs, options):
+    """The part of check that is not about activations, also for a block's operators, which cut these out of one tensor:
+    their records have other fields too, but the same names for what is read here.
     """
-    A, D, dt_bias = inputs.A, inputs.D, inputs.dt_bias
+    A, D, dt_bias, A_is_log = inputs.A, inputs.D, inputs.dt_bias, options.A_is_log
     heads, device, float32 = (sizes.nheads,), like.device, torch.float32
     if A_is_log:
         checks.check_float(op, "A_log", A, heads, like, like_name, "(H,)")
@@ -143,6 +145,8 @@ def kernel_layout(inputs):
     """The same tensors in the layout that the kernels take: any strides but along the last dimension of x, z, B and C,
     and parameters and states contiguous.
     """
+    if checks.all_contiguous(inputs):
+        return inputs
     return Inputs(
         checks.unit_last_stride(inputs.x),
         inputs.dt,
@@ -157,20 +161,29 @@ def kernel_layout(inputs):
     )
 
 
-def fill(params, sizes, inputs, options, A_is_log=False):
-    """Sets the fields that forward and backward share, from tensors (or Views) in kernel layout."""
+def fill(params, sizes, inputs, options):
+    """Sets the fields that forward and backward share, from tensors (or Views) in kernel layout. sizes and options: as
+    for check_parameters.
+    """
     x, dt, A, B, C, D, z = inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z
-    params.batch, params.seqlen, params.nheads, params.headdim, params.ngroups, params.dstate = sizes
+    params.batch = sizes.batch
+    params.seqlen = sizes.seqlen
+    params.nheads = sizes.nheads
+    params.headdim = sizes.headdim
+    params.ngroups = sizes.ngroups
+    params.dstate = sizes.dstate
     params.dtype = DTYPE_CODES[x.dtype]
     params.dt_dtype = DTYPE_CODES[dt.dtype]
-    params.dt_softplus, params.dt_min, params.dt_max = options
+    params.dt_softplus = options.dt_softplus
+    params.dt_min = options.dt_min
+    params.dt_max = options.dt_max
     params.x = x.data_ptr()
     params.x_batch_stride, params.x_len_stride, params.x_head_stride, _ = x.stride()
     params.dt = dt.data_ptr()
     params.dt_batch_stride, params.dt_len_stride, params.dt_head_stride = dt.stride()
     params.A = A.data_ptr()
     params.A_dtype = DTYPE_CODES[A.dtype]
-    params.A_is_log = A_is_log
+    params.A_is_log = options.A_is_log
     params.B = B.data_ptr()
     params.B_batch_stride, params.B_len_stride, params.B_group_stride, _ = B.stride()
     params.C = C.data_ptr()

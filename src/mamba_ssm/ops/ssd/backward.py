@@ -9,7 +9,7 @@ import torch
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
-from mamba_ssm._torch import define, returns, signature, unpack
+from mamba_ssm._torch import define, make, returns, signature, unpack
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.ssd.arguments import Inputs, Options, allocate_workspace, check, fill, kernel_layout
@@ -37,19 +37,9 @@ class Gradients(typing.NamedTuple):
 
 
 def of_inputs(grads, dz):
-    """The gradients under the names of their inputs."""
-    return Inputs(
-        x=grads.dx,
-        dt=grads.ddt,
-        A=grads.dA,
-        B=grads.dB,
-        C=grads.dC,
-        D=grads.dD,
-        z=dz,
-        dt_bias=grads.ddt_bias,
-        initial_states=grads.dinitial_states,
-        seq_idx=None,
-    )
+    """The operator's results and the gradient of z under the names of their inputs."""
+    dx, ddt, dA, dB, dC, dD, *others = grads
+    return make(Inputs, (dx, ddt, dA, dB, dC, dD, dz, *others, None))  # None: of seq_idx
 
 
 def _check(dout, dfinal_states, inputs, options):
@@ -97,14 +87,14 @@ def _backward_fake(dout, dfinal_states, *arguments):
     return _allocate(_check(dout, dfinal_states, inputs, options), inputs, wanted)
 
 
-def launch_backward(sizes, dout, dfinal_states, inputs, options, grads, A_is_log=False):
+def launch_backward(sizes, dout, dfinal_states, inputs, options, grads):
     """Runs the kernels, which write grads. inputs: in kernel layout, z None. dout, x, dt, B, C and their gradients may
     be Views.
     """
     dx, ddt, dB, dC = grads.dx, grads.ddt, grads.dB, grads.dC
     params = abi.MambaSsdBackward()
     functions = place(params, inputs.A)
-    fill(params, sizes, inputs, options, A_is_log)
+    fill(params, sizes, inputs, options)
     workspace = allocate_workspace(functions["ssd_backward_workspace"], params.forward, inputs.A)
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_len_stride, params.dout_head_stride, _ = dout.stride()

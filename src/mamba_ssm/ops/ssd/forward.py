@@ -17,6 +17,7 @@ from mamba_ssm._torch import (
     call_below_autograd,
     call_in_backward,
     define,
+    make,
     no_gradients,
     signature,
     unpack,
@@ -35,7 +36,7 @@ from mamba_ssm.ops.ssd.arguments import (
     kernel_layout,
     without_gate,
 )
-from mamba_ssm.ops.ssd.backward import Gradients, of_inputs, ssd_backward_op
+from mamba_ssm.ops.ssd.backward import of_inputs, ssd_backward_op
 from mamba_ssm.ops.ssd.varlen import VarlenInputs, check_cu_seqlens, ssd_varlen_states_op
 
 
@@ -161,11 +162,11 @@ def _forward_fake(*arguments):
     return _allocate(check(inputs, options), inputs, wanted)
 
 
-def launch_forward(sizes, inputs, options, out, final_states, A_is_log=False):
+def launch_forward(sizes, inputs, options, out, final_states):
     """Runs the kernels. inputs: in kernel layout; x, dt, B, C, z and out may be Views."""
     params = abi.MambaSsd()
     functions = place(params, inputs.A)
-    fill(params, sizes, inputs, options, A_is_log)
+    fill(params, sizes, inputs, options)
     params.out = out.data_ptr()
     params.out_batch_stride, params.out_len_stride, params.out_head_stride, _ = out.stride()
     if final_states is not None:
@@ -189,7 +190,7 @@ class _Ssd(torch.autograd.Function):
     def backward(ctx, dout, dfinal_states):
         if dout is None and dfinal_states is None:
             return no_gradients(Inputs, Options, Wanted)
-        inputs, options = Inputs(*ctx.saved_tensors), ctx.options
+        inputs, options = make(Inputs, ctx.saved_tensors), ctx.options
         (need,) = unpack(ctx.needs_input_grad, Inputs)
         if dout is None:
             dout = torch.zeros_like(inputs.x)
@@ -199,8 +200,8 @@ class _Ssd(torch.autograd.Function):
             ungated, _ = call_in_backward(ssd_op, *inputs, *options, False)
             dout, dz = _gate_grads(dout, ungated, z)
         arguments = dout, dfinal_states, *inputs, *options, need.initial_states
-        grads = Gradients(*call_in_backward(ssd_backward_op, *arguments))
-        return *of_inputs(grads, dz), *no_gradients(Options, Wanted)
+        grads = of_inputs(call_in_backward(ssd_backward_op, *arguments), dz)
+        return *grads, *no_gradients(Options, Wanted)
 
 
 def _gate_grads(dout, ungated, z):

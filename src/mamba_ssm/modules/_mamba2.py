@@ -1,0 +1,174 @@
+"""What Mamba2 and Mamba2Simple share: how parameters start, and the ways from in_proj's output to out_proj's input."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mamba_ssm._native import abi
+from mamba_ssm._torch import is_plain
+from mamba_ssm.modules._arguments import check_integer, check_number
+from mamba_ssm.modules._state import initial_dt_bias
+from mamba_ssm.modules._submodules import convolve
+from mamba_ssm.ops.mamba2_block import mamba_split_conv1d_scan_combined
+from mamba_ssm.ops.norm.gated import RMSNorm
+from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
+
+
+class Mamba2Base(nn.Module):
+    """Subclasses have the attributes of Mamba2 that are read here, under its names.
+
+    zxbcdt, in_proj's output (B, L, ...), holds MLP gate and MLP (where d_ssm < d_inner), z, x, B, C and dt.
+    Letters: B batch, L length, H heads, P headdim, G groups of B and C, N d_state.
+    """
+
+    # ---- parameters --------------------------------------------------------------------------------------------------
+
+    def _check_sizes(self, d_state, d_conv, headdim, d_ssm, ngroups, chunk_size):
+        """Raises on sizes that the kernels do not take."""
+        name = type(self).__name__
+        check_integer(name, "d_state", d_state, most=abi.MAX_DSTATE)
+        check_integer(name, "d_conv", d_conv, least=2, most=4)
+        check_integer(name, "headdim", headdim, most=abi.MAX_HEADDIM)
+        check_integer(name, "d_ssm", d_ssm)
+        check_integer(name, "ngroups", ngroups)
+        check_integer(name, "chunk_size", chunk_size)
+        if d_ssm % headdim:
+            raise ValueError(
+                f"{name}: the channels of the scan (d_ssm, or expand * d_model) must be a multiple of headdim "
+                f"({headdim}), got {d_ssm}"
+            )
+        if (d_ssm // headdim) % ngroups:
+            raise ValueError(f"{name}: ngroups must divide the {d_ssm // headdim} heads, got {ngroups}")
+
+    def _make_conv1d(self, bias, conv_init, factory):
+        """The depthwise convolution, which holds the parameters; the kernels compute it."""
+        channels, width = self.d_ssm + 2 * self.ngroups * self.d_state, self.d_conv
+        conv1d = nn.Conv1d(channels, channels, width, groups=channels, padding=width - 1, bias=bias, **factory)
+        if conv_init is not None:
+            check_number(type(self).__name__, "conv_init", conv_init, least=0)
+            nn.init.uniform_(conv1d.weight, -conv_init, conv_init)
+        return conv1d
+
+    def _make_heads(self, A_init_range, dt_range, factory):
+        """Parameters dt_bias and A_log: softplus(dt_bias) starts log-uniform in [dt_min, dt_max], -A uniform.
+
+        dt_range: dt_min, dt_max, dt_init_floor.
+        """
+        try:
+            low, high = map(float, A_init_range)
+        except (TypeError, ValueError):
+            low = high = float("nan")
+        if not 0 < low <= high:
+            name = type(self).__name__
+            raise ValueError(f"{name}: A_init_range must be two positive numbers in order, got {A_init_range!r}")
+        dt_bias = initial_dt_bias(self.nheads, *dt_range, factory["device"])
+        self.dt_bias = nn.Parameter(dt_bias.to(factory["dtype"] or torch.get_default_dtype()))
+        self.dt_bias._no_weight_decay = True
+        self.dt_bias._no_reinit = True
+        A = torch.empty(self.nheads, device=factory["device"], dtype=torch.float32).uniform_(low, high)
+        self.A_log = nn.Parameter(torch.log(A).to(dtype=factory["dtype"]))  # None: float32, as upstream's
+        self.A_log._no_weight_decay = True
+
+    def _A(self):
+        return -torch.exp(self.A_log.float())
+
+    def _D(self):
+        """(H), or (H, P)."""
+        return self.D.view(self.nheads, self.headdim) if self.D_has_hdim else self.D
+
+    # ---- through one operator ----------------------------------------------------------------------------------------
+
+    def _may_fuse(self):
+        """Whether all that the operator computes before out_proj is in the parameters it takes."""
+        plain_norm = not self.rmsnorm or is_plain(self.norm, RMSNorm)
+        return self.use_mem_eff_path and is_plain(self.conv1d, nn.Conv1d) and plain_norm
+
+    def _norm_weight_and_eps(self):
+        if not self.rmsnorm:
+            return None, 1e-6
+        norm = self.norm
+        return norm.weight, norm.eps
+
+    def _fused(self, zxbcdt, seq_idx, project, initial_states=None):
+        """(B, L, d_inner), or with project behind out_proj's weight and bias, (B, L, d_model)."""
+        norm_weight, norm_eps = self._norm_weight_and_eps()
+        return mamba_split_conv1d_scan_combined(
+            zxbcdt,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            self.dt_bias,
+            self._A(),
+            self._D(),
+            self.chunk_size,
+            initial_states=initial_states,
+            seq_idx=seq_idx,
+            dt_limit=self.dt_limit,
+            activation=self.activation,
+            rmsnorm_weight=norm_weight,
+            rmsnorm_eps=norm_eps,
+            outproj_weight=self.out_proj.weight if project else None,
+            outproj_bias=self.out_proj.bias if project else None,
+            headdim=self.headdim,
+            ngroups=self.ngroups,
+            norm_before_gate=self.norm_before_gate,
+        )
+
+    # ---- step by step ------------------------------------------------------------------------------------------------
+
+    def _unfused(self, zxbcdt, seq_idx, initial_states=None, cu_seqlens=None, states=None, continues=False):
+        """(B, L, d_inner), by a call of each submodule that is more than its parameters.
+
+        states: conv_state and ssm_state of inference, which are written; with continues they are also gone on from.
+            With cu_seqlens they have a row for each sequence.
+        """
+        conv_state, ssm_state = (None, None) if states is None else states
+        if continues:
+            initial_states = ssm_state.clone()
+        z0, x0, z, xBC, dt = self._split(zxbcdt)
+        xBC = xBC.transpose(1, 2)
+        xBC = convolve(self.conv1d, xBC, self.activation, seq_idx, conv_state, continues, cu_seqlens).transpose(1, 2)
+        x, B, C = self._split_xBC(xBC)
+        y = mamba_chunk_scan_combined(
+            x,
+            dt,
+            self._A(),
+            B,
+            C,
+            chunk_size=self.chunk_size,
+            D=self._D(),
+            z=None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim)),
+            dt_bias=self.dt_bias,
+            initial_states=initial_states,
+            dt_softplus=True,
+            dt_limit=self.dt_limit,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            return_final_states=states is not None and cu_seqlens is None,
+            return_varlen_states=states is not None and cu_seqlens is not None,
+        )
+        if states is not None:
+            y, state = y
+            with torch.no_grad():
+                ssm_state.copy_(state)
+        return self._norm_and_mlp(y.flatten(2), z, z0, x0)
+
+    def _split(self, zxbcdt):
+        """MLP gate and MLP (None where d_ssm is d_inner), z, xBC, dt."""
+        d_mlp = self.d_inner - self.d_ssm
+        sizes = [self.d_ssm, self.d_ssm + 2 * self.ngroups * self.d_state, self.nheads]
+        if d_mlp == 0:
+            return None, None, *zxbcdt.split(sizes, dim=-1)
+        return zxbcdt.split([d_mlp, d_mlp, *sizes], dim=-1)
+
+    def _split_xBC(self, xBC):
+        """x (..., H, P), B and C (..., G, N) of the convolution's output."""
+        size = self.ngroups * self.d_state
+        x, B, C = xBC.split([self.d_ssm, size, size], dim=-1)
+        groups = (self.ngroups, self.d_state)
+        return x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
+
+    def _norm_and_mlp(self, y, z, z0, x0):
+        """The norm with its gate, and the gated MLP beside it. Without the norm the scan has gated y."""
+        if self.rmsnorm:
+            y = self.norm(y, z)
+        return y if z0 is None else torch.cat([F.silu(z0) * x0, y], dim=-1)
