@@ -14,7 +14,7 @@ inline int64_t group_blocks(const MambaSelectiveScan& p, int channels) {
     return blocks > 1 ? blocks : 1;
 }
 
-// Lengths below this are not split into segments: the second launch has its price.
+// Lengths below this are not split into segments: a second launch costs time too.
 constexpr int64_t kShortestSplit = 8 * MAMBA_SCAN_CHECKPOINT;
 
 // Segments of the length with which there are `wanted` blocks; 1 where there are half as many anyway, and none shorter than

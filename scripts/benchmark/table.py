@@ -30,14 +30,14 @@ EXPLANATIONS = {
     # against plain torch in the same run
     "plain fwd ms": "a forward call of the same in plain torch, at its fastest number of threads or chunk size",
     "plain fwd+bwd ms": "its forward and backward call",
-    "fwd x": "times as fast as plain torch (on a GPU: as upstream's stored figure), forward",
+    "fwd x": "times as fast as plain torch, forward (on a GPU: as upstream's figure of another day, not like for like)",
     "bwd x": "times as fast, backward",
     "fwd+bwd x": "times as fast, forward and backward",
     "forward x": "times as fast as the same model without this package, forward",
     "train x": "times as fast, forward and backward with the loss",
     "generate x": "times as fast, generating 32 tokens",
     # against upstream's stored figures
-    "upstream fwd": "upstream's forward, milliseconds, measured another day on the machine named above",
+    "upstream fwd": "upstream's forward, milliseconds, another day, with the GPU idle before each call: not like for like",
     "upstream bwd": "upstream's backward, likewise",
     "upstream fwd+bwd": "upstream's forward and backward, likewise",
     "upstream call us": "upstream's call from Python, likewise",
