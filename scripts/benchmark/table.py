@@ -37,7 +37,7 @@ EXPLANATIONS = {
     "train x": "times as fast, forward and backward with the loss",
     "generate x": "times as fast, generating 32 tokens",
     # against upstream's stored figures
-    "upstream fwd": "upstream's forward, milliseconds, another day, with the GPU idle before each call: not like for like",
+    "upstream fwd": "upstream's forward, milliseconds: another day, the GPU idle before each call, not like for like",
     "upstream bwd": "upstream's backward, likewise",
     "upstream fwd+bwd": "upstream's forward and backward, likewise",
     "upstream call us": "upstream's call from Python, likewise",
