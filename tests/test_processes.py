@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from cases import SCAN_CASES, ConvCase, ScanCase, case_id, outputs_and_gradients
+from _helpers.cases import SCAN_CASES, ConvCase, ScanCase, case_id, outputs_and_gradients
 
 from mamba_ssm import Mamba
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from distributed_checks import CHECKS, run_checks
+from _helpers.distributed_checks import CHECKS, run_checks
 
 from mamba_ssm.distributed.distributed_utils import get_dim_for_local_rank
 

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from cases import dtype_id
+from _helpers.cases import dtype_id
 
 from mamba_ssm import Mamba
 

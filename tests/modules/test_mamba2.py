@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import dtype_id
+from _helpers.cases import dtype_id
 
 from mamba_ssm import Mamba2
 from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_ref

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import dtype_id
+from _helpers.cases import dtype_id
 
 from mamba_ssm.modules.mha import MHA
 from mamba_ssm.utils.generation import InferenceParams

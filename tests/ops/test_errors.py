@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from cases import ConvCase, ScanCase, leaf
-from public_ops import PUBLIC_OPS
+from _helpers.cases import ConvCase, ScanCase, leaf
+from _helpers.public_ops import PUBLIC_OPS
 
 import mamba_ssm  # noqa: F401 (registers the operators)
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update

@@ -18,7 +18,7 @@ import traceback
 import warnings
 
 import torch
-from public_ops import PUBLIC_OPS
+from _helpers.public_ops import PUBLIC_OPS
 
 SEEDS, SECONDS = "0:400", 40  # of the test
 OUR_ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)

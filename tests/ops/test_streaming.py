@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, dtype_id
+from _helpers.cases import DTYPES, dtype_id
 
 from mamba_ssm.ops.selective_scan_interface import selective_scan_ref
 from mamba_ssm.ops.streaming import SelectiveScan

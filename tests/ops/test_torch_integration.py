@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import ConvCase, ScanCase, outputs_and_gradients
+from _helpers.cases import ConvCase, ScanCase, outputs_and_gradients
 
 import mamba_ssm
 from mamba_ssm import Mamba, Mamba2

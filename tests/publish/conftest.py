@@ -1,6 +1,6 @@
 """What the publishing tests share: a wheel, servers, and fresh environments that see the torch of this one.
 
-Imports of what the extra brings are inside of the fixtures: where it is missing, extra.py skips the tests.
+Imports of what the extra brings are inside of the fixtures: without it, _helpers/publish_extra.py skips the tests.
 """
 
 import importlib.metadata
@@ -12,7 +12,7 @@ import sys
 import venv
 
 import pytest
-import wheels
+from _helpers import wheels
 from packaging.requirements import Requirement
 
 PROGRAMS = ("pypi-server", "devpi-server", "devpi-init", "uv")
@@ -40,7 +40,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pypiserver(programs, tmp_path_factory):
-    from servers import PyPIServer
+    from _helpers.servers import PyPIServer
 
     server = PyPIServer(tmp_path_factory.mktemp("pypiserver"))
     with server.running():
@@ -49,7 +49,7 @@ def pypiserver(programs, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def devpi(programs, tmp_path_factory):
-    from servers import Devpi
+    from _helpers.servers import Devpi
 
     server = Devpi(tmp_path_factory.mktemp("devpi") / "server")
     with server.running():
@@ -77,7 +77,7 @@ def _clean_environment(monkeypatch, tmp_path):
 def publish(monkeypatch, capsys):
     """publish(*words, user=..., password=...) -> (exit status, everything printed)."""
     import publish as script
-    from servers import PASSWORD, USER
+    from _helpers.servers import PASSWORD, USER
 
     def run(*words, user=USER, password=PASSWORD):
         for name, value in (("TWINE_USERNAME", user), ("TWINE_PASSWORD", password)):

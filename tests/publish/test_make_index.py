@@ -8,14 +8,14 @@ import zipfile
 from html.parser import HTMLParser
 from urllib.parse import unquote, urldefrag, urljoin
 
-import extra  # noqa: F401  (skips where the scripts could not be imported)
+import _helpers.publish_extra  # noqa: F401  (skips where the scripts could not be imported)
 import filelock
 import make_index
 import pytest
 import requests
-import wheels
+from _helpers import wheels
+from _helpers.servers import StaticSite
 from pypi_simple import ACCEPT_HTML_ONLY, ACCEPT_JSON_ONLY, PyPISimple
-from servers import StaticSite
 
 CUDA_13 = {
     "cuda": True,

@@ -7,11 +7,11 @@ import sys
 import threading
 import time
 
-import extra  # noqa: F401  (skips where the scripts could not be imported)
+import _helpers.publish_extra  # noqa: F401  (skips where the scripts could not be imported)
 import publish as script
 import pytest
-import wheels
-from servers import HOST, PASSWORD, StaticSite, free_port
+from _helpers import wheels
+from _helpers.servers import HOST, PASSWORD, StaticSite, free_port
 
 
 @pytest.fixture

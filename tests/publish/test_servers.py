@@ -4,11 +4,11 @@ import shutil
 import threading
 from pathlib import Path
 
-import extra  # noqa: F401  (skips where the scripts could not be imported)
+import _helpers.publish_extra  # noqa: F401  (skips where the scripts could not be imported)
 import pytest
 import requests
-import wheels
-from servers import CutWire, PyPIServer, StaticSite
+from _helpers import wheels
+from _helpers.servers import CutWire, PyPIServer, StaticSite
 
 
 @pytest.mark.parametrize("client", ["pip", "uv"])

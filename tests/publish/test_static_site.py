@@ -4,11 +4,11 @@ import re
 import shutil
 import subprocess
 
-import extra  # noqa: F401  (skips where the scripts could not be imported)
+import _helpers.publish_extra  # noqa: F401  (skips where the scripts could not be imported)
 import make_index
 import pytest
-import wheels
-from servers import StaticSite
+from _helpers import wheels
+from _helpers.servers import StaticSite
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def real_wheel(tmp_path_factory, request):
 
 @pytest.fixture(scope="session")
 def libraries(real_wheel, tmp_path_factory):
-    from wheel_forge import Libraries
+    from _helpers.wheel_forge import Libraries
 
     return Libraries(real_wheel, tmp_path_factory.mktemp("libraries"))
 
@@ -47,7 +47,7 @@ def libraries(real_wheel, tmp_path_factory):
 @pytest.fixture(scope="session")
 def cuda_wheel(real_wheel, libraries, tmp_path_factory):
     """With a stand-in for libmamba_cuda.so that holds the device code of two source files."""
-    from wheel_forge import CUDA, fat_binary
+    from _helpers.wheel_forge import CUDA, fat_binary
 
     code = libraries.make(section=fat_binary(*TARGETS) + bytes(8) + fat_binary(*TARGETS))
     return with_cuda(real_wheel, tmp_path_factory.mktemp("cuda"), {CUDA: code}, "manylinux_2_28_x86_64")
@@ -56,7 +56,7 @@ def cuda_wheel(real_wheel, libraries, tmp_path_factory):
 @pytest.fixture(scope="session")
 def windows_wheel(real_wheel, libraries, tmp_path_factory):
     """With stand-ins for both DLLs."""
-    from wheel_forge import CPU, CPU_DLL, CUDA_DLL, fat_binary
+    from _helpers.wheel_forge import CPU, CPU_DLL, CUDA_DLL, fat_binary
 
     files = {
         CPU: None,
@@ -67,7 +67,7 @@ def windows_wheel(real_wheel, libraries, tmp_path_factory):
 
 
 def with_cuda(wheel, folder, files, platform):
-    from wheel_forge import BUILD_INFO, forge
+    from _helpers.wheel_forge import BUILD_INFO, forge
 
     version = wheel.name.split("-")[1]
     labelled = version.replace("+cpu", "+cu130")

@@ -5,7 +5,7 @@ import struct
 import subprocess
 
 import pytest
-from wheel_forge import CPU, CUDA, CUDA_DLL, fat_binary, forge, link, zig  # first: it skips where packages are missing
+from _helpers.wheel_forge import CPU, CUDA, CUDA_DLL, fat_binary, forge, link, zig  # first: it may skip this module
 
 # isort: split
 import pefile

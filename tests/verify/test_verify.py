@@ -11,7 +11,7 @@ import sys
 import zipfile
 
 import pytest
-from wheel_forge import BUILD_INFO, CPU, ROOT, forge  # first: it skips where the verifier's packages are missing
+from _helpers.wheel_forge import BUILD_INFO, CPU, ROOT, forge  # first: it may skip this module
 
 # isort: split
 from verify_wheel import main

@@ -1,8 +1,8 @@
 """csrc/include/mamba_kernels.h in ctypes: the one place where Python states the C ABI.
 
 Fields stand in the header's order. The loader compares every struct's size and the ABI version with the library's, and
-tests/test_abi.py compares every field with the header. Structs inside structs are anonymous, so their fields are set
-directly: ``params.stream``, not ``params.run.stream``.
+tests/_native/test_abi.py compares every field with the header. Structs inside structs are anonymous, so their fields
+are set directly: ``params.stream``, not ``params.run.stream``.
 """
 
 import ctypes

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import DTYPES, NORM_WIDTHS, assert_close_to_truth, dtype_id, norm_rows, outputs_and_gradients
+from _helpers.cases import DTYPES, NORM_WIDTHS, assert_close_to_truth, dtype_id, norm_rows, outputs_and_gradients
 
 from mamba_ssm.ops.norm.reference import gated_norm_ref
 from mamba_ssm.ops.triton.layernorm_gated import LayerNorm, RMSNorm, layernorm_fn, rms_norm_ref, rmsnorm_fn

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, SSD_CASES, SsdCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
+from _helpers.cases import DTYPES, SSD_CASES, SsdCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
 
 from mamba_ssm.ops.triton.ssd_combined import (
     mamba_chunk_scan,

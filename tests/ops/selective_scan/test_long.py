@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import ScanCase, assert_close_to_truth
+from _helpers.cases import ScanCase, assert_close_to_truth
 
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, selective_scan_ref
 

@@ -8,7 +8,7 @@ import pytest
 
 from mamba_ssm._native import abi, loader
 
-HEADER = Path(__file__).resolve().parent.parent / "csrc" / "include" / "mamba_kernels.h"
+HEADER = Path(__file__).resolve().parents[2] / "csrc" / "include" / "mamba_kernels.h"
 KINDS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 

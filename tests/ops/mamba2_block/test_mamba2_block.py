@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from cases import DTYPES, assert_close_to_truth, dtype_id, fixed_sum, output_and_kept, outputs_and_gradients
-from mamba2_inner_inputs import D_MODEL, HEADDIM, inputs
+from _helpers.cases import DTYPES, assert_close_to_truth, dtype_id, fixed_sum, output_and_kept, outputs_and_gradients
+from _helpers.mamba2_inner_inputs import D_MODEL, HEADDIM, inputs
 
 from mamba_ssm import Mamba2
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block, mamba_split_conv1d_scan_combined

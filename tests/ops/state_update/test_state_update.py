@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, ScanCase, assert_close_to_truth, dtype_id
+from _helpers.cases import DTYPES, ScanCase, assert_close_to_truth, dtype_id
 
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mamba_ssm.ops.triton.selective_state_update import selective_state_update, selective_state_update_ref

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import SsdCase, outputs_and_gradients
+from _helpers.cases import SsdCase, outputs_and_gradients
 
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 

@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 import torch
-from cases import DTYPES, assert_close_to_truth, dtype_id, outputs_and_gradients
-from mamba_inner_inputs import D_MODEL, DIM, inputs
+from _helpers.cases import DTYPES, assert_close_to_truth, dtype_id, outputs_and_gradients
+from _helpers.mamba_inner_inputs import D_MODEL, DIM, inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, mamba_inner_ref

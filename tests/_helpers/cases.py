@@ -1,4 +1,4 @@
-"""Problems that tests and benchmarks share, and how results are judged. Imports torch only.
+"""Problems that the tests share, and how results are judged. Imports torch only.
 
 Letters: B batch, D channels, L length, N dstate, G groups, H heads, P headdim, W conv width.
 """

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, SCAN_CASES, ScanCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
+from _helpers.cases import DTYPES, SCAN_CASES, ScanCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
 
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, selective_scan_ref
 

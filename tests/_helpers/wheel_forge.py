@@ -26,7 +26,7 @@ from wheel_build.build_info import recorded  # noqa: E402
 from wheel_check.libraries import bound_functions  # noqa: E402
 from wheel_check.wheel import read_wheel  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = "mamba_ssm/lib/libmamba_cpu.so", "mamba_ssm/lib/libmamba_cuda.so"
 CPU_DLL, CUDA_DLL = "mamba_ssm/lib/mamba_cpu.dll", "mamba_ssm/lib/mamba_cuda.dll"
 BUILD_INFO = "mamba_ssm/lib/build_info.json"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CONV_CASES, DTYPES, ConvCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
+from _helpers.cases import CONV_CASES, DTYPES, ConvCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
 
 from mamba_ssm.ops.causal_conv1d import (
     causal_conv1d_fn,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import SSD_CASES, SsdCase, case_id, outputs_and_gradients
+from _helpers.cases import SSD_CASES, SsdCase, case_id, outputs_and_gradients
 
 from mamba_ssm.ops.triton.ssd_chunk_scan import chunk_scan, chunk_scan_ref
 from mamba_ssm.ops.triton.ssd_chunk_state import (

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import mamba2_inner_inputs
-import mamba_inner_inputs
 import torch
-from cases import ConvCase, ScanCase, SsdCase
 
+from _helpers import mamba2_inner_inputs, mamba_inner_inputs
+from _helpers.cases import ConvCase, ScanCase, SsdCase
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, selective_scan_fn
 from mamba_ssm.ops.streaming import SelectiveScan

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.utils.checkpoint
-from cases import DTYPES, assert_close_to_truth, dtype_id, fixed_sum, output_and_kept, outputs_and_gradients
-from mamba_inner_inputs import D_MODEL, DIM, inputs
+from _helpers.cases import DTYPES, assert_close_to_truth, dtype_id, fixed_sum, output_and_kept, outputs_and_gradients
+from _helpers.mamba_inner_inputs import D_MODEL, DIM, inputs
 
 from mamba_ssm.ops.mamba_block import BlockInputs
 from mamba_ssm.ops.mamba_block import mamba_block as block_of_record

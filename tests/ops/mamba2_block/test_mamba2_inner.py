@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import DTYPES, assert_close_to_truth, dtype_id, fixed_sum, outputs_and_gradients
-from mamba2_inner_inputs import DIM, DSTATE, HEADDIM, HEADS, inputs
+from _helpers.cases import DTYPES, assert_close_to_truth, dtype_id, fixed_sum, outputs_and_gradients
+from _helpers.mamba2_inner_inputs import DIM, DSTATE, HEADDIM, HEADS, inputs
 
 from mamba_ssm.ops.triton.ssd_combined import (
     mamba_conv1d_scan_ref,
