@@ -48,10 +48,11 @@ def call_below_autograd(op, *arguments):
 
     Plain CPU and CUDA tensors go straight to the implementation, unless something watches.
     """
-    if is_compiling():
+    seen = watched()
+    if seen and is_compiling():
         return op(*arguments)
     try:
-        if not watched() and _all_plain(arguments):
+        if not seen and _all_plain(arguments):
             return IMPLEMENTATIONS[op](*arguments)
         return redispatch(op, arguments)
     except (AttributeError, RuntimeError):
