@@ -32,7 +32,7 @@ def call(op, *arguments):
     try:
         if torch.is_grad_enabled():
             for argument in arguments:
-                if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                if isinstance(argument, _TENSOR) and argument.requires_grad:
                     function = FUNCTIONS.get(op)
                     return op(*arguments) if function is None else apply(function, *arguments)
         if _all_plain(arguments):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from _helpers.cases import DTYPES, NORM_WIDTHS, assert_close_to_truth, dtype_id, norm_rows, outputs_and_gradients
 
-from mamba_ssm.ops.norm.forward import add_norm_backward_op, add_norm_op
+from mamba_ssm.ops.norm.backward import add_norm_backward_op
+from mamba_ssm.ops.norm.forward import add_norm_op
 from mamba_ssm.ops.triton.layer_norm import (
     RMSNorm,
     layer_norm_fn,

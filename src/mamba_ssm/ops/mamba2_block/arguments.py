@@ -17,6 +17,7 @@ from mamba_ssm.ops.causal_conv1d.arguments import Sizes as ConvSizes
 from mamba_ssm.ops.causal_conv1d.arguments import check_weight
 from mamba_ssm.ops.causal_conv1d.forward import launch_forward as launch_convolution
 from mamba_ssm.ops.norm.arguments import in_rows
+from mamba_ssm.ops.norm.gated_arguments import Options as NormOptions
 from mamba_ssm.ops.ssd.arguments import Inputs as ScanInputs
 from mamba_ssm.ops.ssd.arguments import check_head, check_parameters
 
@@ -82,6 +83,11 @@ class Sizes(typing.NamedTuple):
     def states(self):
         """Shape of the scan's states before or after a step."""
         return self.batch, self.nheads, self.headdim, self.dstate
+
+    @property
+    def rows(self):
+        """As the norm's launchers take them."""
+        return self.batch * self.seqlen
 
     @property
     def conv1d(self):
@@ -172,6 +178,12 @@ def mlp(tensor, sizes):
 
 
 # ---- what both directions compute ------------------------------------------------------------------------------------
+
+
+def norm_options(options, sizes):
+    """As the norm's launchers take them."""
+    group_size = sizes.dim // sizes.ngroups
+    return NormOptions(options.rmsnorm_eps, group_size, options.norm_before_gate, is_rms_norm=True)
 
 
 def conv_inputs(xBC, inputs):

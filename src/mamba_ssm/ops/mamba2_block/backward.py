@@ -27,11 +27,15 @@ from mamba_ssm.ops.mamba2_block.arguments import (
     heads,
     kernel_layout,
     mlp,
+    norm_options,
     scan_inputs,
 )
 from mamba_ssm.ops.norm.arguments import in_rows
-from mamba_ssm.ops.norm.gated import launch_backward as launch_norm_backward
 from mamba_ssm.ops.norm.gated import launch_forward as launch_norm
+from mamba_ssm.ops.norm.gated_arguments import Gradients as NormGradients
+from mamba_ssm.ops.norm.gated_arguments import Inputs as NormInputs
+from mamba_ssm.ops.norm.gated_arguments import Kept as NormKept
+from mamba_ssm.ops.norm.gated_backward import launch_backward as launch_norm_backward
 from mamba_ssm.ops.norm.swiglu import launch_backward as launch_swiglu_backward
 from mamba_ssm.ops.ssd.backward import Gradients as ScanGradients
 from mamba_ssm.ops.ssd.backward import launch_backward as launch_scan_backward
@@ -144,17 +148,16 @@ def _norm_backward(dout, kept, z, dz, inputs, options, sizes, grads):
     """The gradient of the scan's output; writes dz, drmsnorm_weight and, if it is wanted, out."""
     y, rstd = kept.y.contiguous(), kept.rstd.contiguous()
     dout, dout_stride = in_rows(dout)
-    rows, row, start = sizes.batch * sizes.seqlen, sizes.dim, sizes.d_mlp
+    row, start = sizes.dim, sizes.d_mlp
     z_row, dz_row = z.stride()[1], dz.stride()[1]
-    norm_inputs = (y, row), inputs.rmsnorm_weight, None, (z, z_row)
-    norm_options = sizes.dim // sizes.ngroups, options.norm_before_gate, True
+    norm, of_norm = NormInputs((y, row), inputs.rmsnorm_weight, None, (z, z_row)), norm_options(options, sizes)
     if grads.out is not None:
         out = heads(grads.out, sizes, start), grads.out.shape[2]
-        launch_norm(rows, *norm_inputs, options.rmsnorm_eps, *norm_options, out, None, None)
+        launch_norm(sizes.rows, norm, of_norm, out, (None, None))
     dy = empty_like(y)
-    norm_grads = (dy, row), grads.drmsnorm_weight, None, (dz, dz_row)
+    norm_grads = NormGradients((dy, row), grads.drmsnorm_weight, None, (dz, dz_row))
     dgated = View(dout, start), dout_stride  # beside dout, which it does not keep alive
-    launch_norm_backward(rows, dgated, *norm_inputs, None, rstd, *norm_options, *norm_grads)
+    launch_norm_backward(sizes.rows, dgated, norm, NormKept(None, rstd), of_norm, norm_grads)
     return dy
 
 

@@ -37,10 +37,12 @@ from mamba_ssm.ops.mamba2_block.arguments import (
     heads,
     kernel_layout,
     mlp,
+    norm_options,
     scan_inputs,
 )
 from mamba_ssm.ops.mamba2_block.backward import of_inputs, split_conv1d_scan_backward_op
 from mamba_ssm.ops.norm.gated import launch_forward as launch_norm
+from mamba_ssm.ops.norm.gated_arguments import Inputs as NormInputs
 from mamba_ssm.ops.norm.swiglu import launch_forward as launch_swiglu
 from mamba_ssm.ops.ssd.arguments import check_options
 from mamba_ssm.ops.ssd.forward import launch_forward as launch_scan
@@ -214,10 +216,9 @@ def _forward(*arguments):
     if y is None:
         y = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
     launch_scan(sizes, scan_inputs(conv_out, dt, None, inputs, sizes), options, heads(y, sizes), final_states)
-    norm_inputs = (y, sizes.dim), inputs.rmsnorm_weight, None, (z, row_stride), options.rmsnorm_eps
-    norm_options = sizes.dim // sizes.ngroups, options.norm_before_gate, True
+    norm = NormInputs((y, sizes.dim), inputs.rmsnorm_weight, None, (z, row_stride))
     gated = gated, sizes.d_mlp + sizes.dim
-    launch_norm(sizes.batch * sizes.seqlen, *norm_inputs, *norm_options, gated, None, rstd)
+    launch_norm(sizes.rows, norm, norm_options(options, sizes), gated, (None, rstd))
     return results
 
 

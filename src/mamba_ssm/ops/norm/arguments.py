@@ -7,7 +7,12 @@ from mamba_ssm.ops._shared import checks
 
 
 def check_rows(op, name, tensor):
-    """Activations of one of the float dtypes with a last dimension."""
+    """Activations of one of the float dtypes with a last dimension.
+
+    This and what follows run at every call, so comparisons come first and only a failure goes to what explains it.
+    """
+    if tensor.dtype in checks.FLOAT_DTYPES and tensor.dim():
+        return
     checks.check_activation_dtype(op, name, tensor)
     if tensor.dim() == 0:
         raise ValueError(f"{op}: {name} must have at least 1 dimension (..., N), got a scalar")
@@ -15,9 +20,10 @@ def check_rows(op, name, tensor):
 
 def check_parameters(op, x, weight, bias, weight_name="weight", bias_name="bias"):
     """weight and bias (N,) of any float dtype."""
-    shape = x.shape[-1:]
-    checks.check_float(op, weight_name, weight, shape, x, "x", "(N,)")
-    if bias is not None:
+    shape, device = x.shape[-1:], x.device
+    if weight.shape != shape or weight.dtype not in checks.FLOAT_DTYPES or weight.device != device:
+        checks.check_float(op, weight_name, weight, shape, x, "x", "(N,)")
+    if bias is not None and (bias.shape != shape or bias.dtype not in checks.FLOAT_DTYPES or bias.device != device):
         checks.check_float(op, bias_name, bias, shape, x, "x", "(N,)")
 
 
@@ -31,6 +37,8 @@ def check_named_parameters(op, x, weight, bias, weight_name, bias_name):
 
 def check_beside(op, name, tensor, x):
     """A second input like x, of x's dtype or float32."""
+    if tensor.dtype == x.dtype and tensor.shape == x.shape and tensor.device == x.device:
+        return
     if tensor.dtype != torch.float32:
         checks.check_same(op, name, tensor, x.shape, x, "x", "(..., N)")
     else:

@@ -1,33 +1,48 @@
 """LayerNorm and RMSNorm of a residual stream: the sum with the residual and its norm in one pass."""
 
+import typing
+
 import torch
 import torch.nn.functional as F
 
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import place, run
-from mamba_ssm._torch import autocast_dtype, call, call_below_autograd, call_in_backward, define
+from mamba_ssm._native.launch import place, pointer, run
+from mamba_ssm._torch import (
+    autocast_dtype,
+    call,
+    call_below_autograd,
+    call_in_backward,
+    define,
+    make,
+    no_gradients,
+    returns,
+    signature,
+    unpack,
+)
 from mamba_ssm.ops._shared import checks
+from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.norm import arguments as common
+from mamba_ssm.ops.norm.backward import add_norm_backward_op
 
 _NAME = "layer_norm"
 
 
 def layer_norm_fn(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    is_rms_norm=False,
-    return_dropout_mask=False,
-):
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: torch.Tensor | None = None,
+    bias1: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """LayerNorm (or RMSNorm) of x + residual over the last dimension.
 
     Args (float32, float16 or bfloat16 each):
@@ -51,7 +66,8 @@ def layer_norm_fn(
     Same as upstream's mamba_ssm.ops.triton.layer_norm.layer_norm_fn.
     """
     mask = mask1 = None
-    dropout_p = checks.check_number(_NAME, "dropout_p", dropout_p)
+    if type(dropout_p) is not float:
+        dropout_p = checks.check_number(_NAME, "dropout_p", dropout_p)
     if x1 is not None or rowscale is not None or dropout_p != 0.0:
         x, residual, mask, mask1 = _mix(x, residual, x1, dropout_p, rowscale, residual_in_fp32)
     y, total = _add_norm(x, residual, weight, bias, eps, prenorm or weight1 is not None, residual_in_fp32, is_rms_norm)
@@ -68,20 +84,20 @@ def layer_norm_fn(
 
 
 def rms_norm_fn(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: torch.Tensor | None = None,
+    bias1: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """layer_norm_fn with is_rms_norm=True: x / rms(x) * weight + bias.
 
     Same as upstream's mamba_ssm.ops.triton.layer_norm.rms_norm_fn.
@@ -91,17 +107,17 @@ def rms_norm_fn(
 
 
 def layer_norm_linear_fn(
-    x,
-    norm_weight,
-    norm_bias,
-    linear_weight,
-    linear_bias,
-    residual=None,
-    eps=1e-6,
-    prenorm=False,
-    residual_in_fp32=False,
-    is_rms_norm=False,
-):
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """A linear layer on layer_norm_fn's result: F.linear(norm(x + residual), linear_weight, linear_bias).
 
     Args:
@@ -200,12 +216,13 @@ def _mix(x, residual, x1, dropout_p, rowscale, residual_in_fp32):
 def _add_norm(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm):
     """norm(x + residual), and the sum if it is wanted."""
     beside = residual
-    if residual is not None:
-        checks.check_tensor(_NAME, "x", x)
-        checks.check_tensor(_NAME, "residual", residual)
-        if residual.dtype != x.dtype:
+    try:
+        if residual is not None and residual.dtype != x.dtype:
             beside = checks.widen(residual)  # the kernels take float32 beside any x
-    eps = checks.check_number(_NAME, "eps", eps)
+    except AttributeError:  # of what is no tensor; the operator names it
+        pass
+    if type(eps) is not float:  # on the way of every call
+        eps = checks.check_number(_NAME, "eps", eps)
     flags = bool(want_sum), bool(sum_in_fp32), bool(is_rms_norm), False
     out, total, _, _ = call(add_norm_op, x, beside, weight, bias, eps, *flags)
     if not want_sum:
@@ -215,33 +232,64 @@ def _add_norm(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm
     return out, total if residual is None else total.to(residual.dtype)
 
 
-# ---- forward operator ------------------------------------------------------------------------------------------------
+# ---- operator --------------------------------------------------------------------------------------------------------
 
 
-def _check_forward(x, residual, weight, bias):
-    common.check_rows(_NAME, "x", x)
-    common.check_parameters(_NAME, x, weight, bias)
-    if residual is not None:
-        common.check_beside(_NAME, "residual", residual, x)
+class Inputs(typing.NamedTuple):
+    """The tensors that the operator takes, in their order."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
 
-def _allocate(x, residual, want_sum, sum_in_fp32, is_rms_norm, want_statistics):
-    """out, the sum (None where it is not wanted, or x itself), mean and rstd."""
-    total = None
-    if want_sum and residual is not None:
-        total = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    elif want_sum and sum_in_fp32 and x.dtype != torch.float32:
-        total = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
-    statistics = common.allocate_statistics(x, 1, is_rms_norm, want_statistics)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), total, *statistics
+class Options(typing.NamedTuple):
+    """What else the operator takes."""
+
+    eps: float
+    want_sum: bool
+    sum_in_fp32: bool
+    is_rms_norm: bool
+    want_statistics: bool
 
 
-def _forward(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm, want_statistics):
-    _check_forward(x, residual, weight, bias)
-    out, total, mean, rstd = _allocate(x, residual, want_sum, sum_in_fp32, is_rms_norm, want_statistics)
+class Results(typing.NamedTuple):
+    """sum: None where it is not wanted, or x itself. mean and rstd: None where they are not wanted, mean of RMSNorm."""
+
+    out: torch.Tensor
+    sum: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor | None
+
+
+def _check(inputs):
+    common.check_rows(_NAME, "x", inputs.x)
+    common.check_parameters(_NAME, inputs.x, inputs.weight, inputs.bias)
+    if inputs.residual is not None:
+        common.check_beside(_NAME, "residual", inputs.residual, inputs.x)
+
+
+def _allocate(inputs, options):
+    """The operator's outputs, without values."""
+    x, total = inputs.x, None
+    if options.want_sum and inputs.residual is not None:
+        total = empty_like(inputs.residual)
+    elif options.want_sum and options.sum_in_fp32 and x.dtype != torch.float32:
+        total = empty_like(x, torch.float32)
+    statistics = common.allocate_statistics(x, 1, options.is_rms_norm, options.want_statistics)
+    return make(Results, (empty_like(x), total, *statistics))
+
+
+def _forward(*arguments):
+    inputs, options = unpack(arguments, Inputs, Options)
+    _check(inputs)
+    results, x, residual = _allocate(inputs, options), inputs.x, inputs.residual
     if x.numel() == 0:
-        return out, total, mean, rstd
-    weight, bias = weight.contiguous(), checks.contiguous(bias)
+        return results
+    weight, bias = inputs.weight.contiguous(), checks.contiguous(inputs.bias)
+    out, total, mean, rstd = results
+    width = x.shape[-1]
     params = abi.MambaNorm()
     functions = place(params, x)
     other_dtype = x.dtype if residual is None else residual.dtype
@@ -253,125 +301,57 @@ def _forward(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm,
     if total is not None:
         other_dtype = total.dtype
         params.residual_out = total.data_ptr()
-        params.residual_out_row_stride = x.shape[-1]
-    width = x.shape[-1]
-    common.fill(params, x.numel() // width, x.dtype, weight, bias, width, is_rms_norm, other_dtype)
-    params.eps = eps
+        params.residual_out_row_stride = width
+    common.fill(params, x.numel() // width, x.dtype, weight, bias, width, options.is_rms_norm, other_dtype)
+    params.eps = options.eps
     params.out = out.data_ptr()
-    params.out_row_stride = x.shape[-1]
+    params.out_row_stride = width
     if rstd is not None:
         params.rstd = rstd.data_ptr()
-        params.mean = None if mean is None else mean.data_ptr()
+        params.mean = pointer(mean)
     run(functions, "norm_forward", params)
-    return out, total, mean, rstd
+    return results
 
 
-def _forward_fake(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm, want_statistics):
-    _check_forward(x, residual, weight, bias)
-    return _allocate(x, residual, want_sum, sum_in_fp32, is_rms_norm, want_statistics)
+def _forward_fake(*arguments):
+    inputs, options = unpack(arguments, Inputs, Options)
+    _check(inputs)
+    return _allocate(inputs, options)
 
 
 class _AddNorm(torch.autograd.Function):
     """Saves the sum that was normalised (without a residual x), and mean and rstd of each row."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm, want_statistics):
-        flags = want_sum or residual is not None, sum_in_fp32, is_rms_norm, True
-        out, total, mean, rstd = call_below_autograd(add_norm_op, x, residual, weight, bias, eps, *flags)
-        ctx.save_for_backward(x if residual is None else total, weight, bias, mean, rstd)
+    def forward(ctx, *arguments):
+        x, residual, weight, bias, *options = arguments
+        eps, want_sum, sum_in_fp32, ctx.is_rms_norm, _ = options
         ctx.has_residual = residual is not None
-        ctx.is_rms_norm = is_rms_norm
+        flags = want_sum or ctx.has_residual, sum_in_fp32, ctx.is_rms_norm, True
+        out, total, mean, rstd = call_below_autograd(add_norm_op, x, residual, weight, bias, eps, *flags)
+        ctx.save_for_backward(total if ctx.has_residual else x, weight, bias, mean, rstd)
         ctx.mark_non_differentiable(*(statistic for statistic in (mean, rstd) if statistic is not None))
         ctx.set_materialize_grads(False)
         return out, total, mean, rstd
 
     @staticmethod
     def backward(ctx, dout, dtotal, *_):
-        total, weight, bias, mean, rstd = ctx.saved_tensors
         if dout is None:  # the norm itself was not used
-            return dtotal, dtotal if ctx.has_residual else None, *(None,) * 7
-        arguments = dout, dtotal, total, weight, bias, mean, rstd, ctx.is_rms_norm
-        dx, dresidual, dweight, dbias = call_in_backward(add_norm_backward_op, *arguments)
+            dx, dresidual, dweight, dbias = dtotal, dtotal, None, None
+        else:
+            arguments = dout, dtotal, *ctx.saved_tensors, ctx.is_rms_norm
+            dx, dresidual, dweight, dbias = call_in_backward(add_norm_backward_op, *arguments)
         if not ctx.has_residual:
             dresidual = None
         elif dresidual is None:  # of x's dtype
             dresidual = dx
-        return dx, dresidual, dweight, dbias, *(None,) * 5
+        return dx, dresidual, dweight, dbias, *no_gradients(Options)
 
 
 add_norm_op = define(
-    "add_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool want_sum, bool sum_in_fp32, "
-    "bool is_rms_norm, bool want_statistics) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)",
+    f"add_norm({signature(Inputs, Options)}) -> {returns(Results)}",
     _forward,
     _forward_fake,
     autograd=_AddNorm,
     called=_NAME,
-)
-
-
-# ---- backward operator -----------------------------------------------------------------------------------------------
-
-
-def _check_backward(dout, dtotal, total, weight, bias, mean, rstd, is_rms_norm):
-    name = _NAME + "_backward"
-    common.check_rows(name, "dout", dout)
-    common.check_parameters(name, dout, weight, bias)
-    common.check_beside(name, "sum", total, dout)
-    if dtotal is not None:
-        if total.dtype == dout.dtype:
-            common.check_beside(name, "dsum", dtotal, dout)
-        else:
-            checks.check_same(name, "dsum", dtotal, total.shape, total, "sum", "(..., N)")
-    common.check_statistics(name, dout, 1, mean, rstd, is_rms_norm)
-
-
-def _allocate_grads(dout, total, weight, bias):
-    """dx; dresidual where the sum has another dtype, else it is dx; dweight; dbias."""
-    return (
-        torch.empty_like(dout, memory_format=torch.contiguous_format),
-        None if total.dtype == dout.dtype else torch.empty_like(total, memory_format=torch.contiguous_format),
-        weight.new_empty(weight.shape),
-        None if bias is None else bias.new_empty(bias.shape),
-    )
-
-
-def _backward(dout, dtotal, total, weight, bias, mean, rstd, is_rms_norm):
-    _check_backward(dout, dtotal, total, weight, bias, mean, rstd, is_rms_norm)
-    dx, dresidual, dweight, dbias = _allocate_grads(dout, total, weight, bias)
-    if dout.numel() == 0:
-        return dx, dresidual, dweight.zero_(), None if bias is None else dbias.zero_()
-    width = dout.shape[-1]
-    weight, bias, rstd, mean = weight.contiguous(), checks.contiguous(bias), rstd.contiguous(), checks.contiguous(mean)
-    params = abi.MambaNormBackward()
-    functions = place(params, dout)
-    other_dtype = total.dtype if dtotal is None else dtotal.dtype
-    common.fill(params, dout.numel() // width, dout.dtype, weight, bias, width, is_rms_norm, other_dtype)
-    dout, params.dout_row_stride = common.in_rows(dout)
-    params.dout = dout.data_ptr()
-    if dtotal is not None:
-        dtotal, params.dresidual_out_row_stride = common.in_rows(dtotal)
-        params.dresidual_out = dtotal.data_ptr()
-    total, row_stride = common.in_rows(total)
-    if total.dtype == dout.dtype:
-        params.x, params.x_row_stride = total.data_ptr(), row_stride
-    else:
-        params.residual_out, params.residual_out_row_stride = total.data_ptr(), row_stride
-        params.dresidual, params.dresidual_row_stride = dresidual.data_ptr(), width
-    params.dx, params.dx_row_stride = dx.data_ptr(), width
-    workspace = common.fill_gradients(params, functions, mean, rstd, dweight, dbias)
-    run(functions, "norm_backward", params)
-    del workspace  # until here
-    return dx, dresidual, dweight, dbias
-
-
-def _backward_fake(dout, dtotal, total, weight, bias, mean, rstd, is_rms_norm):
-    _check_backward(dout, dtotal, total, weight, bias, mean, rstd, is_rms_norm)
-    return _allocate_grads(dout, total, weight, bias)
-
-
-add_norm_backward_op = define(
-    "add_norm_backward(Tensor dout, Tensor? dsum, Tensor sum, Tensor weight, Tensor? bias, Tensor? mean, Tensor rstd, "
-    "bool is_rms_norm) -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
-    _backward,
-    _backward_fake,
 )

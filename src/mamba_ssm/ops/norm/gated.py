@@ -4,14 +4,32 @@ import torch
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
-from mamba_ssm._torch import call, call_below_autograd, call_in_backward, define
+from mamba_ssm._torch import (
+    call,
+    call_below_autograd,
+    call_in_backward,
+    define,
+    no_gradients,
+    signature,
+    unpack,
+)
 from mamba_ssm.ops._shared import checks
+from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.norm import arguments as common
+from mamba_ssm.ops.norm.gated_arguments import NAME, Inputs, Options, check, fill, kernel_layout
+from mamba_ssm.ops.norm.gated_backward import gated_norm_backward_op
 
-_NAME = "layernorm_gated"
 
-
-def layernorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True, is_rms_norm=False):
+def layernorm_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    z: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+) -> torch.Tensor:
     """LayerNorm (or RMSNorm) over groups of neighbours in the last dimension, times silu(z).
 
     Args (float32, float16 or bfloat16 each):
@@ -29,19 +47,31 @@ def layernorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before
 
     Same as upstream's mamba_ssm.ops.triton.layernorm_gated.layernorm_fn.
     """
-    checks.check_tensor(_NAME, "x", x)
-    if z is not None:
-        checks.check_tensor(_NAME, "z", z)
-        if z.dtype != x.dtype:
+    try:
+        if z is not None and z.dtype != x.dtype:
             z = checks.widen(z)  # the kernels take float32 beside any x
-    common.check_rows(_NAME, "x", x)
-    eps = checks.check_number(_NAME, "eps", eps)
-    group_size = x.shape[-1] if group_size is None else checks.check_integer(_NAME, "group_size", group_size)
+        width = x.shape[-1]
+    except (AttributeError, RuntimeError, IndexError):  # of what is no dense tensor or has no dimension
+        checks.check_tensor(NAME, "x", x)
+        common.check_rows(NAME, "x", x)
+        checks.check_tensor(NAME, "z", z)
+        raise
+    if type(eps) is not float:  # on the way of every call
+        eps = checks.check_number(NAME, "eps", eps)
+    group_size = width if group_size is None else checks.check_integer(NAME, "group_size", group_size)
     flags = bool(norm_before_gate), bool(is_rms_norm), False
     return call(gated_norm_op, x, weight, bias, z, eps, group_size, *flags)[0]
 
 
-def rmsnorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True):
+def rmsnorm_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    z: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> torch.Tensor:
     """layernorm_fn with is_rms_norm=True.
 
     Same as upstream's mamba_ssm.ops.triton.layernorm_gated.rmsnorm_fn.
@@ -91,77 +121,53 @@ class RMSNorm(_GatedNorm):
         return rmsnorm_fn(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
 
 
-# ---- forward operator ------------------------------------------------------------------------------------------------
+# ---- operator --------------------------------------------------------------------------------------------------------
 
 
-def _check(op, x, weight, bias, z, group_size):
-    """Raises on any argument that the kernels do not take; returns the number of groups."""
-    common.check_rows(op, "x", x)
-    common.check_parameters(op, x, weight, bias)
-    if z is not None:
-        common.check_beside(op, "z", z, x)
-    width = x.shape[-1]
-    if width == 0:
-        return 1
-    if group_size < 1 or width % group_size:
-        raise ValueError(f"{op}: group_size must divide the last dimension of x, {width}, got {group_size}")
-    return width // group_size
+def _forward(*arguments):
+    *arguments, want_statistics = arguments
+    inputs, options = unpack(arguments, Inputs, Options)
+    groups, x = check(NAME, inputs, options), inputs.x
+    out = empty_like(x)
+    kept = common.allocate_statistics(x, groups, options.is_rms_norm, want_statistics)
+    if out.numel():
+        width = x.shape[-1]
+        launch_forward(out.numel() // width, kernel_layout(inputs), options, (out, width), kept)
+    return out, *kept
 
 
-def _fill(params, rows, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm):
-    """Sets the fields that forward and backward share."""
-    x, params.x_row_stride = x
-    params.x = x.data_ptr()
-    other_dtype = x.dtype
-    if z is not None:
-        z, params.z_row_stride = z
-        params.z = z.data_ptr()
-        other_dtype = z.dtype
-    common.fill(params, rows, x.dtype, weight, bias, group_size, is_rms_norm, other_dtype)
-    params.norm_before_gate = norm_before_gate
-
-
-def _forward(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, want_statistics):
-    groups = _check(_NAME, x, weight, bias, z, group_size)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    mean, rstd = common.allocate_statistics(x, groups, is_rms_norm, want_statistics)
-    if x.numel() == 0:
-        return out, mean, rstd
-    width = x.shape[-1]
-    tensors = common.in_rows(x), weight.contiguous(), checks.contiguous(bias), None if z is None else common.in_rows(z)
-    options = group_size, norm_before_gate, is_rms_norm
-    launch_forward(x.numel() // width, *tensors, eps, *options, (out, width), mean, rstd)
-    return out, mean, rstd
-
-
-def launch_forward(rows, x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, out, mean, rstd):
-    """Runs the kernel. x, z and out: (tensor or View, stride of its rows); the others contiguous."""
+def launch_forward(rows, inputs, options, out, kept):
+    """Runs the kernel. x and z of inputs, and out: (tensor or View, stride of its rows); parameters contiguous. kept:
+    mean and rstd, to be written; None where they are not wanted.
+    """
     params = abi.MambaNorm()
-    functions = place(params, weight)
-    _fill(params, rows, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm)
-    params.eps = eps
+    functions = place(params, inputs.weight)
+    fill(params, rows, inputs, options)
+    params.eps = options.eps
     out, params.out_row_stride = out
     params.out = out.data_ptr()
-    params.rstd = pointer(rstd)
+    mean, rstd = kept
     params.mean = pointer(mean)
+    params.rstd = pointer(rstd)
     run(functions, "norm_forward", params)
 
 
-def _forward_fake(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, want_statistics):
-    groups = _check(_NAME, x, weight, bias, z, group_size)
-    statistics = common.allocate_statistics(x, groups, is_rms_norm, want_statistics)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), *statistics
+def _forward_fake(*arguments):
+    *arguments, want_statistics = arguments
+    inputs, options = unpack(arguments, Inputs, Options)
+    groups = check(NAME, inputs, options)
+    statistics = common.allocate_statistics(inputs.x, groups, options.is_rms_norm, want_statistics)
+    return empty_like(inputs.x), *statistics
 
 
 class _GatedNormFunction(torch.autograd.Function):
     """Saves the inputs, and mean and rstd of each group."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, want_statistics):
-        options = group_size, norm_before_gate, is_rms_norm
-        out, mean, rstd = call_below_autograd(gated_norm_op, x, weight, bias, z, eps, *options, True)
+    def forward(ctx, x, weight, bias, z, *options):
+        *ctx.options, _ = options
+        out, mean, rstd = call_below_autograd(gated_norm_op, x, weight, bias, z, *ctx.options, True)
         ctx.save_for_backward(x, weight, bias, z, mean, rstd)
-        ctx.options = options
         ctx.mark_non_differentiable(*(statistic for statistic in (mean, rstd) if statistic is not None))
         ctx.set_materialize_grads(False)
         return out, mean, rstd
@@ -169,83 +175,15 @@ class _GatedNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, *_):
         if dout is None:
-            return (None,) * 9
-        arguments = dout, *ctx.saved_tensors, *ctx.options
-        dx, dweight, dbias, dz = call_in_backward(gated_norm_backward_op, *arguments)
-        return dx, dweight, dbias, dz, *(None,) * 5
+            return *no_gradients(Inputs, Options), None
+        grads = call_in_backward(gated_norm_backward_op, dout, *ctx.saved_tensors, *ctx.options)
+        return *grads, *no_gradients(Options), None
 
 
 gated_norm_op = define(
-    "gated_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? z, float eps, SymInt group_size, bool norm_before_gate, "
-    "bool is_rms_norm, bool want_statistics) -> (Tensor out, Tensor mean, Tensor rstd)",
+    f"gated_norm({signature(Inputs, Options)}, bool want_statistics) -> (Tensor out, Tensor mean, Tensor rstd)",
     _forward,
     _forward_fake,
     autograd=_GatedNormFunction,
-    called=_NAME,
-)
-
-
-# ---- backward operator -----------------------------------------------------------------------------------------------
-
-
-def _check_backward(dout, x, weight, bias, z, mean, rstd, group_size, is_rms_norm):
-    name = _NAME + "_backward"
-    groups = _check(name, x, weight, bias, z, group_size)
-    checks.check_same(name, "dout", dout, x.shape, x, "x", "(..., N)")
-    common.check_statistics(name, x, groups, mean, rstd, is_rms_norm)
-
-
-def _allocate_grads(x, weight, bias, z):
-    return (
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-        weight.new_empty(weight.shape),
-        None if bias is None else bias.new_empty(bias.shape),
-        None if z is None else torch.empty_like(z, memory_format=torch.contiguous_format),
-    )
-
-
-def _backward(dout, x, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms_norm):
-    _check_backward(dout, x, weight, bias, z, mean, rstd, group_size, is_rms_norm)
-    dx, dweight, dbias, dz = _allocate_grads(x, weight, bias, z)
-    if x.numel() == 0:
-        return dx, dweight.zero_(), None if bias is None else dbias.zero_(), dz
-    width = x.shape[-1]
-    weight, bias, rstd, mean = weight.contiguous(), checks.contiguous(bias), rstd.contiguous(), checks.contiguous(mean)
-    inputs = common.in_rows(x), weight, bias, None if z is None else common.in_rows(z), mean, rstd
-    options = group_size, norm_before_gate, is_rms_norm
-    grads = (dx, width), dweight, dbias, None if z is None else (dz, width)
-    launch_backward(x.numel() // width, common.in_rows(dout), *inputs, *options, *grads)
-    return dx, dweight, dbias, dz
-
-
-def launch_backward(
-    rows, dout, x, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms_norm, dx, dweight, dbias, dz
-):
-    """Runs the kernels. dout, x, z, dx and dz: (tensor or View, stride of its rows); the others contiguous."""
-    params = abi.MambaNormBackward()
-    functions = place(params, weight)
-    _fill(params, rows, x, weight, bias, z, group_size, norm_before_gate, is_rms_norm)
-    dout, params.dout_row_stride = dout
-    params.dout = dout.data_ptr()
-    dx, params.dx_row_stride = dx
-    params.dx = dx.data_ptr()
-    if dz is not None:
-        dz, params.dz_row_stride = dz
-        params.dz = dz.data_ptr()
-    workspace = common.fill_gradients(params, functions, mean, rstd, dweight, dbias)
-    run(functions, "norm_backward", params)
-    del workspace  # until here
-
-
-def _backward_fake(dout, x, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms_norm):
-    _check_backward(dout, x, weight, bias, z, mean, rstd, group_size, is_rms_norm)
-    return _allocate_grads(x, weight, bias, z)
-
-
-gated_norm_backward_op = define(
-    "gated_norm_backward(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? z, Tensor? mean, Tensor rstd, "
-    "SymInt group_size, bool norm_before_gate, bool is_rms_norm) "
-    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
-    _backward,
-    _backward_fake,
+    called=NAME,
 )
