@@ -1,104 +1,175 @@
-"""Measures the package on this machine: python scripts/benchmark [--device cuda|cpu] [--only scan,block] [--json FILE].
+"""Measures the package on this machine, and beside it another package with the same import paths.
 
-Every section validates its results against a float64 reference before it times them; a wrong result is an error, exit
-code 1. Figures of other software are quoted with their source, never measured here.
+python scripts/benchmark [--device cuda|cpu] [--peer DIR[:DIR]] [--only scan,block] [--json FILE] [--plot FILE.svg]
+
+The peer is what is found first on that import path: upstream's mamba_ssm and causal_conv1d, or another version of this
+package. Both sides run in turns, each in its own process, on the same inputs, in two modes: GPU keeps the GPU's queue
+full, so that only its own time counts; call finds the GPU idle, so that the host's time counts too. Every result is
+compared with a float64 reference before it is timed; a wrong one of ours is exit code 1. No figures of another day or
+machine take part. On a CPU without --peer the comparison is with plain torch, in the same run.
 """
 
 import argparse
+import importlib
 import importlib.util
 import json
+import os
 import sys
 import time
 import traceback
 
 import cases
+import comparison
 import progress
 import torch
+from side import PACKAGES, installed
+from sides import Failed, Sides
 from table import cell, table
-from timing import machine
 
+# Sections with a comparison and a table of their own, and their modules.
+BESIDE_PLAIN_TORCH = {
+    "plain-scan": "plain_scan",
+    "plain-ssd": "plain_ssd",
+    "plain-block": "plain_block",
+    "transformers": "transformers_section",
+}
 SECTIONS = {
-    "cuda": ("scan", "block", "mamba2", "conv", "norm", "decode", "small", "ssd", "lm", "transformers"),
-    "cpu": ("cpu", "ssd", "mamba2", "lm", "transformers"),
+    "cuda": (*cases.CASES["cuda"], "transformers"),
+    "cpu": (*cases.CASES["cpu"], *BESIDE_PLAIN_TORCH),
 }
 
 
-def _section(name):
-    """The function that measures a section; a CPU-only run does not import the GPU's."""
-    if name == "cpu":
-        import cpu
-
-        return cpu.cpu
-    if name == "ssd":
-        import ssd
-
-        return ssd.ssd
-    if name in ("block", "mamba2"):
-        import blocks
-
-        return getattr(blocks, name)
-    if name in ("lm", "transformers"):
-        import models
-
-        return getattr(models, name)
-    if name == "norm":
-        import norms
-
-        return norms.norm
-    import gpu
-
-    return getattr(gpu, name)
-
-
 def parse(arguments):
-    parser = argparse.ArgumentParser(prog="python scripts/benchmark", description=__doc__)
-    parser.add_argument("--device", choices=tuple(SECTIONS), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--only", help=f"sections, comma separated: {', '.join(dict.fromkeys(sum(SECTIONS.values(), ())))}"
+    description, _, rest = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python scripts/benchmark",
+        description=description,
+        epilog=rest.partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--device", choices=tuple(SECTIONS), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peer", metavar=f"DIR[{os.pathsep}DIR]", help="where the other package lies")
+    names = ", ".join(dict.fromkeys(sum(SECTIONS.values(), ())))
+    parser.add_argument("--only", metavar="SECTION,...", help=f"these sections: {names}")
+    parser.add_argument("--quick", action="store_true", help="the first case of each section, few repetitions")
+    parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="of one step of a case (120)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument("--plot", metavar="FILE", help="also draw them there, as .svg or .png (needs matplotlib)")
     options = parser.parse_args(arguments)
-    available = SECTIONS[options.device]
-    options.sections = options.only.split(",") if options.only else list(available)
-    if not options.only and importlib.util.find_spec("transformers") is None:
-        options.sections.remove("transformers")
-        print("transformers is not installed: its section is left out")
-    for name in options.sections:
-        if name not in available:
-            parser.error(f"--only: on {options.device} the sections are {', '.join(available)}, got {name!r}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device")
+    options.peer = _peer(parser, options.peer)
+    options.sections = _sections(parser, options)
+    if options.plot and not options.plot.endswith((".svg", ".png")):
+        parser.error(f"--plot: the file must end in .svg or .png, got {options.plot}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error('--plot needs matplotlib: pip install matplotlib, or "mamba_ssm[plot]"')
     return options
+
+
+def _peer(parser, value):
+    """The peer's folders, in which one of its packages must lie."""
+    if value is None:
+        return []
+    folders = [os.path.abspath(folder) for folder in value.split(os.pathsep)]
+    for folder in folders:
+        if not os.path.isdir(folder):
+            parser.error(f"--peer: {folder} is no folder")
+    if not installed(folders):
+        parser.error(f"--peer: neither {' nor '.join(PACKAGES)} lies in {os.pathsep.join(folders)}")
+    return folders
+
+
+def _sections(parser, options):
+    available = SECTIONS[options.device]
+    if options.only:
+        for name in options.only.split(","):
+            if name not in available:
+                parser.error(f"--only: on {options.device} the sections are {', '.join(available)}, got {name!r}")
+        return options.only.split(",")
+    if options.device == "cuda":
+        chosen = list(available)
+    else:
+        chosen = list(cases.CASES["cpu"] if options.peer else BESIDE_PLAIN_TORCH)
+    if "transformers" in chosen and importlib.util.find_spec("transformers") is None:
+        chosen.remove("transformers")
+        print("transformers is not installed: its section is left out")
+    return chosen
+
+
+def _measure(name, options, sides, machine):
+    """(what the JSON holds of a section, its tables, why a side failed where)."""
+    if name in BESIDE_PLAIN_TORCH:
+        rows = importlib.import_module(BESIDE_PLAIN_TORCH[name]).measure(options.device)
+        return {"rows": rows}, [(name, rows)], []
+    if options.device == "cuda" and "ceilings" not in machine:
+        machine["ceilings"] = sides.ours.ask("this machine's limits", "ceilings")
+    section = cases.CASES[options.device][name]
+    records = comparison.section(sides, section, options.device, machine.get("ceilings", {}), options.quick)
+    failed = [(record["case"], side, why) for record in records for side, why in record["failed"].items()]
+    return {"records": records}, comparison.tables(name, records, options.device, bool(options.peer)), failed
+
+
+def _described(facts, words):
+    """A side's packages in words, such as "{name} {version} in {folder}"."""
+    packages = facts["packages"].items()
+    return ", ".join(what.get("error") or words.format(name=name, **what) for name, what in packages)
+
+
+def _start(sides, machine):
+    """Start the processes, and say what is compared on what."""
+    progress.section("start")
+    for side in sides.all:
+        side.start()
+        machine[side.name] = side.facts
+        progress.clear()
+        print(f"{side.name}: {_described(side.facts, '{name} {version} in {folder}')}")
+    facts = [{key: value for key, value in machine[side.name].items() if key != "packages"} for side in sides.all]
+    print(", ".join(f"{key} {value}" for key, value in facts[0].items()))
+    if facts[-1] != facts[0]:
+        print(f"the peer differs: {', '.join(f'{key} {value}' for key, value in facts[-1].items())}")
 
 
 def main(arguments=None):
     options = parse(arguments)
-    facts = machine(options.device)
-    print(", ".join(f"{key} {cell(value)}" for key, value in facts.items()))
-    if options.device == "cuda":
-        print(f"upstream's figures: {cases.UPSTREAM_SOURCE}")
-    results, failed = {"machine": facts, "upstream": cases.UPSTREAM_SOURCE, "sections": {}}, False
-    for name in options.sections:
-        start = time.perf_counter()
-        progress.section(name)
+    machine = {"device": options.device}
+    results, explained, wrong = {"machine": machine, "sections": {}}, set(), False
+    with Sides(options.device, options.peer, options.limit) as sides:
         try:
-            rows = _section(name)(facts)
-        except Exception:  # the other sections' figures are still wanted
-            failed = True
-            results["sections"][name] = {"error": traceback.format_exc()}
+            _start(sides, machine)
+        except Failed as error:
             progress.clear()
-            print(f"\n{name}: FAILED\n{results['sections'][name]['error']}", flush=True)
-            continue
-        seconds = time.perf_counter() - start
-        results["sections"][name] = {"rows": rows, "seconds": seconds}
-        progress.clear()
-        print(f"\n{table(f'{name} ({seconds:.0f} s)', rows)}", flush=True)
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=2)
-    return 1 if failed else 0
+            sys.exit(f"a process did not start: {error}")
+        for name in options.sections:
+            start = time.perf_counter()
+            progress.section(name)
+            try:
+                found, shown, failed = _measure(name, options, sides, machine)
+            except Exception:  # the other sections' figures are still wanted
+                found, shown, failed = {"error": traceback.format_exc()}, [], []
+                failed = [(name, "ours", found["error"])]
+            found["seconds"] = time.perf_counter() - start
+            results["sections"][name] = found
+            if options.json:  # after each section, so that a run that is cut off leaves what it has
+                with open(options.json, "w", encoding="utf-8") as file:
+                    json.dump(results, file, indent=2)
+            wrong = wrong or any(side == "ours" for _, side, _ in failed)
+            progress.clear()
+            for title, rows in shown:
+                title += f" ({found['seconds']:.0f} s)"
+                print(f"\n{table(title, rows, explained)}", flush=True)
+            for case, side, why in failed:
+                print(f"\n{case}: {side}: {why}", flush=True)
+    if "ceilings" in machine:
+        ceilings = ", ".join(f"{by} {cell(value * 1e-9)} G" for by, value in machine["ceilings"].items())
+        print(f"\nthis machine's limits, a second: {ceilings}")
+    if options.plot:
+        import plot
+
+        title = [machine["ours"].get("machine", options.device)]
+        title += [f"{side.name}: {_described(side.facts, '{name} {version}')}" for side in sides.all]
+        plot.draw(options.plot, results["sections"], bool(options.peer), "; ".join(title))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

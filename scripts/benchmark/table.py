@@ -8,63 +8,51 @@ COLUMNS = 120
 EXPLANATIONS = {
     # what is measured
     "case": "the problem's sizes: B batch, L length, D channels, N dstate, H heads, P headdim, d d_model; its dtype",
+    "pass": "fwd forward, bwd backward, no grad: forward under torch.no_grad(); step: one of decoding or training; "
+    "graph: as a CUDA graph; generate: greedy, prompt included",
     "kernels": "best: this processor's best instruction set; avx2: as on a processor without AVX-512",
     "threads": "how many threads ours may use; 1: what counts is the processor's time of one thread",
     "load": "the machine's load average after the measurement; above the number of threads: others disturbed it",
-    "parameters M": "millions of parameters",
-    # times
+    # both sides in turns: medians
+    "GPU ours ms": "the GPU's time alone, its queue kept full, milliseconds",
+    "GPU peer ms": "the peer's, measured in the same run in turns with ours",
+    "GPU x": "peer / ours: times as fast; host-bound: the queue ran dry, so the GPU's time alone is not known",
+    "call ours ms": "a call from an idle GPU to the end of its last kernel, the host's time included",
+    "call peer ms": "the peer's",
+    "call x": "peer / ours: times as fast",
+    "limit": "what limits the call on this machine: copy bandwidth, exponentials (exp) or tensor cores",
+    "of limit": "share of that limit that ours reaches, each input read and each output written once",
+    "ours tokens/s": "tokens a second, all rows of the batch together",
+    "peer tokens/s": "the peer's",
+    "x": "ours / peer",
+    "kept ours MB": "what forward keeps for backward, megabytes",
+    "kept peer MB": "the peer's",
+    "kept ours / peer": "below 1: ours keeps less",
+    "peak ours MB": "the most that a step needs at once beside parameters and inputs, megabytes",
+    "peak peer MB": "the peer's",
+    "peak ours / peer": "below 1: ours needs less",
+    # against plain torch, or transformers without this package, in the same run
     "fwd ms": "a forward call, median milliseconds",
-    "bwd ms": "a backward call, median milliseconds",
     "fwd+bwd ms": "a forward and a backward call, median milliseconds",
-    "fwd no grad ms": "a forward call under torch.no_grad()",
-    "no grad us": "a forward call under torch.no_grad(), median microseconds",
-    "fwd+bwd us": "a forward and a backward call, median microseconds",
-    "call us": "a call from Python, the host's work and the GPU's, microseconds",
-    "kernel us": "the same inside a CUDA graph: the kernel alone, microseconds",
-    "one row, call us": "a call on one row, microseconds: what the host costs",
+    "plain fwd ms": "a forward call of the same in plain torch, at its fastest number of threads or chunk size",
+    "plain fwd+bwd ms": "its forward and backward call",
+    "fwd x": "times as fast as plain torch, forward",
+    "fwd+bwd x": "times as fast, forward and backward",
     "forward ms": "a forward call, median milliseconds",
     "train ms": "a forward and a backward call with the loss, median milliseconds",
     "generate ms": "generating 32 tokens, median milliseconds",
-    "tokens/s": "tokens a second, all rows of the batch together",
-    "tokens/s, CUDA graph": "the same with each step as one CUDA graph (generate's cg=True)",
-    # against plain torch in the same run
-    "plain fwd ms": "a forward call of the same in plain torch, at its fastest number of threads or chunk size",
-    "plain fwd+bwd ms": "its forward and backward call",
-    "fwd x": "times as fast as plain torch, forward (on a GPU: as upstream's figure of another day, not like for like)",
-    "bwd x": "times as fast, backward",
-    "fwd+bwd x": "times as fast, forward and backward",
     "forward x": "times as fast as the same model without this package, forward",
     "train x": "times as fast, forward and backward with the loss",
     "generate x": "times as fast, generating 32 tokens",
-    # against upstream's stored figures
-    "upstream fwd": "upstream's forward, milliseconds: another day, the GPU idle before each call, not like for like",
-    "upstream bwd": "upstream's backward, likewise",
-    "upstream fwd+bwd": "upstream's forward and backward, likewise",
-    "upstream call us": "upstream's call from Python, likewise",
-    "upstream kept MB": "what upstream keeps from forward to backward, reckoned from its source",
-    # limits and goals
-    "goal": "what the project asks for",
-    "goal x": "what the project asks for",
-    "goal us": "what the project asks for",
-    "call goal us": "what the project asks for",
-    "kernel goal us": "what the project asks for",
-    "fwd+bwd goal us": "what the project asks for",
-    "exp floor ms": "the least time that this GPU needs for the scan's exponentials alone",
-    "fwd of copy": "share of the copy bandwidth that forward reaches, each tensor read or written once",
-    "bwd of copy": "share of the copy bandwidth that backward reaches",
-    "kernel of copy": "share of the copy bandwidth that the kernel reaches",
-    # memory
-    "kept MB": "what forward keeps for backward",
-    "step peak MB": "the most that a forward and a backward need at once",
-    "peak in (B,L,D)": "the same, in tensors of the layer's inner size",
 }
 
 
 def cell(value):
+    """Three significant digits, which is more than a measurement holds."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     if isinstance(value, float):
-        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
     return str(value)
 
 
@@ -73,8 +61,11 @@ def _heading(column, width):
     return textwrap.wrap(column, max(width, *(len(word) for word in column.split())))
 
 
-def table(title, rows):
-    """The text of a table; rows are dicts of the same keys, each of them explained above."""
+def table(title, rows, explained=None):
+    """The text of a table; rows are dicts of the same keys, each of them explained above.
+
+    explained: a set of columns that need no explanation again, to which this table's are added.
+    """
     columns = list(rows[0])
     cells = [[cell(row[column]) for column in columns] for row in rows]
     headings = [_heading(column, max(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
@@ -89,9 +80,12 @@ def table(title, rows):
             *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
         ]
         text.append("  ".join(padded).rstrip())
-    text.append("")
-    indent = 2 + max(len(column) for column in columns) + 2
-    for column in columns:
+    explained = set() if explained is None else explained
+    new = [column for column in columns if column not in explained]
+    explained.update(new)
+    text += [""] if new else []
+    indent = 2 + max((len(column) for column in new), default=0) + 2
+    for column in new:
         text += textwrap.wrap(
             f"  {column.ljust(indent - 2)}{EXPLANATIONS[column]}", COLUMNS, subsequent_indent=" " * indent
         )

@@ -1,77 +1,112 @@
-"""Timing: events, warm-up, medians, rotating inputs, and the machine's own ceilings."""
+"""Timing inside a process: the two modes on a GPU, the one on a CPU, and the machine's ceilings."""
 
 import itertools
-import os
 import statistics
 import time
 
 import progress
 import torch
+from problems.common import tensor_bytes
 
-REPEATS = 20
-WARM_UP = 5
-L2_BYTES = 200e6  # together the input sets are several times the L2 of any GPU of today
-
-
-def input_sets(make, bytes_each, most=16):
-    """Enough input sets, make(0), make(1), ..., that a set has left the L2 when its turn comes again."""
-    return [make(seed) for seed in range(max(1, min(most, int(L2_BYTES / bytes_each) + 1)))]
-
-
-def tensor_bytes(tensors):
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+WARM_UP = 3
+BUDGET = 1.0  # seconds that one round of repetitions may take; at least one is made
+SHORT = 2e-4  # seconds: shorter calls are timed several at once, or the events themselves would count
+MOST_AT_ONCE = 32  # the GPU's queue holds about a thousand kernels, and the host waits where it is full
+LEAD = 2.0  # times the host's time for a call that the GPU is kept from beginning it
+MOST_LEAD = 0.25  # seconds
+SLEEP_CYCLES = 2e9  # a second's, at the highest clock or above
 
 
-def gpu_milliseconds(function, sets, with_host=False):
-    """Median milliseconds on the GPU of function(*set), by events.
+class Stopwatch:
+    """Times calls that take turns; mode "gpu": only the GPU's time; any other: the host's too, from an idle GPU on."""
 
-    The GPU is kept busy while the host queues the calls, so that the host's time is not in the result; with_host: it is
-    not, and where the GPU waits for the host, that is in the result.
-    """
-    turns = itertools.cycle(sets)
-    for _ in range(max(WARM_UP, len(sets))):
-        function(*next(turns))
-    torch.cuda.synchronize()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
-    if not with_host:
-        torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
-    for start, stop in events:
-        start.record()
-        function(*next(turns))
-        stop.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in events)
+    def __init__(self, calls, mode, device):
+        self.turns = itertools.cycle(calls)
+        self.mode, self.device = mode, device
+        _times(lambda: next(self.turns)(), max(WARM_UP, len(calls)))  # also compiles what compiles at the first call
+        self.host, self.whole = map(min, zip(*_times(self._one_call, 3), strict=True))
+        self.at_once = max(1, min(MOST_AT_ONCE, int(SHORT / self.whole))) if mode == "gpu" else 1
+        self.lead = min(MOST_LEAD, LEAD * self.host * self.at_once)
 
-
-def wall_microseconds(function, calls=300, rounds=7, synchronize=False):
-    """Median over rounds of the host's microseconds a call, the queued GPU work included if synchronize."""
-    for _ in range(50):
-        function()
-    times = []
-    for _ in range(rounds):
-        if synchronize:
-            torch.cuda.synchronize()
+    def _one_call(self):
+        """(the host's seconds until a call returns, seconds until it has also ended on the GPU)."""
+        self._wait()
         start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        if synchronize:
+        next(self.turns)()
+        host = time.perf_counter() - start
+        self._wait()
+        return host, time.perf_counter() - start
+
+    def _wait(self):
+        if self.device == "cuda":
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / calls * 1e6)
-    return statistics.median(times)
+
+    def times(self, repeats):
+        """(seconds of each repetition, whether the GPU had to wait for the host)."""
+        cost = self.whole * self.at_once + (self.lead if self.mode == "gpu" else 0.0)
+        repeats = max(1, min(repeats, int(BUDGET / cost)))
+        if self.mode != "gpu" or self.device == "cpu":
+            return [self._from_idle() for _ in range(repeats)], False
+        while True:
+            found = [self._kept_full() for _ in range(repeats)]
+            dry = any(dry for _, dry in found)
+            if not dry or self.lead >= MOST_LEAD:
+                return [seconds for seconds, _ in found], dry
+            self.lead = min(MOST_LEAD, 2 * self.lead)
+
+    def _from_idle(self):
+        """Until the call's last kernel has ended; by the GPU's clock where there is one."""
+        call = next(self.turns)
+        if self.device == "cpu":
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) * 1e-3
+
+    def _kept_full(self):
+        """(seconds of a call, whether the queue ran dry): the GPU sleeps until the host has queued all of it."""
+        calls = [next(self.turns) for _ in range(self.at_once)]
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(self.lead * SLEEP_CYCLES))
+        start.record()
+        for call in calls:
+            call()
+        stop.record()
+        dry = start.query()  # the GPU began before all was queued, so it may have waited for the host
+        stop.synchronize()
+        return start.elapsed_time(stop) * 1e-3 / self.at_once, dry
 
 
-def graph_microseconds(function, sets, calls=128):
-    """Median microseconds a call of function(*set) inside a CUDA graph: the kernel and nothing of the host."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for arguments in sets:
-            function(*arguments)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _, arguments in zip(range(calls), itertools.cycle(sets), strict=False):
-            function(*arguments)
-    return gpu_milliseconds(graph.replay, [()]) * 1e3 / calls
+def _times(function, most):
+    """What function() returns, `most` times or until they took half the budget."""
+    results, start = [function()], time.perf_counter()
+    while len(results) < most and time.perf_counter() - start < BUDGET / 2:
+        results.append(function())
+    return results
+
+
+def ceilings():
+    """What this GPU can do, a second, measured now: {"copy": bytes, "exp": exponentials, "tensor": operations}."""
+
+    def seconds(call):
+        return statistics.median(Stopwatch([call], "gpu", "cuda").times(10)[0])
+
+    source = torch.empty(1 << 29, dtype=torch.int16, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy = 2 * tensor_bytes([source]) / seconds(lambda: target.copy_(source))
+    matrix = torch.randn(8192, 8192, device="cuda").to(torch.bfloat16)
+    tensor = 2 * 8192**3 / seconds(lambda: matrix @ matrix)
+    properties = torch.cuda.get_device_properties(0)
+    # 16 special-function results a clock and multiprocessor; the clock is an attribute of newer torch versions, in kHz
+    clock = (getattr(properties, "clock_rate", None) or 1_980_000) * 1e3
+    return {"copy": copy, "exp": properties.multi_processor_count * 16 * clock, "tensor": tensor}
 
 
 def cpu_seconds(what, function, repeats, warm_up=True, clock=time.perf_counter):
@@ -86,28 +121,3 @@ def cpu_seconds(what, function, repeats, warm_up=True, clock=time.perf_counter):
         function()
         times.append(clock() - start)
     return statistics.median(times)
-
-
-def load():
-    """The machine's load average; above the number of threads: others disturbed what was just measured."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-def machine(device):
-    """The machine in words and, on a GPU, its ceilings measured now."""
-    facts = {"torch": torch.__version__, "device": device}
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        source = torch.empty(1 << 29, dtype=torch.int16, device="cuda").random_()
-        target = torch.empty_like(source)
-        milliseconds = gpu_milliseconds(target.copy_, [(source,)])
-        facts.update(
-            gpu=properties.name,
-            cuda=torch.version.cuda,
-            multiprocessors=properties.multi_processor_count,
-            copy_gb_per_s=2 * tensor_bytes([source]) / milliseconds * 1e-6,
-        )
-        # 16 special-function results a clock and multiprocessor; an attribute of newer torch versions, in kHz
-        clock_khz = getattr(properties, "clock_rate", None) or 1_980_000
-        facts["exponentials_per_s"] = properties.multi_processor_count * 16 * clock_khz * 1e3
-    return facts

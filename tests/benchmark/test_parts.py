@@ -1,0 +1,155 @@
+"""Parts of the benchmark that as a whole need a GPU: modes, limits, tables, plot, on given figures and clocks."""
+
+import pytest
+from _helpers.small_benchmark import FOLDER, load
+
+
+@pytest.fixture
+def flat(monkeypatch):
+    """The benchmark's modules import each other as a script's."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def record(gpu, call, dry=False, **more):
+    modes = {"gpu": gpu, "call": call}
+    sides = {
+        mode: {side: {"seconds": seconds, "dry": dry and mode == "gpu"} for side, seconds in times.items()}
+        for mode, times in modes.items()
+    }
+    return {"case": "a case", "passes": {"fwd": sides}, "failed": {}, "limits": {}, **more}
+
+
+def test_a_queue_that_ran_dry_is_host_bound_in_place_of_an_x(flat):
+    comparison = load("comparison")
+    limit = {"fwd": {"seconds": 0.5, "by": "exp"}}
+    good = record({"ours": 1.0, "peer": 3.0}, {"ours": 2.0, "peer": 3.0}, limits=limit)
+    dry = record({"ours": 1.0, "peer": 3.0}, {"ours": 2.0, "peer": 3.0}, dry=True, limits=limit)
+    ((_, rows),) = comparison.tables("scan", [good, dry], "cuda", True)
+    assert (rows[0]["GPU x"], rows[0]["call x"], rows[0]["limit"], rows[0]["of limit"]) == (3.0, 1.5, "exp", 0.5)
+    assert (rows[1]["GPU x"], rows[1]["call x"], rows[1]["of limit"]) == ("host-bound", 1.5, "host-bound")
+    assert all(len(line) <= 120 for line in load("table").table("scan", rows).splitlines())
+
+
+def test_limits_are_the_work_over_what_the_machine_can_do(flat):
+    comparison, kinds = load("comparison"), load("kinds")
+    ceilings = {"copy": 4.2e12, "exp": 4.18e12, "tensor": 8e14}
+    scan = comparison.limits(kinds.Scan(8, 2048, 4096, 16), ceilings)
+    assert scan["fwd"]["by"] == "exp" and scan["fwd"]["seconds"] == pytest.approx(0.257e-3, rel=0.01)
+    assert kinds.Scan(8, 2048, 4096, 16).work("fwd").bytes / ceilings["copy"] == pytest.approx(0.13e-3, rel=0.05)
+    ssd = comparison.limits(kinds.Ssd(8, 2048, 64, 64, 128), ceilings)
+    assert ssd["fwd"]["by"] == "copy" and ssd["fwd"]["seconds"] == pytest.approx(0.064e-3, rel=0.1)
+    assert kinds.Ssd(8, 2048, 64, 64, 128).work("fwd").flops == pytest.approx(43e9, rel=0.01)
+    update = comparison.limits(kinds.Update(128, 0, 4096, 16, "float32"), ceilings)
+    assert update["step"]["seconds"] == pytest.approx(2 * 128 * 4096 * 16 * 4 / 4.2e12)
+    assert comparison.limits(kinds.Train("Mamba2", 4, 2048), ceilings)["step"]["by"] == "tensor"
+    # of the 24-layer model of width 768, 130 M parameters in bfloat16 read once: 62 us at 4.2 TB/s
+    assert kinds.Decode("Mamba2", 1).work("step").bytes == pytest.approx(260e6, rel=0.1)
+
+
+def test_memory_of_a_training_step_is_a_table_of_its_own(flat):
+    comparison = load("comparison")
+    memory = {"ours": {"kept": 80.0, "peak": 120.0}, "peer": {"kept": 100.0, "peak": 100.0}}
+    given = {"case": "a case", "passes": {"memory": {"memory": memory}}, "failed": {}, "limits": {}}
+    ((title, (row,)),) = comparison.tables("block", [given], "cuda", True)
+    assert title == "block: memory of a training step"
+    assert (row["kept ours / peer"], row["peak ours / peer"]) == (0.8, 1.2)
+    load("table").table(title, [row])
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_plot(flat, tmp_path, ending):
+    pytest.importorskip("matplotlib")
+    plot = load("plot")
+    fast = record({"ours": 1.0, "peer": 3.0}, {"ours": 2.0, "peer": 3.0}, limits={"fwd": {"seconds": 0.5, "by": "exp"}})
+    dry = record({"ours": 1.0, "peer": 3.0}, {"ours": 2.0, "peer": 3.0}, dry=True)
+    sections = {"scan": {"records": [fast, dry]}, "transformers": {"rows": []}}
+    assert plot.lines(sections, True) == [
+        ("scan: a case, fwd", {"gpu": 3.0, "call": 1.5}),
+        ("scan: a case, fwd", {"call": 1.5}),
+    ]
+    assert plot.lines(sections, False) == [("scan: a case, fwd", {"gpu": 0.5})]
+    file = tmp_path / f"speed.{ending}"
+    plot.draw(file, sections, True, "title")
+    assert file.read_bytes()[:5] in (b"<?xml", b"\x89PNG\r")
+
+
+def test_a_table_of_long_headings_stays_narrow_and_needs_every_column_explained():
+    module = load("table")
+    columns = [name for name in module.EXPLANATIONS if name.endswith(("ms", " x"))][:10]
+    row = {"case": "B1 L131072 D4096 N16 bfloat16", **dict.fromkeys(columns, 1234.5)}
+    text = module.table("title", [row])
+    assert len("  ".join(row)) > 120 and max(map(len, text.splitlines())) <= 120, text
+    with pytest.raises(KeyError, match="unheard"):
+        module.table("title", [{"case": "", "unheard of": 1}])
+
+
+class SimulatedGpu:
+    """A clock, and a GPU that works through its queue while the host goes on; the only time is what it is told."""
+
+    def __init__(self):
+        self.now = self.free = 0.0
+
+    def call(self, host, gpu, waits=False):
+        """A call that takes so many seconds of the host, then of the GPU; waits: the host waits for the GPU in it."""
+
+        def run():
+            self.now += host
+            self.queue(gpu)
+            if waits:
+                self.synchronize()
+
+        return run
+
+    def queue(self, seconds):
+        self.free = max(self.free, self.now) + seconds
+
+    def synchronize(self):
+        self.now = max(self.now, self.free)
+
+    def install(self, monkeypatch, timing):
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = max(gpu.free, gpu.now)
+
+            def query(self):
+                return gpu.now >= self.at
+
+            def synchronize(self):
+                gpu.now = max(gpu.now, self.at)
+
+            def elapsed_time(self, stop):
+                return (stop.at - self.at) * 1e3
+
+        monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+        monkeypatch.setattr(timing.torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(timing.torch.cuda, "_sleep", lambda cycles: self.queue(cycles / timing.SLEEP_CYCLES))
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+
+
+@pytest.mark.parametrize("host", [20e-6, 5e-3], ids=["fast_host", "slow_host"])
+@pytest.mark.parametrize("gpu", [5e-6, 2e-3], ids=["short_call", "long_call"])
+def test_gpu_mode_leaves_the_hosts_time_out_and_call_mode_holds_it(flat, monkeypatch, host, gpu):
+    timing, simulated = load("timing"), SimulatedGpu()
+    simulated.install(monkeypatch, timing)
+    call = simulated.call(host, gpu)
+    for mode, expected in (("gpu", gpu), ("call", host + gpu), ("tokens", host + gpu)):
+        seconds, dry = timing.Stopwatch([call], mode, "cuda").times(5)
+        assert seconds == pytest.approx([expected] * 5) and not dry, mode
+
+
+def test_a_call_that_waits_for_the_gpu_is_host_bound(flat, monkeypatch):
+    timing, simulated = load("timing"), SimulatedGpu()
+    simulated.install(monkeypatch, timing)
+    assert timing.Stopwatch([simulated.call(1e-4, 1e-4, waits=True)], "gpu", "cuda").times(3)[1]
+
+
+def test_a_long_call_is_repeated_less(flat, monkeypatch):
+    timing, simulated = load("timing"), SimulatedGpu()
+    simulated.install(monkeypatch, timing)
+    assert len(timing.Stopwatch([simulated.call(0.0, 0.3)], "call", "cuda").times(20)[0]) == 3
+    assert len(timing.Stopwatch([simulated.call(0.0, 7.0)], "call", "cuda").times(20)[0]) == 1
