@@ -11,7 +11,7 @@ import sys
 from mamba_ssm._doctor import examine, render
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mamba_ssm", description="Checks this installation of mamba_ssm.")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)

@@ -1,11 +1,13 @@
 """The examination behind `python -m mamba_ssm`: facts first, then a small computation on every device."""
 
 import platform
+import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from mamba_ssm._native import loader
+from mamba_ssm._native import abi, loader
 from mamba_ssm._native.advice import DRIVER_FLOORS
 from mamba_ssm._native.errors import NativeError, cuda_version_text, driver_problem, shell_command
 from mamba_ssm.version import __version__
@@ -15,10 +17,18 @@ from mamba_ssm.version import __version__
 _TOLERANCE = 1e-3
 
 
-def examine():
+def examine() -> dict[str, typing.Any]:
     """The whole report as a dict of plain values; report["healthy"] is the verdict."""
-    report = {"versions": _versions(), "build": {}, "libraries": {}, "driver": {}, "gpus": [], "self_test": {}}
-    problems, notes = [], []
+    report: dict[str, typing.Any] = {
+        "versions": _versions(),
+        "build": {},
+        "libraries": {},
+        "driver": {},
+        "gpus": [],
+        "self_test": {},
+    }
+    problems: list[str] = []
+    notes: list[str] = []
     try:
         report["build"] = loader.build_info()
     except Exception as error:
@@ -34,7 +44,7 @@ def examine():
     return report
 
 
-def _versions():
+def _versions() -> dict[str, str | None]:
     return {
         "mamba_ssm": __version__,
         "location": str(Path(__file__).resolve().parent),
@@ -45,7 +55,9 @@ def _versions():
     }
 
 
-def _examine_library(kind, report, problems, notes):
+def _examine_library(
+    kind: str, report: dict[str, typing.Any], problems: list[str], notes: list[str]
+) -> abi.MambaLibraryInfo | None:
     """Loads a library if its file is as it was built, and notes what it says; returns its facts, or None."""
     path = loader.library_path(kind)
     entry = report["libraries"][kind] = {"path": str(path), "loaded": False}
@@ -70,12 +82,12 @@ def _examine_library(kind, report, problems, notes):
     return facts
 
 
-def _examine_cpu(report, problems, notes):
+def _examine_cpu(report: dict[str, typing.Any], problems: list[str], notes: list[str]) -> None:
     if _examine_library("cpu", report, problems, notes) is not None:
         _self_test("cpu", report, problems)
 
 
-def _examine_cuda(report, problems, notes):
+def _examine_cuda(report: dict[str, typing.Any], problems: list[str], notes: list[str]) -> None:
     has_library = loader.library_path("cuda").exists()
     wants_library = bool(report["build"].get("cuda"))
     gpus = torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
@@ -117,7 +129,7 @@ def _examine_cuda(report, problems, notes):
         _examine_gpu(index, report, problems)
 
 
-def _examine_gpu(index, report, problems):
+def _examine_gpu(index: int, report: dict[str, typing.Any], problems: list[str]) -> None:
     major, minor = torch.cuda.get_device_capability(index)
     entry = {"index": index, "name": torch.cuda.get_device_name(index), "architecture": f"sm_{major}{minor}"}
     report["gpus"].append(entry)
@@ -128,7 +140,7 @@ def _examine_gpu(index, report, problems):
         _self_test(f"cuda:{index}", report, problems)
 
 
-def _driver_version():
+def _driver_version() -> str | None:
     """The installed NVIDIA driver's version where Linux says it, else None."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split()
@@ -140,7 +152,7 @@ def _driver_version():
 # ---- self-test -------------------------------------------------------------------------------------------------------
 
 
-def _self_test(device, report, problems):
+def _self_test(device: str, report: dict[str, typing.Any], problems: list[str]) -> None:
     """Runs every kernel on a small problem and compares it with the reference on the CPU."""
     results = report["self_test"][device] = {}
     for name, test in _TESTS.items():
@@ -158,7 +170,7 @@ def _self_test(device, report, problems):
             )
 
 
-def _relative_error(found, expected):
+def _relative_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     worst = 0.0
     for ours, theirs in zip(found, expected, strict=True):
         difference = (ours.detach().cpu() - theirs.detach()).abs().max().item()
@@ -168,7 +180,7 @@ def _relative_error(found, expected):
     return worst
 
 
-def _inputs(shapes, device):
+def _inputs(shapes: list[tuple[int, ...]], device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     ours, theirs = [], []
     for shape in shapes:
@@ -178,7 +190,7 @@ def _inputs(shapes, device):
     return ours, theirs
 
 
-def _with_gradients(function, tensors):
+def _with_gradients(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     leaves = [tensor.requires_grad_() for tensor in tensors]
     with torch.enable_grad():
         out = function(*leaves)
@@ -186,14 +198,14 @@ def _with_gradients(function, tensors):
     return [out, *grads]
 
 
-def _test_scan(device):
+def _test_scan(device: str) -> float:
     from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, selective_scan_ref
 
     batch, dim, seqlen, dstate = 2, 24, 70, 16
     wide, matrix = (batch, dim, seqlen), (batch, dstate, seqlen)
     ours, theirs = _inputs([wide, wide, (dim, dstate), matrix, matrix, (dim,), wide, (dim,)], device)
 
-    def run(scan):
+    def run(scan: Callable[..., typing.Any]) -> Callable[..., torch.Tensor]:
         return lambda u, delta, A, B, C, D, z, bias: scan(u, delta, -A.square(), B, C, D, z, bias, True)
 
     return _relative_error(
@@ -201,12 +213,12 @@ def _test_scan(device):
     )
 
 
-def _test_conv(device):
+def _test_conv(device: str) -> float:
     from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_ref
 
     ours, theirs = _inputs([(2, 24, 37), (24, 4), (24,)], device)
 
-    def run(conv):
+    def run(conv: Callable[..., typing.Any]) -> Callable[..., torch.Tensor]:
         return lambda x, weight, bias: conv(x, weight, bias, activation="silu")
 
     return _relative_error(
@@ -214,22 +226,25 @@ def _test_conv(device):
     )
 
 
-def _test_conv_update(device):
+def _test_conv_update(device: str) -> float:
     from mamba_ssm.ops.causal_conv1d import causal_conv1d_update, causal_conv1d_update_ref
 
     ours, theirs = _inputs([(2, 24), (2, 24, 4), (24, 4), (24,)], device)
+
+    def run(update: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        x, state, weight, bias = tensors
+        return [update(x, state, weight, bias, "silu"), state]
+
     with torch.no_grad():
-        found = [causal_conv1d_update(*ours, activation="silu"), ours[1]]
-        expected = [causal_conv1d_update_ref(*theirs, activation="silu"), theirs[1]]
-    return _relative_error(found, expected)
+        return _relative_error(run(causal_conv1d_update, ours), run(causal_conv1d_update_ref, theirs))
 
 
-def _test_state_update(device):
+def _test_state_update(device: str) -> float:
     from mamba_ssm.ops.triton.selective_state_update import selective_state_update, selective_state_update_ref
 
     ours, theirs = _inputs([(2, 24, 16), (2, 24), (2, 24), (24, 16), (2, 16), (2, 16), (24,), (2, 24), (24,)], device)
 
-    def run(update, tensors):
+    def run(update: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         state, x, dt, A, B, C, D, z, bias = tensors
         return [update(state, x, dt, -A.square(), B, C, D, z, bias, True), state]
 
@@ -247,7 +262,7 @@ _TESTS = {
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
-def _verdict(report):
+def _verdict(report: dict[str, typing.Any]) -> str:
     tested = [device for device, results in report["self_test"].items() if all(r["ok"] for r in results.values())]
     if report["healthy"]:
         return f"healthy: mamba_ssm works on {', '.join(tested)}"
@@ -256,7 +271,7 @@ def _verdict(report):
     return f"NOT healthy: {works}{count} problem{'s' if count > 1 else ''}: {report['problems'][0]}"
 
 
-def render(report):
+def render(report: dict[str, typing.Any]) -> str:
     """The report as lines of text; the last one is the verdict."""
     versions, build, driver = report["versions"], report["build"], report["driver"]
     lines = [

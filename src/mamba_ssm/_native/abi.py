@@ -6,6 +6,8 @@ are set directly: ``params.stream``, not ``params.run.stream``.
 """
 
 import ctypes
+import typing
+from collections.abc import Callable
 
 ABI_VERSION = 6
 
@@ -27,12 +29,15 @@ MAX_DSTATE = 256
 MAX_HEADDIM = 256
 MAX_NORM_GROUP = 1073741824
 
+# A library's functions: {name without mamba_: ctypes function}.
+Functions = dict[str, Callable[..., typing.Any]]
+
 _i32 = ctypes.c_int32
 _i64 = ctypes.c_int64
 _ptr = ctypes.c_void_p
 
 
-def _fields(text, /, **structs):
+def _fields(text: str, /, **structs: typing.Any) -> list[tuple[str, typing.Any]]:
     """Field list from lines of "type: names", so that a struct reads like its declaration."""
     kinds = {"i32": _i32, "i64": _i64, "f32": ctypes.c_float, "ptr": _ptr, **structs}
     fields = []
@@ -297,8 +302,8 @@ SIZE_FUNCTIONS = {
 }
 
 
-def bind(library):
-    """Declares every function of an opened ctypes library; returns {name without mamba_: function}.
+def bind(library: ctypes.CDLL) -> Functions:
+    """Declares every function of an opened ctypes library; returns them by name.
 
     Raises AttributeError if the library lacks one.
     """

@@ -1,6 +1,7 @@
 """From a kernel library's error code to a Python exception with a cure."""
 
 import sys
+from collections.abc import Iterable
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.advice import driver_needed, with_variables
@@ -10,17 +11,17 @@ class NativeError(RuntimeError):
     """A kernel library could not be loaded, or a kernel failed. The message holds the cause and the cure."""
 
 
-def shell_command(command, **variables):
+def shell_command(command: str, **variables: str) -> str:
     """A command with environment variables set, as this system's users type it."""
     return with_variables(sys.platform, command, **variables)
 
 
-def cuda_version_text(version):
+def cuda_version_text(version: int) -> str:
     """13000 -> "13.0"."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def driver_problem(driver_version, runtime_version):
+def driver_problem(driver_version: int, runtime_version: int) -> str | None:
     """Why the installed driver cannot run a library made with this CUDA runtime, with the cure; None if it can.
 
     Both versions are CUDA's numbers, e.g. 12040 and 13000; a driver_version of 0 means that there is no driver.
@@ -39,7 +40,7 @@ def driver_problem(driver_version, runtime_version):
     return None
 
 
-def architecture_problem(capability, architectures):
+def architecture_problem(capability: tuple[int, int], architectures: Iterable[str]) -> str | None:
     """Why a GPU of this (major, minor) capability cannot run code built for these CMake architectures; None if it can.
 
     Real code runs on GPUs of its major version from its minor version on ("90a" only on exactly that), PTX ("-virtual")
@@ -70,7 +71,7 @@ def architecture_problem(capability, architectures):
     )
 
 
-def exception_for(code, message, where):
+def exception_for(code: int, message: str, where: str) -> Exception:
     """The exception to raise for an error code with the library's own message, which may begin with where it failed."""
     message = message.removeprefix(f"{where}: ")
     if code == abi.ERROR_INVALID:

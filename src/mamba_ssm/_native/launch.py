@@ -1,5 +1,7 @@
 """Runs one native function on the device, stream and threads of a tensor. On the hot path of every call."""
 
+import typing
+
 import torch
 
 from mamba_ssm._native import abi, loader
@@ -20,22 +22,22 @@ class View:
 
     __slots__ = ("address", "dtype", "strides")
 
-    def __init__(self, tensor, offset, *strides):
+    def __init__(self, tensor: torch.Tensor, offset: int, *strides: int) -> None:
         self.address = tensor.data_ptr() + offset * tensor.element_size()
         self.dtype = tensor.dtype
         self.strides = strides
 
-    def data_ptr(self):
+    def data_ptr(self) -> int:
         return self.address
 
-    def dim(self):
+    def dim(self) -> int:
         return len(self.strides)
 
-    def stride(self):
+    def stride(self) -> tuple[int, ...]:
         return self.strides
 
 
-def place(params, tensor):
+def place(params: typing.Any, tensor: torch.Tensor) -> abi.Functions:
     """Fills in where to run and returns the functions of the library that runs there."""
     index = tensor.get_device()
     if index >= 0:
@@ -48,13 +50,13 @@ def place(params, tensor):
     return functions
 
 
-def run(functions, name, *arguments):
+def run(functions: abi.Functions, name: str, *arguments: typing.Any) -> None:
     """Calls a native function; raises what its error code stands for."""
     code = functions[name](*arguments)
     if code:
         raise exception_for(code, functions["last_error"]().decode(errors="replace"), name)
 
 
-def pointer(tensor):
+def pointer(tensor: torch.Tensor | View | None) -> int | None:
     """Address of a tensor, None for None."""
     return None if tensor is None else tensor.data_ptr()

@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 import threading
+import typing
 from pathlib import Path
 
 import torch
@@ -20,19 +21,19 @@ LIBRARY_FOLDER = Path(__file__).resolve().parent.parent / "lib"
 
 _lock = threading.RLock()
 # What is loaded already; launch.py looks here on every call before it asks for more.
-libraries = {}  # kind -> functions
-ready_cuda_devices = {}  # device index -> functions of mamba_cuda
-_build_info = None
+libraries: dict[str, abi.Functions] = {}  # by kind
+ready_cuda_devices: dict[int, abi.Functions] = {}  # mamba_cuda's, by device index
+_build_info: dict[str, typing.Any] | None = None
 _REINSTALL = "Reinstall mamba_ssm: pip install --force-reinstall --no-deps with the wheel's file."
 
 
-def library_path(kind):
+def library_path(kind: str) -> Path:
     """Where the library of kind "cpu" or "cuda" lies if this installation has it."""
     name = f"mamba_{kind}.dll" if sys.platform == "win32" else f"libmamba_{kind}.so"
     return LIBRARY_FOLDER / name
 
 
-def build_info():
+def build_info() -> dict[str, typing.Any]:
     """What lib/build_info.json says about the build, {} if there is none. Read once, at first use."""
     global _build_info
     if _build_info is None:
@@ -48,7 +49,7 @@ def build_info():
     return _build_info
 
 
-def _check_build_info(info):
+def _check_build_info(info: object) -> None:
     """Raises ValueError where the parts that are looked into are not of their kind."""
     if not isinstance(info, dict):
         raise ValueError(f"it holds {json.dumps(info)[:40]}, which is no JSON object")
@@ -60,7 +61,7 @@ def _check_build_info(info):
         raise ValueError(f"libraries is {json.dumps(libraries)[:40]}, which tells no size and sha256 of each library")
 
 
-def damage(kind, hashed=False):
+def damage(kind: str, hashed: bool = False) -> str | None:
     """How a library's file differs from what build_info.json records of it, None if it does not.
 
     The system opens a file that was cut off, and ends Python (SIGBUS) where a page of it is missing. So the size is
@@ -80,7 +81,7 @@ def damage(kind, hashed=False):
     return f"mamba_ssm: {path} is damaged or was changed: {what} in build_info.json beside it. {_REINSTALL}"
 
 
-def load(kind):
+def load(kind: str) -> abi.Functions:
     """The bound functions of a library, {name: ctypes function}; loads and checks it at the first call."""
     functions = libraries.get(kind)
     if functions is None:
@@ -92,17 +93,17 @@ def load(kind):
     return functions
 
 
-def loaded(kind):
+def loaded(kind: str) -> bool:
     """Whether the library was loaded already."""
     return kind in libraries
 
 
-def info(kind):
+def info(kind: str) -> abi.MambaLibraryInfo:
     """MambaLibraryInfo of a library (loads it)."""
     return _query_info(load(kind), library_path(kind))
 
 
-def cuda_functions(index):
+def cuda_functions(index: int) -> abi.Functions:
     """mamba_cuda's functions for this CUDA device, after driver and architecture were checked once."""
     functions = ready_cuda_devices.get(index)
     if functions is None:
@@ -115,7 +116,7 @@ def cuda_functions(index):
     return functions
 
 
-def cuda_problem(index):
+def cuda_problem(index: int) -> str | None:
     """Why mamba_cuda cannot run on this CUDA device, or None (loads mamba_cuda)."""
     facts = info("cuda")
     problem = driver_problem(facts.cuda_driver_version, facts.cuda_runtime_version)
@@ -126,7 +127,7 @@ def cuda_problem(index):
     return problem
 
 
-def missing_message(kind, path):
+def missing_message(kind: str, path: Path) -> str:
     """What to say when there is no such library file."""
     if not library_path("cpu").exists():
         return (
@@ -143,7 +144,7 @@ def missing_message(kind, path):
     )
 
 
-def _open(kind):
+def _open(kind: str) -> abi.Functions:
     path = library_path(kind)
     if not path.exists():
         raise NativeError(missing_message(kind, path))
@@ -167,14 +168,14 @@ def _open(kind):
     return functions
 
 
-def _mismatch(path, what):
+def _mismatch(path: Path, what: str) -> str:
     return (
         f"mamba_ssm: {path} does not match this package: {what}. It comes from another version; reinstall mamba_ssm, "
         "or rebuild it (pip install -e . in a source tree)."
     )
 
 
-def _check_layout(functions, path):
+def _check_layout(functions: abi.Functions, path: Path) -> None:
     for struct in abi.STRUCTS:
         found, expected = functions["struct_size"](struct.__name__.encode()), ctypes.sizeof(struct)
         if found != expected:
@@ -184,7 +185,7 @@ def _check_layout(functions, path):
         raise NativeError(_mismatch(path, f"its ABI version is {version}, this package's {abi.ABI_VERSION}"))
 
 
-def _query_info(functions, path):
+def _query_info(functions: abi.Functions, path: Path) -> abi.MambaLibraryInfo:
     facts = abi.MambaLibraryInfo()
     code = functions["library_info"](facts)
     if code != abi.OK:

@@ -1,13 +1,17 @@
 """What a block's submodules are to its fused operators: holders of parameters, as long as they are nothing more."""
 
+import typing
+
 import torch.nn as nn
 
 from mamba_ssm._torch.autocast import traced_by_old_torch
 from mamba_ssm._torch.private import HOOKS_KNOWN as _HOOKS_KNOWN
 from mamba_ssm._torch.private import PARAMETERS_KNOWN as _PARAMETERS_KNOWN
 
+_Module = typing.TypeVar("_Module", bound=nn.Module)
 
-def is_plain(module, cls):
+
+def is_plain(module: nn.Module, cls: type[_Module]) -> typing.TypeGuard[_Module]:
     """Whether module computes what cls computes from its weight and bias, so that an operator may take these instead.
 
     It does not if it is another module in cls' place (LoRA and other adapters, quantised layers, FSDP), has hooks
@@ -27,7 +31,7 @@ def is_plain(module, cls):
     return "forward" not in module.__dict__ and not own_arithmetic
 
 
-def weight_and_bias(module):
+def weight_and_bias(module: typing.Any) -> tuple[typing.Any, typing.Any]:
     """module.weight and module.bias, past nn.Module's look-up of attributes, which is a Python function."""
     parameters = {} if not _PARAMETERS_KNOWN or traced_by_old_torch() else module._parameters
     if "weight" in parameters and "bias" in parameters:

@@ -86,7 +86,7 @@ def dynamo_exports():
 
 
 # As torch.compiler.assume_constant_result does, which would import the whole compiler now.
-dynamo_exports._dynamo_marked_constant = True
+dynamo_exports._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute
 
 # ---- what is done ----------------------------------------------------------------------------------------------------
 

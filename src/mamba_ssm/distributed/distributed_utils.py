@@ -3,11 +3,18 @@
 Everything works along the first dimension, on gloo and on NCCL. process_group None is the default group.
 """
 
+from __future__ import annotations  # ProcessGroup is not there in a torch built without distributed
+
+import typing
+
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 
 
-def all_gather_raw(input_, process_group, async_op=False):
+def all_gather_raw(
+    input_: torch.Tensor, process_group: dist.ProcessGroup | None, async_op: bool = False
+) -> tuple[torch.Tensor, dist.Work | None]:
     """The ranks' tensors one after the other, (world * N, ...) from (N, ...), and the work handle (None if waited for).
 
     All ranks give the same shape.
@@ -22,7 +29,9 @@ def all_gather_raw(input_, process_group, async_op=False):
     return output, handle
 
 
-def reduce_scatter_raw(input_, process_group, async_op=False):
+def reduce_scatter_raw(
+    input_: torch.Tensor, process_group: dist.ProcessGroup | None, async_op: bool = False
+) -> tuple[torch.Tensor, dist.Work | None]:
     """This rank's share of the sum over ranks, (N / world, ...) from (N, ...), and the work handle."""
     world = dist.get_world_size(process_group)
     length = input_.shape[0]
@@ -39,7 +48,9 @@ def reduce_scatter_raw(input_, process_group, async_op=False):
     return output, handle
 
 
-def all_reduce_raw(input_, process_group, async_op=False):
+def all_reduce_raw(
+    input_: torch.Tensor, process_group: dist.ProcessGroup | None, async_op: bool = False
+) -> tuple[torch.Tensor, dist.Work | None]:
     """The sum over ranks, a new tensor, and the work handle."""
     output = input_.clone(memory_format=torch.contiguous_format)
     return output, dist.all_reduce(output, group=process_group, async_op=async_op)
@@ -47,52 +58,52 @@ def all_reduce_raw(input_, process_group, async_op=False):
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input_, process_group):
+    def forward(ctx: typing.Any, input_: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.process_group = process_group
         return all_gather_raw(input_, process_group)[0]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: typing.Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return reduce_scatter_raw(grad, ctx.process_group)[0], None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input_, process_group):
+    def forward(ctx: typing.Any, input_: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.process_group = process_group
         return reduce_scatter_raw(input_, process_group)[0]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: typing.Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_gather_raw(grad, ctx.process_group)[0], None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input_, process_group):
+    def forward(ctx: typing.Any, input_: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
         return all_reduce_raw(input_, process_group)[0]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: typing.Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
-def all_gather(input_, process_group):
+def all_gather(input_: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     """all_gather_raw's tensor; its gradient is reduce_scatter's."""
     return _AllGather.apply(input_, process_group)
 
 
-def reduce_scatter(input_, process_group):
+def reduce_scatter(input_: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     """reduce_scatter_raw's tensor; its gradient is all_gather's."""
     return _ReduceScatter.apply(input_, process_group)
 
 
-def all_reduce(input_, process_group):
+def all_reduce(input_: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     """The sum over ranks. Every rank goes on with the same sum, so the gradient passes through as it is."""
     return _AllReduce.apply(input_, process_group)
 
 
-def sync_shared_params(model, process_group):
+def sync_shared_params(model: nn.Module, process_group: dist.ProcessGroup | None) -> None:
     """Gives parameters marked `_shared_params` the values of the group's first rank."""
     first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
     for _, parameter in sorted(model.named_parameters()):
@@ -101,13 +112,13 @@ def sync_shared_params(model, process_group):
                 dist.broadcast(parameter, src=first, group=process_group)
 
 
-def allreduce_sequence_parallel_grad(model, process_group):
+def allreduce_sequence_parallel_grad(model: nn.Module, process_group: dist.ProcessGroup | None) -> None:
     """Sums over ranks the gradients of parameters marked `_sequence_parallel`: each rank saw a part of the sequence.
 
     Call it between backward and the optimizer's step. Every rank must have gradients for the same parameters.
     """
     marked = (p for _, p in sorted(model.named_parameters()) if getattr(p, "_sequence_parallel", False))
-    by_dtype = {}
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in marked:
         if parameter.grad is not None:
             by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
@@ -120,7 +131,7 @@ def allreduce_sequence_parallel_grad(model, process_group):
                 gradient.copy_(part.view(gradient.shape))
 
 
-def get_dim_for_local_rank(dim, world_size, local_rank, multiple_of=1):
+def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
     """This rank's part of dim: multiples of multiple_of, as even as can be, the first ranks take what is left over."""
     if dim % multiple_of:
         raise ValueError(f"get_dim_for_local_rank: dim ({dim}) must be a multiple of multiple_of ({multiple_of})")

@@ -5,6 +5,10 @@ need one collective at each end. With sequence_parallel the activations outside 
 dimension (batch * length) as well, and the collectives are all-gather and reduce-scatter instead of all-reduce.
 """
 
+from __future__ import annotations  # ProcessGroup is not there in a torch built without distributed
+
+import typing
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -28,14 +32,21 @@ class ParallelLinearFunc(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, process_group, sequence_parallel):
+    def forward(
+        ctx: typing.Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        process_group: dist.ProcessGroup | None,
+        sequence_parallel: bool,
+    ) -> torch.Tensor:
         ctx.process_group, ctx.sequence_parallel, ctx.has_bias = process_group, sequence_parallel, bias is not None
         ctx.save_for_backward(x, weight)
         with no_autocast(x):
             return F.linear(all_gather_raw(x, process_group)[0] if sequence_parallel else x, weight, bias)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: typing.Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
         group, parallel = ctx.process_group, ctx.sequence_parallel
@@ -56,11 +67,17 @@ class ParallelLinearFunc(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
-def parallel_linear_func(x, weight, bias=None, process_group=None, sequence_parallel=True):
+def parallel_linear_func(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = True,
+) -> torch.Tensor:
     """x (..., I) times weight (O, I)^T, plus bias; see ColumnParallelLinear. Under autocast all is cast first."""
     dtype = autocast_dtype(x)
     if dtype is not None:
-        x, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (x, weight, bias))
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return ParallelLinearFunc.apply(x, weight, bias, process_group, sequence_parallel)
 
 
@@ -76,21 +93,21 @@ class ColumnParallelLinear(nn.Linear):
 
     def __init__(
         self,
-        in_features,
-        out_features,
-        process_group,
-        bias=True,
-        sequence_parallel=True,
-        multiple_of=1,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        out_features: int,
+        process_group: dist.ProcessGroup | None,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        multiple_of: int = 1,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         local = _local_features("out_features", out_features, process_group, multiple_of)
         super().__init__(in_features, local, bias=bias, device=device, dtype=dtype)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(N, ..., in_features) -> (N, ..., local outputs); N is world times larger with sequence_parallel."""
         return parallel_linear_func(x, self.weight, self.bias, self.process_group, self.sequence_parallel)
 
@@ -105,22 +122,22 @@ class RowParallelLinear(nn.Linear):
 
     def __init__(
         self,
-        in_features,
-        out_features,
-        process_group,
-        bias=True,
-        sequence_parallel=True,
-        multiple_of=1,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        out_features: int,
+        process_group: dist.ProcessGroup | None,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        multiple_of: int = 1,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         local = _local_features("in_features", in_features, process_group, multiple_of)
         bias = bias and dist.get_rank(process_group) == 0
         super().__init__(local, out_features, bias=bias, device=device, dtype=dtype)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(N, ..., local inputs) -> (N, ..., out_features); N is world times smaller with sequence_parallel."""
         reduce = reduce_scatter if self.sequence_parallel else all_reduce
         return reduce(F.linear(x, self.weight, self.bias), self.process_group)
@@ -132,7 +149,14 @@ class VocabParallelEmbedding(nn.Embedding):
     process_group None: a whole embedding.
     """
 
-    def __init__(self, num_embeddings, *args, process_group=None, padding_idx=None, **kwargs):
+    def __init__(
+        self,
+        num_embeddings: int,
+        *args: typing.Any,
+        process_group: dist.ProcessGroup | None = None,
+        padding_idx: int | None = None,
+        **kwargs: typing.Any,
+    ) -> None:
         self.process_group = process_group
         if process_group is not None:
             if padding_idx is not None:
@@ -141,9 +165,10 @@ class VocabParallelEmbedding(nn.Embedding):
                     f"got padding_idx {padding_idx}"
                 )
             num_embeddings = _share("num_embeddings", num_embeddings, process_group)
-        super().__init__(num_embeddings, *args, padding_idx=padding_idx, **kwargs)
+        kwargs["padding_idx"] = padding_idx
+        super().__init__(num_embeddings, *args, **kwargs)
 
-    def forward(self, input_ids):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token ids (...) -> (..., embedding_dim)."""
         if self.process_group is None:
             return super().forward(input_ids)
@@ -156,7 +181,14 @@ class VocabParallelEmbedding(nn.Embedding):
 class ColumnParallelEmbedding(nn.Embedding):
     """This rank's columns of an embedding. process_group None: a whole embedding."""
 
-    def __init__(self, num_embeddings, embedding_dim, *args, process_group=None, **kwargs):
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *args: typing.Any,
+        process_group: dist.ProcessGroup | None = None,
+        **kwargs: typing.Any,
+    ) -> None:
         self.process_group = process_group
         if process_group is not None:
             embedding_dim = _share("embedding_dim", embedding_dim, process_group)
@@ -171,17 +203,17 @@ class ParallelEmbeddings(nn.Module):
 
     def __init__(
         self,
-        embed_dim,
-        vocab_size,
-        max_position_embeddings,
-        process_group,
-        padding_idx=None,
-        sequence_parallel=True,
-        device=None,
-        dtype=None,
-    ):
+        embed_dim: int,
+        vocab_size: int,
+        max_position_embeddings: int,
+        process_group: dist.ProcessGroup | None,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        factory = {"process_group": process_group, "device": device, "dtype": dtype}
+        factory: dict[str, typing.Any] = {"process_group": process_group, "device": device, "dtype": dtype}
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
         self.word_embeddings = VocabParallelEmbedding(vocab_size, embed_dim, padding_idx=padding_idx, **factory)
@@ -189,7 +221,9 @@ class ParallelEmbeddings(nn.Module):
         if max_position_embeddings > 0:
             self.position_embeddings = ColumnParallelEmbedding(max_position_embeddings, embed_dim, **factory)
 
-    def forward(self, input_ids, position_ids=None, combine_batch_seqlen_dim=False):
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, combine_batch_seqlen_dim: bool = False
+    ) -> torch.Tensor:
         """input_ids, position_ids (B, L) -> (B, L, embed_dim), or (B * L, embed_dim) with combine_batch_seqlen_dim.
 
         position_ids None: 0..L-1. With sequence_parallel the first of these dimensions is this rank's part of it.
@@ -211,7 +245,7 @@ class ParallelEmbeddings(nn.Module):
         return (reduce_scatter if self.sequence_parallel else all_reduce)(embeddings, self.process_group)
 
 
-def _local_features(name, features, process_group, multiple_of):
+def _local_features(name: str, features: int, process_group: dist.ProcessGroup | None, multiple_of: int) -> int:
     """This rank's part of the features; there must be something for every rank."""
     world = dist.get_world_size(process_group)
     local = get_dim_for_local_rank(features, world, dist.get_rank(process_group), multiple_of)
@@ -220,7 +254,7 @@ def _local_features(name, features, process_group, multiple_of):
     return local
 
 
-def _share(name, size, process_group):
+def _share(name: str, size: int, process_group: dist.ProcessGroup | None) -> int:
     """An even part of size."""
     world = dist.get_world_size(process_group)
     if size % world:

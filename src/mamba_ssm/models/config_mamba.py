@@ -1,5 +1,6 @@
 """The configuration of a Mamba language model, as upstream's config.json holds it."""
 
+import typing
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 
@@ -34,7 +35,7 @@ class MambaConfig:
     tie_embeddings: bool = True
 
     @classmethod
-    def from_dict(cls, values, source="config.json"):
+    def from_dict(cls, values: dict[str, typing.Any], source: str = "config.json") -> "MambaConfig":
         """A configuration from the contents of config.json; source names it in errors.
 
         Raises:
@@ -50,7 +51,7 @@ class MambaConfig:
         config.check(source)
         return config
 
-    def check(self, source="MambaConfig"):
+    def check(self, source: str = "MambaConfig") -> None:
         """Raises ValueError where a value cannot be meant; source is where it was written. The arguments in ssm_cfg and
         attn_cfg are for their modules to check.
         """
@@ -67,7 +68,7 @@ class MambaConfig:
         check_layers(source, self.attn_layer_idx, self.n_layer)
 
 
-def check_layers(source, attn_layer_idx, n_layer):
+def check_layers(source: str, attn_layer_idx: Collection[int] | None, n_layer: int) -> None:
     """attn_layer_idx, a list or None, names layers that there are."""
     listed = isinstance(attn_layer_idx, Collection)
     if attn_layer_idx is not None and not (listed and all(layer in range(n_layer) for layer in attn_layer_idx)):

@@ -2,9 +2,12 @@
 
 import inspect
 import math
-from collections import namedtuple
+import os
+import typing
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -12,6 +15,7 @@ import torch.nn as nn
 from mamba_ssm._torch import is_plain
 from mamba_ssm.models.config_mamba import MambaConfig, check_layers
 from mamba_ssm.modules.block import Block, add_norm
+from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
@@ -23,23 +27,27 @@ from mamba_ssm.utils.hf import find_weights, load_config_hf, read_weights, write
 
 _MIXERS = {"Mamba1": Mamba, "Mamba2": Mamba2}
 
-CausalLMOutput = namedtuple("CausalLMOutput", ["logits"])
+
+class CausalLMOutput(typing.NamedTuple):
+    """What MambaLMHeadModel returns."""
+
+    logits: torch.Tensor
 
 
 def create_block(
-    d_model,
-    d_intermediate,
-    ssm_cfg=None,
-    attn_layer_idx=None,
-    attn_cfg=None,
-    norm_epsilon=1e-5,
-    rms_norm=False,
-    residual_in_fp32=False,
-    fused_add_norm=False,
-    layer_idx=None,
-    device=None,
-    dtype=None,
-):
+    d_model: int,
+    d_intermediate: int,
+    ssm_cfg: dict[str, typing.Any] | None = None,
+    attn_layer_idx: Collection[int] | None = None,
+    attn_cfg: dict[str, typing.Any] | None = None,
+    norm_epsilon: float = 1e-5,
+    rms_norm: bool = False,
+    residual_in_fp32: bool = False,
+    fused_add_norm: bool = False,
+    layer_idx: int | None = None,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Block:
     """One Block: the mixer that ssm_cfg names, or attention where layer_idx is in attn_layer_idx, and a gated MLP of
     width d_intermediate unless that is 0. The arguments are MambaConfig's.
 
@@ -47,7 +55,7 @@ def create_block(
         ValueError: ssm_cfg["layer"] is not "Mamba1" or "Mamba2", or ssm_cfg or attn_cfg has another name than its
             module's arguments, or lacks one.
     """
-    factory = {"device": device, "dtype": dtype}
+    factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
     if layer_idx in (attn_layer_idx or ()):
         mixer_cls = _mixer(MHA, "attn_cfg", attn_cfg or {}, layer_idx=layer_idx, **factory)
     else:
@@ -70,7 +78,9 @@ def create_block(
     return block
 
 
-def _mixer(cls, source, options, **given):
+def _mixer(
+    cls: type[nn.Module], source: str, options: dict[str, typing.Any], **given: typing.Any
+) -> Callable[[int], nn.Module]:
     """cls with all arguments but the width, the first; options are those that source holds."""
     _, *arguments = inspect.signature(cls).parameters.values()
     names = [argument.name for argument in arguments if argument.name not in given]
@@ -83,7 +93,13 @@ def _mixer(cls, source, options, **given):
     return partial(cls, **options, **given)
 
 
-def _init_weights(module, n_layer, initializer_range=0.02, rescale_prenorm_residual=True, n_residuals_per_layer=1):
+def _init_weights(
+    module: nn.Module,
+    n_layer: int,
+    initializer_range: float = 0.02,
+    rescale_prenorm_residual: bool = True,
+    n_residuals_per_layer: int = 1,
+) -> None:
     """Embeddings normal, biases zero, and the projections that end in the residual scaled down by the square root of
     their number (GPT-2, section 2.3), so that its variance does not grow with depth. For nn.Module.apply.
     """
@@ -111,23 +127,23 @@ class MixerModel(nn.Module):
 
     def __init__(
         self,
-        d_model,
-        n_layer,
-        d_intermediate,
-        vocab_size,
-        ssm_cfg=None,
-        attn_layer_idx=None,
-        attn_cfg=None,
-        norm_epsilon=1e-5,
-        rms_norm=False,
-        initializer_cfg=None,
-        fused_add_norm=False,
-        residual_in_fp32=False,
-        device=None,
-        dtype=None,
-    ):
+        d_model: int,
+        n_layer: int,
+        d_intermediate: int,
+        vocab_size: int,
+        ssm_cfg: dict[str, typing.Any] | None = None,
+        attn_layer_idx: Collection[int] | None = None,
+        attn_cfg: dict[str, typing.Any] | None = None,
+        norm_epsilon: float = 1e-5,
+        rms_norm: bool = False,
+        initializer_cfg: dict[str, typing.Any] | None = None,
+        fused_add_norm: bool = False,
+        residual_in_fp32: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
         check_layers("MixerModel", attn_layer_idx, n_layer)
         self.residual_in_fp32 = residual_in_fp32
         self.fused_add_norm = fused_add_norm
@@ -158,14 +174,18 @@ class MixerModel(nn.Module):
             )
         )
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: typing.Any
+    ) -> dict[int, typing.Any]:
         """{layer index: the mixer's empty states} for InferenceParams.key_value_memory_dict."""
         return {
-            i: layer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+            i: typing.cast(Block, layer).allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
             for i, layer in enumerate(self.layers)
         }
 
-    def forward(self, input_ids, inference_params=None, **mixer_kwargs):
+    def forward(
+        self, input_ids: torch.Tensor, inference_params: InferenceCache | None = None, **mixer_kwargs: typing.Any
+    ) -> torch.Tensor:
         """input_ids (B, L) integers -> (B, L, d_model). mixer_kwargs go to every mixer: seq_idx (B, L) int32 for packed
         sequences, cu_seqlens (sequences + 1) int32 for Mamba-2 and attention.
         """
@@ -191,11 +211,17 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
     Same as upstream's mamba_ssm.models.mixer_seq_simple.MambaLMHeadModel; state-dict names backbone.*, lm_head.weight.
     """
 
-    def __init__(self, config: MambaConfig, initializer_cfg=None, device=None, dtype=None):
+    def __init__(
+        self,
+        config: MambaConfig,
+        initializer_cfg: dict[str, typing.Any] | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         config.check()
         self.config = config
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
         multiple = config.pad_vocab_size_multiple
         self.vocab_size = vocab_size = -(-config.vocab_size // multiple) * multiple
         self.backbone = MixerModel(
@@ -215,16 +241,25 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         self.lm_head = nn.Linear(config.d_model, vocab_size, bias=False, **factory)
         self.tie_weights()
 
-    def tie_weights(self):
+    def tie_weights(self) -> None:
         """lm_head.weight is the embedding's from now on, if the configuration says so."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: typing.Any
+    ) -> dict[int, typing.Any]:
         """{layer index: empty states} of a batch, of dtype or of each layer's own."""
         return self.backbone.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
-    def forward(self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0, **mixer_kwargs):
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        inference_params: InferenceCache | None = None,
+        num_last_tokens: int = 0,
+        **mixer_kwargs: typing.Any,
+    ) -> CausalLMOutput:
         """Next-token logits of each position.
 
         Args:
@@ -242,7 +277,13 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         return CausalLMOutput(logits=self.lm_head(hidden_states))
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name, device=None, dtype=None, **kwargs):
+    def from_pretrained(
+        cls,
+        pretrained_model_name: str | os.PathLike[str],
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: typing.Any,
+    ) -> "MambaLMHeadModel":
         """A model from a folder, or from a repository of the Hugging Face hub (needs huggingface_hub).
 
         Reads config.json and model.safetensors (needs safetensors) or pytorch_model.bin (tensors only: no code of the
@@ -265,7 +306,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
             raise ValueError(f"{path} does not fit its config.json: {error}") from error
         return model
 
-    def save_pretrained(self, save_directory, safe_serialization=False):
+    def save_pretrained(self, save_directory: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Writes config.json and pytorch_model.bin, or model.safetensors with safe_serialization=True, into a folder,
         which is made. Weights in the other format are removed from it: a folder holds one model.
         """
@@ -275,7 +316,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         write_checkpoint(save_directory, asdict(self.config), state, safe_serialization)
 
 
-def _complete_tied(state, path):
+def _complete_tied(state: dict[str, torch.Tensor], path: Path) -> None:
     """Adds the head's weight, which may be left out of a checkpoint that ties it to the embedding's."""
     embedding = state.get("backbone.embedding.weight")
     if embedding is None:

@@ -3,10 +3,11 @@
 import torch
 
 from mamba_ssm._torch import watched
+from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops._shared import checks
 
 
-def check_input(name, x, d_model, dims=3, seq_idx=None):
+def check_input(name: str, x: torch.Tensor, d_model: int, dims: int = 3, seq_idx: torch.Tensor | None = None) -> None:
     """x is (B, L, d_model), or with dims=2 (B * L, d_model). seq_idx is a tensor or None: operators check the rest."""
     checks.check_tensor(name, "the input", x)
     if seq_idx is not None:
@@ -16,7 +17,7 @@ def check_input(name, x, d_model, dims=3, seq_idx=None):
         raise ValueError(f"{name}: the input must be {letters} with d_model = {d_model}, got {tuple(x.shape)}")
 
 
-def is_continued(name, inference_params):
+def is_continued(name: str, inference_params: InferenceCache | None) -> bool:
     """Whether a call goes on from the states that earlier ones left."""
     if inference_params is None:
         return False
@@ -28,7 +29,9 @@ def is_continued(name, inference_params):
     return offset > 0
 
 
-def check_cu_seqlens(name, cu_seqlens, x, synchronize=False):
+def check_cu_seqlens(
+    name: str, cu_seqlens: torch.Tensor, x: torch.Tensor, synchronize: bool = False
+) -> list[int] | None:
     """cu_seqlens bounds sequences packed in the one row of x (1, L, ...). Returns its values, or None.
 
     They are looked at on the CPU alone, unless synchronize is set: on a GPU that would be a synchronisation.

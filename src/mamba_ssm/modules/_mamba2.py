@@ -1,5 +1,7 @@
 """What Mamba2 and Mamba2Simple share: how parameters start, and the ways from in_proj's output to out_proj's input."""
 
+import typing
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain
 from mamba_ssm.modules._arguments import check_integer, check_number
-from mamba_ssm.modules._state import initial_dt_bias
+from mamba_ssm.modules._state import initial_dt_bias, mark
 from mamba_ssm.modules._submodules import convolve
 from mamba_ssm.ops.mamba2_block import mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.norm.gated import RMSNorm
@@ -21,9 +23,28 @@ class Mamba2Base(nn.Module):
     Letters: B batch, L length, H heads, P headdim, G groups of B and C, N d_state.
     """
 
+    d_state: int
+    d_conv: int
+    headdim: int
+    d_inner: int
+    d_ssm: int
+    ngroups: int
+    nheads: int
+    D_has_hdim: bool
+    rmsnorm: bool
+    norm_before_gate: bool
+    dt_limit: typing.Any  # (least, most)
+    activation: str | None
+    chunk_size: int
+    use_mem_eff_path: bool
+    conv1d: nn.Conv1d
+    norm: RMSNorm
+    D: nn.Parameter
+    out_proj: nn.Linear
+
     # ---- parameters --------------------------------------------------------------------------------------------------
 
-    def _check_sizes(self, d_state, d_conv, headdim, d_ssm, ngroups, chunk_size):
+    def _check_sizes(self, d_state: int, d_conv: int, headdim: int, d_ssm: int, ngroups: int, chunk_size: int) -> None:
         """Raises on sizes that the kernels do not take."""
         name = type(self).__name__
         check_integer(name, "d_state", d_state, most=abi.MAX_DSTATE)
@@ -40,7 +61,7 @@ class Mamba2Base(nn.Module):
         if (d_ssm // headdim) % ngroups:
             raise ValueError(f"{name}: ngroups must divide the {d_ssm // headdim} heads, got {ngroups}")
 
-    def _make_conv1d(self, bias, conv_init, factory):
+    def _make_conv1d(self, bias: bool, conv_init: float | None, factory: dict[str, typing.Any]) -> nn.Conv1d:
         """The depthwise convolution, which holds the parameters; the kernels compute it."""
         channels, width = self.d_ssm + 2 * self.ngroups * self.d_state, self.d_conv
         conv1d = nn.Conv1d(channels, channels, width, groups=channels, padding=width - 1, bias=bias, **factory)
@@ -49,7 +70,9 @@ class Mamba2Base(nn.Module):
             nn.init.uniform_(conv1d.weight, -conv_init, conv_init)
         return conv1d
 
-    def _make_heads(self, A_init_range, dt_range, factory):
+    def _make_heads(
+        self, A_init_range: tuple[float, float], dt_range: tuple[float, float, float], factory: dict[str, typing.Any]
+    ) -> None:
         """Parameters dt_bias and A_log: softplus(dt_bias) starts log-uniform in [dt_min, dt_max], -A uniform.
 
         dt_range: dt_min, dt_max, dt_init_floor.
@@ -63,36 +86,42 @@ class Mamba2Base(nn.Module):
             raise ValueError(f"{name}: A_init_range must be two positive numbers in order, got {A_init_range!r}")
         dt_bias = initial_dt_bias(self.nheads, *dt_range, factory["device"])
         self.dt_bias = nn.Parameter(dt_bias.to(factory["dtype"] or torch.get_default_dtype()))
-        self.dt_bias._no_weight_decay = True
-        self.dt_bias._no_reinit = True
+        mark(self.dt_bias, "_no_weight_decay")
+        mark(self.dt_bias, "_no_reinit")
         A = torch.empty(self.nheads, device=factory["device"], dtype=torch.float32).uniform_(low, high)
         self.A_log = nn.Parameter(torch.log(A).to(dtype=factory["dtype"]))  # None: float32, as upstream's
-        self.A_log._no_weight_decay = True
+        mark(self.A_log, "_no_weight_decay")
 
-    def _A(self):
+    def _A(self) -> torch.Tensor:
         return -torch.exp(self.A_log.float())
 
-    def _D(self):
+    def _D(self) -> torch.Tensor:
         """(H), or (H, P)."""
         return self.D.view(self.nheads, self.headdim) if self.D_has_hdim else self.D
 
     # ---- through one operator ----------------------------------------------------------------------------------------
 
-    def _may_fuse(self):
+    def _may_fuse(self) -> bool:
         """Whether all that the operator computes before out_proj is in the parameters it takes."""
         plain_norm = not self.rmsnorm or is_plain(self.norm, RMSNorm)
         return self.use_mem_eff_path and is_plain(self.conv1d, nn.Conv1d) and plain_norm
 
-    def _norm_weight_and_eps(self):
+    def _norm_weight_and_eps(self) -> tuple[torch.Tensor | None, float]:
         if not self.rmsnorm:
             return None, 1e-6
         norm = self.norm
         return norm.weight, norm.eps
 
-    def _fused(self, zxbcdt, seq_idx, project, initial_states=None):
+    def _fused(
+        self,
+        zxbcdt: torch.Tensor,
+        seq_idx: torch.Tensor | None,
+        project: bool,
+        initial_states: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """(B, L, d_inner), or with project behind out_proj's weight and bias, (B, L, d_model)."""
         norm_weight, norm_eps = self._norm_weight_and_eps()
-        return mamba_split_conv1d_scan_combined(
+        out: typing.Any = mamba_split_conv1d_scan_combined(
             zxbcdt,
             self.conv1d.weight.squeeze(1),
             self.conv1d.bias,
@@ -112,23 +141,32 @@ class Mamba2Base(nn.Module):
             ngroups=self.ngroups,
             norm_before_gate=self.norm_before_gate,
         )
+        return out
 
     # ---- step by step ------------------------------------------------------------------------------------------------
 
-    def _unfused(self, zxbcdt, seq_idx, initial_states=None, cu_seqlens=None, states=None, continues=False):
+    def _unfused(
+        self,
+        zxbcdt: torch.Tensor,
+        seq_idx: torch.Tensor | None,
+        initial_states: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        states: tuple[torch.Tensor, torch.Tensor] | None = None,
+        continues: bool = False,
+    ) -> torch.Tensor:
         """(B, L, d_inner), by a call of each submodule that is more than its parameters.
 
         states: conv_state and ssm_state of inference, which are written; with continues they are also gone on from.
             With cu_seqlens they have a row for each sequence.
         """
         conv_state, ssm_state = (None, None) if states is None else states
-        if continues:
+        if continues and ssm_state is not None:
             initial_states = ssm_state.clone()
         z0, x0, z, xBC, dt = self._split(zxbcdt)
         xBC = xBC.transpose(1, 2)
         xBC = convolve(self.conv1d, xBC, self.activation, seq_idx, conv_state, continues, cu_seqlens).transpose(1, 2)
         x, B, C = self._split_xBC(xBC)
-        y = mamba_chunk_scan_combined(
+        y: typing.Any = mamba_chunk_scan_combined(
             x,
             dt,
             self._A(),
@@ -146,29 +184,35 @@ class Mamba2Base(nn.Module):
             return_final_states=states is not None and cu_seqlens is None,
             return_varlen_states=states is not None and cu_seqlens is not None,
         )
-        if states is not None:
+        if ssm_state is not None:
             y, state = y
             with torch.no_grad():
                 ssm_state.copy_(state)
         return self._norm_and_mlp(y.flatten(2), z, z0, x0)
 
-    def _split(self, zxbcdt):
+    def _split(
+        self, zxbcdt: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]:
         """MLP gate and MLP (None where d_ssm is d_inner), z, xBC, dt."""
         d_mlp = self.d_inner - self.d_ssm
         sizes = [self.d_ssm, self.d_ssm + 2 * self.ngroups * self.d_state, self.nheads]
         if d_mlp == 0:
-            return None, None, *zxbcdt.split(sizes, dim=-1)
-        return zxbcdt.split([d_mlp, d_mlp, *sizes], dim=-1)
+            z, xBC, dt = zxbcdt.split(sizes, dim=-1)
+            return None, None, z, xBC, dt
+        z0, x0, z, xBC, dt = zxbcdt.split([d_mlp, d_mlp, *sizes], dim=-1)
+        return z0, x0, z, xBC, dt
 
-    def _split_xBC(self, xBC):
+    def _split_xBC(self, xBC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x (..., H, P), B and C (..., G, N) of the convolution's output."""
         size = self.ngroups * self.d_state
         x, B, C = xBC.split([self.d_ssm, size, size], dim=-1)
         groups = (self.ngroups, self.d_state)
         return x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
 
-    def _norm_and_mlp(self, y, z, z0, x0):
+    def _norm_and_mlp(
+        self, y: torch.Tensor, z: torch.Tensor, z0: torch.Tensor | None, x0: torch.Tensor | None
+    ) -> torch.Tensor:
         """The norm with its gate, and the gated MLP beside it. Without the norm the scan has gated y."""
         if self.rmsnorm:
             y = self.norm(y, z)
-        return y if z0 is None else torch.cat([F.silu(z0) * x0, y], dim=-1)
+        return y if z0 is None or x0 is None else torch.cat([F.silu(z0) * x0, y], dim=-1)

@@ -2,19 +2,12 @@
 
 import math
 import numbers
-import typing
 
 import torch
 import torch.nn as nn
 
+from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops._shared import checks
-
-
-class InferenceCache(typing.Protocol):
-    """What inference_params must have; mamba_ssm.utils.generation.InferenceParams does."""
-
-    key_value_memory_dict: dict[int, tuple[torch.Tensor, ...]]  # of each layer_idx
-    seqlen_offset: int  # tokens that went in before
 
 
 class StatefulBlock(nn.Module):
@@ -32,7 +25,9 @@ class StatefulBlock(nn.Module):
         """Of one row of the batch."""
         raise NotImplementedError
 
-    def _get_states_from_cache(self, inference_params, batch_size, initialize_states=False):
+    def _get_states_from_cache(
+        self, inference_params: InferenceCache, batch_size: int, initialize_states: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """This layer's (conv_state, ssm_state) in the cache, made if they are not there yet."""
         name = type(self).__name__
         if self.layer_idx is None:
@@ -50,7 +45,7 @@ class StatefulBlock(nn.Module):
             raise ValueError(f"{name}: the cache holds states of a batch of {rows}, got a batch of {batch_size}")
         return states
 
-    def _check_states(self, conv_state, ssm_state):
+    def _check_states(self, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> None:
         """Before one is written: operators take one in the other's place, or blame what they compare it with."""
         name, shape = type(self).__name__, self._ssm_state_shape()
         checks.check_tensor(name, "conv_state", conv_state)
@@ -61,7 +56,14 @@ class StatefulBlock(nn.Module):
             raise ValueError(f"{name}: ssm_state must have shape (B, {sizes}), got {tuple(ssm_state.shape)}{cure}")
 
 
-def initial_dt_bias(size, dt_min, dt_max, dt_init_floor, device):
+def mark(parameter: nn.Parameter, name: str) -> None:
+    """Sets an attribute that optimizers (_no_weight_decay) or initialisations (_no_reinit) look for."""
+    setattr(parameter, name, True)
+
+
+def initial_dt_bias(
+    size: int, dt_min: float, dt_max: float, dt_init_floor: float, device: torch.device | str | int | None
+) -> torch.Tensor:
     """(size) float32, so that softplus of it is log-uniform in [dt_min, dt_max] and at least dt_init_floor."""
     given = dt_min, dt_max, dt_init_floor
     if not all(isinstance(value, numbers.Real) for value in given) or not (min(dt_min, dt_max) > 0 <= dt_init_floor):

@@ -1,5 +1,7 @@
 """How blocks call a convolution that may have been replaced or have hooks."""
 
+import typing
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -8,7 +10,15 @@ from mamba_ssm._torch import is_plain
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 
 
-def convolve(conv1d, x, activation, seq_idx=None, conv_state=None, continues=False, cu_seqlens=None):
+def convolve(
+    conv1d: nn.Module,
+    x: torch.Tensor,
+    activation: str | None,
+    seq_idx: torch.Tensor | None = None,
+    conv_state: torch.Tensor | None = None,
+    continues: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x (B, D, L) through the causal depthwise convolution that conv1d holds, and the activation (None: none).
 
     conv_state: (B, D, d_conv), takes the last inputs, or None. With continues x goes on from those that it holds. With
@@ -17,7 +27,10 @@ def convolve(conv1d, x, activation, seq_idx=None, conv_state=None, continues=Fal
     before = None if conv_state is None else _keep_last(conv_state, x, continues, cu_seqlens)
     if is_plain(conv1d, nn.Conv1d):
         weight, bias = conv1d.weight.squeeze(1), conv1d.bias
-        return causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx, initial_states=before, activation=activation)
+        out: typing.Any = causal_conv1d_fn(
+            x, weight, bias, seq_idx=seq_idx, initial_states=before, activation=activation
+        )
+        return out
     if seq_idx is not None:
         raise ValueError(
             "packed sequences (seq_idx, cu_seqlens) need conv1d as it was made, got one with hooks or replaced by "
@@ -30,19 +43,21 @@ def convolve(conv1d, x, activation, seq_idx=None, conv_state=None, continues=Fal
 
 
 @torch.no_grad()
-def _keep_last(conv_state, x, continues, cu_seqlens):
+def _keep_last(
+    conv_state: torch.Tensor, x: torch.Tensor, continues: bool, cu_seqlens: torch.Tensor | None
+) -> torch.Tensor | None:
     """Writes the last inputs into conv_state; returns those before x, (B, D, d_conv - 1), or None."""
     if cu_seqlens is not None:
         conv_state.copy_(causal_conv1d_varlen_states(x[0].t(), cu_seqlens, conv_state.shape[-1]))
         return None
     width = conv_state.shape[-1]
     before = conv_state[..., 1:].to(x.dtype, copy=True) if continues else None
-    inputs = torch.cat([before, x[..., -width:]], dim=-1) if continues else x
+    inputs = x if before is None else torch.cat([before, x[..., -width:]], dim=-1)
     conv_state.copy_(F.pad(inputs, (width - inputs.shape[-1], 0)))  # zeros before a shorter sequence
     return before
 
 
-def convolve_step(conv1d, x, conv_state, activation):
+def convolve_step(conv1d: nn.Module, x: torch.Tensor, conv_state: torch.Tensor, activation: str | None) -> torch.Tensor:
     """One step: x (B, D), conv_state (B, D, d_conv) updated in place -> (B, D)."""
     if is_plain(conv1d, nn.Conv1d):
         return causal_conv1d_update(x, conv_state, conv1d.weight.squeeze(1), conv1d.bias, activation)
@@ -50,5 +65,5 @@ def convolve_step(conv1d, x, conv_state, activation):
     return _activate(conv1d(conv_state.to(x.dtype))[..., conv_state.shape[-1] - 1], activation)
 
 
-def _activate(x, activation):
+def _activate(x: torch.Tensor, activation: str | None) -> torch.Tensor:
     return x if activation is None else F.silu(x)

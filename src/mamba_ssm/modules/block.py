@@ -1,8 +1,13 @@
 """One layer of a language model: residual, norm and mixer, then residual, norm and MLP."""
 
+import typing
+from collections.abc import Callable
+
+import torch
 import torch.nn as nn
 
 from mamba_ssm._torch import is_plain
+from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.norm.forward import RMSNorm, layer_norm_fn
 
@@ -22,12 +27,23 @@ class Block(nn.Module):
     Same as upstream's mamba_ssm.modules.block.Block.
     """
 
-    def __init__(self, dim, mixer_cls, mlp_cls, norm_cls=nn.LayerNorm, fused_add_norm=False, residual_in_fp32=False):
+    layer_idx: int | None  # which create_block sets
+
+    def __init__(
+        self,
+        dim: int,
+        mixer_cls: Callable[[int], nn.Module],
+        mlp_cls: Callable[[int], nn.Module],
+        norm_cls: Callable[[int], nn.Module] = nn.LayerNorm,
+        fused_add_norm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> None:
         super().__init__()
         self.residual_in_fp32 = residual_in_fp32
         self.fused_add_norm = fused_add_norm
         self.norm = norm_cls(dim)
-        self.mixer = mixer_cls(dim)
+        self.mixer: typing.Any = mixer_cls(dim)
+        self.mlp: nn.Module | None
         if mlp_cls is not nn.Identity:
             self.norm2 = norm_cls(dim)
             self.mlp = mlp_cls(dim)
@@ -39,7 +55,13 @@ class Block(nn.Module):
                 "fused_add_norm=False"
             )
 
-    def forward(self, hidden_states, residual=None, inference_params=None, **mixer_kwargs):
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        inference_params: InferenceCache | None = None,
+        **mixer_kwargs: typing.Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden_states, residual (or None in the first layer) (B, L, dim) -> the same two, to be added later.
 
         inference_params and mixer_kwargs (seq_idx, cu_seqlens, ...) go to the mixer.
@@ -52,15 +74,26 @@ class Block(nn.Module):
             hidden_states = self.mlp(hidden_states)
         return hidden_states, residual
 
-    def _add_norm(self, hidden_states, residual, norm):
+    def _add_norm(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor | None, norm: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return add_norm(hidden_states, residual, norm, self.fused_add_norm, self.residual_in_fp32)
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: typing.Any
+    ) -> typing.Any:
         """The mixer's."""
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
 
-def add_norm(hidden_states, residual, norm, fused, residual_in_fp32, prenorm=True):
+def add_norm(
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: nn.Module,
+    fused: bool,
+    residual_in_fp32: bool,
+    prenorm: bool = True,
+) -> typing.Any:
     """norm(hidden_states + residual), with prenorm and the sum; residual None counts as zero."""
     if fused and (is_plain(norm, RMSNorm) or (is_plain(norm, nn.LayerNorm) and norm.weight is not None)):
         return layer_norm_fn(

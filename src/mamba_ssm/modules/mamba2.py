@@ -1,5 +1,7 @@
 """The Mamba-2 block (Mamba-2, arXiv 2405.21060, section 7), with upstream's parameter names, shapes and states."""
 
+import typing
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -11,8 +13,9 @@ from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParal
 from mamba_ssm.modules._arguments import check_flags, inner_width
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
 from mamba_ssm.modules._mamba2 import Mamba2Base
-from mamba_ssm.modules._state import InferenceCache, StatefulBlock
+from mamba_ssm.modules._state import StatefulBlock, mark
 from mamba_ssm.modules._submodules import convolve_step
+from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block
 from mamba_ssm.ops.norm.gated import RMSNorm
@@ -67,11 +70,11 @@ class Mamba2(Mamba2Base, StatefulBlock):
         layer_idx: int | None = None,
         process_group: "dist.ProcessGroup | None" = None,
         sequence_parallel: bool = True,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
         self.d_model = d_model
         self.d_state = d_state
         self.d_conv = d_conv
@@ -119,14 +122,19 @@ class Mamba2(Mamba2Base, StatefulBlock):
         if process_group is None:
             self.in_proj = nn.Linear(d_model, d_in_proj, bias=bias, **factory)
         else:
-            parallel = {"process_group": process_group, "sequence_parallel": sequence_parallel, "bias": bias, **factory}
+            parallel: dict[str, typing.Any] = {
+                "process_group": process_group,
+                "sequence_parallel": sequence_parallel,
+                "bias": bias,
+                **factory,
+            }
             self.in_proj = ColumnParallelLinear(d_model, d_in_proj * self.world_size, **parallel)
         self.conv1d = self._make_conv1d(conv_bias, conv_init, factory)
         self.act = nn.SiLU()
         self._make_heads(A_init_range, (dt_min, dt_max, dt_init_floor), factory)
         D = torch.ones(self.d_ssm if D_has_hdim else self.nheads, device=device, dtype=torch.float32)
         self.D = nn.Parameter(D)
-        self.D._no_weight_decay = True
+        mark(self.D, "_no_weight_decay")
         if rmsnorm:
             group_size = self.d_ssm // self.ngroups
             self.norm = RMSNorm(
@@ -164,7 +172,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
             raise ValueError(
                 "Mamba2: cu_seqlens is for the first call with inference_params, not for one that continues"
             )
-        if continues and (u.shape[1] if seqlen is None else seqlen) == 1:
+        if inference_params is not None and continues and (u.shape[1] if seqlen is None else seqlen) == 1:
             rows = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
             if seqlen is not None:
                 u = u.unflatten(0, (-1, seqlen))
@@ -215,7 +223,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
         xBC = convolve_step(self.conv1d, xBC, conv_state, self.activation)
         x, B, C = self._split_xBC(xBC)
         heads = (self.nheads, self.headdim)
-        dt_bias = self.dt_bias[:, None].expand(heads)
+        dt_bias: torch.Tensor | None = self.dt_bias[:, None].expand(heads)
         limited = self.dt_limit != (0.0, float("inf"))  # the step's kernel does not clamp
         if limited:
             dt, dt_bias = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.dt_limit), None
@@ -234,7 +242,9 @@ class Mamba2(Mamba2Base, StatefulBlock):
         y = self._norm_and_mlp(y.flatten(1), z, z0, x0)
         return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
 
-    def _as_one_node(self, u, seq_idx, cu_seqlens):
+    def _as_one_node(
+        self, u: torch.Tensor, seq_idx: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+    ) -> torch.Tensor:
         """The whole block in one autograd node, from parameters of projections that are nothing more than that."""
         if cu_seqlens is not None:
             _, seq_idx = self._packed(cu_seqlens, u)
@@ -263,7 +273,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
         )
         return mamba2_block(inputs, options)
 
-    def _packed(self, cu_seqlens, zxbcdt):
+    def _packed(self, cu_seqlens: torch.Tensor, zxbcdt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cu_seqlens as int32, and the seq_idx that it stands for."""
         check_cu_seqlens("Mamba2", cu_seqlens, zxbcdt)
         positions = torch.arange(zxbcdt.shape[1], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
@@ -275,9 +285,9 @@ class Mamba2(Mamba2Base, StatefulBlock):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Zero states (conv_state, ssm_state) of a batch, of dtype or of conv1d's."""
         # projections may be quantised, and a submodule's parameters elsewhere (offloading) until it is called
-        factory = {"device": self.A_log.device, "dtype": self.conv1d.weight.dtype if dtype is None else dtype}
+        factory: dict[str, typing.Any] = {"device": self.A_log.device, "dtype": dtype or self.conv1d.weight.dtype}
         conv_state = torch.zeros(batch_size, self.d_conv, self.conv1d.weight.shape[0], **factory).transpose(1, 2)
         return conv_state, torch.zeros(batch_size, *self._ssm_state_shape(), **factory)
 
-    def _ssm_state_shape(self):
+    def _ssm_state_shape(self) -> tuple[int, ...]:
         return self.nheads, self.headdim, self.d_state

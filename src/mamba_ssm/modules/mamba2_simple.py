@@ -1,5 +1,7 @@
 """The Mamba-2 block without inference, tensor parallelism or a choice of norm, with upstream's parameter names."""
 
+import typing
+
 import torch
 import torch.nn as nn
 
@@ -7,6 +9,7 @@ from mamba_ssm._torch import is_plain
 from mamba_ssm.modules._arguments import check_flags, inner_width
 from mamba_ssm.modules._inputs import check_input
 from mamba_ssm.modules._mamba2 import Mamba2Base
+from mamba_ssm.modules._state import mark
 from mamba_ssm.ops.norm.gated import RMSNorm
 
 
@@ -46,11 +49,11 @@ class Mamba2Simple(Mamba2Base):
         chunk_size: int = 256,
         use_mem_eff_path: bool = True,
         layer_idx: int | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
         self.d_model = d_model
         self.d_state = d_state
         self.d_conv = d_conv
@@ -79,10 +82,10 @@ class Mamba2Simple(Mamba2Base):
         self.act = nn.SiLU()
         if learnable_init_states:
             self.init_states = nn.Parameter(torch.zeros(self.nheads, headdim, d_state, **factory))
-            self.init_states._no_weight_decay = True
+            mark(self.init_states, "_no_weight_decay")
         self._make_heads(A_init_range, (dt_min, dt_max, dt_init_floor), factory)
         self.D = nn.Parameter(torch.ones(self.nheads, device=device, dtype=torch.float32))
-        self.D._no_weight_decay = True
+        mark(self.D, "_no_weight_decay")
         self.norm = RMSNorm(
             self.d_inner, eps=1e-5, norm_before_gate=False, group_size=self.d_inner // ngroups, **factory
         )

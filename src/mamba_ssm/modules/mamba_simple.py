@@ -1,6 +1,7 @@
 """The Mamba-1 block (Mamba, arXiv 2312.00752, figure 3), with upstream's parameter names, shapes and states."""
 
 import math
+import typing
 
 import torch
 import torch.nn as nn
@@ -10,8 +11,9 @@ from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.modules._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm.modules._inputs import check_input, is_continued
-from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias
+from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, mark
 from mamba_ssm.modules._submodules import convolve, convolve_step
+from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, project_in
 from mamba_ssm.ops.selective_scan import selective_scan_fn
 from mamba_ssm.ops.state_update import selective_state_update
@@ -34,25 +36,25 @@ class Mamba(StatefulBlock):
 
     def __init__(
         self,
-        d_model,
-        d_state=16,
-        d_conv=4,
-        expand=2,
-        dt_rank="auto",
-        dt_min=0.001,
-        dt_max=0.1,
-        dt_init="random",
-        dt_scale=1.0,
-        dt_init_floor=1e-4,
-        conv_bias=True,
-        bias=False,
-        use_fast_path=True,
-        layer_idx=None,
-        device=None,
-        dtype=None,
-    ):
+        d_model: int,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: float = 2,
+        dt_rank: int | typing.Literal["auto"] = "auto",
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init: typing.Literal["random", "constant"] = "random",
+        dt_scale: float = 1.0,
+        dt_init_floor: float = 1e-4,
+        conv_bias: bool = True,
+        bias: bool = False,
+        use_fast_path: bool = True,
+        layer_idx: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
         self.d_inner = inner_width("Mamba", expand, d_model)
         check_integer("Mamba", "d_state", d_state, most=abi.MAX_DSTATE)
         check_integer("Mamba", "d_conv", d_conv, least=2, most=4)
@@ -85,11 +87,11 @@ class Mamba(StatefulBlock):
 
         states = torch.arange(1, d_state + 1, dtype=torch.float32, device=device)
         self.A_log = nn.Parameter(torch.log(states).repeat(self.d_inner, 1))
-        self.A_log._no_weight_decay = True
+        mark(self.A_log, "_no_weight_decay")
         self.D = nn.Parameter(torch.ones(self.d_inner, device=device, dtype=torch.float32))
-        self.D._no_weight_decay = True
+        mark(self.D, "_no_weight_decay")
 
-    def _init_dt(self, dt_min, dt_max, dt_init, dt_scale, dt_init_floor):
+    def _init_dt(self, dt_min: float, dt_max: float, dt_init: str, dt_scale: float, dt_init_floor: float) -> None:
         """softplus(dt_proj.bias) starts log-uniform in [dt_min, dt_max]."""
         check_number("Mamba", "dt_scale", dt_scale, least=0)
         std = self.dt_rank**-0.5 * dt_scale
@@ -102,9 +104,14 @@ class Mamba(StatefulBlock):
         bias = self.dt_proj.bias
         with torch.no_grad():
             bias.copy_(initial_dt_bias(self.d_inner, dt_min, dt_max, dt_init_floor, bias.device))
-        bias._no_reinit = True
+        mark(bias, "_no_reinit")
 
-    def forward(self, hidden_states, inference_params=None, seq_idx=None):
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        inference_params: InferenceCache | None = None,
+        seq_idx: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """hidden_states (B, L, d_model) -> the same shape.
 
         inference_params: an object with key_value_memory_dict and seqlen_offset. With offset 0 the call fills this
@@ -133,7 +140,7 @@ class Mamba(StatefulBlock):
         dt, B, C = torch.split(x_dbl, [self.dt_rank, self.d_state, self.d_state], dim=-1)
         dt, dt_bias = self._project_dt(dt)
         dt = dt.transpose(1, 2)
-        y = selective_scan_fn(
+        y: typing.Any = selective_scan_fn(
             x.to(dt.dtype),
             dt,
             A,
@@ -144,7 +151,7 @@ class Mamba(StatefulBlock):
             delta_bias=dt_bias,
             delta_softplus=True,
             return_last_state=ssm_state is not None,
-            initial_state=ssm_state.clone() if continues else None,
+            initial_state=ssm_state.clone() if continues and ssm_state is not None else None,
             seq_idx=seq_idx,
         )
         if ssm_state is not None:
@@ -153,12 +160,12 @@ class Mamba(StatefulBlock):
                 ssm_state.copy_(last_state)
         return self.out_proj(y.transpose(1, 2))
 
-    def _is_plain(self):
+    def _is_plain(self) -> bool:
         """Whether all that the fused operator computes is in the parameters it takes."""
         projections = self.x_proj, self.dt_proj, self.out_proj
         return is_plain(self.conv1d, nn.Conv1d) and all(is_plain(module, nn.Linear) for module in projections)
 
-    def _fast_path(self, hidden_states):
+    def _fast_path(self, hidden_states: torch.Tensor) -> torch.Tensor:
         in_proj = self.in_proj
         dt_proj_weight, dt_bias = weight_and_bias(self.dt_proj)
         projections = self.x_proj.weight, dt_proj_weight, *weight_and_bias(self.out_proj)
@@ -171,20 +178,22 @@ class Mamba(StatefulBlock):
         xz = self._project_in(hidden_states)
         return mamba_inner_fn(xz, *inner, A, D=self.D.float(), delta_bias=dt_bias.float())
 
-    def _project_in(self, hidden_states):
+    def _project_in(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """in_proj as (B, 2 d_inner, L), in memory (2 d_inner, B, L): each channel's time line is contiguous."""
         if not is_plain(self.in_proj, nn.Linear):
             return self.in_proj(hidden_states).transpose(1, 2)
         return project_in(hidden_states, self.in_proj.weight, self.in_proj.bias)
 
-    def _project_dt(self, dt):
+    def _project_dt(self, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """dt_proj, and its bias if that is still to be added, which the scan does in float32."""
         if is_plain(self.dt_proj, nn.Linear):
             return F.linear(dt, self.dt_proj.weight), self.dt_proj.bias
         return self.dt_proj(dt), None
 
     @torch.no_grad()
-    def step(self, hidden_states, conv_state, ssm_state):
+    def step(
+        self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One token: hidden_states (B, 1, d_model) -> (out, conv_state, ssm_state), the states updated in place.
 
         conv_state (B, d_inner, d_conv), ssm_state (B, d_inner, d_state). No gradient is recorded.
@@ -201,12 +210,14 @@ class Mamba(StatefulBlock):
         y = selective_state_update(ssm_state, x, dt, A, B, C, self.D, z=z, dt_bias=dt_bias, dt_softplus=True)
         return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Zero states (conv_state, ssm_state) of a batch, of dtype or of conv1d's."""
         # projections may be quantised, and a submodule's parameters elsewhere (offloading) until it is called
-        factory = {"device": self.A_log.device, "dtype": self.conv1d.weight.dtype if dtype is None else dtype}
-        conv_state = torch.zeros(batch_size, self.d_inner, self.d_conv, **factory)
-        return conv_state, torch.zeros(batch_size, *self._ssm_state_shape(), **factory)
+        device, dtype = self.A_log.device, self.conv1d.weight.dtype if dtype is None else dtype
+        conv_state = torch.zeros(batch_size, self.d_inner, self.d_conv, device=device, dtype=dtype)
+        return conv_state, torch.zeros(batch_size, *self._ssm_state_shape(), device=device, dtype=dtype)
 
-    def _ssm_state_shape(self):
+    def _ssm_state_shape(self) -> tuple[int, ...]:
         return self.d_inner, self.d_state

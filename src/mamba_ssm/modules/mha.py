@@ -1,6 +1,7 @@
 """Causal attention for hybrid models, on torch's scaled_dot_product_attention; upstream's parameter names."""
 
 import itertools
+import typing
 
 import torch
 import torch.nn as nn
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from mamba_ssm.modules._arguments import check_flags, check_integer, check_number
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
 from mamba_ssm.modules._submodules import convolve, convolve_step
+from mamba_ssm.modules.inference import AttentionCache
 
 
 class MHA(nn.Module):
@@ -31,25 +33,25 @@ class MHA(nn.Module):
 
     def __init__(
         self,
-        embed_dim,
-        num_heads,
-        num_heads_kv=None,
-        head_dim=None,
-        mlp_dim=0,
-        qkv_proj_bias=True,
-        out_proj_bias=True,
-        softmax_scale=None,
-        causal=False,
-        layer_idx=None,
-        d_conv=0,
-        rotary_emb_dim=0,
-        rotary_emb_base=10000.0,
-        rotary_emb_interleaved=False,
-        device=None,
-        dtype=None,
-    ):
+        embed_dim: int,
+        num_heads: int,
+        num_heads_kv: int | None = None,
+        head_dim: int | None = None,
+        mlp_dim: int = 0,
+        qkv_proj_bias: bool = True,
+        out_proj_bias: bool = True,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        layer_idx: int | None = None,
+        d_conv: int = 0,
+        rotary_emb_dim: int = 0,
+        rotary_emb_base: float = 10000.0,
+        rotary_emb_interleaved: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
@@ -93,7 +95,13 @@ class MHA(nn.Module):
             self.conv1d = nn.Conv1d(qkv_dim, qkv_dim, kernel_size=d_conv, padding=d_conv - 1, groups=qkv_dim, **factory)
         self.out_proj = nn.Linear(self.q_dim + self.mlp_dim // 2, embed_dim, bias=out_proj_bias, **factory)
 
-    def forward(self, x, inference_params=None, seq_idx=None, cu_seqlens=None):
+    def forward(
+        self,
+        x: torch.Tensor,
+        inference_params: AttentionCache | None = None,
+        seq_idx: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """x (B, L, embed_dim) -> the same shape.
 
         inference_params: InferenceParams. With seqlen_offset 0 the call fills this layer's cache; with a positive one
@@ -121,7 +129,7 @@ class MHA(nn.Module):
             sequence = torch.bucketize(steps, cu_seqlens[1:], right=True)
             positions = steps - cu_seqlens[sequence]
             seq_idx = sequence[None].to(torch.int32)
-        elif not step:
+        elif inference_params is None or not step:
             positions = torch.arange(seqlen, device=x.device)
         elif inference_params.lengths_per_sample is not None:
             positions = inference_params.lengths_per_sample[:batch, None]
@@ -137,11 +145,11 @@ class MHA(nn.Module):
             q, k = self._rotate(q, positions), self._rotate(k, positions)
 
         mask = None
-        if cache is not None:
+        if inference_params is not None and cache is not None:
             self._write_cache(cache, k, v, positions, sequence, bounds, inference_params)
-        if step:
-            k, v, mask = self._read_cache(cache, positions, inference_params.seqlen_offset + seqlen, q.dtype)
-        elif seq_idx is not None:
+            if step:
+                k, v, mask = self._read_cache(cache, positions, inference_params.seqlen_offset + seqlen, q.dtype)
+        if seq_idx is not None:  # never in a step
             mask = seq_idx[:, None, :, None] == seq_idx[:, None, None, :]
             if self.causal:
                 mask = mask.tril()
@@ -150,7 +158,14 @@ class MHA(nn.Module):
             out = torch.cat([out, up * F.silu(gate)], dim=-1)
         return self.out_proj(out)
 
-    def _check(self, x, inference_params, seq_idx, cu_seqlens, step):
+    def _check(
+        self,
+        x: torch.Tensor,
+        inference_params: AttentionCache | None,
+        seq_idx: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        step: bool,
+    ) -> list[int] | None:
         """Returns the values of cu_seqlens, or None where they were not looked at."""
         check_input("MHA", x, self.embed_dim, seq_idx=seq_idx)
         bounds = None
@@ -164,7 +179,7 @@ class MHA(nn.Module):
         elif seq_idx is not None and seq_idx.shape != x.shape[:2]:
             raise ValueError(f"MHA: seq_idx must be (B, L) = {tuple(x.shape[:2])}, got {tuple(seq_idx.shape)}")
         if inference_params is not None:
-            if cu_seqlens is None:
+            if bounds is None:
                 end = inference_params.seqlen_offset + x.shape[1]
             else:
                 end = max((end - start for start, end in itertools.pairwise(bounds)), default=0)
@@ -172,33 +187,42 @@ class MHA(nn.Module):
                 raise ValueError(
                     f"MHA: {end} tokens do not fit inference_params.max_seqlen = {inference_params.max_seqlen}"
                 )
-        if step and x.shape[1] != 1 and inference_params.lengths_per_sample is not None:
-            raise ValueError(
-                f"MHA: with lengths_per_sample a step takes one token, (B, 1, embed_dim), got {tuple(x.shape)}"
-            )
+            if step and x.shape[1] != 1 and inference_params.lengths_per_sample is not None:
+                raise ValueError(
+                    f"MHA: with lengths_per_sample a step takes one token, (B, 1, embed_dim), got {tuple(x.shape)}"
+                )
         return bounds
 
-    def _get_cache(self, inference_params, rows, x):
+    def _get_cache(
+        self, inference_params: AttentionCache, rows: int, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This layer's (kv_cache, conv_state) in inference_params, made if they are not there yet."""
         if self.layer_idx is None:
             raise ValueError("MHA: layer_idx must be given to the constructor to use inference_params")
         caches = inference_params.key_value_memory_dict
         if self.layer_idx not in caches:
-            factory = {"dtype": x.dtype, "device": x.device}
-            caches[self.layer_idx] = self.allocate_inference_cache(rows, inference_params.max_seqlen, **factory)
+            length = inference_params.max_seqlen
+            caches[self.layer_idx] = self.allocate_inference_cache(rows, length, dtype=x.dtype, device=x.device)
         kv_cache, conv_state = caches[self.layer_idx]
         if kv_cache.shape[0] != rows:
             raise ValueError(f"MHA: the cache holds a batch of {kv_cache.shape[0]}, got a batch of {rows}")
         return kv_cache, conv_state
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, device=None, **kwargs):
+    def allocate_inference_cache(
+        self,
+        batch_size: int,
+        max_seqlen: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Zeros (kv_cache (B, max_seqlen, 2, num_heads_kv, head_dim), conv_state (B, channels, d_conv) or None)."""
         weight = self.out_proj.weight
         if not isinstance(weight, torch.Tensor):  # a method of torch's quantised layers
             weight = weight()
         if dtype is None:
             dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
-        factory = {"device": weight.device if device is None else device, "dtype": dtype}
+        factory: dict[str, typing.Any] = {"device": weight.device if device is None else device, "dtype": dtype}
         kv_cache = torch.zeros(batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim, **factory)
         conv_state = None
         if self.d_conv:
@@ -206,13 +230,22 @@ class MHA(nn.Module):
         return kv_cache, conv_state
 
     @torch.no_grad()
-    def _write_cache(self, cache, k, v, positions, sequence, bounds, inference_params):
+    def _write_cache(
+        self,
+        cache: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        sequence: torch.Tensor | None,
+        bounds: list[int] | None,
+        inference_params: AttentionCache,
+    ) -> None:
         """Keys and values (B, L, kv heads, head_dim) to their positions; packed ones to their sequence's row."""
         start = inference_params.seqlen_offset
         if start == 0 and inference_params.lengths_per_sample is not None:
             cache.zero_()  # a step's mask hides what earlier sequences left there, but not a NaN
         new = torch.stack([k, v], dim=2).to(cache.dtype)
-        if sequence is not None:
+        if sequence is not None and bounds is not None:
             end = bounds[-1]  # not what lies behind the last sequence
             cache[sequence[:end], positions[:end].long()] = new[0, :end]
         elif positions.dim() == 2:
@@ -220,7 +253,9 @@ class MHA(nn.Module):
         else:
             cache[:, start : start + new.shape[1]] = new
 
-    def _read_cache(self, cache, positions, end, dtype):
+    def _read_cache(
+        self, cache: torch.Tensor, positions: torch.Tensor, end: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(keys, values, mask or None) that a step at these positions sees; `end` is its last position, plus one."""
         mask = None
         if positions.dim() == 2:
@@ -229,15 +264,23 @@ class MHA(nn.Module):
             cache = cache[:, :end]
             if self.causal and len(positions) > 1:
                 mask = torch.arange(end, device=cache.device) <= positions[:, None]
-        return *cache.to(dtype).unbind(dim=2), mask
+        keys, values = cache.to(dtype).unbind(dim=2)
+        return keys, values, mask
 
-    def _convolve(self, qkv, conv_state, seq_idx, cu_seqlens, step):
-        if step and qkv.shape[1] == 1:
+    def _convolve(
+        self,
+        qkv: torch.Tensor,
+        conv_state: torch.Tensor | None,
+        seq_idx: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        step: bool,
+    ) -> torch.Tensor:
+        if conv_state is not None and step and qkv.shape[1] == 1:
             with torch.no_grad():
                 return convolve_step(self.conv1d, qkv.squeeze(1), conv_state, None).unsqueeze(1)
         return convolve(self.conv1d, qkv.transpose(1, 2), None, seq_idx, conv_state, step, cu_seqlens).transpose(1, 2)
 
-    def _rotate(self, x, positions):
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x (B, L, heads, head_dim) at positions (L) or (B, L), the first rotary_emb_dim dimensions turned.
 
         Angles in float32 and made anew each time: a table kept in a buffer would be rounded by .to(dtype).
@@ -255,7 +298,9 @@ class MHA(nn.Module):
         turned = torch.stack(pair, dim=-1).flatten(-2) if self.rotary_emb_interleaved else torch.cat(pair, dim=-1)
         return torch.cat([turned.to(x.dtype), rest], dim=-1)
 
-    def _attend(self, q, k, v, mask, causal):
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
+    ) -> torch.Tensor:
         """q (B, L, heads, head_dim), k and v (B, T, kv heads, head_dim) -> (B, L, heads * head_dim)."""
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         batch, _, seqlen, _ = q.shape

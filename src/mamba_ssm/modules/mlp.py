@@ -1,5 +1,9 @@
 """The gated MLP of hybrid language models, with upstream's parameter names."""
 
+import typing
+from collections.abc import Callable
+
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -19,17 +23,17 @@ class GatedMLP(nn.Module):
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation=F.silu,
-        bias=False,
-        multiple_of=128,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
+        bias: bool = False,
+        multiple_of: int = 128,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
         check_integer("GatedMLP", "in_features", in_features)
         out_features = in_features if out_features is None else out_features
         hidden_features = int(8 * in_features / 3) if hidden_features is None else hidden_features
@@ -43,7 +47,7 @@ class GatedMLP(nn.Module):
         self.activation = activation
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, **factory)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         checks.check_tensor("GatedMLP", "the input", x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from mamba_ssm.ops._shared import checks
 
 
-def segsum(x):
+def segsum(x: torch.Tensor) -> torch.Tensor:
     """x (..., T) -> (..., T, T): sums of x[j+1..i] at [i, j], 0 on the diagonal, -inf above it.
 
     Adds each segment up by itself: differences of one running sum would lose digits.
@@ -20,7 +20,14 @@ def segsum(x):
     return steps.cumsum(-2).masked_fill(above, -torch.inf)
 
 
-def ssd_minimal_discrete(X, A, B, C, block_len, initial_states=None):
+def ssd_minimal_discrete(
+    X: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    block_len: int,
+    initial_states: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """h_t = exp(A_t) h_{t-1} + X_t B_t^T;  Y_t = h_t C_t.
 
     Args (of one floating-point dtype):
@@ -49,7 +56,7 @@ def ssd_minimal_discrete(X, A, B, C, block_len, initial_states=None):
     B, C = (matrix.repeat_interleave(nheads // matrix.shape[2], dim=2) for matrix in (B, C))
     fill = -seqlen % block_len  # steps with X = 0 and A = 0 change nothing
 
-    def blocks(x):
+    def blocks(x: torch.Tensor) -> torch.Tensor:
         return F.pad(x, (0, 0) * (x.dim() - 2) + (0, fill)).unflatten(1, (-1, block_len))
 
     X, A, B, C = (blocks(x) for x in (X, A, B, C))

@@ -1,5 +1,7 @@
 """Selective scan over a stream of chunks, in channel-last layout."""
 
+import typing
+
 import torch
 import torch.nn as nn
 
@@ -17,11 +19,29 @@ class SelectiveScan(nn.Module):
     ``y, h = scan.forward_with_state(u, delta, A, B, C, D, h)``. Differentiable once in every argument.
     """
 
-    def forward(self, u, delta, A, B_ssm, C_ssm, D_ssm, h_prev=None):
+    def forward(
+        self,
+        u: torch.Tensor,
+        delta: torch.Tensor,
+        A: torch.Tensor,
+        B_ssm: torch.Tensor,
+        C_ssm: torch.Tensor,
+        D_ssm: torch.Tensor | None,
+        h_prev: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """y (B, L, D) of u's dtype; see forward_with_state."""
         return self.forward_with_state(u, delta, A, B_ssm, C_ssm, D_ssm, h_prev)[0]
 
-    def forward_with_state(self, u, delta, A, B_ssm, C_ssm, D_ssm, h_prev=None):
+    def forward_with_state(
+        self,
+        u: torch.Tensor,
+        delta: torch.Tensor,
+        A: torch.Tensor,
+        B_ssm: torch.Tensor,
+        C_ssm: torch.Tensor,
+        D_ssm: torch.Tensor | None,
+        h_prev: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scan of one chunk.
 
         Args:
@@ -56,7 +76,8 @@ class SelectiveScan(nn.Module):
             checks.check_float(_NAME, "h_prev", h_prev, (batch, dim, dstate), u, "u", "(B, D, N)")
         u_time, delta_time = u.transpose(1, 2), delta.transpose(1, 2)
         B_time, C_time = B_ssm.transpose(1, 2), C_ssm.transpose(1, 2)
-        y, states = None, []
+        y: typing.Any = None
+        states = []
         # States do not see each other: a wide N is a sum of narrower scans.
         for start in range(0, dstate, abi.MAX_DSTATE):
             part = slice(start, start + abi.MAX_DSTATE)

@@ -3,12 +3,26 @@
 import numbers
 import operator
 import time
-from collections import namedtuple
+import typing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn as nn
 
-GenerationOutput = namedtuple("GenerationOutput", ["sequences", "scores"])
+
+class GenerationOutput(typing.NamedTuple):
+    """What decode returns."""
+
+    sequences: torch.Tensor
+    scores: tuple[torch.Tensor, ...] | None
+
+
+class Streamer(typing.Protocol):
+    """What is told of each token as it comes: transformers' streamers and whatever has these two."""
+
+    def put(self, value: torch.Tensor, /) -> object: ...
+    def end(self) -> object: ...
 
 
 @dataclass
@@ -31,7 +45,7 @@ class InferenceParams:
     key_value_memory_dict: dict = field(default_factory=dict)
     lengths_per_sample: torch.Tensor | None = None
 
-    def reset(self, max_seqlen, max_batch_size):
+    def reset(self, max_seqlen: int, max_batch_size: int) -> None:
         """Ready for new sequences; the states stay allocated, the next first call overwrites them."""
         self.max_seqlen = max_seqlen
         self.max_batch_size = max_batch_size
@@ -43,7 +57,9 @@ class InferenceParams:
 # ---- sampling --------------------------------------------------------------------------------------------------------
 
 
-def sample(logits, top_k=1, top_p=0.0, min_p=0.0, temperature=1.0):
+def sample(
+    logits: torch.Tensor, top_k: int = 1, top_p: float = 0.0, min_p: float = 0.0, temperature: float = 1.0
+) -> torch.Tensor:
     """One token for each row of logits (B, vocabulary) -> (B) int64.
 
     top_k == 1 takes the likeliest. Else the token is drawn from softmax(logits / temperature) after each filter that
@@ -70,7 +86,9 @@ def sample(logits, top_k=1, top_p=0.0, min_p=0.0, temperature=1.0):
     return (chosen if indices is None else indices.gather(-1, chosen)).squeeze(-1)
 
 
-def modify_logit_for_repetition_penalty(logits, prev_output_tokens, repetition_penalty=1.0):
+def modify_logit_for_repetition_penalty(
+    logits: torch.Tensor, prev_output_tokens: torch.Tensor, repetition_penalty: float = 1.0
+) -> torch.Tensor:
     """logits (B, vocabulary), in place, less likely where a token is in prev_output_tokens (B, L): positive ones are
     divided by the penalty, negative ones multiplied (CTRL, arXiv 1909.05858).
     """
@@ -81,7 +99,7 @@ def modify_logit_for_repetition_penalty(logits, prev_output_tokens, repetition_p
     return logits.scatter_(1, prev_output_tokens, score)
 
 
-def _check_sampling(top_k, top_p, min_p, temperature, repetition_penalty):
+def _check_sampling(top_k: int, top_p: float, min_p: float, temperature: float, repetition_penalty: float) -> None:
     for name, value, fits, expected in (
         ("top_k", top_k, lambda k: k >= 0 and hasattr(k, "__index__"), "an integer, 0 (off) or more"),
         ("top_p", top_p, lambda p: 0.0 <= p <= 1.0, "from 0 (off) to 1"),
@@ -99,22 +117,22 @@ def _check_sampling(top_k, top_p, min_p, temperature, repetition_penalty):
 
 @torch.inference_mode()
 def decode(
-    input_ids,
-    model,
-    max_length,
-    top_k=1,
-    top_p=0.0,
-    min_p=0.0,
-    temperature=1.0,
-    repetition_penalty=1.0,
-    eos_token_id=None,
-    teacher_outputs=None,
-    vocab_size=None,
-    cg=False,
-    enable_timing=False,
-    output_scores=False,
-    streamer=None,
-):
+    input_ids: torch.Tensor,
+    model: nn.Module,
+    max_length: int,
+    top_k: int = 1,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    temperature: float = 1.0,
+    repetition_penalty: float = 1.0,
+    eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
+    teacher_outputs: torch.Tensor | None = None,
+    vocab_size: int | None = None,
+    cg: bool = False,
+    enable_timing: bool = False,
+    output_scores: bool = False,
+    streamer: Streamer | None = None,
+) -> GenerationOutput:
     """Continues input_ids (B, L) up to max_length tokens, the prompt included.
 
     Args:
@@ -156,13 +174,13 @@ def decode(
             )
     device = next(model.parameters()).device
     batch, prompt = input_ids.shape
+    cache = None
     if cg:
-        model._decoding_cache = update_graph_cache(
-            model, getattr(model, "_decoding_cache", None), batch, prompt, max_length
-        )
-        inference_params = model._decoding_cache.inference_params
+        cache = update_graph_cache(model, getattr(model, "_decoding_cache", None), batch, prompt, max_length)
+        model._decoding_cache = cache  # type: ignore[assignment]  # a module takes any attribute
+        inference_params = cache.inference_params
         inference_params.reset(max_length, batch)
-        model._decoding_cache.select(batch)
+        cache.select(batch)
     else:
         inference_params = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
     timer = _Timer(device) if enable_timing else None
@@ -180,8 +198,8 @@ def decode(
         offset = inference_params.seqlen_offset
         if offset == 0:
             logits = model(tokens, position_ids=None, inference_params=inference_params, num_last_tokens=1).logits
-        elif cg:
-            logits = model._decoding_cache.run(tokens, offset)
+        elif cache is not None:
+            logits = cache.run(tokens, offset)
         else:
             logits = model(
                 tokens, position_ids=position_ids.fill_(offset), inference_params=inference_params, num_last_tokens=1
@@ -214,7 +232,7 @@ def decode(
     return GenerationOutput(sequences[:, :end], tuple(scores) if output_scores else None)
 
 
-def _check_tokens(name, tokens, model):
+def _check_tokens(name: str, tokens: torch.Tensor, model: nn.Module) -> torch.Tensor:
     """tokens as int64; out of the vocabulary they would stop a CUDA device for good."""
     if not isinstance(tokens, torch.Tensor):
         raise TypeError(f"generate: {name} must be an int64 tensor (B, L), got {type(tokens).__name__}")
@@ -231,7 +249,7 @@ def _check_tokens(name, tokens, model):
     return tokens.long()
 
 
-def _positive(name, value):
+def _positive(name: str, value: object) -> int:
     """A positive integer, numpy's and torch's among them, as int."""
     number = operator.index(value) if hasattr(value, "__index__") else 0
     if number < 1:
@@ -239,7 +257,7 @@ def _positive(name, value):
     return number
 
 
-def _eos_tokens(eos_token_id, device):
+def _eos_tokens(eos_token_id: object, device: torch.device) -> torch.Tensor:
     """eos_token_id, an integer, a list or a tensor of them, as int64 (tokens)."""
     try:
         eos = torch.as_tensor(eos_token_id).flatten()
@@ -251,37 +269,39 @@ def _eos_tokens(eos_token_id, device):
 
 
 class _Timer:
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.start = self._now()
 
-    def _now(self):
+    def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def milliseconds(self):
+    def milliseconds(self) -> float:
         return (self._now() - self.start) * 1e3
 
 
 class GenerationMixin:
     """generate() for a model with allocate_inference_cache and the forward that decode calls."""
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: typing.Any
+    ) -> dict[int, typing.Any]:
         raise NotImplementedError(f"{type(self).__name__} must define allocate_inference_cache to generate")
 
     def generate(
         self,
-        input_ids,
-        max_length,
-        top_k=1,
-        top_p=0.0,
-        min_p=0.0,
-        temperature=1.0,
-        return_dict_in_generate=False,
-        output_scores=False,
-        **kwargs,
-    ):
+        input_ids: torch.Tensor,
+        max_length: int,
+        top_k: int = 1,
+        top_p: float = 0.0,
+        min_p: float = 0.0,
+        temperature: float = 1.0,
+        return_dict_in_generate: bool = False,
+        output_scores: bool = False,
+        **kwargs: typing.Any,
+    ) -> torch.Tensor | GenerationOutput:
         """Continues input_ids (B, L) int64 up to max_length tokens, the prompt included; greedy unless top_k is set.
 
         Returns sequences (B, length), or with return_dict_in_generate a GenerationOutput(sequences, scores). The other
@@ -290,7 +310,7 @@ class GenerationMixin:
         """
         output = decode(
             input_ids,
-            self,
+            typing.cast(nn.Module, self),
             max_length,
             top_k=top_k,
             top_p=top_p,
@@ -311,23 +331,24 @@ class DecodingCGCache:
     Graphs of smaller batches use the first rows of the same states, so changing the batch costs one capture, once.
     """
 
-    def __init__(self, model, max_batch_size, max_seqlen, dtype):
+    def __init__(self, model: nn.Module, max_batch_size: int, max_seqlen: int, dtype: torch.dtype | None) -> None:
         self.max_batch_size = max_batch_size
         self.max_seqlen = max_seqlen
         self.key = _key(model, dtype)
         device = next(model.parameters()).device
-        self.states = model.allocate_inference_cache(max_batch_size, max_seqlen, dtype=dtype)
+        allocate: typing.Any = model.allocate_inference_cache
+        self.states: dict[int, typing.Any] = allocate(max_batch_size, max_seqlen, dtype=dtype)
         self.lengths = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self.inference_params = InferenceParams(max_seqlen=max_seqlen, max_batch_size=max_batch_size)
         self.mempool = torch.cuda.graph_pool_handle()
-        self.callables = {}
-        self.run = None
+        self.callables: dict[int, Callable[[torch.Tensor, int], torch.Tensor]] = {}
+        self.run: typing.Any = None  # the selected batch's of these
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """None, in copies and pickles of a model that holds this: a CUDA graph can be neither copied nor saved."""
         return type(None), ()
 
-    def select(self, batch):
+    def select(self, batch: int) -> None:
         """Points inference_params at a batch's rows, and run at its captured step."""
         self.inference_params.key_value_memory_dict = {
             layer: tuple(None if state is None else state[:batch] for state in states)
@@ -337,7 +358,7 @@ class DecodingCGCache:
         self.run = self.callables.get(batch)
 
 
-def _key(model, dtype):
+def _key(model: nn.Module, dtype: torch.dtype | None) -> tuple[typing.Any, ...]:
     """What a captured graph depends on: it reads parameters where they lay and holds what modules and hooks did."""
     parameters = tuple((tensor.data_ptr(), tensor.dtype) for tensor in model.parameters())
     modules = tuple((type(m), *m._forward_pre_hooks, *m._forward_hooks) for m in model.modules())  # hooks by number
@@ -345,7 +366,16 @@ def _key(model, dtype):
 
 
 @torch.inference_mode()
-def update_graph_cache(model, cache, batch_size, seqlen_og, max_seqlen, decoding_seqlens=(1,), dtype=None, n_warmups=2):
+def update_graph_cache(
+    model: nn.Module,
+    cache: DecodingCGCache | None,
+    batch_size: int,
+    seqlen_og: int,
+    max_seqlen: int,
+    decoding_seqlens: Sequence[int] = (1,),
+    dtype: torch.dtype | None = None,
+    n_warmups: int = 2,
+) -> DecodingCGCache:
     """A DecodingCGCache that serves this batch size and length: cache itself if it does, else a new one.
 
     Args:
@@ -374,18 +404,20 @@ def update_graph_cache(model, cache, batch_size, seqlen_og, max_seqlen, decoding
     return cache
 
 
-def _capture_step(model, cache, batch_size, n_warmups):
+def _capture_step(
+    model: nn.Module, cache: DecodingCGCache, batch_size: int, n_warmups: int
+) -> Callable[[torch.Tensor, int], torch.Tensor]:
     """Captures a step from the rows that cache has selected; returns run(input_ids (B, 1), offset) -> logits."""
     device = cache.lengths.device
     input_ids = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
     position_ids = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
     inference_params = cache.inference_params
-    lengths = inference_params.lengths_per_sample
+    lengths = cache.lengths[:batch_size]  # inference_params.lengths_per_sample
     # any position that is not the first; the true one is read from lengths
     inference_params.seqlen_offset = offset = cache.max_seqlen - 1
     lengths.fill_(offset)
 
-    def step():
+    def step() -> torch.Tensor:
         return model(input_ids, position_ids=position_ids, inference_params=inference_params, num_last_tokens=1).logits
 
     with torch.cuda.device(device):
@@ -400,7 +432,7 @@ def _capture_step(model, cache, batch_size, n_warmups):
             logits = step()
     inference_params.seqlen_offset = 0
 
-    def run(new_input_ids, offset):
+    def run(new_input_ids: torch.Tensor, offset: int) -> torch.Tensor:
         input_ids.copy_(new_input_ids)
         position_ids.fill_(offset)
         lengths.fill_(offset)

@@ -5,8 +5,11 @@ huggingface_hub and safetensors are imported where they are used only. Nothing o
 
 import importlib.util
 import json
+import os
 import pickle
 import tarfile
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +20,7 @@ WEIGHTS_NAME = "pytorch_model.bin"
 INDEX_SUFFIX = ".index.json"  # of a file beside weights that are split over several
 
 
-def load_config_hf(model_name):
+def load_config_hf(model_name: str | os.PathLike[str]) -> dict[str, typing.Any]:
     """The contents of config.json, a dict, of a folder or a repository of the hub.
 
     Raises:
@@ -28,7 +31,9 @@ def load_config_hf(model_name):
     return _read_json(_find(model_name, [CONFIG_NAME]))
 
 
-def load_state_dict_hf(model_name, device=None, dtype=None):
+def load_state_dict_hf(
+    model_name: str | os.PathLike[str], device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
     """{name: tensor} of a folder's or a hub repository's weights: model.safetensors, else pytorch_model.bin, each whole
     or split over several files with an index.
 
@@ -43,7 +48,7 @@ def load_state_dict_hf(model_name, device=None, dtype=None):
     return read_weights(find_weights(model_name), device, dtype)
 
 
-def find_weights(model_name):
+def find_weights(model_name: str | os.PathLike[str]) -> Path:
     """The path of the weights, or of their index, of a folder or a hub repository, downloaded if need be."""
     names = [SAFE_WEIGHTS_NAME, WEIGHTS_NAME]
     if importlib.util.find_spec("safetensors") is None:
@@ -54,7 +59,7 @@ def find_weights(model_name):
     return path
 
 
-def _shards(path):
+def _shards(path: Path) -> list[Path]:
     """The files that hold the weights: path itself, or those beside it that an index names."""
     if not path.name.endswith(INDEX_SUFFIX):
         return [path]
@@ -67,7 +72,9 @@ def _shards(path):
     return [path.with_name(file) for file in sorted(set(files.values()))]
 
 
-def read_weights(path, device=None, dtype=None):
+def read_weights(
+    path: Path, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
     """{name: tensor} of a .safetensors or a torch.save file, or of those that an index names."""
     state = {}
     for shard in _shards(path):
@@ -75,7 +82,7 @@ def read_weights(path, device=None, dtype=None):
     return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in state.items()}
 
 
-def _read_json(path):
+def _read_json(path: Path) -> dict[str, typing.Any]:
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # no JSON, or no UTF-8
@@ -85,7 +92,7 @@ def _read_json(path):
     return contents
 
 
-def _read_file(path):
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix == ".safetensors":
         read = _import("safetensors.torch", "safetensors", f"to read {path}").load_file
     else:
@@ -105,11 +112,11 @@ def _read_file(path):
 
 
 class _Refused(ValueError):
-    def __init__(self, reason):
+    def __init__(self, reason: str) -> None:
         super().__init__(f"refused to load {reason}; save the model's state_dict() alone, or model.safetensors")
 
 
-def _load_tensors(path):
+def _load_tensors(path: Path) -> typing.Any:
     """The contents of a torch.save file that holds nothing but tensors.
 
     weights_only is not enough before torch 2.6: it still runs the code of TorchScript, and trusts the old tar format.
@@ -128,7 +135,12 @@ def _load_tensors(path):
         return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
 
 
-def write_checkpoint(folder, config, state_dict, safe_serialization):
+def write_checkpoint(
+    folder: str | os.PathLike[str],
+    config: dict[str, typing.Any],
+    state_dict: Mapping[str, torch.Tensor],
+    safe_serialization: bool,
+) -> None:
     """Writes config.json and the weights; removes those in another form, which would be another model's."""
     text = json.dumps(config, indent=4) + "\n"  # before anything is written: it may hold what JSON does not
     folder = Path(folder)
@@ -145,7 +157,7 @@ def write_checkpoint(folder, config, state_dict, safe_serialization):
     (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
 
-def _find(model_name, names):
+def _find(model_name: str | os.PathLike[str], names: list[str]) -> Path:
     """The path of the first of these files that a folder or a hub repository has."""
     folder = Path(model_name)
     if folder.is_dir():
@@ -166,7 +178,7 @@ def _find(model_name, names):
     raise FileNotFoundError(f"the hub's {model_name!r} has no {' or '.join(names)}")
 
 
-def _import(module, extra, purpose):
+def _import(module: str, extra: str, purpose: str) -> typing.Any:
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)

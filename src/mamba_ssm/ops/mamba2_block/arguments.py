@@ -50,7 +50,10 @@ class Options(typing.NamedTuple):
     norm_before_gate: bool
     A_is_log: bool  # A is a layer's A_log = log(-A); it and dt_bias may be float16 or bfloat16 too; dA is A_log's
 
-    dt_softplus = True  # always: the scan's launchers take these options for theirs
+    @property
+    def dt_softplus(self) -> bool:
+        """Always: the scan's launchers take these options for theirs."""
+        return True
 
 
 class Kept(typing.NamedTuple):

@@ -147,6 +147,7 @@ def mamba_split_conv1d_scan_combined(
     return_final_states = bool(return_final_states)
     if outproj_weight is None and outproj_bias is not None:
         raise ValueError(f"{NAME}: outproj_bias is given, but outproj_weight is None")
+    states: typing.Any  # a tensor if return_final_states
     if outproj_weight is not None and wants_one_node((*inputs, outproj_weight, outproj_bias)):
         result = apply(_Mamba2Inner, outproj_weight, outproj_bias, *inputs, *options, return_final_states)
         out, states = result if return_final_states else (result, None)

@@ -37,7 +37,10 @@ class Options(typing.NamedTuple):
     dt_min: float
     dt_max: float
 
-    A_is_log = False  # see the block's Options; no argument of these operators
+    @property
+    def A_is_log(self) -> bool:
+        """No argument of these operators, but of the block's; see its Options."""
+        return False
 
 
 class Sizes(typing.NamedTuple):

@@ -128,7 +128,7 @@ def mamba_chunk_scan_combined(
     results = [out]
     if return_final_states:
         results.append(final_states)
-    if return_varlen_states:
+    if return_varlen_states and cu_seqlens is not None:  # without them it was refused
         packed = VarlenInputs(x, dt, A, B, C, dt_bias, initial_states, cu_seqlens)
         with torch.no_grad():
             results.append(call(ssd_varlen_states_op, *packed, *options))
