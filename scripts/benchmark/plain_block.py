@@ -10,7 +10,7 @@ from side import Side
 from timing import cpu_seconds
 
 from mamba_ssm.modules.mamba2 import Mamba2
-from mamba_ssm.ops.norm.reference import gated_rms_norm_ref
+from mamba_ssm.ops.norm import gated_rms_norm_ref
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan
 
 REPEATS, PLAIN_REPEATS = 10, 3

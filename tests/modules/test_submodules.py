@@ -12,7 +12,7 @@ from mamba_ssm import Mamba, Mamba2
 from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.mamba2_simple import Mamba2Simple
 from mamba_ssm.modules.mha import MHA
-from mamba_ssm.ops.norm.forward import RMSNorm
+from mamba_ssm.ops.norm import RMSNorm
 from mamba_ssm.utils.generation import InferenceParams
 
 SIZES = {"d_state": 16, "headdim": 8}

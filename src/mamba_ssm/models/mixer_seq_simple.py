@@ -21,7 +21,7 @@ from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
 from mamba_ssm.modules.mlp import GatedMLP
 from mamba_ssm.ops._shared import checks
-from mamba_ssm.ops.norm.forward import RMSNorm
+from mamba_ssm.ops.norm import RMSNorm
 from mamba_ssm.utils.generation import GenerationMixin
 from mamba_ssm.utils.hf import find_weights, load_config_hf, read_weights, write_checkpoint
 

@@ -12,7 +12,7 @@ from mamba_ssm.modules._arguments import check_integer, check_number
 from mamba_ssm.modules._state import initial_dt_bias, mark
 from mamba_ssm.modules._submodules import convolve
 from mamba_ssm.ops.mamba2_block import mamba_split_conv1d_scan_combined
-from mamba_ssm.ops.norm.gated import RMSNorm
+from mamba_ssm.ops.norm import GatedRMSNorm
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
 
 
@@ -38,7 +38,7 @@ class Mamba2Base(nn.Module):
     chunk_size: int
     use_mem_eff_path: bool
     conv1d: nn.Conv1d
-    norm: RMSNorm
+    norm: GatedRMSNorm
     D: nn.Parameter
     out_proj: nn.Linear
 
@@ -103,7 +103,7 @@ class Mamba2Base(nn.Module):
 
     def _may_fuse(self) -> bool:
         """Whether all that the operator computes before out_proj is in the parameters it takes."""
-        plain_norm = not self.rmsnorm or is_plain(self.norm, RMSNorm)
+        plain_norm = not self.rmsnorm or is_plain(self.norm, GatedRMSNorm)
         return self.use_mem_eff_path and is_plain(self.conv1d, nn.Conv1d) and plain_norm
 
     def _norm_weight_and_eps(self) -> tuple[torch.Tensor | None, float]:

@@ -9,7 +9,7 @@ import torch.nn as nn
 from mamba_ssm._torch import is_plain
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops._shared import checks
-from mamba_ssm.ops.norm.forward import RMSNorm, layer_norm_fn
+from mamba_ssm.ops.norm import RMSNorm, layer_norm_fn
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ from mamba_ssm.modules._submodules import convolve_step
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block
-from mamba_ssm.ops.norm.gated import RMSNorm
+from mamba_ssm.ops.norm import GatedRMSNorm
 from mamba_ssm.ops.ssd import check_options
 from mamba_ssm.ops.state_update import selective_state_update
 
@@ -137,7 +137,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
         mark(self.D, "_no_weight_decay")
         if rmsnorm:
             group_size = self.d_ssm // self.ngroups
-            self.norm = RMSNorm(
+            self.norm = GatedRMSNorm(
                 self.d_ssm, eps=1e-5, norm_before_gate=norm_before_gate, group_size=group_size, **factory
             )
         if process_group is None:

@@ -10,7 +10,7 @@ from mamba_ssm.modules._arguments import check_flags, inner_width
 from mamba_ssm.modules._inputs import check_input
 from mamba_ssm.modules._mamba2 import Mamba2Base
 from mamba_ssm.modules._state import mark
-from mamba_ssm.ops.norm.gated import RMSNorm
+from mamba_ssm.ops.norm import GatedRMSNorm
 
 
 class Mamba2Simple(Mamba2Base):
@@ -86,7 +86,7 @@ class Mamba2Simple(Mamba2Base):
         self._make_heads(A_init_range, (dt_min, dt_max, dt_init_floor), factory)
         self.D = nn.Parameter(torch.ones(self.nheads, device=device, dtype=torch.float32))
         mark(self.D, "_no_weight_decay")
-        self.norm = RMSNorm(
+        self.norm = GatedRMSNorm(
             self.d_inner, eps=1e-5, norm_before_gate=False, group_size=self.d_inner // ngroups, **factory
         )
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)

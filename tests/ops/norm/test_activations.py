@@ -4,7 +4,7 @@ import pytest
 import torch
 from _helpers.cases import DTYPES, assert_close_to_truth, dtype_id, outputs_and_gradients
 
-from mamba_ssm.ops.norm.reference import swiglu_ref
+from mamba_ssm.ops.norm import swiglu_ref
 from mamba_ssm.ops.triton.k_activations import _swiglu_bwd, _swiglu_fwd, swiglu
 from mamba_ssm.ops.triton.softplus import softplus
 

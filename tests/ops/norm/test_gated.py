@@ -6,7 +6,7 @@ import pytest
 import torch
 from _helpers.cases import DTYPES, NORM_WIDTHS, assert_close_to_truth, dtype_id, norm_rows, outputs_and_gradients
 
-from mamba_ssm.ops.norm.reference import gated_norm_ref
+from mamba_ssm.ops.norm import gated_norm_ref
 from mamba_ssm.ops.triton.layernorm_gated import LayerNorm, RMSNorm, layernorm_fn, rms_norm_ref, rmsnorm_fn
 
 # (shape, group size): one element a group, odd ones, many groups, groups of a block, groups longer than 16384.

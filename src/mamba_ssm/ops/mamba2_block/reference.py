@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_ref
-from mamba_ssm.ops.norm.reference import gated_rms_norm_ref
+from mamba_ssm.ops.norm import gated_rms_norm_ref
 from mamba_ssm.ops.ssd.reference import ssd_chunk_scan_combined_ref
 
 

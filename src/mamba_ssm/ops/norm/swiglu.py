@@ -12,7 +12,7 @@ from mamba_ssm.ops.norm import arguments as common
 _NAME = "swiglu"
 
 
-def swiglu(xy):
+def swiglu(xy: torch.Tensor) -> torch.Tensor:
     """silu(x) * y, where x and y are the halves of xy's last dimension.
 
     Args:
@@ -29,7 +29,7 @@ def swiglu(xy):
     return call(swiglu_op, xy)
 
 
-def softplus(x):
+def softplus(x: torch.Tensor) -> torch.Tensor:
     """log(1 + exp(x)), and x itself above 20, as torch.nn.functional.softplus; of x's shape and dtype.
 
     Upstream's mamba_ssm.ops.triton.softplus.softplus is the same function for use inside triton kernels.
@@ -37,17 +37,23 @@ def softplus(x):
     return F.softplus(x)
 
 
-def _swiglu_fwd(xy, out=None):
-    """swiglu without gradients, into out (like the result) if it is given."""
+def swiglu_forward(xy: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """swiglu without gradients, into out (like the result) if it is given. Upstream's _swiglu_fwd."""
     with torch.no_grad():
         result = swiglu(xy)
         return result if out is None else _copy_into("out", out, result)
 
 
-def _swiglu_bwd(xy, dout, dxy=None, recompute_output=False, out=None):
+def swiglu_backward(
+    xy: torch.Tensor,
+    dout: torch.Tensor,
+    dxy: torch.Tensor | None = None,
+    recompute_output: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The gradient of xy for dout (..., N), into dxy (like xy) if it is given.
 
-    Returns dxy; with recompute_output (dxy, swiglu(xy)), the latter in out if it is given.
+    Returns dxy; with recompute_output (dxy, swiglu(xy)), the latter in out if it is given. Upstream's _swiglu_bwd.
     """
     with torch.no_grad():
         gradient, result = call(swiglu_backward_op, dout, xy, bool(recompute_output))

@@ -1,6 +1,12 @@
 """Upstream's import path; the code is native, triton is never imported."""
 
-from mamba_ssm.ops.norm.forward import RMSNorm, layer_norm_fn, layer_norm_linear_fn, rms_norm_fn
-from mamba_ssm.ops.norm.reference import layer_norm_ref, rms_norm_ref
+from mamba_ssm.ops.norm import (
+    RMSNorm,
+    layer_norm_fn,
+    layer_norm_linear_fn,
+    layer_norm_ref,
+    rms_norm_fn,
+    rms_norm_ref,
+)
 
 __all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "layer_norm_ref", "rms_norm_fn", "rms_norm_ref"]

@@ -1,5 +1,5 @@
 """Upstream's import path; the code is native, triton is never imported."""
 
-from mamba_ssm.ops.norm.swiglu import softplus
+from mamba_ssm.ops.norm import softplus
 
 __all__ = ["softplus"]
