@@ -72,8 +72,8 @@ def norm_rows(device, grad):
     yield ops.add_norm_backward.default, (x, x, total, weight, bias, mean, rstd, False)
     yield ops.add_norm_backward.default, (half, None, total, weight, None, None, rstd, True)
     _, mean, rstd = ops.gated_norm(x, weight, bias, z, 1e-5, 4, True, False, True)
-    yield ops.gated_norm_backward.default, (z, x, weight, bias, z, mean, rstd, 1e-5, 4, True, False)
-    yield ops.gated_norm_backward.default, (z, x, weight, None, None, None, rstd, 1e-5, 4, True, True)
+    yield ops.gated_norm_backward.default, (z, x, weight, bias, z, mean, rstd, 4, True, False)
+    yield ops.gated_norm_backward.default, (z, x, weight, None, None, None, rstd, 4, True, True)
     yield ops.swiglu_backward.default, (x[..., :6], x, True)
 
 

@@ -43,7 +43,7 @@ def _allocate(sizes, inputs, need_dinitial_states):
 
 
 def _backward(dout, dfinal_states, *arguments):
-    *tensors, silu, need_dinitial_states = arguments
+    *tensors, need_dinitial_states, silu = arguments
     inputs = make(Inputs, tensors)
     sizes = _check(dout, dfinal_states, inputs)
     if dout.numel() == 0:
@@ -62,7 +62,7 @@ def _backward(dout, dfinal_states, *arguments):
 
 
 def _backward_fake(dout, dfinal_states, *arguments):
-    *tensors, _, need_dinitial_states = arguments
+    *tensors, need_dinitial_states, _ = arguments
     inputs = Inputs(*tensors)
     return _allocate(_check(dout, dfinal_states, inputs), inputs, need_dinitial_states)
 
@@ -92,8 +92,8 @@ def launch_backward(sizes, dout, dfinal_states, inputs, silu, dx, dinitial_state
 
 
 causal_conv1d_backward_op = define(
-    f"causal_conv1d_backward(Tensor dout, Tensor? dfinal_states, {signature(Inputs)}, bool silu, "
-    f"bool need_dinitial_states) -> {returns(Gradients)}",
+    f"causal_conv1d_backward(Tensor dout, Tensor? dfinal_states, {signature(Inputs)}, "
+    f"bool need_dinitial_states, bool silu) -> {returns(Gradients)}",
     _backward,
     _backward_fake,
 )

@@ -52,7 +52,7 @@ def causal_conv1d_fn(
     """
     silu = wants_silu(NAME, activation)
     want_states = bool(return_final_states) or final_states_out is not None
-    out, final_states = call(causal_conv1d_op, x, weight, bias, seq_idx, initial_states, silu, want_states)
+    out, final_states = call(causal_conv1d_op, x, weight, bias, seq_idx, initial_states, want_states, silu)
     if final_states_out is not None:
         checks.check_tensor(NAME, "final_states_out", final_states_out)
         if final_states_out.requires_grad and final_states_out.is_leaf and torch.is_grad_enabled():
@@ -79,7 +79,7 @@ def _allocate(sizes, x, return_final_states):
 
 
 def _forward(*arguments):
-    *tensors, silu, return_final_states = arguments
+    *tensors, return_final_states, silu = arguments
     inputs = make(Inputs, tensors)
     sizes, inputs = _check(inputs, return_final_states), kernel_layout(inputs)
     results = out, final_states = _allocate(sizes, inputs.x, return_final_states)
@@ -91,7 +91,7 @@ def _forward(*arguments):
 
 
 def _forward_fake(*arguments):
-    *tensors, _, return_final_states = arguments
+    *tensors, return_final_states, _ = arguments
     inputs = Inputs(*tensors)
     return _allocate(_check(inputs, return_final_states), unit_stride(inputs.x), return_final_states)
 
@@ -115,7 +115,7 @@ class _CausalConv1d(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        *inputs, ctx.silu, _ = arguments
+        *inputs, _, ctx.silu = arguments
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         return call_below_autograd(causal_conv1d_op, *arguments)
@@ -127,21 +127,13 @@ class _CausalConv1d(torch.autograd.Function):
         x, *others, initial_states = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(x)
-        dx, dweight, dbias, dinitial_states = call_in_backward(
-            causal_conv1d_backward_op,
-            dout,
-            dfinal_states,
-            x,
-            *others,
-            initial_states,
-            ctx.silu,
-            initial_states is not None,
-        )
+        arguments = dout, dfinal_states, x, *others, initial_states, initial_states is not None, ctx.silu
+        dx, dweight, dbias, dinitial_states = call_in_backward(causal_conv1d_backward_op, *arguments)
         return *Inputs(dx, dweight, dbias, None, dinitial_states), None, None
 
 
 causal_conv1d_op = define(
-    f"causal_conv1d({signature(Inputs)}, bool silu, bool return_final_states) -> (Tensor out, Tensor final_states)",
+    f"causal_conv1d({signature(Inputs)}, bool return_final_states, bool silu) -> (Tensor out, Tensor final_states)",
     _forward,
     _forward_fake,
     autograd=_CausalConv1d,

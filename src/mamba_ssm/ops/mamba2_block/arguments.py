@@ -186,7 +186,7 @@ def mlp(tensor, sizes):
 def norm_options(options, sizes):
     """As the norm's launchers take them."""
     group_size = sizes.dim // sizes.ngroups
-    return NormOptions(options.rmsnorm_eps, group_size, options.norm_before_gate, is_rms_norm=True)
+    return NormOptions(group_size, options.norm_before_gate, is_rms_norm=True)
 
 
 def conv_inputs(xBC, inputs):

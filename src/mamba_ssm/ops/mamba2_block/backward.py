@@ -153,7 +153,7 @@ def _norm_backward(dout, kept, z, dz, inputs, options, sizes, grads):
     norm, of_norm = NormInputs((y, row), inputs.rmsnorm_weight, None, (z, z_row)), norm_options(options, sizes)
     if grads.out is not None:
         out = heads(grads.out, sizes, start), grads.out.shape[2]
-        launch_norm(sizes.rows, norm, of_norm, out, (None, None))
+        launch_norm(sizes.rows, norm, options.rmsnorm_eps, of_norm, out, (None, None))
     dy = empty_like(y)
     norm_grads = NormGradients((dy, row), grads.drmsnorm_weight, None, (dz, dz_row))
     dgated = View(dout, start), dout_stride  # beside dout, which it does not keep alive

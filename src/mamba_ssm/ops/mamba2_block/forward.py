@@ -219,7 +219,7 @@ def _forward(*arguments):
     launch_scan(sizes, scan_inputs(conv_out, dt, None, inputs, sizes), options, heads(y, sizes), final_states)
     norm = NormInputs((y, sizes.dim), inputs.rmsnorm_weight, None, (z, row_stride))
     gated = gated, sizes.d_mlp + sizes.dim
-    launch_norm(sizes.rows, norm, norm_options(options, sizes), gated, (None, rstd))
+    launch_norm(sizes.rows, norm, options.rmsnorm_eps, norm_options(options, sizes), gated, (None, rstd))
     return results
 
 

@@ -9,9 +9,9 @@ from mamba_ssm._torch import (
     call_below_autograd,
     call_in_backward,
     define,
+    make,
     no_gradients,
     signature,
-    unpack,
 )
 from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import empty_like
@@ -124,26 +124,31 @@ class RMSNorm(_GatedNorm):
 # ---- operator --------------------------------------------------------------------------------------------------------
 
 
+def _cut(x, weight, bias, z, eps, *options):
+    """The operator's arguments as records; only this direction takes eps and want_statistics."""
+    *options, want_statistics = options
+    return make(Inputs, (x, weight, bias, z)), eps, make(Options, options), want_statistics
+
+
 def _forward(*arguments):
-    *arguments, want_statistics = arguments
-    inputs, options = unpack(arguments, Inputs, Options)
+    inputs, eps, options, want_statistics = _cut(*arguments)
     groups, x = check(NAME, inputs, options), inputs.x
     out = empty_like(x)
     kept = common.allocate_statistics(x, groups, options.is_rms_norm, want_statistics)
     if out.numel():
         width = x.shape[-1]
-        launch_forward(out.numel() // width, kernel_layout(inputs), options, (out, width), kept)
+        launch_forward(out.numel() // width, kernel_layout(inputs), eps, options, (out, width), kept)
     return out, *kept
 
 
-def launch_forward(rows, inputs, options, out, kept):
+def launch_forward(rows, inputs, eps, options, out, kept):
     """Runs the kernel. x and z of inputs, and out: (tensor or View, stride of its rows); parameters contiguous. kept:
     mean and rstd, to be written; None where they are not wanted.
     """
     params = abi.MambaNorm()
     functions = place(params, inputs.weight)
     fill(params, rows, inputs, options)
-    params.eps = options.eps
+    params.eps = eps
     out, params.out_row_stride = out
     params.out = out.data_ptr()
     mean, rstd = kept
@@ -153,8 +158,7 @@ def launch_forward(rows, inputs, options, out, kept):
 
 
 def _forward_fake(*arguments):
-    *arguments, want_statistics = arguments
-    inputs, options = unpack(arguments, Inputs, Options)
+    inputs, _, options, want_statistics = _cut(*arguments)
     groups = check(NAME, inputs, options)
     statistics = common.allocate_statistics(inputs.x, groups, options.is_rms_norm, want_statistics)
     return empty_like(inputs.x), *statistics
@@ -164,9 +168,9 @@ class _GatedNormFunction(torch.autograd.Function):
     """Saves the inputs, and mean and rstd of each group."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, z, *options):
-        *ctx.options, _ = options
-        out, mean, rstd = call_below_autograd(gated_norm_op, x, weight, bias, z, *ctx.options, True)
+    def forward(ctx, x, weight, bias, z, eps, *options):
+        ctx.options = options[:-1]
+        out, mean, rstd = call_below_autograd(gated_norm_op, x, weight, bias, z, eps, *ctx.options, True)
         ctx.save_for_backward(x, weight, bias, z, mean, rstd)
         ctx.mark_non_differentiable(*(statistic for statistic in (mean, rstd) if statistic is not None))
         ctx.set_materialize_grads(False)
@@ -175,13 +179,14 @@ class _GatedNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, *_):
         if dout is None:
-            return *no_gradients(Inputs, Options), None
+            return *no_gradients(Inputs, Options), None, None
         grads = call_in_backward(gated_norm_backward_op, dout, *ctx.saved_tensors, *ctx.options)
-        return *grads, *no_gradients(Options), None
+        return *grads, *no_gradients(Options), None, None
 
 
 gated_norm_op = define(
-    f"gated_norm({signature(Inputs, Options)}, bool want_statistics) -> (Tensor out, Tensor mean, Tensor rstd)",
+    f"gated_norm({signature(Inputs)}, float eps, {signature(Options)}, bool want_statistics) "
+    "-> (Tensor out, Tensor mean, Tensor rstd)",
     _forward,
     _forward_fake,
     autograd=_GatedNormFunction,

@@ -21,9 +21,8 @@ class Inputs(typing.NamedTuple):
 
 
 class Options(typing.NamedTuple):
-    """What else all of the operators take."""
+    """What else both operators take."""
 
-    eps: float
     group_size: torch.SymInt
     norm_before_gate: bool
     is_rms_norm: bool
