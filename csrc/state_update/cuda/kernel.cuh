@@ -189,7 +189,9 @@ __global__ void __launch_bounds__(kUpdateThreads, 2)
         }
     }
     if (sublane == 0) {
-        sum = fmaf(D, x, sum);
+        if (params.D != nullptr) {  // 0 times an infinite x would be NaN
+            sum = fmaf(D, x, sum);
+        }
         if (params.z != nullptr) {
             sum *= silu(z);
         }

@@ -88,6 +88,15 @@ def test_strided_views(device):
     torch.testing.assert_close(found, expected)
 
 
+def test_infinite_x_without_D(device):
+    """An absent D does nothing: 0 times infinity would be NaN."""
+    arguments = inputs({"D": False, "z": False}, torch.float32, torch.float32, device)
+    arguments["x"][0, 0] = float("inf")
+    arguments["C"].abs_()
+    arguments["B"].abs_()
+    assert run(selective_state_update, arguments)["out"][0, 0] == float("inf")
+
+
 def test_steps_equal_the_scan(device):
     case = ScanCase(2, 9, 30)
     tensors = case.inputs(torch.float32, device)
