@@ -172,8 +172,6 @@ struct ScanReference {
         return ((b * c.ngroups + g) * c.dstate + n) * c.seqlen + t;
     }
 
-    static double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
-
     explicit ScanReference(const ScanData& x) : c(x.c) {
         const size_t rows = static_cast<size_t>(c.batch * c.dim * c.seqlen);
         const size_t states = static_cast<size_t>(c.batch * c.dim * c.dstate);
@@ -204,10 +202,10 @@ struct ScanReference {
         for (int64_t t = 0; t < L; ++t) {
             const double raw = x.delta.get(b, d, t) + (c.bias ? x.bias.get(d) : 0.0);
             dt[t] = c.softplus && raw <= 20 ? log1p(exp(raw)) : raw;
-            slope[t] = c.softplus && raw <= 20 ? sigmoid(raw) : 1.0;
+            slope[t] = c.softplus && raw <= 20 ? testing::sigmoid(raw) : 1.0;
             y[t] = c.D ? x.D.get(d) * x.u.get(b, d, t) : 0.0;
             const double z = c.z ? x.z.get(b, d, t) : 0.0;
-            dy[t] = x.dout.get(b, d, t) * (c.z ? z * sigmoid(z) : 1.0);
+            dy[t] = x.dout.get(b, d, t) * (c.z ? z * testing::sigmoid(z) : 1.0);
         }
         const auto restarts = [&](int64_t t) { return c.seq_idx && t > 0 && x.seq_idx[b * L + t] != x.seq_idx[b * L + t - 1]; };
         for (int64_t n = 0; n < c.dstate; ++n) {
@@ -238,7 +236,7 @@ struct ScanReference {
             dinitial[state(b, d, n)] = g;
         }
         for (int64_t t = 0; t < L; ++t) {
-            const double u = x.u.get(b, d, t), z = c.z ? x.z.get(b, d, t) : 0.0, s = sigmoid(z);
+            const double u = x.u.get(b, d, t), z = c.z ? x.z.get(b, d, t) : 0.0, s = testing::sigmoid(z);
             out[row(b, d, t)] = c.z ? y[t] * z * s : y[t];
             dz[row(b, d, t)] = x.dout.get(b, d, t) * y[t] * s * (1.0 + z * (1.0 - s));
             du[row(b, d, t)] += c.D ? dy[t] * x.D.get(d) : 0.0;

@@ -6,14 +6,12 @@ using testing::expect;
 using testing::expect_close;
 using testing::expect_error;
 using testing::expect_ok;
+using testing::sigmoid;
 using testing::Tensor;
 using Values = std::vector<double>;
 
 static const double kArithmetic = 4e-6;
 
-static double sigmoid(double x) {
-    return 1.0 / (1.0 + exp(-x));
-}
 static double silu(double x) {
     return x * sigmoid(x);
 }

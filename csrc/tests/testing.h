@@ -1,6 +1,7 @@
-// What the native CPU tests share: tensors with strides, values, comparison, and one run of the tests per instruction set.
-// Each test file is one program. Started plainly it starts itself once for every instruction set that this CPU has, with
-// MAMBA_SSM_CPU_ISA set; started with that variable set it runs its tests.
+// What the native tests share: tensors with strides, values, comparison, and the program around the tests. Each test file is
+// one program for each library that it tests; the file is the same. For mamba_cuda (MAMBA_TEST_CUDA) it runs its tests once.
+// For mamba_cpu, started plainly, it starts itself once for every instruction set that this CPU has, with MAMBA_SSM_CPU_ISA
+// set; started with that variable set it runs its tests.
 #pragma once
 
 #include <math.h>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "mamba_kernels.h"
+#include "tests/memory.h"
 
 namespace testing {
 
@@ -50,11 +52,20 @@ inline bool expect(bool good, const char* what) {
     }
     return good;
 }
+// The call must go well, on the GPU to its end.
 inline bool expect_ok(int32_t status) {
     if (status != MAMBA_OK) {
         report("status %d: %s", static_cast<int>(status), mamba_last_error());
+        return false;
     }
-    return status == MAMBA_OK;
+#if defined(MAMBA_TEST_CUDA)
+    const cudaError_t error = cudaDeviceSynchronize();
+    if (error != cudaSuccess) {
+        report("the kernels ended with %s", cudaGetErrorString(error));
+        return false;
+    }
+#endif
+    return true;
 }
 // The call must be refused with this code and a message that holds `words`.
 inline void expect_error(int32_t status, int32_t code, const char* words) {
@@ -146,6 +157,9 @@ inline void write_element(unsigned char* data, int64_t index, int32_t dtype, dou
         memcpy(data + index * 2, &bits, 2);
     }
 }
+inline double sigmoid(double x) {
+    return 1.0 / (1.0 + exp(-x));
+}
 // Half a unit in the last place, relative.
 inline double rounding(int32_t dtype) {
     return dtype == MAMBA_FLOAT32 ? 6.0e-8 : dtype == MAMBA_FLOAT16 ? 4.9e-4 : 3.91e-3;
@@ -154,16 +168,17 @@ inline double rounding(int32_t dtype) {
 // ---- tensors ---------------------------------------------------------------------------------------------------------
 
 // A tensor of up to four dimensions, with gaps between its rows: all bytes are 0xff (NaN) at first, and bytes in the gaps must
-// still be so at the end. order lists the dimensions from the outermost to the innermost.
+// still be so at the end. order lists the dimensions from the outermost to the innermost; lead counts the elements before the
+// first one, which move it off any alignment: as many as in a gap if not given.
 struct Tensor {
     int32_t dtype = MAMBA_FLOAT32;
     int64_t size[4] = {0, 0, 0, 0}, stride[4] = {0, 0, 0, 0};
     int64_t lead = 0;
-    std::vector<unsigned char> bytes;
+    Memory<unsigned char> bytes;
 
     Tensor() = default;
-    Tensor(int32_t dtype_, std::vector<int64_t> sizes, int64_t gap = 0, std::vector<int> order = {}) : dtype(dtype_) {
-        lead = gap;  // also moves the start off any alignment
+    Tensor(int32_t dtype_, std::vector<int64_t> sizes, int64_t gap = 0, std::vector<int> order = {}, int64_t lead_ = -1)
+        : dtype(dtype_), lead(lead_ < 0 ? gap : lead_) {
         for (size_t i = 0; i < 4; ++i) {
             size[i] = i < sizes.size() ? sizes[i] : 1;
         }
@@ -177,7 +192,7 @@ struct Tensor {
             stride[order[i]] = extent;
             extent = extent * size[order[i]] + (i + 1 == order.size() ? gap : 0);
         }
-        bytes.assign(static_cast<size_t>((extent + 2 * gap) * element_size(dtype)), 0xff);
+        bytes.assign(static_cast<size_t>((lead + extent + gap) * element_size(dtype)), 0xff);
     }
     int64_t index(int64_t i, int64_t j, int64_t k, int64_t l) const {
         return lead + i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3];
@@ -224,6 +239,11 @@ struct Tensor {
     }
 };
 
+// Of a (batch, channel, time) tensor.
+inline std::vector<int> layout(bool channels_last) {
+    return channels_last ? std::vector<int>{0, 2, 1} : std::vector<int>{0, 1, 2};
+}
+
 // Every element of got against want(i, j, k, l): `arithmetic` is what sums in float32 may lose, as a part of the largest
 // value that is expected (at least `scale`: sums may be the small rest of large terms), and storing in got's dtype loses half a
 // unit of the value itself.
@@ -251,6 +271,22 @@ void expect_close(const char* name, const Tensor& got, double arithmetic, Want w
 }
 
 // ---- the program -----------------------------------------------------------------------------------------------------
+
+#if defined(MAMBA_TEST_CUDA)
+
+// The body of main: 0 when all tests pass, 77 where there is no GPU.
+inline int run_tests(int, char**, void (*tests)()) {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        printf("no CUDA device\n");
+        return 77;
+    }
+    tests();
+    printf("cuda: %d cases, %d failures\n", cases, failures);
+    return failures == 0 ? 0 : 1;
+}
+
+#else
 
 inline void set_isa(const char* name) {
 #if defined(_WIN32)
@@ -289,5 +325,7 @@ inline int run_tests(int argc, char** argv, void (*tests)()) {
     }
     return result;
 }
+
+#endif
 
 }  // namespace testing

@@ -1,4 +1,4 @@
-// selective_state_update of mamba_cpu against double-precision loops over a table of options.
+// selective_state_update of both libraries against double-precision loops over a table of options.
 #include "tests/testing.h"
 
 using testing::begin_case;
@@ -6,9 +6,12 @@ using testing::expect;
 using testing::expect_close;
 using testing::expect_error;
 using testing::expect_ok;
+using testing::Memory;
+using testing::sigmoid;
 using testing::Tensor;
 
-static const double kArithmetic = 2e-6;
+// Sums in float32; mamba_cuda's powers and quotients are approximate too.
+static const double kArithmetic = testing::kCuda ? 4e-6 : 2e-6;
 
 struct StepCase {
     int64_t batch, nheads, headdim, dstate, ngroups;
@@ -25,19 +28,22 @@ static void set_strides(const Tensor& tensor, int64_t* first, int64_t* second, i
 static void run_case(const StepCase& c) {
     const int turn = c.turn;
     const bool indexed = turn % 5 < 2, use_z = turn % 3 != 0, use_D = turn % 4 != 1, use_bias = turn % 7 < 5;
-    const bool softplus = turn % 2 == 0, per_head = turn % 3 == 1, gaps = turn % 4 == 2;
+    const bool softplus = turn % 2 == 0, per_head = turn % 3 == 1, reversed = turn % 8 == 5;
+    const int64_t gap = turn % 4 == 2 ? 3 : turn % 8 == 7 ? 8 : 0;  // the second keeps vectors aligned
     const int64_t rows = c.batch + 2;
     begin_case("state update %d dtype=%d/%d B=%d H=%d P=%d N=%d G=%d", turn, c.dtype, c.state_dtype, static_cast<int>(c.batch),
                static_cast<int>(c.nheads), static_cast<int>(c.headdim), static_cast<int>(c.dstate),
                static_cast<int>(c.ngroups));
     const int32_t weights = turn % 2 ? c.dtype : MAMBA_FLOAT32;
-    const std::vector<int64_t> heads = {c.batch, c.nheads, c.headdim};
-    Tensor state(c.state_dtype, {rows, c.nheads, c.headdim, c.dstate}, gaps ? 3 : 0,
-                 turn % 6 == 5 ? std::vector<int>{0, 1, 3, 2} : std::vector<int>{});
-    Tensor x(c.dtype, heads, gaps ? 1 : 0), z(c.dtype, heads), out(c.dtype, heads, gaps ? 2 : 0, {2, 0, 1});
-    Tensor dt(weights, heads), B(c.dtype, {c.batch, c.ngroups, c.dstate}, gaps ? 1 : 0);
-    Tensor C(c.dtype, {c.batch, c.ngroups, c.dstate}, 0, {0, 2, 1});
-    Tensor A(turn % 5 == 3 ? c.dtype : MAMBA_FLOAT32, {c.nheads, c.headdim, c.dstate});
+    const std::vector<int64_t> heads = {c.batch, c.nheads, c.headdim}, groups = {c.batch, c.ngroups, c.dstate};
+    const auto order = [](bool other, const std::vector<int>& dims) { return other ? dims : std::vector<int>{}; };
+    const std::vector<int> order3 = order(reversed, {2, 1, 0});
+    Tensor state(c.state_dtype, {rows, c.nheads, c.headdim, c.dstate}, gap,
+                 reversed ? std::vector<int>{3, 2, 1, 0} : order(turn % 6 == 4, {0, 1, 3, 2}));
+    Tensor x(c.dtype, heads, gap, order3), z(c.dtype, heads), out(c.dtype, heads, gap, order(turn % 3 == 2, {2, 0, 1}));
+    Tensor dt(weights, heads, gap, order3), B(c.dtype, groups, gap, order3),
+        C(c.dtype, groups, 0, order(turn % 5 == 4, {0, 2, 1}));
+    Tensor A(turn % 5 == 3 ? c.dtype : MAMBA_FLOAT32, {c.nheads, c.headdim, c.dstate}, 0, order3);
     Tensor D(weights, {c.nheads, c.headdim}), bias(weights, {c.nheads, c.headdim});
     if (per_head) {  // one value a head, expanded over headdim (and dstate) as Mamba-2 does
         A = Tensor(A.dtype, {c.nheads, c.headdim, c.dstate});
@@ -54,22 +60,27 @@ static void run_case(const StepCase& c) {
         const double value = A.get(h, q, n);
         A.set(value < 0 ? value : -value, h, q, n);
     });
+    if (softplus && !per_head && turn % 8 == 6 && c.batch * c.nheads * c.headdim > 2) {  // far into both ends of softplus
+        dt.set(30.0, c.batch - 1, c.nheads - 1, c.headdim - 1);
+        dt.set(-25.0, 0, 0, 0);
+    }
     B.fill_random(1.0);
     C.fill_random(1.0);
     D.fill_random(1.0);
     bias.fill_random(0.3);
-    std::vector<int32_t> indices;
+    Memory<int32_t> indices;
     for (int64_t b = 0; b < c.batch; ++b) {
-        indices.push_back(static_cast<int32_t>(b == 1 ? -1 : rows - 1 - b));
+        // a row that is not there: mamba_cpu refuses the call, mamba_cuda, which cannot look first, gives NaN
+        const bool beyond = testing::kCuda && b == 2;
+        indices.push_back(static_cast<int32_t>(b == 1 ? -1 : beyond ? rows : rows - 1 - b));
     }
 
-    const auto sigmoid = [](double v) { return 1.0 / (1.0 + exp(-v)); };
     Tensor want_state = state;
     std::vector<double> want(static_cast<size_t>(c.batch * c.nheads * c.headdim), 0.0);
-    std::vector<double> states(want.size() * static_cast<size_t>(c.dstate));
     out.for_each([&](int64_t b, int64_t h, int64_t q, int64_t) {
         const int64_t row = indexed ? indices[b] : b, g = h / (c.nheads / c.ngroups);
-        if (row < 0) {
+        if (row < 0 || row >= rows) {
+            want[(b * c.nheads + h) * c.headdim + q] = row < 0 ? 0.0 : NAN;
             return;
         }
         double step = dt.get(b, h, q) + (use_bias ? bias.get(h, q) : 0.0);
@@ -137,9 +148,10 @@ static void run_case(const StepCase& c) {
 
 static void test_table() {
     // batch, nheads, headdim, dstate, ngroups: Mamba-1 has one head of all channels, Mamba-2 many of 64
-    const int64_t sizes[][5] = {{1, 1, 1, 1, 1},    {2, 1, 33, 16, 1}, {3, 4, 16, 17, 2}, {2, 6, 8, 64, 3},
-                                {1, 3, 64, 128, 1}, {4, 2, 5, 256, 1}, {2, 8, 31, 7, 8},  {1, 1, 100, 3, 1},
-                                {2, 2, 20, 33, 1},  {0, 2, 4, 8, 1},   {2, 0, 4, 8, 1},   {2, 3, 0, 8, 1}};
+    const int64_t sizes[][5] = {{1, 1, 1, 1, 1},   {2, 1, 33, 16, 1}, {3, 4, 16, 17, 2}, {2, 6, 8, 64, 3},   {1, 3, 64, 128, 1},
+                                {4, 2, 5, 256, 1}, {2, 8, 31, 7, 8},  {1, 1, 100, 3, 1}, {2, 2, 20, 33, 1},  {1, 300, 1, 16, 2},
+                                {9, 4, 8, 16, 2},  {3, 1, 17, 20, 1}, {2, 4, 4, 255, 4}, {130, 1, 12, 8, 1}, {1, 8, 64, 130, 1},
+                                {2, 5, 1, 12, 5},  {0, 2, 4, 8, 1},   {2, 0, 4, 8, 1},   {2, 3, 0, 8, 1}};
     int turn = 0;
     for (const auto& size : sizes) {
         for (int32_t dtype = MAMBA_FLOAT32; dtype <= MAMBA_BFLOAT16; ++dtype) {
@@ -157,33 +169,32 @@ static void test_table() {
 // An infinite input gives an infinite state and output, not a NaN out of the unused lanes of a short row.
 static void test_infinity() {
     begin_case("state update of infinity");
-    float state[3] = {0, 0, 0}, x = static_cast<float>(HUGE_VAL), dt = 1, A[3] = {-1, -1, -1}, BC[3] = {1, 1, 1}, out = 0;
+    Memory<float> state(3, 0.0f), x(1, static_cast<float>(HUGE_VAL)), dt(1, 1.0f), A(3, -1.0f), BC(3, 1.0f), out(1, 0.0f);
     MambaSelectiveStateUpdate p;
     memset(&p, 0, sizeof(p));
     p.run.num_threads = 1;
     p.batch = p.nheads = p.headdim = p.ngroups = p.state_rows = 1;
     p.dstate = 3;
-    p.state = state;
-    p.x = &x;
-    p.dt = &dt;
-    p.A = A;
-    p.B = p.C = BC;
-    p.out = &out;
+    p.state = state.data();
+    p.x = x.data();
+    p.dt = dt.data();
+    p.A = A.data();
+    p.B = p.C = BC.data();
+    p.out = out.data();
     p.state_dstate_stride = p.A_dstate_stride = p.B_dstate_stride = p.C_dstate_stride = 1;
     expect_ok(mamba_selective_state_update(&p));
-    expect(isinf(out) && isinf(state[0]) && isinf(state[2]), "expected infinity");
+    expect(isinf(out[0]) && isinf(state[0]) && isinf(state[2]), "expected infinity");
 }
 
 static void test_errors() {
     begin_case("state update errors");
-    float memory[64] = {};
-    const int32_t rows[1] = {3};
+    Memory<float> memory(64, 0.0f);
     MambaSelectiveStateUpdate good;
     memset(&good, 0, sizeof(good));
     good.run.num_threads = 1;
     good.batch = good.nheads = good.headdim = good.dstate = good.ngroups = good.state_rows = 1;
-    good.state = good.out = memory;
-    good.x = good.dt = good.A = good.B = good.C = memory;
+    good.state = good.out = memory.data();
+    good.x = good.dt = good.A = good.B = good.C = memory.data();
     MambaSelectiveStateUpdate p = good;
     const auto refuse = [&](const char* words, int32_t code = MAMBA_ERROR_INVALID) {
         expect_error(mamba_selective_state_update(&p), code, words);
@@ -203,16 +214,19 @@ static void test_errors() {
     refuse("state");
     p.BC_dtype = 9;
     refuse("B and C");
-    p.run.num_threads = -1;
-    refuse("num_threads");
     p.state = nullptr;
     refuse("state is NULL");
     p.C = nullptr;
     refuse("C is NULL");
     p.batch = 2;
     refuse("state_rows");
-    p.state_batch_indices = rows;
-    refuse("state_batch_indices[0] must be below state_rows=1, got 3");
+    if (!testing::kCuda) {
+        p.run.num_threads = -1;
+        refuse("num_threads");
+        const int32_t beyond = 3;
+        p.state_batch_indices = &beyond;
+        refuse("state_batch_indices[0] must be below state_rows=1, got 3");
+    }
 }
 
 int main(int argc, char** argv) {
