@@ -9,15 +9,15 @@ from mamba_ssm.ops._shared.reference import working_dtype
 
 
 def causal_conv1d_ref(
-    x,
-    weight,
-    bias=None,
-    seq_idx=None,
-    initial_states=None,
-    return_final_states=False,
-    final_states_out=None,
-    activation=None,
-):
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal depthwise convolution, tap by tap; arguments and results as causal_conv1d_fn."""
     dtype = working_dtype(x)
     width, seqlen = weight.shape[1], x.shape[2]
@@ -42,8 +42,14 @@ def causal_conv1d_ref(
 
 
 def causal_conv1d_update_ref(
-    x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None
-):
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    conv_state_indices: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Step of the causal convolution with its state; conv_state is updated in place, as by causal_conv1d_update."""
     dtype = working_dtype(x)
     width, state_len = weight.shape[1], conv_state.shape[2]
@@ -72,7 +78,7 @@ def causal_conv1d_update_ref(
     return out if x.dim() == 3 else out[..., 0]
 
 
-def causal_conv1d_varlen_states_ref(x, cu_seqlens, state_len):
+def causal_conv1d_varlen_states_ref(x: torch.Tensor, cu_seqlens: torch.Tensor, state_len: int) -> torch.Tensor:
     """Last inputs of each packed sequence, one sequence after the other; as causal_conv1d_varlen_states."""
     bounds = cu_seqlens.tolist()
     states = x.new_zeros(len(bounds) - 1, x.shape[1], state_len)

@@ -1,5 +1,7 @@
 """Plain torch references of the inside of a Mamba-2 block: readable, differentiable any number of times."""
 
+import typing
+
 import torch
 import torch.nn.functional as F
 
@@ -9,35 +11,38 @@ from mamba_ssm.ops.ssd.reference import ssd_chunk_scan_combined_ref
 
 
 def mamba_conv1d_scan_ref(
-    xBC,
-    conv1d_weight,
-    conv1d_bias,
-    dt,
-    A,
-    chunk_size,
-    D=None,
-    z=None,
-    dt_bias=None,
-    dt_softplus=False,
-    dt_limit=(0.0, float("inf")),
-    activation="silu",
-    headdim=None,
-    ngroups=1,
-    initial_states=None,
-    seq_idx=None,
-    return_final_states=False,
-):
+    xBC: torch.Tensor,
+    conv1d_weight: torch.Tensor,
+    conv1d_bias: torch.Tensor | None,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    chunk_size: int | None,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    activation: str | None = "silu",
+    headdim: int | None = None,
+    ngroups: int = 1,
+    initial_states: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    return_final_states: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal convolution of xBC (B, L, H P + 2 G N), then Mamba-2's scan over its x, B and C.
 
     dt (B, L, H); A (H); D (H), or (H, P), which then need no headdim; z (B, L, H P); the rest as in
     mamba_split_conv1d_scan_combined. Returns out (B, L, H P); with return_final_states (out, final_states).
     """
     nheads = A.shape[0]
-    headdim = D.shape[1] if headdim is None else headdim
+    headdim = typing.cast(torch.Tensor, D).shape[1] if headdim is None else headdim
     dim = nheads * headdim
     dstate = (xBC.shape[2] - dim) // (2 * ngroups)
-    xBC = causal_conv1d_ref(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx=seq_idx, activation=activation)
-    x, B, C = xBC.transpose(1, 2).split([dim, ngroups * dstate, ngroups * dstate], dim=-1)
+    conv_out = causal_conv1d_ref(
+        xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx=seq_idx, activation=activation
+    )
+    xBC = typing.cast(torch.Tensor, conv_out).transpose(1, 2)
+    x, B, C = xBC.split([dim, ngroups * dstate, ngroups * dstate], dim=-1)
     heads, groups = (nheads, headdim), (ngroups, dstate)
     out, final_states = ssd_chunk_scan_combined_ref(
         x.unflatten(-1, heads),
@@ -59,26 +64,26 @@ def mamba_conv1d_scan_ref(
 
 
 def mamba_split_conv1d_scan_ref(
-    zxbcdt,
-    conv1d_weight,
-    conv1d_bias,
-    dt_bias,
-    A,
-    D,
-    chunk_size,
-    dt_limit=(0.0, float("inf")),
-    activation="silu",
-    rmsnorm_weight=None,
-    rmsnorm_eps=1e-6,
-    outproj_weight=None,
-    outproj_bias=None,
-    headdim=None,
-    ngroups=1,
-    norm_before_gate=True,
-    initial_states=None,
-    seq_idx=None,
-    return_final_states=False,
-):
+    zxbcdt: torch.Tensor,
+    conv1d_weight: torch.Tensor,
+    conv1d_bias: torch.Tensor | None,
+    dt_bias: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    chunk_size: int | None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    activation: str | None = "silu",
+    rmsnorm_weight: torch.Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: torch.Tensor | None = None,
+    outproj_bias: torch.Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    initial_states: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    return_final_states: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """mamba_split_conv1d_scan_combined in plain torch; the order of arguments is upstream's reference's."""
     headdim = D.shape[1] if headdim is None else headdim
     nheads, channels = A.shape[0], conv1d_weight.shape[0]

@@ -1,5 +1,7 @@
 """The inside of a Mamba block in plain torch: readable, differentiable any number of times; what tests compare with."""
 
+import typing
+
 import torch
 import torch.nn.functional as F
 
@@ -8,7 +10,7 @@ from mamba_ssm.ops.causal_conv1d import causal_conv1d_ref
 from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
 
 
-def rms_norm_ref(x, weight, eps):
+def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension, in x's dtype."""
     dtype = working_dtype(x)
     wide = x.to(dtype)
@@ -17,34 +19,34 @@ def rms_norm_ref(x, weight, eps):
 
 
 def mamba_inner_ref(
-    xz,
-    conv1d_weight,
-    conv1d_bias,
-    x_proj_weight,
-    delta_proj_weight,
-    out_proj_weight,
-    out_proj_bias,
-    A,
-    B=None,
-    C=None,
-    D=None,
-    delta_bias=None,
-    B_proj_bias=None,
-    C_proj_bias=None,
-    delta_softplus=True,
-    checkpoint_lvl=1,
-    b_rms_weight=None,
-    c_rms_weight=None,
-    dt_rms_weight=None,
-    b_c_dt_rms_eps=1e-6,
-):
+    xz: torch.Tensor,
+    conv1d_weight: torch.Tensor,
+    conv1d_bias: torch.Tensor | None,
+    x_proj_weight: torch.Tensor,
+    delta_proj_weight: torch.Tensor,
+    out_proj_weight: torch.Tensor,
+    out_proj_bias: torch.Tensor | None,
+    A: torch.Tensor,
+    B: torch.Tensor | None = None,
+    C: torch.Tensor | None = None,
+    D: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    B_proj_bias: torch.Tensor | None = None,
+    C_proj_bias: torch.Tensor | None = None,
+    delta_softplus: bool = True,
+    checkpoint_lvl: int = 1,
+    b_rms_weight: torch.Tensor | None = None,
+    c_rms_weight: torch.Tensor | None = None,
+    dt_rms_weight: torch.Tensor | None = None,
+    b_c_dt_rms_eps: float = 1e-6,
+) -> torch.Tensor:
     """Conv, projections, scan, gate and output projection of a Mamba block; arguments as mamba_inner_fn.
 
     checkpoint_lvl has no effect here: everything is kept.
     """
     delta_rank, dstate = delta_proj_weight.shape[1], A.shape[-1]
     x, z = xz.chunk(2, dim=1)
-    x = causal_conv1d_ref(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
+    x = typing.cast(torch.Tensor, causal_conv1d_ref(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu"))
     x_dbl = F.linear(x.transpose(1, 2), x_proj_weight)
     delta = F.linear(x_dbl[..., :delta_rank], delta_proj_weight)
     if dt_rms_weight is not None:
@@ -62,4 +64,4 @@ def mamba_inner_ref(
     if C is None:
         C = variable(x_dbl[..., x_dbl.shape[-1] - dstate :], C_proj_bias, c_rms_weight)
     y = selective_scan_ref(x, delta.transpose(1, 2), A, B, C, D, z, delta_bias, delta_softplus)
-    return F.linear(y.transpose(1, 2), out_proj_weight, out_proj_bias)
+    return F.linear(typing.cast(torch.Tensor, y).transpose(1, 2), out_proj_weight, out_proj_bias)

@@ -141,7 +141,16 @@ class RMSNorm(torch.nn.Module):
     Parameter: weight (hidden_size); there is no bias. dropout_p applies to x in training.
     """
 
-    def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, device=None, dtype=None):
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        dropout_p: float = 0.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.dropout_p = dropout_p
@@ -149,10 +158,16 @@ class RMSNorm(torch.nn.Module):
         self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         torch.nn.init.ones_(self.weight)
 
-    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         return rms_norm_fn(
             x,
             self.weight,

@@ -82,14 +82,24 @@ def rmsnorm_fn(
 class _GatedNorm(torch.nn.Module):
     """What the two modules share: weight (hidden_size), ones at first, and the options."""
 
-    def __init__(self, hidden_size, eps, group_size, norm_before_gate, device, dtype):
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        group_size: int | None,
+        norm_before_gate: bool,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.group_size = group_size
         self.norm_before_gate = norm_before_gate
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         torch.nn.init.ones_(self.weight)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
@@ -98,12 +108,20 @@ class _GatedNorm(torch.nn.Module):
 class LayerNorm(_GatedNorm):
     """layernorm_fn with parameters weight and bias (hidden_size)."""
 
-    def __init__(self, hidden_size, eps=1e-5, group_size=None, norm_before_gate=True, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(hidden_size, eps, group_size, norm_before_gate, device, dtype)
         self.bias = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
 
-    def forward(self, x, z=None):
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         """norm(x) * silu(z), or norm(x * silu(z)) with norm_before_gate=False."""
         return layernorm_fn(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
 
@@ -111,12 +129,20 @@ class LayerNorm(_GatedNorm):
 class RMSNorm(_GatedNorm):
     """rmsnorm_fn with parameter weight (hidden_size); there is no bias."""
 
-    def __init__(self, hidden_size, eps=1e-5, group_size=None, norm_before_gate=True, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(hidden_size, eps, group_size, norm_before_gate, device, dtype)
         self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def forward(self, x, z=None):
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         """norm(x) * silu(z), or norm(x * silu(z)) with norm_before_gate=False."""
         return rmsnorm_fn(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
 

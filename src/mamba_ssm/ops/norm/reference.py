@@ -3,6 +3,8 @@
 They compute in float32, or in float64 where x is float64.
 """
 
+import typing
+
 import torch
 import torch.nn.functional as F
 
@@ -25,22 +27,22 @@ def _dropped(x, dropout_p, mask):
 
 
 def layer_norm_ref(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    dropout_mask=None,
-    dropout_mask1=None,
-    upcast=False,
-    is_rms_norm=False,
-):
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: torch.Tensor | None = None,
+    bias1: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    dropout_mask: torch.Tensor | None = None,
+    dropout_mask1: torch.Tensor | None = None,
+    upcast: bool = False,
+    is_rms_norm: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """LayerNorm of dropout(x * rowscale) + dropout(x1) + residual; arguments as layer_norm_fn.
 
     dropout_mask, dropout_mask1: like x; False drops an element of x, of x1. upcast: return the sum in float32; else it
@@ -64,14 +66,26 @@ def layer_norm_ref(
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def rms_norm_ref(x, weight, bias, *arguments, **options):
+def rms_norm_ref(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *arguments: typing.Any, **options: typing.Any
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """layer_norm_ref without the mean: sum / rms(sum) * weight + bias."""
-    return layer_norm_ref(x, weight, bias, *arguments, **options, is_rms_norm=True)
+    return layer_norm_ref(  # type: ignore[misc]  # arguments could be all of them, for all that mypy knows
+        x, weight, bias, *arguments, **options, is_rms_norm=True
+    )
 
 
 def gated_norm_ref(
-    x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True, upcast=True, is_rms_norm=False
-):
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    z: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    upcast: bool = True,
+    is_rms_norm: bool = False,
+) -> torch.Tensor:
     """norm(x) * silu(z), or norm(x * silu(z)), over groups of group_size neighbours; arguments as layernorm_fn.
 
     upcast: compute in float32, else in x's dtype.
@@ -89,12 +103,21 @@ def gated_norm_ref(
     return wide.to(x.dtype)
 
 
-def gated_rms_norm_ref(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True, upcast=True):
+def gated_rms_norm_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    z: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    upcast: bool = True,
+) -> torch.Tensor:
     """gated_norm_ref without the mean."""
     return gated_norm_ref(x, weight, bias, z, eps, group_size, norm_before_gate, upcast, is_rms_norm=True)
 
 
-def swiglu_ref(xy):
+def swiglu_ref(xy: torch.Tensor) -> torch.Tensor:
     """silu(x) * y of the two halves of xy's last dimension."""
     x, y = xy.to(working_dtype(xy)).chunk(2, dim=-1)
     return (F.silu(x) * y).to(xy.dtype)

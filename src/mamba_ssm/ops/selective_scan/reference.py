@@ -7,19 +7,19 @@ from mamba_ssm.ops._shared.reference import convert, working_dtype
 
 
 def selective_scan_ref(
-    u,
-    delta,
-    A,
-    B,
-    C,
-    D=None,
-    z=None,
-    delta_bias=None,
-    delta_softplus=False,
-    return_last_state=False,
-    initial_state=None,
-    seq_idx=None,
-):
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Selective scan, one step after the other; arguments and results as selective_scan_fn."""
     out_dtype, dtype = u.dtype, working_dtype(u)
     u, delta, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))

@@ -7,8 +7,18 @@ from mamba_ssm.ops._shared.reference import working_dtype
 
 
 def selective_state_update_ref(
-    state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None
-):
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: torch.Tensor | None = None,
+) -> torch.Tensor:
     """One decode step; state is updated in place, as by selective_state_update."""
     dtype = working_dtype(x)
     heads = state.dim() > 3
