@@ -1,6 +1,7 @@
 """Importing: quick, loads no library, needs neither triton nor a GPU; upstream's paths exist."""
 
 import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -106,6 +107,28 @@ def test_upstreams_paths(path):
     module = importlib.import_module(path)
     for name in PATHS[path]:
         assert hasattr(module, name), f"{path}.{name}"
+
+
+def public_functions(thing):
+    """A function itself; of a class its constructor and public methods, those of its bases in this package too."""
+    if not inspect.isclass(thing):
+        return [thing] if callable(thing) else []
+    owners = [owner for owner in thing.__mro__ if owner.__module__.startswith("mamba_ssm")]
+    names = {name for owner in owners for name in vars(owner) if name == "__init__" or not name.startswith("_")}
+    return [member for member in (getattr(thing, name) for name in sorted(names)) if inspect.isroutine(member)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_hints_are_complete(path):
+    """py.typed promises them; whether they are true is for mypy to say."""
+    module = importlib.import_module(path)
+    without = []
+    for function in (function for name in PATHS[path] for function in public_functions(getattr(module, name))):
+        signature = inspect.signature(function)
+        unknown = [part.name for part in signature.parameters.values() if part.annotation is part.empty]
+        unknown += ["the result"] if signature.return_annotation is signature.empty else []
+        without += [f"{function.__qualname__}: {name}" for name in unknown if name not in ("self", "cls")]
+    assert without == []
 
 
 def test_version_is_newer_than_upstreams():

@@ -14,6 +14,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 from .wheel import BUILD_INFO, LIB, Wheel
 
 MODULE = re.compile(r"mamba_ssm/(\w+/)*\w+\.py")
+TYPED = "mamba_ssm/py.typed"  # type checkers read the hints of a package that has it
 SBOM, SBOM_SCHEMA = "sboms/mamba_ssm.cdx.json", JsonStrictValidator(SchemaVersion.V1_6)
 REQUIRED = ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE", SBOM)
 # Of the file. With one architecture it has 2.8 MB: mamba_cpu 0.7, mamba_cuda 2.0, of which 1.7 are device code.
@@ -24,7 +25,7 @@ BUDGET_OF_AN_ARCHITECTURE = 4 * MIB
 
 def check_contents(wheel: Wheel) -> list[str]:
     """The package's modules, the libraries of build_info.json, the metadata; no other file."""
-    expected = {BUILD_INFO, *wheel.libraries, *(wheel.dist_info + name for name in REQUIRED)}
+    expected = {BUILD_INFO, TYPED, *wheel.libraries, *(wheel.dist_info + name for name in REQUIRED)}
     problems = [f"{name}: missing" for name in sorted(expected - set(wheel.files))]
     for name in sorted(set(wheel.files) - expected):
         if not MODULE.fullmatch(name) or name.startswith(LIB):

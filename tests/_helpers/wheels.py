@@ -43,7 +43,8 @@ def assemble(folder):
         "source_commit": None,  # the tree as it is, and with other texts
         "source_dirty": False,
     }
-    contents = {path.relative_to(SOURCE).as_posix(): path.read_bytes() for path in SOURCE.rglob("*.py")}
+    paths = [*SOURCE.rglob("*.py"), SOURCE / "mamba_ssm" / "py.typed"]
+    contents = {path.relative_to(SOURCE).as_posix(): path.read_bytes() for path in paths}
     dist_info = f"mamba_ssm-{version}+cpu.dist-info"
     contents |= {
         LIBRARY: (SOURCE / LIBRARY).read_bytes(),

@@ -18,3 +18,8 @@ def test_one_version_of_each_formatter(tool):
     (expected,) = versions("pyproject.toml", tool)
     assert versions(".ci/constraints.txt", tool) == {expected}
     assert versions(".pre-commit-config.yaml", tool) == {expected}
+
+
+def test_one_version_of_the_type_checker():
+    """pre-commit runs the one that is installed beside torch, pyproject.toml's."""
+    assert versions(".ci/constraints.txt", "mypy") == versions("pyproject.toml", "mypy") != set()

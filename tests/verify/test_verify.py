@@ -119,6 +119,7 @@ FORGERIES = {
     "foreign file": ({"files": {"mamba_ssm/data.bin": b"?"}}, "data.bin: is no file of this project's wheels"),
     "foreign package": ({"files": {"torch/__init__.py": b""}}, "torch/__init__.py: is no file of this project's"),
     "compiled module": ({"files": {"mamba_ssm/version.pyc": b"?"}}, "version.pyc: is no file of this project's wheels"),
+    "hints not marked": ({"files": {"mamba_ssm/py.typed": None}}, "mamba_ssm/py.typed: missing"),
     "library gone": ({"files": {CPU: None}}, "libmamba_cpu.so: missing"),
     "library cut short": ({"files": {CPU: lambda old: old[: len(old) // 2]}}, "is no library that could be read"),
     "library not recorded": ({"files": {BUILD_INFO: info(libraries={})}}, "not tell size and sha256 of libmamba_cpu"),
