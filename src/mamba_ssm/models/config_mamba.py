@@ -4,7 +4,7 @@ import typing
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 
-from mamba_ssm.modules._arguments import check_flags, check_integer
+from mamba_ssm._arguments import check_flags, check_integer
 
 
 @dataclass

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._torch import is_plain
 from mamba_ssm.models.config_mamba import MambaConfig, check_layers
 from mamba_ssm.modules.block import Block, add_norm
@@ -20,7 +21,6 @@ from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
 from mamba_ssm.modules.mlp import GatedMLP
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.norm import RMSNorm
 from mamba_ssm.utils.generation import GenerationMixin
 from mamba_ssm.utils.hf import find_weights, load_config_hf, read_weights, write_checkpoint

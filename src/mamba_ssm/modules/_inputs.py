@@ -2,9 +2,9 @@
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._torch import watched
 from mamba_ssm.modules.inference import InferenceCache
-from mamba_ssm.ops._shared import checks
 
 
 def check_input(name: str, x: torch.Tensor, d_model: int, dims: int = 3, seq_idx: torch.Tensor | None = None) -> None:

@@ -6,9 +6,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mamba_ssm._arguments import check_integer, check_number
 from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain
-from mamba_ssm.modules._arguments import check_integer, check_number
 from mamba_ssm.modules._state import initial_dt_bias, mark
 from mamba_ssm.modules._submodules import convolve
 from mamba_ssm.ops.mamba2_block import mamba_split_conv1d_scan_combined

@@ -6,8 +6,8 @@ import numbers
 import torch
 import torch.nn as nn
 
+from mamba_ssm import _checks as checks
 from mamba_ssm.modules.inference import InferenceCache
-from mamba_ssm.ops._shared import checks
 
 
 class StatefulBlock(nn.Module):

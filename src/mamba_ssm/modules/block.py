@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._torch import is_plain
 from mamba_ssm.modules.inference import InferenceCache
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.norm import RMSNorm, layer_norm_fn
 
 

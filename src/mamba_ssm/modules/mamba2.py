@@ -7,10 +7,10 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mamba_ssm._arguments import check_flags, inner_width
 from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from mamba_ssm.modules._arguments import check_flags, inner_width
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
 from mamba_ssm.modules._mamba2 import Mamba2Base
 from mamba_ssm.modules._state import StatefulBlock, mark

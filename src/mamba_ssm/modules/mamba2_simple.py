@@ -5,8 +5,8 @@ import typing
 import torch
 import torch.nn as nn
 
+from mamba_ssm._arguments import check_flags, inner_width
 from mamba_ssm._torch import is_plain
-from mamba_ssm.modules._arguments import check_flags, inner_width
 from mamba_ssm.modules._inputs import check_input
 from mamba_ssm.modules._mamba2 import Mamba2Base
 from mamba_ssm.modules._state import mark

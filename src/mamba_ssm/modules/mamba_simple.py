@@ -7,9 +7,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mamba_ssm._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain, weight_and_bias
-from mamba_ssm.modules._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm.modules._inputs import check_input, is_continued
 from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, mark
 from mamba_ssm.modules._submodules import convolve, convolve_step

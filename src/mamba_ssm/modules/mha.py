@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm.modules._arguments import check_flags, check_integer, check_number
+from mamba_ssm._arguments import check_flags, check_integer, check_number
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
 from mamba_ssm.modules._submodules import convolve, convolve_step
 from mamba_ssm.modules.inference import AttentionCache

@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm.modules._arguments import check_flags, check_integer
-from mamba_ssm.ops._shared import checks
+from mamba_ssm import _checks as checks
+from mamba_ssm._arguments import check_flags, check_integer
 
 
 class GatedMLP(nn.Module):

@@ -6,7 +6,7 @@ Within a block the scan is a masked matrix product; one state a block carries it
 import torch
 import torch.nn.functional as F
 
-from mamba_ssm.ops._shared import checks
+from mamba_ssm import _checks as checks
 
 
 def segsum(x: torch.Tensor) -> torch.Tensor:

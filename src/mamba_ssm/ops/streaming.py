@@ -5,8 +5,8 @@ import typing
 import torch
 import torch.nn as nn
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.selective_scan import selective_scan_fn
 
 _NAME = "SelectiveScan"

@@ -1,1 +1,1 @@
-"""What several operators share: argument checks, gradients in parts, the references' dtype. Private to mamba_ssm."""
+"""What several operators share: gradients in parts, indices, the references' dtype. Private to mamba_ssm."""

@@ -7,8 +7,8 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native.launch import DTYPE_CODES
-from mamba_ssm.ops._shared import checks
 
 NAME = "causal_conv1d"  # what errors call the operators
 

@@ -4,10 +4,10 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
 from mamba_ssm._torch import define, make, returns, signature
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import add_parts, empty_like, empty_parts
 from mamba_ssm.ops.causal_conv1d.arguments import Inputs, check, fill, kernel_layout, unit_stride
 

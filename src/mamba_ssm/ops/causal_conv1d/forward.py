@@ -5,10 +5,10 @@ out_{d,l} = silu?(bias_d + sum_w weight_{d,w} x_{d, l-(W-1)+w}). Letters: B batc
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import call, call_below_autograd, call_in_backward, define, make, no_gradients, signature
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.causal_conv1d.arguments import (
     NAME,
     Inputs,

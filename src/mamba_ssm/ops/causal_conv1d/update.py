@@ -4,10 +4,10 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
 from mamba_ssm._torch import call, define, make, signature, wrote_in_place
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.indices import cache_rows
 from mamba_ssm.ops.causal_conv1d.arguments import check_weight, wants_silu
 

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._torch import watched
-from mamba_ssm.ops._shared import checks
 
 _NAME = "causal_conv1d_varlen_states"
 

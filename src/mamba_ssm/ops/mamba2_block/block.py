@@ -9,6 +9,7 @@ import typing
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._torch import (
     apply,
     autocast_dtype,
@@ -20,7 +21,6 @@ from mamba_ssm._torch import (
     unpack_traced,
     wants_one_node,
 )
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.mamba2_block.arguments import Inputs, Options
 from mamba_ssm.ops.mamba2_block.forward import inner_gradients, split_conv1d_scan_op
 

@@ -10,6 +10,7 @@ import typing
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._torch import (
     apply,
     autocast_dtype,
@@ -24,7 +25,6 @@ from mamba_ssm._torch import (
     unpack_traced,
     wants_one_node,
 )
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.mamba2_block.arguments import (
     NAME,

@@ -8,8 +8,8 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native.launch import View
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.causal_conv1d.arguments import Inputs as ConvInputs
 from mamba_ssm.ops.causal_conv1d.arguments import Sizes as ConvSizes
 from mamba_ssm.ops.causal_conv1d.arguments import check_width

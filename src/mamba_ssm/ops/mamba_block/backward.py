@@ -8,8 +8,8 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._torch import define, returns, signature, unpack
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.causal_conv1d.backward import launch_backward as launch_convolution_backward
 from mamba_ssm.ops.mamba_block.arguments import (

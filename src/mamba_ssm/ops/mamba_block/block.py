@@ -7,6 +7,7 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._torch import (
     apply,
     autocast_dtype,
@@ -17,7 +18,6 @@ from mamba_ssm._torch import (
     unpack_traced,
     wants_one_node,
 )
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.mamba_block.arguments import Inputs, Options
 from mamba_ssm.ops.mamba_block.backward import Gradients, mamba_inner_backward_op
 from mamba_ssm.ops.mamba_block.forward import mamba_inner_fn, mamba_inner_op

@@ -10,6 +10,7 @@ import typing
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._torch import (
     autocast_dtype,
     call,
@@ -22,7 +23,6 @@ from mamba_ssm._torch import (
     signature,
     unpack,
 )
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.mamba_block.arguments import (
     NAME,
     Inputs,

@@ -2,8 +2,8 @@
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native.launch import DTYPE_CODES, pointer
-from mamba_ssm.ops._shared import checks
 
 
 def check_rows(op, name, tensor):

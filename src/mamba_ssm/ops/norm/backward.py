@@ -4,10 +4,10 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import define, make, returns, signature, unpack
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.norm import arguments as common
 

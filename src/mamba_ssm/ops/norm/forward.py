@@ -5,6 +5,7 @@ import typing
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
 from mamba_ssm._torch import (
@@ -19,7 +20,6 @@ from mamba_ssm._torch import (
     signature,
     unpack,
 )
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.norm import arguments as common
 from mamba_ssm.ops.norm.backward import add_norm_backward_op

@@ -2,6 +2,7 @@
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
 from mamba_ssm._torch import (
@@ -13,7 +14,6 @@ from mamba_ssm._torch import (
     no_gradients,
     signature,
 )
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.norm import arguments as common
 from mamba_ssm.ops.norm.gated_arguments import NAME, Inputs, Options, check, fill, kernel_layout

@@ -4,8 +4,8 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._torch import make
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.norm import arguments as common
 
 NAME = "layernorm_gated"  # what errors call the operators

@@ -1,9 +1,9 @@
 """The backward operator of the gated norm."""
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import define, make, returns, signature, unpack
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.norm import arguments as common
 from mamba_ssm.ops.norm.gated_arguments import Gradients, Inputs, Kept, Options, check, fill, kernel_layout

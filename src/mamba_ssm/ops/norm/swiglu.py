@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
 from mamba_ssm._torch import call, call_below_autograd, call_in_backward, define
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.norm import arguments as common
 
 _NAME = "swiglu"

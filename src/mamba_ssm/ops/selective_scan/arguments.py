@@ -7,10 +7,10 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, run
 from mamba_ssm._torch import make
-from mamba_ssm.ops._shared import checks
 
 NAME = "selective_scan"  # what errors call the operators
 

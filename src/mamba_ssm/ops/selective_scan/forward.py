@@ -9,6 +9,7 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import (
@@ -23,7 +24,6 @@ from mamba_ssm._torch import (
     signature,
     unpack,
 )
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.selective_scan.arguments import (
     Inputs,
     Options,

@@ -9,6 +9,7 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import (
@@ -23,7 +24,6 @@ from mamba_ssm._torch import (
     unpack,
     watched,
 )
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.ssd.arguments import (
     NAME,

@@ -7,10 +7,10 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import define, signature, unpack
-from mamba_ssm.ops._shared import checks
 from mamba_ssm.ops.ssd.arguments import NAME, Inputs, Options, allocate_workspace, check, fill, kernel_layout
 
 

@@ -7,9 +7,9 @@ import typing
 
 import torch
 
+from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES
-from mamba_ssm.ops._shared import checks
 
 NAME = "selective_state_update"
 
