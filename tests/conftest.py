@@ -1,25 +1,31 @@
-"""What all tests share: the device parameter. GPU tests skip, and say so, where there is no GPU."""
+"""What all tests share: the device parameter. GPU tests skip, and say so, where there is no GPU.
 
+With MAMBA_EMULATED_CUDA, the path of a libmamba_cuda.so that csrc/tests/emulator has made, the CUDA kernels run on the
+CPU: a test's "cuda" case then gets CPU tensors, whose calls go to that library.
+"""
+
+import ctypes
+import functools
+import os
 import shutil
 
 import pytest
 import torch
+
+EMULATED_CUDA = os.environ.get("MAMBA_EMULATED_CUDA")
+
+
+@functools.cache
+def _emulated_functions():
+    from mamba_ssm._native import abi
+
+    return abi.bind(ctypes.CDLL(EMULATED_CUDA))
 
 
 def _gpu_missing():
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     return None if torch.cuda.is_available() else "no NVIDIA GPU is visible"
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    """Every operator test runs on each device."""
-    if request.param == "cuda":
-        missing = _gpu_missing()
-        if missing:
-            pytest.skip(missing)
-    return request.param
 
 
 @pytest.fixture
@@ -29,6 +35,29 @@ def cuda():
     if missing:
         pytest.skip(missing)
     return "cuda"
+
+
+@pytest.fixture
+def cuda_kernels(request, monkeypatch):
+    """For tests of the CUDA kernels: a GPU, or the CPU where the kernels are emulated; mark them gpu as well."""
+    if EMULATED_CUDA is None:
+        return request.getfixturevalue("cuda")
+    from mamba_ssm._native import loader
+
+    monkeypatch.setitem(loader.libraries, "cpu", _emulated_functions())
+    return "cpu"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Every operator test runs on each device."""
+    return request.param if request.param == "cpu" else request.getfixturevalue("cuda_kernels")
+
+
+@pytest.fixture
+def kernels(request):
+    """Whose kernels a test with `device` runs, "cpu" or "cuda": emulated ones run on the CPU."""
+    return request.node.callspec.params["device"]
 
 
 @pytest.fixture

@@ -168,14 +168,14 @@ def test_empty(shape, options, device):
     assert all(grad.eq(0).all() for name, grad in found.items() if name.startswith("d"))
 
 
-def test_nan_stays_in_its_row(device):
+def test_nan_stays_in_its_row(device, kernels):
     """On the CPU also behind its step; on CUDA behind its tile's first, since tensor cores multiply masked zeros."""
     tensors, fixed = inputs(torch.float32, device, seqlen=150)
     expected = mamba_split_conv1d_scan_combined(**tensors, **fixed)
     tensors["zxbcdt"][0, 75] = torch.nan
     found = mamba_split_conv1d_scan_combined(**tensors, **fixed)
     assert found[0, 75:].isnan().any(-1).all()
-    untouched = 75 if device == "cpu" else 64  # tiles begin at multiples of at most 64 steps
+    untouched = 75 if kernels == "cpu" else 64  # tiles begin at multiples of at most 64 steps
     torch.testing.assert_close(found[0, :untouched], expected[0, :untouched])
     torch.testing.assert_close(found[1], expected[1])
 

@@ -77,8 +77,8 @@ def test_few_channels(case, dtype, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("case", MANY_CHANNELS, ids=case_id)
-def test_many_channels(case, dtype, cuda):
-    check(case, dtype, cuda)
+def test_many_channels(case, dtype, cuda_kernels):
+    check(case, dtype, cuda_kernels)
 
 
 @pytest.mark.parametrize("seqlen", [70, 80])  # both end within a tile

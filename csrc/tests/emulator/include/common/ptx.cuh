@@ -1,0 +1,76 @@
+// The functions of csrc/common/ptx.cuh, for the emulator. What each promises stands there.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace mamba {
+
+// ---- math ------------------------------------------------------------------------------------------------------------
+
+inline float flushed(float value) {
+    return fabsf(value) < 1.17549435e-38f ? 0.0f : value;  // below the least normal number
+}
+inline float exp2_fast(float x) {
+    return flushed(exp2f(flushed(x)));
+}
+inline float reciprocal_fast(float x) {
+    return flushed(1.0f / flushed(x));
+}
+
+// ---- memory ----------------------------------------------------------------------------------------------------------
+
+inline void prefetch_to_L2(const void*) {}
+
+inline void store_16_bytes(void* address, const uint32_t* word) {
+    *static_cast<uint4*>(address) = make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+template <typename T>
+T* opaque(T* pointer) {
+    return pointer;
+}
+
+#define MAMBA_DYNAMIC_SHARED(alignment, type, name) type* const name = reinterpret_cast<type*>(emulator::dynamic_shared())
+
+inline uint32_t shared_address(const void* pointer) {
+    return emulator::shared_address(pointer);
+}
+
+inline void store_shared(uint32_t address, uint32_t value) {
+    *static_cast<uint32_t*>(emulator::at_shared_address(address)) = value;
+}
+
+// ---- a kernel that starts early: here each ends before the next ------------------------------------------------------
+
+inline void let_next_kernel_start() {}
+inline void wait_for_previous_kernel() {}
+
+// ---- asynchronous copies ---------------------------------------------------------------------------------------------
+
+template <int kBytes>
+void copy_async(void* to, const void* from, bool valid) {
+    static_assert(kBytes == 8 || kBytes == 16, "cp.async takes them");
+    emulator::begin_copy(to, from, kBytes, valid);
+}
+inline void end_copies() {
+    emulator::end_copies();
+}
+template <int kPending>
+void wait_for_copies() {
+    emulator::wait_for_copies(kPending);
+}
+
+inline void make_barrier(uint64_t* barrier) {
+    emulator::make_barrier(barrier);
+}
+inline void expect_copies(uint64_t* barrier, int bytes) {
+    emulator::expect_copies(barrier, bytes);
+}
+inline void wait_for_round(uint64_t* barrier, uint32_t parity) {
+    emulator::wait_for_round(barrier, parity);
+}
+inline void copy_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
+    emulator::begin_bulk_copy(to, from, bytes, barrier);
+}
+
+}  // namespace mamba

@@ -1,0 +1,203 @@
+// What csrc uses of CUDA's header of this name, for a host compiler: qualifiers, vector types, device functions, and the
+// runtime's functions (runtime.cpp). A kernel that needs more of CUDA: add it here, as the CUDA C++ Programming Guide has it.
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "emulator.h"
+
+// ---- qualifiers ------------------------------------------------------------------------------------------------------
+
+// A kernel is static, so that its shared variables belong to one file: GCC's AddressSanitizer watches the ends of no others.
+#define __global__ static
+#define __shared__ static
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+// ---- vector types ----------------------------------------------------------------------------------------------------
+
+struct uint3 {
+    unsigned x, y, z;
+};
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) {
+    return {x, y};
+}
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
+    return {x, y, z, w};
+}
+inline float2 make_float2(float x, float y) {
+    return {x, y};
+}
+inline float4 make_float4(float x, float y, float z, float w) {
+    return {x, y, z, w};
+}
+
+// ---- device functions ------------------------------------------------------------------------------------------------
+
+// The running thread's (machine.cpp).
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+
+inline void __syncthreads() {
+    emulator::meet_block();
+}
+inline void __syncwarp() {
+    emulator::meet_warp("__syncwarp");
+}
+
+// All lanes take part, as in all of csrc.
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int source) {
+    return emulator::shuffle(mask, value, source);
+}
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, int distance) {
+    const int lane = emulator::lane();
+    return emulator::shuffle(mask, value, lane >= distance ? lane - distance : lane);
+}
+template <typename T>
+T __shfl_down_sync(unsigned mask, T value, int distance) {
+    const int lane = emulator::lane();
+    return emulator::shuffle(mask, value, lane + distance < 32 ? lane + distance : lane);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+    return emulator::shuffle(mask, value, emulator::lane() ^ lanes);
+}
+
+template <typename To, typename From>
+To emulated_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits");
+    To to;
+    memcpy(&to, &from, sizeof(to));
+    return to;
+}
+inline float __uint_as_float(unsigned bits) {
+    return emulated_bits<float>(bits);
+}
+inline float __int_as_float(int bits) {
+    return emulated_bits<float>(bits);
+}
+inline unsigned __float_as_uint(float value) {
+    return emulated_bits<unsigned>(value);
+}
+inline int __float_as_int(float value) {
+    return emulated_bits<int>(value);
+}
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const uint64_t bytes = low | static_cast<uint64_t>(high) << 32;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) {
+        result |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    }
+    return result;
+}
+inline float rsqrtf(float value) {
+    return 1.0f / sqrtf(value);
+}
+template <typename T>
+T atomicAdd(T* address, T value) {  // threads take turns only where they wait
+    const T old = *address;
+    *address = old + value;
+    return old;
+}
+inline void __trap() {
+    emulator::fail("__trap()");
+}
+
+// ---- runtime ---------------------------------------------------------------------------------------------------------
+
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorInvalidConfiguration = 9,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorInvalidDeviceFunction = 98,
+    cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorNoKernelImageForDevice = 209,
+    cudaErrorUnsupportedPtxVersion = 222,
+    cudaErrorLaunchFailure = 719,
+};
+enum cudaDeviceAttr {
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+
+typedef struct CUstream_st* cudaStream_t;
+struct cudaFuncAttributes {
+    int ptxVersion;
+};
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    union {
+        int programmaticStreamSerializationAllowed;
+    } val;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute* attrs;
+    unsigned numAttrs;
+};
+
+constexpr unsigned cudaMemAttachGlobal = 1;
+
+cudaError_t cudaGetDeviceCount(int* count);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaGetLastError();
+const char* cudaGetErrorName(cudaError_t error);
+const char* cudaGetErrorString(cudaError_t error);
+cudaError_t cudaRuntimeGetVersion(int* version);
+cudaError_t cudaDriverGetVersion(int* version);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaDeviceSynchronize();
+cudaError_t cudaMallocManaged(void** memory, size_t bytes, unsigned flags);
+cudaError_t cudaFree(void* memory);
+
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
+    emulator::allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+    return cudaSuccess;
+}
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+    attributes->ptxVersion = __CUDA_ARCH__ / 10;
+    return cudaSuccess;
+}
+// Runs the kernel to its end. Streams are kept by that alone.
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
+    const dim3 &grid = config->gridDim, &block = config->blockDim;
+    const emulator::Launch launch = {
+        reinterpret_cast<const void*>(kernel), {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, config->dynamicSmemBytes};
+    return static_cast<cudaError_t>(emulator::run(launch, [=] { kernel(arguments...); }));
+}
