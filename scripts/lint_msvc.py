@@ -216,6 +216,12 @@ RULES = (
         lambda_over_constexpr,
     ),
     Rule(
+        "conditional-template",
+        "cl may not choose between two function templates as the values of a conditional (C2568)",
+        "a variable that holds the one, and an if that gives it the other",
+        in_code(r"\?\s*\w+(::\w+)*<[^;?]*>\s*:\s*\w+(::\w+)*<[^;?]*>\s*;"),
+    ),
+    Rule(
         "math-constant",
         "hidden in <math.h> without _USE_MATH_DEFINES, in cl's and nvcc's passes",
         "a named constant of our own",

@@ -32,6 +32,7 @@ def _share(record, which, measured):
 
 def draw(path, sections, with_peer, title):
     """Write the picture; its format is the file name's ending."""
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -52,4 +53,6 @@ def draw(path, sections, with_peer, title):
     axes.set_title(title, fontsize=9, loc="left", pad=24)
     if shown:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncol=len(MODES), fontsize=8, frameon=False)
-    figure.savefig(path)
+    # the same figures give the same file: no date, no random names
+    with matplotlib.rc_context({"svg.hashsalt": "mamba_ssm"}):
+        figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)

@@ -48,8 +48,11 @@ def announce() -> None:
 @lru_cache(maxsize=1)
 def keep_others_out() -> IO[str]:
     """The file whose lock this process holds until it ends: two builds would clear and fill the same folders."""
-    (ROOT / "build").mkdir(exist_ok=True)
-    file = open(ROOT / "build" / "lock", "a")  # noqa: SIM115  (open as long as the process lives)
+    try:
+        (ROOT / "build").mkdir(exist_ok=True)
+        file = open(ROOT / "build" / "lock", "a")  # noqa: SIM115  (open as long as the process lives)
+    except PermissionError as error:
+        raise SystemExit(f"mamba_ssm: {error.filename} cannot be written; was it made by another user?") from None
     try:
         if sys.platform == "win32":
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)

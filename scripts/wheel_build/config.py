@@ -132,7 +132,7 @@ def parse_cmake_args(switch: str, value: str) -> tuple[str, ...]:
         defined = re.match(r"-D([^:=]*)(?::[^=]*)?(=.*)?", word, re.DOTALL)
         name = defined[1] if defined else ""
         # conda's environments say Release, which is what the plan says.
-        if name in PLANNED_BY_SWITCHES and word.partition("=")[0::2] != ("-DCMAKE_BUILD_TYPE", "Release"):
+        if name in PLANNED_BY_SWITCHES and (name, defined[2]) != ("CMAKE_BUILD_TYPE", "=Release"):
             by = PLANNED_BY_SWITCHES[name]
             raise SwitchError(switch, value, f"any CMake argument but -D{name}, which is set by {by}")
         if defined and not (name and defined[2]):

@@ -7,7 +7,10 @@ from collections.abc import Collection, Mapping
 
 OURS = ("MAMBA", "MM_")
 # Of the package manager mamba and its containers; NCCL's, of which one is near to NVCC_THREADS.
-OTHERS = ("MAMBA_EXE", "MAMBA_ROOT_PREFIX", "MAMBA_USER", "MAMBA_DOCKERFILE_ACTIVATE", "MAMBA_SKIP_ACTIVATE", "NCCL_")
+OTHERS = (
+    *("MAMBA_EXE", "MAMBA_ROOT_PREFIX", "MAMBA_USER", "MAMBA_DOCKERFILE_ACTIVATE", "MAMBA_SKIP_ACTIVATE"),
+    *("MAMBARC", "MAMBA_NO_", "NCCL_"),
+)
 # Short names are near to too many: NDEBUG is not DEBUG.
 SHORTEST = 8
 # How alike two names are, from 0 to 1: MAX_JOB and MAX_JOBS 0.93, MAMBA_CUDA and MAMBA_SSM_CUDA 0.83.

@@ -29,6 +29,14 @@ CASES = {
             "int f() {\n    constexpr int n = 2;\n}\nint g() {\n    auto l = [=](int a) { return h<int, n>(a); };\n}\n",
         ),
     ],
+    "conditional-template": [
+        (
+            "a.cuh",
+            "auto kernel = fast ? run<T, 8, true> : run<T, 8, false>;  // HERE\n",
+            "auto size = fast ? run<T, true>(p) : run<T, false>(p);\nauto x = a ? b : c;\n",
+        ),
+        ("a.cu", "k = a && b ? ns::f<(V > 1)>\n                : ns::f<false>;\n", "k = f<true>;\n"),
+    ],
     "math-constant": [
         ("a.cpp", "double x = M_PI;  // HERE\n", 'double x = kPi;  // not M_PI\nconst char* s = "M_PI";\n')
     ],

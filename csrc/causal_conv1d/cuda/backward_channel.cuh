@@ -221,8 +221,10 @@ cudaError_t launch_backward_channel(const MambaCausalConv1dBackward& params) {
     const MambaCausalConv1d& forward = params.forward;
     const ConvBackwardPlan plan = conv_backward_plan(forward);
     const dim3 grid(static_cast<unsigned>(ceil_div(forward.dim, 32 * V)), static_cast<unsigned>(plan.slots));
-    const auto kernel =
-        V > 1 && is_plain(params) ? causal_conv1d_backward_channel<T, V, (V > 1)> : causal_conv1d_backward_channel<T, V, false>;
+    auto kernel = causal_conv1d_backward_channel<T, V, false>;
+    if (V > 1 && is_plain(params)) {
+        kernel = causal_conv1d_backward_channel<T, V, (V > 1)>;
+    }
     return launch_kernel(kernel, grid, kConvThreads, 0, forward.run.stream, params, static_cast<int>(plan.segment),
                          static_cast<unsigned>(plan.segments));
 }

@@ -159,8 +159,10 @@ cudaError_t launch_backward_time(const MambaCausalConv1dBackward& params, bool a
     const dim3 grid(static_cast<unsigned>(ceil_div(groups, kConvWarps)), static_cast<unsigned>(plan.slots));
     auto kernel = causal_conv1d_backward_time<T, false, false>;
     if (is_plain(params)) {
-        kernel = aligned && lanes_log2 == 5 ? causal_conv1d_backward_time<T, true, true>
-                                            : causal_conv1d_backward_time<T, true, false>;
+        kernel = causal_conv1d_backward_time<T, true, false>;
+        if (aligned && lanes_log2 == 5) {
+            kernel = causal_conv1d_backward_time<T, true, true>;
+        }
     }
     return launch_kernel(kernel, grid, kConvThreads, 0, forward.run.stream, params, lanes_log2,
                          static_cast<unsigned>(plan.segment), static_cast<unsigned>(plan.segments), slack);

@@ -139,8 +139,10 @@ cudaError_t launch_forward_channel(const MambaCausalConv1d& params) {
     }
     const int64_t chunks = params.seqlen > steps ? ceil_div(params.seqlen, steps) : 1;
     const dim3 grid = batch_grid(ceil_div(vectors * chunks, kConvThreads), params.batch);
-    const auto kernel =
-        V > 1 && is_plain(params) ? causal_conv1d_forward_channel<T, V, (V > 1)> : causal_conv1d_forward_channel<T, V, false>;
+    auto kernel = causal_conv1d_forward_channel<T, V, false>;
+    if (V > 1 && is_plain(params)) {
+        kernel = causal_conv1d_forward_channel<T, V, (V > 1)>;
+    }
     return launch_kernel(kernel, grid, kConvThreads, 0, params.run.stream, params, steps, static_cast<unsigned>(vectors));
 }
 

@@ -124,8 +124,10 @@ cudaError_t launch_forward_time(const MambaCausalConv1d& params, bool aligned) {
     const dim3 grid = batch_grid(ceil_div(row_groups * chunks, kConvWarps), params.batch);
     auto kernel = causal_conv1d_forward_time<T, false, false>;
     if (is_plain(params)) {
-        kernel =
-            aligned && lanes_log2 == 5 ? causal_conv1d_forward_time<T, true, true> : causal_conv1d_forward_time<T, true, false>;
+        kernel = causal_conv1d_forward_time<T, true, false>;
+        if (aligned && lanes_log2 == 5) {
+            kernel = causal_conv1d_forward_time<T, true, true>;
+        }
     }
     return launch_kernel(kernel, grid, kConvThreads, 0, params.run.stream, params, lanes_log2, static_cast<unsigned>(chunks),
                          slack);

@@ -59,7 +59,10 @@ cudaError_t launch_swiglu_vector(const MambaSwiglu& p, bool backward) {
     static_assert(kNormBlock == 1 << 8, "a block holds at most 2^8 lanes");
     const dim3 threads(1u << lanes_log2, static_cast<unsigned>(kNormBlock >> lanes_log2));
     const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows, threads.y));
-    const auto kernel = backward ? swiglu_kernel<T, kVector, true> : swiglu_kernel<T, kVector, false>;
+    auto kernel = swiglu_kernel<T, kVector, false>;
+    if (backward) {
+        kernel = swiglu_kernel<T, kVector, true>;
+    }
     return launch_kernel(kernel, blocks, threads, 0, p.run.stream, p);
 }
 
