@@ -10,7 +10,7 @@ All links are relative: the folder can be served at any address, or used as file
 (scripts/verify_wheel.py). A file once published never changes or disappears: if one would, if a wheel has a problem, or
 if the site was changed by other hands, every reason is printed, nothing is written and the exit status is 1. Files
 appear before the pages that name them and each is replaced in one step, so a reader never meets half a site; a run that
-was cut off is made good by the next. Needs the extra: pip install ".[publish]"
+was cut off is made good by the next. Needs the extra: pip install "WHEEL[publish]"
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ try:
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
         raise
-    sys.exit(f'make_index.py needs {error.name}, which is not installed here; do: pip install ".[publish]"')
+    sys.exit(
+        f"make_index.py needs {error.name}, which is not installed here; with the file of any wheel of mamba_ssm do: "
+        'pip install "WHEEL[publish]"'
+    )
 
 PROJECT = "mamba-ssm"
 FILES, EVERYTHING = "files", "all"

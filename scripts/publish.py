@@ -7,7 +7,7 @@ status is 1, with the reason and what to do.
 
 User name and password come from where twine takes them (TWINE_USERNAME and TWINE_PASSWORD, keyring, ~/.pypirc, else it
 asks) and are never printed. The public index is refused: the name exists there, and is somebody else's.
-Needs the extra: pip install ".[publish]"
+Needs the extra: pip install "WHEEL[publish]"
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ try:
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
         raise
-    sys.exit(f'publish.py needs {error.name}, which is not installed here; do: pip install ".[publish]"')
+    sys.exit(
+        f"publish.py needs {error.name}, which is not installed here; with the file of any wheel of mamba_ssm do: "
+        'pip install "WHEEL[publish]"'
+    )
 
 PROJECT = "mamba-ssm"
 PUBLIC = ("pypi.org", "pypi.io", "pypi.python.org", "testpypi.python.org")

@@ -2,7 +2,7 @@
 
 A line for each wheel, each problem, and each note, of what could not be checked; exit status 1 if any wheel has a
 problem. What is looked at: scripts/wheel_check.
-Verifies Linux and Windows wheels on either system, and needs the extra: pip install ".[publish]"
+Verifies Linux and Windows wheels on either system, and needs the extra: pip install "WHEEL[publish]"
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ try:
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
         raise
-    sys.exit(f'verify_wheel.py needs {error.name}, which is not installed here; do: pip install ".[publish]"')
+    sys.exit(
+        f"verify_wheel.py needs {error.name}, which is not installed here; with the file of any wheel of mamba_ssm do: "
+        'pip install "WHEEL[publish]"'
+    )
 
 
 def main(words: list[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """Is this wheel what the project builds, whole and unchanged? Reads wheels of Linux and Windows on either system.
 
-Nothing of the wheel is run or imported. Needs the packages of the extra: pip install ".[publish]"
+Nothing of the wheel is run or imported. Needs the packages of the extra: pip install "WHEEL[publish]"
 """
 
 from __future__ import annotations

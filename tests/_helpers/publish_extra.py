@@ -10,4 +10,4 @@ try:
     import make_index  # noqa: F401
     import publish  # noqa: F401
 except ModuleNotFoundError as error:
-    pytest.skip(f'{error.name} is not installed here: pip install ".[publish]"', allow_module_level=True)
+    pytest.skip(f'{error.name} is not installed here: pip install "WHEEL[publish]"', allow_module_level=True)

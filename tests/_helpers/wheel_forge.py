@@ -19,7 +19,7 @@ import pytest
 
 NEEDED = "packaging check_wheel_contents elftools pefile zstandard cyclonedx jsonschema ziglang auditwheel"
 for name in NEEDED.split():
-    pytest.importorskip(name, reason=f'{name} is not installed here: pip install ".[publish,release]"')
+    pytest.importorskip(name, reason=f'{name} is not installed here: pip install "WHEEL[publish,release]"')
 
 import zstandard  # noqa: E402  (after the check for it)
 from wheel_build.build_info import recorded  # noqa: E402
