@@ -41,6 +41,13 @@ for block in Mamba(16, d_state=4), Mamba2(16, d_state=4, headdim=8):
     assert x.grad.isfinite().all() and x.grad.abs().max() > 0
     block(x.detach())
 
+try:  # values on the CPU are checked, whatever torch says
+    Mamba2(16, d_state=4, headdim=8)(torch.randn(1, 7, 16), cu_seqlens=torch.tensor([0, 6, 4], dtype=torch.int32))
+except ValueError as error:
+    assert "must rise from 0" in str(error)
+else:
+    raise AssertionError("cu_seqlens that falls went through")
+
 dual = torch.autograd.forward_ad
 with dual.dual_level():
     for u in dual.make_dual(leaves[0], leaves[0]), leaves[0].clone().requires_grad_():

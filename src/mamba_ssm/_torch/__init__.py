@@ -5,21 +5,19 @@ made. dispatch.py: how it is called. records.py: how its arguments are named. au
 modules.py: when a submodule is no more than its parameters.
 """
 
-from mamba_ssm._torch.autocast import autocast_dtype, no_autocast, traced_by_old_torch
+from mamba_ssm._torch.autocast import autocast_dtype, no_autocast
 from mamba_ssm._torch.dispatch import (
     apply,
     call,
     call_below_autograd,
     call_in_backward,
-    exported_by_dynamo,
     refuse_second_derivatives,
-    unwatched,
+    values_at_hand,
     wants_one_node,
-    watched,
     wrote_in_place,
 )
 from mamba_ssm._torch.modules import is_plain, weight_and_bias
-from mamba_ssm._torch.private import current_stream, is_compiling
+from mamba_ssm._torch.private import current_stream
 from mamba_ssm._torch.records import make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
 
@@ -31,8 +29,6 @@ __all__ = [
     "call_in_backward",
     "current_stream",
     "define",
-    "exported_by_dynamo",
-    "is_compiling",
     "is_plain",
     "make",
     "no_autocast",
@@ -41,12 +37,10 @@ __all__ = [
     "refuse_what_is_no_dense_tensor",
     "returns",
     "signature",
-    "traced_by_old_torch",
     "unpack",
     "unpack_traced",
-    "unwatched",
+    "values_at_hand",
     "wants_one_node",
-    "watched",
     "weight_and_bias",
     "wrote_in_place",
 ]

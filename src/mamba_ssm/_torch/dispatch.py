@@ -95,9 +95,16 @@ def watched():
     )
 
 
-def unwatched(tensors):
-    """Whether a function may go past all operators and hand these tensors to kernels, if no gradient is recorded."""
-    return not watched() and _all_plain(tensors)
+def values_at_hand(tensor):
+    """Whether values can be looked at without a synchronisation: a CPU tensor that no tracer or transform has made.
+
+    What torch does not say counts as no: a check of values must not go with a private name, or under a profiler.
+    """
+    if is_compiling() or not tensor.is_cpu or type(tensor) is not _TENSOR or torch.jit.is_tracing():
+        return False
+    in_transform = _transforms_active is not None and _transforms_active()
+    in_mode = _dispatch_modes is not None and _dispatch_modes() != 0
+    return not in_transform and not in_mode
 
 
 def _all_plain(arguments):

@@ -3,7 +3,7 @@
 import torch
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import watched
+from mamba_ssm._torch import values_at_hand
 from mamba_ssm.modules.inference import InferenceCache
 
 
@@ -47,7 +47,7 @@ def check_cu_seqlens(
         raise TypeError(f"{name}: cu_seqlens must be a dense tensor, got {cu_seqlens.layout}")
     if cu_seqlens.device != x.device:
         raise ValueError(f"{name}: cu_seqlens must be on {x.device} like the input, got {cu_seqlens.device}")
-    if not synchronize and (watched() or not cu_seqlens.is_cpu):
+    if not synchronize and not values_at_hand(cu_seqlens):
         return None
     bounds = cu_seqlens.tolist()
     checks.check_bounds(name, bounds, x.shape[1])

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import watched
+from mamba_ssm._torch import values_at_hand
 
 _NAME = "causal_conv1d_varlen_states"
 
@@ -36,7 +36,7 @@ def causal_conv1d_varlen_states(x: torch.Tensor, cu_seqlens: torch.Tensor, state
     state_len = checks.check_integer(_NAME, "state_len", state_len)
     if not 0 <= state_len < 2**31:
         raise ValueError(f"{_NAME}: state_len must be at least 0 and less than 2**31, got {state_len}")
-    if x.is_cpu and not watched():
+    if values_at_hand(cu_seqlens):
         checks.check_bounds(_NAME, cu_seqlens.tolist(), x.shape[0])
     if x.shape[0] == 0:
         x = F.pad(x, (0, 0, 0, 1))  # a row for the padding to name; the result is as differentiable as any

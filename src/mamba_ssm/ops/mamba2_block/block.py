@@ -1,7 +1,8 @@
 """mamba2_block: a Mamba-2 block from its input (hidden_states) on as one memory-saving autograd node.
 
 The projections are plain torch matrix products, so that compilers see them; what lies between is one operator,
-mamba_ssm.ops.split_conv1d_scan. Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
+mamba_ssm::split_conv1d_scan.
+Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
 """
 
 import typing

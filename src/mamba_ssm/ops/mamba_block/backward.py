@@ -184,7 +184,7 @@ def _finish_rows(source, dx_dbl, sizes, grad, biased, eps):
 def _backward_fake(dout, *arguments):
     inputs, kept, _ = unpack(arguments, Inputs, Kept, Options)
     sizes = _check(dout, inputs, kept)
-    check_fake(_NAME, *inputs, *kept)
+    check_fake(_NAME, inputs, kept)
     dxz = inputs.xz.new_empty((2 * sizes.dim, sizes.batch, sizes.seqlen)).transpose(0, 1)
     # B and C that come from x_proj are None here, and so are their gradients
     return Gradients(dxz, *(None if tensor is None else tensor.new_empty(tensor.shape) for tensor in inputs[1:]))

@@ -188,7 +188,7 @@ def _forward(*arguments):
 def _forward_fake(*arguments):
     inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
     sizes = check(inputs)
-    check_fake(NAME, *inputs)
+    check_fake(NAME, inputs)
     return _allocate(inputs, sizes, options, wanted)
 
 

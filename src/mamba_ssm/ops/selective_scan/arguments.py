@@ -113,11 +113,13 @@ def check_parameters(op, shape_of_A, like, like_name, inputs):
         checks.check_float32(op, "delta_bias", delta_bias, shape, like, like_name, "(D,)")
 
 
-def check_fake(name, u, *others):
+def check_fake(op, *records):
     """For fakes, beside check: a meta tensor has the device number of a CPU tensor, and never reaches a kernel."""
-    for tensor in others:
-        if tensor is not None and tensor.device != u.device:
-            raise ValueError(f"{name}: every tensor must be on {u.device} like u, got one on {tensor.device}")
+    first, like = records[0]._fields[0], records[0][0]
+    for record in records:
+        for name, tensor in record._asdict().items():
+            if tensor is not None and tensor.device != like.device:
+                raise ValueError(f"{op}: {name} must be on {like.device} like {first}, got {tensor.device}")
 
 
 def check_matrix(op, name, matrix, shape, like, like_name, dim):

@@ -114,7 +114,7 @@ def _backward(dout, dlast_state, *arguments):
 def _backward_fake(dout, dlast_state, *arguments):
     inputs, kept, _, wanted = unpack(arguments, Inputs, Kept, Options, Wanted)
     sizes = _check(dout, dlast_state, inputs, kept)
-    check_fake(_NAME, *inputs, *kept, dout, dlast_state)
+    check_fake(_NAME, inputs, kept)
     return _allocate(inputs, sizes, wanted)
 
 

@@ -143,7 +143,7 @@ def _forward(*arguments):
 def _forward_fake(*arguments):
     inputs, _, wanted = unpack(arguments, Inputs, Options, Wanted)
     sizes = check(inputs)
-    check_fake("selective_scan", *inputs)
+    check_fake("selective_scan", inputs)
     return _allocate(checks.unit_last_stride(inputs.u), sizes, wanted)
 
 

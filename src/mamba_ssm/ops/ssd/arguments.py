@@ -30,6 +30,20 @@ class Inputs(typing.NamedTuple):
     seq_idx: torch.Tensor | None
 
 
+class Ungated(typing.NamedTuple):
+    """Inputs without z, as backward takes them: the gate's gradient is taken before."""
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    D: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    initial_states: torch.Tensor | None
+    seq_idx: torch.Tensor | None
+
+
 class Options(typing.NamedTuple):
     """What else all of the operators take, in their order."""
 
@@ -138,10 +152,10 @@ def check_parameters(op, sizes, like, like_name, inputs, options):
         raise ValueError(f"{op}: dt_limit must be (smallest, largest), got ({options.dt_min}, {options.dt_max})")
 
 
-def without_gate(inputs):
-    """The same without z."""
-    before, after = inputs[:6], inputs[7:]
-    return Inputs(*before, None, *after)
+def with_gate(ungated, z):
+    """Inputs of a record without z."""
+    x, dt, A, B, C, D, *others = ungated
+    return make(Inputs, (x, dt, A, B, C, D, z, *others))
 
 
 def kernel_layout(inputs):

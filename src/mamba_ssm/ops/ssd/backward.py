@@ -12,7 +12,16 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
 from mamba_ssm._torch import define, make, returns, signature, unpack
 from mamba_ssm.ops._shared.gradients import empty_like
-from mamba_ssm.ops.ssd.arguments import Inputs, Options, allocate_workspace, check, fill, kernel_layout
+from mamba_ssm.ops.ssd.arguments import (
+    Inputs,
+    Options,
+    Ungated,
+    allocate_workspace,
+    check,
+    fill,
+    kernel_layout,
+    with_gate,
+)
 
 _NAME = "ssd_backward"
 
@@ -44,8 +53,6 @@ def of_inputs(grads, dz):
 
 def _check(dout, dfinal_states, inputs, options):
     sizes, x = check(inputs, options), inputs.x
-    if inputs.z is not None:
-        raise ValueError(f"{_NAME}: z must be None: the gate's gradient is taken before")
     checks.check_same(_NAME, "dout", dout, x.shape, x, "x", "(B, L, H, P)")
     if dfinal_states is not None:
         checks.check_float32(_NAME, "dfinal_states", dfinal_states, sizes.states, x, "x", "(B, H, P, N)")
@@ -67,7 +74,8 @@ def _allocate(sizes, inputs, wanted):
 
 
 def _backward(dout, dfinal_states, *arguments):
-    inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
+    ungated, options, wanted = unpack(arguments, Ungated, Options, Wanted)
+    inputs = with_gate(ungated, None)
     sizes = _check(dout, dfinal_states, inputs, options)
     grads = _allocate(sizes, inputs, wanted)
     if inputs.x.numel() == 0:
@@ -83,7 +91,8 @@ def _backward(dout, dfinal_states, *arguments):
 
 
 def _backward_fake(dout, dfinal_states, *arguments):
-    inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
+    ungated, options, wanted = unpack(arguments, Ungated, Options, Wanted)
+    inputs = with_gate(ungated, None)
     return _allocate(_check(dout, dfinal_states, inputs, options), inputs, wanted)
 
 
@@ -116,7 +125,7 @@ def launch_backward(sizes, dout, dfinal_states, inputs, options, grads):
 
 
 ssd_backward_op = define(
-    f"ssd_backward(Tensor dout, Tensor? dfinal_states, {signature(Inputs, Options, Wanted)}) -> {returns(Gradients)}",
+    f"ssd_backward(Tensor dout, Tensor? dfinal_states, {signature(Ungated, Options, Wanted)}) -> {returns(Gradients)}",
     _backward,
     _backward_fake,
 )

@@ -22,19 +22,20 @@ from mamba_ssm._torch import (
     no_gradients,
     signature,
     unpack,
-    watched,
+    values_at_hand,
 )
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.ssd.arguments import (
     NAME,
     Inputs,
     Options,
+    Ungated,
     allocate_workspace,
     check,
     check_options,
     fill,
     kernel_layout,
-    without_gate,
+    with_gate,
 )
 from mamba_ssm.ops.ssd.backward import of_inputs, ssd_backward_op
 from mamba_ssm.ops.ssd.varlen import VarlenInputs, check_cu_seqlens, ssd_varlen_states_op
@@ -112,7 +113,7 @@ def mamba_chunk_scan_combined(
         B, C, z = (checks.cast(tensor, x.dtype) for tensor in (B, C, z))
     if cu_seqlens is not None:
         check_cu_seqlens(x, cu_seqlens)
-        if x.is_cpu and not watched():
+        if values_at_hand(cu_seqlens):
             checks.check_bounds(NAME, cu_seqlens.tolist(), x.shape[1])
         if seq_idx is None:
             steps = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
@@ -190,16 +191,16 @@ class _Ssd(torch.autograd.Function):
     def backward(ctx, dout, dfinal_states):
         if dout is None and dfinal_states is None:
             return no_gradients(Inputs, Options, Wanted)
-        inputs, options = make(Inputs, ctx.saved_tensors), ctx.options
+        x, dt, A, B, C, D, z, *others = ctx.saved_tensors
+        ungated, options = make(Ungated, (x, dt, A, B, C, D, *others)), ctx.options
         (need,) = unpack(ctx.needs_input_grad, Inputs)
         if dout is None:
-            dout = torch.zeros_like(inputs.x)
-        z, dz = inputs.z, None
+            dout = torch.zeros_like(x)
+        dz = None
         if z is not None:
-            inputs = without_gate(inputs)
-            ungated, _ = call_in_backward(ssd_op, *inputs, *options, False)
-            dout, dz = _gate_grads(dout, ungated, z)
-        arguments = dout, dfinal_states, *inputs, *options, need.initial_states
+            out, _ = call_in_backward(ssd_op, *with_gate(ungated, None), *options, False)
+            dout, dz = _gate_grads(dout, out, z)
+        arguments = dout, dfinal_states, *ungated, *options, need.initial_states
         grads = of_inputs(call_in_backward(ssd_backward_op, *arguments), dz)
         return *grads, *no_gradients(Options, Wanted)
 
