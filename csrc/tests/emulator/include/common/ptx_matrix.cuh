@@ -9,9 +9,9 @@
 namespace mamba {
 
 template <typename T>
-constexpr bool kIsHalf = false;
+inline constexpr bool kIsHalf = false;
 template <>
-constexpr bool kIsHalf<__half> = true;
+inline constexpr bool kIsHalf<__half> = true;
 
 template <typename T>
 float element_of(uint16_t bits) {
