@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from .wheel import BUILD_INFO, Wheel
 
+EXTRAS = ("hub", "safetensors", "test", "plot", "publish", "release")
 TAGS = ("py3-none-linux_x86_64", "py3-none-manylinux_2_28_x86_64", "py3-none-win_amd64")
 
 
@@ -78,18 +79,32 @@ def check_build_info(wheel: Wheel) -> list[str]:
 
 
 def check_requirements(wheel: Wheel) -> list[str]:
-    """Requires-Dist without extras: each is imported somewhere, and each import that cannot fail is required."""
+    """Requires-Dist: what is imported unguarded, always, and else what an extra of ours brings; no URLs.
+
+    The packages of an extra are compared with the commit's: source.check_source.
+    """
     metadata = Metadata.from_email(wheel.text(wheel.dist_info + "METADATA"))
     imported, unguarded = imports(wheel)
     problems, required = [], set()
     for requirement in metadata.requires_dist or []:
         module = re.sub(r"[-.]+", "_", requirement.name).lower()
+        extra = re.fullmatch('extra == "([^"]*)"', str(requirement.marker or ""))
         if "triton" in module:
-            problems.append(f"METADATA: Requires-Dist has {requirement}: there is no triton in this project")
-        elif requirement.marker is None or "extra" not in str(requirement.marker):
+            reason = ": there is no triton in this project"
+        elif requirement.url:
+            reason = ": it names a URL, whatever lies there; ours name versions"
+        elif extra and extra[1] not in EXTRAS:
+            reason = f", and the project has no extra {extra[1]}; its extras are {', '.join(EXTRAS)}"
+        elif requirement.marker and not extra:
+            reason = ", under a condition; ours have none but an extra"
+        elif not extra and module not in unguarded:
+            reason = ", which every module of the wheel can do without"
+        else:
+            reason = ""
+        if reason:
+            problems.append(f"METADATA: Requires-Dist has {requirement}{reason}")
+        if not extra:
             required.add(module)
-            if module not in imported:
-                problems.append(f"METADATA: Requires-Dist has {requirement}, which no module of the wheel imports")
     for module, places in sorted(unguarded.items()):
         if module not in required:
             problems.append(f"{places[0]}: imports {module}, which is not in Requires-Dist")

@@ -1,4 +1,4 @@
-"""Where a wheel comes from: its Python files and license are those of the commit that it names.
+"""Where a wheel comes from: its Python files, license and requirements are those of the commit that it names.
 
 Who edits a wheel can make RECORD's hashes anew, but not those that git has of the commit. The libraries cannot be
 compared in this way: scripts/rebuild_check.py builds them again.
@@ -9,9 +9,20 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
+import sys
 from pathlib import Path
 
+from packaging.markers import Marker
+from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from .wheel import BUILD_INFO, LIB, Wheel
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # check-wheel-contents brings it
 
 ROOT = Path(__file__).resolve().parents[2]
 UNCOMPARED = "its Python files could not be compared with their source"
@@ -36,33 +47,70 @@ def check_source(wheel: Wheel) -> tuple[list[str], list[str]]:
     found = {name for name in wheel.files if name in expected or name.startswith("mamba_ssm/")}
     found = {name for name in found if not name.startswith(LIB)}
     changed = [name for name in found & set(expected) if not same(wheel.files[name], expected[name])]
+    required, promised = requirements_in(wheel), requirements_of(commit)
     return [
         f"{listed(names)}: {what} commit {commit}, which the wheel says it was built from"
         for names, what in (
             (changed, "not as in"),
             (found - set(expected), "not in"),
             (set(expected) - found, "missing here, but in"),
+            (required - promised, "in METADATA, but not in pyproject.toml of"),
+            (promised - required, "not in METADATA, but in pyproject.toml of"),
         )
         if names
     ], []
 
 
+def requirements_in(wheel: Wheel) -> set[str]:
+    """What METADATA requires and offers, as lines of it in one spelling."""
+    metadata = Metadata.from_email(wheel.text(wheel.dist_info + "METADATA"))
+    return _lines(metadata.requires_dist or [], metadata.provides_extra or [])
+
+
+def requirements_of(commit: str) -> set[str]:
+    """The same of a commit's pyproject.toml; nothing if it has none."""
+    text = git("show", f"{commit}:pyproject.toml") or b""
+    project = tomllib.loads(text.decode()).get("project", {})
+    extras = project.get("optional-dependencies", {})
+    requirements = [Requirement(line) for line in project.get("dependencies", [])]
+    for extra, lines in extras.items():
+        for requirement in map(Requirement, lines):
+            condition = f"({requirement.marker}) and " if requirement.marker else ""
+            requirement.marker = Marker(f'{condition}extra == "{canonicalize_name(extra)}"')
+            requirements.append(requirement)
+    return _lines(requirements, list(extras))
+
+
+def _lines(requirements: list[Requirement], extras: list[str]) -> set[str]:
+    for requirement in requirements:
+        requirement.name = canonicalize_name(requirement.name)
+    return {f"Requires-Dist: {requirement}" for requirement in requirements} | {
+        f"Provides-Extra: {canonicalize_name(extra)}" for extra in extras
+    }
+
+
 def files_of(commit: str, license_file: str) -> dict[str, str] | None:
     """{file in a wheel: git's hash of it}, of what a build copies; None if git does not know the commit."""
-    # A checkout of another user, as in a container, is read all the same: its scripts are being run.
-    command = ["git", "-c", f"safe.directory={ROOT.as_posix()}", "-C", str(ROOT), "ls-tree", "-r", "-z", commit]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
-    except OSError:  # no git
-        return None
-    if done.returncode != 0:
+    tree = git("ls-tree", "-r", "-z", commit)
+    if tree is None:
         return None
     files = {}
-    for line in done.stdout.decode().split("\0")[:-1]:
+    for line in tree.decode().split("\0")[:-1]:
         facts, _, path = line.partition("\t")
         if path == "LICENSE" or path.startswith("src/mamba_ssm/"):
             files[license_file if path == "LICENSE" else path.removeprefix("src/")] = facts.split()[2]
     return files
+
+
+def git(*words: str) -> bytes | None:
+    """What git prints; None if it fails or is not there."""
+    # A checkout of another user, as in a container, is read all the same: its scripts are being run.
+    command = ["git", "-c", f"safe.directory={ROOT.as_posix()}", "-C", str(ROOT), *words]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def same(data: bytes, expected: str) -> bool:

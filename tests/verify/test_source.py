@@ -20,7 +20,8 @@ def checkout(tmp_path_factory):
     """A repository with this source tree in its one commit."""
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("lib", "__pycache__", "*.egg-info"))
-    shutil.copy(ROOT / "LICENSE", folder)
+    for name in ("LICENSE", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
     git(folder, "init", "-q")
     git(folder, "add", ".")
     git(folder, "commit", "-q", "-m", "one")
@@ -84,6 +85,39 @@ def test_other_license_is_refused(forged, real_wheel):
     version = real_wheel.name.split("-")[1]
     (problem,), _ = forged({f"mamba_ssm-{version}.dist-info/{LICENSE}": b"All rights reserved\n"})
     assert f"{LICENSE}: not as in commit" in problem
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "added", "gone"),
+    [
+        ("torch>=2.2", "torch", "Requires-Dist: torch", "Requires-Dist: torch>=2.2"),
+        ("huggingface_hub>=", "evilpkg>=", 'evilpkg>=0.20; extra == "hub"', 'huggingface-hub>=0.20; extra == "hub"'),
+        ('numpy; extra == "test"', 'numpy; extra == "hub"', 'numpy; extra == "hub"', 'numpy; extra == "test"'),
+        ("Provides-Extra: hub", "Provides-Extra: all", "Provides-Extra: all", "Provides-Extra: hub"),
+        ('\nRequires-Dist: zstandard; extra == "publish"', "", None, 'zstandard; extra == "publish"'),
+        ("\nRequires-Dist: torch", "\nRequires-Dist: torch<2.3\nRequires-Dist: torch", "torch<2.3", None),
+    ],
+)
+def test_other_requirements_are_refused(forged, old, new, added, gone):
+    def edit(metadata):
+        assert metadata.count(old.encode()) == 1
+        return metadata.replace(old.encode(), new.encode())
+
+    problems, _ = forged({"METADATA": edit})
+    reasons = [
+        (added, "in METADATA, but not in pyproject.toml of"),
+        (gone, "not in METADATA, but in pyproject.toml of"),
+    ]
+    reasons = [f"{line}: {reason} commit " for line, reason in reasons if line]
+    assert len(problems) == len(reasons)
+    assert all(reason in problem for reason, problem in zip(reasons, problems, strict=True))
+
+
+def test_requirements_may_be_spelt_otherwise(forged):
+    assert forged({"METADATA": lambda old: old.replace(b"huggingface_hub>=0.20;", b"Huggingface.Hub >= 0.20 ;")}) == (
+        [],
+        [],
+    )
 
 
 def test_many_files_are_one_line(forged):

@@ -107,7 +107,31 @@ FORGERIES = {
     ),
     "unused requirement": (
         {"files": {"METADATA": replace(b"\nRequires-Dist: torch", b"\nRequires-Dist: scipy\nRequires-Dist: torch")}},
-        "Requires-Dist has scipy, which no module of the wheel imports",
+        "Requires-Dist has scipy, which every module of the wheel can do without",
+    ),
+    "requirement from a URL": (
+        {"files": {"METADATA": replace(b"torch>=2.2", b"torch @ https://evil.example/torch.whl")}},
+        "evil.example/torch.whl: it names a URL",
+    ),
+    "extra from a URL": (
+        {"files": {"METADATA": replace(b"huggingface_hub>=0.20", b"huggingface_hub @ https://evil.example/a.whl ")}},
+        "evil.example/a.whl ; extra == \"hub\": it names a URL",
+    ),
+    "requirement under a condition": (
+        {"files": {"METADATA": replace(b"torch>=2.2", b'torch>=2.2 ; python_version >= "2"')}},
+        'Requires-Dist has torch>=2.2; python_version >= "2", under a condition',
+    ),
+    "condition beside an extra": (
+        {"files": {"METADATA": replace(b'extra == "hub"', b'extra == "hub" or python_version > "3"')}},
+        'or python_version > "3", under a condition',
+    ),
+    "foreign extra": (
+        {"files": {"METADATA": replace(b'extra == "hub"', b'extra == "all"')}},
+        "and the project has no extra all",
+    ),
+    "requirement that only one guarded import wants": (
+        {"files": {"METADATA": replace(b'; extra == "hub"', b"")}},
+        "Requires-Dist has huggingface_hub>=0.20, which every module of the wheel can do without",
     ),
     "requirement gone": (
         {"files": {"METADATA": replace(b"\nRequires-Dist: torch>=2.2", b"")}},
