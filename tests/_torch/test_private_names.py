@@ -1,10 +1,13 @@
 """A torch without one of the private names that mamba_ssm._torch looks up: operators compute and differentiate."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import mamba_ssm
 from mamba_ssm._torch import private
 
 # The name is gone while mamba_ssm is imported, and back afterwards, since torch needs it itself.
@@ -75,3 +78,33 @@ def test_without(name):
         pytest.skip("this torch has no such name")
     done = subprocess.run([sys.executable, "-c", CODE.format(name=name)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def private_uses(path):
+    """Underscored names of torch that a file imports, or reads as an attribute: `torch._C`, `nn.Module._parameters`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None)
+            for alias in node.names:
+                name = f"{module}.{alias.name}" if module else alias.name
+                if name.split(".")[0] == "torch":
+                    yield from (part for part in name.split(".") if part.startswith("_"))
+                    modules.add(alias.asname or alias.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            root = node
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in modules:
+                yield ast.unparse(node)
+
+
+PACKAGE = Path(mamba_ssm.__file__).parent
+
+
+@pytest.mark.parametrize("file", sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")))
+def test_private_names_are_used_in_one_file(file):
+    found = set(private_uses(PACKAGE / file))
+    assert bool(found) == (file == "_torch/private.py"), f"{file} uses {found}"

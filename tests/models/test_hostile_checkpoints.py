@@ -6,11 +6,13 @@ import pickle
 import re
 import tarfile
 import traceback
+import warnings
 import zipfile
 
 import pytest
 import torch
 
+from mamba_ssm._torch import private
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 
@@ -100,6 +102,28 @@ def test_code_in_weights_is_not_run(tmp_path, make, reason):
     assert not victim.exists()
     said = "".join(traceback.format_exception(error.value))
     assert "weights_only" not in said and "torch.jit" not in said and "trust" not in said
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_torch_whose_reader_is_not_found(tmp_path, monkeypatch, refuses):
+    """One that refuses programs itself, from 2.6 on, loads; an older one takes no archive, only .safetensors."""
+    if refuses and not private.LOAD_REFUSES_PROGRAMS:
+        pytest.skip("this torch runs programs")
+    monkeypatch.setattr(private, "_archive_records", None)
+    monkeypatch.setattr("mamba_ssm.utils.hf.LOAD_REFUSES_PROGRAMS", refuses)
+    model = MambaLMHeadModel(MambaConfig(d_model=16, n_layer=1, vocab_size=21))
+    model.save_pretrained(tmp_path)
+    if refuses:
+        assert torch.equal(MambaLMHeadModel.from_pretrained(tmp_path).lm_head.weight, model.lm_head.weight)
+    else:
+        with pytest.raises(ValueError, match=f"torch {re.escape(torch.__version__)} would run.*save.*safetensors"):
+            MambaLMHeadModel.from_pretrained(tmp_path)
+    torchscript(tmp_path / "pytorch_model.bin", tmp_path / "victim")
+    with pytest.raises(ValueError, match=r"refused to load .* program") as error, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch names TorchScript before it refuses
+        MambaLMHeadModel.from_pretrained(tmp_path)
+    assert not (tmp_path / "victim").exists()
+    assert "weights_only" not in "".join(traceback.format_exception(error.value))
 
 
 @pytest.mark.parametrize("file", ["../b.bin", "..", ".", "", "/etc/b.bin", "folder/b.bin", 3, None])

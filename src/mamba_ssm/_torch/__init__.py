@@ -17,12 +17,14 @@ from mamba_ssm._torch.dispatch import (
     wrote_in_place,
 )
 from mamba_ssm._torch.modules import is_plain, weight_and_bias
-from mamba_ssm._torch.private import current_stream
+from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, archive_names, current_stream
 from mamba_ssm._torch.records import make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
 
 __all__ = [
+    "LOAD_REFUSES_PROGRAMS",
     "apply",
+    "archive_names",
     "autocast_dtype",
     "call",
     "call_below_autograd",

@@ -19,6 +19,7 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `_utils.is_compiling` | whether torch 2.2 or 2.3 is compiling | torch.compiler's word |
 | `Module._forward_hooks` and its like | whether a module has hooks | it is called as if it had |
 | `Module._parameters` | a parameter without attribute look-up | the attribute |
+| `_C.PyTorchFileReader` | what a torch.save archive holds | torch >= 2.6 refuses programs itself; else no archive |
 
 tests/_torch takes each name away in turn.
 """
@@ -42,8 +43,8 @@ def _find(path):
 
 # torch 2.4: autocast is asked about by device type, and the compiler follows autograd.Functions.
 SINCE_2_4 = hasattr(torch, "get_autocast_dtype")
-# torch 2.6: an exported program keeps an autograd.Function as a node.
-EXPORT_KEEPS_NODES = hasattr(torch.compiler, "set_stance")
+# torch 2.6: an exported program keeps an autograd.Function as a node, and weights_only refuses TorchScript.
+EXPORT_KEEPS_NODES = LOAD_REFUSES_PROGRAMS = hasattr(torch.compiler, "set_stance")
 # Not torch.compiler.is_compiling on torch 2.2 and 2.3: their tracer does not know it.
 is_compiling = (None if SINCE_2_4 else _find("_utils.is_compiling")) or torch.compiler.is_compiling
 
@@ -109,3 +110,14 @@ HOOKS_KNOWN = all(
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 )
 PARAMETERS_KNOWN = hasattr(_MODULE, "_parameters")
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+_archive_records = _find("_C.PyTorchFileReader.get_all_records")
+
+
+def archive_names(file):
+    """The names in a torch.save archive as torch reads it; in a forged one, zipfile may find others. None: this torch
+    does not say.
+    """
+    return None if _archive_records is None else _archive_records(torch._C.PyTorchFileReader(file))

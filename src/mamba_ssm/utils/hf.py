@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from mamba_ssm._torch import LOAD_REFUSES_PROGRAMS, archive_names
+
 CONFIG_NAME = "config.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_NAME = "pytorch_model.bin"
@@ -121,18 +123,27 @@ def _load_tensors(path: Path) -> typing.Any:
 
     weights_only is not enough before torch 2.6: it still runs the code of TorchScript, and trusts the old tar format.
     """
+    program = _Refused(f"{path}: it is a TorchScript program, whose code would run")
     with open(path, "rb") as file:  # once: what is looked at is what is loaded
         archive = file.read(4) == b"PK\x03\x04"
         file.seek(0)
         if archive:
-            # torch's own reader: in a forged archive, zipfile may find other names
-            names = torch._C.PyTorchFileReader(file).get_all_records()
-            if any(name == "constants.pkl" or name.startswith("code/") for name in names):
-                raise _Refused(f"{path}: it is a TorchScript program, whose code would run")
+            names = archive_names(file)
+            if names is None and not LOAD_REFUSES_PROGRAMS:
+                raise _Refused(
+                    f"{path}: torch {torch.__version__} would run it if it is a program, and does not say so"
+                )
+            if any(name == "constants.pkl" or name.startswith("code/") for name in names or ()):
+                raise program
         elif tarfile.is_tarfile(file):
             raise _Refused(f"{path}: it is a tar archive, whose reader in torch checks nothing")
         file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
+        except RuntimeError as error:
+            if "TorchScript" in str(error):  # without torch's message, as above
+                raise program from None
+            raise
 
 
 def write_checkpoint(
