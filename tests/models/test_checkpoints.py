@@ -170,6 +170,24 @@ def test_weights_that_are_no_state_dict(saved):
     assert "pytorch_model.bin must hold a dict of tensors" in load_error(folder)
 
 
+@pytest.mark.parametrize(
+    ("make_tensor", "kind"),
+    [
+        (lambda tensor: tensor.to("meta"), "a meta tensor"),
+        (lambda tensor: torch.quantize_per_tensor(tensor, 1.0, 0, torch.qint8), "a quantized tensor"),
+        (lambda tensor: torch.nested.nested_tensor([tensor]), "a nested tensor"),
+        (lambda tensor: tensor.to_sparse(), "layout torch.sparse_coo"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's, of its own prototypes
+def test_weights_that_are_no_dense_tensors(saved, make_tensor, kind):
+    folder, model = saved
+    state = {**model.state_dict(), "backbone.norm_f.weight": make_tensor(torch.ones(16))}
+    torch.save(state, folder / "pytorch_model.bin")
+    expected = f"pytorch_model.bin: backbone.norm_f.weight must be a dense tensor with data, got {kind}"
+    assert load_error(folder).endswith(expected)
+
+
 def test_weights_of_another_model(saved):
     folder, model = saved
     edit_config(folder, n_layer=3)
@@ -204,6 +222,8 @@ def test_wrong_configurations(saved):
     (folder / "config.json").write_text('{"d_model": 16')
     assert "config.json is damaged" in load_error(folder)
     (folder / "config.json").write_bytes(b"\xff\xfe")
+    assert "config.json is damaged" in load_error(folder)
+    (folder / "config.json").write_text("[" * 200_000)
     assert "config.json is damaged" in load_error(folder)
     (folder / "config.json").write_text("[1]")
     assert "must hold a JSON object, got list" in load_error(folder)

@@ -87,7 +87,7 @@ def read_weights(
 def _read_json(path: Path) -> dict[str, typing.Any]:
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(contents, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(contents).__name__}")
@@ -110,7 +110,17 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{path} cannot be read: it is damaged ({type(error).__name__}: {error})") from error
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise ValueError(f"{path} must hold a dict of tensors, a state dict")
+    for name, tensor in state.items():
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+            raise ValueError(f"{path}: {name} must be a dense tensor with data, got {_kind(tensor)}")
     return state
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    for kind in ("meta", "quantized", "nested"):
+        if getattr(tensor, f"is_{kind}"):
+            return f"a {kind} tensor"
+    return f"layout {tensor.layout}"
 
 
 class _Refused(ValueError):
