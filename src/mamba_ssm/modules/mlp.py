@@ -21,6 +21,8 @@ class GatedMLP(nn.Module):
     fc1 gives (y, gate) in this order. Same as upstream's mamba_ssm.modules.mlp.GatedMLP.
     """
 
+    in_features: int | None = None  # of a module pickled whole before it was kept: fc1 checks
+
     def __init__(
         self,
         in_features: int,
@@ -49,7 +51,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         checks.check_tensor("GatedMLP", "the input", x)
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
+        if x.dim() == 0 or self.in_features not in (None, x.shape[-1]):
             raise ValueError(
                 f"GatedMLP: the input must be (..., in_features) with in_features = {self.in_features}, got "
                 f"{tuple(x.shape)}"
