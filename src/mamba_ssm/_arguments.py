@@ -31,5 +31,8 @@ def check_flags(owner: str, **flags: object) -> None:
 def inner_width(owner: str, expand: float, d_model: int) -> int:
     """d_inner, the channels inside a block."""
     check_integer(owner, "d_model", d_model)
-    check_number(owner, "expand", expand, least=1 / d_model)
-    return int(expand * d_model)
+    check_number(owner, "expand", expand, least=0)
+    d_inner = int(expand * d_model)
+    if d_inner < 1:
+        raise ValueError(f"{owner}: expand * d_model must be at least 1, got expand {expand!r} and d_model {d_model!r}")
+    return d_inner

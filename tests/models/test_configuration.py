@@ -6,6 +6,9 @@ import pytest
 
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+from mamba_ssm.modules.mamba2 import Mamba2
+from mamba_ssm.modules.mamba2_simple import Mamba2Simple
+from mamba_ssm.modules.mamba_simple import Mamba
 
 CONFIG = {"d_model": 16, "n_layer": 2, "vocab_size": 21}
 ATTENTION = {"attn_layer_idx": [1], "attn_cfg": {"num_heads": 2}}
@@ -42,7 +45,8 @@ def test_wrong_fields(tmp_path, name, value, expected):
         ({"ssm_cfg": {"d_stat": 4}}, "ssm_cfg: 'd_stat' is none of Mamba's arguments, d_state, "),
         ({"ssm_cfg": {"layer": "Mamba2", "d_model": 4}}, "ssm_cfg: 'd_model' is none of Mamba2's arguments, d_state, "),
         ({"ssm_cfg": {"d_state": "16"}}, "Mamba: d_state must be an integer from 1 to 256, got '16'"),
-        ({"ssm_cfg": {"expand": "2"}}, r"Mamba: expand must be a number of at least 0\.0625, got '2'"),
+        ({"ssm_cfg": {"expand": "2"}}, r"Mamba: expand must be a number of at least 0, got '2'"),
+        ({"ssm_cfg": {"expand": 0.05}}, r"expand \* d_model must be at least 1, got expand 0\.05 and d_model 16"),
         ({"ssm_cfg": {"bias": "false"}}, "Mamba: bias must be True or False .*, got 'false'"),
         ({"ssm_cfg": {"dt_min": None}}, "dt_min and dt_max must be positive, .* got None, "),
         ({"ssm_cfg": {"dt_scale": "1"}}, "Mamba: dt_scale must be a number of at least 0, got '1'"),
@@ -61,6 +65,12 @@ def test_wrong_fields(tmp_path, name, value, expected):
 def test_wrong_arguments_of_a_layer(options, message):
     with pytest.raises(ValueError, match=message):
         MambaLMHeadModel(MambaConfig(**CONFIG, **options))
+
+
+@pytest.mark.parametrize("block", [Mamba, Mamba2, Mamba2Simple])
+def test_a_width_that_rounds_to_0(block):
+    with pytest.raises(ValueError, match=rf"{block.__name__}: expand \* d_model must be .* 1, got .* and d_model 49"):
+        block(49, expand=1 / 49)  # times 49, in floating point: less than 1
 
 
 def test_what_is_meant_is_taken():
