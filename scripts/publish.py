@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import configparser
 import contextlib
+import difflib
 import hashlib
 import logging
 import os
@@ -24,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 try:
@@ -39,6 +41,7 @@ try:
     from twine.exceptions import NonInteractive, TwineException
     from twine.repository import Repository
     from twine.settings import Settings
+    from urllib3.exceptions import LocationValueError
     from urllib3.util import Retry
     from wheel_check import verify_to_publish
     from wheel_check.wheel import find_wheels
@@ -52,6 +55,7 @@ except ModuleNotFoundError as error:
 
 PROJECT = "mamba-ssm"
 PUBLIC = ("pypi.org", "pypi.io", "pypi.python.org", "testpypi.python.org")
+SDISTS = (".tar.gz", ".zip")
 # All in seconds. An index may list a file a while after it took it (Artifactory does that in the background).
 PATIENCE = 60.0
 # For the connection, TLS included; for each answer.
@@ -108,11 +112,16 @@ def waiting(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def refuse_password_in(url: str) -> None:
+def refuse_secrets_in(url: str) -> None:
     if "@" in url and not WITHOUT_USER.fullmatch(url):
         raise NotPublished(
             "the URL holds a user name or password, which process lists and logs show: take it out and use "
             + CREDENTIALS
+        )
+    if "?" in url or "#" in url:
+        raise NotPublished(
+            "the URL holds a query or fragment (from ? or # on), where an index has none and a token would be shown: "
+            f"take it out; a token goes where a password does, {CREDENTIALS}"
         )
 
 
@@ -133,10 +142,10 @@ def read_settings(options: argparse.Namespace) -> Settings:
     if not parsed.repository_url and not parsed.repository:
         raise NotPublished("no index is named: give --repository-url, or --repository with a name in ~/.pypirc")
     for word in (parsed.repository_url, parsed.repository, options.index_url):
-        refuse_password_in(word or "")
+        refuse_secrets_in(word or "")
     settings = OwnSettings.from_argparse(parsed)
     url = settings.repository_config["repository"]
-    refuse_password_in(url)
+    refuse_secrets_in(url)
     host = (urlsplit(url).hostname or "").rstrip(".")
     if not options.allow_public_index and any(host == name or host.endswith(f".{name}") for name in PUBLIC):
         raise NotPublished(
@@ -227,6 +236,12 @@ def explain(error: Exception) -> str:
     if response is not None:
         cure = CURES.get(response.status_code)
         return f"status {response.status_code} {response.reason or ''}".rstrip() + (f" ({cure})" if cure else "")
+    # Their texts show what could not be parsed, such as half of a proxy's password.
+    if isinstance(error, (requests.exceptions.InvalidURL, LocationValueError)):
+        return (
+            f"{type(error).__name__}: check the URL, and HTTP_PROXY and HTTPS_PROXY (in a proxy's user name and "
+            "password, write / ? # @ and : as %2F %3F %23 %40 and %3A)"
+        )
     cure = ""
     if isinstance(error, NonInteractive):
         cure = f" Use {CREDENTIALS}"
@@ -262,7 +277,7 @@ def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
     """Does everything; yields a line for each file, before that its notes. Raises NotPublished."""
     problems = []
     for wheel in wheels:
-        if wheel.name.endswith((".tar.gz", ".zip")):
+        if wheel.name.endswith(SDISTS):
             problems.append(f"{wheel}: an sdist does not belong on the index: pip would build it where no wheel fits")
         else:
             found, notes = verify_to_publish(wheel)
@@ -284,10 +299,16 @@ def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
         yield f"{'published' if wheel in missing else 'already there'}: {wheel.name}"
 
 
+class Words(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Exits, without the word that argparse would show."""
+        super().error(re.sub("ignored explicit argument .*", "takes no value", message, flags=re.DOTALL))
+
+
 def read_words(words: list[str] | None) -> argparse.Namespace:
     """The command line. No word that is not understood is shown: it may be a password."""
     description = "Verifies wheels of mamba_ssm and uploads them to a package index."
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser = Words(description=description, allow_abbrev=False)
     parser.add_argument("wheels", nargs="+", metavar="WHEEL", help="such as dist/*.whl")
     parser.add_argument("--repository-url", metavar="URL", help="where to upload to (or TWINE_REPOSITORY_URL)")
     parser.add_argument("--repository", metavar="NAME", help="a section of ~/.pypirc instead (or TWINE_REPOSITORY)")
@@ -298,12 +319,14 @@ def read_words(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--allow-public-index", action="store_true", help="upload to pypi.org or test.pypi.org too")
     options, unknown = parser.parse_known_args(words)
     if unknown:
-        names = " ".join(word.partition("=")[0] for word in unknown if word.startswith("--"))
-        parser.error(
-            f"unknown options{names and ': '}{names} (see --help); user name and password come from {CREDENTIALS}"
-        )
+        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+        meant = {match for word in unknown for match in difflib.get_close_matches(word.partition("=")[0], known, n=1)}
+        hint = f"did you mean {' '.join(sorted(meant))}? " if meant else ""
+        parser.error(f"unknown options ({hint}see --help); user name and password come from {CREDENTIALS}")
     if any("://" in word for word in options.wheels):
         parser.error("a URL stands where a wheel is expected: name the index with --repository-url")
+    if not all(word.endswith((".whl", *SDISTS)) for word in options.wheels):
+        parser.error("a word that does not end in .whl stands where a wheel is expected (see --help)")
     return options
 
 

@@ -125,6 +125,27 @@ def test_password_in_a_misspelt_url(spelt, publish, wheel, no_network):
         assert status == 1 and "the URL holds a user name or password" in printed
 
 
+@pytest.mark.parametrize("mark", "?#")
+def test_query_and_fragment_are_refused_and_not_told(mark, publish, wheel, no_network, monkeypatch):
+    url = f"http://pypi.example.com/{mark}token={PASSWORD}"
+    for option in ("--repository-url", "--index-url"):
+        status, printed = publish(wheel, "--repository-url", "https://pypi.example.com/", option, url)
+        assert status == 1 and "the URL holds a query or fragment" in printed
+    monkeypatch.setenv("TWINE_REPOSITORY_URL", url)
+    assert "the URL holds a query or fragment" in publish(wheel)[1]
+
+
+@pytest.mark.parametrize("spelt", ["http://team:{}/more@127.0.0.1:9", "team:{}#more@127.0.0.1:9", "{}://127.0.0.1:9"])
+@pytest.mark.parametrize("uploading", [False, True], ids=["reading", "uploading"])
+def test_proxy_that_cannot_be_parsed_is_not_shown(spelt, uploading, publish, wheel, monkeypatch):
+    monkeypatch.delenv("NO_PROXY")
+    monkeypatch.setenv("HTTP_PROXY", spelt.format(PASSWORD))
+    if uploading:
+        monkeypatch.setattr("publish.Index.holds", lambda index, path: False)
+    status, printed = publish(wheel, "--repository-url", "http://pypi.example.com")
+    assert status == 1 and "URL: check the URL, and HTTP_PROXY and HTTPS_PROXY" in printed
+
+
 def test_at_sign_in_a_path_is_no_password(publish, wheel, monkeypatch):
     """Azure's feeds are named so."""
     asked = []
@@ -141,8 +162,16 @@ def test_at_sign_in_a_path_is_no_password(publish, wheel, monkeypatch):
             ["-u", "team", "-p", PASSWORD],
             "unknown options (see --help); user name and password come from TWINE_USERNAME",
         ),
-        ([f"--password={PASSWORD}"], "unknown options: --password (see --help)"),
-        ([f"--repo=https://team:{PASSWORD}@pypi.example.com"], "unknown options: --repo (see --help)"),
+        ([f"--password={PASSWORD}"], "unknown options (see --help)"),
+        (["--password", f"--{PASSWORD}"], "unknown options (see --help)"),
+        (
+            [f"--repo=https://team:{PASSWORD}@pypi.example.com"],
+            "unknown options (did you mean --repository? see --help)",
+        ),
+        ([f"--allow-public-index={PASSWORD}"], "argument --allow-public-index: takes no value"),
+        ([f"--help={PASSWORD}"], "argument -h/--help: takes no value"),
+        ([f"-h{PASSWORD}"], "takes no value"),
+        ([PASSWORD], "a word that does not end in .whl stands where a wheel is expected"),
         ([f"https://team:{PASSWORD}@pypi.example.com"], "a URL stands where a wheel is expected"),
     ],
 )
