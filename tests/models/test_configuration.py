@@ -1,6 +1,8 @@
 """What a configuration says is checked before it is used: errors name file, field, value and what it must be."""
 
 import json
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -82,3 +84,24 @@ def test_what_is_meant_is_taken():
     config.ssm_cfg = {"expand": np.float32(1.5), "d_state": np.int64(4)}
     model = MambaLMHeadModel(config)
     assert model.backbone.layers[0].mixer.d_inner == 24
+
+
+@dataclass
+class WithPadding(MambaConfig):
+    pad_token_id: int = 0
+
+
+def test_any_object_with_the_attributes_is_a_configuration(tmp_path):
+    cfg = MappingProxyType({"layer": "Mamba2", "headdim": 8})
+    for config in SimpleNamespace(**CONFIG, ssm_cfg=cfg, note=object()), WithPadding(**CONFIG, ssm_cfg=cfg):
+        model = MambaLMHeadModel(config)  # what it does not say has MambaConfig's defaults
+        assert model.config is config and isinstance(model.backbone.layers[0].mixer, Mamba2)
+        assert model.lm_head.weight is model.backbone.embedding.weight
+        model.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        assert saved.pop("pad_token_id", None) == getattr(config, "pad_token_id", None)
+        assert MambaConfig.from_dict(saved) == MambaConfig(**CONFIG, ssm_cfg=dict(cfg))
+    with pytest.raises(ValueError, match="MambaConfig: n_layer must be a positive integer, got '2'"):
+        MambaLMHeadModel(SimpleNamespace(**{**CONFIG, "n_layer": "2"}))
+    with pytest.raises(ValueError, match="MambaConfig: d_model must be a positive integer, got 0"):
+        MambaLMHeadModel(WithPadding(**{**CONFIG, "d_model": 0}))

@@ -1,7 +1,7 @@
 """The configuration of a Mamba language model, as upstream's config.json holds it."""
 
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 
 from mamba_ssm._arguments import check_flags, check_integer
@@ -39,7 +39,7 @@ class MambaConfig:
         """A configuration from the contents of config.json; source names it in errors.
 
         Raises:
-            ValueError: a key is not one of MambaConfig's, as in a checkpoint of another library, or check's.
+            ValueError: a key is not one of MambaConfig's, as in a checkpoint of another library, or check_config's.
         """
         unknown = sorted(values.keys() - {known.name for known in fields(cls)})
         if unknown:
@@ -48,24 +48,33 @@ class MambaConfig:
                 cure = f"; a transformers checkpoint ({values['model_type']!r}) is loaded with transformers"
             raise ValueError(f"{source} is no mamba_ssm configuration: unknown {', '.join(unknown)}{cure}")
         config = cls(**values)
-        config.check(source)
+        check_config(config, source)
         return config
 
-    def check(self, source: str = "MambaConfig") -> None:
-        """Raises ValueError where a value cannot be meant; source is where it was written. The arguments in ssm_cfg and
-        attn_cfg are for their modules to check.
-        """
-        for known in fields(self):
-            value = getattr(self, known.name)
-            if known.type is int:
-                check_integer(source, known.name, value, least=0 if known.name == "d_intermediate" else 1)
-            elif known.type is bool:
-                check_flags(source, **{known.name: value})
-            elif known.type is dict and not (value is None or isinstance(value, dict)):
+
+def check_config(config: typing.Any, source: str = "MambaConfig") -> MambaConfig:
+    """What config says of MambaConfig's fields; it may be any object with such attributes, and one that it lacks has
+    its default. The arguments in ssm_cfg and attn_cfg are for their modules to check.
+
+    Raises:
+        ValueError: a value cannot be meant. source: where it was written.
+    """
+    checked = MambaConfig()
+    for known in fields(MambaConfig):
+        value = getattr(config, known.name, getattr(checked, known.name))
+        if known.type is int:
+            check_integer(source, known.name, value, least=0 if known.name == "d_intermediate" else 1)
+        elif known.type is bool:
+            check_flags(source, **{known.name: value})
+        elif known.type is dict:
+            if not (value is None or isinstance(value, Mapping)):
                 raise ValueError(
                     f'{source}: {known.name} must hold arguments by name, such as {{"d_conv": 4}}, got {value!r}'
                 )
-        check_layers(source, self.attn_layer_idx, self.n_layer)
+            value = dict(value or {})
+        setattr(checked, known.name, value)
+    check_layers(source, checked.attn_layer_idx, checked.n_layer)
+    return checked
 
 
 def check_layers(source: str, attn_layer_idx: Collection[int] | None, n_layer: int) -> None:

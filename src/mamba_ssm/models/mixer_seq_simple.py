@@ -4,8 +4,8 @@ import inspect
 import math
 import os
 import typing
-from collections.abc import Callable, Collection
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import is_plain
-from mamba_ssm.models.config_mamba import MambaConfig, check_layers
+from mamba_ssm.models.config_mamba import MambaConfig, check_config, check_layers
 from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.mamba2 import Mamba2
@@ -37,9 +37,9 @@ class CausalLMOutput(typing.NamedTuple):
 def create_block(
     d_model: int,
     d_intermediate: int,
-    ssm_cfg: dict[str, typing.Any] | None = None,
+    ssm_cfg: Mapping[str, typing.Any] | None = None,
     attn_layer_idx: Collection[int] | None = None,
-    attn_cfg: dict[str, typing.Any] | None = None,
+    attn_cfg: Mapping[str, typing.Any] | None = None,
     norm_epsilon: float = 1e-5,
     rms_norm: bool = False,
     residual_in_fp32: bool = False,
@@ -79,7 +79,7 @@ def create_block(
 
 
 def _mixer(
-    cls: type[nn.Module], source: str, options: dict[str, typing.Any], **given: typing.Any
+    cls: type[nn.Module], source: str, options: Mapping[str, typing.Any], **given: typing.Any
 ) -> Callable[[int], nn.Module]:
     """cls with all arguments but the width, the first; options are those that source holds."""
     _, *arguments = inspect.signature(cls).parameters.values()
@@ -131,9 +131,9 @@ class MixerModel(nn.Module):
         n_layer: int,
         d_intermediate: int,
         vocab_size: int,
-        ssm_cfg: dict[str, typing.Any] | None = None,
+        ssm_cfg: Mapping[str, typing.Any] | None = None,
         attn_layer_idx: Collection[int] | None = None,
-        attn_cfg: dict[str, typing.Any] | None = None,
+        attn_cfg: Mapping[str, typing.Any] | None = None,
         norm_epsilon: float = 1e-5,
         rms_norm: bool = False,
         initializer_cfg: dict[str, typing.Any] | None = None,
@@ -206,7 +206,8 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
     """A causal language model: MixerModel and a head that shares the embedding's weight if config.tie_embeddings.
 
     Args:
-        config: MambaConfig. initializer_cfg: as for MixerModel. device, dtype: of the parameters.
+        config: MambaConfig, or another object with its attributes. initializer_cfg: as for MixerModel.
+        device, dtype: of the parameters.
 
     Same as upstream's mamba_ssm.models.mixer_seq_simple.MambaLMHeadModel; state-dict names backbone.*, lm_head.weight.
     """
@@ -219,8 +220,8 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        config.check()
         self.config = config
+        config = check_config(config)
         factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
         multiple = config.pad_vocab_size_multiple
         self.vocab_size = vocab_size = -(-config.vocab_size // multiple) * multiple
@@ -243,7 +244,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
 
     def tie_weights(self) -> None:
         """lm_head.weight is the embedding's from now on, if the configuration says so."""
-        if self.config.tie_embeddings:
+        if check_config(self.config).tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
 
     def allocate_inference_cache(
@@ -310,10 +311,13 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         """Writes config.json and pytorch_model.bin, or model.safetensors with safe_serialization=True, into a folder,
         which is made. Weights in the other format are removed from it: a folder holds one model.
         """
+        config = check_config(self.config)
         state = self.state_dict()
-        if safe_serialization and self.config.tie_embeddings:
+        if safe_serialization and config.tie_embeddings:
             del state["lm_head.weight"]  # safetensors holds each tensor once
-        write_checkpoint(save_directory, asdict(self.config), state, safe_serialization)
+        further = fields(self.config) if is_dataclass(self.config) else ()  # those of a subclass of MambaConfig
+        own = {known.name: getattr(self.config, known.name) for known in further}
+        write_checkpoint(save_directory, {**own, **asdict(config)}, state, safe_serialization)
 
 
 def _complete_tied(state: dict[str, torch.Tensor], path: Path) -> None:
