@@ -21,6 +21,19 @@ def check_number(owner: str, name: str, value: typing.Any, least: float) -> None
         raise ValueError(f"{owner}: {name} must be a number of at least {least}, got {value!r}")
 
 
+def check_range(owner: str, name: str, value: typing.Any) -> tuple[float, float]:
+    """value is two numbers in order, which may be infinite; returns them as floats."""
+    try:
+        low, high = value
+        words = isinstance(low, str) or isinstance(high, str)  # which float would read
+        low, high = float(low), float(high)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        words = True
+    if words or not low <= high:
+        raise ValueError(f"{owner}: {name} must be (smallest, largest), got {value!r}")
+    return low, high
+
+
 def check_flags(owner: str, **flags: object) -> None:
     """Each is True or False, or 1 or 0. No words: "false" would count as true."""
     for name, value in flags.items():

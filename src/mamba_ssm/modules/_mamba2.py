@@ -33,7 +33,7 @@ class Mamba2Base(nn.Module):
     D_has_hdim: bool
     rmsnorm: bool
     norm_before_gate: bool
-    dt_limit: typing.Any  # (least, most)
+    dt_limit: tuple[float, float]
     activation: str | None
     chunk_size: int
     use_mem_eff_path: bool

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm._arguments import check_flags, inner_width
+from mamba_ssm._arguments import check_flags, check_range, inner_width
 from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -19,7 +19,6 @@ from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block
 from mamba_ssm.ops.norm import GatedRMSNorm
-from mamba_ssm.ops.ssd import check_options
 from mamba_ssm.ops.state_update import selective_state_update
 
 
@@ -110,8 +109,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
         self.D_has_hdim = D_has_hdim
         self.rmsnorm = rmsnorm
         self.norm_before_gate = norm_before_gate
-        check_options("Mamba2", chunk_size, dt_limit, None)
-        self.dt_limit = tuple(dt_limit)
+        self.dt_limit = check_range("Mamba2", "dt_limit", dt_limit)
         self.activation = "silu"
         self.chunk_size = chunk_size
         self.use_mem_eff_path = use_mem_eff_path

@@ -5,7 +5,7 @@ import typing
 import torch
 import torch.nn as nn
 
-from mamba_ssm._arguments import check_flags, inner_width
+from mamba_ssm._arguments import check_flags, check_range, inner_width
 from mamba_ssm._torch import is_plain
 from mamba_ssm.modules._inputs import check_input
 from mamba_ssm.modules._mamba2 import Mamba2Base
@@ -69,7 +69,7 @@ class Mamba2Simple(Mamba2Base):
         self.headdim = headdim
         self.ngroups = ngroups
         self.nheads = self.d_inner // headdim
-        self.dt_limit = tuple(dt_limit)
+        self.dt_limit = check_range("Mamba2Simple", "dt_limit", dt_limit)
         self.learnable_init_states = learnable_init_states
         self.activation = activation
         self.chunk_size = chunk_size

@@ -1,5 +1,7 @@
 """mamba2_block, a Mamba-2 block in one autograd node, against its reference and the two nodes that it stands for."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from _helpers.cases import DTYPES, assert_close_to_truth, dtype_id, fixed_sum, o
 from _helpers.mamba2_inner_inputs import D_MODEL, HEADDIM, inputs
 
 from mamba_ssm import Mamba2
+from mamba_ssm.modules.mamba2_simple import Mamba2Simple
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block, mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_ref
 
@@ -218,9 +221,16 @@ def test_errors_name_the_parameter(device):
         block(**{**tensors, "dt_bias": tensors["dt_bias"][1:]})
 
 
-def test_dt_limit_is_checked_when_the_layer_is_made():
-    with pytest.raises(ValueError, match=r"Mamba2: dt_limit must be \(smallest, largest\), got \(0.0, 1.0, 2.0\)"):
-        Mamba2(D_MODEL, headdim=HEADDIM, dt_limit=(0.0, 1.0, 2.0))
+@pytest.mark.parametrize("limits", [(0.0, 1.0, 2.0), [1, 0], ["0", "1"], "01", [None, 1], [0, float("nan")], 1, None])
+@pytest.mark.parametrize("kind", [Mamba2, Mamba2Simple])
+def test_dt_limit_is_checked_when_the_layer_is_made(kind, limits):
+    expected = f"{kind.__name__}: dt_limit must be (smallest, largest), got {limits!r}"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        kind(D_MODEL, headdim=HEADDIM, dt_limit=limits)
+
+
+def test_dt_limit_as_json_holds_it():
+    assert Mamba2(D_MODEL, headdim=HEADDIM, dt_limit=[0, float("inf")]).dt_limit == (0.0, float("inf"))
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])

@@ -238,6 +238,7 @@ def test_wrong_tensors(name, spoil, error, message, device):
         ({"chunk_size": 64.0}, TypeError, r"chunk_size must be a positive integer, got 64\.0"),
         ({"dt_limit": (0.5, 0.1)}, ValueError, r"dt_limit must be \(smallest, largest\), got \(0\.5, 0\.1\)"),
         ({"dt_limit": (0.0, float("nan"))}, ValueError, "dt_limit must be"),
+        ({"dt_limit": ("0", "1")}, ValueError, r"dt_limit must be \(smallest, largest\), got \('0', '1'\)"),
         ({"dt_limit": 0.5}, ValueError, r"dt_limit must be \(smallest, largest\), got 0\.5"),
         ({"state_dtype": torch.int32}, TypeError, r"state_dtype must be a floating-point torch\.dtype or None"),
         ({"return_varlen_states": True}, ValueError, "return_varlen_states needs cu_seqlens"),

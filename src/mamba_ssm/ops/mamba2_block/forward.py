@@ -113,7 +113,7 @@ def mamba_split_conv1d_scan_combined(
 
     Same as upstream's mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined.
     """
-    check_options(NAME, chunk_size, dt_limit, state_dtype)
+    limits = check_options(NAME, chunk_size, dt_limit, state_dtype)
     if not isinstance(ngroups, int):
         raise TypeError(f"{NAME}: ngroups must be an integer, got {ngroups!r}")
     checks.check_tensor(NAME, "zxbcdt", zxbcdt)
@@ -137,8 +137,7 @@ def mamba_split_conv1d_scan_combined(
     options = Options(
         _headdim(D, headdim),
         ngroups,
-        float(dt_limit[0]),
-        float(dt_limit[1]),
+        *limits,
         wants_silu(NAME, activation),
         checks.check_number(NAME, "rmsnorm_eps", rmsnorm_eps),
         bool(norm_before_gate),

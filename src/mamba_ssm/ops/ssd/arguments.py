@@ -8,6 +8,7 @@ import typing
 import torch
 
 from mamba_ssm import _checks as checks
+from mamba_ssm._arguments import check_range
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES
 from mamba_ssm._torch import make
@@ -98,15 +99,14 @@ def check(inputs, options):
 
 
 def check_options(name, chunk_size, dt_limit, state_dtype):
-    """Raises on values of these arguments of public functions that mean nothing."""
+    """Raises on values of these arguments of public functions that mean nothing; returns dt_limit as floats."""
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
         raise TypeError(f"{name}: chunk_size must be a positive integer, got {chunk_size!r}")
     if chunk_size < 1:
         raise ValueError(f"{name}: chunk_size must be a positive integer, got {chunk_size}")
-    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
-        raise ValueError(f"{name}: dt_limit must be (smallest, largest), got {dt_limit!r}")
     if state_dtype is not None and not (isinstance(state_dtype, torch.dtype) and state_dtype.is_floating_point):
         raise TypeError(f"{name}: state_dtype must be a floating-point torch.dtype or None, got {state_dtype}")
+    return check_range(name, "dt_limit", dt_limit)
 
 
 def check_head(op, headdim, dstate):
