@@ -1,1 +1,4 @@
+// Of the native tests.
+#pragma once
+
 #include <cuda_runtime.h>
