@@ -113,7 +113,7 @@ def mamba_split_conv1d_scan_combined(
 
     Same as upstream's mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined.
     """
-    limits = check_options(NAME, chunk_size, dt_limit, state_dtype)
+    dt_min, dt_max = check_options(NAME, chunk_size, dt_limit, state_dtype)
     if not isinstance(ngroups, int):
         raise TypeError(f"{NAME}: ngroups must be an integer, got {ngroups!r}")
     checks.check_tensor(NAME, "zxbcdt", zxbcdt)
@@ -137,7 +137,8 @@ def mamba_split_conv1d_scan_combined(
     options = Options(
         _headdim(D, headdim),
         ngroups,
-        *limits,
+        dt_min,
+        dt_max,
         wants_silu(NAME, activation),
         checks.check_number(NAME, "rmsnorm_eps", rmsnorm_eps),
         bool(norm_before_gate),

@@ -102,7 +102,7 @@ def mamba_chunk_scan_combined(
     Same as upstream's mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined; that cu_seqlens restarts the states
     without seq_idx is an addition.
     """
-    limits = check_options(NAME, chunk_size, dt_limit, state_dtype)
+    dt_min, dt_max = check_options(NAME, chunk_size, dt_limit, state_dtype)
     A, D, dt_bias, initial_states = (
         checks.widen(A),
         checks.widen(D),
@@ -120,7 +120,7 @@ def mamba_chunk_scan_combined(
             seq_idx = torch.bucketize(steps, cu_seqlens[1:], right=True, out_int32=True)[None]
     elif return_varlen_states:
         raise ValueError(f"{NAME}: return_varlen_states needs cu_seqlens, got None")
-    options = Options(bool(dt_softplus), *limits)
+    options = Options(bool(dt_softplus), dt_min, dt_max)
     out, final_states = call(
         ssd_op, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, *options, bool(return_final_states)
     )
