@@ -19,6 +19,7 @@ OPTIONS = [
     ({"batch": 1, "seqlen": 130, "ngroups": 2}, {"norm_before_gate": False, "dt_limit": (0.1, 0.3)}),
     ({"bias": False, "D": None}, {"activation": None}),
     ({"norm": False, "D": "full"}, {"return_final_states": True}),
+    ({"norm": False, "seqlen": 5}, {"rmsnorm_eps": None}),  # as transformers hands it on
     ({"norm": False, "project": False, "seqlen": 20}, {}),
     ({"project": False, "d_mlp": 3, "initial_states": True}, {"return_final_states": True}),
     ({"d_mlp": 5, "ngroups": 4, "seq_idx": True}, {"norm_before_gate": False}),
@@ -269,6 +270,7 @@ def test_clear_errors(device):
     raises(TypeError, "conv1d_weight must be float32, float16 or bfloat16, got float64",
            conv1d_weight=tensors["conv1d_weight"].double())  # fmt: skip
     raises(TypeError, "zxbcdt must be a torch.Tensor, got NoneType", zxbcdt=None)
+    raises(TypeError, "rmsnorm_eps must be a number, got None", rmsnorm_eps=None)
 
 
 def test_meta_tensors_give_shapes():

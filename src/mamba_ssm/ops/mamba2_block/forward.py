@@ -76,7 +76,7 @@ def mamba_split_conv1d_scan_combined(
     return_final_states: bool = False,
     activation: str | None = "silu",
     rmsnorm_weight: torch.Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
+    rmsnorm_eps: float | None = 1e-6,
     outproj_weight: torch.Tensor | None = None,
     outproj_bias: torch.Tensor | None = None,
     headdim: int | None = None,
@@ -97,7 +97,7 @@ def mamba_split_conv1d_scan_combined(
         dt_limit: (smallest, largest) value of dt, which is then clamped.
         activation: of the convolution: "silu", "swish" or None.
         rmsnorm_weight: (H P) of any of these dtypes: RMSNorm over groups of H P / G channels, with rmsnorm_eps,
-            before (norm_before_gate) or after the gate silu(z). None: only the gate.
+            before (norm_before_gate) or after the gate silu(z). None: only the gate, and rmsnorm_eps may be None too.
         outproj_weight: (d_model, d_mlp + H P) and outproj_bias: (d_model); None to return before the projection.
         headdim: P; may be None if D is (H, P). ngroups: G.
         state_dtype: dtype of the returned states, float32 if None.
@@ -123,6 +123,8 @@ def mamba_split_conv1d_scan_combined(
         outproj_weight = checks.cast(outproj_weight, dtype)
     if outproj_bias is not None:
         outproj_bias = checks.cast(outproj_bias, zxbcdt.dtype)
+    if rmsnorm_weight is None and rmsnorm_eps is None:
+        rmsnorm_eps = 0.0  # not read
     inputs = Inputs(
         zxbcdt,
         conv1d_weight,
