@@ -3,6 +3,7 @@
 import operator
 import time
 import typing
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -87,7 +88,8 @@ def decode(
         teacher_outputs: (B, length); its tokens are taken instead of drawn ones as far as it reaches.
         vocab_size: logits beyond it, those of a padded vocabulary, are left out.
         cg: run the steps as a CUDA graph, kept in model._decoding_cache for further calls. Hooks' Python runs when it
-            is captured, not at each step; after a switch inside a module (an adapter turned off) set that to None.
+            is captured, not at each step; after a switch inside a module (an adapter turned off) set that to None. A
+            model that is not on a GPU decodes without, and a warning says so.
         enable_timing: print the time of the whole call. output_scores: keep the logits of each new token.
         streamer: put(tokens on the CPU) is called with the prompt and each step's tokens (B), then end().
 
@@ -95,7 +97,7 @@ def decode(
         GenerationOutput: sequences (B, length), scores: a tuple of (B, vocabulary) before penalty and filters, or None.
 
     Raises:
-        ValueError: an argument is out of its range. RuntimeError: cg=True and the model is not on a GPU.
+        ValueError: an argument is out of its range.
 
     Same as upstream's mamba_ssm.utils.generation.decode, which returns transformers' classes with these fields.
     """
@@ -117,6 +119,10 @@ def decode(
             )
     device = next(model.parameters()).device
     batch, prompt = input_ids.shape
+    if cg and device.type != "cuda":
+        message = f"generate: cg=True needs the model on a CUDA device, it is on {device}: decoding without CUDA graphs"
+        warnings.warn(message, stacklevel=4)  # the caller of generate, beyond inference_mode's wrapper
+        cg = False
     cache = None
     if cg:
         cache = update_graph_cache(model, getattr(model, "_decoding_cache", None), batch, prompt, max_length)
