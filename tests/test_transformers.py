@@ -120,3 +120,17 @@ def test_bfloat16(kind, device):
     assert_close(found[0], expected[0], 0.1)
     assert all(gradient.isfinite().all() for gradient in found[1])
     ours.eval().generate(**tokens(device, 7), max_new_tokens=3, do_sample=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no gradient")
+@pytest.mark.parametrize("kind", TINY)
+def test_a_step_with_grad_mode_on(kind, device):
+    """The prompt's states may require gradients; what a step computes is detached, and its values are the same."""
+    ours, theirs, calls = pair(kind, device)
+    inputs, logits = tokens(device, 7, padded=False), []
+    for model in (ours, theirs):
+        out = model.eval()(**inputs, use_cache=True)
+        cache = "cache_params" if "cache_params" in out else "past_key_values"
+        logits.append(model(inputs["input_ids"][:, :1], use_cache=True, **{cache: out[cache]}).logits)
+    assert calls["selective_state_update"] > 0, calls
+    assert_close(logits[0], logits[1], 1e-4)

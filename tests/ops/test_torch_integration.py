@@ -195,17 +195,24 @@ def test_functional_transforms_of_a_block(block, device):
         torch.func.grad(lambda x: layer(x).sum())(torch.randn(2, 5, 16, device=device))
 
 
-def test_in_place_operators_bump_versions_and_refuse_gradients(device):
+def in_place_operators(device):
+    """state, x, and the two operators that write state, as functions without arguments."""
     state, x, weight = (torch.randn(*shape, device=device) for shape in ((2, 6, 4), (2, 6), (6, 4)))
     A, B = -torch.rand(6, 4, device=device), torch.randn(2, 4, device=device)
 
-    def conv():
+    def conv(state=state):
         return causal_conv1d_update(x, state, weight)
 
-    def update():
+    def update(state=state):
         return selective_state_update(state, x, x, A, B, B)
 
-    for function in (conv, update):
+    return state, x, (conv, update)
+
+
+def test_in_place_operators_bump_versions(device):
+    state, _, functions = in_place_operators(device)
+
+    for function in functions:
         version = state._version
         function()
         assert state._version > version
@@ -215,12 +222,51 @@ def test_in_place_operators_bump_versions_and_refuse_gradients(device):
             product.backward()
         with torch.inference_mode():
             function()
-    x.requires_grad_()
-    for function in (conv, update):
-        with pytest.raises(RuntimeError, match="writes in place and has no gradient"):
-            function()
+
+
+def test_in_place_operators_have_no_gradient(device):
+    """Decoding with grad mode on runs, as upstream's does: a warning says that the result is detached."""
+    state, x, functions = in_place_operators(device)
+    before = state.clone()
+    for function in functions:
         with torch.no_grad():
-            function()
+            expected, after = function(), state.clone()
+        state.copy_(before)
+        x.requires_grad_()
+        with pytest.warns(UserWarning, match="has no gradient: its result is detached") as seen:
+            out = function()
+        assert seen[0].filename == __file__
+        assert not out.requires_grad and torch.equal(out, expected) and torch.equal(state, after)
+        x.requires_grad_(False)
+        state.copy_(before)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no gradient")
+def test_a_state_of_a_differentiable_prompt_is_detached(device):
+    """A cache whose states were computed with grad mode on: what a step leaves there depends on nothing before it."""
+    state, _, functions = in_place_operators(device)
+    for function in functions:
+        start = state.clone().requires_grad_()
+        cache = torch.zeros(3, 6, 4, device=device)
+        cache[:2].copy_(2 * start)
+        out = function(cache[:2])
+        assert torch.equal(out, function(2 * state)) and not out.requires_grad
+        cache[2].copy_(start[0])
+        (grad,) = torch.autograd.grad(cache.sum(), start)
+        assert grad[0].eq(1).all() and grad[1].eq(0).all()
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            function(start)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no gradient")
+def test_compiled_decoding_with_grad_mode_on(device):
+    state, x, functions = in_place_operators(device)
+    x.requires_grad_()
+    for function in functions:
+        expected_state = state.clone()
+        expected = function(expected_state)
+        out = torch.compile(function, backend="aot_eager", fullgraph=True)(state)
+        assert torch.equal(out, expected) and torch.equal(state, expected_state) and not out.requires_grad
 
 
 def test_inference_mode(device):

@@ -6,6 +6,7 @@ needed. Absent optional tensors are None on the way in and on the way out.
 """
 
 import re
+import warnings
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -26,15 +27,16 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
     implementation: runs on CPU and CUDA tensors. fake: same arguments, same checks, allocates outputs only.
     autograd: an autograd.Function that takes the operator's arguments and returns its outputs; its forward calls
     the operator with call_below_autograd. None with differentiable=True: a derivative was never meant to be taken again
-    (backward operators): the result's backward raises. differentiable=False: operators that write in place, which
-    refuse inputs that require a gradient. called: the operator's name in errors, where it is not the schema's.
+    (backward operators): the result's backward raises. differentiable=False: operators that write in place, whose
+    result has no gradient; a warning says so where an input requires one. called: the operator's name in errors, where
+    it is not the schema's.
     """
     name, arguments = re.match(r"(\w+)\((.*?)\) ->", schema).groups()
     op = _define(name, schema, implementation, fake)
     if private.below_autograd is None:
         below = f"{name}_below_autograd"
         _BELOW[op] = _define(below, schema.replace(name, below, 1), implementation, fake)
-    _DECLARED[op] = [argument.split(" ") for argument in arguments.split(", ")]
+    _DECLARED[op] = [tuple(argument.split(" ")) for argument in arguments.split(", ")]
     IMPLEMENTATIONS[op] = implementation
     _CALLED[op] = called or name
     if autograd is not None:
@@ -83,22 +85,36 @@ def _autograd_kernel(name, op, function, differentiable):
         if torch.is_grad_enabled():
             for argument in arguments:
                 if isinstance(argument, torch.Tensor) and argument.requires_grad:
-                    if not differentiable:
-                        raise RuntimeError(
-                            f"{name} writes in place and has no gradient, but an input requires one: call it under "
-                            "torch.no_grad() or torch.inference_mode(), or detach the inputs"
-                        )
                     if private.transforms_active is not None and private.transforms_active():
                         raise RuntimeError(
                             f"mamba_ssm::{name} does not work with torch.func transforms (grad, vjp, jacrev, ...): use "
                             "torch.autograd.grad or .backward(), or the plain torch reference (*_ref)"
                         )
                     _refuse_dual_tensors(name, arguments)
-                    return function.apply(*arguments)
+                    return function.apply(*arguments) if differentiable else _detached(name, op, arguments)
         _refuse_dual_tensors(name, arguments)
         return redispatch(op, arguments)
 
     return kernel
+
+
+def _detached(name, op, arguments):
+    """The result without a gradient, of an operator that writes in place. Autograd is told of what it writes where that
+    requires one: the values there no longer depend on what they were computed from.
+    """
+    warnings.warn(
+        f"{name} writes in place and has no gradient: its result is detached, though an input requires one. To decode, "
+        "call it under torch.no_grad() or torch.inference_mode(), which also saves memory",
+        stacklevel=6,  # the caller of the public function
+    )
+    given = dict(zip(_DECLARED[op], arguments, strict=True))
+    tracked = {key: tensor for key, tensor in given.items() if "!" in key[0] and tensor.requires_grad}
+    with torch.no_grad():
+        copies = {key: tensor.clone() for key, tensor in tracked.items()}
+    out = redispatch(op, tuple((given | copies).values()))
+    for key, tensor in tracked.items():
+        tensor.copy_(copies[key])
+    return out
 
 
 def _without_derivative(name, op):

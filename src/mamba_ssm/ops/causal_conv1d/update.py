@@ -57,7 +57,8 @@ def causal_conv1d_update(
             name the same row race: its state and their outputs are then undefined.
 
     Returns:
-        Output of x's shape and dtype. There is no gradient: inputs that require one are refused.
+        out of x's shape and dtype, without a gradient: out and the new state are detached, and a warning says so where
+        an input requires one and grad mode is on.
 
     Same as causal_conv1d.causal_conv1d_update of the causal-conv1d package.
     """

@@ -40,7 +40,8 @@ def selective_state_update(
             the same row race: its state and their outputs are then undefined.
 
     Returns:
-        out of x's shape and dtype. There is no gradient: inputs that require one are refused.
+        out of x's shape and dtype, without a gradient: out and the new state are detached, and a warning says so where
+        an input requires one and grad mode is on.
 
     Same as upstream's mamba_ssm.ops.triton.selective_state_update.selective_state_update.
     """
