@@ -131,6 +131,22 @@ def test_hints_are_complete(path):
     assert without == []
 
 
+def test_submodules_are_attributes_of_a_plain_import():
+    """Code that imports mamba_ssm alone goes on by attributes: transformers looks up mamba_ssm.ops.triton.* so."""
+    code = """
+import json
+import mamba_ssm
+from functools import reduce
+paths = %r
+for path in paths:
+    assert reduce(getattr, path.split(".")[1:], mamba_ssm) is sys.modules[path], path
+for package in (mamba_ssm.ops, mamba_ssm.ops.triton, mamba_ssm.utils, mamba_ssm.modules):
+    assert not hasattr(package, "no_such_module") and not hasattr(package, "__no_such__")
+print(json.dumps(None))
+"""
+    python(code % list(PATHS))
+
+
 def test_version_is_newer_than_upstreams():
     assert tuple(int(part) for part in mamba_ssm.__version__.split("+")[0].split(".")) >= (2, 4, 0)
 
