@@ -44,10 +44,12 @@ extern "C" {
 
 /* The forward scan stores the state every so many steps for the backward scan to start from. */
 #define MAMBA_SCAN_CHECKPOINT 64
-/* Largest dstate of selective_scan, selective_state_update and ssd. */
+/* Largest dstate of selective_scan, selective_state_update, ssd and mamba3. */
 #define MAMBA_MAX_DSTATE 256
-/* Largest headdim of ssd. */
+/* Largest headdim of ssd and mamba3. */
 #define MAMBA_MAX_HEADDIM 256
+/* Largest rank of mamba3. */
+#define MAMBA_MAX_RANK 64
 /* Largest group_size of norm. */
 #define MAMBA_MAX_NORM_GROUP 1073741824
 

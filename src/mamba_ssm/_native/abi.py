@@ -27,6 +27,7 @@ BFLOAT16 = 2
 SCAN_CHECKPOINT = 64
 MAX_DSTATE = 256
 MAX_HEADDIM = 256
+MAX_RANK = 64
 MAX_NORM_GROUP = 1073741824
 
 # A library's functions: {name without mamba_: ctypes function}.

@@ -1,0 +1,7 @@
+"""Mamba-3's scan, and its reference in plain torch."""
+
+from mamba_ssm.ops.mamba3_scan.arguments import States
+from mamba_ssm.ops.mamba3_scan.forward import mamba3_scan
+from mamba_ssm.ops.mamba3_scan.reference import mamba3_scan_ref
+
+__all__ = ["States", "mamba3_scan", "mamba3_scan_ref"]

@@ -1,0 +1,175 @@
+"""What Mamba-3's scan takes: its arguments as records, their checks, and where packed sequences lie.
+
+Letters: B batch, L length, R rank, H heads, P headdim, G groups of Q and K, N dstate, S angles, U sequences (B, or
+those that cu_seqlens bounds). Q, K and V are what Mamba-2's scan calls C, B and x.
+"""
+
+import typing
+
+import torch
+
+from mamba_ssm import _checks as checks
+from mamba_ssm._native import abi
+from mamba_ssm._torch import make
+
+NAME = "mamba3_scan"  # what errors call the operators
+
+
+class States(typing.NamedTuple):
+    """What one call hands on to the next: all float32, zero before a first step."""
+
+    angle: torch.Tensor  # (U, H, S) the angles of the rotation, in [0, 2 pi)
+    ssm: torch.Tensor  # (U, H, P, N)
+    k: torch.Tensor  # (U, R, H, N) the last step's K with its bias, rotated
+    v: torch.Tensor  # (U, H, P) the last step's V
+
+
+class Inputs(typing.NamedTuple):
+    """The tensors that the scan takes, in their order."""
+
+    Q: torch.Tensor  # (B, L, R, G, N)
+    K: torch.Tensor  # (B, L, R, G, N)
+    V: torch.Tensor  # (B, L, H, P)
+    ADT: torch.Tensor  # (B, L, H)
+    DT: torch.Tensor  # (B, L, H)
+    Trap: torch.Tensor  # (B, L, H)
+    Q_bias: torch.Tensor  # (H, R, N)
+    K_bias: torch.Tensor  # (H, R, N)
+    Angles: torch.Tensor  # (B, L, S), or (B, L, H, S)
+    D: torch.Tensor | None  # (H)
+    Z: torch.Tensor | None  # (B, L, H, P)
+    MIMO_V: torch.Tensor | None  # (H, R, P)
+    MIMO_Z: torch.Tensor | None  # (H, R, P)
+    MIMO_Out: torch.Tensor | None  # (H, R, P)
+    norm_weight: torch.Tensor | None  # (H, P)
+    angle_state: torch.Tensor | None  # the four of States, all or none
+    ssm_state: torch.Tensor | None
+    k_state: torch.Tensor | None
+    v_state: torch.Tensor | None
+    seq_idx: torch.Tensor | None  # (B, L)
+    cu_seqlens: torch.Tensor | None  # (U + 1)
+
+    @property
+    def states(self):
+        """The initial states, or None."""
+        if self.ssm_state is None:
+            return None
+        return States(self.angle_state, self.ssm_state, self.k_state, self.v_state)
+
+
+class Options(typing.NamedTuple):
+    """What else the scan takes, in their order."""
+
+    pairwise: bool  # which entries of Q and K an angle turns: neighbours, or those half of N apart
+    norm_eps: float
+
+
+class Sizes(typing.NamedTuple):
+    batch: int
+    seqlen: int
+    rank: int
+    nheads: int
+    headdim: int
+    ngroups: int
+    dstate: int
+    nangles: int
+    sequences: int
+
+    @property
+    def states(self):
+        """Shapes of the states before or after a step."""
+        rows, heads = self.sequences, self.nheads
+        return States(
+            (rows, heads, self.nangles),
+            (rows, heads, self.headdim, self.dstate),
+            (rows, self.rank, heads, self.dstate),
+            (rows, heads, self.headdim),
+        )
+
+
+def check(inputs):
+    """Raises on any argument that the kernels do not take; returns the sizes."""
+    Q, V, Angles = inputs.Q, inputs.V, inputs.Angles
+    checks.check_dims(NAME, "V", V, 4, "(B, L, H, P)")
+    checks.check_activation_dtype(NAME, "V", V)
+    checks.check_dims(NAME, "Q", Q, 5, "(B, L, R, G, N)")
+    checks.check_tensor(NAME, "Angles", Angles)
+    batch, seqlen, nheads, headdim = V.shape
+    rank, ngroups, dstate = Q.shape[2:]
+    for name, size, most in (
+        ("headdim (P of V)", headdim, abi.MAX_HEADDIM),
+        ("dstate (N of Q)", dstate, abi.MAX_DSTATE),
+    ):
+        if not 1 <= size <= most:
+            raise ValueError(f"{NAME}: {name} must lie in 1..{most}, got {size}")
+    if not 1 <= rank <= abi.MAX_RANK:
+        raise ValueError(f"{NAME}: the rank (R of Q) must lie in 1..{abi.MAX_RANK}, got {rank}")
+    checks.check_groups(NAME, "nheads (heads of V)", nheads, ngroups)
+    letters = "(B, L, R, G, N)"
+    checks.check_same(NAME, "Q", Q, (batch, seqlen, rank, ngroups, dstate), V, "V", letters)
+    checks.check_same(NAME, "K", inputs.K, Q.shape, V, "V", letters)
+    for name in ("ADT", "DT", "Trap"):
+        checks.check_float(NAME, name, getattr(inputs, name), (batch, seqlen, nheads), V, "V", "(B, L, H)")
+    if Angles.dim() == 4:
+        nangles = Angles.shape[3]
+        checks.check_float(NAME, "Angles", Angles, (batch, seqlen, nheads, nangles), V, "V", "(B, L, H, S)")
+    else:
+        checks.check_dims(NAME, "Angles", Angles, 3, "(B, L, S) or (B, L, H, S)")
+        nangles = Angles.shape[2]
+        checks.check_float(NAME, "Angles", Angles, (batch, seqlen, nangles), V, "V", "(B, L, S) or (B, L, H, S)")
+    if 2 * nangles > dstate:
+        raise ValueError(f"{NAME}: an angle turns two of the {dstate} entries of Q and K, got {nangles} angles")
+    if inputs.Z is not None:
+        checks.check_same(NAME, "Z", inputs.Z, V.shape, V, "V", "(B, L, H, P)")
+    _check_parameters(inputs, nheads, rank, headdim, dstate)
+    sequences = _check_packing(inputs)
+    sizes = make(Sizes, (batch, seqlen, rank, nheads, headdim, ngroups, dstate, nangles, sequences))
+    _check_states(inputs, sizes)
+    return sizes
+
+
+def _check_parameters(inputs, nheads, rank, headdim, dstate):
+    projection = (nheads, rank, headdim), "(H, R, P)"
+    bias = (nheads, rank, dstate), "(H, R, N)"
+    shapes = {"Q_bias": bias, "K_bias": bias, "D": ((nheads,), "(H,)"), "norm_weight": ((nheads, headdim), "(H, P)")}
+    for name, (shape, letters) in (shapes | dict.fromkeys(("MIMO_V", "MIMO_Z", "MIMO_Out"), projection)).items():
+        tensor = getattr(inputs, name)
+        if tensor is not None or name.endswith("bias"):
+            checks.check_float32(NAME, name, tensor, shape, inputs.V, "V", letters)
+
+
+def _check_packing(inputs):
+    """Returns the number of sequences that have states. Values are looked at by those who can."""
+    V, seq_idx, cu_seqlens = inputs.V, inputs.seq_idx, inputs.cu_seqlens
+    if seq_idx is not None:
+        if cu_seqlens is not None:
+            raise ValueError(f"{NAME}: packed sequences are given by seq_idx or by cu_seqlens, got both")
+        checks.check_int32(NAME, "seq_idx", seq_idx, V.shape[:2], V, "V", "(B, L)")
+    if cu_seqlens is None:
+        return V.shape[0]
+    checks.check_dims(NAME, "cu_seqlens", cu_seqlens, 1, "(sequences + 1,)")
+    if V.shape[0] != 1:
+        raise ValueError(
+            f"{NAME}: cu_seqlens is for sequences packed in one row: V must have batch 1, got {V.shape[0]}"
+        )
+    sequences = max(cu_seqlens.shape[0] - 1, 0)
+    checks.check_int32(NAME, "cu_seqlens", cu_seqlens, (sequences + 1,), V, "V", "(sequences + 1,)")
+    return sequences
+
+
+def _check_states(inputs, sizes):
+    names = tuple(f"{name}_state" for name in States._fields)
+    given = [name for name in names if getattr(inputs, name) is not None]
+    if not given:
+        return
+    if len(given) < len(names):
+        raise ValueError(f"{NAME}: initial_states are four tensors or None, got only {', '.join(given)}")
+    letters = "(U, H, S)", "(U, H, P, N)", "(U, R, H, N)", "(U, H, P)"
+    for name, shape, text in zip(names, sizes.states, letters, strict=True):
+        checks.check_float32(NAME, name, getattr(inputs, name), shape, inputs.V, "V", text)
+
+
+def check_bounds(bounds, seqlen):
+    """The values of cu_seqlens."""
+    if bounds[0] != 0 or bounds[-1] != seqlen or bounds != sorted(bounds):
+        raise ValueError(f"{NAME}: cu_seqlens must rise from 0 to the {seqlen} steps of V, got {bounds}")
