@@ -147,6 +147,40 @@ print(json.dumps(None))
     python(code % list(PATHS))
 
 
+def test_importing_again_when_the_modules_were_deleted():
+    """As notebooks and test runners do. Functions that others hold of the first import go on."""
+    code = """
+import json, torch, mamba_ssm
+def forget():
+    for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
+        del sys.modules[name]
+def scan(function, compiled=False):
+    torch.manual_seed(0)
+    u, A, B = torch.randn(1, 4, 9, requires_grad=True), -torch.rand(4, 2), torch.randn(1, 2, 9)
+    run = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
+    out = run(u, u, A, B, B)
+    out.sum().backward()
+    return torch.stack([out.detach(), u.grad])
+first = mamba_ssm
+expected = scan(first.selective_scan_fn)
+for _ in range(2):
+    forget()
+    import mamba_ssm
+    assert mamba_ssm is not first
+    for package in (first, mamba_ssm):
+        assert torch.equal(scan(package.selective_scan_fn), expected)
+        assert torch.equal(scan(package.selective_scan_fn, compiled=True), expected)
+    mamba_ssm.Mamba(16)(torch.randn(1, 3, 16)).sum().backward()
+forget()
+torch.ops.mamba_ssm.schemas["swiglu"] = "swiglu(Tensor xy, bool more) -> Tensor"
+try:
+    import mamba_ssm
+except ImportError as error:
+    print(json.dumps(str(error)))
+"""
+    assert "another version of mamba_ssm was imported before in this process, whose operator swiglu" in python(code)
+
+
 def test_version_is_newer_than_upstreams():
     assert tuple(int(part) for part in mamba_ssm.__version__.split("+")[0].split(".")) >= (2, 4, 0)
 

@@ -18,7 +18,14 @@ FUNCTIONS = {}  # operator -> its autograd.Function, if it has one
 _DECLARED = {}  # operator -> [(kind, name)] of its arguments
 _CALLED = {}  # operator -> its name in errors, which is the function's that users call
 _BELOW = {}  # operator -> the same without an Autograd kernel, on a torch that cannot skip it
-_LIBRARY = torch.library.Library("mamba_ssm", "DEF")
+
+# torch lets no operator be defined twice in a process. So that the package can be imported again when its modules were
+# deleted from sys.modules, these outlive it: torch calls the latest import's functions.
+_KEPT = vars(torch.ops.mamba_ssm)
+_LIBRARY = _KEPT.get("library") or torch.library.Library("mamba_ssm", "DEF")
+_KEPT["library"] = _LIBRARY
+_SCHEMAS = _KEPT.setdefault("schemas", {})  # name -> schema
+_LATEST = _KEPT.setdefault("latest", {})  # (name, what torch calls it for) -> function
 
 
 def define(schema, implementation, fake, autograd=None, differentiable=True, called=None):
@@ -41,19 +48,41 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
     _CALLED[op] = called or name
     if autograd is not None:
         FUNCTIONS[op] = autograd
-    _LIBRARY.impl(name, _autograd_kernel(name, op, autograd, differentiable), "Autograd")
+    _impl(name, "Autograd", _autograd_kernel(name, op, autograd, differentiable))
     return op
 
 
 def _define(name, schema, implementation, fake):
-    pt2_compliant = {"tags": (torch.Tag.pt2_compliant_tag,)} if hasattr(torch.Tag, "pt2_compliant_tag") else {}
-    _LIBRARY.define(schema, **pt2_compliant)
-    _LIBRARY.impl(name, implementation, "CPU")
-    _LIBRARY.impl(name, implementation, "CUDA")
-    # impl_abstract: before torch 2.4
-    register_fake = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
-    register_fake(f"mamba_ssm::{name}", fake, lib=_LIBRARY)
+    if _SCHEMAS.setdefault(name, schema) != schema:
+        raise ImportError(
+            f"another version of mamba_ssm was imported before in this process, whose operator {name} has other "
+            "arguments: restart Python"
+        )
+    if not hasattr(torch.ops.mamba_ssm, name):
+        pt2_compliant = {"tags": (torch.Tag.pt2_compliant_tag,)} if hasattr(torch.Tag, "pt2_compliant_tag") else {}
+        _LIBRARY.define(schema, **pt2_compliant)
+    _impl(name, "CPU", implementation)
+    _impl(name, "CUDA", implementation)
+    _impl(name, "fake", fake)
     return getattr(torch.ops.mamba_ssm, name).default
+
+
+def _impl(name, key, function):
+    """Has torch call function for mamba_ssm::name: from its dispatcher under key, or as its fake."""
+    known = (name, key) in _LATEST
+    _LATEST[name, key] = function
+    if known:
+        return
+
+    def latest(*arguments):
+        return _LATEST[name, key](*arguments)
+
+    if key == "fake":
+        # impl_abstract: before torch 2.4
+        register_fake = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
+        register_fake(f"mamba_ssm::{name}", latest, lib=_LIBRARY)
+    else:
+        _LIBRARY.impl(name, latest, key)
 
 
 if private.below_autograd is None:
@@ -105,7 +134,7 @@ def _detached(name, op, arguments):
     warnings.warn(
         f"{name} writes in place and has no gradient: its result is detached, though an input requires one. To decode, "
         "call it under torch.no_grad() or torch.inference_mode(), which also saves memory",
-        stacklevel=6,  # the caller of the public function
+        stacklevel=7,  # the caller of the public function
     )
     given = dict(zip(_DECLARED[op], arguments, strict=True))
     tracked = {key: tensor for key, tensor in given.items() if "!" in key[0] and tensor.requires_grad}
