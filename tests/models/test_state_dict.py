@@ -133,3 +133,43 @@ def test_initialisation():
     narrow = MambaLMHeadModel(MambaConfig(d_model=24, n_layer=1, vocab_size=100), dtype=torch.bfloat16)
     assert narrow.lm_head.weight.dtype == torch.bfloat16
     assert narrow.backbone.layers[0].mixer.A_log.dtype == torch.float32
+
+
+def test_the_same_seed_gives_upstreams_weights():
+    """The random numbers of each parameter, drawn by hand in the order in which upstream makes its layers."""
+
+    def linear(rows, columns):
+        return nn.Linear(columns, rows, bias=False).weight.detach()
+
+    def scaled(weight):
+        nn.init.kaiming_uniform_(weight, a=5**0.5)
+        weight /= 2**0.5  # layers
+
+    torch.manual_seed(3)
+    expected = {"embedding.weight": torch.randn(104, 24)}
+    for i in range(2):
+        expected[f"layers.{i}.mixer.in_proj.weight"] = linear(96, 24)
+        conv1d = nn.Conv1d(48, 48, 4, groups=48)
+        expected[f"layers.{i}.mixer.conv1d.weight"] = conv1d.weight.detach()
+        expected[f"layers.{i}.mixer.conv1d.bias"] = conv1d.bias.detach()
+        expected[f"layers.{i}.mixer.x_proj.weight"] = linear(34, 48)
+        dt_proj = nn.Linear(2, 48)
+        expected[f"layers.{i}.mixer.dt_proj.weight"] = dt_proj.weight.detach().uniform_(-(2**-0.5), 2**-0.5)
+        dt = torch.exp(torch.rand(48) * torch.tensor(100.0).log() + torch.tensor(0.001).log())
+        expected[f"layers.{i}.mixer.dt_proj.bias"] = dt + torch.log(-torch.expm1(-dt))
+        expected[f"layers.{i}.mixer.out_proj.weight"] = linear(24, 48)
+    head = None
+    for _ in range(2):  # the backbone's initialisation, then the whole model's
+        expected["embedding.weight"].normal_(std=0.02)
+        for i in range(2):
+            scaled(expected[f"layers.{i}.mixer.out_proj.weight"])
+        head = linear(104, 24) if head is None else head
+    after = torch.rand(1)
+
+    torch.manual_seed(3)
+    model = MambaLMHeadModel(MambaConfig(d_model=24, n_layer=2, vocab_size=100, tie_embeddings=False))
+    found = model.state_dict()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[f"backbone.{name}"], values, rtol=1e-4, atol=1e-5, msg=name)
+    assert torch.equal(found["lm_head.weight"], head)
+    assert torch.rand(1) == after

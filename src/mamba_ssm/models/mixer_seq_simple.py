@@ -240,6 +240,8 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
             **factory,
         )
         self.lm_head = nn.Linear(config.d_model, vocab_size, bias=False, **factory)
+        # drawn once more, and with one residual a layer, as upstream has it: the same seed gives the same weights
+        self.apply(partial(_init_weights, n_layer=config.n_layer, **(initializer_cfg or {})))
         self.tie_weights()
 
     def tie_weights(self) -> None:

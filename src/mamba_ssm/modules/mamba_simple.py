@@ -82,8 +82,9 @@ class Mamba(StatefulBlock):
         self.act = nn.SiLU()
         self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False, **factory)
         self.dt_proj = nn.Linear(self.dt_rank, self.d_inner, bias=True, **factory)
-        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
         self._init_dt(dt_min, dt_max, dt_init, dt_scale, dt_init_floor)
+        # after dt's draws, as upstream has it: the same seed gives the same weights
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
 
         states = torch.arange(1, d_state + 1, dtype=torch.float32, device=device)
         self.A_log = nn.Parameter(torch.log(states).repeat(self.d_inner, 1))
