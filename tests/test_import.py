@@ -13,7 +13,15 @@ import torch
 import mamba_ssm
 
 PATHS = {
-    "mamba_ssm": ["selective_scan_fn", "mamba_inner_fn", "Mamba", "Mamba2", "MambaLMHeadModel", "__version__"],
+    "mamba_ssm": [
+        "selective_scan_fn",
+        "mamba_inner_fn",
+        "Mamba",
+        "Mamba2",
+        "Mamba3",
+        "MambaLMHeadModel",
+        "__version__",
+    ],
     "mamba_ssm.ops.selective_scan_interface": [
         "selective_scan_fn",
         "selective_scan_ref",
@@ -60,6 +68,7 @@ PATHS = {
     "mamba_ssm.modules.mamba_simple": ["Mamba"],
     "mamba_ssm.modules.mamba2": ["Mamba2"],
     "mamba_ssm.modules.mamba2_simple": ["Mamba2Simple"],
+    "mamba_ssm.modules.mamba3": ["Mamba3", "heavy_tail_activation"],
     "mamba_ssm.modules.ssd_minimal": ["segsum", "ssd_minimal_discrete"],
     "mamba_ssm.modules.block": ["Block"],
     "mamba_ssm.modules.mha": ["MHA"],

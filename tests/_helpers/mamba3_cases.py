@@ -102,7 +102,7 @@ MAMBA3_CASES = (
     Mamba3Case(1, 130, 4, 64, dstate=128, nangles=32, Z=False),
     Mamba3Case(2, 150, 4, 8, groups=2, seq_idx=True, states=True),
     Mamba3Case(1, 150, 4, 8, cu_seqlens=(0, 64, 64, 65, 67, 150), states=True, norm=True),
-    Mamba3Case(1, 7, 2, 8, cu_seqlens=(0, 0, 7, 7)),
+    Mamba3Case(1, 7, 2, 8, cu_seqlens=(0, 0, 5, 5), states=True),
     Mamba3Case(2, 70, 4, 8, rank=1, nangles=8),
     Mamba3Case(2, 33, 4, 8, rank=4, states=True, groups=2),
     Mamba3Case(1, 17, 6, 20, rank=3, dstate=25, nangles=12, groups=3, norm=True, states=True),

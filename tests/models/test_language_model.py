@@ -13,6 +13,8 @@ from mamba_ssm.utils.generation import InferenceParams
 LAYERS = {
     "mamba": {"layer": "Mamba1"},
     "mamba2": {"layer": "Mamba2", "headdim": 16, "d_state": 16, "chunk_size": 32},
+    "mamba3": {"layer": "Mamba3", "headdim": 16, "d_state": 16},
+    "mimo": {"layer": "Mamba3", "headdim": 16, "d_state": 16, "is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True},
 }
 ATTENTION = {
     "attn_layer_idx": [1, 3],
@@ -22,6 +24,8 @@ ATTENTION = {
 MODELS = {
     "mamba": {"ssm_cfg": LAYERS["mamba"]},
     "mamba2": {"ssm_cfg": LAYERS["mamba2"]},
+    "mamba3": {"ssm_cfg": LAYERS["mamba3"]},
+    "mimo": {"ssm_cfg": LAYERS["mimo"]},
     "hybrid": {"ssm_cfg": LAYERS["mamba2"], "n_layer": 5, **ATTENTION},
     "hybrid of mamba": {"ssm_cfg": LAYERS["mamba"], "n_layer": 4, **ATTENTION},
 }
@@ -133,7 +137,7 @@ def test_packed_sequences_equal_separate_ones(kind, device):
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-@pytest.mark.parametrize("kind", ["mamba2", "hybrid"])
+@pytest.mark.parametrize("kind", ["mamba2", "mamba3", "mimo", "hybrid"])
 def test_packed_prompts_then_steps(kind, padding, device):
     """Prompts of different lengths are read packed (cu_seqlens), then continue together, as each alone would. Tokens
     behind the last one, which fill a row up, are in no state.

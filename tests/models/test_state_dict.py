@@ -7,6 +7,7 @@ from torch import nn
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel, MixerModel, create_block
 from mamba_ssm.modules.mamba2 import Mamba2
+from mamba_ssm.modules.mamba3 import Mamba3
 from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
 
@@ -102,11 +103,8 @@ def test_layers_by_name():
     assert isinstance(create_block(24, 0, {"layer": "Mamba1", "d_state": 4}).mixer, Mamba)
     assert isinstance(create_block(24, 0, MAMBA2_CFG).mixer, Mamba2)
     assert isinstance(create_block(24, 0, MAMBA2_CFG, [3], {"num_heads": 2}, layer_idx=3).mixer, MHA)
-    with pytest.raises(
-        ValueError, match=r"must be one of 'Mamba1', 'Mamba2', got 'Mamba3' \(this version has no Mamba-3 yet"
-    ):
-        create_block(24, 0, {"layer": "Mamba3"})
-    with pytest.raises(ValueError, match="got 'S4'"):
+    assert isinstance(create_block(24, 0, {"layer": "Mamba3", "headdim": 8}).mixer, Mamba3)
+    with pytest.raises(ValueError, match="must be one of 'Mamba1', 'Mamba2', 'Mamba3', got 'S4'"):
         create_block(24, 0, {"layer": "S4"})
     with pytest.raises(
         ValueError, match=r"attn_layer_idx must be a list of layers from 0 to n_layer - 1 = 1, got \[0, 2\]"

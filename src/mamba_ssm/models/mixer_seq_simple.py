@@ -1,4 +1,4 @@
-"""Language models of Mamba, Mamba-2 and attention blocks: upstream's constructors, state dicts and checkpoints."""
+"""Language models of Mamba blocks of all kinds and attention: upstream's constructors, state dicts and checkpoints."""
 
 import inspect
 import math
@@ -18,6 +18,7 @@ from mamba_ssm.models.config_mamba import MambaConfig, check_config, check_layer
 from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.mamba2 import Mamba2
+from mamba_ssm.modules.mamba3 import Mamba3
 from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
 from mamba_ssm.modules.mlp import GatedMLP
@@ -25,7 +26,7 @@ from mamba_ssm.ops.norm import RMSNorm
 from mamba_ssm.utils.generation import GenerationMixin
 from mamba_ssm.utils.hf import find_weights, load_config_hf, read_weights, write_checkpoint
 
-_MIXERS = {"Mamba1": Mamba, "Mamba2": Mamba2}
+_MIXERS = {"Mamba1": Mamba, "Mamba2": Mamba2, "Mamba3": Mamba3}
 
 
 class CausalLMOutput(typing.NamedTuple):
@@ -52,8 +53,8 @@ def create_block(
     width d_intermediate unless that is 0. The arguments are MambaConfig's.
 
     Raises:
-        ValueError: ssm_cfg["layer"] is not "Mamba1" or "Mamba2", or ssm_cfg or attn_cfg has another name than its
-            module's arguments, or lacks one.
+        ValueError: ssm_cfg["layer"] is not "Mamba1", "Mamba2" or "Mamba3", or ssm_cfg or attn_cfg has another name than
+            its module's arguments (of which Mamba3 takes any and warns), or lacks one.
     """
     factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
     if layer_idx in (attn_layer_idx or ()):
@@ -62,8 +63,7 @@ def create_block(
         options = dict(ssm_cfg or {})
         layer = options.pop("layer", "Mamba1")
         if layer not in list(_MIXERS):  # not hashed: it may be anything
-            cure = " (this version has no Mamba-3 yet)" if layer == "Mamba3" else ""
-            raise ValueError(f"ssm_cfg['layer'] must be one of {', '.join(map(repr, _MIXERS))}, got {layer!r}{cure}")
+            raise ValueError(f"ssm_cfg['layer'] must be one of {', '.join(map(repr, _MIXERS))}, got {layer!r}")
         mixer_cls = _mixer(_MIXERS[layer], "ssm_cfg", options, layer_idx=layer_idx, **factory)
     mlp_cls = nn.Identity if d_intermediate == 0 else partial(GatedMLP, hidden_features=d_intermediate, **factory)
     block = Block(
@@ -85,10 +85,12 @@ def _mixer(
     _, *arguments = inspect.signature(cls).parameters.values()
     names = [argument.name for argument in arguments if argument.name not in given]
     unknown = [name for name in options if name not in names]
-    if unknown:
+    takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
+    if unknown and not takes_any:
         raise ValueError(f"{source}: {unknown[0]!r} is none of {cls.__name__}'s arguments, {', '.join(names)}")
     for argument in arguments:
-        if argument.default is argument.empty and argument.name not in options:
+        needed = argument.default is argument.empty and argument.kind is not argument.VAR_KEYWORD
+        if needed and argument.name not in options:
             raise ValueError(f"{source}: {cls.__name__} needs {argument.name!r}, got {options!r}")
     return partial(cls, **options, **given)
 
@@ -187,7 +189,7 @@ class MixerModel(nn.Module):
         self, input_ids: torch.Tensor, inference_params: InferenceCache | None = None, **mixer_kwargs: typing.Any
     ) -> torch.Tensor:
         """input_ids (B, L) integers -> (B, L, d_model). mixer_kwargs go to every mixer: seq_idx (B, L) int32 for packed
-        sequences, cu_seqlens (sequences + 1) int32 for Mamba-2 and attention.
+        sequences, cu_seqlens (sequences + 1) int32 for Mamba-2, Mamba-3 and attention.
         """
         checks.check_tensor("MixerModel", "input_ids", input_ids)
         tokens = input_ids.dim() == 2 and input_ids.dtype in (torch.int64, torch.int32)

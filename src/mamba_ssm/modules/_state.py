@@ -1,7 +1,8 @@
-"""What Mamba and Mamba-2 share of their states: those of inference, and where dt starts."""
+"""What the state space blocks share of their states: those of inference, and where dt starts."""
 
 import math
 import numbers
+import typing
 
 import torch
 import torch.nn as nn
@@ -29,20 +30,10 @@ class StatefulBlock(nn.Module):
         self, inference_params: InferenceCache, batch_size: int, initialize_states: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """This layer's (conv_state, ssm_state) in the cache, made if they are not there yet."""
-        name = type(self).__name__
-        if self.layer_idx is None:
-            raise ValueError(f"{name}: layer_idx must be given to the constructor to use inference_params")
-        cache = inference_params.key_value_memory_dict
-        if self.layer_idx not in cache:
-            cache[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
-        elif initialize_states:
-            for state in cache[self.layer_idx]:
+        states = states_in_cache(self, self.layer_idx, inference_params, batch_size)
+        if initialize_states:
+            for state in states:
                 state.zero_()
-        states = cache[self.layer_idx]
-        self._check_states(*states)
-        rows = states[0].shape[0]
-        if rows != batch_size:  # a batch of 1 would spread over all rows in silence
-            raise ValueError(f"{name}: the cache holds states of a batch of {rows}, got a batch of {batch_size}")
         return states
 
     def _check_states(self, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> None:
@@ -54,6 +45,24 @@ class StatefulBlock(nn.Module):
             sizes = ", ".join(map(str, shape))
             cure = "; conv_state, which comes first, has it: are they swapped?" if conv_state.shape[1:] == shape else ""
             raise ValueError(f"{name}: ssm_state must have shape (B, {sizes}), got {tuple(ssm_state.shape)}{cure}")
+
+
+def states_in_cache(
+    block: typing.Any, layer_idx: int | None, inference_params: InferenceCache, batch_size: int
+) -> typing.Any:
+    """The tuple of block's states in the cache, made if it is not there yet."""
+    name = type(block).__name__
+    if layer_idx is None:
+        raise ValueError(f"{name}: layer_idx must be given to the constructor to use inference_params")
+    cache = inference_params.key_value_memory_dict
+    if layer_idx not in cache:
+        cache[layer_idx] = block.allocate_inference_cache(batch_size, 0)
+    states = cache[layer_idx]
+    block._check_states(*states)
+    rows = states[0].shape[0]
+    if rows != batch_size:  # a batch of 1 would spread over all rows in silence
+        raise ValueError(f"{name}: the cache holds states of a batch of {rows}, got a batch of {batch_size}")
+    return states
 
 
 def mark(parameter: nn.Parameter, name: str) -> None:

@@ -6,7 +6,7 @@ import torch
 
 
 class InferenceCache(typing.Protocol):
-    """For Mamba and Mamba-2. seqlen_offset: tokens that went in before. key_value_memory_dict: states by layer_idx."""
+    """For the state space blocks. seqlen_offset: tokens before these. key_value_memory_dict: states by layer_idx."""
 
     @property
     def seqlen_offset(self) -> int: ...

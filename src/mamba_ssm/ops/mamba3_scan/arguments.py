@@ -167,9 +167,3 @@ def _check_states(inputs, sizes):
     letters = "(U, H, S)", "(U, H, P, N)", "(U, R, H, N)", "(U, H, P)"
     for name, shape, text in zip(names, sizes.states, letters, strict=True):
         checks.check_float32(NAME, name, getattr(inputs, name), shape, inputs.V, "V", text)
-
-
-def check_bounds(bounds, seqlen):
-    """The values of cu_seqlens."""
-    if bounds[0] != 0 or bounds[-1] != seqlen or bounds != sorted(bounds):
-        raise ValueError(f"{NAME}: cu_seqlens must rise from 0 to the {seqlen} steps of V, got {bounds}")

@@ -3,8 +3,8 @@
 import torch
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import autocast_dtype, no_autocast, values_at_hand
-from mamba_ssm.ops.mamba3_scan.arguments import NAME, Inputs, Options, States, check, check_bounds
+from mamba_ssm._torch import autocast_dtype, make, no_autocast, values_at_hand
+from mamba_ssm.ops.mamba3_scan.arguments import NAME, Inputs, Options, States, check
 from mamba_ssm.ops.mamba3_scan.chunks import scan_chunks
 from mamba_ssm.ops.mamba3_scan.packed import scan_packed
 
@@ -54,7 +54,8 @@ def mamba3_scan(
         initial_states: angle (U, H, S), ssm (U, H, P, N), k (U, R, H, N), v (U, H, P), as they are returned; zero if
             None.
         seq_idx: (B, L) int32; the states restart from zero at each step whose value differs from the step before.
-        cu_seqlens: (U + 1) int32: 0, where the other sequences packed in the one row of a batch of 1 begin, and L.
+        cu_seqlens: (U + 1) int32: 0, where the other sequences packed in the one row of a batch of 1 begin, and the end
+            of the last. Outputs of steps behind it are zero.
         pairwise: an angle turns the entries (2i, 2i + 1) of Q and K, as SISO has it; False: (i, i + N // 2), as MIMO.
         return_final_states: also return the states after the last step, with seq_idx of each row's last sequence.
 
@@ -80,10 +81,10 @@ def mamba3_scan(
     D, MIMO_V, MIMO_Z, MIMO_Out, norm_weight = parameters
     biases = checks.widen(Q_bias), checks.widen(K_bias)
     tensors = Q, K, V, ADT, DT, Trap, *biases, Angles, D, Z, MIMO_V, MIMO_Z, MIMO_Out, norm_weight
-    inputs = Inputs(*tensors, *states, seq_idx, cu_seqlens)
+    inputs = make(Inputs, (*tensors, *states, seq_idx, cu_seqlens))
     check(inputs)
     if cu_seqlens is not None and values_at_hand(cu_seqlens):
-        check_bounds(cu_seqlens.tolist(), V.shape[1])
+        checks.check_bounds(NAME, cu_seqlens.tolist(), V.shape[1])
     options = Options(bool(pairwise), checks.check_number(NAME, "norm_eps", norm_eps))
     with no_autocast(V):
         out, final_states = scan_packed(scan_chunks, inputs, options)

@@ -4,7 +4,8 @@ import itertools
 
 import torch
 
-from mamba_ssm.ops.mamba3_scan.arguments import Inputs, States, check_bounds
+from mamba_ssm import _checks as checks
+from mamba_ssm.ops.mamba3_scan.arguments import NAME, Inputs, States
 
 _IN_TIME = ("Q", "K", "V", "ADT", "DT", "Trap", "Angles", "Z")
 
@@ -22,15 +23,16 @@ def scan_packed(scan, inputs, options):
 
 def _scan_bounded(scan, inputs, options):
     bounds = inputs.cu_seqlens.tolist()
-    check_bounds(bounds, inputs.V.shape[1])
+    seqlen = inputs.V.shape[1]
+    checks.check_bounds(NAME, bounds, seqlen)
     parts = [
         scan(_part(inputs, 0, begin, end, _row(inputs.states, row)), options)
         for row, (begin, end) in enumerate(itertools.pairwise(bounds))
     ]
-    if not parts:  # no sequence at all
-        out, states = scan(_part(inputs, 0, 0, 0, None), options)
-        return out, States(*(state[:0] for state in states))
-    return _joined([out for out, _ in parts], 1), _rows([states for _, states in parts])
+    empty, nothing = scan(_part(inputs, 0, 0, 0, None), options)
+    behind = empty.new_zeros(1, seqlen - bounds[-1], *empty.shape[2:])
+    out = torch.cat([*(out for out, _ in parts), behind], 1)
+    return out, _rows([states for _, states in parts]) if parts else States(*(state[:0] for state in nothing))
 
 
 def _scan_runs(scan, inputs, options):

@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from mamba_ssm._torch import make
 from mamba_ssm.ops.mamba3_scan.arguments import Inputs, Options, States
 from mamba_ssm.ops.mamba3_scan.chunks import scan_chunks
 from mamba_ssm.ops.mamba3_scan.packed import scan_packed
@@ -52,7 +53,7 @@ def mamba3_scan_ref(
     """
     states = (None,) * 4 if initial_states is None else initial_states
     tensors = Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z, MIMO_V, MIMO_Z, MIMO_Out, norm_weight
-    inputs = Inputs(*tensors, *states, seq_idx, cu_seqlens)
+    inputs = make(Inputs, (*tensors, *states, seq_idx, cu_seqlens))
     out, final_states = scan_packed(scan_chunks if chunked else _steps, inputs, Options(pairwise, norm_eps))
     return (out, final_states) if return_final_states else out
 

@@ -1,0 +1,303 @@
+"""The Mamba-3 block (arXiv 2603.15569), SISO and MIMO, with upstream's parameter names, shapes and states."""
+
+import typing
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mamba_ssm import _checks as checks
+from mamba_ssm._arguments import check_flags, check_integer, check_number, inner_width
+from mamba_ssm._native import abi
+from mamba_ssm._torch import is_plain
+from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
+from mamba_ssm.modules._state import initial_dt_bias, mark, states_in_cache
+from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.ops.mamba3_scan import States, mamba3_scan, mamba3_step
+from mamba_ssm.ops.norm import GatedRMSNorm, RMSNorm
+
+
+def heavy_tail_activation(x: torch.Tensor) -> torch.Tensor:
+    """1 + x from 0 on, 1 / (1 - x) below: positive, with a slope of 1 at 0 and a tail that falls slowly."""
+    return F.relu(x) + 1 / (1 - x.clamp(max=0))
+
+
+_A_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "heavy_tail": heavy_tail_activation,
+    "softplus": F.softplus,
+}
+
+
+class Mamba3(nn.Module):
+    """Mamba-3 block: (B, L, d_model) -> (B, L, d_model).
+
+    Args:
+        d_model: width of input and output. d_state: states per channel (N), 1..256.
+        expand: d_inner = expand * d_model channels inside, in heads of headdim (1..256) channels.
+        ngroups: groups of B and C, a divisor of the number of heads.
+        rope_fraction: the part of B and C that is rotated, from 0 (nothing) to 1.
+        dt_min, dt_max, dt_init_floor: range of dt at initialisation. A_floor: -A is at least this.
+        is_outproj_norm: RMSNorm over each head, before the gate.
+        is_mimo: mimo_rank rows of B, C and the projections mimo_x, mimo_z and mimo_o; without it the rank is 1.
+        layer_idx: key of the inference cache.
+        fuse_pregate_headwise_norm, chunk_size, dropout, n_layer: for code written for upstream, without effect; so are
+            unknown arguments, of which a warning tells.
+        A_activation: what makes -A of the projection: "heavy_tail", or "softplus" as in upstream's wheels of May 2026,
+            whose checkpoints look the same otherwise.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 128,
+        expand: float = 2,
+        headdim: int = 64,
+        ngroups: int = 1,
+        rope_fraction: float = 0.5,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        A_floor: float = 1e-4,
+        is_outproj_norm: bool = False,
+        is_mimo: bool = False,
+        mimo_rank: int = 4,
+        fuse_pregate_headwise_norm: bool = True,
+        chunk_size: int = 64,
+        dropout: float = 0.0,
+        layer_idx: int | None = None,
+        n_layer: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        A_activation: str = "heavy_tail",
+        **kwargs: object,
+    ) -> None:
+        super().__init__()
+        if kwargs:
+            warnings.warn(f"Mamba3: these arguments have no effect: {', '.join(kwargs)}", stacklevel=2)
+        factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
+        check_integer("Mamba3", "d_state", d_state, most=abi.MAX_DSTATE)
+        check_integer("Mamba3", "headdim", headdim, most=abi.MAX_HEADDIM)
+        check_integer("Mamba3", "ngroups", ngroups)
+        check_integer("Mamba3", "mimo_rank", mimo_rank, most=abi.MAX_RANK)
+        check_number("Mamba3", "A_floor", A_floor, least=0)
+        check_number("Mamba3", "rope_fraction", rope_fraction, least=0)
+        check_flags("Mamba3", is_outproj_norm=is_outproj_norm, is_mimo=is_mimo)
+        if rope_fraction > 1:
+            raise ValueError(f"Mamba3: rope_fraction must be at most 1, got {rope_fraction!r}")
+        if A_activation not in list(_A_ACTIVATIONS):
+            raise ValueError(
+                f"Mamba3: A_activation must be one of {', '.join(map(repr, _A_ACTIVATIONS))}, got {A_activation!r}"
+            )
+        self.d_model = d_model
+        self.d_state = d_state
+        self.expand = expand
+        self.headdim = headdim
+        self.rope_fraction = rope_fraction
+        self.A_floor = A_floor
+        self.A_activation = A_activation
+        self.is_outproj_norm = is_outproj_norm
+        self.is_mimo = is_mimo
+        self.mimo_rank = mimo_rank if is_mimo else 1
+        self.chunk_size = chunk_size
+        self.layer_idx = layer_idx
+        self.d_inner = inner_width("Mamba3", expand, d_model)
+        if self.d_inner % headdim:
+            raise ValueError(f"Mamba3: expand * d_model must be a multiple of headdim ({headdim}), got {self.d_inner}")
+        self.nheads = self.d_inner // headdim
+        if self.nheads % ngroups:
+            raise ValueError(f"Mamba3: ngroups must divide the {self.nheads} heads, got {ngroups}")
+        self.num_bc_heads = ngroups
+        self.num_rope_angles = int(d_state * rope_fraction) // 2
+        self.split_tensor_size = 2 * self.num_rope_angles
+        self.rotary_dim_divisor = 2 / rope_fraction if rope_fraction else float("inf")
+
+        heads, rank = self.nheads, self.mimo_rank
+        dt_bias = initial_dt_bias(heads, dt_min, dt_max, dt_init_floor, device)
+        self.dt_bias = nn.Parameter(dt_bias)
+        mark(self.dt_bias, "_no_weight_decay")
+        self.B_bias = nn.Parameter(torch.ones(heads, rank, d_state, dtype=torch.float32, device=device))
+        self.C_bias = nn.Parameter(torch.ones(heads, rank, d_state, dtype=torch.float32, device=device))
+        if is_mimo:
+            rows = torch.ones(heads, rank, headdim, device=device)
+            self.mimo_x = nn.Parameter(rows / rank)
+            self.mimo_z = nn.Parameter(rows.clone())
+            self.mimo_o = nn.Parameter(rows / rank)
+        self.D = nn.Parameter(torch.ones(heads, device=device))
+        mark(self.D, "_no_weight_decay")
+        # in this order: z, x, B, C, dt, A, trap, angles
+        matrix = rank * ngroups * d_state
+        self._parts = [self.d_inner, self.d_inner, matrix, matrix, heads, heads, heads, self.num_rope_angles]
+        self.in_proj = nn.Linear(d_model, sum(self._parts), bias=False, **factory)
+        self.B_norm = RMSNorm(d_state, eps=1e-5, **factory)
+        self.C_norm = RMSNorm(d_state, eps=1e-5, **factory)
+        if is_outproj_norm:
+            self.norm = GatedRMSNorm(self.d_inner, eps=1e-5, group_size=headdim, norm_before_gate=True, **factory)
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=False, **factory)
+
+    def forward(
+        self,
+        u: torch.Tensor,
+        seq_idx: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        inference_params: InferenceCache | None = None,
+    ) -> torch.Tensor:
+        """u (B, L, d_model) -> the same shape.
+
+        seq_idx: (B, L) int32; sequences packed in one row do not see each other.
+        cu_seqlens: (sequences + 1) int32, the bounds of sequences that are packed in a batch of 1; with it seq_idx is
+            not read.
+        inference_params: an object with key_value_memory_dict and seqlen_offset. With offset 0 the call fills this
+            layer's states there, one row for each of the batch or of the packed sequences; with a positive one it
+            continues from these states, by a step (L = 1) or a piece.
+        """
+        check_input("Mamba3", u, self.d_model, seq_idx=seq_idx)
+        continues = is_continued("Mamba3", inference_params)
+        if cu_seqlens is not None:
+            if continues:
+                raise ValueError(
+                    "Mamba3: cu_seqlens is for the first call with inference_params, not for one that continues"
+                )
+            check_cu_seqlens("Mamba3", cu_seqlens, u)
+            cu_seqlens, seq_idx = cu_seqlens.to(torch.int32), None
+        elif seq_idx is not None and inference_params is not None:
+            raise ValueError("Mamba3: with inference_params packed sequences are given by cu_seqlens, not by seq_idx")
+        if inference_params is None:
+            y, _ = self._scan(self.in_proj(u), seq_idx=seq_idx, cu_seqlens=cu_seqlens)
+            return self.out_proj(y)
+        rows = u.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        states = states_in_cache(self, self.layer_idx, inference_params, rows)
+        if continues and u.shape[1] == 1:
+            return self.step(u, *states)[0]
+        initial_states = States(*(state.to(torch.float32, copy=True) for state in states)) if continues else None
+        y, finals = self._scan(self.in_proj(u), initial_states=initial_states, cu_seqlens=cu_seqlens)
+        with torch.no_grad():
+            for state, final in zip(states, finals, strict=True):
+                state.copy_(final)
+        return self.out_proj(y)
+
+    @torch.no_grad()
+    def step(
+        self,
+        u: torch.Tensor,
+        angle_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        k_state: torch.Tensor,
+        v_state: torch.Tensor,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One token: u (B, d_model) or (B, 1, d_model) -> (out of the same shape, and the states, updated in place).
+
+        The states are allocate_inference_cache's. kwargs: for code written for upstream. No gradient is recorded.
+        """
+        checks.check_tensor("Mamba3", "the input", u)
+        if u.dim() == 3 and u.shape[1] == 1:
+            given = angle_state, ssm_state, k_state, v_state
+            return self.step(u.squeeze(1), *given)[0].unsqueeze(1), *given
+        if u.dim() != 2 or u.shape[1] != self.d_model:
+            raise ValueError(
+                "Mamba3: a step takes one token, (B, d_model) or (B, 1, d_model) with d_model = "
+                f"{self.d_model}, got {tuple(u.shape)}"
+            )
+        self._check_states(angle_state, ssm_state, k_state, v_state)
+        arguments, z = self._arguments(self.in_proj(u))
+        states = States(angle_state, ssm_state, k_state, v_state)
+        y = self._finish(mamba3_step(states, **arguments), z)
+        return self.out_proj(y), angle_state, ssm_state, k_state, v_state
+
+    def allocate_inference_cache(
+        self,
+        batch_size: int,
+        max_seqlen: int,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        inplace_state: object = None,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Zero states of a batch: angle_state, float32, and ssm_state, k_state and v_state, of dtype or in_proj's."""
+        # in_proj may be quantised, and elsewhere (offloading) until it is called
+        weight = getattr(self.in_proj, "weight", None)
+        known = dtype or (
+            weight.dtype if weight is not None and weight.is_floating_point() else self.C_norm.weight.dtype
+        )
+        dtypes = torch.float32, known, known, known
+        device = self.dt_bias.device if device is None else device
+        shapes = self._state_shapes()
+        angle, ssm, k, v = (
+            torch.zeros(batch_size, *shape, device=device, dtype=kind)
+            for shape, kind in zip(shapes, dtypes, strict=True)
+        )
+        return angle, ssm, k, v
+
+    # ---- from in_proj's output to out_proj's input -------------------------------------------------------------------
+
+    def _scan(self, zxBCdt: torch.Tensor, **options: typing.Any) -> tuple[torch.Tensor, States]:
+        """(B, L, d_inner), and the states after it."""
+        arguments, z = self._arguments(zxBCdt)
+        y, states = typing.cast(typing.Any, mamba3_scan(**arguments, **options, return_final_states=True))
+        return self._finish(y, z), states
+
+    def _arguments(self, zxBCdt: torch.Tensor) -> tuple[dict[str, typing.Any], torch.Tensor | None]:
+        """What the scan and the step take, of (B, L, ...) or (B, ...); and z where a norm that is more than its weight
+        comes between them and the gate.
+        """
+        z, x, B, C, dt, A, trap, angles = zxBCdt.split(self._parts, dim=-1)
+        heads, groups = (self.nheads, self.headdim), (self.mimo_rank, self.num_bc_heads, self.d_state)
+        z, x = z.unflatten(-1, heads), x.unflatten(-1, heads)
+        DT = F.softplus(dt.float() + self.dt_bias.float())
+        rate: torch.Tensor = _A_ACTIVATIONS[self.A_activation](A.float()).clamp(min=self.A_floor)
+        arguments = {
+            "Q": self.C_norm(C.unflatten(-1, groups)),
+            "K": self.B_norm(B.unflatten(-1, groups)),
+            "V": x,
+            "ADT": -rate * DT,
+            "DT": DT,
+            "Trap": trap,
+            "Q_bias": self.C_bias,
+            "K_bias": self.B_bias,
+            "Angles": angles,
+            "D": self.D,
+            "pairwise": not self.is_mimo,
+        }
+        if self.is_mimo:
+            arguments["MIMO_V"] = self.mimo_x
+        if self.is_outproj_norm and not is_plain(self.norm, GatedRMSNorm):
+            return arguments, z
+        arguments["Z"] = z
+        if self.is_mimo:
+            arguments.update(MIMO_Z=self.mimo_z, MIMO_Out=self.mimo_o)
+        if self.is_outproj_norm:
+            arguments.update(norm_weight=self.norm.weight.view(heads), norm_eps=self.norm.eps)
+        return arguments, None
+
+    def _finish(self, y: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
+        """out_proj's input, from what the scan and the step return."""
+        if z is not None:  # y are rows
+            z = z.unsqueeze(-3)
+            z = (z * self.mimo_z.transpose(0, 1)).to(y.dtype) if self.is_mimo else z
+            y = self.norm(y.flatten(-2), z.flatten(-2)).unflatten(-1, (self.nheads, self.headdim))
+            if self.is_mimo:
+                return (y * self.mimo_o.transpose(0, 1)).sum(-3).to(y.dtype).flatten(-2)
+        return y.flatten(-2) if self.is_mimo else y.squeeze(-3).flatten(-2)
+
+    # ---- states ------------------------------------------------------------------------------------------------------
+
+    def _state_shapes(self) -> States:
+        """Of one row of the batch."""
+        heads, shapes = self.nheads, typing.cast(typing.Any, States)
+        return shapes(
+            (heads, self.num_rope_angles),
+            (heads, self.headdim, self.d_state),
+            (self.mimo_rank, heads, self.d_state),
+            (heads, self.headdim),
+        )
+
+    def _check_states(self, *states: torch.Tensor) -> None:
+        """Before one is written."""
+        for name, state, shape in zip(States._fields, states, self._state_shapes(), strict=True):
+            checks.check_tensor("Mamba3", f"{name}_state", state)
+            if state.shape[1:] != shape:
+                sizes = ", ".join(map(str, shape))
+                raise ValueError(f"Mamba3: {name}_state must have shape (B, {sizes}), got {tuple(state.shape)}")
