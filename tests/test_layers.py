@@ -24,7 +24,7 @@ LAYERS = [
 ]
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 # The package itself and the doctor hand on, and examine, everything.
-ON_TOP = {"__init__.py", "__main__.py", "_doctor.py"}
+ON_TOP = {"__init__.py", "__main__.py", "_doctor.py", "_neighbours.py"}
 
 
 def imports(file):

@@ -11,7 +11,7 @@ from check_wheel_contents.contents import WheelContents
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from .wheel import BUILD_INFO, LIB, Wheel
+from .wheel import BUILD_INFO, LIB, MODULES, Wheel
 
 MODULE = re.compile(r"mamba_ssm/(\w+/)*\w+\.py")
 TYPED = "mamba_ssm/py.typed"  # type checkers read the hints of a package that has it
@@ -26,12 +26,13 @@ BUDGET_OF_AN_ARCHITECTURE = 4 * MIB
 def check_contents(wheel: Wheel) -> list[str]:
     """The package's modules, the libraries of build_info.json, the metadata; no other file."""
     expected = {BUILD_INFO, TYPED, *wheel.libraries, *(wheel.dist_info + name for name in REQUIRED)}
+    expected |= {f"{module}.py" for module in MODULES}
     problems = [f"{name}: missing" for name in sorted(expected - set(wheel.files))]
     for name in sorted(set(wheel.files) - expected):
         if not MODULE.fullmatch(name) or name.startswith(LIB):
             problems.append(f"{name}: is no file of this project's wheels")
     checker = WheelChecker()
-    checker.configure_options(configpath=NO_CONFIG, toplevel=["mamba_ssm"])
+    checker.configure_options(configpath=NO_CONFIG, toplevel=["mamba_ssm", *(f"{module}.py" for module in MODULES)])
     failed = checker.check_contents(WheelContents.from_wheel(wheel.path))
     return problems + [f"check-wheel-contents: {failure.show()}" for failure in failed]
 

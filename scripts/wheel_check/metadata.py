@@ -11,7 +11,7 @@ from email.parser import HeaderParser
 from packaging.metadata import Metadata
 from packaging.version import Version
 
-from .wheel import BUILD_INFO, Wheel
+from .wheel import BUILD_INFO, MODULES, Wheel
 
 EXTRAS = ("hub", "safetensors", "test", "plot", "publish", "release")
 TAGS = ("py3-none-linux_x86_64", "py3-none-manylinux_2_28_x86_64", "py3-none-win_amd64")
@@ -114,6 +114,7 @@ def check_requirements(wheel: Wheel) -> list[str]:
 
 def imports(wheel: Wheel) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """{module outside of the standard library: files that import it}, of all imports and of those made unguarded."""
+    own = {"mamba_ssm", *MODULES}
     everything: dict[str, list[str]] = {}
     unguarded: dict[str, list[str]] = {}
     for name in sorted(wheel.files):
@@ -121,7 +122,7 @@ def imports(wheel: Wheel) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
             tree = ast.parse(wheel.files[name], name)
             for found, nodes in ((everything, ast.walk(tree)), (unguarded, iter(tree.body))):
                 for module in sorted(set(_modules(nodes))):
-                    if module != "mamba_ssm" and module not in sys.stdlib_module_names:
+                    if module not in own and module not in sys.stdlib_module_names:
                         found.setdefault(module.lower(), []).append(name)
     return everything, unguarded
 

@@ -44,8 +44,7 @@ def check_source(wheel: Wheel) -> tuple[list[str], list[str]]:
     expected = files_of(commit, f"{wheel.dist_info}licenses/LICENSE")
     if expected is None:
         return [], [f"{UNCOMPARED}: commit {commit} is not in this checkout; fetch it, or verify where it is"]
-    found = {name for name in wheel.files if name in expected or name.startswith("mamba_ssm/")}
-    found = {name for name in found if not name.startswith(LIB)}
+    found = {name for name in wheel.files if not name.startswith((LIB, wheel.dist_info)) or name in expected}
     changed = [name for name in found & set(expected) if not same(wheel.files[name], expected[name])]
     required, promised = requirements_in(wheel), requirements_of(commit)
     return [
@@ -97,7 +96,7 @@ def files_of(commit: str, license_file: str) -> dict[str, str] | None:
     files = {}
     for line in tree.decode().split("\0")[:-1]:
         facts, _, path = line.partition("\t")
-        if path == "LICENSE" or path.startswith("src/mamba_ssm/"):
+        if path == "LICENSE" or path.startswith("src/"):
             files[license_file if path == "LICENSE" else path.removeprefix("src/")] = facts.split()[2]
     return files
 

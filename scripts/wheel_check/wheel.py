@@ -13,6 +13,8 @@ from pathlib import Path
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 
+# Besides the package: CUDA modules' names of upstream and of VMamba.
+MODULES = ("_mamba_ssm_finder", "selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex")
 LIB = "mamba_ssm/lib/"
 BUILD_INFO = LIB + "build_info.json"
 # What is read into memory at most: far above any wheel of ours, far below what could fill a machine's memory.

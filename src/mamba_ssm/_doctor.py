@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from mamba_ssm import _neighbours
 from mamba_ssm._native import abi, loader
 from mamba_ssm._native.advice import DRIVER_FLOORS
 from mamba_ssm._native.errors import NativeError, cuda_version_text, driver_problem, shell_command
@@ -37,6 +38,8 @@ def examine() -> dict[str, typing.Any]:
         notes.append("this wheel was cross-built on Linux and has not been run on Windows by who built it")
     _examine_cpu(report, problems, notes)
     _examine_cuda(report, problems, notes)
+    for found, more in zip((problems, notes), _neighbours.examine(), strict=True):
+        found += more
     problems = list(dict.fromkeys(problems))  # a damaged build_info.json is met by each library
     report["problems"], report["notes"] = problems, notes
     report["healthy"] = not problems

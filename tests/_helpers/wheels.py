@@ -13,6 +13,7 @@ from pathlib import Path
 from wheel_build import sbom
 from wheel_build.build_info import abi_version, recorded
 from wheel_build.version import base_version
+from wheel_check.wheel import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
@@ -53,7 +54,7 @@ def assemble(folder):
         f"{dist_info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n",
         f"{dist_info}/licenses/LICENSE": (ROOT / "LICENSE").read_bytes(),
         f"{dist_info}/sboms/{sbom.NAME}": sbom.text(info, f"{version}+cpu", [SOURCE / LIBRARY]).encode(),
-        f"{dist_info}/top_level.txt": b"mamba_ssm\n",
+        f"{dist_info}/top_level.txt": "".join(f"{name}\n" for name in sorted({*MODULES, "mamba_ssm"})).encode(),
     }
     return _write(folder / f"mamba_ssm-{version}+cpu-py3-none-linux_x86_64.whl", contents)
 

@@ -17,7 +17,7 @@ from mamba_ssm._torch.dispatch import (
     wrote_in_place,
 )
 from mamba_ssm._torch.modules import is_plain, weight_and_bias
-from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, archive_names, current_stream
+from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, archive_names, current_stream, is_compiling
 from mamba_ssm._torch.records import make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
 
@@ -31,6 +31,7 @@ __all__ = [
     "call_in_backward",
     "current_stream",
     "define",
+    "is_compiling",
     "is_plain",
     "make",
     "no_autocast",

@@ -1,0 +1,41 @@
+"""VMamba's module selective_scan_cuda_oflex on mamba_ssm's kernels: selective_scan_cuda_core, but the output may be
+float32 where the inputs are not.
+"""
+
+import torch
+
+import _mamba_ssm_finder  # noqa: F401  (before mamba_ssm, which may be a copy)
+from mamba_ssm.ops.selective_scan.extension import flexible_backward, flexible_forward
+
+
+def fwd(
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    delta_bias: torch.Tensor | None,
+    delta_softplus: bool,
+    nrows: int = 1,
+    out_float: bool = True,
+) -> list[torch.Tensor]:
+    """[out, x]; x (B, D, chunks, 2N) float32 is for bwd. delta may have fewer rows than u."""
+    return flexible_forward(u, delta, A, B, C, D, delta_bias, delta_softplus, bool(out_float))
+
+
+def bwd(
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    delta_bias: torch.Tensor | None,
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    delta_softplus: bool,
+    nrows: int = 1,
+) -> list[torch.Tensor | None]:
+    """[du, ddelta, dA, dB, dC, dD, ddelta_bias]; dout has out's dtype."""
+    return flexible_backward(u, delta, A, B, C, D, delta_bias, dout, x, delta_softplus)

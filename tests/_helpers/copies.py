@@ -1,0 +1,66 @@
+"""This package installed in a folder, and another project's copy of mamba_ssm that lies before or over it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mamba_ssm
+
+SITE = Path(mamba_ssm.__file__).parents[1]
+# In the manner of upstream's 1.x.
+COPY = {
+    "__init__.py": "from mamba_ssm.ops.selective_scan_interface import selective_scan_fn\nWHOSE = 'a copy'\n",
+    "ops/__init__.py": "# a copy's\n",
+    "ops/selective_scan_interface.py": """
+import torch
+import selective_scan_cuda
+
+class SelectiveScanFn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False):
+        ctx.softplus = delta_softplus
+        out, x, *rest = selective_scan_cuda.fwd(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
+        ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, x, out)
+        return rest[0] if rest else out
+
+    @staticmethod
+    def backward(ctx, dout):
+        *inputs, x, out = ctx.saved_tensors
+        grads = selective_scan_cuda.bwd(*inputs, dout, x, out, None, ctx.softplus, False)
+        du, ddelta, dA, dB, dC, dD, ddelta_bias, *rest = grads
+        return du, ddelta, dA, dB, dC, dD, rest[0] if rest else None, ddelta_bias, None
+
+def selective_scan_fn(*tensors_and_softplus):
+    return SelectiveScanFn.apply(*tensors_and_softplus)
+
+def selective_scan_ref(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False):
+    from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
+    return selective_scan_ref(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
+""",
+}
+
+
+def write_copy(folder):
+    for name, text in COPY.items():
+        (folder / "mamba_ssm" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "mamba_ssm" / name).write_text(text)
+
+
+def install(folder):
+    """This package's files as pip leaves them, with the CPU library."""
+    shutil.copytree(
+        SITE / "mamba_ssm", folder / "mamba_ssm", ignore=shutil.ignore_patterns("*cuda.so", "*.dll", "__pycache__")
+    )
+    for module in ("_mamba_ssm_finder", "selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex"):
+        shutil.copy(SITE / f"{module}.py", folder)
+    return folder
+
+
+def python(path, *words):
+    """What Python prints with these folders first on its path."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run([sys.executable, *words], env=environ, cwd=path[0], capture_output=True, text=True)
+    assert not done.stderr, done.stderr
+    return done.stdout
