@@ -59,6 +59,31 @@ def test_values_and_gradients(dtype, how, initial, device):
     assert_close_to_truth(found, expected, expected, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("first", [0, 7, -2])
+def test_initial_states_are_those_of_the_first_sequence(first, device):
+    """Whatever its number: pieces of packed rows, with their part of seq_idx, go on from the piece before."""
+    case = packed_case(initial_states=True)
+    tensors = case.inputs(torch.float32, device)
+    numbers = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(torch.int32) + first
+    tensors["seq_idx"] = numbers[None].to(device)
+
+    def whole(**t):
+        return mamba_chunk_scan_combined(**t, **case.options(), return_final_states=True)
+
+    def in_pieces(initial_states, seq_idx, **t):
+        outs, state = [], initial_states
+        for piece in (slice(0, 40), slice(40, 71), slice(71, 150), slice(150, None)):
+            part = {name: tensor[:, piece] if name in ALONG_TIME else tensor for name, tensor in t.items()}
+            out, state = whole(**part, initial_states=state, seq_idx=seq_idx[:, piece])
+            outs.append(out)
+        return torch.cat(outs, dim=1), state
+
+    # a piece that begins with a sequence does not know it
+    tensors["seq_idx"][:, 70] = tensors["seq_idx"][:, 71]
+    expected = outputs_and_gradients(in_pieces, tensors)
+    assert_close_to_truth(outputs_and_gradients(whole, tensors), expected, expected, TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize("initial", [False, True], ids=["zero", "initial_states"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_states_of_each_sequence(dtype, initial, device):

@@ -77,7 +77,9 @@ def mamba_chunk_scan_combined(
         chunk_size: a positive integer, upstream's tile size. It has no effect: the kernels choose their own.
         D: (H) or (H, P) float32, the skip connection. dt_bias: (H) float32, added to dt.
         initial_states: (B, H, P, N) float32, the states before the first step; zero if None.
-        seq_idx: (B, L) int32; the states restart from zero at each step whose value differs from the step before.
+        seq_idx: (B, L) int32; the states restart from zero at each step whose value differs from the step before. The
+            first step goes on from initial_states whatever its value is: it may be a piece of longer rows. (Upstream
+            drops them unless it is 0.)
         cu_seqlens: (sequences + 1) int32: 0, where the other sequences packed in the one row of a batch of 1 begin, and
             the end of the last. Without seq_idx the states restart at these steps; the first sequence starts from
             initial_states. That the values rise from 0 is checked on the CPU alone.
