@@ -16,7 +16,7 @@ from mamba_ssm._torch.dispatch import (
     wants_one_node,
     wrote_in_place,
 )
-from mamba_ssm._torch.modules import is_plain, weight_and_bias
+from mamba_ssm._torch.modules import is_plain, module_behind, weight_and_bias
 from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, archive_names, current_stream, is_compiling
 from mamba_ssm._torch.records import make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
@@ -34,6 +34,7 @@ __all__ = [
     "is_compiling",
     "is_plain",
     "make",
+    "module_behind",
     "no_autocast",
     "no_gradients",
     "refuse_second_derivatives",

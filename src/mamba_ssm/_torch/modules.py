@@ -1,12 +1,15 @@
 """What a block's submodules are to its fused operators: holders of parameters, as long as they are nothing more."""
 
+import sys
 import typing
 
+import torch
 import torch.nn as nn
 
 from mamba_ssm._torch.autocast import traced_by_old_torch
 from mamba_ssm._torch.private import HOOKS_KNOWN as _HOOKS_KNOWN
 from mamba_ssm._torch.private import PARAMETERS_KNOWN as _PARAMETERS_KNOWN
+from mamba_ssm._torch.private import is_compiling
 
 _Module = typing.TypeVar("_Module", bound=nn.Module)
 
@@ -37,3 +40,29 @@ def weight_and_bias(module: typing.Any) -> tuple[typing.Any, typing.Any]:
     if "weight" in parameters and "bias" in parameters:
         return parameters["weight"], parameters["bias"]
     return module.weight, module.bias  # not parameters: of replicas, and those that another module holds flattened
+
+
+_CALLERS = 8  # how far up module_behind looks: transformers puts functions of its own between a layer and an operator
+
+
+def module_behind(weight: torch.Tensor | None) -> typing.Callable[[torch.Tensor], torch.Tensor] | None:
+    """The module to call instead of multiplying by this frozen weight of it, or None where the weight is all of it.
+
+    For public functions that take the weights of projections: transformers hands them over even where a LoRA adapter
+    or a quantised layer stands around them, whose results and gradients would be lost without a word. A weight does not
+    know its module, but the layer that made the call does: it is a `self` up the stack. Adapters and quantisation
+    freeze the weight, so ordinary training looks at nothing. A compiler cannot follow this; there the weight counts.
+    """
+    if weight is None or is_compiling() or weight.requires_grad:
+        return None
+    frame = sys._getframe(2)
+    for _ in range(_CALLERS):
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, nn.Module):
+            for module in layer.children():
+                if getattr(module, "weight", None) is weight:
+                    return None if is_plain(module, nn.Linear) else module
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None

@@ -18,6 +18,7 @@ from mamba_ssm._torch import (
     call_below_autograd,
     call_in_backward,
     define,
+    module_behind,
     no_autocast,
     no_gradients,
     signature,
@@ -93,12 +94,15 @@ def mamba_split_conv1d_scan_combined(
         dt_bias, A: (H); D: (H), or (H, P), or None; float32, or widened to it. dt = softplus(dt + dt_bias).
         chunk_size: a positive integer, upstream's tile size. It has no effect: the kernels choose their own.
         initial_states: (B, H, P, N) float32, the states before the first step; zero if None.
-        seq_idx: (B, L) int32; convolution and states restart at each step whose value differs from the step before.
+        seq_idx: (B, L) int32; convolution and states restart at each step whose value differs from the step before, but
+            not at the first one. A negative value is padding: the convolution's output is zero there.
         dt_limit: (smallest, largest) value of dt, which is then clamped.
         activation: of the convolution: "silu", "swish" or None.
         rmsnorm_weight: (H P) of any of these dtypes: RMSNorm over groups of H P / G channels, with rmsnorm_eps,
             before (norm_before_gate) or after the gate silu(z). None: only the gate, and rmsnorm_eps may be None too.
-        outproj_weight: (d_model, d_mlp + H P) and outproj_bias: (d_model); None to return before the projection.
+        outproj_weight: (d_model, d_mlp + H P) and outproj_bias: (d_model); None to return before the projection. Where
+            a frozen weight's module is more than the weight (LoRA, a quantised layer) and belongs to the layer that
+            calls, the module is called. Not under torch.compile.
         headdim: P; may be None if D is (H, P). ngroups: G.
         state_dtype: dtype of the returned states, float32 if None.
 
@@ -117,6 +121,9 @@ def mamba_split_conv1d_scan_combined(
     if not isinstance(ngroups, int):
         raise TypeError(f"{NAME}: ngroups must be an integer, got {ngroups!r}")
     checks.check_tensor(NAME, "zxbcdt", zxbcdt)
+    out_proj = module_behind(outproj_weight)
+    if out_proj is not None:
+        outproj_weight = outproj_bias = None
     dtype = autocast_dtype(zxbcdt)
     if dtype is not None:
         zxbcdt = checks.cast(zxbcdt, dtype)
@@ -157,6 +164,8 @@ def mamba_split_conv1d_scan_combined(
         out, _, _, states = call(split_conv1d_scan_op, *inputs, *options, return_final_states, False)
         if outproj_weight is not None:
             out = _project(out, outproj_weight, outproj_bias)
+    if out_proj is not None:
+        out = out_proj(out)
     if not return_final_states:
         return out
     return out, states if state_dtype is None else states.to(state_dtype)

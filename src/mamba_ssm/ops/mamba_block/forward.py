@@ -17,6 +17,7 @@ from mamba_ssm._torch import (
     call_below_autograd,
     call_in_backward,
     define,
+    module_behind,
     no_autocast,
     no_gradients,
     returns,
@@ -37,6 +38,7 @@ from mamba_ssm.ops.mamba_block.arguments import (
     sources,
 )
 from mamba_ssm.ops.mamba_block.backward import Gradients, mamba_inner_backward_op, of_inputs
+from mamba_ssm.ops.mamba_block.composed import pieces, project_out, scan
 from mamba_ssm.ops.selective_scan.arguments import check_fake
 from mamba_ssm.ops.selective_scan.forward import Results as ScanResults
 from mamba_ssm.ops.selective_scan.forward import launch_forward as launch_scan
@@ -85,6 +87,9 @@ def mamba_inner_fn(
         b_rms_weight, c_rms_weight: (N), dt_rms_weight: (D), or None: RMS norm of B and C from x_proj, and of delta
             before delta_bias, with b_c_dt_rms_eps.
 
+    A frozen x_proj_weight or out_proj_weight of a module that is more than its weight (LoRA, a quantised layer) and
+    belongs to the layer that calls: the module is called, and backward keeps more. Not under torch.compile.
+
     Returns:
         (B, L, d_model). Under autocast xz and the projections are cast to autocast's dtype; A, D and the bias of delta
         stay float32.
@@ -94,6 +99,26 @@ def mamba_inner_fn(
     if not isinstance(checkpoint_lvl, int) or checkpoint_lvl not in (0, 1):
         raise ValueError(f"{NAME}: checkpoint_lvl must be 0 or 1, got {checkpoint_lvl!r}")
     checks.check_tensor(NAME, "xz", xz)
+    x_proj, out_proj = module_behind(x_proj_weight), module_behind(out_proj_weight)
+    if x_proj is not None or out_proj is not None:
+        given = pieces(
+            xz,
+            conv1d_weight,
+            conv1d_bias,
+            x_proj or x_proj_weight,
+            delta_proj_weight,
+            A.shape[-1],
+            B,
+            C,
+            B_proj_bias,
+            C_proj_bias,
+            b_rms_weight,
+            c_rms_weight,
+            dt_rms_weight,
+            b_c_dt_rms_eps,
+        )
+        y = scan(given, A, D, delta_bias, delta_softplus).transpose(1, 2)
+        return project_out(y, out_proj_weight, out_proj_bias) if out_proj is None else out_proj(y)
     dtype = autocast_dtype(xz)
     if dtype is not None:
         xz, x_proj_weight, delta_proj_weight, out_proj_weight = (

@@ -1,0 +1,129 @@
+"""Fused functions that are given the weights of projections: LoRA and quantised layers around these count."""
+
+import pytest
+import torch
+from _helpers import mamba2_inner_inputs, mamba_inner_inputs
+from torch import nn
+
+from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, mamba_inner_ref
+from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined, mamba_split_conv1d_scan_ref
+
+
+class Lora(nn.Module):
+    """As peft's: its weight is the frozen one of the layer that it wraps."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype, device=base.weight.device)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype, device=base.weight.device)
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+class Quantised(nn.Module):
+    """A weight that no operator takes."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.scale = base.weight.detach().abs().max() / 127
+        self.weight = nn.Parameter((base.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False)
+        self.bias = base.bias
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * self.scale, self.bias)
+
+
+def linear(weight, bias=None):
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device=weight.device, dtype=weight.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    return layer
+
+
+def dense(layer):
+    """What a projection multiplies by."""
+    if isinstance(layer, Lora):
+        return layer.base_layer.weight + layer.up.weight @ layer.down.weight
+    return layer.weight * layer.scale if isinstance(layer, Quantised) else layer.weight
+
+
+class Layer(nn.Module):
+    """A mixer of another package; the call goes through a function of theirs, as transformers' do."""
+
+    def __init__(self, function, tensors, rest, wraps):
+        super().__init__()
+        self.function, self.tensors, self.rest = function, tensors, rest
+        out = "outproj" if function is mamba_split_conv1d_scan_combined else "out_proj"
+        self.names = {f"{out}_weight": "out_proj"}
+        self.out_proj = linear(tensors[f"{out}_weight"], tensors[f"{out}_bias"])
+        if "x_proj_weight" in tensors:
+            self.names["x_proj_weight"] = "x_proj"
+            self.x_proj = linear(tensors["x_proj_weight"])
+        for name, wrap in wraps.items():
+            setattr(self, name, wrap(getattr(self, name)))
+
+    def forward(self, function=None, weight=lambda layer: layer.weight):
+        weights = {key: weight(getattr(self, name)) for key, name in self.names.items()}
+
+        def call():
+            return (function or self.function)(**{**self.tensors, **weights}, **self.rest)
+
+        return call()
+
+
+def mamba(dtype, device, **wraps):
+    tensors = mamba_inner_inputs.inputs(dtype, device)
+    return Layer(mamba_inner_fn, tensors, {}, wraps), mamba_inner_ref
+
+
+def mamba2(dtype, device, **wraps):
+    tensors, rest = mamba2_inner_inputs.inputs(dtype, device)
+    return Layer(mamba_split_conv1d_scan_combined, tensors, rest, wraps), mamba_split_conv1d_scan_ref
+
+
+CASES = [
+    pytest.param(mamba, {"x_proj": Lora}, id="mamba-lora"),
+    pytest.param(mamba, {"out_proj": Lora}, id="mamba-lora_out"),
+    pytest.param(mamba, {"x_proj": Quantised, "out_proj": Lora}, id="mamba-quantised"),
+    pytest.param(mamba2, {"out_proj": Lora}, id="mamba2-lora"),
+    pytest.param(mamba2, {"out_proj": Quantised}, id="mamba2-quantised"),
+]
+
+
+@pytest.mark.parametrize("make,wraps", CASES)
+def test_values_and_gradients(make, wraps, device):
+    layer, reference = make(torch.float32, device, **wraps)
+    given = layer.tensors["xz" if make is mamba else "zxbcdt"].requires_grad_()
+    wanted = [given, *(parameter for name, parameter in layer.named_parameters() if "down" in name or "up" in name)]
+    found, expected = layer(), layer(reference, dense)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    weights = torch.randn_like(found)
+    gradients = torch.autograd.grad(found, wanted, weights)
+    for gradient, other in zip(gradients, torch.autograd.grad(expected, wanted, weights), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(), expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [mamba, mamba2])
+def test_frozen_weights_alone_stay_fused(make, device):
+    """One node computes all, as it does for trained weights."""
+    layer, _ = make(torch.float32, device)
+    layer.tensors["xz" if make is mamba else "zxbcdt"].requires_grad_()
+    trained = layer()
+    layer.requires_grad_(False)
+    frozen = layer()
+    assert type(frozen.grad_fn) is type(trained.grad_fn)
+    assert torch.equal(frozen, trained)
