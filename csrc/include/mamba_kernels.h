@@ -125,7 +125,8 @@ typedef struct MambaSelectiveScanBackward {
 } MambaSelectiveScanBackward;
 
 /* out_{d,l} = silu?(bias_d + sum_w weight_{d,w} x_{d, l-(W-1)+w}): causal depthwise convolution. x and out have either
- * stride_l == 1 or stride_d == 1. With seq_idx, taps that lie in another sequence count as zero. */
+ * stride_l == 1 or stride_d == 1. With seq_idx, taps that lie in another sequence count as zero; where it is negative, x is
+ * padding and out 0. */
 typedef struct MambaCausalConv1d {
     MambaRun run;
     int64_t batch, dim, seqlen;

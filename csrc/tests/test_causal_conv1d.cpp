@@ -54,7 +54,7 @@ struct ConvData {
             int32_t id = 0;
             for (int64_t t = 0; t < c.seqlen; ++t) {
                 id += t > 0 && (testing::random_below(t % 40 < 10 ? 2 : 25) == 0 || t == 128);
-                seq_idx.push_back(id);
+                seq_idx.push_back(id % 4 == 2 ? -1 - id : id);
             }
         }
     }
@@ -123,7 +123,13 @@ struct ConvData {
     bool same_sequence(int64_t b, int64_t s, int64_t t) const {
         return !c.seq_idx || (s >= 0 && seq_idx[b * c.seqlen + s] == seq_idx[b * c.seqlen + t]);
     }
+    bool is_padding(int64_t b, int64_t t) const {
+        return c.seq_idx && seq_idx[b * c.seqlen + t] < 0;
+    }
     double before_activation(int64_t b, int64_t d, int64_t t) const {
+        if (is_padding(b, t)) {
+            return 0.0;
+        }
         double sum = c.bias ? bias.get(d) : 0.0;
         for (int lag = 0; lag < c.width; ++lag) {
             sum += same_sequence(b, t - lag, t) ? weight.get(d, c.width - 1 - lag) * input(b, d, t - lag) : 0.0;
@@ -160,6 +166,9 @@ static void run_case(const ConvCase& c) {
         return;
     }
     x.out.for_each([&](int64_t b, int64_t d, int64_t t, int64_t) {
+        if (x.is_padding(b, t)) {
+            return;
+        }
         const double sum = x.before_activation(b, d, t), s = sigmoid(sum);
         const double grad = x.dout.get(b, d, t) * (c.silu ? s * (1.0 + sum * (1.0 - s)) : 1.0);
         for (int lag = 0; lag < c.width; ++lag) {

@@ -38,6 +38,10 @@ MAMBA_INLINE void convolve_back(const Taps& taps, const float* x, const float* g
     }
     s.bias = zero();
     for (int step = 0; step < steps; ++step) {
+        if (kSequences && seq_idx[step] < 0) {  // padding
+            store(dx + step * kLanes, zero());
+            continue;
+        }
         const Vec grad_step = load(grad + step * kLanes);
         Vec dx_step = zero();
         for (int lag = 0; lag < kWidth; ++lag) {

@@ -32,13 +32,14 @@ inline Taps load_taps(const void* weight, int32_t weight_dtype, const void* bias
 
 // out[step] = bias + sum of taps, before the activation. x points at the tile's first input; earlier inputs lie before it.
 // With seq_idx (at the tile's first step; first_step counts the steps before it) taps of another sequence are left out, not
-// multiplied by zero: a NaN there must not reach this sequence.
+// multiplied by zero: a NaN there must not reach this sequence. Padding, whose seq_idx is negative, gets 0.
 template <int kWidth, bool kSequences>
 MAMBA_INLINE void convolve_steps(const Taps& taps, const float* x, const int32_t* seq_idx, int64_t first_step, int steps,
                                  float* out) {
     for (int step = 0; step < steps; ++step) {
-        Vec sum = taps.bias;
-        for (int lag = 0; lag < kWidth; ++lag) {
+        const bool padding = kSequences && seq_idx[step] < 0;
+        Vec sum = padding ? zero() : taps.bias;
+        for (int lag = 0; lag < kWidth && !padding; ++lag) {
             if (!kSequences || (first_step + step >= lag && seq_idx[step - lag] == seq_idx[step])) {
                 sum = fma(taps.tap[lag], load(x + (step - lag) * kLanes), sum);
             }

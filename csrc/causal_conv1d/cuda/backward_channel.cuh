@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                         for (int k = 0; k <= kConvHalo; ++k) {
                             inputs[k] = x_ring[(i + 1 + k) % kRing][v];
                         }
-                        const uint32_t mask = lag_mask >> (kConvHalo * i);
+                        const uint32_t mask = lag_mask >> (kMaskBits * i);
                         float gradient;
                         gradients<1>(options, taps[v], inputs, mask, &dout_values[v], &gradient);
                         g_ring[i][v] = s < end ? gradient : 0.0f;  // beyond the end even NaN counts as nothing
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                         for (int k = 0; k <= kConvHalo; ++k) {
                             g[k] = g_ring[(i + 1 + k) % kRing][v];
                         }
-                        input_gradients<1>(options, taps[v], g, lead_mask >> (kConvHalo * i), &dx_values[v]);
+                        input_gradients<1>(options, taps[v], g, lead_mask >> (kMaskBits * i), &dx_values[v]);
                     }
                     dx = opaque(dx);
                     const int done = s - kConvHalo;  // the step whose dx is complete

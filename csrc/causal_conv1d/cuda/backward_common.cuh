@@ -6,7 +6,7 @@
 
 namespace mamba {
 
-// g at any step from memory; zero beyond the row's end.
+// g at any step from memory; zero beyond the row's end and in padding.
 template <typename T>
 __device__ __forceinline__ float conv_gradient(const MambaCausalConv1dBackward& params, int64_t batch, int64_t channel,
                                                int64_t step, const ConvTaps& taps) {
@@ -16,12 +16,15 @@ __device__ __forceinline__ float conv_gradient(const MambaCausalConv1dBackward& 
     }
     const float g = to_float(static_cast<const T*>(
         params.dout)[batch * params.dout_batch_stride + channel * params.dout_dim_stride + step * params.dout_len_stride]);
-    if (!forward.silu) {
-        return g;
-    }
     uint32_t mask = 0;
     if (forward.seq_idx != nullptr) {
         mask = sequence_mask<1, false>(forward.seq_idx + batch * forward.seqlen, step, forward.seqlen);
+        if (!mask_has(mask, 0, 0)) {
+            return 0.0f;
+        }
+    }
+    if (!forward.silu) {
+        return g;
     }
     float inputs[kConvHalo + 1];
     if (step >= kConvHalo) {  // four loads that do not wait for one another
@@ -96,7 +99,7 @@ inline bool is_plain(const MambaCausalConv1dBackward& params) {
     return is_plain(params.forward) && params.dinitial_states == nullptr && params.dfinal_states == nullptr;
 }
 
-// g of N steps from their sums before the activation, and its share of dweight and dbias.
+// g of N steps from their sums before the activation, 0 in padding, and its share of dweight and dbias.
 template <int N, typename Options>
 __device__ __forceinline__ void gradients(const Options& options, const ConvTaps& taps, const float* inputs, uint32_t mask,
                                           const float* dout, float* g) {
@@ -112,6 +115,12 @@ __device__ __forceinline__ void gradients(const Options& options, const ConvTaps
             g[j] *= silu_slope(sums[j]);
         }
     }
+    if (options.masked) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {  // padding may hold NaN
+            g[j] = mask_has(mask, j, 0) ? g[j] : 0.0f;
+        }
+    }
 }
 
 template <int N, typename Options>
@@ -119,8 +128,9 @@ __device__ __forceinline__ void accumulate(const Options& options, const float* 
                                            ConvSums& sums) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
+        const float input = options.masked && !mask_has(mask, j, 0) ? 0.0f : inputs[kConvHalo + j];
         sums.bias += g[j];
-        sums.weight[0] = fmaf(g[j], inputs[kConvHalo + j], sums.weight[0]);
+        sums.weight[0] = fmaf(g[j], input, sums.weight[0]);
     }
 #pragma unroll
     for (int k = 1; k <= kConvHalo; ++k) {

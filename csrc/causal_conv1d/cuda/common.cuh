@@ -117,10 +117,13 @@ __device__ __forceinline__ void store_final_state(const MambaCausalConv1d& param
                                          index * params.final_len_stride] = from_float<T>(value);
 }
 
+// A step's bits in a mask of sequences.
+constexpr int kMaskBits = kConvMaxWidth;
 template <int N>
-constexpr uint32_t kOneSequence = (1u << (kConvHalo * N)) - 1;
+constexpr uint32_t kOneSequence = 0xffffffffu >> (32 - kMaskBits * N);
 
-// Bit 3 * j + k - 1 says that steps t + j and t + j - k (or + k with kLead) are of one sequence; t + j < seqlen.
+// Bit 4 * j + k says that steps t + j and t + j - k (or + k with kLead) are of one sequence, and that it is no padding;
+// t + j < seqlen.
 template <int N, bool kLead>
 __device__ __forceinline__ uint32_t sequence_mask(const int32_t* seq_idx, int64_t t, int64_t seqlen) {
     int32_t index[N + kConvHalo];
@@ -130,7 +133,7 @@ __device__ __forceinline__ uint32_t sequence_mask(const int32_t* seq_idx, int64_
         const int64_t step = first + i;
         index[i] = seq_idx[step < 0 ? 0 : (step < seqlen ? step : seqlen - 1)];  // clamped: inputs and gradients there are 0
     }
-    bool one = true;  // nearly always: then bits one by one would be a waste
+    bool one = index[0] >= 0;  // nearly always: then bits one by one would be a waste
 #pragma unroll
     for (int i = 1; i < N + kConvHalo; ++i) {
         one = one && index[i] == index[0];
@@ -142,19 +145,20 @@ __device__ __forceinline__ uint32_t sequence_mask(const int32_t* seq_idx, int64_
 #pragma unroll
     for (int j = 0; j < N; ++j) {
 #pragma unroll
-        for (int k = 1; k <= kConvHalo; ++k) {
-            const bool same = kLead ? index[j + k] == index[j] : index[j + kConvHalo - k] == index[j + kConvHalo];
-            mask |= static_cast<uint32_t>(same) << (kConvHalo * j + k - 1);
+        for (int k = 0; k <= kConvHalo; ++k) {
+            const int32_t own = kLead ? index[j] : index[j + kConvHalo];
+            const int32_t other = kLead ? index[j + k] : index[j + kConvHalo - k];
+            mask |= static_cast<uint32_t>(own >= 0 && own == other) << (kMaskBits * j + k);
         }
     }
     return mask;
 }
 
 __device__ __forceinline__ bool mask_has(uint32_t mask, int j, int k) {
-    return (mask >> (kConvHalo * j + k - 1)) & 1u;
+    return (mask >> (kMaskBits * j + k)) & 1u;
 }
 
-// Sums before the activation of N steps. inputs[kConvHalo + j] is step j's input; mask is read only if masked.
+// Sums before the activation of N steps, 0 in padding. inputs[kConvHalo + j] is step j's input; mask is read only if masked.
 template <int N>
 __device__ __forceinline__ void convolve(const ConvTaps& taps, int width, const float* inputs, bool masked, uint32_t mask,
                                          float* sums) {
@@ -173,6 +177,10 @@ __device__ __forceinline__ void convolve(const ConvTaps& taps, int width, const 
             }
         }
     } else {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            sums[j] = mask_has(mask, j, 0) ? sums[j] : 0.0f;
+        }
 #pragma unroll
         for (int k = 1; k <= kConvHalo; ++k) {
             if (k < width) {

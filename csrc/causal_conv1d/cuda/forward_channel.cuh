@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kConvThreads, 3)
                     for (int k = 0; k <= kConvHalo; ++k) {
                         inputs[k] = window[i + k][v];
                     }
-                    convolve<1>(taps[v], width, inputs, several, mask >> (kConvHalo * i), &sums[v]);
+                    convolve<1>(taps[v], width, inputs, several, mask >> (kMaskBits * i), &sums[v]);
                 }
                 if (kPlain || params.silu) {
 #pragma unroll

@@ -24,6 +24,45 @@ def test_values_and_gradients(case, dtype, device):
     assert_close_to_truth(found, plain, truth)
 
 
+PADDED_CASES = [
+    ConvCase(2, 24, 99, seq_idx=True),
+    ConvCase(2, 5, 64, width=2, silu=False, seq_idx=True),
+    ConvCase(1, 6, 1030, seq_idx=True),
+    ConvCase(3, 13, 40, width=3, seq_idx=True, channel_last=True, bias=False),
+    ConvCase(1, 8, 1100, silu=False, seq_idx=True, channel_last=True),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("case", PADDED_CASES, ids=case_id)
+def test_a_negative_seq_idx_is_padding(case, strided, dtype, device):
+    """Nothing that lies there counts, not even NaN, in x or in out's gradient."""
+    tensors = case.inputs(dtype, device)
+    seq_idx = tensors["seq_idx"]
+    tensors["seq_idx"] = seq_idx = torch.where(seq_idx % 3 == 1, -seq_idx, seq_idx)
+    seq_idx[:, -3:] = -1
+    padding = (seq_idx < 0)[:, None]
+    assert 3 < padding.sum() < padding.numel() - 3
+    weights = torch.randn(tensors["x"].shape).to(device, dtype)
+
+    def outputs(function, working, hole):
+        x = tensors["x"].masked_fill(padding, hole).to(working)
+        x = torch.stack([x, x], dim=-1)[..., 0] if strided and not case.channel_last else x
+        leaves = {
+            key: tensors[key].to(working).requires_grad_() for key in ("weight", "bias") if tensors[key] is not None
+        }
+        leaves["x"] = x.requires_grad_()
+        out = function(**{**tensors, **leaves})
+        grads = torch.autograd.grad(out, list(leaves.values()), weights.masked_fill(padding, hole).to(working))
+        return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+
+    found = outputs(causal_conv1d_fn, dtype, float("nan"))
+    for name in ("out", "x"):
+        assert found[name].masked_select(padding).eq(0).all(), name
+    assert_close_to_truth(found, outputs(causal_conv1d_ref, dtype, 0.0), outputs(causal_conv1d_ref, torch.float64, 0.0))
+
+
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=dtype_id)
 def test_weights_of_another_dtype(weight_dtype, device):
     tensors = ConvCase(2, 8, 33).inputs(torch.bfloat16, device, weight_dtype)

@@ -36,7 +36,8 @@ def causal_conv1d_fn(
     Args:
         x: (B, D, L) float32, float16 or bfloat16; either the length or the channels contiguous in memory.
         weight: (D, W), W 2..4, and bias: (D); of any of these dtypes.
-        seq_idx: (B, L) int32; taps that lie in another sequence count as zero. Not with initial or final states.
+        seq_idx: (B, L) int32; taps that lie in another sequence count as zero. Where it is negative, x is padding: out
+            and the gradient of x are zero there, whatever x holds. Not with initial or final states.
         initial_states: (B, D, W-1) of x's dtype, the inputs before the first; zero if None.
         return_final_states: also return the last W-1 inputs, (B, D, W-1) of x's dtype.
         final_states_out: (B, D, W-1) of x's dtype, to write them into.

@@ -28,12 +28,15 @@ def causal_conv1d_ref(
         part = padded[:, :, tap : tap + seqlen].to(dtype)
         if seq_idx is not None:
             there = F.pad(seq_idx, (width - 1, 0), value=-(2**31))[:, tap : tap + seqlen]
-            part = torch.where((there == seq_idx)[:, None], part, torch.zeros_like(part))
+            same = (there == seq_idx) & (seq_idx >= 0)
+            part = torch.where(same[:, None], part, torch.zeros_like(part))
         out = out + part * weight[:, tap, None].to(dtype)
     if bias is not None:
         out = out + bias[:, None].to(dtype)
     if activation in ("silu", "swish"):
         out = F.silu(out)
+    if seq_idx is not None:
+        out = torch.where((seq_idx < 0)[:, None], torch.zeros_like(out), out)
     out = out.to(x.dtype)
     final_states = padded[:, :, seqlen:]
     if final_states_out is not None:
