@@ -2,9 +2,10 @@
 
     site/index.html                     for people: labels, what each needs, install lines, files
     site/files/*.whl, *.whl.metadata    every wheel once, with its metadata beside it (PEP 658, 714)
-    site/cu130/, site/cpu/, ...         one index for each local label, and one that holds
+    site/cu130/, site/cpu/, ...         one index for each local label of mamba_ssm, and one that holds
     site/all/                           everything: index.html (PEP 503) and index.json (PEP 691, 700) in
-                                        LABEL/ and LABEL/mamba-ssm/
+                                        LABEL/ and LABEL/mamba-ssm/; wheels of causal-conv1d, which fit every label,
+                                        are in LABEL/causal-conv1d/
 
 All links are relative: the folder can be served at any address, or used as file:///. Each wheel is verified first
 (scripts/verify_wheel.py). A file once published never changes or disappears: if one would, if a wheel has a problem, or
@@ -33,7 +34,7 @@ try:
     from packaging.version import Version
     from wheel_build.advice import driver_needed
     from wheel_check import verify_to_publish
-    from wheel_check.wheel import Unreadable, read_wheel
+    from wheel_check.wheel import CONVOLUTION, Unreadable, read_wheel
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
         raise
@@ -42,9 +43,9 @@ except ModuleNotFoundError as error:
         'pip install "WHEEL[publish]"'
     )
 
-PROJECT = "mamba-ssm"
+PROJECT, CONVOLUTION_PROJECT = PROJECTS = "mamba-ssm", CONVOLUTION.replace("_", "-")
 FILES, EVERYTHING = "files", "all"
-RECORD = f"{EVERYTHING}/{PROJECT}/index.json"
+RECORDS = [f"{EVERYTHING}/{project}/index.json" for project in PROJECTS]
 PATIENCE = 60.0  # seconds to wait for another run on the same site
 # Compute capability -> GPUs that people know by name.
 GPUS = {
@@ -67,6 +68,7 @@ class IndexRefused(Exception):
 class File:
     """What the pages say of a published wheel."""
 
+    project: str
     path: Path
     sha256: str
     size: int
@@ -74,7 +76,7 @@ class File:
     version: Version
     platform: str  # of the wheel's tag
     metadata: bytes
-    build_info: dict
+    build_info: dict  # {} of a wheel without libraries
 
     @property
     def name(self) -> str:
@@ -97,13 +99,17 @@ class File:
         glibc = re.fullmatch(r"manylinux_(\d+)_(\d+)_x86_64", self.platform)
         if glibc:
             return f"Linux x86-64, glibc {glibc.group(1)}.{glibc.group(2)} or newer"
-        names = {"win_amd64": "Windows x86-64", "linux_x86_64": "Linux x86-64, glibc of the building machine or newer"}
+        names = {
+            "any": "any system",
+            "win_amd64": "Windows x86-64",
+            "linux_x86_64": "Linux x86-64, glibc of the building machine or newer",
+        }
         return names.get(self.platform, self.platform)
 
     @property
     def driver(self) -> str | None:
         """What the NVIDIA driver must be; None for a CPU-only wheel."""
-        if not self.build_info["cuda"]:
+        if not self.build_info.get("cuda"):
             return None
         return driver_needed(int(str(self.build_info["nvcc_version"]).split(".")[0]))
 
@@ -149,16 +155,16 @@ def write(path: Path, data: bytes) -> None:
 
 def read_record(site: Path) -> dict[str, dict]:
     """{file name: what the site says of it} of the files published so far."""
-    record = site / RECORD
-    if not record.exists():
-        # A first run that was cut off leaves files and no record.
-        if (
-            site.is_dir()
-            and not (site / FILES).is_dir()
-            and any(not path.name.startswith(".") for path in site.iterdir())
-        ):
+    records = [site / record for record in RECORDS if (site / record).exists()]
+    # A first run that was cut off leaves files and no record.
+    if not records and site.is_dir() and not (site / FILES).is_dir():
+        strange = [path for path in site.iterdir() if not path.name.startswith(".")]
+        if strange:
             raise IndexRefused(f"{site} holds other things and no index: name a new or empty folder")
-        return {}
+    return {name: entry for record in records for name, entry in _entries(record).items()}
+
+
+def _entries(record: Path) -> dict[str, dict]:
     try:
         return {
             entry["filename"]: entry | {"sha256": entry["hashes"]["sha256"]}
@@ -222,6 +228,7 @@ def read_files(site: Path, record: dict[str, dict]) -> list[File]:
         wheel = read_wheel(path)
         files.append(
             File(
+                project=wheel.project.replace("_", "-"),
                 path=path,
                 sha256=sha256(path),
                 size=path.stat().st_size,
@@ -229,7 +236,7 @@ def read_files(site: Path, record: dict[str, dict]) -> list[File]:
                 version=wheel.version,
                 platform=wheel.tag.split("-")[-1],
                 metadata=wheel.files[f"{wheel.dist_info}METADATA"],
-                build_info=wheel.build_info,
+                build_info={} if wheel.project == CONVOLUTION else wheel.build_info,
             )
         )
     return sorted(files, key=lambda file: file.version, reverse=True)
@@ -238,13 +245,13 @@ def read_files(site: Path, record: dict[str, dict]) -> list[File]:
 def requirements(files: list[File]) -> list[str]:
     """A line of requirements.txt for each version, with the hash of every file of it."""
     return [
-        f"{PROJECT}=={version}"
+        f"{files[0].project}=={version}"
         + "".join(f" \\\n    --hash=sha256:{file.sha256}" for file in files if file.version == version)
         for version in dict.fromkeys(file.version for file in files)
     ]
 
 
-def project_json(files: Iterable[File]) -> dict:
+def project_json(project: str, files: Iterable[File]) -> dict:
     """PEP 691 with the fields of PEP 700."""
     entries = [
         {
@@ -259,10 +266,11 @@ def project_json(files: Iterable[File]) -> dict:
         for file in files
     ]
     versions = list(dict.fromkeys(str(file.version) for file in files))
-    return {"meta": {"api-version": "1.1"}, "name": PROJECT, "versions": versions, "files": entries}
+    return {"meta": {"api-version": "1.1"}, "name": project, "versions": versions, "files": entries}
 
 
-ROOT_JSON = {"meta": {"api-version": "1.1"}, "projects": [{"name": PROJECT}]}
+def root_json(projects: Iterable[str]) -> dict:
+    return {"meta": {"api-version": "1.1"}, "projects": [{"name": project} for project in projects]}
 
 
 def pages(files: list[File]) -> Iterator[tuple[str, bytes]]:
@@ -275,25 +283,24 @@ def pages(files: list[File]) -> Iterator[tuple[str, bytes]]:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["url"] = quote
+    convolutions = [file for file in files if file.project == CONVOLUTION_PROJECT]
+    libraries = [file for file in files if file.project == PROJECT]
     # In pip's own order, the newest CUDA first.
-    names = sorted({file.label for file in files}, key=lambda label: Version(f"0+{label}"), reverse=True)
-    labels = {label: [file for file in files if file.label == label] for label in names}
-    for index, held in {EVERYTHING: files, **labels}.items():
-        values = {
-            "project": PROJECT,
-            "index": index,
-            "files": held,
-            "pins": requirements(held),
-            "folder": FILES,
-            "everything": EVERYTHING,
-        }
-        for folder, page, content in (
-            (f"{index}/{PROJECT}", "project.html", project_json(held)),
-            (index, "root.html", ROOT_JSON),
-        ):
-            yield f"{folder}/index.html", environment.get_template(page).render(values).encode()
+    names = sorted({file.label for file in libraries}, key=lambda label: Version(f"0+{label}"), reverse=True)
+    labels = {label: [file for file in libraries if file.label == label] for label in names}
+    values = {"folder": FILES, "everything": EVERYTHING, "convolution": CONVOLUTION_PROJECT}
+    for index, held in {EVERYTHING: libraries, **labels}.items():
+        projects = {project: of for project, of in ((PROJECT, held), (CONVOLUTION_PROJECT, convolutions)) if of}
+        folders = [
+            (f"{index}/{project}", "project.html", project_json(project, of), {"project": project, "files": of})
+            for project, of in projects.items()
+        ]
+        for folder, page, content, more in [*folders, (index, "root.html", root_json(projects), {})]:
+            pins = requirements(more["files"]) if more else []
+            page_values = {**values, **more, "index": index, "projects": projects, "pins": pins}
+            yield f"{folder}/index.html", environment.get_template(page).render(page_values).encode()
             yield f"{folder}/index.json", (json.dumps(content, indent=1) + "\n").encode()
-    values = {"project": PROJECT, "labels": labels, "files": files, "folder": FILES, "everything": EVERYTHING}
+    values |= {"project": PROJECT, "labels": labels, "files": libraries, "convolutions": convolutions}
     yield "index.html", environment.get_template("overview.html").render(values).encode()
 
 

@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 
 try:
     import requests
+    from packaging.utils import parse_wheel_filename
     from pypi_simple import (
         NoSuchProjectError,
         PyPISimple,
@@ -53,7 +54,6 @@ except ModuleNotFoundError as error:
         'pip install "WHEEL[publish]"'
     )
 
-PROJECT = "mamba-ssm"
 PUBLIC = ("pypi.org", "pypi.io", "pypi.python.org", "testpypi.python.org")
 SDISTS = (".tar.gz", ".zip")
 # All in seconds. An index may list a file a while after it took it (Artifactory does that in the background).
@@ -149,7 +149,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
     host = (urlsplit(url).hostname or "").rstrip(".")
     if not options.allow_public_index and any(host == name or host.endswith(f".{name}") for name in PUBLIC):
         raise NotPublished(
-            f"{host} is the public index, where the name {PROJECT} is somebody else's: pip would mix both. Give "
+            f"{host} is the public index, where our names are those of other projects: pip would mix them. Give "
             "the URL of your own index (--allow-public-index is for whoever owns the name there)"
         )
     return settings
@@ -178,7 +178,7 @@ class Index:
         unreadable = []
         for page in self.pages:
             try:
-                packages = self._packages(page)
+                packages = self._packages(page, wheel)
             except NotPublished as error:
                 unreadable.append(error)
                 continue
@@ -191,10 +191,11 @@ class Index:
             raise unreadable[0]
         return False
 
-    def _packages(self, page: str) -> list:
+    def _packages(self, page: str, wheel: Path) -> list:
+        project = parse_wheel_filename(wheel.name)[0]
         try:
             with waiting(f"{page}/ to answer"):
-                return PyPISimple(page, session=self.session).get_project_page(PROJECT).packages
+                return PyPISimple(page, session=self.session).get_project_page(project).packages
         except (NoSuchProjectError, UnsupportedContentTypeError):
             return []
         except requests.HTTPError as error:

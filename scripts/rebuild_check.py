@@ -40,20 +40,30 @@ def main(words: list[str] | None = None) -> int:
         if given is not None and not given.is_file():
             raise CannotTry(f"{given} is no file")
         with tempfile.TemporaryDirectory(prefix="rebuild-") as folder:
-            wheels = [build(Path(folder), *surroundings) for surroundings in SURROUNDINGS]
-            return compare([given, *wheels] if given is not None else wheels)
+            status, builds = 0, [build(Path(folder), *surroundings) for surroundings in SURROUNDINGS]
+            if given is not None and project_of(given) not in builds[0]:
+                raise CannotTry(f"{given} is no wheel of {' or '.join(builds[0])}")
+            for project in builds[0]:
+                wheels = [each[project] for each in builds]
+                if given is not None and project_of(given) == project:
+                    wheels.insert(0, given)
+                status = max(status, compare(wheels))
+            return status
     except CannotTry as error:
         print(f"rebuild_check: {error}", file=sys.stderr)
         return 2
 
 
-def build(base: Path, name: str, umask: int, variables: dict[str, str]) -> Path:
-    """The wheel of a clone of this repository's HEAD in base/name."""
+def build(base: Path, name: str, umask: int, variables: dict[str, str]) -> dict[str, Path]:
+    """{project: wheel} of a clone of this repository's HEAD in base/name."""
     folder = base / name
     run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder)], base, umask, variables)
     run([sys.executable, "setup.py", "bdist_wheel"], folder, umask, variables)
-    (wheel,) = (folder / "dist").glob("*.whl")
-    return wheel
+    return {project_of(wheel): wheel for wheel in sorted((folder / "dist").glob("*.whl"))}
+
+
+def project_of(wheel: Path) -> str:
+    return wheel.name.partition("-")[0]
 
 
 def run(command: list[str], folder: Path, umask: int, variables: dict[str, str]) -> None:

@@ -1,5 +1,6 @@
 """PEP 517 backend: setuptools' own, plus nvcc from PyPI (MAMBA_SSM_CUDA=on) and the tools of MAMBA_RELEASE; and no
-CPU-only wheel that nobody asked for, since pip hides the warning.
+CPU-only wheel that nobody asked for, since pip hides the warning. Its wheel is mamba_ssm's; that of causal-conv1d,
+which setup.py makes too, has a backend of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
 
+from . import commands
 from .plan import load, more_requirements, present
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,4 +29,5 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None) 
     plan = load(ROOT).unseen()
     if plan.fatal:
         present(plan)
+    commands.both_wheels = False
     return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)

@@ -19,7 +19,7 @@ from setuptools.command.dist_info import dist_info
 from setuptools.command.editable_wheel import editable_wheel
 from setuptools.command.sdist import sdist
 
-from . import build_info, cmake, finish, sbom, version
+from . import build_info, cmake, convolution, finish, sbom, version
 from .plan import Plan, load, present, show
 
 if sys.platform == "win32":
@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path("src")
 LIB = Path("mamba_ssm") / "lib"
 INFO = "build_info.json"
+# Whether bdist_wheel leaves the wheel of causal-conv1d too. A frontend such as pip takes the one that it is told of.
+both_wheels = True
 
 
 @lru_cache(maxsize=1)
@@ -143,6 +145,10 @@ class BuildWheel(bdist_wheel):
         wheel = finish.deliver(Path(path), dist)
         self.distribution.dist_files[-1] = (*kind, str(wheel))
         show(f"mamba_ssm: {wheel.name} is ready")  # its folder is the frontend's, which may move it
+        if both_wheels:
+            wheel = finish.deliver(convolution.build(ROOT, Path(self.dist_dir), seconds), dist)
+            self.distribution.dist_files.append(("bdist_wheel", "any", str(wheel)))
+            show(f"mamba_ssm: {wheel.name} is ready")
 
     def write_wheelfile(self, wheelfile_base: str, *arguments, **options) -> None:
         super().write_wheelfile(wheelfile_base, *arguments, **options)

@@ -25,15 +25,20 @@ def settle(wheel: Path, seconds: int) -> None:
 
     setuptools takes each from the building machine: its clock, its umask, Windows' lack of modes.
     """
-    moment = time.gmtime(max(seconds, EARLIEST))[:6]
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    pack(files, wheel, seconds)
+
+
+def pack(files: dict[str, bytes], wheel: Path, seconds: int) -> None:
     fresh = wheel.with_name(wheel.name + ".new")
-    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(fresh, "w") as new:
-        for entry in old.infolist():
-            copy = zipfile.ZipInfo(entry.filename, moment)
-            copy.compress_type = entry.compress_type
-            copy.create_system = 3  # Unix, whose modes these are
-            copy.external_attr = (stat.S_IFREG | 0o644) << 16
-            new.writestr(copy, old.read(entry))
+    with zipfile.ZipFile(fresh, "w") as archive:
+        for name, data in files.items():
+            entry = zipfile.ZipInfo(name, time.gmtime(max(seconds, EARLIEST))[:6])
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.create_system = 3  # Unix, whose modes these are
+            entry.external_attr = (stat.S_IFREG | 0o644) << 16
+            archive.writestr(entry, data)
     os.replace(fresh, wheel)
 
 

@@ -1,4 +1,4 @@
-"""The software bill of materials inside the wheel (PEP 770): what is in the libraries besides this project's own code.
+"""The software bill of materials inside a wheel (PEP 770): what is in the libraries besides this project's own code.
 
 CycloneDX 1.6, written by hand: the document is small, the builder needs no package for it, and with no time and no
 random number in it the same build gives the same bytes. Which other wheels it requires is in METADATA.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -17,32 +18,39 @@ FOLDER, NAME = "sboms", "mamba_ssm.cdx.json"
 
 def text(info: dict, version: str, libraries: list[Path]) -> str:
     """`info`: build_info.json. `version`: the wheel's, with its label. `libraries`: the files as the wheel has them."""
-    purl = f"pkg:pypi/mamba-ssm@{quote(version, safe='')}"
-    commit = (info["source_commit"] or "unknown") + (" with changes" if info["source_dirty"] else "")
     parts = [_file(path) for path in libraries] + _inside(info)
-    document = {
+    return document("mamba_ssm", version, info["source_commit"], info["source_dirty"], parts, _tools(info))
+
+
+def document(
+    name: str, version: str, commit: str | None, changed: bool, parts: Sequence[dict] = (), tools: Sequence[dict] = ()
+) -> str:
+    """`name`: the distribution's. `commit`: its source's, `changed`: whether files differ from that."""
+    source = (commit or "unknown") + (" with changes" if changed else "")
+    purl = f"pkg:pypi/{name.replace('_', '-')}@{quote(version, safe='')}"
+    content = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
         "metadata": {
             "lifecycles": [{"phase": "build"}],
-            "tools": {"components": _tools(info)},
+            "tools": {"components": tools},
             "component": {
                 "type": "library",
                 "bom-ref": purl,
-                "name": "mamba_ssm",
+                "name": name,
                 "version": version,
                 "licenses": [{"license": {"id": "Apache-2.0"}}],
                 "purl": purl,
-                "properties": [{"name": "source:commit", "value": commit}],
+                "properties": [{"name": "source:commit", "value": source}],
             },
         },
         "components": parts,
         "dependencies": [{"ref": purl, "dependsOn": [part["bom-ref"] for part in parts]}],
     }
-    document["serialNumber"] = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(document)).urn
-    return json.dumps(document, indent=2) + "\n"
+    content["serialNumber"] = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(content)).urn
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _file(path: Path) -> dict:

@@ -8,22 +8,30 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import archive, contents, leaks, libraries, metadata, source
-from .wheel import Unreadable, Wheel, read_wheel
+from .wheel import CONVOLUTION, Unreadable, Wheel, read_wheel
 
-CHECKS = (
-    archive.check_layout,
-    archive.check_members,
-    archive.check_record,
-    metadata.check_names,
-    metadata.check_build_info,
-    metadata.check_requirements,
-    contents.check_contents,
-    contents.check_recorded_libraries,
-    contents.check_size,
-    contents.check_sbom,
-    libraries.check_libraries,
-    leaks.check_leaks,
-)
+ANY = (archive.check_layout, archive.check_members, archive.check_record, metadata.check_names)
+CHECKS = {
+    "mamba_ssm": (
+        *ANY,
+        metadata.check_build_info,
+        metadata.check_requirements,
+        contents.check_contents,
+        contents.check_recorded_libraries,
+        contents.check_size,
+        contents.check_sbom,
+        libraries.check_libraries,
+        leaks.check_leaks,
+    ),
+    CONVOLUTION: (
+        *ANY,
+        metadata.check_convolution,
+        contents.check_convolution,
+        contents.check_size,
+        contents.check_sbom,
+        leaks.check_leaks,
+    ),
+}
 
 
 def verify(path: str | Path) -> list[str]:
@@ -51,7 +59,7 @@ def verify_to_publish(path: str | Path) -> tuple[list[str], list[str]]:
 
 def problems_of(wheel: Wheel) -> list[str]:
     problems = []
-    for check in CHECKS:
+    for check in CHECKS[wheel.project]:
         try:
             problems += check(wheel)
         # Whatever a damaged file does to a parser, the wheel is refused and the other checks still speak.

@@ -11,30 +11,51 @@ from check_wheel_contents.contents import WheelContents
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from .wheel import BUILD_INFO, LIB, MODULES, Wheel
+from .wheel import BUILD_INFO, CONVOLUTION, LIB, MODULES, Wheel
 
 MODULE = re.compile(r"mamba_ssm/(\w+/)*\w+\.py")
 TYPED = "mamba_ssm/py.typed"  # type checkers read the hints of a package that has it
-SBOM, SBOM_SCHEMA = "sboms/mamba_ssm.cdx.json", JsonStrictValidator(SchemaVersion.V1_6)
-REQUIRED = ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE", SBOM)
+SBOM_SCHEMA = JsonStrictValidator(SchemaVersion.V1_6)
+REQUIRED = ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE")
+# Of the other wheel.
+CONVOLUTION_FILES = (
+    "causal_conv1d/__init__.py",
+    "causal_conv1d/causal_conv1d_interface.py",
+    "causal_conv1d/causal_conv1d_varlen.py",
+    "causal_conv1d/cpp_functions.py",
+    "causal_conv1d_cuda.py",
+)
 # Of the file. With one architecture it has 2.8 MB: mamba_cpu 0.7, mamba_cuda 2.0, of which 1.7 are device code.
 MIB = 1 << 20
 BUDGET_WITHOUT_CUDA = 4 * MIB
 BUDGET_OF_AN_ARCHITECTURE = 4 * MIB
+BUDGET_OF_CONVOLUTION = MIB // 8
 
 
 def check_contents(wheel: Wheel) -> list[str]:
     """The package's modules, the libraries of build_info.json, the metadata; no other file."""
-    expected = {BUILD_INFO, TYPED, *wheel.libraries, *(wheel.dist_info + name for name in REQUIRED)}
+    expected = {BUILD_INFO, TYPED, wheel.sbom, *wheel.libraries, *(wheel.dist_info + name for name in REQUIRED)}
     expected |= {f"{module}.py" for module in MODULES}
     problems = [f"{name}: missing" for name in sorted(expected - set(wheel.files))]
     for name in sorted(set(wheel.files) - expected):
         if not MODULE.fullmatch(name) or name.startswith(LIB):
             problems.append(f"{name}: is no file of this project's wheels")
+    return problems + _check_wheel_contents(wheel, ["mamba_ssm", *(f"{module}.py" for module in MODULES)])
+
+
+def check_convolution(wheel: Wheel) -> list[str]:
+    """The other wheel's modules and metadata, and no other file."""
+    expected = {*CONVOLUTION_FILES, wheel.sbom, *(wheel.dist_info + name for name in REQUIRED)}
+    problems = [f"{name}: missing" for name in sorted(expected - set(wheel.files))]
+    problems += [f"{name}: is no file of this project's wheels" for name in sorted(set(wheel.files) - expected)]
+    return problems + _check_wheel_contents(wheel, ["causal_conv1d", "causal_conv1d_cuda.py"])
+
+
+def _check_wheel_contents(wheel: Wheel, toplevel: list[str]) -> list[str]:
     checker = WheelChecker()
-    checker.configure_options(configpath=NO_CONFIG, toplevel=["mamba_ssm", *(f"{module}.py" for module in MODULES)])
+    checker.configure_options(configpath=NO_CONFIG, toplevel=toplevel)
     failed = checker.check_contents(WheelContents.from_wheel(wheel.path))
-    return problems + [f"check-wheel-contents: {failure.show()}" for failure in failed]
+    return [f"check-wheel-contents: {failure.show()}" for failure in failed]
 
 
 def check_recorded_libraries(wheel: Wheel) -> list[str]:
@@ -53,9 +74,11 @@ def check_recorded_libraries(wheel: Wheel) -> list[str]:
 
 
 def check_size(wheel: Wheel) -> list[str]:
+    size = wheel.path.stat().st_size
+    if wheel.project == CONVOLUTION:
+        return [f"has {size} bytes, and may have {BUDGET_OF_CONVOLUTION}"] if size > BUDGET_OF_CONVOLUTION else []
     architectures = wheel.build_info.get("architectures") or []
     budget = BUDGET_WITHOUT_CUDA + BUDGET_OF_AN_ARCHITECTURE * len(architectures)
-    size = wheel.path.stat().st_size
     if size > budget:
         return [f"has {size / MIB:.1f} MiB; with {len(architectures)} architectures it may have {budget / MIB:.0f}"]
     return []
@@ -63,7 +86,7 @@ def check_size(wheel: Wheel) -> list[str]:
 
 def check_sbom(wheel: Wheel) -> list[str]:
     """The bill of materials is of this version, of these libraries' bytes, and names the CUDA runtime inside."""
-    name = wheel.dist_info + SBOM
+    name = wheel.sbom
     wrong = SBOM_SCHEMA.validate_str(wheel.text(name))
     if wrong:
         return [f"{name}: is no CycloneDX 1.6 document: {wrong.data.message}"]
@@ -74,6 +97,8 @@ def check_sbom(wheel: Wheel) -> list[str]:
     for library in sorted({*wheel.libraries, *hashes}):
         if hashes.get(library) != hashlib.sha256(wheel.files.get(library, b"")).hexdigest():
             problems.append(f"{name}: does not tell of {library} as it is in the wheel")
+    if wheel.project == CONVOLUTION:
+        return problems
     names = {part["name"] for part in document["components"]}
     if bool(wheel.build_info.get("cuda")) != ("cudart_static" in names):
         problems.append(f"{name}: lists {', '.join(sorted(names))}, and cuda is {wheel.build_info.get('cuda')}")

@@ -11,32 +11,38 @@ from email.parser import HeaderParser
 from packaging.metadata import Metadata
 from packaging.version import Version
 
-from .wheel import BUILD_INFO, MODULES, Wheel
+from .wheel import BUILD_INFO, CONVOLUTION, MODULES, Wheel
 
 EXTRAS = ("hub", "safetensors", "test", "plot", "publish", "release")
-TAGS = ("py3-none-linux_x86_64", "py3-none-manylinux_2_28_x86_64", "py3-none-win_amd64")
+TAGS = {
+    "mamba_ssm": ("py3-none-linux_x86_64", "py3-none-manylinux_2_28_x86_64", "py3-none-win_amd64"),
+    CONVOLUTION: ("py3-none-any",),
+}
+NAMES = {"mamba_ssm": "mamba_ssm", CONVOLUTION: "causal-conv1d"}
 
 
 def check_names(wheel: Wheel) -> list[str]:
     """Name, version and tag of METADATA and WHEEL are those of the file name."""
     problems = []
-    if wheel.tag not in TAGS:
-        problems.append(f"its tag is {wheel.tag}; the project's wheels have one of {', '.join(TAGS)}")
+    tags = TAGS[wheel.project]
+    if wheel.tag not in tags:
+        problems.append(f"its tag is {wheel.tag}; the project's wheels have one of {', '.join(tags)}")
     folders = {name.split("/")[0] for name in wheel.files if ".dist-info/" in name}
     if folders != {wheel.dist_info.rstrip("/")}:
         found = ", ".join(sorted(folders)) or "none"
         return [*problems, f"the file name asks for {wheel.dist_info} in the wheel, and there is: {found}"]
 
     metadata = Metadata.from_email(wheel.text(wheel.dist_info + "METADATA"))
-    if metadata.name != "mamba_ssm":
-        problems.append(f"METADATA: the name is {metadata.name!r}, not 'mamba_ssm'")
+    if metadata.name != NAMES[wheel.project]:
+        problems.append(f"METADATA: the name is {metadata.name!r}, not {NAMES[wheel.project]!r}")
     if metadata.version != wheel.version:
         problems.append(f"METADATA: the version is {metadata.version}, the file name's {wheel.version}")
     if str(metadata.requires_python) != ">=3.10":
         problems.append(f"METADATA: Requires-Python is {metadata.requires_python}, not >=3.10")
 
     header = HeaderParser().parsestr(wheel.text(wheel.dist_info + "WHEEL"))
-    expected = {"Wheel-Version": ["1.0"], "Root-Is-Purelib": ["false"], "Tag": [wheel.tag]}
+    pure = "true" if wheel.project == CONVOLUTION else "false"
+    expected = {"Wheel-Version": ["1.0"], "Root-Is-Purelib": [pure], "Tag": [wheel.tag]}
     for field, values in expected.items():
         found = header.get_all(field, [])
         if found != values:
@@ -109,6 +115,22 @@ def check_requirements(wheel: Wheel) -> list[str]:
         if module not in required:
             problems.append(f"{places[0]}: imports {module}, which is not in Requires-Dist")
     problems += [f"{place}: imports triton" for place in imported.get("triton", [])]
+    return problems
+
+
+def check_convolution(wheel: Wheel) -> list[str]:
+    """The other wheel's version names the mamba_ssm that it requires, and its modules import nothing else."""
+    problems = []
+    compatible, own = assigned(wheel, "causal_conv1d/__init__.py", "__version__"), wheel.version.local or ""
+    if wheel.version.public != compatible or not own.startswith("mamba."):
+        problems.append(f"its version is {wheel.version}, and should be {compatible}+mamba. and that of mamba_ssm")
+    required = [str(line) for line in Metadata.from_email(wheel.text(wheel.dist_info + "METADATA")).requires_dist or []]
+    expected = f"mamba_ssm=={own.removeprefix('mamba.')}"
+    if required != [expected]:
+        problems.append(f"METADATA: Requires-Dist has {', '.join(required) or 'nothing'}, not {expected}")
+    for module, places in imports(wheel)[0].items():
+        if module not in ("torch", CONVOLUTION):
+            problems.append(f"{places[0]}: imports {module}, which mamba_ssm does not bring")
     return problems
 
 

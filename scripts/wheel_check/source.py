@@ -17,7 +17,7 @@ from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from .wheel import BUILD_INFO, LIB, Wheel
+from .wheel import BUILD_INFO, CONVOLUTION, LIB, Wheel
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,22 +31,24 @@ SHOWN = 5  # file names in a message
 
 def check_source(wheel: Wheel) -> tuple[list[str], list[str]]:
     """(problems, notes). Where the commit is not known, a note says that nothing was compared."""
-    commit = wheel.build_info.get("source_commit")
-    if wheel.build_info.get("source_dirty"):
+    (commit, changed), told = wheel.source, wheel.sbom if wheel.project == CONVOLUTION else BUILD_INFO
+    if changed:
         return [
-            f"{BUILD_INFO}: it was built from commit {commit} and changes to it, so nobody can tell what is in it or "
+            f"{told}: it was built from commit {commit} and changes to it, so nobody can tell what is in it or "
             "build it again: commit the changes, then build"
         ], []
     if commit is None:
         return [], [f"{UNCOMPARED}: it was built outside of a git checkout and names no commit"]
     if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", str(commit)):
-        return [f"{BUILD_INFO}: source_commit is {commit!r}, which is no commit"], []
-    expected = files_of(commit, f"{wheel.dist_info}licenses/LICENSE")
+        return [f"{told}: source_commit is {commit!r}, which is no commit"], []
+    expected = files_of(commit, wheel)
     if expected is None:
         return [], [f"{UNCOMPARED}: commit {commit} is not in this checkout; fetch it, or verify where it is"]
     found = {name for name in wheel.files if not name.startswith((LIB, wheel.dist_info)) or name in expected}
     changed = [name for name in found & set(expected) if not same(wheel.files[name], expected[name])]
-    required, promised = requirements_in(wheel), requirements_of(commit)
+    required, promised = set(), set()
+    if wheel.project != CONVOLUTION:  # whose one requirement its version tells
+        required, promised = requirements_in(wheel), requirements_of(commit)
     return [
         f"{listed(names)}: {what} commit {commit}, which the wheel says it was built from"
         for names, what in (
@@ -88,16 +90,19 @@ def _lines(requirements: list[Requirement], extras: list[str]) -> set[str]:
     }
 
 
-def files_of(commit: str, license_file: str) -> dict[str, str] | None:
-    """{file in a wheel: git's hash of it}, of what a build copies; None if git does not know the commit."""
+def files_of(commit: str, wheel: Wheel) -> dict[str, str] | None:
+    """{file in the wheel: git's hash of it}, of what a build copies; None if git does not know the commit."""
+    folder = "causal-conv1d/src/" if wheel.project == CONVOLUTION else "src/"
     tree = git("ls-tree", "-r", "-z", commit)
     if tree is None:
         return None
     files = {}
     for line in tree.decode().split("\0")[:-1]:
         facts, _, path = line.partition("\t")
-        if path == "LICENSE" or path.startswith("src/"):
-            files[license_file if path == "LICENSE" else path.removeprefix("src/")] = facts.split()[2]
+        if path == "LICENSE":
+            files[f"{wheel.dist_info}licenses/LICENSE"] = facts.split()[2]
+        elif path.startswith(folder):
+            files[path.removeprefix(folder)] = facts.split()[2]
     return files
 
 

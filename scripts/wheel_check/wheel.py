@@ -16,6 +16,8 @@ from packaging.version import Version
 # Besides the package: CUDA modules' names of upstream and of VMamba.
 MODULES = ("_mamba_ssm_finder", "selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex")
 LIB = "mamba_ssm/lib/"
+# The other distribution of this project, which is pure Python.
+CONVOLUTION = "causal_conv1d"
 BUILD_INFO = LIB + "build_info.json"
 # What is read into memory at most: far above any wheel of ours, far below what could fill a machine's memory.
 LARGEST = 1 << 30
@@ -27,6 +29,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Wheel:
+    project: str  # mamba_ssm or causal_conv1d
     path: Path
     version: Version  # of the file name
     tag: str  # of the file name, such as py3-none-win_amd64
@@ -35,7 +38,7 @@ class Wheel:
 
     @property
     def dist_info(self) -> str:
-        return f"mamba_ssm-{self.version}.dist-info/"
+        return f"{self.project}-{self.version}.dist-info/"
 
     @property
     def windows(self) -> bool:
@@ -53,8 +56,23 @@ class Wheel:
         return info
 
     @cached_property
+    def source(self) -> tuple[object, bool]:
+        """(commit, whether files differ from it), of build_info.json; where there is none, of the bill of materials."""
+        if self.project != CONVOLUTION:
+            return self.build_info.get("source_commit"), bool(self.build_info.get("source_dirty"))
+        (told,) = json.loads(self.text(self.sbom))["metadata"]["component"]["properties"]
+        commit, _, changed = told["value"].partition(" ")
+        return None if commit == "unknown" else commit, bool(changed)
+
+    @property
+    def sbom(self) -> str:
+        return f"{self.dist_info}sboms/{self.project}.cdx.json"
+
+    @cached_property
     def libraries(self) -> list[str]:
         """The files that build_info.json promises."""
+        if self.project == CONVOLUTION:
+            return []
         names = ["mamba_cpu", "mamba_cuda"] if self.build_info.get("cuda") else ["mamba_cpu"]
         return [LIB + (f"{name}.dll" if self.windows else f"lib{name}.so") for name in names]
 
@@ -75,10 +93,11 @@ def read_wheel(path: Path) -> Wheel:
         name, version, build, tags = parse_wheel_filename(path.name)
     except InvalidWheelFilename as error:
         raise Unreadable(f"the file name is no wheel's: {error}") from None
-    if name != "mamba-ssm":
+    project = name.replace("-", "_")
+    if project not in ("mamba_ssm", CONVOLUTION):
         raise Unreadable(f"the file name says that this is {name}, not mamba_ssm")
     tag = ".".join(sorted(str(tag) for tag in tags))
-    expected = f"mamba_ssm-{version}-{tag}.whl"
+    expected = f"{project}-{version}-{tag}.whl"
     if build or len(tags) != 1 or path.name != expected:
         raise Unreadable(f"the file name is not spelt as the project's builds spell it: {expected}")
     try:
@@ -92,4 +111,4 @@ def read_wheel(path: Path) -> Wheel:
         raise Unreadable(f"the file cannot be read: {error}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError, ValueError) as error:
         raise Unreadable(f"the file is damaged, cut short or no zip archive: {error}") from None
-    return Wheel(path, version, tag, entries, files)
+    return Wheel(project, path, version, tag, entries, files)

@@ -65,6 +65,7 @@ def assemble(plan: Plan, cache: Path) -> Path:
         folder.mkdir()
     # The commands ask for the plan of the machine they run on; here the machine is Windows.
     commands.the_plan = lambda: plan
+    commands.both_wheels = False  # the other one is for every system
     words = ["--quiet", "egg_info", "--egg-base", str(work), "build", "--build-base", str(work / "build")]
     words += ["bdist_wheel", "--dist-dir", str(dist), "--bdist-dir", str(work / "bdist")]
     with in_folder(ROOT), (work / "log.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):

@@ -9,6 +9,7 @@ from pathlib import Path
 import mamba_ssm
 
 SITE = Path(mamba_ssm.__file__).parents[1]
+CONVOLUTION = Path(__file__).resolve().parents[2] / "causal-conv1d" / "src"
 # In the manner of upstream's 1.x.
 COPY = {
     "__init__.py": "from mamba_ssm.ops.selective_scan_interface import selective_scan_fn\nWHOSE = 'a copy'\n",
@@ -16,6 +17,11 @@ COPY = {
     "ops/selective_scan_interface.py": """
 import torch
 import selective_scan_cuda
+try:
+    from causal_conv1d import causal_conv1d_fn
+    import causal_conv1d_cuda
+except ImportError:
+    causal_conv1d_fn = causal_conv1d_cuda = None
 
 class SelectiveScanFn(torch.autograd.Function):
     @staticmethod
@@ -56,6 +62,11 @@ def install(folder):
     for module in ("_mamba_ssm_finder", "selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex"):
         shutil.copy(SITE / f"{module}.py", folder)
     return folder
+
+
+def install_convolution(folder):
+    """The same for causal-conv1d."""
+    shutil.copytree(CONVOLUTION, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def python(path, *words):

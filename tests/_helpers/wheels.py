@@ -9,9 +9,10 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from unittest import mock
 
-from wheel_build import sbom
-from wheel_build.build_info import abi_version, recorded
+from wheel_build import convolution, sbom
+from wheel_build.build_info import Source, abi_version, recorded
 from wheel_build.version import base_version
 from wheel_check.wheel import MODULES
 
@@ -57,6 +58,13 @@ def assemble(folder):
         f"{dist_info}/top_level.txt": "".join(f"{name}\n" for name in sorted({*MODULES, "mamba_ssm"})).encode(),
     }
     return _write(folder / f"mamba_ssm-{version}+cpu-py3-none-linux_x86_64.whl", contents)
+
+
+def assemble_convolution(folder):
+    """The wheel of causal-conv1d, of this tree as it is: it names no commit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with mock.patch("wheel_build.build_info.source_of", lambda root: Source()):
+        return convolution.build(ROOT, folder, 0)
 
 
 def repack(wheel, folder, *, version=None, label=None, platform=None, build_info=None, **files):

@@ -125,6 +125,7 @@ def test_backend_stops_where_pip_would_hide_the_warning(machine, without_nvcc, m
     from wheel_build import backend
 
     built = []
+    monkeypatch.setattr(backend.commands, "both_wheels", True)
     monkeypatch.setattr(backend.build_meta, "build_wheel", lambda *words: built.append(words) or "a.whl")
     monkeypatch.setattr(backend, "load", lambda root: plan_of(switches, machine(**without_nvcc)))
     switches = {}
@@ -134,6 +135,7 @@ def test_backend_stops_where_pip_would_hide_the_warning(machine, without_nvcc, m
     assert built == []
     switches = {"MAMBA_SSM_CUDA": "off"}
     assert backend.build_wheel("dist") == "a.whl"
+    assert not backend.commands.both_wheels
 
 
 def test_off_asks_nothing_of_cuda(machine, without_nvcc):

@@ -14,6 +14,7 @@ import tarfile
 import zipfile
 
 import pytest
+from wheel_build import convolution
 from wheel_build.version import base_version
 
 pytestmark = [
@@ -76,7 +77,7 @@ def built_folder():
 def wheel(source):
     output = build(source, "bdist_wheel")
     assert "build plan" in output
-    (found,) = (source / "dist").glob("*.whl")
+    (found,) = (source / "dist").glob("mamba_ssm-*.whl")
     return found
 
 
@@ -90,7 +91,7 @@ def sdist_wheel(source, tmp_path_factory):
         tar.extractall(folder)
     unpacked = folder / archive.name.removesuffix(".tar.gz")
     build(unpacked, "bdist_wheel")
-    (found,) = (unpacked / "dist").glob("*.whl")
+    (found,) = (unpacked / "dist").glob("mamba_ssm-*.whl")
     return found
 
 
@@ -212,9 +213,32 @@ def test_wheel_from_sdist_has_the_same_contents(wheel, sdist_wheel, root):
 
 def test_second_build_is_byte_identical_and_compiles_nothing(wheel, source, tmp_path):
     output = build(source, "bdist_wheel", "-d", str(tmp_path), "-b", "unpacked")
-    (again,) = tmp_path.glob("*.whl")
-    assert again.read_bytes() == wheel.read_bytes()
+    for name in (wheel.name, convolution.wheel_name(source)):
+        assert (tmp_path / name).read_bytes() == (source / "dist" / name).read_bytes()
     assert "Building CXX" not in output
+
+
+def test_the_other_wheel(wheel, source, sdist_wheel, tmp_path):
+    """causal-conv1d, by setup.py in the checkout and in the sdist, and by its own backend."""
+    name = f"causal_conv1d-1.6.1+mamba.{base_version(source)}-py3-none-any.whl"
+    assert sorted(path.name for path in (source / "dist").iterdir()) == [name, wheel.name]
+    made = (source / "dist" / name).read_bytes()
+    assert (sdist_wheel.parent / name).read_bytes() == made
+    command = [sys.executable, "-c", f"import backend; print(backend.build_wheel({str(tmp_path)!r}))"]
+    environ = {**os.environ, "SOURCE_DATE_EPOCH": EPOCH}
+    printed = subprocess.run(
+        command, cwd=source / "causal-conv1d", env=environ, capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.strip() == name
+    assert (tmp_path / name).read_bytes() == made
+
+
+def test_a_frontend_gets_one_wheel(wheel, source, tmp_path):
+    """PEP 517 knows one wheel for a call, and setuptools' backend fails over two."""
+    code = f"from wheel_build import backend; print(backend.build_wheel({str(tmp_path)!r}))"
+    environ = {**os.environ, "MAMBA_SSM_CUDA": "off", "PYTHONPATH": str(source / "scripts")}
+    subprocess.run([sys.executable, "-c", code], cwd=source, env=environ, check=True, stdout=subprocess.PIPE)
+    assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
 
 
 def test_dist_holds_a_finished_wheel_or_none(source, wheel, tmp_path):

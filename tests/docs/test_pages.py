@@ -11,7 +11,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(page for pattern in ("*.md", "docs/**/*.md", "csrc/**/*.md") for page in ROOT.glob(pattern))
+PAGES = sorted(
+    page for pattern in ("*.md", "causal-conv1d/*.md", "docs/**/*.md", "csrc/**/*.md") for page in ROOT.glob(pattern)
+)
 # Three backticks and a language, perhaps indented in a list, perhaps after a line that says what the block needs.
 FENCE = re.compile(
     r"^(?:<!-- needs: (?P<needs>.+) -->\n)?(?P<indent> *)```(?P<language>\S*)\n(?P<code>.*?)^ *```$", re.M | re.S

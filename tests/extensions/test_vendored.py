@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from _helpers.copies import SITE, install, python, write_copy
+from _helpers.copies import CONVOLUTION, SITE, install, install_convolution, python, write_copy
 
 CODE = """
 import {first}
@@ -37,3 +37,30 @@ def test_a_copy_before_this_package(tmp_path, first):
 def test_a_copy_over_this_package(tmp_path):
     write_copy(install(tmp_path))
     assert json.loads(python([tmp_path], "-c", CODE.format(first="selective_scan_cuda")))[0] == "a copy"
+
+
+CONVOLVE = """
+import {first}
+import torch, mamba_ssm, causal_conv1d, causal_conv1d_cuda
+from mamba_ssm.ops import selective_scan_interface as copy
+assert copy.causal_conv1d_fn is causal_conv1d.causal_conv1d_fn and copy.causal_conv1d_cuda is causal_conv1d_cuda
+x, weight = torch.randn(2, 6, 20), torch.randn(6, 4)
+expected = torch.nn.functional.conv1d(x, weight[:, None], padding=3, groups=6)[..., :20]
+torch.testing.assert_close(copy.causal_conv1d_fn(x, weight), expected)
+torch.testing.assert_close(copy.causal_conv1d_cuda.causal_conv1d_fwd(x, weight, None, None, False), expected)
+print(mamba_ssm.WHOSE)
+"""
+
+
+@pytest.mark.parametrize("first", ["causal_conv1d", "causal_conv1d_cuda", "mamba_ssm"])
+def test_the_convolution_of_a_copy(tmp_path, first):
+    """The copy imports from causal_conv1d, which may be importing the copy just then."""
+    write_copy(tmp_path)
+    assert python([tmp_path, SITE, CONVOLUTION], "-c", CONVOLVE.format(first=first)) == "a copy\n"
+
+
+def test_causal_conv1d_without_mamba_ssm(tmp_path):
+    install_convolution(tmp_path)
+    code = "try:\n    import causal_conv1d\nexcept ModuleNotFoundError as error:\n    print(error.name, error)"
+    printed = python([tmp_path], "-S", "-c", code)
+    assert printed.startswith("mamba_ssm this causal_conv1d calls mamba_ssm, which is not installed here")

@@ -39,6 +39,12 @@ def wheel(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def convolution(tmp_path_factory):
+    """The wheel of causal-conv1d."""
+    return wheels.assemble_convolution(tmp_path_factory.mktemp("convolution"))
+
+
+@pytest.fixture(scope="session")
 def pypiserver(programs, tmp_path_factory):
     from _helpers.servers import PyPIServer
 

@@ -129,6 +129,31 @@ def test_html_and_json_agree_and_are_true(run, dist, tmp_path, anything_goes):
             assert page.versions == sorted({package.version for package in as_json.values()}, reverse=True)
 
 
+def test_the_convolution_is_in_every_index(run, dist, convolution, tmp_path):
+    """It came later, has a record of its own, and leaves the pages of the labels as they were."""
+    assert run()[0] == 0
+    site = tmp_path / "site"
+    before = snapshot(site)
+    shutil.copy(convolution, dist)
+    status, printed = run()
+    assert status == 0 and f"added      {convolution.name}" in printed
+    after = snapshot(site)
+    for index in ("all", "cpu", "cpu.other"):
+        pages = [f"{index}/mamba-ssm/{page}" for page in ("index.html", "index.json")]
+        assert all(before[page] == after[page] for page in pages)
+        with StaticSite(site) as served, PyPISimple(f"{served.url}{index}") as client:
+            assert client.get_index_page().projects == ["mamba-ssm", "causal-conv1d"]
+            (package,) = client.get_project_page("causal-conv1d").packages
+        assert package.filename == convolution.name
+    assert "causal-conv1d" in after["index.html"].decode()
+    status, printed = run()
+    assert status == 0 and f"published  {convolution.name}" in printed
+    assert snapshot(site) == after
+    (site / "files" / convolution.name).unlink()
+    status, printed = run()
+    assert status == 1 and f"{convolution.name}: was published" in printed
+
+
 def test_second_run_writes_nothing(run, tmp_path, anything_goes):
     run()
     site = tmp_path / "site"

@@ -37,7 +37,7 @@ def no_network(monkeypatch):
 def test_public_index_is_refused(words, publish, wheel, no_network):
     status, printed = publish(wheel, *words)
     assert status == 1
-    assert "is the public index, where the name mamba-ssm is somebody else's" in printed
+    assert "is the public index, where our names are those of other projects" in printed
 
 
 def test_public_index_is_refused_from_the_environment_and_pypirc(publish, wheel, no_network, monkeypatch, tmp_path):

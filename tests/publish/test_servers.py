@@ -13,15 +13,16 @@ from _helpers.servers import CutWire, PyPIServer, StaticSite
 
 @pytest.mark.parametrize("client", ["pip", "uv"])
 @pytest.mark.parametrize("server", ["pypiserver", "devpi"])
-def test_published_wheel_installs_and_works(server, client, request, publish, wheel, environment, tmp_path):
+def test_published_wheels_install_and_work(server, client, request, publish, wheel, convolution, environment, tmp_path):
     index = request.getfixturevalue(server)
-    status, printed = publish(wheel, "--repository-url", index.upload_url)
+    status, printed = publish(wheel, convolution, "--repository-url", index.upload_url)
     assert status == 0, printed
-    # The second of the two clients finds it there.
-    assert f"published: {wheel.name}" in printed or f"already there: {wheel.name}" in printed
-    status, printed = getattr(environment, client)("--index-url", index.index_url, "mamba-ssm")
+    # The second of the two clients finds them there.
+    for name in (wheel.name, convolution.name):
+        assert f"published: {name}" in printed or f"already there: {name}" in printed
+    status, printed = getattr(environment, client)("--index-url", index.index_url, "causal-conv1d>=1.4")
     assert status == 0, printed
-    environment.use(tmp_path)
+    environment.use(tmp_path)  # mamba_ssm, which the other requires
 
 
 @pytest.mark.parametrize("server", ["pypiserver", "devpi"])

@@ -12,13 +12,14 @@ from _helpers.servers import StaticSite
 
 
 @pytest.fixture(scope="module")
-def site(wheel, tmp_path_factory):
-    """An index of two labels and two versions."""
+def site(wheel, convolution, tmp_path_factory):
+    """An index of two labels and two versions, and of the convolution of one."""
     folder = tmp_path_factory.mktemp("static")
     dist = folder / "dist"
     for version in (None, "99.0"):
         for label in ("cpu", "cpu.other"):
             wheels.repack(wheel, dist, version=version, label=label)
+    shutil.copy(convolution, dist)
     assert make_index.main([str(dist), str(folder / "site")]) == 0
     return folder / "site"
 
@@ -62,6 +63,12 @@ def test_folder_without_a_server(site, environment):
     status, printed = environment.pip("--dry-run", "--index-url", (site / "cpu").as_uri(), "mamba-ssm")
     assert status == 0, printed
     assert "mamba_ssm-99.0+cpu" in printed.replace("mamba-ssm", "mamba_ssm")
+
+
+def test_the_convolution_brings_the_mamba_ssm_of_its_version(site, environment, base):
+    status, printed = environment.pip("--dry-run", "--index-url", (site / "cpu").as_uri(), "causal-conv1d==1.6.1")
+    assert status == 0, printed
+    assert f"causal-conv1d-1.6.1+mamba.{base} mamba_ssm-{base}+cpu" in printed.replace("mamba-ssm", "mamba_ssm")
 
 
 def test_environment_sees_what_extras_require(environment_of, tmp_path, monkeypatch):
@@ -122,7 +129,7 @@ def test_requirements_with_hashes(copy, client, programs, environment, tmp_path,
 @pytest.mark.parametrize("client", ["pip", "uv"])
 def test_damaged_file_is_refused_without_a_pin(copy, client, programs, environment):
     """pip compares the page's hash; uv, which does that only for what is pinned or locked, meets a broken archive."""
-    for stored in (copy / "files").glob("*.whl"):
+    for stored in (copy / "files").glob("mamba_ssm-*.whl"):
         data = bytearray(stored.read_bytes())
         data[len(data) // 2] ^= 1
         stored.write_bytes(data)

@@ -22,7 +22,7 @@ def real_wheel(tmp_path_factory, request):
             pytest.skip(f"{name} is not installed here")
     source = tmp_path_factory.mktemp("build") / "source"
     ignored = shutil.ignore_patterns("lib", "__pycache__", "*.egg-info")
-    for name in ("csrc", "src", "scripts"):
+    for name in ("causal-conv1d", "csrc", "src", "scripts"):
         shutil.copytree(request.config.rootpath / name, source / name, ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(request.config.rootpath / name, source)
@@ -33,7 +33,7 @@ def real_wheel(tmp_path_factory, request):
         command, cwd=source, env=clean | switches, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    (found,) = (source / "dist").glob("*.whl")
+    (found,) = (source / "dist").glob("mamba_ssm-*.whl")
     return found
 
 
