@@ -1,59 +1,97 @@
-"""What the doctor says of packages beside this one: modules of other projects that have the names of ours."""
+"""What the doctor says of packages beside this one: of other projects' modules that have the names of ours."""
 
 import hashlib
 import importlib.metadata
 import importlib.util
 from base64 import urlsafe_b64encode
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution
 from pathlib import Path
 
+from mamba_ssm.version import __version__
+
 _SITE = Path(__file__).resolve().parents[1]  # the folder that the wheel was unpacked into
-_MODULES = ("selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex")
+_SCANS = ("selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex")
+_CONVOLUTIONS = ("causal_conv1d", "causal_conv1d_cuda")
+_ONE_CONVOLUTION = "Do `pip uninstall causal-conv1d` until none is left, and install the one that you want"
 
 
 def examine() -> tuple[list[str], list[str]]:
     """(problems, notes)."""
     problems = [
         f"{name} was not found, which this package brings: reinstall mamba_ssm"
-        for name in _MODULES
+        for name in _SCANS
         if importlib.util.find_spec(name) is None
     ]
     notes = [
         f"{name} is {origin}, another project's: it is found before mamba_ssm's own, so that code which calls it does "
         "not use mamba_ssm's kernels. If that is not wanted, uninstall what brought it, or delete the file"
-        for name, origin in _foreign(_MODULES)
+        for name, origin in _from_elsewhere(_SCANS, _SITE)
     ]
-    changed = _changed("mamba_ssm")
-    if changed:
-        notes.append(
-            f"{_listed(changed)}: not as installed. Was another mamba_ssm copied over this one? What is imported from "
-            "there is the other's; it reaches this package's kernels by selective_scan_cuda"
-        )
+    for distribution in _distributions("mamba_ssm"):
+        changed = _changed(distribution) if _folder(distribution) == _SITE else []
+        if changed:
+            notes.append(
+                f"{_listed(changed)}: not as installed. Was another mamba_ssm copied over this one? What is imported "
+                "from there is the other's; it reaches this package's kernels by selective_scan_cuda"
+            )
+    problems += _examine_convolution(notes)
     return problems, notes
 
 
-def _foreign(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """(module, its file) of those that are imported from elsewhere than this package's folder; a library (.so, .pyd) in
-    that folder comes before a Python file.
+def _examine_convolution(notes: list[str]) -> Iterator[str]:
+    """Problems of the distribution causal-conv1d: this project's, another's, or both over each other."""
+    found = _distributions("causal-conv1d")
+    for distribution in found:
+        changed = _changed(distribution)
+        if changed:
+            yield (
+                f"{_listed(changed)}: not as installed with causal-conv1d {distribution.version}: another one lies "
+                f"over it. {_ONE_CONVOLUTION}"
+            )
+    if len(found) > 1:
+        places = " and ".join(f"{each.version} in {_folder(each)}" for each in found)
+        yield f"causal-conv1d is installed more than once: {places}. {_ONE_CONVOLUTION}"
+    elif found:
+        version, folder = found[0].version, _folder(found[0])
+        _, ours, of = version.partition("+mamba.")
+        if not ours:
+            notes.append(f"causal-conv1d {version} is a compiled package, not the one that calls mamba_ssm's kernels")
+            return
+        if of != __version__:
+            yield (
+                f"causal-conv1d {version} is a part of mamba_ssm {of}, and this is {__version__}: install the one that "
+                "came with this"
+            )
+        for name, origin in _from_elsewhere(_CONVOLUTIONS, folder):
+            yield f"{name} is {origin}, which is found before that of causal-conv1d {version}. {_ONE_CONVOLUTION}"
+
+
+def _distributions(name: str) -> list[Distribution]:
+    """The installed distributions of this name, each folder's once."""
+    return list({_folder(each): each for each in importlib.metadata.distributions(name=name)}.values())
+
+
+def _folder(distribution: Distribution) -> Path:
+    return Path(str(distribution.locate_file(""))).resolve()
+
+
+def _from_elsewhere(names: Iterable[str], folder: Path) -> Iterator[tuple[str, str]]:
+    """(module, its file) of those that are not imported from Python files in this folder. In it, a compiled module
+    (.so, .pyd) comes before a Python file.
     """
     for name in names:
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin not in (str(_SITE / f"{name}.py"), str(_SITE / name / "__init__.py")):
+        if spec is not None and spec.origin not in (str(folder / f"{name}.py"), str(folder / name / "__init__.py")):
             yield name, spec.origin or "a folder"
 
 
-def _changed(name: str) -> list[str]:
-    """The Python files of an installed distribution that are not those which it was installed with. None of a checkout,
-    nor of a distribution in another folder than this package's.
-    """
-    try:
-        files = importlib.metadata.distribution(name).files or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
+def _changed(distribution: Distribution) -> list[str]:
+    """The Python files that are not those which were installed. None of a checkout."""
     changed = []
-    for file in files:
-        path = Path(str(file.locate())).resolve()
-        if file.suffix == ".py" and file.hash is not None and path.is_relative_to(_SITE):
+    for file in distribution.files or []:
+        if file.suffix == ".py" and file.hash is not None:
+            path = Path(str(file.locate()))
             digest = hashlib.new(file.hash.mode, path.read_bytes()).digest() if path.is_file() else b""
             if urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
                 changed.append(str(file))
