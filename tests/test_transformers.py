@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benchmark.transformers_models import OLDEST, TINY, model_pair
+from benchmark.transformers_models import CONVOLUTIONS, OLDEST, TINY, model_pair
 
 transformers = pytest.importorskip("transformers")
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
@@ -15,10 +15,12 @@ FUSED = {kind: "mamba_inner_fn" if kind in MAMBA1 else "mamba_split_conv1d_scan_
 SCAN = {kind: "selective_scan_fn" if kind in MAMBA1 else "mamba_chunk_scan_combined" for kind in TINY}
 # Jamba norms B, C and dt by weights of its own between the pieces, which the fused function does not take.
 FUSED["jamba"] = "selective_scan_fn"
+PACKAGES = {"scan": ("mamba_ssm",), "scan and convolution": ("mamba_ssm", "causal_conv1d")}
+with_and_without_convolution = pytest.mark.parametrize("packages", PACKAGES.values(), ids=PACKAGES)
 
 
-def pair(kind, device, dtype=torch.float32):
-    return model_pair(kind, TINY[kind][1], device, dtype)
+def pair(kind, device, dtype=torch.float32, packages=PACKAGES["scan"]):
+    return model_pair(kind, TINY[kind][1], device, dtype, packages=packages)
 
 
 def tokens(device, seqlen=19, padded=True):
@@ -48,23 +50,27 @@ def assert_close(found, expected, tolerance):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * scale)
 
 
+@with_and_without_convolution
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("kind", TINY)
-def test_logits_and_gradients(kind, training, device):
+def test_logits_and_gradients(kind, training, packages, device):
     if kind == "falcon_mamba" and training:
         pytest.skip("transformers norms dt before its projection, but after it on the fused path of training")
-    ours, theirs, calls = pair(kind, device)
+    ours, theirs, calls = pair(kind, device, packages=packages)
     found, expected = (results(model.train(training), tokens(device, padded=not training)) for model in (ours, theirs))
     assert calls[FUSED[kind] if training else SCAN[kind]] > 0, calls
+    if not training or kind == "jamba":
+        assert (calls["causal_conv1d_fn"] > 0) == ("causal_conv1d" in packages), calls
     assert_close(found[0], expected[0], 1e-4)  # float32 sums in another order
     assert len(found[1]) == len(expected[1]) > 10
     for gradient, other in zip(found[1], expected[1], strict=True):
         assert_close(gradient, other, 1e-3)
 
 
+@with_and_without_convolution
 @pytest.mark.parametrize("kind", TINY)
-def test_generated_tokens(kind, device):
-    ours, theirs, calls = pair(kind, device)
+def test_generated_tokens(kind, packages, device):
+    ours, theirs, calls = pair(kind, device, packages=packages)
     prompt = tokens(device, 7)
     found, expected = (
         model.eval().generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
@@ -72,6 +78,22 @@ def test_generated_tokens(kind, device):
     )
     assert found.shape == (2, 19) and torch.equal(found, expected)
     assert calls["selective_state_update"] > 0 and calls[SCAN[kind]] > 0, calls
+    assert all((calls[name] > 0) == ("causal_conv1d" in packages) for name in CONVOLUTIONS), calls
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_no_warning_of_plain_torch_with_the_convolution(kind, monkeypatch):
+    """What transformers says once where a package is missing."""
+    said = []
+    monkeypatch.setattr(transformers.integrations.hub_kernels.logger, "warning_once", said.append)
+    for packages in PACKAGES.values():
+        said.clear()
+        ours, _, _ = pair(kind, "cpu", packages=packages)
+        for training in (False, True):
+            ours.train(training)(**tokens("cpu"), use_cache=False)
+        ours.eval().generate(**tokens("cpu", 7), max_new_tokens=2, do_sample=False)
+        warned = any("reference PyTorch implementation" in line for line in said)
+        assert warned == ("causal_conv1d" not in packages), said
 
 
 @pytest.mark.parametrize("kind", TINY)

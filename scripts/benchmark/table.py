@@ -44,6 +44,9 @@ EXPLANATIONS = {
     "forward x": "times as fast as the same model without this package, forward",
     "train x": "times as fast, forward and backward with the loss",
     "generate x": "times as fast, generating 32 tokens",
+    "forward convolution x": "times as fast as with this package but without causal_conv1d, forward",
+    "train convolution x": "times as fast, forward and backward with the loss",
+    "generate convolution x": "times as fast, generating 32 tokens",
 }
 
 

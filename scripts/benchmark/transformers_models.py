@@ -1,4 +1,5 @@
 """transformers' Mamba models twice in one process: as they are with mamba_ssm installed, and as they are without it.
+With it, causal_conv1d may be installed too.
 
 transformers (5.17 and newer) looks for mamba_ssm's functions when a modeling module is imported, and binds them there.
 Shared by tests/test_transformers.py and the benchmark.
@@ -22,6 +23,7 @@ FUNCTIONS = {
     "mamba_chunk_scan_combined": "mamba_ssm.ops.triton.ssd_combined",
     "mamba_split_conv1d_scan_combined": "mamba_ssm.ops.triton.ssd_combined",
 }
+CONVOLUTIONS = {"causal_conv1d_fn": "causal_conv1d", "causal_conv1d_update": "causal_conv1d"}
 
 _MAMBA1 = {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}
 _ATTENTION = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -106,10 +108,10 @@ TINY = {
 
 
 @contextlib.contextmanager
-def _counted(calls):
-    """mamba_ssm's functions count their calls while this is active, and for whoever binds them meanwhile."""
+def _counted(calls, functions):
+    """These functions count their calls while this is active, and for whoever binds them meanwhile."""
     with contextlib.ExitStack() as stack:
-        for name, path in FUNCTIONS.items():
+        for name, path in functions.items():
             module = importlib.import_module(path)
             function = getattr(module, name)
 
@@ -126,27 +128,33 @@ def _counted(calls):
 
 
 @contextlib.contextmanager
-def _hidden():
-    """mamba_ssm cannot be imported while this is active."""
-    ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "mamba_ssm"}
+def _hidden(package):
+    """The package cannot be imported while this is active."""
+    ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == package}
     for name in ours:
         del sys.modules[name]
-    sys.modules["mamba_ssm"] = None
+    sys.modules[package] = None
     try:
         yield
     finally:
-        del sys.modules["mamba_ssm"]
+        del sys.modules[package]
         sys.modules.update(ours)
 
 
-def model_class(kind, with_mamba_ssm, calls=None):
-    """A fresh import of transformers' class; calls, a Counter, counts by name what it calls of mamba_ssm."""
-    importlib.import_module("mamba_ssm")
+def model_class(kind, packages, calls=None):
+    """A fresh import of transformers' class where these of mamba_ssm and causal_conv1d are installed; calls, a Counter,
+    counts by name what it calls of them.
+    """
     path = f"transformers.models.{kind}.modeling_{kind}"
     before = sys.modules.pop(path, None)
-    state = _counted(Counter() if calls is None else calls) if with_mamba_ssm else _hidden()
     try:
-        with state:
+        with contextlib.ExitStack() as stack:
+            for package, functions in (("mamba_ssm", FUNCTIONS), ("causal_conv1d", CONVOLUTIONS)):
+                if package in packages:
+                    importlib.import_module(package)
+                    stack.enter_context(_counted(Counter() if calls is None else calls, functions))
+                else:
+                    stack.enter_context(_hidden(package))
             module = importlib.import_module(path)
     finally:
         sys.modules.pop(path, None)
@@ -155,20 +163,28 @@ def model_class(kind, with_mamba_ssm, calls=None):
     return getattr(module, TINY[kind][0])
 
 
-def model_pair(kind, config, device="cpu", dtype=torch.float32, seed=0):
-    """(model with mamba_ssm, model without, Counter of the first one's calls), with the same random weights.
+def model_pair(kind, config, device="cpu", dtype=torch.float32, packages=("mamba_ssm",)):
+    """(model with the packages, model without, Counter of the first one's calls)."""
+    (ours, theirs), calls = same_models(kind, config, (packages, ()), device, dtype)
+    return ours, theirs, calls
+
+
+def same_models(kind, config, installed, device="cpu", dtype=torch.float32, seed=0):
+    """([a model for each group of packages that are installed], Counter of the first one's calls), all of the same
+    random weights.
 
     The weights are larger than transformers' initial ones, so that the scan takes part in the result.
     """
     calls = Counter()
-    with_ours, without = (model_class(kind, there, calls) for there in (True, False))
+    first, *others = (model_class(kind, packages, calls) for packages in installed)
     torch.manual_seed(seed)
-    config = with_ours.config_class(vocab_size=50, pad_token_id=0, **config) if isinstance(config, dict) else config
-    model = with_ours(config)
+    config = first.config_class(vocab_size=50, pad_token_id=0, **config) if isinstance(config, dict) else config
+    model = first(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if (parameter.dim() > 1 or name.endswith("conv1d.bias")) and not name.endswith("A_log"):
                 parameter.normal_(std=0.3)
-    other = without(config)
-    other.load_state_dict(model.state_dict())
-    return model.to(device, dtype), other.to(device, dtype), calls
+    models = [model, *(other(config) for other in others)]
+    for other in models[1:]:
+        other.load_state_dict(model.state_dict())
+    return [model.to(device, dtype) for model in models], calls
