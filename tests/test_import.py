@@ -1,7 +1,5 @@
 """Importing: quick, loads no library, needs neither triton nor a GPU; upstream's paths exist."""
 
-import importlib
-import inspect
 import json
 import os
 import subprocess
@@ -9,93 +7,9 @@ import sys
 
 import pytest
 import torch
+from _helpers.names import PATHS
 
 import mamba_ssm
-
-PATHS = {
-    "mamba_ssm": [
-        "selective_scan_fn",
-        "mamba_inner_fn",
-        "Mamba",
-        "Mamba2",
-        "Mamba3",
-        "MambaLMHeadModel",
-        "__version__",
-    ],
-    "mamba_ssm.ops.selective_scan_interface": [
-        "selective_scan_fn",
-        "selective_scan_ref",
-        "mamba_inner_fn",
-        "mamba_inner_ref",
-    ],
-    "mamba_ssm.ops.causal_conv1d": [
-        "causal_conv1d_fn",
-        "causal_conv1d_update",
-        "causal_conv1d_varlen_states",
-        "causal_conv1d_ref",
-    ],
-    "mamba_ssm.ops.triton.ssd_chunk_state": [
-        "_chunk_cumsum_fwd",
-        "_chunk_state_fwd",
-        "chunk_state",
-        "chunk_state_ref",
-        "chunk_state_varlen",
-    ],
-    "mamba_ssm.ops.triton.ssd_chunk_scan": ["chunk_scan", "chunk_scan_ref"],
-    "mamba_ssm.ops.triton.ssd_state_passing": ["_state_passing_fwd", "state_passing", "state_passing_ref"],
-    "mamba_ssm.ops.triton.selective_state_update": ["selective_state_update", "selective_state_update_ref"],
-    "mamba_ssm.ops.triton.layer_norm": [
-        "layer_norm_fn",
-        "rms_norm_fn",
-        "RMSNorm",
-        "layer_norm_ref",
-        "rms_norm_ref",
-        "layer_norm_linear_fn",
-    ],
-    "mamba_ssm.ops.triton.layernorm_gated": ["layernorm_fn", "rmsnorm_fn", "LayerNorm", "RMSNorm", "rms_norm_ref"],
-    "mamba_ssm.ops.triton.k_activations": ["_swiglu_fwd", "_swiglu_bwd", "swiglu"],
-    "mamba_ssm.ops.triton.softplus": ["softplus"],
-    "mamba_ssm.ops.streaming": ["SelectiveScan"],
-    "mamba_ssm.ops.triton.ssd_combined": [
-        "mamba_chunk_scan",
-        "mamba_chunk_scan_combined",
-        "ssd_chunk_scan_combined_ref",
-        "ssd_selective_scan",
-        "mamba_split_conv1d_scan_combined",
-        "mamba_split_conv1d_scan_ref",
-        "mamba_conv1d_scan_ref",
-    ],
-    "mamba_ssm.modules.mamba_simple": ["Mamba"],
-    "mamba_ssm.modules.mamba2": ["Mamba2"],
-    "mamba_ssm.modules.mamba2_simple": ["Mamba2Simple"],
-    "mamba_ssm.modules.mamba3": ["Mamba3", "heavy_tail_activation"],
-    "mamba_ssm.modules.ssd_minimal": ["segsum", "ssd_minimal_discrete"],
-    "mamba_ssm.modules.block": ["Block"],
-    "mamba_ssm.modules.mha": ["MHA"],
-    "mamba_ssm.modules.mlp": ["GatedMLP"],
-    "mamba_ssm.models.config_mamba": ["MambaConfig"],
-    "mamba_ssm.models.mixer_seq_simple": ["create_block", "MixerModel", "MambaLMHeadModel"],
-    "mamba_ssm.utils.generation": ["InferenceParams", "GenerationMixin", "decode", "sample", "update_graph_cache"],
-    "mamba_ssm.utils.hf": ["load_config_hf", "load_state_dict_hf"],
-    "mamba_ssm.distributed.tensor_parallel": [
-        "ColumnParallelLinear",
-        "RowParallelLinear",
-        "VocabParallelEmbedding",
-        "ColumnParallelEmbedding",
-        "ParallelEmbeddings",
-    ],
-    "mamba_ssm.distributed.distributed_utils": [
-        "all_gather",
-        "all_gather_raw",
-        "reduce_scatter",
-        "reduce_scatter_raw",
-        "all_reduce",
-        "all_reduce_raw",
-        "sync_shared_params",
-        "allreduce_sequence_parallel_grad",
-        "get_dim_for_local_rank",
-    ],
-}
 
 
 def python(code):
@@ -109,35 +23,6 @@ def python(code):
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_upstreams_paths(path):
-    module = importlib.import_module(path)
-    for name in PATHS[path]:
-        assert hasattr(module, name), f"{path}.{name}"
-
-
-def public_functions(thing):
-    """A function itself; of a class its constructor and public methods, those of its bases in this package too."""
-    if not inspect.isclass(thing):
-        return [thing] if callable(thing) else []
-    owners = [owner for owner in thing.__mro__ if owner.__module__.startswith("mamba_ssm")]
-    names = {name for owner in owners for name in vars(owner) if name == "__init__" or not name.startswith("_")}
-    return [member for member in (getattr(thing, name) for name in sorted(names)) if inspect.isroutine(member)]
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_hints_are_complete(path):
-    """py.typed promises them; whether they are true is for mypy to say."""
-    module = importlib.import_module(path)
-    without = []
-    for function in (function for name in PATHS[path] for function in public_functions(getattr(module, name))):
-        signature = inspect.signature(function)
-        unknown = [part.name for part in signature.parameters.values() if part.annotation is part.empty]
-        unknown += ["the result"] if signature.return_annotation is signature.empty else []
-        without += [f"{function.__qualname__}: {name}" for name in unknown if name not in ("self", "cls")]
-    assert without == []
 
 
 def test_submodules_are_attributes_of_a_plain_import():

@@ -13,7 +13,7 @@ import mamba_ssm
 PACKAGE = Path(mamba_ssm.__file__).parent
 # From the lowest: each imports from its own layer and those before it.
 LAYERS = [
-    {"version", "_arguments", "_lazy"},
+    {"version", "_arguments", "_lazy", "_upstream"},
     {"_torch"},
     {"_native"},
     {"_checks"},

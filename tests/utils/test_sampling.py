@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from mamba_ssm.utils.generation import modify_logit_for_repetition_penalty, sample
+from mamba_ssm.utils.generation import (
+    modify_logit_for_repetition_penalty,
+    modify_logits_for_min_p_filtering,
+    modify_logits_for_top_k_filtering,
+    modify_logits_for_top_p_filtering,
+    sample,
+)
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.3, 0.15, 0.1])
 DRAWS = 20000
@@ -72,3 +78,21 @@ def test_repetition_penalty():
     found = modify_logit_for_repetition_penalty(logits.clone(), previous, 2.0)
     assert found.tolist() == [[1.0, -4.0, 1.0, 0.0], [1.0, 1.0, 0.5, -2.0]]
     assert torch.equal(modify_logit_for_repetition_penalty(logits.clone(), previous), logits)
+
+
+def test_filters_in_place():
+    logits = torch.tensor([[0.1, 3.0, 0.9, 2.0], [5.0, 1.0, 1.0, 0.0]])
+    kept = logits.clone()
+    modify_logits_for_top_k_filtering(kept, 2)
+    assert kept.isfinite().tolist() == [[False, True, False, True], [True, True, True, False]]  # equal ones stay
+    kept = logits.clone()
+    modify_logits_for_top_p_filtering(kept, 0.8)  # 0.65, 0.24 and less; 0.96 alone
+    assert kept.isfinite().tolist() == [[False, True, False, True], [True, False, False, False]]
+    kept = logits.clone()
+    modify_logits_for_min_p_filtering(kept, 0.9)
+    assert kept.isfinite().tolist() == [[False, True, True, True], [True, True, True, False]]
+    kept = logits.clone()
+    for off in (0.0, 1.0):
+        modify_logits_for_top_p_filtering(kept, off)
+        modify_logits_for_min_p_filtering(kept, off)
+    assert torch.equal(kept, logits)

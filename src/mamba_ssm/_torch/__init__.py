@@ -2,10 +2,11 @@
 
 private.py: torch's private names and versions, and what is done without each. registration.py: how an operator is
 made. dispatch.py: how it is called. records.py: how its arguments are named. autocast.py: what autocast is doing.
-modules.py: when a submodule is no more than its parameters.
+modules.py: when a submodule is no more than its parameters. determinism.py: whether results must repeat.
 """
 
 from mamba_ssm._torch.autocast import autocast_dtype, no_autocast
+from mamba_ssm._torch.determinism import set_deterministic_mode, use_deterministic_mode
 from mamba_ssm._torch.dispatch import (
     apply,
     call,
@@ -40,9 +41,11 @@ __all__ = [
     "refuse_second_derivatives",
     "refuse_what_is_no_dense_tensor",
     "returns",
+    "set_deterministic_mode",
     "signature",
     "unpack",
     "unpack_traced",
+    "use_deterministic_mode",
     "values_at_hand",
     "wants_one_node",
     "weight_and_bias",

@@ -56,7 +56,7 @@ def all_reduce_raw(
     return output, dist.all_reduce(output, group=process_group, async_op=async_op)
 
 
-class _AllGather(torch.autograd.Function):
+class AllGatherFunc(torch.autograd.Function):
     @staticmethod
     def forward(ctx: typing.Any, input_: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.process_group = process_group
@@ -67,7 +67,7 @@ class _AllGather(torch.autograd.Function):
         return reduce_scatter_raw(grad, ctx.process_group)[0], None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class ReduceScatterFunc(torch.autograd.Function):
     @staticmethod
     def forward(ctx: typing.Any, input_: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.process_group = process_group
@@ -78,7 +78,7 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather_raw(grad, ctx.process_group)[0], None
 
 
-class _AllReduce(torch.autograd.Function):
+class AllReduceFunc(torch.autograd.Function):
     @staticmethod
     def forward(ctx: typing.Any, input_: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
         return all_reduce_raw(input_, process_group)[0]
@@ -90,17 +90,17 @@ class _AllReduce(torch.autograd.Function):
 
 def all_gather(input_: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     """all_gather_raw's tensor; its gradient is reduce_scatter's."""
-    return _AllGather.apply(input_, process_group)
+    return AllGatherFunc.apply(input_, process_group)
 
 
 def reduce_scatter(input_: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     """reduce_scatter_raw's tensor; its gradient is all_gather's."""
-    return _ReduceScatter.apply(input_, process_group)
+    return ReduceScatterFunc.apply(input_, process_group)
 
 
 def all_reduce(input_: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     """The sum over ranks. Every rank goes on with the same sum, so the gradient passes through as it is."""
-    return _AllReduce.apply(input_, process_group)
+    return AllReduceFunc.apply(input_, process_group)
 
 
 def sync_shared_params(model: nn.Module, process_group: dist.ProcessGroup | None) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import typing
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -13,6 +14,7 @@ from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.modules._inputs import check_input, is_continued
 from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, mark
 from mamba_ssm.modules._submodules import convolve, convolve_step
+from mamba_ssm.modules.block import Block as _Block
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, project_in
 from mamba_ssm.ops.selective_scan import selective_scan_fn
@@ -222,3 +224,17 @@ class Mamba(StatefulBlock):
 
     def _ssm_state_shape(self) -> tuple[int, ...]:
         return self.d_inner, self.d_state
+
+
+class Block(_Block):
+    """modules.block.Block without an MLP, with the arguments that it had at this path in mamba_ssm 1.x."""
+
+    def __init__(
+        self,
+        dim: int,
+        mixer_cls: Callable[[int], nn.Module],
+        norm_cls: Callable[[int], nn.Module] = nn.LayerNorm,
+        fused_add_norm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> None:
+        super().__init__(dim, mixer_cls, nn.Identity, norm_cls, fused_add_norm, residual_in_fp32)

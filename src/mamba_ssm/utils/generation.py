@@ -10,7 +10,29 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn as nn
 
-from mamba_ssm.utils.sampling import check_sampling, modify_logit_for_repetition_penalty, sample
+from mamba_ssm.utils.sampling import (
+    check_sampling,
+    modify_logit_for_repetition_penalty,
+    modify_logits_for_min_p_filtering,
+    modify_logits_for_top_k_filtering,
+    modify_logits_for_top_p_filtering,
+    sample,
+)
+
+__all__ = [
+    "DecodingCGCache",
+    "GenerationMixin",
+    "GenerationOutput",
+    "InferenceParams",
+    "capture_graph",
+    "decode",
+    "modify_logit_for_repetition_penalty",
+    "modify_logits_for_min_p_filtering",
+    "modify_logits_for_top_k_filtering",
+    "modify_logits_for_top_p_filtering",
+    "sample",
+    "update_graph_cache",
+]
 
 
 class GenerationOutput(typing.NamedTuple):
@@ -148,7 +170,7 @@ def decode(
         if offset == 0:
             logits = model(tokens, position_ids=None, inference_params=inference_params, num_last_tokens=1).logits
         elif cache is not None:
-            logits = cache.run(tokens, offset)
+            logits = cache.run(tokens, position_ids.fill_(offset), offset)
         else:
             logits = model(
                 tokens, position_ids=position_ids.fill_(offset), inference_params=inference_params, num_last_tokens=1
@@ -274,6 +296,9 @@ class GenerationMixin:
 # ---- CUDA graphs -----------------------------------------------------------------------------------------------------
 
 
+Step: typing.TypeAlias = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
 class DecodingCGCache:
     """The states of up to max_batch_size rows, and a captured step for each batch size met.
 
@@ -290,7 +315,7 @@ class DecodingCGCache:
         self.lengths = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self.inference_params = InferenceParams(max_seqlen=max_seqlen, max_batch_size=max_batch_size)
         self.mempool = torch.cuda.graph_pool_handle()
-        self.callables: dict[int, Callable[[torch.Tensor, int], torch.Tensor]] = {}
+        self.callables: dict[int, Step] = {}
         self.run: typing.Any = None  # the selected batch's of these
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -349,21 +374,40 @@ def update_graph_cache(
     if batch_size not in cache.callables:
         cache.inference_params.reset(cache.max_seqlen, batch_size)
         cache.select(batch_size)
-        cache.callables[batch_size] = _capture_step(model, cache, batch_size, n_warmups)
+        arguments = model, cache.inference_params, batch_size, cache.max_seqlen, 1, cache.mempool, n_warmups
+        cache.callables[batch_size] = capture_graph(*arguments)
     return cache
 
 
-def _capture_step(
-    model: nn.Module, cache: DecodingCGCache, batch_size: int, n_warmups: int
-) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Captures a step from the rows that cache has selected; returns run(input_ids (B, 1), offset) -> logits."""
-    device = cache.lengths.device
+def capture_graph(
+    model: nn.Module,
+    inference_params: InferenceParams,
+    batch_size: int,
+    max_seqlen: int,
+    decoding_seqlen: int = 1,
+    mempool: typing.Any = None,
+    n_warmups: int = 2,
+) -> Step:
+    """Captures a step of the model, on a GPU, as a CUDA graph: run(input_ids (B, 1), position_ids (B, 1), offset) ->
+    logits. inference_params holds the states that it reads and writes, and lengths_per_sample (B) int32; these may not
+    be replaced. update_graph_cache makes all of this.
+
+    Same as upstream's mamba_ssm.utils.generation.capture_graph.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        raise RuntimeError(f"capture_graph needs the model on a CUDA device, it is on {device}")
+    lengths = inference_params.lengths_per_sample
+    if lengths is None or decoding_seqlen != 1:
+        raise ValueError(
+            "capture_graph needs inference_params.lengths_per_sample, a tensor, and decoding_seqlen=1, got "
+            f"{type(lengths).__name__} and {decoding_seqlen}"
+        )
     input_ids = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
     position_ids = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
-    inference_params = cache.inference_params
-    lengths = cache.lengths[:batch_size]  # inference_params.lengths_per_sample
+    before = inference_params.seqlen_offset
     # any position that is not the first; the true one is read from lengths
-    inference_params.seqlen_offset = offset = cache.max_seqlen - 1
+    inference_params.seqlen_offset = offset = max_seqlen - 1
     lengths.fill_(offset)
 
     def step() -> torch.Tensor:
@@ -377,14 +421,14 @@ def _capture_step(
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=cache.mempool):
+        with torch.cuda.graph(graph, pool=mempool):
             logits = step()
-    inference_params.seqlen_offset = 0
+    inference_params.seqlen_offset = before
 
-    def run(new_input_ids: torch.Tensor, offset: int) -> torch.Tensor:
+    def run(new_input_ids: torch.Tensor, new_position_ids: torch.Tensor, seqlen: int) -> torch.Tensor:
         input_ids.copy_(new_input_ids)
-        position_ids.fill_(offset)
-        lengths.fill_(offset)
+        position_ids.copy_(new_position_ids)
+        lengths.fill_(seqlen)
         graph.replay()
         return logits.clone()
 

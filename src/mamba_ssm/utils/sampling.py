@@ -34,6 +34,32 @@ def sample(
     return (chosen if indices is None else indices.gather(-1, chosen)).squeeze(-1)
 
 
+def modify_logits_for_top_k_filtering(logits: torch.Tensor, top_k: int) -> None:
+    """logits (..., vocabulary), in place: -inf but for the top_k likeliest, and those as likely as the last of them."""
+    least = torch.topk(logits, min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
+    logits.masked_fill_(logits < least, -torch.inf)
+
+
+def modify_logits_for_top_p_filtering(logits: torch.Tensor, top_p: float) -> None:
+    """logits (..., vocabulary), in place: -inf but for the likeliest whose probabilities reach top_p together; 0 or 1:
+    no change.
+    """
+    if not 0.0 < top_p < 1.0:
+        return
+    ordered, order = torch.sort(logits, dim=-1, descending=True)
+    probabilities = ordered.softmax(dim=-1)
+    beyond = probabilities.cumsum(dim=-1) - probabilities >= top_p  # of the likelier ones alone
+    logits.masked_fill_(beyond.scatter(-1, order, beyond), -torch.inf)
+
+
+def modify_logits_for_min_p_filtering(logits: torch.Tensor, min_p: float) -> None:
+    """logits (..., vocabulary), in place: -inf where they are below min_p; 0 or 1: no change. Upstream's rule, which
+    reads logits as they are: sample() compares probabilities with min_p times the largest.
+    """
+    if 0.0 < min_p < 1.0:
+        logits.masked_fill_(logits < min_p, -torch.inf)
+
+
 def modify_logit_for_repetition_penalty(
     logits: torch.Tensor, prev_output_tokens: torch.Tensor, repetition_penalty: float = 1.0
 ) -> torch.Tensor:

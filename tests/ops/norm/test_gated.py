@@ -7,7 +7,15 @@ import torch
 from _helpers.cases import DTYPES, NORM_WIDTHS, assert_close_to_truth, dtype_id, norm_rows, outputs_and_gradients
 
 from mamba_ssm.ops.norm import gated_norm_ref
-from mamba_ssm.ops.triton.layernorm_gated import LayerNorm, RMSNorm, layernorm_fn, rms_norm_ref, rmsnorm_fn
+from mamba_ssm.ops.triton.layernorm_gated import (
+    LayerNorm,
+    RMSNorm,
+    _layer_norm_bwd,
+    _layer_norm_fwd,
+    layernorm_fn,
+    rms_norm_ref,
+    rmsnorm_fn,
+)
 
 # (shape, group size): one element a group, odd ones, many groups, groups of a block, groups longer than 16384.
 SHAPES = [((1, 1), None), ((3, 6), 1), ((2, 3, 15), 5), ((2, 5, 96), 24), ((300, 64), 16), ((4, 250), 125)]
@@ -145,3 +153,44 @@ def test_wrong_arguments(change, error, message):
     arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(8), "bias": None, "z": torch.zeros(3, 8)}
     with pytest.raises(error, match=message):
         layernorm_fn(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["norm_first", "gate_first"])
+@pytest.mark.parametrize("is_rms_norm", [True, False], ids=["rms", "layer"])
+@pytest.mark.parametrize("z", [True, False], ids=["gate", "no_gate"])
+def test_the_two_directions(z, is_rms_norm, before, device):
+    """_layer_norm_fwd and _layer_norm_bwd: upstream's results, whose statistics lie group after group."""
+    x, dy = torch.randn(2, 6, 12, device=device)
+    gate = torch.randn(6, 12, device=device) if z else None
+    weight = torch.randn(12, device=device)
+    bias = None if is_rms_norm else torch.randn(12, device=device)
+    options = {"z": gate, "group_size": 4, "norm_before_gate": before, "is_rms_norm": is_rms_norm}
+    target = torch.empty_like(x)
+    out, mean, rstd = _layer_norm_fwd(x, weight, bias, 1e-5, out=target, **options)
+    assert out is target
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias, gate) if tensor is not None]
+    given = iter(leaves)
+    arguments = [None if tensor is None else next(given) for tensor in (x, weight, bias, gate)]
+    expected = layernorm_fn(*arguments, 1e-5, 4, before, is_rms_norm)
+    torch.testing.assert_close(out, expected.detach())
+    normed = x if gate is None or before else x * torch.nn.functional.silu(gate)
+    groups = normed.unflatten(-1, (3, 4)).transpose(0, 1)  # (groups, rows, 4)
+    if not is_rms_norm:
+        torch.testing.assert_close(mean, groups.mean(-1).flatten())
+        groups = groups - groups.mean(-1, keepdim=True)
+    assert (mean is None) == is_rms_norm
+    torch.testing.assert_close(rstd, torch.rsqrt(groups.square().mean(-1) + 1e-5).flatten())
+
+    dz = torch.empty_like(x) if z else None
+    *found, again = _layer_norm_bwd(
+        dy, x, weight, bias, 1e-5, mean, rstd, **options, recompute_output=True, dz=dz, out=target
+    )
+    assert again is target and found[3] is dz and len(found) == 4
+    assert len(_layer_norm_bwd(dy, x, weight, bias, 1e-5, mean, rstd, **options)) == 4
+    torch.testing.assert_close(again, out)
+    gradients = torch.autograd.grad(expected, leaves, dy)
+    found = [gradient for gradient in found if gradient is not None]
+    for gradient, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(gradient, other)
+    with pytest.raises(ValueError, match=r"layernorm_gated: out must have shape \(6, 12\), got \(6, 11\)"):
+        _layer_norm_fwd(x, weight, bias, 1e-5, out=target[:, 1:], **options)

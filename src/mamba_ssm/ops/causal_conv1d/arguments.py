@@ -74,7 +74,7 @@ def check_width(op, width, prefix=""):
         raise ValueError(f"{op}: the width (last dimension of {prefix}weight) must be 2, 3 or 4, got {width}")
 
 
-def wants_silu(op, activation):
+def wants_silu(op: str, activation: str | None) -> bool:
     """True for silu, False for none."""
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"{op}: activation must be None, 'silu' or 'swish', got {activation!r}")

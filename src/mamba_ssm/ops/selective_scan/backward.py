@@ -7,7 +7,7 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
-from mamba_ssm._torch import define, make, returns, signature, unpack
+from mamba_ssm._torch import define, make, returns, signature, unpack, use_deterministic_mode
 from mamba_ssm.ops._shared.gradients import add_parts, empty_like, empty_parts
 from mamba_ssm.ops.selective_scan.arguments import (
     Inputs,
@@ -145,7 +145,7 @@ def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, targ
     params = abi.MambaSelectiveScanBackward()
     functions = place(params, A)
     fill(params, sizes, inputs, options, targets.out, checkpoints)
-    plan = plan_of(functions, params.forward, torch.are_deterministic_algorithms_enabled())
+    plan = plan_of(functions, params.forward, use_deterministic_mode())
     params.slots = slots = plan.slots
     parts = sizes.batch * plan.backward_segments
     workspace = split_length(params, plan.backward_segments, A)

@@ -23,7 +23,7 @@ def chunk_cumsum(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dt (B, L, H), A (H) -> dA_cumsum, dt: both (B, H, K, Q) float32, padded to whole chunks with dt = 0."""
-    dt = _chunked(discretize(dt, dt_bias, dt_softplus, dt_limit), chunk_size).permute(0, 3, 1, 2)
+    dt = chunked(discretize(dt, dt_bias, dt_softplus, dt_limit), chunk_size).permute(0, 3, 1, 2)
     return (dt * A.to(dt.dtype)[:, None, None]).cumsum(-1), dt
 
 
@@ -45,10 +45,10 @@ def chunk_state(
     chunk_size, nheads = dt.shape[-1], x.shape[2]
     weight = dt * torch.exp(dA_cumsum[..., -1:] - dA_cumsum)
     if seq_idx is not None:
-        runs = _runs(seq_idx, chunk_size)[:, None]
+        runs = chunk_runs(seq_idx, chunk_size)[:, None]
         weight = weight.masked_fill(runs != runs[..., -1:], 0)
-    weighted = _chunked(x.to(weight.dtype), chunk_size) * weight.permute(0, 2, 3, 1)[..., None]
-    B_heads = _per_head(_chunked(B.to(weight.dtype), chunk_size), nheads)
+    weighted = chunked(x.to(weight.dtype), chunk_size) * weight.permute(0, 2, 3, 1)[..., None]
+    B_heads = _per_head(chunked(B.to(weight.dtype), chunk_size), nheads)
     states = torch.einsum("bkqhp,bkqhn->bkhpn", weighted, B_heads)
     return states if states_in_fp32 else states.to(B.dtype)
 
@@ -124,16 +124,22 @@ def state_passing(
     """
     dtype = working_dtype(states)
     state = torch.zeros_like(states[:, 0], dtype=dtype) if initial_states is None else initial_states.to(dtype)
-    decay = torch.exp(dA_chunk_cumsum.to(dtype))
-    if seq_idx is not None:
-        runs = _runs(seq_idx, chunk_size)[..., -1]  # of each chunk's last step
-        before = F.pad(runs[:, :-1], (1, 0))
-        decay = decay.masked_fill((runs != before)[:, None], 0)
+    decay = chunk_decay(dA_chunk_cumsum.to(dtype), seq_idx, chunk_size)
     entering = []
     for k in range(states.shape[1]):
         entering.append(state)
         state = decay[:, :, k, None] * state + states[:, k].to(dtype)
     return torch.stack(entering, dim=1).to(out_dtype or states.dtype), state
+
+
+def chunk_decay(dA_chunk_cumsum: torch.Tensor, seq_idx: torch.Tensor | None, chunk_size: int | None) -> torch.Tensor:
+    """How much of the state that enters a chunk leaves it, (B, H, K)."""
+    decay = torch.exp(dA_chunk_cumsum)
+    if seq_idx is None:
+        return decay
+    runs = chunk_runs(seq_idx, chunk_size)[..., -1]  # of each chunk's last step
+    before = F.pad(runs[:, :-1], (1, 0))
+    return decay.masked_fill((runs != before)[:, None], 0)
 
 
 def chunk_scan(
@@ -152,14 +158,34 @@ def chunk_scan(
     B, C (B, L, G, N); x, z (B, L, H, P); dt, dA_cumsum (B, H, K, Q); prev_states (B, K, H, P, N); D (H) or (H, P);
     seq_idx (B, L).
     """
+    products = chunk_products(C.to(dt.dtype), B.to(dt.dtype), dt.shape[-1])
+    return chunk_scan_of_products(products, x, dt, dA_cumsum, C, prev_states, D, z, seq_idx)
+
+
+def chunk_products(a: torch.Tensor, b: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    """a b^T within each chunk, (B, K, G, Q, Q); a, b (B, L, G, N)."""
+    return torch.einsum("bktgn,bksgn->bkgts", chunked(a, chunk_size), chunked(b, chunk_size))
+
+
+def chunk_scan_of_products(
+    products: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    dA_cumsum: torch.Tensor,
+    C: torch.Tensor,
+    prev_states: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """chunk_scan from products = chunk_products(C, B)."""
     seqlen, nheads, chunk_size, dtype = x.shape[1], x.shape[2], dt.shape[-1], dt.dtype
-    B_chunks, C_chunks = (_chunked(matrix.to(dtype), chunk_size) for matrix in (B, C))
-    x_chunks = _chunked(x.to(dtype), chunk_size)
-    products = torch.einsum("bktgn,bksgn->bgkts", C_chunks, B_chunks).repeat_interleave(nheads // B.shape[2], dim=1)
+    C_chunks, x_chunks = (chunked(tensor.to(dtype), chunk_size) for tensor in (C, x))
+    products = products.to(dtype).transpose(1, 2).repeat_interleave(nheads // C.shape[2], dim=1)
     seen = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=x.device).tril()
     in_decay = torch.exp(dA_cumsum)
     if seq_idx is not None:
-        runs = _runs(seq_idx, chunk_size)
+        runs = chunk_runs(seq_idx, chunk_size)
         seen = (seen & (runs[..., :, None] == runs[..., None, :]))[:, None]
         before = F.pad(runs[:, :-1, -1], (1, 0))
         in_decay = in_decay.masked_fill((runs != before[..., None])[:, None], 0)
@@ -206,7 +232,7 @@ def mamba_chunk_scan(
     return (out, final_states) if return_final_states else out
 
 
-def _chunked(tensor, chunk_size):
+def chunked(tensor, chunk_size):
     """(B, L, ...) as (B, K, Q, ...), padded with zeros; at least one chunk."""
     seqlen = tensor.shape[1]
     padding = max(-seqlen % chunk_size, chunk_size if seqlen == 0 else 0)
@@ -214,7 +240,7 @@ def _chunked(tensor, chunk_size):
     return tensor.unflatten(1, (-1, chunk_size))
 
 
-def _runs(seq_idx, chunk_size):
+def chunk_runs(seq_idx, chunk_size):
     """(B, L) -> (B, K, Q): how many times the sequence has changed up to each step."""
     changes = (seq_idx[:, 1:] != seq_idx[:, :-1]).cumsum(1)
     runs = F.pad(changes, (1, 0)) if seq_idx.shape[1] else seq_idx.long()

@@ -201,13 +201,13 @@ class _Ssd(torch.autograd.Function):
         dz = None
         if z is not None:
             out, _ = call_in_backward(ssd_op, *with_gate(ungated, None), *options, False)
-            dout, dz = _gate_grads(dout, out, z)
+            dout, dz = gate_grads(dout, out, z)
         arguments = dout, dfinal_states, *ungated, *options, need.initial_states
         grads = of_inputs(call_in_backward(ssd_backward_op, *arguments), dz)
         return *grads, *no_gradients(Options, Wanted)
 
 
-def _gate_grads(dout, ungated, z):
+def gate_grads(dout, ungated, z):
     """Gradients of ungated and z in out = ungated * silu(z), of their dtype."""
     dout, wide = dout.float(), z.float()
     sigmoid = torch.sigmoid(wide)
