@@ -57,10 +57,9 @@ inline int32_t check_conv_backward(const char* function, const MambaCausalConv1d
     check.pointer("dweight", params->dweight, p.dim > 0);
     check.pointer("dbias", params->dbias, p.dim > 0 && p.bias != nullptr);
     if (check.ok()) {
-        const int64_t slots = mamba_causal_conv1d_backward_slots(&p);
-        check.that(params->slots == slots, MAMBA_ERROR_INVALID,
-                   "slots must be %lld, as mamba_causal_conv1d_backward_slots says, got %lld", static_cast<long long>(slots),
-                   static_cast<long long>(params->slots));
+        const int64_t bytes = mamba_causal_conv1d_backward_workspace(&p);
+        check.that((params->workspace != nullptr) == (bytes > 0), MAMBA_ERROR_INVALID, "workspace must %s NULL for %lld bytes",
+                   bytes > 0 ? "not be" : "be", static_cast<long long>(bytes));
     }
     return check.status();
 }

@@ -26,9 +26,9 @@ struct ConvJob {
     const ConvKernels* kernels;
     int64_t blocks, units, shares;
     const MambaCausalConv1d* forward;
-    const MambaCausalConv1dBackward* backward;
+    const ConvBackward* backward;
     const MambaCausalConv1dUpdate* update;
-    int64_t slots;
+    int64_t slots;  // of dweight and dbias
 };
 
 void run_conv_share(void* context, int64_t share) {
@@ -90,13 +90,13 @@ int32_t mamba_causal_conv1d_forward(const MambaCausalConv1d* params) {
     return MAMBA_OK;
 }
 
-int64_t mamba_causal_conv1d_backward_slots(const MambaCausalConv1d* params) {
-    // A problem that backward will refuse needs no slots; there is no other way to answer here.
+int64_t mamba_causal_conv1d_backward_workspace(const MambaCausalConv1d* params) {
+    // A problem that backward will refuse needs none; there is no other way to answer here.
     Isa isa;
     if (params == nullptr || !conv_has_elements(*params) || params->run.num_threads < 1 || choose_isa(&isa) != MAMBA_OK) {
-        return 1;
+        return 0;
     }
-    return make_backward_job(isa, *params).slots;
+    return conv_workspace_bytes(*params, make_backward_job(isa, *params).slots);
 }
 
 int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params) {
@@ -111,8 +111,13 @@ int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params) {
         return status;
     }
     ConvJob job = make_backward_job(isa, params->forward);
-    job.backward = params;
+    const ConvBackward q = conv_backward(*params, job.slots);
+    job.backward = &q;
     run_shares(job.shares, run_conv_share, &job);
+    const PartSums sums = conv_part_sums(q);
+    for (int i = 0; i < sums.count; ++i) {
+        job.kernels->add_parts(sums.of[i]);
+    }
     return MAMBA_OK;
 }
 

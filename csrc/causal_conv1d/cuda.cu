@@ -3,6 +3,7 @@
 #include "causal_conv1d/launch.h"
 #include "causal_conv1d/plan.h"
 #include "common/cuda_device.h"
+#include "common/cuda_sums.cuh"
 
 using namespace mamba;
 
@@ -19,8 +20,8 @@ int32_t mamba_causal_conv1d_forward(const MambaCausalConv1d* params) {
     return cuda_status(error, function, params->batch, params->dim, params->seqlen, 0);
 }
 
-int64_t mamba_causal_conv1d_backward_slots(const MambaCausalConv1d* params) {
-    return params == nullptr ? 1 : conv_backward_plan(*params).slots;
+int64_t mamba_causal_conv1d_backward_workspace(const MambaCausalConv1d* params) {
+    return params == nullptr ? 0 : conv_workspace_bytes(*params, conv_backward_plan(*params).slots);
 }
 
 int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params) {
@@ -31,7 +32,10 @@ int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params) {
     }
     const MambaCausalConv1d& p = params->forward;
     const DeviceGuard guard(p.run.device);
-    const cudaError_t error = guard.error != cudaSuccess ? guard.error : launchers_of<ConvLaunchers>(p.dtype).backward(*params);
+    const ConvBackwardPlan plan = conv_backward_plan(p);
+    const ConvBackward q = conv_backward(*params, plan.slots);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : launchers_of<ConvLaunchers>(p.dtype).backward(q, plan);
+    error = error != cudaSuccess ? error : launch_part_sums(conv_part_sums(q), p.run.stream);
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, 0);
 }
 

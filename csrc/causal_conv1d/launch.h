@@ -3,13 +3,15 @@
 
 #include <cuda_runtime.h>
 
-#include "mamba_kernels.h"
+#include "causal_conv1d/parts.h"
+#include "causal_conv1d/plan.h"
 
 namespace mamba {
 
 struct ConvLaunchers {
     cudaError_t (*forward)(const MambaCausalConv1d& params);
-    cudaError_t (*backward)(const MambaCausalConv1dBackward& params);
+    // Parts of dweight and dbias remain to be added up where the plan has several slots.
+    cudaError_t (*backward)(const ConvBackward& params, const ConvBackwardPlan& plan);
     cudaError_t (*update)(const MambaCausalConv1dUpdate& params);
 
     template <typename T>

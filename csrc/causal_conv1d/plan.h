@@ -59,8 +59,7 @@ inline bool rows_are_whole_vectors(const MambaCausalConv1d& params, const ConvLa
 
 // The kernels walk (batch, segment) items; item i adds to slot i % slots, so the sums' order is fixed.
 constexpr int64_t kConvMaxSlots = 256;
-constexpr int64_t kChannelSegment = 512;  // lanes along channels: shared out among a block's warps
-constexpr int64_t kTimeSegment = 512;     // lanes along time: a multiple of this, which holds a warp's vectors evenly
+constexpr int64_t kTimeSegment = 512;  // lanes along time: a multiple of this, which holds a warp's vectors evenly
 
 struct ConvBackwardPlan {
     int64_t segment;   // steps; the last one of a row may be shorter, and longer by the steps of a vector
@@ -68,31 +67,58 @@ struct ConvBackwardPlan {
     int64_t slots;
 };
 
+// Lanes along time. Long walks share taps, sums and starts, and a single slot leaves nothing to add up: so there are the fewest
+// slots with which the GPU is done soonest. kWave warps run at once; the last wave takes as long as a full one.
+inline ConvBackwardPlan conv_backward_plan_time(int64_t batch, int64_t dim, int64_t length) {
+    constexpr int64_t kWave = static_cast<int64_t>(1) << 12;
+    constexpr int64_t kLongest = 32 * kTimeSegment;
+    constexpr int64_t kStepsOfSums = 1024;                                    // what adding up slots takes
+    const int64_t warps = length >= 256 ? dim : ceil_div(dim * length, 256);  // a slot's
+    int64_t most = batch * ceil_div(length, kTimeSegment);
+    most = most < kConvMaxSlots ? most : kConvMaxSlots;
+    most = most < ceil_div(4 * kWave, warps) ? most : ceil_div(4 * kWave, warps);
+    ConvBackwardPlan plan = {};
+    int64_t least = INT64_MAX;
+    for (int64_t slots = 1; slots <= most; ++slots) {
+        const int64_t parts = slots <= batch ? 1 : slots / batch;  // of a row
+        const int64_t segment = round_up(ceil_div(length, parts), kTimeSegment);
+        const int64_t steps = slots <= batch ? ceil_div(batch, slots) * length : segment;
+        const int64_t time = ceil_div(slots * warps, kWave) * steps + (slots > 1 ? kStepsOfSums : 0);
+        if ((slots <= batch || slots % batch == 0) && time < least) {
+            least = time;
+            plan.segment = segment < kLongest ? segment : kLongest;
+            plan.segments = ceil_div(length, plan.segment);
+            plan.slots = slots;
+        }
+    }
+    return plan;
+}
+
+// Lanes along channels: a block's warps share out a segment's steps. kBlocks fill a GPU: segments are shorter where there would
+// be fewer, and slots fewer where there would be more.
+inline ConvBackwardPlan conv_backward_plan_channel(int64_t batch, int64_t dim, int64_t length) {
+    constexpr int64_t kBlocks = 256, kShortest = 128, kLongest = 512;
+    const int64_t blocks = ceil_div(dim, 128);  // a slot's
+    ConvBackwardPlan plan;
+    plan.segment = kLongest;
+    while (plan.segment > kShortest && batch * ceil_div(length, plan.segment) * blocks < kBlocks) {
+        plan.segment /= 2;
+    }
+    plan.segments = ceil_div(length, plan.segment);
+    plan.slots = batch * plan.segments;
+    while (plan.slots % 2 == 0 && plan.slots / 2 * blocks >= kBlocks) {
+        plan.slots /= 2;
+    }
+    plan.slots = plan.slots < kConvMaxSlots ? plan.slots : kConvMaxSlots;
+    return plan;
+}
+
 inline ConvBackwardPlan conv_backward_plan(const MambaCausalConv1d& params) {
-    const bool channel_last = is_channel_last(params);
-    // Enough warps for a GPU several times over; beyond that, long walks that share taps, sums and starts are better.
-    constexpr int64_t kWarps = static_cast<int64_t>(1) << 14;
     const int64_t length = params.seqlen > 0 ? params.seqlen : 1;
     const int64_t batch = params.batch > 0 ? params.batch : 1;
     const int64_t dim = params.dim > 0 ? params.dim : 1;
-    int64_t warps;  // an item
-    ConvBackwardPlan plan;
-    if (channel_last) {
-        plan.segment = kChannelSegment;
-        warps = ceil_div(dim, 128) * kConvWarps;
-    } else {
-        const int64_t wanted = ceil_div(kWarps, batch * dim);
-        plan.segment = ceil_div(ceil_div(length, wanted), kTimeSegment) * kTimeSegment;
-        plan.segment = plan.segment < 32 * kTimeSegment ? plan.segment : 32 * kTimeSegment;
-        warps = length >= 256 ? dim : ceil_div(dim * length, 256);
-    }
-    plan.segments = ceil_div(length, plan.segment);
-    const int64_t items = batch * plan.segments;
-    int64_t share = warps * items / (2 * kWarps);  // items a slot
-    share = share > 1 ? share : 1;
-    plan.slots = ceil_div(items, share);
-    plan.slots = plan.slots < kConvMaxSlots ? plan.slots : kConvMaxSlots;
-    return plan;
+    return is_channel_last(params) ? conv_backward_plan_channel(batch, dim, length)
+                                   : conv_backward_plan_time(batch, dim, length);
 }
 
 }  // namespace mamba

@@ -149,6 +149,7 @@ typedef struct MambaCausalConv1d {
     int64_t final_batch_stride, final_dim_stride, final_len_stride;
 } MambaCausalConv1d;
 
+/* Gradients, final: nothing is left to add up, and no result depends on the order of atomics. */
 typedef struct MambaCausalConv1dBackward {
     MambaCausalConv1d forward; /* as given to the forward call (out and final_states are not read) */
     const void* dout;          /* (B, D, L), stride_l == 1 or stride_d == 1 */
@@ -157,10 +158,9 @@ typedef struct MambaCausalConv1dBackward {
     int64_t dx_batch_stride, dx_dim_stride, dx_len_stride;
     const void* dfinal_states; /* (B, D, W-1), contiguous, of dtype, optional */
     void* dinitial_states;     /* (B, D, W-1), contiguous, of dtype; optional */
-    int64_t slots;             /* what mamba_causal_conv1d_backward_slots returned */
-    void* dweight;             /* (slots, D, W), every element written: with one slot of weight_dtype, else float32 parts for
-                                * the caller to add up */
-    void* dbias;               /* (slots, D), the same with bias_dtype; required where bias is */
+    void* workspace;           /* as many bytes as mamba_causal_conv1d_backward_workspace says; NULL for 0 */
+    void* dweight;             /* (D, W) of weight_dtype */
+    void* dbias;               /* (D) of bias_dtype; required where bias is */
 } MambaCausalConv1dBackward;
 
 /* Decoding: seqlen new inputs, with the last inputs in conv_state, which is updated in place. Without cache_seqlens the
@@ -354,8 +354,8 @@ MAMBA_API int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, in
 
 MAMBA_API int32_t mamba_causal_conv1d_forward(const MambaCausalConv1d* params);
 MAMBA_API int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params);
-/* Copies of dweight and dbias to allocate for this problem (>= 1). */
-MAMBA_API int64_t mamba_causal_conv1d_backward_slots(const MambaCausalConv1d* params);
+/* Bytes of MambaCausalConv1dBackward::workspace; reads run, the sizes, the strides of x and whether bias is NULL. */
+MAMBA_API int64_t mamba_causal_conv1d_backward_workspace(const MambaCausalConv1d* params);
 MAMBA_API int32_t mamba_causal_conv1d_update(const MambaCausalConv1dUpdate* params);
 
 MAMBA_API int32_t mamba_selective_state_update(const MambaSelectiveStateUpdate* params);

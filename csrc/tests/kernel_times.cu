@@ -134,17 +134,18 @@ static void time_conv(int64_t B, int64_t L, int64_t D, bool channel_last, bool s
     q.dout_batch_stride = q.dx_batch_stride = p.x_batch_stride;
     q.dout_dim_stride = q.dx_dim_stride = p.x_dim_stride;
     q.dout_len_stride = q.dx_len_stride = p.x_len_stride;
-    q.slots = mamba_causal_conv1d_backward_slots(&p);
-    q.dweight = static_cast<float*>(random_buffer(q.slots * D * 4 * 4));
-    q.dbias = static_cast<float*>(random_buffer(q.slots * D * 4));
+    const int64_t workspace = mamba_causal_conv1d_backward_workspace(&p);
+    q.workspace = workspace > 0 ? random_buffer(workspace) : nullptr;
+    q.dweight = random_buffer(D * 4 * 4);
+    q.dbias = random_buffer(D * 4);
     const double forward = median_time(mamba_causal_conv1d_forward, &p, 1, 4);
     const double backward = median_time(mamba_causal_conv1d_backward, &q, 1, 4);
-    printf("conv %s B%lld L%lld D%lld bf16%s: forward %.4f ms (%.2f of copy), backward %.4f ms (%.2f of copy), %lld slots\n",
+    printf("conv %s B%lld L%lld D%lld bf16%s: forward %.4f ms (%.2f of copy), backward %.4f ms (%.2f of copy)\n",
            channel_last ? "channel-last" : "time-last   ", static_cast<long long>(B), static_cast<long long>(L),
            static_cast<long long>(D), sequences ? " seq_idx" : "", forward,
            static_cast<double>(2 * bytes) / forward * 1e-6 / copy, backward,
-           static_cast<double>(3 * bytes) / backward * 1e-6 / copy, static_cast<long long>(q.slots));
-    void* const buffers[] = {x, out, dout, weight, bias, seq_idx, q.dweight, q.dbias};
+           static_cast<double>(3 * bytes) / backward * 1e-6 / copy);
+    void* const buffers[] = {x, out, dout, weight, bias, seq_idx, q.dweight, q.dbias, q.workspace};
     for (void* buffer : buffers) {
         cudaFree(buffer);
     }

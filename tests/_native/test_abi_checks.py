@@ -24,7 +24,7 @@ SIZES = {
     abi.MambaSwiglu: {"rows": 2, "width": 4},
 }
 SIZES[abi.MambaSelectiveScanBackward] = {**SIZES[abi.MambaSelectiveScan], "slots": 1}
-SIZES[abi.MambaCausalConv1dBackward] = {**SIZES[abi.MambaCausalConv1d], "slots": 1}
+SIZES[abi.MambaCausalConv1dBackward] = SIZES[abi.MambaCausalConv1d]
 SIZES[abi.MambaSsdBackward] = SIZES[abi.MambaSsd]
 SIZES[abi.MambaNormBackward] = SIZES[abi.MambaNorm]
 # What a call with these sizes cannot do without.
@@ -67,12 +67,7 @@ OTHERS = [
     ("causal_conv1d_forward", {"seq_idx": 1, "initial_states": 1}, abi.ERROR_INVALID, "seq_idx cannot be given"),
     ("causal_conv1d_forward", {"bias": 1, "bias_dtype": 7}, abi.ERROR_INVALID, "bias: dtype code 7"),
     ("causal_conv1d_backward", {"seq_idx": 1, "dfinal_states": 1}, abi.ERROR_INVALID, "seq_idx cannot be given"),
-    (
-        "causal_conv1d_backward",
-        {"slots": 2},
-        abi.ERROR_INVALID,
-        "slots must be 1, as mamba_causal_conv1d_backward_slots",
-    ),
+    ("causal_conv1d_backward", {"workspace": 1}, abi.ERROR_INVALID, "workspace must be NULL for 0 bytes"),
     ("causal_conv1d_update", {"state_len": 2}, abi.ERROR_INVALID, "state_len must be at least 3, got 2"),
     ("causal_conv1d_update", {"state_rows": 0}, abi.ERROR_INVALID, "state_rows must be at least 1, got 0"),
     ("selective_state_update", {"ngroups": 3}, abi.ERROR_INVALID, "ngroups must divide nheads, got ngroups=3 nheads=4"),
@@ -197,7 +192,7 @@ def test_null_params(answers):
         what = "info" if name == "library_info" else "params"
         assert (code, message) == (abi.ERROR_INVALID, f"{name}: {what} is NULL")
     assert answers["null plan"] == [abi.ERROR_INVALID, "selective_scan_plan: plan is NULL"]
-    assert answers["null size"] == {name: int(name.endswith("slots")) for name in abi.SIZE_FUNCTIONS}
+    assert answers["null size"] == dict.fromkeys(abi.SIZE_FUNCTIONS, 0)
 
 
 def test_wrong_arguments(answers):

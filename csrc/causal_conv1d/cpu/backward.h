@@ -145,8 +145,7 @@ inline void conv_backward_rows(const MambaCausalConv1dBackward& q, const Taps& t
     }
 }
 
-inline void conv_backward(const MambaCausalConv1dBackward& q, int64_t slot, int64_t batch_begin, int64_t batch_end,
-                          int64_t channel) {
+inline void conv_backward(const ConvBackward& q, int64_t slot, int64_t batch_begin, int64_t batch_end, int64_t channel) {
     const MambaCausalConv1d& p = q.forward;
     const int lanes = block_lanes(p.dim - channel);
     const Taps taps = load_taps(p.weight, p.weight_dtype, p.bias, p.bias_dtype, p.width, channel, lanes);
@@ -159,12 +158,12 @@ inline void conv_backward(const MambaCausalConv1dBackward& q, int64_t slot, int6
         conv_backward_rows(q, taps, batch, channel, lanes, sums);
     }
     const int64_t row = slot * p.dim + channel;
-    const int32_t weight_dtype = q.slots == 1 ? p.weight_dtype : MAMBA_FLOAT32;
     for (int lag = 0; lag < p.width; ++lag) {
-        store_lanes(weight_dtype, q.dweight, row * p.width + p.width - 1 - lag, p.width, lanes, sums.tap[lag]);
+        const int64_t index = row * p.width + p.width - 1 - lag;
+        store_lanes(q.weight_sums_dtype, q.weight_sums, index, p.width, lanes, sums.tap[lag]);
     }
-    if (q.dbias != nullptr) {
-        store_lanes(q.slots == 1 ? p.bias_dtype : MAMBA_FLOAT32, q.dbias, row, 1, lanes, sums.bias);
+    if (q.bias_sums != nullptr) {
+        store_lanes(q.bias_sums_dtype, q.bias_sums, row, 1, lanes, sums.bias);
     }
 }
 

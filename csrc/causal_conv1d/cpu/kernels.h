@@ -2,17 +2,17 @@
 // neighbouring channels, over the whole length.
 #pragma once
 
-#include "mamba_kernels.h"
+#include "causal_conv1d/parts.h"
 
 namespace mamba {
 
 struct ConvKernels {
     int64_t lanes;  // channels that one vector holds
     void (*forward)(const MambaCausalConv1d& params, int64_t batch, int64_t channel);
-    // Adds up dweight and dbias over batch entries [batch_begin, batch_end) into copy `slot`.
-    void (*backward)(const MambaCausalConv1dBackward& params, int64_t slot, int64_t batch_begin, int64_t batch_end,
-                     int64_t channel);
+    // Adds up dweight and dbias over batch entries [batch_begin, batch_end) into part `slot`.
+    void (*backward)(const ConvBackward& params, int64_t slot, int64_t batch_begin, int64_t batch_end, int64_t channel);
     void (*update)(const MambaCausalConv1dUpdate& params, int64_t batch, int64_t channel);
+    void (*add_parts)(const PartSum& sum);
 };
 
 namespace generic {

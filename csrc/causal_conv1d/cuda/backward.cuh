@@ -8,7 +8,7 @@
 namespace mamba {
 
 template <typename T>
-cudaError_t launch_conv_backward(const MambaCausalConv1dBackward& params) {
+cudaError_t launch_conv_backward(const ConvBackward& params, const ConvBackwardPlan& plan) {
     const MambaCausalConv1d& forward = params.forward;
     const ConvLayout x = {forward.x, forward.x_batch_stride, forward.x_dim_stride, forward.x_len_stride};
     const ConvLayout dout = {params.dout, params.dout_batch_stride, params.dout_dim_stride, params.dout_len_stride};
@@ -17,14 +17,14 @@ cudaError_t launch_conv_backward(const MambaCausalConv1dBackward& params) {
         constexpr int kVector = 8 / static_cast<int>(sizeof(T));  // wider needs more registers than hide the latency
         if (can_vectorise_channels(forward, x, kVector) && can_vectorise_channels(forward, dout, kVector) &&
             can_vectorise_channels(forward, dx, kVector)) {
-            return launch_backward_channel<T, kVector>(params);
+            return launch_backward_channel<T, kVector>(params, plan);
         }
-        return launch_backward_channel<T, 1>(params);
+        return launch_backward_channel<T, 1>(params, plan);
     }
     if (rows_lie_alike(forward, x, x) && rows_lie_alike(forward, x, dout) && rows_lie_alike(forward, x, dx)) {
-        return launch_backward_time<T>(params, rows_are_whole_vectors(forward, x));
+        return launch_backward_time<T>(params, plan, rows_are_whole_vectors(forward, x));
     }
-    return launch_backward_strided<T>(params);
+    return launch_backward_strided<T>(params, plan);
 }
 
 }  // namespace mamba

@@ -10,7 +10,7 @@ namespace mamba {
 // steps are on their way while these are computed. V = 1 takes any strides.
 template <typename T, int V, bool kPlain>
 __global__ void __launch_bounds__(kConvThreads, 2)
-    causal_conv1d_backward_channel(const MambaCausalConv1dBackward params, const int segment, const unsigned segments) {
+    causal_conv1d_backward_channel(const ConvBackward params, const int segment, const unsigned segments) {
     constexpr int kRing = kConvMaxWidth;  // steps in hand; the loop below is unrolled by it, so that indices are constants
     constexpr int kValues = kConvMaxWidth + 1;
     __shared__ float partial[kConvWarps][V * kValues][32];
@@ -208,18 +208,17 @@ __global__ void __launch_bounds__(kConvThreads, 2)
             const int64_t row = static_cast<int64_t>(slot) * forward.dim + target;
             if (lag < forward.width) {
                 const int64_t index = row * forward.width + forward.width - 1 - lag;
-                store_sum(params.dweight, params.slots, forward.weight_dtype, index, sum);
-            } else if (lag == kConvMaxWidth && params.dbias != nullptr) {
-                store_sum(params.dbias, params.slots, forward.bias_dtype, row, sum);
+                store_from_float(params.weight_sums, index, params.weight_sums_dtype, sum);
+            } else if (lag == kConvMaxWidth && params.bias_sums != nullptr) {
+                store_from_float(params.bias_sums, row, params.bias_sums_dtype, sum);
             }
         }
     }
 }
 
 template <typename T, int V>
-cudaError_t launch_backward_channel(const MambaCausalConv1dBackward& params) {
+cudaError_t launch_backward_channel(const ConvBackward& params, const ConvBackwardPlan& plan) {
     const MambaCausalConv1d& forward = params.forward;
-    const ConvBackwardPlan plan = conv_backward_plan(forward);
     const dim3 grid(static_cast<unsigned>(ceil_div(forward.dim, 32 * V)), static_cast<unsigned>(plan.slots));
     auto kernel = causal_conv1d_backward_channel<T, V, false>;
     if (V > 1 && is_plain(params)) {

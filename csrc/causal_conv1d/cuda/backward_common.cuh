@@ -3,6 +3,7 @@
 #pragma once
 
 #include "causal_conv1d/cuda/common.cuh"
+#include "causal_conv1d/parts.h"
 
 namespace mamba {
 
@@ -177,25 +178,19 @@ __device__ __forceinline__ void input_gradients(const Options& options, const Co
     }
 }
 
-// Element `index` of dweight or dbias, whose parameter has this dtype.
-__device__ __forceinline__ void store_sum(void* gradient, int64_t slots, int32_t dtype, int64_t index, float sum) {
-    store_from_float(gradient, index, slots == 1 ? dtype : MAMBA_FLOAT32, sum);
-}
-
 // One channel's sums, to its slot.
-__device__ __forceinline__ void store_sums(const MambaCausalConv1dBackward& params, int64_t slot, int64_t channel,
-                                           const ConvSums& sums) {
+__device__ __forceinline__ void store_sums(const ConvBackward& params, int64_t slot, int64_t channel, const ConvSums& sums) {
     const MambaCausalConv1d& forward = params.forward;
     const int64_t row = slot * forward.dim + channel;
 #pragma unroll
     for (int k = 0; k < kConvMaxWidth; ++k) {
         if (k < forward.width) {
             const int64_t index = row * forward.width + forward.width - 1 - k;
-            store_sum(params.dweight, params.slots, forward.weight_dtype, index, sums.weight[k]);
+            store_from_float(params.weight_sums, index, params.weight_sums_dtype, sums.weight[k]);
         }
     }
-    if (params.dbias != nullptr) {
-        store_sum(params.dbias, params.slots, forward.bias_dtype, row, sums.bias);
+    if (params.bias_sums != nullptr) {
+        store_from_float(params.bias_sums, row, params.bias_sums_dtype, sums.bias);
     }
 }
 

@@ -9,7 +9,7 @@ namespace mamba {
 // them is in a register; only a segment's own end computes it anew.
 template <typename T>
 __global__ void __launch_bounds__(kConvThreads, 2)
-    causal_conv1d_backward_strided(const MambaCausalConv1dBackward params, const int segment, const int64_t segments) {
+    causal_conv1d_backward_strided(const ConvBackward params, const int segment, const int64_t segments) {
     const MambaCausalConv1d& forward = params.forward;
     const ConvOptions options = conv_options<false>(forward);
     const int lane = threadIdx.x & 31;
@@ -75,9 +75,8 @@ __global__ void __launch_bounds__(kConvThreads, 2)
 }
 
 template <typename T>
-cudaError_t launch_backward_strided(const MambaCausalConv1dBackward& params) {
+cudaError_t launch_backward_strided(const ConvBackward& params, const ConvBackwardPlan& plan) {
     const MambaCausalConv1d& forward = params.forward;
-    const ConvBackwardPlan plan = conv_backward_plan(forward);
     const dim3 grid(static_cast<unsigned>(ceil_div(forward.dim, kConvWarps)), static_cast<unsigned>(plan.slots));
     return launch_kernel(causal_conv1d_backward_strided<T>, grid, kConvThreads, 0, forward.run.stream, params,
                          static_cast<int>(plan.segment), plan.segments);

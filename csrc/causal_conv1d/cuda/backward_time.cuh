@@ -12,7 +12,7 @@ namespace mamba {
 // kAligned: rows begin and end at multiples of 16 bytes and fill a warp.
 template <typename T, bool kPlain, bool kAligned>
 __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
-    causal_conv1d_backward_time(const MambaCausalConv1dBackward params, const int lanes_log2, const unsigned segment,
+    causal_conv1d_backward_time(const ConvBackward params, const int lanes_log2, const unsigned segment,
                                 const unsigned segments, const int slack) {
     static constexpr int V = kTimeVector<T>;
     const MambaCausalConv1d& forward = params.forward;
@@ -149,10 +149,9 @@ __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
 }
 
 template <typename T>
-cudaError_t launch_backward_time(const MambaCausalConv1dBackward& params, bool aligned) {
+cudaError_t launch_backward_time(const ConvBackward& params, const ConvBackwardPlan& plan, bool aligned) {
     constexpr int V = kTimeVector<T>;
     const MambaCausalConv1d& forward = params.forward;
-    const ConvBackwardPlan plan = conv_backward_plan(forward);
     const int slack = aligned ? 0 : V - 1;
     const int lanes_log2 = ceil_log2(ceil_div(forward.seqlen + slack, V), 0, 5);
     const int64_t groups = ceil_div(forward.dim, static_cast<int64_t>(32) >> lanes_log2);

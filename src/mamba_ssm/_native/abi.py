@@ -121,9 +121,7 @@ class MambaCausalConv1dBackward(ctypes.Structure):
         ptr: dout, dx;
         i64: dout_batch_stride, dout_dim_stride, dout_len_stride;
         i64: dx_batch_stride, dx_dim_stride, dx_len_stride;
-        ptr: dfinal_states, dinitial_states;
-        i64: slots;
-        ptr: dweight, dbias
+        ptr: dfinal_states, dinitial_states, workspace, dweight, dbias
         """,
         MambaCausalConv1d=MambaCausalConv1d,
     )
@@ -294,9 +292,9 @@ FUNCTIONS = {
     "swiglu_backward": MambaSwiglu,
 }
 MORE_ARGUMENTS = {"selective_scan_plan": [_i32, ctypes.POINTER(MambaSelectiveScanPlan)]}
-# Functions that return a count or a size.
+# Functions that return a size in bytes.
 SIZE_FUNCTIONS = {
-    "causal_conv1d_backward_slots": MambaCausalConv1d,
+    "causal_conv1d_backward_workspace": MambaCausalConv1d,
     "ssd_forward_workspace": MambaSsd,
     "ssd_backward_workspace": MambaSsd,
     "norm_backward_workspace": MambaNorm,

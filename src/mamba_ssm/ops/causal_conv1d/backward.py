@@ -8,7 +8,7 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
 from mamba_ssm._torch import define, make, returns, signature
-from mamba_ssm.ops._shared.gradients import add_parts, empty_like, empty_parts
+from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.causal_conv1d.arguments import Inputs, check, fill, kernel_layout, unit_stride
 
 _NAME = "causal_conv1d_backward"
@@ -76,9 +76,11 @@ def launch_backward(sizes, dout, dfinal_states, inputs, silu, dx, dinitial_state
     params = abi.MambaCausalConv1dBackward()
     functions = place(params, weight)
     fill(params, sizes, inputs, silu)
-    params.slots = slots = functions["causal_conv1d_backward_slots"](params.forward)
-    dweight = empty_parts(weight, slots, weight.dtype)
-    dbias = None if bias is None else empty_parts(bias, slots, bias.dtype)
+    size = functions["causal_conv1d_backward_workspace"](params.forward)
+    workspace = weight.new_empty(size, dtype=torch.uint8) if size else None
+    params.workspace = pointer(workspace)
+    dweight = empty_like(weight)
+    dbias = None if bias is None else empty_like(bias)
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_dim_stride, params.dout_len_stride = dout.stride()
     params.dx = dx.data_ptr()
@@ -88,7 +90,7 @@ def launch_backward(sizes, dout, dfinal_states, inputs, silu, dx, dinitial_state
     params.dweight = dweight.data_ptr()
     params.dbias = pointer(dbias)
     run(functions, "causal_conv1d_backward", params)
-    return add_parts(dweight, weight), add_parts(dbias, bias)
+    return dweight, dbias  # the kernels have the workspace now
 
 
 causal_conv1d_backward_op = define(
