@@ -39,6 +39,8 @@ int64_t mamba_struct_size(const char* name) {
         {"MambaSelectiveStateUpdate", sizeof(MambaSelectiveStateUpdate)},
         {"MambaSsd", sizeof(MambaSsd)},
         {"MambaSsdBackward", sizeof(MambaSsdBackward)},
+        {"MambaMamba3", sizeof(MambaMamba3)},
+        {"MambaMamba3Backward", sizeof(MambaMamba3Backward)},
         {"MambaNorm", sizeof(MambaNorm)},
         {"MambaNormBackward", sizeof(MambaNormBackward)},
         {"MambaSwiglu", sizeof(MambaSwiglu)},

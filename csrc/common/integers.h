@@ -34,4 +34,9 @@ static inline int ceil_log2(int64_t count, int low, int high) {
     return log2;
 }
 
+// Rows of tiles of floats are padded to whole vectors of every instruction set.
+static constexpr int64_t row_pitch(int64_t columns) {
+    return round_up(columns, 16);
+}
+
 }  // namespace mamba

@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 6
+#define MAMBA_ABI_VERSION 7
 
 /* Error codes. */
 #define MAMBA_OK 0
@@ -276,6 +276,82 @@ typedef struct MambaSsdBackward {
     int64_t dC_batch_stride, dC_len_stride, dC_group_stride;
 } MambaSsdBackward;
 
+/* Mamba-3's scan. A step of a head, with lambda = sigmoid(trap) and the state before it (angle, h, k, v):
+ *   angle = (angle + pi tanh(angles) dt) mod 2 pi;  q_r = turn(q_r + q_bias_r, angle);  k'_r = turn(k_r + k_bias_r, angle)
+ *   h = exp(adt) (h + (1 - lambda) dt sum_r (mimo_v_r v) k_r^T) + lambda dt sum_r (mimo_v_r v') k'_r^T
+ *   y_r = h q_r + D mimo_v_r v';  y_r = y_r / sqrt(mean(y_r^2) + norm_eps) norm_weight, if that is given
+ *   out = sum_r mimo_out_r y_r silu(mimo_z_r z)
+ * turn changes the pair (a, b) to (a cos - b sin, a sin + b cos): entries 2i and 2i + 1 (pairwise), or i and i + N / 2, of
+ * angle i. mimo_* that are NULL count as 1; without mimo_out out has all rows. H / G neighbouring heads share a group of q and
+ * k. The last dimension of q, k, v, z, angles and out has stride 1. float32 where the type says float. Letters: R rank, S
+ * angles, U sequences. */
+typedef struct MambaMamba3 {
+    MambaRun run;
+    int64_t batch, seqlen, rank, nheads, headdim, ngroups, dstate, nangles;
+    int32_t dtype; /* of q, k, v, z, out */
+    int32_t adt_dtype, dt_dtype, trap_dtype, angle_dtype;
+    int32_t pairwise;
+    int32_t angles_of_heads; /* 0: angles are (B, L, S), for all heads */
+    float norm_eps;
+    const void* q;             /* (B, L, R, G, N) */
+    const void* k;             /* (B, L, R, G, N) */
+    const void* v;             /* (B, L, H, P) */
+    const void* adt;           /* (B, L, H) of adt_dtype */
+    const void* dt;            /* (B, L, H) of dt_dtype */
+    const void* trap;          /* (B, L, H) of trap_dtype */
+    const float* q_bias;       /* (H, R, N) */
+    const float* k_bias;       /* (H, R, N) */
+    const void* angles;        /* (B, L, H, S) of angle_dtype, or (B, L, S) */
+    const float* D;            /* (H), optional */
+    const void* z;             /* (B, L, H, P), optional */
+    const float* mimo_v;       /* (H, R, P), optional */
+    const float* mimo_z;       /* (H, R, P), optional */
+    const float* mimo_out;     /* (H, R, P), optional */
+    const float* norm_weight;  /* (H, P), optional */
+    const float* angle_state;  /* (U, H, S), the state before the first step; all four or none */
+    const float* ssm_state;    /* (U, H, P, N) */
+    const float* k_state;      /* (U, R, H, N) */
+    const float* v_state;      /* (U, H, P) */
+    const int32_t* seq_idx;    /* (B, L), optional: the states restart from zero where the value differs from step t-1's */
+    const int32_t* cu_seqlens; /* (U + 1), optional: sequence u is steps cu_seqlens[u] to cu_seqlens[u+1] of the one row; what
+                                  lies behind the last is not touched. Not together with seq_idx */
+    int64_t sequences;         /* U: batch, or what cu_seqlens bounds */
+    void* out;                 /* (B, L, H, P), without mimo_out (B, L, R, H, P). Not in backward */
+    float* final_angle;        /* (U, H, S), optional, not in backward; nor the other three */
+    float* final_ssm;          /* (U, H, P, N) */
+    float* final_k;            /* (U, R, H, N) */
+    float* final_v;            /* (U, H, P) */
+    void* workspace;           /* as many bytes as the _workspace function says, 16-byte aligned; NULL for 0 */
+    int64_t q_batch_stride, q_len_stride, q_rank_stride, q_group_stride;
+    int64_t k_batch_stride, k_len_stride, k_rank_stride, k_group_stride;
+    int64_t v_batch_stride, v_len_stride, v_head_stride;
+    int64_t adt_batch_stride, adt_len_stride, adt_head_stride;
+    int64_t dt_batch_stride, dt_len_stride, dt_head_stride;
+    int64_t trap_batch_stride, trap_len_stride, trap_head_stride;
+    int64_t angle_batch_stride, angle_len_stride, angle_head_stride;
+    int64_t z_batch_stride, z_len_stride, z_head_stride;
+    int64_t out_batch_stride, out_len_stride, out_rank_stride, out_head_stride;
+} MambaMamba3;
+
+/* Gradients, final and contiguous, of the shape and dtype of what they are the gradients of; no result depends on the number of
+ * threads or the order of atomics. */
+typedef struct MambaMamba3Backward {
+    MambaMamba3 forward;       /* as given to the forward call; out and final_* are not read */
+    const void* dout;          /* of out's shape, last stride 1 */
+    const float* dfinal_angle; /* optional, and so are the other three */
+    const float* dfinal_ssm;
+    const float* dfinal_k;
+    const float* dfinal_v;
+    void *dq, *dk, *dv, *dadt, *ddt, *dtrap;
+    float *dq_bias, *dk_bias;
+    void* dangles;
+    float* dD; /* required where D is; dz to dnorm_weight the same */
+    void* dz;
+    float *dmimo_v, *dmimo_z, *dmimo_out, *dnorm_weight;
+    float *dangle_state, *dssm_state, *dk_state, *dv_state; /* required where the states are */
+    int64_t dout_batch_stride, dout_len_stride, dout_rank_stride, dout_head_stride;
+} MambaMamba3Backward;
+
 /* out = (s - mean(s)) rstd weight + bias over each of a row's ngroups groups of neighbours, rstd = 1 / sqrt(var(s) + eps).
  * s = x + residual, rounded to other_dtype; or, with z, s = x silu(z) (norm_before_gate 0), or s = x and out is multiplied by
  * silu(z) (norm_before_gate 1). is_rms_norm: no mean, rstd = 1 / sqrt(mean(s^2) + eps). The elements of a row have stride 1.
@@ -365,6 +441,11 @@ MAMBA_API int32_t mamba_ssd_backward(const MambaSsdBackward* params);
 /* Bytes of MambaSsd::workspace; reads all but dt and the workspace itself: ask with what the call will be given. */
 MAMBA_API int64_t mamba_ssd_forward_workspace(const MambaSsd* params);
 MAMBA_API int64_t mamba_ssd_backward_workspace(const MambaSsd* params);
+
+MAMBA_API int32_t mamba_mamba3_forward(const MambaMamba3* params);
+MAMBA_API int32_t mamba_mamba3_backward(const MambaMamba3Backward* params);
+/* Bytes of MambaMamba3::workspace in backward; reads sizes, and cu_seqlens for NULL. */
+MAMBA_API int64_t mamba_mamba3_backward_workspace(const MambaMamba3* params);
 
 MAMBA_API int32_t mamba_norm_forward(const MambaNorm* params);
 MAMBA_API int32_t mamba_norm_backward(const MambaNormBackward* params);

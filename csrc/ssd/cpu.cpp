@@ -113,17 +113,17 @@ struct BackwardPlan {
 BackwardPlan plan_backward(const MambaSsd& p) {
     BackwardPlan plan;
     plan.chunks = ceil_div(p.seqlen, kSsdChunk);
-    const int64_t states = plan.chunks * p.headdim * ssd_pitch(p.dstate);
-    const int64_t gradients = plan.chunks * p.dstate * ssd_pitch(p.headdim);
+    const int64_t states = plan.chunks * p.headdim * row_pitch(p.dstate);
+    const int64_t gradients = plan.chunks * p.dstate * row_pitch(p.headdim);
     const int64_t fitting = states > 0 ? kBackwardFloats / (states + gradients) : p.batch * p.nheads;
     const int64_t rows = fitting > kBackwardRows ? fitting : kBackwardRows;
     plan.heads = at_most(rows, p.nheads);
     plan.entries = at_most(rows / plan.heads, p.batch);
-    plan.totals = ssd_pitch(2 * p.nheads * (2 + p.headdim));
+    plan.totals = row_pitch(2 * p.nheads * (2 + p.headdim));
     plan.states = plan.entries * plan.heads * states;
     plan.gradients = plan.entries * plan.heads * gradients;
-    plan.partial = plan.heads < p.nheads ? p.ngroups * plan.chunks * 2 * kSsdChunk * ssd_pitch(p.dstate) : 0;
-    plan.sums = ssd_pitch(p.batch * plan.chunks * p.nheads * (2 + p.headdim));
+    plan.partial = plan.heads < p.nheads ? p.ngroups * plan.chunks * 2 * kSsdChunk * row_pitch(p.dstate) : 0;
+    plan.sums = row_pitch(p.batch * plan.chunks * p.nheads * (2 + p.headdim));
     return plan;
 }
 

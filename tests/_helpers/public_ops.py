@@ -1,5 +1,6 @@
 """Every public operator with a call that works, nearly all of its arguments given: where tests of bad ones start."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,9 @@ import torch
 
 from _helpers import mamba2_inner_inputs, mamba_inner_inputs
 from _helpers.cases import ConvCase, ScanCase, SsdCase
+from _helpers.mamba3_cases import STATES, Mamba3Case
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
+from mamba_ssm.ops.mamba3_scan import mamba3_scan
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, selective_scan_fn
 from mamba_ssm.ops.streaming import SelectiveScan
 from mamba_ssm.ops.triton.k_activations import swiglu
@@ -86,6 +89,27 @@ def _ssd():
     return {**case.inputs(F32, "cpu"), **case.options(), **options, **returned}
 
 
+def _mamba3():
+    case = Mamba3Case(1, 9, 2, 4, dstate=8, nangles=2, rank=2, norm=True, states=True, cu_seqlens=(0, 4, 9))
+    options = {"norm_eps": 1e-5, "pairwise": False, "return_final_states": True}
+    return {**case.inputs(F32, "cpu"), **options}
+
+
+def _mamba3_scan(**arguments):
+    """mamba3_scan, with the initial and final states beside the other arguments and results."""
+    states = tuple(arguments.pop(name, None) for name in STATES)
+    results = mamba3_scan(**arguments, initial_states=states)
+    return (results[0], *results[1]) if isinstance(results, tuple) else results
+
+
+_mamba3_scan.__signature__ = inspect.Signature(
+    [
+        *inspect.signature(mamba3_scan).parameters.values(),
+        *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in STATES),
+    ]
+)
+
+
 def _split_conv1d_scan():
     tensors, options = mamba2_inner_inputs.inputs(F32, "cpu", 1, 5, initial_states=True, seq_idx=True)
     options.update(dt_limit=(0.0, 1.0), return_final_states=True, activation="silu", rmsnorm_eps=1e-6)
@@ -122,6 +146,7 @@ PUBLIC_OPS = {
     "selective_state_update": PublicOp(selective_state_update, "selective_state_update", _state_update),
     "selective_state_update, heads": PublicOp(selective_state_update, "selective_state_update", _state_update_heads),
     "mamba_chunk_scan_combined": PublicOp(mamba_chunk_scan_combined, "mamba_chunk_scan_combined", _ssd),
+    "mamba3_scan": PublicOp(_mamba3_scan, "mamba3_scan", _mamba3),
     "mamba_split_conv1d_scan_combined": PublicOp(
         mamba_split_conv1d_scan_combined, "mamba_split_conv1d_scan_combined", _split_conv1d_scan
     ),

@@ -7,17 +7,17 @@
 // An exponent of a step r is in every decay that crosses it: its gradient is the sum of the terms from before r to r or later.
 #pragma once
 
+#include "common/cpu_product.h"
 #include "ssd/cpu/chunk.h"
-#include "ssd/cpu/product.h"
 
 namespace mamba {
 namespace MAMBA_ISA {
 
 inline int64_t state_floats(const MambaSsd& p) {
-    return p.headdim * ssd_pitch(p.dstate);
+    return p.headdim * row_pitch(p.dstate);
 }
 inline int64_t gradient_floats(const MambaSsd& p) {
-    return p.dstate * ssd_pitch(p.headdim);
+    return p.dstate * row_pitch(p.headdim);
 }
 
 inline float* chunk_state(const MambaSsd& p, const SsdBackwardSpace& space, int64_t batch, int64_t head, int64_t chunk) {
@@ -60,7 +60,7 @@ struct SsdBackwardScratch {
 inline SsdBackwardScratch carve_backward(const MambaSsd& p, float* base) {
     Carver carver = {base, 0};
     SsdBackwardScratch s;
-    const int64_t width = ssd_pitch(p.headdim), dstate = ssd_pitch(p.dstate);
+    const int64_t width = row_pitch(p.headdim), dstate = row_pitch(p.dstate);
     s.B = carver.take(kChunk * dstate);
     s.B_columns = carver.take(p.dstate * kChunk);
     s.C = carver.take(kChunk * dstate);
@@ -102,7 +102,7 @@ inline void backward_states(const MambaSsdBackward& q, const SsdBackwardSpace& s
     const MambaSsd& p = q.forward;
     const SsdBackwardScratch s = carve_backward(p, scratch);
     const Sequence sequence = sequence_of(p, batch);
-    const int64_t width = ssd_pitch(p.headdim), dstate = ssd_pitch(p.dstate), group = head / (p.nheads / p.ngroups);
+    const int64_t width = row_pitch(p.headdim), dstate = row_pitch(p.dstate), group = head / (p.nheads / p.ngroups);
     if (space.chunks > 0) {
         float* first = chunk_state(p, space, batch, head, 0);
         if (p.initial_state != nullptr) {
@@ -141,7 +141,7 @@ inline void backward_gradients(const MambaSsdBackward& q, const SsdBackwardSpace
     const MambaSsd& p = q.forward;
     const SsdBackwardScratch s = carve_backward(p, scratch);
     const Sequence sequence = sequence_of(p, batch);
-    const int64_t width = ssd_pitch(p.headdim), dstate = ssd_pitch(p.dstate), group = head / (p.nheads / p.ngroups);
+    const int64_t width = row_pitch(p.headdim), dstate = row_pitch(p.dstate), group = head / (p.nheads / p.ngroups);
     const int64_t state = (batch * p.nheads + head) * p.headdim * p.dstate;
     float* last = space.chunks > 0 ? chunk_gradient(p, space, batch, head, space.chunks - 1) : s.gradient;
     if (q.dfinal_state != nullptr) {

@@ -109,7 +109,7 @@ inline void finish_steps(const MambaSsdBackward& q, const Chunk& chunk, int64_t 
 inline void chunk_head(const MambaSsdBackward& q, const SsdBackwardSpace& space, int64_t batch, int64_t index, int64_t head,
                        const Chunk& chunk, bool enters, bool leaves, const SsdBackwardScratch& s) {
     const MambaSsd& p = q.forward;
-    const int64_t width = ssd_pitch(p.headdim), dstate = ssd_pitch(p.dstate);
+    const int64_t width = row_pitch(p.headdim), dstate = row_pitch(p.dstate);
     Decays decays;
     ExponentTerms terms;
     find_decays(p, chunk, head, decays);
@@ -208,7 +208,7 @@ inline void backward_chunk(const MambaSsdBackward& q, const SsdBackwardSpace& sp
     const MambaSsd& p = q.forward;
     const SsdBackwardScratch s = carve_backward(p, scratch);
     const Sequence sequence = sequence_of(p, batch);
-    const int64_t dstate = ssd_pitch(p.dstate), group_heads = p.nheads / p.ngroups, floats = kChunk * dstate;
+    const int64_t dstate = row_pitch(p.dstate), group_heads = p.nheads / p.ngroups, floats = kChunk * dstate;
     Chunk chunk;
     find_chunk(p, sequence, index, chunk);
     const bool enters = state_enters(q, index, chunk), leaves = gradient_leaves(q, sequence, space, index);

@@ -3,7 +3,7 @@
 
 #include <math.h>
 
-#include "common/cpu_tile.h"
+#include "common/cpu_rows.h"
 #include "ssd/cpu/kernels.h"
 
 namespace mamba {
@@ -73,47 +73,12 @@ inline int64_t C_offset(const MambaSsd& p, const Chunk& chunk, int64_t group) {
     return chunk.row * p.C_batch_stride + chunk.start * p.C_len_stride + group * p.C_group_stride;
 }
 
-// A chunk's steps as rows of `columns` floats, from memory where a row's elements are neighbours.
-inline void load_rows(int32_t dtype, const void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
-                      float* tile) {
-    const int64_t pitch = ssd_pitch(columns);
-    for (int64_t column = 0; column < columns; column += kLanes) {
-        load_tile(dtype, data, offset + column, 1, len_stride, block_lanes(columns - column), steps, tile + column,
-                  static_cast<int>(pitch));
-    }
-}
-
-inline void store_rows(int32_t dtype, void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
-                       const float* tile) {
-    const int64_t pitch = ssd_pitch(columns);
-    for (int64_t column = 0; column < columns; column += kLanes) {
-        store_tile(dtype, data, offset + column, 1, len_stride, block_lanes(columns - column), steps, tile + column,
-                   static_cast<int>(pitch));
-    }
-}
-
 // The same steps as columns: tile[column of memory][step], kChunk floats a row.
 inline void load_columns(int32_t dtype, const void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
                          float* tile) {
     for (int step = 0; step < steps; step += kLanes) {
         load_tile(dtype, data, offset + step * len_stride, len_stride, 1, block_lanes(steps - step), static_cast<int>(columns),
                   tile + step, kChunk);
-    }
-}
-
-// A matrix of floats (rows, columns) from memory with this pitch, transposed: tile[column][row], pitch of its own.
-inline void load_transposed(const float* data, int64_t data_pitch, int64_t rows, int64_t columns, float* tile) {
-    for (int64_t row = 0; row < rows; row += kLanes) {
-        load_tile(MAMBA_FLOAT32, data, row * data_pitch, data_pitch, 1, block_lanes(rows - row), static_cast<int>(columns),
-                  tile + row, static_cast<int>(ssd_pitch(rows)));
-    }
-}
-
-// The reverse: (rows, columns) in memory from tile[column][row].
-inline void store_transposed(float* data, int64_t data_pitch, int64_t rows, int64_t columns, const float* tile) {
-    for (int64_t row = 0; row < rows; row += kLanes) {
-        store_tile(MAMBA_FLOAT32, data, row * data_pitch, data_pitch, 1, block_lanes(rows - row), static_cast<int>(columns),
-                   tile + row, static_cast<int>(ssd_pitch(rows)));
     }
 }
 
@@ -186,30 +151,6 @@ MAMBA_INLINE Vec decay_between(const Decays& decays, int from, int to) {
     const Vec low = set1(decays.low[to]) - load(decays.low + from);
     return exp2(high + low);
 }
-
-// rows[step] = from[step] * scales[step], for steps [begin, end).
-inline void scale_rows(const float* from, const float* scales, int begin, int end, int64_t columns, float* rows) {
-    const int64_t pitch = ssd_pitch(columns);
-    for (int step = begin; step < end; ++step) {
-        const Vec scale = set1(scales[step]);
-        for (int64_t column = 0; column < columns; column += kLanes) {
-            const int64_t i = step * pitch + column;
-            store(rows + i, load(from + i) * scale);
-        }
-    }
-}
-
-// Hands out pieces of the scratch memory, or counts them where there is none.
-struct Carver {
-    float* base;
-    int64_t used;
-
-    float* take(int64_t floats) {
-        float* piece = base + used;
-        used += ssd_pitch(floats);
-        return piece;
-    }
-};
 
 }  // namespace MAMBA_ISA
 }  // namespace mamba

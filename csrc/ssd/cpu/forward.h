@@ -1,8 +1,8 @@
 // The forward scan of Mamba-2 over one segment: some heads of a group, chunk after chunk.
 #pragma once
 
+#include "common/cpu_product.h"
 #include "ssd/cpu/chunk.h"
-#include "ssd/cpu/product.h"
 
 namespace mamba {
 namespace MAMBA_ISA {
@@ -20,7 +20,7 @@ struct SsdForwardScratch {
 inline SsdForwardScratch carve_forward(const MambaSsd& p, int64_t heads, int64_t columns, float* base) {
     Carver carver = {base, 0};
     SsdForwardScratch s;
-    const int64_t width = ssd_pitch(columns), dstate = ssd_pitch(p.dstate);
+    const int64_t width = row_pitch(columns), dstate = row_pitch(p.dstate);
     s.states = carver.take(heads * p.dstate * width);
     s.B = carver.take(kChunk * dstate);
     s.B_columns = carver.take(p.dstate * kChunk);
@@ -55,7 +55,7 @@ inline void find_weights(const Chunk& chunk, const Decays& decays, const float* 
 // Adds D x, gates with silu(z) and writes the outputs of one head.
 inline void finish_outputs(const MambaSsd& p, const SsdSegment& segment, const Chunk& chunk, int64_t head,
                            const SsdForwardScratch& s) {
-    const int64_t pitch = ssd_pitch(segment.columns);
+    const int64_t pitch = row_pitch(segment.columns);
     for (int64_t column = 0; column < segment.columns && p.D != nullptr; column += kLanes) {
         const int64_t offset = head * p.D_head_stride + (segment.column + column) * p.D_dim_stride;
         store(s.D + column, load_lanes(MAMBA_FLOAT32, p.D, offset, p.D_dim_stride, block_lanes(segment.columns - column)));
@@ -83,7 +83,7 @@ inline void finish_outputs(const MambaSsd& p, const SsdSegment& segment, const C
 // One head's outputs of one chunk. state: what enters the chunk, null for zero.
 inline void chunk_outputs(const MambaSsd& p, const SsdSegment& segment, const Chunk& chunk, int64_t head, const Decays& decays,
                           const float* state, const SsdForwardScratch& s) {
-    const int64_t width = ssd_pitch(segment.columns), dstate = ssd_pitch(p.dstate);
+    const int64_t width = row_pitch(segment.columns), dstate = row_pitch(p.dstate);
     int first = 0;  // steps before it have the entering state's part
     if (state != nullptr) {
         first = chunk.first().end;
@@ -106,7 +106,7 @@ inline void chunk_outputs(const MambaSsd& p, const SsdSegment& segment, const Ch
 inline void forward_segment(const MambaSsd& p, const SsdSegment& segment, float* scratch) {
     const SsdForwardScratch s = carve_forward(p, segment.heads, segment.columns, scratch);
     const Sequence sequence = sequence_of(p, segment.batch);
-    const int64_t width = ssd_pitch(segment.columns), dstate = ssd_pitch(p.dstate);
+    const int64_t width = row_pitch(segment.columns), dstate = row_pitch(p.dstate);
     const int64_t group = segment.head / (p.nheads / p.ngroups);
     const int64_t first_state = ((segment.batch * p.nheads + segment.head) * p.headdim + segment.column) * p.dstate;
     bool entered = p.initial_state != nullptr;  // states hold something

@@ -11,11 +11,6 @@ constexpr int64_t kSsdChunk = 64;
 // Heads that one forward segment takes, so that their states stay in a core's own cache.
 constexpr int64_t kSsdSegmentHeads = 16;
 
-// Rows of tiles are padded to whole vectors of every instruction set.
-constexpr int64_t ssd_pitch(int64_t columns) {
-    return round_up(columns, 16);
-}
-
 // The unit of work forward: some heads of one group of one batch entry, and some columns of their headdim, over the length.
 struct SsdSegment {
     int64_t batch, head, heads;

@@ -9,7 +9,7 @@ import ctypes
 import typing
 from collections.abc import Callable
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 OK = 0
 ERROR_INVALID = 1
@@ -205,6 +205,46 @@ class MambaSsdBackward(ctypes.Structure):
     )
 
 
+class MambaMamba3(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = _fields(
+        """
+        MambaRun: run;
+        i64: batch, seqlen, rank, nheads, headdim, ngroups, dstate, nangles;
+        i32: dtype, adt_dtype, dt_dtype, trap_dtype, angle_dtype, pairwise, angles_of_heads;
+        f32: norm_eps;
+        ptr: q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, mimo_v, mimo_z, mimo_out, norm_weight;
+        ptr: angle_state, ssm_state, k_state, v_state, seq_idx, cu_seqlens;
+        i64: sequences;
+        ptr: out, final_angle, final_ssm, final_k, final_v, workspace;
+        i64: q_batch_stride, q_len_stride, q_rank_stride, q_group_stride;
+        i64: k_batch_stride, k_len_stride, k_rank_stride, k_group_stride;
+        i64: v_batch_stride, v_len_stride, v_head_stride;
+        i64: adt_batch_stride, adt_len_stride, adt_head_stride;
+        i64: dt_batch_stride, dt_len_stride, dt_head_stride;
+        i64: trap_batch_stride, trap_len_stride, trap_head_stride;
+        i64: angle_batch_stride, angle_len_stride, angle_head_stride;
+        i64: z_batch_stride, z_len_stride, z_head_stride;
+        i64: out_batch_stride, out_len_stride, out_rank_stride, out_head_stride
+        """,
+        MambaRun=MambaRun,
+    )
+
+
+class MambaMamba3Backward(ctypes.Structure):
+    _anonymous_ = ("forward",)
+    _fields_ = _fields(
+        """
+        MambaMamba3: forward;
+        ptr: dout, dfinal_angle, dfinal_ssm, dfinal_k, dfinal_v;
+        ptr: dq, dk, dv, dadt, ddt, dtrap, dq_bias, dk_bias, dangles, dD, dz, dmimo_v, dmimo_z, dmimo_out, dnorm_weight;
+        ptr: dangle_state, dssm_state, dk_state, dv_state;
+        i64: dout_batch_stride, dout_len_stride, dout_rank_stride, dout_head_stride
+        """,
+        MambaMamba3=MambaMamba3,
+    )
+
+
 class MambaNorm(ctypes.Structure):
     _anonymous_ = ("run",)
     _fields_ = _fields(
@@ -268,6 +308,8 @@ STRUCTS = (
     MambaSelectiveStateUpdate,
     MambaSsd,
     MambaSsdBackward,
+    MambaMamba3,
+    MambaMamba3Backward,
     MambaNorm,
     MambaNormBackward,
     MambaSwiglu,
@@ -286,6 +328,8 @@ FUNCTIONS = {
     "selective_scan_plan": MambaSelectiveScan,
     "ssd_forward": MambaSsd,
     "ssd_backward": MambaSsdBackward,
+    "mamba3_forward": MambaMamba3,
+    "mamba3_backward": MambaMamba3Backward,
     "norm_forward": MambaNorm,
     "norm_backward": MambaNormBackward,
     "swiglu_forward": MambaSwiglu,
@@ -297,6 +341,7 @@ SIZE_FUNCTIONS = {
     "causal_conv1d_backward_workspace": MambaCausalConv1d,
     "ssd_forward_workspace": MambaSsd,
     "ssd_backward_workspace": MambaSsd,
+    "mamba3_backward_workspace": MambaMamba3,
     "norm_backward_workspace": MambaNorm,
 }
 

@@ -10,6 +10,7 @@ import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
+from mamba_ssm._native.launch import DTYPE_CODES, pointer
 from mamba_ssm._torch import make
 
 NAME = "mamba3_scan"  # what errors call the operators
@@ -167,3 +168,85 @@ def _check_states(inputs, sizes):
     letters = "(U, H, S)", "(U, H, P, N)", "(U, R, H, N)", "(U, H, P)"
     for name, shape, text in zip(names, sizes.states, letters, strict=True):
         checks.check_float32(NAME, name, getattr(inputs, name), shape, inputs.V, "V", text)
+
+
+def kernel_layout(inputs):
+    """The same tensors in the layout that the kernels take: any strides but along the last dimension of Q, K, V, Angles
+    and Z, and parameters and states contiguous.
+    """
+    if checks.all_contiguous(inputs):
+        return inputs
+    strided = {name: checks.unit_last_stride(getattr(inputs, name)) for name in ("Q", "K", "V", "Angles", "Z")}
+    any_strides = {name: getattr(inputs, name) for name in ("ADT", "DT", "Trap")}
+    return Inputs(
+        *(
+            strided[name] if name in strided else any_strides.get(name, checks.contiguous(tensor))
+            for name, tensor in zip(Inputs._fields, inputs, strict=True)
+        )
+    )
+
+
+def fill(params, sizes, inputs, options):
+    """Sets the fields that forward and backward share, from tensors in kernel layout."""
+    Q, K, V, Angles, Z = inputs.Q, inputs.K, inputs.V, inputs.Angles, inputs.Z
+    params.batch = sizes.batch
+    params.seqlen = sizes.seqlen
+    params.rank = sizes.rank
+    params.nheads = sizes.nheads
+    params.headdim = sizes.headdim
+    params.ngroups = sizes.ngroups
+    params.dstate = sizes.dstate
+    params.nangles = sizes.nangles
+    params.sequences = sizes.sequences
+    params.dtype = DTYPE_CODES[V.dtype]
+    params.adt_dtype = DTYPE_CODES[inputs.ADT.dtype]
+    params.dt_dtype = DTYPE_CODES[inputs.DT.dtype]
+    params.trap_dtype = DTYPE_CODES[inputs.Trap.dtype]
+    params.angle_dtype = DTYPE_CODES[Angles.dtype]
+    params.pairwise = options.pairwise
+    params.norm_eps = options.norm_eps
+    params.q = Q.data_ptr()
+    params.q_batch_stride, params.q_len_stride, params.q_rank_stride, params.q_group_stride, _ = Q.stride()
+    params.k = K.data_ptr()
+    params.k_batch_stride, params.k_len_stride, params.k_rank_stride, params.k_group_stride, _ = K.stride()
+    params.v = V.data_ptr()
+    params.v_batch_stride, params.v_len_stride, params.v_head_stride, _ = V.stride()
+    params.adt = inputs.ADT.data_ptr()
+    params.adt_batch_stride, params.adt_len_stride, params.adt_head_stride = inputs.ADT.stride()
+    params.dt = inputs.DT.data_ptr()
+    params.dt_batch_stride, params.dt_len_stride, params.dt_head_stride = inputs.DT.stride()
+    params.trap = inputs.Trap.data_ptr()
+    params.trap_batch_stride, params.trap_len_stride, params.trap_head_stride = inputs.Trap.stride()
+    params.angles = Angles.data_ptr()
+    params.angles_of_heads = Angles.dim() == 4
+    if Angles.dim() == 4:
+        params.angle_batch_stride, params.angle_len_stride, params.angle_head_stride, _ = Angles.stride()
+    else:
+        params.angle_batch_stride, params.angle_len_stride, _ = Angles.stride()
+    if Z is not None:
+        params.z = Z.data_ptr()
+        params.z_batch_stride, params.z_len_stride, params.z_head_stride, _ = Z.stride()
+    params.q_bias = inputs.Q_bias.data_ptr()
+    params.k_bias = inputs.K_bias.data_ptr()
+    params.D = pointer(inputs.D)
+    params.mimo_v = pointer(inputs.MIMO_V)
+    params.mimo_z = pointer(inputs.MIMO_Z)
+    params.mimo_out = pointer(inputs.MIMO_Out)
+    params.norm_weight = pointer(inputs.norm_weight)
+    params.angle_state = pointer(inputs.angle_state)
+    params.ssm_state = pointer(inputs.ssm_state)
+    params.k_state = pointer(inputs.k_state)
+    params.v_state = pointer(inputs.v_state)
+    params.seq_idx = pointer(inputs.seq_idx)
+    params.cu_seqlens = pointer(inputs.cu_seqlens)
+
+
+def out_shape(sizes, inputs):
+    heads = sizes.nheads, sizes.headdim
+    return (*inputs.V.shape[:2], *(heads if inputs.MIMO_Out is not None else (sizes.rank, *heads)))
+
+
+def new_like(tensor, inputs, shape=None):
+    """A new contiguous tensor for results; zero where packed sequences may leave steps out at the end."""
+    make_new = tensor.new_empty if inputs.cu_seqlens is None else tensor.new_zeros
+    return make_new(tensor.shape if shape is None else shape)

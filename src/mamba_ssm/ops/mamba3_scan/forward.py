@@ -1,12 +1,47 @@
-"""Mamba-3's scan (arXiv 2603.15569), single-input (SISO, rank 1) and multi-input (MIMO): the public function."""
+"""Mamba-3's scan (arXiv 2603.15569), single-input (SISO, rank 1) and multi-input (MIMO): the public function and its
+operator on the native kernels, which are for the CPU so far.
+"""
+
+import typing
 
 import torch
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import autocast_dtype, make, no_autocast, values_at_hand
-from mamba_ssm.ops.mamba3_scan.arguments import NAME, Inputs, Options, States, check
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import place, run
+from mamba_ssm._torch import (
+    autocast_dtype,
+    call,
+    call_below_autograd,
+    call_in_backward,
+    define,
+    make,
+    no_autocast,
+    no_gradients,
+    signature,
+    unpack,
+    values_at_hand,
+)
+from mamba_ssm.ops.mamba3_scan.arguments import (
+    NAME,
+    Inputs,
+    Options,
+    States,
+    check,
+    fill,
+    kernel_layout,
+    new_like,
+    out_shape,
+)
+from mamba_ssm.ops.mamba3_scan.backward import mamba3_scan_backward_op
 from mamba_ssm.ops.mamba3_scan.chunks import scan_chunks
 from mamba_ssm.ops.mamba3_scan.packed import scan_packed
+
+
+class Wanted(typing.NamedTuple):
+    """Which of the results a caller wants."""
+
+    return_final_states: bool
 
 
 def mamba3_scan(
@@ -66,8 +101,9 @@ def mamba3_scan(
     Raises:
         TypeError: a dtype is wrong. ValueError: a shape, a device or a value is wrong.
 
-    It runs on the operators of torch, chunk by chunk; a native kernel does not exist yet. On a GPU packed sequences
-    cost a synchronisation and a scan each.
+    Only inputs are kept for backward, which computes the states again. That is so on the CPU. For CUDA tensors there
+    is no kernel yet: they take the operators of torch, chunk by chunk, which is slower and keeps more, and packed
+    sequences cost a synchronisation and a scan each.
     """
     if initial_states is None:
         states: tuple[torch.Tensor | None, ...] = (None,) * 4
@@ -81,11 +117,91 @@ def mamba3_scan(
     D, MIMO_V, MIMO_Z, MIMO_Out, norm_weight = parameters
     biases = checks.widen(Q_bias), checks.widen(K_bias)
     tensors = Q, K, V, ADT, DT, Trap, *biases, Angles, D, Z, MIMO_V, MIMO_Z, MIMO_Out, norm_weight
-    inputs = make(Inputs, (*tensors, *states, seq_idx, cu_seqlens))
-    check(inputs)
-    if cu_seqlens is not None and values_at_hand(cu_seqlens):
-        checks.check_bounds(NAME, cu_seqlens.tolist(), V.shape[1])
+    if cu_seqlens is not None:
+        checks.check_tensor(NAME, "cu_seqlens", cu_seqlens)
+        checks.check_dims(NAME, "V", V, 4, "(B, L, H, P)")
+        if values_at_hand(cu_seqlens) and cu_seqlens.dim() == 1 and len(cu_seqlens):
+            checks.check_bounds(NAME, cu_seqlens.tolist(), V.shape[1])
     options = Options(bool(pairwise), checks.check_number(NAME, "norm_eps", norm_eps))
-    with no_autocast(V):
-        out, final_states = scan_packed(scan_chunks, inputs, options)
-    return (out, final_states) if return_final_states else out
+    if isinstance(V, torch.Tensor) and V.is_cuda:
+        inputs = make(Inputs, (*tensors, *states, seq_idx, cu_seqlens))
+        check(inputs)
+        with no_autocast(V):
+            out, finals = scan_packed(scan_chunks, inputs, options)
+    else:
+        wanted = bool(return_final_states)
+        out, *finals = call(mamba3_scan_op, *tensors, *states, seq_idx, cu_seqlens, *options, wanted)
+    return (out, States(*finals)) if return_final_states else out
+
+
+# ---- operator --------------------------------------------------------------------------------------------------------
+
+
+def _allocate(sizes, inputs, wanted):
+    """The operator's outputs, without values."""
+    V = inputs.V
+    shapes = sizes.states if wanted.return_final_states else ()
+    finals = [V.new_empty(shape, dtype=torch.float32) for shape in shapes] or [None] * 4
+    return (new_like(V, inputs, out_shape(sizes, inputs)), *finals)
+
+
+def _forward(*arguments):
+    inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
+    sizes = check(inputs)
+    results = _allocate(sizes, inputs, wanted)
+    _launch(sizes, kernel_layout(inputs), options, *results)
+    return results
+
+
+def _forward_fake(*arguments):
+    inputs, _, wanted = unpack(arguments, Inputs, Options, Wanted)
+    return _allocate(check(inputs), inputs, wanted)
+
+
+def _launch(sizes, inputs, options, out, final_angle, final_ssm, final_k, final_v):
+    params = abi.MambaMamba3()
+    functions = place(params, inputs.V)
+    fill(params, sizes, inputs, options)
+    params.out = out.data_ptr()
+    if inputs.MIMO_Out is None:
+        params.out_batch_stride, params.out_len_stride, params.out_rank_stride, params.out_head_stride, _ = out.stride()
+    else:
+        params.out_batch_stride, params.out_len_stride, params.out_head_stride, _ = out.stride()
+    if final_ssm is not None:
+        params.final_angle = final_angle.data_ptr()
+        params.final_ssm = final_ssm.data_ptr()
+        params.final_k = final_k.data_ptr()
+        params.final_v = final_v.data_ptr()
+    run(functions, "mamba3_forward", params)
+
+
+class _Mamba3Scan(torch.autograd.Function):
+    """Saves the inputs alone."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        inputs, ctx.options, _ = unpack(arguments, Inputs, Options, Wanted)
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        return call_below_autograd(mamba3_scan_op, *arguments)
+
+    @staticmethod
+    def backward(ctx, dout, *dfinals):
+        if dout is None and all(gradient is None for gradient in dfinals):
+            return no_gradients(Inputs, Options, Wanted)
+        inputs = make(Inputs, ctx.saved_tensors)
+        if dout is None:
+            rows = () if inputs.MIMO_Out is not None else (inputs.Q.shape[2],)
+            dout = inputs.V.new_zeros((*inputs.V.shape[:2], *rows, *inputs.V.shape[2:]))
+        grads = call_in_backward(mamba3_scan_backward_op, dout, *dfinals, *inputs, *ctx.options)
+        return *grads, None, None, *no_gradients(Options, Wanted)  # None: of seq_idx and cu_seqlens
+
+
+mamba3_scan_op = define(
+    f"mamba3_scan({signature(Inputs, Options, Wanted)}) -> "
+    "(Tensor out, Tensor final_angle, Tensor final_ssm, Tensor final_k, Tensor final_v)",
+    _forward,
+    _forward_fake,
+    autograd=_Mamba3Scan,
+    called=NAME,
+)

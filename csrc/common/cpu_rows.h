@@ -1,0 +1,69 @@
+// Tiles of rows: some steps of a matrix in memory, or a state, as rows of floats; and the memory that tiles lie in.
+#pragma once
+
+#include "common/cpu_tile.h"
+
+namespace mamba {
+namespace MAMBA_ISA {
+
+// Steps as rows of `columns` floats, from memory where a row's elements are neighbours.
+inline void load_rows(int32_t dtype, const void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
+                      float* tile) {
+    const int64_t pitch = row_pitch(columns);
+    for (int64_t column = 0; column < columns; column += kLanes) {
+        load_tile(dtype, data, offset + column, 1, len_stride, block_lanes(columns - column), steps, tile + column,
+                  static_cast<int>(pitch));
+    }
+}
+
+inline void store_rows(int32_t dtype, void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
+                       const float* tile) {
+    const int64_t pitch = row_pitch(columns);
+    for (int64_t column = 0; column < columns; column += kLanes) {
+        store_tile(dtype, data, offset + column, 1, len_stride, block_lanes(columns - column), steps, tile + column,
+                   static_cast<int>(pitch));
+    }
+}
+
+// A matrix of floats (rows, columns) from memory with this pitch, transposed: tile[column][row], pitch of its own.
+inline void load_transposed(const float* data, int64_t data_pitch, int64_t rows, int64_t columns, float* tile) {
+    for (int64_t row = 0; row < rows; row += kLanes) {
+        load_tile(MAMBA_FLOAT32, data, row * data_pitch, data_pitch, 1, block_lanes(rows - row), static_cast<int>(columns),
+                  tile + row, static_cast<int>(row_pitch(rows)));
+    }
+}
+
+// The reverse: (rows, columns) in memory from tile[column][row].
+inline void store_transposed(float* data, int64_t data_pitch, int64_t rows, int64_t columns, const float* tile) {
+    for (int64_t row = 0; row < rows; row += kLanes) {
+        store_tile(MAMBA_FLOAT32, data, row * data_pitch, data_pitch, 1, block_lanes(rows - row), static_cast<int>(columns),
+                   tile + row, static_cast<int>(row_pitch(rows)));
+    }
+}
+
+// rows[step] = from[step] * scales[step], for steps [begin, end).
+inline void scale_rows(const float* from, const float* scales, int begin, int end, int64_t columns, float* rows) {
+    const int64_t pitch = row_pitch(columns);
+    for (int step = begin; step < end; ++step) {
+        const Vec scale = set1(scales[step]);
+        for (int64_t column = 0; column < columns; column += kLanes) {
+            const int64_t i = step * pitch + column;
+            store(rows + i, load(from + i) * scale);
+        }
+    }
+}
+
+// Hands out pieces of the scratch memory, or counts them where there is none.
+struct Carver {
+    float* base;
+    int64_t used;
+
+    float* take(int64_t floats) {
+        float* piece = base + used;
+        used += row_pitch(floats);
+        return piece;
+    }
+};
+
+}  // namespace MAMBA_ISA
+}  // namespace mamba
