@@ -148,6 +148,18 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
                  : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
 }
+
+// The other way: from shared memory, what fence.proxy.async and a barrier have made visible.
+__device__ __forceinline__ void store_bulk(void* to, const void* from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n\tcp.async.bulk.commit_group;"
+                 :
+                 : "l"(__cvta_generic_to_global(to)), "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+}
+// Waits until all that this thread stores so has been read from shared memory.
+__device__ __forceinline__ void wait_for_stores_to_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" : : : "memory");
+}
 #endif
 
 }  // namespace mamba

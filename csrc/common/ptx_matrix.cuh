@@ -66,6 +66,14 @@ __device__ __forceinline__ void store_matrices_transposed(void* row, const uint3
                  : "memory");
 }
 
+// The opposite of load_matrices.
+__device__ __forceinline__ void store_matrices(void* row, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(shared_address(row)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 // ---- a warpgroup ----------------------------------------------------------------------------------------------------
 
 // The compiler must neither compute these registers later nor use them sooner.
@@ -76,11 +84,13 @@ __device__ __forceinline__ void hold_registers(uint32_t (&r)[4]) {
     asm volatile("" : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]) : : "memory");
 }
 
-// The instruction's text, and its accumulators: operands %0 to %31 or %63.
+// The instruction's text, and its accumulators: operands %0 to %15, %31 or %63.
+#define MAMBA_C_32(c) MAMBA_C_16(c, 0), MAMBA_C_16(c, 2)
 #define MAMBA_C_64(c) MAMBA_C_16(c, 0), MAMBA_C_16(c, 2), MAMBA_C_16(c, 4), MAMBA_C_16(c, 6)
 #define MAMBA_C_16(c, i)                                                                                                 \
     "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3]), "+f"(c[i + 1][0]), "+f"(c[i + 1][1]), "+f"(c[i + 1][2]), \
         "+f"(c[i + 1][3])
+#define MAMBA_NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define MAMBA_NAMES_64                                                                                                         \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
     "%26, %27, %28, %29, %30, %31"
@@ -93,6 +103,20 @@ __device__ __forceinline__ void hold_registers(uint32_t (&r)[4]) {
     " {" c_names "}, " rest ";\n\t}"
 
 // Begins c += a B. kRowsOfK: B (k, n) = tile[k][n], else B (k, n) = tile[n][k].
+template <typename T, int kRowsOfK>
+__device__ __forceinline__ void begin_product(float (&c)[4][4], const uint32_t (&a)[4], uint64_t b) {
+    if constexpr (kIsHalf<T>) {
+        asm volatile(MAMBA_WGMMA("32", "f16", MAMBA_NAMES_32, "{%16, %17, %18, %19}, %20, p, 1, 1, %21")
+                     : MAMBA_C_32(c)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    } else {
+        asm volatile(MAMBA_WGMMA("32", "bf16", MAMBA_NAMES_32, "{%16, %17, %18, %19}, %20, p, 1, 1, %21")
+                     : MAMBA_C_32(c)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    }
+}
 template <typename T, int kRowsOfK>
 __device__ __forceinline__ void begin_product(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b) {
     if constexpr (kIsHalf<T>) {
@@ -122,11 +146,43 @@ __device__ __forceinline__ void begin_product(float (&c)[16][4], const uint32_t 
     }
 }
 
+// The same with a in shared memory: A (m, k) = tile[m][k].
+template <typename T, int kRowsOfK>
+__device__ __forceinline__ void begin_product(float (&c)[4][4], uint64_t a, uint64_t b) {
+    if constexpr (kIsHalf<T>) {
+        asm volatile(MAMBA_WGMMA("32", "f16", MAMBA_NAMES_32, "%16, %17, p, 1, 1, 0, %18")
+                     : MAMBA_C_32(c)
+                     : "l"(a), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    } else {
+        asm volatile(MAMBA_WGMMA("32", "bf16", MAMBA_NAMES_32, "%16, %17, p, 1, 1, 0, %18")
+                     : MAMBA_C_32(c)
+                     : "l"(a), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    }
+}
+template <typename T, int kRowsOfK>
+__device__ __forceinline__ void begin_product(float (&c)[8][4], uint64_t a, uint64_t b) {
+    if constexpr (kIsHalf<T>) {
+        asm volatile(MAMBA_WGMMA("64", "f16", MAMBA_NAMES_64, "%32, %33, p, 1, 1, 0, %34")
+                     : MAMBA_C_64(c)
+                     : "l"(a), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    } else {
+        asm volatile(MAMBA_WGMMA("64", "bf16", MAMBA_NAMES_64, "%32, %33, p, 1, 1, 0, %34")
+                     : MAMBA_C_64(c)
+                     : "l"(a), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    }
+}
+
 #undef MAMBA_WGMMA
 #undef MAMBA_NAMES_128
 #undef MAMBA_NAMES_64
+#undef MAMBA_NAMES_32
 #undef MAMBA_C_16
 #undef MAMBA_C_64
+#undef MAMBA_C_32
 
 // Around products: fence_products() before the first that takes registers written since the last one, commit_products() after
 // the last of some; wait_for_products<n>() until all but the n latest commits are done. All four warps must come here.

@@ -18,6 +18,7 @@ using Ssd64 = SsdLayout<64, 64, 64, 8>;
 using Ssd128 = SsdLayout<128, 64, 64, 8>;
 using Ssd128Small = SsdLayout<128, 32, 64, 4>;  // both of these where shared memory is little
 using Ssd256 = SsdLayout<256, 32, 32, 4>;
+using SsdWide256 = SsdLayout<256, 64, 64, 8>;  // of products.cuh for forward_warpgroup.cuh
 using SsdFloat64 = SsdLayout<64, 32, 32, 4>;
 using SsdFloat128 = SsdLayout<128, 16, 32, 4>;
 using SsdFloat256 = SsdLayout<256, 16, 16, 4>;
@@ -40,5 +41,8 @@ struct SsdLayouts<float> {
 
 // The state's rows (headdim) that a block of the forward kernels takes, 16 a warp.
 constexpr int kForwardRows = 64;
+
+// Of a chunk, for the warpgroup kernels.
+constexpr int kWarpgroupSteps = 64;
 
 }  // namespace mamba

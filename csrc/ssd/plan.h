@@ -26,7 +26,7 @@ constexpr int kEndsASegment = 2;
 // The layout's sizes and what follows from them.
 struct SsdPlan {
     SsdLayoutIndex layout;
-    bool warpgroups;  // forward runs forward_warpgroup.cuh
+    bool warpgroups;  // runs forward_warpgroup.cuh, or backward_warpgroup.cuh
     int64_t steps;
     int64_t chunks;
     int64_t segments;  // parts that the walk along the length is split into, where heads are too few to fill the GPU
@@ -38,16 +38,20 @@ struct SsdPlan {
 struct SsdWorkspace {
     int64_t group_heads;  // heads of each group that one launch of the backward kernels takes
     int64_t splits;       // blocks that share a chunk and group's heads
-    int64_t row_tiles;
+    int64_t row_tiles;    // of headdim
+    int64_t slices;       // of the states, for backward_warpgroup.cuh
     int64_t ends, decays, products, tiles, chunk_decays, states, dstates, dB, dC, ddt, dA, ddt_bias, dD;
     int64_t bytes;
 };
 
-// A chunk's decays of one head in the workspace, for forward_warpgroup.cuh.
+// A chunk's decays of one head in the workspace, for forward_warpgroup.cuh, and for backward_warpgroup.cuh.
 constexpr int64_t kChunkDecaysBytes = 1552;
+constexpr int64_t kBackwardDecaysBytes = 2064;
 
-// Bytes of both states of all chunks that one launch of the backward kernels may take; more heads take another launch.
+// Bytes of both states of all chunks that one launch of the backward kernels may take; more heads take another launch. The
+// warpgroup kernels take twice the bytes of x, but not less than the second.
 constexpr int64_t kStatesBudget = int64_t{256} << 20;
+constexpr int64_t kLeastStatesBudget = int64_t{64} << 20;
 
 struct SsdSizes {
     int states, steps, rows;
@@ -88,8 +92,8 @@ inline SsdLayoutIndex choose_layout(const MambaSsd& p, bool backward, int shared
     return by_dstate == kSsdMiddle && shared >= kAheadShared ? kSsdMiddleAhead : by_dstate;
 }
 
-// Whether a forward call that writes out can run forward_warpgroup.cuh on this device.
-inline cudaError_t choose_warpgroups(const MambaSsd& p, bool* warpgroups) {
+// Whether a call, a forward one that writes out or a backward one, can run the warpgroup kernels on this device.
+inline cudaError_t choose_warpgroups(const MambaSsd& p, bool backward, bool* warpgroups) {
     *warpgroups = false;
 #ifdef MAMBA_WARPGROUPS
     int major = 0;
@@ -98,11 +102,15 @@ inline cudaError_t choose_warpgroups(const MambaSsd& p, bool* warpgroups) {
         return error;
     }
     const int64_t size = dtype_size(p.dtype);
-    *warpgroups = p.dtype != MAMBA_FLOAT32 && p.dstate <= 128 && major == 9 &&  // 9.0 is the only one
-                  rows_aligned(p.x, size, 16, p.headdim, p.x_batch_stride, p.x_len_stride, p.x_head_stride) &&
-                  rows_aligned(p.out, size, 16, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride);
+    *warpgroups = p.dtype != MAMBA_FLOAT32 && major == 9;  // 9.0 is the only one
+    if (!backward) {
+        *warpgroups = *warpgroups &&
+                      rows_aligned(p.x, size, 16, p.headdim, p.x_batch_stride, p.x_len_stride, p.x_head_stride) &&
+                      rows_aligned(p.out, size, 16, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride);
+    }
 #else
     static_cast<void>(p);
+    static_cast<void>(backward);
 #endif
     return cudaSuccess;
 }
@@ -123,27 +131,30 @@ struct SsdProblem {
     SsdProblem(const MambaSsd& p, bool backward, bool out) : plan(), workspace(), error(cudaSuccess) {
         const DeviceLimits device(p.run.device);
         error = device.error;
-        if (error == cudaSuccess && !backward && out) {
-            error = choose_warpgroups(p, &plan.warpgroups);
+        if (error == cudaSuccess && (backward || out)) {
+            error = choose_warpgroups(p, backward, &plan.warpgroups);
         }
         if (error != cudaSuccess) {
             return;
         }
         plan.layout = choose_layout(p, backward, device.shared);
         const SsdSizes sizes = p.dtype == MAMBA_FLOAT32 ? layout_sizes<float>(plan.layout) : layout_sizes<__half>(plan.layout);
-        plan.steps = sizes.steps;
+        plan.steps = plan.warpgroups ? kWarpgroupSteps : sizes.steps;
         plan.chunks = ceil_div(p.seqlen, plan.steps);
+        forward_warpgroups = !backward && plan.warpgroups;
         const bool four = !backward && out && !plan.warpgroups && device.shared >= kRoomyShared;  // blocks a multiprocessor
         plan_segments(p, (four ? 4 : 2) * device.processors);
         plan_ends(p, backward);
         if (backward) {
-            plan_backward_workspace(p, sizes.rows, device.processors);
+            plan_backward_workspace(p, plan.warpgroups ? kForwardRows : sizes.rows, device.processors);
         } else {
             plan_forward_workspace(p, out);
         }
     }
 
  private:
+    bool forward_warpgroups = false;
+
     // Splits the length where the forward kernels have less than half of the blocks that are wanted.
     void plan_segments(const MambaSsd& p, int64_t wanted) {
         const int64_t blocks = p.batch * p.nheads * ceil_div(p.headdim, kForwardRows);
@@ -159,7 +170,8 @@ struct SsdProblem {
         }
     }
 
-    int64_t ends_a_segment() const { return plan.warpgroups ? kEndsASegment : 1; }
+    int64_t warpgroup_states() const { return plan.layout == kSsdSmall ? 64 : plan.layout == kSsdLarge ? 256 : 128; }
+    int64_t ends_a_segment() const { return forward_warpgroups ? kEndsASegment : 1; }
 
     void plan_ends(const MambaSsd& p, bool backward) {
         const int64_t ends = (plan.segments - 1) * ends_a_segment() * p.batch * p.nheads * (backward ? 2 : 1);
@@ -175,37 +187,67 @@ struct SsdProblem {
             workspace.products = reserve(total, plan.slots * p.ngroups * tiles * 256 * 4);
         }
         if (plan.warpgroups) {
-            const int64_t states = plan.layout == kSsdSmall ? 64 : 128;
+            const int64_t states = warpgroup_states();
             workspace.tiles = reserve(total, plan.slots * p.ngroups * 2 * plan.steps * states * dtype_size(p.dtype));
             workspace.chunk_decays = reserve(total, plan.slots * p.nheads * kChunkDecaysBytes);
         }
     }
 
+    // Blocks that share the items of a chunk and group.
+    int64_t choose_splits(int64_t chunk_groups, int64_t items, int64_t processors) const {
+        if (chunk_groups == 0 || !plan.warpgroups) {
+            const int64_t fill = chunk_groups > 0 ? ceil_div(4 * processors, chunk_groups) : 1;
+            return fill < items ? fill : items;
+        }
+        // A multiprocessor runs one block at a time. To begin and to end takes a block as long as some items.
+        constexpr int64_t kItemsForStart = 3;
+        int64_t best = 1;
+        int64_t least = 0;
+        for (int64_t splits = 1; splits <= items && splits <= processors; ++splits) {
+            const int64_t rounds = ceil_div(chunk_groups * splits * workspace.slices, processors);
+            const int64_t time = rounds * (ceil_div(items, splits) + kItemsForStart);
+            if (splits == 1 || time < least) {
+                best = splits;
+                least = time;
+            }
+        }
+        return best;
+    }
+
     // rows: of headdim, that a backward block takes.
     void plan_backward_workspace(const MambaSsd& p, int rows, int64_t processors) {
-        const int64_t head_states = p.batch * p.ngroups * plan.chunks * p.headdim * p.dstate * dtype_size(p.dtype);
+        workspace.row_tiles = ceil_div(p.headdim, rows);
+        const int64_t states = plan.warpgroups ? warpgroup_states() : p.dstate;
+        const int64_t state_rows = plan.warpgroups ? workspace.row_tiles * rows : p.headdim;
+        const int64_t size = dtype_size(p.dtype);
+        workspace.slices = states > 128 && plan.warpgroups ? 2 : 1;
+        const int64_t head_states = p.batch * p.ngroups * plan.chunks * state_rows * states * size;
         const int64_t heads_of_group = p.nheads / p.ngroups;
+        const int64_t twice_x = 2 * p.batch * p.seqlen * p.nheads * p.headdim * size;
+        const int64_t budget = !plan.warpgroups ? kStatesBudget : twice_x > kLeastStatesBudget ? twice_x : kLeastStatesBudget;
         workspace.group_heads = heads_of_group;
-        if (2 * head_states * heads_of_group > kStatesBudget) {
-            const int64_t fit = kStatesBudget / (2 * head_states);
+        if (2 * head_states * heads_of_group > budget) {
+            const int64_t fit = budget / (2 * head_states);
             const int64_t launches = ceil_div(heads_of_group, fit > 1 ? fit : 1);
             workspace.group_heads = ceil_div(heads_of_group, launches);
         }
-        workspace.row_tiles = ceil_div(p.headdim, rows);
         const int64_t chunk_groups = p.batch * plan.chunks * p.ngroups;
-        const int64_t fill = chunk_groups > 0 ? ceil_div(4 * processors, chunk_groups) : 1;
         // No launch may have fewer items than blocks share; the last launch may have fewer heads than the others.
         const int64_t last_heads =
             heads_of_group - (ceil_div(heads_of_group, workspace.group_heads) - 1) * workspace.group_heads;
         const int64_t items = last_heads * workspace.row_tiles;
-        workspace.splits = fill < items ? fill : items;
+        workspace.splits = choose_splits(chunk_groups, items, processors);
         int64_t& total = workspace.bytes;
+        if (plan.warpgroups) {
+            workspace.tiles = reserve(total, chunk_groups * 3 * plan.steps * states * size);
+            workspace.chunk_decays = reserve(total, p.batch * plan.chunks * p.nheads * kBackwardDecaysBytes);
+        }
         workspace.states = reserve(total, head_states * workspace.group_heads);
         workspace.dstates = reserve(total, head_states * workspace.group_heads);
         const int64_t matrix = workspace.splits * p.batch * p.seqlen * p.ngroups * p.dstate * 4;
         workspace.dB = reserve(total, matrix);
         workspace.dC = reserve(total, matrix);
-        const int64_t head_rows = workspace.row_tiles * p.batch * p.nheads;
+        const int64_t head_rows = workspace.row_tiles * workspace.slices * p.batch * p.nheads;
         workspace.ddt = reserve(total, head_rows * p.seqlen * 4);
         workspace.dA = reserve(total, head_rows * plan.chunks * 4);
         workspace.ddt_bias = reserve(total, head_rows * plan.chunks * 4);

@@ -179,6 +179,7 @@ SSD_CASES = (
     SsdCase(1, 200, 4, 64, dstate=128, initial_states=True),
     SsdCase(1, 131, 2, 128, dstate=64, softplus=False, dt_limit=(0.05, 0.4)),
     SsdCase(1, 66, 1, 256, dstate=256),
+    SsdCase(2, 130, 4, 72, dstate=200, groups=2, D="dim", initial_states=True),
     SsdCase(2, 257, 4, 16, groups=4, D="dim", z=True, initial_states=True),
     SsdCase(2, 150, 4, 20, dstate=24, seq_idx=True),
     SsdCase(2, 300, 2, 33, dstate=40, groups=2, seq_idx=True, initial_states=True, z=True),

@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         if (warp == 0) {
             const int64_t at = ((tile * p.batch + batch) * launch.chunks + chunk) * p.nheads + head;
             float* const ddt = launch.ddt + ((tile * p.batch + batch) * p.nheads + head) * p.seqlen + first;
-            store_step_gradients<Layout>(ddt, launch.dA + at, launch.ddt_bias + at, sums, now, A, valid, lane);
+            store_step_gradients<kSteps>(ddt, launch.dA + at, launch.ddt_bias + at, sums, now, A, valid, lane);
         }
     }
 

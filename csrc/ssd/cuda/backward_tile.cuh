@@ -22,6 +22,14 @@ struct WarpTile {
     static_assert(kColumns / 16 <= kBeside || kColumns / 16 % kBeside == 0, "columns divide among the warps");
 };
 
+// What the gradient of a step's dt is made of, see store_step_gradients.
+struct StepSums {
+    float own;     // f_tt + sum_{t' > t} f_t't + what the state after the chunk has of x_t B_t^T
+    float out_of;  // sum_{s < t} dt_s f_ts + what y_t has of the state before the chunk
+    float column;  // sum_{t' > t} f_t't
+    float into;    // what the state after the chunk has of x_t B_t^T
+};
+
 template <class Layout>
 struct BackwardSums {
     static constexpr int kBeside = WarpTile<Layout, Layout::kSteps>::kBeside;
@@ -34,6 +42,36 @@ struct BackwardSums {
     float state_product[Layout::kWarps];         // H . dH'
     static constexpr int kParts = Layout::kThreads / Layout::kRows;
     float skip[kParts][Layout::kRows];  // sum over a part of the steps of dout_t x_t
+
+    __device__ __forceinline__ StepSums at(int t) const {
+        using Pairs = WarpTile<Layout, Layout::kSteps>;
+        using Wide = WarpTile<Layout, Layout::kStates>;
+        StepSums sums = {};
+#pragma unroll
+        for (int w = 0; w < kAbove; ++w) {
+            sums.column += column_pairs[w][t];
+        }
+#pragma unroll
+        for (int w = 0; w < kBeside; ++w) {
+            if (16 * Pairs::kWide * w < Layout::kSteps) {
+                sums.out_of += row_pairs[w][t];
+            }
+            if (16 * Wide::kWide * w < Layout::kStates) {
+                sums.out_of += from_state[w][t];
+                sums.into += to_state[w][t];
+            }
+        }
+        sums.own = own_pair[t] + sums.column + sums.into;
+        return sums;
+    }
+    __device__ __forceinline__ float state_products() const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < Layout::kWarps; ++i) {
+            sum += state_product[i];
+        }
+        return sum;
+    }
 };
 
 // The tiles of one item: x, dout, and the state before the chunk. kAhead: the gradient after the chunk has a tile of its own,
@@ -163,20 +201,12 @@ __device__ __forceinline__ float dot_16(const T* global, const T* tile, int coun
 
 // A chunk's gradients: of dt before bias, softplus and clamping at each step, and the chunk's part of A's and the bias's. One
 // warp computes them.
-template <class Layout>
-__device__ __forceinline__ void store_step_gradients(float* ddt, float* dA, float* ddt_bias, const BackwardSums<Layout>& sums,
-                                                     const BackwardDecays<Layout::kSteps>& decays, float A, int valid,
-                                                     int lane) {
-    using Pairs = WarpTile<Layout, Layout::kSteps>;
-    using Wide = WarpTile<Layout, Layout::kStates>;
-    constexpr int kEach = Layout::kSteps < 32 ? 1 : Layout::kSteps / 32;
-    const bool active = lane * kEach < Layout::kSteps;
-    float carried = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Layout::kWarps; ++i) {
-        carried += sums.state_product[i];
-    }
-    carried *= decays.carry;
+template <int kSteps, class Sums>
+__device__ __forceinline__ void store_step_gradients(float* ddt, float* dA, float* ddt_bias, const Sums& sums,
+                                                     const BackwardDecays<kSteps>& decays, float A, int valid, int lane) {
+    constexpr int kEach = kSteps < 32 ? 1 : kSteps / 32;
+    const bool active = lane * kEach < kSteps;
+    const float carried = decays.carry * sums.state_products();
     float after[kEach];  // what paths that end at step t carry past it, less those that begin there
     float before[kEach];
     float own[kEach];
@@ -187,26 +217,10 @@ __device__ __forceinline__ void store_step_gradients(float* ddt, float* dA, floa
         const int t = lane * kEach + i;
         after[i] = before[i] = own[i] = 0.0f;
         if (active) {
-            float column = 0.0f;
-            float out_of = 0.0f;
-            float into = 0.0f;
-#pragma unroll
-            for (int w = 0; w < BackwardSums<Layout>::kAbove; ++w) {
-                column += sums.column_pairs[w][t];
-            }
-#pragma unroll
-            for (int w = 0; w < BackwardSums<Layout>::kBeside; ++w) {
-                if (16 * Pairs::kWide * w < Layout::kSteps) {
-                    out_of += sums.row_pairs[w][t];
-                }
-                if (16 * Wide::kWide * w < Layout::kStates) {
-                    out_of += sums.from_state[w][t];
-                    into += sums.to_state[w][t];
-                }
-            }
-            own[i] = sums.own_pair[t] + column + into;
-            after[i] = out_of - decays.dt[t] * column;
-            before[i] = decays.dt[t] * into;
+            const StepSums step = sums.at(t);
+            own[i] = step.own;
+            after[i] = step.out_of - decays.dt[t] * step.column;
+            before[i] = decays.dt[t] * step.into;
         }
         after_sum += after[i];
         before_sum += before[i];

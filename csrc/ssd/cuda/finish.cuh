@@ -11,14 +11,17 @@ struct BackwardLaunch {
     int64_t group_heads;  // how many of each group it takes
     int64_t splits;       // blocks that share a chunk and group's heads
     int64_t row_tiles;    // parts of headdim
+    int64_t parts;        // row tiles, each as often as parts of the states have a block
     const void* states;   // (B, heads of this launch, chunks, P, N) of T: before each chunk, in order
     const void* dstates;  // the same: gradient after each chunk
     float* dB;            // (splits, B, L, G, N), added to where first_head > 0
     float* dC;
-    float* ddt;       // (row tiles, B, H, L): gradient of dt before the bias
-    float* dA;        // (row tiles, B, chunks, H)
-    float* ddt_bias;  // (row tiles, B, chunks, H)
-    float* dD;        // (B, chunks, H, P), or NULL
+    float* ddt;         // (parts, B, H, L): gradient of dt before the bias
+    float* dA;          // (parts, B, chunks, H)
+    float* ddt_bias;    // (parts, B, chunks, H)
+    float* dD;          // (B, chunks, H, P), or NULL
+    const void* tiles;  // for backward_warpgroup.cuh, see PrepareLaunch; its states lie as said there
+    const void* chunk_decays;
     int32_t x_vectors, dout_vectors, B_vectors, C_vectors, dx_vectors, state_vectors;
 };
 
@@ -48,7 +51,7 @@ __global__ void __launch_bounds__(kFinishThreads) ssd_finish_kernel(const MambaS
     const MambaSsd& p = q.forward;
     if (blockIdx.x < p.nheads) {
         const int64_t head = blockIdx.x;
-        const int64_t parts = launch.row_tiles * p.batch * launch.chunks;
+        const int64_t parts = launch.parts * p.batch * launch.chunks;
         float dA = 0.0f;
         float ddt_bias = 0.0f;
         for (int64_t i = threadIdx.x; i < parts; i += kFinishThreads) {
@@ -70,6 +73,7 @@ __global__ void __launch_bounds__(kFinishThreads) ssd_finish_kernel(const MambaS
             const int64_t first = threadIdx.x / headdim;
             float sum = 0.0f;
             if (first < together) {
+#pragma unroll 8
                 for (int64_t i = first; i < p.batch * launch.chunks; i += together) {
                     sum += launch.dD[(i * p.nheads + head) * headdim + column];
                 }
@@ -119,8 +123,8 @@ __global__ void __launch_bounds__(kFinishThreads) ssd_finish_kernel(const MambaS
         const int64_t step = i / p.nheads % p.seqlen;
         const int64_t batch = i / (p.nheads * p.seqlen);
         float sum = 0.0f;
-        for (int64_t tile = 0; tile < launch.row_tiles; ++tile) {
-            sum += launch.ddt[((tile * p.batch + batch) * p.nheads + head) * p.seqlen + step];
+        for (int64_t part = 0; part < launch.parts; ++part) {
+            sum += launch.ddt[((part * p.batch + batch) * p.nheads + head) * p.seqlen + step];
         }
         store_from_float(q.ddt, batch * q.ddt_batch_stride + step * q.ddt_len_stride + head * q.ddt_head_stride, p.dt_dtype,
                          sum);

@@ -1,6 +1,7 @@
-// Forward on Hopper, for 16-bit dtypes, up to 128 states and rows of x and out that lie at multiples of 16 bytes: a block walks
-// the chunks of 64 rows of one head's state, as in forward.cuh, but its four warps are one warpgroup: B, C and M are read from
-// shared memory once for all of them. While the tensor cores work at a chunk, the warps make M of the next one.
+// Forward on Hopper, for 16-bit dtypes and rows of x and out that lie at multiples of 16 bytes: a block walks the chunks of 64
+// rows of one head's state, as in forward.cuh, but its four warps are one warpgroup: B, C and M are read from shared memory
+// once for all of them. While the tensor cores work at a chunk, the warps make M of the next one. More than 128 states are two
+// slices, a warpgroup each: the first one adds up the results, the second one makes M.
 #pragma once
 
 #include "ssd/cuda/forward_block.cuh"
@@ -15,13 +16,19 @@ namespace mamba {
 template <typename T, int kStates, bool kResults>
 struct WarpgroupTiles {
     static constexpr int kSteps = 64;
+    static constexpr int kSlices = kStates > 128 ? 2 : 1;
+    static constexpr int kSlice = kStates / kSlices;
+    static constexpr int kThreads = kSlices * kForwardThreads;
+    static constexpr int kBlocks = (kResults ? 2 : kSlices == 1 ? 3 : 2) / (kResults ? kSlices : 1);  // a multiprocessor
     static constexpr int kXStages = kResults ? 2 : 4;
     // Elements of a tile.
     static constexpr int kX = kSteps * kForwardRows;
     static constexpr int kB = kSteps * kStates;
     static constexpr int kBC = kResults ? 2 * kB : kB;
     static constexpr int kM = kResults ? kSteps * kSteps : 0;
+    static constexpr int kSums = kResults && kSlices > 1 ? kX : 0;  // the second slice's part of the results, in float32
     static constexpr int kBytes = (2 * (kBC + kM) + kXStages * kX) * static_cast<int>(sizeof(T)) +
+                                  kSums * static_cast<int>(sizeof(float)) +
                                   2 * static_cast<int>(sizeof(ChunkDecays<kSteps>) + 2 * sizeof(uint64_t));
 };
 
@@ -57,43 +64,35 @@ __device__ __forceinline__ void store_results(T* x_tile, const float (&y)[kStepG
     }
 }
 
-template <int kCount>
-__device__ __forceinline__ void scale_state(float (&state)[kCount][4], float carry) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            state[j][k] *= carry;
-        }
-    }
-}
-
 #endif
 
 // kResults: out and the final state; else a segment's state at its end from zero, and the product of its decays.
 template <typename T, int kStates, bool kResults>
-__global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
+__global__ void __launch_bounds__(WarpgroupTiles<T, kStates, kResults>::kThreads, WarpgroupTiles<T, kStates, kResults>::kBlocks)
     ssd_warpgroup_kernel(const MambaSsd p, const ForwardLaunch launch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using Tiles = WarpgroupTiles<T, kStates, kResults>;
     constexpr int kSteps = Tiles::kSteps;
-    // Descriptors count in 16 bytes: a block of 64 columns, and 16 rows or 16 columns of it.
-    constexpr int kBlock = kSteps * 8;
-    constexpr int kRows16 = 16 * 8;
-    [[maybe_unused]] constexpr int kColumns16 = 2;
+    constexpr int kSlice = Tiles::kSlice;
+    constexpr bool kSliced = Tiles::kSlices > 1;
     MAMBA_DYNAMIC_SHARED(1024, unsigned char, warpgroup_shared);
     T* const BC_tiles = reinterpret_cast<T*>(warpgroup_shared);  // a chunk's C behind its B
     T* const M_tiles = BC_tiles + 2 * Tiles::kBC;
     T* const x_tiles = M_tiles + 2 * Tiles::kM;
     using Decays = ChunkDecays<kSteps>;
-    Decays* const decays = reinterpret_cast<Decays*>(x_tiles + Tiles::kXStages * Tiles::kX);
+    float4* const sums = reinterpret_cast<float4*>(x_tiles + Tiles::kXStages * Tiles::kX);
+    Decays* const decays = reinterpret_cast<Decays*>(sums + Tiles::kSums / 4);
     uint64_t* const tile_barriers = reinterpret_cast<uint64_t*>(decays + 2);
     uint64_t* const decay_barriers = tile_barriers + 2;
 
     // By a shuffle: else the compiler reads the slow special register again for each use.
     const int thread = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.x) % 32);
     const int lane = thread % 32;
-    const int warp = thread / 32;
+    const int warp = thread / 32 % 4;
+    const int slice = kSliced ? thread / kForwardThreads : 0;
+    const bool adds = slice == 0;                              // the results
+    const bool mixes = slice == Tiles::kSlices - 1;            // B and C to M
+    const int slice_columns = slice * (kSlice / 64) * kBlock;  // as descriptors count
     const int row = 16 * warp;
     const ForwardBlock<T, kSteps> block(p, launch);
     const int dstate = static_cast<int>(p.dstate);
@@ -110,7 +109,7 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     }
     [[maybe_unused]] float D[2] = {0.0f, 0.0f};
     if (kResults) {
-        for (int i = thread; i < 2 * Tiles::kM / 8; i += kForwardThreads) {  // above the diagonal it stays so
+        for (int i = thread; i < 2 * Tiles::kM / 8; i += Tiles::kThreads) {  // above the diagonal it stays so
             reinterpret_cast<uint4*>(M_tiles)[i] = make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
@@ -146,7 +145,7 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     // All threads take x, and leave results, in passes of kTogether rows of the tile. An instruction so touches few rows, and
     // all of each: the L1 cache takes a turn for every one.
     using XTile = SwizzledTile<kSteps>;
-    constexpr int kTogether = kForwardThreads / (kForwardRows / 8);
+    constexpr int kTogether = Tiles::kThreads / (kForwardRows / 8);
     constexpr int kPass = kTogether * kForwardRows;  // elements of a tile
     static_assert(kTogether % 8 == 0 && kForwardRows == 64,
                   "then passes, and steps of 16 rows, lie equally far from each other");
@@ -201,12 +200,12 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     if (block.segment > 0) {
         from = kResults ? launch.ends + (block.segment * kEndsASegment - 1) * ends_row : nullptr;
     }
-    float state[kStates / 8][4];
+    float state[kSlice / 8][4];
     if (from != nullptr) {
-        load_state<kStates>(state, from + block.state_index, row, block.rows, 0, dstate, lane);
+        load_state<kSlice>(state, from + block.state_index, row, block.rows, slice * kSlice, dstate, lane);
     } else {
 #pragma unroll
-        for (int j = 0; j < kStates / 8; ++j) {
+        for (int j = 0; j < kSlice / 8; ++j) {
             state[j][0] = state[j][1] = state[j][2] = state[j][3] = 0.0f;
         }
     }
@@ -233,10 +232,14 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
         }
     };
     if (kResults && chunks > 0) {
-        begin_CB_loads(0);
-        mix(0);
+        if (mixes) {
+            begin_CB_loads(0);
+            mix(0);
+        }
         show_to_warpgroup();
-        begin_CB_loads(1);
+        if (mixes) {
+            begin_CB_loads(1);
+        }
     }
     wait_for_copies<Tiles::kXStages - 1>();
     __syncthreads();  // the first x and M are there
@@ -245,17 +248,17 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     float carried = 1.0f;
     for (int i = 0; i < chunks; ++i) {
         const Decays& now = decays[i % 2];
-        const uint64_t B = tile_descriptor(BC_tiles + i % 2 * Tiles::kBC, kBlock * 16);
+        const uint64_t B = tile_descriptor(BC_tiles + i % 2 * Tiles::kBC, kBlock * 16) + slice_columns;
         T* const x_tile = x_tiles + i % Tiles::kXStages * Tiles::kX + x_lane;
         [[maybe_unused]] float y[kStepGroups][4];  // rows of headdim, columns of steps in the order of their places
-        [[maybe_unused]] Operand<T> H[kStates / 16];
+        [[maybe_unused]] Operand<T> H[kSlice / 16];
         if constexpr (kResults) {
-            const uint64_t C = tile_descriptor(BC_tiles + i % 2 * Tiles::kBC + Tiles::kB, kBlock * 16);
+            const uint64_t C = tile_descriptor(BC_tiles + i % 2 * Tiles::kBC + Tiles::kB, kBlock * 16) + slice_columns;
 #pragma unroll
-            for (int k = 0; k < kStates / 16; ++k) {
+            for (int k = 0; k < kSlice / 16; ++k) {
                 a_from_accumulators<T>(H[k], state[2 * k], state[2 * k + 1]);
             }
-            scale_state(state, now.carry);
+            scale_rows(state, now.carry, now.carry);
 #pragma unroll
             for (int j = 0; j < kStepGroups; ++j) {
                 y[j][0] = y[j][1] = y[j][2] = y[j][3] = 0.0f;
@@ -265,17 +268,18 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
             wait_for_round(&tile_barriers[i % 2], i / 2 % 2);
             fence_products();
 #pragma unroll
-            for (int k = 0; k < kStates / 16; ++k) {  // H C_t
+            for (int k = 0; k < kSlice / 16; ++k) {  // H C_t
                 begin_product<T, 0>(y, H[k].r[0], C + k / 4 * kBlock + k % 4 * kColumns16);
             }
             commit_products();
         } else {
             wait_for_round(&decay_barriers[i % 2], i / 2 % 2);
             carried *= now.carry;
-            scale_state(state, now.carry);
+            scale_rows(state, now.carry, now.carry);
         }
         Operand<T> x[kSteps / 16];
         Operand<T> weighted[kSteps / 16];
+        [[maybe_unused]] Operand<T> own_x[kSteps / 16 / Tiles::kSlices];
 #pragma unroll
         for (int k = 0; k < kSteps / 16; ++k) {
             load_matrices_transposed(x[k].r[0], x_tile + 16 * k * kForwardRows);
@@ -310,29 +314,55 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
                 y[j][2] *= entering[j].x;
                 y[j][3] *= entering[j].y;
             }
-            const uint64_t M = tile_descriptor(M_tiles + i % 2 * Tiles::kM, kBlock * 16);
+            constexpr int kOwn = kSteps / 16 / Tiles::kSlices;  // slices share out the steps
+            const uint64_t M = tile_descriptor(M_tiles + i % 2 * Tiles::kM, kBlock * 16) + slice * kOwn * kColumns16;
+#pragma unroll
+            for (int k = 0; k < kOwn; ++k) {
+                own_x[k] = slice == 0 ? x[k] : x[(k + kOwn) % (kSteps / 16)];
+            }
             hold(y);
-            hold(x);
+            hold(own_x);
             fence_products();
 #pragma unroll
-            for (int k = 0; k < kSteps / 16; ++k) {  // x^T M^T
-                begin_product<T, 0>(y, x[k].r[0], M + k * kColumns16);
+            for (int k = 0; k < kOwn; ++k) {  // x^T M^T
+                begin_product<T, 0>(y, own_x[k].r[0], M + k * kColumns16);
             }
             commit_products();
         }
 
         if constexpr (kResults) {
-            if (i + 1 < chunks) {
+            if (mixes && i + 1 < chunks) {
                 mix(i + 1);  // while the products run
             }
             wait_for_products<0>();
             hold(y);
-            hold(x);
+            hold(own_x);
             hold(state);
             hold(weighted);
+            if constexpr (kSliced) {
+                if (!adds) {
+#pragma unroll
+                    for (int j = 0; j < kStepGroups; ++j) {
+                        sums[kForwardThreads * j + thread % kForwardThreads] = make_float4(y[j][0], y[j][1], y[j][2], y[j][3]);
+                    }
+                }
+                __syncthreads();
+                if (adds) {
+#pragma unroll
+                    for (int j = 0; j < kStepGroups; ++j) {
+                        const float4 other = sums[kForwardThreads * j + thread];
+                        y[j][0] += other.x;
+                        y[j][1] += other.y;
+                        y[j][2] += other.z;
+                        y[j][3] += other.w;
+                    }
+                }
+            }
             const int64_t first = (block.first_chunk + i) * kSteps;
             const int valid = i == chunks - 1 ? last_steps : kSteps;
-            if (block.z == nullptr) {
+            if (!adds) {
+                // The other warpgroup has them.
+            } else if (block.z == nullptr) {
                 store_results<T, false>(x_tile, y, x, D, nullptr, 0, 0, 0, lane);
             } else {
                 store_results<T, true>(x_tile, y, x, D, block.z + first * p.z_len_stride + row, p.z_len_stride, valid,
@@ -340,7 +370,9 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
             }
             wait_for_copies<Tiles::kXStages - 2>();
             show_to_warpgroup();  // this also waits for loads
-            begin_CB_loads(i + 2);
+            if (mixes) {
+                begin_CB_loads(i + 2);
+            }
         } else {
             wait_for_copies<Tiles::kXStages - 2>();
             wait_for_products<0>();
@@ -356,15 +388,15 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
     }
 
     if (!kResults) {
-        store_state<kStates>(launch.ends + block.segment * ends_row + block.state_index, state, row, block.rows, 0, dstate,
-                             lane);
+        store_state<kSlice>(launch.ends + block.segment * ends_row + block.state_index, state, row, block.rows, slice * kSlice,
+                            dstate, lane);
         if (thread == 0 && block.row0 == 0) {
             launch.decays[(block.segment * p.batch + block.batch) * p.nheads + block.head] = carried;
         }
         return;
     }
     if (p.final_state != nullptr && block.segment == launch.segments - 1) {
-        store_state<kStates>(p.final_state + block.state_index, state, row, block.rows, 0, dstate, lane);
+        store_state<kSlice>(p.final_state + block.state_index, state, row, block.rows, slice * kSlice, dstate, lane);
     }
 #else
     (void)p;
@@ -377,8 +409,9 @@ __global__ void __launch_bounds__(kForwardThreads, kResults ? 2 : 3)
 template <typename T, int kStates, bool kResults>
 cudaError_t launch_warpgroup(const MambaSsd& p, ForwardLaunch launch, int64_t segments, int64_t chunks_a_segment) {
     const auto kernel = ssd_warpgroup_kernel<T, kStates, kResults>;
-    constexpr int kShared = WarpgroupTiles<T, kStates, kResults>::kBytes;
-    static_assert(kShared <= 227 * 1024 / (kResults ? 2 : 3) - 1024, "two and three blocks a multiprocessor");
+    using Tiles = WarpgroupTiles<T, kStates, kResults>;
+    constexpr int kShared = Tiles::kBytes;
+    static_assert(kShared <= 227 * 1024 / Tiles::kBlocks - 1024, "what a multiprocessor has room for");
     const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
     if (error != cudaSuccess) {
         return error;
@@ -387,7 +420,7 @@ cudaError_t launch_warpgroup(const MambaSsd& p, ForwardLaunch launch, int64_t se
     launch.chunks_a_segment = chunks_a_segment;
     const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
     const int64_t blocks = row_tiles * p.nheads * segments * p.batch;
-    return launch_overlapping(kernel, static_cast<unsigned>(blocks), kForwardThreads, kShared, p.run.stream, p, launch);
+    return launch_overlapping(kernel, static_cast<unsigned>(blocks), Tiles::kThreads, kShared, p.run.stream, p, launch);
 }
 
 }  // namespace mamba

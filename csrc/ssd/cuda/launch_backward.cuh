@@ -3,17 +3,28 @@
 
 #include "ssd/cuda/backward.cuh"
 #include "ssd/cuda/launch_states.cuh"
+#ifdef MAMBA_WARPGROUPS
+#include "ssd/cuda/backward_warpgroup.cuh"
+#include "ssd/cuda/states_warpgroup.cuh"
+#endif
 
 namespace mamba {
 
-template <typename T, class Layout, bool kAhead>
-cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
+// What both ways launch, but for the heads that a launch takes.
+struct BackwardLaunches {
+    StatesLaunch states;
+    BackwardLaunch chunks;
+};
+
+template <typename T>
+BackwardLaunches backward_launches(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
     const MambaSsd& p = q.forward;
     const int64_t size = sizeof(T);
     char* const memory = static_cast<char*>(p.workspace);
     const int64_t ends = (plan.segments - 1) * p.batch * p.nheads;
+    BackwardLaunches launches = {};
 
-    StatesLaunch states = {};
+    StatesLaunch& states = launches.states;
     StateWalk& walk = states.walks[0];
     walk = forward_walk(p, size);
     walk.ends = reinterpret_cast<float*>(memory + workspace.ends);
@@ -31,10 +42,11 @@ cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& pla
     states.segments = plan.segments;
     states.chunks_a_segment = plan.chunks_a_segment;
 
-    BackwardLaunch launch = {};
+    BackwardLaunch& launch = launches.chunks;
     launch.chunks = plan.chunks;
     launch.splits = workspace.splits;
     launch.row_tiles = workspace.row_tiles;
+    launch.parts = workspace.row_tiles * workspace.slices;
     launch.states = walk.chunks;
     launch.dstates = back.chunks;
     launch.dB = reinterpret_cast<float*>(memory + workspace.dB);
@@ -47,38 +59,124 @@ cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& pla
     launch.dout_vectors = back.x_vectors;
     launch.B_vectors = walk.B_vectors;
     launch.C_vectors = back.B_vectors;
-    launch.dx_vectors = rows_aligned(q.dx, size, 8, p.headdim, q.dx_batch_stride, q.dx_len_stride, q.dx_head_stride);
     launch.state_vectors = p.dstate * size % 16 == 0;
+    return launches;
+}
 
+// For some heads of each group at a time: the states in both directions (`launch_walk`; where the length is split, first the
+// segments' ends), then the chunks (`launch_chunks`). In the end the sums over blocks.
+template <typename T, class Walk, class Chunks>
+cudaError_t launch_backward_heads(const MambaSsdBackward& q, BackwardLaunches& launches, const SsdWorkspace& workspace,
+                                  const Walk& launch_walk, const Chunks& launch_chunks) {
+    StatesLaunch& states = launches.states;
+    const int64_t heads_of_group = q.forward.nheads / q.forward.ngroups;
+    cudaError_t error = cudaSuccess;
+    for (int64_t head = 0; head < heads_of_group && error == cudaSuccess; head += workspace.group_heads) {
+        const int64_t left = heads_of_group - head;
+        states.first_head = launches.chunks.first_head = head;
+        states.group_heads = launches.chunks.group_heads = left < workspace.group_heads ? left : workspace.group_heads;
+        if (states.segments > 1) {
+            states.ends_only = 1;
+            error = launch_walk(states);
+            states.ends_only = 0;
+        }
+        if (error == cudaSuccess) {
+            error = launch_walk(states);
+        }
+        if (error == cudaSuccess && launches.chunks.chunks > 0) {
+            error = launch_chunks(launches.chunks);
+        }
+    }
+    return error != cudaSuccess ? error : launch_finish<T>(q, launches.chunks);
+}
+
+template <typename T, class Layout, bool kAhead>
+cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
+    const MambaSsd& p = q.forward;
+    BackwardLaunches launches = backward_launches<T>(q, plan, workspace);
+    launches.chunks.dx_vectors =
+        rows_aligned(q.dx, sizeof(T), 8, p.headdim, q.dx_batch_stride, q.dx_len_stride, q.dx_head_stride);
     constexpr int kShared = backward_shared_bytes<T, Layout, kAhead>();
     constexpr int kLimit = kAhead ? kAheadShared : Layout::kWarps > 4 ? kMiddleShared : kEveryShared;
     static_assert(kShared <= kLimit, "the plan counts on that");
     const auto kernel = ssd_backward_kernel<T, Layout, kAhead>;
-    cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
-    const unsigned int blocks = static_cast<unsigned int>(p.batch * plan.chunks * p.ngroups * workspace.splits);
-    const int64_t heads_of_group = p.nheads / p.ngroups;
-    for (int64_t head = 0; head < heads_of_group && error == cudaSuccess; head += workspace.group_heads) {
-        const int64_t left = heads_of_group - head;
-        states.first_head = launch.first_head = head;
-        states.group_heads = launch.group_heads = left < workspace.group_heads ? left : workspace.group_heads;
-        if (plan.segments > 1) {
-            states.ends_only = 1;
-            error = launch_states<T, Layout>(p, states, 2);
-            states.ends_only = 0;
-        }
-        if (error == cudaSuccess) {
-            error = launch_states<T, Layout>(p, states, 2);
-        }
-        if (error == cudaSuccess && blocks > 0) {
-            error = launch_kernel(kernel, blocks, Layout::kThreads, kShared, p.run.stream, q, launch);
-        }
+    const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
+    if (error != cudaSuccess) {
+        return error;
     }
-    return error != cudaSuccess ? error : launch_finish<T>(q, launch);
+    const unsigned int blocks = static_cast<unsigned int>(p.batch * plan.chunks * p.ngroups * workspace.splits);
+    return launch_backward_heads<T>(
+        q, launches, workspace, [&](const StatesLaunch& states) { return launch_states<T, Layout>(p, states, 2); },
+        [&](const BackwardLaunch& launch) {
+            return launch_kernel(kernel, blocks, Layout::kThreads, kShared, p.run.stream, q, launch);
+        });
 }
+
+#ifdef MAMBA_WARPGROUPS
+// p.run's device runs code for 9.0a.
+template <typename T, int kStates, int kSlices>
+cudaError_t launch_backward_warpgroups(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
+    const MambaSsd& p = q.forward;
+    char* const memory = static_cast<char*>(p.workspace);
+    BackwardLaunches launches = backward_launches<T>(q, plan, workspace);
+    PrepareLaunch prepare = {};
+    prepare.tiles = memory + workspace.tiles;
+    prepare.chunk_decays = memory + workspace.chunk_decays;
+    launches.chunks.tiles = prepare.tiles;
+    launches.chunks.chunk_decays = prepare.chunk_decays;
+    prepare.chunks = plan.chunks;
+    prepare.B_vectors = launches.chunks.B_vectors;
+    prepare.C_vectors = launches.chunks.C_vectors;
+    launches.chunks.dx_vectors =
+        rows_aligned(q.dx, sizeof(T), 16, p.headdim, q.dx_batch_stride, q.dx_len_stride, q.dx_head_stride);
+
+    constexpr int kStatesShared = StatesTiles<T, kStates>::kBytes;
+    constexpr int kShared = WarpgroupBackwardShared<T, kStates, kSlices>::kBytes;
+    static_assert(2 * (kStatesShared + 1024) <= 228 * 1024 && kShared <= 227 * 1024, "two blocks and one a multiprocessor");
+    const auto states_kernel = ssd_states_warpgroup_kernel<T, kStates, kSlices>;
+    const auto kernel = ssd_backward_warpgroup_kernel<T, kStates, kSlices>;
+    cudaError_t error = allow_shared(reinterpret_cast<const void*>(states_kernel), kStatesShared);
+    if (error == cudaSuccess) {
+        error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
+    }
+    const int64_t chunk_groups = p.batch * plan.chunks * p.ngroups;
+    if (error == cudaSuccess && chunk_groups > 0) {
+        constexpr int kWarps = kPrepareThreads / 32;
+        const int64_t blocks = chunk_groups + ceil_div(p.batch * plan.chunks * p.nheads, kWarps);
+        error = launch_kernel(ssd_prepare_kernel<T, kStates * kSlices>, static_cast<unsigned>(blocks), kPrepareThreads, 0,
+                              p.run.stream, p, prepare);
+    }
+    if (error != cudaSuccess) {
+        return error;
+    }
+    return launch_backward_heads<T>(
+        q, launches, workspace,
+        [&](const StatesLaunch& states) {
+            const int64_t walked = states.ends_only ? states.segments - 1 : states.segments;
+            const int64_t blocks = p.batch * walked * 2 * states.group_heads * p.ngroups * workspace.row_tiles * kSlices;
+            const cudaError_t launched = launch_overlapping(states_kernel, static_cast<unsigned>(blocks), kForwardThreads,
+                                                            kStatesShared, p.run.stream, p, states, prepare);
+            return launched != cudaSuccess || !states.ends_only ? launched : launch_carry(p, states, 2);
+        },
+        [&](const BackwardLaunch& launch) {
+            return launch_overlapping(kernel, static_cast<unsigned>(chunk_groups * workspace.splits * kSlices),
+                                      kWarpgroupBackwardThreads, kShared, p.run.stream, q, launch);
+        });
+}
+#endif
 
 template <typename T>
 cudaError_t launch_ssd_backward(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
     using Layouts = SsdLayouts<T>;
+#ifdef MAMBA_WARPGROUPS
+    if constexpr (sizeof(T) == 2) {
+        if (plan.warpgroups) {
+            return plan.layout == kSsdSmall   ? launch_backward_warpgroups<T, 64, 1>(q, plan, workspace)
+                   : plan.layout == kSsdLarge ? launch_backward_warpgroups<T, 128, 2>(q, plan, workspace)
+                                              : launch_backward_warpgroups<T, 128, 1>(q, plan, workspace);
+        }
+    }
+#endif
     switch (plan.layout) {
         case kSsdSmall:
             return launch_backward_layout<T, typename Layouts::Small, false>(q, plan, workspace);

@@ -28,7 +28,8 @@ cudaError_t launch_products(const MambaSsd& p, const SsdPlan& plan, const SsdWor
         blocks += decay_blocks(p, plan.slots);
     }
     constexpr int kShared = products_shared_bytes<T, Layout>();
-    static_assert(kShared <= kEveryShared, "every GPU has that");
+    static_assert(kShared <= (Layout::kSteps * Layout::kStates > 64 * 128 ? kMiddleShared : kEveryShared),
+                  "every GPU that runs this has that");
     const auto kernel = ssd_products_kernel<T, Layout>;
     const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
     if (error != cudaSuccess) {
@@ -130,8 +131,9 @@ cudaError_t launch_ssd_forward(const MambaSsd& p, const SsdPlan& plan, const Ssd
 #ifdef MAMBA_WARPGROUPS
     if constexpr (sizeof(T) == 2) {
         if (plan.warpgroups) {
-            return plan.layout == kSsdSmall ? launch_forward_warpgroups<T, typename Layouts::Small>(p, plan, workspace)
-                                            : launch_forward_warpgroups<T, typename Layouts::Middle>(p, plan, workspace);
+            return plan.layout == kSsdSmall   ? launch_forward_warpgroups<T, typename Layouts::Small>(p, plan, workspace)
+                   : plan.layout == kSsdLarge ? launch_forward_warpgroups<T, SsdWide256>(p, plan, workspace)
+                                              : launch_forward_warpgroups<T, typename Layouts::Middle>(p, plan, workspace);
         }
     }
 #endif

@@ -17,6 +17,13 @@ struct SwizzledTile {
     }
 };
 
+// The element 16 k columns beyond `at`, whose column is a multiple of 64 and less than 16 more. From the address: the compiler
+// would keep an offset for each k in a register, and has none left.
+template <typename T>
+__device__ __forceinline__ T* columns_on(T* at, int k) {
+    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(at) ^ static_cast<uintptr_t>(k % 4 * 32)) + k / 4 * (64 * 64);
+}
+
 // The steps of C and M lie in another order in their tiles: the eight groups of eight as 0, 7, 1, 6, 2, 5, 3, 4. Of the rows of
 // M, which end at the diagonal, each warp so has a short and a long group, together as many columns as any other warp.
 constexpr int kStepGroups = 8;
@@ -35,6 +42,11 @@ struct PairedTile {
     }
 };
 
+// Descriptors count in 16 bytes: a block of 64 columns of a tile of 64 rows, and 16 rows or 16 columns of it.
+constexpr int kBlock = 64 * 8;
+constexpr int kRows16 = 16 * 8;
+constexpr int kColumns16 = 2;
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // How the tensor cores are told of a SwizzledTile, from the element at `tile` on.
@@ -51,6 +63,16 @@ __device__ __forceinline__ void hold(float (&values)[kCount][4]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         hold_registers(values[i]);
+    }
+}
+template <int kCount>
+__device__ __forceinline__ void scale_rows(float (&values)[kCount][4], float above, float below) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+        values[j][0] *= above;
+        values[j][1] *= above;
+        values[j][2] *= below;
+        values[j][3] *= below;
     }
 }
 template <typename T, int kCount>

@@ -75,6 +75,10 @@ void expect_copies(uint64_t* barrier, int bytes);
 void wait_for_round(uint64_t* barrier, uint32_t parity);
 void begin_bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier);
 
+// Bulk stores read and write when they are waited for: who touches their source before that spoils them.
+void begin_bulk_store(void* to, const void* from, int bytes);
+void wait_for_stores();
+
 // ---- products of a warpgroup -----------------------------------------------------------------------------------------
 
 // c (64 x columns, a thread's part of it) += a b, see ptx_matrix.cuh. It is computed when it is waited for, from what a and b
@@ -82,8 +86,9 @@ void begin_bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier);
 struct Product {
     float* c;
     int columns;
-    const uint32_t* a;
-    uint64_t b;  // the descriptor of a tile
+    const uint32_t* a;  // registers, or NULL
+    uint64_t a_tile;    // descriptors of tiles
+    uint64_t b;
     bool rows_of_k;
     float (*element)(uint16_t bits);
 };

@@ -36,6 +36,7 @@ struct Thread {
     const uint64_t* barrier = nullptr;  // of the round that it waits for
     std::vector<Copy> copies;           // since the last group was ended
     std::deque<std::vector<Copy>> copy_groups;
+    std::vector<Copy> stores;  // bulk stores that nobody has waited for
     std::vector<Product> products;
     std::deque<std::vector<Product>> product_groups;
     std::map<float*, Accumulators> accumulators;

@@ -108,6 +108,19 @@ void wait_for_round(uint64_t* barrier, uint32_t parity) {
     }
 }
 
+void begin_bulk_store(void* to, const void* from, int bytes) {
+    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | static_cast<unsigned>(bytes)) % 16 != 0) {
+        fail("a bulk store of %d bytes from %p to %p: each must be a multiple of 16", bytes, from, to);
+    }
+    this_thread().stores.push_back({static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), bytes, true});
+}
+void wait_for_stores() {
+    for (const Copy& copy : this_thread().stores) {
+        memcpy(copy.to, copy.from, static_cast<size_t>(copy.bytes));
+    }
+    this_thread().stores.clear();
+}
+
 bool finish_round(Block& block) {
     std::vector<const uint64_t*> full;
     for (const Thread& thread : block.threads) {
@@ -138,6 +151,7 @@ bool finish_round(Block& block) {
 
 void end_block(Block& block) {
     for (Thread& thread : block.threads) {
+        thread.stores.clear();
         thread.copy_groups.push_back(thread.copies);
         for (const std::vector<Copy>& group : thread.copy_groups) {
             for (const Copy& copy : group) {

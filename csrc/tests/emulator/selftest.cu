@@ -152,6 +152,26 @@ __global__ void product_not_awaited(float* out, const float* in) {
     out[threadIdx.x] = in[kThreads - 1 - threadIdx.x] * sums[7][3];
 }
 
+// kFault: shared memory is written again before the store has read it.
+template <bool kFault>
+__global__ void bulk_store_not_awaited(float* out, const float* in) {
+    MAMBA_DYNAMIC_SHARED(16, float, values);
+    values[threadIdx.x] = in[kThreads - 1 - threadIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        store_bulk(out, values, kThreads * static_cast<int>(sizeof(float)));
+        if (!kFault) {
+            wait_for_stores_to_read();
+        }
+    }
+    __syncthreads();
+    values[threadIdx.x] = 0.0f;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        wait_for_stores_to_read();
+    }
+}
+
 template <bool kFault>
 __global__ void read_beyond_a_tensor(float* out, const float* in) {
     out[threadIdx.x] = in[kThreads - 1 - threadIdx.x + (kFault ? 1 : 0)];
@@ -208,6 +228,7 @@ const Test kTests[] = {
     TEST(copies_awaited_by_their_thread_only, 0, false),
     TEST(bulk_copy_not_awaited, 2 * kThreads * sizeof(float), false),
     TEST(bulk_copy_never_full, 2 * kThreads * sizeof(float), false),
+    TEST(bulk_store_not_awaited, kThreads * sizeof(float), false),
     TEST(shuffle_of_half_a_warp, 0, false),
     TEST(product_not_awaited, 2048, false),
     TEST(read_beyond_a_tensor, 0, true),

@@ -10,15 +10,16 @@ uint16_t half_of(uint32_t pair, int i) {
     return static_cast<uint16_t>(pair >> 16 * i);
 }
 
-// B (k, n), in a tile whose rows of 128 bytes have their eight pieces swapped by the address ("128-byte swizzle").
-uint16_t element_of_b(const Product& product, int k, int n) {
-    const auto field = [&](int bit) { return static_cast<uint32_t>(product.b >> bit & 0x3fff) << 4; };
+// Element k of row `row` of a tile whose rows of 128 bytes have their eight pieces swapped by the address ("128-byte swizzle").
+// rows_of_k: its rows are those of k.
+uint16_t element_of_tile(uint64_t tile, bool rows_of_k, int row, int k) {
+    const auto field = [&](int bit) { return static_cast<uint32_t>(tile >> bit & 0x3fff) << 4; };
     const uint32_t first = field(0), leading = field(16), stride = field(32);
     uint32_t address = first;
-    if (product.rows_of_k) {
-        address += n / 64 * leading + k / 8 * stride + k % 8 * 128 + n % 64 * 2;
+    if (rows_of_k) {
+        address += row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2;
     } else {
-        address += n / 8 * stride + n % 8 * 128 + k * 2;
+        address += row / 8 * stride + row % 8 * 128 + k * 2;
     }
     address ^= (address >> 7 & 7) << 4;
     return *static_cast<const uint16_t*>(at_shared_address(address));
@@ -30,6 +31,13 @@ void add(const Product& product, size_t group, size_t index, std::vector<float>&
     const int row = lane() / 4, pair = lane() % 4;
     float a[2][16];
     for (int k = 0; k < 16; ++k) {
+        if (product.a == nullptr) {
+            const int tile_row = static_cast<int>(first / 32 % 4 * 16) + row;
+            for (int i = 0; i < 2; ++i) {
+                a[i][k] = product.element(element_of_tile(product.a_tile, false, tile_row + 8 * i, k));
+            }
+            continue;
+        }
         const Thread& holder = this_block().threads[first + row * 4 + k % 8 / 2];
         const uint32_t* const registers = holder.product_groups[group][index].a;
         for (int i = 0; i < 2; ++i) {
@@ -41,7 +49,7 @@ void add(const Product& product, size_t group, size_t index, std::vector<float>&
             continue;
         }
         for (int k = 0; k < 16; ++k) {
-            const float b = product.element(element_of_b(product, k, column));
+            const float b = product.element(element_of_tile(product.b, product.rows_of_k, column, k));
             for (int i = 0; i < 2; ++i) {
                 sums[column / 8 * 4 + 2 * i + column % 2] += a[i][k] * b;
             }
@@ -52,7 +60,7 @@ void add(const Product& product, size_t group, size_t index, std::vector<float>&
 }  // namespace
 
 void begin_product(const Product& product) {
-    if (product.b >> 62 != 1) {
+    if (product.b >> 62 != 1 || (product.a == nullptr && product.a_tile >> 62 != 1)) {
         fail("a tile with another swizzle than that of 128 bytes, which the emulator does not know");
     }
     Thread& thread = this_thread();

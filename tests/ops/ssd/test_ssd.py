@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from _helpers.cases import DTYPES, SSD_CASES, SsdCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
+from _helpers.cases import (
+    DTYPES,
+    SSD_CASES,
+    SsdCase,
+    assert_close_to_truth,
+    case_id,
+    dtype_id,
+    leaf,
+    outputs_and_gradients,
+)
 
 from mamba_ssm.ops.triton.ssd_combined import (
     mamba_chunk_scan,
@@ -53,6 +62,7 @@ SPLIT_CASES = (
     SsdCase(1, 1025, 2, 64, dstate=128, initial_states=True),
     SsdCase(1, 1500, 2, 64, dstate=64, seq_idx=True, z=True),
     SsdCase(1, 3000, 2, 40, dstate=16, initial_states=True, seq_idx=True),
+    SsdCase(1, 1096, 2, 64, dstate=256, initial_states=True),
 )
 
 
@@ -227,6 +237,29 @@ def test_states_of_more_heads_than_the_cpu_works_on_together(groups, device):
     plain = outputs_and_gradients(scan(mamba_chunk_scan, case), tensors)
     truth = outputs_and_gradients(scan(mamba_chunk_scan, case), tensors, torch.float64)
     assert_close_to_truth(found, plain, truth, TOLERANCE[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype,dstate,heads", [(torch.float16, 256, 40), (torch.bfloat16, 128, 72)], ids=str)
+def test_states_of_more_heads_than_one_launch_takes(dtype, dstate, heads, cuda_kernels):
+    """Backward on CUDA takes these in two launches: the gradients of B and C go on where the first one stopped."""
+    case = SsdCase(2, 1030, heads, 8, dstate=dstate)
+    tensors = case.inputs(dtype, cuda_kernels)
+    weights = torch.randn_like(tensors["x"])
+
+    def gradients(part):
+        of_heads = {name: tensors[name][:, :, part] for name in ("x", "dt")}
+        of_heads |= {name: tensors[name][part] for name in ("A", "D", "dt_bias")}
+        leaves = {name: leaf(tensor) for name, tensor in ({"B": tensors["B"], "C": tensors["C"]} | of_heads).items()}
+        out = mamba_chunk_scan_combined(**leaves, **case.options())
+        return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), weights[:, :, part]), strict=True))
+
+    found = gradients(slice(None))
+    first, second = gradients(slice(0, 16)), gradients(slice(16, None))
+    expected = {name: first[name].float() + second[name].float() for name in ("B", "C")}
+    expected |= {name: torch.cat((first[name], second[name]), 2).float() for name in ("x", "dt")}
+    expected |= {name: torch.cat((first[name], second[name])) for name in ("A", "D", "dt_bias")}
+    assert_same({name: value.float() for name, value in found.items()}, expected, dtype)
 
 
 def test_deterministic(device):

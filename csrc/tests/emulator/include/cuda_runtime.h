@@ -31,6 +31,9 @@ struct dim3 {
     unsigned x, y, z;
     dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
+struct alignas(8) int2 {
+    int x, y;
+};
 struct alignas(8) uint2 {
     unsigned x, y;
 };

@@ -72,5 +72,11 @@ inline void wait_for_round(uint64_t* barrier, uint32_t parity) {
 inline void copy_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
     emulator::begin_bulk_copy(to, from, bytes, barrier);
 }
+inline void store_bulk(void* to, const void* from, int bytes) {
+    emulator::begin_bulk_store(to, from, bytes);
+}
+inline void wait_for_stores_to_read() {
+    emulator::wait_for_stores();
+}
 
 }  // namespace mamba

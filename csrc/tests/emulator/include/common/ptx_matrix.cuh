@@ -62,15 +62,21 @@ inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
     load_rows(r, row, true);
 }
 
-inline void store_matrices_transposed(void* row, const uint32_t (&r)[4]) {
+inline void store_rows(void* row, const uint32_t (&r)[4], bool transposed) {
     show_row(row);
     for (int matrix = 0; matrix < 4; ++matrix) {
         for (int i = 0; i < 2; ++i) {
-            auto* to = emulator::look<uint16_t*>(8 * matrix + row_of_pair(true, i));
-            to[column_of_pair(true, i)] = static_cast<uint16_t>(r[matrix] >> 16 * i);
+            auto* to = emulator::look<uint16_t*>(8 * matrix + row_of_pair(transposed, i));
+            to[column_of_pair(transposed, i)] = static_cast<uint16_t>(r[matrix] >> 16 * i);
         }
     }
     emulator::meet_warp("the end of stmatrix");
+}
+inline void store_matrices(void* row, const uint32_t (&r)[4]) {
+    store_rows(row, r, false);
+}
+inline void store_matrices_transposed(void* row, const uint32_t (&r)[4]) {
+    store_rows(row, r, true);
 }
 
 template <typename T>
@@ -100,7 +106,11 @@ inline void hold_registers(uint32_t (&)[4]) {}
 
 template <typename T, int kRowsOfK, int kGroups>
 void begin_product(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
-    emulator::begin_product({&c[0][0], 8 * kGroups, a, b, kRowsOfK == 1, element_of<T>});
+    emulator::begin_product({&c[0][0], 8 * kGroups, a, 0, b, kRowsOfK == 1, element_of<T>});
+}
+template <typename T, int kRowsOfK, int kGroups>
+void begin_product(float (&c)[kGroups][4], uint64_t a, uint64_t b) {
+    emulator::begin_product({&c[0][0], 8 * kGroups, nullptr, a, b, kRowsOfK == 1, element_of<T>});
 }
 inline void fence_products() {}
 inline void commit_products() {

@@ -1,0 +1,349 @@
+// Backward on Hopper, for 16-bit dtypes: backward.cuh with three warpgroups, whose products run on tensor cores that read tiles
+// from shared memory themselves. They walk a chunk's heads together: one takes pairs of steps and sums dG; one has dC in
+// registers and takes what the state before the chunk gives; one has dB and dx, and takes the gradient of the state after the
+// chunk. What prepare_backward.cuh and states_warpgroup.cuh have left comes by bulk copies.
+#pragma once
+
+#include "ssd/cuda/backward_warpgroup_walk.cuh"
+
+namespace mamba {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// dC, and with it each step's share of the state before the chunk; also all copies, and the gradients of steps.
+template <typename T, int kStates, int kSlices>
+__device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlices>& walk) {
+    using Shared = WarpgroupBackwardShared<T, kStates, kSlices>;
+    const Shared& shared = walk.shared;
+    const int lane = walk.lane;
+    const int warp = walk.thread / 32;
+    const int row = 16 * warp;
+    const int t[2] = {row + lane / 4, row + lane / 4 + 8};
+    const uint64_t C = tile_descriptor(shared.C, kBlock * 16);
+    BackwardItem next = walk.first;      // whose x comes next
+    BackwardItem coming = walk.first;    // whose states come next
+    BackwardItem finished = walk.first;  // whose gradients of steps come next
+    const auto begin_copies = [&](int number) {
+        walk.begin_copies(number, next);
+        next.advance(walk.row_tiles);
+    };
+    const auto begin_state_copies = [&](int number) {
+        walk.begin_state_copies(number, coming);
+        coming.advance(walk.row_tiles);
+    };
+    const auto store_gradients = [&](int number) {
+        if (warp == number % 4) {
+            walk.store_gradients(number, finished);
+        }
+        finished.advance(walk.row_tiles);
+    };
+    constexpr int kAhead = Shared::kXStages - 2;  // intervals
+    for (int i = 0; i < kAhead; ++i) {
+        begin_copies(i);
+    }
+    for (int i = 0; i < Shared::kHStages - 1; ++i) {
+        begin_state_copies(i);
+    }
+    float dC[kStates / 8][4];
+    set_to_zero(dC);
+    wait_for_round(shared.start_barrier, 0);
+    for (int number = -1; number < walk.count; ++number) {
+        wait_for_copies<kAhead - 1>();
+        show_to_warpgroup();
+        __syncthreads();  // an interval begins: tiles of the item before are free
+        begin_copies(number + 1 + kAhead);
+        if (number >= 0) {
+            begin_state_copies(number - 1 + Shared::kHStages);
+        }
+        if (number < 0) {
+            continue;
+        }
+        const T* const dout_tile = shared.dout(number) + BlockTile::at(row + lane % 16, lane / 16 * 8);
+        const WarpgroupDecays& now = shared.decays_of(number);
+        WarpgroupSums& sums = shared.sums_of(number);
+        const uint64_t H = tile_descriptor(shared.H(number), kBlock * 16);
+        Operand<T> dout[4];
+        Operand<T> weighted[4];
+        walk.wait_for_decays(number);
+        const float entering[2] = {now.entering[t[0]], now.entering[t[1]]};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            load_matrices(dout[k].r[0], columns_on(dout_tile, k));
+            weighted[k] = dout[k];
+            weight_rows<T>(weighted[k], entering[0], entering[1]);
+        }
+        walk.wait_for_states(number);
+        float y[8][4];  // H C_t
+        set_to_zero(y);
+        hold(y);
+        hold(dC);
+        hold(weighted);
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < kStates / 16; ++k) {
+            const int at = k / 4 * kBlock + k % 4 * kColumns16;
+            begin_product<T, 0>(y, C + at, H + at);
+        }
+        commit_products();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {  // exp(cs_t) H^T dout_t
+            begin_product<T, 1>(dC, weighted[k].r[0], H + k * kRows16);
+        }
+        commit_products();
+        // While the products run:
+        if (number > 0) {
+            store_gradients(number - 1);
+        }
+        add_state_product<T, kStates>(sums, shared.H(number),
+                                      shared.dH(number) + walk.slice * SliceTiles<T, kStates, kSlices>::kH, warp, lane);
+        wait_for_products<1>();
+        hold(y);
+        float dot[2] = {0.0f, 0.0f};
+        add_dots<T>(dot, y, dout, 0);
+        if (lane % 4 == 0) {
+            sums.from_state[t[0]] = entering[0] * dot[0];
+            sums.from_state[t[1]] = entering[1] * dot[1];
+        }
+        wait_for_products<0>();
+        hold(dC);
+        hold(weighted);
+    }
+    __syncthreads();
+    store_gradients(walk.count - 1);
+    __syncthreads();  // dG is there
+    Operand<T> dG[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {  // its rows are steps s as PairedTile has them, and so are B's
+        load_matrices_transposed(dG[k].r[0],
+                                 shared.M_tiles + BlockTile::at(16 * k + lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8));
+    }
+    const uint64_t B = tile_descriptor(shared.B + walk.slice * SliceTiles<T, kStates, kSlices>::kB, kBlock * 16);
+    hold(dC);
+    hold(dG);
+    fence_products();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        begin_product<T, 1>(dC, dG[k].r[0], B + k * kRows16);
+    }
+    commit_products();
+    wait_for_products<0>();
+    hold(dC);
+    walk.store_matrix(walk.launch.dC, dC, t);
+}
+
+// The two other warpgroups: rows are steps s, of each warp two groups of eight in PairedTile's order.
+struct PairedRows {
+    int warp;
+    int group[2];
+    int s[2];                // of the lane's accumulators
+    int s_of_lane, of_lane;  // step for load_matrices, and its place in a tile
+    __device__ __forceinline__ PairedRows(int thread, int lane) : warp(thread / 32 % 4) {
+        group[0] = warp;
+        group[1] = kStepGroups - 1 - warp;
+        s[0] = 8 * group[0] + lane / 4;
+        s[1] = 8 * group[1] + lane / 4;
+        s_of_lane = 8 * (lane % 16 < 8 ? group[0] : group[1]) + lane % 8;
+        of_lane = BlockTile::at(s_of_lane, lane / 16 * 8);
+    }
+};
+
+// dB and dx, and with them each step's share of the state after the chunk.
+template <typename T, int kStates, int kSlices>
+__device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlices>& walk) {
+    using Tiles = SliceTiles<T, kStates, kSlices>;
+    const auto& shared = walk.shared;
+    const int lane = walk.lane;
+    const PairedRows rows(walk.thread, lane);
+    const int(&s)[2] = rows.s;
+    const uint64_t B = tile_descriptor(shared.B, kBlock * 16);
+    // Of the block's slice, as descriptors count:
+    const int slice_columns = walk.slice * (kStates / 64) * kBlock;
+    const int dx_rows = walk.slice * kRows16 * (Tiles::kColumns / 16);
+    const int dx_columns = walk.slice * kColumns16 * (Tiles::kColumns / 16);
+    float dB[kStates / 8][4];
+    set_to_zero(dB);
+    wait_for_round(shared.start_barrier, 0);
+    BackwardItem item = walk.first;
+    __syncthreads();
+    for (int number = 0; number < walk.count; ++number) {
+        __syncthreads();
+        const WarpgroupDecays& now = shared.decays_of(number);
+        WarpgroupSums& sums = shared.sums_of(number);
+        const uint64_t M = tile_descriptor(shared.M(number), kBlock * 16);
+        const uint64_t dout = tile_descriptor(shared.dout(number), kBlock * 16);
+        const uint64_t dH = tile_descriptor(shared.dH(number), kBlock * 16);
+        float du[Tiles::kColumns / 8][4];  // gradient of dt_s x_s
+        set_to_zero(du);
+        walk.wait_for_states(number);
+        hold(du);
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < kSlices * kStates / 16; ++k) {  // dH' B_s
+            const int at = k / 4 * kBlock + k % 4 * kColumns16;
+            begin_product<T, 0>(du, B + at, dH + dx_rows + at);
+        }
+        commit_products();
+        walk.wait_for_decays(number);
+        const float leaving[2] = {now.leaving[s[0]], now.leaving[s[1]]};
+        const float adding[2] = {now.adding[s[0]], now.adding[s[1]]};
+        const float dt[2] = {now.dt[s[0]], now.dt[s[1]]};
+        Operand<T> x[4];
+        Operand<T> weighted[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            load_matrices(x[k].r[0], columns_on(shared.x(number) + rows.of_lane, k));
+            weighted[k] = x[k];
+            weight_rows<T>(weighted[k], adding[0], adding[1]);
+        }
+        hold(dB);
+        hold(weighted);
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {  // exp(cs_last - cs_s) dt_s dH'^T x_s
+            begin_product<T, 1>(dB, weighted[k].r[0], dH + slice_columns + k * kRows16);
+        }
+        commit_products();
+        wait_for_products<1>();
+        hold(du);
+        float dot[2] = {0.0f, 0.0f};
+        add_dots<T>(dot, du, x, walk.slice);
+        if (lane % 4 == 0) {
+            sums.to_state[s[0]] = leaving[0] * dot[0];
+            sums.to_state[s[1]] = leaving[1] * dot[1];
+        }
+        scale_rows(du, leaving[0], leaving[1]);
+        hold(du);
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {  // sum_t L_ts G_ts dout_t
+            begin_product<T, 1>(du, M + k * kColumns16, dout + dx_columns + k * kRows16);
+        }
+        commit_products();
+        wait_for_products<0>();
+        hold(du);
+        hold(dB);
+        hold(weighted);
+        scale_rows(du, dt[0], dt[1]);
+        walk.store_dx(number, item, du, rows.group, rows.s_of_lane);
+        item.advance(walk.row_tiles);
+    }
+    __syncthreads();
+    __syncthreads();  // dG is there
+    Operand<T> dG[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        load_matrices(dG[k].r[0], shared.M_tiles + BlockTile::at(16 * rows.warp + lane % 16, 16 * k + lane / 16 * 8));
+    }
+    const uint64_t C = tile_descriptor(shared.C, kBlock * 16);
+    hold(dB);
+    hold(dG);
+    fence_products();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        begin_product<T, 1>(dB, dG[k].r[0], C + k * kRows16);
+    }
+    commit_products();
+    wait_for_products<0>();
+    hold(dB);
+    walk.store_matrix(walk.launch.dB, dB, s);
+}
+
+// M and what else pairs of steps give, an item ahead of the others; columns are steps t.
+template <typename T, int kStates, int kSlices>
+__device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlices>& walk) {
+    const auto& shared = walk.shared;
+    const int lane = walk.lane;
+    const PairedRows rows(walk.thread, lane);
+    float G[8][4];  // B_s . C_t
+    set_to_zero(G);
+    wait_for_round(shared.start_barrier, 0);
+    hold(G);
+    fence_products();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+        const uint64_t B = tile_descriptor(shared.B + slice * SliceTiles<T, kStates, kSlices>::kB, kBlock * 16);
+        const uint64_t C = tile_descriptor(slice == walk.slice ? shared.C : shared.M_tiles, kBlock * 16);
+#pragma unroll
+        for (int k = 0; k < kStates / 16; ++k) {
+            const int at = k / 4 * kBlock + k % 4 * kColumns16;
+            begin_product<T, 0>(G, B + at, C + at);
+        }
+    }
+    commit_products();
+    wait_for_products<0>();
+    hold(G);
+    float dG[8][4];
+    set_to_zero(dG);
+    BackwardItem item = walk.first;
+    __syncthreads();
+    for (int number = 0; number < walk.count; ++number) {
+        const uint64_t dout = tile_descriptor(shared.dout(number), kBlock * 16);
+        Operand<T> x[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            load_matrices(x[k].r[0], columns_on(shared.x(number) + rows.of_lane, k));
+        }
+        float R[8][4];  // x_s . dout_t
+        set_to_zero(R);
+        hold(R);
+        hold(x);
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            begin_product<T, 0>(R, x[k].r[0], dout + k * kColumns16);
+        }
+        commit_products();
+        const int D_row = walk.thread % 128;
+        const float D = D_row < kForwardRows ? walk.load_D(item, D_row) : 0.0f;
+        walk.store_dD(number, item, rows.warp);
+        item.advance(walk.row_tiles);
+        walk.wait_for_decays(number);
+        wait_for_products<0>();
+        hold(R);
+        hold(x);
+        if (D_row < kForwardRows) {
+            shared.sums_of(number).D[D_row] = D;
+        }
+        Operand<T> M[4];
+        mix_pairs<T>(M, dG, R, G, shared.decays_of(number), shared.sums_of(number), walk.slice == 0, rows.s, rows.warp, lane);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            store_matrices(columns_on(shared.M(number) + BlockTile::at(16 * rows.warp + lane % 16, lane / 16 * 8), k),
+                           M[k].r[0]);
+        }
+        show_to_warpgroup();
+        __syncthreads();
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        Operand<T> sum;
+        a_from_accumulators<T>(sum, dG[2 * k], dG[2 * k + 1]);
+        store_matrices(shared.M_tiles + BlockTile::at(16 * rows.warp + lane % 16, 16 * k + lane / 16 * 8), sum.r[0]);
+    }
+    __syncthreads();
+}
+
+#endif
+
+template <typename T, int kStates, int kSlices>
+__global__ void __launch_bounds__(kWarpgroupBackwardThreads, 1)
+    ssd_backward_warpgroup_kernel(const MambaSsdBackward q, const BackwardLaunch launch) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    MAMBA_DYNAMIC_SHARED(1024, unsigned char, warpgroup_shared);
+    const BackwardWalk<T, kStates, kSlices> walk(q, launch, warpgroup_shared);
+    if (walk.thread < 128) {
+        walk_for_dC(walk);
+    } else if (walk.thread < 256) {
+        walk_for_dB(walk);
+    } else {
+        walk_pairs(walk);
+    }
+#else
+    (void)q;
+    (void)launch;
+    __trap();
+#endif
+}
+
+}  // namespace mamba
