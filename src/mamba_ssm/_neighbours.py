@@ -82,8 +82,10 @@ def _from_elsewhere(names: Iterable[str], folder: Path) -> Iterator[tuple[str, s
     """
     for name in names:
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin not in (str(folder / f"{name}.py"), str(folder / name / "__init__.py")):
-            yield name, spec.origin or "a folder"
+        if spec is not None:
+            origin = spec.origin or "a folder"
+            if Path(origin).resolve() not in (folder / f"{name}.py", folder / name / "__init__.py"):
+                yield name, origin
 
 
 def _changed(distribution: Distribution) -> list[str]:

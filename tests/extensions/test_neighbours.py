@@ -18,12 +18,15 @@ for name in ("mamba_ssm", "mamba_ssm.version"):
     sys.modules[name] = types.ModuleType(name)
 sys.modules["mamba_ssm.version"].__version__ = VERSION
 import runpy
-print(json.dumps(runpy.run_path("mamba_ssm/_neighbours.py")["examine"]()))
+print(json.dumps(runpy.run_path(FILE)["examine"]()))
 """
 
 
-def examine(*site):
-    return json.loads(python(site, "-c", EXAMINE.replace("VERSION", repr(__version__))))
+def examine(*folders, site=None):
+    """(problems, notes) with these folders on the path; site: where this package is, if not in the first."""
+    file = (site or folders[0]) / "mamba_ssm" / "_neighbours.py"
+    code = EXAMINE.replace("VERSION", repr(__version__)).replace("FILE", repr(str(file)))
+    return json.loads(python(folders, "-c", code))
 
 
 def record(site, name, version, *files):
@@ -58,6 +61,17 @@ def test_the_doctor_says_it(monkeypatch):
 def test_nothing_to_say(both):
     record(both, "mamba_ssm", f"{__version__}+cpu", *both.rglob("mamba_ssm/**/*.py"))
     assert examine(both) == [[], []]
+
+
+def test_a_folder_by_another_path(both, tmp_path):
+    """As lib64 of a virtual environment is a link to lib."""
+    link, empty = tmp_path / "link", tmp_path / "empty"
+    empty.mkdir()
+    try:
+        link.symlink_to(both, target_is_directory=True)
+    except OSError:
+        pytest.skip("no links here")
+    assert examine(empty, link, site=both) == [[], []]
 
 
 def test_a_library_beside_the_module_of_its_name_wins(site):
