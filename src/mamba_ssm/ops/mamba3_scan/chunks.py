@@ -78,6 +78,13 @@ def scan_chunks(inputs, options):
     return finish(y, inputs, options), States(finals[0], state, *finals[1:])
 
 
+def running_angles(steps, start):
+    """The angles (B, L, H, S) in [0, 2 pi), from what each step adds and those (B, H, S) before the first."""
+    seqlen = steps.shape[1]
+    padded = F.pad(steps, [0, 0, 0, 0, 0, -seqlen % _ROWS]).unflatten(1, (-1, _ROWS))
+    return _angles(padded, start).flatten(1, 2)[:, :seqlen]
+
+
 def _angles(steps, start):
     """The angles (B, C, T, H, S) in [0, 2 pi), from what each step adds and those before the first.
 

@@ -1,0 +1,146 @@
+"""Pieces of a Mamba-3 step in plain torch, under upstream's names: for code that calls them one by one. The block's own
+step is mamba3_step.
+
+Letters: B batch, L length, R rank, H heads, P headdim, N dstate, S angles, U sequences.
+"""
+
+import itertools
+import math
+
+import torch
+import torch.nn.functional as F
+
+from mamba_ssm import _checks as checks
+from mamba_ssm.ops.mamba3_scan.chunks import running_angles
+from mamba_ssm.ops.mamba3_scan.parts import outer, rotate
+
+
+def angle_dt_fwd(
+    angle: torch.Tensor,
+    dt: torch.Tensor,
+    init_state: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    return_output_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The angles of every step, in [0, 2 pi): running sums of pi tanh(angle) dt. It has gradients.
+
+    angle (B, L, H, S); dt (B, H, L); init_state (U, H, S), zero if None. chunk_size has no effect. cu_seqlens is read,
+    on a GPU with a synchronisation. Returns (B, L, H, S) of angle's dtype, with return_output_state also (U, H, S).
+
+    Same as upstream's mamba_ssm.ops.triton.mamba3.angle_dt.angle_dt_fwd.
+    """
+    checks.check_dims("angle_dt_fwd", "angle", angle, 4, "(B, L, H, S)")
+    batch, seqlen, heads, count = angle.shape
+    checks.check_float("angle_dt_fwd", "dt", dt, (batch, heads, seqlen), angle, "angle", "(B, H, L)")
+    steps = math.pi * torch.tanh(angle.float()) * dt.float().transpose(1, 2)[..., None]
+    bounds = [0, seqlen] if cu_seqlens is None else cu_seqlens.tolist()
+    if cu_seqlens is not None:
+        checks.check_bounds("angle_dt_fwd", bounds, seqlen)
+    rows = batch if cu_seqlens is None else len(bounds) - 1
+    start = steps.new_zeros(rows, heads, count) if init_state is None else init_state.float()
+    parts, ends = [], []
+    for row, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        before = start if cu_seqlens is None else start[row : row + 1]
+        parts.append(running_angles(steps[:, begin:end], before))
+        ends.append(parts[-1][:, -1] if end > begin else before)
+    parts.append(steps.new_zeros(batch, seqlen - bounds[-1], heads, count))
+    out = torch.cat(parts, 1).to(angle.dtype)
+    return (out, torch.cat(ends).to(angle.dtype)) if return_output_state else out
+
+
+@torch.no_grad()
+def apply_rotary_qk_inference_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    angle_state: torch.Tensor,
+    angle_proj: torch.Tensor,
+    dt: torch.Tensor,
+    bias_q: torch.Tensor | None = None,
+    bias_k: torch.Tensor | None = None,
+    inplace: bool = False,
+    conjugate: bool = False,
+    rotate_pairwise: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A step's q and k (B, R, H, N), with their biases (R, H, N) added and turned by the angles after the step.
+
+    angle_state, angle_proj (B, H, S), angle_proj before tanh; dt (B, H). inplace: q, k and angle_state are written.
+    conjugate: turn the other way. Returns q, k and the angles, which may be beyond 2 pi.
+
+    Same as upstream's mamba_ssm.ops.triton.mamba3.mamba3_mimo_rotary_step.apply_rotary_qk_inference_fwd.
+    """
+    name = "apply_rotary_qk_inference_fwd"
+    checks.check_dims(name, "q", q, 4, "(B, R, H, N)")
+    checks.check_same(name, "k", k, q.shape, q, "q", "(B, R, H, N)")
+    if q.shape[-1] < 2 * angle_state.shape[-1]:
+        raise ValueError(
+            f"{name}: an angle turns two of the {q.shape[-1]} entries of q, got {angle_state.shape[-1]} angles"
+        )
+    angle = angle_state.float() + math.pi * torch.tanh(angle_proj.float()) * dt.float()[..., None]
+    turn = (-angle if conjugate else angle)[:, None]
+    results = [
+        rotate(x.float() if bias is None else x.float() + bias.float(), turn, rotate_pairwise)
+        for x, bias in ((q, bias_q), (k, bias_k))
+    ]
+    results.append(angle)
+    given = q, k, angle_state
+    if inplace:
+        for target, result in zip(given, results, strict=True):
+            target.copy_(result)
+        return given
+    q, k, angle = (result.to(like.dtype) for result, like in zip(results, given, strict=True))
+    return q, k, angle
+
+
+@torch.no_grad()
+def mamba3_step_fn(
+    state: torch.Tensor,
+    Bstate: torch.Tensor,
+    Xstate: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    trap: torch.Tensor,
+    xproj: torch.Tensor,
+    outproj: torch.Tensor | None = None,
+    state_out: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    zproj: torch.Tensor | None = None,
+    tile_D: int = 64,
+    num_warps: int = 2,
+) -> None:
+    """A step of the state and its output, behind the rotation. Writes out, and state_out or, without it, state.
+
+    state (B, H, P, N); Bstate, B, C (B, R, H, N), biased and turned; Xstate, x, z (B, H, P); A (not A dt), dt, and trap
+    after the sigmoid (B, H); D (H); xproj, zproj, outproj (R, H, P). out (B, H, P), without outproj (B, R, H, P).
+    Arithmetic is float32. tile_D and num_warps have no effect.
+
+    Same as upstream's mamba_ssm.ops.cute.mamba3.mamba3_step_fn.mamba3_step_fn.
+    """
+    name = "mamba3_step_fn"
+    checks.check_dims(name, "state", state, 4, "(B, H, P, N)")
+    batch, heads, headdim, _ = state.shape
+    rank = xproj.shape[0]
+    shape = (batch, heads, headdim) if outproj is not None else (batch, rank, heads, headdim)
+    if out is None or out.shape != shape:
+        raise ValueError(
+            f"{name}: out must be given, of shape {shape}, got {None if out is None else tuple(out.shape)}"
+        )
+    if z is not None and zproj is None:
+        raise ValueError(f"{name}: a gate z needs zproj, got None")
+    wide = state.float(), Bstate.float(), Xstate.float(), A.float(), B.float(), C.float(), x.float(), dt.float()
+    h, k_before, v_before, rate, k, q, v, step = wide
+    lam, weights = trap.float(), xproj.float()
+    decay = torch.exp(rate * step)[..., None, None]
+    gamma, nu = ((part * step)[..., None, None] for part in (lam, 1 - lam))
+    rows = v[:, None] * weights
+    h = decay * (h + nu * outer(v_before[:, None] * weights, k_before)) + gamma * outer(rows, k)
+    y = torch.einsum("bhpn,brhn->brhp", h, q) + D.float()[:, None] * rows
+    if z is not None and zproj is not None:
+        y = y * F.silu(z.float()[:, None] * zproj.float())
+    out.copy_(y if outproj is None else (y * outproj.float()).sum(1))
+    (state if state_out is None else state_out).copy_(h)
