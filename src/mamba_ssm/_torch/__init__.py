@@ -2,9 +2,11 @@
 
 private.py: torch's private names and versions, and what is done without each. registration.py: how an operator is
 made. dispatch.py: how it is called. records.py: how its arguments are named. autocast.py: what autocast is doing.
-modules.py: when a submodule is no more than its parameters. determinism.py: whether results must repeat.
+modules.py: when a submodule is no more than its parameters. determinism.py: whether results must repeat. reference.py:
+whether references run instead of kernels.
 """
 
+from mamba_ssm._torch import reference
 from mamba_ssm._torch.autocast import autocast_dtype, no_autocast
 from mamba_ssm._torch.determinism import set_deterministic_mode, use_deterministic_mode
 from mamba_ssm._torch.dispatch import (
@@ -38,6 +40,7 @@ __all__ = [
     "module_behind",
     "no_autocast",
     "no_gradients",
+    "reference",
     "refuse_second_derivatives",
     "refuse_what_is_no_dense_tensor",
     "returns",

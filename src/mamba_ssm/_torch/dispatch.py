@@ -2,7 +2,7 @@
 
 import torch
 
-from mamba_ssm._torch import private
+from mamba_ssm._torch import private, reference
 from mamba_ssm._torch.private import is_compiling
 from mamba_ssm._torch.registration import (
     FUNCTIONS,
@@ -133,7 +133,9 @@ def wants_one_node(tensors):
     and torch.jit.trace write operators down, and cannot write down a node of Python; the compiler of torch 2.2 and 2.3
     follows few of them. Under torch.func the operators themselves say that they have no such derivative.
     """
-    if not torch.is_grad_enabled() or not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+    if reference.on or not torch.is_grad_enabled():
+        return False
+    if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
         return False
     if is_compiling():
         return private.SINCE_2_4 and not exported_by_dynamo()

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from mamba_ssm._arguments import check_integer, check_number
 from mamba_ssm._native import abi
-from mamba_ssm._torch import is_plain
+from mamba_ssm._torch import is_plain, reference
 from mamba_ssm.modules._state import initial_dt_bias, mark
-from mamba_ssm.modules._submodules import convolve
+from mamba_ssm.modules._submodules import conv_widths, convolve
 from mamba_ssm.ops.mamba2_block import mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.norm import GatedRMSNorm
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
@@ -48,7 +48,7 @@ class Mamba2Base(nn.Module):
         """Raises on sizes that the kernels do not take."""
         name = type(self).__name__
         check_integer(name, "d_state", d_state, most=abi.MAX_DSTATE)
-        check_integer(name, "d_conv", d_conv, least=2, most=4)
+        check_integer(name, "d_conv", d_conv, *conv_widths())
         check_integer(name, "headdim", headdim, most=abi.MAX_HEADDIM)
         check_integer(name, "d_ssm", d_ssm)
         check_integer(name, "ngroups", ngroups)
@@ -104,7 +104,7 @@ class Mamba2Base(nn.Module):
     def _may_fuse(self) -> bool:
         """Whether all that the operator computes before out_proj is in the parameters it takes."""
         plain_norm = not self.rmsnorm or is_plain(self.norm, GatedRMSNorm)
-        return self.use_mem_eff_path and is_plain(self.conv1d, nn.Conv1d) and plain_norm
+        return self.use_mem_eff_path and not reference.on and is_plain(self.conv1d, nn.Conv1d) and plain_norm
 
     def _norm_weight_and_eps(self) -> tuple[torch.Tensor | None, float]:
         if not self.rmsnorm:

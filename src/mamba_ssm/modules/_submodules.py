@@ -1,13 +1,19 @@
 """How blocks call a convolution that may have been replaced or have hooks."""
 
+import math
 import typing
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm._torch import is_plain
+from mamba_ssm._torch import is_plain, reference
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
+
+
+def conv_widths() -> tuple[int, float]:
+    """The least and the most d_conv: what the kernels take, or under plain_torch any."""
+    return (1, math.inf) if reference.on else (2, 4)
 
 
 def convolve(

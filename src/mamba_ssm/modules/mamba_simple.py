@@ -13,7 +13,7 @@ from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.modules._inputs import check_input, is_continued
 from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, mark
-from mamba_ssm.modules._submodules import convolve, convolve_step
+from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_step
 from mamba_ssm.modules.block import Block as _Block
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, project_in
@@ -59,7 +59,7 @@ class Mamba(StatefulBlock):
         factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
         self.d_inner = inner_width("Mamba", expand, d_model)
         check_integer("Mamba", "d_state", d_state, most=abi.MAX_DSTATE)
-        check_integer("Mamba", "d_conv", d_conv, least=2, most=4)
+        check_integer("Mamba", "d_conv", d_conv, *conv_widths())
         check_flags("Mamba", conv_bias=conv_bias, bias=bias, use_fast_path=use_fast_path)
         self.d_model = d_model
         self.d_state = d_state

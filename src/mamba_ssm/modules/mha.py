@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from mamba_ssm._arguments import check_flags, check_integer, check_number
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
-from mamba_ssm.modules._submodules import convolve, convolve_step
+from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_step
 from mamba_ssm.modules.inference import AttentionCache
 
 
@@ -81,7 +81,7 @@ class MHA(nn.Module):
         if num_heads % self.num_heads_kv:
             raise ValueError(f"MHA: num_heads_kv ({self.num_heads_kv}) must divide num_heads ({num_heads})")
         if d_conv != 0:
-            check_integer("MHA", "d_conv (unless 0)", d_conv, least=2, most=4)
+            check_integer("MHA", "d_conv (unless 0)", d_conv, *conv_widths())
         if rotary_emb_dim % 2 or rotary_emb_dim > self.head_dim:
             raise ValueError(
                 f"MHA: rotary_emb_dim must be even and at most head_dim ({self.head_dim}), got {rotary_emb_dim}"

@@ -8,7 +8,16 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
-from mamba_ssm._torch import call, call_below_autograd, call_in_backward, define, make, no_gradients, signature
+from mamba_ssm._torch import (
+    call,
+    call_below_autograd,
+    call_in_backward,
+    define,
+    make,
+    no_gradients,
+    reference,
+    signature,
+)
 from mamba_ssm.ops.causal_conv1d.arguments import (
     NAME,
     Inputs,
@@ -19,6 +28,7 @@ from mamba_ssm.ops.causal_conv1d.arguments import (
     wants_silu,
 )
 from mamba_ssm.ops.causal_conv1d.backward import causal_conv1d_backward_op
+from mamba_ssm.ops.causal_conv1d.reference import causal_conv1d_ref
 
 
 def causal_conv1d_fn(
@@ -52,6 +62,9 @@ def causal_conv1d_fn(
     Same as causal_conv1d.causal_conv1d_fn of the causal-conv1d package; states work in both memory layouts.
     """
     silu = wants_silu(NAME, activation)
+    if reference.on:
+        states = initial_states, return_final_states, final_states_out
+        return causal_conv1d_ref(x, weight, bias, seq_idx, *states, activation)
     want_states = bool(return_final_states) or final_states_out is not None
     out, final_states = call(causal_conv1d_op, x, weight, bias, seq_idx, initial_states, want_states, silu)
     if final_states_out is not None:

@@ -7,9 +7,10 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
-from mamba_ssm._torch import call, define, make, signature, wrote_in_place
+from mamba_ssm._torch import call, define, make, reference, signature, wrote_in_place
 from mamba_ssm.ops._shared.indices import cache_rows
 from mamba_ssm.ops.causal_conv1d.arguments import check_weight, wants_silu
+from mamba_ssm.ops.causal_conv1d.reference import causal_conv1d_update_ref
 
 _NAME = "causal_conv1d_update"
 
@@ -63,6 +64,8 @@ def causal_conv1d_update(
     Same as causal_conv1d.causal_conv1d_update of the causal-conv1d package.
     """
     silu = wants_silu(_NAME, activation)
+    if reference.on:
+        return causal_conv1d_update_ref(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
     return call(causal_conv1d_update_op, x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu)
 
 

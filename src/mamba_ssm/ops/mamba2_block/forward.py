@@ -21,6 +21,7 @@ from mamba_ssm._torch import (
     module_behind,
     no_autocast,
     no_gradients,
+    reference,
     signature,
     unpack,
     unpack_traced,
@@ -42,6 +43,7 @@ from mamba_ssm.ops.mamba2_block.arguments import (
     scan_inputs,
 )
 from mamba_ssm.ops.mamba2_block.backward import of_inputs, split_conv1d_scan_backward_op
+from mamba_ssm.ops.mamba2_block.reference import mamba_split_conv1d_scan_ref
 from mamba_ssm.ops.norm.gated import launch_forward as launch_norm
 from mamba_ssm.ops.norm.gated_arguments import Inputs as NormInputs
 from mamba_ssm.ops.norm.swiglu import launch_forward as launch_swiglu
@@ -124,6 +126,27 @@ def mamba_split_conv1d_scan_combined(
     out_proj = module_behind(outproj_weight)
     if out_proj is not None:
         outproj_weight = outproj_bias = None
+    if reference.on:
+        of_scan: typing.Any = {"chunk_size": chunk_size, "dt_limit": dt_limit, "dt_bias": dt_bias, "A": A, "D": D}
+        results: typing.Any = mamba_split_conv1d_scan_ref(
+            zxbcdt,
+            conv1d_weight,
+            conv1d_bias,
+            **of_scan,
+            activation=activation,
+            rmsnorm_weight=rmsnorm_weight,
+            rmsnorm_eps=1e-6 if rmsnorm_eps is None else rmsnorm_eps,
+            outproj_weight=outproj_weight,
+            outproj_bias=outproj_bias,
+            headdim=headdim,
+            ngroups=ngroups,
+            norm_before_gate=norm_before_gate,
+            initial_states=initial_states,
+            seq_idx=seq_idx,
+            return_final_states=True,
+        )
+        out = results[0] if out_proj is None else out_proj(results[0])
+        return (out, results[1].to(state_dtype or results[1].dtype)) if return_final_states else out
     dtype = autocast_dtype(zxbcdt)
     if dtype is not None:
         zxbcdt = checks.cast(zxbcdt, dtype)

@@ -20,6 +20,7 @@ from mamba_ssm._torch import (
     module_behind,
     no_autocast,
     no_gradients,
+    reference,
     returns,
     signature,
     unpack,
@@ -39,6 +40,7 @@ from mamba_ssm.ops.mamba_block.arguments import (
 )
 from mamba_ssm.ops.mamba_block.backward import Gradients, mamba_inner_backward_op, of_inputs
 from mamba_ssm.ops.mamba_block.composed import pieces, project_out, scan
+from mamba_ssm.ops.mamba_block.reference import mamba_inner_ref
 from mamba_ssm.ops.selective_scan.arguments import check_fake
 from mamba_ssm.ops.selective_scan.forward import Results as ScanResults
 from mamba_ssm.ops.selective_scan.forward import launch_forward as launch_scan
@@ -119,6 +121,11 @@ def mamba_inner_fn(
         )
         y = scan(given, A, D, delta_bias, delta_softplus).transpose(1, 2)
         return project_out(y, out_proj_weight, out_proj_bias) if out_proj is None else out_proj(y)
+    if reference.on:
+        weights = conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias
+        rest = delta_bias, B_proj_bias, C_proj_bias, delta_softplus, checkpoint_lvl
+        norms = b_rms_weight, c_rms_weight, dt_rms_weight, b_c_dt_rms_eps
+        return mamba_inner_ref(xz, *weights, A, B, C, D, *rest, *norms)
     dtype = autocast_dtype(xz)
     if dtype is not None:
         xz, x_proj_weight, delta_proj_weight, out_proj_weight = (

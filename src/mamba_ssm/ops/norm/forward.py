@@ -16,13 +16,16 @@ from mamba_ssm._torch import (
     define,
     make,
     no_gradients,
+    reference,
     returns,
     signature,
     unpack,
 )
 from mamba_ssm.ops._shared.gradients import empty_like
+from mamba_ssm.ops._shared.reference import working_dtype
 from mamba_ssm.ops.norm import arguments as common
 from mamba_ssm.ops.norm.backward import add_norm_backward_op
+from mamba_ssm.ops.norm.reference import layer_norm_ref
 
 _NAME = "layer_norm"
 
@@ -230,6 +233,12 @@ def _mix(x, residual, x1, dropout_p, rowscale, residual_in_fp32):
 
 def _add_norm(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm):
     """norm(x + residual), and the sum if it is wanted."""
+    if reference.on:
+        options = {"eps": eps, "prenorm": True, "is_rms_norm": is_rms_norm}
+        out, total = layer_norm_ref(x, weight, bias, residual, **options)
+        if residual is None and sum_in_fp32:
+            total = x.to(working_dtype(x))
+        return out, total if want_sum else None
     beside = residual
     try:
         if residual is not None and residual.dtype != x.dtype:

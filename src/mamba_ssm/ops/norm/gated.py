@@ -12,12 +12,14 @@ from mamba_ssm._torch import (
     define,
     make,
     no_gradients,
+    reference,
     signature,
 )
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.norm import arguments as common
 from mamba_ssm.ops.norm.gated_arguments import NAME, Inputs, Options, check, fill, kernel_layout
 from mamba_ssm.ops.norm.gated_backward import gated_norm_backward_op
+from mamba_ssm.ops.norm.reference import gated_norm_ref
 
 
 def layernorm_fn(
@@ -47,6 +49,8 @@ def layernorm_fn(
 
     Same as upstream's mamba_ssm.ops.triton.layernorm_gated.layernorm_fn.
     """
+    if reference.on:
+        return gated_norm_ref(x, weight, bias, z, eps, group_size, norm_before_gate, True, is_rms_norm)
     try:
         if z is not None and z.dtype != x.dtype:
             z = checks.widen(z)  # the kernels take float32 beside any x

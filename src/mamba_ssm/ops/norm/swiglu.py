@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
-from mamba_ssm._torch import call, call_below_autograd, call_in_backward, define
+from mamba_ssm._torch import call, call_below_autograd, call_in_backward, define, reference
 from mamba_ssm.ops.norm import arguments as common
+from mamba_ssm.ops.norm.reference import swiglu_ref
 
 _NAME = "swiglu"
 
@@ -26,7 +27,7 @@ def swiglu(xy: torch.Tensor) -> torch.Tensor:
 
     Same as upstream's mamba_ssm.ops.triton.k_activations.swiglu.
     """
-    return call(swiglu_op, xy)
+    return swiglu_ref(xy) if reference.on else call(swiglu_op, xy)
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from mamba_ssm._torch import (
     define,
     make,
     no_gradients,
+    reference,
     returns,
     signature,
     unpack,
@@ -36,6 +37,7 @@ from mamba_ssm.ops.selective_scan.arguments import (
     split_length,
 )
 from mamba_ssm.ops.selective_scan.backward import Gradients, of_inputs, selective_scan_backward_op
+from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
 
 
 class Wanted(typing.NamedTuple):
@@ -91,6 +93,9 @@ def selective_scan_fn(
     Same as upstream's mamba_ssm.ops.selective_scan_interface.selective_scan_fn, except that complex A is not supported,
     and initial_state, seq_idx and the gradient of last_state are additions.
     """
+    if reference.on:
+        rest = delta_softplus, return_last_state, initial_state, seq_idx
+        return selective_scan_ref(u, delta, A, B, C, D, z, delta_bias, *rest)
     try:  # written out: this is a good part of a small call
         if A.dtype != torch.float32:
             A = checks.widen(A)

@@ -20,6 +20,7 @@ from mamba_ssm._torch import (
     define,
     make,
     no_gradients,
+    reference,
     signature,
     unpack,
     values_at_hand,
@@ -38,6 +39,7 @@ from mamba_ssm.ops.ssd.arguments import (
     with_gate,
 )
 from mamba_ssm.ops.ssd.backward import of_inputs, ssd_backward_op
+from mamba_ssm.ops.ssd.reference import ssd_by_reference
 from mamba_ssm.ops.ssd.varlen import VarlenInputs, check_cu_seqlens, ssd_varlen_states_op
 
 
@@ -122,6 +124,12 @@ def mamba_chunk_scan_combined(
             seq_idx = torch.bucketize(steps, cu_seqlens[1:], right=True, out_int32=True)[None]
     elif return_varlen_states:
         raise ValueError(f"{NAME}: return_varlen_states needs cu_seqlens, got None")
+    if reference.on:
+        given = D, z, dt_bias, dt_softplus, initial_states, seq_idx, (dt_min, dt_max)
+        results = ssd_by_reference(x, dt, A, B, C, *given, cu_seqlens if return_varlen_states else None)
+        out, final_states, *varlen = results if state_dtype is None else (results[0], *_to(results[1:], state_dtype))
+        states = ([final_states] if return_final_states else []) + varlen
+        return (out, *states) if states else out
     options = Options(bool(dt_softplus), dt_min, dt_max)
     out, final_states = call(
         ssd_op, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, *options, bool(return_final_states)
@@ -138,6 +146,10 @@ def mamba_chunk_scan_combined(
     if state_dtype is not None:
         results[1:] = [states.to(state_dtype) for states in results[1:]]
     return tuple(results)
+
+
+def _to(tensors, dtype):
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 # ---- operator --------------------------------------------------------------------------------------------------------

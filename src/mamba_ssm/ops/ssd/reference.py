@@ -5,6 +5,7 @@ float32, or in float64 where the inputs are float64, and are differentiable any 
 Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
 """
 
+import itertools
 import typing
 
 import torch
@@ -79,6 +80,24 @@ def ssd_chunk_scan_combined_ref(
     )  # fmt: skip
     out = out.transpose(1, 2).reshape(x.shape).to(x.dtype)
     return (out, state.reshape(batch, nheads, headdim, dstate)) if return_final_states else out
+
+
+def ssd_by_reference(x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_states, seq_idx, dt_limit, cu_seqlens):
+    """(out, final_states), and with cu_seqlens the states after each sequence, which carry no gradient."""
+    options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, "return_final_states": True}
+    given = {"D": D, "z": z, "initial_states": initial_states, "seq_idx": seq_idx}
+    results = ssd_chunk_scan_combined_ref(x, dt, A, B, C, None, **given, **options)
+    if cu_seqlens is None:
+        return results
+    states = []
+    with torch.no_grad():
+        for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+            parts = (tensor[:, start:end] for tensor in (x, dt, B, C))
+            initial = initial_states if i == 0 else None
+            x_part, dt_part, B_part, C_part = parts
+            sequence = x_part, dt_part, A, B_part, C_part, None
+            states.append(ssd_chunk_scan_combined_ref(*sequence, initial_states=initial, **options)[1])
+    return *results, torch.cat(states)
 
 
 def discretize(dt, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf"))):

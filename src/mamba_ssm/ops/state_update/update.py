@@ -8,9 +8,10 @@ import torch
 
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
-from mamba_ssm._torch import call, define, signature, unpack, wrote_in_place
+from mamba_ssm._torch import call, define, reference, signature, unpack, wrote_in_place
 from mamba_ssm.ops._shared.indices import cache_rows
 from mamba_ssm.ops.state_update.arguments import NAME, Inputs, Options, check, fill
+from mamba_ssm.ops.state_update.reference import selective_state_update_ref
 
 
 def selective_state_update(
@@ -45,6 +46,8 @@ def selective_state_update(
 
     Same as upstream's mamba_ssm.ops.triton.selective_state_update.selective_state_update.
     """
+    if reference.on:
+        return selective_state_update_ref(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
     arguments = state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, bool(dt_softplus)
     return call(selective_state_update_op, *arguments)
 

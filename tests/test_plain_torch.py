@@ -1,0 +1,145 @@
+"""plain_torch: blocks and operators without kernels, for what the kernels do not do."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from _helpers.public_ops import PUBLIC_OPS
+
+from mamba_ssm import Mamba, Mamba2, MambaLMHeadModel
+from mamba_ssm._native import launch
+from mamba_ssm.models.config_mamba import MambaConfig
+from mamba_ssm.modules.mamba2_simple import Mamba2Simple
+from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+from mamba_ssm.utils.generation import InferenceParams
+from mamba_ssm.utils.reference import plain_torch
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """Whoever looks for a kernel fails."""
+
+    def refuse(*_):
+        raise AssertionError("a kernel was asked for")
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "place", None) is launch.place:
+            monkeypatch.setattr(module, "place", refuse)
+
+
+def flat(results):
+    return [tensor for tensor in (results if isinstance(results, tuple) else (results,)) if tensor is not None]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC_OPS if name != "mamba3_scan"])
+def test_operators(name, request):
+    op = PUBLIC_OPS[name]
+    torch.manual_seed(0)
+    expected = flat(op.function(**op.arguments()))
+    request.getfixturevalue("no_kernels")
+    torch.manual_seed(0)
+    with plain_torch():
+        found = flat(op.function(**op.arguments()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_states_of_packed_sequences():
+    x, dt, A, B, C = torch.randn(1, 9, 2, 4), torch.rand(1, 9, 2), -torch.rand(2), *torch.randn(2, 1, 9, 1, 3)
+    bounds = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    options = {"chunk_size": 4, "cu_seqlens": bounds, "initial_states": torch.randn(1, 2, 4, 3)}
+    for wanted in ({"return_varlen_states": True}, {"return_final_states": True}, {}):
+        results = [flat(mamba_chunk_scan_combined(x, dt, A, B, C, **options, **wanted))]
+        with plain_torch():
+            results.append(flat(mamba_chunk_scan_combined(x, dt, A, B, C, **options, **wanted)))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+BLOCKS = {
+    "mamba": lambda **options: Mamba(8, d_state=3, layer_idx=0, **options),
+    "mamba2": lambda **options: Mamba2(8, d_state=3, headdim=4, layer_idx=0, **options),
+    "mamba2_simple": lambda **options: Mamba2Simple(8, d_state=3, headdim=4, **options),
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_second_derivatives_in_float64(kind, no_kernels):
+    block, x = BLOCKS[kind](dtype=torch.float64), torch.randn(1, 4, 8, dtype=torch.float64, requires_grad=True)
+    with plain_torch():
+        out = block(x)
+        assert out.dtype == torch.float64
+        weight = block.in_proj.weight
+        (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        (ddx,) = torch.autograd.grad(dx.square().sum(), weight)
+
+        def slope(step):
+            with torch.no_grad():
+                weight[3, 2] += step
+            (dx,) = torch.autograd.grad(block(x).square().sum(), x)
+            with torch.no_grad():
+                weight[3, 2] -= step
+            return dx.square().sum()
+
+        expected = (slope(1e-5) - slope(-1e-5)) / 2e-5
+    torch.testing.assert_close(ddx[3, 2], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_any_width_of_the_convolution(kind, width, no_kernels):
+    """A sequence, and the same step by step."""
+    with pytest.raises(ValueError, match="d_conv must be an integer from 2 to 4"):
+        BLOCKS[kind](d_conv=width)
+    with plain_torch(), torch.no_grad():
+        block, x = BLOCKS[kind](d_conv=width), torch.randn(2, 7, 8)
+        params = InferenceParams(max_seqlen=7, max_batch_size=2)
+        parts = [block(x[:, :3], inference_params=params)]
+        for t in range(3, 7):
+            params.seqlen_offset = t
+            parts.append(block(x[:, t : t + 1], inference_params=params))
+        torch.testing.assert_close(torch.cat(parts, dim=1), block(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", ["Mamba1", "Mamba2"])
+def test_language_models(layer, request):
+    ssm_cfg = {"layer": layer, "d_state": 4, **({"headdim": 8} if layer == "Mamba2" else {})}
+    config = {"d_intermediate": 20, "attn_layer_idx": [1], "attn_cfg": {"num_heads": 2, "d_conv": 3}}
+    model = MambaLMHeadModel(MambaConfig(d_model=16, n_layer=3, vocab_size=30, ssm_cfg=ssm_cfg, **config))
+    tokens = torch.randint(30, (2, 9))
+    expected, text = model(tokens).logits, model.generate(tokens, 14)
+    request.getfixturevalue("no_kernels")
+    with plain_torch():
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-3, atol=1e-4)
+        assert torch.equal(model.generate(tokens, 14), text)
+
+
+def test_exported_programs_hold_torchs_operators_alone():
+    block, x = BLOCKS["mamba"](), torch.randn(1, 4, 8)
+    with plain_torch(), torch.no_grad():
+        program = torch.export.export(block, (x,))
+    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert names and not [name for name in names if "mamba_ssm" in name]
+    torch.testing.assert_close(program.module()(x), block(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_it_ends_where_it_began():
+    u, A = torch.randn(1, 2, 3, dtype=torch.float64), -torch.rand(2, 1)
+    with plain_torch():
+        with plain_torch(False), pytest.raises(TypeError, match="got float64"):
+            selective_scan_fn(u, u, A, A, A)
+        selective_scan_fn(u, u, A, A, A)
+    with pytest.raises(TypeError, match="got float64"):
+        selective_scan_fn(u, u, A, A, A)
+
+
+def test_the_variable():
+    code = "import json, torch; from mamba_ssm import Mamba; y = Mamba(8, d_conv=7, dtype=torch.float64)"
+    code += "(torch.zeros(1, 2, 8, dtype=torch.float64)); print(json.dumps(str(y.dtype)))"
+    environ = {**os.environ, "MAMBA_SSM_REFERENCE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and json.loads(done.stdout) == "torch.float64", done.stderr
