@@ -76,9 +76,9 @@ def _with_checkpoints(last_state, checkpoints, seqlen):
     batch, dim, dstate = last_state.shape
     shape = batch, dim, max(1, -(-seqlen // _CHUNK)), 2 * dstate
     size = math.prod(shape)
-    memory = checkpoints.new_zeros(size + checkpoints.numel())
+    memory = checkpoints.new_empty(size + checkpoints.numel())
     memory[size:] = checkpoints
-    x = memory[:size].view(shape)
+    x = memory[:size].zero_().view(shape)
     every = abi.SCAN_CHECKPOINT
     states = checkpoints[:-2].view(batch, max(0, seqlen - 1) // every, dim, dstate)
     x[:, :, :-1, 1::2] = states[:, _CHUNK // every - 1 :: _CHUNK // every].transpose(1, 2)
