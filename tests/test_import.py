@@ -83,17 +83,17 @@ def test_import_is_light():
     code = """
 import json, time
 import torch
-start = time.perf_counter()
+start = time.process_time()
 before = set(sys.modules)
 import mamba_ssm
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 from mamba_ssm._native import loader
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(json.dumps({"seconds": seconds, "new": sorted(new), "loaded": loader.loaded("cpu") or loader.loaded("cuda")}))
 """
     report = min((python(code) for _ in range(3)), key=lambda report: report["seconds"])
     assert not report["loaded"], "a kernel library was loaded by the import"
-    assert report["seconds"] < 0.5, report  # about 20 ms on an idle machine
+    assert report["seconds"] < 0.5, report  # of the processor; about 40 ms, and three times that to compile it first
     for heavy in (
         "triton",
         "transformers",

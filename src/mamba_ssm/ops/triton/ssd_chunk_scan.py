@@ -60,7 +60,9 @@ def _chunk_scan_fwd_wip(
 
 
 if not typing.TYPE_CHECKING:
-    _NAMES = ("fwd", "fwd_wip", "bwd_dz", "bwd_dstates", "bwd_dx", "bwd_dcb", "bwd_ddAcs_unstable")
-    _NAMES += ("bwd_ddAcs_stable_old", "bwd_ddAcs_stable", "bwd_ddAcs_prev")
-    _INSTEAD = {f"_chunk_scan_{name}_kernel": f"_chunk_scan_{name}" for name in _NAMES}
-    __getattr__ = kernels(__name__, _INSTEAD | {"_chunk_scan_bwd_dc_kernel": "_chunk_scan_bwd_dC"})
+    _NAMES = ("fwd", "bwd_dz", "bwd_dstates", "bwd_dx", "bwd_dcb", "bwd_ddAcs_unstable", "bwd_ddAcs_stable")
+    _INSTEAD = {f"_chunk_scan_{name}_kernel": f"_chunk_scan_{name}" for name in (*_NAMES, "bwd_ddAcs_prev")}
+    _INSTEAD["_chunk_scan_fwd_kernel_wip"] = "_chunk_scan_fwd_wip"
+    _INSTEAD["_chunk_scan_bwd_ddAcs_stable_kernel_old"] = "_chunk_scan_bwd_ddAcs_stable_old"
+    _INSTEAD["_chunk_scan_bwd_dc_kernel"] = "_chunk_scan_bwd_dC"
+    __getattr__ = kernels(__name__, _INSTEAD)
