@@ -55,7 +55,7 @@ def both(site):
 def test_the_doctor_says_it(monkeypatch):
     monkeypatch.setattr(_neighbours, "examine", lambda: (["a problem"], ["a note"]))
     report = _doctor.examine()
-    assert report["problems"] == ["a problem"] and "a note" in report["notes"] and not report["healthy"]
+    assert "a problem" in report["problems"] and "a note" in report["notes"] and not report["healthy"]
 
 
 def test_nothing_to_say(both):
