@@ -41,6 +41,7 @@ int64_t mamba_struct_size(const char* name) {
         {"MambaSsdBackward", sizeof(MambaSsdBackward)},
         {"MambaMamba3", sizeof(MambaMamba3)},
         {"MambaMamba3Backward", sizeof(MambaMamba3Backward)},
+        {"MambaMamba3Step", sizeof(MambaMamba3Step)},
         {"MambaNorm", sizeof(MambaNorm)},
         {"MambaNormBackward", sizeof(MambaNormBackward)},
         {"MambaSwiglu", sizeof(MambaSwiglu)},

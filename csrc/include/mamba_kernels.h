@@ -352,6 +352,18 @@ typedef struct MambaMamba3Backward {
     int64_t dout_batch_stride, dout_len_stride, dout_rank_stride, dout_head_stride;
 } MambaMamba3Backward;
 
+/* One decoding step, seqlen 1: as the scan, with states of any dtype that are updated in place, contiguous. The output uses the
+ * new state before it is rounded. */
+typedef struct MambaMamba3Step {
+    MambaMamba3 scan; /* without states, packing and workspace, which are not read */
+    int32_t ssm_dtype, k_dtype, v_dtype;
+    int32_t reserved;
+    float* state_angle; /* (B, H, S) */
+    void* state_ssm;    /* (B, H, P, N) of ssm_dtype */
+    void* state_k;      /* (B, R, H, N) of k_dtype */
+    void* state_v;      /* (B, H, P) of v_dtype */
+} MambaMamba3Step;
+
 /* out = (s - mean(s)) rstd weight + bias over each of a row's ngroups groups of neighbours, rstd = 1 / sqrt(var(s) + eps).
  * s = x + residual, rounded to other_dtype; or, with z, s = x silu(z) (norm_before_gate 0), or s = x and out is multiplied by
  * silu(z) (norm_before_gate 1). is_rms_norm: no mean, rstd = 1 / sqrt(mean(s^2) + eps). The elements of a row have stride 1.
@@ -444,6 +456,7 @@ MAMBA_API int64_t mamba_ssd_backward_workspace(const MambaSsd* params);
 
 MAMBA_API int32_t mamba_mamba3_forward(const MambaMamba3* params);
 MAMBA_API int32_t mamba_mamba3_backward(const MambaMamba3Backward* params);
+MAMBA_API int32_t mamba_mamba3_step(const MambaMamba3Step* params);
 /* Bytes of MambaMamba3::workspace in backward; reads sizes, and cu_seqlens for NULL. */
 MAMBA_API int64_t mamba_mamba3_backward_workspace(const MambaMamba3* params);
 

@@ -112,4 +112,31 @@ inline int32_t check_mamba3_backward(const char* function, const MambaMamba3Back
     return check.status();
 }
 
+inline int32_t check_mamba3_step(const char* function, const MambaMamba3Step* params) {
+    Check check(function);
+    check.pointer("params", params);
+    if (!check.ok()) {
+        return check.status();
+    }
+    const MambaMamba3Step& q = *params;
+    const MambaMamba3& p = q.scan;
+    check_mamba3_sizes(check, p);
+    check.range(1, 1, "seqlen", p.seqlen);
+    check.dtype("ssm", q.ssm_dtype);
+    check.dtype("k_state", q.k_dtype);
+    check.dtype("v_state", q.v_dtype);
+    if (!check.ok() || mamba3_is_empty(p)) {
+        return check.status();
+    }
+    check_mamba3_inputs(check, p);
+    check.that(p.ssm_state == nullptr && p.cu_seqlens == nullptr && p.seq_idx == nullptr, MAMBA_ERROR_INVALID,
+               "a step has its own states and no packed sequences");
+    check.pointer("out", p.out);
+    check.pointer("state_angle", q.state_angle, p.nangles > 0);
+    check.pointer("state_ssm", q.state_ssm);
+    check.pointer("state_k", q.state_k);
+    check.pointer("state_v", q.state_v);
+    return check.status();
+}
+
 }  // namespace mamba

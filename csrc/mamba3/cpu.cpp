@@ -228,6 +228,42 @@ int32_t run_backward(const MambaMamba3Backward& q, const Mamba3Kernels& kernels)
     return job.out_of_memory ? no_memory("mamba3_backward", p) : MAMBA_OK;
 }
 
+// ---- step ------------------------------------------------------------------------------------------------------------
+
+struct StepJob {
+    const MambaMamba3Step* params;
+    const Mamba3Kernels* kernels;
+    Mamba3Layout layout;
+    int64_t shares;
+    std::atomic<bool> out_of_memory;
+};
+
+void run_step_share(void* context, int64_t share) {
+    StepJob& job = *static_cast<StepJob*>(context);
+    const MambaMamba3& p = job.params->scan;
+    const int64_t units = p.batch * p.nheads;
+    const int64_t begin = share_begin(units, job.shares, share), end = share_begin(units, job.shares, share + 1);
+    const Scratch scratch(job.kernels->step_scratch(p, job.layout));
+    if (scratch.get() == nullptr) {
+        job.out_of_memory = true;
+        return;
+    }
+    for (int64_t unit = begin; unit < end; ++unit) {
+        job.kernels->step(*job.params, job.layout, unit / p.nheads, unit % p.nheads, scratch.get());
+    }
+}
+
+int32_t run_step(const MambaMamba3Step& q, const Mamba3Kernels& kernels) {
+    StepJob job;
+    job.params = &q;
+    job.kernels = &kernels;
+    job.layout = mamba3_layout(q.scan);
+    job.out_of_memory = false;
+    job.shares = at_most(useful_threads(q.scan, kForwardWorkPerThread), q.scan.batch * q.scan.nheads);
+    run_shares(job.shares, run_step_share, &job);
+    return job.out_of_memory ? no_memory("mamba3_step", q.scan) : MAMBA_OK;
+}
+
 }  // namespace
 }  // namespace mamba
 
@@ -259,6 +295,17 @@ int32_t mamba_mamba3_backward(const MambaMamba3Backward* params) {
     status = check.ok() ? check_cu_seqlens(function, params->forward) : check.status();
     status = status != MAMBA_OK ? status : begin_call(function, params->forward.run, &isa);
     return status != MAMBA_OK ? status : run_backward(*params, mamba3_kernels(isa));
+}
+
+int32_t mamba_mamba3_step(const MambaMamba3Step* params) {
+    const char* const function = "mamba3_step";
+    int32_t status = check_mamba3_step(function, params);
+    if (status != MAMBA_OK || mamba3_is_empty(params->scan)) {
+        return status;
+    }
+    Isa isa;
+    status = begin_call(function, params->scan.run, &isa);
+    return status != MAMBA_OK ? status : run_step(*params, mamba3_kernels(isa));
 }
 
 int64_t mamba_mamba3_backward_workspace(const MambaMamba3* params) {

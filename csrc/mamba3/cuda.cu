@@ -23,6 +23,11 @@ int32_t mamba_mamba3_backward(const MambaMamba3Backward* params) {
     return status != MAMBA_OK || mamba3_is_empty(params->forward) ? status : no_kernel("mamba3_backward");
 }
 
+int32_t mamba_mamba3_step(const MambaMamba3Step* params) {
+    const int32_t status = check_mamba3_step("mamba3_step", params);
+    return status != MAMBA_OK || mamba3_is_empty(params->scan) ? status : no_kernel("mamba3_step");
+}
+
 int64_t mamba_mamba3_backward_workspace(const MambaMamba3* params) {
     check_mamba3_problem("mamba3_backward_workspace", params);
     return 0;

@@ -37,6 +37,7 @@ SIZES[abi.MambaSelectiveScanBackward] = {**SIZES[abi.MambaSelectiveScan], "slots
 SIZES[abi.MambaCausalConv1dBackward] = SIZES[abi.MambaCausalConv1d]
 SIZES[abi.MambaSsdBackward] = SIZES[abi.MambaSsd]
 SIZES[abi.MambaMamba3Backward] = SIZES[abi.MambaMamba3]
+SIZES[abi.MambaMamba3Step] = {**SIZES[abi.MambaMamba3], "seqlen": 1}
 SIZES[abi.MambaNormBackward] = SIZES[abi.MambaNorm]
 # What a call with these sizes cannot do without.
 POINTERS = {
@@ -51,6 +52,7 @@ POINTERS = {
     "ssd_backward": "x dt A B C dout dx ddt dA dB dC",
     "mamba3_forward": "q k v adt dt trap q_bias k_bias out",
     "mamba3_backward": "q k v adt dt trap q_bias k_bias dout dq dk dv dadt ddt dtrap dq_bias dk_bias",
+    "mamba3_step": "q k v adt dt trap q_bias k_bias state_ssm state_k state_v out",
     "norm_forward": "x weight out",
     "norm_backward": "x weight mean rstd dout dx dweight",
     "swiglu_forward": "xy out",
@@ -113,7 +115,7 @@ def good_call(name):
 
 def dtype_fields(struct):
     for name, kind, *_ in struct._fields_:
-        if name in ("run", "forward"):
+        if name in ("run", "forward", "scan"):
             yield from dtype_fields(kind)
         elif name.endswith("dtype"):
             yield name
@@ -157,7 +159,7 @@ def make_calls(library, wrong, sizes):
     def fill(struct, fields):
         params = struct()
         kinds = {}
-        for kind in (struct, *(kind for name, kind, *_ in struct._fields_ if name in ("run", "forward"))):
+        for kind in (struct, *(kind for name, kind, *_ in struct._fields_ if name in ("run", "forward", "scan"))):
             kinds.update({name: kind for name, kind, *_ in kind._fields_})
         for name in kinds:
             if name.endswith("_stride"):

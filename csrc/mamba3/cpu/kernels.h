@@ -40,6 +40,7 @@ struct Mamba3Kernels {
     int64_t (*forward_scratch)(const MambaMamba3& params, const Mamba3Layout& layout);
     int64_t (*backward_scratch)(const MambaMamba3& params, const Mamba3Layout& layout);
     int64_t (*sum_floats)(const MambaMamba3& params, const Mamba3Layout& layout);
+    int64_t (*step_scratch)(const MambaMamba3& params, const Mamba3Layout& layout);
     // Some heads of one group, of one batch entry or sequence of cu_seqlens.
     void (*forward)(const MambaMamba3& params, const Mamba3Layout& layout, int64_t sequence, int64_t head, int64_t heads,
                     float* scratch);
@@ -52,6 +53,8 @@ struct Mamba3Kernels {
     // Adds slots up: the gradients of one head's parameters.
     void (*finish_head)(const MambaMamba3Backward& params, const Mamba3Layout& layout, const Mamba3Space& space, int64_t head,
                         float* scratch);
+    // One head of a decoding step.
+    void (*step)(const MambaMamba3Step& params, const Mamba3Layout& layout, int64_t batch, int64_t head, float* scratch);
 };
 
 namespace generic {

@@ -245,6 +245,18 @@ class MambaMamba3Backward(ctypes.Structure):
     )
 
 
+class MambaMamba3Step(ctypes.Structure):
+    _anonymous_ = ("scan",)
+    _fields_ = _fields(
+        """
+        MambaMamba3: scan;
+        i32: ssm_dtype, k_dtype, v_dtype, reserved;
+        ptr: state_angle, state_ssm, state_k, state_v
+        """,
+        MambaMamba3=MambaMamba3,
+    )
+
+
 class MambaNorm(ctypes.Structure):
     _anonymous_ = ("run",)
     _fields_ = _fields(
@@ -310,6 +322,7 @@ STRUCTS = (
     MambaSsdBackward,
     MambaMamba3,
     MambaMamba3Backward,
+    MambaMamba3Step,
     MambaNorm,
     MambaNormBackward,
     MambaSwiglu,
@@ -330,6 +343,7 @@ FUNCTIONS = {
     "ssd_backward": MambaSsdBackward,
     "mamba3_forward": MambaMamba3,
     "mamba3_backward": MambaMamba3Backward,
+    "mamba3_step": MambaMamba3Step,
     "norm_forward": MambaNorm,
     "norm_backward": MambaNormBackward,
     "swiglu_forward": MambaSwiglu,

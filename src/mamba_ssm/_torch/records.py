@@ -19,10 +19,11 @@ _KINDS = {
 
 def signature(*records, written=None):
     """Schema text such as "Tensor u, Tensor? z, bool softplus": the fields of the records in their order. written: the
-    name of the tensor that is written in place.
+    name of the tensor that is written in place, or several.
     """
+    names = [written] if isinstance(written, str) else list(written or ())
     return ", ".join(
-        f"{'Tensor(a!)' if name == written else _KINDS[kind]} {name}"
+        f"{f'Tensor({chr(97 + names.index(name))}!)' if name in names else _KINDS[kind]} {name}"
         for record in records
         for name, kind in typing.get_type_hints(record).items()
     )

@@ -107,18 +107,17 @@ def test_extreme_values(name, device):
     assert_close_to_truth(found, plain, truth, 5e-5)
 
 
-def test_a_nan_stays_in_its_sequence_and_behind_its_step(device):
+def test_a_nan_stays_in_its_sequence_and_behind_its_step():
+    """On the CPU. In chunks of plain torch it spreads over its chunk."""
     case = Mamba3Case(1, 150, 2, 8, rank=2, cu_seqlens=(0, 40, 110, 150))
-    tensors = case.inputs(torch.float32, device)
+    tensors = case.inputs(torch.float32, "cpu")
     clean = case.run(mamba3_scan)(**tensors)
     for name in ("Q", "K", "V", "ADT", "DT", "Trap", "Z"):
         dirty = dict(tensors)
         dirty[name] = tensors[name].clone()
         dirty[name][0, 57] = float("nan")
         out, *states = case.run(mamba3_scan)(**dirty)
-        # the scale of a step has a part of the next one's dt and trap, but not in its own output
-        begin = 57
-        assert torch.equal(out[0, :begin], clean[0][0, :begin]), name
+        assert torch.equal(out[0, :57], clean[0][0, :57]), name
         assert torch.equal(out[0, 110:], clean[0][0, 110:]), name
         assert out[0, 57].isnan().any()
         for state, other in zip(states, clean[1:], strict=True):

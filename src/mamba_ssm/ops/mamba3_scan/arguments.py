@@ -58,6 +58,9 @@ class Inputs(typing.NamedTuple):
         return States(self.angle_state, self.ssm_state, self.k_state, self.v_state)
 
 
+STATE_NAMES = tuple(f"{name}_state" for name in States._fields)
+
+
 class Options(typing.NamedTuple):
     """What else the scan takes, in their order."""
 
@@ -88,8 +91,10 @@ class Sizes(typing.NamedTuple):
         )
 
 
-def check(inputs):
-    """Raises on any argument that the kernels do not take; returns the sizes."""
+def check(inputs, any_states=False):
+    """Raises on any argument that the kernels do not take; returns the sizes. any_states: the states, but for the
+    angle, may also be float16 or bfloat16.
+    """
     Q, V, Angles = inputs.Q, inputs.V, inputs.Angles
     checks.check_dims(NAME, "V", V, 4, "(B, L, H, P)")
     checks.check_activation_dtype(NAME, "V", V)
@@ -125,7 +130,7 @@ def check(inputs):
     _check_parameters(inputs, nheads, rank, headdim, dstate)
     sequences = _check_packing(inputs)
     sizes = make(Sizes, (batch, seqlen, rank, nheads, headdim, ngroups, dstate, nangles, sequences))
-    _check_states(inputs, sizes)
+    _check_states(inputs, sizes, any_states)
     return sizes
 
 
@@ -158,16 +163,17 @@ def _check_packing(inputs):
     return sequences
 
 
-def _check_states(inputs, sizes):
-    names = tuple(f"{name}_state" for name in States._fields)
-    given = [name for name in names if getattr(inputs, name) is not None]
+def _check_states(inputs, sizes, any_states):
+    given = [name for name in STATE_NAMES if getattr(inputs, name) is not None]
     if not given:
         return
-    if len(given) < len(names):
+    if len(given) < len(STATE_NAMES):
         raise ValueError(f"{NAME}: initial_states are four tensors or None, got only {', '.join(given)}")
     letters = "(U, H, S)", "(U, H, P, N)", "(U, R, H, N)", "(U, H, P)"
-    for name, shape, text in zip(names, sizes.states, letters, strict=True):
-        checks.check_float32(NAME, name, getattr(inputs, name), shape, inputs.V, "V", text)
+    for name, shape, text in zip(STATE_NAMES, sizes.states, letters, strict=True):
+        narrow = any_states and name != "angle_state"
+        check_state = checks.check_float if narrow else checks.check_float32
+        check_state(NAME, name, getattr(inputs, name), shape, inputs.V, "V", text)
 
 
 def kernel_layout(inputs):
@@ -239,6 +245,15 @@ def fill(params, sizes, inputs, options):
     params.v_state = pointer(inputs.v_state)
     params.seq_idx = pointer(inputs.seq_idx)
     params.cu_seqlens = pointer(inputs.cu_seqlens)
+
+
+def place_out(params, inputs, out):
+    """Sets the output's fields."""
+    params.out = out.data_ptr()
+    if inputs.MIMO_Out is None:
+        params.out_batch_stride, params.out_len_stride, params.out_rank_stride, params.out_head_stride, _ = out.stride()
+    else:
+        params.out_batch_stride, params.out_len_stride, params.out_head_stride, _ = out.stride()
 
 
 def out_shape(sizes, inputs):

@@ -32,6 +32,7 @@ from mamba_ssm.ops.mamba3_scan.arguments import (
     kernel_layout,
     new_like,
     out_shape,
+    place_out,
 )
 from mamba_ssm.ops.mamba3_scan.backward import mamba3_scan_backward_op
 from mamba_ssm.ops.mamba3_scan.chunks import scan_chunks
@@ -162,11 +163,7 @@ def _launch(sizes, inputs, options, out, final_angle, final_ssm, final_k, final_
     params = abi.MambaMamba3()
     functions = place(params, inputs.V)
     fill(params, sizes, inputs, options)
-    params.out = out.data_ptr()
-    if inputs.MIMO_Out is None:
-        params.out_batch_stride, params.out_len_stride, params.out_rank_stride, params.out_head_stride, _ = out.stride()
-    else:
-        params.out_batch_stride, params.out_len_stride, params.out_head_stride, _ = out.stride()
+    place_out(params, inputs, out)
     if final_ssm is not None:
         params.final_angle = final_angle.data_ptr()
         params.final_ssm = final_ssm.data_ptr()

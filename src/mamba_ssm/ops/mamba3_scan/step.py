@@ -4,7 +4,23 @@ import typing
 
 import torch
 
-from mamba_ssm.ops.mamba3_scan.arguments import States
+from mamba_ssm import _checks as checks
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import DTYPE_CODES, place, run
+from mamba_ssm._torch import autocast_dtype, call, define, make, signature, unpack, wrote_in_place
+from mamba_ssm.ops.mamba3_scan.arguments import (
+    NAME,
+    STATE_NAMES,
+    Inputs,
+    Options,
+    States,
+    check,
+    fill,
+    kernel_layout,
+    new_like,
+    out_shape,
+    place_out,
+)
 from mamba_ssm.ops.mamba3_scan.forward import mamba3_scan
 
 
@@ -31,15 +47,98 @@ def mamba3_step(
 ) -> torch.Tensor:
     """One step: mamba3_scan's arguments without L, and states of any of its dtypes, which are updated in place.
 
-    Returns out (B, H, P), without MIMO_Out (B, R, H, P). No gradient is recorded.
+    Returns out (B, H, P), without MIMO_Out (B, R, H, P). No gradient is recorded. Native on the CPU; for CUDA tensors
+    it is mamba3_scan's way over one step.
     """
-    Q, K, V, ADT, DT, Trap, Angles = (tensor.unsqueeze(1) for tensor in (Q, K, V, ADT, DT, Trap, Angles))
-    Z = None if Z is None else Z.unsqueeze(1)
-    results: typing.Any = mamba3_scan(
-        Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z, MIMO_V, MIMO_Z, MIMO_Out, norm_weight, norm_eps,
-        States(*states), pairwise=pairwise, return_final_states=True,
-    )  # fmt: skip
+    checks.check_tensor(NAME, "V", V)
+    steps: dict[str, typing.Any] = {
+        "Q": Q,
+        "K": K,
+        "V": V,
+        "ADT": ADT,
+        "DT": DT,
+        "Trap": Trap,
+        "Angles": Angles,
+        "Z": Z,
+    }
+    for name, tensor in steps.items():
+        if tensor is not None or name != "Z":
+            checks.check_tensor(NAME, name, tensor)
+            steps[name] = tensor.unsqueeze(1)
+    if autocast_dtype(V) is not None:
+        steps.update((name, checks.cast(steps[name], V.dtype)) for name in ("Q", "K", "Z"))
+    Q, K, V, ADT, DT, Trap, Angles, Z = steps.values()
+    biases = checks.widen(Q_bias), checks.widen(K_bias)
+    parameters = map(checks.widen, (D, MIMO_V, MIMO_Z, MIMO_Out, norm_weight))
+    D, MIMO_V, MIMO_Z, MIMO_Out, norm_weight = parameters
+    tensors = Q, K, V, ADT, DT, Trap, *biases, Angles, D, Z, MIMO_V, MIMO_Z, MIMO_Out, norm_weight
+    if not V.is_cuda:
+        arguments = *tensors, *states, None, None, bool(pairwise), checks.check_number(NAME, "norm_eps", norm_eps)
+        return call(mamba3_step_op, *arguments).squeeze(1)
+    results: typing.Any = mamba3_scan(*tensors, norm_eps, States(*states), pairwise=pairwise, return_final_states=True)
     out, finals = results
     for state, final in zip(states, finals, strict=True):
         state.copy_(final)
     return out.squeeze(1)
+
+
+# ---- operator --------------------------------------------------------------------------------------------------------
+
+
+def _check(inputs):
+    sizes = check(inputs, any_states=True)
+    if sizes.seqlen != 1:
+        raise ValueError(f"{NAME}: a step has a length of 1, got {sizes.seqlen}")
+    for name in STATE_NAMES:
+        state = getattr(inputs, name)
+        if state is None:
+            raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got NoneType")
+        checks.check_writable(NAME, name, state)
+    return sizes
+
+
+def _step(*arguments):
+    inputs, options = unpack(arguments, Inputs, Options)
+    sizes = _check(inputs)
+    out = new_like(inputs.V, inputs, out_shape(sizes, inputs))
+    if out.numel() == 0:
+        return out
+    states = inputs.states
+    dense = [checks.contiguous(state) for state in states]
+    stateless = make(Inputs, [None if name in STATE_NAMES else given for name, given in inputs._asdict().items()])
+    _launch(sizes, kernel_layout(stateless), options, dense, out)
+    for state, written in zip(states, dense, strict=True):
+        if written is not state:
+            state.copy_(written)
+        wrote_in_place(state)
+    return out
+
+
+def _step_fake(*arguments):
+    inputs, _ = unpack(arguments, Inputs, Options)
+    return new_like(inputs.V, inputs, out_shape(_check(inputs), inputs))
+
+
+def _launch(sizes, inputs, options, states, out):
+    params = abi.MambaMamba3Step()
+    functions = place(params, inputs.V)
+    fill(params, sizes, inputs, options)
+    place_out(params, inputs, out)
+    angle, ssm, k, v = states
+    params.ssm_dtype = DTYPE_CODES[ssm.dtype]
+    params.k_dtype = DTYPE_CODES[k.dtype]
+    params.v_dtype = DTYPE_CODES[v.dtype]
+    params.state_angle = angle.data_ptr()
+    params.state_ssm = ssm.data_ptr()
+    params.state_k = k.data_ptr()
+    params.state_v = v.data_ptr()
+    run(functions, "mamba3_step", params)
+
+
+mamba3_step_op = define(
+    f"mamba3_step({signature(Inputs, Options, written=STATE_NAMES)}) -> Tensor",
+    _step,
+    _step_fake,
+    differentiable=False,
+    called=NAME,
+)

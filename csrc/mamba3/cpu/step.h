@@ -1,0 +1,145 @@
+// One decoding step of a head of Mamba-3, its states in place: the state's rows are read and written once, where they lie.
+#pragma once
+
+#include "mamba3/cpu/output.h"
+
+namespace mamba {
+namespace MAMBA_ISA {
+namespace mamba3 {
+
+struct StepScratch {
+    float *raw, *q, *k;               // (R, width)
+    float *q_row, *k_row, *k_before;  // (R, N), as in memory
+    float *v, *v_before, *z;          // (P)
+    float *x, *x_before, *y;          // (R, P)
+    float* angles;                    // (2, turned)
+    float* sums;                      // (R, lanes)
+    TurnTiles turns;
+    Parameters parameters;
+    int64_t floats;
+};
+
+inline StepScratch carve_step(const MambaMamba3& p, const Mamba3Layout& layout, float* base) {
+    Carver carver = {base, 0};
+    StepScratch s;
+    float** const by_width[] = {&s.raw, &s.q, &s.k};
+    float** const by_N[] = {&s.q_row, &s.k_row, &s.k_before};
+    float** const by_P[] = {&s.v, &s.v_before, &s.z};
+    float** const by_row[] = {&s.x, &s.x_before, &s.y};
+    float** const by_turn[] = {&s.turns.tanh, &s.turns.cos, &s.turns.sin};
+    for (float** tile : by_width) {
+        *tile = carver.take(p.rank * layout.width);
+    }
+    for (float** tile : by_N) {
+        *tile = carver.take(p.rank * row_pitch(p.dstate));
+    }
+    for (float** tile : by_P) {
+        *tile = carver.take(layout.pitch_P);
+    }
+    for (float** tile : by_row) {
+        *tile = carver.take(p.rank * layout.pitch_P);
+    }
+    for (float** tile : by_turn) {
+        *tile = carver.take(layout.turned);
+    }
+    s.angles = carver.take(2 * layout.turned);
+    s.sums = carver.take(p.rank * kLanes);
+    s.parameters = carve_parameters(p, layout, carver);
+    s.floats = carver.used;
+    return s;
+}
+
+inline int64_t step_scratch(const MambaMamba3& p, const Mamba3Layout& layout) {
+    return carve_step(p, layout, nullptr).floats;
+}
+
+// h = decay (h + nu sum_r x_before_r k_before_r^T) + gamma sum_r x_r k_r^T, and y_r = h q_r from it before it is rounded.
+template <typename T>
+inline void step_state(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu, StepScratch& s,
+                       T* state) {
+    const int64_t N = p.dstate, pitch_N = row_pitch(N), pitch_P = layout.pitch_P;
+    for (int64_t row = 0; row < p.headdim; ++row) {
+        T* h = state + row * N;
+        fill_zero(s.sums, p.rank * kLanes);
+        for (int64_t n = 0; n < N; n += kLanes) {
+            const int lanes = block_lanes(N - n);
+            Vec added = zero(), kept = lanes == kLanes ? load(h + n) : load_partial(h + n, lanes);
+            for (int64_t r = 0; r < p.rank; ++r) {
+                const Vec x = set1(gamma * s.x[r * pitch_P + row]), before = set1(nu * s.x_before[r * pitch_P + row]);
+                added = fma(x, load(s.k_row + r * pitch_N + n), added);
+                kept = fma(before, load(s.k_before + r * pitch_N + n), kept);
+            }
+            const Vec value = fma(set1(decay), kept, added);
+            if (lanes == kLanes) {
+                store(h + n, value);
+            } else {
+                store_partial(h + n, value, lanes);
+            }
+            for (int64_t r = 0; r < p.rank; ++r) {
+                float* total = s.sums + r * kLanes;
+                store(total, fma(value, load(s.q_row + r * pitch_N + n), load(total)));
+            }
+        }
+        for (int64_t r = 0; r < p.rank; ++r) {
+            s.y[r * pitch_P + row] = sum(load(s.sums + r * kLanes));
+        }
+    }
+}
+
+inline void step_head(const MambaMamba3Step& q, const Mamba3Layout& layout, int64_t batch, int64_t head, float* scratch) {
+    const MambaMamba3& p = q.scan;
+    StepScratch s = carve_step(p, layout, scratch);
+    const int rank = static_cast<int>(p.rank);
+    const int64_t row = batch * p.nheads + head, group = head / (p.nheads / p.ngroups), pitch_N = row_pitch(p.dstate);
+    const Chunk chunk = {batch, 0, 1, rank, true};
+    Steps steps;
+    find_steps(p, chunk, head, steps);
+    load_angles(p, layout, q.state_angle + row * p.nangles, s.angles);
+    find_turns(p, layout, chunk, head, steps, s.angles, s.turns);
+    store_angles(p, layout, s.angles, q.state_angle + row * p.nangles);
+    load_parameters(p, layout, head, s.parameters);
+    fill_zero(s.raw, rank * layout.width);
+    load_q(p, layout, chunk, group, s.raw);
+    turn_rows(p, layout, chunk, s.raw, s.parameters.q_bias, s.turns, s.q);
+    load_k(p, layout, chunk, group, s.raw);
+    turn_rows(p, layout, chunk, s.raw, s.parameters.k_bias, s.turns, s.k);
+    fill_zero(s.q_row, rank * pitch_N);
+    fill_zero(s.k_row, rank * pitch_N);
+    store_matrix(layout, MAMBA_FLOAT32, s.q_row, 0, pitch_N, rank, s.q, layout.width);
+    store_matrix(layout, MAMBA_FLOAT32, s.k_row, 0, pitch_N, rank, s.k, layout.width);
+    const int64_t k_offset = (batch * p.rank * p.nheads + head) * p.dstate, k_stride = p.nheads * p.dstate;
+    load_rows(q.k_dtype, q.state_k, k_offset, k_stride, p.dstate, rank, s.k_before);
+    store_rows(q.k_dtype, q.state_k, k_offset, k_stride, p.dstate, rank, s.k_row);
+    load_v(p, chunk, head, s.v);
+    load_rows(q.v_dtype, q.state_v, row * p.headdim, p.headdim, p.headdim, 1, s.v_before);
+    store_rows(q.v_dtype, q.state_v, row * p.headdim, p.headdim, p.headdim, 1, s.v);
+    project_rows(p, layout, s.v, s.parameters.mimo_v, 1, s.x);
+    project_rows(p, layout, s.v_before, s.parameters.mimo_v, 1, s.x_before);
+
+    fill_zero(s.y, rank * layout.pitch_P);
+    const float decay = steps.carried, gamma = steps.gamma[0], nu = steps.rest[0] * steps.dt[0];
+    const int64_t state = row * p.headdim * p.dstate;
+    if (q.ssm_dtype == MAMBA_FLOAT32) {
+        step_state(p, layout, decay, gamma, nu, s, static_cast<float*>(q.state_ssm) + state);
+    }
+#ifndef MAMBA_DISABLE_HALF
+    if (q.ssm_dtype == MAMBA_FLOAT16) {
+        step_state(p, layout, decay, gamma, nu, s, static_cast<Half*>(q.state_ssm) + state);
+    }
+#endif
+#ifndef MAMBA_DISABLE_BF16
+    if (q.ssm_dtype == MAMBA_BFLOAT16) {
+        step_state(p, layout, decay, gamma, nu, s, static_cast<Bfloat16*>(q.state_ssm) + state);
+    }
+#endif
+    if (p.z != nullptr) {
+        load_rows(p.dtype, p.z, z_offset(p, chunk, head), p.z_len_stride, p.headdim, 1, s.z);
+    }
+    finish_rows(p, layout, s.parameters, 1, s.x, s.z, s.y);
+    const int64_t out = batch * p.out_batch_stride + head * p.out_head_stride;
+    store_rows(p.dtype, p.out, out, p.out_rank_stride, p.headdim, p.mimo_out != nullptr ? 1 : rank, s.y);
+}
+
+}  // namespace mamba3
+}  // namespace MAMBA_ISA
+}  // namespace mamba
