@@ -58,6 +58,7 @@ class Inputs(typing.NamedTuple):
         return States(self.angle_state, self.ssm_state, self.k_state, self.v_state)
 
 
+REQUIRED = Inputs._fields[: Inputs._fields.index("D")]
 STATE_NAMES = tuple(f"{name}_state" for name in States._fields)
 
 

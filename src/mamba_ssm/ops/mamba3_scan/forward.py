@@ -24,6 +24,7 @@ from mamba_ssm._torch import (
 )
 from mamba_ssm.ops.mamba3_scan.arguments import (
     NAME,
+    REQUIRED,
     Inputs,
     Options,
     States,
@@ -126,6 +127,9 @@ def mamba3_scan(
     options = Options(bool(pairwise), checks.check_number(NAME, "norm_eps", norm_eps))
     if isinstance(V, torch.Tensor) and V.is_cuda:
         inputs = make(Inputs, (*tensors, *states, seq_idx, cu_seqlens))
+        for name, tensor in zip(Inputs._fields, inputs, strict=True):
+            if tensor is not None or name in REQUIRED:
+                checks.check_tensor(NAME, name, tensor)
         check(inputs)
         with no_autocast(V):
             out, finals = scan_packed(scan_chunks, inputs, options)

@@ -75,6 +75,7 @@ def mamba3_step(
     if not V.is_cuda:
         arguments = *tensors, *states, None, None, bool(pairwise), checks.check_number(NAME, "norm_eps", norm_eps)
         return call(mamba3_step_op, *arguments).squeeze(1)
+    _check(make(Inputs, (*tensors, *states, None, None)))
     results: typing.Any = mamba3_scan(*tensors, norm_eps, States(*states), pairwise=pairwise, return_final_states=True)
     out, finals = results
     for state, final in zip(states, finals, strict=True):
