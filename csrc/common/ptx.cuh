@@ -46,6 +46,12 @@ __device__ __forceinline__ T* opaque(T* pointer) {
     return pointer;
 }
 
+// The same for an index.
+__device__ __forceinline__ int opaque(int index) {
+    asm volatile("" : "+r"(index));
+    return index;
+}
+
 // Declares an array of the block's dynamic shared memory.
 #define MAMBA_DYNAMIC_SHARED(alignment, type, name) \
     extern __shared__ __align__(alignment)          \
@@ -57,6 +63,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
     asm volatile("st.shared.b32 [%0], %1;" : : "r"(address), "r"(value) : "memory");
+}
+
+// 16 bytes at once, as store_16_bytes does.
+__device__ __forceinline__ void store_shared_16_bytes(void* to, float x, float y, float z, float w) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(shared_address(to)), "f"(x), "f"(y), "f"(z), "f"(w)
+                 : "memory");
 }
 
 // ---- a kernel that starts before the one ahead of it in the stream has ended (launch_overlapping) ---------------------

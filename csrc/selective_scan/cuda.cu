@@ -59,7 +59,7 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
                         function, static_cast<long long>(slots), static_cast<long long>(q.slots));
         }
         const bool aligned = inputs_aligned(p) && gradients_aligned(q);
-        error = launchers_of<ScanLaunchers>(p.dtype).backward(q, aligned, is_small(device));
+        error = launchers_of<ScanLaunchers>(p.dtype).backward(q, aligned, backward_kind(p, device));
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "mamba_kernels.h"
+#include "selective_scan/layouts.h"
 
 namespace mamba {
 
@@ -12,7 +13,7 @@ struct ScanLaunchers {
     cudaError_t (*forward)(const MambaSelectiveScan& p, bool aligned, bool wide);
     // channels: of kPipelineChannels. For 9 to 16 states, B and C that vary, aligned rows, and no seq_idx.
     cudaError_t (*pipeline)(const MambaSelectiveScan& p, int channels);
-    cudaError_t (*backward)(const MambaSelectiveScanBackward& q, bool aligned, bool small);
+    cudaError_t (*backward)(const MambaSelectiveScanBackward& q, bool aligned, BackwardKind kind);
 
     template <typename T>
     static ScanLaunchers of();

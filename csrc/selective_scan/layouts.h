@@ -1,19 +1,22 @@
 // Who owns which channels, states and steps in the CUDA scan's kernels, and which layout a number of states takes.
 #pragma once
 
+#include "common/integers.h"
 #include "mamba_kernels.h"
 
 namespace mamba {
 
-template <int kLanes_, int kStates_, int kTile_, int kWarps_>
+template <int kLanes_, int kStates_, int kTile_, int kWarps_, int kEach_ = 1>
 struct ScanLayout {
-    static constexpr int kLanes = kLanes_;                    // lanes that share a channel
+    static constexpr int kLanes = kLanes_;                    // lanes that share channels
     static constexpr int kStates = kStates_;                  // states a lane holds: lane k has states k, k + kLanes, ...
     static constexpr int kTile = kTile_;                      // time steps staged at once
     static constexpr int kWarps = kWarps_;                    // warps a block
+    static constexpr int kEach = kEach_;                      // channels a lane holds, each with all of its states
     static constexpr int kThreads = 32 * kWarps;              // threads a block
     static constexpr int kSlice = kLanes * kStates;           // states handled at once; a larger dstate takes several slices
-    static constexpr int kWarpChannels = 32 / kLanes;         // channels a warp
+    static constexpr int kGroups = 32 / kLanes;               // groups of lanes with the same channels in a warp
+    static constexpr int kWarpChannels = kGroups * kEach;     // channels a warp
     static constexpr int kChannels = kWarpChannels * kWarps;  // channels a block
     static constexpr int kRow = kTile + 4;                    // floats a row: 16-byte aligned, rows four banks apart
     // Element-wise work on a warp's own (kWarpChannels, kTile) elements: kPasses times kVector steps of one row a lane.
@@ -34,12 +37,13 @@ struct ScanLayout {
 
 // The layouts, one for each range of dstate. Those above 64 states work through slices of 64.
 using Forward8 = ScanLayout<4, 2, 64, 4>;
-using Forward16 = ScanLayout<4, 4, 64, 4>;
+using Forward16 = ScanLayout<8, 2, 64, 4, 2>;
 using Forward16Wide = ScanLayout<8, 2, 64, 4>;
 using Forward32 = ScanLayout<8, 4, 64, 4>;
-using Forward64 = ScanLayout<8, 8, 32, 4>;
+using Forward64 = ScanLayout<8, 8, 32, 4, 2>;
+using Forward64Wide = ScanLayout<8, 8, 32, 4>;
 
-// Channels that one block takes. wide: with Forward16Wide.
+// Channels that one block takes. wide: with Forward16Wide or Forward64Wide.
 inline int forward_channels(int64_t dstate, bool wide) {
     if (dstate <= Forward8::kSlice) {
         return Forward8::kChannels;
@@ -47,7 +51,10 @@ inline int forward_channels(int64_t dstate, bool wide) {
     if (dstate <= Forward16::kSlice) {
         return wide ? Forward16Wide::kChannels : Forward16::kChannels;
     }
-    return dstate <= Forward32::kSlice ? Forward32::kChannels : Forward64::kChannels;
+    if (dstate <= Forward32::kSlice) {
+        return Forward32::kChannels;
+    }
+    return wide ? Forward64Wide::kChannels : Forward64::kChannels;
 }
 
 // Channels that a block of forward_pipeline.cuh may take, and the bytes of shared memory that it needs then: all fit 8.0, 9.0
@@ -65,27 +72,38 @@ constexpr int pipeline_shared(int channels, int64_t element_size) {
 
 // ---- backward --------------------------------------------------------------------------------------------------------
 
-// Bytes of shared memory a block that the backward scan needs at most, unless it is told to be small.
-constexpr int kBackwardShared = 99072;
-// What the smallest GPUs have (compute capability 7.5).
-constexpr int kSmallestShared = 65536;
-
-// The layouts, one for each range of dstate. Those above 32 states work through slices of 32. GPUs with less shared memory
-// a block than kBackwardShared (compute capability 7.5) take Backward16 from one state on, and Backward32Small.
 using Backward8 = ScanLayout<4, 2, MAMBA_SCAN_CHECKPOINT, 4>;
-using Backward16 = ScanLayout<8, 2, MAMBA_SCAN_CHECKPOINT, 4>;
+using Backward16 = ScanLayout<8, 2, MAMBA_SCAN_CHECKPOINT, 4, 2>;
+using Backward16Narrow = ScanLayout<8, 2, MAMBA_SCAN_CHECKPOINT, 4>;
 using Backward32 = ScanLayout<8, 4, MAMBA_SCAN_CHECKPOINT, 4>;
 using Backward32Small = ScanLayout<8, 4, MAMBA_SCAN_CHECKPOINT, 2>;
 
-// Channels that one block takes. small: shared memory is.
-inline int backward_channels(int64_t dstate, bool small) {
-    if (dstate <= Backward8::kSlice && !small) {
-        return Backward8::kChannels;
+// The ways to run the backward scan. Those that are sliced take any number of states.
+enum class BackwardKind { k8, k16, k16Narrow, k16Sliced, k32Sliced, k32SmallSliced };
+
+// Channels that one block takes.
+inline int backward_channels(BackwardKind kind) {
+    switch (kind) {
+        case BackwardKind::k8:
+            return Backward8::kChannels;
+        case BackwardKind::k16:
+        case BackwardKind::k16Sliced:
+            return Backward16::kChannels;
+        case BackwardKind::k16Narrow:
+            return Backward16Narrow::kChannels;
+        case BackwardKind::k32Sliced:
+            return Backward32::kChannels;
+        default:
+            return Backward32Small::kChannels;
     }
-    if (dstate <= Backward16::kSlice) {
-        return Backward16::kChannels;
-    }
-    return small ? Backward32Small::kChannels : Backward32::kChannels;
+}
+
+// Bytes of shared memory a block that each needs at most: all but k16Sliced, and the two that fit the smallest GPUs too
+// (compute capability 7.5), which are k16Narrow and k32SmallSliced.
+constexpr int kBackwardShared = 99072;
+constexpr int kSmallestShared = 65536;
+constexpr int64_t backward16_sliced_shared(int64_t dstate, int64_t element_size) {
+    return (element_size == 4 ? 86016 : 81664) + ceil_div(dstate, Backward16::kSlice) * 2048;
 }
 
 }  // namespace mamba

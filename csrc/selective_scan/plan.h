@@ -17,15 +17,19 @@ inline int64_t group_blocks(const MambaSelectiveScan& p, int channels) {
 // Lengths below this are not split into segments: a second launch costs time too.
 constexpr int64_t kShortestSplit = 8 * MAMBA_SCAN_CHECKPOINT;
 
-// Segments of the length with which there are `wanted` blocks; 1 where there are half as many anyway, and none shorter than
-// `shortest` checkpoints.
+// Segments that a length can have, none shorter than `shortest` checkpoints.
+inline int64_t most_segments(const MambaSelectiveScan& p, int64_t shortest) {
+    return p.seqlen < kShortestSplit ? 1 : ceil_div(p.seqlen, MAMBA_SCAN_CHECKPOINT) / shortest;
+}
+
+// Segments of the length with which there are `wanted` blocks; 1 where there are half as many anyway.
 inline int64_t segments_to_fill(const MambaSelectiveScan& p, int channels, int64_t wanted, int64_t shortest) {
     const int64_t blocks = p.batch * p.ngroups * group_blocks(p, channels);
     const int64_t tiles = ceil_div(p.seqlen, MAMBA_SCAN_CHECKPOINT);
-    if (blocks == 0 || 2 * blocks > wanted || p.seqlen < kShortestSplit) {
+    const int64_t most = most_segments(p, shortest);
+    if (blocks == 0 || 2 * blocks > wanted || most == 1) {
         return 1;
     }
-    const int64_t most = tiles / shortest;
     const int64_t segments = wanted / blocks < most ? wanted / blocks : most;
     const int64_t tiles_each = ceil_div(tiles, segments);
     return ceil_div(tiles, tiles_each);  // none is empty
@@ -39,6 +43,9 @@ inline bool wide_is_better(const MambaSelectiveScan& p, int64_t processors) {
         return false;
     }
     const int64_t blocks = p.batch * p.ngroups * group_blocks(p, forward_channels(p.dstate, false));
+    if (p.dstate > Forward32::kSlice) {
+        return blocks < processors && p.seqlen < kShortestSplit;
+    }
     const int64_t wide_blocks = p.batch * p.ngroups * group_blocks(p, wide_channels);
     return 2 * blocks < 5 * processors && (2 * wide_blocks >= 3 * processors || p.seqlen < kShortestSplit);
 }
@@ -81,14 +88,34 @@ inline int pipeline_channels(const MambaSelectiveScan& p, const DeviceLimits& de
     return 0;
 }
 
-// Whether blocks have little shared memory, for backward.
-inline bool is_small(const DeviceLimits& device) {
-    return device.shared < kBackwardShared;
+// Checkpoints that a segment of the backward scan has at least.
+constexpr int64_t kShortestBackward = 4;
+
+inline BackwardKind backward_kind(const MambaSelectiveScan& p, const DeviceLimits& device) {
+    const bool small = device.shared < kBackwardShared;
+    if (p.dstate > Backward16::kSlice) {
+        if (backward16_sliced_shared(p.dstate, dtype_size(p.dtype)) <= device.shared) {
+            return BackwardKind::k16Sliced;
+        }
+        return small ? BackwardKind::k32SmallSliced : BackwardKind::k32Sliced;
+    }
+    if (small) {
+        return BackwardKind::k16Narrow;
+    }
+    if (p.dstate <= Backward8::kSlice) {
+        return BackwardKind::k8;
+    }
+    // Fewer channels a block where there would not be two for each multiprocessor. Of float32 no more than two fit one, too few
+    // for the segments of a length.
+    const int64_t blocks = p.batch * p.ngroups * group_blocks(p, Backward16::kChannels);
+    const int64_t most = blocks * most_segments(p, kShortestBackward);
+    const bool few = most < 2 * device.processors || (dtype_size(p.dtype) == 4 && 2 * blocks <= 3 * device.processors);
+    return few ? BackwardKind::k16Narrow : BackwardKind::k16;
 }
 
 // Copies of dB and dC with which no two blocks add to the same one.
 inline int64_t slots_without_atomics(const MambaSelectiveScan& p, const DeviceLimits& device) {
-    return group_blocks(p, backward_channels(p.dstate, is_small(device)));
+    return group_blocks(p, backward_channels(backward_kind(p, device)));
 }
 
 inline MambaSelectiveScanPlan make_scan_plan(const MambaSelectiveScan& p, const DeviceLimits& device, bool deterministic) {
@@ -98,7 +125,7 @@ inline MambaSelectiveScanPlan make_scan_plan(const MambaSelectiveScan& p, const 
     if (pipeline_channels(p, device) == 0 && !wide_is_better(p, device.processors)) {
         plan.forward_segments = segments_to_fill(p, forward_channels(p.dstate, false), wanted, 2);
     }
-    plan.backward_segments = segments_to_fill(p, backward_channels(p.dstate, is_small(device)), wanted, 4);
+    plan.backward_segments = segments_to_fill(p, backward_channels(backward_kind(p, device)), wanted, kShortestBackward);
     plan.slots = deterministic ? slots_without_atomics(p, device) : 1;
     plan.zeroed_sums = plan.slots < slots_without_atomics(p, device);
     return plan;

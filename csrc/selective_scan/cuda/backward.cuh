@@ -16,47 +16,120 @@
 
 namespace mamba {
 
-// kSliced: dstate is larger than the layout's slice; w then waits in shared memory and dA, dB, dC of constants in their
-// outputs between slices.
+// All sub-tiles of one tile and slice. h: the states before the tile. offset: of the slice's first state and the tile's first
+// step in dB and dC.
+template <class Layout, class Shared, bool kGeneral>
+__device__ __forceinline__ void backward_tile(const MambaSelectiveScanBackward& q, BackwardThread<Layout>& thread,
+                                              Chains<Layout>& h, Shared& shared, BackwardConstants<Layout>& constants,
+                                              const SumFlush<Layout, Shared>& flush, int64_t offset, int states, int steps,
+                                              bool need_y, bool add, bool atomic) {
+    constexpr int kSub = Shared::kSub;
+    const int subs = (steps + kSub - 1) / kSub;  // see forward.cuh: not by ceil_div
+    float* const h_sub = shared.h_sub + threadIdx.x;
+    const auto keep = [&](int sub) {
+#pragma unroll
+        for (int c = 0; c < Layout::kEach; ++c) {
+#pragma unroll
+            for (int s = 0; s < Layout::kStates; ++s) {
+                h_sub[(sub * Shared::kChains + c * Layout::kStates + s) * Layout::kThreads] = h[c][s];
+            }
+        }
+    };
+    const auto take = [&](int sub) {
+#pragma unroll
+        for (int c = 0; c < Layout::kEach; ++c) {
+#pragma unroll
+            for (int s = 0; s < Layout::kStates; ++s) {
+                h[c][s] = h_sub[(sub * Shared::kChains + c * Layout::kStates + s) * Layout::kThreads];
+            }
+        }
+    };
+    for (int sub = 0; sub < subs - 1; ++sub) {
+        keep(sub);
+        advance_sub_tile<Layout, Shared, kGeneral>(thread, h, shared, constants, sub * kSub);
+    }
+    for (int sub = subs - 1; sub >= 0; --sub) {
+        if (sub < subs - 1) {
+            take(sub);
+        }
+        const int buffer = sub % 2 * Shared::kSums;
+        backward_sub_tile<Layout, Shared, kGeneral>(thread, h, shared, constants, buffer, sub * kSub, need_y, add);
+        __syncthreads();
+        const int sub_steps = steps - sub * kSub;
+        const int64_t sub_offset = offset + sub * kSub;
+        if (!kGeneral || constants.variable_B) {
+            flush(shared.dB + buffer, q.dB + sub_offset, states, sub_steps, q.forward.seqlen, atomic);
+        }
+        if (!kGeneral || constants.variable_C) {
+            flush(shared.dC + buffer, q.dC + sub_offset, states, sub_steps, q.forward.seqlen, atomic);
+        }
+    }
+}
+
+// kSliced: dstate is larger than the layout's slice; w then waits in shared memory and dA in its output between slices. dB and
+// dC of constants are added up in their outputs.
 template <typename T, class Layout, int kSub, int kBlocks, bool kSliced>
 __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     selective_scan_backward_kernel(const MambaSelectiveScanBackward q, bool aligned, bool atomic) {
-    using Shared = BackwardShared<T, Layout, kSub>;
+    using Shared = BackwardShared<T, Layout, kSub, kSliced>;
     static_assert(Layout::kTile == MAMBA_SCAN_CHECKPOINT, "a tile starts at a checkpoint");
     MAMBA_DYNAMIC_SHARED(16, float4, raw_shared);
     Shared& shared = *reinterpret_cast<Shared*>(raw_shared);
-    float* waiting_w = reinterpret_cast<float*>(raw_shared) + sizeof(Shared) / sizeof(float);  // (slices, kStates, kThreads)
+    float* waiting_w = reinterpret_cast<float*>(raw_shared) + sizeof(Shared) / sizeof(float);  // (slices, kChains, kThreads)
 
     const MambaSelectiveScan& p = q.forward;
     const ScanBlock block = scan_block(p, Layout::kChannels, 0);
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
+    const LaneOrder<Layout> order(threadIdx.x % 32);
     const int64_t seqlen = p.seqlen;
     const int slices = kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
     const bool need_y = p.z != nullptr || p.out != nullptr;
 
-    const int scan_row = warp * Layout::kWarpChannels + lane / Layout::kLanes;
-    const int k = lane % Layout::kLanes;
-    const bool scan_valid = scan_row < block.channels;
-    const int64_t scan_channel = block.first_channel + (scan_valid ? scan_row : 0);
-    const int64_t state_row = (block.batch * p.dim + scan_channel) * p.dstate;
     const int64_t part = block.segment * p.batch + block.batch;
-    const int64_t part_row = (part * p.dim + scan_channel) * p.dstate;
     BackwardThread<Layout> thread;
-    const BackwardRows<T, Layout> rows = backward_rows<T, Layout>(q, block);
+    const int warp = threadIdx.x / 32;
+#pragma unroll
+    for (int c = 0; c < Layout::kEach; ++c) {
+        thread.own[c] = opaque((warp * Layout::kWarpChannels + order.channel(c)) * Layout::kRow);
+    }
+#pragma unroll
+    for (int s = 0; s < Layout::kStates; ++s) {
+        thread.matrix[s] = opaque(order.state(s) * Layout::kRow);
+    }
+    const int lane = threadIdx.x % 32;
+    thread.swizzle = swizzle(order.state(0));
+    thread.state_sums = opaque(thread.own[0] + StateSums<Layout, kSumSteps>::first(lane));
+    thread.channel_sums = opaque((warp * Layout::kSlice + order.state(0)) * kSub +
+                                 (ChannelSums<Layout, kSumSteps>::first(lane) ^ thread.swizzle));
+    // Calls function(c, s, whether the chain exists, its parameter's number among the block's) for the lane's chains of a
+    // slice.
+    const auto for_chains = [&](int slice, const auto& function) {
+#pragma unroll
+        for (int c = 0; c < Layout::kEach; ++c) {
+#pragma unroll
+            for (int s = 0; s < Layout::kStates; ++s) {
+                const int row = warp * Layout::kWarpChannels + order.channel(c);
+                const int n = slice * Layout::kSlice + order.state(s);
+                function(c, s, row < block.channels && n < p.dstate, row * static_cast<int>(p.dstate) + n);
+            }
+        }
+    };
+    const auto waiting = [&](int slice, int c, int s) -> float& {
+        return waiting_w[(slice * Shared::kChains + c * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
+    };
+    const int64_t parameters = p.dim * p.dstate;
+    const int64_t first_parameter = block.first_channel * p.dstate;
+    const int64_t first_chain = block.batch * parameters + first_parameter;  // of (batch, parameter)
+    const int64_t first_part = part * parameters + first_parameter;          // of (part, parameter)
+    const BackwardRows<T, Layout> rows(q, block);
     const MatrixRows<T, Layout> matrix_rows(p, block);
-    float bias_sum[Layout::kPasses];
-    float D_sum[Layout::kPasses];
 #pragma unroll
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
-        bias_sum[pass] = 0.0f;
-        D_sum[pass] = 0.0f;
+        shared.bias_sum[pass][threadIdx.x] = 0.0f;
+        shared.D_sum[pass][threadIdx.x] = 0.0f;
     }
     const int64_t sum_slot = q.slots > 1 ? block.index : 0;
     const int64_t sum_base = ((sum_slot * p.batch + block.batch) * p.ngroups + block.group) * p.dstate * seqlen;
     const SumFlush<Layout, Shared> flush(sum_base, seqlen);
-    const int own = scan_row * Layout::kRow;
-    const int matrix_row = k * Layout::kRow;
     const int32_t* seq_idx = p.seq_idx != nullptr ? p.seq_idx + block.batch * seqlen : nullptr;
     const bool general = !p.variable_B || !p.variable_C || seq_idx != nullptr;
     if (general && seq_idx == nullptr) {
@@ -65,39 +138,39 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         }
     }
 
+    stage_parameter<Layout>(shared.bias, p.delta_bias, block);
+    stage_parameter<Layout>(shared.D, p.D, block);
+    __syncthreads();
+
     for (int slice = 0; slice < slices; ++slice) {
-#pragma unroll
-        for (int s = 0; s < Layout::kStates; ++s) {
-            const int n = slice * Layout::kSlice + s * Layout::kLanes + k;
-            const bool valid = scan_valid && n < p.dstate;
-            thread.w[s] = valid && q.dlast_state != nullptr ? q.dlast_state[state_row + n] : 0.0f;
-            thread.dA[s] = 0.0f;
-            thread.constant_dB[s] = 0.0f;
-            thread.constant_dC[s] = 0.0f;
-        }
-        const int later = static_cast<int>(p.segments - 1 - block.segment);
-        const int first_state = slice * Layout::kSlice + k;
-        if (later > 0) {
-            wait_for_previous_kernel();
-            pass_through_segments<Layout>(p, thread.w, p.segments - 1, -1, later, state_row + first_state,
-                                          scan_valid ? static_cast<int>(p.dstate) - first_state : 0);
-        }
-#pragma unroll
-        for (int s = 0; s < Layout::kStates; ++s) {
-            const int n = first_state + s * Layout::kLanes;
-            const bool valid = scan_valid && n < p.dstate;
-            if (kSliced) {
-                waiting_w[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x] = thread.w[s];
-                if (valid) {
-                    q.dA[part_row + n] = 0.0f;
-                    if (!p.variable_B) {
-                        q.dB[part_row + n] = 0.0f;
-                    }
-                    if (!p.variable_C) {
-                        q.dC[part_row + n] = 0.0f;
-                    }
+        for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+            thread.w[c][s] = exists && q.dlast_state != nullptr ? q.dlast_state[first_chain + parameter] : 0.0f;
+            thread.A[c][s] = exists ? p.A[first_parameter + parameter] * kLog2e : 0.0f;
+            thread.dA[c][s] = 0.0f;
+            if (exists) {
+                if (kSliced) {
+                    q.dA[first_part + parameter] = 0.0f;
+                }
+                if (!p.variable_B) {
+                    q.dB[first_part + parameter] = 0.0f;
+                }
+                if (!p.variable_C) {
+                    q.dC[first_part + parameter] = 0.0f;
                 }
             }
+        });
+        const int later = static_cast<int>(p.segments - 1 - block.segment);
+        if (later > 0) {
+            wait_for_previous_kernel();
+            SegmentStates<Layout> at;
+            for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                at.exists[c][s] = exists;
+                at.state[c][s] = first_chain + parameter;
+            });
+            pass_through_segments<Layout>(p, thread.w, at, p.segments - 1, -1, later);
+        }
+        if (kSliced) {
+            for_chains(slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.w[c][s]; });
         }
     }
 
@@ -106,49 +179,43 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     for (int64_t tile = last_tile; tile >= block.begin / Layout::kTile; --tile) {
         const int64_t first_step = tile * Layout::kTile;
         const int steps = static_cast<int>(block.end - first_step < Layout::kTile ? block.end - first_step : Layout::kTile);
-        const int subs = (steps + kSub - 1) / kSub;  // see forward.cuh: not by ceil_div
+        const bool whole = steps == Layout::kTile && block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
+        const bool inside = vectors_within<Layout>(first_step, p.seqlen);
         BackwardInputs<T, Layout> in;
         StagedTile<T, Layout> B_staged, C_staged;
-        if (aligned) {
-            fetch_inputs<T, Layout, true>(in, rows, first_step, steps, p.z != nullptr);
-            fetch_BC<T, Layout, true>(B_staged, C_staged, p, matrix_rows, 0, first_step, steps);
-        } else {
-            fetch_inputs<T, Layout, false>(in, rows, first_step, steps, p.z != nullptr);
-            fetch_BC<T, Layout, false>(B_staged, C_staged, p, matrix_rows, 0, first_step, steps);
-        }
+        with_access(aligned, whole, inside, [&](auto access) {
+            in.template fetch<decltype(access)::kAccess>(rows, q, first_step, steps);
+            fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, first_step, steps);
+        });
 
         for (int slice = 0; slice < slices; ++slice) {
             const int first_state = slice * Layout::kSlice;
             const int states =
                 static_cast<int>(p.dstate - first_state < Layout::kSlice ? p.dstate - first_state : Layout::kSlice);
-            float h[Layout::kStates];
-#pragma unroll
-            for (int s = 0; s < Layout::kStates; ++s) {
-                const int n = first_state + s * Layout::kLanes + k;
-                const bool valid = scan_valid && n < p.dstate;
-                const int64_t parameter = scan_channel * p.dstate + n;
-                if (kSliced || tile == last_tile) {
-                    thread.A[s] = valid ? p.A[parameter] * kLog2e : 0.0f;
-                    thread.constant_B[s] = valid && !p.variable_B ? static_cast<const float*>(p.B)[parameter] : 0.0f;
-                    thread.constant_C[s] = valid && !p.variable_C ? static_cast<const float*>(p.C)[parameter] : 0.0f;
-                }
-                if (kSliced) {
-                    thread.w[s] = waiting_w[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
-                }
-                const float* from = p.initial_state != nullptr ? p.initial_state + state_row : nullptr;
-                if (tile > 0) {
-                    from = p.checkpoints + ((block.batch * checkpoints + tile - 1) * p.dim + scan_channel) * p.dstate;
-                }
-                h[s] = valid && from != nullptr ? from[n] : 0.0f;
-                if (tile > 1 && valid) {
-                    prefetch_to_L2(from - p.dim * p.dstate + n);
-                }
+            // The states before the tile.
+            const float* from = p.initial_state != nullptr ? p.initial_state + first_chain : nullptr;
+            if (tile > 0) {
+                from = p.checkpoints + (block.batch * checkpoints + tile - 1) * parameters + first_parameter;
             }
+            Chains<Layout> h;
+            for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                if (kSliced) {
+                    thread.A[c][s] = exists ? p.A[first_parameter + parameter] * kLog2e : 0.0f;
+                    thread.w[c][s] = waiting(slice, c, s);
+                }
+                h[c][s] = exists && from != nullptr ? from[parameter] : 0.0f;
+            });
             if (slice == 0) {
-                stage_time_and_gradient<T, Layout>(shared.dt, shared.dy, in, rows, p, steps);
+                if (tile > 1) {
+                    constexpr int kLine = 8;  // floats that one prefetch brings
+                    for (int i = threadIdx.x * kLine; i < block.channels * p.dstate; i += Layout::kThreads * kLine) {
+                        prefetch_to_L2(from - parameters + i);
+                    }
+                }
+                stage_time_and_gradient<T, Layout>(shared.dt, shared.dy, shared.bias, in, rows, p, steps);
                 stage_input<T, Layout>(shared.x, shared.dt, in, rows);
                 if (first_step > block.begin) {
-                    prefetch_inputs<T, Layout>(rows, first_step - Layout::kTile, p.z != nullptr);
+                    prefetch_inputs(rows, q, first_step - Layout::kTile);
                 }
             }
             __syncthreads();  // B, C and the sums of the last sub-tile have been read
@@ -158,162 +225,116 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             }
             __syncthreads();
             if (kSliced && slice + 1 < slices) {
-                if (aligned) {
-                    fetch_BC<T, Layout, true>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, first_step,
-                                              steps);
-                } else {
-                    fetch_BC<T, Layout, false>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, first_step,
-                                               steps);
-                }
+                with_access(aligned, whole, inside, [&](auto access) {
+                    fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice,
+                                                        first_step, steps);
+                });
             }
 
-            // The state before each sub-tile: h_sub holds those of sub-tiles 1, 2, ...; h_start that of sub-tile 0.
-            float h_start[Layout::kStates];
-#pragma unroll
-            for (int s = 0; s < Layout::kStates; ++s) {
-                h_start[s] = h[s];
-            }
-            for (int sub = 0; sub < subs - 1; ++sub) {
-                if (general) {
-                    advance_sub_tile<Layout, Shared, true>(thread, h, shared, own, matrix_row, sub * kSub, p.variable_B);
-                } else {
-                    advance_sub_tile<Layout, Shared, false>(thread, h, shared, own, matrix_row, sub * kSub, true);
-                }
-#pragma unroll
-                for (int s = 0; s < Layout::kStates; ++s) {
-                    shared.h_sub[(sub * Layout::kStates + s) * Layout::kThreads + threadIdx.x] = h[s];
-                }
-            }
-
-            for (int sub = subs - 1; sub >= 0; --sub) {
-#pragma unroll
-                for (int s = 0; s < Layout::kStates; ++s) {
-                    h[s] =
-                        sub > 0 ? shared.h_sub[((sub - 1) * Layout::kStates + s) * Layout::kThreads + threadIdx.x] : h_start[s];
-                }
-                const int buffer = sub % 2 * Shared::kSums;
-                const int sum_row = buffer + (warp * Layout::kSlice + k) * Shared::kSumRow;
-                if (general) {
-                    backward_sub_tile<Layout, Shared, true>(thread, h, shared, own, matrix_row, sum_row, sub * kSub,
-                                                            p.variable_B, p.variable_C, need_y, slice > 0);
-                } else {
-                    backward_sub_tile<Layout, Shared, false>(thread, h, shared, own, matrix_row, sum_row, sub * kSub, true,
-                                                             true, need_y, slice > 0);
-                }
-                __syncthreads();
-                const int sub_steps = steps - sub * kSub;
-                const int64_t offset = first_state * seqlen + first_step + sub * kSub;
-                if (p.variable_B) {
-                    flush(shared.dB + buffer, q.dB + offset, states, sub_steps, seqlen, atomic);
-                }
-                if (p.variable_C) {
-                    flush(shared.dC + buffer, q.dC + offset, states, sub_steps, seqlen, atomic);
-                }
+            const int64_t offset = first_state * seqlen + first_step;
+            BackwardConstants<Layout> constants;
+            if (general) {
+                constants.variable_B = p.variable_B;
+                constants.variable_C = p.variable_C;
+                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                    constants.B[c][s] =
+                        exists && !p.variable_B ? static_cast<const float*>(p.B)[first_parameter + parameter] : 0.0f;
+                    constants.C[c][s] =
+                        exists && !p.variable_C ? static_cast<const float*>(p.C)[first_parameter + parameter] : 0.0f;
+                    constants.dB[c][s] = 0.0f;
+                    constants.dC[c][s] = 0.0f;
+                });
+                backward_tile<Layout, Shared, true>(q, thread, h, shared, constants, flush, offset, states, steps, need_y,
+                                                    slice > 0, atomic);
+                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                    if (exists && !p.variable_B) {  // no other thread's: atomic because nothing waits for it
+                        atomicAdd(q.dB + first_part + parameter, constants.dB[c][s]);
+                    }
+                    if (exists && !p.variable_C) {
+                        atomicAdd(q.dC + first_part + parameter, constants.dC[c][s]);
+                    }
+                });
+            } else {
+                backward_tile<Layout, Shared, false>(q, thread, h, shared, constants, flush, offset, states, steps, need_y,
+                                                     slice > 0, atomic);
             }
 
             if (kSliced) {
-#pragma unroll
-                for (int s = 0; s < Layout::kStates; ++s) {
-                    const int n = first_state + s * Layout::kLanes + k;
-                    waiting_w[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x] = thread.w[s];
-                    if (scan_valid && n < p.dstate) {  // no other thread's: atomic because nothing waits for it
-                        atomicAdd(q.dA + part_row + n, thread.dA[s]);
-                        if (!p.variable_B) {
-                            atomicAdd(q.dB + part_row + n, thread.constant_dB[s]);
-                        }
-                        if (!p.variable_C) {
-                            atomicAdd(q.dC + part_row + n, thread.constant_dC[s]);
-                        }
+                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                    waiting(slice, c, s) = thread.w[c][s];
+                    if (exists) {
+                        atomicAdd(q.dA + first_part + parameter, thread.dA[c][s]);
                     }
-                    thread.dA[s] = 0.0f;
-                    thread.constant_dB[s] = 0.0f;
-                    thread.constant_dC[s] = 0.0f;
-                }
+                    thread.dA[c][s] = 0.0f;
+                });
             }
         }
 
-        if (aligned) {
-            fetch_inputs<T, Layout, true>(in, rows, first_step, steps, p.z != nullptr);
-        } else {
-            fetch_inputs<T, Layout, false>(in, rows, first_step, steps, p.z != nullptr);
-        }
+        with_access(aligned, whole, inside,
+                    [&](auto access) { in.template fetch<decltype(access)::kAccess>(rows, q, first_step, steps); });
         __syncwarp();  // the sums of other lanes are in
-        store_gradients<T, Layout, Shared>(q, shared, in, rows, block, first_step, steps, aligned, bias_sum, D_sum);
+        store_gradients<T, Layout, Shared>(q, shared, in, rows, block, first_step, steps, aligned);
         __syncwarp();  // the rows have been read before the next tile overwrites them
     }
 
     for (int slice = 0; slice < slices; ++slice) {
-#pragma unroll
-        for (int s = 0; s < Layout::kStates; ++s) {
-            const int n = slice * Layout::kSlice + s * Layout::kLanes + k;
-            if (!scan_valid || n >= p.dstate) {
-                continue;
+        for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+            if (exists && q.dinitial_state != nullptr && block.segment == 0) {
+                q.dinitial_state[first_chain + parameter] = kSliced ? waiting(slice, c, s) : thread.w[c][s];
             }
-            if (q.dinitial_state != nullptr && block.segment == 0) {
-                const float w =
-                    kSliced ? waiting_w[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x] : thread.w[s];
-                q.dinitial_state[state_row + n] = w;
+            if (exists && !kSliced) {
+                q.dA[first_part + parameter] = thread.dA[c][s];
             }
-            if (!kSliced) {
-                q.dA[part_row + n] = thread.dA[s];
-                if (!p.variable_B) {
-                    q.dB[part_row + n] = thread.constant_dB[s];
-                }
-                if (!p.variable_C) {
-                    q.dC[part_row + n] = thread.constant_dC[s];
-                }
-            }
-        }
+        });
     }
 #pragma unroll
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
+        float bias_sum = shared.bias_sum[pass][threadIdx.x];
+        float D_sum = shared.D_sum[pass][threadIdx.x];
 #pragma unroll
         for (int bit = Layout::kRowLanes / 2; bit > 0; bit /= 2) {
-            bias_sum[pass] += __shfl_xor_sync(0xffffffffu, bias_sum[pass], bit);
-            D_sum[pass] += __shfl_xor_sync(0xffffffffu, D_sum[pass], bit);
+            bias_sum += __shfl_xor_sync(0xffffffffu, bias_sum, bit);
+            D_sum += __shfl_xor_sync(0xffffffffu, D_sum, bit);
         }
-        if (rows.step == 0 && rows.tile_row[pass] < block.channels) {
-            const int64_t at = part * p.dim + rows.channel[pass];
+        if (rows.step == 0 && rows.exists[pass]) {
+            const int64_t at = part * p.dim + rows.channel(pass);
             if (q.ddelta_bias != nullptr) {
-                q.ddelta_bias[at] = bias_sum[pass];
+                q.ddelta_bias[at] = bias_sum;
             }
             if (q.dD != nullptr) {
-                q.dD[at] = D_sum[pass];
+                q.dD[at] = D_sum;
             }
         }
     }
+}
+
+// Bytes of w that waits between slices.
+template <class Layout>
+constexpr size_t waiting_bytes(int64_t dstate) {
+    return static_cast<size_t>(ceil_div(dstate, Layout::kSlice)) * Layout::kEach * Layout::kStates * Layout::kThreads *
+           sizeof(float);
 }
 
 template <typename T, class Layout, int kSub, int kBlocks, bool kSliced>
 cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool aligned) {
     const MambaSelectiveScan& p = q.forward;
     const auto kernel = selective_scan_backward_kernel<T, Layout, kSub, kBlocks, kSliced>;
-    size_t shared_bytes = sizeof(BackwardShared<T, Layout, kSub>);
-    if (kSliced) {
-        const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
-        shared_bytes += static_cast<size_t>(slices) * Layout::kStates * Layout::kThreads * sizeof(float);
+    const auto carry_kernel = selective_scan_backward_carry_kernel<T, Layout, kSliced>;
+    const size_t waiting = kSliced ? waiting_bytes<Layout>(p.dstate) : 0;
+    const size_t shared_bytes = sizeof(BackwardShared<T, Layout, kSub, kSliced>) + waiting;
+    static_assert(kSliced || sizeof(BackwardShared<T, Layout, kSub, kSliced>) <= kBackwardShared, "what the plan counts on");
+    cudaError_t error = set_shared_bytes(kernel, shared_bytes);
+    if (error == cudaSuccess && p.segments > 1 && kSliced) {
+        error = set_shared_bytes(carry_kernel, waiting);
     }
-    static_assert(sizeof(BackwardShared<T, Layout, kSub>) +
-                          (kSliced ? MAMBA_MAX_DSTATE / Layout::kLanes * Layout::kThreads * sizeof(float) : 0) <=
-                      kBackwardShared,
-                  "kBackwardShared must cover every layout");
-    if (shared_bytes > 48 * 1024) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-        if (error != cudaSuccess) {
-            return error;
-        }
+    if (error != cudaSuccess) {
+        return error;
     }
     const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments));
     const bool atomic = q.slots == 1 && p.dim / p.ngroups > Layout::kChannels;
     if (p.segments > 1) {
-        const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
-        const size_t waiting_bytes =
-            kSliced ? static_cast<size_t>(slices) * Layout::kStates * Layout::kThreads * sizeof(float) : 0;
-        const auto carry_kernel = selective_scan_backward_carry_kernel<T, Layout, kSliced>;
         const unsigned carry_blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments - 1));
-        const cudaError_t error =
-            launch_kernel(carry_kernel, carry_blocks, Layout::kThreads, waiting_bytes, p.run.stream, q, aligned);
+        error = launch_kernel(carry_kernel, carry_blocks, Layout::kThreads, waiting, p.run.stream, q, aligned);
         if (error != cudaSuccess) {
             return error;
         }
@@ -323,26 +344,29 @@ cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool ali
 }
 
 template <typename T>
-cudaError_t launch_scan_backward(const MambaSelectiveScanBackward& q, bool aligned, bool small) {
-    const int64_t dstate = q.forward.dstate;
-    static_assert(sizeof(BackwardShared<float, Backward16, 16>) <= kSmallestShared &&
-                      sizeof(BackwardShared<float, Backward32Small, 8>) +
+cudaError_t launch_scan_backward(const MambaSelectiveScanBackward& q, bool aligned, BackwardKind kind) {
+    static_assert(sizeof(BackwardShared<float, Backward16Narrow, 16, false>) <= kSmallestShared &&
+                      sizeof(BackwardShared<float, Backward32Small, 8, true>) +
                               MAMBA_MAX_DSTATE / Backward32Small::kLanes * Backward32Small::kThreads * sizeof(float) <=
                           kSmallestShared,
                   "the layouts for small GPUs must fit them");
-    if (dstate <= Backward8::kSlice && !small) {
-        return launch_backward_layout<T, Backward8, 16, 2, false>(q, aligned);
+    static_assert(sizeof(BackwardShared<T, Backward16, 8, true>) + waiting_bytes<Backward16>(MAMBA_MAX_DSTATE) ==
+                      backward16_sliced_shared(MAMBA_MAX_DSTATE, sizeof(T)),
+                  "what the plan counts on");
+    switch (kind) {
+        case BackwardKind::k8:
+            return launch_backward_layout<T, Backward8, 16, 2, false>(q, aligned);
+        case BackwardKind::k16:
+            return launch_backward_layout<T, Backward16, 8, 3, false>(q, aligned);
+        case BackwardKind::k16Narrow:
+            return launch_backward_layout<T, Backward16Narrow, 16, 3, false>(q, aligned);
+        case BackwardKind::k16Sliced:
+            return launch_backward_layout<T, Backward16, 8, 2, true>(q, aligned);
+        case BackwardKind::k32Sliced:
+            return launch_backward_layout<T, Backward32, 8, 2, true>(q, aligned);
+        default:
+            return launch_backward_layout<T, Backward32Small, 8, 4, true>(q, aligned);
     }
-    if (dstate <= Backward16::kSlice) {
-        return launch_backward_layout<T, Backward16, 16, 3, false>(q, aligned);
-    }
-    if (small) {
-        return launch_backward_layout<T, Backward32Small, 8, 4, true>(q, aligned);
-    }
-    if (dstate <= Backward32::kSlice) {
-        return launch_backward_layout<T, Backward32, 8, 2, false>(q, aligned);
-    }
-    return launch_backward_layout<T, Backward32, 8, 2, true>(q, aligned);
 }
 
 }  // namespace mamba

@@ -5,6 +5,43 @@
 
 namespace mamba {
 
+// Takes a lane's w = a_t g_t back through a tile. kGeneral as in forward_tile; count_dt: once for all slices.
+template <typename T, class Layout, bool kGeneral>
+__device__ __forceinline__ void carry_tile(Chains<Layout>& w, const Chains<Layout>& A, const Chains<Layout>& constant_C,
+                                           float (&dt_sum)[Layout::kEach], bool& restarted, const float* dt_tile,
+                                           const float* dy_tile, const MatrixTile<T, Layout>& BC,
+                                           const LaneOrder<Layout>& order, const int (&channel_row)[Layout::kEach],
+                                           bool variable_C, const int* resets, bool count_dt) {
+#pragma unroll 2
+    for (int step = Layout::kTile - 4; step >= 0; step -= 4) {
+        Steps4 C[Layout::kStates];
+#pragma unroll
+        for (int s = 0; s < Layout::kStates; ++s) {
+            C[s] = BC.read_one(order.state(s) * Layout::kRow + step);
+        }
+#pragma unroll
+        for (int c = 0; c < Layout::kEach; ++c) {
+            const Steps4 dt = read4(dt_tile + channel_row[c] * Layout::kRow + step);
+            const Steps4 dy = read4(dy_tile + channel_row[c] * Layout::kRow + step);
+            if (count_dt) {
+                dt_sum[c] += (dt.at[0] + dt.at[1]) + (dt.at[2] + dt.at[3]);
+            }
+#pragma unroll
+            for (int s = 0; s < Layout::kStates; ++s) {
+#pragma unroll
+                for (int j = 3; j >= 0; --j) {
+                    const float C_now = kGeneral && !variable_C ? constant_C[c][s] : C[s].at[j];
+                    w[c][s] = exp2_fast(dt.at[j] * A[c][s]) * fmaf(C_now, dy.at[j], w[c][s]);
+                    if (kGeneral) {
+                        w[c][s] = resets[step + j] ? 0.0f : w[c][s];
+                        restarted |= resets[step + j] != 0;
+                    }
+                }
+            }
+        }
+    }
+}
+
 // Fills the workspace for all segments but the first: a_t g_t of the segment's first step if nothing came from later ones.
 template <typename T, class Layout, bool kSliced>
 __global__ void __launch_bounds__(Layout::kThreads)
@@ -13,50 +50,57 @@ __global__ void __launch_bounds__(Layout::kThreads)
     __shared__ __align__(16) float dt_tile[Layout::kChannels * Layout::kRow];
     __shared__ __align__(16) float dy_tile[Layout::kChannels * Layout::kRow];
     __shared__ int resets[Layout::kTile];
+    __shared__ float bias[Layout::kChannels];
     MAMBA_DYNAMIC_SHARED(4, float, waiting_w);  // (slices, kStates, kThreads), sliced only
 
     let_next_kernel_start();
     const MambaSelectiveScan& p = q.forward;
     const ScanBlock block = scan_block(p, Layout::kChannels, 1);
-    const BackwardRows<T, Layout> rows = backward_rows<T, Layout>(q, block);
+    const BackwardRows<T, Layout> rows(q, block);
     const MatrixRows<T, Layout> matrix_rows(p, block);
-    const int lane = threadIdx.x % 32;
-    const int scan_row = threadIdx.x / 32 * Layout::kWarpChannels + lane / Layout::kLanes;
-    const int k = lane % Layout::kLanes;
-    const int own = scan_row * Layout::kRow;
-    const bool scan_valid = scan_row < block.channels;
-    const int64_t scan_channel = block.first_channel + (scan_valid ? scan_row : 0);
-    const int64_t state_row = (block.batch * p.dim + scan_channel) * p.dstate;
+    const LaneOrder<Layout> order(threadIdx.x % 32);
     const int slices = kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
     const int32_t* seq_idx = p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
-    float A[Layout::kStates], w[Layout::kStates], constant_C[Layout::kStates];
+    const bool general = !p.variable_C || seq_idx != nullptr;
+    if (general && seq_idx == nullptr) {
+        for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
+            resets[i] = 0;
+        }
+    }
+    int channel_row[Layout::kEach];
+    Chains<Layout> A, w, constant_C;
 #pragma unroll
-    for (int s = 0; s < Layout::kStates; ++s) {
-        w[s] = 0.0f;
+    for (int c = 0; c < Layout::kEach; ++c) {
+        channel_row[c] = threadIdx.x / 32 * Layout::kWarpChannels + order.channel(c);
+#pragma unroll
+        for (int s = 0; s < Layout::kStates; ++s) {
+            w[c][s] = 0.0f;
+        }
     }
     if (kSliced) {
-        for (int i = threadIdx.x; i < slices * Layout::kStates * Layout::kThreads; i += Layout::kThreads) {
+        for (int i = threadIdx.x; i < slices * Layout::kEach * Layout::kStates * Layout::kThreads; i += Layout::kThreads) {
             waiting_w[i] = 0.0f;
         }
     }
-    float dt_sum = 0.0f;
+    stage_parameter<Layout>(bias, p.delta_bias, block);
+    __syncthreads();
+    float dt_sum[Layout::kEach] = {};
     bool restarted = false;
 
     for (int64_t tile = ceil_div(block.end, Layout::kTile) - 1; tile >= block.begin / Layout::kTile; --tile) {
         const int64_t first_step = tile * Layout::kTile;
         const int steps = static_cast<int>(block.end - first_step < Layout::kTile ? block.end - first_step : Layout::kTile);
+        const bool whole = steps == Layout::kTile && block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
+        const bool inside = vectors_within<Layout>(first_step, p.seqlen);
         BackwardInputs<T, Layout> in;
         StagedTile<T, Layout> B_staged, C_staged;
-        if (aligned) {
-            fetch_inputs<T, Layout, true>(in, rows, first_step, steps, p.z != nullptr);
-            fetch_BC<T, Layout, true>(B_staged, C_staged, p, matrix_rows, 0, first_step, steps, false, true);
-        } else {
-            fetch_inputs<T, Layout, false>(in, rows, first_step, steps, p.z != nullptr);
-            fetch_BC<T, Layout, false>(B_staged, C_staged, p, matrix_rows, 0, first_step, steps, false, true);
-        }
-        stage_time_and_gradient<T, Layout>(dt_tile, dy_tile, in, rows, p, steps);
+        with_access(aligned, whole, inside, [&](auto access) {
+            in.template fetch<decltype(access)::kAccess>(rows, q, first_step, steps);
+            fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, first_step, steps, false, true);
+        });
+        stage_time_and_gradient<T, Layout>(dt_tile, dy_tile, bias, in, rows, p, steps);
         if (first_step > block.begin) {
-            prefetch_inputs<T, Layout>(rows, first_step - Layout::kTile, p.z != nullptr);
+            prefetch_inputs(rows, q, first_step - Layout::kTile);
         }
         for (int slice = 0; slice < slices; ++slice) {
             const int first_state = slice * Layout::kSlice;
@@ -67,56 +111,48 @@ __global__ void __launch_bounds__(Layout::kThreads)
             }
             __syncthreads();
             if (kSliced && slice + 1 < slices) {
-                if (aligned) {
-                    fetch_BC<T, Layout, true>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, first_step,
-                                              steps);
-                } else {
-                    fetch_BC<T, Layout, false>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, first_step,
-                                               steps);
-                }
+                with_access(aligned, whole, inside, [&](auto access) {
+                    fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice,
+                                                        first_step, steps, false, true);
+                });
             }
 #pragma unroll
-            for (int s = 0; s < Layout::kStates; ++s) {
-                const int n = first_state + s * Layout::kLanes + k;
-                const bool valid = scan_valid && n < p.dstate;
-                const int64_t parameter = scan_channel * p.dstate + n;
-                A[s] = valid ? p.A[parameter] * kLog2e : 0.0f;
-                constant_C[s] = valid && !p.variable_C ? static_cast<const float*>(p.C)[parameter] : 0.0f;
-                if (kSliced) {
-                    w[s] = waiting_w[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
-                }
-            }
-#pragma unroll 2
-            for (int step = Layout::kTile - 4; step >= 0; step -= 4) {
-                const Steps4 dt = read4(dt_tile + own + step);
-                const Steps4 dy = read4(dy_tile + own + step);
-                if (slice == 0) {
-                    dt_sum += (dt.at[0] + dt.at[1]) + (dt.at[2] + dt.at[3]);
-                }
+            for (int c = 0; c < Layout::kEach; ++c) {
 #pragma unroll
                 for (int s = 0; s < Layout::kStates; ++s) {
-                    Steps4 C = BC.read_one((s * Layout::kLanes + k) * Layout::kRow + step);
-                    C = p.variable_C ? C : same4(constant_C[s]);
-#pragma unroll
-                    for (int j = 3; j >= 0; --j) {
-                        w[s] = exp2_fast(dt.at[j] * A[s]) * fmaf(C.at[j], dy.at[j], w[s]);
-                        if (seq_idx != nullptr) {
-                            w[s] = resets[step + j] ? 0.0f : w[s];
-                            restarted |= resets[step + j] != 0;
-                        }
+                    const int n = first_state + order.state(s);
+                    const bool exists = channel_row[c] < block.channels && n < p.dstate;
+                    const int64_t parameter = (block.first_channel + channel_row[c]) * p.dstate + n;
+                    A[c][s] = exists ? p.A[parameter] * kLog2e : 0.0f;
+                    constant_C[c][s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[parameter] : 0.0f;
+                    if (kSliced) {
+                        const int chain = (slice * Layout::kEach + c) * Layout::kStates + s;
+                        w[c][s] = waiting_w[chain * Layout::kThreads + threadIdx.x];
                     }
                 }
             }
+            if (general) {
+                carry_tile<T, Layout, true>(w, A, constant_C, dt_sum, restarted, dt_tile, dy_tile, BC, order, channel_row,
+                                            p.variable_C, resets, slice == 0);
+            } else {
+                carry_tile<T, Layout, false>(w, A, constant_C, dt_sum, restarted, dt_tile, dy_tile, BC, order, channel_row,
+                                             true, resets, slice == 0);
+            }
 #pragma unroll
-            for (int s = 0; s < Layout::kStates; ++s) {
-                const int n = first_state + s * Layout::kLanes + k;
-                if (kSliced) {
-                    waiting_w[(slice * Layout::kStates + s) * Layout::kThreads + threadIdx.x] = w[s];
-                }
-                if (first_step == block.begin && scan_valid && n < p.dstate) {
-                    const int64_t at = workspace_at(p, block.segment, state_row + n);
-                    p.workspace[at] = w[s];
-                    p.workspace[at + p.batch * p.dim * p.dstate] = restarted ? -1.0f : exp2_fast(A[s] * dt_sum);
+            for (int c = 0; c < Layout::kEach; ++c) {
+#pragma unroll
+                for (int s = 0; s < Layout::kStates; ++s) {
+                    const int n = first_state + order.state(s);
+                    if (kSliced) {
+                        const int chain = (slice * Layout::kEach + c) * Layout::kStates + s;
+                        waiting_w[chain * Layout::kThreads + threadIdx.x] = w[c][s];
+                    }
+                    if (first_step == block.begin && channel_row[c] < block.channels && n < p.dstate) {
+                        const int64_t state = (block.batch * p.dim + block.first_channel + channel_row[c]) * p.dstate + n;
+                        const int64_t at = workspace_at(p, block.segment, state);
+                        p.workspace[at] = w[c][s];
+                        p.workspace[at + p.batch * p.dim * p.dstate] = restarted ? -1.0f : exp2_fast(A[c][s] * dt_sum[c]);
+                    }
                 }
             }
         }

@@ -5,99 +5,64 @@
 
 namespace mamba {
 
-// Where the elements of a lane lie in the tensors, in a tile that begins at step 0.
+// Where the elements of a lane lie, also in dout.
 template <typename T, class Layout>
-struct BackwardRows {
-    const T* u[Layout::kPasses];
-    const T* delta[Layout::kPasses];
-    const T* dout[Layout::kPasses];
-    const T* z[Layout::kPasses];
-    bool exists[Layout::kPasses];
-    int64_t channel[Layout::kPasses];
-    int tile_row[Layout::kPasses];  // row in the block's tiles
-    int step;                       // first step of the lane in a tile
-};
+struct BackwardRows : ElementRows<T, Layout> {
+    const T* dout;
 
-template <typename T, class Layout>
-__device__ __forceinline__ BackwardRows<T, Layout> backward_rows(const MambaSelectiveScanBackward& q, const ScanBlock& block) {
-    const MambaSelectiveScan& p = q.forward;
-    const int lane = threadIdx.x % 32;
-    BackwardRows<T, Layout> rows;
-    rows.step = lane % Layout::kRowLanes * Layout::kVector;
-#pragma unroll
-    for (int pass = 0; pass < Layout::kPasses; ++pass) {
-        const int row = threadIdx.x / 32 * Layout::kWarpChannels + pass * Layout::kPassRows + lane / Layout::kRowLanes;
-        const int64_t channel = block.first_channel + (row < block.channels ? row : 0);
-        rows.tile_row[pass] = row;
-        rows.channel[pass] = channel;
-        rows.exists[pass] = row < block.channels;
-        rows.u[pass] = static_cast<const T*>(p.u) + block.batch * p.u_batch_stride + channel * p.u_dim_stride + rows.step;
-        rows.delta[pass] =
-            static_cast<const T*>(p.delta) + block.batch * p.delta_batch_stride + channel * p.delta_dim_stride + rows.step;
-        rows.dout[pass] =
-            static_cast<const T*>(q.dout) + block.batch * q.dout_batch_stride + channel * q.dout_dim_stride + rows.step;
-        rows.z[pass] = static_cast<const T*>(p.z) + block.batch * p.z_batch_stride + channel * p.z_dim_stride + rows.step;
+    __device__ __forceinline__ BackwardRows(const MambaSelectiveScanBackward& q, const ScanBlock& block)
+        : ElementRows<T, Layout>(q.forward, block) {
+        dout = this->at(static_cast<const T*>(q.dout), block, q.dout_batch_stride, q.dout_dim_stride);
     }
-    return rows;
-}
+};
 
 // What a lane reads of one tile.
 template <typename T, class Layout>
 struct BackwardInputs {
-    Packed<T, Layout::kVector> u[Layout::kPasses];
-    Packed<T, Layout::kVector> delta[Layout::kPasses];
-    Packed<T, Layout::kVector> dout[Layout::kPasses];
-    Packed<T, Layout::kVector> z[Layout::kPasses];
-};
+    TileElements<T, Layout> u, delta, dout, z;
 
-template <typename T, class Layout, bool kAligned>
-__device__ __forceinline__ void fetch_inputs(BackwardInputs<T, Layout>& in, const BackwardRows<T, Layout>& rows,
-                                             int64_t first_step, int steps, bool with_z) {
-    int valid[Layout::kPasses];
-#pragma unroll
-    for (int pass = 0; pass < Layout::kPasses; ++pass) {
-        valid[pass] = rows.exists[pass] ? steps - rows.step : 0;
+    template <Access kAccess>
+    __device__ __forceinline__ void fetch(const BackwardRows<T, Layout>& rows, const MambaSelectiveScanBackward& q,
+                                          int64_t first_step, int steps) {
+        const MambaSelectiveScan& p = q.forward;
+        u.template fetch<kAccess>(rows, rows.u, p.u_dim_stride, first_step, steps);
+        delta.template fetch<kAccess>(rows, rows.delta, p.delta_dim_stride, first_step, steps);
+        dout.template fetch<kAccess>(rows, rows.dout, q.dout_dim_stride, first_step, steps);
+        if (p.z != nullptr) {
+            z.template fetch<kAccess>(rows, rows.z, p.z_dim_stride, first_step, steps);
+        }
     }
-    fetch_rows<T, Layout, kAligned>(in.u, rows.u, first_step, valid);
-    fetch_rows<T, Layout, kAligned>(in.delta, rows.delta, first_step, valid);
-    fetch_rows<T, Layout, kAligned>(in.dout, rows.dout, first_step, valid);
-    if (with_z) {
-        fetch_rows<T, Layout, kAligned>(in.z, rows.z, first_step, valid);
-    }
-}
+};
 
 // Asks for the whole tile at `first_step` to come into the L2 cache.
 template <typename T, class Layout>
-__device__ __forceinline__ void prefetch_inputs(const BackwardRows<T, Layout>& rows, int64_t first_step, bool with_z) {
-#pragma unroll
-    for (int pass = 0; pass < Layout::kPasses; ++pass) {
-        if (rows.exists[pass]) {
-            prefetch_to_L2(rows.u[pass] + first_step);
-            prefetch_to_L2(rows.delta[pass] + first_step);
-            prefetch_to_L2(rows.dout[pass] + first_step);
-            if (with_z) {
-                prefetch_to_L2(rows.z[pass] + first_step);
-            }
-        }
+__device__ __forceinline__ void prefetch_inputs(const BackwardRows<T, Layout>& rows, const MambaSelectiveScanBackward& q,
+                                                int64_t first_step) {
+    const MambaSelectiveScan& p = q.forward;
+    prefetch_elements(rows, rows.u, p.u_dim_stride, first_step);
+    prefetch_elements(rows, rows.delta, p.delta_dim_stride, first_step);
+    prefetch_elements(rows, rows.dout, q.dout_dim_stride, first_step);
+    if (p.z != nullptr) {
+        prefetch_elements(rows, rows.z, p.z_dim_stride, first_step);
     }
 }
 
 // dt and dy = dout silu(z) of the lane's elements; zero past the end, which leaves state and gradient as they are.
 template <typename T, class Layout>
-__device__ __forceinline__ void stage_time_and_gradient(float* dt_tile, float* dy_tile, const BackwardInputs<T, Layout>& in,
+__device__ __forceinline__ void stage_time_and_gradient(float* dt_tile, float* dy_tile, const float* bias,
+                                                        const BackwardInputs<T, Layout>& in,
                                                         const BackwardRows<T, Layout>& rows, const MambaSelectiveScan& p,
                                                         int steps) {
 #pragma unroll
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
-        const int at = rows.tile_row[pass] * Layout::kRow + rows.step;
-        const float bias = p.delta_bias != nullptr ? p.delta_bias[rows.channel[pass]] : 0.0f;
+        const int at = rows.row(pass) * Layout::kRow + rows.step;
         float dt[Layout::kVector], dy[Layout::kVector];
-        unpack<T, Layout::kVector>(in.delta[pass], dt);
-        unpack<T, Layout::kVector>(in.dout[pass], dy);
-        time_steps(dt, bias, p.delta_softplus, steps - rows.step);
+        in.delta.read(dt, pass);
+        in.dout.read(dy, pass);
+        time_steps(dt, bias[rows.row(pass)], p.delta_softplus, steps - rows.step);
         if (p.z != nullptr) {
             float z[Layout::kVector];
-            unpack<T, Layout::kVector>(in.z[pass], z);
+            in.z.read(z, pass);
 #pragma unroll
             for (int i = 0; i < Layout::kVector; ++i) {
                 dy[i] *= silu(z[i]);
@@ -114,10 +79,10 @@ __device__ __forceinline__ void stage_input(float* x_tile, const float* dt_tile,
                                             const BackwardRows<T, Layout>& rows) {
 #pragma unroll
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
-        const int at = rows.tile_row[pass] * Layout::kRow + rows.step;
+        const int at = rows.row(pass) * Layout::kRow + rows.step;
         float dt[Layout::kVector], x[Layout::kVector];
         read_row(dt, dt_tile + at);
-        unpack<T, Layout::kVector>(in.u[pass], x);
+        in.u.read(x, pass);
 #pragma unroll
         for (int i = 0; i < Layout::kVector; ++i) {
             x[i] *= dt[i];
@@ -129,44 +94,53 @@ __device__ __forceinline__ void stage_input(float* x_tile, const float* dt_tile,
 // The gradients of u, delta and z, and out again where it is asked for. The inputs were read again for this: they are in the
 // cache, and registers are scarce while the states run.
 template <typename T, class Layout, class Shared>
-__device__ __forceinline__ void store_gradients(const MambaSelectiveScanBackward& q, const Shared& shared,
+__device__ __forceinline__ void store_gradients(const MambaSelectiveScanBackward& q, Shared& shared,
                                                 const BackwardInputs<T, Layout>& in, const BackwardRows<T, Layout>& rows,
-                                                const ScanBlock& block, int64_t first_step, int steps, bool aligned,
-                                                float (&bias_sum)[Layout::kPasses], float (&D_sum)[Layout::kPasses]) {
+                                                const ScanBlock& block, int64_t first_step, int steps, bool aligned) {
     const MambaSelectiveScan& p = q.forward;
 #pragma unroll
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
-        const int at = rows.tile_row[pass] * Layout::kRow + rows.step;
-        const int valid = rows.exists[pass] ? steps - rows.step : 0;
-        const int64_t channel = rows.channel[pass];
+        const int at = rows.row(pass) * Layout::kRow + rows.step;
+        const int valid = rows.valid(pass, steps);
+        const int64_t channel = rows.channel(pass);
         const int64_t step = first_step + rows.step;
-        const float bias = p.delta_bias != nullptr ? p.delta_bias[channel] : 0.0f;
-        const float D = p.D != nullptr ? p.D[channel] : 0.0f;
+        const float bias = shared.bias[rows.row(pass)];
+        const float D = shared.D[rows.row(pass)];
         float u[Layout::kVector], dt[Layout::kVector], dy[Layout::kVector], Bg[Layout::kVector], Aq[Layout::kVector];
-        unpack<T, Layout::kVector>(in.u[pass], u);
+        in.u.read(u, pass);
         read_row(dt, shared.dt + at);
         read_row(dy, shared.dy + at);
-        read_row(Bg, shared.Bg + at);
+        read_row(Bg, shared.Bg() + at);
         read_row(Aq, shared.Aq + at);
         float du[Layout::kVector], ddelta[Layout::kVector];
+        float bias_sum = shared.bias_sum[pass][threadIdx.x];
+        float D_sum = shared.D_sum[pass][threadIdx.x];
 #pragma unroll
         for (int i = 0; i < Layout::kVector; ++i) {
             du[i] = fmaf(dt[i], Bg[i], D * dy[i]);
             ddelta[i] = fmaf(u[i], Bg[i], Aq[i] * kLn2);
-            D_sum[pass] = fmaf(dy[i], u[i], D_sum[pass]);
+            D_sum = fmaf(dy[i], u[i], D_sum);
         }
         if (p.delta_softplus) {
             float raw[Layout::kVector];
-            unpack<T, Layout::kVector>(in.delta[pass], raw);
+            in.delta.read(raw, pass);
 #pragma unroll
             for (int i = 0; i < Layout::kVector; ++i) {
                 ddelta[i] *= sigmoid(raw[i] + bias);
             }
         }
+        if (valid < Layout::kVector) {
+#pragma unroll
+            for (int i = 0; i < Layout::kVector; ++i) {
+                ddelta[i] = i < valid ? ddelta[i] : 0.0f;
+            }
+        }
 #pragma unroll
         for (int i = 0; i < Layout::kVector; ++i) {
-            bias_sum[pass] += i < valid ? ddelta[i] : 0.0f;
+            bias_sum += ddelta[i];
         }
+        shared.bias_sum[pass][threadIdx.x] = bias_sum;
+        shared.D_sum[pass][threadIdx.x] = D_sum;
         T* du_row = static_cast<T*>(q.du) + block.batch * q.du_batch_stride + channel * q.du_dim_stride;
         store_steps<T, Layout::kVector>(du_row + step, valid, aligned, du);
         T* ddelta_row = static_cast<T*>(q.ddelta) + block.batch * q.ddelta_batch_stride + channel * q.ddelta_dim_stride;
@@ -182,8 +156,8 @@ __device__ __forceinline__ void store_gradients(const MambaSelectiveScanBackward
         }
         if (p.z != nullptr) {
             float z[Layout::kVector], dz[Layout::kVector];
-            unpack<T, Layout::kVector>(in.z[pass], z);
-            unpack<T, Layout::kVector>(in.dout[pass], dz);
+            in.z.read(z, pass);
+            in.dout.read(dz, pass);
 #pragma unroll
             for (int i = 0; i < Layout::kVector; ++i) {
                 const float gate = sigmoid(z[i]);

@@ -6,8 +6,8 @@
 // and serve every channel of the block. Rows in shared memory run along time, so one 16-byte read gives a thread four steps.
 #pragma once
 
-#include "common/cuda_vector.cuh"
-#include "selective_scan/layouts.h"
+#include "selective_scan/cuda/access.cuh"
+#include "selective_scan/cuda/lanes.cuh"
 
 namespace mamba {
 
@@ -59,94 +59,46 @@ __device__ __forceinline__ int64_t workspace_at(const MambaSelectiveScan& p, int
     return segment * 2 * p.batch * p.dim * p.dstate + state;
 }
 
-// Takes a lane's states through `count` segments: segment, segment + step, ... state: number of its first one; the s-th lies
-// s * kLanes further and exists where that is below `states`. Reads of several segments are under way at once.
+// The numbers of a lane's states in the workspace, and whether they exist.
 template <class Layout>
-__device__ __forceinline__ void pass_through_segments(const MambaSelectiveScan& p, float (&carry)[Layout::kStates],
-                                                      int64_t segment, int step, int count, int64_t state, int states) {
+struct SegmentStates {
+    int64_t state[Layout::kEach][Layout::kStates];
+    bool exists[Layout::kEach][Layout::kStates];
+};
+
+// Takes a lane's states through `count` segments: segment, segment + step, ... Reads of several are under way at once.
+template <class Layout>
+__device__ __forceinline__ void pass_through_segments(const MambaSelectiveScan& p, Chains<Layout>& carry,
+                                                      const SegmentStates<Layout>& at, int64_t segment, int step, int count) {
     constexpr int kAtOnce = 16 / Layout::kStates;
-    for (int first = 0; first < count; first += kAtOnce) {
-        float value[kAtOnce][Layout::kStates], factor[kAtOnce][Layout::kStates];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int64_t at = workspace_at(p, segment + (first + i) * step, state);
+    for (int c = 0; c < Layout::kEach; ++c) {
+        for (int first = 0; first < count; first += kAtOnce) {
+            float value[kAtOnce][Layout::kStates], factor[kAtOnce][Layout::kStates];
 #pragma unroll
-            for (int s = 0; s < Layout::kStates; ++s) {
-                const bool exists = first + i < count && s * Layout::kLanes < states;
-                value[i][s] = exists ? p.workspace[at + s * Layout::kLanes] : 0.0f;
-                factor[i][s] = exists ? p.workspace[at + s * Layout::kLanes + p.batch * p.dim * p.dstate] : 1.0f;
+            for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+                for (int s = 0; s < Layout::kStates; ++s) {
+                    const int64_t from = workspace_at(p, segment + (first + i) * step, at.state[c][s]);
+                    const bool exists = first + i < count && at.exists[c][s];
+                    value[i][s] = exists ? p.workspace[from] : 0.0f;
+                    factor[i][s] = exists ? p.workspace[from + p.batch * p.dim * p.dstate] : 1.0f;
+                }
             }
-        }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+            for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-            for (int s = 0; s < Layout::kStates; ++s) {
-                // A carry of zero passes zero on even where the factor has overflowed, as it would step by step.
-                const bool fresh = factor[i][s] < 0.0f || carry[s] == 0.0f;
-                carry[s] = fresh ? value[i][s] : fmaf(factor[i][s], carry[s], value[i][s]);
+                for (int s = 0; s < Layout::kStates; ++s) {
+                    // A carry of zero passes zero on even where the factor has overflowed, as it would step by step.
+                    const bool fresh = factor[i][s] < 0.0f || carry[c][s] == 0.0f;
+                    carry[c][s] = fresh ? value[i][s] : fmaf(factor[i][s], carry[c][s], value[i][s]);
+                }
             }
         }
     }
 }
 
 // ---- tiles ---------------------------------------------------------------------------------------------------------
-
-// kCount elements from `at` on, zero from `valid` on (which may be negative). kAligned: `at` is a multiple of 16 bytes (or of
-// kCount elements) and valid of kCount, so that one predicated access does.
-template <typename T, int kCount, bool kAligned>
-__device__ __forceinline__ Packed<T, kCount> load_steps(const T* at, int valid) {
-    if constexpr (kAligned) {
-        Packed<T, kCount> packed = packed_zero<T, kCount>();
-        if (valid > 0) {
-            packed = packed_load<T, kCount>(at);
-        }
-        return packed;
-    } else {
-        float values[kCount];
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            values[i] = i < valid ? to_float(at[i]) : 0.0f;
-        }
-        return pack<T, kCount>(values);
-    }
-}
-
-template <typename T, int kCount>
-__device__ __forceinline__ void store_steps(T* at, int valid, bool aligned, const float (&values)[kCount]) {
-    if (aligned) {
-        if (valid > 0) {
-            packed_store<T, kCount>(at, pack<T, kCount>(values));
-        }
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        if (i < valid) {
-            at[i] = from_float<T>(values[i]);
-        }
-    }
-}
-
-// kCount floats to or from a row in shared memory, with accesses of up to 16 bytes.
-template <int kCount>
-__device__ __forceinline__ void write_row(float* row, const float (&values)[kCount]) {
-    if constexpr (kCount % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < kCount; i += 4) {
-            *reinterpret_cast<float4*>(row + i) = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
-        }
-    } else if constexpr (kCount == 2) {
-        *reinterpret_cast<float2*>(row) = make_float2(values[0], values[1]);
-    } else {
-        static_assert(kCount == 1, "1, 2 or a multiple of 4 floats");
-        *row = values[0];
-    }
-}
-
-template <int kCount>
-__device__ __forceinline__ void read_row(float (&values)[kCount], const float* row) {
-    unpack<float, kCount>(packed_load<float, kCount>(row), values);
-}
 
 struct Steps4 {
     float at[4];
@@ -200,13 +152,13 @@ struct StagedTile {
     static __device__ __forceinline__ int first_step() { return threadIdx.x * Layout::kStageVector % Layout::kTile; }
 
     // at: the thread's first element; states, steps: how many of the tile exist.
-    template <bool kAligned>
+    template <Access kAccess>
     __device__ __forceinline__ void fetch(const T* at, int64_t dstate_stride, int states, int steps) {
 #pragma unroll
         for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
             const bool exists = first_state() + pass * kPassStates < states;
-            raw[pass] = load_steps<T, Layout::kStageVector, kAligned>(at + pass * kPassStates * dstate_stride,
-                                                                      exists ? steps - first_step() : 0);
+            raw[pass] = load_steps<T, Layout::kStageVector, kAccess>(at + pass * kPassStates * dstate_stride,
+                                                                     exists ? steps - first_step() : 0);
         }
     }
 
@@ -234,18 +186,18 @@ struct MatrixRows {
 };
 
 // Fetches a tile of B and C; one that does not vary over time, or is not wanted, has no part in it.
-template <typename T, class Layout, bool kAligned>
+template <Access kAccess, typename T, class Layout>
 __device__ __forceinline__ void fetch_BC(StagedTile<T, Layout>& B, StagedTile<T, Layout>& C, const MambaSelectiveScan& p,
                                          const MatrixRows<T, Layout>& rows, int first_state, int64_t first_step, int steps,
                                          bool want_B = true, bool want_C = true) {
     const int states = static_cast<int>(p.dstate) - first_state;
     if (want_B && p.variable_B) {
-        B.template fetch<kAligned>(rows.B + first_state * p.B_dstate_stride + first_step, p.B_dstate_stride, states, steps);
+        B.template fetch<kAccess>(rows.B + first_state * p.B_dstate_stride + first_step, p.B_dstate_stride, states, steps);
     } else {
         B.clear();
     }
     if (want_C && p.variable_C) {
-        C.template fetch<kAligned>(rows.C + first_state * p.C_dstate_stride + first_step, p.C_dstate_stride, states, steps);
+        C.template fetch<kAccess>(rows.C + first_state * p.C_dstate_stride + first_step, p.C_dstate_stride, states, steps);
     } else {
         C.clear();
     }
@@ -326,14 +278,86 @@ struct MatrixTile {
     __device__ __forceinline__ Steps4 read_one(int at) const { return read4(words + at); }
 };
 
-// A lane's share of the element-wise rows. at: its first element in each row; valid: how many elements from there exist.
-template <typename T, class Layout, bool kAligned>
-__device__ __forceinline__ void fetch_rows(Packed<T, Layout::kVector> (&out)[Layout::kPasses],
-                                           const T* const (&at)[Layout::kPasses], int64_t first_step,
-                                           const int (&valid)[Layout::kPasses]) {
+// Where the elements of a lane lie in u, delta and z, in a tile that begins at step 0: row `pass` is kPassRows channels
+// further.
+template <typename T, class Layout>
+struct ElementRows {
+    const T* u;
+    const T* delta;
+    const T* z;
+    int64_t first_channel;
+    int tile_row;  // row in the block's tiles
+    int step;      // first step of the lane in a tile
+    bool exists[Layout::kPasses];
+
+    __device__ __forceinline__ ElementRows(const MambaSelectiveScan& p, const ScanBlock& block) {
+        const int lane = threadIdx.x % 32;
+        step = lane % Layout::kRowLanes * Layout::kVector;
+        tile_row = threadIdx.x / 32 * Layout::kWarpChannels + lane / Layout::kRowLanes;
+        first_channel = block.first_channel + tile_row;
+#pragma unroll
+        for (int pass = 0; pass < Layout::kPasses; ++pass) {
+            exists[pass] = row(pass) < block.channels;
+        }
+        u = at(static_cast<const T*>(p.u), block, p.u_batch_stride, p.u_dim_stride);
+        delta = at(static_cast<const T*>(p.delta), block, p.delta_batch_stride, p.delta_dim_stride);
+        z = at(static_cast<const T*>(p.z), block, p.z_batch_stride, p.z_dim_stride);
+    }
+
+    __device__ __forceinline__ int row(int pass) const { return tile_row + pass * Layout::kPassRows; }
+    __device__ __forceinline__ int64_t channel(int pass) const { return first_channel + pass * Layout::kPassRows; }
+    // Where they lie in another tensor.
+    template <typename Element>
+    __device__ __forceinline__ Element* at(Element* tensor, const ScanBlock& block, int64_t batch_stride,
+                                           int64_t dim_stride) const {
+        return tensor + block.batch * batch_stride + first_channel * dim_stride + step;
+    }
+    // How many of the lane's elements exist in a tile of so many steps.
+    __device__ __forceinline__ int valid(int pass, int steps) const { return exists[pass] ? steps - step : 0; }
+};
+
+// A lane's elements of a tile in one tensor. at: where they would lie if the tile began at step 0.
+template <typename T, class Layout>
+struct TileElements {
+    Packed<T, Layout::kVector> row[Layout::kPasses];
+
+    template <Access kAccess>
+    __device__ __forceinline__ void fetch(const ElementRows<T, Layout>& rows, const T* at, int64_t dim_stride,
+                                          int64_t first_step, int steps) {
+#pragma unroll
+        for (int pass = 0; pass < Layout::kPasses; ++pass) {
+            row[pass] = load_steps<T, Layout::kVector, kAccess>(at + first_step + pass * Layout::kPassRows * dim_stride,
+                                                                rows.valid(pass, steps));
+        }
+    }
+    __device__ __forceinline__ void read(float (&values)[Layout::kVector], int pass) const {
+        unpack<T, Layout::kVector>(row[pass], values);
+    }
+};
+
+// Asks for a lane's elements of a tile to come into the L2 cache.
+template <typename T, class Layout>
+__device__ __forceinline__ void prefetch_elements(const ElementRows<T, Layout>& rows, const T* at, int64_t dim_stride,
+                                                  int64_t first_step) {
 #pragma unroll
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
-        out[pass] = load_steps<T, Layout::kVector, kAligned>(at[pass] + first_step, valid[pass]);
+        if (rows.exists[pass]) {
+            prefetch_to_L2(at + first_step + pass * Layout::kPassRows * dim_stride);
+        }
+    }
+}
+
+// Dynamic shared memory for a kernel that may need more than it has without asking.
+template <typename... Parameters>
+cudaError_t set_shared_bytes(void (*kernel)(Parameters...), size_t bytes) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
+// A parameter of the block's channels (D), 0 without it.
+template <class Layout>
+__device__ __forceinline__ void stage_parameter(float* to, const float* parameter, const ScanBlock& block) {
+    for (int i = threadIdx.x; i < Layout::kChannels; i += Layout::kThreads) {
+        to[i] = i < block.channels && parameter != nullptr ? parameter[block.first_channel + i] : 0.0f;
     }
 }
 
@@ -343,53 +367,6 @@ __device__ __forceinline__ void stage_resets(int* flags, int tile, const int32_t
         const int64_t step = first_step + i;
         flags[i] = step > 0 && step < seqlen && seq_idx[step] != seq_idx[step - 1];
     }
-}
-
-// ---- sums across lanes -----------------------------------------------------------------------------------------------
-
-// Sums kValues values over the lanes that differ in the bits kBit, kBit / 2, ..., kLow. While a lane holds several values,
-// it hands half of them to its partner and keeps the other half, so that n values take n shuffles instead of n a bit.
-template <int kValues, int kBit, int kLow, int kCapacity>
-__device__ __forceinline__ void transpose_sum(float (&v)[kCapacity], int lane) {
-    if constexpr (kBit >= kLow && kValues > 1) {
-        constexpr int kHalf = kValues / 2;
-        const bool high = (lane & kBit) != 0;
-#pragma unroll
-        for (int i = 0; i < kHalf; ++i) {
-            const float keep = high ? v[i + kHalf] : v[i];
-            const float give = high ? v[i] : v[i + kHalf];
-            v[i] = keep + __shfl_xor_sync(0xffffffffu, give, kBit);
-        }
-        transpose_sum<kHalf, kBit / 2, kLow>(v, lane);
-    } else if constexpr (kBit >= kLow) {
-        v[0] += __shfl_xor_sync(0xffffffffu, v[0], kBit);
-        transpose_sum<1, kBit / 2, kLow>(v, lane);
-    }
-}
-
-// Stores what transpose_sum left of kSteps steps' sums over kMembers lanes that are kSpacing apart: into (add: onto)
-// row[0 ... kSteps).
-template <int kSteps, int kMembers, int kSpacing>
-__device__ __forceinline__ void store_sums(float* row, const float (&v)[kSteps], int lane, bool add) {
-    constexpr int kLeft = kSteps > kMembers ? kSteps / kMembers : 1;    // sums a lane holds
-    constexpr int kCopies = kMembers > kSteps ? kMembers / kSteps : 1;  // lanes that hold the same sum
-    const int member = lane / kSpacing % kMembers;
-    if (member % kCopies == 0) {
-        float* to = row + member / kCopies * kLeft;
-        float sums[kLeft];
-#pragma unroll
-        for (int i = 0; i < kLeft; ++i) {
-            sums[i] = add ? to[i] + v[i] : v[i];
-        }
-        write_row(to, sums);
-    }
-}
-
-// Sums kSteps steps over kMembers lanes that are kSpacing apart and puts the sums into (add: onto) row[0 ... kSteps).
-template <int kSteps, int kMembers, int kSpacing>
-__device__ __forceinline__ void sum_to_row(float* row, float (&v)[kSteps], int lane, bool add) {
-    transpose_sum<kSteps, kMembers * kSpacing / 2, kSpacing>(v, lane);
-    store_sums<kSteps, kMembers, kSpacing>(row, v, lane, add);
 }
 
 }  // namespace mamba

@@ -64,8 +64,8 @@ PIPELINE_CASES = (
     ScanCase(1, 3001, 200, initial_state=True),
     ScanCase(1, 1500, 1096),
 )
-# And these are too many channels for it, and too many to be split.
-MANY_CHANNELS = (ScanCase(6, 1024, 136), ScanCase(8, 1536, 136, initial_state=True))
+# And these are too many channels for it, and too many to be split. 205 steps: rows that begin anywhere.
+MANY_CHANNELS = (ScanCase(6, 1024, 136), ScanCase(8, 1536, 136, initial_state=True), ScanCase(6, 1536, 205))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)

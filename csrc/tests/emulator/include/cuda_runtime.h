@@ -111,6 +111,9 @@ inline unsigned __float_as_uint(float value) {
 inline int __float_as_int(float value) {
     return emulated_bits<int>(value);
 }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return static_cast<unsigned>((low | static_cast<uint64_t>(high) << 32) >> (shift & 31));
+}
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     const uint64_t bytes = low | static_cast<uint64_t>(high) << 32;
     unsigned result = 0;

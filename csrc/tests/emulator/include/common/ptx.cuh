@@ -30,6 +30,10 @@ T* opaque(T* pointer) {
     return pointer;
 }
 
+inline int opaque(int index) {
+    return index;
+}
+
 #define MAMBA_DYNAMIC_SHARED(alignment, type, name) type* const name = reinterpret_cast<type*>(emulator::dynamic_shared())
 
 inline uint32_t shared_address(const void* pointer) {
@@ -38,6 +42,10 @@ inline uint32_t shared_address(const void* pointer) {
 
 inline void store_shared(uint32_t address, uint32_t value) {
     *static_cast<uint32_t*>(emulator::at_shared_address(address)) = value;
+}
+
+inline void store_shared_16_bytes(void* to, float x, float y, float z, float w) {
+    *static_cast<float4*>(to) = make_float4(x, y, z, w);
 }
 
 // ---- a kernel that starts early: here each ends before the next ------------------------------------------------------

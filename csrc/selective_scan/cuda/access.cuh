@@ -1,0 +1,136 @@
+// How a lane reads and writes its steps of a row in global memory, wherever the row begins.
+#pragma once
+
+#include "common/cuda_vector.cuh"
+
+namespace mamba {
+
+// How a tile's rows can be read: step by step; in vectors of 16 bytes (or of what a lane reads) that begin before the elements
+// and end behind them; in vectors that begin and end with them; and so that all that the tile has room for exists.
+enum class Access { kSteps, kShifted, kAligned, kWhole };
+
+template <Access kAccess_>
+struct AccessIs {
+    static constexpr Access kAccess = kAccess_;
+};
+
+// Calls function(AccessIs<...>{}). aligned: rows begin at multiples of 16 bytes; inside: see vectors_within.
+template <class Function>
+__device__ __forceinline__ void with_access(bool aligned, bool whole, bool inside, const Function& function) {
+    if (aligned && whole) {
+        function(AccessIs<Access::kWhole>{});
+    } else if (aligned) {
+        function(AccessIs<Access::kAligned>{});
+    } else if (inside) {
+        function(AccessIs<Access::kShifted>{});
+    } else {
+        function(AccessIs<Access::kSteps>{});
+    }
+}
+
+// Whether a tile is whole, and a vector on either side of it is of the same rows.
+template <class Layout>
+__device__ __forceinline__ bool vectors_within(int64_t first_step, int64_t seqlen) {
+    constexpr int kMost = 8;  // elements of 16 bytes
+    return first_step >= kMost && first_step + Layout::kTile + kMost <= seqlen;
+}
+
+// kCount elements from `at` on, wherever that is; zero where they do not exist.
+template <typename T, int kCount>
+__device__ __forceinline__ Packed<T, kCount> load_shifted(const T* at, bool exist) {
+    constexpr int kWords = kCount * sizeof(T) / 4;
+    constexpr int kVector = kWords < 4 ? kWords : 4;  // words
+    constexpr int kElements = kVector * 4 / sizeof(T);
+    const int before = static_cast<int>(reinterpret_cast<uintptr_t>(at) % (4 * kVector) / sizeof(T));
+    Packed<T, kCount> first = packed_zero<T, kCount>();
+    Packed<T, kElements> last = packed_zero<T, kElements>();
+    if (exist) {
+        first = packed_load<T, kCount>(at - before);
+        last = packed_load<T, kElements>(at - before + kCount);
+    }
+    uint32_t word[kWords + kVector];
+#pragma unroll
+    for (int i = 0; i < kWords + kVector; ++i) {
+        word[i] = i < kWords ? first.word[i < kWords ? i : 0] : last.word[i < kWords ? 0 : i - kWords];
+    }
+#pragma unroll
+    for (int shift = kVector / 2; shift > 0; shift /= 2) {
+        const bool shifted = (before * static_cast<int>(sizeof(T)) / 4 & shift) != 0;
+#pragma unroll
+        for (int i = 0; i + shift < kWords + kVector; ++i) {
+            word[i] = shifted ? word[i + shift] : word[i];
+        }
+    }
+    Packed<T, kCount> packed;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+        packed.word[i] = sizeof(T) == 2 ? __funnelshift_r(word[i], word[i + 1], before % 2 * 16) : word[i];
+    }
+    return packed;
+}
+
+// kCount elements from `at` on, zero from `valid` on (which may be negative, and but with kSteps is a multiple of kCount).
+template <typename T, int kCount, Access kAccess>
+__device__ __forceinline__ Packed<T, kCount> load_steps(const T* at, int valid) {
+    if constexpr (kAccess == Access::kWhole) {
+        return packed_load<T, kCount>(at);
+    } else if constexpr (kAccess == Access::kAligned) {
+        Packed<T, kCount> packed = packed_zero<T, kCount>();
+        if (valid > 0) {
+            packed = packed_load<T, kCount>(at);
+        }
+        return packed;
+    } else if constexpr (kAccess == Access::kShifted) {
+        return load_shifted<T, kCount>(at, valid > 0);
+    } else {
+        float values[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            values[i] = i < valid ? to_float(at[i]) : 0.0f;
+        }
+        return pack<T, kCount>(values);
+    }
+}
+
+// kCount packed 16-bit elements to `at`, wherever it lies, in words where they lie at words' addresses.
+template <typename T, int kCount>
+__device__ __forceinline__ void store_shifted(T* at, const Packed<T, kCount>& packed) {
+    constexpr int kWords = kCount / 2;
+    const bool odd = reinterpret_cast<uintptr_t>(at) % 4 != 0;
+    uint32_t* const words = reinterpret_cast<uint32_t*>(at + odd);
+    uint16_t* const halves = reinterpret_cast<uint16_t*>(at);
+    if (odd) {
+        halves[0] = static_cast<uint16_t>(packed.word[0]);
+        halves[kCount - 1] = static_cast<uint16_t>(packed.word[kWords - 1] >> 16);
+    } else {
+        words[kWords - 1] = packed.word[kWords - 1];
+    }
+#pragma unroll
+    for (int i = 0; i < kWords - 1; ++i) {
+        words[i] = __funnelshift_r(packed.word[i], packed.word[i + 1], odd ? 16 : 0);
+    }
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void store_steps(T* at, int valid, bool aligned, const float (&values)[kCount]) {
+    if (aligned) {
+        if (valid > 0) {
+            packed_store<T, kCount>(at, pack<T, kCount>(values));
+        }
+        return;
+    }
+    if constexpr (sizeof(T) == 2) {
+        if (valid >= kCount) {
+            store_shifted<T, kCount>(at, pack<T, kCount>(values));
+            return;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        if (i < valid) {
+            at[i] = from_float<T>(values[i]);
+        }
+    }
+}
+
+}  // namespace mamba
