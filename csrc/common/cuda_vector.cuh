@@ -140,6 +140,20 @@ __device__ __forceinline__ Packed<T, N> pack(const float* values) {
     return packed;
 }
 
+// The first `left` of N neighbours and zeros after them. vectors: accesses of up to 16 bytes are aligned.
+template <typename T, int N>
+__device__ __forceinline__ Packed<T, N> packed_load_padded(const T* address, int64_t left, bool vectors) {
+    if (vectors && left >= N) {
+        return packed_load<T, N>(address);
+    }
+    float values[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        values[i] = i < left ? to_float(address[i]) : 0.0f;
+    }
+    return pack<T, N>(values);
+}
+
 // ---- elements whose dtype is known only at run time ------------------------------------------------------------------
 
 __device__ __forceinline__ void store_from_float(void* data, int64_t index, int32_t dtype, float value) {
@@ -162,6 +176,14 @@ __device__ __forceinline__ float float_from_bits(uint32_t bits, int32_t dtype) {
         return __uint_as_float(bits);
     }
     return dtype == MAMBA_FLOAT16 ? unpack2<__half>(bits).x : unpack2<__nv_bfloat16>(bits).x;
+}
+
+__device__ __forceinline__ void store_bits(void* data, int64_t index, int32_t dtype, uint32_t bits) {
+    if (dtype == MAMBA_FLOAT32) {
+        static_cast<uint32_t*>(data)[index] = bits;
+    } else {
+        static_cast<uint16_t*>(data)[index] = static_cast<uint16_t>(bits);
+    }
 }
 
 // N neighbours with accesses of up to 16 bytes; the address must be a multiple of their size.

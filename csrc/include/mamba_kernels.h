@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 7
+#define MAMBA_ABI_VERSION 8
 
 /* Error codes. */
 #define MAMBA_OK 0
@@ -50,6 +50,8 @@ extern "C" {
 #define MAMBA_MAX_HEADDIM 256
 /* Largest rank of mamba3. */
 #define MAMBA_MAX_RANK 64
+/* Largest dt_rank of mamba_step. */
+#define MAMBA_MAX_DT_RANK 8192
 /* Largest group_size of norm. */
 #define MAMBA_MAX_NORM_GROUP 1073741824
 
@@ -219,6 +221,82 @@ typedef struct MambaSelectiveStateUpdate {
     int64_t dt_bias_head_stride, dt_bias_dim_stride;
     int64_t out_batch_stride, out_head_stride, out_dim_stride;
 } MambaSelectiveStateUpdate;
+
+/* One decode step of a Mamba-2 layer between its two projections, on the output of the first: a row of zxBCdt holds z and x (H,
+ * P), B and C (G, N) and dt (H). x, B and C go through the causal convolution and silu, with the last inputs in conv_state;
+ * then state = exp(dt A) state + dt B x with dt = clamp(softplus(dt + dt_bias), dt_min, dt_max) and A = -exp(A_log), and out =
+ * C . state + D x: times silu(z), or with norm_weight in a gated RMSNorm over each group's H P / G channels (as MambaNorm).
+ * Both states are updated in place. Elements of a row of zxBCdt and of out have stride 1. Letters: I = H P + 2 G N, R rows. */
+typedef struct MambaMamba2Step {
+    MambaRun run;
+    int64_t batch, nheads, headdim, ngroups, dstate;
+    int64_t state_len; /* of conv_state, >= width - 1 */
+    int32_t width;     /* 2, 3 or 4 */
+    int32_t gate;      /* without norm_weight: whether out is multiplied by silu(z) */
+    int32_t norm_before_gate;
+    int32_t dtype; /* of zxBCdt, out */
+    int32_t conv_state_dtype, conv_weight_dtype, conv_bias_dtype;
+    int32_t state_dtype, dt_bias_dtype, A_log_dtype, D_dtype, norm_weight_dtype;
+    float dt_min, dt_max, norm_eps;
+    int32_t reserved;
+    const void* zxBCdt;      /* (B, 2 H P + 2 G N + H) */
+    void* conv_state;        /* (B, I, S) */
+    const void* conv_weight; /* (I, W) contiguous */
+    const void* conv_bias;   /* (I), optional */
+    void* state;             /* (B, H, P, N) */
+    const void* dt_bias;     /* (H) contiguous */
+    const void* A_log;       /* (H) contiguous */
+    const void* D;           /* (H, P); D_dim_stride 0 for one value a head */
+    const void* norm_weight; /* (H P) contiguous, optional */
+    void* out;               /* (B, H P) */
+    int64_t zxBCdt_batch_stride, out_batch_stride;
+    int64_t conv_state_batch_stride, conv_state_dim_stride, conv_state_len_stride;
+    int64_t state_batch_stride, state_head_stride, state_dim_stride, state_dstate_stride;
+    int64_t D_head_stride, D_dim_stride;
+} MambaMamba2Step;
+
+/* One decode step of a Mamba layer between its two outer projections, on the output of the first: a row of xz holds x and z
+ * (D). x goes through the causal convolution and silu, with the last inputs in conv_state; x_proj_weight x is dt's rank R, B
+ * and C (N each); dt = softplus(dt_proj_weight dt + dt_bias); state = exp(dt A) state + dt B x with A = -exp(A_log), and out =
+ * (C . state + D x) silu(z). Both states are updated in place. Elements of a row of xz and of out have stride 1. */
+typedef struct MambaMambaStep {
+    MambaRun run;
+    int64_t batch, dim, dt_rank, dstate;
+    int64_t state_len; /* of conv_state, >= width - 1 */
+    int32_t width;     /* 2, 3 or 4 */
+    int32_t dtype;     /* of xz, x_proj_weight, dt_proj_weight, out */
+    int32_t conv_state_dtype, conv_weight_dtype, conv_bias_dtype;
+    int32_t state_dtype, dt_bias_dtype, A_log_dtype, D_dtype;
+    int32_t reserved;
+    const void* xz;             /* (B, 2 D) */
+    void* conv_state;           /* (B, D, S) */
+    const void* conv_weight;    /* (D, W) contiguous */
+    const void* conv_bias;      /* (D), optional */
+    const void* x_proj_weight;  /* (R + 2 N, D) contiguous */
+    const void* dt_proj_weight; /* (D, R) contiguous */
+    const void* dt_bias;        /* (D) contiguous, optional */
+    void* state;                /* (B, D, N) */
+    const void* A_log;          /* (D, N) contiguous */
+    const void* D;              /* (D) contiguous */
+    void* out;                  /* (B, D) */
+    void* workspace;            /* as many bytes as mamba_mamba_step_workspace says, 16-byte aligned */
+    int64_t xz_batch_stride, out_batch_stride;
+    int64_t conv_state_batch_stride, conv_state_dim_stride, conv_state_len_stride;
+    int64_t state_batch_stride, state_dim_stride, state_dstate_stride;
+} MambaMambaStep;
+
+/* out = x weight^T + bias, for few rows: weight is read once for 8 of them. Elements of a row of x and of out have stride 1. */
+typedef struct MambaLinear {
+    MambaRun run;
+    int64_t rows, in_features, out_features;
+    int32_t dtype; /* of x, weight, out */
+    int32_t bias_dtype;
+    const void* x;      /* (R, in) */
+    const void* weight; /* (out, in) contiguous */
+    const void* bias;   /* (out) contiguous, optional */
+    void* out;          /* (R, out) */
+    int64_t x_row_stride, out_row_stride;
+} MambaLinear;
 
 /* Mamba-2's scan (state space duality): h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T;  out_t = (h_t C_t + D x_t) silu(z_t);
  * dt_t = clamp(softplus?(dt_t + dt_bias), dt_min, dt_max). H / G neighbouring heads share a group of B and C.
@@ -447,6 +525,13 @@ MAMBA_API int64_t mamba_causal_conv1d_backward_workspace(const MambaCausalConv1d
 MAMBA_API int32_t mamba_causal_conv1d_update(const MambaCausalConv1dUpdate* params);
 
 MAMBA_API int32_t mamba_selective_state_update(const MambaSelectiveStateUpdate* params);
+
+MAMBA_API int32_t mamba_mamba2_step(const MambaMamba2Step* params);
+MAMBA_API int32_t mamba_mamba_step(const MambaMambaStep* params);
+/* Bytes of MambaMambaStep::workspace; reads run and the sizes. */
+MAMBA_API int64_t mamba_mamba_step_workspace(const MambaMambaStep* params);
+
+MAMBA_API int32_t mamba_linear(const MambaLinear* params);
 
 MAMBA_API int32_t mamba_ssd_forward(const MambaSsd* params);
 MAMBA_API int32_t mamba_ssd_backward(const MambaSsdBackward* params);

@@ -68,7 +68,11 @@ CASES = {
         "update": [Update(1, 0, 1536, 16, "float32"), Update(4, 24, 64, 128, "float32")],
         "conv": [Conv(1, 2048, 1536, dtype="float32"), ConvUpdate(1, 1792, "float32")],
         "norm": [Norm("add", 2048, 768, "float32"), Norm("gated", 2048, 1536, "float32")],
-        "decode": [Decode(layer, 1, "float32", new=16, passes=("step", "generate")) for layer in ("Mamba2", "Mamba1")],
+        "decode": [
+            Decode(layer, 1, dtype, new=16, passes=("step", "generate"))
+            for layer in ("Mamba2", "Mamba1")
+            for dtype in ("float32", "bfloat16")
+        ],
         "train": [Train("Mamba2", 1, 128, d_model=256, n_layer=4, passes=("step",))],
     },
 }

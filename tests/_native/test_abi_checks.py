@@ -19,6 +19,9 @@ SIZES = {
     abi.MambaCausalConv1d: {"batch": 1, "dim": 4, "seqlen": 8, "width": 4},
     abi.MambaCausalConv1dUpdate: {"batch": 1, "dim": 4, "seqlen": 2, "width": 4, "state_len": 3, "state_rows": 1},
     abi.MambaSelectiveStateUpdate: {"batch": 1, "nheads": 4, "headdim": 4, "dstate": 4, "ngroups": 2, "state_rows": 1},
+    abi.MambaMamba2Step: {"batch": 1, "nheads": 4, "headdim": 4, "dstate": 4, "ngroups": 2, "width": 4, "state_len": 3},
+    abi.MambaMambaStep: {"batch": 1, "dim": 4, "dt_rank": 2, "dstate": 4, "width": 4, "state_len": 3},
+    abi.MambaLinear: {"rows": 2, "in_features": 4, "out_features": 3},
     abi.MambaSsd: {"batch": 1, "seqlen": 8, "nheads": 4, "headdim": 4, "ngroups": 2, "dstate": 4},
     abi.MambaMamba3: {
         "batch": 1,
@@ -48,6 +51,9 @@ POINTERS = {
     "causal_conv1d_backward": "x weight dout dx dweight",
     "causal_conv1d_update": "x weight conv_state out",
     "selective_state_update": "state x dt A B C out",
+    "mamba2_step": "zxBCdt conv_state conv_weight state dt_bias A_log D out",
+    "mamba_step": "xz conv_state conv_weight x_proj_weight dt_proj_weight state A_log D out",
+    "linear": "x weight out",
     "ssd_forward": "x dt A B C",
     "ssd_backward": "x dt A B C dout dx ddt dA dB dC",
     "mamba3_forward": "q k v adt dt trap q_bias k_bias out",
@@ -93,6 +99,10 @@ OTHERS = [
     ("selective_state_update", {"ngroups": 3}, abi.ERROR_INVALID, "ngroups must divide nheads, got ngroups=3 nheads=4"),
     ("selective_state_update", {"dstate": 257}, abi.ERROR_UNSUPPORTED, "dstate must be in [1, 256], got 257"),
     ("selective_state_update", {"state_rows": 0}, abi.ERROR_INVALID, "state_rows must be at least 1, got 0"),
+    ("mamba2_step", {"headdim": 257}, abi.ERROR_UNSUPPORTED, "headdim must be in [1, 256], got 257"),
+    ("mamba2_step", {"state_len": 2}, abi.ERROR_INVALID, "state_len must be at least 3, got 2"),
+    ("mamba_step", {"dt_rank": 8193}, abi.ERROR_UNSUPPORTED, "dt_rank must be in [1, 8192], got 8193"),
+    ("mamba_step", {"width": 5}, abi.ERROR_UNSUPPORTED, "width must be in [2, 4], got 5"),
     ("ssd_forward", {"headdim": 257}, abi.ERROR_UNSUPPORTED, "headdim must be in [0, 256], got 257"),
     ("ssd_forward", {"ngroups": 0}, abi.ERROR_INVALID, "ngroups must divide nheads, got ngroups=0 nheads=4"),
     ("ssd_backward", {"z": 1}, abi.ERROR_UNSUPPORTED, "takes neither z nor cu_seqlens"),
@@ -108,7 +118,7 @@ def good_call(name):
     fields = {**SIZES[abi.FUNCTIONS[name]], **dict.fromkeys(POINTERS[name].split(), 1), "num_threads": 1}
     if name == "ssd_forward":
         fields["out"] = 1  # with neither out nor final_state there is nothing to do
-    if name in ("ssd_backward", "mamba3_backward"):
+    if name in ("ssd_backward", "mamba3_backward", "mamba_step"):
         fields["workspace"] = 1
     return fields
 
@@ -131,6 +141,7 @@ def wrong_calls():
         ]
         calls += [[name, {**good, field: 0}, abi.ERROR_INVALID, f"{field} is NULL"] for field in POINTERS[name].split()]
         optional = {"bias_dtype": "bias", "D_dtype": "D", "dt_bias_dtype": "dt_bias"}
+        optional.update(conv_bias_dtype="conv_bias", norm_weight_dtype="norm_weight")
         for field in dtype_fields(struct):
             given = {optional[field]: 1} if field in optional else {}
             words = "residual and z" if field == "other_dtype" else "dtype code 7 is none of"

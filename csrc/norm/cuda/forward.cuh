@@ -84,6 +84,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == kNormBlock ? kNormReside
     residual_out = residual_out == nullptr || !active ? nullptr : residual_out + row * p.residual_out_row_stride + column;
     const bool gate_first = z != nullptr && !p.norm_before_gate;
     const bool gate_last = z != nullptr && p.norm_before_gate;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     const float inverse_size = 1.0f / static_cast<float>(size);
 
     float s[NormTile<kVector>::kElements];
@@ -164,11 +166,12 @@ cudaError_t launch_norm_forward_as(const MambaNorm& p, const NormLayout& layout)
     const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows * p.ngroups, layout.block_rows));
     if constexpr (!kLooped) {
         if (layout.lanes * layout.block_rows <= kNormBlock) {
-            return launch_kernel(norm_forward_kernel<T, Other, kVector, false, kNormBlock>, blocks, threads, 0, p.run.stream,
-                                 p);
+            return launch_overlapping(norm_forward_kernel<T, Other, kVector, false, kNormBlock>, blocks, threads, 0,
+                                      p.run.stream, p);
         }
     }
-    return launch_kernel(norm_forward_kernel<T, Other, kVector, kLooped, kNormMaxThreads>, blocks, threads, 0, p.run.stream, p);
+    return launch_overlapping(norm_forward_kernel<T, Other, kVector, kLooped, kNormMaxThreads>, blocks, threads, 0,
+                              p.run.stream, p);
 }
 
 // Vectors of 16 bytes of the wider type where all tensors allow it.

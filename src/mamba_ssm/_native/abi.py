@@ -9,7 +9,7 @@ import ctypes
 import typing
 from collections.abc import Callable
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 OK = 0
 ERROR_INVALID = 1
@@ -28,6 +28,7 @@ SCAN_CHECKPOINT = 64
 MAX_DSTATE = 256
 MAX_HEADDIM = 256
 MAX_RANK = 64
+MAX_DT_RANK = 8192
 MAX_NORM_GROUP = 1073741824
 
 # A library's functions: {name without mamba_: ctypes function}.
@@ -163,6 +164,58 @@ class MambaSelectiveStateUpdate(ctypes.Structure):
         i64: z_batch_stride, z_head_stride, z_dim_stride;
         i64: dt_bias_head_stride, dt_bias_dim_stride;
         i64: out_batch_stride, out_head_stride, out_dim_stride
+        """,
+        MambaRun=MambaRun,
+    )
+
+
+class MambaMamba2Step(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = _fields(
+        """
+        MambaRun: run;
+        i64: batch, nheads, headdim, ngroups, dstate, state_len;
+        i32: width, gate, norm_before_gate, dtype, conv_state_dtype, conv_weight_dtype, conv_bias_dtype;
+        i32: state_dtype, dt_bias_dtype, A_log_dtype, D_dtype, norm_weight_dtype;
+        f32: dt_min, dt_max, norm_eps;
+        i32: reserved;
+        ptr: zxBCdt, conv_state, conv_weight, conv_bias, state, dt_bias, A_log, D, norm_weight, out;
+        i64: zxBCdt_batch_stride, out_batch_stride;
+        i64: conv_state_batch_stride, conv_state_dim_stride, conv_state_len_stride;
+        i64: state_batch_stride, state_head_stride, state_dim_stride, state_dstate_stride;
+        i64: D_head_stride, D_dim_stride
+        """,
+        MambaRun=MambaRun,
+    )
+
+
+class MambaMambaStep(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = _fields(
+        """
+        MambaRun: run;
+        i64: batch, dim, dt_rank, dstate, state_len;
+        i32: width, dtype, conv_state_dtype, conv_weight_dtype, conv_bias_dtype;
+        i32: state_dtype, dt_bias_dtype, A_log_dtype, D_dtype, reserved;
+        ptr: xz, conv_state, conv_weight, conv_bias, x_proj_weight, dt_proj_weight, dt_bias, state, A_log, D, out;
+        ptr: workspace;
+        i64: xz_batch_stride, out_batch_stride;
+        i64: conv_state_batch_stride, conv_state_dim_stride, conv_state_len_stride;
+        i64: state_batch_stride, state_dim_stride, state_dstate_stride
+        """,
+        MambaRun=MambaRun,
+    )
+
+
+class MambaLinear(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = _fields(
+        """
+        MambaRun: run;
+        i64: rows, in_features, out_features;
+        i32: dtype, bias_dtype;
+        ptr: x, weight, bias, out;
+        i64: x_row_stride, out_row_stride
         """,
         MambaRun=MambaRun,
     )
@@ -318,6 +371,9 @@ STRUCTS = (
     MambaCausalConv1dBackward,
     MambaCausalConv1dUpdate,
     MambaSelectiveStateUpdate,
+    MambaMamba2Step,
+    MambaMambaStep,
+    MambaLinear,
     MambaSsd,
     MambaSsdBackward,
     MambaMamba3,
@@ -338,6 +394,9 @@ FUNCTIONS = {
     "causal_conv1d_backward": MambaCausalConv1dBackward,
     "causal_conv1d_update": MambaCausalConv1dUpdate,
     "selective_state_update": MambaSelectiveStateUpdate,
+    "mamba2_step": MambaMamba2Step,
+    "mamba_step": MambaMambaStep,
+    "linear": MambaLinear,
     "selective_scan_plan": MambaSelectiveScan,
     "ssd_forward": MambaSsd,
     "ssd_backward": MambaSsdBackward,
@@ -353,6 +412,7 @@ MORE_ARGUMENTS = {"selective_scan_plan": [_i32, ctypes.POINTER(MambaSelectiveSca
 # Functions that return a size in bytes.
 SIZE_FUNCTIONS = {
     "causal_conv1d_backward_workspace": MambaCausalConv1d,
+    "mamba_step_workspace": MambaMambaStep,
     "ssd_forward_workspace": MambaSsd,
     "ssd_backward_workspace": MambaSsd,
     "mamba3_backward_workspace": MambaMamba3,

@@ -17,7 +17,9 @@ from mamba_ssm.modules._state import StatefulBlock, mark
 from mamba_ssm.modules._submodules import convolve_step
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.causal_conv1d import wants_silu
+from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block
+from mamba_ssm.ops.mamba2_step import mamba2_step
 from mamba_ssm.ops.norm import GatedRMSNorm
 from mamba_ssm.ops.state_update import selective_state_update
 
@@ -217,14 +219,48 @@ class Mamba2(Mamba2Base, StatefulBlock):
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba2: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
         self._check_states(conv_state, ssm_state)
-        z0, x0, z, xBC, dt = self._split(self.in_proj(hidden_states.squeeze(1)))
+        zxbcdt = project(self.in_proj, hidden_states.squeeze(1))
+        if is_plain(self.conv1d, nn.Conv1d) and self.activation is not None:
+            y = self._step_inside(zxbcdt, conv_state, ssm_state)
+        else:
+            y = self._step_by_parts(zxbcdt, conv_state, ssm_state)
+        return project(self.out_proj, y).unsqueeze(1), conv_state, ssm_state
+
+    def _step_inside(self, zxbcdt: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
+        """(B, d_inner), by one operator; a norm that is more than its parameters is called behind it."""
+        d_mlp = self.d_inner - self.d_ssm
+        mlp, zxbcdt = (None, zxbcdt) if d_mlp == 0 else (zxbcdt[:, : 2 * d_mlp], zxbcdt[:, 2 * d_mlp :])
+        fuse_norm = self.rmsnorm and is_plain(self.norm, GatedRMSNorm)
+        y = mamba2_step(
+            zxbcdt,
+            conv_state,
+            ssm_state,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            self.dt_bias,
+            self.A_log,
+            self._D(),
+            self.norm.weight if fuse_norm else None,
+            ngroups=self.ngroups,
+            dt_limit=self.dt_limit,
+            gate=not self.rmsnorm,
+            rmsnorm_eps=self.norm.eps if fuse_norm else 0.0,
+            norm_before_gate=self.norm_before_gate,
+        )
+        if self.rmsnorm and not fuse_norm:
+            y = self.norm(y, zxbcdt[:, : self.d_ssm])
+        if mlp is None:
+            return y
+        z0, x0 = mlp.chunk(2, dim=1)
+        return torch.cat([F.silu(z0) * x0, y], dim=1)
+
+    def _step_by_parts(self, zxbcdt: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
+        """(B, d_inner), by a call of the convolution, which is more than its parameters."""
+        z0, x0, z, xBC, dt = self._split(zxbcdt)
         xBC = convolve_step(self.conv1d, xBC, conv_state, self.activation)
         x, B, C = self._split_xBC(xBC)
         heads = (self.nheads, self.headdim)
-        dt_bias: torch.Tensor | None = self.dt_bias[:, None].expand(heads)
-        limited = self.dt_limit != (0.0, float("inf"))  # the step's kernel does not clamp
-        if limited:
-            dt, dt_bias = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.dt_limit), None
+        dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.dt_limit)
         y = selective_state_update(
             ssm_state,
             x,
@@ -234,11 +270,8 @@ class Mamba2(Mamba2Base, StatefulBlock):
             C,
             self._D() if self.D_has_hdim else self.D[:, None].expand(heads),
             z=None if self.rmsnorm else z.unflatten(-1, heads),
-            dt_bias=dt_bias,
-            dt_softplus=not limited,
         )
-        y = self._norm_and_mlp(y.flatten(1), z, z0, x0)
-        return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
+        return self._norm_and_mlp(y.flatten(1), z, z0, x0)
 
     def _as_one_node(
         self, u: torch.Tensor, seq_idx: torch.Tensor | None, cu_seqlens: torch.Tensor | None

@@ -10,13 +10,15 @@ import torch.nn.functional as F
 
 from mamba_ssm._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm._native import abi
-from mamba_ssm._torch import is_plain, weight_and_bias
+from mamba_ssm._torch import autocast_dtype, is_plain, weight_and_bias
 from mamba_ssm.modules._inputs import check_input, is_continued
 from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, mark
 from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_step
 from mamba_ssm.modules.block import Block as _Block
 from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, project_in
+from mamba_ssm.ops.mamba_step import mamba_step
 from mamba_ssm.ops.selective_scan import selective_scan_fn
 from mamba_ssm.ops.state_update import selective_state_update
 
@@ -205,13 +207,39 @@ class Mamba(StatefulBlock):
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
         self._check_states(conv_state, ssm_state)
-        x, z = self.in_proj(hidden_states.squeeze(1)).chunk(2, dim=-1)
+        xz = project(self.in_proj, hidden_states.squeeze(1))
+        plain = is_plain(self.x_proj, nn.Linear) and is_plain(self.dt_proj, nn.Linear)
+        if plain and is_plain(self.conv1d, nn.Conv1d) and self.dt_rank <= abi.MAX_DT_RANK:
+            y = self._step_inside(xz, conv_state, ssm_state)
+        else:
+            y = self._step_by_parts(xz, conv_state, ssm_state)
+        return project(self.out_proj, y).unsqueeze(1), conv_state, ssm_state
+
+    def _step_inside(self, xz: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
+        """(B, d_inner), by one operator."""
+        projections = self.x_proj.weight, self.dt_proj.weight
+        if autocast_dtype(xz) is not None:  # as it does for a linear layer
+            projections = projections[0].to(xz.dtype), projections[1].to(xz.dtype)
+        return mamba_step(
+            xz,
+            conv_state,
+            ssm_state,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            *projections,
+            self.dt_proj.bias,
+            self.A_log,
+            self.D,
+        )
+
+    def _step_by_parts(self, xz: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
+        """(B, d_inner), by a call of each submodule that is more than its parameters."""
+        x, z = xz.chunk(2, dim=-1)
         x = convolve_step(self.conv1d, x, conv_state, self.activation)
         dt, B, C = torch.split(self.x_proj(x), [self.dt_rank, self.d_state, self.d_state], dim=-1)
         dt, dt_bias = self._project_dt(dt)
         A = -torch.exp(self.A_log.float())
-        y = selective_state_update(ssm_state, x, dt, A, B, C, self.D, z=z, dt_bias=dt_bias, dt_softplus=True)
-        return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
+        return selective_state_update(ssm_state, x, dt, A, B, C, self.D, z=z, dt_bias=dt_bias, dt_softplus=True)
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: object

@@ -74,6 +74,17 @@ def check_width(op, width, prefix=""):
         raise ValueError(f"{op}: the width (last dimension of {prefix}weight) must be 2, 3 or 4, got {width}")
 
 
+def check_conv_state(op, conv_state, rows, dim, width, like, like_name):
+    """Checks a decoding state (rows, D, S), which is written in place; returns S."""
+    checks.check_dims(op, "conv_state", conv_state, 3, "(B, D, S)")
+    state_len = conv_state.shape[2]
+    checks.check_float(op, "conv_state", conv_state, (rows, dim, state_len), like, like_name, "(B, D, S)")
+    checks.check_writable(op, "conv_state", conv_state)
+    if state_len < width - 1:
+        raise ValueError(f"{op}: conv_state must hold at least W-1 = {width - 1} steps, got S = {state_len}")
+    return state_len
+
+
 def wants_silu(op: str, activation: str | None) -> bool:
     """True for silu, False for none."""
     if activation not in (None, "silu", "swish"):

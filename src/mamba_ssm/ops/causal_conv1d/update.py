@@ -9,7 +9,7 @@ from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
 from mamba_ssm._torch import call, define, make, reference, signature, wrote_in_place
 from mamba_ssm.ops._shared.indices import cache_rows
-from mamba_ssm.ops.causal_conv1d.arguments import check_weight, wants_silu
+from mamba_ssm.ops.causal_conv1d.arguments import check_conv_state, check_weight, wants_silu
 from mamba_ssm.ops.causal_conv1d.reference import causal_conv1d_update_ref
 
 _NAME = "causal_conv1d_update"
@@ -80,13 +80,8 @@ def _check(inputs):
     checks.check_activation_dtype(_NAME, "x", x)
     batch, dim, seqlen = x.shape if x.dim() == 3 else (*x.shape, 1)
     width = check_weight(_NAME, x, dim, inputs.weight, inputs.bias)
-    checks.check_dims(_NAME, "conv_state", conv_state, 3, "(B, D, S)")
-    state_rows, _, state_len = conv_state.shape
-    shape = batch if rows is None else state_rows, dim, state_len
-    checks.check_float(_NAME, "conv_state", conv_state, shape, x, "x", "(B, D, S)")
-    checks.check_writable(_NAME, "conv_state", conv_state)
-    if state_len < width - 1:
-        raise ValueError(f"{_NAME}: conv_state must hold at least W-1 = {width - 1} steps, got S = {state_len}")
+    state_rows = batch if rows is None or conv_state.dim() != 3 else conv_state.shape[0]
+    state_len = check_conv_state(_NAME, conv_state, state_rows, dim, width, x, "x")
     if cache_seqlens is not None:
         checks.check_index(_NAME, "cache_seqlens", cache_seqlens, (batch,), x, "x", "(B,)")
     if rows is not None:
@@ -155,7 +150,7 @@ def _update_fake(*arguments):
 
 
 causal_conv1d_update_op = define(
-    f"causal_conv1d_update({signature(Inputs, written='conv_state')}, bool silu) -> Tensor",
+    f"causal_conv1d_update({signature(Inputs, written=['conv_state'])}, bool silu) -> Tensor",
     _update,
     _update_fake,
     differentiable=False,

@@ -77,7 +77,7 @@ def _update_fake(*arguments):
 
 
 selective_state_update_op = define(
-    f"selective_state_update({signature(Inputs, Options, written='state')}) -> Tensor",
+    f"selective_state_update({signature(Inputs, Options, written=['state'])}) -> Tensor",
     _update,
     _update_fake,
     differentiable=False,

@@ -1,0 +1,12 @@
+// The linear layer of few rows, compiled once per instruction set. No STL here: see common/cpu_vector.h.
+#include "linear/cpu/kernels.h"
+
+#include "linear/cpu/project.h"
+
+namespace mamba {
+namespace MAMBA_ISA {
+
+extern const LinearKernels linear_kernels = {project_outputs, widen_x};
+
+}  // namespace MAMBA_ISA
+}  // namespace mamba

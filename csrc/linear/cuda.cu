@@ -1,0 +1,18 @@
+// The linear layer's C ABI in mamba_cuda.
+#include "common/cuda_device.h"
+#include "linear/check.h"
+#include "linear/launch.h"
+
+using namespace mamba;
+
+int32_t mamba_linear(const MambaLinear* params) {
+    const char* const function = "linear";
+    const int32_t status = check_linear(function, params);
+    if (status != MAMBA_OK || linear_is_empty(*params)) {
+        return status;
+    }
+    const DeviceGuard guard(params->run.device);
+    const cudaError_t error =
+        guard.error != cudaSuccess ? guard.error : launchers_of<LinearLaunchers>(params->dtype).linear(*params);
+    return cuda_status(error, function, params->rows, params->out_features, params->in_features, 0);
+}

@@ -1,0 +1,150 @@
+// A linear layer of few rows on the GPU, which takes as long as reading the weight does: x weight^T + bias.
+#pragma once
+
+#include "common/alignment.h"
+#include "common/cuda_vector.cuh"
+#include "linear/launch.h"
+
+namespace mamba {
+
+constexpr int kLinearThreads = 256;
+constexpr int kLinearWarps = kLinearThreads / 32;
+constexpr int kLinearVector = 8;                 // features in a lane
+constexpr int kLinearStep = 32 * kLinearVector;  // in a warp
+constexpr int kLinearMostRows = 8;
+constexpr int kCacheLine = 128;
+
+// A warp takes kOutputs rows of the weight and kRows rows of x.
+template <typename T, int kRows, int kOutputs>
+__global__ void __launch_bounds__(kLinearThreads, 2) linear_kernel(const MambaLinear p, bool vectors) {
+    constexpr int kAhead = kRows == 1 ? 3 : 1;  // steps whose loads are under way together
+    const int lane = static_cast<int>(threadIdx.x) & 31;
+    const int64_t first_output = (static_cast<int64_t>(blockIdx.x) * kLinearWarps + threadIdx.x / 32) * kOutputs;
+    const int64_t first_row = static_cast<int64_t>(blockIdx.y) * kRows;
+    const int64_t features = p.in_features;
+    const int outputs = p.out_features - first_output < kOutputs ? static_cast<int>(p.out_features - first_output) : kOutputs;
+    const int rows = p.rows - first_row < kRows ? static_cast<int>(p.rows - first_row) : kRows;
+    const T* const weight = static_cast<const T*>(p.weight) + first_output * features;
+    const T* const x = static_cast<const T*>(p.x) + first_row * p.x_row_stride;
+
+    // The kernel before may still run: the weight comes closer, but is not read, since that kernel may write it.
+    if (outputs > 0) {
+        const char* const bytes = reinterpret_cast<const char*>(weight);
+        const int64_t size = outputs * features * static_cast<int64_t>(sizeof(T));
+        for (int64_t i = lane * kCacheLine; i < size; i += 32 * kCacheLine) {
+            prefetch_to_L2(bytes + i);
+        }
+    }
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    if (outputs <= 0) {
+        return;
+    }
+    float sums[kOutputs][kRows] = {};
+    for (int64_t begin = lane * kLinearVector; begin < features; begin += kAhead * kLinearStep) {
+        Packed<T, kLinearVector> w_bits[kAhead][kOutputs], x_bits[kAhead][kRows];
+#pragma unroll
+        for (int step = 0; step < kAhead; ++step) {
+            const int64_t feature = begin + step * kLinearStep;
+            if (feature < features) {
+#pragma unroll
+                for (int o = 0; o < kOutputs; ++o) {
+                    if (o < outputs) {
+                        w_bits[step][o] =
+                            packed_load_padded<T, kLinearVector>(weight + o * features + feature, features - feature, vectors);
+                    }
+                }
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) {
+                    if (r < rows) {
+                        x_bits[step][r] =
+                            packed_load_padded<T, kLinearVector>(x + r * p.x_row_stride + feature, features - feature, vectors);
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int step = 0; step < kAhead; ++step) {
+            if (begin + step * kLinearStep < features) {
+                float w[kOutputs][kLinearVector];
+#pragma unroll
+                for (int o = 0; o < kOutputs; ++o) {
+                    if (o < outputs) {
+                        unpack<T, kLinearVector>(w_bits[step][o], w[o]);
+                    }
+                }
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) {
+                    if (r < rows) {
+                        float values[kLinearVector];
+                        unpack<T, kLinearVector>(x_bits[step][r], values);
+#pragma unroll
+                        for (int o = 0; o < kOutputs; ++o) {
+                            if (o < outputs) {
+#pragma unroll
+                                for (int i = 0; i < kLinearVector; ++i) {
+                                    sums[o][r] = fmaf(w[o][i], values[i], sums[o][r]);
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int o = 0; o < kOutputs; ++o) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+            for (int distance = 16; distance > 0; distance /= 2) {
+                sums[o][r] += __shfl_xor_sync(0xffffffffu, sums[o][r], distance);
+            }
+        }
+    }
+    // Lane r writes row r.
+#pragma unroll
+    for (int o = 0; o < kOutputs; ++o) {
+        float value = 0.0f;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            value = lane == r ? sums[o][r] : value;
+        }
+        if (lane < rows && o < outputs) {
+            if (p.bias != nullptr) {
+                value += load_as_float(p.bias, first_output + o, p.bias_dtype);
+            }
+            static_cast<T*>(p.out)[(first_row + lane) * p.out_row_stride + first_output + o] = from_float<T>(value);
+        }
+    }
+}
+
+// ---- host ------------------------------------------------------------------------------------------------------------
+
+template <typename T, int kRows, int kOutputs>
+cudaError_t launch_linear_as(const MambaLinear& p) {
+    const int64_t size = static_cast<int64_t>(sizeof(T));
+    const bool vectors = rows_aligned(p.weight, size, 16, used_stride(p.out_features, p.in_features)) &&
+                         rows_aligned(p.x, size, 16, used_stride(p.rows, p.x_row_stride));
+    const int64_t block_outputs = kLinearWarps * kOutputs, block_rows = kRows;
+    const dim3 grid(static_cast<unsigned>(ceil_div(p.out_features, block_outputs)),
+                    static_cast<unsigned>(ceil_div(p.rows, block_rows)));
+    return launch_overlapping(linear_kernel<T, kRows, kOutputs>, grid, kLinearThreads, 0, p.run.stream, p, vectors);
+}
+
+template <typename T>
+cudaError_t launch_linear(const MambaLinear& p) {
+    if (p.rows == 1) {
+        return launch_linear_as<T, 1, 1>(p);
+    }
+    return p.rows <= 4 ? launch_linear_as<T, 4, 2>(p) : launch_linear_as<T, kLinearMostRows, 2>(p);
+}
+
+template <typename T>
+LinearLaunchers LinearLaunchers::of() {
+    LinearLaunchers launchers;
+    launchers.linear = launch_linear<T>;
+    return launchers;
+}
+
+}  // namespace mamba

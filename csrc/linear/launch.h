@@ -1,0 +1,17 @@
+// What cuda.cu runs; cuda/f32.cu, f16.cu and bf16.cu compile it, one dtype each.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "mamba_kernels.h"
+
+namespace mamba {
+
+struct LinearLaunchers {
+    cudaError_t (*linear)(const MambaLinear& params);
+
+    template <typename T>
+    static LinearLaunchers of();
+};
+
+}  // namespace mamba

@@ -1,0 +1,23 @@
+// The C ABI of a Mamba-2 layer's decode step in mamba_cuda.
+#include "common/cuda_device.h"
+#include "mamba2_step/check.h"
+#include "mamba2_step/cuda/finish.cuh"
+#include "mamba2_step/launch.h"
+
+using namespace mamba;
+
+int32_t mamba_mamba2_step(const MambaMamba2Step* params) {
+    const char* const function = "mamba2_step";
+    const int32_t status = check_mamba2_step(function, params);
+    if (status != MAMBA_OK || mamba2_step_is_empty(*params)) {
+        return status;
+    }
+    const DeviceGuard guard(params->run.device);
+    const DeviceLimits limits(params->run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : limits.error;
+    if (error == cudaSuccess) {
+        error = launchers_of<Mamba2StepLaunchers>(params->state_dtype).step(*params, limits.processors);
+    }
+    error = error != cudaSuccess ? error : launch_mamba2_finish(*params);
+    return cuda_status(error, function, params->batch, params->nheads * params->headdim, 1, params->dstate);
+}

@@ -1,0 +1,17 @@
+// What cuda.cu runs; cuda/f32.cu, f16.cu and bf16.cu compile it, one dtype of the state each.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "mamba_kernels.h"
+
+namespace mamba {
+
+struct Mamba2StepLaunchers {
+    cudaError_t (*step)(const MambaMamba2Step& params, int processors);
+
+    template <typename State>
+    static Mamba2StepLaunchers of();
+};
+
+}  // namespace mamba

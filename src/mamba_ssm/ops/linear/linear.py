@@ -1,0 +1,96 @@
+"""A linear layer of few rows, as decoding has.
+
+On a GPU it starts while the kernel before it ends, and lets the next one do so; on a CPU a weight of 16 bits is widened
+in registers, where torch's product for one row takes many times as long.
+"""
+
+import typing
+
+import torch
+
+from mamba_ssm import _checks as checks
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import DTYPE_CODES, place, run
+from mamba_ssm._torch import autocast_dtype, call, define, is_plain, make, reference, signature, weight_and_bias
+
+NAME = "linear"
+_FEW_ROWS = 8  # that the kernels read a weight once for; torch's products are for more of them
+
+
+class Inputs(typing.NamedTuple):
+    """The tensors that the operator takes, in their order."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (R, in), weight (out, in) of x's dtype, bias (out) of any -> x weight^T + bias, (R, out).
+
+    float32, float16 or bfloat16. There is no gradient: backward raises.
+    """
+    return call(linear_op, x, weight, bias)
+
+
+def project(projection: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """projection(x), x (..., in): by linear() where that is faster, which is for a decoding step's few rows.
+
+    A projection that is more than an nn.Linear's parameters is called, and so is one that may need a gradient.
+    """
+    few = 0 < x.numel() <= _FEW_ROWS * x.shape[-1]
+    faster = x.is_cuda or (x.is_cpu and x.dtype != torch.float32)  # on a CPU torch's product is slow for 16 bits alone
+    if few and faster and not (torch.is_grad_enabled() or reference.on) and is_plain(projection, torch.nn.Linear):
+        weight, bias = weight_and_bias(projection)
+        if x.dtype == weight.dtype and autocast_dtype(x) is None:
+            return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+    return projection(x)
+
+
+def _check(inputs):
+    """Raises on any argument that the kernels do not take; returns the sizes."""
+    x, weight, bias = inputs
+    checks.check_dims(NAME, "x", x, 2, "(R, in)")
+    checks.check_activation_dtype(NAME, "x", x)
+    checks.check_dims(NAME, "weight", weight, 2, "(out, in)")
+    rows, in_features = x.shape
+    out_features = weight.shape[0]
+    checks.check_same(NAME, "weight", weight, (out_features, in_features), x, "x", "(out, in)")
+    if bias is not None:
+        checks.check_float(NAME, "bias", bias, (out_features,), x, "x", "(out,)")
+    return rows, in_features, out_features
+
+
+def _linear(*arguments):
+    inputs = make(Inputs, arguments)
+    rows, in_features, out_features = _check(inputs)
+    x, weight, bias = inputs
+    out = x.new_empty(rows, out_features)
+    if out.numel() == 0:
+        return out
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    weight, bias = weight.contiguous(), checks.contiguous(bias)
+    params = abi.MambaLinear()
+    functions = place(params, out)
+    params.rows, params.in_features, params.out_features = rows, in_features, out_features
+    params.dtype = DTYPE_CODES[x.dtype]
+    params.x = x.data_ptr()
+    params.x_row_stride = x.stride(0)
+    params.weight = weight.data_ptr()
+    if bias is not None:
+        params.bias = bias.data_ptr()
+        params.bias_dtype = DTYPE_CODES[bias.dtype]
+    params.out = out.data_ptr()
+    params.out_row_stride = out_features
+    run(functions, NAME, params)
+    return out
+
+
+def _linear_fake(*arguments):
+    inputs = Inputs(*arguments)
+    rows, _, out_features = _check(inputs)
+    return inputs.x.new_empty(rows, out_features)
+
+
+linear_op = define(f"{NAME}({signature(Inputs)}) -> Tensor", _linear, _linear_fake)

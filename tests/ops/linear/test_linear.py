@@ -1,0 +1,91 @@
+"""linear against float64, and when project() calls a module instead."""
+
+import pytest
+import torch
+import torch.nn as nn
+from _helpers.cases import DTYPES, assert_close_to_truth, dtype_id
+
+from mamba_ssm.ops.linear import linear, project
+
+TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+# rows, in, out
+SIZES = [(1, 768, 100), (1, 1, 1), (2, 1536, 37), (3, 70, 65), (4, 2049, 9), (5, 800, 16), (8, 264, 130), (19, 40, 33)]
+
+
+def run(x, weight, bias, dtype=torch.float32):
+    out = x.to(dtype) @ weight.to(dtype).T
+    return {"out": (out if bias is None else out + bias.to(dtype)).to(x.dtype if dtype == torch.float32 else dtype)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_against_float64(sizes, dtype, device):
+    rows, features, outputs = sizes
+    x, weight = (torch.randn(count, features).to(device, dtype) for count in (rows, outputs))
+    for bias in (None, torch.randn(outputs, device=device), torch.randn(outputs).to(device, dtype)):
+        found = {"out": linear(x, weight, bias)}
+        assert found["out"].dtype == dtype
+        assert_close_to_truth(found, run(x, weight, bias), run(x, weight, bias, torch.float64))
+
+
+def test_strides_and_addresses(device):
+    x, weight = torch.randn(3, 96, device=device), torch.randn(20, 96, device=device)
+    expected = linear(x, weight)
+    for rows in (x.repeat(1, 2)[:, :96], x.T.contiguous().T, torch.cat([x.new_zeros(1), x.flatten()])[1:].view(3, 96)):
+        torch.testing.assert_close(linear(rows, weight), expected)
+    moved = torch.cat([x.new_zeros(1), weight.flatten()])[1:].view(20, 96)
+    for same in (moved, weight.T.contiguous().T):
+        torch.testing.assert_close(linear(x, same), expected)
+
+
+def test_nothing_to_do(device):
+    weight = torch.randn(5, 4, device=device)
+    assert linear(torch.randn(0, 4, device=device), weight).shape == (0, 5)
+    assert linear(torch.randn(2, 4, device=device), weight[:0]).shape == (2, 0)
+    bias = torch.randn(5, device=device)
+    assert torch.equal(linear(torch.randn(2, 0, device=device), weight[:, :0], bias), bias.expand(2, 5))
+
+
+def test_a_nan_stays_in_its_row(device):
+    x = torch.randn(4, 300, device=device)
+    x[1, 7] = float("nan")
+    out = linear(x, torch.randn(9, 300, device=device))
+    assert out[1].isnan().all()
+    assert not out[[0, 2, 3]].isnan().any()
+
+
+@pytest.mark.skipif(TORCH < (2, 4), reason="torch before 2.4 has no opcheck")
+def test_opcheck(device):
+    tensors = torch.randn(2, 12, device=device), torch.randn(5, 12, device=device)
+    for bias in (None, torch.randn(5, device=device)):
+        torch.library.opcheck(torch.ops.mamba_ssm.linear.default, (*tensors, bias))
+
+
+def test_project_is_the_module(device):
+    module = nn.Linear(24, 10).to(device, torch.bfloat16)
+    for shape in ((24,), (3, 24), (2, 1, 24), (2, 9, 24), (0, 24)):
+        x = torch.randn(shape).to(device, torch.bfloat16)
+        with torch.no_grad():
+            torch.testing.assert_close(project(module, x), module(x), rtol=2e-2, atol=2e-2)
+        assert project(module, x).requires_grad  # and else the gradient is torch's
+    with torch.no_grad(), torch.autocast(device, torch.float16):
+        assert project(module, x).dtype == module(x).dtype
+    module.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output))
+    with torch.no_grad():
+        assert not project(module, torch.ones(1, 24).to(device, torch.bfloat16)).any()
+
+
+@pytest.mark.parametrize(
+    "change,error,words",
+    [
+        ({"x": torch.randn(12)}, ValueError, r"x must have 2 dimensions \(R, in\)"),
+        ({"weight": torch.randn(5, 11)}, ValueError, r"weight must have shape \(out, in\)"),
+        ({"weight": torch.randn(5, 12).half()}, TypeError, "weight must have the dtype of x, float32"),
+        ({"bias": torch.randn(4)}, ValueError, r"bias must have shape \(out,\)"),
+    ],
+)
+def test_wrong_arguments(change, error, words, device):
+    arguments = {"x": torch.randn(2, 12), "weight": torch.randn(5, 12), "bias": None, **change}
+    arguments = {name: None if value is None else value.to(device) for name, value in arguments.items()}
+    with pytest.raises(error, match=f"linear: {words}"):
+        linear(**arguments)
