@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 8
+#define MAMBA_ABI_VERSION 9
 
 /* Error codes. */
 #define MAMBA_OK 0
@@ -186,10 +186,11 @@ typedef struct MambaCausalConv1dUpdate {
     int64_t out_batch_stride, out_dim_stride, out_len_stride;
 } MambaCausalConv1dUpdate;
 
-/* One decode step: state = exp(dt A) state + dt B x, in place; out = (C . state + D x) silu(z). Any stride may be 0. */
+/* Decode steps, T of them: state = exp(dt A) state + dt B x, in place or into another row; out = (C . state + D x) silu(z). Any
+ * stride may be 0. Between steps the state is not rounded to its dtype. */
 typedef struct MambaSelectiveStateUpdate {
     MambaRun run;
-    int64_t batch, nheads, headdim, dstate, ngroups;
+    int64_t batch, seqlen, nheads, headdim, dstate, ngroups; /* seqlen: T, at least 1 */
     int32_t state_dtype;
     int32_t x_dtype; /* of x, z, out */
     int32_t dt_dtype;
@@ -199,27 +200,33 @@ typedef struct MambaSelectiveStateUpdate {
     int32_t dt_bias_dtype;
     int32_t dt_softplus;
     void* state;                        /* (rows, H, P, N) */
-    const void* x;                      /* (B, H, P) */
-    const void* dt;                     /* (B, H, P) */
+    const void* x;                      /* (B, T, H, P) */
+    const void* dt;                     /* (B, T, H, P) */
     const void* A;                      /* (H, P, N) */
-    const void* B;                      /* (B, G, N) */
-    const void* C;                      /* (B, G, N) */
+    const void* B;                      /* (B, T, G, N) */
+    const void* C;                      /* (B, T, G, N) */
     const void* D;                      /* (H, P), optional */
-    const void* z;                      /* (B, H, P), optional */
+    const void* z;                      /* (B, T, H, P), optional */
     const void* dt_bias;                /* (H, P), optional */
-    const int32_t* state_batch_indices; /* (B), optional: row of state; a negative row is padding: out is zero */
-    void* out;                          /* (B, H, P) */
+    const int32_t* state_batch_indices; /* (B), optional: row of state; a negative row is padding: out is zero, nothing else is
+                                           written */
+    const int32_t* dst_state_batch_indices; /* (B), optional: the row that takes the new state, in place of the row that was
+                                               read; a negative row takes none */
+    void* out;                              /* (B, T, H, P) */
+    void* step_states;                      /* (B, T, H, P, N) of state_dtype, optional: the state after each step */
     int64_t state_rows;
     int64_t state_row_stride, state_head_stride, state_dim_stride, state_dstate_stride;
-    int64_t x_batch_stride, x_head_stride, x_dim_stride;
-    int64_t dt_batch_stride, dt_head_stride, dt_dim_stride;
+    int64_t x_batch_stride, x_len_stride, x_head_stride, x_dim_stride;
+    int64_t dt_batch_stride, dt_len_stride, dt_head_stride, dt_dim_stride;
     int64_t A_head_stride, A_dim_stride, A_dstate_stride;
-    int64_t B_batch_stride, B_group_stride, B_dstate_stride;
-    int64_t C_batch_stride, C_group_stride, C_dstate_stride;
+    int64_t B_batch_stride, B_len_stride, B_group_stride, B_dstate_stride;
+    int64_t C_batch_stride, C_len_stride, C_group_stride, C_dstate_stride;
     int64_t D_head_stride, D_dim_stride;
-    int64_t z_batch_stride, z_head_stride, z_dim_stride;
+    int64_t z_batch_stride, z_len_stride, z_head_stride, z_dim_stride;
     int64_t dt_bias_head_stride, dt_bias_dim_stride;
-    int64_t out_batch_stride, out_head_stride, out_dim_stride;
+    int64_t out_batch_stride, out_len_stride, out_head_stride, out_dim_stride;
+    int64_t step_states_batch_stride, step_states_len_stride, step_states_head_stride, step_states_dim_stride;
+    int64_t step_states_dstate_stride;
 } MambaSelectiveStateUpdate;
 
 /* One decode step of a Mamba-2 layer between its two projections, on the output of the first: a row of zxBCdt holds z and x (H,

@@ -17,6 +17,7 @@ int32_t update_convolution(const MambaMamba2Step& p, const Mamba2StepScratch& sc
     MambaCausalConv1dUpdate update = {};
     update.run = p.run;
     update.batch = p.batch;
+    update.seqlen = 1;
     update.dim = scratch.conv_columns;
     update.seqlen = 1;
     update.state_len = p.state_len;

@@ -16,6 +16,7 @@ int32_t update_convolution(const MambaMambaStep& p, const StepScratch& scratch) 
     MambaCausalConv1dUpdate update = {};
     update.run = p.run;
     update.batch = p.batch;
+    update.seqlen = 1;
     update.dim = p.dim;
     update.seqlen = 1;
     update.state_len = p.state_len;

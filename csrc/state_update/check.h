@@ -17,6 +17,7 @@ inline int32_t check_state_update(const char* function, const MambaSelectiveStat
     }
     const MambaSelectiveStateUpdate& p = *params;
     check.at_least(0, "batch", p.batch);
+    check.at_least(1, "seqlen", p.seqlen);
     check.at_least(0, "nheads", p.nheads);
     check.at_least(0, "headdim", p.headdim);
     check.range(1, MAMBA_MAX_DSTATE, "dstate", p.dstate);

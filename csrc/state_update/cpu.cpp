@@ -10,13 +10,17 @@ namespace {
 constexpr int64_t kWorkPerThread = 1 << 17;
 
 // Indices in host memory can be looked at.
+void check_rows(Check& check, const char* name, const int32_t* rows, const MambaSelectiveStateUpdate& p) {
+    for (int64_t b = 0; b < p.batch && rows != nullptr; ++b) {
+        check.that(rows[b] < p.state_rows, MAMBA_ERROR_INVALID, "%s[%lld] must be below state_rows=%lld, got %d", name,
+                   static_cast<long long>(b), static_cast<long long>(p.state_rows), static_cast<int>(rows[b]));
+    }
+}
+
 int32_t check_indices(const char* function, const MambaSelectiveStateUpdate& p) {
     Check check(function);
-    for (int64_t b = 0; b < p.batch && p.state_batch_indices != nullptr; ++b) {
-        check.that(p.state_batch_indices[b] < p.state_rows, MAMBA_ERROR_INVALID,
-                   "state_batch_indices[%lld] must be below state_rows=%lld, got %d", static_cast<long long>(b),
-                   static_cast<long long>(p.state_rows), static_cast<int>(p.state_batch_indices[b]));
-    }
+    check_rows(check, "state_batch_indices", p.state_batch_indices, p);
+    check_rows(check, "dst_state_batch_indices", p.dst_state_batch_indices, p);
     return check.status();
 }
 
@@ -54,7 +58,7 @@ int32_t mamba_selective_state_update(const MambaSelectiveStateUpdate* params) {
     job.kernels = &kernels_of(isa, generic::state_update_kernels, avx2::state_update_kernels, avx512::state_update_kernels);
     const int64_t rows = params->batch * params->nheads;
     job.blocks = rows * ceil_div(params->headdim, job.kernels->lanes);
-    job.shares = worthwhile_threads(params->run, rows * params->headdim * params->dstate, kWorkPerThread);
+    job.shares = worthwhile_threads(params->run, rows * params->headdim * params->dstate * params->seqlen, kWorkPerThread);
     job.shares = job.shares < job.blocks ? job.shares : job.blocks;
     run_shares(job.shares, run_state_update_share, &job);
     return MAMBA_OK;

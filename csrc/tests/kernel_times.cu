@@ -162,6 +162,7 @@ static void time_state_update(int64_t B, int64_t D, int64_t N, int32_t state_dty
         MambaSelectiveStateUpdate& s = p[i];
         s.run.stream = timing_stream();
         s.batch = s.state_rows = B;
+        s.seqlen = 1;
         s.nheads = s.ngroups = 1;
         s.headdim = D;
         s.dstate = N;

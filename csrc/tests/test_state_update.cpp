@@ -98,6 +98,7 @@ static void run_case(const StepCase& c) {
     memset(&p, 0, sizeof(p));
     p.run.num_threads = 1 + turn % 3;
     p.batch = c.batch;
+    p.seqlen = 1;
     p.nheads = c.nheads;
     p.headdim = c.headdim;
     p.dstate = c.dstate;
@@ -166,6 +167,84 @@ static void test_table() {
     }
 }
 
+// Several steps in one call give what as many calls give, and copies of the states between them.
+static void test_steps(int64_t dstate, bool scalar_A) {
+    const int64_t batch = 3, steps = 5, heads = 2, headdim = 13, rows = 7;
+    begin_case("state update, several steps, N=%d", static_cast<int>(dstate));
+    const auto random = [](std::vector<int64_t> sizes, double scale) {
+        Tensor tensor(MAMBA_FLOAT32, sizes);
+        tensor.fill_random(scale);
+        return tensor;
+    };
+    Tensor state = random({rows, heads, headdim, dstate}, 1.0), x = random({batch, steps, heads, headdim}, 1.0),
+           dt = random({batch, steps, heads, headdim}, 0.3), z = random({batch, steps, heads, headdim}, 1.0),
+           A = random({heads, headdim, dstate}, 0.3), B = random({batch, steps, heads, dstate}, 1.0),
+           C = random({batch, steps, heads, dstate}, 1.0), D = random({heads, headdim}, 1.0);
+    Tensor out(MAMBA_FLOAT32, {batch, steps, heads, headdim}), want_out = out, old = state, want = state;
+    Tensor copies(MAMBA_FLOAT32, {batch * steps, heads, headdim, dstate});
+    if (scalar_A) {
+        A.stride[2] = 0;
+    }
+    Memory<int32_t> from, to;
+    for (const int32_t row : {5, -1, 0}) {  // the second is padding
+        from.push_back(row);
+    }
+    for (const int32_t row : {2, 3, -1}) {  // the third is stored nowhere
+        to.push_back(row);
+    }
+    MambaSelectiveStateUpdate p;
+    memset(&p, 0, sizeof(p));
+    p.run.num_threads = 2;
+    p.batch = batch, p.seqlen = steps, p.nheads = p.ngroups = heads, p.headdim = headdim, p.dstate = dstate;
+    p.state_rows = rows;
+    p.dt_softplus = 1;
+    p.state = state.data(), p.x = x.data(), p.dt = dt.data(), p.z = z.data(), p.A = A.data();
+    p.B = B.data(), p.C = C.data(), p.D = D.data(), p.out = out.data(), p.step_states = copies.data();
+    p.state_batch_indices = from.data(), p.dst_state_batch_indices = to.data();
+    set_strides(state, &p.state_row_stride, &p.state_head_stride, &p.state_dim_stride);
+    set_strides(A, &p.A_head_stride, &p.A_dim_stride, &p.A_dstate_stride);
+    set_strides(x, &p.x_batch_stride, &p.x_len_stride, &p.x_head_stride);
+    set_strides(B, &p.B_batch_stride, &p.B_len_stride, &p.B_group_stride);
+    p.state_dstate_stride = p.x_dim_stride = p.B_dstate_stride = p.D_dim_stride = p.step_states_dstate_stride = 1;
+    p.dt_batch_stride = p.z_batch_stride = p.out_batch_stride = p.x_batch_stride;
+    p.dt_len_stride = p.z_len_stride = p.out_len_stride = p.x_len_stride;
+    p.dt_head_stride = p.z_head_stride = p.out_head_stride = p.x_head_stride;
+    p.dt_dim_stride = p.z_dim_stride = p.out_dim_stride = 1;
+    p.C_batch_stride = p.B_batch_stride, p.C_len_stride = p.B_len_stride, p.C_group_stride = p.B_group_stride;
+    p.C_dstate_stride = 1;
+    p.D_head_stride = headdim;
+    p.step_states_batch_stride = steps * copies.stride[0], p.step_states_len_stride = copies.stride[0];
+    p.step_states_head_stride = copies.stride[1], p.step_states_dim_stride = copies.stride[2];
+    if (!expect_ok(mamba_selective_state_update(&p))) {
+        return;
+    }
+    MambaSelectiveStateUpdate step = p;
+    step.seqlen = 1;
+    step.state = want.data();
+    step.step_states = nullptr;
+    step.dst_state_batch_indices = nullptr;
+    for (int64_t t = 0; t < steps; ++t) {
+        step.x = x.floats() + t * p.x_len_stride, step.dt = dt.floats() + t * p.dt_len_stride;
+        step.z = z.floats() + t * p.z_len_stride, step.out = want_out.floats() + t * p.out_len_stride;
+        step.B = B.floats() + t * p.B_len_stride, step.C = C.floats() + t * p.C_len_stride;
+        expect_ok(mamba_selective_state_update(&step));
+        for (int64_t b = 0; b < batch; b += 2) {
+            for (int64_t h = 0; h < heads; ++h) {
+                for (int64_t q = 0; q < headdim; ++q) {
+                    for (int64_t n = 0; n < dstate; ++n) {
+                        const double found = copies.get(b * steps + t, h, q, n), wanted = want.get(from[b], h, q, n);
+                        expect(fabs(found - wanted) < 1e-5 * (1 + fabs(wanted)), "a copy of a state differs");
+                    }
+                }
+            }
+        }
+    }
+    expect_close("out", out, kArithmetic, [&](int64_t b, int64_t t, int64_t h, int64_t q) { return want_out.get(b, t, h, q); });
+    expect_close("state", state, kArithmetic, [&](int64_t row, int64_t h, int64_t q, int64_t n) {
+        return row == 2 ? want.get(5, h, q, n) : old.get(row, h, q, n);
+    });
+}
+
 // An infinite input gives an infinite state and output, not a NaN out of the unused lanes of a short row.
 static void test_infinity() {
     begin_case("state update of infinity");
@@ -173,7 +252,7 @@ static void test_infinity() {
     MambaSelectiveStateUpdate p;
     memset(&p, 0, sizeof(p));
     p.run.num_threads = 1;
-    p.batch = p.nheads = p.headdim = p.ngroups = p.state_rows = 1;
+    p.batch = p.seqlen = p.nheads = p.headdim = p.ngroups = p.state_rows = 1;
     p.dstate = 3;
     p.state = state.data();
     p.x = x.data();
@@ -192,7 +271,7 @@ static void test_errors() {
     MambaSelectiveStateUpdate good;
     memset(&good, 0, sizeof(good));
     good.run.num_threads = 1;
-    good.batch = good.nheads = good.headdim = good.dstate = good.ngroups = good.state_rows = 1;
+    good.batch = good.seqlen = good.nheads = good.headdim = good.dstate = good.ngroups = good.state_rows = 1;
     good.state = good.out = memory.data();
     good.x = good.dt = good.A = good.B = good.C = memory.data();
     MambaSelectiveStateUpdate p = good;
@@ -208,6 +287,8 @@ static void test_errors() {
     refuse("dstate");
     p.batch = -1;
     refuse("batch");
+    p.seqlen = 0;
+    refuse("seqlen");
     p.ngroups = 2;
     refuse("ngroups");
     p.state_dtype = 9;
@@ -226,12 +307,18 @@ static void test_errors() {
         const int32_t beyond = 3;
         p.state_batch_indices = &beyond;
         refuse("state_batch_indices[0] must be below state_rows=1, got 3");
+        p.dst_state_batch_indices = &beyond;
+        refuse("dst_state_batch_indices[0] must be below state_rows=1, got 3");
     }
 }
 
 int main(int argc, char** argv) {
     return testing::run_tests(argc, argv, [] {
         test_table();
+        for (const int64_t dstate : {5, 8, 16, 128, 256}) {
+            test_steps(dstate, false);
+            test_steps(dstate, true);
+        }
         test_infinity();
         test_errors();
     });

@@ -82,6 +82,13 @@ def _state_update_heads():
     return {**tensors, "D": parameter, "z": x, "dt_bias": parameter, "dt_softplus": True}
 
 
+def _state_update_steps():
+    x, matrix, rows = torch.randn(2, 3, 8), torch.randn(2, 3, 4), torch.tensor([1, 3])
+    tensors = {"state": torch.zeros(4, 8, 4), "x": x, "dt": x, "A": -torch.rand(8, 4), "B": matrix, "C": matrix}
+    tensors.update(D=torch.randn(8), z=x, dt_bias=torch.randn(8), state_batch_indices=torch.tensor([2, 0]))
+    return {**tensors, "dst_state_batch_indices": rows, "intermediate_states_buffer": torch.zeros(2, 3, 8, 4)}
+
+
 def _ssd():
     case = SsdCase(1, 9, 2, 4, dstate=4, z=True, initial_states=True, seq_idx=True)
     options = {"cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32), "state_dtype": torch.float32}
@@ -145,6 +152,7 @@ PUBLIC_OPS = {
     "causal_conv1d_varlen_states": PublicOp(causal_conv1d_varlen_states, "causal_conv1d_varlen_states", _varlen_states),
     "selective_state_update": PublicOp(selective_state_update, "selective_state_update", _state_update),
     "selective_state_update, heads": PublicOp(selective_state_update, "selective_state_update", _state_update_heads),
+    "selective_state_update, steps": PublicOp(selective_state_update, "selective_state_update", _state_update_steps),
     "mamba_chunk_scan_combined": PublicOp(mamba_chunk_scan_combined, "mamba_chunk_scan_combined", _ssd),
     "mamba3_scan": PublicOp(_mamba3_scan, "mamba3_scan", _mamba3),
     "mamba_split_conv1d_scan_combined": PublicOp(

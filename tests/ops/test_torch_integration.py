@@ -53,6 +53,14 @@ def opcheck_rows(device, grad):
     yield ops.causal_conv1d_update.default, (step, state, weight, bias, None, None, True)
     A, B = -torch.rand(6, 4, device=device), torch.randn(2, 4, device=device)
     yield ops.selective_state_update.default, (state, step, step, A, B, B, None, step, None, None, True)
+    rows, copies = torch.tensor([1, 0], device=device), torch.zeros(2, 3, 6, 4, device=device)
+    step, B = (tensor[:, None].expand(-1, 3, -1) for tensor in (step, B))
+    yield ops.selective_state_update.default, (state, step, step, A, B, B, None, step, None, None, True)
+    moved = torch.tensor([3, 2], device=device), copies
+    state = torch.randn(4, 6, 4, device=device)
+    for destinations in (moved, (None, copies)):
+        arguments = (state, step, step, A, B, B, None, None, None, rows, *destinations, True)
+        yield ops.selective_state_update_to.default, arguments
 
 
 def norm_rows(device, grad):
@@ -314,7 +322,13 @@ def test_checkpoint_and_hooks(device):
 
 def test_all_operators_are_registered():
     assert mamba_ssm.__version__ >= "2.4.0"
-    names = ("selective_scan", "causal_conv1d", "causal_conv1d_update", "selective_state_update")
+    names = (
+        "selective_scan",
+        "causal_conv1d",
+        "causal_conv1d_update",
+        "selective_state_update",
+        "selective_state_update_to",
+    )
     norms = ("add_norm", "gated_norm", "swiglu", "add_norm_backward", "gated_norm_backward", "swiglu_backward")
     for name in (*names, *norms, "selective_scan_backward", "causal_conv1d_backward"):
         for key in ("CPU", "CUDA", "Autograd", "Meta"):

@@ -247,7 +247,8 @@ static void test_state_update(void) {
     MambaSelectiveStateUpdate p;
     memset(&p, 0, sizeof(p));
     p.run.num_threads = 1;
-    p.batch = batch, p.nheads = heads, p.headdim = headdim, p.dstate = dstate, p.ngroups = 1, p.dt_softplus = 1;
+    p.batch = batch, p.seqlen = 1, p.nheads = heads, p.headdim = headdim, p.dstate = dstate, p.ngroups = 1;
+    p.dt_softplus = 1;
     p.state = made(31, batch * rows * dstate, 0);
     p.x = made(32, batch * rows, 0);
     p.dt = made(33, batch * rows, 0);

@@ -9,7 +9,7 @@ import ctypes
 import typing
 from collections.abc import Callable
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 OK = 0
 ERROR_INVALID = 1
@@ -150,20 +150,22 @@ class MambaSelectiveStateUpdate(ctypes.Structure):
     _fields_ = _fields(
         """
         MambaRun: run;
-        i64: batch, nheads, headdim, dstate, ngroups;
+        i64: batch, seqlen, nheads, headdim, dstate, ngroups;
         i32: state_dtype, x_dtype, dt_dtype, A_dtype, BC_dtype, D_dtype, dt_bias_dtype, dt_softplus;
-        ptr: state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, out;
+        ptr: state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dst_state_batch_indices, out, step_states;
         i64: state_rows;
         i64: state_row_stride, state_head_stride, state_dim_stride, state_dstate_stride;
-        i64: x_batch_stride, x_head_stride, x_dim_stride;
-        i64: dt_batch_stride, dt_head_stride, dt_dim_stride;
+        i64: x_batch_stride, x_len_stride, x_head_stride, x_dim_stride;
+        i64: dt_batch_stride, dt_len_stride, dt_head_stride, dt_dim_stride;
         i64: A_head_stride, A_dim_stride, A_dstate_stride;
-        i64: B_batch_stride, B_group_stride, B_dstate_stride;
-        i64: C_batch_stride, C_group_stride, C_dstate_stride;
+        i64: B_batch_stride, B_len_stride, B_group_stride, B_dstate_stride;
+        i64: C_batch_stride, C_len_stride, C_group_stride, C_dstate_stride;
         i64: D_head_stride, D_dim_stride;
-        i64: z_batch_stride, z_head_stride, z_dim_stride;
+        i64: z_batch_stride, z_len_stride, z_head_stride, z_dim_stride;
         i64: dt_bias_head_stride, dt_bias_dim_stride;
-        i64: out_batch_stride, out_head_stride, out_dim_stride
+        i64: out_batch_stride, out_len_stride, out_head_stride, out_dim_stride;
+        i64: step_states_batch_stride, step_states_len_stride, step_states_head_stride, step_states_dim_stride;
+        i64: step_states_dstate_stride
         """,
         MambaRun=MambaRun,
     )

@@ -19,11 +19,12 @@ _KINDS = {
 
 def signature(*records, written=None):
     """Schema text such as "Tensor u, Tensor? z, bool softplus": the fields of the records in their order. written: the
-    name of the tensor that is written in place, or several.
+    name of the tensor that is written in place, or several; with a question mark behind it where it may be None.
     """
     names = [written] if isinstance(written, str) else list(written or ())
+    kinds = {name.rstrip("?"): f"Tensor({chr(97 + i)}!){'?' * name.count('?')}" for i, name in enumerate(names)}
     return ", ".join(
-        f"{f'Tensor({chr(97 + names.index(name))}!)' if name in names else _KINDS[kind]} {name}"
+        f"{kinds.get(name, _KINDS[kind])} {name}"
         for record in records
         for name, kind in typing.get_type_hints(record).items()
     )

@@ -92,6 +92,15 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes) {
     return emulator::shuffle(mask, value, emulator::lane() ^ lanes);
 }
 
+template <typename T>
+T __ldcs(const T* address) {
+    return *address;
+}
+template <typename T>
+void __stcs(T* address, T value) {
+    *address = value;
+}
+
 template <typename To, typename From>
 To emulated_bits(From from) {
     static_assert(sizeof(To) == sizeof(From), "the same bits");

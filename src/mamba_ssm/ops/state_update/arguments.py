@@ -1,6 +1,6 @@
 """The decode step's arguments as records, their checks, and the kernels' parameters.
 
-Letters: B batch, H heads, P headdim (or D channels without heads), G groups of B and C, N dstate.
+Letters: B batch, T steps, H heads, P headdim (or D channels without heads), G groups of B and C, N dstate.
 """
 
 import typing
@@ -29,6 +29,13 @@ class Inputs(typing.NamedTuple):
     state_batch_indices: torch.Tensor | None
 
 
+class Destinations(typing.NamedTuple):
+    """Where states go that do not stay where they were; the second is written in place."""
+
+    dst_state_batch_indices: torch.Tensor | None
+    intermediate_states_buffer: torch.Tensor | None
+
+
 class Options(typing.NamedTuple):
     """What else the operator takes."""
 
@@ -36,9 +43,10 @@ class Options(typing.NamedTuple):
 
 
 class Sizes(typing.NamedTuple):
-    """Without heads nheads and ngroups are 1, and headdim is D."""
+    """Without heads nheads and ngroups are 1, and headdim is D; without steps seqlen is 1."""
 
     batch: int
+    seqlen: int
     nheads: int
     headdim: int
     dstate: int
@@ -53,10 +61,13 @@ class _Letters(typing.NamedTuple):
     per_state: str
     per_channel: str
     matrix: str
+    buffer: str
 
 
-_WITH_HEADS = _Letters("(B, H, P, N)", "(B, H, P)", "(H, P, N)", "(H, P)", "(B, G, N)")
-_WITHOUT_HEADS = _Letters("(B, D, N)", "(B, D)", "(D, N)", "(D,)", "(B, N)")
+_WITH_HEADS = _Letters("(B, H, P, N)", "(B, H, P)", "(H, P, N)", "(H, P)", "(B, G, N)", "(B, T, H, P, N)")
+_WITHOUT_HEADS = _Letters("(B, D, N)", "(B, D)", "(D, N)", "(D,)", "(B, N)", "(B, T, D, N)")
+_STEPS_WITH_HEADS = _WITH_HEADS._replace(step="(B, T, H, P)", matrix="(B, T, G, N)")
+_STEPS_WITHOUT_HEADS = _WITHOUT_HEADS._replace(step="(B, T, D)", matrix="(B, T, N)")
 
 
 def check(inputs):
@@ -65,19 +76,24 @@ def check(inputs):
     This runs at every step, so comparisons stand here and only a failure goes to the functions that explain it.
     """
     state, x, dt, A, B, C = inputs.state, inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C
-    heads = state.dim() == 4
+    heads, several = state.dim() == 4, x.dim() == state.dim()
     letters = _WITH_HEADS if heads else _WITHOUT_HEADS
-    if x.dtype not in checks.FLOAT_DTYPES or x.dim() != 2 + heads or state.dim() != 3 + heads:
+    if x.dtype not in checks.FLOAT_DTYPES or x.dim() != 2 + heads + several or state.dim() != 3 + heads:
         checks.check_activation_dtype(NAME, "x", x)
         checks.check_dims(NAME, "state", state, 3 + heads, "(B, D, N), or 4 dimensions (B, H, P, N)")
         checks.check_dims(NAME, "x", x, 2 + heads, f"{letters.step} with a state {letters.state}")
     shape, device, floats = x.shape, x.device, checks.FLOAT_DTYPES
     dstate = state.shape[-1]
+    batch, seqlen = shape[0], 1
+    if several:
+        letters, seqlen = _STEPS_WITH_HEADS if heads else _STEPS_WITHOUT_HEADS, shape[1]
+        if seqlen < 1:
+            raise ValueError(f"{NAME}: x must have at least one step T of {letters.step}, got shape {tuple(shape)}")
     if heads:
-        batch, nheads, headdim = shape
+        nheads, headdim = shape[-2:]
         channels, per_state = (nheads, headdim), (nheads, headdim, dstate)
     else:
-        (batch, headdim), nheads = shape, 1
+        headdim, nheads = shape[-1], 1
         channels, per_state = (headdim,), (headdim, dstate)
     if A.shape != per_state and A.shape[-1:] == B.shape[-1:]:  # two against one: the state is to blame
         dstate = A.shape[-1]
@@ -93,12 +109,12 @@ def check(inputs):
         checks.check_writable(NAME, "state", state)
     if dt.shape != shape or dt.dtype not in floats or dt.device != device:
         checks.check_float(NAME, "dt", dt, shape, x, "x", letters.step)
-    matrix, ngroups = (batch, dstate), 1
+    matrix, ngroups = (*shape[: 1 + several], dstate), 1
     if heads:
-        if B.dim() != 3:
-            checks.check_dims(NAME, "B", B, 3, letters.matrix)
-        ngroups = B.shape[1]
-        matrix = batch, ngroups, dstate
+        if B.dim() != 3 + several:
+            checks.check_dims(NAME, "B", B, 3 + several, letters.matrix)
+        ngroups = B.shape[-2]
+        matrix = *shape[: 1 + several], ngroups, dstate
         if ngroups < 1 or nheads % ngroups:
             checks.check_groups(NAME, f"nheads ({nheads})", nheads, ngroups)
     if B.shape != matrix or B.dtype not in floats or B.device != device:
@@ -114,7 +130,19 @@ def check(inputs):
         checks.check_float(NAME, "dt_bias", dt_bias, channels, x, "x", letters.per_channel)
     if inputs.state_batch_indices is not None:
         checks.check_index(NAME, "state_batch_indices", inputs.state_batch_indices, (batch,), x, "x", "(B,)")
-    return Sizes(batch, nheads, headdim, dstate, ngroups)
+    return Sizes(batch, seqlen, nheads, headdim, dstate, ngroups)
+
+
+def check_destinations(sizes, inputs, destinations):
+    """Raises on any of the destinations that the kernels do not take."""
+    rows, buffer = destinations
+    if rows is not None:
+        checks.check_index(NAME, "dst_state_batch_indices", rows, (sizes.batch,), inputs.x, "x", "(B,)")
+    if buffer is not None:
+        shape = sizes.batch, sizes.seqlen, *inputs.state.shape[1:]
+        letters = _WITH_HEADS if inputs.state.dim() == 4 else _WITHOUT_HEADS
+        checks.check_same(NAME, "intermediate_states_buffer", buffer, shape, inputs.state, "state", letters.buffer)
+        checks.check_writable(NAME, "intermediate_states_buffer", buffer)
 
 
 def fill(params, sizes, inputs, options, out):
@@ -122,7 +150,13 @@ def fill(params, sizes, inputs, options, out):
     state, x, dt, A, B, C = inputs.state, inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C
     D, z, dt_bias = inputs.D, inputs.z, inputs.dt_bias
     heads = state.dim() == 4
-    params.batch, params.nheads, params.headdim, params.dstate, params.ngroups = sizes
+    if x.dim() == state.dim():
+        params.x_len_stride, params.dt_len_stride, params.out_len_stride = x.stride(1), dt.stride(1), out.stride(1)
+        params.B_len_stride, params.C_len_stride = B.stride(1), C.stride(1)
+        x, dt, B, C, out = (tensor.select(1, 0) for tensor in (x, dt, B, C, out))
+        if z is not None:
+            params.z_len_stride, z = z.stride(1), z.select(1, 0)
+    params.batch, params.seqlen, params.nheads, params.headdim, params.dstate, params.ngroups = sizes
     params.dt_softplus = options.dt_softplus
     params.state_rows = state.shape[0]
     params.state = state.data_ptr()
@@ -174,3 +208,12 @@ def fill(params, sizes, inputs, options, out):
             params.dt_bias_head_stride, params.dt_bias_dim_stride = dt_bias.stride()
         else:
             (params.dt_bias_dim_stride,) = dt_bias.stride()
+
+
+def fill_buffer(params, buffer):
+    """Sets the fields of intermediate_states_buffer, (B, T, ...) like the state."""
+    params.step_states = buffer.data_ptr()
+    params.step_states_batch_stride, params.step_states_len_stride, *head, dim, dstate = buffer.stride()
+    params.step_states_dim_stride, params.step_states_dstate_stride = dim, dstate
+    if head:
+        (params.step_states_head_stride,) = head

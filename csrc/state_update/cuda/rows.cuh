@@ -1,0 +1,195 @@
+// Rows of states in a warp's registers, for kernels that advance a decode state: loads, one step of the recurrence, sums,
+// stores.
+#pragma once
+
+#include "common/cuda_vector.cuh"
+
+namespace mamba {
+
+// How a warp walks rows of states, tile by tile. 2^lanes_log2 neighbouring lanes share a row, each with kVectors vectors of it,
+// of kRows rows a tile. One access of all lanes covers neighbours in memory, if rows follow each other. A row has at least
+// kRows lanes.
+//
+// What there is once for a row (dt, x, the sum) one lane computes for all: a warp may take `tiles` tiles, while they have no
+// more rows than it has lanes, and each lane is the owner of row own_row().
+template <typename StateType, int kVectorStates, int kRowsOfLane, int kVectorsOfRow>
+struct StateRows {
+    using State = StateType;
+    static constexpr int kVector = kVectorStates;
+    static constexpr int kRows = kRowsOfLane;
+    static constexpr int kVectors = kVectorsOfRow;
+    static constexpr int kStates = kVector * kVectors;  // of a row in a lane
+    using Tile = Packed<State, kVector>[kRows][kVectors];
+
+    int lanes_log2, lane, part;  // part: the lane's place in its row
+
+    __device__ __forceinline__ explicit StateRows(int log2)
+        : lanes_log2(log2), lane(threadIdx.x & 31), part(lane & ((1 << log2) - 1)) {}
+
+    __device__ __forceinline__ int tile_rows() const { return kRows << (5 - lanes_log2); }
+    // The first state of vector v.
+    __device__ __forceinline__ int state_of(int v) const { return ((v << lanes_log2) + part) * kVector; }
+    // The row r of this lane, of a tile's rows.
+    __device__ __forceinline__ int row_of(int r) const { return (r << (5 - lanes_log2)) + (lane >> lanes_log2); }
+    __device__ __forceinline__ int own_tile() const { return part / kRows; }
+    __device__ __forceinline__ int own_row() const { return own_tile() * tile_rows() + row_of(part % kRows); }
+    // The value of the owner of this lane's row r.
+    __device__ __forceinline__ float from_owner(float value, int tile, int r) const {
+        return __shfl_sync(0xffffffffu, value, lane - part + tile * kRows + r);
+    }
+    // Adds up each of sums, which it overwrites, over the lanes of its row; n sums in n shuffles. A lane gets that of row
+    // part % kRows: a tile's owners get theirs.
+    __device__ __forceinline__ float sum_to_owners(float (&sums)[kRows]) const {
+#pragma unroll
+        for (int kept = kRows / 2; kept > 0; kept /= 2) {
+            const bool upper = (lane & kept) != 0;
+#pragma unroll
+            for (int i = 0; i < kept; ++i) {
+                const float given = upper ? sums[i] : sums[i + kept];
+                sums[i] = (upper ? sums[i + kept] : sums[i]) + __shfl_xor_sync(0xffffffffu, given, kept);
+            }
+        }
+        float sum = sums[0];
+        for (int distance = kRows; distance >> lanes_log2 == 0; distance *= 2) {
+            sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        }
+        return sum;
+    }
+};
+
+// Where a tile of states lies: row_of(0) at `first`, the lane's other rows `step` elements apart.
+template <typename State>
+struct StatePlace {
+    State* first;
+    int64_t step, dstate_stride;
+    int rows_left, dstate;  // rows from the tile's first one on
+
+    template <class Rows>
+    __device__ __forceinline__ bool holds(const Rows& rows, int r, int v) const {
+        return rows.row_of(r) < rows_left && rows.state_of(v) < dstate;
+    }
+    template <class Rows>
+    __device__ __forceinline__ State* at(const Rows& rows, int r, int v) const {
+        return first + r * step + rows.state_of(v) * (Rows::kVector == 1 ? dstate_stride : 1);
+    }
+    template <class Rows>
+    __device__ __forceinline__ void next_tile(const Rows& rows) {
+        first += Rows::kRows * step;
+        rows_left -= rows.tile_rows();
+    }
+    template <class Rows>
+    __device__ __forceinline__ void prefetch(const Rows& rows) const {
+#pragma unroll
+        for (int r = 0; r < Rows::kRows; ++r) {
+#pragma unroll
+            for (int v = 0; v < Rows::kVectors; ++v) {
+                if (holds(rows, r, v)) {
+                    prefetch_to_L2(at(rows, r, v));
+                }
+            }
+        }
+    }
+    // Zeros beyond headdim and dstate.
+    template <class Rows>
+    __device__ __forceinline__ void load(const Rows& rows, typename Rows::Tile& tile) const {
+#pragma unroll
+        for (int r = 0; r < Rows::kRows; ++r) {
+#pragma unroll
+            for (int v = 0; v < Rows::kVectors; ++v) {
+                tile[r][v] = packed_zero<State, Rows::kVector>();
+                if (holds(rows, r, v)) {
+                    if constexpr (Rows::kVector > 1) {
+                        tile[r][v] = packed_load_once<State, Rows::kVector>(at(rows, r, v));
+                    } else {
+                        tile[r][v].element = *at(rows, r, v);
+                    }
+                }
+            }
+        }
+    }
+    template <class Rows>
+    __device__ __forceinline__ void store(const Rows& rows, int r, int v, const float* values) const {
+        const Packed<State, Rows::kVector> packed = pack<State, Rows::kVector>(values);
+        if (holds(rows, r, v)) {
+            if constexpr (Rows::kVector > 1) {
+                packed_store_once<State, Rows::kVector>(at(rows, r, v), packed);
+            } else {
+                *at(rows, r, v) = packed.element;
+            }
+        }
+    }
+};
+
+// A tile's states from registers, rounded.
+template <class Rows>
+__device__ __forceinline__ void store_rows(const Rows& rows, const StatePlace<typename Rows::State>& place,
+                                           const float (&h)[Rows::kRows][Rows::kStates]) {
+#pragma unroll
+    for (int r = 0; r < Rows::kRows; ++r) {
+#pragma unroll
+        for (int v = 0; v < Rows::kVectors; ++v) {
+            place.store(rows, r, v, h[r] + v * Rows::kVector);
+        }
+    }
+}
+
+// One step of some states of a row: h = decay h + dt_x B; returns C . h. With kScalarA `decay` is exp(dt A), else dt log2(e).
+template <int kCount, bool kScalarA>
+__device__ __forceinline__ float advance(float* h, float decay, float dt_x, const float* A, const float* B, const float* C) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        h[i] = fmaf(kScalarA ? decay : exp2_fast(decay * A[i]), h[i], dt_x * B[i]);
+        sum = fmaf(C[i], h[i], sum);
+    }
+    return sum;
+}
+
+// N neighbours of a tensor whose dtype is known only at run time, in two steps, like load_bits. As they lie in memory: a
+// float32 a word, or two of 16 bits; their address is a multiple of their size, or of 16. Zeros where `valid` is false.
+template <int N>
+struct NeighbourBits {
+    uint32_t word[N];
+
+    __device__ __forceinline__ void load(const void* data, int64_t index, int32_t dtype, bool valid) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            word[i] = 0;
+        }
+        if (!valid) {
+            return;
+        }
+        if constexpr (N == 1) {
+            word[0] = load_bits(data, index, dtype);
+        } else if (dtype == MAMBA_FLOAT32) {
+            const Packed<float, N> packed = packed_load<float, N>(static_cast<const float*>(data) + index);
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                word[i] = packed.word[i];
+            }
+        } else {
+            const Packed<__half, N> packed = packed_load<__half, N>(static_cast<const __half*>(data) + index);
+#pragma unroll
+            for (int i = 0; i < N / 2; ++i) {
+                word[i] = packed.word[i];
+            }
+        }
+    }
+    __device__ __forceinline__ void to_floats(int32_t dtype, float* values) const {
+        if (N == 1 || dtype == MAMBA_FLOAT32) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                values[i] = float_from_bits(word[i], dtype);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i + 1 < N; i += 2) {
+                const float2 pair = dtype == MAMBA_FLOAT16 ? unpack2<__half>(word[i / 2]) : unpack2<__nv_bfloat16>(word[i / 2]);
+                values[i] = pair.x;
+                values[i + 1] = pair.y;
+            }
+        }
+    }
+};
+
+}  // namespace mamba

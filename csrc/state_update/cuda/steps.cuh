@@ -1,0 +1,91 @@
+// Several decode steps in one call on the GPU: the state stays in registers, in float32, from the first step to the last.
+#pragma once
+
+#include "state_update/cuda/inputs.cuh"
+
+namespace mamba {
+
+// A warp takes one tile of rows of one head and batch through all steps. While one is computed, the next one's inputs are on
+// their way.
+template <class Rows, bool kScalarA>
+__global__ void __launch_bounds__(kUpdateThreads)
+    selective_state_update_steps_kernel(const MambaSelectiveStateUpdate params, const StateUpdateLayout layout) {
+    using State = typename Rows::State;
+    constexpr int kVector = Rows::kVector, kRows = Rows::kRows, kVectors = Rows::kVectors;
+    const Rows rows(layout.lanes_log2);
+    const WarpPlace warp(params, layout, rows);
+    if (!warp.has_rows()) {
+        return;
+    }
+    let_next_kernel_start();
+    wait_for_previous_kernel();
+    const uint32_t seqlen = static_cast<uint32_t>(params.seqlen);
+    const int64_t from = params.state_batch_indices != nullptr ? params.state_batch_indices[warp.batch] : int64_t{warp.batch};
+    const int64_t to = params.dst_state_batch_indices != nullptr ? params.dst_state_batch_indices[warp.batch] : from;
+    if (from < 0 || from >= params.state_rows || to >= params.state_rows) {
+        for (uint32_t t = 0; t < seqlen; ++t) {
+            warp.store_without_state(params, t, from);
+        }
+        return;
+    }
+
+    typename Rows::Tile tile;
+    warp.template states<State>(params, rows, from).load(rows, tile);
+    StepInputs<Rows> step(params, warp, rows, 0);
+    const RowParameters row(params, warp, kScalarA);
+    VectorsOfA<Rows> A;
+    if (!kScalarA) {
+        A.load(params, rows, warp.head * params.A_head_stride + (warp.first + rows.row_of(0)) * params.A_dim_stride,
+               warp.rows_left);
+    }
+    StatePlace<State> copies = warp.template states<State>(params, rows, 0);
+    copies.step = params.step_states_dim_stride << (5 - rows.lanes_log2);
+    copies.dstate_stride = params.step_states_dstate_stride;
+    float h[kRows][Rows::kStates];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            unpack<State, kVector>(tile[r][v], h[r] + v * kVector);
+        }
+    }
+#pragma unroll 1
+    for (uint32_t t = 0; t < seqlen; ++t) {
+        const StepInputs<Rows> next(params, warp, rows, t + 1 < seqlen ? t + 1 : t);
+        const float x = float_from_bits(step.x, params.x_dtype);
+        const float dt = row.dt(params, step.dt);
+        const float decay = row.template decay<kScalarA>(params, dt);
+        float B[Rows::kStates], C[Rows::kStates], sums[kRows];
+        step.to_floats(params, B, C);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const float row_decay = rows.from_owner(decay, 0, r);
+            const float row_dt_x = rows.from_owner(dt * x, 0, r);
+            sums[r] = 0.0f;
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+                const int i = v * kVector;
+                float A_row[kVector];
+                if (!kScalarA) {
+                    A.bits[r][v].to_floats(params.A_dtype, A_row);
+                }
+                const float sum = advance<kVector, kScalarA>(h[r] + i, row_decay, row_dt_x, A_row, B + i, C + i);
+                sums[r] += rows.state_of(v) < params.dstate ? sum : 0.0f;  // beyond dstate h can be NaN
+            }
+        }
+        const float y = rows.sum_to_owners(sums);
+        warp.store(params, t, row.output(params, y, x, step.z));
+        if (params.step_states != nullptr) {
+            copies.first = static_cast<State*>(params.step_states) + warp.batch * params.step_states_batch_stride +
+                           t * params.step_states_len_stride + warp.head * params.step_states_head_stride +
+                           (warp.first + rows.row_of(0)) * params.step_states_dim_stride;
+            store_rows(rows, copies, h);
+        }
+        step = next;
+    }
+    if (to >= 0) {
+        store_rows(rows, warp.template states<State>(params, rows, to), h);
+    }
+}
+
+}  // namespace mamba
