@@ -47,6 +47,7 @@ int32_t update_state(const MambaMamba2Step& p, const Mamba2StepScratch& scratch)
     MambaSelectiveStateUpdate update = {};
     update.run = p.run;
     update.batch = p.batch;
+    update.seqlen = 1;
     update.nheads = p.nheads;
     update.headdim = p.headdim;
     update.dstate = p.dstate;

@@ -63,6 +63,7 @@ int32_t update_state(const MambaMambaStep& p, const StepScratch& scratch) {
     MambaSelectiveStateUpdate update = {};
     update.run = p.run;
     update.batch = p.batch;
+    update.seqlen = 1;
     update.nheads = update.ngroups = 1;
     update.headdim = p.dim;
     update.dstate = p.dstate;
