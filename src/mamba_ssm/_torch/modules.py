@@ -53,7 +53,7 @@ def module_behind(weight: torch.Tensor | None) -> typing.Callable[[torch.Tensor]
     know its module, but the layer that made the call does: it is a `self` up the stack. Adapters and quantisation
     freeze the weight, so ordinary training looks at nothing. A compiler cannot follow this; there the weight counts.
     """
-    if weight is None or is_compiling() or weight.requires_grad:
+    if not isinstance(weight, torch.Tensor) or is_compiling() or weight.requires_grad:
         return None
     frame = sys._getframe(2)
     for _ in range(_CALLERS):
