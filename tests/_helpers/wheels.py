@@ -14,7 +14,6 @@ from unittest import mock
 from wheel_build import convolution, sbom
 from wheel_build.build_info import Source, abi_version, recorded
 from wheel_build.version import base_version
-from wheel_check.wheel import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
@@ -55,7 +54,9 @@ def assemble(folder):
         f"{dist_info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n",
         f"{dist_info}/licenses/LICENSE": (ROOT / "LICENSE").read_bytes(),
         f"{dist_info}/sboms/{sbom.NAME}": sbom.text(info, f"{version}+cpu", [SOURCE / LIBRARY]).encode(),
-        f"{dist_info}/top_level.txt": "".join(f"{name}\n" for name in sorted({*MODULES, "mamba_ssm"})).encode(),
+        f"{dist_info}/top_level.txt": "".join(
+            f"{name}\n" for name in sorted({*(path.stem for path in SOURCE.glob("*.py")), "mamba_ssm"})
+        ).encode(),
     }
     return _write(folder / f"mamba_ssm-{version}+cpu-py3-none-linux_x86_64.whl", contents)
 

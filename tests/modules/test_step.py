@@ -57,3 +57,16 @@ def test_a_model(layer, step, device):
             model(token, inference_params=params, num_last_tokens=1)
     layers = ["add_norm", "linear", step, "linear"] * 2
     assert calls.names == ["embedding", *layers, "add_norm", "linear"]
+
+
+def test_a_projection_with_a_bias(device):
+    """Mamba's x_proj has none, but may be replaced by one that has: a step counts it as a prompt does."""
+    torch.manual_seed(0)
+    block = Mamba(32).to(device)
+    block.x_proj = torch.nn.Linear(block.d_inner, block.dt_rank + 2 * block.d_state, device=device)
+    x = torch.randn(1, 5, 32, device=device)
+    states = block.allocate_inference_cache(1, 5)
+    with torch.no_grad():
+        whole = block(x)
+        steps = torch.cat([block.step(x[:, i : i + 1], *states)[0] for i in range(5)], 1)
+    torch.testing.assert_close(steps, whole, rtol=1e-4, atol=1e-5)

@@ -132,12 +132,14 @@ def _detached(name, op, arguments):
     requires one: the values there no longer depend on what they were computed from.
     """
     warnings.warn(
-        f"{name} writes in place and has no gradient: its result is detached, though an input requires one. To decode, "
-        "call it under torch.no_grad() or torch.inference_mode(), which also saves memory",
+        f"{_CALLED[op]} writes in place and has no gradient: its result is detached, though an input requires one. To "
+        "decode, call it under torch.no_grad() or torch.inference_mode(), which also saves memory",
         stacklevel=7,  # the caller of the public function
     )
     given = dict(zip(_DECLARED[op], arguments, strict=True))
-    tracked = {key: tensor for key, tensor in given.items() if "!" in key[0] and tensor.requires_grad}
+    tracked = {
+        key: tensor for key, tensor in given.items() if "!" in key[0] and tensor is not None and tensor.requires_grad
+    }
     with torch.no_grad():
         copies = {key: tensor.clone() for key, tensor in tracked.items()}
     out = redispatch(op, tuple((given | copies).values()))

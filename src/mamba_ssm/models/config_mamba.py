@@ -15,7 +15,7 @@ class MambaConfig:
         d_model: width. n_layer: number of blocks.
         d_intermediate: hidden width of the gated MLP that follows each mixer; 0: none.
         vocab_size: number of tokens, before it is padded to a multiple of pad_vocab_size_multiple.
-        ssm_cfg: {"layer": "Mamba1" or "Mamba2"} and arguments of that module; Mamba1 if there is no "layer".
+        ssm_cfg: {"layer": "Mamba1", "Mamba2" or "Mamba3"} and arguments of that module; Mamba1 if there is no "layer".
         attn_layer_idx: the blocks whose mixer is attention. attn_cfg: arguments of MHA.
         rms_norm: RMSNorm instead of LayerNorm. residual_in_fp32: the residual stream is float32.
         fused_add_norm: add and norm in one kernel. tie_embeddings: lm_head shares the embedding's weight.

@@ -168,7 +168,8 @@ class Mamba(StatefulBlock):
     def _is_plain(self) -> bool:
         """Whether all that the fused operator computes is in the parameters it takes."""
         projections = self.x_proj, self.dt_proj, self.out_proj
-        return is_plain(self.conv1d, nn.Conv1d) and all(is_plain(module, nn.Linear) for module in projections)
+        plain = is_plain(self.conv1d, nn.Conv1d) and all(is_plain(module, nn.Linear) for module in projections)
+        return plain and self.x_proj.bias is None
 
     def _fast_path(self, hidden_states: torch.Tensor) -> torch.Tensor:
         in_proj = self.in_proj
@@ -209,7 +210,7 @@ class Mamba(StatefulBlock):
         self._check_states(conv_state, ssm_state)
         xz = project(self.in_proj, hidden_states.squeeze(1))
         plain = is_plain(self.x_proj, nn.Linear) and is_plain(self.dt_proj, nn.Linear)
-        if plain and is_plain(self.conv1d, nn.Conv1d) and self.dt_rank <= abi.MAX_DT_RANK:
+        if plain and self.x_proj.bias is None and is_plain(self.conv1d, nn.Conv1d) and self.dt_rank <= abi.MAX_DT_RANK:
             y = self._step_inside(xz, conv_state, ssm_state)
         else:
             y = self._step_by_parts(xz, conv_state, ssm_state)

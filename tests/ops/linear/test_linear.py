@@ -75,6 +75,26 @@ def test_project_is_the_module(device):
         assert not project(module, torch.ones(1, 24).to(device, torch.bfloat16)).any()
 
 
+def test_project_of_float64_and_of_an_open_number_of_rows():
+    """The module itself: the kernels take no float64, and a question about the rows would fix their number."""
+    module = nn.Linear(24, 10)
+    with torch.no_grad():
+        x = torch.randn(2, 24, dtype=torch.float64)
+        assert project(module.double(), x).dtype == torch.float64
+        if TORCH < (2, 5):
+            return
+
+        class Projected(nn.Module):
+            def forward(self, x):
+                return project(module, x)
+
+        module.bfloat16()
+        rows = torch.export.Dim("rows", min=2, max=512)
+        example = (torch.randn(3, 24, dtype=torch.bfloat16),)
+        exported = torch.export.export(Projected(), example, dynamic_shapes=[{0: rows}], strict=False).module()
+        assert exported(torch.randn(100, 24, dtype=torch.bfloat16)).shape == (100, 10)
+
+
 @pytest.mark.parametrize(
     "change,error,words",
     [

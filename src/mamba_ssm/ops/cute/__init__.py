@@ -1,4 +1,4 @@
-"""Upstream's import paths: thin aliases of this package's own operators. No compiler package is imported."""
+"""Upstream's import paths of its CuTe kernels: aliases of operators of ours. No compiler is imported."""
 
 import typing
 

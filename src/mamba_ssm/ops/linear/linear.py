@@ -14,7 +14,9 @@ from mamba_ssm._native.launch import DTYPE_CODES, place, run
 from mamba_ssm._torch import autocast_dtype, call, define, is_plain, make, reference, signature, weight_and_bias
 
 NAME = "linear"
-_FEW_ROWS = 8  # that the kernels read a weight once for; torch's products are for more of them
+# Rows up to which linear() is faster than torch's product; on a CPU for 16 bits alone, at which torch is slow.
+_FEW_ROWS_CUDA = 4
+_FEW_ROWS_CPU = 8
 
 
 class Inputs(typing.NamedTuple):
@@ -38,13 +40,23 @@ def project(projection: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
     A projection that is more than an nn.Linear's parameters is called, and so is one that may need a gradient.
     """
-    few = 0 < x.numel() <= _FEW_ROWS * x.shape[-1]
-    faster = x.is_cuda or (x.is_cpu and x.dtype != torch.float32)  # on a CPU torch's product is slow for 16 bits alone
-    if few and faster and not (torch.is_grad_enabled() or reference.on) and is_plain(projection, torch.nn.Linear):
-        weight, bias = weight_and_bias(projection)
-        if x.dtype == weight.dtype and autocast_dtype(x) is None:
-            return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
-    return projection(x)
+    if torch.is_grad_enabled() or reference.on or not _is_few_rows(x) or not is_plain(projection, torch.nn.Linear):
+        return projection(x)
+    weight, bias = weight_and_bias(projection)
+    if x.dtype != weight.dtype or autocast_dtype(x) is not None:
+        return projection(x)
+    return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+
+
+def _is_few_rows(x):
+    """Whether linear() is faster for so many rows. A size that an export keeps open is not asked: that would fix it."""
+    if x.is_cuda and x.dtype in checks.FLOAT_DTYPES:
+        most = _FEW_ROWS_CUDA
+    elif x.is_cpu and x.dtype in checks.FLOAT_DTYPES and x.dtype != torch.float32:
+        most = _FEW_ROWS_CPU
+    else:
+        return False
+    return all(isinstance(size, int) for size in x.shape) and 0 < x.numel() <= most * x.shape[-1]
 
 
 def _check(inputs):

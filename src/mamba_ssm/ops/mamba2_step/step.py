@@ -37,7 +37,8 @@ def mamba2_step(
         gate: without rmsnorm_weight, whether the output is multiplied by silu(z).
 
     Returns:
-        (B, H P) of zxbcdt's dtype. There is no gradient: inputs that require one are refused.
+        (B, H P) of zxbcdt's dtype. There is no gradient: the result and the new states are detached,
+        and a warning says so where an input requires one and grad mode is on.
     """
     tensors = zxbcdt, conv_state, ssm_state, conv1d_weight, conv1d_bias, dt_bias, A_log, D, rmsnorm_weight
     if reference.on:

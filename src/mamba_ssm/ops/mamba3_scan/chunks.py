@@ -88,13 +88,14 @@ def running_angles(steps, start):
 def _angles(steps, start):
     """The angles (B, C, T, H, S) in [0, 2 pi), from what each step adds and those before the first.
 
-    Counted in turns, whose whole part is dropped: within a chunk sums are small, and between chunks they are float64.
+    Counted in turns, summed in float64, of which only the part of a turn is kept.
     """
-    within = torch.cumsum(steps / (2 * math.pi), dim=2)
-    totals = within[:, :, -1].double()
+    turn = 2 * steps.new_full((), math.pi).double()  # what a step was multiplied by: pi as its dtype rounds it
+    within = torch.cumsum(steps.double() / turn, dim=2)
+    totals = within[:, :, -1]
     before = torch.cumsum(totals, dim=1) - totals + start[:, None].double() / (2 * math.pi)
-    turns = within + torch.remainder(before, 1).to(within.dtype)[:, :, None]
-    return 2 * math.pi * torch.remainder(turns, 1)
+    turns = within + torch.remainder(before, 1)[:, :, None]
+    return 2 * math.pi * torch.remainder(turns, 1).to(steps.dtype)
 
 
 def _sums(ADT):

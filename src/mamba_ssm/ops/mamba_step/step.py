@@ -32,7 +32,8 @@ def mamba_step(
         dt_bias: (D), dt_proj's bias, or None. A_log: (D, N), where A is -exp(A_log). D: (D).
 
     Returns:
-        (B, D) of xz's dtype. There is no gradient: inputs that require one are refused.
+        (B, D) of xz's dtype. There is no gradient: the result and the new states are detached,
+        and a warning says so where an input requires one and grad mode is on.
     """
     tensors = xz, conv_state, ssm_state, conv1d_weight, conv1d_bias, x_proj_weight, dt_proj_weight, dt_bias, A_log, D
     if reference.on:

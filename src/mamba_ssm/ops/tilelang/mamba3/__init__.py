@@ -1,4 +1,4 @@
-"""Upstream's import paths: thin aliases of this package's own operators. No compiler package is imported."""
+"""Upstream's import paths of Mamba-3's scan in TileLang: aliases of operators of ours. No compiler is imported."""
 
 import typing
 
