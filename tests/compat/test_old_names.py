@@ -159,7 +159,8 @@ def test_deterministic_mode_of_the_scan(cuda):
     leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items() if tensor is not None}
     try:
         determinism.set_deterministic_mode(True)
-        runs = [torch.autograd.grad(interface.selective_scan_fn(**leaves).sum(), [*leaves.values()]) for _ in range(3)]
+        outs = (interface.selective_scan_fn(**leaves, delta_softplus=True) for _ in range(3))
+        runs = [torch.autograd.grad(out.sum(), [*leaves.values()]) for out in outs]
     finally:
         determinism.set_deterministic_mode(None)
     for run in runs[1:]:
