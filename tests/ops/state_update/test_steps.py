@@ -176,3 +176,15 @@ def test_what_is_written_is_known_to_autograd_and_meta(device):
     assert all(arguments[name]._version > old for name, old in zip(names, versions, strict=True))
     meta = {name: t.to("meta") if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
     assert selective_state_update(**meta).shape == (3, 2, 8)
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_with_grad_mode_on(buffer, device):
+    """A warning that names what was called, and a detached result, as of one step."""
+    arguments = inputs((2, 0, 8, 4), {"dst": True, "buffer": buffer}, F32, F32, device)
+    expected = run(selective_state_update, arguments)["out"]
+    arguments["x"].requires_grad_()
+    with pytest.warns(UserWarning, match="^selective_state_update writes in place"):
+        out = selective_state_update(**arguments)
+    assert not out.requires_grad
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
