@@ -266,6 +266,7 @@ def test_a_state_of_a_differentiable_prompt_is_detached(device):
             function(start)
 
 
+@needs_torch_2_4
 @pytest.mark.filterwarnings("ignore:.*has no gradient")
 def test_compiled_decoding_with_grad_mode_on(device):
     state, x, functions = in_place_operators(device)
