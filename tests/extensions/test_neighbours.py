@@ -26,7 +26,7 @@ def examine(*folders, site=None):
     """(problems, notes) with these folders on the path; site: where this package is, if not in the first."""
     file = (site or folders[0]) / "mamba_ssm" / "_neighbours.py"
     code = EXAMINE.replace("VERSION", repr(__version__)).replace("FILE", repr(str(file)))
-    return json.loads(python(folders, "-c", code))
+    return json.loads(python(folders, "-S", "-c", code))  # -S: no other mamba_ssm that is installed
 
 
 def record(site, name, version, *files):
