@@ -143,8 +143,8 @@ def _detached(name, op, arguments):
     for (_, argument), tensor in tracked.items():
         if tensor.is_leaf:
             raise RuntimeError(
-                f"{_CALLED[op]}: {argument} is a leaf Variable that requires grad, which cannot be written in place: give "
-                "a tensor that requires none, or call it under torch.no_grad()"
+                f"{_CALLED[op]}: {argument} is a leaf Variable that requires grad, which cannot be written in place: "
+                "give a tensor that requires none, or call it under torch.no_grad()"
             )
     with torch.no_grad():
         copies = {key: tensor.clone() for key, tensor in tracked.items()}
