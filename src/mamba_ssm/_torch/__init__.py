@@ -21,7 +21,7 @@ from mamba_ssm._torch.dispatch import (
 )
 from mamba_ssm._torch.modules import is_plain, module_behind, weight_and_bias
 from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, archive_names, current_stream, is_compiling
-from mamba_ssm._torch.records import make, no_gradients, returns, signature, unpack, unpack_traced
+from mamba_ssm._torch.records import flat, make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "call_in_backward",
     "current_stream",
     "define",
+    "flat",
     "is_compiling",
     "is_plain",
     "make",

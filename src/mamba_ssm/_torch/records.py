@@ -1,10 +1,16 @@
-"""Operators take flat lists of arguments; the code behind them works with records (NamedTuples) that name each one."""
+"""Operators take flat lists of arguments; the code behind them works with records (NamedTuples) that name each one.
 
+The list has the fields of the records in their order, and then those of all records that have a default (False): so an
+operator can gain an argument, and programs that were exported before still call it.
+"""
+
+import operator
 import typing
 
 import torch
 
-_PARTS = {}  # records -> where each begins and ends in a flat list
+_PARTS = {}  # records -> how each is taken from a flat list
+_ORDERS = {}  # records -> how a flat list is taken from all their fields
 # make(Record, values) is Record(*values) in a quarter of the time: it goes past a constructor written in Python.
 make = tuple.__new__
 _KINDS = {
@@ -23,11 +29,13 @@ def signature(*records, written=None):
     """
     names = [written] if isinstance(written, str) else list(written or ())
     kinds = {name.rstrip("?"): f"Tensor({chr(97 + i)}!){'?' * name.count('?')}" for i, name in enumerate(names)}
-    return ", ".join(
-        f"{kinds.get(name, _KINDS[kind])} {name}"
-        for record in records
-        for name, kind in typing.get_type_hints(record).items()
-    )
+    texts = [[], []]
+    for record in records:
+        for name, kind in typing.get_type_hints(record).items():
+            text = f"{kinds.get(name, _KINDS[kind])} {name}"
+            late = name in record._field_defaults
+            texts[late].append(f"{text}={record._field_defaults[name]}" if late else text)
+    return ", ".join(texts[0] + texts[1])
 
 
 def returns(record):
@@ -36,12 +44,14 @@ def returns(record):
 
 
 def unpack(arguments, *records):
-    """Cuts an operator's flat arguments into these records, one after the other."""
-    return [make(record, arguments[part]) for record, part in _PARTS.get(records) or _parts(records)]
+    """Cuts an operator's flat arguments into these records, which are all that it has."""
+    return [make(record, take(arguments)) for record, take in _PARTS.get(records) or _parts(records)]
 
 
 def unpack_traced(arguments, *records):
-    """unpack for what compilers trace: torch 2.4's follows the records' own constructors alone."""
+    """unpack for what compilers trace: torch 2.4's follows the records' own constructors alone. For records of tensors,
+    without defaults.
+    """
     result, start = [], 0
     for record in records:
         end = start + len(record._fields)
@@ -50,14 +60,38 @@ def unpack_traced(arguments, *records):
     return result
 
 
-def _parts(records):
-    start, parts = 0, []
+def flat(*values):
+    """An operator's flat arguments from its records' values."""
+    records = tuple([type(value) for value in values])
+    return (_ORDERS.get(records) or _order(records))([field for value in values for field in value])
+
+
+def _places(records):
+    """The places of each record's fields in a flat list."""
+    early = sum(len(record._fields) - len(record._field_defaults) for record in records)
+    place, late = 0, early
+    places = []
     for record in records:
-        end = start + len(record._fields)
-        parts.append((record, slice(start, end)))
-        start = end
+        first, last = len(record._fields) - len(record._field_defaults), len(record._field_defaults)
+        places.append([*range(place, place + first), *range(late, late + last)])
+        place, late = place + first, late + last
+    return places
+
+
+def _parts(records):
+    parts = []
+    for record, places in zip(records, _places(records), strict=True):
+        whole = places == list(range(places[0], places[0] + len(places)))
+        which = [slice(places[0], places[0] + len(places))] if whole else places
+        parts.append((record, operator.itemgetter(*which)))
     _PARTS[records] = parts
     return parts
+
+
+def _order(records):
+    places = [place for part in _places(records) for place in part]
+    _ORDERS[records] = order = operator.itemgetter(*sorted(range(len(places)), key=places.__getitem__))
+    return order
 
 
 def no_gradients(*records):

@@ -1,8 +1,8 @@
 """Registers operators with torch.library: one pattern for all of them.
 
-An operator has a schema without default values (the dispatcher drops trailing defaults, and the kernels count on every
-argument), an implementation for CPU and CUDA, a fake, and an Autograd kernel that costs little when no gradient is
-needed. Absent optional tensors are None on the way in and on the way out.
+An operator has a schema, an implementation for CPU and CUDA, a fake, and an Autograd kernel that costs little when no
+gradient is needed. Absent optional tensors are None on the way in and on the way out. Its last arguments may be flags
+that are False by default: the dispatcher drops trailing defaults, and here they are given again.
 """
 
 import re
@@ -43,7 +43,7 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
     if private.below_autograd is None:
         below = f"{name}_below_autograd"
         _BELOW[op] = _define(below, schema.replace(name, below, 1), implementation, fake)
-    _DECLARED[op] = [tuple(argument.split(" ")) for argument in arguments.split(", ")]
+    _DECLARED[op] = [tuple(argument.partition("=")[0].split(" ")) for argument in arguments.split(", ")]
     IMPLEMENTATIONS[op] = implementation
     _CALLED[op] = called or name
     if autograd is not None:
@@ -74,8 +74,10 @@ def _impl(name, key, function):
     if known:
         return
 
+    count = _SCHEMAS[name].partition(") ->")[0].count(", ") + 1
+
     def latest(*arguments):
-        return _LATEST[name, key](*arguments)
+        return _LATEST[name, key](*arguments, *(False,) * (count - len(arguments)))
 
     if key == "fake":
         # impl_abstract: before torch 2.4
