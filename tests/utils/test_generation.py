@@ -6,16 +6,19 @@ import pickle
 import pytest
 import torch
 
+from mamba_ssm._torch import autocast_dtype, autocast_without_cache
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+from mamba_ssm.utils._graphs import _key
 from mamba_ssm.utils.generation import (
     DecodingCGCache,
     GenerationMixin,
     InferenceParams,
-    _key,
     capture_graph,
+    decode,
     update_graph_cache,
 )
+from mamba_ssm.utils.reference import plain_torch
 
 ATTENTION = {
     "attn_layer_idx": [1],
@@ -214,6 +217,9 @@ def test_cuda_graphs_need_a_gpu():
     with pytest.warns(UserWarning, match="cg=True needs the model on a CUDA device, it is on cpu") as seen:
         tokens = model.generate(prompt(), 9, cg=True)
     assert seen[0].filename == __file__
+    with pytest.warns(UserWarning, match="cg=True needs the model on a CUDA device") as seen:
+        decode(prompt(), model, 9, cg=True)
+    assert seen[0].filename == __file__
     assert torch.equal(tokens, model.generate(prompt(), 9))
     with pytest.raises(RuntimeError, match="cg=True needs the model on a CUDA device, it is on cpu; use cg=False"):
         update_graph_cache(model, None, 1, 2, 9)
@@ -315,11 +321,30 @@ def test_what_a_graph_depends_on():
     keys.append(_key(model, None))
     handle.remove()
     assert _key(model, None) == keys[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        keys.append(_key(model, None))
+    assert _key(model, None) == keys[0]
+    model.eval()
+    keys.append(_key(model, None))
+    norm.register_buffer("scale", torch.ones(32))
+    keys.append(_key(model, None))
+    norm.scale = torch.ones(32)
+    keys.append(_key(model, None))
     norm.__class__ = type("Replaced", (type(norm),), {})
     keys.append(_key(model, None))
     model.bfloat16()
     keys.append(_key(model, None))
-    assert len(set(keys)) == 4
+    assert len(set(keys)) == len(keys) == 8
+
+
+def test_a_graph_holds_nothing_of_autocasts_cache():
+    weight = torch.ones(1)
+    with autocast_without_cache(weight):
+        assert torch.is_autocast_cache_enabled()  # autocast is off: nothing to do
+    with torch.autocast("cpu", torch.bfloat16):
+        with autocast_without_cache(weight):
+            assert autocast_dtype(weight) == torch.bfloat16 and not torch.is_autocast_cache_enabled()
+        assert torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.gpu
@@ -336,6 +361,48 @@ def test_graphs_follow_the_weights(cuda):
     assert torch.equal(model.generate(tokens, 20, cg=True), model.generate(tokens, 20))
     model.bfloat16()
     assert torch.equal(model.generate(tokens, 20, cg=True), model.generate(tokens, 20))
+
+
+@pytest.mark.gpu
+def test_graphs_hold_kernels_only(cuda):
+    model, tokens = make(device=cuda), prompt(device=cuda)
+    model.generate(tokens, 12, cg=True)
+    with plain_torch(), pytest.raises(RuntimeError, match=r"cg=True captures kernels.*use cg=False"):
+        model.generate(tokens, 12, cg=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MODELS)
+def test_graphs_under_autocast(kind, cuda):
+    """What autocast casts is cast within the graph: its own copies are gone when it is left."""
+    model, tokens = make(kind, cuda), prompt(device=cuda)
+
+    def scores(cg):
+        with torch.autocast("cuda", torch.bfloat16):
+            teacher = prompt(2, 20, cuda)  # the same tokens, whatever rounding says
+            out = model.generate(
+                tokens, 20, cg=cg, teacher_outputs=teacher, output_scores=True, return_dict_in_generate=True
+            )
+        return torch.stack(out.scores).float()
+
+    plain = model.generate(tokens, 20, cg=True)
+    first = model._decoding_cache
+    graphed, expected = scores(True), scores(False)
+    torch.testing.assert_close(graphed, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+    assert model._decoding_cache is not first, "float32's graph ran under autocast"
+    fill = torch.full((1 << 24,), float("nan"), device=cuda)  # where the casts may have been
+    assert torch.equal(scores(True), graphed)
+    del fill
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    assert torch.equal(scores(True)[0], scores(False)[0])  # the prompt, without a graph
+    torch.testing.assert_close(scores(True), scores(False), rtol=0.02, atol=0.02 * float(expected.abs().max()))
+    assert not torch.allclose(scores(True), graphed, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(1.25)
+    assert torch.equal(model.generate(tokens, 20, cg=True), plain)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ whether references run instead of kernels.
 """
 
 from mamba_ssm._torch import reference
-from mamba_ssm._torch.autocast import autocast_dtype, no_autocast
+from mamba_ssm._torch.autocast import autocast_dtype, autocast_without_cache, no_autocast
 from mamba_ssm._torch.determinism import set_deterministic_mode, use_deterministic_mode
 from mamba_ssm._torch.dispatch import (
     apply,
@@ -29,6 +29,7 @@ __all__ = [
     "apply",
     "archive_names",
     "autocast_dtype",
+    "autocast_without_cache",
     "call",
     "call_below_autograd",
     "call_in_backward",

@@ -33,3 +33,13 @@ def no_autocast(tensor):
     if is_compiling() or autocast_dtype(tensor) is None:
         return contextlib.nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
+
+
+def autocast_without_cache(tensor):
+    """Context in which autocast, if it is on, casts at each use. A CUDA graph that had been captured with copies of
+    weights from autocast's cache would read their memory after autocast has given it back.
+    """
+    dtype = autocast_dtype(tensor)
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(tensor.device.type, dtype=dtype, cache_enabled=False)
