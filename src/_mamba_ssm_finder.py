@@ -26,4 +26,6 @@ class _Finder:
         return PathFinder.find_spec(name, [str(_FOLDER.joinpath(*name.split(".")[1:-1]))])
 
 
+# once, also where the modules were deleted from sys.modules and are imported again
+sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "__module__", None) != __name__]
 sys.meta_path.append(_Finder)

@@ -64,3 +64,15 @@ def test_causal_conv1d_without_mamba_ssm(tmp_path):
     code = "try:\n    import causal_conv1d\nexcept ModuleNotFoundError as error:\n    print(error.name, error)"
     printed = python([tmp_path], "-S", "-c", code)
     assert printed.startswith("mamba_ssm this causal_conv1d calls mamba_ssm, which is not installed here")
+
+
+def test_importing_again_adds_no_second_finder():
+    code = """
+import sys, selective_scan_cuda
+before = len(sys.meta_path)
+for name in [name for name in sys.modules if name.startswith(("mamba_ssm", "_mamba_ssm", "selective_scan_cuda"))]:
+    del sys.modules[name]
+import selective_scan_cuda
+print(len(sys.meta_path) - before)
+"""
+    assert python([SITE], "-c", code) == "0\n"
