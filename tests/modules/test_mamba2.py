@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from _helpers.cases import dtype_id
 
 from mamba_ssm import Mamba2
+from mamba_ssm.ops.norm import GatedRMSNorm
 from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_ref
+from mamba_ssm.utils.reference import plain_torch
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -228,6 +230,23 @@ def test_prefill_then_steps_equal_one_forward(prefill, dtype, options, device):
     conv_state, ssm_state = cache.key_value_memory_dict[3]
     assert conv_state.shape == (2, module.conv1d.weight.shape[0], 4)
     assert ssm_state.shape == (2, module.nheads, 8, 16)
+
+
+@pytest.mark.parametrize("change", [{"group_size": 8}, {"norm_before_gate": True}], ids=str)
+def test_a_norm_put_in_its_place_keeps_its_options(change, device):
+    module = small().to(device)
+    x = torch.randn(2, 3, 24, device=device)
+    usual = module(x)
+    options = {"group_size": module.norm.group_size, "norm_before_gate": False, **change}
+    module.norm = GatedRMSNorm(module.d_ssm, **options, device=device)
+    states = module.allocate_inference_cache(2, 100)
+    steps = [module.step(x[:, t : t + 1], *states)[0] for t in range(3)]
+    forward = module(x)
+    with plain_torch():
+        expected = module(x)
+    assert not torch.allclose(usual, expected)
+    torch.testing.assert_close(forward, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_packed_prefill_then_steps(device):

@@ -103,8 +103,17 @@ class Mamba2Base(nn.Module):
 
     def _may_fuse(self) -> bool:
         """Whether all that the operator computes before out_proj is in the parameters it takes."""
-        plain_norm = not self.rmsnorm or is_plain(self.norm, GatedRMSNorm)
+        plain_norm = not self.rmsnorm or self._has_plain_norm()
         return self.use_mem_eff_path and not reference.on and is_plain(self.conv1d, nn.Conv1d) and plain_norm
+
+    def _has_plain_norm(self) -> bool:
+        """Whether norm does what the operators do with its weight: a norm put in its place may have other groups."""
+        norm = self.norm
+        return (
+            is_plain(norm, GatedRMSNorm)
+            and norm.norm_before_gate == self.norm_before_gate
+            and (norm.group_size or self.d_ssm) == self.d_ssm // self.ngroups
+        )
 
     def _norm_weight_and_eps(self) -> tuple[torch.Tensor | None, float]:
         if not self.rmsnorm:

@@ -230,7 +230,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
         """(B, d_inner), by one operator; a norm that is more than its parameters is called behind it."""
         d_mlp = self.d_inner - self.d_ssm
         mlp, zxbcdt = (None, zxbcdt) if d_mlp == 0 else (zxbcdt[:, : 2 * d_mlp], zxbcdt[:, 2 * d_mlp :])
-        fuse_norm = self.rmsnorm and is_plain(self.norm, GatedRMSNorm)
+        fuse_norm = self.rmsnorm and self._has_plain_norm()
         y = mamba2_step(
             zxbcdt,
             conv_state,
