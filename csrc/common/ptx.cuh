@@ -170,7 +170,7 @@ __device__ __forceinline__ void store_bulk(void* to, const void* from, int bytes
                  : "l"(__cvta_generic_to_global(to)), "r"(shared_address(from)), "r"(bytes)
                  : "memory");
 }
-// Waits until all that this thread stores so has been read from shared memory.
+// Waits until all that this thread stores so has been read from shared memory, and for the thread's asynchronous copies.
 __device__ __forceinline__ void wait_for_stores_to_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" : : : "memory");
 }

@@ -197,6 +197,17 @@ __device__ __forceinline__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kPending) : "memory");
 }
 
+// From here on the warpgroup's threads may use so many registers: at most, or at least, as many as they were launched with.
+// Those who take registers wait until others have given as many. A multiple of 8.
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(kRegisters) : "memory");
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(kRegisters) : "memory");
+}
+
 // What this thread has put into tiles is visible to the tensor cores after the block's next barrier.
 __device__ __forceinline__ void show_to_warpgroup() {
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");

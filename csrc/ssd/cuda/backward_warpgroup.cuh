@@ -1,16 +1,16 @@
 // Backward on Hopper, for 16-bit dtypes: backward.cuh with three warpgroups, whose products run on tensor cores that read tiles
 // from shared memory themselves. They walk a chunk's heads together: one takes pairs of steps and sums dG; one has dC in
 // registers and takes what the state before the chunk gives; one has dB and dx, and takes the gradient of the state after the
-// chunk. What prepare_backward.cuh and states_warpgroup.cuh have left comes by bulk copies.
+// chunk. A fourth one helps them (backward_warpgroup_help.cuh).
 #pragma once
 
-#include "ssd/cuda/backward_warpgroup_walk.cuh"
+#include "ssd/cuda/backward_warpgroup_help.cuh"
 
 namespace mamba {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// dC, and with it each step's share of the state before the chunk; also all copies, and the gradients of steps.
+// dC, and with it each step's share of the state before the chunk.
 template <typename T, int kStates, int kSlices>
 __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlices>& walk) {
     using Shared = WarpgroupBackwardShared<T, kStates, kSlices>;
@@ -20,64 +20,20 @@ __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlic
     const int row = 16 * warp;
     const int t[2] = {row + lane / 4, row + lane / 4 + 8};
     const uint64_t C = tile_descriptor(shared.C, kBlock * 16);
-    BackwardItem next = walk.first;      // whose x comes next
-    BackwardItem coming = walk.first;    // whose states come next
-    BackwardItem finished = walk.first;  // whose gradients of steps come next
-    const auto begin_copies = [&](int number) {
-        walk.begin_copies(number, next);
-        next.advance(walk.row_tiles);
-    };
-    const auto begin_state_copies = [&](int number) {
-        walk.begin_state_copies(number, coming);
-        coming.advance(walk.row_tiles);
-    };
-    const auto store_gradients = [&](int number) {
-        if (warp == number % 4) {
-            walk.store_gradients(number, finished);
-        }
-        finished.advance(walk.row_tiles);
-    };
-    constexpr int kAhead = Shared::kXStages - 2;  // intervals
-    for (int i = 0; i < kAhead; ++i) {
-        begin_copies(i);
-    }
-    for (int i = 0; i < Shared::kHStages - 1; ++i) {
-        begin_state_copies(i);
-    }
     float dC[kStates / 8][4];
     set_to_zero(dC);
     wait_for_round(shared.start_barrier, 0);
-    for (int number = -1; number < walk.count; ++number) {
-        wait_for_copies<kAhead - 1>();
-        show_to_warpgroup();
-        __syncthreads();  // an interval begins: tiles of the item before are free
-        begin_copies(number + 1 + kAhead);
-        if (number >= 0) {
-            begin_state_copies(number - 1 + Shared::kHStages);
-        }
-        if (number < 0) {
-            continue;
-        }
+    __syncthreads();
+    for (int number = 0; number < walk.count; ++number) {
+        __syncthreads();  // an interval begins
         const T* const dout_tile = shared.dout(number) + BlockTile::at(row + lane % 16, lane / 16 * 8);
         const WarpgroupDecays& now = shared.decays_of(number);
         WarpgroupSums& sums = shared.sums_of(number);
         const uint64_t H = tile_descriptor(shared.H(number), kBlock * 16);
-        Operand<T> dout[4];
-        Operand<T> weighted[4];
-        walk.wait_for_decays(number);
-        const float entering[2] = {now.entering[t[0]], now.entering[t[1]]};
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            load_matrices(dout[k].r[0], columns_on(dout_tile, k));
-            weighted[k] = dout[k];
-            weight_rows<T>(weighted[k], entering[0], entering[1]);
-        }
-        walk.wait_for_states(number);
         float y[8][4];  // H C_t
         set_to_zero(y);
+        walk.wait_for_states(number);
         hold(y);
-        hold(dC);
-        hold(weighted);
         fence_products();
 #pragma unroll
         for (int k = 0; k < kStates / 16; ++k) {
@@ -85,21 +41,26 @@ __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlic
             begin_product<T, 0>(y, C + at, H + at);
         }
         commit_products();
+        Operand<T> weighted[4];
+        walk.wait_for_decays(number);
+        const float entering[2] = {now.entering[t[0]], now.entering[t[1]]};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            load_matrices(weighted[k].r[0], columns_on(dout_tile, k));
+            weight_rows<T>(weighted[k], entering[0], entering[1]);
+        }
+        hold(dC);
+        hold(weighted);
+        fence_products();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {  // exp(cs_t) H^T dout_t
             begin_product<T, 1>(dC, weighted[k].r[0], H + k * kRows16);
         }
         commit_products();
-        // While the products run:
-        if (number > 0) {
-            store_gradients(number - 1);
-        }
-        add_state_product<T, kStates>(sums, shared.H(number),
-                                      shared.dH(number) + walk.slice * SliceTiles<T, kStates, kSlices>::kH, warp, lane);
         wait_for_products<1>();
         hold(y);
         float dot[2] = {0.0f, 0.0f};
-        add_dots<T>(dot, y, dout, 0);
+        add_dots<T>(dot, y, dout_tile);
         if (lane % 4 == 0) {
             sums.from_state[t[0]] = entering[0] * dot[0];
             sums.from_state[t[1]] = entering[1] * dot[1];
@@ -109,7 +70,6 @@ __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlic
         hold(weighted);
     }
     __syncthreads();
-    store_gradients(walk.count - 1);
     __syncthreads();  // dG is there
     Operand<T> dG[4];
 #pragma unroll
@@ -164,6 +124,9 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
     set_to_zero(dB);
     wait_for_round(shared.start_barrier, 0);
     BackwardItem item = walk.first;
+    ItemPointer<T*> dx = walk.item_pointer(
+        static_cast<T*>(walk.q.dx) + walk.batch * walk.q.dx_batch_stride + walk.chunk * kWarpgroupSteps * walk.q.dx_len_stride,
+        walk.q.dx_head_stride);
     __syncthreads();
     for (int number = 0; number < walk.count; ++number) {
         __syncthreads();
@@ -187,12 +150,10 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
         const float leaving[2] = {now.leaving[s[0]], now.leaving[s[1]]};
         const float adding[2] = {now.adding[s[0]], now.adding[s[1]]};
         const float dt[2] = {now.dt[s[0]], now.dt[s[1]]};
-        Operand<T> x[4];
         Operand<T> weighted[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            load_matrices(x[k].r[0], columns_on(shared.x(number) + rows.of_lane, k));
-            weighted[k] = x[k];
+            load_matrices(weighted[k].r[0], columns_on(shared.x(number) + rows.of_lane, k));
             weight_rows<T>(weighted[k], adding[0], adding[1]);
         }
         hold(dB);
@@ -206,7 +167,7 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
         wait_for_products<1>();
         hold(du);
         float dot[2] = {0.0f, 0.0f};
-        add_dots<T>(dot, du, x, walk.slice);
+        add_dots<T>(dot, du, columns_on(shared.x(number) + rows.of_lane, walk.slice * (Tiles::kColumns / 16)));
         if (lane % 4 == 0) {
             sums.to_state[s[0]] = leaving[0] * dot[0];
             sums.to_state[s[1]] = leaving[1] * dot[1];
@@ -224,8 +185,8 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
         hold(dB);
         hold(weighted);
         scale_rows(du, dt[0], dt[1]);
-        walk.store_dx(number, item, du, rows.group, rows.s_of_lane);
-        item.advance(walk.row_tiles);
+        walk.store_dx(number, dx.at, walk.rows_of(item), du, rows.group, rows.s_of_lane);
+        dx.advance(item.advance(walk.row_tiles));
     }
     __syncthreads();
     __syncthreads();  // dG is there
@@ -274,7 +235,6 @@ __device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlice
     hold(G);
     float dG[8][4];
     set_to_zero(dG);
-    BackwardItem item = walk.first;
     __syncthreads();
     for (int number = 0; number < walk.count; ++number) {
         const uint64_t dout = tile_descriptor(shared.dout(number), kBlock * 16);
@@ -293,17 +253,10 @@ __device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlice
             begin_product<T, 0>(R, x[k].r[0], dout + k * kColumns16);
         }
         commit_products();
-        const int D_row = walk.thread % 128;
-        const float D = D_row < kForwardRows ? walk.load_D(item, D_row) : 0.0f;
-        walk.store_dD(number, item, rows.warp);
-        item.advance(walk.row_tiles);
         walk.wait_for_decays(number);
         wait_for_products<0>();
         hold(R);
         hold(x);
-        if (D_row < kForwardRows) {
-            shared.sums_of(number).D[D_row] = D;
-        }
         Operand<T> M[4];
         mix_pairs<T>(M, dG, R, G, shared.decays_of(number), shared.sums_of(number), walk.slice == 0, rows.s, rows.warp, lane);
 #pragma unroll
@@ -332,12 +285,18 @@ __global__ void __launch_bounds__(kWarpgroupBackwardThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     MAMBA_DYNAMIC_SHARED(1024, unsigned char, warpgroup_shared);
     const BackwardWalk<T, kStates, kSlices> walk(q, launch, warpgroup_shared);
-    if (walk.thread < 128) {
-        walk_for_dC(walk);
-    } else if (walk.thread < 256) {
-        walk_for_dB(walk);
+    if (walk.thread >= 384) {
+        give_registers<kHelperRegisters>();
+        help_walks(walk);
     } else {
-        walk_pairs(walk);
+        take_registers<kWalkRegisters>();
+        if (walk.thread < 128) {
+            walk_for_dC(walk);
+        } else if (walk.thread < 256) {
+            walk_for_dB(walk);
+        } else {
+            walk_pairs(walk);
+        }
     }
 #else
     (void)q;

@@ -6,7 +6,11 @@
 
 namespace mamba {
 
-constexpr int kWarpgroupBackwardThreads = 384;
+constexpr int kWarpgroupBackwardThreads = 512;
+// Of a thread: those of the last warpgroup, which has no accumulators, and of the others.
+constexpr int kHelperRegisters = 80;
+constexpr int kWalkRegisters = 144;
+static_assert(kHelperRegisters + 3 * kWalkRegisters <= 512, "a multiprocessor has 64 Ki");
 using BlockTile = SwizzledTile<kWarpgroupSteps>;
 
 // What the gradients of a chunk's steps are made of, see store_step_gradients; and what else warpgroups pass on.
@@ -54,6 +58,7 @@ struct WarpgroupBackwardShared {
     static constexpr int kH = (1 + kSlices) * Tiles::kH;  // of H and dH'
     static constexpr int kM = kWarpgroupSteps * kWarpgroupSteps;
     static constexpr int kXStages = kSlices == 1 ? 4 : 3;
+    static constexpr int kAhead = kXStages - 2;  // intervals that x and dout come before they are needed
     static constexpr int kHStages = kSlices == 1 ? 3 : 2;
     static constexpr int kDecays = kXStages + 1;  // an item's are read once more in the interval after
     static constexpr int kSums = 3;
@@ -107,17 +112,17 @@ __device__ __forceinline__ void weight_rows(Operand<T>& a, float above, float be
     }
 }
 
-// Adds to dot, for both rows of each lane, the dot product of that row of the accumulators, which are part `slice` of its
-// columns, with that of the operands.
+// Adds to dot, for both rows of each lane, the dot product of that row of the accumulators with that of a tile, which is read
+// again: there are too few registers to keep it.
 template <typename T, int kGroups>
-__device__ __forceinline__ void add_dots(float (&dot)[2], const float (&c)[kGroups][4], const Operand<T> (&a)[4], int slice) {
-    constexpr int kOperands = kGroups / 2;
+__device__ __forceinline__ void add_dots(float (&dot)[2], const float (&c)[kGroups][4], const T* tile) {
 #pragma unroll
-    for (int k = 0; k < kOperands; ++k) {
+    for (int k = 0; k < kGroups / 2; ++k) {
+        Operand<T> a;
+        load_matrices(a.r[0], columns_on(tile, k));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool later = kOperands < 4 && slice > 0;
-            const float2 value = unpack2<T>(later ? a[(k + kOperands) % 4].r[0][i] : a[k].r[0][i]);
+            const float2 value = unpack2<T>(a.r[0][i]);
             const float(&row)[4] = c[2 * k + i / 2];
             dot[i % 2] = fmaf(value.x, row[i % 2 * 2], fmaf(value.y, row[i % 2 * 2 + 1], dot[i % 2]));
         }
@@ -138,19 +143,22 @@ template <typename T, int kStates>
 __device__ __forceinline__ void add_state_product(WarpgroupSums& sums, const T* H, const T* dH, int warp, int lane) {
     H += BlockTile::at(16 * warp + lane % 16, lane / 16 * 8);
     dH += BlockTile::at(16 * warp + lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
-    float left[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    float right[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
+    float left[2][4];  // two sums of each, so that products need not wait for each other
+    float right[2][4];
+    set_to_zero(left);
+    set_to_zero(right);
+#pragma unroll 2
     for (int k = 0; k < kStates / 16; ++k) {
         Operand<T> a;
         Operand<T> b;
         load_matrices(a.r[0], columns_on(H, k));
         load_matrices(b.r[0], columns_on(dH, k));
-        multiply_add<T>(left, a, b, 0);
-        multiply_add<T>(right, a, b, 1);
+        multiply_add<T>(left[k % 2], a, b, 0);
+        multiply_add<T>(right[k % 2], a, b, 1);
     }
-    const float2 both = diagonal(left, right, lane);
-    const float sum = add_over_column(add_over_row(both.x + both.y));
+    const float2 one = diagonal(left[0], right[0], lane);
+    const float2 other = diagonal(left[1], right[1], lane);
+    const float sum = add_over_column(add_over_row((one.x + one.y) + (other.x + other.y)));
     if (lane == 0) {
         sums.state_product[warp] = sum;
     }

@@ -11,12 +11,23 @@ namespace mamba {
 struct BackwardItem {
     int slot;  // head
     int tile;  // of headdim
-    __device__ __forceinline__ void advance(int row_tiles) {
-        if (++tile == row_tiles) {
-            tile = 0;
-            ++slot;
-        }
+    // Whether the next one is another head's.
+    __device__ __forceinline__ bool advance(int row_tiles) {
+        const bool is_last = ++tile == row_tiles;
+        slot += is_last;
+        tile = is_last ? 0 : tile;
+        return is_last;
     }
+};
+
+// A pointer into a tensor like x, at an item's rows of headdim. It is moved along: to compute it for each item takes long.
+template <typename Pointer>
+struct ItemPointer {
+    Pointer at;
+    int64_t to_next_head;  // from a head's last item
+    __device__ __forceinline__ ItemPointer(Pointer tensor, int64_t head_stride, int row_tiles, int64_t head, int tile)
+        : at(tensor + head * head_stride + tile * kForwardRows), to_next_head(head_stride - (row_tiles - 1) * kForwardRows) {}
+    __device__ __forceinline__ void advance(bool next_head) { at += next_head ? to_next_head : kForwardRows; }
 };
 
 // A block's chunk, and the items that it walks.
@@ -37,7 +48,7 @@ struct BackwardWalk {
     BackwardItem first;
     int count;
 
-    // Starts the block: B, C and the first item's tiles are on their way, B and C are there at the end.
+    // Starts the block: B and C are on their way.
     __device__ __forceinline__ BackwardWalk(const MambaSsdBackward& q_, const BackwardLaunch& launch_, unsigned char* memory)
         : q(q_), launch(launch_), shared(memory) {
         const MambaSsd& p = q.forward;
@@ -81,43 +92,14 @@ struct BackwardWalk {
         }
     }
 
-    // Copies of an item's x, dout and decays, by the first warpgroup.
-    __device__ __forceinline__ void begin_copies(int number, const BackwardItem& item) const {
-        const MambaSsd& p = q.forward;
-        if (number < count) {
-            const int64_t head = group_head + item.slot;
-            const int64_t step = chunk * kSteps;
-            const int row0 = item.tile * kForwardRows;
-            const int rows = static_cast<int>(p.headdim) - row0;
-            if (thread == 0) {
-                constexpr int kDecayBytes = static_cast<int>(sizeof(WarpgroupDecays));
-                uint64_t* const barrier = &shared.decay_barriers[number % Shared::kDecays];
-                expect_copies(barrier, kDecayBytes);
-                copy_bulk(&shared.decays_of(number),
-                          static_cast<const WarpgroupDecays*>(launch.chunk_decays) +
-                              (batch * launch.chunks + chunk) * p.nheads + head,
-                          kDecayBytes, barrier);
-            }
-            const T* const x =
-                static_cast<const T*>(p.x) + batch * p.x_batch_stride + step * p.x_len_stride + head * p.x_head_stride + row0;
-            const T* const dout = static_cast<const T*>(q.dout) + batch * q.dout_batch_stride + step * q.dout_len_stride +
-                                  head * q.dout_head_stride + row0;
-            load_swizzled<T, 128>(shared.x(number), x, p.x_len_stride, valid, rows, launch.x_vectors, thread);
-            load_swizzled<T, 128>(shared.dout(number), dout, q.dout_len_stride, valid, rows, launch.dout_vectors, thread);
-        }
-        end_copies();
+    // The first item's place in a tensor like x, of which `tensor` is this block's first step.
+    template <typename Pointer>
+    __device__ __forceinline__ ItemPointer<Pointer> item_pointer(Pointer tensor, int64_t head_stride) const {
+        return ItemPointer<Pointer>(tensor, head_stride, row_tiles, group_head + first.slot, first.tile);
     }
-    // And of its states, by one thread.
-    __device__ __forceinline__ void begin_state_copies(int number, const BackwardItem& item) const {
-        if (number < count && thread == 0) {
-            constexpr int kBytes = Tiles::kH * static_cast<int>(sizeof(T));
-            uint64_t* const barrier = &shared.H_barriers[number % Shared::kHStages];
-            const int64_t slot = (batch * q.forward.ngroups + group) * launch.group_heads + item.slot;
-            const int64_t state = ((slot * launch.row_tiles + item.tile) * launch.chunks + chunk) * kSlices * Tiles::kH;
-            expect_copies(barrier, (1 + kSlices) * kBytes);
-            copy_bulk(shared.H(number), static_cast<const T*>(launch.states) + state + slice * Tiles::kH, kBytes, barrier);
-            copy_bulk(shared.dH(number), static_cast<const T*>(launch.dstates) + state, kSlices * kBytes, barrier);
-        }
+    // Rows of headdim from an item's first one on; may be more than kForwardRows.
+    __device__ __forceinline__ int rows_of(const BackwardItem& item) const {
+        return static_cast<int>(q.forward.headdim) - item.tile * kForwardRows;
     }
 
     __device__ __forceinline__ void wait_for_states(int number) const {
@@ -125,47 +107,6 @@ struct BackwardWalk {
     }
     __device__ __forceinline__ void wait_for_decays(int number) const {
         wait_for_round(&shared.decay_barriers[number % Shared::kDecays], number / Shared::kDecays % 2);
-    }
-
-    // sum_t dout_t x_t: the diagonal of dout^T x, 16 rows of headdim a warp.
-    __device__ __forceinline__ void store_dD(int number, const BackwardItem& item, int warp) const {
-        if (launch.dD == nullptr || slice > 0) {
-            return;
-        }
-        float left[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        float right[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        const int row = 16 * warp;
-        const T* const dout = shared.dout(number) + BlockTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);
-        const T* const x = shared.x(number) + BlockTile::at(lane % 16, row + lane / 16 * 8);
-#pragma unroll
-        for (int k = 0; k < kSteps / 16; ++k) {
-            Operand<T> a;
-            Operand<T> b;
-            load_matrices_transposed(a.r[0], dout + 16 * k * kForwardRows);
-            load_matrices_transposed(b.r[0], x + 16 * k * kForwardRows);
-            multiply_add<T>(left, a, b, 0);
-            multiply_add<T>(right, a, b, 1);
-        }
-        const int headdim = static_cast<int>(q.forward.headdim);
-        const int p = item.tile * kForwardRows + row + lane / 4;
-        float* const dD =
-            launch.dD + ((batch * launch.chunks + chunk) * q.forward.nheads + group_head + item.slot) * headdim + p;
-        const float2 both = diagonal(left, right, lane);
-        if (lane / 4 / 2 == lane % 4) {
-            if (p < headdim) {
-                dD[0] = both.x;
-            }
-            if (p + 8 < headdim) {
-                dD[8] = both.y;
-            }
-        }
-    }
-
-    // D of an item's row `row` of headdim.
-    __device__ __forceinline__ float load_D(const BackwardItem& item, int row) const {
-        const MambaSsd& p = q.forward;
-        const int64_t at = item.tile * kForwardRows + row;
-        return p.D != nullptr && at < p.headdim ? p.D[(group_head + item.slot) * p.D_head_stride + at * p.D_dim_stride] : 0.0f;
     }
 
     // Of an item's steps and of its parameters, by one warp.
@@ -176,17 +117,14 @@ struct BackwardWalk {
         const int64_t at = (part * launch.chunks + chunk) * p.nheads + head;
         float* const ddt = launch.ddt + (part * p.nheads + head) * p.seqlen + chunk * kSteps;
         store_step_gradients<kSteps>(ddt, launch.dA + at, launch.ddt_bias + at, shared.sums_of(number),
-                                     shared.decays_of(number), head_A(p, head), valid, lane);
+                                     shared.decays_of(number), shared.decays_of(number).A, valid, lane);
     }
 
-    // du + D dout of the block's columns, where du's rows are two groups of steps of the warp, which has read its x.
-    __device__ __forceinline__ void store_dx(int number, const BackwardItem& item, const float (&du)[Tiles::kColumns / 8][4],
+    // du + D dout of the block's columns, where du's rows are two groups of steps of the warp, which has read its x. dx: at the
+    // item's first step, rows: of headdim from there on.
+    __device__ __forceinline__ void store_dx(int number, T* dx, int rows, const float (&du)[Tiles::kColumns / 8][4],
                                              const int (&group_of)[2], int s_of_lane) const {
-        const MambaSsd& p = q.forward;
         const int column0 = slice * Tiles::kColumns;
-        const int row0 = item.tile * kForwardRows;
-        const int rows = static_cast<int>(p.headdim) - row0;
-        const int64_t head = group_head + item.slot;
         const float* const D = shared.sums_of(number).D;
         T* const tile = shared.x(number);
         const int at = BlockTile::at(s_of_lane, column0 + lane / 16 * 8);
@@ -209,22 +147,29 @@ struct BackwardWalk {
         // The warp's rows leave whole.
         constexpr int kPieces = Tiles::kColumns / 8;  // of a row, a lane each
         constexpr int kTogether = 32 / kPieces;
-        T* const dx = static_cast<T*>(q.dx) + batch * q.dx_batch_stride + chunk * kSteps * q.dx_len_stride +
-                      head * q.dx_head_stride + row0;
+        const int64_t stride = q.dx_len_stride;
         const int column = column0 + lane % kPieces * 8;
-        const int existing = column < rows ? valid : 0;
+        if (launch.dx_vectors && valid == kSteps && rows >= kForwardRows) {  // most tiles
 #pragma unroll
-        for (int i = 0; i < 16; i += kTogether) {
-            const int s = 8 * group_of[i / 8] + i % 8 + lane / kPieces;
-            const T* const from = tile + BlockTile::at(s, column);
-            T* const to = dx + s * q.dx_len_stride + column;
-            if (s < existing && launch.dx_vectors) {
-                *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-            } else if (s < existing) {
-#pragma unroll 1
-                for (int j = 0; j < 8 && column + j < rows; ++j) {
-                    to[j] = from[j];
+            for (int half = 0; half < 2; ++half) {
+                const int s = opaque(8 * group_of[half] + lane / kPieces);
+                T* to = dx + s * stride + column;
+#pragma unroll
+                for (int i = 0; i < 8; i += kTogether) {
+                    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile + BlockTile::at(s + i, column));
+                    to += kTogether * stride;
                 }
+            }
+            return;
+        }
+#pragma unroll 1
+        for (int i = 0; i < 16; i += kTogether) {
+            const int s = 8 * (i < 8 ? group_of[0] : group_of[1]) + i % 8 + lane / kPieces;
+            const T* const from = tile + BlockTile::at(s, column);
+            T* const to = dx + s * stride + column;
+#pragma unroll 1
+            for (int j = 0; j < 8 && column + j < rows && s < valid; ++j) {
+                to[j] = from[j];
             }
         }
     }
@@ -233,7 +178,7 @@ struct BackwardWalk {
     __device__ __forceinline__ void store_matrix(float* matrix, const float (&sum)[kStates / 8][4],
                                                  const int (&step)[2]) const {
         const MambaSsd& p = q.forward;
-        const int column0 = slice * kStates;
+        const int column0 = slice * kStates + lane % 4 * 2;
         const int dstate = static_cast<int>(p.dstate);
         const bool add = launch.first_head > 0;
 #pragma unroll
@@ -243,15 +188,21 @@ struct BackwardWalk {
             }
             float* const row =
                 matrix + (((split * p.batch + batch) * p.seqlen + chunk * kSteps + step[half]) * p.ngroups + group) * dstate;
+            float2 before[kStates / 8];  // all of them are on their way before the first is needed
 #pragma unroll
             for (int j = 0; j < kStates / 8; ++j) {
+                const int column = column0 + 8 * j;
+                before[j].x = add && column < dstate ? row[column] : 0.0f;
+                before[j].y = add && column + 1 < dstate ? row[column + 1] : 0.0f;
+            }
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int column = column0 + 8 * j + lane % 4 * 2 + i;
-                    if (column < dstate) {
-                        const float value = sum[j][2 * half + i];
-                        row[column] = add ? row[column] + value : value;
-                    }
+            for (int j = 0; j < kStates / 8; ++j) {
+                const int column = column0 + 8 * j;
+                if (column < dstate) {
+                    row[column] = sum[j][2 * half] + before[j].x;
+                }
+                if (column + 1 < dstate) {
+                    row[column + 1] = sum[j][2 * half + 1] + before[j].y;
                 }
             }
         }

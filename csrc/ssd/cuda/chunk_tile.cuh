@@ -69,6 +69,7 @@ struct alignas(16) ChunkDecays {
     float adding[kSteps];    // exp(cs_last - cs_t) dt: what x_t B_t^T counts in the state after the chunk; 0 before a restart
     int run_start[kSteps];   // first step of t's run in this chunk, -1 for a run that began before it
     float carry;             // exp(cs_last), 0 with a restart
+    float A;
 };
 
 template <int kSteps>
@@ -218,6 +219,7 @@ __device__ __forceinline__ void chunk_decays(Decays& decays, const StepInputs<kS
     }
     if (lane == 0) {
         decays.carry = last_run < 0 ? exp2_fast(static_cast<float>(last)) : 0.0f;
+        decays.A = A;
     }
 }
 

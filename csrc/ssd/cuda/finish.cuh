@@ -44,11 +44,16 @@ __device__ __forceinline__ float add_over_block(float value, float* shared) {
     return sum;
 }
 
-// Blocks 0 .. H - 1 add up dA, ddt_bias and dD of a head; the next ones take an element of dB and dC or of ddt a thread.
+constexpr int kFinishRows = kFinishThreads / 32;  // of dB and dC, a warp each
+constexpr int kFinishTile = 32;                   // steps and heads of ddt, which a block transposes
+
+// Blocks 0 .. H - 1 add up dA, ddt_bias and dD of a head; the next ones take rows of dB and dC, the last ones tiles of ddt.
 template <typename T>
 __global__ void __launch_bounds__(kFinishThreads) ssd_finish_kernel(const MambaSsdBackward q, const BackwardLaunch launch) {
     __shared__ float shared[kFinishThreads];
+    __shared__ float tile[kFinishTile][kFinishTile + 1];
     const MambaSsd& p = q.forward;
+    wait_for_previous_kernel();
     if (blockIdx.x < p.nheads) {
         const int64_t head = blockIdx.x;
         const int64_t parts = launch.parts * p.batch * launch.chunks;
@@ -73,7 +78,7 @@ __global__ void __launch_bounds__(kFinishThreads) ssd_finish_kernel(const MambaS
             const int64_t first = threadIdx.x / headdim;
             float sum = 0.0f;
             if (first < together) {
-#pragma unroll 8
+#pragma unroll 16
                 for (int64_t i = first; i < p.batch * launch.chunks; i += together) {
                     sum += launch.dD[(i * p.nheads + head) * headdim + column];
                 }
@@ -97,46 +102,72 @@ __global__ void __launch_bounds__(kFinishThreads) ssd_finish_kernel(const MambaS
         }
         return;
     }
-    int64_t i = (static_cast<int64_t>(blockIdx.x) - p.nheads) * kFinishThreads + threadIdx.x;
-    const int64_t matrix = p.batch * p.seqlen * p.ngroups * p.dstate;
-    if (i < matrix) {
-        float dB = 0.0f;
-        float dC = 0.0f;
-        for (int64_t split = 0; split < launch.splits; ++split) {
-            dB += launch.dB[split * matrix + i];
-            dC += launch.dC[split * matrix + i];
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    int64_t block = static_cast<int64_t>(blockIdx.x) - p.nheads;
+    const int64_t rows = p.batch * p.seqlen * p.ngroups;
+    const int64_t row_blocks = ceil_div(rows, kFinishRows);
+    if (block < row_blocks) {
+        const int64_t row = block * kFinishRows + warp;
+        if (row < rows) {
+            const int64_t group = row % p.ngroups;
+            const int64_t step = row / p.ngroups % p.seqlen;
+            const int64_t batch = row / p.ngroups / p.seqlen;
+            T* const dB =
+                static_cast<T*>(q.dB) + batch * q.dB_batch_stride + step * q.dB_len_stride + group * q.dB_group_stride;
+            T* const dC =
+                static_cast<T*>(q.dC) + batch * q.dC_batch_stride + step * q.dC_len_stride + group * q.dC_group_stride;
+            const int dstate = static_cast<int>(p.dstate);
+#pragma unroll 4
+            for (int n = lane; n < dstate; n += 32) {
+                float B_sum = 0.0f;
+                float C_sum = 0.0f;
+                for (int64_t split = 0; split < launch.splits; ++split) {
+                    const int64_t at = (split * rows + row) * dstate + n;
+                    B_sum += launch.dB[at];
+                    C_sum += launch.dC[at];
+                }
+                dB[n] = from_float<T>(B_sum);
+                dC[n] = from_float<T>(C_sum);
+            }
         }
-        const int64_t n = i % p.dstate;
-        const int64_t group = i / p.dstate % p.ngroups;
-        const int64_t step = i / (p.dstate * p.ngroups) % p.seqlen;
-        const int64_t batch = i / (p.dstate * p.ngroups * p.seqlen);
-        static_cast<T*>(q.dB)[batch * q.dB_batch_stride + step * q.dB_len_stride + group * q.dB_group_stride + n] =
-            from_float<T>(dB);
-        static_cast<T*>(q.dC)[batch * q.dC_batch_stride + step * q.dC_len_stride + group * q.dC_group_stride + n] =
-            from_float<T>(dC);
         return;
     }
-    i -= matrix;
-    const int64_t sizes = p.batch * p.seqlen * p.nheads;
-    if (i < sizes) {
-        const int64_t head = i % p.nheads;
-        const int64_t step = i / p.nheads % p.seqlen;
-        const int64_t batch = i / (p.nheads * p.seqlen);
+    block -= row_blocks;
+    const int64_t step_tiles = ceil_div(p.seqlen, kFinishTile);
+    const int64_t head_tiles = ceil_div(p.nheads, kFinishTile);
+    const int64_t first_step = block % step_tiles * kFinishTile;
+    const int64_t first_head = block / step_tiles % head_tiles * kFinishTile;
+    const int64_t batch = block / step_tiles / head_tiles;
+    for (int i = warp; i < kFinishTile; i += kFinishThreads / 32) {
+        const int64_t head = first_head + i;
+        const int64_t step = first_step + lane;
         float sum = 0.0f;
-        for (int64_t part = 0; part < launch.parts; ++part) {
-            sum += launch.ddt[((part * p.batch + batch) * p.nheads + head) * p.seqlen + step];
+        if (head < p.nheads && step < p.seqlen) {
+            for (int64_t part = 0; part < launch.parts; ++part) {
+                sum += launch.ddt[((part * p.batch + batch) * p.nheads + head) * p.seqlen + step];
+            }
         }
-        store_from_float(q.ddt, batch * q.ddt_batch_stride + step * q.ddt_len_stride + head * q.ddt_head_stride, p.dt_dtype,
-                         sum);
+        tile[i][lane] = sum;
+    }
+    __syncthreads();
+    for (int i = warp; i < kFinishTile; i += kFinishThreads / 32) {
+        const int64_t head = first_head + lane;
+        const int64_t step = first_step + i;
+        if (head < p.nheads && step < p.seqlen) {
+            store_from_float(q.ddt, batch * q.ddt_batch_stride + step * q.ddt_len_stride + head * q.ddt_head_stride, p.dt_dtype,
+                             tile[lane][i]);
+        }
     }
 }
 
 template <typename T>
 cudaError_t launch_finish(const MambaSsdBackward& q, const BackwardLaunch& launch) {
     const MambaSsd& p = q.forward;
-    const int64_t elements = p.batch * p.seqlen * (p.ngroups * p.dstate + p.nheads);
-    const int64_t blocks = p.nheads + ceil_div(elements, kFinishThreads);
-    return launch_kernel(ssd_finish_kernel<T>, static_cast<unsigned>(blocks), kFinishThreads, 0, p.run.stream, q, launch);
+    const int64_t row_blocks = ceil_div(p.batch * p.seqlen * p.ngroups, kFinishRows);
+    const int64_t tiles = p.batch * ceil_div(p.seqlen, kFinishTile) * ceil_div(p.nheads, kFinishTile);
+    return launch_overlapping(ssd_finish_kernel<T>, static_cast<unsigned>(p.nheads + row_blocks + tiles), kFinishThreads, 0,
+                              p.run.stream, q, launch);
 }
 
 }  // namespace mamba

@@ -35,21 +35,35 @@ __device__ __forceinline__ uint4 load_piece(const void* from, int count, bool ve
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// Where a thread's first piece of a chunk's rows lies, for load_swizzled.
+template <typename T>
+__device__ __forceinline__ const T* first_piece(const T* rows, int64_t row_stride, int thread) {
+    return rows + thread / 8 * row_stride + thread % 8 * 8;
+}
+
 // Starts to copy a chunk's `valid` steps of 64 columns, of which `columns` exist, into a SwizzledTile; the rest becomes zero.
+// at: first_piece of them.
 template <typename T, int kThreads>
-__device__ __forceinline__ void load_swizzled(T* tile, const T* from, int64_t row_stride, int valid, int columns, bool vectors,
+__device__ __forceinline__ void load_swizzled(T* tile, const T* at, int64_t row_stride, int valid, int columns, bool vectors,
                                               int thread) {
     constexpr int kTogether = kThreads / 8;  // rows
     static_assert(kTogether % 8 == 0, "then rows of a thread lie equally far from each other");
     const int row = thread / 8;
     const int column = thread % 8 * 8;
-    const T* at = from + row * row_stride + column;
     T* const to = tile + SwizzledTile<kWarpgroupSteps>::at(row, column);
+    if (vectors && valid == kWarpgroupSteps && columns >= 64) {  // most tiles: without a branch or a choice
 #pragma unroll
+        for (int i = 0; i < kWarpgroupSteps; i += kTogether) {
+            copy_async<16>(to + i * 64, at, true);
+            at += kTogether * row_stride;
+        }
+        return;
+    }
+#pragma unroll 1
     for (int i = 0; i < kWarpgroupSteps; i += kTogether) {
         const int count = row + i < valid ? columns - column : 0;
         if (vectors) {
-            copy_async<16>(to + i * 64, count > 0 ? at : from, count > 0);
+            copy_async<16>(to + i * 64, at, count > 0);
         } else {
 #pragma unroll 1
             for (int j = 0; j < 8; ++j) {

@@ -1,10 +1,19 @@
 // states.cuh on Hopper, for 16-bit dtypes: a warpgroup has 64 rows of headdim and up to 128 states in registers. A state leaves
-// for memory as the tile that backward_warpgroup.cuh wants, in one bulk store.
+// for memory as the tile that backward_warpgroup.cuh wants, in one bulk store. One more warp has all bulk copies: who waits
+// until a store has read its tile waits for all other copies of the thread too, and those of x are to be some chunks ahead.
 #pragma once
 
 #include "ssd/cuda/prepare_backward.cuh"
 
 namespace mamba {
+
+constexpr int kStatesWarpgroupThreads = kForwardThreads + 32;
+
+// What a walk takes of a chunk's decays.
+struct alignas(16) StateWeights {
+    float weight[kWarpgroupSteps];
+    float carry;
+};
 
 template <typename T, int kStates>
 struct StatesTiles {
@@ -14,13 +23,13 @@ struct StatesTiles {
     static constexpr int kB = kWarpgroupSteps * kStates;
     static constexpr int kH = kForwardRows * kStates;
     static constexpr int kBytes = (2 * kH + kStages * (kB + kX)) * static_cast<int>(sizeof(T)) +
-                                  kStages * static_cast<int>(sizeof(WarpgroupDecays) + sizeof(uint64_t));
+                                  kStages * static_cast<int>(sizeof(StateWeights) + sizeof(uint64_t));
 };
 
 // walk.chunks: (B, heads of this launch, row tiles, chunks, slices, 64 * kStates), each a SwizzledTile of rows of headdim.
 // kSlices: parts that the states are split into, a block each.
 template <typename T, int kStates, int kSlices>
-__global__ void __launch_bounds__(kForwardThreads, 2)
+__global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
     ssd_states_warpgroup_kernel(const MambaSsd p, const StatesLaunch launch, const PrepareLaunch prepared) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using Tiles = StatesTiles<T, kStates>;
@@ -30,8 +39,8 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
     T* const H_tiles = reinterpret_cast<T*>(warpgroup_shared);
     T* const B_tiles = H_tiles + 2 * Tiles::kH;
     T* const x_tiles = B_tiles + kStages * Tiles::kB;
-    WarpgroupDecays* const decays = reinterpret_cast<WarpgroupDecays*>(x_tiles + kStages * Tiles::kX);
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(decays + kStages);
+    StateWeights* const weights = reinterpret_cast<StateWeights*>(x_tiles + kStages * Tiles::kX);
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(weights + kStages);
 
     const int thread = threadIdx.x;
     const int lane = thread % 32;
@@ -71,7 +80,56 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
     __syncthreads();
     wait_for_previous_kernel();
 
-    const T* const x = static_cast<const T*>(walk.x) + batch * walk.x_batch_stride + head * walk.x_head_stride + row0;
+    if (thread >= kForwardThreads) {
+        const int64_t first_slot = batch * chunks;
+        const T* const B = static_cast<const T*>(prepared.tiles) +
+                           ((first_slot * p.ngroups + group) * 3 + from_end) * kSlices * Tiles::kB + slice * Tiles::kB;
+        const WarpgroupDecays* const decays =
+            static_cast<const WarpgroupDecays*>(prepared.chunk_decays) + first_slot * p.nheads + head;
+        T* const to =
+            static_cast<T*>(walk.chunks) + (((batch * heads + slot) * row_tiles + tile) * chunks * kSlices + slice) * Tiles::kH;
+        const auto begin_tiles = [&](int i) {
+            if (i < count) {
+                constexpr int kTileBytes = Tiles::kB * static_cast<int>(sizeof(T));
+                constexpr int kWeightBytes = kWarpgroupSteps * static_cast<int>(sizeof(float));
+                constexpr int kCarryBytes = 16;
+                const int stage = i % kStages;
+                const int64_t chunk = chunk_at(i);
+                const WarpgroupDecays& from = decays[chunk * p.nheads];
+                uint64_t* const barrier = &barriers[stage];
+                expect_copies(barrier, kTileBytes + kWeightBytes + kCarryBytes);
+                copy_bulk(B_tiles + stage * Tiles::kB, B + chunk * p.ngroups * 3 * kSlices * Tiles::kB, kTileBytes, barrier);
+                copy_bulk(weights[stage].weight, from_end ? from.entering : from.adding, kWeightBytes, barrier);
+                copy_bulk(&weights[stage].carry, &from.carry, kCarryBytes, barrier);
+            }
+        };
+        if (lane == 0) {
+            for (int i = 0; i < kStages - 1; ++i) {
+                begin_tiles(i);
+            }
+        }
+        for (int i = 0; i < count; ++i) {
+            if (lane == 0) {
+                wait_for_stores_to_read();  // of the chunk before: its tile is the next one's
+            }
+            __syncthreads();
+            if (lane == 0) {
+                if (!launch.ends_only) {
+                    store_bulk(to + chunk_at(i) * kSlices * Tiles::kH, H_tiles + i % 2 * Tiles::kH,
+                               Tiles::kH * static_cast<int>(sizeof(T)));
+                }
+                begin_tiles(i + kStages - 1);
+            }
+        }
+        if (lane == 0) {
+            wait_for_stores_to_read();
+        }
+        return;
+    }
+
+    const T* const x =
+        first_piece(static_cast<const T*>(walk.x) + batch * walk.x_batch_stride + head * walk.x_head_stride + row0,
+                    walk.x_len_stride, thread);
     const auto begin_copies = [&](int i) {
         if (i < count) {
             const int stage = i % kStages;
@@ -79,19 +137,6 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
             load_swizzled<T, kForwardThreads>(x_tiles + stage * Tiles::kX, x + chunk * kWarpgroupSteps * walk.x_len_stride,
                                               walk.x_len_stride, steps_in<kWarpgroupSteps>(p.seqlen, chunk), rows,
                                               walk.x_vectors, thread);
-            if (thread == 0) {
-                constexpr int kTileBytes = Tiles::kB * static_cast<int>(sizeof(T));
-                constexpr int kDecayBytes = static_cast<int>(sizeof(ChunkDecays<kWarpgroupSteps>));
-                const int64_t slot_of_chunk = batch * chunks + chunk;
-                const T* const B = static_cast<const T*>(prepared.tiles) +
-                                   ((slot_of_chunk * p.ngroups + group) * 3 + from_end) * kSlices * Tiles::kB +
-                                   slice * Tiles::kB;
-                const WarpgroupDecays* const from =
-                    static_cast<const WarpgroupDecays*>(prepared.chunk_decays) + slot_of_chunk * p.nheads + head;
-                expect_copies(&barriers[stage], kTileBytes + kDecayBytes);
-                copy_bulk(B_tiles + stage * Tiles::kB, B, kTileBytes, &barriers[stage]);
-                copy_bulk(&decays[stage], from, kDecayBytes, &barriers[stage]);
-            }
         }
         end_copies();
     };
@@ -116,8 +161,6 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
             state[j][0] = state[j][1] = state[j][2] = state[j][3] = 0.0f;
         }
     }
-    T* const to =
-        static_cast<T*>(walk.chunks) + (((batch * heads + slot) * row_tiles + tile) * chunks * kSlices + slice) * Tiles::kH;
     const int x_lane = XTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);  // of load_matrices_transposed
     float product = 1.0f;
     for (int i = 0; i < count; ++i) {
@@ -133,23 +176,16 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
         }
         wait_for_copies<kStages - 2>();
         show_to_warpgroup();
-        if (thread == 0) {
-            wait_for_stores_to_read();  // of the chunk before: its tile is the next one's
-        }
         __syncthreads();  // this chunk's x and state are there, the tiles of the one before are free
-        if (thread == 0 && !launch.ends_only) {
-            store_bulk(to + chunk_at(i) * kSlices * Tiles::kH, H_tile, Tiles::kH * static_cast<int>(sizeof(T)));
-        }
         begin_copies(i + kStages - 1);
         wait_for_round(&barriers[stage], i / kStages % 2);
-        const WarpgroupDecays& now = decays[stage];
-        const float* const weight = from_end ? now.entering : now.adding;
+        const StateWeights& now = weights[stage];
         product *= now.carry;
         Operand<T> weighted[kWarpgroupSteps / 16];
 #pragma unroll
         for (int k = 0; k < kWarpgroupSteps / 16; ++k) {
             load_matrices_transposed(weighted[k].r[0], x_tiles + stage * Tiles::kX + x_lane + 16 * k * kForwardRows);
-            weight_a<T>(weighted[k], weight + 16 * k, lane);
+            weight_a<T>(weighted[k], now.weight + 16 * k, lane);
         }
         scale_rows(state, now.carry, now.carry);
         hold(state);
@@ -173,9 +209,6 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
         }
     } else if (walk.last != nullptr && segment == launch.segments - 1) {
         store_state<kStates>(walk.last + state_index, state, row, rows, slice * kStates, dstate, lane);
-    }
-    if (thread == 0) {
-        wait_for_stores_to_read();
     }
 #else
     (void)p;

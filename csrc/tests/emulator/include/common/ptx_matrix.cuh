@@ -121,5 +121,9 @@ void wait_for_products() {
     emulator::wait_for_products(kPending);
 }
 inline void show_to_warpgroup() {}
+template <int kRegisters>
+void take_registers() {}
+template <int kRegisters>
+void give_registers() {}
 
 }  // namespace mamba
