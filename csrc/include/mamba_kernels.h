@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 9
+#define MAMBA_ABI_VERSION 10
 
 /* Error codes. */
 #define MAMBA_OK 0
@@ -84,7 +84,8 @@ typedef struct MambaSelectiveScan {
     void* out;                  /* (B, D, L); forward: required. backward: optional, out is written again */
     float* last_state;          /* (B, D, N), optional; forward only */
     int64_t segments;           /* parts that the length is split into: what mamba_selective_scan_plan said, or 1 */
-    float* workspace;           /* (segments, 2, B, D, N): what the parts pass on; required where segments > 1 */
+    float* workspace;           /* forward: (segments, 2, B, D, N), required where segments > 1: what the parts pass on.
+                                   backward: MambaSelectiveScanPlan::backward_workspace bytes, required unless these are 0 */
     float* checkpoints;         /* (B, (L-1)/MAMBA_SCAN_CHECKPOINT, D, N): state before step (i+1)*MAMBA_SCAN_CHECKPOINT.
                                    forward: optional, written. backward: required unless it is empty, read */
     int64_t u_batch_stride, u_dim_stride;
@@ -95,35 +96,37 @@ typedef struct MambaSelectiveScan {
     int64_t out_batch_stride, out_dim_stride;
 } MambaSelectiveScan;
 
-/* How to run a problem: sizes of what the caller allocates. */
+/* How to run a problem. */
 typedef struct MambaSelectiveScanPlan {
-    int64_t forward_segments;  /* for MambaSelectiveScan::segments */
-    int64_t backward_segments; /* the same, for the backward call */
-    int64_t slots;             /* copies of dB and dC: with deterministic 0, CUDA adds into one copy with atomics */
-    int64_t zeroed_sums;       /* 1: the caller zeroes a variable dB and dC first. 0: every element is written */
+    int64_t forward_segments;   /* for MambaSelectiveScan::segments */
+    int64_t backward_segments;  /* the same, for the backward call */
+    int64_t slots;              /* for MambaSelectiveScanBackward::slots */
+    int64_t backward_workspace; /* bytes of the backward call's workspace */
 } MambaSelectiveScanPlan;
 
-/* Gradients. Without strides a gradient is contiguous; those marked "sum" hold parts for the caller to add up: one for each
- * batch and segment (P = B * segments, segment-major) or for each slot, so that with slots > 1 no result depends on the order
- * of atomics. */
+/* Gradients, final: nothing is left to add up. Without strides a gradient is contiguous. Nothing is written where the batch or
+ * dim is 0. */
 typedef struct MambaSelectiveScanBackward {
     MambaSelectiveScan forward; /* as given to the forward call (last_state is not read) */
     const void* dout;           /* (B, D, L) of dtype, last stride 1 */
     int64_t dout_batch_stride, dout_dim_stride;
     const float* dlast_state; /* (B, D, N), optional */
-    int64_t slots;            /* copies allocated in dB and dC: what mamba_selective_scan_plan said */
+    int64_t slots;            /* what mamba_selective_scan_plan said: parts that variable dB and dC are summed from. With
+                                 deterministic 0, CUDA adds into one with atomics */
     void* du;                 /* (B, D, L) of dtype, last stride 1 */
     void* ddelta;             /* (B, D, L) of dtype, last stride 1 */
     void* dz;                 /* (B, D, L) of dtype, last stride 1; required where z is */
-    float* dA;                /* (P, D, N), sum over P */
-    float* dB;             /* variable: (slots, B, G, N, L), sum over slots, see zeroed_sums. constant: (P, D, N), sum over P */
-    float* dC;             /* like dB */
-    float* dD;             /* (P, D), sum over P; required where D is */
-    float* ddelta_bias;    /* (P, D), sum over P; required where delta_bias is */
-    float* dinitial_state; /* (B, D, N), optional */
+    float* dA;                /* (D, N) */
+    void* dB;                 /* variable: (B, G, N, L) of dtype, last stride 1. constant: float (D, N) */
+    void* dC;                 /* like dB */
+    float* dD;                /* (D); required where D is */
+    float* ddelta_bias;       /* (D); required where delta_bias is */
+    float* dinitial_state;    /* (B, D, N), optional */
     int64_t du_batch_stride, du_dim_stride;
     int64_t ddelta_batch_stride, ddelta_dim_stride;
     int64_t dz_batch_stride, dz_dim_stride;
+    int64_t dB_batch_stride, dB_group_stride, dB_dstate_stride; /* of a variable B; contiguous where float32 and B is 1 */
+    int64_t dC_batch_stride, dC_group_stride, dC_dstate_stride; /* of a variable C; the same */
 } MambaSelectiveScanBackward;
 
 /* out_{d,l} = silu?(bias_d + sum_w weight_{d,w} x_{d, l-(W-1)+w}): causal depthwise convolution. x and out have either

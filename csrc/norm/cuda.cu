@@ -1,6 +1,6 @@
 // The C ABI of norm and SwiGLU in mamba_cuda.
+#include "common/cuda_sums.cuh"
 #include "norm/check.h"
-#include "norm/cuda/sums.cuh"
 #include "norm/launch.h"
 
 namespace mamba {
@@ -80,7 +80,12 @@ int32_t mamba_norm_backward(const MambaNormBackward* params) {
     }
     error = error != cudaSuccess ? error : launchers_of<NormLaunchers>(p.dtype).backward(*params, plan);
     if (error == cudaSuccess && plan.workspace_bytes > 0) {
-        error = launch_norm_sums(*params, plan);
+        const float* const parts = static_cast<const float*>(params->workspace);
+        const int64_t width = p.ngroups * p.group_size;
+        PartSums sums = {};
+        sums.add(part_sum(parts, plan.slots, params->dweight, p.weight_dtype, width));
+        sums.add(part_sum(parts + plan.slots * width, plan.slots, params->dbias, p.bias_dtype, width));
+        error = launch_part_sums(sums, p.run.stream);
     }
     return cuda_status(error, function, p.rows, p.ngroups * p.group_size, 1, 1);
 }

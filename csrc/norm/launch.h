@@ -7,7 +7,7 @@ namespace mamba {
 
 struct NormLaunchers {
     cudaError_t (*forward)(const MambaNorm& params, const NormLayout& layout);
-    // dweight and dbias remain for launch_norm_sums where the plan has a workspace.
+    // dweight and dbias remain to be added up where the plan has a workspace.
     cudaError_t (*backward)(const MambaNormBackward& params, const NormBackwardPlan& plan);
     cudaError_t (*swiglu)(const MambaSwiglu& params, bool backward);
 

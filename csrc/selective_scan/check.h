@@ -3,6 +3,7 @@
 
 #include "common/check.h"
 #include "common/integers.h"
+#include "selective_scan/parts.h"
 
 namespace mamba {
 
@@ -17,6 +18,11 @@ inline void check_scan_sizes(Check& check, const MambaSelectiveScan& p) {
     check.range(1, MAMBA_MAX_DSTATE, "dstate", p.dstate);
     check.divides("ngroups", p.ngroups, "dim", p.dim);
     check.dtype("u", p.dtype);
+}
+
+// Of a gradient (1, G, N, L).
+inline bool scan_matrix_is_contiguous(const MambaSelectiveScan& p, int64_t group_stride, int64_t dstate_stride) {
+    return (p.ngroups == 1 || group_stride == p.dstate * p.seqlen) && (p.dstate == 1 || dstate_stride == p.seqlen);
 }
 
 inline int32_t check_scan_plan(const char* function, const MambaSelectiveScan* params, const MambaSelectiveScanPlan* plan) {
@@ -42,7 +48,6 @@ inline void check_scan_inputs(Check& check, const MambaSelectiveScan& p) {
     check.pointer("B", p.B, steps || !p.variable_B);
     check.pointer("C", p.C, steps || !p.variable_C);
     check.at_least(1, "segments", p.segments);
-    check.pointer("workspace", p.workspace, p.segments > 1);
     if (check.ok()) {
         const int64_t tiles = ceil_div(p.seqlen, MAMBA_SCAN_CHECKPOINT);
         check.that(p.segments == 1 || (p.segments - 1) * ceil_div(tiles, p.segments) < tiles, MAMBA_ERROR_INVALID,
@@ -59,6 +64,7 @@ inline int32_t check_scan_forward(const char* function, const MambaSelectiveScan
     check.pointer("params", params);
     if (check.ok()) {
         check_scan_inputs(check, *params);
+        check.pointer("workspace", params->workspace, params->segments > 1);
         check.pointer("out", params->out, !scan_is_empty(*params) && params->seqlen > 0);
     }
     return check.status();
@@ -88,6 +94,12 @@ inline int32_t check_scan_backward(const char* function, const MambaSelectiveSca
     check.pointer("dC", q.dC, steps || !p.variable_C);
     check.pointer("dD", q.dD, p.D != nullptr);
     check.pointer("ddelta_bias", q.ddelta_bias, p.delta_bias != nullptr);
+    check.pointer("workspace", p.workspace, check.ok() && scan_workspace_bytes(p, p.segments, q.slots) > 0);
+    const bool written_once = p.batch == 1 && p.dtype == MAMBA_FLOAT32;
+    check.that(!written_once || !p.variable_B || scan_matrix_is_contiguous(p, q.dB_group_stride, q.dB_dstate_stride),
+               MAMBA_ERROR_UNSUPPORTED, "a float32 dB of one batch entry must be contiguous");
+    check.that(!written_once || !p.variable_C || scan_matrix_is_contiguous(p, q.dC_group_stride, q.dC_dstate_stride),
+               MAMBA_ERROR_UNSUPPORTED, "a float32 dC of one batch entry must be contiguous");
     return check.status();
 }
 

@@ -1,4 +1,6 @@
 // selective_scan of mamba_cpu: checks, the choice of instruction set, and the split of the work over threads.
+#include <string.h>
+
 #include <atomic>
 
 #include "common/cpu_runtime.h"
@@ -65,7 +67,7 @@ int32_t check_segments(const char* function, const MambaSelectiveScan& p) {
 
 struct ScanJob {
     const MambaSelectiveScan* forward;
-    const MambaSelectiveScanBackward* backward;  // null: run the forward scan
+    const ScanBackward* backward;  // null: run the forward scan
     const ScanKernels* kernels;
     Partition partition;
     std::atomic<bool> out_of_memory;
@@ -154,9 +156,10 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
     if (status != MAMBA_OK) {
         return status;
     }
+    const ScanBackward q = scan_backward(*params);
     ScanJob job;
     job.forward = &p;
-    job.backward = params;
+    job.backward = &q;
     job.kernels = &scan_kernels(isa);
     job.partition = make_partition(p, job.kernels->lanes, kBackwardWorkPerThread);
     const int64_t slots = job.partition.slots();
@@ -164,7 +167,20 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
         return fail(MAMBA_ERROR_INVALID, "%s: slots must be %lld, as mamba_selective_scan_plan says, got %lld", function,
                     static_cast<long long>(slots), static_cast<long long>(params->slots));
     }
-    return run_job(job, function);
+    // Not every slot has a share of each batch entry and group.
+    const size_t matrix_bytes = static_cast<size_t>(q.slots * p.batch * p.ngroups * p.dstate * p.seqlen) * sizeof(float);
+    if (p.variable_B && q.slots > 1) {
+        memset(q.parts.dB, 0, matrix_bytes);
+    }
+    if (p.variable_C && q.slots > 1) {
+        memset(q.parts.dC, 0, matrix_bytes);
+    }
+    status = run_job(job, function);
+    const PartSums sums = scan_part_sums(q);
+    for (int i = 0; i < sums.count && status == MAMBA_OK; ++i) {
+        job.kernels->add_parts(sums.of[i]);
+    }
+    return status;
 }
 
 int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t, MambaSelectiveScanPlan* plan) {
@@ -181,9 +197,9 @@ int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t, Mam
     plan->forward_segments = 1;
     plan->backward_segments = 1;
     plan->slots = 1;
-    plan->zeroed_sums = 1;
     if (!scan_is_empty(*params)) {
         plan->slots = make_partition(*params, scan_kernels(isa).lanes, kBackwardWorkPerThread).slots();
     }
+    plan->backward_workspace = scan_workspace_bytes(*params, 1, plan->slots);
     return MAMBA_OK;
 }

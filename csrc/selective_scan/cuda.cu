@@ -1,7 +1,28 @@
 // The scan's C ABI in mamba_cuda.
+#include "common/cuda_sums.cuh"
 #include "selective_scan/check.h"
 #include "selective_scan/launch.h"
 #include "selective_scan/plan.h"
+
+namespace mamba {
+namespace {
+
+cudaError_t zero_matrices(const ScanBackward& q) {
+    const MambaSelectiveScan& p = q.forward;
+    const int64_t floats = p.batch * p.ngroups * p.dstate * p.seqlen;
+    const cudaStream_t stream = static_cast<cudaStream_t>(p.run.stream);
+    const auto zero = [&](float* from, int64_t count) {
+        return cudaMemsetAsync(from, 0, static_cast<size_t>(count) * sizeof(float), stream);
+    };
+    if (p.variable_B && p.variable_C && q.parts.dB != q.dB) {  // both in the workspace, dC behind dB
+        return zero(q.parts.dB, q.parts.dC - q.parts.dB + floats);
+    }
+    const cudaError_t error = p.variable_B ? zero(q.parts.dB, floats) : cudaSuccess;
+    return error == cudaSuccess && p.variable_C ? zero(q.parts.dC, floats) : error;
+}
+
+}  // namespace
+}  // namespace mamba
 
 using namespace mamba;
 
@@ -47,7 +68,7 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
     if (status != MAMBA_OK || scan_is_empty(params->forward)) {
         return status;
     }
-    const MambaSelectiveScanBackward& q = *params;
+    const ScanBackward q = scan_backward(*params);
     const MambaSelectiveScan& p = q.forward;
     const DeviceGuard guard(p.run.device);
     const DeviceLimits device(p.run.device);
@@ -59,7 +80,10 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
                         function, static_cast<long long>(slots), static_cast<long long>(q.slots));
         }
         const bool aligned = inputs_aligned(p) && gradients_aligned(q);
-        error = launchers_of<ScanLaunchers>(p.dtype).backward(q, aligned, backward_kind(p, device));
+        error = adds_with_atomics(p, q.slots, device) ? zero_matrices(q) : cudaSuccess;
+        const auto launch = launchers_of<ScanLaunchers>(p.dtype).backward;
+        error = error != cudaSuccess ? error : launch(q, aligned, backward_kind(p, device));
+        error = error != cudaSuccess ? error : launch_part_sums(scan_part_sums(q), p.run.stream);
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }

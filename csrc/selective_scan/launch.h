@@ -3,8 +3,8 @@
 
 #include <cuda_runtime.h>
 
-#include "mamba_kernels.h"
 #include "selective_scan/layouts.h"
+#include "selective_scan/parts.h"
 
 namespace mamba {
 
@@ -13,7 +13,8 @@ struct ScanLaunchers {
     cudaError_t (*forward)(const MambaSelectiveScan& p, bool aligned, bool wide);
     // channels: of kPipelineChannels. For 9 to 16 states, B and C that vary, aligned rows, and no seq_idx.
     cudaError_t (*pipeline)(const MambaSelectiveScan& p, int channels);
-    cudaError_t (*backward)(const MambaSelectiveScanBackward& q, bool aligned, BackwardKind kind);
+    // Parts of gradients remain to be added up.
+    cudaError_t (*backward)(const ScanBackward& q, bool aligned, BackwardKind kind);
 
     template <typename T>
     static ScanLaunchers of();

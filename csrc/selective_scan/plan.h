@@ -5,6 +5,7 @@
 #include "common/cuda_device.h"
 #include "common/integers.h"
 #include "selective_scan/layouts.h"
+#include "selective_scan/parts.h"
 
 namespace mamba {
 
@@ -113,9 +114,14 @@ inline BackwardKind backward_kind(const MambaSelectiveScan& p, const DeviceLimit
     return few ? BackwardKind::k16Narrow : BackwardKind::k16;
 }
 
-// Copies of dB and dC with which no two blocks add to the same one.
+// Parts of dB and dC with which no two blocks add to the same one.
 inline int64_t slots_without_atomics(const MambaSelectiveScan& p, const DeviceLimits& device) {
     return group_blocks(p, backward_channels(backward_kind(p, device)));
+}
+
+// Whether blocks add to the same dB and dC, which are zero before.
+inline bool adds_with_atomics(const MambaSelectiveScan& p, int64_t slots, const DeviceLimits& device) {
+    return slots < slots_without_atomics(p, device);
 }
 
 inline MambaSelectiveScanPlan make_scan_plan(const MambaSelectiveScan& p, const DeviceLimits& device, bool deterministic) {
@@ -127,7 +133,7 @@ inline MambaSelectiveScanPlan make_scan_plan(const MambaSelectiveScan& p, const 
     }
     plan.backward_segments = segments_to_fill(p, backward_channels(backward_kind(p, device)), wanted, kShortestBackward);
     plan.slots = deterministic ? slots_without_atomics(p, device) : 1;
-    plan.zeroed_sums = plan.slots < slots_without_atomics(p, device);
+    plan.backward_workspace = scan_workspace_bytes(p, plan.backward_segments, plan.slots);
     return plan;
 }
 

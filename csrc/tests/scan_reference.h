@@ -17,7 +17,7 @@ struct ScanCase {
 struct ScanData {
     ScanCase c;
     testing::Tensor u, delta, z, A, B, C, D, bias, initial, out, last, checkpoints;
-    testing::Tensor dout, dlast, du, ddelta, dz, dA, dB, dC, dD, dbias, dinitial;
+    testing::Tensor dout, dlast, du, ddelta, dz, dA, dB, dC, dD, dbias, dinitial, workspace;
     std::vector<int32_t> seq_idx;
 
     explicit ScanData(const ScanCase& c_) : c(c_) {
@@ -113,28 +113,26 @@ struct ScanData {
         q.forward.last_state = nullptr;
         out = Tensor(c.dtype, {c.batch, c.dim, c.seqlen}, c.gap);
         q.forward.out = c.out_again ? out.data() : nullptr;
-        MambaSelectiveScanPlan plan = {1, 1, 1, 1};
+        MambaSelectiveScanPlan plan = {1, 1, 1, 0};
         testing::expect_ok(mamba_selective_scan_plan(&q.forward, 1, &plan));
         testing::expect(plan.forward_segments == 1 && plan.backward_segments == 1, "the CPU does not split the length");
         q.slots = plan.slots;
+        workspace = Tensor(MAMBA_FLOAT32, {plan.backward_workspace / 4});
+        q.forward.workspace = plan.backward_workspace > 0 ? workspace.floats() : nullptr;
         const std::vector<int64_t> rows = {c.batch, c.dim, c.seqlen}, states = {c.batch, c.dim, c.dstate};
         du = Tensor(c.dtype, rows, c.gap, {1, 0, 2});
         ddelta = Tensor(c.dtype, rows, c.gap);
         dz = Tensor(c.dtype, rows, 2 * c.gap, {1, 0, 2});
-        dA = Tensor(MAMBA_FLOAT32, states);
-        // slots and batch in one dimension: (slots * B, G, N, L)
-        dB = Tensor(MAMBA_FLOAT32, states);
-        dC = Tensor(MAMBA_FLOAT32, states);
+        dA = dB = dC = Tensor(MAMBA_FLOAT32, {c.dim, c.dstate});
+        const std::vector<int64_t> matrix = {c.batch, c.ngroups, c.dstate, c.seqlen};
+        const int64_t gap = c.batch == 1 && c.dtype == MAMBA_FLOAT32 ? 0 : c.gap;
         if (c.variable_B) {
-            dB = Tensor(MAMBA_FLOAT32, {q.slots * c.batch, c.ngroups, c.dstate, c.seqlen});
-            dB.fill(0.0);
+            dB = Tensor(c.dtype, matrix, gap);
         }
         if (c.variable_C) {
-            dC = Tensor(MAMBA_FLOAT32, {q.slots * c.batch, c.ngroups, c.dstate, c.seqlen});
-            dC.fill(0.0);
+            dC = Tensor(c.dtype, matrix, gap);
         }
-        dD = Tensor(MAMBA_FLOAT32, {c.batch, c.dim});
-        dbias = Tensor(MAMBA_FLOAT32, {c.batch, c.dim});
+        dD = dbias = Tensor(MAMBA_FLOAT32, {c.dim});
         dinitial = Tensor(MAMBA_FLOAT32, states);
         q.dout = dout.data();
         q.dout_batch_stride = dout.stride[0];
@@ -144,8 +142,8 @@ struct ScanData {
         q.ddelta = ddelta.data();
         q.dz = c.z ? dz.data() : nullptr;
         q.dA = dA.floats();
-        q.dB = dB.floats();
-        q.dC = dC.floats();
+        q.dB = dB.data();
+        q.dC = dC.data();
         q.dD = c.D ? dD.floats() : nullptr;
         q.ddelta_bias = c.bias ? dbias.floats() : nullptr;
         q.dinitial_state = c.initial ? dinitial.floats() : nullptr;
@@ -155,6 +153,12 @@ struct ScanData {
         q.ddelta_dim_stride = ddelta.stride[1];
         q.dz_batch_stride = dz.stride[0];
         q.dz_dim_stride = dz.stride[1];
+        q.dB_batch_stride = dB.stride[0];
+        q.dB_group_stride = dB.stride[1];
+        q.dB_dstate_stride = dB.stride[2];
+        q.dC_batch_stride = dC.stride[0];
+        q.dC_group_stride = dC.stride[1];
+        q.dC_dstate_stride = dC.stride[2];
         return q;
     }
 };
@@ -167,6 +171,7 @@ struct ScanReference {
 
     int64_t row(int64_t b, int64_t d, int64_t t) const { return (b * c.dim + d) * c.seqlen + t; }
     int64_t state(int64_t b, int64_t d, int64_t n) const { return (b * c.dim + d) * c.dstate + n; }
+    int64_t parameter(int64_t d, int64_t n) const { return d * c.dstate + n; }
     int64_t group_of(int64_t d) const { return d / (c.dim / c.ngroups); }
     int64_t group(int64_t b, int64_t g, int64_t n, int64_t t) const {
         return ((b * c.ngroups + g) * c.dstate + n) * c.seqlen + t;
@@ -177,11 +182,13 @@ struct ScanReference {
         const size_t states = static_cast<size_t>(c.batch * c.dim * c.dstate);
         const size_t groups = static_cast<size_t>(c.batch * c.ngroups * c.dstate * c.seqlen);
         out = du = ddelta = dz = Values(rows, 0.0);
-        last = dA = dinitial = Values(states, 0.0);
+        const size_t parameters = static_cast<size_t>(c.dim * c.dstate);
+        last = dinitial = Values(states, 0.0);
+        dA = Values(parameters, 0.0);
         checkpoints = Values(states * static_cast<size_t>(c.seqlen > 0 ? (c.seqlen - 1) / MAMBA_SCAN_CHECKPOINT : 0), 0.0);
-        dB = Values(c.variable_B ? groups : states, 0.0);
-        dC = Values(c.variable_C ? groups : states, 0.0);
-        dD = dbias = Values(static_cast<size_t>(c.batch * c.dim), 0.0);
+        dB = Values(c.variable_B ? groups : parameters, 0.0);
+        dC = Values(c.variable_C ? groups : parameters, 0.0);
+        dD = dbias = Values(static_cast<size_t>(c.dim), 0.0);
         for (int64_t b = 0; b < c.batch; ++b) {
             for (int64_t d = 0; d < c.dim; ++d) {
                 run_channel(x, b, d);
@@ -226,11 +233,11 @@ struct ScanReference {
             for (int64_t t = L - 1; t >= 0; --t) {
                 const double B = B_at(x, b, d, n, t), u = x.u.get(b, d, t), a = exp(dt[t] * A);
                 const double dh = g + C_at(x, b, d, n, t) * dy[t], before = restarts(t) ? 0.0 : states[t];
-                dC[c.variable_C ? group(b, group_of(d), n, t) : state(b, d, n)] += dy[t] * states[t + 1];
-                dB[c.variable_B ? group(b, group_of(d), n, t) : state(b, d, n)] += dh * dt[t] * u;
+                dC[c.variable_C ? group(b, group_of(d), n, t) : parameter(d, n)] += dy[t] * states[t + 1];
+                dB[c.variable_B ? group(b, group_of(d), n, t) : parameter(d, n)] += dh * dt[t] * u;
                 du[row(b, d, t)] += dh * dt[t] * B;
                 ddt[t] += dh * (u * B + A * a * before);
-                dA[state(b, d, n)] += dh * dt[t] * a * before;
+                dA[parameter(d, n)] += dh * dt[t] * a * before;
                 g = restarts(t) ? 0.0 : dh * a;
             }
             dinitial[state(b, d, n)] = g;
@@ -241,8 +248,8 @@ struct ScanReference {
             dz[row(b, d, t)] = x.dout.get(b, d, t) * y[t] * s * (1.0 + z * (1.0 - s));
             du[row(b, d, t)] += c.D ? dy[t] * x.D.get(d) : 0.0;
             ddelta[row(b, d, t)] = ddt[t] * slope[t];
-            dD[b * c.dim + d] += dy[t] * u;
-            dbias[b * c.dim + d] += ddt[t] * slope[t];
+            dD[d] += dy[t] * u;
+            dbias[d] += ddt[t] * slope[t];
         }
     }
 

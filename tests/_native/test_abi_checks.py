@@ -95,6 +95,8 @@ OTHERS = [
     ("selective_scan_forward", {"ngroups": 3}, abi.ERROR_INVALID, "ngroups must divide dim, got ngroups=3 dim=4"),
     ("selective_scan_forward", {"segments": 2}, abi.ERROR_INVALID, "workspace is NULL"),
     ("selective_scan_forward", {"segments": 9, "workspace": 1}, abi.ERROR_INVALID, "a segment of seqlen=80 empty"),
+    ("selective_scan_backward", {"variable_B": 1, "dtype": abi.BFLOAT16}, abi.ERROR_INVALID, "workspace is NULL"),
+    ("selective_scan_backward", {"variable_C": 1, "dC_dstate_stride": 81}, abi.ERROR_UNSUPPORTED, "must be contiguous"),
     ("selective_scan_plan", {"dstate": 257}, abi.ERROR_UNSUPPORTED, "dstate must be in [1, 256], got 257"),
     ("causal_conv1d_forward", {"width": 1}, abi.ERROR_INVALID, "width must be in [2, 4], got 1"),
     ("causal_conv1d_forward", {"width": 5}, abi.ERROR_UNSUPPORTED, "width must be in [2, 4], got 5"),

@@ -266,8 +266,8 @@ inline const float* load_start(const MambaSelectiveScan& p, const TilePlace& at,
     return nullptr;
 }
 
-inline void backward_block(const MambaSelectiveScanBackward& q, const BackwardScratch& scratch, const TilePlace& at,
-                           int64_t first, const Run* runs, int run_count, BackwardTiles& t) {
+inline void backward_block(const ScanBackward& q, const BackwardScratch& scratch, const TilePlace& at, int64_t first,
+                           const Run* runs, int run_count, BackwardTiles& t) {
     const MambaSelectiveScan& p = q.forward;
     const BackwardTables& tables = scratch.tables;
     const int pitch = static_cast<int>(round_to_lanes(p.dstate));
@@ -305,7 +305,7 @@ inline void backward_block(const MambaSelectiveScanBackward& q, const BackwardSc
     }
 }
 
-inline void backward_segment(const MambaSelectiveScanBackward& q, const ScanSegment& s, float* memory) {
+inline void backward_segment(const ScanBackward& q, const ScanSegment& s, float* memory) {
     const MambaSelectiveScan& p = q.forward;
     ScratchPieces pieces(memory);
     const BackwardScratch scratch(p, s.channels, pieces);
@@ -346,27 +346,27 @@ inline void backward_segment(const MambaSelectiveScanBackward& q, const ScanSegm
             backward_block(q, scratch, at, first, runs, run_count, t);
         }
         if (p.variable_B) {
-            store_group_sums(p, s, start, steps, scratch.dB_sum, scratch.B_tile, pitch, q.dB);
+            store_group_sums(p, s, start, steps, scratch.dB_sum, scratch.B_tile, pitch, q.parts.dB);
         }
         if (p.variable_C) {
-            store_group_sums(p, s, start, steps, scratch.dC_sum, scratch.C_tile, pitch, q.dC);
+            store_group_sums(p, s, start, steps, scratch.dC_sum, scratch.C_tile, pitch, q.parts.dC);
         }
     }
     for (int64_t first = 0; first < s.channels; first += kLanes) {
         const int lanes = block_lanes(s.channels - first);
         const int64_t table = first * p.dstate;
-        store_states(q.dA, row + first, p.dstate, lanes, tables.dA + table);
+        store_states(q.parts.dA, row + first, p.dstate, lanes, tables.dA + table);
         if (!p.variable_B) {
-            store_states(q.dB, row + first, p.dstate, lanes, tables.dB + table);
+            store_states(q.parts.dB, row + first, p.dstate, lanes, tables.dB + table);
         }
         if (!p.variable_C) {
-            store_states(q.dC, row + first, p.dstate, lanes, tables.dC + table);
+            store_states(q.parts.dC, row + first, p.dstate, lanes, tables.dC + table);
         }
-        if (q.dD != nullptr) {
-            store_lanes(MAMBA_FLOAT32, q.dD, row + first, 1, lanes, load(tables.dD + first));
+        if (q.parts.dD != nullptr) {
+            store_lanes(MAMBA_FLOAT32, q.parts.dD, row + first, 1, lanes, load(tables.dD + first));
         }
-        if (q.ddelta_bias != nullptr) {
-            store_lanes(MAMBA_FLOAT32, q.ddelta_bias, row + first, 1, lanes, load(tables.dbias + first));
+        if (q.parts.ddelta_bias != nullptr) {
+            store_lanes(MAMBA_FLOAT32, q.parts.ddelta_bias, row + first, 1, lanes, load(tables.dbias + first));
         }
         if (q.dinitial_state != nullptr) {
             store_states(q.dinitial_state, row + first, p.dstate, lanes, tables.forward.state + table);

@@ -1,7 +1,7 @@
 // What selective_scan/cpu.cpp asks of cpu/kernels.cpp, once per instruction set.
 #pragma once
 
-#include "mamba_kernels.h"
+#include "selective_scan/parts.h"
 
 namespace mamba {
 
@@ -9,7 +9,7 @@ namespace mamba {
 struct ScanSegment {
     int64_t batch, group;
     int64_t channel, channels;  // first channel, and how many
-    int64_t slot;               // backward: the copy of dB and dC that is this segment's alone
+    int64_t slot;               // backward: the part of dB and dC that is this segment's alone
 };
 
 struct ScanKernels {
@@ -18,7 +18,8 @@ struct ScanKernels {
     int64_t (*forward_scratch)(const MambaSelectiveScan& params, int64_t channels);
     int64_t (*backward_scratch)(const MambaSelectiveScan& params, int64_t channels);
     void (*forward)(const MambaSelectiveScan& params, const ScanSegment& segment, float* scratch);
-    void (*backward)(const MambaSelectiveScanBackward& params, const ScanSegment& segment, float* scratch);
+    void (*backward)(const ScanBackward& params, const ScanSegment& segment, float* scratch);
+    void (*add_parts)(const PartSum& sum);
 };
 
 namespace generic {

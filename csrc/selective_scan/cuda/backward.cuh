@@ -19,8 +19,8 @@ namespace mamba {
 // All sub-tiles of one tile and slice. h: the states before the tile. offset: of the slice's first state and the tile's first
 // step in dB and dC.
 template <class Layout, class Shared, bool kGeneral>
-__device__ __forceinline__ void backward_tile(const MambaSelectiveScanBackward& q, BackwardThread<Layout>& thread,
-                                              Chains<Layout>& h, Shared& shared, BackwardConstants<Layout>& constants,
+__device__ __forceinline__ void backward_tile(const ScanBackward& q, BackwardThread<Layout>& thread, Chains<Layout>& h,
+                                              Shared& shared, BackwardConstants<Layout>& constants,
                                               const SumFlush<Layout, Shared>& flush, int64_t offset, int states, int steps,
                                               bool need_y, bool add, bool atomic) {
     constexpr int kSub = Shared::kSub;
@@ -58,10 +58,10 @@ __device__ __forceinline__ void backward_tile(const MambaSelectiveScanBackward& 
         const int sub_steps = steps - sub * kSub;
         const int64_t sub_offset = offset + sub * kSub;
         if (!kGeneral || constants.variable_B) {
-            flush(shared.dB + buffer, q.dB + sub_offset, states, sub_steps, q.forward.seqlen, atomic);
+            flush(shared.dB + buffer, q.parts.dB + sub_offset, states, sub_steps, q.forward.seqlen, atomic);
         }
         if (!kGeneral || constants.variable_C) {
-            flush(shared.dC + buffer, q.dC + sub_offset, states, sub_steps, q.forward.seqlen, atomic);
+            flush(shared.dC + buffer, q.parts.dC + sub_offset, states, sub_steps, q.forward.seqlen, atomic);
         }
     }
 }
@@ -70,7 +70,7 @@ __device__ __forceinline__ void backward_tile(const MambaSelectiveScanBackward& 
 // dC of constants are added up in their outputs.
 template <typename T, class Layout, int kSub, int kBlocks, bool kSliced>
 __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
-    selective_scan_backward_kernel(const MambaSelectiveScanBackward q, bool aligned, bool atomic) {
+    selective_scan_backward_kernel(const ScanBackward q, bool aligned, bool atomic) {
     using Shared = BackwardShared<T, Layout, kSub, kSliced>;
     static_assert(Layout::kTile == MAMBA_SCAN_CHECKPOINT, "a tile starts at a checkpoint");
     MAMBA_DYNAMIC_SHARED(16, float4, raw_shared);
@@ -149,13 +149,13 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             thread.dA[c][s] = 0.0f;
             if (exists) {
                 if (kSliced) {
-                    q.dA[first_part + parameter] = 0.0f;
+                    q.parts.dA[first_part + parameter] = 0.0f;
                 }
                 if (!p.variable_B) {
-                    q.dB[first_part + parameter] = 0.0f;
+                    q.parts.dB[first_part + parameter] = 0.0f;
                 }
                 if (!p.variable_C) {
-                    q.dC[first_part + parameter] = 0.0f;
+                    q.parts.dC[first_part + parameter] = 0.0f;
                 }
             }
         });
@@ -248,10 +248,10 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                                                     slice > 0, atomic);
                 for_chains(slice, [&](int c, int s, bool exists, int parameter) {
                     if (exists && !p.variable_B) {  // no other thread's: atomic because nothing waits for it
-                        atomicAdd(q.dB + first_part + parameter, constants.dB[c][s]);
+                        atomicAdd(q.parts.dB + first_part + parameter, constants.dB[c][s]);
                     }
                     if (exists && !p.variable_C) {
-                        atomicAdd(q.dC + first_part + parameter, constants.dC[c][s]);
+                        atomicAdd(q.parts.dC + first_part + parameter, constants.dC[c][s]);
                     }
                 });
             } else {
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 for_chains(slice, [&](int c, int s, bool exists, int parameter) {
                     waiting(slice, c, s) = thread.w[c][s];
                     if (exists) {
-                        atomicAdd(q.dA + first_part + parameter, thread.dA[c][s]);
+                        atomicAdd(q.parts.dA + first_part + parameter, thread.dA[c][s]);
                     }
                     thread.dA[c][s] = 0.0f;
                 });
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 q.dinitial_state[first_chain + parameter] = kSliced ? waiting(slice, c, s) : thread.w[c][s];
             }
             if (exists && !kSliced) {
-                q.dA[first_part + parameter] = thread.dA[c][s];
+                q.parts.dA[first_part + parameter] = thread.dA[c][s];
             }
         });
     }
@@ -298,11 +298,11 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         }
         if (rows.step == 0 && rows.exists[pass]) {
             const int64_t at = part * p.dim + rows.channel(pass);
-            if (q.ddelta_bias != nullptr) {
-                q.ddelta_bias[at] = bias_sum;
+            if (q.parts.ddelta_bias != nullptr) {
+                q.parts.ddelta_bias[at] = bias_sum;
             }
-            if (q.dD != nullptr) {
-                q.dD[at] = D_sum;
+            if (q.parts.dD != nullptr) {
+                q.parts.dD[at] = D_sum;
             }
         }
     }
@@ -316,7 +316,7 @@ constexpr size_t waiting_bytes(int64_t dstate) {
 }
 
 template <typename T, class Layout, int kSub, int kBlocks, bool kSliced>
-cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool aligned) {
+cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned) {
     const MambaSelectiveScan& p = q.forward;
     const auto kernel = selective_scan_backward_kernel<T, Layout, kSub, kBlocks, kSliced>;
     const auto carry_kernel = selective_scan_backward_carry_kernel<T, Layout, kSliced>;
@@ -344,7 +344,7 @@ cudaError_t launch_backward_layout(const MambaSelectiveScanBackward& q, bool ali
 }
 
 template <typename T>
-cudaError_t launch_scan_backward(const MambaSelectiveScanBackward& q, bool aligned, BackwardKind kind) {
+cudaError_t launch_scan_backward(const ScanBackward& q, bool aligned, BackwardKind kind) {
     static_assert(sizeof(BackwardShared<float, Backward16Narrow, 16, false>) <= kSmallestShared &&
                       sizeof(BackwardShared<float, Backward32Small, 8, true>) +
                               MAMBA_MAX_DSTATE / Backward32Small::kLanes * Backward32Small::kThreads * sizeof(float) <=

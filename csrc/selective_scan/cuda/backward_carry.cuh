@@ -44,8 +44,7 @@ __device__ __forceinline__ void carry_tile(Chains<Layout>& w, const Chains<Layou
 
 // Fills the workspace for all segments but the first: a_t g_t of the segment's first step if nothing came from later ones.
 template <typename T, class Layout, bool kSliced>
-__global__ void __launch_bounds__(Layout::kThreads)
-    selective_scan_backward_carry_kernel(const MambaSelectiveScanBackward q, bool aligned) {
+__global__ void __launch_bounds__(Layout::kThreads) selective_scan_backward_carry_kernel(const ScanBackward q, bool aligned) {
     __shared__ __align__(16) MatrixTile<T, Layout> BC;
     __shared__ __align__(16) float dt_tile[Layout::kChannels * Layout::kRow];
     __shared__ __align__(16) float dy_tile[Layout::kChannels * Layout::kRow];

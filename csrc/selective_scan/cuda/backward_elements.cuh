@@ -2,6 +2,7 @@
 #pragma once
 
 #include "selective_scan/cuda/backward_tile.cuh"
+#include "selective_scan/parts.h"
 
 namespace mamba {
 
@@ -10,7 +11,7 @@ template <typename T, class Layout>
 struct BackwardRows : ElementRows<T, Layout> {
     const T* dout;
 
-    __device__ __forceinline__ BackwardRows(const MambaSelectiveScanBackward& q, const ScanBlock& block)
+    __device__ __forceinline__ BackwardRows(const ScanBackward& q, const ScanBlock& block)
         : ElementRows<T, Layout>(q.forward, block) {
         dout = this->at(static_cast<const T*>(q.dout), block, q.dout_batch_stride, q.dout_dim_stride);
     }
@@ -22,8 +23,8 @@ struct BackwardInputs {
     TileElements<T, Layout> u, delta, dout, z;
 
     template <Access kAccess>
-    __device__ __forceinline__ void fetch(const BackwardRows<T, Layout>& rows, const MambaSelectiveScanBackward& q,
-                                          int64_t first_step, int steps) {
+    __device__ __forceinline__ void fetch(const BackwardRows<T, Layout>& rows, const ScanBackward& q, int64_t first_step,
+                                          int steps) {
         const MambaSelectiveScan& p = q.forward;
         u.template fetch<kAccess>(rows, rows.u, p.u_dim_stride, first_step, steps);
         delta.template fetch<kAccess>(rows, rows.delta, p.delta_dim_stride, first_step, steps);
@@ -36,7 +37,7 @@ struct BackwardInputs {
 
 // Asks for the whole tile at `first_step` to come into the L2 cache.
 template <typename T, class Layout>
-__device__ __forceinline__ void prefetch_inputs(const BackwardRows<T, Layout>& rows, const MambaSelectiveScanBackward& q,
+__device__ __forceinline__ void prefetch_inputs(const BackwardRows<T, Layout>& rows, const ScanBackward& q,
                                                 int64_t first_step) {
     const MambaSelectiveScan& p = q.forward;
     prefetch_elements(rows, rows.u, p.u_dim_stride, first_step);
@@ -94,9 +95,9 @@ __device__ __forceinline__ void stage_input(float* x_tile, const float* dt_tile,
 // The gradients of u, delta and z, and out again where it is asked for. The inputs were read again for this: they are in the
 // cache, and registers are scarce while the states run.
 template <typename T, class Layout, class Shared>
-__device__ __forceinline__ void store_gradients(const MambaSelectiveScanBackward& q, Shared& shared,
-                                                const BackwardInputs<T, Layout>& in, const BackwardRows<T, Layout>& rows,
-                                                const ScanBlock& block, int64_t first_step, int steps, bool aligned) {
+__device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& shared, const BackwardInputs<T, Layout>& in,
+                                                const BackwardRows<T, Layout>& rows, const ScanBlock& block, int64_t first_step,
+                                                int steps, bool aligned) {
     const MambaSelectiveScan& p = q.forward;
 #pragma unroll
     for (int pass = 0; pass < Layout::kPasses; ++pass) {

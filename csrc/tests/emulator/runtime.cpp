@@ -81,6 +81,10 @@ cudaError_t cudaMallocManaged(void** memory, size_t bytes, unsigned) {
     *memory = malloc(bytes);
     return cudaSuccess;
 }
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+    memset(memory, value, bytes);
+    return cudaSuccess;
+}
 cudaError_t cudaFree(void* memory) {
     free(memory);
     return cudaSuccess;

@@ -9,7 +9,7 @@ import ctypes
 import typing
 from collections.abc import Callable
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 OK = 0
 ERROR_INVALID = 1
@@ -76,7 +76,7 @@ class MambaSelectiveScan(ctypes.Structure):
 
 
 class MambaSelectiveScanPlan(ctypes.Structure):
-    _fields_ = _fields("i64: forward_segments, backward_segments, slots, zeroed_sums")
+    _fields_ = _fields("i64: forward_segments, backward_segments, slots, backward_workspace")
 
 
 class MambaSelectiveScanBackward(ctypes.Structure):
@@ -91,7 +91,9 @@ class MambaSelectiveScanBackward(ctypes.Structure):
         ptr: du, ddelta, dz, dA, dB, dC, dD, ddelta_bias, dinitial_state;
         i64: du_batch_stride, du_dim_stride;
         i64: ddelta_batch_stride, ddelta_dim_stride;
-        i64: dz_batch_stride, dz_dim_stride
+        i64: dz_batch_stride, dz_dim_stride;
+        i64: dB_batch_stride, dB_group_stride, dB_dstate_stride;
+        i64: dC_batch_stride, dC_group_stride, dC_dstate_stride
         """,
         MambaSelectiveScan=MambaSelectiveScan,
     )

@@ -28,7 +28,7 @@ from mamba_ssm.ops.mamba_block.arguments import (
 )
 from mamba_ssm.ops.mamba_block.projections import from_columns, rms_norm_channels_grad, to_columns
 from mamba_ssm.ops.selective_scan.arguments import check_fake
-from mamba_ssm.ops.selective_scan.backward import Targets
+from mamba_ssm.ops.selective_scan.backward import Gradients as ScanGradients
 from mamba_ssm.ops.selective_scan.backward import launch_backward as launch_scan_backward
 
 _NAME = "mamba_inner_backward"
@@ -109,16 +109,27 @@ def _backward(dout, *arguments):
     dxz = xz.new_empty((2 * dim, columns))
     y, dz = channels(dxz, sizes), channels(dxz, sizes, dim)
     dx_dbl = empty_like(x_dbl)
-    dBC = None
     if both:
-        shape, strides = (2, batch, sizes.dstate, seqlen), (sizes.dstate * columns, seqlen, columns, 1)
-        dBC = dx_dbl.as_strided(shape, strides, rank * columns)
+        dB, dC = channels(dx_dbl, sizes, of_B.first), channels(dx_dbl, sizes, of_C.first)
+    else:
+        dB, dC = empty_like(B), empty_like(C)
     dout = dout.reshape(columns, sizes.d_model)
     dy = torch.mm(inputs.out_proj_weight.t(), dout.t())
     du, ddelta = torch.empty_like(dy), torch.empty_like(dy)
     scan = scan_inputs(conv_out, delta, B, C, xz, inputs, sizes)
-    targets = Targets(channels(du, sizes), channels(ddelta, sizes), dz, None, y)
-    sums = launch_scan_backward(sizes.scan, channels(dy, sizes), None, scan, checkpoints, options.scan, targets, dBC)
+    grads = ScanGradients(
+        channels(du, sizes),
+        channels(ddelta, sizes),
+        empty_like(inputs.A),
+        dB,
+        dC,
+        None if inputs.D is None else empty_like(inputs.D),
+        dz,
+        None if inputs.delta_bias is None else empty_like(inputs.delta_bias),
+        dinitial_state=None,
+        out=y,
+    )
+    launch_scan_backward(sizes.scan, channels(dy, sizes), None, scan, checkpoints, options.scan, grads)
     del dy, delta, scan
     dout_proj_weight = torch.mm(dout.t(), dxz[:dim].t())
     dout_proj_bias = None if inputs.out_proj_bias is None else dout.sum(0)
@@ -132,8 +143,8 @@ def _backward(dout, *arguments):
     ddelta_proj_weight = torch.mm(ddelta, dt.t())
     torch.mm(inputs.delta_proj_weight.t(), ddelta, out=dx_dbl[:rank])
     del ddelta
-    rows_of_B = _finish_rows(of_B, dx_dbl, sizes, sums.dB, biased_B, eps)
-    rows_of_C = _finish_rows(of_C, dx_dbl, sizes, sums.dC, biased_C, eps)
+    rows_of_B = _finish_rows(of_B, dx_dbl, sizes, None if both else dB, biased_B, eps)
+    rows_of_C = _finish_rows(of_C, dx_dbl, sizes, None if both else dC, biased_C, eps)
     dx_proj_weight = torch.mm(dx_dbl, conv_out.t())
     del conv_out
     du.addmm_(inputs.x_proj_weight.t(), dx_dbl)  # du is the convolution's whole gradient from here on
@@ -148,11 +159,11 @@ def _backward(dout, *arguments):
         ddelta_proj_weight=ddelta_proj_weight,
         dout_proj_weight=dout_proj_weight,
         dout_proj_bias=dout_proj_bias,
-        dA=sums.dA,
+        dA=grads.dA,
         dB=rows_of_B.matrix,
         dC=rows_of_C.matrix,
-        dD=sums.dD,
-        ddelta_bias=sums.ddelta_bias,
+        dD=grads.dD,
+        ddelta_bias=grads.ddelta_bias,
         dB_proj_bias=rows_of_B.proj_bias,
         dC_proj_bias=rows_of_C.proj_bias,
         db_rms_weight=rows_of_B.rms_weight,

@@ -171,19 +171,11 @@ def fill(params, sizes, inputs, options, out, checkpoints):
     params.delta_batch_stride, params.delta_dim_stride, _ = delta.stride()
     params.A = inputs.A.data_ptr()
     params.B = B.data_ptr()
-    if B.dim() > 2:
-        params.variable_B = 1
-        if B.dim() == 4:
-            params.B_batch_stride, params.B_group_stride, params.B_dstate_stride, _ = B.stride()
-        else:
-            params.B_batch_stride, params.B_dstate_stride, _ = B.stride()
+    params.variable_B = B.dim() > 2
+    params.B_batch_stride, params.B_group_stride, params.B_dstate_stride = matrix_strides(B)
     params.C = C.data_ptr()
-    if C.dim() > 2:
-        params.variable_C = 1
-        if C.dim() == 4:
-            params.C_batch_stride, params.C_group_stride, params.C_dstate_stride, _ = C.stride()
-        else:
-            params.C_batch_stride, params.C_dstate_stride, _ = C.stride()
+    params.variable_C = C.dim() > 2
+    params.C_batch_stride, params.C_group_stride, params.C_dstate_stride = matrix_strides(C)
     if inputs.D is not None:
         params.D = inputs.D.data_ptr()
     if z is not None:
@@ -202,6 +194,14 @@ def fill(params, sizes, inputs, options, out, checkpoints):
         params.checkpoints = checkpoints.data_ptr()
 
 
+def matrix_strides(matrix):
+    """Of batch, group and state in B, C or a gradient of one."""
+    strides = matrix.stride()
+    if len(strides) == 4:
+        return strides[:3]
+    return (strides[0], 0, strides[1]) if len(strides) == 3 else (0, 0, 0)
+
+
 def plan_of(functions, params, deterministic):
     """How the library wants to run this problem."""
     plan = abi.MambaSelectiveScanPlan()
@@ -210,7 +210,7 @@ def plan_of(functions, params, deterministic):
 
 
 def split_length(params, segments, A):
-    """Sets how many parts the length is split into; returns the memory in which these pass on their states."""
+    """Sets how many parts forward splits the length into; returns the memory in which these pass on their states."""
     params.segments = segments
     if segments == 1:
         return None

@@ -8,7 +8,7 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
 from mamba_ssm._torch import define, make, returns, signature, unpack, use_deterministic_mode
-from mamba_ssm.ops._shared.gradients import add_parts, empty_like, empty_parts
+from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.selective_scan.arguments import (
     Inputs,
     Options,
@@ -17,8 +17,8 @@ from mamba_ssm.ops.selective_scan.arguments import (
     check_fake,
     fill,
     kernel_layout,
+    matrix_strides,
     plan_of,
-    split_length,
 )
 
 _NAME = "selective_scan_backward"
@@ -58,26 +58,6 @@ def of_inputs(grads):
     return make(Inputs, (du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, None))
 
 
-class Targets(typing.NamedTuple):
-    """What the kernels write beside the gradients that are summed from parts; None where not wanted."""
-
-    du: torch.Tensor
-    ddelta: torch.Tensor
-    dz: torch.Tensor | None
-    dinitial_state: torch.Tensor | None
-    out: torch.Tensor | None
-
-
-class Sums(typing.NamedTuple):
-    """The gradients that are summed from parts."""
-
-    dA: torch.Tensor
-    dB: torch.Tensor | None
-    dC: torch.Tensor | None
-    dD: torch.Tensor | None
-    ddelta_bias: torch.Tensor | None
-
-
 def _check(dout, dlast_state, inputs, kept):
     sizes, u = check(inputs), inputs.u
     checks.check_same(_NAME, "dout", dout, u.shape, u, "u", "(B, D, L)")
@@ -91,24 +71,18 @@ def _check(dout, dlast_state, inputs, kept):
 def _backward(dout, dlast_state, *arguments):
     inputs, kept, options, wanted = unpack(arguments, Inputs, Kept, Options, Wanted)
     sizes = _check(dout, dlast_state, inputs, kept)
-    u, inputs = inputs.u, kernel_layout(inputs)
-    if u.numel() == 0:
-        grads = _allocate(inputs, sizes, wanted)
+    inputs = kernel_layout(inputs)
+    grads = _allocate(inputs, sizes, wanted)
+    if inputs.u.numel() == 0:
         for grad in grads:
             if grad is not None:
                 grad.zero_()
         if wanted.need_dinitial_state and dlast_state is not None:
             grads.dinitial_state.copy_(dlast_state)
         return grads
-    dz = None if inputs.z is None else empty_like(u)
-    dinitial_state = inputs.A.new_empty(sizes.state) if wanted.need_dinitial_state else None
-    out = allocate_out(inputs.u) if wanted.recompute_out else None
-    targets = make(Targets, (empty_like(u), empty_like(u), dz, dinitial_state, out))
     dout, dlast_state = checks.unit_last_stride(dout), checks.contiguous(dlast_state)
-    sums = launch_backward(sizes, dout, dlast_state, inputs, kept.checkpoints, options, targets)
-    dA, dB, dC, dD, ddelta_bias = sums
-    du, ddelta, dz, dinitial_state, out = targets
-    return make(Gradients, (du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, out))
+    launch_backward(sizes, dout, dlast_state, inputs, kept.checkpoints, options, grads)
+    return grads
 
 
 def _backward_fake(dout, dlast_state, *arguments):
@@ -120,54 +94,36 @@ def _backward_fake(dout, dlast_state, *arguments):
 
 def _allocate(inputs, sizes, wanted):
     """The operator's results, without values."""
-    u, A, B, C, D, delta_bias = inputs.u, inputs.A, inputs.B, inputs.C, inputs.D, inputs.delta_bias
-    return Gradients(
-        u.new_empty(u.shape),
-        u.new_empty(u.shape),
-        A.new_empty(A.shape),
-        B.new_empty(B.shape),
-        C.new_empty(C.shape),
-        None if D is None else D.new_empty(D.shape),
-        None if inputs.z is None else u.new_empty(u.shape),
-        None if delta_bias is None else delta_bias.new_empty(delta_bias.shape),
+    u, A, D, z, delta_bias = inputs.u, inputs.A, inputs.D, inputs.z, inputs.delta_bias
+    grads = (
+        empty_like(u),
+        empty_like(u),
+        empty_like(A),
+        empty_like(inputs.B),
+        empty_like(inputs.C),
+        None if D is None else empty_like(D),
+        None if z is None else empty_like(u),
+        None if delta_bias is None else empty_like(delta_bias),
         A.new_empty(sizes.state) if wanted.need_dinitial_state else None,
         allocate_out(checks.unit_last_stride(u)) if wanted.recompute_out else None,
     )
+    return make(Gradients, grads)
 
 
-def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, targets, dBC=None):
-    """Runs the kernels, which write targets; returns Sums.
+def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, grads):
+    """Runs the kernels, which write grads.
 
-    inputs: in kernel layout. dout, u, delta, z, du, ddelta, dz and out may be Views with last stride 1.
-    dBC: (2, B, N, L) of any strides, which takes the gradients of B and C (B, N, L); these may then be Views too.
+    inputs: in kernel layout. dout, u, delta, B, C, z and their gradients and out may be Views with last stride 1.
     """
-    A, B, C, D, delta_bias = inputs.A, inputs.B, inputs.C, inputs.D, inputs.delta_bias
+    A, du, ddelta, dz = inputs.A, grads.du, grads.ddelta, grads.dz
     params = abi.MambaSelectiveScanBackward()
     functions = place(params, A)
-    fill(params, sizes, inputs, options, targets.out, checkpoints)
+    fill(params, sizes, inputs, options, grads.out, checkpoints)
     plan = plan_of(functions, params.forward, use_deterministic_mode())
-    params.slots = slots = plan.slots
-    parts = sizes.batch * plan.backward_segments
-    workspace = split_length(params, plan.backward_segments, A)
-
-    dA = empty_parts(A, parts)
-    if dBC is None:
-        dB = empty_parts(B, parts if B.dim() == 2 else slots)
-        dC = empty_parts(C, parts if C.dim() == 2 else slots)
-        if plan.zeroed_sums:
-            for matrix, gradient in ((B, dB), (C, dC)):
-                if matrix.dim() > 2:
-                    gradient.zero_()
-    else:
-        shape = sizes.batch, sizes.dstate, sizes.seqlen
-        both = A.new_empty((2, *shape) if slots == 1 else (2, slots, *shape))
-        if plan.zeroed_sums:
-            both.zero_()
-        dB, dC = both.unbind()
-    dD = None if D is None else empty_parts(D, parts)
-    ddelta_bias = None if delta_bias is None else empty_parts(delta_bias, parts)
-
-    du, ddelta, dz = targets.du, targets.ddelta, targets.dz
+    params.segments, params.slots = plan.backward_segments, plan.slots
+    if plan.backward_workspace:
+        workspace = A.new_empty(plan.backward_workspace, dtype=torch.uint8)
+        params.workspace = workspace.data_ptr()
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_dim_stride, _ = dout.stride()
     params.dlast_state = pointer(dlast_state)
@@ -178,20 +134,15 @@ def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, targ
     if dz is not None:
         params.dz = dz.data_ptr()
         params.dz_batch_stride, params.dz_dim_stride, _ = dz.stride()
-    params.dA = dA.data_ptr()
-    params.dB = dB.data_ptr()
-    params.dC = dC.data_ptr()
-    params.dD = pointer(dD)
-    params.ddelta_bias = pointer(ddelta_bias)
-    params.dinitial_state = pointer(targets.dinitial_state)
+    params.dA = grads.dA.data_ptr()
+    params.dB = grads.dB.data_ptr()
+    params.dB_batch_stride, params.dB_group_stride, params.dB_dstate_stride = matrix_strides(grads.dB)
+    params.dC = grads.dC.data_ptr()
+    params.dC_batch_stride, params.dC_group_stride, params.dC_dstate_stride = matrix_strides(grads.dC)
+    params.dD = pointer(grads.dD)
+    params.ddelta_bias = pointer(grads.ddelta_bias)
+    params.dinitial_state = pointer(grads.dinitial_state)
     run(functions, "selective_scan_backward", params)
-    del workspace  # held until here: the kernels have it now
-    if dBC is None:
-        dB, dC = add_parts(dB, B), add_parts(dC, C)
-    else:
-        dBC.copy_(both if slots == 1 else both.sum(1))
-        dB = dC = None
-    return make(Sums, (add_parts(dA, A), dB, dC, add_parts(dD, D), add_parts(ddelta_bias, delta_bias)))
 
 
 selective_scan_backward_op = define(
