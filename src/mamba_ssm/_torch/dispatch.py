@@ -16,7 +16,7 @@ from mamba_ssm._torch.registration import (
 _ALL_KNOWN = private.ALL_KNOWN
 _dispatch_modes, _transforms_active, _profiling = private.dispatch_modes, private.transforms_active, private.profiling
 _tracing_state, _key_included, _PRE_DISPATCH = private.tracing_state, private.key_included, private.PRE_DISPATCH
-_forward_ad = private.forward_ad
+_forward_ad, _saved_tensors_hooks = private.forward_ad, private.saved_tensors_hooks
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 _NO_TENSORS = {type(None), bool, int, float}
 _increment_version = torch.autograd.graph.increment_version
@@ -64,10 +64,31 @@ def call_in_backward(op, *arguments):
     """op(*arguments) in the backward of an autograd.Function; its Autograd kernel matters only to create_graph=True."""
     if is_compiling() or torch.is_grad_enabled():
         return op(*arguments)
-    # is_grads_batched=True, jacobian(vectorize=True): tensors that hide a dimension
-    if private.VMAP_MODE is None or _key_included is None or _key_included(private.VMAP_MODE):
+    if _may_hide_a_dimension():
         return redispatch(op, arguments)
     return call_below_autograd(op, *arguments)
+
+
+def _may_hide_a_dimension():
+    """Whether gradients may be batched: is_grads_batched=True, jacobian(vectorize=True)."""
+    return private.VMAP_MODE is None or _key_included is None or _key_included(private.VMAP_MODE)
+
+
+def is_direct(tensors):
+    """Whether an autograd.Function may do what the operator does without a call of it: nothing needs the dispatcher."""
+    return not watched() and _all_plain(tensors)
+
+
+def is_direct_in_backward(*grads):
+    """The same in backward, where the saved tensors are_saved_as_given and forward was direct."""
+    return not torch.is_grad_enabled() and not _may_hide_a_dimension() and is_direct(grads)
+
+
+def are_saved_as_given():
+    """Whether the tensors that an autograd.Function saves now come back as they are, so that what has been checked need
+    not be checked again: hooks (save_on_cpu, checkpointing) may return others.
+    """
+    return _saved_tensors_hooks is not None and _saved_tensors_hooks(True) is None
 
 
 def apply(function, *arguments):

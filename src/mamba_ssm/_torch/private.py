@@ -13,6 +13,7 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `_C._dispatch_tls_is_dispatch_key_included`, | ... a tracer before dispatch, or vmap | " |
 | `_C.DispatchKey`, `_C._parse_dispatch_key` | " | " |
 | `autograd.forward_ad._current_level` | ... forward-mode derivatives | " |
+| `_C._autograd._top_saved_tensors_default_hooks` | whether hooks change what is saved | backward checks it again |
 | `_C._FunctionBase.apply` | an autograd.Function past torch.func | torch's own apply |
 | `_C._cuda_getCurrentRawStream` | the current stream's handle | torch.cuda.current_stream |
 | `_dynamo.symbolic_convert.InstructionTranslator` | whether torch.export is tracing | torch.compiler's word |
@@ -59,6 +60,8 @@ PRE_DISPATCH = _find("_C.DispatchKey.PreDispatch")
 _parse_key = _find("_C._parse_dispatch_key")
 VMAP_MODE = None if _parse_key is None else _parse_key("VmapMode")
 _dual_level = _find("autograd.forward_ad._current_level")
+
+saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
 
 ALL_KNOWN = None not in (
     dispatch_modes,

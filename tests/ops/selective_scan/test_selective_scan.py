@@ -260,3 +260,16 @@ def test_saved_memory_is_inputs_and_checkpoints(device):
     extra = [tensor for tensor in saved if tensor.data_ptr() not in inputs]
     assert len(extra) == 1
     assert extra[0].numel() <= 2 * 9 * 64 * 16 + 2
+
+
+def test_saved_memory_that_comes_back_otherwise_is_refused(device):
+    """What forward has checked is not checked again in backward, unless hooks may have changed it."""
+    tensors = ScanCase(1, 8, 40).inputs(torch.float32, device)
+    u = tensors["u"].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor, lambda tensor: tensor.bfloat16() if tensor.dim() == 2 else tensor
+    ):
+        out = selective_scan_fn(**tensors, delta_softplus=True)
+    with pytest.raises(TypeError, match="selective_scan: A must be float32"):
+        out.sum().backward()
+    assert u.grad is None

@@ -71,6 +71,11 @@ def _check(dout, dlast_state, inputs, kept):
 def _backward(dout, dlast_state, *arguments):
     inputs, kept, options, wanted = unpack(arguments, Inputs, Kept, Options, Wanted)
     sizes = _check(dout, dlast_state, inputs, kept)
+    return run_backward(sizes, dout, dlast_state, inputs, kept, options, wanted)
+
+
+def run_backward(sizes, dout, dlast_state, inputs, kept, options, wanted):
+    """The operator on arguments that were checked."""
     inputs = kernel_layout(inputs)
     grads = _allocate(inputs, sizes, wanted)
     if inputs.u.numel() == 0:

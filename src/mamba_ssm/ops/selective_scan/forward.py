@@ -13,11 +13,15 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import (
+    are_saved_as_given,
     autocast_dtype,
     call,
     call_below_autograd,
     call_in_backward,
     define,
+    flat,
+    is_direct,
+    is_direct_in_backward,
     make,
     no_gradients,
     reference,
@@ -36,7 +40,14 @@ from mamba_ssm.ops.selective_scan.arguments import (
     plan_of,
     split_length,
 )
-from mamba_ssm.ops.selective_scan.backward import Gradients, of_inputs, selective_scan_backward_op
+from mamba_ssm.ops.selective_scan.backward import (
+    Gradients,
+    Kept,
+    of_inputs,
+    run_backward,
+    selective_scan_backward_op,
+)
+from mamba_ssm.ops.selective_scan.backward import Wanted as WantedGradients
 from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
 
 
@@ -133,7 +144,11 @@ def _allocate(u, sizes, wanted):
 
 def _forward(*arguments):
     inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
-    sizes = check(inputs)
+    return _run(check(inputs), inputs, options, wanted)
+
+
+def _run(sizes, inputs, options, wanted):
+    """The operator on arguments that were checked."""
     inputs = kernel_layout(inputs)
     results = _allocate(inputs.u, sizes, wanted)
     if inputs.u.numel() == 0:
@@ -167,6 +182,7 @@ def launch_forward(sizes, inputs, options, results):
 
 
 _NO_GRADIENTS = no_gradients(Options, Wanted)
+_INITIAL_STATE = Inputs._fields.index("initial_state")
 
 
 class _SelectiveScan(torch.autograd.Function):
@@ -175,7 +191,14 @@ class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
-        results = call_below_autograd(selective_scan_op, *inputs, *options, wanted.return_last_state, True)
+        keep = make(Wanted, (wanted.return_last_state, True))
+        ctx.sizes = None
+        if is_direct(inputs):
+            sizes = check(inputs)
+            results = _run(sizes, inputs, options, keep)
+            ctx.sizes = sizes if are_saved_as_given() else None
+        else:
+            results = call_below_autograd(selective_scan_op, *flat(inputs, options, keep))
         out, last_state, checkpoints = results
         ctx.save_for_backward(*inputs, checkpoints)
         ctx.options = options
@@ -192,9 +215,13 @@ class _SelectiveScan(torch.autograd.Function):
         *inputs, checkpoints = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(inputs[0])
-        (need,) = unpack(ctx.needs_input_grad, Inputs)
-        arguments = dout, dlast_state, *inputs, checkpoints, *ctx.options, need.initial_state, False
-        grads = make(Gradients, call_in_backward(selective_scan_backward_op, *arguments))
+        inputs, kept = make(Inputs, inputs), make(Kept, (checkpoints,))
+        wanted = make(WantedGradients, (ctx.needs_input_grad[_INITIAL_STATE], False))
+        if ctx.sizes is not None and is_direct_in_backward(dout, dlast_state):
+            grads = run_backward(ctx.sizes, dout, dlast_state, inputs, kept, ctx.options, wanted)
+        else:
+            arguments = dout, dlast_state, *flat(inputs, kept, ctx.options, wanted)
+            grads = make(Gradients, call_in_backward(selective_scan_backward_op, *arguments))
         return *of_inputs(grads), *_NO_GRADIENTS
 
 
