@@ -38,12 +38,18 @@ inline bool can_vectorise_channels(const MambaCausalConv1d& params, const ConvLa
                         used_stride(params.batch, layout.batch_stride));
 }
 
-// Whether it has steps, they are neighbours in this tensor, and each of its rows lies as that of `reference` does between
-// addresses that are multiples of 16 bytes. Rows need not begin at one: lengths may be odd.
+// Whether steps are neighbours in x, the later ones at lower addresses.
+inline bool is_backwards(const MambaCausalConv1d& params) {
+    return params.x_len_stride == -1 && params.seqlen > 1;
+}
+
+// Whether it has steps, they are neighbours in this tensor, in the same order as in x, and each of its rows lies as that of
+// `reference` does between addresses that are multiples of 16 bytes. Rows need not begin at one: lengths may be odd.
 inline bool rows_lie_alike(const MambaCausalConv1d& params, const ConvLayout& reference, const ConvLayout& layout) {
+    const int64_t len_stride = is_backwards(params) ? -1 : 1;
     const int64_t size = dtype_size(params.dtype);
     const int64_t distance = reinterpret_cast<intptr_t>(layout.data) - reinterpret_cast<intptr_t>(reference.data);
-    return params.seqlen > 0 && (layout.len_stride == 1 || params.seqlen == 1) && distance % 16 == 0 &&
+    return params.seqlen > 0 && (layout.len_stride == len_stride || params.seqlen == 1) && distance % 16 == 0 &&
            pointer_is_aligned(layout.data, size) &&
            used_stride(params.dim, layout.dim_stride - reference.dim_stride) * size % 16 == 0 &&
            used_stride(params.batch, layout.batch_stride - reference.batch_stride) * size % 16 == 0;
@@ -51,7 +57,9 @@ inline bool rows_lie_alike(const MambaCausalConv1d& params, const ConvLayout& re
 
 // Whether every row of x begins and ends at a multiple of 16 bytes.
 inline bool rows_are_whole_vectors(const MambaCausalConv1d& params, const ConvLayout& x) {
-    return rows_aligned(x.data, dtype_size(params.dtype), 16, params.seqlen, used_stride(params.dim, x.dim_stride),
+    const int64_t size = dtype_size(params.dtype);
+    const void* const end = static_cast<const char*>(x.data) + (is_backwards(params) ? size : 0);  // one of a row's two
+    return rows_aligned(end, size, 16, params.seqlen, used_stride(params.dim, x.dim_stride),
                         used_stride(params.batch, x.batch_stride));
 }
 

@@ -38,18 +38,20 @@ inline void load_tile_as(TileIn<T> from, int lanes, int steps, float* tile, int 
         }
         return;
     }
-    if (from.step_stride == 1 && steps > 1) {
+    if ((from.step_stride == 1 || from.step_stride == -1) && steps > 1) {
+        const bool back = from.step_stride < 0;
         for (int first = 0; first < steps; first += kLanes) {
             const int count = steps - first < kLanes ? steps - first : kLanes;
+            const int lowest = back ? 1 - first - count : first;  // the place of the step at the lowest address
             Vec rows[kLanes];
             for (int lane = 0; lane < kLanes; ++lane) {
-                const T* row = from.data + (lane < lanes ? lane : 0) * from.lane_stride + first;
+                const T* row = from.data + (lane < lanes ? lane : 0) * from.lane_stride + lowest;
                 rows[lane] = lane >= lanes ? zero() : count == kLanes ? load(row) : load_partial(row, count);
             }
             transpose(rows);
             for (int i = 0; i < kLanes; ++i) {
                 if (i < count) {
-                    store(tile + (first + i) * pitch, rows[i]);
+                    store(tile + (back ? first + count - 1 - i : first + i) * pitch, rows[i]);
                 }
             }
         }
@@ -78,17 +80,19 @@ inline void store_tile_as(TileOut<T> to, int lanes, int steps, const float* tile
         }
         return;
     }
-    if (to.step_stride == 1 && steps > 1) {
+    if ((to.step_stride == 1 || to.step_stride == -1) && steps > 1) {
+        const bool back = to.step_stride < 0;
         for (int first = 0; first < steps; first += kLanes) {
             const int count = steps - first < kLanes ? steps - first : kLanes;
+            const int lowest = back ? 1 - first - count : first;
             Vec rows[kLanes];
             for (int i = 0; i < kLanes; ++i) {
-                rows[i] = i < count ? load(tile + (first + i) * pitch) : zero();
+                rows[i] = i < count ? load(tile + (back ? first + count - 1 - i : first + i) * pitch) : zero();
             }
             transpose(rows);
             for (int lane = 0; lane < kLanes; ++lane) {
                 if (lane < lanes) {
-                    T* row = to.data + lane * to.lane_stride + first;
+                    T* row = to.data + lane * to.lane_stride + lowest;
                     if (count == kLanes) {
                         store(row, rows[lane]);
                     } else {

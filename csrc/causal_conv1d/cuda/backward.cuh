@@ -22,7 +22,9 @@ cudaError_t launch_conv_backward(const ConvBackward& params, const ConvBackwardP
         return launch_backward_channel<T, 1>(params, plan);
     }
     if (rows_lie_alike(forward, x, x) && rows_lie_alike(forward, x, dout) && rows_lie_alike(forward, x, dx)) {
-        return launch_backward_time<T>(params, plan, rows_are_whole_vectors(forward, x));
+        const bool aligned = rows_are_whole_vectors(forward, x);
+        return is_backwards(forward) ? launch_backward_time<T, true>(params, plan, aligned)
+                                     : launch_backward_time<T, false>(params, plan, aligned);
     }
     return launch_backward_strided<T>(params, plan);
 }

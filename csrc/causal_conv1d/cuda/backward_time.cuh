@@ -10,7 +10,7 @@ namespace mamba {
 // a lane and tile, so that the g after a tile is in a register; only a segment's own end computes it anew. The tile before
 // is on its way while one is computed. `slack`: by how many steps a row's vectors may reach beyond its own length.
 // kAligned: rows begin and end at multiples of 16 bytes and fill a warp.
-template <typename T, bool kPlain, bool kAligned>
+template <typename T, bool kPlain, bool kAligned, bool kReverse>
 __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
     causal_conv1d_backward_time(const ConvBackward params, const int lanes_log2, const unsigned segment,
                                 const unsigned segments, const int slack) {
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
         const T* dout =
             static_cast<const T*>(params.dout) + batch * params.dout_batch_stride + channel * params.dout_dim_stride;
         T* dx = static_cast<T*>(params.dx) + batch * params.dx_batch_stride + channel * params.dx_dim_stride;
-        const int phase = kAligned ? 0 : row_phase(x);
+        const int phase = kAligned ? 0 : row_phase<T, kReverse>(x);
         const int64_t grid_begin = static_cast<int64_t>(index) * segment;
         const bool more = index + 1 < segments;
         const int64_t grid_left = forward.seqlen + slack - grid_begin;
@@ -53,16 +53,16 @@ __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
         const int first = index == 0 ? phase : 0;
         const int end = !active ? 0 : (more ? static_cast<int>(segment) : static_cast<int>(forward.seqlen - begin));
         const int readable = index == 0 ? first : -V;  // how far back x reaches, as far as it is asked for
-        x = opaque(x + begin);
-        dout = opaque(dout + begin);
-        dx = opaque(dx + begin);
+        x = opaque(at_step<kReverse>(x, begin));
+        dout = opaque(at_step<kReverse>(dout, begin));
+        dx = opaque(at_step<kReverse>(dx, begin));
 
         int offset = (grid_length - 1) / tile * tile + sublane * V;
         const auto load_x = [&](int at) {
             if (at >= readable && at + V <= end) {
-                return packed_load<T, V>(x + at);
+                return load_vector<kReverse>(x, at);
             }
-            Packed<T, V> vector = kAligned ? packed_zero<T, V>() : load_some(x, at, first, end);
+            Packed<T, V> vector = kAligned ? packed_zero<T, V>() : load_some<kReverse>(x, at, first, end);
             if (!kPlain && at >= -V && at < end) {
                 add_initial_states<T, V>(forward, batch, channel, begin + at, vector);
             }
@@ -70,9 +70,9 @@ __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
         };
         const auto load_dout = [&](int at) {
             if (at >= first && at + V <= end) {
-                return packed_load<T, V>(dout + at);
+                return load_vector<kReverse>(dout, at);
             }
-            return kAligned ? packed_zero<T, V>() : load_some(dout, at, first, end);
+            return kAligned ? packed_zero<T, V>() : load_some<kReverse>(dout, at, first, end);
         };
         Packed<T, V> next_x = load_x(offset);
         Packed<T, V> next_dout = load_dout(offset);
@@ -128,9 +128,9 @@ __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
                     }
                 }
                 if (kAligned || whole) {
-                    packed_store<T, V>(dx + offset, pack<T, V>(dx_values));
+                    store_vector<kReverse>(dx, offset, pack<T, V>(dx_values));
                 } else {
-                    store_some(dx, offset, first, end, dx_values);
+                    store_some<kReverse>(dx, offset, first, end, dx_values);
                 }
             }
         }
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
     }
 }
 
-template <typename T>
+template <typename T, bool kReverse>
 cudaError_t launch_backward_time(const ConvBackward& params, const ConvBackwardPlan& plan, bool aligned) {
     constexpr int V = kTimeVector<T>;
     const MambaCausalConv1d& forward = params.forward;
@@ -156,11 +156,11 @@ cudaError_t launch_backward_time(const ConvBackward& params, const ConvBackwardP
     const int lanes_log2 = ceil_log2(ceil_div(forward.seqlen + slack, V), 0, 5);
     const int64_t groups = ceil_div(forward.dim, static_cast<int64_t>(32) >> lanes_log2);
     const dim3 grid(static_cast<unsigned>(ceil_div(groups, kConvWarps)), static_cast<unsigned>(plan.slots));
-    auto kernel = causal_conv1d_backward_time<T, false, false>;
+    auto kernel = causal_conv1d_backward_time<T, false, false, kReverse>;
     if (is_plain(params)) {
-        kernel = causal_conv1d_backward_time<T, true, false>;
+        kernel = causal_conv1d_backward_time<T, true, false, kReverse>;
         if (aligned && lanes_log2 == 5) {
-            kernel = causal_conv1d_backward_time<T, true, true>;
+            kernel = causal_conv1d_backward_time<T, true, true, kReverse>;
         }
     }
     return launch_kernel(kernel, grid, kConvThreads, 0, forward.run.stream, params, lanes_log2,

@@ -20,7 +20,9 @@ cudaError_t launch_conv_forward(const MambaCausalConv1d& params) {
         return launch_forward_channel<T, 1>(params);
     }
     if (rows_lie_alike(params, x, x) && rows_lie_alike(params, x, out)) {
-        return launch_forward_time<T>(params, rows_are_whole_vectors(params, x));
+        const bool aligned = rows_are_whole_vectors(params, x);
+        return is_backwards(params) ? launch_forward_time<T, true>(params, aligned)
+                                    : launch_forward_time<T, false>(params, aligned);
     }
     return launch_forward_strided<T>(params);
 }

@@ -10,7 +10,7 @@ constexpr int kForwardTimeUnroll = 4;  // vectors in flight a lane: with 24 warp
 // A group of 2^lanes_log2 lanes takes one chunk of one row, a vector of steps a lane and round. The steps before a lane's
 // own come from its neighbour's registers. `slack`: by how many steps a row's vectors may reach beyond its own length.
 // kAligned: rows begin and end at multiples of 16 bytes and fill a warp.
-template <typename T, bool kPlain, bool kAligned>
+template <typename T, bool kPlain, bool kAligned, bool kReverse>
 __global__ void __launch_bounds__(kConvThreads, 4)
     causal_conv1d_forward_time(const MambaCausalConv1d params, const int lanes_log2, const unsigned chunks, const int slack) {
     constexpr int V = kTimeVector<T>;
@@ -45,14 +45,14 @@ __global__ void __launch_bounds__(kConvThreads, 4)
     }
     const T* x = static_cast<const T*>(params.x) + batch * params.x_batch_stride + channel * params.x_dim_stride;
     T* out = static_cast<T*>(params.out) + batch * params.out_batch_stride + channel * params.out_dim_stride;
-    const int phase = kAligned ? 0 : row_phase(x);
+    const int phase = kAligned ? 0 : row_phase<T, kReverse>(x);
     const int64_t begin = grid_begin - phase;
     // From here on steps count from `begin`; this chunk may touch first <= step < end of its vectors' steps.
     const int first = chunk == 0 ? phase : 0;
     const int64_t left = params.seqlen - begin;
     const int end = active ? static_cast<int>(left < 2 * lanes * V * kUnroll ? left : 2 * lanes * V * kUnroll) : 0;
-    x = opaque(x + begin);
-    out = opaque(out + begin);
+    x = opaque(at_step<kReverse>(x, begin));
+    out = opaque(at_step<kReverse>(out, begin));
 
     Packed<T, V> loaded[kUnroll];
     Packed<T, V> before = packed_zero<T, V>();  // the vector before the chunk, in a group's last lane
@@ -61,11 +61,11 @@ __global__ void __launch_bounds__(kConvThreads, 4)
         const int offset = (u * lanes + sublane) * V;
         loaded[u] = packed_zero<T, V>();
         if (offset >= first && offset + V <= end) {
-            loaded[u] = packed_load<T, V>(x + offset);
+            loaded[u] = load_vector<kReverse>(x, offset);
         }
     }
     if (last && chunk > 0 && active) {
-        before = packed_load<T, V>(x - V);
+        before = load_vector<kReverse>(x, -V);
     }
     if (!kPlain && last && chunk == 0 && active) {
         add_initial_states<T, V>(params, batch, channel, begin - V, before);
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kConvThreads, 4)
     for (int u = 0; u < kUnroll; ++u) {
         const int offset = (u * lanes + sublane) * V;
         if (!kAligned && offset < end && (offset < first || offset + V > end)) {
-            loaded[u] = load_some(x, offset, first, end);
+            loaded[u] = load_some<kReverse>(x, offset, first, end);
             if (!kPlain) {
                 add_initial_states<T, V>(params, batch, channel, begin + offset, loaded[u]);
             }
@@ -105,15 +105,15 @@ __global__ void __launch_bounds__(kConvThreads, 4)
                 }
             }
             if (kAligned || (offset >= first && offset + V <= end)) {
-                packed_store<T, V>(out + offset, pack<T, V>(sums));
+                store_vector<kReverse>(out, offset, pack<T, V>(sums));
             } else {
-                store_some(out, offset, first, end, sums);
+                store_some<kReverse>(out, offset, first, end, sums);
             }
         }
     }
 }
 
-template <typename T>
+template <typename T, bool kReverse>
 cudaError_t launch_forward_time(const MambaCausalConv1d& params, bool aligned) {
     constexpr int V = kTimeVector<T>;
     const int slack = aligned ? 0 : V - 1;
@@ -122,11 +122,11 @@ cudaError_t launch_forward_time(const MambaCausalConv1d& params, bool aligned) {
     const int64_t chunks = params.seqlen + slack > tile ? ceil_div(params.seqlen + slack, tile) : 1;
     const int64_t row_groups = ceil_div(params.dim, static_cast<int64_t>(32) >> lanes_log2);
     const dim3 grid = batch_grid(ceil_div(row_groups * chunks, kConvWarps), params.batch);
-    auto kernel = causal_conv1d_forward_time<T, false, false>;
+    auto kernel = causal_conv1d_forward_time<T, false, false, kReverse>;
     if (is_plain(params)) {
-        kernel = causal_conv1d_forward_time<T, true, false>;
+        kernel = causal_conv1d_forward_time<T, true, false, kReverse>;
         if (aligned && lanes_log2 == 5) {
-            kernel = causal_conv1d_forward_time<T, true, true>;
+            kernel = causal_conv1d_forward_time<T, true, true, kReverse>;
         }
     }
     return launch_kernel(kernel, grid, kConvThreads, 0, params.run.stream, params, lanes_log2, static_cast<unsigned>(chunks),

@@ -1,5 +1,6 @@
 // What the kernels with lanes along time share. A row is cut into vectors of 16 bytes at addresses that are multiples of 16,
-// wherever the row itself begins; at its two ends a vector may hold only some steps.
+// wherever the row itself begins; at its two ends a vector may hold only some steps. kReverse: a row's later steps lie at lower
+// addresses. A vector is turned round in registers: in hand, its first element is always the first of its steps.
 #pragma once
 
 #include "causal_conv1d/cuda/common.cuh"
@@ -10,13 +11,52 @@ template <typename T>
 constexpr int kTimeVector = 16 / static_cast<int>(sizeof(T));
 
 // Steps between the vector boundary before a row and its first step.
-template <typename T>
+template <typename T, bool kReverse>
 __device__ __forceinline__ int row_phase(const T* row) {
-    return static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T)) & (kTimeVector<T> - 1);
+    const int element = static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T));
+    return (kReverse ? ~element : element) & (kTimeVector<T> - 1);
+}
+
+// The address of a step that is so far behind that of `row`.
+template <bool kReverse, typename T, typename Step>
+__device__ __forceinline__ T* at_step(T* row, Step step) {
+    return kReverse ? row - step : row + step;
+}
+
+template <typename T>
+__device__ __forceinline__ Packed<T, kTimeVector<T>> turned_round(const Packed<T, kTimeVector<T>>& vector) {
+    Packed<T, kTimeVector<T>> turned;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t word = vector.word[3 - i];
+        turned.word[i] = sizeof(T) == 4 ? word : word << 16 | word >> 16;
+    }
+    return turned;
+}
+
+// The vector whose first step is so far behind that of `row`.
+template <bool kReverse, typename T>
+__device__ __forceinline__ Packed<T, kTimeVector<T>> load_vector(const T* row, int offset) {
+    constexpr int V = kTimeVector<T>;
+    if constexpr (kReverse) {
+        return turned_round<T>(packed_load<T, V>(row - offset - (V - 1)));
+    } else {
+        return packed_load<T, V>(row + offset);
+    }
+}
+
+template <bool kReverse, typename T>
+__device__ __forceinline__ void store_vector(T* row, int offset, const Packed<T, kTimeVector<T>>& vector) {
+    constexpr int V = kTimeVector<T>;
+    if constexpr (kReverse) {
+        packed_store<T, V>(row - offset - (V - 1), turned_round<T>(vector));
+    } else {
+        packed_store<T, V>(row + offset, vector);
+    }
 }
 
 // The elements first <= offset + j < end of a vector; zero elsewhere.
-template <typename T>
+template <bool kReverse, typename T>
 __device__ __forceinline__ Packed<T, kTimeVector<T>> load_some(const T* row, int offset, int first, int end) {
     constexpr int V = kTimeVector<T>;
     T element[V];
@@ -25,7 +65,7 @@ __device__ __forceinline__ Packed<T, kTimeVector<T>> load_some(const T* row, int
     for (int j = 0; j < V; ++j) {
         element[j] = from_float<T>(0.0f);
         if (offset + j >= first && offset + j < end) {
-            element[j] = row[offset + j];
+            element[j] = *at_step<kReverse>(row, offset + j);
         }
     }
 #pragma unroll
@@ -35,12 +75,12 @@ __device__ __forceinline__ Packed<T, kTimeVector<T>> load_some(const T* row, int
     return pack<T, V>(values);
 }
 
-template <typename T>
+template <bool kReverse, typename T>
 __device__ __forceinline__ void store_some(T* row, int offset, int first, int end, const float* values) {
 #pragma unroll
     for (int j = 0; j < kTimeVector<T>; ++j) {
         if (offset + j >= first && offset + j < end) {
-            row[offset + j] = from_float<T>(values[j]);
+            *at_step<kReverse>(row, offset + j) = from_float<T>(values[j]);
         }
     }
 }

@@ -37,6 +37,16 @@ class View:
         return self.strides
 
 
+def backwards(tensor: torch.Tensor | View, dim: int, length: int) -> View:
+    """The same elements with this dimension, of so many, the other way round: by a negative stride, not by a copy."""
+    strides = list(tensor.stride())
+    view = View.__new__(View)
+    view.address = tensor.data_ptr() + (length - 1) * strides[dim] * tensor.dtype.itemsize
+    strides[dim] = -strides[dim]
+    view.dtype, view.strides = tensor.dtype, tuple(strides)
+    return view
+
+
 def place(params: typing.Any, tensor: torch.Tensor) -> abi.Functions:
     """Fills in where to run and returns the functions of the library that runs there."""
     index = tensor.get_device()

@@ -1,5 +1,7 @@
 """causal_conv1d_fn, causal_conv1d_update and causal_conv1d_varlen_states against their references."""
 
+import functools
+
 import pytest
 import torch
 from _helpers.cases import CONV_CASES, DTYPES, ConvCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
@@ -22,6 +24,48 @@ def test_values_and_gradients(case, dtype, device):
     plain = outputs_and_gradients(causal_conv1d_ref, tensors)
     truth = outputs_and_gradients(causal_conv1d_ref, tensors, torch.float64)
     assert_close_to_truth(found, plain, truth)
+
+
+REVERSED_CASES = (
+    ConvCase(2, 16, 1030, initial_states=True, final_states=True),
+    ConvCase(3, 5, 4096),
+    ConvCase(2, 9, 777, width=3, silu=False),
+    ConvCase(1, 6, 1030, seq_idx=True),
+    ConvCase(1, 8, 1100, seq_idx=True, channel_last=True),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", CONV_CASES + REVERSED_CASES, ids=case_id)
+def test_backwards_in_time(case, dtype, device):
+    """Of flipped tensors, flipped back."""
+
+    def by_flipping(**arguments):
+        dims = {"x": 2, "seq_idx": 1, "initial_states": 2}
+        flipped = {name: arguments[name].flip(dim) for name, dim in dims.items() if arguments[name] is not None}
+        results = causal_conv1d_ref(**{**arguments, **flipped})
+        return tuple(result.flip(2) for result in results) if isinstance(results, tuple) else results.flip(2)
+
+    tensors = case.inputs(dtype, device)
+    found = outputs_and_gradients(functools.partial(causal_conv1d_fn, reverse=True), tensors)
+    plain = outputs_and_gradients(functools.partial(causal_conv1d_ref, reverse=True), tensors)
+    assert_close_to_truth(found, plain, outputs_and_gradients(by_flipping, tensors, torch.float64))
+
+
+@pytest.mark.parametrize("first", range(9))
+@pytest.mark.parametrize("seqlen", [1, 2, 7, 16, 255, 2041])
+def test_backwards_in_rows_that_begin_anywhere(seqlen, first, device):
+    """Rows that end at every place between multiples of 16 bytes, and whose neighbours must stay as they are."""
+    wide = torch.randn(2, 3, seqlen + 24, dtype=torch.bfloat16).to(device)
+    weight, bias = torch.randn(3, 4).to(device), torch.randn(3).to(device)
+    x = wide[..., first : first + seqlen].requires_grad_()
+    out = causal_conv1d_fn(x, weight, bias, activation="silu", reverse=True)
+    (dx,) = torch.autograd.grad(out.square().sum(), x)
+    other = x.detach().flip(2).requires_grad_()
+    expected = causal_conv1d_fn(other, weight, bias, activation="silu")
+    (dother,) = torch.autograd.grad(expected.square().sum(), other)
+    assert torch.equal(out, expected.flip(2))
+    torch.testing.assert_close(dx, dother.flip(2))
 
 
 PADDED_CASES = [

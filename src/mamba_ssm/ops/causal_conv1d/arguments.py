@@ -8,7 +8,7 @@ import typing
 import torch
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._native.launch import DTYPE_CODES
+from mamba_ssm._native.launch import DTYPE_CODES, backwards
 
 NAME = "causal_conv1d"  # what errors call the operators
 
@@ -21,6 +21,13 @@ class Inputs(typing.NamedTuple):
     bias: torch.Tensor | None
     seq_idx: torch.Tensor | None
     initial_states: torch.Tensor | None
+
+
+class Options(typing.NamedTuple):
+    """What else all of the operators take."""
+
+    silu: bool
+    reverse: bool = False  # a step sees what follows it, not what is before it
 
 
 class Sizes(typing.NamedTuple):
@@ -92,17 +99,24 @@ def wants_silu(op: str, activation: str | None) -> bool:
     return activation is not None
 
 
-def kernel_layout(inputs):
-    """The same tensors in the layout that the kernels take: initial_states may have any."""
-    if checks.all_contiguous(inputs):
+def kernel_layout(inputs, reverse=False):
+    """The same tensors in the layout that the kernels take: initial_states may have any. seq_idx, 4 bytes a step, is
+    the one tensor that goes to them in the order in which they take the steps.
+    """
+    if checks.all_contiguous(inputs) and not reverse:
         return inputs
     return Inputs(
         unit_stride(inputs.x),
         inputs.weight.contiguous(),
         checks.contiguous(inputs.bias),
-        checks.contiguous(inputs.seq_idx),
+        in_order(inputs.seq_idx, reverse),
         inputs.initial_states,
     )
+
+
+def in_order(seq_idx, reverse):
+    """seq_idx (B, L) as kernels take it, which with reverse take the last step first."""
+    return seq_idx.flip(1) if reverse and seq_idx is not None else checks.contiguous(seq_idx)
 
 
 def unit_stride(x):
@@ -111,11 +125,14 @@ def unit_stride(x):
     return x if len_stride == 1 or dim_stride == 1 else x.contiguous()
 
 
-def fill(params, sizes, inputs, silu):
+def fill(params, sizes, inputs, options):
     """Sets the fields that forward and backward share, from tensors in kernel layout; x may be a View."""
     x, weight, bias, initial_states = inputs.x, inputs.weight, inputs.bias, inputs.initial_states
+    if options.reverse:
+        x = backwards(x, 2, sizes.seqlen)
+        initial_states = None if initial_states is None else backwards(initial_states, 2, sizes.width - 1)
     params.batch, params.dim, params.seqlen, params.width = sizes
-    params.silu = silu
+    params.silu = options.silu
     params.dtype = DTYPE_CODES[x.dtype]
     params.weight_dtype = DTYPE_CODES[weight.dtype]
     params.x = x.data_ptr()

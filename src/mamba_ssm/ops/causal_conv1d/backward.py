@@ -6,12 +6,18 @@ import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import place, pointer, run
-from mamba_ssm._torch import define, make, returns, signature
+from mamba_ssm._native.launch import backwards, place, pointer, run
+from mamba_ssm._torch import define, returns, signature, unpack
 from mamba_ssm.ops._shared.gradients import empty_like
-from mamba_ssm.ops.causal_conv1d.arguments import Inputs, check, fill, kernel_layout, unit_stride
+from mamba_ssm.ops.causal_conv1d.arguments import Inputs, Options, check, fill, kernel_layout, unit_stride
 
 _NAME = "causal_conv1d_backward"
+
+
+class Wanted(typing.NamedTuple):
+    """Which of the results a caller wants."""
+
+    need_dinitial_states: bool
 
 
 class Gradients(typing.NamedTuple):
@@ -43,9 +49,8 @@ def _allocate(sizes, inputs, need_dinitial_states):
 
 
 def _backward(dout, dfinal_states, *arguments):
-    *tensors, need_dinitial_states, silu = arguments
-    inputs = make(Inputs, tensors)
-    sizes = _check(dout, dfinal_states, inputs)
+    inputs, wanted, options = unpack(arguments, Inputs, Wanted, Options)
+    sizes, need_dinitial_states = _check(dout, dfinal_states, inputs), wanted.need_dinitial_states
     if dout.numel() == 0:
         grads = _allocate(sizes, inputs, need_dinitial_states)
         for grad in grads:
@@ -54,28 +59,31 @@ def _backward(dout, dfinal_states, *arguments):
         if need_dinitial_states and dfinal_states is not None:
             grads.dinitial_states.copy_(dfinal_states)
         return grads
-    inputs, dout, dfinal_states = kernel_layout(inputs), unit_stride(dout), checks.contiguous(dfinal_states)
+    inputs, dout = kernel_layout(inputs, options.reverse), unit_stride(dout)
     dx = unit_stride(torch.empty_like(inputs.x))
     dinitial_states = dx.new_empty(sizes.states) if need_dinitial_states else None
-    dweight, dbias = launch_backward(sizes, dout, dfinal_states, inputs, silu, dx, dinitial_states)
+    dweight, dbias = launch_backward(sizes, dout, dfinal_states, inputs, options, dx, dinitial_states)
     return Gradients(dx, dweight, dbias, dinitial_states)
 
 
 def _backward_fake(dout, dfinal_states, *arguments):
-    *tensors, need_dinitial_states, _ = arguments
-    inputs = Inputs(*tensors)
-    return _allocate(_check(dout, dfinal_states, inputs), inputs, need_dinitial_states)
+    inputs, wanted, _ = unpack(arguments, Inputs, Wanted, Options)
+    return _allocate(_check(dout, dfinal_states, inputs), inputs, wanted.need_dinitial_states)
 
 
-def launch_backward(sizes, dout, dfinal_states, inputs, silu, dx, dinitial_states):
+def launch_backward(sizes, dout, dfinal_states, inputs, options, dx, dinitial_states):
     """Runs the kernels, which write dx and dinitial_states (None: not wanted); returns dweight and dbias.
 
     inputs: in kernel layout. dout, x and dx may be Views (B, D, L), length or channels with stride 1.
     """
     weight, bias = inputs.weight, inputs.bias
+    if dfinal_states is not None:
+        dfinal_states = dfinal_states.flip(2) if options.reverse else dfinal_states.contiguous()
+    if options.reverse:
+        dout, dx = backwards(dout, 2, sizes.seqlen), backwards(dx, 2, sizes.seqlen)
     params = abi.MambaCausalConv1dBackward()
     functions = place(params, weight)
-    fill(params, sizes, inputs, silu)
+    fill(params, sizes, inputs, options)
     size = functions["causal_conv1d_backward_workspace"](params.forward)
     workspace = weight.new_empty(size, dtype=torch.uint8) if size else None
     params.workspace = pointer(workspace)
@@ -90,12 +98,14 @@ def launch_backward(sizes, dout, dfinal_states, inputs, silu, dx, dinitial_state
     params.dweight = dweight.data_ptr()
     params.dbias = pointer(dbias)
     run(functions, "causal_conv1d_backward", params)
+    if options.reverse and dinitial_states is not None:
+        dinitial_states.copy_(dinitial_states.flip(2))
     return dweight, dbias  # the kernels have the workspace now
 
 
 causal_conv1d_backward_op = define(
-    f"causal_conv1d_backward(Tensor dout, Tensor? dfinal_states, {signature(Inputs)}, "
-    f"bool need_dinitial_states, bool silu) -> {returns(Gradients)}",
+    f"causal_conv1d_backward(Tensor dout, Tensor? dfinal_states, {signature(Inputs, Wanted, Options)}) "
+    f"-> {returns(Gradients)}",
     _backward,
     _backward_fake,
 )

@@ -33,7 +33,8 @@ def forward(
     silu: bool,
 ) -> torch.Tensor:
     """The output, in `out` if that is given; the last W-1 inputs go into final_states."""
-    results = call(causal_conv1d_op, x, weight, bias, seq_idx, initial_states, final_states is not None, bool(silu))
+    options = final_states is not None, bool(silu), False
+    results = call(causal_conv1d_op, x, weight, bias, seq_idx, initial_states, *options)
     _into("final_states", final_states, results[1])
     return _into("out", out, results[0])
 
@@ -68,7 +69,7 @@ def backward(
 ) -> Gradients:
     """The gradients. They replace what the targets held."""
     inputs = x, weight, bias, seq_idx, initial_states
-    options = bool(return_dinitial_states), bool(silu)
+    options = bool(return_dinitial_states), bool(silu), False
     grads = call(causal_conv1d_backward_op, dout, dfinal_states, *inputs, *options)
     return Gradients(*map(_into, Gradients._fields, targets, grads))
 

@@ -1,26 +1,30 @@
 """Causal depthwise convolution in the functions of the causal-conv1d package, built in.
 
-out_{d,l} = silu?(bias_d + sum_w weight_{d,w} x_{d, l-(W-1)+w}). Letters: B batch, D channels, L length, W width 2..4.
+out_{d,l} = silu?(bias_d + sum_w weight_{d,w} x_{d, l-(W-1)+w}), with reverse x_{d, l+(W-1)-w}.
+Letters: B batch, D channels, L length, W width 2..4.
 """
+
+import typing
 
 import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import place, run
+from mamba_ssm._native.launch import backwards, place, run
 from mamba_ssm._torch import (
     call,
     call_below_autograd,
     call_in_backward,
     define,
-    make,
     no_gradients,
     reference,
     signature,
+    unpack,
 )
 from mamba_ssm.ops.causal_conv1d.arguments import (
     NAME,
     Inputs,
+    Options,
     check,
     fill,
     kernel_layout,
@@ -29,6 +33,12 @@ from mamba_ssm.ops.causal_conv1d.arguments import (
 )
 from mamba_ssm.ops.causal_conv1d.backward import causal_conv1d_backward_op
 from mamba_ssm.ops.causal_conv1d.reference import causal_conv1d_ref
+
+
+class Wanted(typing.NamedTuple):
+    """Which of the results a caller wants."""
+
+    return_final_states: bool
 
 
 def causal_conv1d_fn(
@@ -40,6 +50,8 @@ def causal_conv1d_fn(
     return_final_states: bool = False,
     final_states_out: torch.Tensor | None = None,
     activation: str | None = None,
+    *,
+    reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal depthwise convolution along the last dimension, differentiable once.
 
@@ -52,6 +64,8 @@ def causal_conv1d_fn(
         return_final_states: also return the last W-1 inputs, (B, D, W-1) of x's dtype.
         final_states_out: (B, D, W-1) of x's dtype, to write them into.
         activation: None, "silu" or "swish".
+        reverse: run backwards in time, so that a step sees itself and the W-1 that follow. The initial states are then
+            the inputs after the last step, the final states the first W-1 inputs, both in the order of time. As fast.
 
     Returns:
         out (B, D, L) of x's dtype and memory layout; with return_final_states (out, final_states).
@@ -59,14 +73,16 @@ def causal_conv1d_fn(
     Raises:
         TypeError: a dtype is wrong. ValueError: a shape, device, width, activation or combination is wrong.
 
-    Same as causal_conv1d.causal_conv1d_fn of the causal-conv1d package; states work in both memory layouts.
+    Same as causal_conv1d.causal_conv1d_fn of the causal-conv1d package; states work in both memory layouts, and reverse
+    is an addition.
     """
     silu = wants_silu(NAME, activation)
     if reference.on:
         states = initial_states, return_final_states, final_states_out
-        return causal_conv1d_ref(x, weight, bias, seq_idx, *states, activation)
+        return causal_conv1d_ref(x, weight, bias, seq_idx, *states, activation, reverse=reverse)
     want_states = bool(return_final_states) or final_states_out is not None
-    out, final_states = call(causal_conv1d_op, x, weight, bias, seq_idx, initial_states, want_states, silu)
+    options = want_states, silu, bool(reverse)
+    out, final_states = call(causal_conv1d_op, x, weight, bias, seq_idx, initial_states, *options)
     if final_states_out is not None:
         checks.check_tensor(NAME, "final_states_out", final_states_out)
         if final_states_out.requires_grad and final_states_out.is_leaf and torch.is_grad_enabled():
@@ -93,28 +109,29 @@ def _allocate(sizes, x, return_final_states):
 
 
 def _forward(*arguments):
-    *tensors, return_final_states, silu = arguments
-    inputs = make(Inputs, tensors)
-    sizes, inputs = _check(inputs, return_final_states), kernel_layout(inputs)
-    results = out, final_states = _allocate(sizes, inputs.x, return_final_states)
+    inputs, wanted, options = unpack(arguments, Inputs, Wanted, Options)
+    sizes, inputs = _check(inputs, wanted.return_final_states), kernel_layout(inputs, options.reverse)
+    results = out, final_states = _allocate(sizes, inputs.x, wanted.return_final_states)
     if out.numel():
-        launch_forward(sizes, inputs, silu, out, final_states)
+        launch_forward(sizes, inputs, options, out, final_states)
     elif final_states is not None:
         final_states.zero_() if inputs.initial_states is None else final_states.copy_(inputs.initial_states)
     return results
 
 
 def _forward_fake(*arguments):
-    *tensors, return_final_states, _ = arguments
-    inputs = Inputs(*tensors)
-    return _allocate(_check(inputs, return_final_states), unit_stride(inputs.x), return_final_states)
+    inputs, wanted, _ = unpack(arguments, Inputs, Wanted, Options)
+    return _allocate(_check(inputs, wanted.return_final_states), unit_stride(inputs.x), wanted.return_final_states)
 
 
-def launch_forward(sizes, inputs, silu, out, final_states):
+def launch_forward(sizes, inputs, options, out, final_states):
     """Runs the kernels. inputs: in kernel layout. x, out: tensors or Views (B, D, L), as unit_stride has x."""
+    if options.reverse:
+        out = backwards(out, 2, sizes.seqlen)
+        final_states = None if final_states is None else backwards(final_states, 2, sizes.width - 1)
     params = abi.MambaCausalConv1d()
     functions = place(params, inputs.weight)
-    fill(params, sizes, inputs, silu)
+    fill(params, sizes, inputs, options)
     params.out = out.data_ptr()
     params.out_batch_stride, params.out_dim_stride, params.out_len_stride = out.stride()
     if final_states is not None:
@@ -129,7 +146,7 @@ class _CausalConv1d(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        *inputs, _, ctx.silu = arguments
+        inputs, _, ctx.options = unpack(arguments, Inputs, Wanted, Options)
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         return call_below_autograd(causal_conv1d_op, *arguments)
@@ -137,17 +154,17 @@ class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dfinal_states):
         if dout is None and dfinal_states is None:
-            return *no_gradients(Inputs), None, None
+            return no_gradients(Inputs, Wanted, Options)
         x, *others, initial_states = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(x)
-        arguments = dout, dfinal_states, x, *others, initial_states, initial_states is not None, ctx.silu
+        arguments = dout, dfinal_states, x, *others, initial_states, initial_states is not None, *ctx.options
         dx, dweight, dbias, dinitial_states = call_in_backward(causal_conv1d_backward_op, *arguments)
-        return *Inputs(dx, dweight, dbias, None, dinitial_states), None, None
+        return *Inputs(dx, dweight, dbias, None, dinitial_states), *no_gradients(Wanted, Options)
 
 
 causal_conv1d_op = define(
-    f"causal_conv1d({signature(Inputs)}, bool return_final_states, bool silu) -> (Tensor out, Tensor final_states)",
+    f"causal_conv1d({signature(Inputs, Wanted, Options)}) -> (Tensor out, Tensor final_states)",
     _forward,
     _forward_fake,
     autograd=_CausalConv1d,

@@ -17,17 +17,21 @@ def causal_conv1d_ref(
     return_final_states: bool = False,
     final_states_out: torch.Tensor | None = None,
     activation: str | None = None,
+    *,
+    reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal depthwise convolution, tap by tap; arguments and results as causal_conv1d_fn."""
     dtype = working_dtype(x)
     width, seqlen = weight.shape[1], x.shape[2]
-    before = x.new_zeros(*x.shape[:2], width - 1) if initial_states is None else initial_states.to(x.dtype)
-    padded = torch.cat([before, x], dim=2)
+    beyond = x.new_zeros(*x.shape[:2], width - 1) if initial_states is None else initial_states.to(x.dtype)
+    padded = torch.cat([x, beyond] if reverse else [beyond, x], dim=2)
+    padding = (0, width - 1) if reverse else (width - 1, 0)
     out = x.new_zeros(x.shape, dtype=dtype)
     for tap in range(width):
-        part = padded[:, :, tap : tap + seqlen].to(dtype)
+        first = width - 1 - tap if reverse else tap
+        part = padded[:, :, first : first + seqlen].to(dtype)
         if seq_idx is not None:
-            there = F.pad(seq_idx, (width - 1, 0), value=-(2**31))[:, tap : tap + seqlen]
+            there = F.pad(seq_idx, padding, value=-(2**31))[:, first : first + seqlen]
             same = (there == seq_idx) & (seq_idx >= 0)
             part = torch.where(same[:, None], part, torch.zeros_like(part))
         out = out + part * weight[:, tap, None].to(dtype)
@@ -38,7 +42,7 @@ def causal_conv1d_ref(
     if seq_idx is not None:
         out = torch.where((seq_idx < 0)[:, None], torch.zeros_like(out), out)
     out = out.to(x.dtype)
-    final_states = padded[:, :, seqlen:]
+    final_states = padded[:, :, : width - 1] if reverse else padded[:, :, seqlen:]
     if final_states_out is not None:
         final_states = final_states_out.copy_(final_states)
     return (out, final_states) if return_final_states else out

@@ -13,8 +13,9 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._native.launch import View
 from mamba_ssm._torch import make
 from mamba_ssm.ops.causal_conv1d.arguments import Inputs as ConvInputs
+from mamba_ssm.ops.causal_conv1d.arguments import Options as ConvOptions
 from mamba_ssm.ops.causal_conv1d.arguments import Sizes as ConvSizes
-from mamba_ssm.ops.causal_conv1d.arguments import check_weight
+from mamba_ssm.ops.causal_conv1d.arguments import check_weight, in_order
 from mamba_ssm.ops.causal_conv1d.forward import launch_forward as launch_convolution
 from mamba_ssm.ops.norm.arguments import in_rows
 from mamba_ssm.ops.norm.gated_arguments import Options as NormOptions
@@ -49,6 +50,12 @@ class Options(typing.NamedTuple):
     rmsnorm_eps: float
     norm_before_gate: bool
     A_is_log: bool  # A is a layer's A_log = log(-A); it and dt_bias may be float16 or bfloat16 too; dA is A_log's
+    reverse: bool = False  # convolution and scan go from the last step to the first
+
+    @property
+    def conv1d(self):
+        """As the convolution's launchers take them."""
+        return ConvOptions(self.silu, self.reverse)
 
     @property
     def dt_softplus(self) -> bool:
@@ -133,13 +140,14 @@ def check(inputs, options):
     return sizes
 
 
-def kernel_layout(inputs):
+def kernel_layout(inputs, reverse):
     """The inputs as the kernels take them, and the stride of zxbcdt's rows; parameters and states contiguous."""
-    if checks.all_contiguous(inputs):
+    if checks.all_contiguous(inputs) and not reverse:
         return inputs, inputs.zxbcdt.shape[2]
     zxbcdt, *others = inputs
     zxbcdt, row_stride = in_rows(zxbcdt)
-    return Inputs(zxbcdt, *map(checks.contiguous, others)), row_stride
+    inputs = Inputs(zxbcdt, *map(checks.contiguous, others))
+    return inputs._replace(seq_idx=in_order(inputs.seq_idx, reverse)), row_stride
 
 
 # ---- parts of tensors ------------------------------------------------------------------------------------------------
@@ -194,10 +202,10 @@ def conv_inputs(xBC, inputs):
     return ConvInputs(xBC, inputs.conv1d_weight, inputs.conv1d_bias, inputs.seq_idx, initial_states=None)
 
 
-def convolve(xBC, inputs, sizes, silu):
+def convolve(xBC, inputs, sizes, options):
     """The convolution of a View of zxbcdt, (B, L, H P + 2 G N)."""
     out = inputs.zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.channels))
-    launch_convolution(sizes.conv1d, conv_inputs(xBC, inputs), silu, channels_first(out, sizes), None)
+    launch_convolution(sizes.conv1d, conv_inputs(xBC, inputs), options.conv1d, channels_first(out, sizes), None)
     return out
 
 

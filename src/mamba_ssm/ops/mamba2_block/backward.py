@@ -113,7 +113,7 @@ def _backward(dout, dfinal_states, *arguments):
     kept, inputs, options, wanted = unpack(arguments, Kept, Inputs, Options, Wanted)
     sizes = _check(dout, dfinal_states, kept, inputs, options)
     grads = _allocate(dout, inputs, sizes, wanted)
-    inputs, row_stride = kernel_layout(inputs)
+    inputs, row_stride = kernel_layout(inputs, options.reverse)
     if sizes.d_mlp:
         out, dmlp = (None if tensor is None else tensor.narrow(2, 0, sizes.d_mlp) for tensor in (grads.out, dout))
         launch_swiglu_backward(dmlp, mlp(inputs.zxbcdt, sizes), mlp(grads.dzxbcdt, sizes), out)
@@ -122,7 +122,7 @@ def _backward(dout, dfinal_states, *arguments):
 
     z, xBC, dt = cut(inputs.zxbcdt, row_stride, sizes)
     dz, dxBC, ddt = cut(grads.dzxbcdt, grads.dzxbcdt.shape[2], sizes)
-    conv_out = convolve(xBC, inputs, sizes, options.silu)
+    conv_out = convolve(xBC, inputs, sizes, options)
     scan = scan_inputs(conv_out, dt, None, inputs, sizes)
     if inputs.rmsnorm_weight is None:
         y = inputs.zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
@@ -139,7 +139,7 @@ def _backward(dout, dfinal_states, *arguments):
     launch_scan_backward(sizes, dy_heads, dfinal_states, scan, options, scan_grads)
     del dy, conv_out  # held until here: the kernels have them now
     dconv_out_first, conv = channels_first(dconv_out, sizes), conv_inputs(xBC, inputs)
-    dconv1d = launch_convolution_backward(sizes.conv1d, dconv_out_first, None, conv, options.silu, dxBC, None)
+    dconv1d = launch_convolution_backward(sizes.conv1d, dconv_out_first, None, conv, options.conv1d, dxBC, None)
     del dconv_out  # as above
     return _with_convolution(grads, *dconv1d)
 

@@ -52,7 +52,8 @@ def mamba2_block(inputs: BlockInputs, options: Options) -> torch.Tensor:
     if wants_one_node(inputs):
         return apply(_Mamba2Block, *inputs, *options)
     zxbcdt = F.linear(inputs.hidden_states, inputs.in_proj_weight, inputs.in_proj_bias)
-    out, _, _, _ = call(split_conv1d_scan_op, *_inner(zxbcdt, inputs), *options, False, False)
+    *options, reverse = options
+    out, _, _, _ = call(split_conv1d_scan_op, *_inner(zxbcdt, inputs), *options, False, False, reverse)
     return F.linear(out, inputs.outproj_weight, _bias_of(inputs.outproj_bias, out))
 
 
@@ -94,7 +95,8 @@ class _Mamba2Block(torch.autograd.Function):
             )
         with no_autocast(hidden_states):
             inner = _inner(F.linear(hidden_states, in_proj_weight, in_proj_bias), inputs)
-            gated, y, rstd, _ = call_below_autograd(split_conv1d_scan_op, *inner, *ctx.options, False, True)
+            *options, reverse = ctx.options
+            gated, y, rstd, _ = call_below_autograd(split_conv1d_scan_op, *inner, *options, False, True, reverse)
             out = F.linear(gated, outproj_weight, _bias_of(inputs.outproj_bias, gated))
         (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
         kept = in_proj_weight if need.hidden_states else None, hidden_states if need.in_proj_weight else None

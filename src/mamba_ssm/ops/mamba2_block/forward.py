@@ -86,6 +86,8 @@ def mamba_split_conv1d_scan_combined(
     ngroups: int = 1,
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
+    *,
+    reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A Mamba-2 block between its input projection and its residual.
 
@@ -107,6 +109,8 @@ def mamba_split_conv1d_scan_combined(
             calls, the module is called. Not under torch.compile.
         headdim: P; may be None if D is (H, P). ngroups: G.
         state_dtype: dtype of the returned states, float32 if None.
+        reverse: convolution and scan run from the last step to the first, so that a step sees itself and what lies
+            behind it; the initial states stand behind the last step, the final ones are those at step 0. As fast.
 
     Returns:
         out (B, L, d_model), or (B, L, d_mlp + H P) without outproj_weight, of zxbcdt's dtype; with return_final_states
@@ -144,6 +148,7 @@ def mamba_split_conv1d_scan_combined(
             initial_states=initial_states,
             seq_idx=seq_idx,
             return_final_states=True,
+            reverse=reverse,
         )
         out = results[0] if out_proj is None else out_proj(results[0])
         return (out, results[1].to(state_dtype or results[1].dtype)) if return_final_states else out
@@ -175,6 +180,7 @@ def mamba_split_conv1d_scan_combined(
         checks.check_number(NAME, "rmsnorm_eps", rmsnorm_eps),
         bool(norm_before_gate),
         A_is_log=False,
+        reverse=bool(reverse),
     )
     return_final_states = bool(return_final_states)
     if outproj_weight is None and outproj_bias is not None:
@@ -184,7 +190,8 @@ def mamba_split_conv1d_scan_combined(
         result = apply(_Mamba2Inner, outproj_weight, outproj_bias, *inputs, *options, return_final_states)
         out, states = result if return_final_states else (result, None)
     else:
-        out, _, _, states = call(split_conv1d_scan_op, *inputs, *options, return_final_states, False)
+        wanted = return_final_states, False, options.reverse
+        out, _, _, states = call(split_conv1d_scan_op, *inputs, *options[:-1], *wanted)
         if outproj_weight is not None:
             out = _project(out, outproj_weight, outproj_bias)
     if out_proj is not None:
@@ -234,7 +241,7 @@ def _forward(*arguments):
     inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
     sizes = check(inputs, options)
     results = out, y, rstd, final_states = _allocate(inputs, sizes, wanted)
-    inputs, row_stride = kernel_layout(inputs)
+    inputs, row_stride = kernel_layout(inputs, options.reverse)
     zxbcdt, initial_states = inputs.zxbcdt, inputs.initial_states
     if sizes.d_mlp:
         launch_swiglu(mlp(zxbcdt, sizes), out.narrow(2, 0, sizes.d_mlp))
@@ -243,7 +250,7 @@ def _forward(*arguments):
             final_states.zero_() if initial_states is None else final_states.copy_(initial_states)
         return results
     z, xBC, dt = cut(zxbcdt, row_stride, sizes)
-    conv_out = convolve(xBC, inputs, sizes, options.silu)
+    conv_out = convolve(xBC, inputs, sizes, options)
     gated = heads(out, sizes, sizes.d_mlp)
     if inputs.rmsnorm_weight is None:
         launch_scan(sizes, scan_inputs(conv_out, dt, z, inputs, sizes), options, gated, final_states)
@@ -273,7 +280,7 @@ class _SplitConv1dScan(torch.autograd.Function):
         inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
         keep = inputs.rmsnorm_weight is not None
         out, y, rstd, states = call_below_autograd(
-            split_conv1d_scan_op, *inputs, *options, wanted.return_final_states, keep
+            split_conv1d_scan_op, *inputs, *options[:-1], wanted.return_final_states, keep, options.reverse
         )
         ctx.save_for_backward(y, rstd, *inputs)
         ctx.options = options
@@ -294,7 +301,8 @@ class _SplitConv1dScan(torch.autograd.Function):
             _, inputs = unpack(saved, Kept, Inputs)
             dout = inputs.zxbcdt.new_zeros(ctx.out_shape)
         (need,) = unpack(ctx.needs_input_grad, Inputs)
-        arguments = dout, dfinal_states, *saved, *ctx.options, need.initial_states, False
+        *options, reverse = ctx.options
+        arguments = dout, dfinal_states, *saved, *options, need.initial_states, False, reverse
         grads, _ = of_inputs(call_in_backward(split_conv1d_scan_backward_op, *arguments))
         return *grads, *no_gradients(Options, Wanted)
 
@@ -319,8 +327,9 @@ class _Mamba2Inner(torch.autograd.Function):
     def forward(ctx, *arguments):
         out_proj, inputs, ctx.options = unpack_traced(arguments, OutProj, Inputs, Options)
         *_, return_final_states = arguments
+        *options, reverse = ctx.options
         out, y, rstd, states = call_below_autograd(
-            split_conv1d_scan_op, *inputs, *ctx.options, return_final_states, True
+            split_conv1d_scan_op, *inputs, *options, return_final_states, True, reverse
         )
         ctx.save_for_backward(out_proj.outproj_weight, y, rstd, *inputs)
         ctx.set_materialize_grads(False)
@@ -354,7 +363,8 @@ def inner_gradients(dout, dstates, outproj_weight, saved, options, need_weight, 
     batch, seqlen, d_model = dout.shape
     rows = dout.reshape(batch * seqlen, d_model)
     dgated = torch.mm(rows, outproj_weight).view(batch, seqlen, outproj_weight.shape[1])
-    arguments = dgated, dstates, *saved, *options, need_initial_states, need_weight
+    *options, reverse = options
+    arguments = dgated, dstates, *saved, *options, need_initial_states, need_weight, reverse
     grads, out = of_inputs(call_in_backward(split_conv1d_scan_backward_op, *arguments))
     dweight = torch.mm(rows.t(), out.view(batch * seqlen, out.shape[2])) if need_weight else None
     return dweight, rows.sum(0) if need_bias else None, grads

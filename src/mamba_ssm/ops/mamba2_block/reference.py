@@ -28,6 +28,8 @@ def mamba_conv1d_scan_ref(
     initial_states: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     return_final_states: bool = False,
+    *,
+    reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal convolution of xBC (B, L, H P + 2 G N), then Mamba-2's scan over its x, B and C.
 
@@ -39,7 +41,7 @@ def mamba_conv1d_scan_ref(
     dim = nheads * headdim
     dstate = (xBC.shape[2] - dim) // (2 * ngroups)
     conv_out = causal_conv1d_ref(
-        xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx=seq_idx, activation=activation
+        xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx=seq_idx, activation=activation, reverse=reverse
     )
     xBC = typing.cast(torch.Tensor, conv_out).transpose(1, 2)
     x, B, C = xBC.split([dim, ngroups * dstate, ngroups * dstate], dim=-1)
@@ -59,6 +61,7 @@ def mamba_conv1d_scan_ref(
         seq_idx,
         dt_limit,
         return_final_states=True,
+        reverse=reverse,
     )
     return (out.flatten(2), final_states) if return_final_states else out.flatten(2)
 
@@ -83,6 +86,8 @@ def mamba_split_conv1d_scan_ref(
     initial_states: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     return_final_states: bool = False,
+    *,
+    reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """mamba_split_conv1d_scan_combined in plain torch; the order of arguments is upstream's reference's."""
     headdim = D.shape[1] if headdim is None else headdim
@@ -108,6 +113,7 @@ def mamba_split_conv1d_scan_ref(
         initial_states,
         seq_idx,
         True,
+        reverse=reverse,
     )
     if rmsnorm_weight is not None:
         out = gated_rms_norm_ref(out, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)

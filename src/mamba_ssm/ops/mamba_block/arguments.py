@@ -11,6 +11,7 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._native.launch import View
 from mamba_ssm.ops.causal_conv1d.arguments import Inputs as ConvInputs
+from mamba_ssm.ops.causal_conv1d.arguments import Options as ConvOptions
 from mamba_ssm.ops.causal_conv1d.arguments import Sizes as ConvSizes
 from mamba_ssm.ops.causal_conv1d.arguments import check_width
 from mamba_ssm.ops.causal_conv1d.forward import launch_forward as launch_convolution
@@ -199,7 +200,7 @@ def conv_inputs(xz, inputs, sizes):
 def convolve(xz, inputs, sizes):
     """The convolution's output as a matrix (D, B*L); xz: in memory (2D, B, L)."""
     out = xz.new_empty((sizes.dim, sizes.columns))
-    launch_convolution(sizes.conv1d, conv_inputs(xz, inputs, sizes), True, channels(out, sizes), None)
+    launch_convolution(sizes.conv1d, conv_inputs(xz, inputs, sizes), ConvOptions(True), channels(out, sizes), None)
     return out
 
 

@@ -11,6 +11,7 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import define, returns, signature, unpack
 from mamba_ssm.ops._shared.gradients import empty_like
+from mamba_ssm.ops.causal_conv1d.arguments import Options as ConvOptions
 from mamba_ssm.ops.causal_conv1d.backward import launch_backward as launch_convolution_backward
 from mamba_ssm.ops.mamba_block.arguments import (
     Inputs,
@@ -149,7 +150,7 @@ def _backward(dout, *arguments):
     del conv_out
     du.addmm_(inputs.x_proj_weight.t(), dx_dbl)  # du is the convolution's whole gradient from here on
     dconv1d_weight, dconv1d_bias = launch_convolution_backward(
-        sizes.conv1d, channels(du, sizes), None, conv_inputs(xz, inputs, sizes), True, y, None
+        sizes.conv1d, channels(du, sizes), None, conv_inputs(xz, inputs, sizes), ConvOptions(True), y, None
     )
     return Gradients(
         dxz=from_columns(dxz, batch, seqlen),

@@ -19,6 +19,8 @@ def selective_scan_ref(
     return_last_state: bool = False,
     initial_state: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
+    *,
+    reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Selective scan, one step after the other; arguments and results as selective_scan_fn."""
     out_dtype, dtype = u.dtype, working_dtype(u)
@@ -32,15 +34,18 @@ def selective_scan_ref(
     if state is None:
         state = u.new_zeros(batch, dim, A.shape[1])
     B, C = (_per_channel(matrix, batch, dim, seqlen) for matrix in (B, C))
-    steps = []
+    y = [None] * seqlen
     # unbind: the gradient of indexing would be as long as the sequence at every step
-    for t, (dt, u_t, B_t, C_t) in enumerate(zip(*(tensor.unbind(-1) for tensor in (delta, u, B, C)), strict=True)):
-        if seq_idx is not None and t > 0:
-            same = seq_idx[:, t] == seq_idx[:, t - 1]
+    steps = list(enumerate(zip(*(tensor.unbind(-1) for tensor in (delta, u, B, C)), strict=True)))
+    before = None
+    for t, (dt, u_t, B_t, C_t) in reversed(steps) if reverse else steps:
+        if seq_idx is not None and before is not None:
+            same = seq_idx[:, t] == seq_idx[:, before]
             state = torch.where(same[:, None, None], state, torch.zeros_like(state))
         state = torch.exp(dt[..., None] * A) * state + (dt * u_t)[..., None] * B_t
-        steps.append((state * C_t).sum(-1))
-    out = torch.stack(steps, dim=2) if steps else torch.zeros_like(u)
+        y[t] = (state * C_t).sum(-1)
+        before = t
+    out = torch.stack(y, dim=2) if y else torch.zeros_like(u)
     if D is not None:
         out = out + u * D[:, None]
     if z is not None:

@@ -10,7 +10,7 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import check_range
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import DTYPE_CODES
+from mamba_ssm._native.launch import DTYPE_CODES, backwards
 from mamba_ssm._torch import make
 
 NAME = "mamba_chunk_scan_combined"  # what errors call the operators
@@ -51,6 +51,7 @@ class Options(typing.NamedTuple):
     dt_softplus: bool
     dt_min: float
     dt_max: float
+    reverse: bool = False  # the scan goes from the last step to the first
 
     @property
     def A_is_log(self) -> bool:
@@ -158,11 +159,12 @@ def with_gate(ungated, z):
     return make(Inputs, (x, dt, A, B, C, D, z, *others))
 
 
-def kernel_layout(inputs):
+def kernel_layout(inputs, reverse=False):
     """The same tensors in the layout that the kernels take: any strides but along the last dimension of x, z, B and C,
-    and parameters and states contiguous.
+    and parameters and states contiguous. seq_idx, 4 bytes a step, is the one tensor that goes to them in the order in
+    which they take the steps.
     """
-    if checks.all_contiguous(inputs):
+    if checks.all_contiguous(inputs) and not reverse:
         return inputs
     return Inputs(
         checks.unit_last_stride(inputs.x),
@@ -174,15 +176,28 @@ def kernel_layout(inputs):
         checks.unit_last_stride(inputs.z),
         checks.contiguous(inputs.dt_bias),
         checks.contiguous(inputs.initial_states),
-        checks.contiguous(inputs.seq_idx),
+        in_order(inputs.seq_idx, reverse),
     )
+
+
+def in_order(seq_idx, reverse):
+    """seq_idx (B, L) as kernels take it, which with reverse take the last step first."""
+    return seq_idx.flip(1) if reverse and seq_idx is not None else checks.contiguous(seq_idx)
+
+
+def of_steps(tensor, sizes, options):
+    """A tensor (B, L, ...), or a View of one, with the steps in the order in which the kernels take them."""
+    return backwards(tensor, 1, sizes.seqlen) if options.reverse and tensor is not None else tensor
 
 
 def fill(params, sizes, inputs, options):
     """Sets the fields that forward and backward share, from tensors (or Views) in kernel layout. sizes and options: as
     for check_parameters.
     """
-    x, dt, A, B, C, D, z = inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z
+    A, D = inputs.A, inputs.D
+    x, dt, B, C, z = (
+        of_steps(tensor, sizes, options) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C, inputs.z)
+    )
     params.batch = sizes.batch
     params.seqlen = sizes.seqlen
     params.nheads = sizes.nheads

@@ -20,6 +20,7 @@ from mamba_ssm.ops.ssd.arguments import (
     check,
     fill,
     kernel_layout,
+    of_steps,
     with_gate,
 )
 
@@ -85,8 +86,8 @@ def _backward(dout, dfinal_states, *arguments):
         if wanted.need_dinitial_states and dfinal_states is not None:
             grads.dinitial_states.copy_(dfinal_states)
         return grads
-    dout = checks.unit_last_stride(dout)
-    launch_backward(sizes, dout, checks.contiguous(dfinal_states), kernel_layout(inputs), options, grads)
+    dout, inputs = checks.unit_last_stride(dout), kernel_layout(inputs, options.reverse)
+    launch_backward(sizes, dout, checks.contiguous(dfinal_states), inputs, options, grads)
     return grads
 
 
@@ -100,7 +101,9 @@ def launch_backward(sizes, dout, dfinal_states, inputs, options, grads):
     """Runs the kernels, which write grads. inputs: in kernel layout, z None. dout, x, dt, B, C and their gradients may
     be Views.
     """
-    dx, ddt, dB, dC = grads.dx, grads.ddt, grads.dB, grads.dC
+    dx, ddt, dB, dC, dout = (
+        of_steps(tensor, sizes, options) for tensor in (grads.dx, grads.ddt, grads.dB, grads.dC, dout)
+    )
     params = abi.MambaSsdBackward()
     functions = place(params, inputs.A)
     fill(params, sizes, inputs, options)

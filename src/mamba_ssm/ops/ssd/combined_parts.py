@@ -9,9 +9,9 @@ Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate, K
 import torch
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import call
+from mamba_ssm._torch import call, flat
 from mamba_ssm.ops.ssd.arguments import NAME, Options, Ungated, check_options
-from mamba_ssm.ops.ssd.backward import of_inputs, ssd_backward_op
+from mamba_ssm.ops.ssd.backward import Wanted, of_inputs, ssd_backward_op
 from mamba_ssm.ops.ssd.chunks import chunk_cumsum, chunk_state, state_passing
 from mamba_ssm.ops.ssd.forward import gate_grads, mamba_chunk_scan_combined
 from mamba_ssm.ops.ssd.reference import ssd_selective_scan
@@ -97,7 +97,8 @@ def combined_backward(
             if recompute_output:
                 gated = (out.float() * torch.nn.functional.silu(z.float())).to(x.dtype)
             dout, dgate = gate_grads(dout, out, z)
-        grads = call(ssd_backward_op, dout, dfinal_states, *ungated, *options, initial_states is not None)
+        arguments = flat(ungated, options, Wanted(initial_states is not None))
+        grads = call(ssd_backward_op, dout, dfinal_states, *arguments)
         found = of_inputs(grads, dgate)._replace(
             x=_write("dx", dx, grads[0]),
             dt=_write("ddt", ddt, grads[1]),

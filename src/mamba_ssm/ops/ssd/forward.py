@@ -1,7 +1,8 @@
 """Mamba-2's scan (state space duality): the public function and its operators on the native kernels.
 
 h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T;  out_t = (h_t C_t + D x_t) silu(z_t);
-dt_t = clamp(softplus?(dt_t + dt_bias), dt_limit) (Mamba-2, arXiv 2405.21060, section 6).
+dt_t = clamp(softplus?(dt_t + dt_bias), dt_limit) (Mamba-2, arXiv 2405.21060, section 6). With reverse h_t comes from
+h_{t+1}.
 Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
 """
 
@@ -18,6 +19,7 @@ from mamba_ssm._torch import (
     call_below_autograd,
     call_in_backward,
     define,
+    flat,
     make,
     no_gradients,
     reference,
@@ -36,8 +38,10 @@ from mamba_ssm.ops.ssd.arguments import (
     check_options,
     fill,
     kernel_layout,
+    of_steps,
     with_gate,
 )
+from mamba_ssm.ops.ssd.backward import Wanted as WantedGradients
 from mamba_ssm.ops.ssd.backward import of_inputs, ssd_backward_op
 from mamba_ssm.ops.ssd.reference import ssd_by_reference
 from mamba_ssm.ops.ssd.varlen import VarlenInputs, check_cu_seqlens, ssd_varlen_states_op
@@ -67,6 +71,8 @@ def mamba_chunk_scan_combined(
     return_final_states: bool = False,
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
+    *,
+    reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Mamba-2's scan along the length, differentiable once in every floating-point argument.
 
@@ -89,6 +95,9 @@ def mamba_chunk_scan_combined(
         return_final_states: also return the states after the last step.
         return_varlen_states: also return the states after each sequence of cu_seqlens. They carry no gradient.
         state_dtype: dtype of the returned states, float32 if None; they are computed in float32.
+        reverse: scan from the last step to the first, so that a step sees itself and what lies behind it: the initial
+            states then stand behind the last step, and the final states are those at step 0. As fast as forwards. Not
+            with return_varlen_states.
 
     Returns:
         out (B, L, H, P) of x's dtype, or a tuple of out, with return_final_states final_states (B, H, P, N), and with
@@ -104,7 +113,7 @@ def mamba_chunk_scan_combined(
 
     Only inputs are kept for backward, which computes the states again (and with z the output without it).
     Same as upstream's mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined; that cu_seqlens restarts the states
-    without seq_idx is an addition.
+    without seq_idx, and reverse, are additions.
     """
     dt_min, dt_max = check_options(NAME, chunk_size, dt_limit, state_dtype)
     A, D, dt_bias, initial_states = (
@@ -124,16 +133,20 @@ def mamba_chunk_scan_combined(
             seq_idx = torch.bucketize(steps, cu_seqlens[1:], right=True, out_int32=True)[None]
     elif return_varlen_states:
         raise ValueError(f"{NAME}: return_varlen_states needs cu_seqlens, got None")
+    if reverse and return_varlen_states:
+        raise ValueError(
+            f"{NAME}: return_varlen_states is for scans forwards in time, got reverse=True: ask for final states of "
+            "one sequence after the other"
+        )
     if reference.on:
         given = D, z, dt_bias, dt_softplus, initial_states, seq_idx, (dt_min, dt_max)
-        results = ssd_by_reference(x, dt, A, B, C, *given, cu_seqlens if return_varlen_states else None)
+        results = ssd_by_reference(x, dt, A, B, C, *given, cu_seqlens if return_varlen_states else None, reverse)
         out, final_states, *varlen = results if state_dtype is None else (results[0], *_to(results[1:], state_dtype))
         states = ([final_states] if return_final_states else []) + varlen
         return (out, *states) if states else out
-    options = Options(bool(dt_softplus), dt_min, dt_max)
-    out, final_states = call(
-        ssd_op, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, *options, bool(return_final_states)
-    )
+    options = bool(dt_softplus), dt_min, dt_max
+    wanted = bool(return_final_states), bool(reverse)
+    out, final_states = call(ssd_op, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, *options, *wanted)
     if not return_final_states and not return_varlen_states:
         return out
     results = [out]
@@ -166,7 +179,7 @@ def _forward(*arguments):
     sizes = check(inputs, options)
     results = out, final_states = _allocate(sizes, inputs, wanted)
     if out.numel():
-        launch_forward(sizes, kernel_layout(inputs), options, out, final_states)
+        launch_forward(sizes, kernel_layout(inputs, options.reverse), options, out, final_states)
     elif wanted.return_final_states:
         final_states.zero_() if inputs.initial_states is None else final_states.copy_(inputs.initial_states)
     return results
@@ -182,6 +195,7 @@ def launch_forward(sizes, inputs, options, out, final_states):
     params = abi.MambaSsd()
     functions = place(params, inputs.A)
     fill(params, sizes, inputs, options)
+    out = of_steps(out, sizes, options)
     params.out = out.data_ptr()
     params.out_batch_stride, params.out_len_stride, params.out_head_stride, _ = out.stride()
     if final_states is not None:
@@ -196,7 +210,7 @@ class _Ssd(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        inputs, ctx.options = unpack(arguments, Inputs, Options)
+        inputs, ctx.options, _ = unpack(arguments, Inputs, Options, Wanted)
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         return call_below_autograd(ssd_op, *arguments)
@@ -212,10 +226,10 @@ class _Ssd(torch.autograd.Function):
             dout = torch.zeros_like(x)
         dz = None
         if z is not None:
-            out, _ = call_in_backward(ssd_op, *with_gate(ungated, None), *options, False)
+            out, _ = call_in_backward(ssd_op, *flat(with_gate(ungated, None), options, Wanted(False)))
             dout, dz = gate_grads(dout, out, z)
-        arguments = dout, dfinal_states, *ungated, *options, need.initial_states
-        grads = of_inputs(call_in_backward(ssd_backward_op, *arguments), dz)
+        arguments = flat(ungated, options, WantedGradients(need.initial_states))
+        grads = of_inputs(call_in_backward(ssd_backward_op, dout, dfinal_states, *arguments), dz)
         return *grads, *no_gradients(Options, Wanted)
 
 

@@ -51,6 +51,8 @@ def ssd_chunk_scan_combined_ref(
     seq_idx: torch.Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
+    *,
+    reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Mamba-2's scan, step by step; arguments and results as mamba_chunk_scan_combined.
 
@@ -76,17 +78,19 @@ def ssd_chunk_scan_combined_ref(
     B, C = (matrix.permute(0, 2, 3, 1) for matrix in (B, C))
     out, state = selective_scan_ref(
         channels(x).to(dtype), channels(dt), A.reshape(dim, dstate), B, C, D, channels(z),
-        return_last_state=True, initial_state=initial_states, seq_idx=seq_idx,
+        return_last_state=True, initial_state=initial_states, seq_idx=seq_idx, reverse=reverse,
     )  # fmt: skip
     out = out.transpose(1, 2).reshape(x.shape).to(x.dtype)
     return (out, state.reshape(batch, nheads, headdim, dstate)) if return_final_states else out
 
 
-def ssd_by_reference(x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_states, seq_idx, dt_limit, cu_seqlens):
+def ssd_by_reference(
+    x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_states, seq_idx, dt_limit, cu_seqlens, reverse
+):
     """(out, final_states), and with cu_seqlens the states after each sequence, which carry no gradient."""
     options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, "return_final_states": True}
     given = {"D": D, "z": z, "initial_states": initial_states, "seq_idx": seq_idx}
-    results = ssd_chunk_scan_combined_ref(x, dt, A, B, C, None, **given, **options)
+    results = ssd_chunk_scan_combined_ref(x, dt, A, B, C, None, **given, **options, reverse=reverse)
     if cu_seqlens is None:
         return results
     states = []

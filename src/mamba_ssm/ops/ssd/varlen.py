@@ -27,6 +27,14 @@ class VarlenInputs(typing.NamedTuple):
     cu_seqlens: torch.Tensor
 
 
+class ForwardOptions(typing.NamedTuple):
+    """Options, but for reverse: these states are those of scans forwards in time."""
+
+    dt_softplus: bool
+    dt_min: float
+    dt_max: float
+
+
 def check_cu_seqlens(x, cu_seqlens):
     """All but the values, which would have to be fetched from a GPU."""
     checks.check_tensor(NAME, "cu_seqlens", cu_seqlens)
@@ -54,7 +62,8 @@ def _check(inputs, options):
 
 
 def _varlen_states(*arguments):
-    inputs, options = unpack(arguments, VarlenInputs, Options)
+    inputs, options = unpack(arguments, VarlenInputs, ForwardOptions)
+    options = Options(*options)
     sizes = _check(inputs, options)
     x, A, initial_states = inputs.x, inputs.A, inputs.initial_states
     states = A.new_empty(sizes.states)
@@ -76,12 +85,12 @@ def _varlen_states(*arguments):
 
 
 def _varlen_states_fake(*arguments):
-    inputs, options = unpack(arguments, VarlenInputs, Options)
-    return inputs.A.new_empty(_check(inputs, options).states)
+    inputs, options = unpack(arguments, VarlenInputs, ForwardOptions)
+    return inputs.A.new_empty(_check(inputs, Options(*options)).states)
 
 
 ssd_varlen_states_op = define(
-    f"ssd_varlen_states({signature(VarlenInputs, Options)}) -> Tensor",
+    f"ssd_varlen_states({signature(VarlenInputs, ForwardOptions)}) -> Tensor",
     _varlen_states,
     _varlen_states_fake,
     called=NAME,
