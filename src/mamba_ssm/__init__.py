@@ -16,10 +16,22 @@ except ModuleNotFoundError as error:
     ) from None
 
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+from mamba_ssm.modules.bimamba2 import BiMamba2
+from mamba_ssm.modules.hydra import Hydra
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba3 import Mamba3
 from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, selective_scan_fn
 from mamba_ssm.version import __version__
 
-__all__ = ["Mamba", "Mamba2", "Mamba3", "MambaLMHeadModel", "__version__", "mamba_inner_fn", "selective_scan_fn"]
+__all__ = [
+    "BiMamba2",
+    "Hydra",
+    "Mamba",
+    "Mamba2",
+    "Mamba3",
+    "MambaLMHeadModel",
+    "__version__",
+    "mamba_inner_fn",
+    "selective_scan_fn",
+]

@@ -42,7 +42,7 @@ def test_wrong_fields(tmp_path, name, value, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ssm_cfg": {"layer": "Mamba4"}}, r"ssm_cfg\['layer'\] must be one of 'Mamba1', .*, 'Mamba3', got 'Mamba4'"),
+        ({"ssm_cfg": {"layer": "Mamba4"}}, r"ssm_cfg\['layer'\] must be one of 'Mamba1', .*, 'Hydra', got 'Mamba4'"),
         ({"ssm_cfg": {"layer": ["Mamba2"]}}, r"ssm_cfg\['layer'\] must be one of .*, got \['Mamba2'\]"),
         ({"ssm_cfg": {"d_stat": 4}}, "ssm_cfg: 'd_stat' is none of Mamba's arguments, d_state, "),
         ({"ssm_cfg": {"layer": "Mamba2", "d_model": 4}}, "ssm_cfg: 'd_model' is none of Mamba2's arguments, d_state, "),

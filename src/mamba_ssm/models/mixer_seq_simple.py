@@ -15,7 +15,9 @@ import torch.nn as nn
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import is_plain
 from mamba_ssm.models.config_mamba import MambaConfig, check_config, check_layers
+from mamba_ssm.modules.bimamba2 import BiMamba2
 from mamba_ssm.modules.block import Block, add_norm
+from mamba_ssm.modules.hydra import Hydra
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba3 import Mamba3
@@ -27,7 +29,7 @@ from mamba_ssm.ops.norm import RMSNorm
 from mamba_ssm.utils.generation import GenerationMixin
 from mamba_ssm.utils.hf import find_weights, load_config_hf, read_weights, write_checkpoint
 
-_MIXERS = {"Mamba1": Mamba, "Mamba2": Mamba2, "Mamba3": Mamba3}
+_MIXERS = {"Mamba1": Mamba, "Mamba2": Mamba2, "Mamba3": Mamba3, "BiMamba2": BiMamba2, "Hydra": Hydra}
 
 
 class CausalLMOutput(typing.NamedTuple):
@@ -54,8 +56,8 @@ def create_block(
     width d_intermediate unless that is 0. The arguments are MambaConfig's.
 
     Raises:
-        ValueError: ssm_cfg["layer"] is not "Mamba1", "Mamba2" or "Mamba3", or ssm_cfg or attn_cfg has another name than
-            its module's arguments (of which Mamba3 takes any and warns), or lacks one.
+        ValueError: ssm_cfg["layer"] is none of "Mamba1", "Mamba2", "Mamba3", "BiMamba2" and "Hydra", or ssm_cfg or
+            attn_cfg has another name than its module's arguments (of which Mamba3 takes any and warns), or lacks one.
     """
     factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
     if layer_idx in (attn_layer_idx or ()):

@@ -1,5 +1,7 @@
 """Checks of what a block is called with, shared by the blocks."""
 
+import typing
+
 import torch
 
 from mamba_ssm import _checks as checks
@@ -27,6 +29,14 @@ def is_continued(name: str, inference_params: InferenceCache | None) -> bool:
             f"{name}: seqlen_offset must be the number of tokens that went in before, 0 first, got {offset}"
         )
     return offset > 0
+
+
+def refuse_decoding(name: str, option: str = "") -> typing.NoReturn:
+    """What decodes goes from one step to the next; in these layers each depends on those that follow."""
+    raise ValueError(
+        f"{name}: {option or 'the layer'} is not causal, so it has no states and no step to decode with: call it on "
+        "whole sequences, or take a causal layer to generate"
+    )
 
 
 def check_cu_seqlens(

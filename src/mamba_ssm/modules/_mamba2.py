@@ -1,4 +1,4 @@
-"""What Mamba2 and Mamba2Simple share: how parameters start, and the ways from in_proj's output to out_proj's input."""
+"""What Mamba-2's blocks share: how parameters start, and the ways from in_proj's output to out_proj's input."""
 
 import typing
 
@@ -61,10 +61,18 @@ class Mamba2Base(nn.Module):
         if (d_ssm // headdim) % ngroups:
             raise ValueError(f"{name}: ngroups must divide the {d_ssm // headdim} heads, got {ngroups}")
 
-    def _make_conv1d(self, bias: bool, conv_init: float | None, factory: dict[str, typing.Any]) -> nn.Conv1d:
-        """The depthwise convolution, which holds the parameters; the kernels compute it."""
-        channels, width = self.d_ssm + 2 * self.ngroups * self.d_state, self.d_conv
-        conv1d = nn.Conv1d(channels, channels, width, groups=channels, padding=width - 1, bias=bias, **factory)
+    def _make_conv1d(
+        self,
+        bias: bool,
+        conv_init: float | None,
+        factory: dict[str, typing.Any],
+        channels: int | None = None,
+        padding: int | None = None,
+    ) -> nn.Conv1d:
+        """The depthwise convolution, which holds the parameters; the kernels compute it, unless it is centred."""
+        channels = self.d_ssm + 2 * self.ngroups * self.d_state if channels is None else channels
+        padding = self.d_conv - 1 if padding is None else padding
+        conv1d = nn.Conv1d(channels, channels, self.d_conv, groups=channels, padding=padding, bias=bias, **factory)
         if conv_init is not None:
             check_number(type(self).__name__, "conv_init", conv_init, least=0)
             nn.init.uniform_(conv1d.weight, -conv_init, conv_init)
@@ -127,6 +135,7 @@ class Mamba2Base(nn.Module):
         seq_idx: torch.Tensor | None,
         project: bool,
         initial_states: torch.Tensor | None = None,
+        reverse: bool = False,
     ) -> torch.Tensor:
         """(B, L, d_inner), or with project behind out_proj's weight and bias, (B, L, d_model)."""
         norm_weight, norm_eps = self._norm_weight_and_eps()
@@ -149,6 +158,7 @@ class Mamba2Base(nn.Module):
             headdim=self.headdim,
             ngroups=self.ngroups,
             norm_before_gate=self.norm_before_gate,
+            reverse=reverse,
         )
         return out
 
@@ -162,6 +172,7 @@ class Mamba2Base(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         states: tuple[torch.Tensor, torch.Tensor] | None = None,
         continues: bool = False,
+        reverse: bool = False,
     ) -> torch.Tensor:
         """(B, L, d_inner), by a call of each submodule that is more than its parameters.
 
@@ -173,7 +184,8 @@ class Mamba2Base(nn.Module):
             initial_states = ssm_state.clone()
         z0, x0, z, xBC, dt = self._split(zxbcdt)
         xBC = xBC.transpose(1, 2)
-        xBC = convolve(self.conv1d, xBC, self.activation, seq_idx, conv_state, continues, cu_seqlens).transpose(1, 2)
+        packed = seq_idx, conv_state, continues, cu_seqlens
+        xBC = convolve(self.conv1d, xBC, self.activation, *packed, reverse=reverse).transpose(1, 2)
         x, B, C = self._split_xBC(xBC)
         y: typing.Any = mamba_chunk_scan_combined(
             x,
@@ -192,6 +204,7 @@ class Mamba2Base(nn.Module):
             cu_seqlens=cu_seqlens,
             return_final_states=states is not None and cu_seqlens is None,
             return_varlen_states=states is not None and cu_seqlens is not None,
+            reverse=reverse,
         )
         if ssm_state is not None:
             y, state = y

@@ -24,17 +24,19 @@ def convolve(
     conv_state: torch.Tensor | None = None,
     continues: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    reverse: bool = False,
 ) -> torch.Tensor:
     """x (B, D, L) through the causal depthwise convolution that conv1d holds, and the activation (None: none).
 
     conv_state: (B, D, d_conv), takes the last inputs, or None. With continues x goes on from those that it holds. With
         cu_seqlens, (sequences + 1), its rows are for the sequences that are packed in x.
+    reverse: backwards in time; without conv_state.
     """
     before = None if conv_state is None else _keep_last(conv_state, x, continues, cu_seqlens)
     if is_plain(conv1d, nn.Conv1d):
         weight, bias = conv1d.weight.squeeze(1), conv1d.bias
         out: typing.Any = causal_conv1d_fn(
-            x, weight, bias, seq_idx=seq_idx, initial_states=before, activation=activation
+            x, weight, bias, seq_idx=seq_idx, initial_states=before, activation=activation, reverse=reverse
         )
         return out
     if seq_idx is not None:
@@ -42,6 +44,8 @@ def convolve(
             "packed sequences (seq_idx, cu_seqlens) need conv1d as it was made, got one with hooks or replaced by "
             f"{type(conv1d).__name__}: remove them, or give one sequence a row"
         )
+    if reverse:  # the module knows one direction
+        return convolve(conv1d, x.flip(-1), activation).flip(-1)
     start, seqlen = 0, x.shape[-1]
     if before is not None:
         start, x = before.shape[-1], torch.cat([before, x], dim=-1)

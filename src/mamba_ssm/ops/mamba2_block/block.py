@@ -52,8 +52,8 @@ def mamba2_block(inputs: BlockInputs, options: Options) -> torch.Tensor:
     if wants_one_node(inputs):
         return apply(_Mamba2Block, *inputs, *options)
     zxbcdt = F.linear(inputs.hidden_states, inputs.in_proj_weight, inputs.in_proj_bias)
-    *options, reverse = options
-    out, _, _, _ = call(split_conv1d_scan_op, *_inner(zxbcdt, inputs), *options, False, False, reverse)
+    *others, reverse = options
+    out, _, _, _ = call(split_conv1d_scan_op, *_inner(zxbcdt, inputs), *others, False, False, reverse)
     return F.linear(out, inputs.outproj_weight, _bias_of(inputs.outproj_bias, out))
 
 

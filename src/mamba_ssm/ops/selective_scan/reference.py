@@ -34,7 +34,7 @@ def selective_scan_ref(
     if state is None:
         state = u.new_zeros(batch, dim, A.shape[1])
     B, C = (_per_channel(matrix, batch, dim, seqlen) for matrix in (B, C))
-    y = [None] * seqlen
+    y = []
     # unbind: the gradient of indexing would be as long as the sequence at every step
     steps = list(enumerate(zip(*(tensor.unbind(-1) for tensor in (delta, u, B, C)), strict=True)))
     before = None
@@ -43,8 +43,10 @@ def selective_scan_ref(
             same = seq_idx[:, t] == seq_idx[:, before]
             state = torch.where(same[:, None, None], state, torch.zeros_like(state))
         state = torch.exp(dt[..., None] * A) * state + (dt * u_t)[..., None] * B_t
-        y[t] = (state * C_t).sum(-1)
+        y.append((state * C_t).sum(-1))
         before = t
+    if reverse:
+        y.reverse()
     out = torch.stack(y, dim=2) if y else torch.zeros_like(u)
     if D is not None:
         out = out + u * D[:, None]
