@@ -23,6 +23,18 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
     return y;
 }
 
+// Sine and cosine of an angle in [-pi, pi] to 2^-20, with one special-function instruction.
+__device__ __forceinline__ float sin_fast(float radians) {
+    float y;
+    asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(radians));
+    return y;
+}
+__device__ __forceinline__ float cos_fast(float radians) {
+    float y;
+    asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(radians));
+    return y;
+}
+
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void prefetch_to_L2(const void* address) {

@@ -552,7 +552,8 @@ MAMBA_API int64_t mamba_ssd_backward_workspace(const MambaSsd* params);
 MAMBA_API int32_t mamba_mamba3_forward(const MambaMamba3* params);
 MAMBA_API int32_t mamba_mamba3_backward(const MambaMamba3Backward* params);
 MAMBA_API int32_t mamba_mamba3_step(const MambaMamba3Step* params);
-/* Bytes of MambaMamba3::workspace in backward; reads sizes, and cu_seqlens for NULL. */
+/* Bytes of MambaMamba3::workspace in each direction; they read run, sizes, dtype, and optional pointers for NULL. */
+MAMBA_API int64_t mamba_mamba3_forward_workspace(const MambaMamba3* params);
 MAMBA_API int64_t mamba_mamba3_backward_workspace(const MambaMamba3* params);
 
 MAMBA_API int32_t mamba_norm_forward(const MambaNorm* params);

@@ -308,6 +308,11 @@ int32_t mamba_mamba3_step(const MambaMamba3Step* params) {
     return status != MAMBA_OK ? status : run_step(*params, mamba3_kernels(isa));
 }
 
+int64_t mamba_mamba3_forward_workspace(const MambaMamba3* params) {
+    check_mamba3_problem("mamba3_forward_workspace", params);
+    return 0;
+}
+
 int64_t mamba_mamba3_backward_workspace(const MambaMamba3* params) {
     if (check_mamba3_problem("mamba3_backward_workspace", params) != MAMBA_OK || mamba3_is_empty(*params)) {
         return 0;

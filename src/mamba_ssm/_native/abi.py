@@ -419,6 +419,7 @@ SIZE_FUNCTIONS = {
     "mamba_step_workspace": MambaMambaStep,
     "ssd_forward_workspace": MambaSsd,
     "ssd_backward_workspace": MambaSsd,
+    "mamba3_forward_workspace": MambaMamba3,
     "mamba3_backward_workspace": MambaMamba3,
     "norm_backward_workspace": MambaNorm,
 }

@@ -92,6 +92,15 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes) {
     return emulator::shuffle(mask, value, emulator::lane() ^ lanes);
 }
 
+inline int __any_sync(unsigned mask, int value) {
+    emulator::shuffle(mask, value, 0);
+    int any = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+        any |= emulator::look<int>(lane);
+    }
+    return any;
+}
+
 template <typename T>
 T __ldcs(const T* address) {
     return *address;
@@ -133,6 +142,18 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 }
 inline float rsqrtf(float value) {
     return 1.0f / sqrtf(value);
+}
+inline int __float2int_rn(float value) {
+    const double rounded = rint(static_cast<double>(value));
+    return !(rounded == rounded)      ? 0
+           : rounded >= 2147483647.0  ? 2147483647
+           : rounded <= -2147483648.0 ? INT32_MIN
+                                      : static_cast<int>(rounded);
+}
+inline void sincospif(float value, float* sin_of, float* cos_of) {
+    const double radians = 3.14159265358979323846 * value;
+    *sin_of = static_cast<float>(sin(radians));
+    *cos_of = static_cast<float>(cos(radians));
 }
 template <typename T>
 T atomicAdd(T* address, T value) {  // threads take turns only where they wait

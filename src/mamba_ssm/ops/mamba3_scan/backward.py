@@ -7,8 +7,10 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
-from mamba_ssm._torch import define, make, returns, signature, unpack
+from mamba_ssm._torch import define, make, no_autocast, returns, signature, unpack
 from mamba_ssm.ops.mamba3_scan.arguments import Inputs, Options, check, fill, kernel_layout, new_like, out_shape
+from mamba_ssm.ops.mamba3_scan.chunks import scan_chunks
+from mamba_ssm.ops.mamba3_scan.packed import scan_packed
 
 _NAME = "mamba3_scan_backward"
 
@@ -118,6 +120,24 @@ def _launch(sizes, dout, finals, inputs, options, grads):
     params.dv_state = pointer(grads.dv_state)
     run(functions, "mamba3_backward", params)
     del workspace  # held until here: the kernels have it now
+
+
+def gradients_by_torch(dout, dfinals, inputs, options):
+    """The same by torch's operators, chunk by chunk: for devices without a kernel."""
+    with torch.enable_grad(), no_autocast(inputs.V):
+        floating = [tensor is not None and tensor.is_floating_point() for tensor in inputs]
+        leaves = [
+            tensor.detach().requires_grad_() if is_floating else tensor
+            for tensor, is_floating in zip(inputs, floating, strict=True)
+        ]
+        out, finals = scan_packed(scan_chunks, make(Inputs, leaves), options)
+        given = [pair for pair in zip((out, *finals), (dout, *dfinals), strict=True) if pair[1] is not None]
+        given = [(result, gradient) for result, gradient in given if result.requires_grad]
+        wanted = [leaf for leaf, is_floating in zip(leaves, floating, strict=True) if is_floating]
+        results, gradients = zip(*given, strict=True)
+        found = iter(torch.autograd.grad(results, wanted, gradients, allow_unused=True, materialize_grads=True))
+    grads = [next(found) if is_floating else None for is_floating in floating]
+    return grads[: len(Gradients._fields)]
 
 
 mamba3_scan_backward_op = define(

@@ -1,5 +1,5 @@
 """Mamba-3's scan (arXiv 2603.15569), single-input (SISO, rank 1) and multi-input (MIMO): the public function and its
-operator on the native kernels, which are for the CPU so far.
+operator on the native kernels.
 """
 
 import typing
@@ -16,7 +16,6 @@ from mamba_ssm._torch import (
     call_in_backward,
     define,
     make,
-    no_autocast,
     no_gradients,
     signature,
     unpack,
@@ -24,7 +23,6 @@ from mamba_ssm._torch import (
 )
 from mamba_ssm.ops.mamba3_scan.arguments import (
     NAME,
-    REQUIRED,
     Inputs,
     Options,
     States,
@@ -35,9 +33,7 @@ from mamba_ssm.ops.mamba3_scan.arguments import (
     out_shape,
     place_out,
 )
-from mamba_ssm.ops.mamba3_scan.backward import mamba3_scan_backward_op
-from mamba_ssm.ops.mamba3_scan.chunks import scan_chunks
-from mamba_ssm.ops.mamba3_scan.packed import scan_packed
+from mamba_ssm.ops.mamba3_scan.backward import gradients_by_torch, mamba3_scan_backward_op
 
 
 class Wanted(typing.NamedTuple):
@@ -103,9 +99,10 @@ def mamba3_scan(
     Raises:
         TypeError: a dtype is wrong. ValueError: a shape, a device or a value is wrong.
 
-    Only inputs are kept for backward, which computes the states again. That is so on the CPU. For CUDA tensors there
-    is no kernel yet: they take the operators of torch, chunk by chunk, which is slower and keeps more, and packed
-    sequences cost a synchronisation and a scan each.
+    Only inputs are kept for backward, which computes the states again. For CUDA tensors backward has no kernel yet: it
+    takes the operators of torch, chunk by chunk, which is slower, and packed sequences cost it a synchronisation.
+    A NaN or infinity of an input stays in its row's results and, on the CPU, in its packed sequence and behind its
+    step. On CUDA it may reach all of its tile of up to 64 steps: tensor cores multiply masked zeros.
     """
     if initial_states is None:
         states: tuple[torch.Tensor | None, ...] = (None,) * 4
@@ -125,17 +122,8 @@ def mamba3_scan(
         if values_at_hand(cu_seqlens) and cu_seqlens.dim() == 1 and len(cu_seqlens):
             checks.check_bounds(NAME, cu_seqlens.tolist(), V.shape[1])
     options = Options(bool(pairwise), checks.check_number(NAME, "norm_eps", norm_eps))
-    if isinstance(V, torch.Tensor) and V.is_cuda:
-        inputs = make(Inputs, (*tensors, *states, seq_idx, cu_seqlens))
-        for name, tensor in zip(Inputs._fields, inputs, strict=True):
-            if tensor is not None or name in REQUIRED:
-                checks.check_tensor(NAME, name, tensor)
-        check(inputs)
-        with no_autocast(V):
-            out, finals = scan_packed(scan_chunks, inputs, options)
-    else:
-        wanted = bool(return_final_states)
-        out, *finals = call(mamba3_scan_op, *tensors, *states, seq_idx, cu_seqlens, *options, wanted)
+    wanted = bool(return_final_states)
+    out, *finals = call(mamba3_scan_op, *tensors, *states, seq_idx, cu_seqlens, *options, wanted)
     return (out, States(*finals)) if return_final_states else out
 
 
@@ -167,6 +155,8 @@ def _launch(sizes, inputs, options, out, final_angle, final_ssm, final_k, final_
     params = abi.MambaMamba3()
     functions = place(params, inputs.V)
     fill(params, sizes, inputs, options)
+    workspace = inputs.V.new_empty(functions["mamba3_forward_workspace"](params), dtype=torch.uint8)
+    params.workspace = workspace.data_ptr()
     place_out(params, inputs, out)
     if final_ssm is not None:
         params.final_angle = final_angle.data_ptr()
@@ -174,6 +164,7 @@ def _launch(sizes, inputs, options, out, final_angle, final_ssm, final_k, final_
         params.final_k = final_k.data_ptr()
         params.final_v = final_v.data_ptr()
     run(functions, "mamba3_forward", params)
+    del workspace  # held until here: the kernels have it now
 
 
 class _Mamba3Scan(torch.autograd.Function):
@@ -194,7 +185,10 @@ class _Mamba3Scan(torch.autograd.Function):
         if dout is None:
             rows = () if inputs.MIMO_Out is not None else (inputs.Q.shape[2],)
             dout = inputs.V.new_zeros((*inputs.V.shape[:2], *rows, *inputs.V.shape[2:]))
-        grads = call_in_backward(mamba3_scan_backward_op, dout, *dfinals, *inputs, *ctx.options)
+        if inputs.V.is_cuda:  # no kernel yet
+            grads = gradients_by_torch(dout, dfinals, inputs, ctx.options)
+        else:
+            grads = call_in_backward(mamba3_scan_backward_op, dout, *dfinals, *inputs, *ctx.options)
         return *grads, None, None, *no_gradients(Options, Wanted)  # None: of seq_idx and cu_seqlens
 
 

@@ -21,7 +21,6 @@ from mamba_ssm.ops.mamba3_scan.arguments import (
     out_shape,
     place_out,
 )
-from mamba_ssm.ops.mamba3_scan.forward import mamba3_scan
 
 
 @torch.no_grad()
@@ -47,8 +46,7 @@ def mamba3_step(
 ) -> torch.Tensor:
     """One step: mamba3_scan's arguments without L, and states of any of its dtypes, which are updated in place.
 
-    Returns out (B, H, P), without MIMO_Out (B, R, H, P). No gradient is recorded. Native on the CPU; for CUDA tensors
-    it is mamba3_scan's way over one step.
+    Returns out (B, H, P), without MIMO_Out (B, R, H, P). No gradient is recorded.
     """
     checks.check_tensor(NAME, "V", V)
     steps: dict[str, typing.Any] = {
@@ -72,15 +70,8 @@ def mamba3_step(
     parameters = map(checks.widen, (D, MIMO_V, MIMO_Z, MIMO_Out, norm_weight))
     D, MIMO_V, MIMO_Z, MIMO_Out, norm_weight = parameters
     tensors = Q, K, V, ADT, DT, Trap, *biases, Angles, D, Z, MIMO_V, MIMO_Z, MIMO_Out, norm_weight
-    if not V.is_cuda:
-        arguments = *tensors, *states, None, None, bool(pairwise), checks.check_number(NAME, "norm_eps", norm_eps)
-        return call(mamba3_step_op, *arguments).squeeze(1)
-    _check(make(Inputs, (*tensors, *states, None, None)))
-    results: typing.Any = mamba3_scan(*tensors, norm_eps, States(*states), pairwise=pairwise, return_final_states=True)
-    out, finals = results
-    for state, final in zip(states, finals, strict=True):
-        state.copy_(final)
-    return out.squeeze(1)
+    arguments = *tensors, *states, None, None, bool(pairwise), checks.check_number(NAME, "norm_eps", norm_eps)
+    return call(mamba3_step_op, *arguments).squeeze(1)
 
 
 # ---- operator --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,12 @@ inline float exp2_fast(float x) {
 inline float reciprocal_fast(float x) {
     return flushed(1.0f / flushed(x));
 }
+inline float sin_fast(float radians) {
+    return sinf(flushed(radians));
+}
+inline float cos_fast(float radians) {
+    return cosf(flushed(radians));
+}
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,113 @@
+// Where the steps of Mamba-3's scan lie, and what prepare.cuh leaves of them for the kernels.
+//
+// Time goes in chunks of one sequence. Within one, with cs the sum of adt from its first step on, gamma = lambda dt, scale =
+// gamma + (1 - lambda) dt of the next step, and R rows of q, k and x a step,
+//     y_t = exp(cs_t) H q_t + sum_{s < t} exp(cs_t - cs_s) scale_s (q_t . k_s) x_s + gamma_t (q_t . k_t) x_t
+//     H' = exp(cs_last) H + sum_s exp(cs_last - cs_s) scale_s x_s k_s^T
+// where H is the state before the chunk, which has the chunk's first (1 - lambda) dt in it already. Where seq_idx changes, the
+// states restart: a run of steps sees itself only.
+#pragma once
+
+#include "common/cuda_vector.cuh"
+#include "common/integers.h"
+#include "mamba3/plan.h"
+
+namespace mamba {
+
+// ---- sequences and chunks --------------------------------------------------------------------------------------------
+
+struct Mamba3Sequence {
+    int64_t row;            // of the tensors
+    int64_t begin, seqlen;  // its steps in there
+};
+
+// Whatever is in cu_seqlens, memory beyond the row is not touched.
+__device__ __forceinline__ Mamba3Sequence mamba3_sequence(const MambaMamba3& p, int64_t sequence) {
+    if (p.cu_seqlens == nullptr) {
+        return {sequence, 0, p.seqlen};
+    }
+    const int64_t begin = p.cu_seqlens[sequence] < 0 ? 0 : p.cu_seqlens[sequence];
+    const int64_t end = p.cu_seqlens[sequence + 1] > p.seqlen ? p.seqlen : p.cu_seqlens[sequence + 1];
+    return {0, begin, end > begin ? end - begin : 0};
+}
+
+// Where a chunk's values lie. Packed sequences begin anywhere: their chunks never reach the next one's slots, since
+// ceil(seqlen / steps) <= end / steps - begin / steps + 1.
+__device__ __forceinline__ int64_t mamba3_slot(const MambaMamba3& p, const Mamba3Chunks& chunks, int64_t sequence,
+                                               int64_t begin) {
+    return p.cu_seqlens == nullptr ? sequence * ceil_div(p.seqlen, chunks.steps) : begin / chunks.steps + sequence;
+}
+
+// Which chunk a slot holds, if any.
+struct Mamba3SlotChunk {
+    Mamba3Sequence sequence;
+    int64_t first;  // step of the sequence
+    int steps;      // 0: the slot is empty
+};
+__device__ __forceinline__ Mamba3SlotChunk mamba3_chunk_of_slot(const MambaMamba3& p, const Mamba3Chunks& chunks,
+                                                                int64_t slot) {
+    int64_t sequence = 0;
+    if (p.cu_seqlens == nullptr) {
+        sequence = slot / ceil_div(p.seqlen, chunks.steps);
+    } else {  // the last sequence whose slots begin here or earlier
+        int64_t end = p.sequences;
+        while (end - sequence > 1) {
+            const int64_t middle = (sequence + end) / 2;
+            (mamba3_slot(p, chunks, middle, mamba3_sequence(p, middle).begin) <= slot ? sequence : end) = middle;
+        }
+    }
+    Mamba3SlotChunk found;
+    found.sequence = mamba3_sequence(p, sequence);
+    found.first = (slot - mamba3_slot(p, chunks, sequence, found.sequence.begin)) * chunks.steps;
+    const int64_t left = found.sequence.seqlen - found.first;
+    found.steps = static_cast<int>(found.first < 0 || left < 0 ? 0 : left < chunks.steps ? left : chunks.steps);
+    return found;
+}
+
+// The array of a chunk's steps of one head.
+__device__ __forceinline__ float* mamba3_values(const Mamba3Chunks& chunks, int64_t nheads, int64_t slot, int64_t head,
+                                                Mamba3StepArray array) {
+    return chunks.values + ((slot * nheads + head) * chunks.arrays + array) * chunks.pitch;
+}
+// The speeds of a step, entry i for angle i.
+__device__ __forceinline__ int64_t mamba3_speeds_index(const MambaMamba3& p, int64_t row, int64_t step, int64_t head) {
+    const int64_t index = row * p.seqlen + step;
+    return (p.angles_of_heads != 0 ? index * p.nheads + head : index) * p.nangles;
+}
+
+// ---- turns -----------------------------------------------------------------------------------------------------------
+
+// What a step turns, less whole turns. NaN where nothing finite comes out.
+__device__ __forceinline__ float turn_of_step(float speed, float dt) {
+    const float turns = speed * dt;
+    return (turns - rintf(turns)) + fmaf(speed, dt, -turns);
+}
+
+// A number of turns in [-1/2, 1/2] in units of 2^-32: sums of these lose nothing, in any order. 0 for NaN.
+__device__ __forceinline__ uint32_t count_of_turns(float turns) {
+    const float units = rintf(turns * 4294967296.0f);
+    const bool counts = units > -2147483648.0f && units < 2147483648.0f;
+    return counts ? static_cast<uint32_t>(static_cast<int32_t>(units)) : units == units && units != 0.0f ? 0x80000000u : 0u;
+}
+__device__ __forceinline__ uint32_t count_of_radians(float radians) {
+    const double turns = static_cast<double>(radians) * 0.15915494309189535;
+    return count_of_turns(static_cast<float>(turns - rint(turns)));
+}
+// In [0, 2 pi).
+__device__ __forceinline__ float radians_of_count(uint32_t count) {
+    const float radians = static_cast<float>(static_cast<double>(count) * 1.4629180792671596e-9);
+    return radians < 6.28318530f ? radians : 0.0f;
+}
+// In [-1/2, 1/2].
+__device__ __forceinline__ float turns_of_count(uint32_t count) {
+    return static_cast<float>(static_cast<int32_t>(count)) * 2.3283064365386963e-10f;
+}
+
+// Cosine and sine of a number of turns.
+__device__ __forceinline__ float2 cos_sin_of_turns(float turns) {
+    float sin, cos;
+    sincospif(2.0f * turns, &sin, &cos);
+    return make_float2(cos, sin);
+}
+
+}  // namespace mamba

@@ -1,0 +1,234 @@
+// Tiles of the forward scan in shared memory: what there is of a chunk's rows, M, and the rows of x; and what a launch is told.
+#pragma once
+
+#include "mamba3/cuda/finish.cuh"
+#include "mamba3/cuda/turn_rows.cuh"
+#include "ssd/cuda/chunk_tile.cuh"
+
+namespace mamba {
+
+struct Mamba3ForwardLaunch {
+    Mamba3Chunks chunks;
+    int64_t segments, chunks_a_segment;
+    float* ends;             // (segments - 1, U, H, P, N): the state with which a segment starts, one before it
+    float* decays;           // (segments - 1, U, H): the decay over the segment before
+    float* rows;             // (B, L, R, H, P), or NULL: the rows of y, for mamba3_finish_kernel
+    int32_t ranks_log2;      // rows of a step in a tile
+    int32_t q_rank, k_rank;  // the first of them
+    int32_t adds;            // to rows and final_ssm
+    int32_t words;           // pairs or halves of them are aligned pairs of neighbours in memory
+    int32_t q_vectors, k_vectors, v_vectors;  // see load_tile
+    Mamba3FinishVectors vectors;
+};
+
+// Pitches of the tiles of (rows, headdim), in elements.
+constexpr int kMamba3XPitch = kMamba3StateRows + kTilePad;
+
+// What M and the products need of each row of a chunk.
+template <int kRows>
+struct alignas(16) Mamba3RowValues {
+    float high[kRows], low[kRows], gamma[kRows], scale[kRows], entering[kRows];
+    float adding[kRows];  // what x k^T counts in the state behind the chunk
+    int own[kRows];       // first row of the row's step
+    int run[kRows];       // first row of its run, 0 or less for one that began before the chunk
+    float dt[kMamba3MostSteps];
+    int start[kMamba3MostSteps];
+    float carry;
+};
+
+// Where M's 16 x 16 tiles (i, j) on and below the diagonal lie: row i beside row kTiles - 1 - i.
+template <int kRows>
+struct Mamba3MixTiles {
+    static constexpr int kTiles = kRows / 16;
+    static constexpr int kCount = kTiles * (kTiles + 1) / 2;
+    static constexpr int kPitch = 16 * (kTiles + 1) + kTilePad;
+    static constexpr int kSize = 16 * ((kTiles + 1) / 2) * kPitch;
+
+    static __device__ __forceinline__ int offset(int i, int j) {
+        const bool lower = i >= kTiles / 2;
+        return 16 * ((lower ? kTiles - 1 - i : i) * kPitch + (lower ? j : kTiles - i + j));
+    }
+    static __device__ __forceinline__ int row(int tile) {
+        int i = 0;
+#pragma unroll
+        for (int row = 1; row < kTiles; ++row) {
+            i += tile >= row * (row + 1) / 2 ? 1 : 0;
+        }
+        return i;
+    }
+};
+
+// Shared memory, in bytes. The rows of y take the place of q and M.
+template <typename T, class Layout>
+struct Mamba3ForwardTiles {
+    static constexpr int kRows = Layout::kRows;
+    static constexpr int kMatrix = kRows * PaddedTile<Layout::kStates>::kPitch * static_cast<int>(sizeof(T));
+    static constexpr int kMix = Mamba3MixTiles<kRows>::kSize * static_cast<int>(sizeof(T));
+    static constexpr int kY = kRows * kMamba3YPitch * static_cast<int>(sizeof(float));
+    static constexpr int kFirst = kMatrix + kMix > kY ? kMatrix + kMix : kY;
+    static constexpr int kX = kRows * kMamba3XPitch * static_cast<int>(sizeof(T));
+    static constexpr int kSums = kMamba3TurnSums<Layout::kStates> * 4;
+    static constexpr int kValues = static_cast<int>(sizeof(Mamba3RowValues<kRows>));
+    static constexpr int kFixed = kFirst + kMatrix + kX + kSums + kValues;
+    // v, where it is not x.
+    static int64_t v_bytes(int64_t steps) { return steps * kMamba3XPitch * static_cast<int64_t>(sizeof(T)); }
+};
+
+// Blocks that a multiprocessor shall hold, see forward_blocks in ssd/cuda/forward.cuh.
+template <class Layout>
+constexpr int mamba3_forward_blocks() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100
+    return Layout::kStates <= 128 ? 4 : 2;
+#else
+    return 2;
+#endif
+}
+
+// A thread a row: its values from the step's.
+template <int kRows>
+__device__ __forceinline__ void load_row_values(Mamba3RowValues<kRows>& values, const Mamba3Chunks& chunks, const float* from,
+                                                const Mamba3RankRows& rows) {
+    const int pitch = static_cast<int>(chunks.pitch);
+    for (int row = threadIdx.x; row < kRows; row += kMamba3Threads) {
+        const int steps = static_cast<int>(chunks.steps);
+        const int step = rows.step_of(row);
+        const bool exists = step < steps;
+        const float* const at = from + (exists ? step : steps - 1);
+        values.high[row] = at[kMamba3High * pitch];
+        values.low[row] = at[kMamba3Low * pitch];
+        values.gamma[row] = exists ? at[kMamba3Gamma * pitch] : 0.0f;
+        const float scale = exists ? at[kMamba3Scale * pitch] : 0.0f;
+        const float leaving = at[kMamba3Leaving * pitch];
+        values.scale[row] = scale;
+        values.entering[row] = at[kMamba3Entering * pitch];
+        values.adding[row] = leaving != 0.0f ? leaving * scale : 0.0f;  // a NaN before a restart stays there
+        values.own[row] = step * rows.ranks;
+        values.run[row] = __float_as_int(at[kMamba3Start * pitch]) * rows.ranks;
+    }
+    for (int step = threadIdx.x; step < pitch; step += kMamba3Threads) {
+        values.dt[step] = from[kMamba3Dt * pitch + step];
+        values.start[step] = __float_as_int(from[kMamba3Start * pitch + step]);
+    }
+    if (threadIdx.x == 0) {
+        values.carry = from[kMamba3Entering * pitch + chunks.steps - 1];
+    }
+}
+
+// x's rows from v's: times mimo_v.
+template <typename T>
+__device__ __forceinline__ void project_rows(T* x_tile, const T* v_tile, const Mamba3RankRows& rows, int tile_rows,
+                                             const float* weight, int64_t weight_pitch, int ranks, int steps, int columns) {
+    constexpr int kVector = 8;
+    constexpr int kRowVectors = kMamba3StateRows / kVector;
+    for (int i = threadIdx.x; i < tile_rows * kRowVectors; i += kMamba3Threads) {
+        const int row = i / kRowVectors, column = i % kRowVectors * kVector;
+        const int step = rows.step_of(row), rank = row - step * rows.ranks;
+        float values[kVector];
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+            values[j] = 0.0f;
+        }
+        if (step < steps && rank < ranks) {
+            unpack<T, kVector>(packed_load<T, kVector>(v_tile + step * kMamba3XPitch + column), values);
+            if (weight != nullptr) {
+#pragma unroll
+                for (int j = 0; j < kVector; ++j) {
+                    values[j] *= column + j < columns ? weight[rank * weight_pitch + column + j] : 0.0f;
+                }
+            }
+        }
+        const Packed<T, kVector> packed = pack<T, kVector>(values);
+#pragma unroll
+        for (int j = 0; j < static_cast<int>(sizeof(packed.word) / 16); ++j) {
+            reinterpret_cast<uint4*>(x_tile + row * kMamba3XPitch + column)[j] =
+                make_uint4(packed.word[4 * j], packed.word[4 * j + 1], packed.word[4 * j + 2], packed.word[4 * j + 3]);
+        }
+    }
+}
+
+// M (row t, row s) = (q_t . k_s) times what s counts in t.
+template <typename T, class Layout>
+__device__ __forceinline__ void mix_rows(T* M_tile, const T* q_tile, const T* k_tile,
+                                         const Mamba3RowValues<Layout::kRows>& values, int ranks, int warp, int lane) {
+    using Mix = Mamba3MixTiles<Layout::kRows>;
+    constexpr int kPitch = PaddedTile<Layout::kStates>::kPitch;
+#pragma unroll 1
+    for (int tile = warp; tile < Mix::kCount; tile += kMamba3Warps) {
+        const int i = Mix::row(tile);
+        const int j = tile - i * (i + 1) / 2;
+        float sums[4][4] = {};  // two of each half, so that products need not wait for each other
+#pragma unroll
+        for (int k = 0; k < Layout::kStates / 16; ++k) {
+            Operand<T> a, b;
+            load_a<T>(a, q_tile + 16 * i * kPitch + 16 * k, kPitch, lane);
+            load_b<T>(b, k_tile + 16 * j * kPitch + 16 * k, kPitch, lane);
+            multiply_add<T>(sums[k % 2], a, b, 0);
+            multiply_add<T>(sums[2 + k % 2], a, b, 1);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = lane / 4 + 8 * half;
+            const int t = 16 * i + row;
+            const float high = values.high[t], low = values.low[t], gamma = values.gamma[t];
+            const int own = values.own[t], run = values.run[t];
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                const int column = 8 * side + lane % 4 * 2;
+                const int s = 16 * j + column;
+                const float2 earlier = *reinterpret_cast<const float2*>(&values.high[s]);
+                const float2 earlier_low = *reinterpret_cast<const float2*>(&values.low[s]);
+                const float2 scale = *reinterpret_cast<const float2*>(&values.scale[s]);
+                const auto weigh = [&](int from, float from_high, float from_low, float from_scale, float sum) {
+                    if (from < own) {
+                        return from >= run ? exp2_fast((high - from_high) + (low - from_low)) * from_scale * sum : 0.0f;
+                    }
+                    return from < own + ranks ? gamma * sum : 0.0f;
+                };
+                const float left = sums[2 * side][2 * half] + sums[2 * side + 1][2 * half];
+                const float right = sums[2 * side][2 * half + 1] + sums[2 * side + 1][2 * half + 1];
+                store_pair<T>(M_tile + Mix::offset(i, j) + row * Mix::kPitch + column,
+                              weigh(s, earlier.x, earlier_low.x, scale.x, left),
+                              weigh(s + 1, earlier.y, earlier_low.y, scale.y, right));
+            }
+        }
+    }
+}
+
+// The step before a sequence's first one: its (1 - lambda) dt is the first step's.
+template <int kStates>
+__device__ __forceinline__ void add_step_before(float (&state)[kStates / 8][4], const MambaMamba3& p, int64_t sequence,
+                                                const Mamba3Sequence& range, int64_t head, int k_rank, int ranks, int row0,
+                                                int row, int rows, int lane) {
+    const float dt = load_as_float(
+        p.dt, range.row * p.dt_batch_stride + range.begin * p.dt_len_stride + head * p.dt_head_stride, p.dt_dtype);
+    const float trap = load_as_float(
+        p.trap, range.row * p.trap_batch_stride + range.begin * p.trap_len_stride + head * p.trap_head_stride, p.trap_dtype);
+    const float nu = sigmoid(-trap) * dt;
+    const int dstate = static_cast<int>(p.dstate);
+#pragma unroll 1
+    for (int r = k_rank; r < k_rank + ranks && r < p.rank; ++r) {
+        const float* const k = p.k_state + ((sequence * p.rank + r) * p.nheads + head) * p.dstate;
+        float x[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int own = row + lane / 4 + 8 * i;
+            x[i] = 0.0f;
+            if (own < rows) {
+                x[i] = nu * p.v_state[(sequence * p.nheads + head) * p.headdim + row0 + own];
+                x[i] *= p.mimo_v != nullptr ? p.mimo_v[(head * p.rank + r) * p.headdim + row0 + own] : 1.0f;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kStates / 8; ++j) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int n = 8 * j + lane % 4 * 2 + i;
+                const float entry = n < dstate ? k[n] : 0.0f;
+                state[j][i] = fmaf(x[0], entry, state[j][i]);
+                state[j][2 + i] = fmaf(x[1], entry, state[j][2 + i]);
+            }
+        }
+    }
+}
+
+}  // namespace mamba
