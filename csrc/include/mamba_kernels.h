@@ -214,7 +214,8 @@ typedef struct MambaSelectiveStateUpdate {
     const int32_t* state_batch_indices; /* (B), optional: row of state; a negative row is padding: out is zero, nothing else is
                                            written */
     const int32_t* dst_state_batch_indices; /* (B), optional: the row that takes the new state, in place of the row that was
-                                               read; a negative row takes none */
+                                               read; a negative row takes none. A row that is written here and read or
+                                               written elsewhere in the call is a race on CUDA */
     void* out;                              /* (B, T, H, P) */
     void* step_states;                      /* (B, T, H, P, N) of state_dtype, optional: the state after each step */
     int64_t state_rows;

@@ -1,4 +1,5 @@
 // mamba2_step of mamba_cpu: the convolution's update, the state's and the gated norm, one after the other, on rows of floats.
+#include "causal_conv1d/cpu_step.h"
 #include "common/cpu_runtime.h"
 #include "mamba2_step/check.h"
 #include "mamba2_step/cpu/kernels.h"
@@ -12,35 +13,6 @@ struct Mamba2StepScratch {
     float *zxBCdt, *conv, *out, *A;
     int64_t columns, conv_columns, out_columns;
 };
-
-int32_t update_convolution(const MambaMamba2Step& p, const Mamba2StepScratch& scratch) {
-    MambaCausalConv1dUpdate update = {};
-    update.run = p.run;
-    update.batch = p.batch;
-    update.seqlen = 1;
-    update.dim = scratch.conv_columns;
-    update.seqlen = 1;
-    update.state_len = p.state_len;
-    update.width = p.width;
-    update.silu = 1;
-    update.dtype = MAMBA_FLOAT32;
-    update.state_dtype = p.conv_state_dtype;
-    update.weight_dtype = p.conv_weight_dtype;
-    update.bias_dtype = p.conv_bias_dtype;
-    update.x = scratch.zxBCdt + scratch.out_columns;
-    update.conv_state = p.conv_state;
-    update.weight = p.conv_weight;
-    update.bias = p.conv_bias;
-    update.out = scratch.conv;
-    update.state_rows = p.batch;
-    update.x_batch_stride = scratch.columns;
-    update.state_row_stride = p.conv_state_batch_stride;
-    update.state_dim_stride = p.conv_state_dim_stride;
-    update.state_len_stride = p.conv_state_len_stride;
-    update.out_batch_stride = scratch.conv_columns;
-    update.x_dim_stride = update.out_dim_stride = 1;
-    return mamba_causal_conv1d_update(&update);
-}
 
 int32_t update_state(const MambaMamba2Step& p, const Mamba2StepScratch& scratch) {
     const int64_t matrix = p.ngroups * p.dstate;
@@ -133,7 +105,8 @@ int32_t mamba_mamba2_step(const MambaMamba2Step* params) {
     const Mamba2StepKernels& kernels =
         kernels_of(isa, generic::mamba2_step_kernels, avx2::mamba2_step_kernels, avx512::mamba2_step_kernels);
     kernels.begin(p, scratch.zxBCdt, scratch.A);
-    status = update_convolution(p, scratch);
+    status = step_convolution(p, scratch.conv_columns, scratch.zxBCdt + scratch.out_columns, scratch.columns, scratch.conv,
+                              scratch.conv_columns);
     status = status != MAMBA_OK ? status : update_state(p, scratch);
     status = status != MAMBA_OK || p.norm_weight == nullptr ? status : normalise(p, scratch);
     if (status == MAMBA_OK) {

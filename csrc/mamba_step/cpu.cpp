@@ -1,6 +1,7 @@
 // mamba_step of mamba_cpu: the convolution's update, the two projections and the state's update, one after the other, on rows
 // of floats.
 #include "linear/cpu.h"
+#include "causal_conv1d/cpu_step.h"
 #include "mamba_step/check.h"
 #include "mamba_step/cpu/kernels.h"
 
@@ -11,36 +12,6 @@ namespace {
 struct StepScratch {
     float *xz, *x, *projected, *dt, *out, *A;  // x (B, D): behind the convolution
 };
-
-int32_t update_convolution(const MambaMambaStep& p, const StepScratch& scratch) {
-    MambaCausalConv1dUpdate update = {};
-    update.run = p.run;
-    update.batch = p.batch;
-    update.seqlen = 1;
-    update.dim = p.dim;
-    update.seqlen = 1;
-    update.state_len = p.state_len;
-    update.width = p.width;
-    update.silu = 1;
-    update.dtype = MAMBA_FLOAT32;
-    update.state_dtype = p.conv_state_dtype;
-    update.weight_dtype = p.conv_weight_dtype;
-    update.bias_dtype = p.conv_bias_dtype;
-    update.x = scratch.xz;
-    update.conv_state = p.conv_state;
-    update.weight = p.conv_weight;
-    update.bias = p.conv_bias;
-    update.out = scratch.x;
-    update.state_rows = p.batch;
-    update.x_batch_stride = 2 * p.dim;
-    update.x_dim_stride = 1;
-    update.state_row_stride = p.conv_state_batch_stride;
-    update.state_dim_stride = p.conv_state_dim_stride;
-    update.state_len_stride = p.conv_state_len_stride;
-    update.out_batch_stride = p.dim;
-    update.out_dim_stride = 1;
-    return mamba_causal_conv1d_update(&update);
-}
 
 // A projection of one part of the scratch memory to another, for all of the batch.
 Projection projection_of(const MambaMambaStep& p, const void* weight, const float* x, int64_t features, int64_t x_stride,
@@ -137,7 +108,7 @@ int32_t mamba_mamba_step(const MambaMambaStep* params) {
     const MambaStepKernels& kernels =
         kernels_of(isa, generic::mamba_step_kernels, avx2::mamba_step_kernels, avx512::mamba_step_kernels);
     kernels.begin(p, scratch.xz, scratch.A);
-    status = update_convolution(p, scratch);
+    status = step_convolution(p, p.dim, scratch.xz, 2 * p.dim, scratch.x, p.dim);
     if (status != MAMBA_OK) {
         return status;
     }
