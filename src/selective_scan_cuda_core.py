@@ -5,7 +5,10 @@ tensors. nrows, a setting of VMamba's kernels, has no meaning here.
 import torch
 
 import _mamba_ssm_finder  # noqa: F401  (before mamba_ssm, which may be a copy)
-from mamba_ssm.ops.selective_scan.extension import flexible_backward, flexible_forward
+from mamba_ssm.ops.selective_scan.extension import flexible_backward as bwd
+from mamba_ssm.ops.selective_scan.extension import flexible_forward
+
+__all__ = ["bwd", "fwd"]
 
 
 def fwd(
@@ -21,20 +24,3 @@ def fwd(
 ) -> list[torch.Tensor]:
     """[out, x]; x (B, D, chunks, 2N) float32 is for bwd. delta may have fewer rows than u."""
     return flexible_forward(u, delta, A, B, C, D, delta_bias, delta_softplus, False)
-
-
-def bwd(
-    u: torch.Tensor,
-    delta: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    delta_bias: torch.Tensor | None,
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    delta_softplus: bool,
-    nrows: int = 1,
-) -> list[torch.Tensor | None]:
-    """[du, ddelta, dA, dB, dC, dD, ddelta_bias]."""
-    return flexible_backward(u, delta, A, B, C, D, delta_bias, dout, x, delta_softplus)

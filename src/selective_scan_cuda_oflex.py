@@ -5,7 +5,10 @@ float32 where the inputs are not.
 import torch
 
 import _mamba_ssm_finder  # noqa: F401  (before mamba_ssm, which may be a copy)
-from mamba_ssm.ops.selective_scan.extension import flexible_backward, flexible_forward
+from mamba_ssm.ops.selective_scan.extension import flexible_backward as bwd
+from mamba_ssm.ops.selective_scan.extension import flexible_forward
+
+__all__ = ["bwd", "fwd"]
 
 
 def fwd(
@@ -22,20 +25,3 @@ def fwd(
 ) -> list[torch.Tensor]:
     """[out, x]; x (B, D, chunks, 2N) float32 is for bwd. delta may have fewer rows than u."""
     return flexible_forward(u, delta, A, B, C, D, delta_bias, delta_softplus, bool(out_float))
-
-
-def bwd(
-    u: torch.Tensor,
-    delta: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    delta_bias: torch.Tensor | None,
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    delta_softplus: bool,
-    nrows: int = 1,
-) -> list[torch.Tensor | None]:
-    """[du, ddelta, dA, dB, dC, dD, ddelta_bias]; dout has out's dtype."""
-    return flexible_backward(u, delta, A, B, C, D, delta_bias, dout, x, delta_softplus)

@@ -134,8 +134,11 @@ def flexible_backward(
     dout: torch.Tensor,
     x: torch.Tensor,
     delta_softplus: bool,
+    nrows: int = 1,
 ) -> list[torch.Tensor | None]:
-    """[du, ddelta, dA, dB, dC, dD, ddelta_bias], each as its input; dout may be float32, whatever u is."""
+    """[du, ddelta, dA, dB, dC, dD, ddelta_bias], each as its input; dout may be float32, whatever u is. nrows has no
+    meaning here.
+    """
     given = u, delta, A, B, C, D, delta_bias
     delta, delta_bias = _row_for_each_channel(u, delta, delta_bias)
     if dout.dtype == torch.float32:
