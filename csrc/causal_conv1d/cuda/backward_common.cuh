@@ -176,6 +176,12 @@ __device__ __forceinline__ void input_gradients(const Options& options, const Co
             }
         }
     }
+    if (options.masked) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {  // of padding: an infinite weight times 0 is NaN
+            dx[j] = mask_has(lead_mask, j, 0) ? dx[j] : 0.0f;
+        }
+    }
 }
 
 // One channel's sums, to its slot.

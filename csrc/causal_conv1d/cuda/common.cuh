@@ -178,10 +178,6 @@ __device__ __forceinline__ void convolve(const ConvTaps& taps, int width, const 
         }
     } else {
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-            sums[j] = mask_has(mask, j, 0) ? sums[j] : 0.0f;
-        }
-#pragma unroll
         for (int k = 1; k <= kConvHalo; ++k) {
             if (k < width) {
 #pragma unroll
@@ -190,6 +186,10 @@ __device__ __forceinline__ void convolve(const ConvTaps& taps, int width, const 
                     sums[j] = fmaf(taps.weight[k], input, sums[j]);
                 }
             }
+        }
+#pragma unroll
+        for (int j = 0; j < N; ++j) {  // last: an infinite weight times 0 is NaN
+            sums[j] = mask_has(mask, j, 0) ? sums[j] : 0.0f;
         }
     }
 }

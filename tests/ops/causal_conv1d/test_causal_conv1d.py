@@ -107,6 +107,19 @@ def test_a_negative_seq_idx_is_padding(case, strided, dtype, device):
     assert_close_to_truth(found, outputs(causal_conv1d_ref, dtype, 0.0), outputs(causal_conv1d_ref, torch.float64, 0.0))
 
 
+@pytest.mark.parametrize("channel_last", [False, True])
+def test_padding_is_zero_whatever_the_weight(channel_last, device):
+    tensors = ConvCase(2, 8, 50, seq_idx=True, channel_last=channel_last).inputs(torch.float32, device)
+    tensors["weight"][3] = torch.inf
+    tensors["seq_idx"][:, 20:31] = -1
+    x = tensors["x"].requires_grad_()
+    out = causal_conv1d_fn(**tensors)
+    (dx,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    for found in out, dx:
+        assert found[:, :, 20:31].eq(0).all()
+        assert found[:, :3].isfinite().all() and found[:, 4:].isfinite().all()
+
+
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=dtype_id)
 def test_weights_of_another_dtype(weight_dtype, device):
     tensors = ConvCase(2, 8, 33).inputs(torch.bfloat16, device, weight_dtype)
