@@ -9,6 +9,12 @@ int32_t cuda_status(cudaError_t error, const char* kernel, int64_t batch, int64_
         return MAMBA_OK;
     }
     cudaGetLastError();  // a launch error is sticky until it is read
+    if (error == cudaErrorInvalidConfiguration) {
+        return fail(MAMBA_ERROR_UNSUPPORTED,
+                    "%s: more blocks than a launch can have: batch=%lld dim=%lld seqlen=%lld dstate=%lld", kernel,
+                    static_cast<long long>(batch), static_cast<long long>(dim), static_cast<long long>(seqlen),
+                    static_cast<long long>(dstate));
+    }
     int32_t code = MAMBA_ERROR_CUDA;
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {

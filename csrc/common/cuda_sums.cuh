@@ -72,12 +72,7 @@ cudaError_t launch_part_sums(PartSums sums, void* stream) {
         blocks += p.rows * ceil_div(p.row, kSumThreads / sum_lanes(p.count) * kSumUnroll);
         sums.end[i] = static_cast<unsigned>(blocks);
     }
-    if (blocks > INT32_MAX) {
-        return cudaErrorInvalidConfiguration;
-    }
-    return blocks == 0
-               ? cudaSuccess
-               : launch_overlapping(add_parts_kernel, dim3(static_cast<unsigned>(blocks)), dim3(kSumThreads), 0, stream, sums);
+    return blocks == 0 ? cudaSuccess : launch_overlapping(add_parts_kernel, blocks, kSumThreads, 0, stream, sums);
 }
 
 }  // namespace

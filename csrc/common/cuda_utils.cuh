@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "common/integers.h"
 #include "common/ptx.cuh"
 #include "mamba_kernels.h"
 
@@ -106,7 +107,26 @@ cudaError_t may_start_early(void (*kernel)(Parameters...), bool* answer) {
     return error;
 }
 
-inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, size_t shared_bytes, void* stream) {
+// How many blocks a launch has, also more than CUDA allows: that is an error of the launch, not a number cut off.
+struct Grid {
+    int64_t x, y, z;
+
+    Grid(int64_t blocks, int64_t blocks_y = 1, int64_t blocks_z = 1) : x(blocks), y(blocks_y), z(blocks_z) {}
+    Grid(dim3 blocks) : x(blocks.x), y(blocks.y), z(blocks.z) {}
+    operator dim3() const { return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z)); }
+
+    bool fits() const { return x <= INT32_MAX && y <= kMostBlocksY && z <= kMostBlocksY; }
+
+    static constexpr int64_t kMostBlocksY = 65535;  // and of z
+};
+
+// A grid of `blocks` for each batch entry, whose number is blockIdx.z * gridDim.y + blockIdx.y: it may be beyond the last one.
+inline Grid batch_grid(int64_t blocks, int64_t batch) {
+    const int64_t y = batch < Grid::kMostBlocksY ? batch : Grid::kMostBlocksY;
+    return Grid(blocks, y, ceil_div(batch, y));
+}
+
+inline cudaLaunchConfig_t launch_config(const Grid& grid, dim3 block, size_t shared_bytes, void* stream) {
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = block;
@@ -118,8 +138,11 @@ inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, size_t shared_byt
 // What kernel<<<grid, block, shared_bytes, stream>>>(arguments...) does, in plain C++. Every kernel is launched by this
 // function or by launch_overlapping.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+cudaError_t launch_kernel(void (*kernel)(Parameters...), const Grid& grid, dim3 block, size_t shared_bytes, void* stream,
                           const Arguments&... arguments) {
+    if (!grid.fits()) {
+        return cudaErrorInvalidConfiguration;
+    }
     const cudaLaunchConfig_t config = launch_config(grid, block, shared_bytes, stream);
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
@@ -127,10 +150,10 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
 // Launches a kernel that calls wait_for_previous_kernel before it touches what the kernel ahead of it in the stream writes.
 // Its blocks start early on GPUs that can do that; elsewhere, or compiled for older ones, it is an ordinary launch.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+cudaError_t launch_overlapping(void (*kernel)(Parameters...), const Grid& grid, dim3 block, size_t shared_bytes, void* stream,
                                const Arguments&... arguments) {
     bool starts_early = false;
-    const cudaError_t error = may_start_early(kernel, &starts_early);
+    const cudaError_t error = grid.fits() ? may_start_early(kernel, &starts_early) : cudaErrorInvalidConfiguration;
     if (error != cudaSuccess) {
         return error;
     }

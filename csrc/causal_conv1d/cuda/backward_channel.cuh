@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
 template <typename T, int V>
 cudaError_t launch_backward_channel(const ConvBackward& params, const ConvBackwardPlan& plan) {
     const MambaCausalConv1d& forward = params.forward;
-    const dim3 grid(static_cast<unsigned>(ceil_div(forward.dim, 32 * V)), static_cast<unsigned>(plan.slots));
+    const Grid grid(ceil_div(forward.dim, 32 * V), plan.slots);
     auto kernel = causal_conv1d_backward_channel<T, V, false>;
     if (V > 1 && is_plain(params)) {
         kernel = causal_conv1d_backward_channel<T, V, (V > 1)>;

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
 template <typename T>
 cudaError_t launch_backward_strided(const ConvBackward& params, const ConvBackwardPlan& plan) {
     const MambaCausalConv1d& forward = params.forward;
-    const dim3 grid(static_cast<unsigned>(ceil_div(forward.dim, kConvWarps)), static_cast<unsigned>(plan.slots));
+    const Grid grid(ceil_div(forward.dim, kConvWarps), plan.slots);
     return launch_kernel(causal_conv1d_backward_strided<T>, grid, kConvThreads, 0, forward.run.stream, params,
                          static_cast<int>(plan.segment), plan.segments);
 }

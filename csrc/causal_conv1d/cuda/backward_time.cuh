@@ -155,7 +155,7 @@ cudaError_t launch_backward_time(const ConvBackward& params, const ConvBackwardP
     const int slack = aligned ? 0 : V - 1;
     const int lanes_log2 = ceil_log2(ceil_div(forward.seqlen + slack, V), 0, 5);
     const int64_t groups = ceil_div(forward.dim, static_cast<int64_t>(32) >> lanes_log2);
-    const dim3 grid(static_cast<unsigned>(ceil_div(groups, kConvWarps)), static_cast<unsigned>(plan.slots));
+    const Grid grid(ceil_div(groups, kConvWarps), plan.slots);
     auto kernel = causal_conv1d_backward_time<T, false, false, kReverse>;
     if (is_plain(params)) {
         kernel = causal_conv1d_backward_time<T, true, false, kReverse>;

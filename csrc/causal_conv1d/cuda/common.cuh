@@ -194,12 +194,4 @@ __device__ __forceinline__ void convolve(const ConvTaps& taps, int width, const 
     }
 }
 
-// ---- host ------------------------------------------------------------------------------------------------------------
-
-// The forward kernels' grid: `blocks` for each batch entry. The second dimension holds no more than 65535 of them.
-inline dim3 batch_grid(int64_t blocks, int64_t batch) {
-    const int64_t y = batch < 65535 ? batch : 65535;
-    return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(y), static_cast<unsigned>(ceil_div(batch, y)));
-}
-
 }  // namespace mamba

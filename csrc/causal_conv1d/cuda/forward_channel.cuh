@@ -138,7 +138,7 @@ cudaError_t launch_forward_channel(const MambaCausalConv1d& params) {
         steps /= 2;
     }
     const int64_t chunks = params.seqlen > steps ? ceil_div(params.seqlen, steps) : 1;
-    const dim3 grid = batch_grid(ceil_div(vectors * chunks, kConvThreads), params.batch);
+    const Grid grid = batch_grid(ceil_div(vectors * chunks, kConvThreads), params.batch);
     auto kernel = causal_conv1d_forward_channel<T, V, false>;
     if (V > 1 && is_plain(params)) {
         kernel = causal_conv1d_forward_channel<T, V, (V > 1)>;

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kConvThreads)
 template <typename T>
 cudaError_t launch_forward_strided(const MambaCausalConv1d& params) {
     const int64_t chunks = params.seqlen > kForwardStridedTile ? ceil_div(params.seqlen, kForwardStridedTile) : 1;
-    const dim3 grid = batch_grid(ceil_div(params.dim * chunks, kConvWarps), params.batch);
+    const Grid grid = batch_grid(ceil_div(params.dim * chunks, kConvWarps), params.batch);
     return launch_kernel(causal_conv1d_forward_strided<T>, grid, kConvThreads, 0, params.run.stream, params,
                          static_cast<unsigned>(chunks));
 }

@@ -121,7 +121,7 @@ cudaError_t launch_forward_time(const MambaCausalConv1d& params, bool aligned) {
     const int64_t tile = (static_cast<int64_t>(V) << lanes_log2) * kForwardTimeUnroll;
     const int64_t chunks = params.seqlen + slack > tile ? ceil_div(params.seqlen + slack, tile) : 1;
     const int64_t row_groups = ceil_div(params.dim, static_cast<int64_t>(32) >> lanes_log2);
-    const dim3 grid = batch_grid(ceil_div(row_groups * chunks, kConvWarps), params.batch);
+    const Grid grid = batch_grid(ceil_div(row_groups * chunks, kConvWarps), params.batch);
     auto kernel = causal_conv1d_forward_time<T, false, false, kReverse>;
     if (is_plain(params)) {
         kernel = causal_conv1d_forward_time<T, true, false, kReverse>;

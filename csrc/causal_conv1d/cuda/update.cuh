@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv1d_update_kernel(cons
 template <typename T>
 cudaError_t launch_conv_update(const MambaCausalConv1dUpdate& params) {
     const int64_t blocks = ceil_div(params.batch * params.dim, kConvThreads);
-    return launch_kernel(causal_conv1d_update_kernel<T>, static_cast<unsigned>(blocks), kConvThreads, 0, params.run.stream,
-                         params);
+    return launch_kernel(causal_conv1d_update_kernel<T>, blocks, kConvThreads, 0, params.run.stream, params);
 }
 
 }  // namespace mamba

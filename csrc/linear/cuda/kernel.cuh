@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_kernel(const MambaLi
     constexpr int kAhead = kRows == 1 ? 3 : 1;  // steps whose loads are under way together
     const int lane = static_cast<int>(threadIdx.x) & 31;
     const int64_t first_output = (static_cast<int64_t>(blockIdx.x) * kLinearWarps + threadIdx.x / 32) * kOutputs;
-    const int64_t first_row = static_cast<int64_t>(blockIdx.y) * kRows;
+    const int64_t first_row = (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * kRows;
     const int64_t features = p.in_features;
     const int outputs = p.out_features - first_output < kOutputs ? static_cast<int>(p.out_features - first_output) : kOutputs;
     const int rows = p.rows - first_row < kRows ? static_cast<int>(p.rows - first_row) : kRows;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_kernel(const MambaLi
     }
     wait_for_previous_kernel();
     let_next_kernel_start();
-    if (outputs <= 0) {
+    if (outputs <= 0 || rows <= 0) {
         return;
     }
     float sums[kOutputs][kRows] = {};
@@ -127,8 +127,7 @@ cudaError_t launch_linear_as(const MambaLinear& p) {
     const bool vectors = rows_aligned(p.weight, size, 16, used_stride(p.out_features, p.in_features)) &&
                          rows_aligned(p.x, size, 16, used_stride(p.rows, p.x_row_stride));
     const int64_t block_outputs = kLinearWarps * kOutputs, block_rows = kRows;
-    const dim3 grid(static_cast<unsigned>(ceil_div(p.out_features, block_outputs)),
-                    static_cast<unsigned>(ceil_div(p.rows, block_rows)));
+    const Grid grid = batch_grid(ceil_div(p.out_features, block_outputs), ceil_div(p.rows, block_rows));
     return launch_overlapping(linear_kernel<T, kRows, kOutputs>, grid, kLinearThreads, 0, p.run.stream, p, vectors);
 }
 

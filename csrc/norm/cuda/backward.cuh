@@ -344,8 +344,7 @@ cudaError_t launch_norm_backward_as(const MambaNormBackward& q, const NormBackwa
         }
     }
     const dim3 threads(static_cast<unsigned>(plan.layout.lanes), static_cast<unsigned>(plan.layout.block_rows));
-    const unsigned blocks = static_cast<unsigned>(plan.slots * q.forward.ngroups);
-    return launch_kernel(kernel, blocks, threads, shared_bytes, q.forward.run.stream, q, plan);
+    return launch_kernel(kernel, plan.slots * q.forward.ngroups, threads, shared_bytes, q.forward.run.stream, q, plan);
 }
 
 template <typename T, typename Other, int kVector, NormGate kGate>

@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == kNormBlock ? kNormReside
 template <typename T, typename Other, int kVector, bool kLooped>
 cudaError_t launch_norm_forward_as(const MambaNorm& p, const NormLayout& layout) {
     const dim3 threads(static_cast<unsigned>(layout.lanes), static_cast<unsigned>(layout.block_rows));
-    const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows * p.ngroups, layout.block_rows));
+    const int64_t blocks = ceil_div(p.rows * p.ngroups, layout.block_rows);
     if constexpr (!kLooped) {
         if (layout.lanes * layout.block_rows <= kNormBlock) {
             return launch_overlapping(norm_forward_kernel<T, Other, kVector, false, kNormBlock>, blocks, threads, 0,

@@ -58,7 +58,7 @@ cudaError_t launch_swiglu_vector(const MambaSwiglu& p, bool backward) {
     const int lanes_log2 = ceil_log2(ceil_div(p.width, kVector), 0, 8);
     static_assert(kNormBlock == 1 << 8, "a block holds at most 2^8 lanes");
     const dim3 threads(1u << lanes_log2, static_cast<unsigned>(kNormBlock >> lanes_log2));
-    const unsigned blocks = static_cast<unsigned>(ceil_div(p.rows, threads.y));
+    const int64_t blocks = ceil_div(p.rows, threads.y);
     auto kernel = swiglu_kernel<T, kVector, false>;
     if (backward) {
         kernel = swiglu_kernel<T, kVector, true>;

@@ -46,6 +46,13 @@ def test_nothing_to_do(device):
     assert torch.equal(linear(torch.randn(2, 0, device=device), weight[:, :0], bias), bias.expand(2, 5))
 
 
+@pytest.mark.gpu
+def test_more_rows_than_one_dimension_of_a_grid(cuda):
+    """65535 blocks of 8 rows are 524,280."""
+    x, weight = torch.randn(524_301, 8, device=cuda), torch.randn(3, 8, device=cuda)
+    torch.testing.assert_close(linear(x, weight), (x.double() @ weight.double().T).float())
+
+
 def test_a_nan_stays_in_its_row(device):
     x = torch.randn(4, 300, device=device)
     x[1, 7] = float("nan")
