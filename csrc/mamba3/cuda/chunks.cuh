@@ -85,9 +85,7 @@ __device__ __forceinline__ float turn_of_step(float speed, float dt) {
 
 // A number of turns in [-1/2, 1/2] in units of 2^-32: sums of these lose nothing, in any order. 0 for NaN.
 __device__ __forceinline__ uint32_t count_of_turns(float turns) {
-    const float units = rintf(turns * 4294967296.0f);
-    const bool counts = units > -2147483648.0f && units < 2147483648.0f;
-    return counts ? static_cast<uint32_t>(static_cast<int32_t>(units)) : units == units && units != 0.0f ? 0x80000000u : 0u;
+    return static_cast<uint32_t>(__float2int_rn(turns * 4294967296.0f));
 }
 __device__ __forceinline__ uint32_t count_of_radians(float radians) {
     const double turns = static_cast<double>(radians) * 0.15915494309189535;

@@ -8,7 +8,7 @@ namespace mamba {
 
 // Whether rows of 8 elements can be accessed in vectors of 16 bytes; weights: of mimo_v, mimo_z, mimo_out and norm_weight.
 struct Mamba3FinishVectors {
-    int32_t z, out, weights;
+    int32_t z, out, weights, all;
 };
 
 // Of a tile of y's rows, in floats.
@@ -32,26 +32,30 @@ struct Mamba3FinishTile {
 };
 
 // Neighbours of a tensor that may end before them.
-template <typename T>
+template <typename T, bool kVectors>
 __device__ __forceinline__ void load_columns(float (&values)[kMamba3FinishColumns], const T* from, int left, bool vectors) {
-    unpack<T, kMamba3FinishColumns>(packed_load_padded<T, kMamba3FinishColumns>(from, left, vectors), values);
-}
-template <typename T>
-__device__ __forceinline__ void store_columns(T* to, const float (&values)[kMamba3FinishColumns], int left, bool vectors) {
-    if (vectors && left >= kMamba3FinishColumns) {
-        packed_store<T, kMamba3FinishColumns>(to, pack<T, kMamba3FinishColumns>(values));
-        return;
+    if constexpr (kVectors) {
+        unpack<T, kMamba3FinishColumns>(packed_load<T, kMamba3FinishColumns>(from), values);
+    } else {
+        unpack<T, kMamba3FinishColumns>(packed_load_padded<T, kMamba3FinishColumns>(from, left, vectors), values);
     }
+}
+template <typename T, bool kVectors>
+__device__ __forceinline__ void store_columns(T* to, const float (&values)[kMamba3FinishColumns], int left, bool vectors) {
+    if (kVectors || (vectors && left >= kMamba3FinishColumns)) {
+        packed_store<T, kMamba3FinishColumns>(to, pack<T, kMamba3FinishColumns>(values));
+    } else {
 #pragma unroll
-    for (int i = 0; i < kMamba3FinishColumns; ++i) {
-        if (i < left) {
-            to[i] = from_float<T>(values[i]);
+        for (int i = 0; i < kMamba3FinishColumns; ++i) {
+            if (i < left) {
+                to[i] = from_float<T>(values[i]);
+            }
         }
     }
 }
 
-// A row of y with D x, x = mimo_v v; from: the weights' element of the thread's first column.
-template <typename T>
+// A row of y with D x, x = mimo_v v. weight: the weights' element of the thread's first column.
+template <typename T, bool kVectors>
 __device__ __forceinline__ void load_scan_row(float (&y)[kMamba3FinishColumns], const MambaMamba3& p,
                                               const Mamba3FinishTile<T>& tile, int row, int column,
                                               const float (&v)[kMamba3FinishColumns], float D, int64_t weight, int left,
@@ -60,7 +64,7 @@ __device__ __forceinline__ void load_scan_row(float (&y)[kMamba3FinishColumns], 
     if (tile.with_D && p.D != nullptr) {
         if (p.mimo_v != nullptr) {
             float weights[kMamba3FinishColumns];
-            load_columns<float>(weights, p.mimo_v + weight, left, vectors);
+            load_columns<float, kVectors>(weights, p.mimo_v + weight, left, vectors);
 #pragma unroll
             for (int i = 0; i < kMamba3FinishColumns; ++i) {
                 y[i] = fmaf(D, v[i] * weights[i], y[i]);
@@ -74,8 +78,55 @@ __device__ __forceinline__ void load_scan_row(float (&y)[kMamba3FinishColumns], 
     }
 }
 
-// out of the tile's steps; eight neighbouring threads take a step.
+// out of the tile's steps, one row each without weights or norm, in vectors; eight neighbouring threads take a step.
 template <typename T>
+__device__ __forceinline__ void finish_plain_chunk(const MambaMamba3& p, const Mamba3FinishHead& head,
+                                                   const Mamba3FinishTile<T>& tile) {
+    constexpr int kColumns = kMamba3FinishColumns;
+    constexpr int kStepThreads = kMamba3StateRows / kColumns;
+    const int column = threadIdx.x % kStepThreads * kColumns;
+    const int pass = static_cast<int>(blockDim.x) / kStepThreads;
+    const float D = p.D != nullptr ? p.D[head.head] : 0.0f;
+    int step = static_cast<int>(threadIdx.x) / kStepThreads;
+    const int64_t at = tile.first + step;
+    const T* z = static_cast<const T*>(p.z) + head.row * p.z_batch_stride + at * p.z_len_stride + head.head * p.z_head_stride +
+                 head.row0 + column;
+    T* to = static_cast<T*>(p.out) + head.row * p.out_batch_stride + at * p.out_len_stride + head.head * p.out_head_stride +
+            head.row0 + column;
+    const int64_t z_pass = pass * p.z_len_stride, to_pass = pass * p.out_len_stride;
+    const float* from = tile.y + step * kMamba3YPitch + column;
+    const T* x = tile.v + step * tile.v_pitch + column;
+#pragma unroll 2
+    for (; step < tile.steps; step += pass) {
+        float y[kColumns], v[kColumns];
+        Packed<T, kColumns> gate = packed_zero<T, kColumns>();
+        if (p.z != nullptr) {
+            gate = packed_load<T, kColumns>(z);
+        }
+        unpack<float, kColumns>(packed_load<float, kColumns>(from), y);
+        unpack<T, kColumns>(packed_load<T, kColumns>(x), v);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            y[i] = fmaf(D, v[i], y[i]);
+        }
+        if (p.z != nullptr) {
+            float gates[kColumns];
+            unpack<T, kColumns>(gate, gates);
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) {
+                y[i] *= silu(gates[i]);
+            }
+        }
+        packed_store<T, kColumns>(to, pack<T, kColumns>(y));
+        z += z_pass;
+        to += to_pass;
+        from += pass * kMamba3YPitch;
+        x += pass * tile.v_pitch;
+    }
+}
+
+// out of the tile's steps, whatever there is. kVectors: all columns exist, and all accesses are vectors.
+template <typename T, bool kVectors>
 __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3FinishHead& head,
                                              const Mamba3FinishTile<T>& tile, const Mamba3FinishVectors& vectors) {
     constexpr int kColumns = kMamba3FinishColumns;
@@ -98,7 +149,7 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3F
         if (p.z != nullptr && exists) {
             const T* const from = static_cast<const T*>(p.z) + head.row * p.z_batch_stride + at * p.z_len_stride +
                                   head.head * p.z_head_stride + head.row0 + column;
-            load_columns<T>(z, from, left, vectors.z != 0);
+            load_columns<T, kVectors>(z, from, left, vectors.z != 0);
         }
         unpack<T, kColumns>(packed_load<T, kColumns>(tile.v + own * tile.v_pitch + column), v);
         T* const to = static_cast<T*>(p.out) + head.row * p.out_batch_stride + at * p.out_len_stride +
@@ -108,7 +159,7 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3F
             const int64_t weight = weights + rank * p.headdim;
             const bool weight_vectors = vectors.weights != 0;
             float y[kColumns];
-            load_scan_row<T>(y, p, tile, own * tile.ranks + rank, column, v, D, weight, left, weight_vectors);
+            load_scan_row<T, kVectors>(y, p, tile, own * tile.ranks + rank, column, v, D, weight, left, weight_vectors);
             if (p.norm_weight != nullptr) {
                 float squares = 0.0f;
 #pragma unroll
@@ -121,7 +172,8 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3F
                 }
                 const float rstd = rsqrtf(fmaf(squares, per_column, p.norm_eps));
                 float scale[kColumns];
-                load_columns<float>(scale, p.norm_weight + head.head * p.headdim + head.row0 + column, left, weight_vectors);
+                load_columns<float, kVectors>(scale, p.norm_weight + head.head * p.headdim + head.row0 + column, left,
+                                              weight_vectors);
 #pragma unroll
                 for (int i = 0; i < kColumns; ++i) {
                     y[i] *= rstd * scale[i];
@@ -130,7 +182,7 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3F
             if (p.z != nullptr) {
                 float scale[kColumns];
                 if (p.mimo_z != nullptr) {
-                    load_columns<float>(scale, p.mimo_z + weight, left, weight_vectors);
+                    load_columns<float, kVectors>(scale, p.mimo_z + weight, left, weight_vectors);
                 }
 #pragma unroll
                 for (int i = 0; i < kColumns; ++i) {
@@ -139,11 +191,11 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3F
             }
             if (p.mimo_out == nullptr) {
                 if (exists) {
-                    store_columns<T>(to + rank * p.out_rank_stride, y, left, vectors.out != 0);
+                    store_columns<T, kVectors>(to + rank * p.out_rank_stride, y, left, vectors.out != 0);
                 }
             } else {
                 float scale[kColumns];
-                load_columns<float>(scale, p.mimo_out + weight, left, weight_vectors);
+                load_columns<float, kVectors>(scale, p.mimo_out + weight, left, weight_vectors);
 #pragma unroll
                 for (int i = 0; i < kColumns; ++i) {
                     out[i] = fmaf(y[i], scale[i], out[i]);
@@ -151,7 +203,7 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3F
             }
         }
         if (p.mimo_out != nullptr && exists) {
-            store_columns<T>(to, out, left, vectors.out != 0);
+            store_columns<T, kVectors>(to, out, left, vectors.out != 0);
         }
     }
 }
@@ -171,8 +223,8 @@ __device__ __forceinline__ void store_scan_rows(const MambaMamba3& p, const Mamb
         if (rank < p.rank && left > 0) {
             float v[kColumns], y[kColumns];
             unpack<T, kColumns>(packed_load<T, kColumns>(tile.v + step * tile.v_pitch + column), v);
-            load_scan_row<T>(y, p, tile, row, column, v, D, (head.head * p.rank + rank) * p.headdim + head.row0 + column, left,
-                             false);
+            load_scan_row<T, false>(y, p, tile, row, column, v, D, (head.head * p.rank + rank) * p.headdim + head.row0 + column,
+                                    left, false);
             float* const to = rows +
                               (((head.row * p.seqlen + tile.first + step) * p.rank + rank) * p.nheads + head.head) * p.headdim +
                               head.row0 + column;

@@ -26,6 +26,8 @@ __global__ void __launch_bounds__(kMamba3Threads, mamba3_forward_blocks<Layout>(
     using Sum = typename Mamba3TurnSum<T>::Value;
     Sum* const turn_sums = reinterpret_cast<Sum*>(x_tile + kRows * kMamba3XPitch);
     Values& values = *reinterpret_cast<Values*>(turn_sums + kMamba3TurnSums<kStates>);
+    [[maybe_unused]] const bool plain =
+        p.rank == 1 && p.norm_weight == nullptr && p.mimo_v == nullptr && p.mimo_z == nullptr && p.mimo_out == nullptr;
     const bool projects = p.rank > 1 || p.mimo_v != nullptr;  // x is not v
     T* const v_tile = projects ? reinterpret_cast<T*>(&values + 1) : x_tile;
 
@@ -84,6 +86,7 @@ __global__ void __launch_bounds__(kMamba3Threads, mamba3_forward_blocks<Layout>(
         const int64_t left = range.begin + range.seqlen - first;
         const int steps = static_cast<int>(left < chunks.steps ? left : chunks.steps);
         const int64_t slot = first_slot + chunk;
+        const Mamba3RowLoads<kRows> row_loads(chunks, mamba3_values(chunks, p.nheads, slot, head, kMamba3High), rank_rows);
         if (kResults) {
             const Mamba3Matrix<T> q = {static_cast<const T*>(p.q) + range.row * p.q_batch_stride + first * p.q_len_stride +
                                            launch.q_rank * p.q_rank_stride + group * p.q_group_stride,
@@ -105,34 +108,43 @@ __global__ void __launch_bounds__(kMamba3Threads, mamba3_forward_blocks<Layout>(
                                                                   launch.v_vectors != 0);
         }
         end_copies();
-        load_row_values<kRows>(values, chunks, mamba3_values(chunks, p.nheads, slot, head, kMamba3High), rank_rows);
+        row_loads.store(values, rank_rows);
         __syncthreads();
 
         Mamba3Turning turning;
         turning.speeds = chunks.speeds + mamba3_speeds_index(p, range.row, first, head);
-        turning.speeds_stride = (p.angles_of_heads != 0 ? p.nheads : 1) * p.nangles;
+        turning.speeds_stride = static_cast<int>((p.angles_of_heads != 0 ? p.nheads : 1) * p.nangles);
         turning.turns = chunks.turns + (slot * p.nheads + head) * p.nangles;
         turning.dt = values.dt;
+        turning.keep = values.keep;
         turning.start = values.start;
         turning.steps = steps;
+        turning.quarter = (static_cast<int>(chunks.steps) + kMamba3Warps - 1) / kMamba3Warps;
+        turning.packed = p.seq_idx != nullptr;
         turning.dstate = dstate;
         turning.angles = static_cast<int>(p.nangles);
         turning.pairwise = p.pairwise != 0;
         const float* const q_bias = p.q_bias + (head * p.rank + launch.q_rank) * p.dstate;
         const float* const k_bias = p.k_bias + (head * p.rank + launch.k_rank) * p.dstate;
-        if (launch.words != 0) {
-            sum_turns<T, kStates, true>(turn_sums, turning, warp, lane);
+        const bool words = launch.words != 0 && turning.quarter % 4 == 0;
+        if (words && turning.pairwise) {
+            sum_turns<T, kStates, kMamba3Neighbours, 4>(turn_sums, turning, warp, lane);
+        } else if (words) {
+            sum_turns<T, kStates, kMamba3Halves, 4>(turn_sums, turning, warp, lane);
         } else {
-            sum_turns<T, kStates, false>(turn_sums, turning, warp, lane);
+            sum_turns<T, kStates, kMamba3Elements, 1>(turn_sums, turning, warp, lane);
         }
         wait_for_copies<0>();
         __syncthreads();
-        if (launch.words != 0) {
-            turn_rows<T, kStates, true, kResults>(q_tile, k_tile, turn_sums, turning, q_bias, k_bias, ranks, q_ranks, k_ranks,
-                                                  warp, lane);
+        if (words && turning.pairwise) {
+            turn_rows<T, kStates, kMamba3Neighbours, kResults, 4>(q_tile, k_tile, turn_sums, turning, q_bias, k_bias, ranks,
+                                                                  q_ranks, k_ranks, warp, lane);
+        } else if (words) {
+            turn_rows<T, kStates, kMamba3Halves, kResults, 4>(q_tile, k_tile, turn_sums, turning, q_bias, k_bias, ranks,
+                                                              q_ranks, k_ranks, warp, lane);
         } else {
-            turn_rows<T, kStates, false, kResults>(q_tile, k_tile, turn_sums, turning, q_bias, k_bias, ranks, q_ranks, k_ranks,
-                                                   warp, lane);
+            turn_rows<T, kStates, kMamba3Elements, kResults, 1>(q_tile, k_tile, turn_sums, turning, q_bias, k_bias, ranks,
+                                                                q_ranks, k_ranks, warp, lane);
         }
         if (projects) {
             const float* const weight =
@@ -215,8 +227,14 @@ __global__ void __launch_bounds__(kMamba3Threads, mamba3_forward_blocks<Layout>(
             tile.with_D = launch.k_rank == 0;
             if (launch.rows != nullptr) {
                 store_scan_rows<T>(p, finish_head, tile, launch.rows, launch.adds != 0);
+            } else if (launch.vectors.all != 0 && columns >= kMamba3StateRows) {
+                if (plain) {
+                    finish_plain_chunk<T>(p, finish_head, tile);
+                } else {
+                    finish_chunk<T, true>(p, finish_head, tile, launch.vectors);
+                }
             } else {
-                finish_chunk<T>(p, finish_head, tile, launch.vectors);
+                finish_chunk<T, false>(p, finish_head, tile, launch.vectors);
             }
             __syncthreads();
         }

@@ -31,7 +31,9 @@ struct alignas(16) Mamba3RowValues {
     float adding[kRows];  // what x k^T counts in the state behind the chunk
     int own[kRows];       // first row of the row's step
     int run[kRows];       // first row of its run, 0 or less for one that began before the chunk
+    // Of each step.
     float dt[kMamba3MostSteps];
+    float keep[kMamba3MostSteps];  // 0 where the step restarts, else 1
     int start[kMamba3MostSteps];
     float carry;
 };
@@ -84,35 +86,59 @@ constexpr int mamba3_forward_blocks() {
 #endif
 }
 
-// A thread a row: its values from the step's.
+// What a thread loads of them: of the step of its row, and of the step of its number.
 template <int kRows>
-__device__ __forceinline__ void load_row_values(Mamba3RowValues<kRows>& values, const Mamba3Chunks& chunks, const float* from,
-                                                const Mamba3RankRows& rows) {
-    const int pitch = static_cast<int>(chunks.pitch);
-    for (int row = threadIdx.x; row < kRows; row += kMamba3Threads) {
-        const int steps = static_cast<int>(chunks.steps);
-        const int step = rows.step_of(row);
-        const bool exists = step < steps;
-        const float* const at = from + (exists ? step : steps - 1);
-        values.high[row] = at[kMamba3High * pitch];
-        values.low[row] = at[kMamba3Low * pitch];
-        values.gamma[row] = exists ? at[kMamba3Gamma * pitch] : 0.0f;
-        const float scale = exists ? at[kMamba3Scale * pitch] : 0.0f;
-        const float leaving = at[kMamba3Leaving * pitch];
-        values.scale[row] = scale;
-        values.entering[row] = at[kMamba3Entering * pitch];
-        values.adding[row] = leaving != 0.0f ? leaving * scale : 0.0f;  // a NaN before a restart stays there
-        values.own[row] = step * rows.ranks;
-        values.run[row] = __float_as_int(at[kMamba3Start * pitch]) * rows.ranks;
+struct Mamba3RowLoads {
+    float row[kMamba3Dt];
+    float dt, carry;
+    int start;
+    bool has_row, has_step, exists;
+
+    __device__ __forceinline__ Mamba3RowLoads(const Mamba3Chunks& chunks, const float* from, const Mamba3RankRows& rows) {
+        static_assert(kRows <= kMamba3Threads && kMamba3MostSteps <= kMamba3Threads, "a thread each");
+        const int thread = static_cast<int>(threadIdx.x), steps = static_cast<int>(chunks.steps);
+        const int pitch = static_cast<int>(chunks.pitch);
+        const int step = rows.step_of(thread);
+        has_row = thread < kRows;
+        has_step = thread < pitch;
+        exists = step < steps;
+        if (has_row) {
+#pragma unroll
+            for (int i = 0; i < kMamba3Dt; ++i) {
+                row[i] = from[i * pitch + (exists ? step : steps - 1)];
+            }
+        }
+        if (has_step) {
+            dt = from[kMamba3Dt * pitch + thread];
+            start = __float_as_int(from[kMamba3Start * pitch + thread]);
+        }
+        if (thread == 0) {
+            carry = from[kMamba3Entering * pitch + steps - 1];
+        }
     }
-    for (int step = threadIdx.x; step < pitch; step += kMamba3Threads) {
-        values.dt[step] = from[kMamba3Dt * pitch + step];
-        values.start[step] = __float_as_int(from[kMamba3Start * pitch + step]);
+    __device__ __forceinline__ void store(Mamba3RowValues<kRows>& values, const Mamba3RankRows& rows) const {
+        const int thread = static_cast<int>(threadIdx.x);
+        if (has_row) {
+            const float scale = exists ? row[kMamba3Scale] : 0.0f;
+            values.high[thread] = row[kMamba3High];
+            values.low[thread] = row[kMamba3Low];
+            values.gamma[thread] = exists ? row[kMamba3Gamma] : 0.0f;
+            values.scale[thread] = scale;
+            values.entering[thread] = row[kMamba3Entering];
+            values.adding[thread] = row[kMamba3Leaving] != 0.0f ? row[kMamba3Leaving] * scale : 0.0f;  // a NaN stays there
+            values.own[thread] = rows.step_of(thread) * rows.ranks;
+            values.run[thread] = __float_as_int(row[kMamba3Start]) * rows.ranks;
+        }
+        if (has_step) {
+            values.dt[thread] = dt;
+            values.start[thread] = start;
+            values.keep[thread] = start == thread ? 0.0f : 1.0f;
+        }
+        if (thread == 0) {
+            values.carry = carry;
+        }
     }
-    if (threadIdx.x == 0) {
-        values.carry = from[kMamba3Entering * pitch + chunks.steps - 1];
-    }
-}
+};
 
 // x's rows from v's: times mimo_v.
 template <typename T>
@@ -179,10 +205,10 @@ __device__ __forceinline__ void mix_rows(T* M_tile, const T* q_tile, const T* k_
                 const float2 earlier_low = *reinterpret_cast<const float2*>(&values.low[s]);
                 const float2 scale = *reinterpret_cast<const float2*>(&values.scale[s]);
                 const auto weigh = [&](int from, float from_high, float from_low, float from_scale, float sum) {
-                    if (from < own) {
-                        return from >= run ? exp2_fast((high - from_high) + (low - from_low)) * from_scale * sum : 0.0f;
-                    }
-                    return from < own + ranks ? gamma * sum : 0.0f;
+                    const float decay = exp2_fast((high - from_high) + (low - from_low)) * from_scale;
+                    const float earlier_step = from >= run ? decay : 0.0f;
+                    const float weight = from < own ? earlier_step : gamma;
+                    return from < own + ranks ? weight * sum : 0.0f;
                 };
                 const float left = sums[2 * side][2 * half] + sums[2 * side + 1][2 * half];
                 const float right = sums[2 * side][2 * half + 1] + sums[2 * side + 1][2 * half + 1];

@@ -80,6 +80,7 @@ cudaError_t launch_mamba3_forward(const MambaMamba3& p, const Mamba3Forward& pla
                                       p.mimo_out != nullptr ? 0 : p.out_rank_stride);
     launch.vectors.weights = rows_aligned(p.mimo_v, 4, 16, p.headdim) && rows_aligned(p.mimo_z, 4, 16, p.headdim) &&
                              rows_aligned(p.mimo_out, 4, 16, p.headdim) && rows_aligned(p.norm_weight, 4, 16, p.headdim);
+    launch.vectors.all = launch.vectors.z != 0 && launch.vectors.out != 0 && launch.vectors.weights != 0;
     using Layouts = Mamba3Layouts<T>;
     cudaError_t error = plan.layout == kMamba3Small    ? launch_mamba3_layout<T, typename Layouts::Small>(p, plan, launch)
                         : plan.layout == kMamba3Middle ? launch_mamba3_layout<T, typename Layouts::Middle>(p, plan, launch)

@@ -36,16 +36,29 @@ __device__ __forceinline__ void load_rank_rows(T* tile, const Mamba3Matrix<T>& m
         static_assert(kMamba3Threads % kRowVectors == 0 && kRows % kTogether == 0, "a thread's column stays the same");
         const int column = threadIdx.x % kRowVectors * kVector;
         const int first = threadIdx.x / kRowVectors;
-        const T* const from = matrix.from + column;
+        const int step = rows.step_of(first), rank = first - step * rows.ranks;
+        const T* at = matrix.from + step * matrix.len_stride + rank * matrix.rank_stride + column;
         T* const to = tile + Tile::at(first, column);
-#pragma unroll 8
+        if (rows.ranks <= kTogether && steps * rows.ranks == tile_rows) {  // a thread's rank stays the same
+            const int64_t pass = (kTogether >> rows.log2) * matrix.len_stride;
+            const bool valid = column < columns && rank < existing;
+#pragma unroll
+            for (int i = 0; i < kRows; i += kTogether) {
+                if (first + i < tile_rows) {
+                    copy_async<16>(to + i * Tile::kPitch, valid ? at : matrix.from, valid);
+                    at += pass;
+                }
+            }
+            return;
+        }
+#pragma unroll 1
         for (int i = 0; i < kRows; i += kTogether) {
-            const int step = rows.step_of(first + i);
-            const int rank = first + i - step * rows.ranks;
-            const bool valid = step < steps && rank < existing && column < columns;
+            const int own_step = rows.step_of(first + i);
+            const int own_rank = first + i - own_step * rows.ranks;
+            const bool valid = own_step < steps && own_rank < existing && column < columns;
             if (first + i < tile_rows) {
-                copy_async<16>(to + i * Tile::kPitch,
-                               valid ? from + step * matrix.len_stride + rank * matrix.rank_stride : matrix.from, valid);
+                at = matrix.from + own_step * matrix.len_stride + own_rank * matrix.rank_stride + column;
+                copy_async<16>(to + i * Tile::kPitch, valid ? at : matrix.from, valid);
             }
         }
     } else {
@@ -69,13 +82,13 @@ struct Mamba3TurnSum {
     Value value;
 
     __device__ __forceinline__ void start(uint32_t count) { value = turns_of_count(count); }
-    __device__ __forceinline__ void add_step(float speed, float dt) {
-        const float turns = speed * dt;
-        value += turns - rintf(turns);
+    // keep: 0 where the step restarts, else 1.
+    __device__ __forceinline__ void add_step(float speed, float dt, float keep) {
+        const float sum = fmaf(speed, dt, value * keep);
+        value = sum - rintf(sum);
     }
     __device__ __forceinline__ float2 cos_sin() const {
-        const float radians = (value - rintf(value)) * 6.2831853f;
-        return make_float2(cos_fast(radians), sin_fast(radians));
+        return make_float2(cos_fast(value * 6.2831853f), sin_fast(value * 6.2831853f));
     }
 };
 template <>
@@ -84,25 +97,29 @@ struct Mamba3TurnSum<float> {
     Value value;
 
     __device__ __forceinline__ void start(uint32_t count) { value = count; }
-    __device__ __forceinline__ void add_step(float speed, float dt) { value += count_of_turns(turn_of_step(speed, dt)); }
+    __device__ __forceinline__ void add_step(float speed, float dt, float keep) {
+        value = (keep != 0.0f ? value : 0u) + count_of_turns(turn_of_step(speed, dt));
+    }
     __device__ __forceinline__ float2 cos_sin() const { return cos_sin_of_turns(turns_of_count(value)); }
 };
 
-// The four elements of a row that a lane turns, as two pairs. In words, where pairs or halves of them are pairs of neighbours
-// in memory; else one by one.
+// How a lane reads the elements of the two pairs that it turns: from words of two neighbours, which are a pair each, or the
+// first and the second ones of both; or one by one.
+enum Mamba3PairKind { kMamba3Neighbours, kMamba3Halves, kMamba3Elements };
+
 struct Mamba3Pairs {
     int first[2], second[2];  // elements; of words the first of each: first[0] and first[1]. -1: none
     int angle[2];             // -1: none turns the pair
 };
 
-template <bool kWords>
+template <Mamba3PairKind kKind>
 __device__ __forceinline__ Mamba3Pairs mamba3_pairs(int index, int lane, int dstate, int angles, bool pairwise) {
     Mamba3Pairs pairs;
     const int half = dstate / 2;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
         const int unit = 64 * index + 32 * e + lane;
-        if (kWords && !pairwise) {
+        if (kKind == kMamba3Halves) {
             const int at = 2 * (32 * index + lane);
             pairs.first[e] = at < half ? at + e * half : -1;
             pairs.second[e] = pairs.first[e];
@@ -142,48 +159,30 @@ __device__ __forceinline__ void store_word<float>(float* word, float2 value) {
     *reinterpret_cast<float2*>(word) = value;
 }
 
-// Words hold (x, y) of a pair, or x of both in one and y of both in the other.
-__device__ __forceinline__ void exchange(Mamba3Quad& quad, bool pairwise) {
-    if (!pairwise) {
-        const float second = quad.pair[0].y;
-        quad.pair[0].y = quad.pair[1].x;
-        quad.pair[1].x = second;
-    }
-}
-
-template <bool kWords, typename T>
-__device__ __forceinline__ Mamba3Quad load_quad(const T* row, const Mamba3Pairs& pairs, bool pairwise) {
+// row: of a tile, whose columns reach beyond dstate: words exist there too, as zeros. `words`: the lane's two.
+template <Mamba3PairKind kKind, typename T>
+__device__ __forceinline__ Mamba3Quad load_quad(const T* row, const Mamba3Pairs& pairs, const int (&words)[2]) {
     Mamba3Quad quad;
+    if (kKind == kMamba3Elements) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-        quad.pair[e] = make_float2(0.0f, 0.0f);
-        if (kWords) {
-            if (pairs.first[e] >= 0) {
-                quad.pair[e] = load_word<T>(row + pairs.first[e]);
-            }
-        } else {
+        for (int e = 0; e < 2; ++e) {
             quad.pair[e].x = pairs.first[e] >= 0 ? to_float(row[pairs.first[e]]) : 0.0f;
             quad.pair[e].y = pairs.second[e] >= 0 ? to_float(row[pairs.second[e]]) : 0.0f;
         }
+        return quad;
     }
-    if (kWords) {
-        exchange(quad, pairwise);
-    }
+    const float2 first = load_word<T>(row + words[0]), second = load_word<T>(row + words[1]);
+    quad.pair[0] = kKind == kMamba3Halves ? make_float2(first.x, second.x) : first;
+    quad.pair[1] = kKind == kMamba3Halves ? make_float2(first.y, second.y) : second;
     return quad;
 }
 
-template <bool kWords, typename T>
-__device__ __forceinline__ void store_quad(T* row, Mamba3Quad quad, const Mamba3Pairs& pairs, bool pairwise) {
-    if (kWords) {
-        exchange(quad, pairwise);
-    }
+template <Mamba3PairKind kKind, typename T>
+__device__ __forceinline__ void store_quad(T* row, const Mamba3Quad& quad, const Mamba3Pairs& pairs, const int (&words)[2]) {
+    const float2 one = quad.pair[0], other = quad.pair[1];
+    if (kKind == kMamba3Elements) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-        if (kWords) {
-            if (pairs.first[e] >= 0) {
-                store_word<T>(row + pairs.first[e], quad.pair[e]);
-            }
-        } else {
+        for (int e = 0; e < 2; ++e) {
             if (pairs.first[e] >= 0) {
                 row[pairs.first[e]] = from_float<T>(quad.pair[e].x);
             }
@@ -191,24 +190,51 @@ __device__ __forceinline__ void store_quad(T* row, Mamba3Quad quad, const Mamba3
                 row[pairs.second[e]] = from_float<T>(quad.pair[e].y);
             }
         }
+        return;
     }
+    store_word<T>(row + words[0], kKind == kMamba3Halves ? make_float2(one.x, other.x) : one);
+    store_word<T>(row + words[1], kKind == kMamba3Halves ? make_float2(one.y, other.y) : other);
+}
+
+// A lane's entries of a bias, which ends with dstate.
+template <Mamba3PairKind kKind>
+__device__ __forceinline__ Mamba3Quad load_bias(const float* bias, const Mamba3Pairs& pairs) {
+    if (kKind == kMamba3Elements) {
+        const int words[2] = {0, 0};
+        return load_quad<kKind, float>(bias, pairs, words);
+    }
+    float2 first = make_float2(0.0f, 0.0f), second = first;
+    if (pairs.first[0] >= 0) {
+        first = *reinterpret_cast<const float2*>(bias + pairs.first[0]);
+    }
+    if (pairs.first[1] >= 0) {
+        second = *reinterpret_cast<const float2*>(bias + pairs.first[1]);
+    }
+    Mamba3Quad quad;
+    quad.pair[0] = kKind == kMamba3Halves ? make_float2(first.x, second.x) : first;
+    quad.pair[1] = kKind == kMamba3Halves ? make_float2(first.y, second.y) : second;
+    return quad;
 }
 
 // What a block needs to turn a chunk's rows. Pointers are the head's.
 struct Mamba3Turning {
     const float* speeds;    // of the chunk's first step
-    int64_t speeds_stride;  // to the next step's
+    int speeds_stride;      // to the next step's
     const uint32_t* turns;  // before the chunk
-    const float* dt;        // of the steps, in shared memory, as start
+    const float* dt;        // of the steps, in shared memory, as keep and start
+    const float* keep;
     const int* start;
-    int steps;  // that exist
+    int steps;    // that exist
+    int quarter;  // of a chunk's steps, rounded up: a warp's
     int dstate, angles;
-    bool pairwise;
+    bool pairwise, packed;  // packed: start is to be looked at
 
-    // A warp takes a quarter of the steps.
     __device__ __forceinline__ int first_step(int warp) const {
-        const int first = warp * ((steps + kMamba3Warps - 1) / kMamba3Warps);
+        const int first = warp * quarter;
         return first < steps ? first : steps;
+    }
+    __device__ __forceinline__ float speed(const float* of_angle, int step) const {
+        return of_angle[(step < steps ? step : steps - 1) * speeds_stride];
     }
 };
 
@@ -218,107 +244,139 @@ constexpr int kMamba3QuadsOfLane = kStates < 128 ? 1 : kStates / 128;
 template <int kStates>
 constexpr int kMamba3TurnSums = kMamba3QuadsOfLane<kStates> * 2 * kMamba3Threads;
 
-// First what each warp's steps turn, from the last restart in them on: sums (quads, 2, threads) in shared memory.
-template <typename T, int kStates, bool kWords>
+// First what each warp's steps turn, from the last restart in them on: sums (quads, 2, threads) in shared memory. kGroup: steps
+// at a time, of which a quarter has a multiple.
+template <typename T, int kStates, Mamba3PairKind kKind, int kGroup>
 __device__ __forceinline__ void sum_turns(typename Mamba3TurnSum<T>::Value* sums, const Mamba3Turning& turning, int warp,
                                           int lane) {
-    const int first = turning.first_step(warp), last = turning.first_step(warp + 1);
+    const int last = turning.first_step(warp + 1);
 #pragma unroll
     for (int index = 0; index < kMamba3QuadsOfLane<kStates>; ++index) {
-        const Mamba3Pairs pairs = mamba3_pairs<kWords>(index, lane, turning.dstate, turning.angles, turning.pairwise);
+        const Mamba3Pairs pairs = mamba3_pairs<kKind>(index, lane, turning.dstate, turning.angles, turning.pairwise);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             if (!__any_sync(0xffffffffu, pairs.angle[e] >= 0)) {
                 continue;
             }
             Mamba3TurnSum<T> sum = {};
-            const float* speed = turning.speeds + (pairs.angle[e] >= 0 ? pairs.angle[e] : 0);
-#pragma unroll 4
-            for (int step = first; step < last; ++step) {
-                if (turning.start[step] == step) {
-                    sum = {};
+            const float* const speed = turning.speeds + (pairs.angle[e] >= 0 ? pairs.angle[e] : 0);
+#pragma unroll 1
+            for (int group = turning.first_step(warp); group < last; group += kGroup) {
+#pragma unroll
+                for (int i = 0; i < kGroup; ++i) {
+                    sum.add_step(turning.speed(speed, group + i), turning.dt[group + i], turning.keep[group + i]);
                 }
-                sum.add_step(speed[step * turning.speeds_stride], turning.dt[step]);
             }
             sums[(2 * index + e) * kMamba3Threads + threadIdx.x] = sum.value;
         }
     }
 }
 
-// Then, behind a barrier, adds the biases to this warp's rows and turns them. With kWithQ q's and k's, else k's alone.
-template <typename T, int kStates, bool kWords, bool kWithQ>
+// What a warp's steps have been turned by when they begin.
+template <typename T>
+__device__ __forceinline__ Mamba3TurnSum<T> turns_before(const typename Mamba3TurnSum<T>::Value* sums,
+                                                         const Mamba3Turning& turning, int angle, int warp) {
+    Mamba3TurnSum<T> sum;
+    sum.start(angle >= 0 ? turning.turns[angle] : 0u);
+    for (int before = 0; before < warp; ++before) {
+        const typename Mamba3TurnSum<T>::Value other = sums[32 * before];
+        const int begin = turning.first_step(before), end = turning.first_step(before + 1);
+        const bool restarts = turning.packed && end > begin && turning.start[end - 1] >= begin;
+        sum.value = restarts ? other : sum.value + other;
+    }
+    return sum;
+}
+
+// A pair with its bias, turned.
+__device__ __forceinline__ float2 turned(float2 pair, float2 bias, float2 cos_sin) {
+    const float a = pair.x + bias.x, b = pair.y + bias.y;
+    return make_float2(fmaf(a, cos_sin.x, -(b * cos_sin.y)), fmaf(a, cos_sin.y, b * cos_sin.x));
+}
+
+// Then, behind a barrier, adds the biases to this warp's rows and turns them. With kWithQ q's and k's, else k's alone. Rows of
+// steps that do not exist may get anything finite.
+template <typename T, int kStates, Mamba3PairKind kKind, bool kWithQ, int kGroup>
 __device__ __forceinline__ void turn_rows(T* q_tile, T* k_tile, const typename Mamba3TurnSum<T>::Value* sums,
                                           const Mamba3Turning& turning, const float* q_bias, const float* k_bias, int ranks,
                                           int q_ranks, int k_ranks, int warp, int lane) {
     constexpr int kPitch = PaddedTile<kStates>::kPitch;
-    constexpr int kGroup = 4;  // steps at a time
-    const int first = turning.first_step(warp), last = turning.first_step(warp + 1);
+    constexpr int kFirstSide = kWithQ ? 0 : 1;
+    const int last = turning.first_step(warp + 1);
 #pragma unroll 1
     for (int index = 0; index < kMamba3QuadsOfLane<kStates>; ++index) {
-        const Mamba3Pairs pairs = mamba3_pairs<kWords>(index, lane, turning.dstate, turning.angles, turning.pairwise);
-        Mamba3TurnSum<T> sum[2];
+        const Mamba3Pairs pairs = mamba3_pairs<kKind>(index, lane, turning.dstate, turning.angles, turning.pairwise);
+        const bool none = pairs.first[0] < 0 && kKind != kMamba3Neighbours;
+        const int word = 2 * (64 * index + lane);
+        const int words[2] = {kKind == kMamba3Halves ? pairs.first[0] : word,
+                              kKind == kMamba3Halves ? pairs.first[1] : word + 64};
         bool turns[2];
+        Mamba3TurnSum<T> sum[2];
+        const float* speed[2];
+        Mamba3Quad bias[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             turns[e] = __any_sync(0xffffffffu, pairs.angle[e] >= 0);
-            sum[e].start(pairs.angle[e] >= 0 ? turning.turns[pairs.angle[e]] : 0u);
-            for (int before = 0; turns[e] && before < warp; ++before) {
-                const typename Mamba3TurnSum<T>::Value other = sums[(2 * index + e) * kMamba3Threads + 32 * before + lane];
-                const int begin = turning.first_step(before), end = turning.first_step(before + 1);
-                const bool restarts = end > begin && turning.start[end - 1] >= begin;
-                sum[e].value = restarts ? other : sum[e].value + other;
+            speed[e] = turning.speeds + (pairs.angle[e] >= 0 ? pairs.angle[e] : 0);
+            sum[e] = {};
+            if (turns[e]) {
+                sum[e] = turns_before<T>(sums + (2 * index + e) * kMamba3Threads + lane, turning, pairs.angle[e], warp);
             }
         }
+#pragma unroll
+        for (int side = kFirstSide; side < 2; ++side) {
+            bias[side] = load_bias<kKind>(side == 0 ? q_bias : k_bias, pairs);
+        }
 #pragma unroll 1
-        for (int group = first; group < last; group += kGroup) {
+        for (int group = turning.first_step(warp); group < last; group += kGroup) {
             float2 cos_sin[kGroup][2];
 #pragma unroll
-            for (int i = 0; i < kGroup; ++i) {
-                const int step = group + i;
+            for (int e = 0; e < 2; ++e) {
+                if (turns[e]) {
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    cos_sin[i][e] = make_float2(1.0f, 0.0f);
-                    if (turns[e] && step < last) {
-                        if (turning.start[step] == step) {
-                            sum[e] = {};
-                        }
-                        const bool turned = pairs.angle[e] >= 0;
-                        sum[e].add_step(turning.speeds[step * turning.speeds_stride + (turned ? pairs.angle[e] : 0)],
-                                        turning.dt[step]);
+                    for (int i = 0; i < kGroup; ++i) {
+                        sum[e].add_step(turning.speed(speed[e], group + i), turning.dt[group + i], turning.keep[group + i]);
                         const float2 found = sum[e].cos_sin();
-                        cos_sin[i][e] = turned ? found : cos_sin[i][e];
+                        cos_sin[i][e] = pairs.angle[e] >= 0 ? found : make_float2(1.0f, 0.0f);
                     }
                 }
+            }
+            if (none) {
+                continue;
             }
 #pragma unroll 1
             for (int rank = 0; rank < ranks; ++rank) {
-                Mamba3Quad bias[2];
 #pragma unroll
-                for (int side = kWithQ ? 0 : 1; side < 2; ++side) {
-                    const float* const from = side == 0 ? q_bias : k_bias;
-                    const bool exists = rank < (side == 0 ? q_ranks : k_ranks);
-                    bias[side] = load_quad<kWords, float>(from + (exists ? rank : 0) * turning.dstate, pairs, turning.pairwise);
-                }
-#pragma unroll
-                for (int side = kWithQ ? 0 : 1; side < 2; ++side) {
+                for (int side = kFirstSide; side < 2; ++side) {
                     if (rank >= (side == 0 ? q_ranks : k_ranks)) {
                         continue;
                     }
-                    T* const tile = side == 0 ? q_tile : k_tile;
+                    if (ranks > 1) {
+                        bias[side] = load_bias<kKind>((side == 0 ? q_bias : k_bias) + rank * turning.dstate, pairs);
+                    }
+                    T* const row = (side == 0 ? q_tile : k_tile) + (group * ranks + rank) * kPitch;
+                    Mamba3Quad quads[kGroup];  // all loads before the first store, which they would not pass
 #pragma unroll
                     for (int i = 0; i < kGroup; ++i) {
-                        if (group + i < last) {
-                            T* const row = tile + ((group + i) * ranks + rank) * kPitch;
-                            Mamba3Quad quad = load_quad<kWords, T>(row, pairs, turning.pairwise);
+                        quads[i] = load_quad<kKind, T>(row + i * ranks * kPitch, pairs, words);
+                    }
 #pragma unroll
-                            for (int e = 0; e < 2; ++e) {
-                                const float a = quad.pair[e].x + bias[side].pair[e].x;
-                                const float b = quad.pair[e].y + bias[side].pair[e].y;
-                                const float2 turn = cos_sin[i][e];
-                                quad.pair[e] = make_float2(a * turn.x - b * turn.y, a * turn.y + b * turn.x);
+                    for (int e = 0; e < 2; ++e) {
+                        if (turns[e]) {
+#pragma unroll
+                            for (int i = 0; i < kGroup; ++i) {
+                                quads[i].pair[e] = turned(quads[i].pair[e], bias[side].pair[e], cos_sin[i][e]);
                             }
-                            store_quad<kWords, T>(row, quad, pairs, turning.pairwise);
+                        } else {
+#pragma unroll
+                            for (int i = 0; i < kGroup; ++i) {
+                                quads[i].pair[e].x += bias[side].pair[e].x;
+                                quads[i].pair[e].y += bias[side].pair[e].y;
+                            }
                         }
+                    }
+#pragma unroll
+                    for (int i = 0; i < kGroup; ++i) {
+                        store_quad<kKind, T>(row + i * ranks * kPitch, quads[i], pairs, words);
                     }
                 }
             }
