@@ -1,0 +1,44 @@
+"""mamba3_scan forward where its CUDA kernels part ways: sizes of layouts, ranks in passes, rows apart, segments."""
+
+import pytest
+import torch
+from _helpers.cases import assert_close_to_truth, case_id, dtype_id
+from _helpers.mamba3_cases import Mamba3Case
+
+from mamba_ssm.ops.mamba3_scan import mamba3_scan, mamba3_scan_ref
+
+# As in test_mamba3_scan.py.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-3}
+CASES = (
+    Mamba3Case(1, 130, 2, 64, dstate=128, nangles=32),
+    Mamba3Case(1, 70, 2, 64, dstate=128, nangles=64, rank=4, norm=True),  # all of N turned
+    Mamba3Case(1, 90, 2, 8, dstate=98, nangles=20, rank=2, states=True),  # halves that are no words
+    Mamba3Case(1, 100, 1, 100, dstate=200, nangles=50, states=True, norm=True),  # a norm over two tiles
+    Mamba3Case(1, 40, 1, 130, dstate=256, nangles=128, rank=2, norm=True, states=True),
+    Mamba3Case(1, 3, 1, 20, dstate=256, nangles=64, rank=40, states=True),  # ranks in three passes
+    Mamba3Case(1, 5, 1, 70, dstate=30, nangles=15, rank=33, states=True, reduced=False),
+    Mamba3Case(1, 6, 1, 70, dstate=129, nangles=63, rank=17, states=True),
+    Mamba3Case(1, 1200, 1, 8, states=True, seq_idx=True),  # segments
+    Mamba3Case(1, 1200, 1, 8, dstate=100, nangles=20, states=True),
+)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=dtype_id)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_values(case, dtype, device):
+    tensors = case.inputs(dtype, device)
+    wide = {
+        name: tensor.double() if tensor is not None and tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+    with torch.no_grad():
+        found = case.run(mamba3_scan)(**tensors)
+        again = case.run(mamba3_scan)(**tensors)
+        plain = case.run(mamba3_scan_ref, chunked=True)(**tensors)
+        truth = case.run(mamba3_scan_ref, chunked=True)(**wide)
+    assert all(torch.equal(first, second) for first, second in zip(found, again, strict=True))
+    found, plain, truth = (
+        {"out": out, "cos": angle.cos(), "sin": angle.sin(), "ssm": ssm, "k": k, "v": v}
+        for out, angle, ssm, k, v in (found, plain, truth)
+    )
+    assert_close_to_truth(found, plain, truth, TOLERANCE[dtype])
