@@ -94,6 +94,8 @@ typedef struct MambaSelectiveScan {
     int64_t B_batch_stride, B_group_stride, B_dstate_stride; /* of a variable B */
     int64_t C_batch_stride, C_group_stride, C_dstate_stride; /* of a variable C */
     int64_t out_batch_stride, out_dim_stride;
+    int32_t carried; /* 1: the workspace holds what the parts pass on already, from a carry call with the same segments */
+    int32_t reserved;
 } MambaSelectiveScan;
 
 /* How to run a problem. */
@@ -528,6 +530,12 @@ MAMBA_API int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward
  * too. deterministic 1: as many slots as it takes to need no atomics. */
 MAMBA_API int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t deterministic,
                                             MambaSelectiveScanPlan* plan);
+/* What comes first where the length (of at least one step) lies on several devices: fill the workspace, also of one segment,
+ * and nothing else. For each segment its end state from zero and the product of its decays, below 0 for a restart. Backward:
+ * the gradient of the state before the segment, if none came from later ones, in place of the end state. segments: the plan's
+ * backward_segments, for both. The main call with `carried` goes on from there. */
+MAMBA_API int32_t mamba_selective_scan_forward_carry(const MambaSelectiveScan* params);
+MAMBA_API int32_t mamba_selective_scan_backward_carry(const MambaSelectiveScanBackward* params);
 
 MAMBA_API int32_t mamba_causal_conv1d_forward(const MambaCausalConv1d* params);
 MAMBA_API int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params);

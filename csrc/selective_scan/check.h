@@ -103,4 +103,32 @@ inline int32_t check_scan_backward(const char* function, const MambaSelectiveSca
     return check.status();
 }
 
+// The inputs of a carry call are those of the call that it goes before.
+inline void check_scan_carry(Check& check, const MambaSelectiveScan& p) {
+    check_scan_inputs(check, p);
+    if (check.ok() && !scan_is_empty(p)) {
+        check.at_least(1, "seqlen", p.seqlen);
+        check.pointer("workspace", p.workspace);
+    }
+}
+
+inline int32_t check_scan_forward_carry(const char* function, const MambaSelectiveScan* params) {
+    Check check(function);
+    check.pointer("params", params);
+    if (check.ok()) {
+        check_scan_carry(check, *params);
+    }
+    return check.status();
+}
+
+inline int32_t check_scan_backward_carry(const char* function, const MambaSelectiveScanBackward* params) {
+    Check check(function);
+    check.pointer("params", params);
+    if (check.ok()) {
+        check_scan_carry(check, params->forward);
+        check.pointer("dout", params->dout, check.ok() && !scan_is_empty(params->forward));
+    }
+    return check.status();
+}
+
 }  // namespace mamba

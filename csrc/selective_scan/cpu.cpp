@@ -68,6 +68,7 @@ int32_t check_segments(const char* function, const MambaSelectiveScan& p) {
 struct ScanJob {
     const MambaSelectiveScan* forward;
     const ScanBackward* backward;  // null: run the forward scan
+    bool carry_only;
     const ScanKernels* kernels;
     Partition partition;
     std::atomic<bool> out_of_memory;
@@ -78,7 +79,8 @@ void run_scan_share(void* context, int64_t share) {
     const Partition& part = job.partition;
     const int64_t begin = part.first_unit(share), end = part.first_unit(share + 1);
     const int64_t most_blocks = end - begin < part.blocks_per_group ? end - begin : part.blocks_per_group;
-    const auto scratch_floats = job.backward != nullptr ? job.kernels->backward_scratch : job.kernels->forward_scratch;
+    const bool gradients = job.backward != nullptr && !job.carry_only;
+    const auto scratch_floats = gradients ? job.kernels->backward_scratch : job.kernels->forward_scratch;
     const Scratch scratch(scratch_floats(*job.forward, most_blocks * part.lanes));
     if (scratch.get() == nullptr) {
         job.out_of_memory = true;
@@ -97,9 +99,9 @@ void run_scan_share(void* context, int64_t share) {
         segment.channels = (blocks_end < part.group_channels ? blocks_end : part.group_channels) - first;
         segment.slot = slot;
         if (job.backward != nullptr) {
-            job.kernels->backward(*job.backward, segment, scratch.get());
+            (job.carry_only ? job.kernels->backward_carry : job.kernels->backward)(*job.backward, segment, scratch.get());
         } else {
-            job.kernels->forward(*job.forward, segment, scratch.get());
+            (job.carry_only ? job.kernels->forward_carry : job.kernels->forward)(*job.forward, segment, scratch.get());
         }
         unit = segment_end;
         slot = 0;
@@ -116,6 +118,23 @@ int32_t run_job(ScanJob& job, const char* function) {
                     static_cast<long long>(p.dstate));
     }
     return MAMBA_OK;
+}
+
+// q: null for the forward direction.
+int32_t run_carry(const char* function, const MambaSelectiveScan& p, const ScanBackward* q) {
+    Isa isa;
+    int32_t status = check_segments(function, p);
+    status = status != MAMBA_OK ? status : begin_call(function, p.run, &isa);
+    if (status != MAMBA_OK) {
+        return status;
+    }
+    ScanJob job;
+    job.forward = &p;
+    job.backward = q;
+    job.carry_only = true;
+    job.kernels = &scan_kernels(isa);
+    job.partition = make_partition(p, job.kernels->lanes, kForwardWorkPerThread);
+    return run_job(job, function);
 }
 
 }  // namespace
@@ -138,6 +157,7 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
     ScanJob job;
     job.forward = params;
     job.backward = nullptr;
+    job.carry_only = false;
     job.kernels = &scan_kernels(isa);
     job.partition = make_partition(*params, job.kernels->lanes, kForwardWorkPerThread);
     return run_job(job, function);
@@ -160,6 +180,7 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
     ScanJob job;
     job.forward = &p;
     job.backward = &q;
+    job.carry_only = false;
     job.kernels = &scan_kernels(isa);
     job.partition = make_partition(p, job.kernels->lanes, kBackwardWorkPerThread);
     const int64_t slots = job.partition.slots();
@@ -202,4 +223,20 @@ int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t, Mam
     }
     plan->backward_workspace = scan_workspace_bytes(*params, 1, plan->slots);
     return MAMBA_OK;
+}
+
+int32_t mamba_selective_scan_forward_carry(const MambaSelectiveScan* params) {
+    const char* const function = "selective_scan_forward_carry";
+    const int32_t status = check_scan_forward_carry(function, params);
+    return status != MAMBA_OK || scan_is_empty(*params) ? status : run_carry(function, *params, nullptr);
+}
+
+int32_t mamba_selective_scan_backward_carry(const MambaSelectiveScanBackward* params) {
+    const char* const function = "selective_scan_backward_carry";
+    const int32_t status = check_scan_backward_carry(function, params);
+    if (status != MAMBA_OK || scan_is_empty(params->forward)) {
+        return status;
+    }
+    const ScanBackward q = scan_backward(*params);
+    return run_carry(function, params->forward, &q);
 }

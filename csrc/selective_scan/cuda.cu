@@ -48,6 +48,21 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }
 
+int32_t mamba_selective_scan_forward_carry(const MambaSelectiveScan* params) {
+    const char* const function = "selective_scan_forward_carry";
+    const int32_t status = check_scan_forward_carry(function, params);
+    if (status != MAMBA_OK || scan_is_empty(*params)) {
+        return status;
+    }
+    const MambaSelectiveScan& p = *params;
+    const DeviceGuard guard(p.run.device);
+    cudaError_t error = guard.error;
+    if (error == cudaSuccess) {
+        error = launchers_of<ScanLaunchers>(p.dtype).forward_carry(p, inputs_aligned(p));
+    }
+    return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
+}
+
 int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t deterministic, MambaSelectiveScanPlan* plan) {
     const char* const function = "selective_scan_plan";
     const int32_t status = check_scan_plan(function, params, plan);
@@ -84,6 +99,24 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
         const auto launch = launchers_of<ScanLaunchers>(p.dtype).backward;
         error = error != cudaSuccess ? error : launch(q, aligned, backward_kind(p, device));
         error = error != cudaSuccess ? error : launch_part_sums(scan_part_sums(q), p.run.stream);
+    }
+    return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
+}
+
+int32_t mamba_selective_scan_backward_carry(const MambaSelectiveScanBackward* params) {
+    const char* const function = "selective_scan_backward_carry";
+    const int32_t status = check_scan_backward_carry(function, params);
+    if (status != MAMBA_OK || scan_is_empty(params->forward)) {
+        return status;
+    }
+    const ScanBackward q = scan_backward(*params);
+    const MambaSelectiveScan& p = q.forward;
+    const DeviceGuard guard(p.run.device);
+    const DeviceLimits device(p.run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    if (error == cudaSuccess) {
+        const bool aligned = inputs_aligned(p) && gradients_aligned(q);
+        error = launchers_of<ScanLaunchers>(p.dtype).backward_carry(q, aligned, backward_kind(p, device));
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }

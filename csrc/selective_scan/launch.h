@@ -15,6 +15,9 @@ struct ScanLaunchers {
     cudaError_t (*pipeline)(const MambaSelectiveScan& p, int channels);
     // Parts of gradients remain to be added up.
     cudaError_t (*backward)(const ScanBackward& q, bool aligned, BackwardKind kind);
+    // What all segments pass on, alone.
+    cudaError_t (*forward_carry)(const MambaSelectiveScan& p, bool aligned);
+    cudaError_t (*backward_carry)(const ScanBackward& q, bool aligned, BackwardKind kind);
 
     template <typename T>
     static ScanLaunchers of();

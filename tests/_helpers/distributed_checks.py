@@ -1,6 +1,7 @@
 """What each rank of tests/distributed runs: parallel layers against the whole layer, computed by every rank."""
 
 import datetime
+import importlib
 import json
 import os
 import traceback
@@ -9,6 +10,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn as nn
 
 from mamba_ssm import Mamba2
@@ -253,16 +255,23 @@ CHECKS = {
 }
 
 
-def run_checks(rank, world, folder, backend="gloo", device="cpu", names=tuple(CHECKS)):
+def spawn(world, folder, backend="gloo", device="cpu", names=None, checks=__name__):
+    """Runs the CHECKS of a module (those called names, or all), with a process for each rank: each rank's results."""
+    mp.spawn(run_checks, (world, str(folder), backend, device, names, checks), nprocs=world)
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
+
+
+def run_checks(rank, world, folder, backend, device, names, checks):
     """In a process of its own: writes {check: None or what went wrong}."""
+    checks = importlib.import_module(checks).CHECKS
     torch.set_num_threads(1)
     torch.set_default_device(device)
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
     results = {}
-    for name in names:
+    for name in names or checks:
         try:
-            CHECKS[name]()
+            checks[name]()
             results[name] = None
         except Exception:
             results[name] = traceback.format_exc()

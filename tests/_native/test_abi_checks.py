@@ -54,6 +54,8 @@ SIZES[abi.MambaNormBackward] = SIZES[abi.MambaNorm]
 POINTERS = {
     "selective_scan_forward": "u delta A B C out",
     "selective_scan_backward": "u delta A B C checkpoints dout du ddelta dA dB dC",
+    "selective_scan_forward_carry": "u delta A B C workspace",
+    "selective_scan_backward_carry": "u delta A B C workspace dout",
     "selective_scan_plan": "",
     "causal_conv1d_forward": "x weight out",
     "causal_conv1d_backward": "x weight dout dx dweight",
@@ -72,7 +74,8 @@ POINTERS = {
     "swiglu_forward": "xy out",
     "swiglu_backward": "xy dout dxy",
 }
-UNREAD = {("selective_scan_plan", "segments")}  # what that plan is asked for
+# what that plan is asked for; copies of gradients that are not written
+UNREAD = {("selective_scan_plan", "segments"), ("selective_scan_backward_carry", "slots")}
 # Pointers that are not needed until something else is given: [what is given, what is NULL then].
 PAIRS = [
     ("selective_scan_backward", "z", "dz"),
@@ -97,6 +100,7 @@ OTHERS = [
     ("selective_scan_forward", {"segments": 9, "workspace": 1}, abi.ERROR_INVALID, "a segment of seqlen=80 empty"),
     ("selective_scan_backward", {"variable_B": 1, "dtype": abi.BFLOAT16}, abi.ERROR_INVALID, "workspace is NULL"),
     ("selective_scan_backward", {"variable_C": 1, "dC_dstate_stride": 81}, abi.ERROR_UNSUPPORTED, "must be contiguous"),
+    ("selective_scan_forward_carry", {"seqlen": 0}, abi.ERROR_INVALID, "seqlen must be at least 1, got 0"),
     ("selective_scan_plan", {"dstate": 257}, abi.ERROR_UNSUPPORTED, "dstate must be in [1, 256], got 257"),
     ("causal_conv1d_forward", {"width": 1}, abi.ERROR_INVALID, "width must be in [2, 4], got 1"),
     ("causal_conv1d_forward", {"width": 5}, abi.ERROR_UNSUPPORTED, "width must be in [2, 4], got 5"),

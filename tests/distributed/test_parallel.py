@@ -3,23 +3,15 @@
 The processes of one size start once and run every check; each check is then a test.
 """
 
-import json
-
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from _helpers.distributed_checks import CHECKS, run_checks
+from _helpers.distributed_checks import CHECKS, spawn
 
 from mamba_ssm.distributed.distributed_utils import get_dim_for_local_rank
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch is built without gloo"
 )
-
-
-def spawn(world, folder, *options):
-    mp.spawn(run_checks, (world, str(folder), *options), nprocs=world)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2_processes", "4_processes"])

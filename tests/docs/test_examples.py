@@ -6,12 +6,15 @@ import sys
 import xml.etree.ElementTree
 from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(name, *words):
+def run(name, *words, launcher=()):
     """What an example prints."""
-    command = [sys.executable, str(ROOT / "examples" / name), *map(str, words)]
+    command = [sys.executable, *launcher, str(ROOT / "examples" / name), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -35,3 +38,13 @@ def test_stream_audio():
     printed = run("stream_audio.py", "--seconds", 8)
     assert [float(at) for at in re.findall(r"beep at +([\d.]+) s", printed)] == [2.0, 5.7]
     assert "2 beeps found, 2 made" in printed
+
+
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch is built without gloo")
+@pytest.mark.parametrize("options", [(), ("--context", 2, "--checkpoint")], ids=["ddp", "context"])
+def test_train_on_several_devices(options):
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    printed = run("train_on_several_devices.py", "--steps", 12, *options, launcher=launcher)
+    assert printed.startswith("1 x 2" if options else "2 x 1")
+    first, last = map(float, re.search(r"loss: ([\d.]+) at first, ([\d.]+) at last", printed).groups())
+    assert last < first < 4  # an even guess among 16 tokens has 2.8

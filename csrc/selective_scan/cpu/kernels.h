@@ -20,6 +20,9 @@ struct ScanKernels {
     void (*forward)(const MambaSelectiveScan& params, const ScanSegment& segment, float* scratch);
     void (*backward)(const ScanBackward& params, const ScanSegment& segment, float* scratch);
     void (*add_parts)(const PartSum& sum);
+    // What the whole length passes on, alone; with forward's scratch memory.
+    void (*forward_carry)(const MambaSelectiveScan& params, const ScanSegment& segment, float* scratch);
+    void (*backward_carry)(const ScanBackward& params, const ScanSegment& segment, float* scratch);
 };
 
 namespace generic {

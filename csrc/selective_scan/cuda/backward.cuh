@@ -315,16 +315,19 @@ constexpr size_t waiting_bytes(int64_t dstate) {
            sizeof(float);
 }
 
+// carry_only: what all segments pass back, and no more.
 template <typename T, class Layout, int kSub, int kBlocks, bool kSliced>
-cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned) {
+cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned, bool carry_only) {
     const MambaSelectiveScan& p = q.forward;
     const auto kernel = selective_scan_backward_kernel<T, Layout, kSub, kBlocks, kSliced>;
     const auto carry_kernel = selective_scan_backward_carry_kernel<T, Layout, kSliced>;
     const size_t waiting = kSliced ? waiting_bytes<Layout>(p.dstate) : 0;
     const size_t shared_bytes = sizeof(BackwardShared<T, Layout, kSub, kSliced>) + waiting;
     static_assert(kSliced || sizeof(BackwardShared<T, Layout, kSub, kSliced>) <= kBackwardShared, "what the plan counts on");
+    const int64_t first_carried = carry_only ? 0 : 1;  // the first one passes nothing back within a call
+    const int64_t carried = p.carried && !carry_only ? 0 : p.segments - first_carried;
     cudaError_t error = set_shared_bytes(kernel, shared_bytes);
-    if (error == cudaSuccess && p.segments > 1 && kSliced) {
+    if (error == cudaSuccess && carried > 0 && kSliced) {
         error = set_shared_bytes(carry_kernel, waiting);
     }
     if (error != cudaSuccess) {
@@ -332,10 +335,10 @@ cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned) {
     }
     const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments));
     const bool atomic = q.slots == 1 && p.dim / p.ngroups > Layout::kChannels;
-    if (p.segments > 1) {
-        const unsigned carry_blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments - 1));
-        error = launch_kernel(carry_kernel, carry_blocks, Layout::kThreads, waiting, p.run.stream, q, aligned);
-        if (error != cudaSuccess) {
+    if (carried > 0) {
+        const unsigned carry_blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, carried));
+        error = launch_kernel(carry_kernel, carry_blocks, Layout::kThreads, waiting, p.run.stream, q, aligned, first_carried);
+        if (error != cudaSuccess || carry_only) {
             return error;
         }
         return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, q, aligned, atomic);
@@ -344,7 +347,7 @@ cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned) {
 }
 
 template <typename T>
-cudaError_t launch_scan_backward(const ScanBackward& q, bool aligned, BackwardKind kind) {
+cudaError_t launch_backward_of_kind(const ScanBackward& q, bool aligned, BackwardKind kind, bool carry_only) {
     static_assert(sizeof(BackwardShared<float, Backward16Narrow, 16, false>) <= kSmallestShared &&
                       sizeof(BackwardShared<float, Backward32Small, 8, true>) +
                               MAMBA_MAX_DSTATE / Backward32Small::kLanes * Backward32Small::kThreads * sizeof(float) <=
@@ -355,18 +358,28 @@ cudaError_t launch_scan_backward(const ScanBackward& q, bool aligned, BackwardKi
                   "what the plan counts on");
     switch (kind) {
         case BackwardKind::k8:
-            return launch_backward_layout<T, Backward8, 16, 2, false>(q, aligned);
+            return launch_backward_layout<T, Backward8, 16, 2, false>(q, aligned, carry_only);
         case BackwardKind::k16:
-            return launch_backward_layout<T, Backward16, 8, 3, false>(q, aligned);
+            return launch_backward_layout<T, Backward16, 8, 3, false>(q, aligned, carry_only);
         case BackwardKind::k16Narrow:
-            return launch_backward_layout<T, Backward16Narrow, 16, 3, false>(q, aligned);
+            return launch_backward_layout<T, Backward16Narrow, 16, 3, false>(q, aligned, carry_only);
         case BackwardKind::k16Sliced:
-            return launch_backward_layout<T, Backward16, 8, 2, true>(q, aligned);
+            return launch_backward_layout<T, Backward16, 8, 2, true>(q, aligned, carry_only);
         case BackwardKind::k32Sliced:
-            return launch_backward_layout<T, Backward32, 8, 2, true>(q, aligned);
+            return launch_backward_layout<T, Backward32, 8, 2, true>(q, aligned, carry_only);
         default:
-            return launch_backward_layout<T, Backward32Small, 8, 4, true>(q, aligned);
+            return launch_backward_layout<T, Backward32Small, 8, 4, true>(q, aligned, carry_only);
     }
+}
+
+template <typename T>
+cudaError_t launch_scan_backward(const ScanBackward& q, bool aligned, BackwardKind kind) {
+    return launch_backward_of_kind<T>(q, aligned, kind, false);
+}
+
+template <typename T>
+cudaError_t launch_scan_backward_carry(const ScanBackward& q, bool aligned, BackwardKind kind) {
+    return launch_backward_of_kind<T>(q, aligned, kind, true);
 }
 
 }  // namespace mamba

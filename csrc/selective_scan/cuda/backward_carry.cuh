@@ -1,4 +1,4 @@
-// The first launch of a CUDA backward scan whose length is split into segments.
+// The first launch of a CUDA backward scan whose length is split into segments, or over several devices.
 #pragma once
 
 #include "selective_scan/cuda/backward_elements.cuh"
@@ -42,9 +42,11 @@ __device__ __forceinline__ void carry_tile(Chains<Layout>& w, const Chains<Layou
     }
 }
 
-// Fills the workspace for all segments but the first: a_t g_t of the segment's first step if nothing came from later ones.
+// Fills the workspace for all segments from first_segment on: a_t g_t of the segment's first step if nothing came from later
+// ones.
 template <typename T, class Layout, bool kSliced>
-__global__ void __launch_bounds__(Layout::kThreads) selective_scan_backward_carry_kernel(const ScanBackward q, bool aligned) {
+__global__ void __launch_bounds__(Layout::kThreads)
+    selective_scan_backward_carry_kernel(const ScanBackward q, bool aligned, int64_t first_segment) {
     __shared__ __align__(16) MatrixTile<T, Layout> BC;
     __shared__ __align__(16) float dt_tile[Layout::kChannels * Layout::kRow];
     __shared__ __align__(16) float dy_tile[Layout::kChannels * Layout::kRow];
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(Layout::kThreads) selective_scan_backward_carr
 
     let_next_kernel_start();
     const MambaSelectiveScan& p = q.forward;
-    const ScanBlock block = scan_block(p, Layout::kChannels, 1);
+    const ScanBlock block = scan_block(p, Layout::kChannels, first_segment);
     const BackwardRows<T, Layout> rows(q, block);
     const MatrixRows<T, Layout> matrix_rows(p, block);
     const LaneOrder<Layout> order(threadIdx.x % 32);

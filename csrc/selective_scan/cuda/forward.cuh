@@ -9,7 +9,7 @@
 namespace mamba {
 
 // kSliced: dstate is larger than the layout's slice; states then wait in shared memory between slices. kCarryOnly: fills the
-// workspace for all segments but the last.
+// workspace for the segments of its blocks.
 template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced, bool kCarryOnly>
 __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     selective_scan_forward_kernel(const MambaSelectiveScan p, bool aligned) {
@@ -278,28 +278,31 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     }
 }
 
+// carry_only: what all segments pass on, and no more.
 template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced>
-cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned) {
+cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned, bool carry_only) {
     const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
     const size_t shared_bytes =
         kSliced ? static_cast<size_t>(slices) * Layout::kEach * Layout::kStates * Layout::kThreads * sizeof(float) : 0;
     const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments));
     const auto kernel = selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, false>;
     const auto carry_kernel = selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, true>;
+    // The last one passes nothing on within a call.
+    const int64_t carried = carry_only ? p.segments : p.carried ? 0 : p.segments - 1;
     cudaError_t error = cudaSuccess;
     if (kSliced) {
         error = set_shared_bytes(kernel, shared_bytes);
-        if (error == cudaSuccess && p.segments > 1) {
+        if (error == cudaSuccess && carried > 0) {
             error = set_shared_bytes(carry_kernel, shared_bytes);
         }
     }
     if (error != cudaSuccess) {
         return error;
     }
-    if (p.segments > 1) {
-        const unsigned carry_blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments - 1));
+    if (carried > 0) {
+        const unsigned carry_blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, carried));
         error = launch_kernel(carry_kernel, carry_blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
-        if (error != cudaSuccess) {
+        if (error != cudaSuccess || carry_only) {
             return error;
         }
         return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
@@ -308,29 +311,39 @@ cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned) {
 }
 
 template <typename T>
-cudaError_t launch_scan_forward(const MambaSelectiveScan& p, bool aligned, bool wide) {
+cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, bool wide, bool carry_only) {
     if (p.dstate <= Forward8::kSlice) {
-        return launch_forward_layout<T, Forward8, 16, 4, false>(p, aligned);
+        return launch_forward_layout<T, Forward8, 16, 4, false>(p, aligned, carry_only);
     }
     if (p.dstate <= Forward16::kSlice) {
         if (wide) {
-            return launch_forward_layout<T, Forward16Wide, 16, 4, false>(p, aligned);
+            return launch_forward_layout<T, Forward16Wide, 16, 4, false>(p, aligned, carry_only);
         }
-        return launch_forward_layout<T, Forward16, 8, 4, false>(p, aligned);
+        return launch_forward_layout<T, Forward16, 8, 4, false>(p, aligned, carry_only);
     }
     if (p.dstate <= Forward32::kSlice) {
-        return launch_forward_layout<T, Forward32, 8, 3, false>(p, aligned);
+        return launch_forward_layout<T, Forward32, 8, 3, false>(p, aligned, carry_only);
     }
     if (p.dstate <= Forward64::kSlice) {
         if (wide) {
-            return launch_forward_layout<T, Forward64Wide, 4, 3, false>(p, aligned);
+            return launch_forward_layout<T, Forward64Wide, 4, 3, false>(p, aligned, carry_only);
         }
-        return launch_forward_layout<T, Forward64, 4, 3, false>(p, aligned);
+        return launch_forward_layout<T, Forward64, 4, 3, false>(p, aligned, carry_only);
     }
     if (wide) {
-        return launch_forward_layout<T, Forward64Wide, 4, 3, true>(p, aligned);
+        return launch_forward_layout<T, Forward64Wide, 4, 3, true>(p, aligned, carry_only);
     }
-    return launch_forward_layout<T, Forward64, 4, 3, true>(p, aligned);
+    return launch_forward_layout<T, Forward64, 4, 3, true>(p, aligned, carry_only);
+}
+
+template <typename T>
+cudaError_t launch_scan_forward(const MambaSelectiveScan& p, bool aligned, bool wide) {
+    return launch_forward_of_dstate<T>(p, aligned, wide, false);
+}
+
+template <typename T>
+cudaError_t launch_scan_forward_carry(const MambaSelectiveScan& p, bool aligned) {
+    return launch_forward_of_dstate<T>(p, aligned, false, true);
 }
 
 }  // namespace mamba

@@ -14,6 +14,8 @@ ScanLaunchers ScanLaunchers::of() {
     launchers.forward = launch_scan_forward<T>;
     launchers.pipeline = launch_scan_pipeline<T>;
     launchers.backward = launch_scan_backward<T>;
+    launchers.forward_carry = launch_scan_forward_carry<T>;
+    launchers.backward_carry = launch_scan_backward_carry<T>;
     return launchers;
 }
 

@@ -69,7 +69,8 @@ class MambaSelectiveScan(ctypes.Structure):
         i64: z_batch_stride, z_dim_stride;
         i64: B_batch_stride, B_group_stride, B_dstate_stride;
         i64: C_batch_stride, C_group_stride, C_dstate_stride;
-        i64: out_batch_stride, out_dim_stride
+        i64: out_batch_stride, out_dim_stride;
+        i32: carried, reserved
         """,
         MambaRun=MambaRun,
     )
@@ -394,6 +395,8 @@ FUNCTIONS = {
     "library_info": MambaLibraryInfo,
     "selective_scan_forward": MambaSelectiveScan,
     "selective_scan_backward": MambaSelectiveScanBackward,
+    "selective_scan_forward_carry": MambaSelectiveScan,
+    "selective_scan_backward_carry": MambaSelectiveScanBackward,
     "causal_conv1d_forward": MambaCausalConv1d,
     "causal_conv1d_backward": MambaCausalConv1dBackward,
     "causal_conv1d_update": MambaCausalConv1dUpdate,

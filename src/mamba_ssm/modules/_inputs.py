@@ -62,3 +62,13 @@ def check_cu_seqlens(
     bounds = cu_seqlens.tolist()
     checks.check_bounds(name, bounds, x.shape[1])
     return bounds
+
+
+def refuse_with_context_parallel(name: str, **given: object) -> None:
+    """Raises on arguments that say more of a sequence than one rank's part of it knows."""
+    for argument, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: {argument} is not supported with context_parallel, whose sequence lies on several ranks: "
+                f"leave it out, or call context_parallel(model, None) first"
+            )

@@ -3,14 +3,16 @@
 import typing
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm._arguments import check_integer, check_number
 from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain, reference
+from mamba_ssm.distributed.across_ranks import chunk_scan_across_ranks
 from mamba_ssm.modules._state import initial_dt_bias, mark
-from mamba_ssm.modules._submodules import conv_widths, convolve
+from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_across_ranks
 from mamba_ssm.ops.mamba2_block import mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.norm import GatedRMSNorm
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
@@ -211,6 +213,15 @@ class Mamba2Base(nn.Module):
             with torch.no_grad():
                 ssm_state.copy_(state)
         return self._norm_and_mlp(y.flatten(2), z, z0, x0)
+
+    def _across_ranks(self, zxbcdt: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:
+        """(B, L, d_inner), of this rank's part of the sequence; see mamba_ssm.distributed.context_parallel."""
+        z0, x0, z, xBC, dt = self._split(zxbcdt)
+        xBC = convolve_across_ranks(self.conv1d, xBC.transpose(1, 2), self.activation, group).transpose(1, 2)
+        x, B, C = self._split_xBC(xBC)
+        rest = self._D(), self.dt_bias, True, self.dt_limit, group
+        y = chunk_scan_across_ranks(x, dt, self._A(), B, C, *rest).flatten(2)
+        return self._norm_and_mlp(y if self.rmsnorm else y * F.silu(z), z, z0, x0)
 
     def _split(
         self, zxbcdt: torch.Tensor

@@ -4,10 +4,12 @@ import math
 import typing
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm._torch import is_plain, reference
+from mamba_ssm.distributed.across_ranks import causal_conv1d_across_ranks
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 
 
@@ -50,6 +52,18 @@ def convolve(
     if before is not None:
         start, x = before.shape[-1], torch.cat([before, x], dim=-1)
     return _activate(conv1d(x)[..., start : start + seqlen], activation)
+
+
+def convolve_across_ranks(
+    conv1d: nn.Module, x: torch.Tensor, activation: str | None, group: "dist.ProcessGroup"
+) -> torch.Tensor:
+    """convolve, of this rank's part of the sequence."""
+    if not is_plain(conv1d, nn.Conv1d):
+        raise ValueError(
+            "context_parallel needs conv1d as it was made, got one with hooks or replaced by "
+            f"{type(conv1d).__name__}: remove them"
+        )
+    return causal_conv1d_across_ranks(x, conv1d.weight.squeeze(1), conv1d.bias, activation, group)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from mamba_ssm._arguments import check_flags, check_range, inner_width
 from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
+from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued, refuse_with_context_parallel
 from mamba_ssm.modules._mamba2 import Mamba2Base
 from mamba_ssm.modules._state import StatefulBlock, mark
 from mamba_ssm.modules._submodules import convolve_step
@@ -45,6 +45,8 @@ class Mamba2(Mamba2Base, StatefulBlock):
         sequence_parallel: with process_group, input and output are this rank's part of the first dimension; False:
             they are whole on every rank.
     """
+
+    context_parallel_group: "dist.ProcessGroup | None" = None  # which mamba_ssm.distributed.context_parallel sets
 
     def __init__(
         self,
@@ -179,6 +181,11 @@ class Mamba2(Mamba2Base, StatefulBlock):
             out = self.step(u, *self._get_states_from_cache(inference_params, rows))[0]
             return out if seqlen is None else out.flatten(0, 1)
 
+        if self.context_parallel_group is not None:
+            others: dict[str, typing.Any] = {"process_group": self.process_group, "seqlen": seqlen}
+            packed = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+            refuse_with_context_parallel("Mamba2", **others, **packed, inference_params=inference_params)
+            return self.out_proj(self._across_ranks(self.in_proj(u), self.context_parallel_group))
         fuse = inference_params is None and self._may_fuse()
         local = fuse and self.process_group is None
         if local and is_plain(self.in_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear):

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -12,7 +13,8 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain
-from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
+from mamba_ssm.distributed.across_ranks import mamba3_scan_across_ranks
+from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued, refuse_with_context_parallel
 from mamba_ssm.modules._state import initial_dt_bias, mark, states_in_cache
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.mamba3_scan import States, mamba3_scan, mamba3_step
@@ -47,6 +49,8 @@ class Mamba3(nn.Module):
         A_activation: what makes -A of the projection: "heavy_tail", or "softplus" as in upstream's wheels of May 2026,
             whose checkpoints look the same otherwise.
     """
+
+    context_parallel_group: "dist.ProcessGroup | None" = None  # which mamba_ssm.distributed.context_parallel sets
 
     def __init__(
         self,
@@ -164,6 +168,12 @@ class Mamba3(nn.Module):
             cu_seqlens, seq_idx = cu_seqlens.to(torch.int32), None
         elif seq_idx is not None and inference_params is not None:
             raise ValueError("Mamba3: with inference_params packed sequences are given by cu_seqlens, not by seq_idx")
+        if self.context_parallel_group is not None:
+            packed = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+            refuse_with_context_parallel("Mamba3", **packed, inference_params=inference_params)
+            arguments, z = self._arguments(self.in_proj(u))
+            y = mamba3_scan_across_ranks(arguments, self.context_parallel_group)
+            return self.out_proj(self._finish(y, z))
         if inference_params is None:
             y, _ = self._scan(self.in_proj(u), seq_idx=seq_idx, cu_seqlens=cu_seqlens)
             return self.out_proj(y)

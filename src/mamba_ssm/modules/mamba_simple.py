@@ -5,15 +5,17 @@ import typing
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm._native import abi
 from mamba_ssm._torch import autocast_dtype, is_plain, weight_and_bias
-from mamba_ssm.modules._inputs import check_input, is_continued
+from mamba_ssm.distributed.across_ranks import selective_scan_across_ranks
+from mamba_ssm.modules._inputs import check_input, is_continued, refuse_with_context_parallel
 from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, mark
-from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_step
+from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_across_ranks, convolve_step
 from mamba_ssm.modules.block import Block as _Block
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.linear import project
@@ -37,6 +39,8 @@ class Mamba(StatefulBlock):
             (LoRA, quantisation) or has hooks, which are then called.
         layer_idx: key of the inference cache.
     """
+
+    context_parallel_group: "dist.ProcessGroup | None" = None  # which mamba_ssm.distributed.context_parallel sets
 
     def __init__(
         self,
@@ -135,6 +139,9 @@ class Mamba(StatefulBlock):
                 out, _, _ = self.step(hidden_states, conv_state, ssm_state)
                 return out
 
+        if self.context_parallel_group is not None:
+            refuse_with_context_parallel("Mamba", inference_params=inference_params, seq_idx=seq_idx)
+            return self._across_ranks(hidden_states, self.context_parallel_group)
         if self.use_fast_path and conv_state is None and seq_idx is None and self._is_plain():
             return self._fast_path(hidden_states)
         xz = self._project_in(hidden_states)
@@ -163,6 +170,18 @@ class Mamba(StatefulBlock):
             y, last_state = y
             with torch.no_grad():
                 ssm_state.copy_(last_state)
+        return self.out_proj(y.transpose(1, 2))
+
+    def _across_ranks(self, hidden_states: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:
+        """forward of this rank's part of the sequence; see mamba_ssm.distributed.context_parallel."""
+        x, z = self._project_in(hidden_states).chunk(2, dim=1)
+        x = convolve_across_ranks(self.conv1d, x, self.activation, group)
+        dt, B, C = _project_channels(self.x_proj, x).split([self.dt_rank, self.d_state, self.d_state], dim=1)
+        plain = is_plain(self.dt_proj, nn.Linear)  # then the scan adds the bias, in float32
+        dt = _times_channels(self.dt_proj.weight, dt) if plain else _project_channels(self.dt_proj, dt)
+        x, B, C, z = (tensor.to(dt.dtype) for tensor in (x, B, C, z))
+        A, dt_bias = -torch.exp(self.A_log.float()), self.dt_proj.bias if plain else None
+        y = selective_scan_across_ranks(x, dt, A, B, C, self.D, z, dt_bias, True, group)
         return self.out_proj(y.transpose(1, 2))
 
     def _is_plain(self) -> bool:
@@ -253,6 +272,18 @@ class Mamba(StatefulBlock):
 
     def _ssm_state_shape(self) -> tuple[int, ...]:
         return self.d_inner, self.d_state
+
+
+def _project_channels(projection: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """projection of x (B, D, L) as (B, out, L), in memory too: each channel's time line stays contiguous."""
+    if is_plain(projection, nn.Linear) and projection.bias is None:
+        return _times_channels(projection.weight, x)
+    return projection(x.transpose(1, 2)).transpose(1, 2)
+
+
+def _times_channels(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """weight (out, D) times x (B, D, L). Not by matmul, which would transpose x in memory."""
+    return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
 
 
 class Block(_Block):

@@ -31,6 +31,8 @@ class MHA(nn.Module):
     mamba_ssm.modules.mha.MHA; +: seq_idx and cu_seqlens, packed sequences.
     """
 
+    supports_context_parallel = False
+
     def __init__(
         self,
         embed_dim: int,

@@ -209,8 +209,13 @@ def plan_of(functions, params, deterministic):
     return plan
 
 
-def split_length(params, segments, A):
-    """Sets how many parts forward splits the length into; returns the memory in which these pass on their states."""
+def split_length(params, segments, A, carry=None):
+    """Sets how many parts forward splits the length into; returns the memory in which these pass on their states.
+    carry: what they have passed on already (see carry.py).
+    """
+    if carry is not None:
+        params.segments, params.carried, params.workspace = carry.segments, True, carry.workspace.data_ptr()
+        return carry.workspace
     params.segments = segments
     if segments == 1:
         return None

@@ -74,8 +74,8 @@ def _backward(dout, dlast_state, *arguments):
     return run_backward(sizes, dout, dlast_state, inputs, kept, options, wanted)
 
 
-def run_backward(sizes, dout, dlast_state, inputs, kept, options, wanted):
-    """The operator on arguments that were checked."""
+def run_backward(sizes, dout, dlast_state, inputs, kept, options, wanted, carried=None):
+    """The operator on arguments that were checked. carried: as for launch_backward."""
     inputs = kernel_layout(inputs)
     grads = _allocate(inputs, sizes, wanted)
     if inputs.u.numel() == 0:
@@ -86,7 +86,7 @@ def run_backward(sizes, dout, dlast_state, inputs, kept, options, wanted):
             grads.dinitial_state.copy_(dlast_state)
         return grads
     dout, dlast_state = checks.unit_last_stride(dout), checks.contiguous(dlast_state)
-    launch_backward(sizes, dout, dlast_state, inputs, kept.checkpoints, options, grads)
+    launch_backward(sizes, dout, dlast_state, inputs, kept.checkpoints, options, grads, carried)
     return grads
 
 
@@ -115,10 +115,11 @@ def _allocate(inputs, sizes, wanted):
     return make(Gradients, grads)
 
 
-def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, grads):
+def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, grads, carried=None):
     """Runs the kernels, which write grads.
 
     inputs: in kernel layout. dout, u, delta, B, C, z and their gradients and out may be Views with last stride 1.
+    carried: the workspace, which holds what the segments pass back already (see carry.py).
     """
     A, du, ddelta, dz = inputs.A, grads.du, grads.ddelta, grads.dz
     params = abi.MambaSelectiveScanBackward()
@@ -126,9 +127,10 @@ def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, grad
     fill(params, sizes, inputs, options, grads.out, checkpoints)
     plan = plan_of(functions, params.forward, use_deterministic_mode())
     params.segments, params.slots = plan.backward_segments, plan.slots
-    if plan.backward_workspace:
-        workspace = A.new_empty(plan.backward_workspace, dtype=torch.uint8)
-        params.workspace = workspace.data_ptr()
+    params.carried = carried is not None
+    if carried is None and plan.backward_workspace:
+        carried = A.new_empty(plan.backward_workspace, dtype=torch.uint8)
+    params.workspace = pointer(carried)
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_dim_stride, _ = dout.stride()
     params.dlast_state = pointer(dlast_state)

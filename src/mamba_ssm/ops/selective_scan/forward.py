@@ -167,16 +167,18 @@ def _forward_fake(*arguments):
     return _allocate(checks.unit_last_stride(inputs.u), sizes, wanted)
 
 
-def launch_forward(sizes, inputs, options, results):
-    """Runs the kernels. inputs: in kernel layout; all but parameters and states, and results.out, may be Views."""
+def launch_forward(sizes, inputs, options, results, carry=None):
+    """Runs the kernels. inputs: in kernel layout; all but parameters and states, and results.out, may be Views.
+    carry: as split_length takes it.
+    """
     params = abi.MambaSelectiveScan()
     functions = place(params, inputs.A)
     fill(params, sizes, inputs, options, results.out, results.checkpoints)
     if results.last_state is not None:
         params.last_state = results.last_state.data_ptr()
-    short = sizes.seqlen <= abi.SCAN_CHECKPOINT  # never worth splitting
+    short = sizes.seqlen <= abi.SCAN_CHECKPOINT or carry is not None  # never worth splitting, or split already
     segments = 1 if short else plan_of(functions, params, False).forward_segments
-    workspace = split_length(params, segments, inputs.A)
+    workspace = split_length(params, segments, inputs.A, carry)
     run(functions, "selective_scan_forward", params)
     del workspace  # held until here: the kernels have it now
 

@@ -191,13 +191,14 @@ def _forward_fake(*arguments):
 
 
 def launch_forward(sizes, inputs, options, out, final_states):
-    """Runs the kernels. inputs: in kernel layout; x, dt, B, C, z and out may be Views."""
+    """Runs the kernels. inputs: in kernel layout; x, dt, B, C, z and out may be Views. out or final_states: or None."""
     params = abi.MambaSsd()
     functions = place(params, inputs.A)
     fill(params, sizes, inputs, options)
-    out = of_steps(out, sizes, options)
-    params.out = out.data_ptr()
-    params.out_batch_stride, params.out_len_stride, params.out_head_stride, _ = out.stride()
+    if out is not None:
+        out = of_steps(out, sizes, options)
+        params.out = out.data_ptr()
+        params.out_batch_stride, params.out_len_stride, params.out_head_stride, _ = out.stride()
     if final_states is not None:
         params.final_state = final_states.data_ptr()
     workspace = allocate_workspace(functions["ssd_forward_workspace"], params, inputs.A)
