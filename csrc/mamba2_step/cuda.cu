@@ -14,10 +14,13 @@ int32_t mamba_mamba2_step(const MambaMamba2Step* params) {
     }
     const DeviceGuard guard(params->run.device);
     const DeviceLimits limits(params->run.device);
+    bool together = false;
     cudaError_t error = guard.error != cudaSuccess ? guard.error : limits.error;
     if (error == cudaSuccess) {
-        error = launchers_of<Mamba2StepLaunchers>(params->state_dtype).step(*params, limits.processors);
+        error = launchers_of<Mamba2StepLaunchers>(params->state_dtype).step(*params, limits.processors, &together);
     }
-    error = error != cudaSuccess ? error : launch_mamba2_finish(*params);
+    if (error == cudaSuccess && !together) {
+        error = launch_mamba2_finish(*params);
+    }
     return cuda_status(error, function, params->batch, params->nheads * params->headdim, 1, params->dstate);
 }

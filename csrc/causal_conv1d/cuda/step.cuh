@@ -6,6 +6,27 @@
 
 namespace mamba {
 
+template <typename T>
+constexpr int32_t kDtype = MAMBA_FLOAT32;
+template <>
+constexpr int32_t kDtype<__half> = MAMBA_FLOAT16;
+template <>
+constexpr int32_t kDtype<__nv_bfloat16> = MAMBA_BFLOAT16;
+
+// Params of the usual model, known when the kernel is compiled: the convolution has one dtype and four taps. Half of a step's
+// instructions would ask for them.
+template <class Params, typename T>
+struct UsualConvolution : Params {
+    static constexpr int32_t width = 4;
+    static constexpr int64_t state_len = 4;
+    static constexpr int32_t dtype = kDtype<T>, conv_state_dtype = dtype, conv_weight_dtype = dtype, conv_bias_dtype = dtype;
+
+    static bool fits(const Params& p) {
+        return p.width == width && p.state_len == state_len && p.dtype == dtype && p.conv_state_dtype == dtype &&
+               p.conv_weight_dtype == dtype && (p.conv_bias == nullptr || p.conv_bias_dtype == dtype);
+    }
+};
+
 // As it lies in memory: loaded together, converted later.
 struct ConvStepBits {
     uint32_t weight[kConvMaxWidth];  // by lag
@@ -33,11 +54,8 @@ __device__ __forceinline__ void load_conv_window(const Params& p, int64_t batch,
     bits.input = load_bits(inputs, index, p.dtype);
 }
 
-// The new input is element `index` of `inputs`.
 template <class Params>
-__device__ __forceinline__ ConvStepBits load_conv_step(const Params& p, int64_t batch, int64_t channel, const void* inputs,
-                                                       int64_t index) {
-    ConvStepBits bits;
+__device__ __forceinline__ void load_conv_taps(const Params& p, int64_t channel, ConvStepBits& bits) {
 #pragma unroll
     for (int lag = 0; lag < kConvMaxWidth; ++lag) {
         bits.weight[lag] = 0;
@@ -45,8 +63,16 @@ __device__ __forceinline__ ConvStepBits load_conv_step(const Params& p, int64_t 
             bits.weight[lag] = load_bits(p.conv_weight, channel * p.width + p.width - 1 - lag, p.conv_weight_dtype);
         }
     }
-    load_conv_window(p, batch, channel, inputs, index, bits);
     bits.bias = p.conv_bias != nullptr ? load_bits(p.conv_bias, channel, p.conv_bias_dtype) : 0;
+}
+
+// The new input is element `index` of `inputs`.
+template <class Params>
+__device__ __forceinline__ ConvStepBits load_conv_step(const Params& p, int64_t batch, int64_t channel, const void* inputs,
+                                                       int64_t index) {
+    ConvStepBits bits;
+    load_conv_taps(p, channel, bits);
+    load_conv_window(p, batch, channel, inputs, index, bits);
     return bits;
 }
 

@@ -1,258 +1,276 @@
-// One decode step of a Mamba-2 layer on the GPU: convolution, state and output, head by head. finish.cuh does what needs all
-// heads.
+// One decode step of a Mamba-2 layer on the GPU: convolution, state, output and gated norm.
 #pragma once
 
-#include "causal_conv1d/cuda/step.cuh"
-#include "common/alignment.h"
-#include "mamba2_step/launch.h"
+#include "common/ptx_cluster.cuh"
+#include "mamba2_step/cuda/inputs.cuh"
 
 namespace mamba {
 
-constexpr int kStepThreads = 256;
-constexpr int kStepRows = 4;   // of the state that a thread has on their way at a time
-constexpr int kStepItems = 2;  // channels of the convolution, likewise
-constexpr int kCacheLine = 128;
-
-// What the launcher found out about the tensors.
-struct Mamba2StepLayout {
-    int32_t lanes_log2;  // lanes that share a row of the state
-    int32_t rows;        // of a head (of headdim) in a block
-    int32_t parts;       // blocks of a head
-    bool vectors;        // 16-byte accesses to the state are aligned
-};
-
-// A vector of neighbours in a row of the state, zeros beyond dstate.
-template <typename State, int kVector>
-__device__ __forceinline__ Packed<State, kVector> load_states(const State* row, int first, int dstate, int64_t stride,
-                                                              bool vectors) {
-    Packed<State, kVector> packed = packed_zero<State, kVector>();
-    if (vectors) {  // dstate is then a multiple of kVector
-        if (first < dstate) {
-            packed = packed_load<State, kVector>(row + first);
-        }
-    } else {
-        float values[kVector];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            values[i] = first + i < dstate ? to_float(row[(first + i) * stride]) : 0.0f;
-        }
-        packed = pack<State, kVector>(values);
-    }
-    return packed;
-}
-
-template <typename State, int kVector>
-__device__ __forceinline__ void store_states(State* row, int first, int dstate, int64_t stride, bool vectors,
-                                             const float* values) {
-    if (vectors) {
-        if (first < dstate) {
-            packed_store<State, kVector>(row + first, pack<State, kVector>(values));
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            if (first + i < dstate) {
-                row[(first + i) * stride] = from_float<State>(values[i]);
-            }
-        }
-    }
-}
-
-// A block takes some rows of one head of one batch entry. It computes the convolution of their x and of the whole group's B and
-// C, as do the other blocks of the group: so it leaves conv_state as it is for B and C, which finish.cuh shifts when all have
-// read it. 2^lanes_log2 lanes share a row, kVectors vectors of 16 bytes each.
-template <typename State, int kVectors>
-__global__ void __launch_bounds__(kStepThreads, 3) mamba2_step_kernel(const MambaMamba2Step p, const Mamba2StepLayout layout) {
-    static constexpr int kVector = 16 / static_cast<int>(sizeof(State));
-    constexpr int kStates = kVectors * kVector;
-    __shared__ float x_of[MAMBA_MAX_HEADDIM];
-    __shared__ float y_of[MAMBA_MAX_HEADDIM];
-    __shared__ float BC_of[2 * MAMBA_MAX_DSTATE];
+// A block takes some rows of the state of one group's heads, of one batch entry. It computes the convolution of their x and of
+// the group's B and C, as do the group's other blocks: so nobody may shift these channels' window before all have read it.
+template <class Rows, class Params>
+__global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Params p, const Mamba2StepLayout layout) {
+    using State = typename Rows::State;
+    constexpr int kVector = Rows::kVector, kRows = Rows::kRows, kVectors = Rows::kVectors;
+    MAMBA_DYNAMIC_SHARED(16, unsigned char, memory);
+    __shared__ uint64_t all_sent;  // the sums of the cluster's blocks
+    const Rows rows(layout.lanes_log2);
+    using Ring = StateRing<Rows, kStepDepth>;
     const int thread = static_cast<int>(threadIdx.x);
+    const int warp = thread / 32;
     const int dstate = static_cast<int>(p.dstate);
-    const int64_t block_head = blockIdx.x / layout.parts;
-    const int first = static_cast<int>(blockIdx.x - block_head * layout.parts) * layout.rows;
-    const int rows = static_cast<int>(p.headdim) - first < layout.rows ? static_cast<int>(p.headdim) - first : layout.rows;
-    const int64_t batch = block_head / p.nheads;
-    const int64_t head = block_head - batch * p.nheads;
-    const int64_t group = head / (p.nheads / p.ngroups);
+    const Mamba2StepShared shared(memory + kStepWarps * Ring::kWarpBytes, layout.rows, dstate);
+    const Ring ring(memory + warp * Ring::kWarpBytes);
+    const uint32_t batch_group = layout.parts.quotient(blockIdx.x);
+    const uint32_t part = blockIdx.x - batch_group * layout.parts.divisor;
+    const int64_t batch = layout.groups.quotient(batch_group);
+    const int64_t group = batch_group - batch * p.ngroups;
+    const uint32_t group_heads = layout.group_heads;
+    const uint32_t headdim = layout.headdim.divisor;
+    const uint32_t first = part * layout.rows;  // of the group's rows
+    const int left = static_cast<int>(group_heads * headdim - first);
+    const int count = left < layout.rows ? left : layout.rows;
     const int64_t channels = p.nheads * p.headdim;
-    const int64_t row_x = head * p.headdim + first;  // the block's first channel
+    const int64_t first_channel = group * group_heads * headdim + first;
     const int64_t zx = batch * p.zxBCdt_batch_stride;
-    const bool gate = p.gate && p.norm_weight == nullptr;  // the norm has its own
 
-    const int lanes = 1 << layout.lanes_log2;
-    const int sublane = thread & (lanes - 1);
-    const int step_rows = kStepThreads >> layout.lanes_log2;
-    State* const state =
-        static_cast<State*>(p.state) + batch * p.state_batch_stride + head * p.state_head_stride + first * p.state_dim_stride;
-    const int first_row = thread >> layout.lanes_log2;
+    // The warp's rows, of this lane first and then each `row_step` of them: they follow each other, in one head or in several.
+    const int tile_rows = rows.tile_rows(), row_step = 32 >> layout.lanes_log2;
+    const int lane_row = warp * layout.warp_tiles * tile_rows + rows.row_of(0);
+    int tiles = ceil_div(count - warp * layout.warp_tiles * tile_rows, tile_rows);
+    tiles = tiles < layout.warp_tiles ? tiles : layout.warp_tiles;
+    const uint32_t first_head = layout.headdim.quotient(first);
+    State* states = static_cast<State*>(p.state) + batch * p.state_batch_stride +
+                    (group * group_heads + first_head) * p.state_head_stride +
+                    (first - first_head * headdim + lane_row) * p.state_dim_stride +
+                    rows.state_of(0) * (kVector == 1 ? p.state_dstate_stride : 1);
+    const int64_t lane_step = row_step * p.state_dim_stride;
+    const int64_t vector_step = (kVector << layout.lanes_log2) * (kVector == 1 ? p.state_dstate_stride : 1);
+    const auto holds = [&](int row, int v) { return row < count && rows.state_of(v) < dstate; };
 
-    // The kernel before may still run: the state comes closer, but is not read, since that kernel may write it.
-    if (layout.vectors && sublane % (kCacheLine / 16) == 0 && sublane * kVector < dstate) {
-        for (int row = first_row; row < rows; row += step_rows) {
-            prefetch_to_L2(state + row * p.state_dim_stride + sublane * kVector);
+    // The kernel before may still run: the states come closer, but are not read, since that kernel may write them.
+    if (kVector > 1 && layout.ahead && rows.part % (kCacheLine / 16) == 0) {
+        const State* place = states;
+#pragma unroll 1
+        for (int i = 0; i < tiles * kRows; ++i) {
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+                if (holds(lane_row + i * row_step, v)) {
+                    prefetch_to_L2(place + v * vector_step);
+                }
+            }
+            place += lane_step;
         }
+    }
+    const bool shares = layout.together && layout.parts.divisor > 1;
+    if (shares && thread == 0) {
+        make_cluster_barrier(&all_sent, layout.parts.divisor * static_cast<uint32_t>(sizeof(float)));
     }
     wait_for_previous_kernel();
     let_next_kernel_start();
 
-    // All loads first, so that one memory latency covers them.
-    const int items = rows + 2 * dstate;  // x, B, C
-    const auto channel_of = [&](int item) {
-        const int n = item - rows;
-        return n < 0 ? row_x + item : channels + (n < dstate ? group * dstate + n : (p.ngroups + group - 1) * dstate + n);
+    // All loads first, so that one memory latency covers them: those that all else waits for, then the states.
+    const auto channel_of_BC = [&](int n) {
+        return channels + (n < dstate ? group * dstate + n : (p.ngroups + group - 1) * dstate + n);
     };
-    ConvStepBits bits[kStepItems];
+    const State* next = states;
+    int next_row = lane_row, next_slot = 0;
+    const auto load_tile = [&](bool wanted) {
+        if (wanted) {
 #pragma unroll
-    for (int i = 0; i < kStepItems; ++i) {
-        const int item = i * kStepThreads + thread;
-        if (item < items) {
-            const int64_t channel = channel_of(item);
-            bits[i] = load_conv_step(p, batch, channel, p.zxBCdt, zx + channels + channel);
-        }
-    }
-    const uint32_t dt_bits = load_bits(p.zxBCdt, zx + 2 * (channels + p.ngroups * dstate) + head, p.dtype);
-    const uint32_t bias_bits = load_bits(p.dt_bias, head, p.dt_bias_dtype);
-    const uint32_t A_bits = load_bits(p.A_log, head, p.A_log_dtype);
-    uint32_t D_bits = 0, z_bits = 0;
-    if (thread < rows) {
-        D_bits = load_bits(p.D, head * p.D_head_stride + (first + thread) * p.D_dim_stride, p.D_dtype);
-        if (gate) {
-            z_bits = load_bits(p.zxBCdt, zx + row_x + thread, p.dtype);
-        }
-    }
-    Packed<State, kVector> packed[kStepRows][kVectors];
-    const auto load_rows = [&](int begin) {
+            for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-        for (int r = 0; r < kStepRows; ++r) {
-            const int row = begin + r * step_rows;
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-                if (row < rows) {
-                    packed[r][v] =
-                        load_states<State, kVector>(state + row * p.state_dim_stride, (v * lanes + sublane) * kVector, dstate,
-                                                    p.state_dstate_stride, layout.vectors);
+                for (int v = 0; v < kVectors; ++v) {
+                    if (holds(next_row, v)) {
+                        ring.load(next_slot, r, v, next + v * vector_step);
+                    }
                 }
+                next += lane_step;
+                next_row += row_step;
             }
+            next_slot = ring.after(next_slot);
         }
+        end_copies();
     };
-    load_rows(first_row);
-
-    const auto convolve_item = [&](int item, const ConvStepBits& loaded) {
-        if (item < items) {
-            const float value = conv_step(p, loaded);
-            if (item < rows) {
-                x_of[item] = value;
-                store_conv_state(p, batch, row_x + item, loaded);
-            } else {
-                BC_of[item - rows] = value;
-            }
+    const auto load_BC = [&](int n) {
+        const int64_t channel = channel_of_BC(n);
+        return load_conv_step(p, batch, channel, p.zxBCdt, zx + channels + channel);
+    };
+    const auto load_x = [&](int row) {
+        return load_conv_step(p, batch, first_channel + row, p.zxBCdt, zx + channels + first_channel + row);
+    };
+    const auto load_of_row = [&](int row) {
+        const uint32_t head = layout.headdim.quotient(first + row);
+        return load_row(p, zx, static_cast<uint32_t>(group) * group_heads + head, first + row - head * headdim);
+    };
+    const auto finish_row = [&](int row, const ConvStepBits& conv, const HeadRowBits& bits) {
+        const float x = conv_step(p, conv);
+        store_conv_state(p, batch, first_channel + row, conv);
+        float dt = softplus(float_from_bits(bits.dt, p.dtype) + float_from_bits(bits.dt_bias, p.dt_bias_dtype));
+        dt = dt < p.dt_min ? p.dt_min : dt > p.dt_max ? p.dt_max : dt;  // a NaN stays
+        const float A = exp2_fast(float_from_bits(bits.A, p.A_log_dtype) * kLog2e);
+        shared.decay_dt_x[row] = make_float2(exp2_fast(-dt * kLog2e * A), dt * x);
+        shared.y[row] = float_from_bits(bits.D, p.D_dtype) * x;
+        shared.gate[row] = silu(float_from_bits(bits.z, p.dtype));
+        shared.weight[row] = float_from_bits(bits.weight, p.norm_weight_dtype);
+    };
+    ConvStepBits BC_bits, x_bits;
+    HeadRowBits row_bits;
+    if (thread < 2 * dstate) {
+        BC_bits = load_BC(thread);
+    }
+    if (thread < count) {
+        x_bits = load_x(thread);
+        row_bits = load_of_row(thread);
+    }
+    if (kVector > 1) {
+#pragma unroll 1
+        for (int tile = 0; tile < kStepDepth; ++tile) {
+            load_tile(tile < tiles);
         }
-    };
-#pragma unroll
-    for (int i = 0; i < kStepItems; ++i) {
-        convolve_item(i * kStepThreads + thread, bits[i]);
     }
-    for (int item = kStepItems * kStepThreads + thread; item < items; item += kStepThreads) {
-        const int64_t channel = channel_of(item);
-        convolve_item(item, load_conv_step(p, batch, channel, p.zxBCdt, zx + channels + channel));
+    if (thread < 2 * dstate) {
+        shared.BC[thread] = conv_step(p, BC_bits);
     }
-    float dt = softplus(float_from_bits(dt_bits, p.dtype) + float_from_bits(bias_bits, p.dt_bias_dtype));
-    dt = dt < p.dt_min ? p.dt_min : dt > p.dt_max ? p.dt_max : dt;  // a NaN stays
-    const float decay = exp2_fast(-dt * kLog2e * exp2_fast(float_from_bits(A_bits, p.A_log_dtype) * kLog2e));
+    if (thread < count) {
+        finish_row(thread, x_bits, row_bits);
+    }
+    for (int n = thread + kStepThreads; n < 2 * dstate; n += kStepThreads) {
+        shared.BC[n] = conv_step(p, load_BC(n));
+    }
+    for (int row = thread + kStepThreads; row < count; row += kStepThreads) {
+        finish_row(row, load_x(row), load_of_row(row));
+    }
     __syncthreads();
-
-    float B[kStates], C[kStates];
-#pragma unroll
-    for (int i = 0; i < kStates; ++i) {
-        const int n = (i / kVector * lanes + sublane) * kVector + i % kVector;
-        B[i] = n < dstate ? BC_of[n] : 0.0f;
-        C[i] = n < dstate ? BC_of[dstate + n] : 0.0f;
+    if (shares) {
+        arrive_at_cluster();  // the convolution's state of B and C was read
     }
-    for (int begin = first_row; begin - first_row < rows; begin += kStepRows * step_rows) {
-        if (begin > first_row) {
-            load_rows(begin);
-        }
-        float sums[kStepRows];
+
+    float B[Rows::kStates], C[Rows::kStates];
 #pragma unroll
-        for (int r = 0; r < kStepRows; ++r) {
-            const int row = begin + r * step_rows;
-            const float dt_x = row < rows ? dt * x_of[row] : 0.0f;
+    for (int i = 0; i < Rows::kStates; ++i) {
+        const int n = rows.state_of(i / kVector) + i % kVector;
+        B[i] = n < dstate ? shared.BC[n] : 0.0f;
+        C[i] = n < dstate ? shared.BC[dstate + n] : 0.0f;
+    }
+    int slot = 0, row = lane_row;  // of the tile's first
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+        float sums[kRows];
+        if constexpr (kVector > 1) {
+            wait_for_copies<kStepDepth - 1>();
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const float2 decay_dt_x =
+                row + r * row_step < count ? shared.decay_dt_x[row + r * row_step] : make_float2(0.0f, 0.0f);
             sums[r] = 0.0f;
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) {
+                const bool inside = holds(row + r * row_step, v);
+                State* const place = states + v * vector_step;
                 float h[kVector];
-                unpack<State, kVector>(packed[r][v], h);
-                const int n = (v * lanes + sublane) * kVector;
-#pragma unroll
-                for (int i = 0; i < kVector; ++i) {
-                    h[i] = fmaf(decay, h[i], dt_x * B[v * kVector + i]);
-                    sums[r] += n + i < dstate ? C[v * kVector + i] * h[i] : 0.0f;  // beyond dstate h can be NaN
+                if constexpr (kVector > 1) {
+                    ring.read(slot, r, v, h);
+                } else {
+                    h[0] = inside ? to_float(*place) : 0.0f;
                 }
-                if (row < rows) {
-                    store_states<State, kVector>(state + row * p.state_dim_stride, n, dstate, p.state_dstate_stride,
-                                                 layout.vectors, h);
+                const float sum =
+                    advance<kVector, true>(h, decay_dt_x.x, decay_dt_x.y, nullptr, B + v * kVector, C + v * kVector);
+                sums[r] += inside ? sum : 0.0f;  // beyond dstate h can be NaN
+                if (inside) {
+                    if constexpr (kVector > 1) {
+                        packed_store_once<State, kVector>(place, pack<State, kVector>(h));
+                    } else {
+                        *place = from_float<State>(h[0]);
+                    }
                 }
             }
+            states += lane_step;
         }
-        for (int distance = lanes / 2; distance > 0; distance /= 2) {
-#pragma unroll
-            for (int r = 0; r < kStepRows; ++r) {
-                sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], distance);
-            }
+        if constexpr (kVector > 1) {
+            slot = ring.after(slot);
+            load_tile(tile + kStepDepth < tiles);
         }
-#pragma unroll
-        for (int r = 0; r < kStepRows; ++r) {
-            const int row = begin + r * step_rows;
-            if (sublane == 0 && row < rows) {
-                y_of[row] = sums[r];
-            }
+        const float sum = rows.sum_to_owners(sums);
+        const int own = row + rows.part % kRows * row_step;
+        if (rows.part < kRows && own < count) {
+            shared.y[own] += sum;
         }
+        row += tile_rows;
     }
     __syncthreads();
-    if (thread < rows) {
-        float y = fmaf(float_from_bits(D_bits, p.D_dtype), x_of[thread], y_of[thread]);
-        if (gate) {
-            y *= silu(float_from_bits(z_bits, p.dtype));
+
+    const int64_t out = batch * p.out_batch_stride + first_channel;
+    const bool norm = layout.together && p.norm_weight != nullptr;
+    if (!norm) {
+        const bool gate = p.gate && p.norm_weight == nullptr;
+        for (int row = thread; row < count; row += kStepThreads) {
+            store_from_float(p.out, out + row, p.dtype, gate ? shared.y[row] * shared.gate[row] : shared.y[row]);
         }
-        store_from_float(p.out, batch * p.out_batch_stride + row_x + thread, p.dtype, y);
     }
-}
-
-// ---- host ------------------------------------------------------------------------------------------------------------
-
-template <typename State>
-cudaError_t launch_mamba2_step(const MambaMamba2Step& p, int processors) {
-    constexpr int kVector = 16 / static_cast<int>(sizeof(State));
-    const int64_t state_size = static_cast<int64_t>(sizeof(State));
-    Mamba2StepLayout layout;
-    layout.lanes_log2 = ceil_log2(ceil_div(p.dstate, kVector), 0, 5);
-    layout.vectors = p.dstate % kVector == 0 && p.state_dstate_stride == 1 &&
-                     rows_aligned(p.state, state_size, 16, used_stride(p.batch, p.state_batch_stride),
-                                  used_stride(p.nheads, p.state_head_stride), used_stride(p.headdim, p.state_dim_stride));
-    // A whole head a block where that fills the GPU; else less, but something for every thread.
-    const int64_t heads = p.batch * p.nheads;
-    const int64_t step_rows = kStepThreads >> layout.lanes_log2;
-    const int64_t wanted = ceil_div(p.headdim, ceil_div(static_cast<int64_t>(2) * processors, heads));
-    layout.rows = static_cast<int32_t>(round_up(wanted, step_rows));
-    layout.parts = static_cast<int32_t>(ceil_div(p.headdim, static_cast<int64_t>(layout.rows)));
-    const unsigned blocks = static_cast<unsigned>(heads * layout.parts);
-    if (p.dstate <= 32 * kVector) {
-        return launch_overlapping(mamba2_step_kernel<State, 1>, blocks, kStepThreads, 0, p.run.stream, p, layout);
+    if (!layout.together) {
+        return;  // finish.cuh does the rest
     }
-    if constexpr (32 * kVector < MAMBA_MAX_DSTATE) {
-        static_assert(64 * kVector >= MAMBA_MAX_DSTATE, "two vectors a lane hold a row");
-        return launch_overlapping(mamba2_step_kernel<State, 2>, blocks, kStepThreads, 0, p.run.stream, p, layout);
+    // This block's share of the channels of B and C.
+    const int share = static_cast<int>(layout.parts.divisor);
+    int n = thread * share + static_cast<int>(part);
+    ConvStepBits window;
+    const auto load_window = [&] {
+        if (n < 2 * dstate) {
+            load_conv_window(p, batch, channel_of_BC(n), p.zxBCdt, zx + channels + channel_of_BC(n), window);
+        }
+    };
+    load_window();
+    if (norm) {
+        float sum = 0.0f;
+        for (int row = thread; row < count; row += kStepThreads) {
+            float value = rounded(shared.y[row], p.dtype);
+            value = p.norm_before_gate ? value : value * shared.gate[row];
+            shared.y[row] = value;
+            sum = fmaf(value, value, sum);
+        }
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+            sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        }
+        if (thread % 32 == 0) {
+            shared.sums[warp] = sum;
+        }
+        __syncthreads();
     }
-    return cudaErrorInvalidValue;
-}
-
-template <typename State>
-Mamba2StepLaunchers Mamba2StepLaunchers::of() {
-    Mamba2StepLaunchers launchers;
-    launchers.step = launch_mamba2_step<State>;
-    return launchers;
+    if (shares) {
+        wait_for_cluster();
+    }
+    while (n < 2 * dstate) {
+        store_conv_state(p, batch, channel_of_BC(n), window);
+        n += kStepThreads * share;
+        load_window();
+    }
+    if (!norm) {
+        return;
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kStepWarps; ++w) {
+        sum += shared.sums[w];
+    }
+    if (shares) {
+        if (thread < static_cast<int>(layout.parts.divisor)) {
+            send_to_cluster(shared.cluster_sums + part, &all_sent, static_cast<uint32_t>(thread), sum);
+        }
+        wait_for_sent(&all_sent);
+        sum = 0.0f;
+        for (uint32_t i = 0; i < layout.parts.divisor; ++i) {
+            sum += shared.cluster_sums[i];
+        }
+    }
+    const float rstd = rsqrtf(sum / static_cast<float>(group_heads * headdim) + p.norm_eps);
+    for (int row = thread; row < count; row += kStepThreads) {
+        float value = shared.y[row] * rstd * shared.weight[row];
+        value = p.norm_before_gate ? value * shared.gate[row] : value;
+        store_from_float(p.out, out + row, p.dtype, value);
+    }
 }
 
 }  // namespace mamba

@@ -1,27 +1,13 @@
 // What the decode step's kernels read beside the state, and where a warp finds it.
 #pragma once
 
-#include "common/integers.h"
+#include "common/divisor.cuh"
 #include "state_update/cuda/rows.cuh"
 
 namespace mamba {
 
 constexpr int kUpdateWarpsLog2 = 2;  // of a block, at most
 constexpr int kUpdateThreads = 32 << kUpdateWarpsLog2;
-
-// Division of numbers below 2^31 by one that the host knows: a product and a shift.
-struct Divisor {
-    uint32_t divisor, factor;
-    int32_t shift;
-
-    Divisor() = default;
-    explicit Divisor(int64_t number) : divisor(static_cast<uint32_t>(number)), shift(31 + ceil_log2(number, 0, 31)) {
-        factor = static_cast<uint32_t>(ceil_div(static_cast<uint64_t>(1) << shift, static_cast<uint64_t>(number)));
-    }
-    __device__ __forceinline__ uint32_t quotient(uint32_t value) const {
-        return static_cast<uint32_t>(static_cast<uint64_t>(value) * factor >> shift);
-    }
-};
 
 // How the launcher shares out the rows.
 struct StateUpdateLayout {
@@ -115,12 +101,12 @@ struct RowParameters {
 
 // A step's inputs, as bits: those of the lane's own row, and the lane's parts of B and C.
 template <class Rows>
-struct StepInputs {
+struct UpdateInputs {
     uint32_t x = 0, dt = 0, z = 0;
     NeighbourBits<Rows::kVector> B[Rows::kVectors], C[Rows::kVectors];
 
-    __device__ __forceinline__ StepInputs(const MambaSelectiveStateUpdate& p, const WarpPlace& at, const Rows& rows,
-                                          uint32_t step) {
+    __device__ __forceinline__ UpdateInputs(const MambaSelectiveStateUpdate& p, const WarpPlace& at, const Rows& rows,
+                                            uint32_t step) {
         if (at.owns) {
             const int64_t x_index = at.batch * p.x_batch_stride + step * p.x_len_stride + at.head * p.x_head_stride;
             const int64_t dt_index = at.batch * p.dt_batch_stride + step * p.dt_len_stride + at.head * p.dt_head_stride;

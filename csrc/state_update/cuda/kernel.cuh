@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kUpdateThreads, (kUpdateBlocks<Rows, kScalarA>
     // All loads first, so that one memory latency covers them.
     typename Rows::Tile tile;
     place.load(rows, tile);
-    const StepInputs<Rows> step(params, warp, rows, 0);
+    const UpdateInputs<Rows> step(params, warp, rows, 0);
     const RowParameters row(params, warp, kScalarA);
     VectorsOfA<Rows> A;
     int64_t A_index = 0;

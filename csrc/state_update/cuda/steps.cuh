@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
 
     typename Rows::Tile tile;
     warp.template states<State>(params, rows, from).load(rows, tile);
-    StepInputs<Rows> step(params, warp, rows, 0);
+    UpdateInputs<Rows> step(params, warp, rows, 0);
     const RowParameters row(params, warp, kScalarA);
     VectorsOfA<Rows> A;
     if (!kScalarA) {
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
     }
 #pragma unroll 1
     for (uint32_t t = 0; t < seqlen; ++t) {
-        const StepInputs<Rows> next(params, warp, rows, t + 1 < seqlen ? t + 1 : t);
+        const UpdateInputs<Rows> next(params, warp, rows, t + 1 < seqlen ? t + 1 : t);
         const float x = float_from_bits(step.x, params.x_dtype);
         const float dt = row.dt(params, step.dt);
         const float decay = row.template decay<kScalarA>(params, dt);

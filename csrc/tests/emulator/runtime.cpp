@@ -71,6 +71,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
         case cudaDevAttrComputeCapabilityMajor:
             *value = setting("MAMBA_EMULATOR_CAPABILITY", 9);
             break;
+        case cudaDevAttrClusterLaunch:
+            *value = 0;  // it has no clusters
+            break;
     }
     return cudaSuccess;
 }

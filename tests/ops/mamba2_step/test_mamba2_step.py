@@ -70,6 +70,8 @@ CASES = (
     Case(2, 4, 8, 4, norm=False, gate=False),
     Case(2, 3, 16, 12, limits=(0.1, 0.3)),
     Case(1, 160, 64, 4),  # a norm of more than 8192 channels
+    Case(20, 24, 64, 16),  # heads that a block shares with the next
+    Case(2, 1, 8, 256),  # one block for a group, fewer threads than channels of B and C
 )
 
 
@@ -116,8 +118,10 @@ def test_strided_views(device):
         "ssm_state": arguments["ssm_state"].permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0),
         "D": torch.stack([arguments["D"]] * 2, dim=1)[:, 0],
     }
-    torch.testing.assert_close(run(mamba2_step, strided, steps=1)["out"][0], expected["out"][0])
-    torch.testing.assert_close(run(mamba2_step, strided), expected, rtol=0, atol=0)
+    found = run(mamba2_step, strided)
+    torch.testing.assert_close(found["out"], expected["out"])  # on a GPU sums over states in another order
+    for name in ("conv_state", "ssm_state"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
     columns = {**arguments, "zxbcdt": zxbcdt.T.contiguous().T}
     torch.testing.assert_close(run(mamba2_step, columns, steps=1)["out"][0], expected["out"][0], rtol=0, atol=0)
 

@@ -183,9 +183,13 @@ enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount = 16,
     cudaDevAttrComputeCapabilityMajor = 75,
     cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+    cudaDevAttrClusterLaunch = 120,
 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum cudaFuncAttribute {
+    cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+    cudaFuncAttributeNonPortableClusterSizeAllowed = 14,
+};
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4, cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
 
 typedef struct CUstream_st* cudaStream_t;
 struct cudaFuncAttributes {
@@ -195,6 +199,9 @@ struct cudaLaunchAttribute {
     cudaLaunchAttributeID id;
     union {
         int programmaticStreamSerializationAllowed;
+        struct {
+            unsigned x, y, z;
+        } clusterDim;
     } val;
 };
 struct cudaLaunchConfig_t {
@@ -222,8 +229,10 @@ cudaError_t cudaFree(void* memory);
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
 
 template <typename Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
-    emulator::allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
+    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
+        emulator::allow_shared(reinterpret_cast<const void*>(kernel), value);
+    }
     return cudaSuccess;
 }
 template <typename Kernel>

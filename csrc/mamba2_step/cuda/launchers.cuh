@@ -1,0 +1,89 @@
+// Which of the kernels of a Mamba-2 layer's decode step runs, and how its rows are shared out.
+#pragma once
+
+#include "common/alignment.h"
+#include "common/cuda_cluster.cuh"
+#include "mamba2_step/cuda/kernel.cuh"
+#include "mamba2_step/launch.h"
+
+namespace mamba {
+
+// Rows of a block at most: in a cluster, and else, where it costs nothing to have more blocks.
+constexpr int64_t kStepMostRows = 1024, kStepFewRows = 256;
+
+template <class Rows, class Params>
+cudaError_t launch_mamba2_step_rows(const Params& p, int processors, bool* together) {
+    const auto kernel = mamba2_step_kernel<Rows, Params>;
+    cudaError_t error = has_clusters(kernel, p.run.device, together);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    Mamba2StepLayout layout;
+    layout.lanes_log2 = ceil_log2(ceil_div(p.dstate, Rows::kStates), ceil_log2(Rows::kRows, 0, 5), 5);
+    const int64_t tile_rows = Rows::kRows << (5 - layout.lanes_log2);
+    const int64_t groups = p.batch * p.ngroups, group_rows = p.nheads / p.ngroups * p.headdim;
+    const int64_t most_parts = ceil_div(group_rows, kStepWarps * tile_rows);  // a tile a warp
+    const auto rows_in = [&](int64_t parts) { return round_up(ceil_div(group_rows, parts), tile_rows); };
+
+    int64_t parts = most_parts < kMostParts ? most_parts : kMostParts;
+    *together = (*together || parts == 1) && rows_in(parts) <= kStepMostRows;
+    if (!*together) {
+        const int64_t least_parts = ceil_div(group_rows, kStepFewRows);
+        parts = ceil_div(int64_t{4} * processors, groups);
+        parts = parts < most_parts ? parts : most_parts;
+        parts = parts > least_parts ? parts : least_parts;
+    }
+    int64_t rows = rows_in(parts);
+    const bool heads_follow = p.nheads == p.ngroups || p.state_head_stride == p.headdim * p.state_dim_stride;
+    if (!heads_follow) {  // a block keeps to one head
+        rows = p.headdim;
+        *together = *together && ceil_div(group_rows, rows) <= parts;
+    }
+    layout.rows = static_cast<int32_t>(rows);
+    layout.warp_tiles = static_cast<int32_t>(ceil_div(ceil_div(rows, tile_rows), kStepWarps));
+    layout.parts = Divisor(ceil_div(group_rows, rows));
+    layout.groups = Divisor(p.ngroups);
+    layout.headdim = Divisor(p.headdim);
+    layout.group_heads = static_cast<uint32_t>(p.nheads / p.ngroups);
+    layout.together = *together;
+    const int64_t blocks = groups * layout.parts.divisor;
+    layout.ahead = blocks <= 2 * processors;
+    const int64_t shared = kStepWarps * StateRing<Rows, kStepDepth>::kWarpBytes + Mamba2StepShared::bytes(rows, p.dstate);
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (error != cudaSuccess) {
+        return error;
+    }
+    return launch_clusters(kernel, layout.together ? layout.parts.divisor : 1, blocks, kStepThreads,
+                           static_cast<size_t>(shared), p.run.stream, p, layout);
+}
+
+template <typename State>
+cudaError_t launch_mamba2_step(const MambaMamba2Step& p, int processors, bool* together) {
+    constexpr int kVector = 16 / static_cast<int>(sizeof(State));
+    const int64_t state_size = static_cast<int64_t>(sizeof(State));
+    const bool vectors = p.dstate % kVector == 0 && p.state_dstate_stride == 1 &&
+                         rows_aligned(p.state, state_size, 16, used_stride(p.batch, p.state_batch_stride),
+                                      used_stride(p.nheads, p.state_head_stride), used_stride(p.headdim, p.state_dim_stride));
+    if (!vectors) {
+        return launch_mamba2_step_rows<StateRows<State, 1, 1, 8>>(p, processors, together);
+    }
+    if constexpr (32 * kVector < MAMBA_MAX_DSTATE) {
+        if (p.dstate > 32 * kVector) {
+            return launch_mamba2_step_rows<StateRows<State, kVector, 2, 2>>(p, processors, together);
+        }
+    }
+    using Usual = UsualMamba2Step<State>;
+    if (Usual::fits(p)) {
+        return launch_mamba2_step_rows<StateRows<State, kVector, 4, 1>>(Usual{{p}}, processors, together);
+    }
+    return launch_mamba2_step_rows<StateRows<State, kVector, 4, 1>>(p, processors, together);
+}
+
+template <typename State>
+Mamba2StepLaunchers Mamba2StepLaunchers::of() {
+    Mamba2StepLaunchers launchers;
+    launchers.step = launch_mamba2_step<State>;
+    return launchers;
+}
+
+}  // namespace mamba
