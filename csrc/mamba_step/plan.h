@@ -7,7 +7,7 @@
 namespace mamba {
 
 constexpr int kTileChannels = 64;        // of d_inner, that a block of the first kernel takes at a time
-constexpr int kTileBatch = 8;            // entries of the batch in one
+constexpr int kTileBatch = 16;           // entries of the batch in one
 constexpr int64_t kProjectBlocks = 128;  // of them that keep a GPU busy
 
 // Tiles of channels that a block walks: one, unless the batch alone makes blocks enough. What the second kernel reads grows
@@ -26,9 +26,14 @@ MAMBA_HOST_DEVICE inline int64_t step_outputs(const MambaMambaStep& p) {
     return p.dt_rank + 2 * p.dstate;
 }
 
-// x behind the convolution (B, D), then the slices' parts of x_proj's sums (B, slices, R + 2 N), as floats.
+// The sums of a slice and batch entry are whole vectors of four.
+MAMBA_HOST_DEVICE inline int64_t step_pitch(const MambaMambaStep& p) {
+    return round_up(step_outputs(p), 4);
+}
+
+// The slices' parts of x_proj's sums (B, slices, pitch), then x behind the convolution (B, D), as floats.
 inline int64_t step_workspace_bytes(const MambaMambaStep& p) {
-    return p.batch * (p.dim + step_slices(p) * step_outputs(p)) * static_cast<int64_t>(sizeof(float));
+    return p.batch * (step_slices(p) * step_pitch(p) + p.dim) * static_cast<int64_t>(sizeof(float));
 }
 
 }  // namespace mamba

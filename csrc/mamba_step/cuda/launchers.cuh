@@ -7,10 +7,19 @@
 
 namespace mamba {
 
+template <typename T, class Params>
+cudaError_t launch_mamba_step_as(const Params& p, const StepUpdateLayout& layout) {
+    const cudaError_t error = launch_step_project<T>(p);
+    return error != cudaSuccess ? error : launch_step_update<T>(p, layout);
+}
+
 template <typename T>
 cudaError_t launch_mamba_step(const MambaMambaStep& p) {
-    const cudaError_t error = launch_step_project<T>(p);
-    return error != cudaSuccess ? error : launch_step_update<T>(p);
+    const StepUpdateLayout layout = step_update_layout<T>(p);
+    if (UsualMambaStep<T>::fits(p, layout)) {
+        return launch_mamba_step_as<T>(UsualMambaStep<T>{{p}}, layout);
+    }
+    return launch_mamba_step_as<T>(p, layout);
 }
 
 template <typename T>

@@ -13,15 +13,32 @@ constexpr int kUpdateChannels = kUpdateThreads / kUpdateLanes;
 constexpr int kUpdateBatch = 4;  // entries in a block, at most: they share the weights
 constexpr int kRun = 4;          // neighbouring states (or of dt's rank) in a lane
 constexpr int kStride = kRun * kUpdateLanes;
+constexpr int kWeightRuns = 4;              // of a row of dt_proj that are loaded ahead
 constexpr int64_t kMostShared = 48 * 1024;  // that a block may have without asking
 
 // What the launcher found out about the tensors.
 struct StepUpdateLayout {
     int32_t batches;  // entries in a block
+    int32_t groups;   // of threads that share out the slices
     bool state_runs;  // runs of four neighbours are aligned
     bool A_runs;
     bool weight_runs;
 };
+
+// With a state of the same dtype, in whole runs.
+template <typename T>
+struct UsualMambaStep : UsualConvolution<MambaMambaStep, T> {
+    static constexpr int32_t state_dtype = kDtype<T>;
+
+    static bool fits(const MambaMambaStep& p, const StepUpdateLayout& layout) {
+        return UsualConvolution<MambaMambaStep, T>::fits(p) && p.state_dtype == state_dtype && layout.state_runs &&
+               layout.A_runs && layout.weight_runs;
+    }
+};
+template <class Params>
+constexpr bool kUsual = true;
+template <>
+constexpr bool kUsual<MambaMambaStep> = false;
 
 // Four neighbours as they lie in memory.
 struct RunBits {
@@ -81,6 +98,23 @@ __device__ __forceinline__ void store_run(void* data, int64_t offset, int64_t st
     }
 }
 
+// Four of a row of sums in shared memory, zeros beyond `left`. kWhole: they are all there, at a multiple of 16 bytes.
+template <bool kWhole>
+__device__ __forceinline__ void load_projected(const float* row, int left, float (&values)[kRun]) {
+    if constexpr (kWhole) {
+        const float4 run = *reinterpret_cast<const float4*>(row);
+        values[0] = run.x;
+        values[1] = run.y;
+        values[2] = run.z;
+        values[3] = run.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) {
+            values[i] = i < left ? row[i] : 0.0f;
+        }
+    }
+}
+
 __device__ __forceinline__ float sum_over_lanes(float value) {
 #pragma unroll
     for (int distance = kUpdateLanes / 2; distance > 0; distance /= 2) {
@@ -91,11 +125,13 @@ __device__ __forceinline__ float sum_over_lanes(float value) {
 
 // kUpdateLanes lanes share a channel of up to kUpdateBatch batch entries. What does not depend on the kernel before is loaded
 // before that has ended.
-template <typename T>
-__global__ void __launch_bounds__(kUpdateThreads)
-    step_update_kernel(const MambaMambaStep p, const StepUpdateLayout layout, int64_t slices) {
+template <typename T, class Params>
+__global__ void __launch_bounds__(kUpdateThreads, 3)
+    step_update_kernel(const Params p, const StepUpdateLayout layout, int64_t slices) {
+    const bool state_runs = kUsual<Params> || layout.state_runs, A_runs = kUsual<Params> || layout.A_runs,
+               weight_runs = kUsual<Params> || layout.weight_runs;
     static_assert(kUpdateBatch == kUpdateLanes, "a lane finishes one batch entry");
-    MAMBA_DYNAMIC_SHARED(16, float, projected);  // (batches, R + 2 N)
+    MAMBA_DYNAMIC_SHARED(16, float, projected);  // (groups, batches, pitch): first each group's sums, then those of all
     const int thread = static_cast<int>(threadIdx.x);
     const int sublane = thread % kUpdateLanes;
     const int64_t first_batch = (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * layout.batches;
@@ -107,7 +143,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
     const bool active = channel < p.dim;  // idle lanes stay for the shuffles
     channel = active ? channel : p.dim - 1;
     const int dstate = static_cast<int>(p.dstate), rank = static_cast<int>(p.dt_rank);
-    const int outputs = rank + 2 * dstate;
+    const int pitch = static_cast<int>(step_pitch(p));
 
     RunBits state_bits[kUpdateBatch];
     const auto state_offset = [&](int b) { return (first_batch + b) * p.state_batch_stride + channel * p.state_dim_stride; };
@@ -116,58 +152,86 @@ __global__ void __launch_bounds__(kUpdateThreads)
         for (int b = 0; b < kUpdateBatch; ++b) {
             if (b < batches) {
                 state_bits[b] =
-                    load_run(p.state, state_offset(b), p.state_dstate_stride, first, dstate, p.state_dtype, layout.state_runs);
+                    load_run(p.state, state_offset(b), p.state_dstate_stride, first, dstate, p.state_dtype, state_runs);
             }
         }
     };
     load_states(sublane * kRun);
-    RunBits A_bits = load_run(p.A_log, channel * dstate, 1, sublane * kRun, dstate, p.A_log_dtype, layout.A_runs);
+    RunBits A_bits = load_run(p.A_log, channel * dstate, 1, sublane * kRun, dstate, p.A_log_dtype, A_runs);
     const int own = sublane < batches ? sublane : 0;  // the batch entry that this lane finishes
     const int64_t xz = (first_batch + own) * p.xz_batch_stride;
     const float z = to_float(static_cast<const T*>(p.xz)[xz + p.dim + channel]);
     const float D = load_as_float(p.D, channel, p.D_dtype);
     const float bias = p.dt_bias != nullptr ? load_as_float(p.dt_bias, channel, p.dt_bias_dtype) : 0.0f;
     const int32_t dtype = p.dtype;
-    RunBits weight_bits = load_run(p.dt_proj_weight, channel * rank, 1, sublane * kRun, rank, dtype, layout.weight_runs);
+    const auto load_weight = [&](int first) {
+        return load_run(p.dt_proj_weight, channel * rank, 1, first, rank, dtype, weight_runs);
+    };
+    RunBits weight_bits[kWeightRuns];
+#pragma unroll
+    for (int run = 0; run < kWeightRuns; ++run) {
+        weight_bits[run] = load_weight(run * kStride + sublane * kRun);
+    }
 
     wait_for_previous_kernel();
     let_next_kernel_start();
-    const float* const x_in = static_cast<const float*>(p.workspace);
-    const float* const sums_in = x_in + p.batch * p.dim;
+    const float* const sums_in = static_cast<const float*>(p.workspace) + first_batch * slices * pitch;
+    const float* const x_in = static_cast<const float*>(p.workspace) + p.batch * slices * pitch;
     float x[kUpdateBatch];
 #pragma unroll
     for (int b = 0; b < kUpdateBatch; ++b) {
         x[b] = b < batches ? x_in[(first_batch + b) * p.dim + channel] : 0.0f;
     }
-    for (int i = thread; i < batches * outputs; i += kUpdateThreads) {
-        const int b = i / outputs;
-        const float* part = sums_in + (first_batch + b) * slices * outputs + (i - b * outputs);
-        float sum = 0.0f;
+    const int quads = pitch / 4, all_quads = batches * quads;
+    for (int i = thread; i < layout.groups * all_quads; i += kUpdateThreads) {
+        const int group = i / all_quads, b = i / quads - group * batches, quad = i % quads;
+        const float4* const parts = reinterpret_cast<const float4*>(sums_in + b * slices * pitch) + quad;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 8
-        for (int64_t slice = 0; slice < slices; ++slice) {
-            sum += part[slice * outputs];
+        for (int64_t slice = group; slice < slices; slice += layout.groups) {
+            const float4 part = parts[slice * quads];
+            sum.x += part.x;
+            sum.y += part.y;
+            sum.z += part.z;
+            sum.w += part.w;
         }
-        projected[i] = sum;
+        reinterpret_cast<float4*>(projected)[i] = sum;
     }
     __syncthreads();
+    if (layout.groups > 1) {
+        const int all = batches * pitch;
+        for (int i = thread; i < all; i += kUpdateThreads) {
+            float sum = projected[i];
+            for (int group = 1; group < layout.groups; ++group) {
+                sum += projected[group * all + i];
+            }
+            projected[i] = sum;
+        }
+        __syncthreads();
+    }
 
     float dt[kUpdateBatch] = {};
-    for (int first = sublane * kRun; first < rank; first += kStride) {
-        if (first >= kStride) {
-            weight_bits = load_run(p.dt_proj_weight, channel * rank, 1, first, rank, dtype, layout.weight_runs);
-        }
+    const auto add_run = [&](int first, const RunBits& weights) {
+        if (first < rank) {
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) {
-            const float weight = float_from_bits(weight_bits.word[i], dtype);
-            if (first + i < rank) {
+            for (int b = 0; b < kUpdateBatch; ++b) {
+                if (b < batches) {
+                    float values[kRun];
+                    load_projected<kUsual<Params>>(projected + b * pitch + first, rank - first, values);
 #pragma unroll
-                for (int b = 0; b < kUpdateBatch; ++b) {
-                    if (b < batches) {
-                        dt[b] = fmaf(weight, projected[b * outputs + first + i], dt[b]);
+                    for (int i = 0; i < kRun; ++i) {
+                        dt[b] = fmaf(float_from_bits(weights.word[i], dtype), values[i], dt[b]);
                     }
                 }
             }
         }
+    };
+#pragma unroll
+    for (int run = 0; run < kWeightRuns; ++run) {
+        add_run(run * kStride + sublane * kRun, weight_bits[run]);
+    }
+    for (int first = kWeightRuns * kStride + sublane * kRun; first < rank; first += kStride) {
+        add_run(first, load_weight(first));
     }
 #pragma unroll
     for (int b = 0; b < kUpdateBatch; ++b) {
@@ -177,7 +241,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
     for (int first = sublane * kRun; first < dstate; first += kStride) {
         if (first >= kStride) {
             load_states(first);
-            A_bits = load_run(p.A_log, channel * dstate, 1, first, dstate, p.A_log_dtype, layout.A_runs);
+            A_bits = load_run(p.A_log, channel * dstate, 1, first, dstate, p.A_log_dtype, A_runs);
         }
         float A[kRun];
 #pragma unroll
@@ -187,20 +251,20 @@ __global__ void __launch_bounds__(kUpdateThreads)
 #pragma unroll
         for (int b = 0; b < kUpdateBatch; ++b) {
             if (b < batches) {
-                const float* const B = projected + b * outputs + rank + first;
-                float h[kRun];
+                float B[kRun], C[kRun], h[kRun];
+                load_projected<kUsual<Params>>(projected + b * pitch + rank + first, dstate - first, B);
+                load_projected<kUsual<Params>>(projected + b * pitch + rank + dstate + first, dstate - first, C);
 #pragma unroll
                 for (int i = 0; i < kRun; ++i) {
                     h[i] = 0.0f;
-                    if (first + i < dstate) {
+                    if (kUsual<Params> || first + i < dstate) {
                         const float old = float_from_bits(state_bits[b].word[i], p.state_dtype);
                         h[i] = fmaf(exp2_fast(dt[b] * A[i]), old, dt[b] * x[b] * B[i]);
-                        y[b] = fmaf(B[dstate + i], h[i], y[b]);
+                        y[b] = fmaf(C[i], h[i], y[b]);
                     }
                 }
                 if (active) {
-                    store_run(p.state, state_offset(b), p.state_dstate_stride, first, dstate, p.state_dtype, layout.state_runs,
-                              h);
+                    store_run(p.state, state_offset(b), p.state_dstate_stride, first, dstate, p.state_dtype, state_runs, h);
                 }
             }
         }
@@ -221,23 +285,31 @@ __global__ void __launch_bounds__(kUpdateThreads)
 // ---- host ------------------------------------------------------------------------------------------------------------
 
 template <typename T>
-cudaError_t launch_step_update(const MambaMambaStep& p) {
+StepUpdateLayout step_update_layout(const MambaMambaStep& p) {
     const int64_t size = static_cast<int64_t>(sizeof(T)), state_size = dtype_size(p.state_dtype),
                   A_size = dtype_size(p.A_log_dtype);
     StepUpdateLayout layout;
-    const int64_t row_bytes = step_outputs(p) * static_cast<int64_t>(sizeof(float));
+    const int64_t row_bytes = step_pitch(p) * static_cast<int64_t>(sizeof(float));
     static_assert((MAMBA_MAX_DT_RANK + 2 * MAMBA_MAX_DSTATE) * sizeof(float) <= kMostShared, "one batch entry fits");
     const int64_t fit = kMostShared / row_bytes < kUpdateBatch ? kMostShared / row_bytes : kUpdateBatch;
     layout.batches = static_cast<int32_t>(p.batch < fit ? p.batch : fit);
+    const int64_t groups = kUpdateThreads / (layout.batches * step_pitch(p) / 4), slices = step_slices(p);
+    layout.groups = static_cast<int32_t>(groups < 1 ? 1 : groups < slices ? groups : slices);
     layout.state_runs = p.dstate % kRun == 0 && p.state_dstate_stride == 1 &&
                         rows_aligned(p.state, state_size, kRun * state_size, used_stride(p.batch, p.state_batch_stride),
                                      used_stride(p.dim, p.state_dim_stride));
     layout.A_runs = p.dstate % kRun == 0 && pointer_is_aligned(p.A_log, kRun * A_size);
     layout.weight_runs = p.dt_rank % kRun == 0 && pointer_is_aligned(p.dt_proj_weight, kRun * size);
-    const dim3 grid = batch_grid(ceil_div(p.dim, static_cast<int64_t>(kUpdateChannels)),
+    return layout;
+}
+
+template <typename T, class Params>
+cudaError_t launch_step_update(const Params& p, const StepUpdateLayout& layout) {
+    const Grid grid = batch_grid(ceil_div(p.dim, static_cast<int64_t>(kUpdateChannels)),
                                  ceil_div(p.batch, static_cast<int64_t>(layout.batches)));
-    const size_t shared = static_cast<size_t>(layout.batches * row_bytes);
-    return launch_overlapping(step_update_kernel<T>, grid, kUpdateThreads, shared, p.run.stream, p, layout, step_slices(p));
+    const size_t shared = static_cast<size_t>(layout.groups * layout.batches * step_pitch(p)) * sizeof(float);
+    return launch_overlapping(step_update_kernel<T, Params>, grid, kUpdateThreads, shared, p.run.stream, p, layout,
+                              step_slices(p));
 }
 
 }  // namespace mamba
