@@ -10,7 +10,7 @@ namespace mamba {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// dC, and with it each step's share of the state before the chunk.
+// dC, and with it each step's share of the state before the chunk; also the gradients of steps, an item behind.
 template <typename T, int kStates, int kSlices>
 __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlices>& walk) {
     using Shared = WarpgroupBackwardShared<T, kStates, kSlices>;
@@ -20,6 +20,13 @@ __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlic
     const int row = 16 * warp;
     const int t[2] = {row + lane / 4, row + lane / 4 + 8};
     const uint64_t C = tile_descriptor(shared.C, kBlock * 16);
+    BackwardItem finished = walk.first;  // whose gradients of steps come next
+    const auto store_gradients = [&](int number) {
+        if (warp == number % 4) {
+            walk.store_gradients(number, finished);
+        }
+        finished.advance(walk.row_tiles);
+    };
     float dC[kStates / 8][4];
     set_to_zero(dC);
     wait_for_round(shared.start_barrier, 0);
@@ -68,8 +75,12 @@ __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlic
         wait_for_products<0>();
         hold(dC);
         hold(weighted);
+        if (number > 0) {  // now that there are registers
+            store_gradients(number - 1);
+        }
     }
     __syncthreads();
+    store_gradients(walk.count - 1);
     __syncthreads();  // dG is there
     Operand<T> dG[4];
 #pragma unroll
@@ -209,7 +220,7 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
     walk.store_matrix(walk.launch.dB, dB, s);
 }
 
-// M and what else pairs of steps give, an item ahead of the others; columns are steps t.
+// M and what else pairs of steps give, an item ahead of the others; columns are steps t. Also dD.
 template <typename T, int kStates, int kSlices>
 __device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlices>& walk) {
     const auto& shared = walk.shared;
@@ -235,6 +246,10 @@ __device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlice
     hold(G);
     float dG[8][4];
     set_to_zero(dG);
+    BackwardItem item = walk.first;
+    ItemPointer<float*> dD = walk.item_pointer(
+        walk.launch.dD + (walk.batch * walk.launch.chunks + walk.chunk) * walk.q.forward.nheads * walk.q.forward.headdim,
+        walk.q.forward.headdim);
     __syncthreads();
     for (int number = 0; number < walk.count; ++number) {
         const uint64_t dout = tile_descriptor(shared.dout(number), kBlock * 16);
@@ -265,6 +280,10 @@ __device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlice
                            M[k].r[0]);
         }
         show_to_warpgroup();
+        if (walk.launch.dD != nullptr && walk.slice == 0) {
+            store_dD<T>(dD.at, shared.dout(number), shared.x(number), walk.rows_of(item), rows.warp, lane);
+        }
+        dD.advance(item.advance(walk.row_tiles));
         __syncthreads();
     }
     __syncthreads();

@@ -80,35 +80,6 @@ struct BackwardCopies {
     }
 };
 
-// sum_t dout_t x_t: the diagonal of dout^T x, 16 rows of headdim a warp, of which `rows` exist from the item's first one on.
-template <typename T>
-__device__ __forceinline__ void store_dD(float* dD, const T* dout, const T* x, int rows, int warp, int lane) {
-    float left[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    float right[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    const int row = 16 * warp;
-    dout += BlockTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);
-    x += BlockTile::at(lane % 16, row + lane / 16 * 8);
-#pragma unroll
-    for (int k = 0; k < kWarpgroupSteps / 16; ++k) {
-        Operand<T> a;
-        Operand<T> b;
-        load_matrices_transposed(a.r[0], dout + 16 * k * kForwardRows);
-        load_matrices_transposed(b.r[0], x + 16 * k * kForwardRows);
-        multiply_add<T>(left, a, b, 0);
-        multiply_add<T>(right, a, b, 1);
-    }
-    const float2 both = diagonal(left, right, lane);
-    const int at = row + lane / 4;
-    if (lane / 4 / 2 == lane % 4) {
-        if (at < rows) {
-            dD[at] = both.x;
-        }
-        if (at + 8 < rows) {
-            dD[at + 8] = both.y;
-        }
-    }
-}
-
 // Items' D and dD are taken in the interval of their pairs, H . dH' in that of their states, gradients of steps in the one
 // after.
 template <typename T, int kStates, int kSlices>
@@ -133,15 +104,6 @@ __device__ __forceinline__ void help_walks(const BackwardWalk<T, kStates, kSlice
         return has_D && row < p.headdim ? p.D[(walk.group_head + of.slot) * p.D_head_stride + row * p.D_dim_stride] : 0.0f;
     };
     float D = load_D(item);
-    ItemPointer<float*> dD =
-        walk.item_pointer(walk.launch.dD + (walk.batch * walk.launch.chunks + walk.chunk) * p.nheads * p.headdim, p.headdim);
-    BackwardItem finished = walk.first;  // whose gradients of steps come next
-    const auto store_gradients = [&](int number) {
-        if (warp == number % 4) {
-            walk.store_gradients(number, finished);
-        }
-        finished.advance(walk.row_tiles);
-    };
     for (int number = -1; number < walk.count; ++number) {
         wait_for_copies<Shared::kAhead - 1>();
         show_to_warpgroup();
@@ -154,10 +116,7 @@ __device__ __forceinline__ void help_walks(const BackwardWalk<T, kStates, kSlice
             if (thread < kForwardRows) {
                 shared.sums_of(number + 1).D[thread] = D;
             }
-            if (walk.launch.dD != nullptr && walk.slice == 0) {
-                store_dD<T>(dD.at, shared.dout(number + 1), shared.x(number + 1), walk.rows_of(item), warp, walk.lane);
-            }
-            dD.advance(item.advance(walk.row_tiles));
+            item.advance(walk.row_tiles);
             if (number + 2 < walk.count) {
                 D = load_D(item);
             }
@@ -168,12 +127,8 @@ __device__ __forceinline__ void help_walks(const BackwardWalk<T, kStates, kSlice
                                           shared.dH(number) + walk.slice * SliceTiles<T, kStates, kSlices>::kH, warp,
                                           walk.lane);
         }
-        if (number > 0) {
-            store_gradients(number - 1);
-        }
     }
     __syncthreads();
-    store_gradients(walk.count - 1);
     __syncthreads();
 }
 

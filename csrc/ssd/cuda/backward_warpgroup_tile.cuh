@@ -8,8 +8,8 @@ namespace mamba {
 
 constexpr int kWarpgroupBackwardThreads = 512;
 // Of a thread: those of the last warpgroup, which has no accumulators, and of the others.
-constexpr int kHelperRegisters = 80;
-constexpr int kWalkRegisters = 144;
+constexpr int kHelperRegisters = 56;
+constexpr int kWalkRegisters = 152;
 static_assert(kHelperRegisters + 3 * kWalkRegisters <= 512, "a multiprocessor has 64 Ki");
 using BlockTile = SwizzledTile<kWarpgroupSteps>;
 
@@ -161,6 +161,35 @@ __device__ __forceinline__ void add_state_product(WarpgroupSums& sums, const T* 
     const float sum = add_over_column(add_over_row((one.x + one.y) + (other.x + other.y)));
     if (lane == 0) {
         sums.state_product[warp] = sum;
+    }
+}
+
+// sum_t dout_t x_t: the diagonal of dout^T x, 16 rows of headdim a warp, of which `rows` exist from the item's first one on.
+template <typename T>
+__device__ __forceinline__ void store_dD(float* dD, const T* dout, const T* x, int rows, int warp, int lane) {
+    float left[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float right[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const int row = 16 * warp;
+    dout += BlockTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);
+    x += BlockTile::at(lane % 16, row + lane / 16 * 8);
+#pragma unroll
+    for (int k = 0; k < kWarpgroupSteps / 16; ++k) {
+        Operand<T> a;
+        Operand<T> b;
+        load_matrices_transposed(a.r[0], dout + 16 * k * kForwardRows);
+        load_matrices_transposed(b.r[0], x + 16 * k * kForwardRows);
+        multiply_add<T>(left, a, b, 0);
+        multiply_add<T>(right, a, b, 1);
+    }
+    const float2 both = diagonal(left, right, lane);
+    const int at = row + lane / 4;
+    if (lane / 4 / 2 == lane % 4) {
+        if (at < rows) {
+            dD[at] = both.x;
+        }
+        if (at + 8 < rows) {
+            dD[at + 8] = both.y;
+        }
     }
 }
 
