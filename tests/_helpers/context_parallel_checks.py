@@ -15,6 +15,7 @@ from _helpers.distributed_checks import leaf, same
 from mamba_ssm import Mamba, Mamba2, Mamba3, MambaLMHeadModel
 from mamba_ssm.distributed.context_parallel import context_parallel, split_sequence
 from mamba_ssm.models.config_mamba import MambaConfig
+from mamba_ssm.modules.bimamba2 import BiMamba2
 from mamba_ssm.modules.mamba2_simple import Mamba2Simple
 
 BLOCKS = {
@@ -158,6 +159,8 @@ def refusals():
         context_parallel(MambaLMHeadModel(attention), group)
     with pytest.raises(ValueError, match="the module is a Mamba2Simple, which needs the whole sequence"):
         context_parallel(Mamba2Simple(16, headdim=8), group)
+    with pytest.raises(ValueError, match="the module is a BiMamba2, which needs the whole sequence"):
+        context_parallel(BiMamba2(16, headdim=8), group)
     with pytest.raises(ValueError, match="no Mamba, Mamba2 or Mamba3 in this Linear"):
         context_parallel(torch.nn.Linear(2, 2), group)
     with pytest.raises(TypeError, match="process_group must be a ProcessGroup or a DeviceMesh, got str"):

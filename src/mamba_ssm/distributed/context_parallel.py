@@ -23,7 +23,7 @@ def context_parallel(module: _Module, process_group: typing.Any) -> _Module:
 
     Args:
         module: a block, or a model of blocks (MambaLMHeadModel). What else is in it works on each step alone, as
-            embeddings, norms, MLPs and heads do: attention and Mamba2Simple are an error.
+            embeddings, norms, MLPs and heads do: attention and other kinds of Mamba-2 are an error.
         process_group: a ProcessGroup or a DeviceMesh of one dimension, on gloo or NCCL. Rank r of it holds the part of
             the sequence behind that of rank r - 1. None: each rank has whole sequences again.
 

@@ -46,6 +46,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
             they are whole on every rank.
     """
 
+    supports_context_parallel = True
     context_parallel_group: "dist.ProcessGroup | None" = None  # which mamba_ssm.distributed.context_parallel sets
 
     def __init__(

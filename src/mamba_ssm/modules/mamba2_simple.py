@@ -28,8 +28,6 @@ class Mamba2Simple(Mamba2Base):
     norm_before_gate = False
     D_has_hdim = False
 
-    supports_context_parallel = False
-
     def __init__(
         self,
         d_model: int,
