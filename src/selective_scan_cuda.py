@@ -6,7 +6,7 @@ It is there for copies of mamba_ssm in other projects. Where you can, call mamba
 import torch
 
 import _mamba_ssm_finder  # noqa: F401  (before mamba_ssm, which may be a copy)
-from mamba_ssm.ops.selective_scan.extension import backward, forward, gate
+from mamba_ssm.ops.selective_scan.extension import backward, forward, gated
 
 
 def fwd(
@@ -25,7 +25,7 @@ def fwd(
     x (B, D, chunks, 2N) float32 is for bwd; x[:, :, -1, 1::2] is the last state. Arguments as selective_scan_fn's.
     """
     out, x = forward(u, delta, A, B, C, D, delta_bias, delta_softplus)
-    return [out, x] if z is None else [out, x, gate(out, z)]
+    return [out, x] if z is None else [out, x, gated(u, delta, A, B, C, D, z, delta_bias, delta_softplus)]
 
 
 def bwd(

@@ -153,6 +153,18 @@ __device__ __forceinline__ Packed<T, N> pack(const float* values) {
     return packed;
 }
 
+// The elements in the opposite order.
+template <typename T, int N>
+__device__ __forceinline__ void mirror(Packed<T, N>& packed) {
+    constexpr int kWords = N * sizeof(T) / 4;
+    const Packed<T, N> given = packed;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+        const uint32_t word = given.word[kWords - 1 - i];
+        packed.word[i] = sizeof(T) == 2 ? __byte_perm(word, word, 0x1032) : word;
+    }
+}
+
 // The first `left` of N neighbours and zeros after them. vectors: accesses of up to 16 bytes are aligned.
 template <typename T, int N>
 __device__ __forceinline__ Packed<T, N> packed_load_padded(const T* address, int64_t left, bool vectors) {

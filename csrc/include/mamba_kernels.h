@@ -63,6 +63,7 @@ typedef struct MambaRun {
 } MambaRun;
 
 /* h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t;  out_t = (C_t . h_t + D u_t) silu(z_t);  dt_t = softplus?(delta_t + bias).
+ * With reverse the steps are taken from the last one to the first: "before", "t-1" and "last" below count in that order.
  * The last dimension (L) of u, delta, z, out and of variable B and C has stride 1. float32 where the type says float. */
 typedef struct MambaSelectiveScan {
     MambaRun run;
@@ -95,7 +96,7 @@ typedef struct MambaSelectiveScan {
     int64_t C_batch_stride, C_group_stride, C_dstate_stride; /* of a variable C */
     int64_t out_batch_stride, out_dim_stride;
     int32_t carried; /* 1: the workspace holds what the parts pass on already, from a carry call with the same segments */
-    int32_t reserved;
+    int32_t reverse; /* 0 or 1 */
 } MambaSelectiveScan;
 
 /* How to run a problem. */

@@ -26,6 +26,13 @@ cudaError_t zero_matrices(const ScanBackward& q) {
 
 using namespace mamba;
 
+static ScanLaunchers scan_launchers(const MambaSelectiveScan& p) {
+    if (p.reverse != 0) {
+        return launchers_of<ScanLaunchersOf<true>>(p.dtype);
+    }
+    return launchers_of<ScanLaunchersOf<false>>(p.dtype);
+}
+
 int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
     const char* const function = "selective_scan_forward";
     const int32_t status = check_scan_forward(function, params);
@@ -37,7 +44,7 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
     const DeviceLimits device(p.run.device);
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
-        const ScanLaunchers launchers = launchers_of<ScanLaunchers>(p.dtype);
+        const ScanLaunchers launchers = scan_launchers(p);
         const int channels = p.segments == 1 ? pipeline_channels(p, device) : 0;
         if (channels > 0) {
             error = launchers.pipeline(p, channels);
@@ -58,7 +65,7 @@ int32_t mamba_selective_scan_forward_carry(const MambaSelectiveScan* params) {
     const DeviceGuard guard(p.run.device);
     cudaError_t error = guard.error;
     if (error == cudaSuccess) {
-        error = launchers_of<ScanLaunchers>(p.dtype).forward_carry(p, inputs_aligned(p));
+        error = scan_launchers(p).forward_carry(p, inputs_aligned(p));
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }
@@ -96,7 +103,7 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
         }
         const bool aligned = inputs_aligned(p) && gradients_aligned(q);
         error = adds_with_atomics(p, q.slots, device) ? zero_matrices(q) : cudaSuccess;
-        const auto launch = launchers_of<ScanLaunchers>(p.dtype).backward;
+        const auto launch = scan_launchers(p).backward;
         error = error != cudaSuccess ? error : launch(q, aligned, backward_kind(p, device));
         error = error != cudaSuccess ? error : launch_part_sums(scan_part_sums(q), p.run.stream);
     }
@@ -116,7 +123,7 @@ int32_t mamba_selective_scan_backward_carry(const MambaSelectiveScanBackward* pa
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
         const bool aligned = inputs_aligned(p) && gradients_aligned(q);
-        error = launchers_of<ScanLaunchers>(p.dtype).backward_carry(q, aligned, backward_kind(p, device));
+        error = scan_launchers(p).backward_carry(q, aligned, backward_kind(p, device));
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }

@@ -1,4 +1,4 @@
-// What cuda.cu runs; cuda/f32.cu, f16.cu and bf16.cu compile it, one dtype of u each.
+// What cuda.cu runs; cuda/f32.cu, f16.cu and bf16.cu compile it, one dtype of u each, and *_reverse.cu with reverse.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,9 +18,12 @@ struct ScanLaunchers {
     // What all segments pass on, alone.
     cudaError_t (*forward_carry)(const MambaSelectiveScan& p, bool aligned);
     cudaError_t (*backward_carry)(const ScanBackward& q, bool aligned, BackwardKind kind);
+};
 
+template <bool kReverse>
+struct ScanLaunchersOf : ScanLaunchers {
     template <typename T>
-    static ScanLaunchers of();
+    static ScanLaunchersOf of();
 };
 
 }  // namespace mamba

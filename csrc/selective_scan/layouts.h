@@ -33,6 +33,12 @@ struct ScanLayout {
     static_assert(kLanes >= 4, "sums over states are transposed over four lanes");
 };
 
+// A layout whose steps memory has in the order of the scan, or in the opposite one. A branch at run time would cost 5 %.
+template <class Layout, bool kReverse_>
+struct Directed : Layout {
+    static constexpr bool kReverse = kReverse_;
+};
+
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
 // The layouts, one for each range of dstate. Those above 64 states work through slices of 64.

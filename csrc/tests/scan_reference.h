@@ -8,7 +8,7 @@ struct ScanCase {
     int64_t batch = 1, dim = 1, seqlen = 1, dstate = 1, ngroups = 1;
     bool variable_B = true, variable_C = true;
     bool z = true, D = true, bias = true, softplus = true;
-    bool initial = false, last = true, seq_idx = false, out_again = false;
+    bool initial = false, last = true, seq_idx = false, out_again = false, reverse = false;
     int64_t gap = 0;
     int32_t threads = 1;
 };
@@ -102,6 +102,7 @@ struct ScanData {
         p.C_dstate_stride = C.stride[2];
         p.out_batch_stride = out.stride[0];
         p.out_dim_stride = out.stride[1];
+        p.reverse = c.reverse;
         return p;
     }
 
@@ -205,24 +206,27 @@ struct ScanReference {
 
     void run_channel(const ScanData& x, int64_t b, int64_t d) {
         const int64_t L = c.seqlen;
+        const auto place = [&](int64_t t) { return c.reverse ? L - 1 - t : t; };  // of a step in memory
         Values dt(L), slope(L), y(L), dy(L), h(static_cast<size_t>(L + 1) * c.dstate, 0.0), ddt(L, 0.0);
         for (int64_t t = 0; t < L; ++t) {
-            const double raw = x.delta.get(b, d, t) + (c.bias ? x.bias.get(d) : 0.0);
+            const double raw = x.delta.get(b, d, place(t)) + (c.bias ? x.bias.get(d) : 0.0);
             dt[t] = c.softplus && raw <= 20 ? log1p(exp(raw)) : raw;
             slope[t] = c.softplus && raw <= 20 ? testing::sigmoid(raw) : 1.0;
-            y[t] = c.D ? x.D.get(d) * x.u.get(b, d, t) : 0.0;
-            const double z = c.z ? x.z.get(b, d, t) : 0.0;
-            dy[t] = x.dout.get(b, d, t) * (c.z ? z * testing::sigmoid(z) : 1.0);
+            y[t] = c.D ? x.D.get(d) * x.u.get(b, d, place(t)) : 0.0;
+            const double z = c.z ? x.z.get(b, d, place(t)) : 0.0;
+            dy[t] = x.dout.get(b, d, place(t)) * (c.z ? z * testing::sigmoid(z) : 1.0);
         }
-        const auto restarts = [&](int64_t t) { return c.seq_idx && t > 0 && x.seq_idx[b * L + t] != x.seq_idx[b * L + t - 1]; };
+        const auto restarts = [&](int64_t t) {
+            return c.seq_idx && t > 0 && x.seq_idx[b * L + place(t)] != x.seq_idx[b * L + place(t - 1)];
+        };
         for (int64_t n = 0; n < c.dstate; ++n) {
             const double A = x.A.get(d, n);
             double* states = h.data() + n * (L + 1);
             states[0] = c.initial ? x.initial.get(b, d, n) : 0.0;
             for (int64_t t = 0; t < L; ++t) {
                 const double before = restarts(t) ? 0.0 : states[t];
-                states[t + 1] = exp(dt[t] * A) * before + dt[t] * B_at(x, b, d, n, t) * x.u.get(b, d, t);
-                y[t] += C_at(x, b, d, n, t) * states[t + 1];
+                states[t + 1] = exp(dt[t] * A) * before + dt[t] * B_at(x, b, d, n, place(t)) * x.u.get(b, d, place(t));
+                y[t] += C_at(x, b, d, n, place(t)) * states[t + 1];
                 if ((t + 1) % MAMBA_SCAN_CHECKPOINT == 0 && t + 1 < L) {
                     const int64_t chunk = t / MAMBA_SCAN_CHECKPOINT, chunks = (L - 1) / MAMBA_SCAN_CHECKPOINT;
                     checkpoints[((b * chunks + chunk) * c.dim + d) * c.dstate + n] = states[t + 1];
@@ -231,11 +235,11 @@ struct ScanReference {
             last[state(b, d, n)] = states[L];
             double g = c.last ? x.dlast.get(b, d, n) : 0.0;
             for (int64_t t = L - 1; t >= 0; --t) {
-                const double B = B_at(x, b, d, n, t), u = x.u.get(b, d, t), a = exp(dt[t] * A);
-                const double dh = g + C_at(x, b, d, n, t) * dy[t], before = restarts(t) ? 0.0 : states[t];
-                dC[c.variable_C ? group(b, group_of(d), n, t) : parameter(d, n)] += dy[t] * states[t + 1];
-                dB[c.variable_B ? group(b, group_of(d), n, t) : parameter(d, n)] += dh * dt[t] * u;
-                du[row(b, d, t)] += dh * dt[t] * B;
+                const double B = B_at(x, b, d, n, place(t)), u = x.u.get(b, d, place(t)), a = exp(dt[t] * A);
+                const double dh = g + C_at(x, b, d, n, place(t)) * dy[t], before = restarts(t) ? 0.0 : states[t];
+                dC[c.variable_C ? group(b, group_of(d), n, place(t)) : parameter(d, n)] += dy[t] * states[t + 1];
+                dB[c.variable_B ? group(b, group_of(d), n, place(t)) : parameter(d, n)] += dh * dt[t] * u;
+                du[row(b, d, place(t))] += dh * dt[t] * B;
                 ddt[t] += dh * (u * B + A * a * before);
                 dA[parameter(d, n)] += dh * dt[t] * a * before;
                 g = restarts(t) ? 0.0 : dh * a;
@@ -243,11 +247,11 @@ struct ScanReference {
             dinitial[state(b, d, n)] = g;
         }
         for (int64_t t = 0; t < L; ++t) {
-            const double u = x.u.get(b, d, t), z = c.z ? x.z.get(b, d, t) : 0.0, s = testing::sigmoid(z);
-            out[row(b, d, t)] = c.z ? y[t] * z * s : y[t];
-            dz[row(b, d, t)] = x.dout.get(b, d, t) * y[t] * s * (1.0 + z * (1.0 - s));
-            du[row(b, d, t)] += c.D ? dy[t] * x.D.get(d) : 0.0;
-            ddelta[row(b, d, t)] = ddt[t] * slope[t];
+            const double u = x.u.get(b, d, place(t)), z = c.z ? x.z.get(b, d, place(t)) : 0.0, s = testing::sigmoid(z);
+            out[row(b, d, place(t))] = c.z ? y[t] * z * s : y[t];
+            dz[row(b, d, place(t))] = x.dout.get(b, d, place(t)) * y[t] * s * (1.0 + z * (1.0 - s));
+            du[row(b, d, place(t))] += c.D ? dy[t] * x.D.get(d) : 0.0;
+            ddelta[row(b, d, place(t))] = ddt[t] * slope[t];
             dD[d] += dy[t] * u;
             dbias[d] += ddt[t] * slope[t];
         }

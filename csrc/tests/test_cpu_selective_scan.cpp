@@ -124,7 +124,7 @@ static void test_table() {
 }
 
 static void test_each_option() {
-    for (int bits = 0; bits < 256; ++bits) {
+    for (int bits = 0; bits < 512; ++bits) {
         ScanCase c;
         c.batch = 2;
         c.dim = 18;
@@ -139,6 +139,7 @@ static void test_each_option() {
         c.softplus = bits & 32;
         c.initial = c.last = bits & 64;
         c.seq_idx = bits & 128;
+        c.reverse = bits & 256;
         run_case(c);
     }
 }
@@ -152,10 +153,11 @@ static void test_reference_gradients() {
     c.dstate = 3;
     c.ngroups = 2;
     c.initial = true;
-    for (int variant = 0; variant < 4; ++variant) {
+    for (int variant = 0; variant < 5; ++variant) {
         c.variable_B = variant != 1;
         c.variable_C = variant != 2;
-        c.seq_idx = variant == 3;
+        c.seq_idx = variant >= 3;
+        c.reverse = variant == 4;
         describe("finite differences", c);
         ScanData x(c);
         const ScanReference want(x);

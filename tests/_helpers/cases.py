@@ -3,7 +3,7 @@
 Letters: B batch, D channels, L length, N dstate, G groups, H heads, P headdim, W conv width.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -48,9 +48,10 @@ class ScanCase:
     softplus: bool = True
     initial_state: bool = False
     seq_idx: bool = False
+    reverse: bool = False
 
     def inputs(self, dtype, device, seed=0):
-        """Keyword arguments of selective_scan_fn, except delta_softplus and return_last_state.
+        """Keyword arguments of selective_scan_fn, except delta_softplus, return_last_state and reverse.
 
         Values are drawn on the CPU, so that every device sees the same problem.
         """
@@ -111,6 +112,24 @@ SCAN_CASES = (
     ScanCase(1, 6, 1031, variable_B=False, variable_C=False),
     ScanCase(1, 4, 1024, dstate=100),
     ScanCase(1, 12, 1031, groups=3, seq_idx=True, initial_state=True),
+)
+# From the last step to the first: whole and partial tiles and vectors, all kinds of B and C, split lengths.
+REVERSE_CASES = tuple(
+    replace(case, reverse=True)
+    for case in (
+        ScanCase(1, 1, 1, dstate=1),
+        ScanCase(3, 5, 2, dstate=3),
+        ScanCase(2, 6, 70, initial_state=True),
+        ScanCase(1, 17, 64, z=False),
+        ScanCase(2, 16, 65, D=False, initial_state=True),
+        ScanCase(1, 4, 200, dstate=64, softplus=False),
+        ScanCase(1, 2, 97, dstate=130, initial_state=True),
+        ScanCase(2, 12, 131, dstate=8, groups=3, seq_idx=True, initial_state=True),
+        ScanCase(2, 20, 77, variable_B=False, variable_C=False),
+        ScanCase(2, 64, 256),
+        ScanCase(1, 6, 1031, initial_state=True),
+        ScanCase(1, 12, 1024, groups=3, seq_idx=True, initial_state=True),
+    )
 )
 
 

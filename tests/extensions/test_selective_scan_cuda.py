@@ -65,8 +65,7 @@ def test_a_copy_of_upstreams_function(case, dtype, device):
     found = outputs_and_gradients(gated(case), tensors)
     reference = outputs_and_gradients(plain(case), tensors)
     truth = outputs_and_gradients(plain(case), tensors, torch.float64)
-    # out is rounded to its dtype before the gate as well, which plain torch does not do
-    assert_close_to_truth(found, reference, truth, atol=max(2e-5, 2 * torch.finfo(dtype).eps))
+    assert_close_to_truth(found, reference, truth)
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

@@ -34,7 +34,7 @@ def opcheck_rows(device, grad):
     full = scan_arguments(device, grad, initial_state=True)
     lean = scan_arguments(device, grad, D=False, z=False, delta_bias=False)
     for tensors, last in ((full, True), (lean, False)):  # without checkpoints, whose spare elements have no value
-        yield ops.selective_scan.default, (*ordered(tensors), True, last, False)
+        yield ops.selective_scan.default, (*ordered(tensors), True, last, False, last)
     x, weight, bias, states = (
         t.detach().requires_grad_(grad) for t in (conv["x"], conv["weight"], conv["bias"], conv["initial_states"])
     )
@@ -44,9 +44,10 @@ def opcheck_rows(device, grad):
     if grad:
         return
     for tensors in (full, lean):
-        out, last, checkpoints = ops.selective_scan(*ordered(tensors), True, True, True)
+        reverse = () if tensors is lean else (True,)  # programs that know of no such argument
+        out, last, checkpoints = ops.selective_scan(*ordered(tensors), True, True, True, *reverse)
         dlast = last if tensors is full else None
-        options = (True, tensors is full, tensors is full)
+        options = (True, tensors is full, tensors is full, *reverse)
         yield ops.selective_scan_backward.default, (out, dlast, *ordered(tensors), checkpoints, *options)
     yield ops.causal_conv1d_backward.default, (x, None, x, weight, bias, None, states, True, True)
     state, step = torch.randn(2, 6, 4, device=device), torch.randn(2, 6, device=device)
@@ -105,7 +106,7 @@ def test_compile(backend, dynamic, device, request):
 
     def run(**t):
         out, state = selective_scan_fn(**t, delta_softplus=True, return_last_state=True)
-        return out * 2, state + 1
+        return out * 2 + selective_scan_fn(**t, delta_softplus=True, reverse=True), state + 1
 
     compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)
     for seqlen in (70, 150):

@@ -202,13 +202,13 @@ inline void finish_backward(const MambaSelectiveScan& p, int steps, Vec D, float
 
 // Adds up sums[(step * dstate + state) * kLanes + lane] over lanes and writes (N, L) rows of dB or dC. tile is space for
 // steps * pitch floats.
-inline void store_group_sums(const MambaSelectiveScan& p, const ScanSegment& s, int64_t start, int steps, const float* sums,
+inline void store_group_sums(const MambaSelectiveScan& p, const ScanSegment& s, const TileSteps& steps, const float* sums,
                              float* tile, int pitch, float* gradient) {
     const int dstate = static_cast<int>(p.dstate);
     const int64_t row = ((s.slot * p.batch + s.batch) * p.ngroups + s.group) * p.dstate;
     for (int n = 0; n < dstate; n += kLanes) {
         const int count = block_lanes(dstate - n);
-        for (int step = 0; step < steps; ++step) {
+        for (int step = 0; step < steps.count; ++step) {
             Vec rows[kLanes];
             for (int i = 0; i < kLanes; ++i) {
                 rows[i] = i < count ? load(sums + (step * p.dstate + n + i) * kLanes) : zero();
@@ -221,7 +221,8 @@ inline void store_group_sums(const MambaSelectiveScan& p, const ScanSegment& s, 
             }
             store(tile + step * pitch + n, rows[0]);
         }
-        store_tile(MAMBA_FLOAT32, gradient, (row + n) * p.seqlen + start, p.seqlen, 1, count, steps, tile + n, pitch);
+        store_tile(MAMBA_FLOAT32, gradient, (row + n) * p.seqlen + steps.place, p.seqlen, 1, count, steps.count,
+                   steps.row(tile, pitch) + n, steps.to_next(pitch));
     }
 }
 
@@ -253,9 +254,9 @@ inline int64_t backward_scratch(const MambaSelectiveScan& p, int64_t channels) {
 
 // The state before a tile: a checkpoint, the initial state, or null for zero.
 inline const float* load_start(const MambaSelectiveScan& p, const TilePlace& at, float* table) {
-    if (at.start > 0) {
+    if (at.steps.start > 0) {
         const int64_t checkpoints = (p.seqlen - 1) / kSteps;
-        const int64_t row = (at.batch * checkpoints + at.start / kSteps - 1) * p.dim + at.channel;
+        const int64_t row = (at.batch * checkpoints + at.steps.start / kSteps - 1) * p.dim + at.channel;
         load_states(p.checkpoints, row, p.dstate, at.lanes, table);
         return table;
     }
@@ -279,7 +280,7 @@ inline void backward_block(const ScanBackward& q, const BackwardScratch& scratch
     if (p.z != nullptr) {
         load_rows(p.dtype, p.z, p.z_batch_stride, p.z_dim_stride, at, t.z);
     }
-    prepare_backward(p, at.steps, D, load(tables.forward.bias + first), t);
+    prepare_backward(p, at.steps.count, D, load(tables.forward.bias + first), t);
     const float* start = load_start(p, at, scratch.start);
     for (int i = run_count - 1; i >= 0; --i) {
         const int64_t tile = runs[i].first * pitch, sums = runs[i].first * p.dstate * kLanes;
@@ -294,7 +295,7 @@ inline void backward_block(const ScanBackward& q, const BackwardScratch& scratch
         states.dC = p.variable_C ? scratch.dC_sum + sums : tables.dC + table;
         backward_run(p, runs[i], t, states, pitch);
     }
-    finish_backward(p, at.steps, D, tables.dD + first, tables.dbias + first, t);
+    finish_backward(p, at.steps.count, D, tables.dD + first, tables.dbias + first, t);
     store_rows(p.dtype, q.du, q.du_batch_stride, q.du_dim_stride, at, t.ddt_u);
     store_rows(p.dtype, q.ddelta, q.ddelta_batch_stride, q.ddelta_dim_stride, at, t.ddecay);
     if (p.z != nullptr) {
@@ -332,24 +333,24 @@ inline void backward_segment(const ScanBackward& q, const ScanSegment& s, float*
     }
     const int64_t tiles = ceil_div(p.seqlen, kSteps);
     for (int64_t start = (tiles - 1) * kSteps; start >= 0; start -= kSteps) {
-        const int steps = static_cast<int>(p.seqlen - start < kSteps ? p.seqlen - start : kSteps);
-        const int run_count = find_runs(p, s.batch, start, steps, runs);
-        load_group_tiles(p, s, start, steps, scratch.B_tile, scratch.C_tile, pitch);
+        const TileSteps steps(p, start);
+        const int run_count = find_runs(p, s.batch, steps, runs);
+        load_group_tiles(p, s, steps, scratch.B_tile, scratch.C_tile, pitch);
         if (p.variable_B) {
-            fill_zero(scratch.dB_sum, steps * p.dstate * kLanes);
+            fill_zero(scratch.dB_sum, steps.count * p.dstate * kLanes);
         }
         if (p.variable_C) {
-            fill_zero(scratch.dC_sum, steps * p.dstate * kLanes);
+            fill_zero(scratch.dC_sum, steps.count * p.dstate * kLanes);
         }
         for (int64_t first = 0; first < s.channels; first += kLanes) {
-            const TilePlace at = {s.batch, s.channel + first, start, block_lanes(s.channels - first), steps};
+            const TilePlace at = {s.batch, s.channel + first, block_lanes(s.channels - first), steps};
             backward_block(q, scratch, at, first, runs, run_count, t);
         }
         if (p.variable_B) {
-            store_group_sums(p, s, start, steps, scratch.dB_sum, scratch.B_tile, pitch, q.parts.dB);
+            store_group_sums(p, s, steps, scratch.dB_sum, scratch.B_tile, pitch, q.parts.dB);
         }
         if (p.variable_C) {
-            store_group_sums(p, s, start, steps, scratch.dC_sum, scratch.C_tile, pitch, q.parts.dC);
+            store_group_sums(p, s, steps, scratch.dC_sum, scratch.C_tile, pitch, q.parts.dC);
         }
     }
     for (int64_t first = 0; first < s.channels; first += kLanes) {

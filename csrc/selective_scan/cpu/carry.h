@@ -77,12 +77,12 @@ inline void carry_segment(const MambaSelectiveScan& p, const MambaSelectiveScanB
     const int64_t count = ceil_div(p.seqlen, kSteps);
     for (int64_t i = 0; i < count; ++i) {
         const int64_t start = (backward ? count - 1 - i : i) * kSteps;
-        const int steps = static_cast<int>(p.seqlen - start < kSteps ? p.seqlen - start : kSteps);
-        const int run_count = find_runs(p, s.batch, start, steps, runs);
-        load_group_tiles(p, s, start, steps, scratch.B_tile, scratch.C_tile, pitch);
+        const TileSteps steps(p, start);
+        const int run_count = find_runs(p, s.batch, steps, runs);
+        load_group_tiles(p, s, steps, scratch.B_tile, scratch.C_tile, pitch);
         for (int64_t first = 0; first < s.channels; first += kLanes) {
             const int64_t table = first * p.dstate;
-            const TilePlace at = {s.batch, s.channel + first, start, block_lanes(s.channels - first), steps};
+            const TilePlace at = {s.batch, s.channel + first, block_lanes(s.channels - first), steps};
             load_rows(p.dtype, p.delta, p.delta_batch_stride, p.delta_dim_stride, at, tiles.dt);
             if (!backward) {
                 load_rows(p.dtype, p.u, p.u_batch_stride, p.u_dim_stride, at, tiles.in);
@@ -92,7 +92,7 @@ inline void carry_segment(const MambaSelectiveScan& p, const MambaSelectiveScanB
                     load_rows(p.dtype, p.z, p.z_batch_stride, p.z_dim_stride, at, tiles.z);
                 }
             }
-            prepare_carry(p, backward, steps, tables.bias + first, dt_sum + first, tiles);
+            prepare_carry(p, backward, steps.count, tables.bias + first, dt_sum + first, tiles);
             const float* const tile = backward ? scratch.C_tile : scratch.B_tile;
             const float* const constant = backward ? tables.C : tables.B;
             float* const state = tables.state + table;

@@ -132,15 +132,15 @@ inline void forward_segment(const MambaSelectiveScan& p, const ScanSegment& s, f
                     tables.state + first * p.dstate);
     }
     for (int64_t start = 0; start < p.seqlen; start += kSteps) {
-        const int steps = static_cast<int>(p.seqlen - start < kSteps ? p.seqlen - start : kSteps);
-        const int run_count = find_runs(p, s.batch, start, steps, runs);
-        load_group_tiles(p, s, start, steps, scratch.B_tile, scratch.C_tile, pitch);
+        const TileSteps steps(p, start);
+        const int run_count = find_runs(p, s.batch, steps, runs);
+        load_group_tiles(p, s, steps, scratch.B_tile, scratch.C_tile, pitch);
         for (int64_t first = 0; first < s.channels; first += kLanes) {
             const int64_t table = first * p.dstate;
-            const TilePlace at = {s.batch, s.channel + first, start, block_lanes(s.channels - first), steps};
+            const TilePlace at = {s.batch, s.channel + first, block_lanes(s.channels - first), steps};
             load_rows(p.dtype, p.u, p.u_batch_stride, p.u_dim_stride, at, tiles.dt_u);
             load_rows(p.dtype, p.delta, p.delta_batch_stride, p.delta_dim_stride, at, tiles.dt);
-            prepare_forward(p, steps, load(tables.D + first), load(tables.bias + first), tiles);
+            prepare_forward(p, steps.count, load(tables.D + first), load(tables.bias + first), tiles);
             for (int i = 0; i < run_count; ++i) {
                 const float* B = p.variable_B ? scratch.B_tile + runs[i].first * pitch : tables.B + table;
                 const float* C = p.variable_C ? scratch.C_tile + runs[i].first * pitch : tables.C + table;
@@ -148,7 +148,7 @@ inline void forward_segment(const MambaSelectiveScan& p, const ScanSegment& s, f
             }
             if (p.z != nullptr) {
                 load_rows(p.dtype, p.z, p.z_batch_stride, p.z_dim_stride, at, tiles.z);
-                gate_forward(steps, tiles);
+                gate_forward(steps.count, tiles);
             }
             store_rows(p.dtype, p.out, p.out_batch_stride, p.out_dim_stride, at, tiles.y);
             if (p.checkpoints != nullptr && start + kSteps < p.seqlen) {

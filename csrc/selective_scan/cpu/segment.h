@@ -73,21 +73,45 @@ inline void store_states(float* data, int64_t rows_before, int64_t dstate, int l
     store_tile(MAMBA_FLOAT32, data, rows_before * dstate, dstate, 1, lanes, static_cast<int>(dstate), table);
 }
 
+// The steps of a tile, counted as they are scanned: memory has them in the opposite order with `reverse`.
+struct TileSteps {
+    int64_t start;  // the first one
+    int count;
+    int64_t place;  // of the first in memory
+    bool reverse;
+
+    TileSteps(const MambaSelectiveScan& p, int64_t start_)
+        : start(start_),
+          count(static_cast<int>(p.seqlen - start < kSteps ? p.seqlen - start : kSteps)),
+          place(p.reverse ? p.seqlen - start - count : start),
+          reverse(p.reverse != 0) {}
+
+    // The row of a tile that belongs to memory's first step, and the distance to the next one's.
+    template <typename Element>
+    Element* row(Element* tile, int pitch) const {
+        return reverse ? tile + (count - 1) * pitch : tile;
+    }
+    int to_next(int pitch) const { return reverse ? -pitch : pitch; }
+};
+
 // Where a block's tile lies in a (B, D, L) tensor.
 struct TilePlace {
-    int64_t batch, channel, start;
-    int lanes, steps;
+    int64_t batch, channel;
+    int lanes;
+    TileSteps steps;
 };
 
 inline void load_rows(int32_t dtype, const void* data, int64_t batch_stride, int64_t dim_stride, const TilePlace& at,
                       float* tile) {
-    const int64_t offset = at.batch * batch_stride + at.channel * dim_stride + at.start;
-    load_tile(dtype, data, offset, dim_stride, 1, at.lanes, at.steps, tile);
+    const int64_t offset = at.batch * batch_stride + at.channel * dim_stride + at.steps.place;
+    load_tile(dtype, data, offset, dim_stride, 1, at.lanes, at.steps.count, at.steps.row(tile, kLanes),
+              at.steps.to_next(kLanes));
 }
 inline void store_rows(int32_t dtype, void* data, int64_t batch_stride, int64_t dim_stride, const TilePlace& at,
                        const float* tile) {
-    const int64_t offset = at.batch * batch_stride + at.channel * dim_stride + at.start;
-    store_tile(dtype, data, offset, dim_stride, 1, at.lanes, at.steps, tile);
+    const int64_t offset = at.batch * batch_stride + at.channel * dim_stride + at.steps.place;
+    store_tile(dtype, data, offset, dim_stride, 1, at.lanes, at.steps.count, at.steps.row(tile, kLanes),
+               at.steps.to_next(kLanes));
 }
 
 // Everything but the state.
@@ -98,7 +122,7 @@ inline void fill_tables(const MambaSelectiveScan& p, const ScanSegment& s, const
         float* decay = tables.decay + first * p.dstate;
         load_states(p.A, channel, p.dstate, lanes, decay);
         for (int64_t n = 0; n < p.dstate; ++n) {
-            store(decay + n * kLanes, load(decay + n * kLanes) * set1(kLog2e));
+            store(decay + n * kLanes, maximum(set1(-3.4e38f), load(decay + n * kLanes) * set1(kLog2e)));  // finite; NaN stays
         }
         if (!p.variable_B) {
             load_states(static_cast<const float*>(p.B), channel, p.dstate, lanes, tables.B + first * p.dstate);
@@ -112,40 +136,41 @@ inline void fill_tables(const MambaSelectiveScan& p, const ScanSegment& s, const
 }
 
 // tile[step * pitch + state], padded with zeros to whole vectors of states.
-inline void load_group_tile(const MambaSelectiveScan& p, const void* data, int64_t offset, int64_t dstate_stride, int steps,
-                            float* tile, int pitch) {
+inline void load_group_tile(const MambaSelectiveScan& p, const void* data, int64_t offset, int64_t dstate_stride,
+                            const TileSteps& steps, float* tile, int pitch) {
     for (int n = 0; n < p.dstate; n += kLanes) {
-        load_tile(p.dtype, data, offset + n * dstate_stride, dstate_stride, 1, block_lanes(p.dstate - n), steps, tile + n,
-                  pitch);
+        load_tile(p.dtype, data, offset + n * dstate_stride, dstate_stride, 1, block_lanes(p.dstate - n), steps.count,
+                  steps.row(tile, pitch) + n, steps.to_next(pitch));
     }
 }
 
-inline void load_group_tiles(const MambaSelectiveScan& p, const ScanSegment& s, int64_t start, int steps, float* B_tile,
+inline void load_group_tiles(const MambaSelectiveScan& p, const ScanSegment& s, const TileSteps& steps, float* B_tile,
                              float* C_tile, int pitch) {
     if (p.variable_B) {
-        const int64_t offset = s.batch * p.B_batch_stride + s.group * p.B_group_stride + start;
+        const int64_t offset = s.batch * p.B_batch_stride + s.group * p.B_group_stride + steps.place;
         load_group_tile(p, p.B, offset, p.B_dstate_stride, steps, B_tile, pitch);
     }
     if (p.variable_C) {
-        const int64_t offset = s.batch * p.C_batch_stride + s.group * p.C_group_stride + start;
+        const int64_t offset = s.batch * p.C_batch_stride + s.group * p.C_group_stride + steps.place;
         load_group_tile(p, p.C, offset, p.C_dstate_stride, steps, C_tile, pitch);
     }
 }
 
 // Cuts a tile at the steps where seq_idx changes; returns the number of runs. Step 0 of a sequence is no restart.
-inline int find_runs(const MambaSelectiveScan& p, int64_t batch, int64_t start, int steps, Run* runs) {
-    runs[0] = {0, steps, false};
+inline int find_runs(const MambaSelectiveScan& p, int64_t batch, const TileSteps& steps, Run* runs) {
+    runs[0] = {0, steps.count, false};
     if (p.seq_idx == nullptr) {
         return 1;
     }
-    const int32_t* seq_idx = p.seq_idx + batch * p.seqlen + start;
+    const int32_t* const seq_idx = steps.row(p.seq_idx + batch * p.seqlen + steps.place, 1);
+    const int to_next = steps.to_next(1);
     int count = 0;
-    for (int step = start > 0 ? 0 : 1; step < steps; ++step) {
-        if (seq_idx[step] != seq_idx[step - 1]) {
+    for (int step = steps.start > 0 ? 0 : 1; step < steps.count; ++step) {
+        if (seq_idx[step * to_next] != seq_idx[(step - 1) * to_next]) {
             if (step > 0) {
                 runs[count++].end = step;
             }
-            runs[count] = {step, steps, true};
+            runs[count] = {step, steps.count, true};
         }
     }
     return count + 1;

@@ -69,8 +69,9 @@ __device__ __forceinline__ Packed<T, kCount> load_shifted(const T* at, bool exis
     return packed;
 }
 
-// kCount elements from `at` on, zero from `valid` on (which may be negative, and but with kSteps is a multiple of kCount).
-template <typename T, int kCount, Access kAccess>
+// kCount elements from `at` on, in the order of memory. Of the steps, which lie there in the opposite order with kReverse, the
+// first `valid` exist (which may be negative, and but with kSteps is a multiple of kCount); the others are zero.
+template <typename T, int kCount, Access kAccess, bool kReverse>
 __device__ __forceinline__ Packed<T, kCount> load_steps(const T* at, int valid) {
     if constexpr (kAccess == Access::kWhole) {
         return packed_load<T, kCount>(at);
@@ -86,7 +87,7 @@ __device__ __forceinline__ Packed<T, kCount> load_steps(const T* at, int valid) 
         float values[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            values[i] = i < valid ? to_float(at[i]) : 0.0f;
+            values[i] = (kReverse ? kCount - 1 - i : i) < valid ? to_float(at[i]) : 0.0f;
         }
         return pack<T, kCount>(values);
     }
@@ -111,24 +112,35 @@ __device__ __forceinline__ void store_shifted(T* at, const Packed<T, kCount>& pa
     }
 }
 
-template <typename T, int kCount>
+// Steps in the order of memory.
+template <typename T, int kCount, bool kReverse>
+__device__ __forceinline__ Packed<T, kCount> pack_steps(const float* values) {
+    Packed<T, kCount> packed = pack<T, kCount>(values);
+    if (kReverse) {
+        mirror(packed);
+    }
+    return packed;
+}
+
+// The first `valid` of kCount steps to where load_steps has them from.
+template <typename T, int kCount, bool kReverse>
 __device__ __forceinline__ void store_steps(T* at, int valid, bool aligned, const float (&values)[kCount]) {
     if (aligned) {
         if (valid > 0) {
-            packed_store<T, kCount>(at, pack<T, kCount>(values));
+            packed_store<T, kCount>(at, pack_steps<T, kCount, kReverse>(values));
         }
         return;
     }
     if constexpr (sizeof(T) == 2) {
         if (valid >= kCount) {
-            store_shifted<T, kCount>(at, pack<T, kCount>(values));
+            store_shifted<T, kCount>(at, pack_steps<T, kCount, kReverse>(values));
             return;
         }
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         if (i < valid) {
-            at[i] = from_float<T>(values[i]);
+            at[kReverse ? kCount - 1 - i : i] = from_float<T>(values[i]);
         }
     }
 }

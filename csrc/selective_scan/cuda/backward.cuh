@@ -56,7 +56,7 @@ __device__ __forceinline__ void backward_tile(const ScanBackward& q, BackwardThr
         backward_sub_tile<Layout, Shared, kGeneral>(thread, h, shared, constants, buffer, sub * kSub, need_y, add);
         __syncthreads();
         const int sub_steps = steps - sub * kSub;
-        const int64_t sub_offset = offset + sub * kSub;
+        const int64_t sub_offset = Layout::kReverse ? offset - sub * kSub : offset + sub * kSub;
         if (!kGeneral || constants.variable_B) {
             flush(shared.dB + buffer, q.parts.dB + sub_offset, states, sub_steps, q.forward.seqlen, atomic);
         }
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     for (int slice = 0; slice < slices; ++slice) {
         for_chains(slice, [&](int c, int s, bool exists, int parameter) {
             thread.w[c][s] = exists && q.dlast_state != nullptr ? q.dlast_state[first_chain + parameter] : 0.0f;
-            thread.A[c][s] = exists ? p.A[first_parameter + parameter] * kLog2e : 0.0f;
+            thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
             thread.dA[c][s] = 0.0f;
             if (exists) {
                 if (kSliced) {
@@ -181,11 +181,12 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         const int steps = static_cast<int>(block.end - first_step < Layout::kTile ? block.end - first_step : Layout::kTile);
         const bool whole = steps == Layout::kTile && block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
         const bool inside = vectors_within<Layout>(first_step, p.seqlen);
+        const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
         BackwardInputs<T, Layout> in;
         StagedTile<T, Layout> B_staged, C_staged;
         with_access(aligned, whole, inside, [&](auto access) {
-            in.template fetch<decltype(access)::kAccess>(rows, q, first_step, steps);
-            fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, first_step, steps);
+            in.template fetch<decltype(access)::kAccess>(rows, q, place, steps);
+            fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, place, steps);
         });
 
         for (int slice = 0; slice < slices; ++slice) {
@@ -200,7 +201,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             Chains<Layout> h;
             for_chains(slice, [&](int c, int s, bool exists, int parameter) {
                 if (kSliced) {
-                    thread.A[c][s] = exists ? p.A[first_parameter + parameter] * kLog2e : 0.0f;
+                    thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
                     thread.w[c][s] = waiting(slice, c, s);
                 }
                 h[c][s] = exists && from != nullptr ? from[parameter] : 0.0f;
@@ -212,26 +213,33 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                         prefetch_to_L2(from - parameters + i);
                     }
                 }
+                if (Layout::kReverse) {
+                    in.mirror(p.z != nullptr);
+                }
                 stage_time_and_gradient<T, Layout>(shared.dt, shared.dy, shared.bias, in, rows, p, steps);
                 stage_input<T, Layout>(shared.x, shared.dt, in, rows);
                 if (first_step > block.begin) {
-                    prefetch_inputs(rows, q, first_step - Layout::kTile);
+                    prefetch_inputs(rows, q, place_of<Layout>(p, first_step - Layout::kTile, Layout::kTile));
                 }
+            }
+            if (Layout::kReverse) {
+                B_staged.mirror();
+                C_staged.mirror();
             }
             __syncthreads();  // B, C and the sums of the last sub-tile have been read
             shared.BC.put(B_staged, C_staged);
             if (seq_idx != nullptr) {
-                stage_resets(shared.resets, Layout::kTile, seq_idx, first_step, seqlen);
+                stage_resets<Layout>(shared.resets, Layout::kTile, seq_idx, first_step, p);
             }
             __syncthreads();
             if (kSliced && slice + 1 < slices) {
                 with_access(aligned, whole, inside, [&](auto access) {
-                    fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice,
-                                                        first_step, steps);
+                    fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
+                                                        steps);
                 });
             }
 
-            const int64_t offset = first_state * seqlen + first_step;
+            const int64_t offset = first_state * seqlen + place_of<Layout>(p, first_step, 1);
             BackwardConstants<Layout> constants;
             if (general) {
                 constants.variable_B = p.variable_B;
@@ -271,9 +279,12 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         }
 
         with_access(aligned, whole, inside,
-                    [&](auto access) { in.template fetch<decltype(access)::kAccess>(rows, q, first_step, steps); });
+                    [&](auto access) { in.template fetch<decltype(access)::kAccess>(rows, q, place, steps); });
         __syncwarp();  // the sums of other lanes are in
-        store_gradients<T, Layout, Shared>(q, shared, in, rows, block, first_step, steps, aligned);
+        if (Layout::kReverse) {
+            in.mirror(p.z != nullptr);
+        }
+        store_gradients<T, Layout, Shared>(q, shared, in, rows, block, place, steps, aligned);
         __syncwarp();  // the rows have been read before the next tile overwrites them
     }
 
@@ -316,8 +327,9 @@ constexpr size_t waiting_bytes(int64_t dstate) {
 }
 
 // carry_only: what all segments pass back, and no more.
-template <typename T, class Layout, int kSub, int kBlocks, bool kSliced>
+template <typename T, bool kReverse, class Channels, int kSub, int kBlocks, bool kSliced>
 cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned, bool carry_only) {
+    using Layout = Directed<Channels, kReverse>;
     const MambaSelectiveScan& p = q.forward;
     const auto kernel = selective_scan_backward_kernel<T, Layout, kSub, kBlocks, kSliced>;
     const auto carry_kernel = selective_scan_backward_carry_kernel<T, Layout, kSliced>;
@@ -346,7 +358,7 @@ cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned, bool car
     return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, q, aligned, atomic);
 }
 
-template <typename T>
+template <typename T, bool kReverse>
 cudaError_t launch_backward_of_kind(const ScanBackward& q, bool aligned, BackwardKind kind, bool carry_only) {
     static_assert(sizeof(BackwardShared<float, Backward16Narrow, 16, false>) <= kSmallestShared &&
                       sizeof(BackwardShared<float, Backward32Small, 8, true>) +
@@ -358,28 +370,28 @@ cudaError_t launch_backward_of_kind(const ScanBackward& q, bool aligned, Backwar
                   "what the plan counts on");
     switch (kind) {
         case BackwardKind::k8:
-            return launch_backward_layout<T, Backward8, 16, 2, false>(q, aligned, carry_only);
+            return launch_backward_layout<T, kReverse, Backward8, 16, 2, false>(q, aligned, carry_only);
         case BackwardKind::k16:
-            return launch_backward_layout<T, Backward16, 8, 3, false>(q, aligned, carry_only);
+            return launch_backward_layout<T, kReverse, Backward16, 8, 3, false>(q, aligned, carry_only);
         case BackwardKind::k16Narrow:
-            return launch_backward_layout<T, Backward16Narrow, 16, 3, false>(q, aligned, carry_only);
+            return launch_backward_layout<T, kReverse, Backward16Narrow, 16, 3, false>(q, aligned, carry_only);
         case BackwardKind::k16Sliced:
-            return launch_backward_layout<T, Backward16, 8, 2, true>(q, aligned, carry_only);
+            return launch_backward_layout<T, kReverse, Backward16, 8, 2, true>(q, aligned, carry_only);
         case BackwardKind::k32Sliced:
-            return launch_backward_layout<T, Backward32, 8, 2, true>(q, aligned, carry_only);
+            return launch_backward_layout<T, kReverse, Backward32, 8, 2, true>(q, aligned, carry_only);
         default:
-            return launch_backward_layout<T, Backward32Small, 8, 4, true>(q, aligned, carry_only);
+            return launch_backward_layout<T, kReverse, Backward32Small, 8, 4, true>(q, aligned, carry_only);
     }
 }
 
-template <typename T>
+template <typename T, bool kReverse>
 cudaError_t launch_scan_backward(const ScanBackward& q, bool aligned, BackwardKind kind) {
-    return launch_backward_of_kind<T>(q, aligned, kind, false);
+    return launch_backward_of_kind<T, kReverse>(q, aligned, kind, false);
 }
 
-template <typename T>
+template <typename T, bool kReverse>
 cudaError_t launch_scan_backward_carry(const ScanBackward& q, bool aligned, BackwardKind kind) {
-    return launch_backward_of_kind<T>(q, aligned, kind, true);
+    return launch_backward_of_kind<T, kReverse>(q, aligned, kind, true);
 }
 
 }  // namespace mamba

@@ -93,28 +93,35 @@ __global__ void __launch_bounds__(Layout::kThreads)
         const int steps = static_cast<int>(block.end - first_step < Layout::kTile ? block.end - first_step : Layout::kTile);
         const bool whole = steps == Layout::kTile && block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
         const bool inside = vectors_within<Layout>(first_step, p.seqlen);
+        const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
         BackwardInputs<T, Layout> in;
         StagedTile<T, Layout> B_staged, C_staged;
         with_access(aligned, whole, inside, [&](auto access) {
-            in.template fetch<decltype(access)::kAccess>(rows, q, first_step, steps);
-            fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, first_step, steps, false, true);
+            in.template fetch<decltype(access)::kAccess>(rows, q, place, steps);
+            fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, place, steps, false, true);
         });
+        if (Layout::kReverse) {
+            in.mirror(p.z != nullptr);
+        }
         stage_time_and_gradient<T, Layout>(dt_tile, dy_tile, bias, in, rows, p, steps);
         if (first_step > block.begin) {
-            prefetch_inputs(rows, q, first_step - Layout::kTile);
+            prefetch_inputs(rows, q, place_of<Layout>(p, first_step - Layout::kTile, Layout::kTile));
         }
         for (int slice = 0; slice < slices; ++slice) {
             const int first_state = slice * Layout::kSlice;
+            if (Layout::kReverse) {
+                C_staged.mirror();
+            }
             __syncthreads();  // B and C have been read
             BC.put_one(C_staged);
             if (seq_idx != nullptr) {
-                stage_resets(resets, Layout::kTile, seq_idx, first_step, p.seqlen);
+                stage_resets<Layout>(resets, Layout::kTile, seq_idx, first_step, p);
             }
             __syncthreads();
             if (kSliced && slice + 1 < slices) {
                 with_access(aligned, whole, inside, [&](auto access) {
-                    fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice,
-                                                        first_step, steps, false, true);
+                    fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
+                                                        steps, false, true);
                 });
             }
 #pragma unroll
@@ -124,7 +131,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
                     const int n = first_state + order.state(s);
                     const bool exists = channel_row[c] < block.channels && n < p.dstate;
                     const int64_t parameter = (block.first_channel + channel_row[c]) * p.dstate + n;
-                    A[c][s] = exists ? p.A[parameter] * kLog2e : 0.0f;
+                    A[c][s] = exists ? decay_exponent(p.A[parameter]) : 0.0f;
                     constant_C[c][s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[parameter] : 0.0f;
                     if (kSliced) {
                         const int chain = (slice * Layout::kEach + c) * Layout::kStates + s;

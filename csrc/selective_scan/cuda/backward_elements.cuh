@@ -23,28 +23,34 @@ struct BackwardInputs {
     TileElements<T, Layout> u, delta, dout, z;
 
     template <Access kAccess>
-    __device__ __forceinline__ void fetch(const BackwardRows<T, Layout>& rows, const ScanBackward& q, int64_t first_step,
-                                          int steps) {
+    __device__ __forceinline__ void fetch(const BackwardRows<T, Layout>& rows, const ScanBackward& q, int64_t tile, int steps) {
         const MambaSelectiveScan& p = q.forward;
-        u.template fetch<kAccess>(rows, rows.u, p.u_dim_stride, first_step, steps);
-        delta.template fetch<kAccess>(rows, rows.delta, p.delta_dim_stride, first_step, steps);
-        dout.template fetch<kAccess>(rows, rows.dout, q.dout_dim_stride, first_step, steps);
+        u.template fetch<kAccess>(rows, rows.u, p.u_dim_stride, tile, steps);
+        delta.template fetch<kAccess>(rows, rows.delta, p.delta_dim_stride, tile, steps);
+        dout.template fetch<kAccess>(rows, rows.dout, q.dout_dim_stride, tile, steps);
         if (p.z != nullptr) {
-            z.template fetch<kAccess>(rows, rows.z, p.z_dim_stride, first_step, steps);
+            z.template fetch<kAccess>(rows, rows.z, p.z_dim_stride, tile, steps);
+        }
+    }
+    __device__ __forceinline__ void mirror(bool gated) {
+        u.mirror();
+        delta.mirror();
+        dout.mirror();
+        if (gated) {
+            z.mirror();
         }
     }
 };
 
-// Asks for the whole tile at `first_step` to come into the L2 cache.
+// Asks for the whole tile at that place to come into the L2 cache.
 template <typename T, class Layout>
-__device__ __forceinline__ void prefetch_inputs(const BackwardRows<T, Layout>& rows, const ScanBackward& q,
-                                                int64_t first_step) {
+__device__ __forceinline__ void prefetch_inputs(const BackwardRows<T, Layout>& rows, const ScanBackward& q, int64_t tile) {
     const MambaSelectiveScan& p = q.forward;
-    prefetch_elements(rows, rows.u, p.u_dim_stride, first_step);
-    prefetch_elements(rows, rows.delta, p.delta_dim_stride, first_step);
-    prefetch_elements(rows, rows.dout, q.dout_dim_stride, first_step);
+    prefetch_elements(rows, rows.u, p.u_dim_stride, tile);
+    prefetch_elements(rows, rows.delta, p.delta_dim_stride, tile);
+    prefetch_elements(rows, rows.dout, q.dout_dim_stride, tile);
     if (p.z != nullptr) {
-        prefetch_elements(rows, rows.z, p.z_dim_stride, first_step);
+        prefetch_elements(rows, rows.z, p.z_dim_stride, tile);
     }
 }
 
@@ -96,7 +102,7 @@ __device__ __forceinline__ void stage_input(float* x_tile, const float* dt_tile,
 // cache, and registers are scarce while the states run.
 template <typename T, class Layout, class Shared>
 __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& shared, const BackwardInputs<T, Layout>& in,
-                                                const BackwardRows<T, Layout>& rows, const ScanBlock& block, int64_t first_step,
+                                                const BackwardRows<T, Layout>& rows, const ScanBlock& block, int64_t tile,
                                                 int steps, bool aligned) {
     const MambaSelectiveScan& p = q.forward;
 #pragma unroll
@@ -104,7 +110,7 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
         const int at = rows.row(pass) * Layout::kRow + rows.step;
         const int valid = rows.valid(pass, steps);
         const int64_t channel = rows.channel(pass);
-        const int64_t step = first_step + rows.step;
+        const int64_t place = tile + place_in_tile<Layout>(rows.step, Layout::kVector);
         const float bias = shared.bias[rows.row(pass)];
         const float D = shared.D[rows.row(pass)];
         float u[Layout::kVector], dt[Layout::kVector], dy[Layout::kVector], Bg[Layout::kVector], Aq[Layout::kVector];
@@ -143,9 +149,9 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
         shared.bias_sum[pass][threadIdx.x] = bias_sum;
         shared.D_sum[pass][threadIdx.x] = D_sum;
         T* du_row = static_cast<T*>(q.du) + block.batch * q.du_batch_stride + channel * q.du_dim_stride;
-        store_steps<T, Layout::kVector>(du_row + step, valid, aligned, du);
+        store_steps<T, Layout::kVector, Layout::kReverse>(du_row + place, valid, aligned, du);
         T* ddelta_row = static_cast<T*>(q.ddelta) + block.batch * q.ddelta_batch_stride + channel * q.ddelta_dim_stride;
-        store_steps<T, Layout::kVector>(ddelta_row + step, valid, aligned, ddelta);
+        store_steps<T, Layout::kVector, Layout::kReverse>(ddelta_row + place, valid, aligned, ddelta);
         if (p.z == nullptr && p.out == nullptr) {
             continue;
         }
@@ -166,11 +172,11 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
                 y[i] *= z[i] * gate;
             }
             T* dz_row = static_cast<T*>(q.dz) + block.batch * q.dz_batch_stride + channel * q.dz_dim_stride;
-            store_steps<T, Layout::kVector>(dz_row + step, valid, aligned, dz);
+            store_steps<T, Layout::kVector, Layout::kReverse>(dz_row + place, valid, aligned, dz);
         }
         if (p.out != nullptr) {
             T* out_row = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride;
-            store_steps<T, Layout::kVector>(out_row + step, valid, aligned, y);
+            store_steps<T, Layout::kVector, Layout::kReverse>(out_row + place, valid, aligned, y);
         }
     }
 }

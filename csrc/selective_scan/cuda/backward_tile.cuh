@@ -223,9 +223,9 @@ struct SumFlush {
         : state(opaque(threadIdx.x / Shared::kSub)),
           step(opaque(threadIdx.x % Shared::kSub)),
           place(opaque(state * Shared::kSub + (step ^ swizzle(state)))),
-          where(base + state * seqlen + step) {}
+          where(base + state * seqlen + (Layout::kReverse ? -step : step)) {}
 
-    // sums: one matrix's part of shared memory; out: dB or dC from the slice's first state and the sub-tile's first step on.
+    // sums: one matrix's part of shared memory; out: dB or dC at the slice's first state and the sub-tile's first step.
     __device__ __forceinline__ void operator()(const float* sums, float* out, int states, int steps, int64_t seqlen,
                                                bool atomic) const {
 #pragma unroll

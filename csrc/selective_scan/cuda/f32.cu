@@ -2,5 +2,5 @@
 #include "selective_scan/cuda/launchers.cuh"
 
 namespace mamba {
-template ScanLaunchers ScanLaunchers::of<float>();
+template ScanLaunchersOf<false> ScanLaunchersOf<false>::of<float>();
 }  // namespace mamba

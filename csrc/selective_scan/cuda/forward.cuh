@@ -102,10 +102,11 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         steps = static_cast<int>(left < Layout::kTile ? left : Layout::kTile);
         whole = steps == Layout::kTile && all_exist;
         inside = vectors_within<Layout>(first_step, p.seqlen);
+        const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
         with_access(aligned, whole, inside, [&](auto access) {
-            delta.template fetch<decltype(access)::kAccess>(rows, rows.delta, p.delta_dim_stride, first_step, steps);
-            u.template fetch<decltype(access)::kAccess>(rows, rows.u, p.u_dim_stride, first_step, steps);
-            fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, first_step, steps, true, !kCarryOnly);
+            delta.template fetch<decltype(access)::kAccess>(rows, rows.delta, p.delta_dim_stride, place, steps);
+            u.template fetch<decltype(access)::kAccess>(rows, rows.u, p.u_dim_stride, place, steps);
+            fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, place, steps, true, !kCarryOnly);
         });
     };
     if (kEarly) {
@@ -136,11 +137,16 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
 
     for (int64_t first_step = block.begin; first_step < block.end; first_step += Layout::kTile) {
         const int64_t next_step = first_step + Layout::kTile;
+        const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
         if (!kEarly) {
             fetch_tile(first_step);
         }
         // Not by round_up: the compiler would make other code of the whole loop. So too in backward.cuh.
         const int rounded = (steps + kUnroll - 1) / kUnroll * kUnroll;
+        if (Layout::kReverse) {
+            delta.mirror();
+            u.mirror();
+        }
         // dt and dt * u of the warp's own rows. Steps past the end get dt = 0 and x = 0, which leaves the state as it is.
 #pragma unroll
         for (int pass = 0; pass < Layout::kPasses; ++pass) {
@@ -159,6 +165,10 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
 
         for (int slice = 0; slice < slices; ++slice) {
             const int first_state = slice * Layout::kSlice;
+            if (Layout::kReverse) {
+                B_staged.mirror();
+                C_staged.mirror();
+            }
             __syncthreads();  // the last tile's readers are done
             if constexpr (kCarryOnly) {
                 BC_tile.put_one(B_staged);
@@ -166,26 +176,27 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 BC_tile.put(B_staged, C_staged);
             }
             if (seq_idx != nullptr) {
-                stage_resets(resets, Layout::kTile, seq_idx, first_step, p.seqlen);
+                stage_resets<Layout>(resets, Layout::kTile, seq_idx, first_step, p);
             }
             __syncthreads();
             if (kSliced && slice + 1 < slices) {
                 with_access(aligned, whole, inside, [&](auto access) {
-                    fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice,
-                                                        first_step, steps);
+                    fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
+                                                        steps);
                 });
             }
             if (kAhead && next_step < block.end) {
                 fetch_tile(next_step);
             }
-            if (!kAhead && slice == 0 && next_step + rows.step < block.end) {
+            constexpr int kAll = Layout::kReverse ? Layout::kVector - 1 : 0;  // then memory's first one must exist
+            if (!kAhead && slice == 0 && next_step + rows.step + kAll < block.end) {
                 // What comes next is asked for into the L2 cache only: registers are scarce.
-                prefetch_elements(rows, rows.u, p.u_dim_stride, next_step);
-                prefetch_elements(rows, rows.delta, p.delta_dim_stride, next_step);
+                prefetch_elements(rows, rows.u, p.u_dim_stride, place_of<Layout>(p, next_step, Layout::kTile));
+                prefetch_elements(rows, rows.delta, p.delta_dim_stride, place_of<Layout>(p, next_step, Layout::kTile));
             }
             if (!kCarryOnly && slice + 1 == slices && p.z != nullptr) {
                 with_access(aligned, whole, inside, [&](auto access) {
-                    z.template fetch<decltype(access)::kAccess>(rows, rows.z, p.z_dim_stride, first_step, steps);
+                    z.template fetch<decltype(access)::kAccess>(rows, rows.z, p.z_dim_stride, place, steps);
                 });
             }
             if (kSliced) {
@@ -239,6 +250,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
 
         if (!kCarryOnly) {
             __syncwarp();  // the sums of other lanes are in
+            if (Layout::kReverse && p.z != nullptr) {
+                z.mirror();
+            }
 #pragma unroll
             for (int pass = 0; pass < Layout::kPasses; ++pass) {
                 const float skip = D[rows.row(pass)];
@@ -256,8 +270,8 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                         y[i] *= silu(other[i]);
                     }
                 }
-                store_steps<T, Layout::kVector>(out + first_step + pass * Layout::kPassRows * p.out_dim_stride,
-                                                rows.valid(pass, steps), aligned, y);
+                store_steps<T, Layout::kVector, Layout::kReverse>(out + place + pass * Layout::kPassRows * p.out_dim_stride,
+                                                                  rows.valid(pass, steps), aligned, y);
             }
         }
         if (kEarly && !kAhead && next_step < block.end) {
@@ -279,8 +293,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
 }
 
 // carry_only: what all segments pass on, and no more.
-template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced>
+template <typename T, bool kReverse, class Channels, int kUnroll, int kBlocks, bool kSliced>
 cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned, bool carry_only) {
+    using Layout = Directed<Channels, kReverse>;
     const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
     const size_t shared_bytes =
         kSliced ? static_cast<size_t>(slices) * Layout::kEach * Layout::kStates * Layout::kThreads * sizeof(float) : 0;
@@ -310,40 +325,40 @@ cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned, boo
     return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
 }
 
-template <typename T>
+template <typename T, bool kReverse>
 cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, bool wide, bool carry_only) {
     if (p.dstate <= Forward8::kSlice) {
-        return launch_forward_layout<T, Forward8, 16, 4, false>(p, aligned, carry_only);
+        return launch_forward_layout<T, kReverse, Forward8, 16, 4, false>(p, aligned, carry_only);
     }
     if (p.dstate <= Forward16::kSlice) {
         if (wide) {
-            return launch_forward_layout<T, Forward16Wide, 16, 4, false>(p, aligned, carry_only);
+            return launch_forward_layout<T, kReverse, Forward16Wide, 16, 4, false>(p, aligned, carry_only);
         }
-        return launch_forward_layout<T, Forward16, 8, 4, false>(p, aligned, carry_only);
+        return launch_forward_layout<T, kReverse, Forward16, 8, 4, false>(p, aligned, carry_only);
     }
     if (p.dstate <= Forward32::kSlice) {
-        return launch_forward_layout<T, Forward32, 8, 3, false>(p, aligned, carry_only);
+        return launch_forward_layout<T, kReverse, Forward32, 8, 3, false>(p, aligned, carry_only);
     }
     if (p.dstate <= Forward64::kSlice) {
         if (wide) {
-            return launch_forward_layout<T, Forward64Wide, 4, 3, false>(p, aligned, carry_only);
+            return launch_forward_layout<T, kReverse, Forward64Wide, 4, 3, false>(p, aligned, carry_only);
         }
-        return launch_forward_layout<T, Forward64, 4, 3, false>(p, aligned, carry_only);
+        return launch_forward_layout<T, kReverse, Forward64, 4, 3, false>(p, aligned, carry_only);
     }
     if (wide) {
-        return launch_forward_layout<T, Forward64Wide, 4, 3, true>(p, aligned, carry_only);
+        return launch_forward_layout<T, kReverse, Forward64Wide, 4, 3, true>(p, aligned, carry_only);
     }
-    return launch_forward_layout<T, Forward64, 4, 3, true>(p, aligned, carry_only);
+    return launch_forward_layout<T, kReverse, Forward64, 4, 3, true>(p, aligned, carry_only);
 }
 
-template <typename T>
+template <typename T, bool kReverse>
 cudaError_t launch_scan_forward(const MambaSelectiveScan& p, bool aligned, bool wide) {
-    return launch_forward_of_dstate<T>(p, aligned, wide, false);
+    return launch_forward_of_dstate<T, kReverse>(p, aligned, wide, false);
 }
 
-template <typename T>
+template <typename T, bool kReverse>
 cudaError_t launch_scan_forward_carry(const MambaSelectiveScan& p, bool aligned) {
-    return launch_forward_of_dstate<T>(p, aligned, false, true);
+    return launch_forward_of_dstate<T, kReverse>(p, aligned, false, true);
 }
 
 }  // namespace mamba

@@ -207,13 +207,14 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
     using Tile = PipelineTile<T, Layout>;
     const int row = element / Layout::kRowThreads;
     const int step = element % Layout::kRowThreads * Layout::kVector;
+    const int place = place_in_tile<Layout>(step, Layout::kVector);
     const bool row_exists = row < block.channels;
     const int64_t channel = block.first_channel + (row_exists ? row : 0);
-    const T* const u = static_cast<const T*>(p.u) + block.batch * p.u_batch_stride + channel * p.u_dim_stride + step;
+    const T* const u = static_cast<const T*>(p.u) + block.batch * p.u_batch_stride + channel * p.u_dim_stride + place;
     const T* const delta =
-        static_cast<const T*>(p.delta) + block.batch * p.delta_batch_stride + channel * p.delta_dim_stride + step;
-    const T* const z = static_cast<const T*>(p.z) + block.batch * p.z_batch_stride + channel * p.z_dim_stride + step;
-    T* const out = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride + step;
+        static_cast<const T*>(p.delta) + block.batch * p.delta_batch_stride + channel * p.delta_dim_stride + place;
+    const T* const z = static_cast<const T*>(p.z) + block.batch * p.z_batch_stride + channel * p.z_dim_stride + place;
+    T* const out = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride + place;
     const bool gated = p.z != nullptr;
     const float bias = p.delta_bias != nullptr ? p.delta_bias[channel] : 0.0f;
     const float D = p.D != nullptr ? p.D[channel] : 0.0f;
@@ -229,17 +230,25 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         state_exists[i] = n < p.dstate;
         const int64_t state = state_exists[i] ? n : 0;
         B[i] = static_cast<const T*>(p.B) + block.batch * p.B_batch_stride + block.group * p.B_group_stride +
-               state * p.B_dstate_stride + step;
+               state * p.B_dstate_stride + place;
         C[i] = static_cast<const T*>(p.C) + block.batch * p.C_batch_stride + block.group * p.C_group_stride +
-               state * p.C_dstate_stride + step;
+               state * p.C_dstate_stride + place;
     }
     const auto stage_of = [&](int tile) -> Stage& { return shared.stages[tile % Layout::kStages]; };
     const auto first_step = [](int tile) { return static_cast<int64_t>(tile) * Layout::kTile; };
+    const auto tile_place = [&](int tile) { return place_of<Layout>(p, first_step(tile), Layout::kTile); };
+    const auto read = [&](const T* from) {
+        Packed<T, Layout::kVector> packed = packed_load<T, Layout::kVector>(from);
+        if (Layout::kReverse) {
+            mirror(packed);
+        }
+        return packed;
+    };
 
     const auto begin_copies = [&](int tile) {
         Stage& stage = stage_of(tile);
         const bool steps_exist = first_step(tile) + step < p.seqlen;
-        const int64_t first = steps_exist ? first_step(tile) : 0;
+        const int64_t first = steps_exist ? tile_place(tile) : 0;
         const bool exist = row_exists && steps_exist;
         copy_async<Stage::kBytes>(stage.u[element], u + first, exist);
         copy_async<Stage::kBytes>(stage.delta[element], delta + first, exist);
@@ -259,8 +268,8 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         const Stage& stage = stage_of(tile);
         Tile& to = shared.tiles[tile % 2];
         float dt[Layout::kVector], x[Layout::kVector];
-        unpack<T, Layout::kVector>(packed_load<T, Layout::kVector>(stage.delta[element]), dt);
-        unpack<T, Layout::kVector>(packed_load<T, Layout::kVector>(stage.u[element]), x);
+        unpack<T, Layout::kVector>(read(stage.delta[element]), dt);
+        unpack<T, Layout::kVector>(read(stage.u[element]), x);
         time_steps(dt, bias, p.delta_softplus, row_exists && first_step(tile) + step < p.seqlen ? Layout::kVector : 0);
 #pragma unroll
         for (int i = 0; i < Layout::kVector; ++i) {
@@ -272,9 +281,8 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
 #pragma unroll
         for (int i = 0; i < Layout::kOwnPieces; ++i) {
             if (has_piece(i)) {
-                to.BC.template put_steps<Layout::kVector>(at + i * Layout::kPieceRows * Layout::kRow,
-                                                          packed_load<T, Layout::kVector>(stage.B[piece(i)]),
-                                                          packed_load<T, Layout::kVector>(stage.C[piece(i)]));
+                to.BC.template put_steps<Layout::kVector>(at + i * Layout::kPieceRows * Layout::kRow, read(stage.B[piece(i)]),
+                                                          read(stage.C[piece(i)]));
             }
         }
     };
@@ -287,7 +295,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
             read_row(part[k], parts + k * Layout::kRow);
         }
         float y[Layout::kVector], other[Layout::kVector];
-        unpack<T, Layout::kVector>(packed_load<T, Layout::kVector>(stage.u[element]), other);
+        unpack<T, Layout::kVector>(read(stage.u[element]), other);
         static_assert(Layout::kLanes == 8, "as many as the sum has");
 #pragma unroll
         for (int i = 0; i < Layout::kVector; ++i) {
@@ -296,14 +304,14 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
             y[i] = p.D != nullptr ? fmaf(D, other[i], y[i]) : y[i];
         }
         if (gated) {
-            unpack<T, Layout::kVector>(packed_load<T, Layout::kVector>(stage.z[element]), other);
+            unpack<T, Layout::kVector>(read(stage.z[element]), other);
 #pragma unroll
             for (int i = 0; i < Layout::kVector; ++i) {
                 y[i] *= silu(other[i]);
             }
         }
         if (row_exists && first_step(tile) + step < p.seqlen) {
-            packed_store<T, Layout::kVector>(out + first_step(tile), pack<T, Layout::kVector>(y));
+            store_steps<T, Layout::kVector, Layout::kReverse>(out + tile_place(tile), Layout::kVector, true, y);
         }
     };
 
@@ -347,8 +355,9 @@ using Pipeline12 = PipelineLayout<3, 64, 2>;
 using Pipeline16 = PipelineLayout<4, 32, 2>;
 using Pipeline32 = PipelineLayout<8, 32, 1>;
 
-template <typename T, class Layout>
+template <typename T, bool kReverse, class Channels>
 cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
+    using Layout = Directed<Channels, kReverse>;
     const auto kernel = selective_scan_pipeline_kernel<T, Layout>;
     constexpr int kShared = sizeof(PipelineShared<T, Layout>);
     static_assert(kShared == pipeline_shared(Layout::kChannels, sizeof(T)), "what the plan counts on");
@@ -364,15 +373,15 @@ static_assert(Pipeline12::kChannels == kPipelineChannels[0] && Pipeline16::kChan
                   Pipeline32::kChannels == kPipelineChannels[2],
               "what the plan chooses from");
 
-template <typename T>
+template <typename T, bool kReverse>
 cudaError_t launch_scan_pipeline(const MambaSelectiveScan& p, int channels) {
     if (channels == Pipeline12::kChannels) {
-        return launch_pipeline_layout<T, Pipeline12>(p);
+        return launch_pipeline_layout<T, kReverse, Pipeline12>(p);
     }
     if (channels == Pipeline16::kChannels) {
-        return launch_pipeline_layout<T, Pipeline16>(p);
+        return launch_pipeline_layout<T, kReverse, Pipeline16>(p);
     }
-    return launch_pipeline_layout<T, Pipeline32>(p);
+    return launch_pipeline_layout<T, kReverse, Pipeline32>(p);
 }
 
 }  // namespace mamba

@@ -49,6 +49,17 @@ __device__ __forceinline__ ScanBlock scan_block(const MambaSelectiveScan& p, int
     return block;
 }
 
+// Where the step `step` of the scan and the count - 1 behind it begin in a row of memory, or in a tile that begins it.
+// A block counts steps as they are scanned, whichever way it goes; only memory has them in the opposite order with `reverse`.
+template <class Layout>
+__device__ __forceinline__ int64_t place_of(const MambaSelectiveScan& p, int64_t step, int count) {
+    return Layout::kReverse ? p.seqlen - count - step : step;
+}
+template <class Layout>
+__device__ __forceinline__ int place_in_tile(int step, int count) {
+    return Layout::kReverse ? Layout::kTile - count - step : step;
+}
+
 inline int64_t scan_grid(const MambaSelectiveScan& p, int channels_per_block, int64_t segments) {
     return segments * p.batch * p.ngroups * ceil_div(p.dim / p.ngroups, channels_per_block);
 }
@@ -157,8 +168,16 @@ struct StagedTile {
 #pragma unroll
         for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
             const bool exists = first_state() + pass * kPassStates < states;
-            raw[pass] = load_steps<T, Layout::kStageVector, kAccess>(at + pass * kPassStates * dstate_stride,
-                                                                     exists ? steps - first_step() : 0);
+            raw[pass] = load_steps<T, Layout::kStageVector, kAccess, Layout::kReverse>(at + pass * kPassStates * dstate_stride,
+                                                                                       exists ? steps - first_step() : 0);
+        }
+    }
+
+    // From the order of memory to that of the scan, where they are not the same.
+    __device__ __forceinline__ void mirror() {
+#pragma unroll
+        for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
+            mamba::mirror(raw[pass]);
         }
     }
 
@@ -170,7 +189,7 @@ struct StagedTile {
     }
 };
 
-// Where a thread's first elements of variable B and C lie, at the tensors' first step.
+// Where a thread's first elements of variable B and C lie, in a tile that begins memory's rows.
 template <typename T, class Layout>
 struct MatrixRows {
     const T* B;
@@ -178,26 +197,27 @@ struct MatrixRows {
 
     __device__ __forceinline__ MatrixRows(const MambaSelectiveScan& p, const ScanBlock& block) {
         using Staged = StagedTile<T, Layout>;
+        const int place = place_in_tile<Layout>(Staged::first_step(), Layout::kStageVector);
         B = static_cast<const T*>(p.B) + block.batch * p.B_batch_stride + block.group * p.B_group_stride +
-            Staged::first_state() * p.B_dstate_stride + Staged::first_step();
+            Staged::first_state() * p.B_dstate_stride + place;
         C = static_cast<const T*>(p.C) + block.batch * p.C_batch_stride + block.group * p.C_group_stride +
-            Staged::first_state() * p.C_dstate_stride + Staged::first_step();
+            Staged::first_state() * p.C_dstate_stride + place;
     }
 };
 
-// Fetches a tile of B and C; one that does not vary over time, or is not wanted, has no part in it.
+// Fetches a tile of B and C; one that does not vary over time, or is not wanted, has no part in it. place: of the tile.
 template <Access kAccess, typename T, class Layout>
 __device__ __forceinline__ void fetch_BC(StagedTile<T, Layout>& B, StagedTile<T, Layout>& C, const MambaSelectiveScan& p,
-                                         const MatrixRows<T, Layout>& rows, int first_state, int64_t first_step, int steps,
+                                         const MatrixRows<T, Layout>& rows, int first_state, int64_t place, int steps,
                                          bool want_B = true, bool want_C = true) {
     const int states = static_cast<int>(p.dstate) - first_state;
     if (want_B && p.variable_B) {
-        B.template fetch<kAccess>(rows.B + first_state * p.B_dstate_stride + first_step, p.B_dstate_stride, states, steps);
+        B.template fetch<kAccess>(rows.B + first_state * p.B_dstate_stride + place, p.B_dstate_stride, states, steps);
     } else {
         B.clear();
     }
     if (want_C && p.variable_C) {
-        C.template fetch<kAccess>(rows.C + first_state * p.C_dstate_stride + first_step, p.C_dstate_stride, states, steps);
+        C.template fetch<kAccess>(rows.C + first_state * p.C_dstate_stride + place, p.C_dstate_stride, states, steps);
     } else {
         C.clear();
     }
@@ -278,7 +298,7 @@ struct MatrixTile {
     __device__ __forceinline__ Steps4 read_one(int at) const { return read4(words + at); }
 };
 
-// Where the elements of a lane lie in u, delta and z, in a tile that begins at step 0: row `pass` is kPassRows channels
+// Where the elements of a lane lie in u, delta and z, in a tile that begins memory's rows: row `pass` is kPassRows channels
 // further.
 template <typename T, class Layout>
 struct ElementRows {
@@ -310,24 +330,31 @@ struct ElementRows {
     template <typename Element>
     __device__ __forceinline__ Element* at(Element* tensor, const ScanBlock& block, int64_t batch_stride,
                                            int64_t dim_stride) const {
-        return tensor + block.batch * batch_stride + first_channel * dim_stride + step;
+        return tensor + block.batch * batch_stride + first_channel * dim_stride + place_in_tile<Layout>(step, Layout::kVector);
     }
     // How many of the lane's elements exist in a tile of so many steps.
     __device__ __forceinline__ int valid(int pass, int steps) const { return exists[pass] ? steps - step : 0; }
 };
 
-// A lane's elements of a tile in one tensor. at: where they would lie if the tile began at step 0.
+// A lane's elements of a tile in one tensor. at: where they would lie if the tile began its row. tile: where that lies.
 template <typename T, class Layout>
 struct TileElements {
     Packed<T, Layout::kVector> row[Layout::kPasses];
 
     template <Access kAccess>
-    __device__ __forceinline__ void fetch(const ElementRows<T, Layout>& rows, const T* at, int64_t dim_stride,
-                                          int64_t first_step, int steps) {
+    __device__ __forceinline__ void fetch(const ElementRows<T, Layout>& rows, const T* at, int64_t dim_stride, int64_t tile,
+                                          int steps) {
 #pragma unroll
         for (int pass = 0; pass < Layout::kPasses; ++pass) {
-            row[pass] = load_steps<T, Layout::kVector, kAccess>(at + first_step + pass * Layout::kPassRows * dim_stride,
-                                                                rows.valid(pass, steps));
+            row[pass] = load_steps<T, Layout::kVector, kAccess, Layout::kReverse>(
+                at + tile + pass * Layout::kPassRows * dim_stride, rows.valid(pass, steps));
+        }
+    }
+    // From the order of memory to that of the scan, where they are not the same.
+    __device__ __forceinline__ void mirror() {
+#pragma unroll
+        for (int pass = 0; pass < Layout::kPasses; ++pass) {
+            mamba::mirror(row[pass]);
         }
     }
     __device__ __forceinline__ void read(float (&values)[Layout::kVector], int pass) const {
@@ -338,11 +365,11 @@ struct TileElements {
 // Asks for a lane's elements of a tile to come into the L2 cache.
 template <typename T, class Layout>
 __device__ __forceinline__ void prefetch_elements(const ElementRows<T, Layout>& rows, const T* at, int64_t dim_stride,
-                                                  int64_t first_step) {
+                                                  int64_t tile) {
 #pragma unroll
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
         if (rows.exists[pass]) {
-            prefetch_to_L2(at + first_step + pass * Layout::kPassRows * dim_stride);
+            prefetch_to_L2(at + tile + pass * Layout::kPassRows * dim_stride);
         }
     }
 }
@@ -362,10 +389,13 @@ __device__ __forceinline__ void stage_parameter(float* to, const float* paramete
 }
 
 // Marks the tile's steps at which seq_idx changes. flags has kTile entries.
-__device__ __forceinline__ void stage_resets(int* flags, int tile, const int32_t* seq_idx, int64_t first_step, int64_t seqlen) {
+template <class Layout>
+__device__ __forceinline__ void stage_resets(int* flags, int tile, const int32_t* seq_idx, int64_t first_step,
+                                             const MambaSelectiveScan& p) {
     for (int i = threadIdx.x; i < tile; i += blockDim.x) {
         const int64_t step = first_step + i;
-        flags[i] = step > 0 && step < seqlen && seq_idx[step] != seq_idx[step - 1];
+        flags[i] =
+            step > 0 && step < p.seqlen && seq_idx[place_of<Layout>(p, step, 1)] != seq_idx[place_of<Layout>(p, step - 1, 1)];
     }
 }
 

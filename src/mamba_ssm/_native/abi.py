@@ -70,7 +70,7 @@ class MambaSelectiveScan(ctypes.Structure):
         i64: B_batch_stride, B_group_stride, B_dstate_stride;
         i64: C_batch_stride, C_group_stride, C_dstate_stride;
         i64: out_batch_stride, out_dim_stride;
-        i32: carried, reserved
+        i32: carried, reverse
         """,
         MambaRun=MambaRun,
     )

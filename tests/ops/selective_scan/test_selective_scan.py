@@ -1,15 +1,26 @@
 """selective_scan_fn: values and gradients against the float64 reference, memory layouts, and options."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from _helpers.cases import DTYPES, SCAN_CASES, ScanCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
+from _helpers.cases import (
+    DTYPES,
+    REVERSE_CASES,
+    SCAN_CASES,
+    ScanCase,
+    assert_close_to_truth,
+    case_id,
+    dtype_id,
+    outputs_and_gradients,
+)
 
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, selective_scan_ref
 
 
 def scan(function, case):
     def run(**tensors):
-        return function(**tensors, delta_softplus=case.softplus, return_last_state=True)
+        return function(**tensors, delta_softplus=case.softplus, return_last_state=True, reverse=case.reverse)
 
     return run
 
@@ -25,9 +36,25 @@ def check(case, dtype, device, tensors=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("case", SCAN_CASES, ids=case_id)
+@pytest.mark.parametrize("case", SCAN_CASES + REVERSE_CASES, ids=case_id)
 def test_values_and_gradients(case, dtype, device):
     check(case, dtype, device)
+
+
+@pytest.mark.parametrize("case", REVERSE_CASES, ids=case_id)
+def test_reverse_is_the_scan_of_flipped_inputs(case):
+    tensors = case.inputs(torch.float64, "cpu")
+    found = outputs_and_gradients(scan(selective_scan_ref, case), tensors)
+
+    def flipped(**tensors):
+        for name in ("u", "delta", "z", "B", "C", "seq_idx"):
+            if tensors[name] is not None and tensors[name].shape[-1] == case.seqlen:  # not constant B and C
+                tensors[name] = tensors[name].flip(-1)
+        out, state = scan(selective_scan_ref, replace(case, reverse=False))(**tensors)
+        return out.flip(-1), state
+
+    for name, expected in outputs_and_gradients(flipped, tensors).items():
+        torch.testing.assert_close(found[name], expected)
 
 
 # CUDA splits these: segments of every slice of states, whole and partial ones, two blocks of channels and two of batch.
@@ -39,6 +66,8 @@ SPLIT_CASES = (
     ScanCase(2, 20, 600, dstate=100, initial_state=True),
     ScanCase(2, 20, 640, dstate=33, initial_state=True, seq_idx=True),
     ScanCase(2, 20, 577, dstate=64, initial_state=True),
+    ScanCase(2, 40, 1096, initial_state=True, reverse=True),
+    ScanCase(2, 24, 703, dstate=5, initial_state=True, seq_idx=True, reverse=True),
 )
 
 
@@ -63,9 +92,18 @@ PIPELINE_CASES = (
     ScanCase(2, 1000, 200, softplus=False),
     ScanCase(1, 3001, 200, initial_state=True),
     ScanCase(1, 1500, 1096),
+    ScanCase(2, 13, 1000, initial_state=True, reverse=True),
+    ScanCase(1, 1500, 136, dstate=13, reverse=True),
+    ScanCase(1, 3001, 200, initial_state=True, reverse=True),
 )
 # And these are too many channels for it, and too many to be split. 205 steps: rows that begin anywhere.
-MANY_CHANNELS = (ScanCase(6, 1024, 136), ScanCase(8, 1536, 136, initial_state=True), ScanCase(6, 1536, 205))
+MANY_CHANNELS = (
+    ScanCase(6, 1024, 136),
+    ScanCase(8, 1536, 136, initial_state=True),
+    ScanCase(6, 1536, 205),
+    ScanCase(8, 1536, 136, initial_state=True, reverse=True),
+    ScanCase(6, 1536, 205, reverse=True),
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -88,6 +126,19 @@ def test_states_that_decay_at_once(seqlen, device):
     options = {"delta_softplus": True, "return_last_state": True}
     expected = selective_scan_ref(**tensors, **options)
     torch.testing.assert_close(selective_scan_fn(**tensors, **options), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seqlen", [70, 80])
+def test_gradients_of_states_that_decay_at_once(seqlen, device):
+    """As with an A that is as good as infinite: the other channels', and 0 where torch's would be 0 times infinity."""
+    case = ScanCase(1, 6, seqlen, initial_state=True)
+    tensors = case.inputs(torch.float32, device)
+    tensors["A"][2] = -1e30
+    expected = outputs_and_gradients(scan(selective_scan_fn, case), tensors)
+    tensors["A"][2] = -float("inf")
+    for name, found in outputs_and_gradients(scan(selective_scan_fn, case), tensors).items():
+        assert found.isfinite().all(), name
+        torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("seqlen", [75, 136])  # the longer one is for CUDA's pipelined forward scan

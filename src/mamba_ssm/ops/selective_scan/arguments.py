@@ -34,6 +34,7 @@ class Options(typing.NamedTuple):
     """What else all of the operators take."""
 
     delta_softplus: bool
+    reverse: bool = False  # the scan goes from the last step to the first
 
 
 class Sizes(typing.NamedTuple):
@@ -165,6 +166,7 @@ def fill(params, sizes, inputs, options, out, checkpoints):
     params.batch, params.dim, params.seqlen, params.dstate, params.ngroups = sizes
     params.dtype = DTYPE_CODES[u.dtype]
     params.delta_softplus = options.delta_softplus
+    params.reverse = options.reverse
     params.u = u.data_ptr()
     params.u_batch_stride, params.u_dim_stride, _ = u.stride()
     params.delta = delta.data_ptr()

@@ -7,7 +7,6 @@ elements. Callers read the last of these states, and hand x to backward.
 import math
 
 import torch
-import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
@@ -31,16 +30,28 @@ def forward(
     delta_softplus: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, x); arguments as those of selective_scan_fn. As with a compiled module, no gradient passes."""
-    options = bool(delta_softplus), True, True
+    options = bool(delta_softplus), True, True, False
     out, last_state, checkpoints = call(selective_scan_op, u, delta, A, B, C, D, None, delta_bias, None, None, *options)
     return out, _with_checkpoints(last_state, checkpoints, u.shape[2])
 
 
-def gate(out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """out * silu(z), rounded once."""
-    checks.check_tensor(NAME, "z", z)
-    checks.check_same(NAME, "z", z, out.shape, out, "u", "(B, D, L)")
-    return (out.float() * F.silu(z.float())).to(out.dtype)
+@torch.no_grad()
+def gated(
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor,
+    delta_bias: torch.Tensor | None,
+    delta_softplus: bool,
+) -> torch.Tensor:
+    """forward's out before it was rounded, times silu(z): from a scan of its own, which is exact and about as fast as
+    reading and gating what has been written.
+    """
+    options = bool(delta_softplus), False, False, False
+    return call(selective_scan_op, u, delta, A, B, C, D, z, delta_bias, None, None, *options)[0]
 
 
 def backward(
@@ -62,10 +73,9 @@ def backward(
     softplus = bool(delta_softplus)
     checkpoints = _checkpoints_behind(x, u)
     if checkpoints is None:
-        *_, checkpoints = call(selective_scan_op, *inputs, softplus, False, True)
-    return Gradients(
-        *call(selective_scan_backward_op, dout, None, *inputs, checkpoints, softplus, False, bool(recompute_out))
-    )
+        *_, checkpoints = call(selective_scan_op, *inputs, softplus, False, True, False)
+    options = softplus, False, bool(recompute_out), False
+    return Gradients(*call(selective_scan_backward_op, dout, None, *inputs, checkpoints, *options))
 
 
 # ---- x ---------------------------------------------------------------------------------------------------------------

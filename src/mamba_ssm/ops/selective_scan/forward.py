@@ -1,7 +1,7 @@
 """Selective scan (Mamba-1): the public function and its forward operator on the native kernels.
 
 h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t;  out_t = (C_t . h_t + D u_t) silu(z_t);
-dt_t = softplus?(delta_t + delta_bias) (Mamba, arXiv 2312.00752, section 3.2).
+dt_t = softplus?(delta_t + delta_bias) (Mamba, arXiv 2312.00752, section 3.2). With reverse h_t comes from h_{t+1}.
 Letters: B batch, D channels, L length, N dstate, G groups of B and C.
 """
 
@@ -79,6 +79,8 @@ def selective_scan_fn(
     return_last_state: bool = False,
     initial_state: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
+    *,
+    reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Selective scan along the last dimension, differentiable once in every floating-point argument.
 
@@ -92,6 +94,8 @@ def selective_scan_fn(
         return_last_state: also return the state after the last step.
         initial_state: (B, D, N) float32, the state before the first step; zero if None.
         seq_idx: (B, L) int32; the state restarts from zero at each step whose value differs from the step before.
+        reverse: scan from the last step to the first, so that a step sees itself and what lies behind it: the initial
+            state then stands behind the last step, and the last state is the one at step 0. As fast as forwards.
 
     Returns:
         out (B, D, L) of u's dtype; with return_last_state (out, last_state), last_state (B, D, N) float32. Gradients
@@ -102,11 +106,11 @@ def selective_scan_fn(
         NativeError (a RuntimeError): the kernel library cannot be loaded or does not support this device or dtype.
 
     Same as upstream's mamba_ssm.ops.selective_scan_interface.selective_scan_fn, except that complex A is not supported,
-    and initial_state, seq_idx and the gradient of last_state are additions.
+    and initial_state, seq_idx, reverse and the gradient of last_state are additions.
     """
     if reference.on:
         rest = delta_softplus, return_last_state, initial_state, seq_idx
-        return selective_scan_ref(u, delta, A, B, C, D, z, delta_bias, *rest)
+        return selective_scan_ref(u, delta, A, B, C, D, z, delta_bias, *rest, reverse=reverse)
     try:  # written out: this is a good part of a small call
         if A.dtype != torch.float32:
             A = checks.widen(A)
@@ -127,7 +131,7 @@ def selective_scan_fn(
             B, C = (matrix if matrix.dim() == 2 else checks.cast(matrix, dtype) for matrix in (B, C))
     except AttributeError:  # of what is no tensor; the operator names it
         pass
-    options = bool(delta_softplus), bool(return_last_state), False
+    options = bool(delta_softplus), bool(return_last_state), False, bool(reverse)
     out, last_state, _ = call(selective_scan_op, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, *options)
     return (out, last_state) if return_last_state else out
 
