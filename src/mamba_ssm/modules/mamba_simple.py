@@ -13,7 +13,8 @@ from mamba_ssm._arguments import check_flags, check_integer, check_number, inner
 from mamba_ssm._native import abi
 from mamba_ssm._torch import autocast_dtype, is_plain, weight_and_bias
 from mamba_ssm.distributed.across_ranks import selective_scan_across_ranks
-from mamba_ssm.modules._inputs import check_input, is_continued, refuse_with_context_parallel
+from mamba_ssm.modules._bimamba import both_ways, type_of
+from mamba_ssm.modules._inputs import check_input, is_continued, refuse_decoding, refuse_with_context_parallel
 from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, mark
 from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_across_ranks, convolve_step
 from mamba_ssm.modules.block import Block as _Block
@@ -38,9 +39,20 @@ class Mamba(StatefulBlock):
         use_fast_path: train through one autograd node, which saves memory; not while one of the projections is replaced
             (LoRA, quantisation) or has hooks, which are then called.
         layer_idx: key of the inference cache.
+        bimamba_type: "none" sees what came before, as upstream's; the others see a sequence from both ends, as Vision
+            Mamba's, VideoMamba's and SegMamba's, with their parameter names, and cannot decode. "v1" adds a scan
+            backwards in time with an A of its own, "v2" a whole direction, "v3" to that a third one that goes through
+            the first steps of nslices slices of the length, then through their second ones, and so on.
+        bimamba: True is bimamba_type="v2". if_divide_out (if_devide_out): v2 takes the mean of its directions.
+        init_layer_scale: the output is scaled by a parameter gamma (d_model) that starts there; None: no gamma.
     """
 
     context_parallel_group: "dist.ProcessGroup | None" = None  # which mamba_ssm.distributed.context_parallel sets
+    conv1d: nn.Conv1d
+    x_proj: nn.Linear
+    dt_proj: nn.Linear
+    A_log: nn.Parameter
+    D: nn.Parameter
 
     def __init__(
         self,
@@ -60,13 +72,25 @@ class Mamba(StatefulBlock):
         layer_idx: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        bimamba_type: typing.Literal["none", "v1", "v2", "v3"] = "none",
+        bimamba: bool = False,
+        if_divide_out: bool = False,
+        if_devide_out: bool = False,
+        init_layer_scale: float | None = None,
+        nslices: int = 5,
     ) -> None:
         super().__init__()
         factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
         self.d_inner = inner_width("Mamba", expand, d_model)
         check_integer("Mamba", "d_state", d_state, most=abi.MAX_DSTATE)
         check_integer("Mamba", "d_conv", d_conv, *conv_widths())
-        check_flags("Mamba", conv_bias=conv_bias, bias=bias, use_fast_path=use_fast_path)
+        check_flags("Mamba", conv_bias=conv_bias, bias=bias, use_fast_path=use_fast_path, bimamba=bimamba)
+        check_flags("Mamba", if_divide_out=if_divide_out, if_devide_out=if_devide_out)
+        check_integer("Mamba", "nslices", nslices)
+        self.bimamba_type = type_of(bimamba_type, bimamba)
+        self.if_divide_out = if_divide_out or if_devide_out
+        self.nslices = nslices
         self.d_model = d_model
         self.d_state = d_state
         self.d_conv = d_conv
@@ -77,40 +101,65 @@ class Mamba(StatefulBlock):
         check_integer("Mamba", "dt_rank (unless 'auto')", self.dt_rank)
 
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias, **factory)
-        self.conv1d = nn.Conv1d(
-            self.d_inner,
-            self.d_inner,
-            kernel_size=d_conv,
-            groups=self.d_inner,
-            padding=d_conv - 1,
-            bias=conv_bias,
-            **factory,
-        )
         self.activation = "silu"
         self.act = nn.SiLU()
-        self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False, **factory)
-        self.dt_proj = nn.Linear(self.dt_rank, self.d_inner, bias=True, **factory)
-        self._init_dt(dt_min, dt_max, dt_init, dt_scale, dt_init_floor)
+        of_dt = dt_min, dt_max, dt_init, dt_scale, dt_init_floor
+        self._add_direction("", conv_bias, of_dt, factory)
         # after dt's draws, as upstream has it: the same seed gives the same weights
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
+        self._add_scan_parameters("", device)
+        if self.bimamba_type == "v1":
+            self._add_A_log("_b", device)
+        for suffix in {"v2": ("_b",), "v3": ("_b", "_s")}.get(self.bimamba_type, ()):
+            self._add_direction(suffix, conv_bias, of_dt, factory)
+            self._add_scan_parameters(suffix, device)
+        self.layer_scale = init_layer_scale is not None
+        if init_layer_scale is not None:
+            check_number("Mamba", "init_layer_scale", init_layer_scale, least=-math.inf)
+            self.gamma = nn.Parameter(torch.full((d_model,), float(init_layer_scale), **factory))
 
-        states = torch.arange(1, d_state + 1, dtype=torch.float32, device=device)
-        self.A_log = nn.Parameter(torch.log(states).repeat(self.d_inner, 1))
-        mark(self.A_log, "_no_weight_decay")
-        self.D = nn.Parameter(torch.ones(self.d_inner, device=device, dtype=torch.float32))
-        mark(self.D, "_no_weight_decay")
+    def _add_direction(
+        self,
+        suffix: str,
+        conv_bias: bool,
+        of_dt: tuple[float, float, str, float, float],
+        factory: dict[str, typing.Any],
+    ) -> None:
+        """conv1d, x_proj and dt_proj; dt starts as of_dt (dt_min, dt_max, dt_init, dt_scale, dt_init_floor) says."""
+        channels, width = self.d_inner, self.d_conv
+        conv1d = nn.Conv1d(channels, channels, width, groups=channels, padding=width - 1, bias=conv_bias, **factory)
+        setattr(self, f"conv1d{suffix}", conv1d)
+        x_proj = nn.Linear(channels, self.dt_rank + 2 * self.d_state, bias=False, **factory)
+        setattr(self, f"x_proj{suffix}", x_proj)
+        dt_proj = nn.Linear(self.dt_rank, channels, bias=True, **factory)
+        setattr(self, f"dt_proj{suffix}", dt_proj)
+        self._init_dt(dt_proj, *of_dt)
 
-    def _init_dt(self, dt_min: float, dt_max: float, dt_init: str, dt_scale: float, dt_init_floor: float) -> None:
+    def _add_A_log(self, suffix: str, device: typing.Any) -> None:
+        states = torch.arange(1, self.d_state + 1, dtype=torch.float32, device=device)
+        A_log = nn.Parameter(torch.log(states).repeat(self.d_inner, 1))
+        mark(A_log, "_no_weight_decay")
+        setattr(self, f"A{suffix}_log", A_log)
+
+    def _add_scan_parameters(self, suffix: str, device: typing.Any) -> None:
+        self._add_A_log(suffix, device)
+        D = nn.Parameter(torch.ones(self.d_inner, device=device, dtype=torch.float32))
+        mark(D, "_no_weight_decay")
+        setattr(self, f"D{suffix}", D)
+
+    def _init_dt(
+        self, dt_proj: nn.Linear, dt_min: float, dt_max: float, dt_init: str, dt_scale: float, dt_init_floor: float
+    ) -> None:
         """softplus(dt_proj.bias) starts log-uniform in [dt_min, dt_max]."""
         check_number("Mamba", "dt_scale", dt_scale, least=0)
         std = self.dt_rank**-0.5 * dt_scale
         if dt_init == "constant":
-            nn.init.constant_(self.dt_proj.weight, std)
+            nn.init.constant_(dt_proj.weight, std)
         elif dt_init == "random":
-            nn.init.uniform_(self.dt_proj.weight, -std, std)
+            nn.init.uniform_(dt_proj.weight, -std, std)
         else:
             raise ValueError(f"Mamba: dt_init must be 'random' or 'constant', got {dt_init!r}")
-        bias = self.dt_proj.bias
+        bias = dt_proj.bias
         with torch.no_grad():
             bias.copy_(initial_dt_bias(self.d_inner, dt_min, dt_max, dt_init_floor, bias.device))
         mark(bias, "_no_reinit")
@@ -128,6 +177,27 @@ class Mamba(StatefulBlock):
         seq_idx: (B, L) int32; sequences packed in one row do not see each other. Not with inference_params.
         """
         check_input("Mamba", hidden_states, self.d_model, seq_idx=seq_idx)
+        if self.bimamba_type != "none":
+            if inference_params is not None:
+                self._check_causal()
+            if self.context_parallel_group is not None:
+                raise ValueError(
+                    f"Mamba: context_parallel is for causal layers, got {self.bimamba_type!r} as bimamba_type"
+                )
+            return self._scaled(both_ways(self, self._project_in(hidden_states), seq_idx))
+        return self._scaled(self._forwards(hidden_states, inference_params, seq_idx))
+
+    def _scaled(self, out: torch.Tensor) -> torch.Tensor:
+        return out * self.gamma.to(out.dtype) if self.layer_scale else out
+
+    def _check_causal(self) -> None:
+        if self.bimamba_type != "none":
+            refuse_decoding("Mamba", f"bimamba_type={self.bimamba_type!r}")
+
+    def _forwards(
+        self, hidden_states: torch.Tensor, inference_params: InferenceCache | None, seq_idx: torch.Tensor | None
+    ) -> torch.Tensor:
+        """forward in one direction, before gamma."""
         batch, seqlen, _ = hidden_states.shape
         conv_state = ssm_state = None
         continues = is_continued("Mamba", inference_params)
@@ -136,8 +206,7 @@ class Mamba(StatefulBlock):
                 raise ValueError("Mamba: seq_idx and inference_params cannot be given together")
             conv_state, ssm_state = self._get_states_from_cache(inference_params, batch)
             if continues and seqlen == 1:
-                out, _, _ = self.step(hidden_states, conv_state, ssm_state)
-                return out
+                return self._step(hidden_states, conv_state, ssm_state)
 
         if self.context_parallel_group is not None:
             refuse_with_context_parallel("Mamba", inference_params=inference_params, seq_idx=seq_idx)
@@ -223,7 +292,13 @@ class Mamba(StatefulBlock):
 
         conv_state (B, d_inner, d_conv), ssm_state (B, d_inner, d_state). No gradient is recorded.
         """
+        self._check_causal()
         check_input("Mamba", hidden_states, self.d_model)
+        return self._scaled(self._step(hidden_states, conv_state, ssm_state)), conv_state, ssm_state
+
+    @torch.no_grad()
+    def _step(self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
+        """step's output, before gamma."""
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
         self._check_states(conv_state, ssm_state)
@@ -233,7 +308,7 @@ class Mamba(StatefulBlock):
             y = self._step_inside(xz, conv_state, ssm_state)
         else:
             y = self._step_by_parts(xz, conv_state, ssm_state)
-        return project(self.out_proj, y).unsqueeze(1), conv_state, ssm_state
+        return project(self.out_proj, y).unsqueeze(1)
 
     def _step_inside(self, xz: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
         """(B, d_inner), by one operator."""
@@ -265,6 +340,7 @@ class Mamba(StatefulBlock):
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Zero states (conv_state, ssm_state) of a batch, of dtype or of conv1d's."""
+        self._check_causal()
         # projections may be quantised, and a submodule's parameters elsewhere (offloading) until it is called
         device, dtype = self.A_log.device, self.conv1d.weight.dtype if dtype is None else dtype
         conv_state = torch.zeros(batch_size, self.d_inner, self.d_conv, device=device, dtype=dtype)

@@ -65,7 +65,7 @@ def causal_conv1d_fn(
         final_states_out: (B, D, W-1) of x's dtype, to write them into.
         activation: None, "silu" or "swish".
         reverse: run backwards in time, so that a step sees itself and the W-1 that follow. The initial states are then
-            the inputs after the last step, the final states the first W-1 inputs, both in the order of time. As fast.
+            the inputs after the last step, the final states the first W-1 inputs, both in the order of time.
 
     Returns:
         out (B, D, L) of x's dtype and memory layout; with return_final_states (out, final_states).

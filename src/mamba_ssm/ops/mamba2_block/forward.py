@@ -110,7 +110,7 @@ def mamba_split_conv1d_scan_combined(
         headdim: P; may be None if D is (H, P). ngroups: G.
         state_dtype: dtype of the returned states, float32 if None.
         reverse: convolution and scan run from the last step to the first, so that a step sees itself and what lies
-            behind it; the initial states stand behind the last step, the final ones are those at step 0. As fast.
+            behind it; the initial states stand behind the last step, the final ones are those at step 0.
 
     Returns:
         out (B, L, d_model), or (B, L, d_mlp + H P) without outproj_weight, of zxbcdt's dtype; with return_final_states

@@ -1,8 +1,17 @@
 """The Mamba block as one memory-saving autograd node, from its input projection's output on, or from its input on."""
 
 from mamba_ssm.ops.mamba_block.block import BlockInputs, mamba_block
+from mamba_ssm.ops.mamba_block.both import Direction, mamba_inner_both
 from mamba_ssm.ops.mamba_block.forward import mamba_inner_fn
 from mamba_ssm.ops.mamba_block.projections import project_in
 from mamba_ssm.ops.mamba_block.reference import mamba_inner_ref
 
-__all__ = ["BlockInputs", "mamba_block", "mamba_inner_fn", "mamba_inner_ref", "project_in"]
+__all__ = [
+    "BlockInputs",
+    "Direction",
+    "mamba_block",
+    "mamba_inner_both",
+    "mamba_inner_fn",
+    "mamba_inner_ref",
+    "project_in",
+]

@@ -52,11 +52,17 @@ class Options(typing.NamedTuple):
     delta_softplus: bool
     rms_eps: float
     checkpoint_lvl: int  # 1: backward computes the convolution's output and delta again; 0: they are kept
+    reverse: bool = False  # convolution and scan go from the last step to the first
+
+    @property
+    def conv1d(self):
+        """As the convolution's launchers take them."""
+        return ConvOptions(True, self.reverse)
 
     @property
     def scan(self):
         """As the scan's launchers take them."""
-        return ScanOptions(self.delta_softplus)
+        return ScanOptions(self.delta_softplus, self.reverse)
 
 
 class Kept(typing.NamedTuple):
@@ -197,10 +203,10 @@ def conv_inputs(xz, inputs, sizes):
     return ConvInputs(channels(xz, sizes), weight, bias, seq_idx=None, initial_states=None)
 
 
-def convolve(xz, inputs, sizes):
+def convolve(xz, inputs, sizes, options):
     """The convolution's output as a matrix (D, B*L); xz: in memory (2D, B, L)."""
     out = xz.new_empty((sizes.dim, sizes.columns))
-    launch_convolution(sizes.conv1d, conv_inputs(xz, inputs, sizes), ConvOptions(True), channels(out, sizes), None)
+    launch_convolution(sizes.conv1d, conv_inputs(xz, inputs, sizes), options.conv1d, channels(out, sizes), None)
     return out
 
 

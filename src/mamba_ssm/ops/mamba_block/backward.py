@@ -11,7 +11,6 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import define, returns, signature, unpack
 from mamba_ssm.ops._shared.gradients import empty_like
-from mamba_ssm.ops.causal_conv1d.arguments import Options as ConvOptions
 from mamba_ssm.ops.causal_conv1d.backward import launch_backward as launch_convolution_backward
 from mamba_ssm.ops.mamba_block.arguments import (
     Inputs,
@@ -91,31 +90,49 @@ def _check(dout, inputs, kept):
 
 def _backward(dout, *arguments):
     inputs, kept, options = unpack(arguments, Inputs, Kept, Options)
-    sizes, eps = _check(dout, inputs, kept), options.rms_eps
-    batch, dim, seqlen, columns, rank = sizes.batch, sizes.dim, sizes.seqlen, sizes.columns, sizes.rank
-    if columns == 0:
+    sizes = _check(dout, inputs, kept)
+    if sizes.columns == 0:
         return Gradients(*(None if tensor is None else torch.zeros_like(tensor) for tensor in inputs))
+    xz = channel_major(inputs.xz, sizes)
+    dxz = xz.new_empty((2 * sizes.dim, sizes.columns))
+    dout = dout.reshape(sizes.columns, sizes.d_model)
+    dy = torch.mm(inputs.out_proj_weight.t(), dout.t())
+    pending = scan_backward(dy, xz, inputs, kept, options, sizes, dxz)
+    del dy
+    of_out_proj = out_proj_backward(dout, dxz[: sizes.dim], inputs.out_proj_bias)
+    return finish_backward(pending, of_out_proj, xz, inputs, options, sizes, dxz)
 
-    xz, x_dbl, checkpoints = channel_major(inputs.xz, sizes), kept.x_dbl.contiguous(), kept.checkpoints.contiguous()
+
+class Pending(typing.NamedTuple):
+    """What scan_backward leaves for finish_backward."""
+
+    x_dbl: torch.Tensor
+    conv_out: torch.Tensor
+    dx_dbl: torch.Tensor  # its rows of B and C, where both come from it
+    biased: tuple[torch.Tensor | None, torch.Tensor | None]  # B and C as their norms took them
+    du: torch.Tensor  # of the convolution's output, but for what comes through x_proj
+    ddelta: torch.Tensor
+    grads: ScanGradients
+
+
+def scan_backward(dy, xz, inputs, kept, options, sizes, dxz):
+    """The scan's part. In dxz (2D, B*L) it writes the gradient of z, and the scan's output where dx will come."""
+    eps = options.rms_eps
+    x_dbl, checkpoints = kept.x_dbl.contiguous(), kept.checkpoints.contiguous()
     if kept.conv_out is None:
-        conv_out, delta = convolve(xz, inputs, sizes), delta_of(x_dbl, inputs, sizes, eps).contiguous()
+        conv_out = convolve(xz, inputs, sizes, options)
+        delta = delta_of(x_dbl, inputs, sizes, eps).contiguous()
     else:
         conv_out, delta = kept.conv_out.contiguous(), kept.delta.contiguous()
     of_B, of_C = sources(inputs, sizes)
     both = of_B.given is None and of_C.given is None
     B, biased_B = matrix_of(of_B, x_dbl, sizes, eps, view=both)
     C, biased_C = matrix_of(of_C, x_dbl, sizes, eps, view=both)
-
-    # Large tensors are let go as soon as they are used; the scan's output waits where dx will come.
-    dxz = xz.new_empty((2 * dim, columns))
-    y, dz = channels(dxz, sizes), channels(dxz, sizes, dim)
     dx_dbl = empty_like(x_dbl)
     if both:
         dB, dC = channels(dx_dbl, sizes, of_B.first), channels(dx_dbl, sizes, of_C.first)
     else:
         dB, dC = empty_like(B), empty_like(C)
-    dout = dout.reshape(columns, sizes.d_model)
-    dy = torch.mm(inputs.out_proj_weight.t(), dout.t())
     du, ddelta = torch.empty_like(dy), torch.empty_like(dy)
     scan = scan_inputs(conv_out, delta, B, C, xz, inputs, sizes)
     grads = ScanGradients(
@@ -125,16 +142,24 @@ def _backward(dout, *arguments):
         dB,
         dC,
         None if inputs.D is None else empty_like(inputs.D),
-        dz,
+        channels(dxz, sizes, sizes.dim),
         None if inputs.delta_bias is None else empty_like(inputs.delta_bias),
         dinitial_state=None,
-        out=y,
+        out=channels(dxz, sizes),
     )
     launch_scan_backward(sizes.scan, channels(dy, sizes), None, scan, checkpoints, options.scan, grads)
-    del dy, delta, scan
-    dout_proj_weight = torch.mm(dout.t(), dxz[:dim].t())
-    dout_proj_bias = None if inputs.out_proj_bias is None else dout.sum(0)
+    return Pending(x_dbl, conv_out, dx_dbl, (biased_B, biased_C), du, ddelta, grads)
 
+
+def out_proj_backward(dout, y, bias):
+    """Gradients of the output projection, weight and bias, from dout (B*L, d_model) and its input y (D, B*L)."""
+    return torch.mm(dout.t(), y.t()), None if bias is None else dout.sum(0)
+
+
+def finish_backward(pending, of_out_proj, xz, inputs, options, sizes, dxz):
+    """All gradients; writes dx into dxz."""
+    x_dbl, conv_out, dx_dbl, (biased_B, biased_C), du, ddelta, grads = pending
+    batch, seqlen, rank, eps = sizes.batch, sizes.seqlen, sizes.rank, options.rms_eps
     dt, ddt_rms_weight = x_dbl[:rank], None
     if inputs.dt_rms_weight is not None:
         projected = from_columns(torch.mm(inputs.delta_proj_weight, dt), batch, seqlen)
@@ -143,15 +168,17 @@ def _backward(dout, *arguments):
         ddelta = to_columns(ddelta)
     ddelta_proj_weight = torch.mm(ddelta, dt.t())
     torch.mm(inputs.delta_proj_weight.t(), ddelta, out=dx_dbl[:rank])
-    del ddelta
-    rows_of_B = _finish_rows(of_B, dx_dbl, sizes, None if both else dB, biased_B, eps)
-    rows_of_C = _finish_rows(of_C, dx_dbl, sizes, None if both else dC, biased_C, eps)
+    of_B, of_C = sources(inputs, sizes)
+    both = of_B.given is None and of_C.given is None
+    rows_of_B = _finish_rows(of_B, dx_dbl, sizes, None if both else grads.dB, biased_B, eps)
+    rows_of_C = _finish_rows(of_C, dx_dbl, sizes, None if both else grads.dC, biased_C, eps)
     dx_proj_weight = torch.mm(dx_dbl, conv_out.t())
-    del conv_out
     du.addmm_(inputs.x_proj_weight.t(), dx_dbl)  # du is the convolution's whole gradient from here on
+    dx = channels(dxz, sizes)
     dconv1d_weight, dconv1d_bias = launch_convolution_backward(
-        sizes.conv1d, channels(du, sizes), None, conv_inputs(xz, inputs, sizes), ConvOptions(True), y, None
+        sizes.conv1d, channels(du, sizes), None, conv_inputs(xz, inputs, sizes), options.conv1d, dx, None
     )
+    dout_proj_weight, dout_proj_bias = of_out_proj
     return Gradients(
         dxz=from_columns(dxz, batch, seqlen),
         dconv1d_weight=dconv1d_weight,

@@ -105,7 +105,8 @@ class _MambaBlock(torch.autograd.Function):
         if dtype is not None:
             hidden_states, in_proj_weight = checks.cast(hidden_states, dtype), checks.cast(in_proj_weight, dtype)
         inner = _inner(project_in(hidden_states, in_proj_weight, inputs.in_proj_bias), inputs, dtype)
-        out, *inner_kept = call_below_autograd(mamba_inner_op, *inner, *_OPTIONS, True)
+        *options, reverse = _OPTIONS
+        out, *inner_kept = call_below_autograd(mamba_inner_op, *inner, *options, True, reverse)
         (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
         kept = in_proj_weight if need.hidden_states else None, hidden_states if need.in_proj_weight else None
         ctx.save_for_backward(*kept, *inner, *inner_kept)

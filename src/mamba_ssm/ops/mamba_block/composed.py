@@ -26,10 +26,6 @@ class Pieces(typing.NamedTuple):
     C: torch.Tensor
     z: torch.Tensor  # (B, D, L)
 
-    def reversed(self) -> "Pieces":
-        """The same, last step first; a constant B or C (D, N) has no steps."""
-        return Pieces(*(tensor if tensor.dim() == 2 else tensor.flip(-1) for tensor in self))
-
 
 def pieces(
     xz: torch.Tensor,
@@ -46,12 +42,14 @@ def pieces(
     c_rms_weight: torch.Tensor | None = None,
     dt_rms_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    reverse: bool = False,
 ) -> Pieces:
     """Convolution and projections. Arguments as of mamba_inner_fn; x_proj is a weight, or a module to call."""
     dtype = autocast_dtype(xz)
     xz = xz if dtype is None else checks.cast(xz, dtype)
     x, z = xz.chunk(2, dim=1)
-    x = typing.cast(torch.Tensor, causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu"))
+    convolved = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu", reverse=reverse)
+    x = typing.cast(torch.Tensor, convolved)
     steps = x.transpose(1, 2)
     x_dbl = F.linear(steps, x_proj) if isinstance(x_proj, torch.Tensor) else x_proj(steps)
     rank = delta_proj_weight.shape[1]
@@ -78,10 +76,12 @@ def scan(
     D: torch.Tensor | None,
     delta_bias: torch.Tensor | None,
     delta_softplus: bool,
+    reverse: bool = False,
 ) -> torch.Tensor:
     """The gated scan, (B, D, L)."""
     x, delta, B, C, z = given
-    y = selective_scan_fn(x.to(delta.dtype), delta, A, B, C, D, z.to(delta.dtype), delta_bias, delta_softplus)
+    x, z = x.to(delta.dtype), z.to(delta.dtype)
+    y = selective_scan_fn(x, delta, A, B, C, D, z, delta_bias, delta_softplus, reverse=reverse)
     return typing.cast(torch.Tensor, y)
 
 
@@ -104,12 +104,17 @@ def mamba_inner_fn_no_out_proj(
     B_proj_bias: torch.Tensor | None = None,
     C_proj_bias: torch.Tensor | None = None,
     delta_softplus: bool = True,
+    *,
+    reverse: bool = False,
 ) -> torch.Tensor:
-    """mamba_inner_fn before its output projection: (B, D, L), of Vision Mamba's and its descendants' mamba_ssm."""
+    """mamba_inner_fn before its output projection: (B, D, L), of Vision Mamba's and its descendants' mamba_ssm. With
+    reverse (an addition) as of flipped xz, flipped back.
+    """
+    of_BC = B, C, B_proj_bias, C_proj_bias
     given = pieces(
-        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A.shape[-1], B, C, B_proj_bias, C_proj_bias
+        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A.shape[-1], *of_BC, reverse=reverse
     )
-    return scan(given, A, D, delta_bias, delta_softplus)
+    return scan(given, A, D, delta_bias, delta_softplus, reverse)
 
 
 def bimamba_inner_fn(
@@ -137,5 +142,5 @@ def bimamba_inner_fn(
         xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A.shape[-1], B, C, B_proj_bias, C_proj_bias
     )
     y = scan(given, A, D, delta_bias, delta_softplus)
-    y = y + scan(given.reversed(), A_b, D, delta_bias, delta_softplus).flip(-1)
+    y = y + scan(given, A_b, D, delta_bias, delta_softplus, reverse=True)
     return project_out(y.transpose(1, 2), out_proj_weight, out_proj_bias)

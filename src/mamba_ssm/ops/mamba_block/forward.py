@@ -28,6 +28,7 @@ from mamba_ssm._torch import (
 from mamba_ssm.ops.mamba_block.arguments import (
     NAME,
     Inputs,
+    Kept,
     Options,
     channel_major,
     channels,
@@ -73,6 +74,8 @@ def mamba_inner_fn(
     c_rms_weight: torch.Tensor | None = None,
     dt_rms_weight: torch.Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
+    *,
+    reverse: bool = False,
 ) -> torch.Tensor:
     """A Mamba block between its input projection and its residual.
 
@@ -88,6 +91,7 @@ def mamba_inner_fn(
         checkpoint_lvl: 1 computes conv output and delta again in backward, 0 keeps them.
         b_rms_weight, c_rms_weight: (N), dt_rms_weight: (D), or None: RMS norm of B and C from x_proj, and of delta
             before delta_bias, with b_c_dt_rms_eps.
+        reverse: convolution and scan run from the last step to the first: a step sees itself and what lies behind it.
 
     A frozen x_proj_weight or out_proj_weight of a module that is more than its weight (LoRA, a quantised layer) and
     belongs to the layer that calls: the module is called, and backward keeps more. Not under torch.compile.
@@ -118,14 +122,15 @@ def mamba_inner_fn(
             c_rms_weight,
             dt_rms_weight,
             b_c_dt_rms_eps,
+            reverse=reverse,
         )
-        y = scan(given, A, D, delta_bias, delta_softplus).transpose(1, 2)
+        y = scan(given, A, D, delta_bias, delta_softplus, reverse).transpose(1, 2)
         return project_out(y, out_proj_weight, out_proj_bias) if out_proj is None else out_proj(y)
     if reference.on:
         weights = conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias
         rest = delta_bias, B_proj_bias, C_proj_bias, delta_softplus, checkpoint_lvl
         norms = b_rms_weight, c_rms_weight, dt_rms_weight, b_c_dt_rms_eps
-        return mamba_inner_ref(xz, *weights, A, B, C, D, *rest, *norms)
+        return mamba_inner_ref(xz, *weights, A, B, C, D, *rest, *norms, reverse=reverse)
     dtype = autocast_dtype(xz)
     if dtype is not None:
         xz, x_proj_weight, delta_proj_weight, out_proj_weight = (
@@ -153,8 +158,8 @@ def mamba_inner_fn(
         dt_rms_weight,
     )
     eps = checks.check_number(NAME, "b_c_dt_rms_eps", b_c_dt_rms_eps)
-    options = Options(bool(delta_softplus), eps, int(checkpoint_lvl))
-    return call(mamba_inner_op, *inputs, *options, False)[0]
+    options = bool(delta_softplus), eps, int(checkpoint_lvl)
+    return call(mamba_inner_op, *inputs, *options, False, bool(reverse))[0]
 
 
 def _given(matrix, dtype):
@@ -196,25 +201,30 @@ def _allocate_checkpoints(inputs, sizes):
 
 def _forward(*arguments):
     inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
-    sizes, eps = check(inputs), options.rms_eps
+    sizes = check(inputs)
     if sizes.columns == 0:
         return _allocate(inputs, sizes, options, wanted)
-    xz = channel_major(inputs.xz, sizes)
-    conv_out = convolve(xz, inputs, sizes)
+    y, kept = scan_forward(channel_major(inputs.xz, sizes), inputs, sizes, options, wanted.keep)
+    out = F.linear(y.t(), inputs.out_proj_weight, inputs.out_proj_bias)
+    return Results(out.view(sizes.batch, sizes.seqlen, sizes.d_model), *kept)
+
+
+def scan_forward(xz, inputs, sizes, options, keep):
+    """The gated scan's output (D, B*L), before the output projection; and with keep what backward starts from."""
+    eps = options.rms_eps
+    conv_out = convolve(xz, inputs, sizes, options)
     x_dbl = torch.mm(inputs.x_proj_weight, conv_out)
     delta = delta_of(x_dbl, inputs, sizes, eps).contiguous()
     B, C = (matrix_of(source, x_dbl, sizes, eps)[0] for source in sources(inputs, sizes))
     y = torch.empty_like(conv_out)
-    checkpoints = _allocate_checkpoints(inputs, sizes) if wanted.keep else None
+    checkpoints = _allocate_checkpoints(inputs, sizes) if keep else None
     scan = scan_inputs(conv_out, delta, B, C, xz, inputs, sizes)
     launch_scan(sizes.scan, scan, options.scan, ScanResults(channels(y, sizes), None, checkpoints))
-    out = F.linear(y.t(), inputs.out_proj_weight, inputs.out_proj_bias)
-    out = out.view(sizes.batch, sizes.seqlen, sizes.d_model)
-    if not wanted.keep:
-        return Results(out, None, None, None, None)
+    if not keep:
+        return y, Kept(None, None, None, None)
     if options.checkpoint_lvl == 1:
         conv_out = delta = None
-    return Results(out, x_dbl, checkpoints, conv_out, delta)
+    return y, Kept(x_dbl, checkpoints, conv_out, delta)
 
 
 def _forward_fake(*arguments):
@@ -228,7 +238,8 @@ class _MambaInner(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         inputs, ctx.options, wanted = unpack(arguments, Inputs, Options, Wanted)
-        results = call_below_autograd(mamba_inner_op, *inputs, *ctx.options, True)
+        *options, reverse = ctx.options
+        results = call_below_autograd(mamba_inner_op, *inputs, *options, True, reverse)
         out, *kept = results
         ctx.save_for_backward(*inputs, *kept)
         ctx.set_materialize_grads(False)

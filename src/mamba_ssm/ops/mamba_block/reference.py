@@ -39,6 +39,8 @@ def mamba_inner_ref(
     c_rms_weight: torch.Tensor | None = None,
     dt_rms_weight: torch.Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
+    *,
+    reverse: bool = False,
 ) -> torch.Tensor:
     """Conv, projections, scan, gate and output projection of a Mamba block; arguments as mamba_inner_fn.
 
@@ -46,7 +48,8 @@ def mamba_inner_ref(
     """
     delta_rank, dstate = delta_proj_weight.shape[1], A.shape[-1]
     x, z = xz.chunk(2, dim=1)
-    x = typing.cast(torch.Tensor, causal_conv1d_ref(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu"))
+    convolved = causal_conv1d_ref(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu", reverse=reverse)
+    x = typing.cast(torch.Tensor, convolved)
     x_dbl = F.linear(x.transpose(1, 2), x_proj_weight)
     delta = F.linear(x_dbl[..., :delta_rank], delta_proj_weight)
     if dt_rms_weight is not None:
@@ -63,5 +66,5 @@ def mamba_inner_ref(
         B = variable(x_dbl[..., delta_rank : delta_rank + dstate], B_proj_bias, b_rms_weight)
     if C is None:
         C = variable(x_dbl[..., x_dbl.shape[-1] - dstate :], C_proj_bias, c_rms_weight)
-    y = selective_scan_ref(x, delta.transpose(1, 2), A, B, C, D, z, delta_bias, delta_softplus)
+    y = selective_scan_ref(x, delta.transpose(1, 2), A, B, C, D, z, delta_bias, delta_softplus, reverse=reverse)
     return F.linear(typing.cast(torch.Tensor, y).transpose(1, 2), out_proj_weight, out_proj_bias)
