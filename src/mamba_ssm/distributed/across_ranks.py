@@ -9,8 +9,10 @@ Parts may have different lengths, also 0 and less than the convolution's width.
 
 from __future__ import annotations  # ProcessGroup is not there in a torch built without distributed
 
+import functools
 import math
 import typing
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,21 @@ from mamba_ssm.ops.ssd.carry import ssd_carry
 from mamba_ssm.ops.ssd.forward import ssd_op
 
 
-@torch.compiler.disable
+def _outside_graphs(function: Callable[..., typing.Any]) -> Callable[..., typing.Any]:
+    """torch.compiler.disable(function), made at the first call: at import it would load the compiler."""
+
+    made: list[Callable[..., typing.Any]] = []
+
+    @functools.wraps(function)
+    def outside(*arguments: typing.Any) -> typing.Any:
+        if not made:
+            made.append(torch.compiler.disable(function))
+        return made[0](*arguments)
+
+    return outside
+
+
+@_outside_graphs
 def causal_conv1d_across_ranks(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -47,7 +63,7 @@ def causal_conv1d_across_ranks(
     return _Convolution.apply(process_group, wants_silu("causal_conv1d", activation), x, weight, bias)
 
 
-@torch.compiler.disable
+@_outside_graphs
 def selective_scan_across_ranks(
     u: torch.Tensor,
     delta: torch.Tensor,
@@ -65,7 +81,7 @@ def selective_scan_across_ranks(
     return _SelectiveScan.apply(process_group, bool(delta_softplus), u, delta, A, B, C, D, z, delta_bias)
 
 
-@torch.compiler.disable
+@_outside_graphs
 def chunk_scan_across_ranks(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -84,7 +100,7 @@ def chunk_scan_across_ranks(
     return _ChunkScan.apply(process_group, options, x, dt, A, B, C, D, dt_bias)
 
 
-@torch.compiler.disable
+@_outside_graphs
 def mamba3_scan_across_ranks(
     arguments: typing.Mapping[str, typing.Any], process_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
