@@ -80,7 +80,7 @@ def language_model(layer):
     for block in model.backbone.layers:
         block.forward = _checkpointed(block.forward)
     world = dist.get_world_size()
-    tokens = torch.randint(32, (2, 6 * world + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(32, (2, 6 * world + 1), generator=torch.Generator("cpu").manual_seed(1), device="cpu")
     F.cross_entropy(whole(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     model = DistributedDataParallel(model)
     inputs, targets = (split_sequence(part, dist.group.WORLD) for part in (tokens[:, :-1], tokens[:, 1:]))
@@ -112,7 +112,7 @@ def fsdp2():
     for block in model.backbone.layers:
         fsdp.fully_shard(block, mesh=mesh)
     fsdp.fully_shard(model, mesh=mesh)
-    tokens = torch.randint(32, (1, 8 * mesh.size() + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(32, (1, 8 * mesh.size() + 1), generator=torch.Generator("cpu").manual_seed(1), device="cpu")
     F.cross_entropy(whole(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     inputs, targets = split_sequence(tokens[:, :-1], mesh), split_sequence(tokens[:, 1:], mesh)
     F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten()).backward()

@@ -159,8 +159,9 @@ __device__ __forceinline__ void store_word<float>(float* word, float2 value) {
     *reinterpret_cast<float2*>(word) = value;
 }
 
-// row: of a tile, whose columns reach beyond dstate: words exist there too, as zeros. `words`: the lane's two.
-template <Mamba3PairKind kKind, typename T>
+// row: of a tile, whose columns reach beyond dstate: words exist there too, as zeros. `words`: the lane's two. kOneWord: its
+// second one is beyond the tile's columns, in the next row.
+template <Mamba3PairKind kKind, bool kOneWord, typename T>
 __device__ __forceinline__ Mamba3Quad load_quad(const T* row, const Mamba3Pairs& pairs, const int (&words)[2]) {
     Mamba3Quad quad;
     if (kKind == kMamba3Elements) {
@@ -171,13 +172,14 @@ __device__ __forceinline__ Mamba3Quad load_quad(const T* row, const Mamba3Pairs&
         }
         return quad;
     }
-    const float2 first = load_word<T>(row + words[0]), second = load_word<T>(row + words[1]);
+    const float2 first = load_word<T>(row + words[0]);
+    const float2 second = kOneWord ? make_float2(0.0f, 0.0f) : load_word<T>(row + words[1]);
     quad.pair[0] = kKind == kMamba3Halves ? make_float2(first.x, second.x) : first;
     quad.pair[1] = kKind == kMamba3Halves ? make_float2(first.y, second.y) : second;
     return quad;
 }
 
-template <Mamba3PairKind kKind, typename T>
+template <Mamba3PairKind kKind, bool kOneWord, typename T>
 __device__ __forceinline__ void store_quad(T* row, const Mamba3Quad& quad, const Mamba3Pairs& pairs, const int (&words)[2]) {
     const float2 one = quad.pair[0], other = quad.pair[1];
     if (kKind == kMamba3Elements) {
@@ -193,7 +195,9 @@ __device__ __forceinline__ void store_quad(T* row, const Mamba3Quad& quad, const
         return;
     }
     store_word<T>(row + words[0], kKind == kMamba3Halves ? make_float2(one.x, other.x) : one);
-    store_word<T>(row + words[1], kKind == kMamba3Halves ? make_float2(one.y, other.y) : other);
+    if (!kOneWord) {
+        store_word<T>(row + words[1], kKind == kMamba3Halves ? make_float2(one.y, other.y) : other);
+    }
 }
 
 // A lane's entries of a bias, which ends with dstate.
@@ -201,7 +205,7 @@ template <Mamba3PairKind kKind>
 __device__ __forceinline__ Mamba3Quad load_bias(const float* bias, const Mamba3Pairs& pairs) {
     if (kKind == kMamba3Elements) {
         const int words[2] = {0, 0};
-        return load_quad<kKind, float>(bias, pairs, words);
+        return load_quad<kKind, false, float>(bias, pairs, words);
     }
     float2 first = make_float2(0.0f, 0.0f), second = first;
     if (pairs.first[0] >= 0) {
@@ -301,6 +305,8 @@ __device__ __forceinline__ void turn_rows(T* q_tile, T* k_tile, const typename M
                                           int q_ranks, int k_ranks, int warp, int lane) {
     constexpr int kPitch = PaddedTile<kStates>::kPitch;
     constexpr int kFirstSide = kWithQ ? 0 : 1;
+    constexpr bool kOneWord = kKind == kMamba3Neighbours && kStates < 128;
+    static_assert(kStates >= 64, "a lane's first word is in the tile");
     const int last = turning.first_step(warp + 1);
 #pragma unroll 1
     for (int index = 0; index < kMamba3QuadsOfLane<kStates>; ++index) {
@@ -357,7 +363,7 @@ __device__ __forceinline__ void turn_rows(T* q_tile, T* k_tile, const typename M
                     Mamba3Quad quads[kGroup];  // all loads before the first store, which they would not pass
 #pragma unroll
                     for (int i = 0; i < kGroup; ++i) {
-                        quads[i] = load_quad<kKind, T>(row + i * ranks * kPitch, pairs, words);
+                        quads[i] = load_quad<kKind, kOneWord, T>(row + i * ranks * kPitch, pairs, words);
                     }
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
@@ -376,7 +382,7 @@ __device__ __forceinline__ void turn_rows(T* q_tile, T* k_tile, const typename M
                     }
 #pragma unroll
                     for (int i = 0; i < kGroup; ++i) {
-                        store_quad<kKind, T>(row + i * ranks * kPitch, quads[i], pairs, words);
+                        store_quad<kKind, kOneWord, T>(row + i * ranks * kPitch, quads[i], pairs, words);
                     }
                 }
             }
