@@ -11,6 +11,7 @@ from _helpers import mamba2_inner_inputs, mamba_inner_inputs
 from _helpers.cases import ConvCase, ScanCase, SsdCase
 from _helpers.mamba3_cases import STATES, Mamba3Case
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
+from mamba_ssm.ops.cross_selective_scan import cross_selective_scan
 from mamba_ssm.ops.mamba3_scan import mamba3_scan
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, selective_scan_fn
 from mamba_ssm.ops.streaming import SelectiveScan
@@ -35,6 +36,12 @@ class PublicOp:
 def _scan():
     tensors = ScanCase(2, 6, 20, dstate=4, groups=2, initial_state=True, seq_idx=True).inputs(F32, "cpu")
     return {**tensors, "delta_softplus": True, "return_last_state": True}
+
+
+def _cross_scan():
+    weights = {"x_proj_weight": torch.randn(4, 10, 6), "dt_proj_weight": torch.randn(4, 6, 2)}
+    parameters = {"A": -torch.rand(4, 6, 4), "D": torch.randn(4, 6), "dt_bias": torch.randn(4, 6)}
+    return {"x": torch.randn(2, 6, 5, 3), **weights, **parameters, "delta_softplus": True}
 
 
 def _inner():
@@ -144,6 +151,7 @@ def _gated_norm():
 
 PUBLIC_OPS = {
     "selective_scan_fn": PublicOp(selective_scan_fn, "selective_scan", _scan),
+    "cross_selective_scan": PublicOp(cross_selective_scan, "cross_selective_scan", _cross_scan),
     "mamba_inner_fn": PublicOp(mamba_inner_fn, "mamba_inner_fn", _inner),
     "SelectiveScan": PublicOp(SelectiveScan().forward_with_state, "SelectiveScan", _streaming),
     "causal_conv1d_fn": PublicOp(causal_conv1d_fn, "causal_conv1d", _conv),
