@@ -104,7 +104,7 @@ def test_layers_by_name():
     assert isinstance(create_block(24, 0, MAMBA2_CFG).mixer, Mamba2)
     assert isinstance(create_block(24, 0, MAMBA2_CFG, [3], {"num_heads": 2}, layer_idx=3).mixer, MHA)
     assert isinstance(create_block(24, 0, {"layer": "Mamba3", "headdim": 8}).mixer, Mamba3)
-    with pytest.raises(ValueError, match="must be one of 'Mamba1', 'Mamba2', 'Mamba3', got 'S4'"):
+    with pytest.raises(ValueError, match="must be one of 'Mamba1', 'Mamba2', 'Mamba3', 'BiMamba2', 'Hydra', got 'S4'"):
         create_block(24, 0, {"layer": "S4"})
     with pytest.raises(
         ValueError, match=r"attn_layer_idx must be a list of layers from 0 to n_layer - 1 = 1, got \[0, 2\]"
