@@ -153,7 +153,8 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
         B[i] = n < dstate ? shared.BC[n] : 0.0f;
         C[i] = n < dstate ? shared.BC[dstate + n] : 0.0f;
     }
-    int slot = 0, row = lane_row;  // of the tile's first
+    [[maybe_unused]] int slot = 0;
+    int row = lane_row;  // of the tile's first
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
         float sums[kRows];
