@@ -222,6 +222,12 @@ RULES = (
         in_code(r"\?\s*\w+(::\w+)*<[^;?]*>\s*:\s*\w+(::\w+)*<[^;?]*>\s*;"),
     ),
     Rule(
+        "specialised-constant",
+        "one symbol a source file: cl and lld-link then find it twice (LNK2005)",
+        "inline constexpr",
+        in_code(r"\btemplate\s*<\s*>\s*(static\s+)?const(expr)?\b(?![^=;]*\binline\b)[^;(){}]*="),
+    ),
+    Rule(
         "math-constant",
         "hidden in <math.h> without _USE_MATH_DEFINES, in cl's and nvcc's passes",
         "a named constant of our own",

@@ -17,9 +17,9 @@ EMULATED_CUDA = os.environ.get("MAMBA_EMULATED_CUDA")
 
 @functools.cache
 def _emulated_functions():
-    from mamba_ssm._native import abi
+    from mamba_ssm._native import signatures
 
-    return abi.bind(ctypes.CDLL(EMULATED_CUDA))
+    return signatures.bind(ctypes.CDLL(EMULATED_CUDA))
 
 
 def _gpu_missing():

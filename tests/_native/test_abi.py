@@ -1,4 +1,4 @@
-"""src/mamba_ssm/_native/abi.py says what csrc/include/mamba_kernels.h says: constants, structs by field, functions."""
+"""src/mamba_ssm/_native says what csrc/include says: constants, structs by field, functions."""
 
 import ctypes
 import re
@@ -6,23 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from mamba_ssm._native import abi, loader
+from mamba_ssm._native import abi, loader, signatures
 
-HEADER = Path(__file__).resolve().parents[2] / "csrc" / "include" / "mamba_kernels.h"
+HEADERS = Path(__file__).resolve().parents[2] / "csrc" / "include"
 KINDS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
 @pytest.fixture(scope="module")
-def header():
-    if not HEADER.exists():
-        pytest.skip("the header is not beside these tests")
-    return re.sub(r"/\*.*?\*/", "", HEADER.read_text(encoding="utf-8"), flags=re.DOTALL)
+def headers():
+    """The text of all of them, without comments."""
+    if not HEADERS.is_dir():
+        pytest.skip("the headers are not beside these tests")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(HEADERS.glob("*.h")))
+    return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
-def declared_structs(header):
-    """{struct: [(field, ctypes type)]} of the header."""
+def declared_structs(headers):
+    """{struct: [(field, ctypes type)]} of the headers."""
     structs = {}
-    for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", header, flags=re.DOTALL):
+    for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", headers, flags=re.DOTALL):
         fields = []
         for declaration in body.split(";"):
             declaration = " ".join(declaration.split())
@@ -42,8 +44,8 @@ def declared_structs(header):
     return structs
 
 
-def test_structs(header):
-    declared = declared_structs(header)
+def test_structs(headers):
+    declared = declared_structs(headers)
     assert set(declared) == {struct.__name__ for struct in abi.STRUCTS}
     for struct in abi.STRUCTS:
         ours = [(name, kind) for name, kind, *_ in struct._fields_]
@@ -51,20 +53,20 @@ def test_structs(header):
         assert ours == declared[struct.__name__], struct.__name__
 
 
-def test_constants(header):
-    constants = {name: int(value) for name, value in re.findall(r"#define MAMBA_(\w+) (\d+)", header)}
+def test_constants(headers):
+    constants = {name: int(value) for name, value in re.findall(r"#define MAMBA_(\w+) (\d+)", headers)}
     assert constants["ABI_VERSION"] == abi.ABI_VERSION
     for name, value in constants.items():
         assert getattr(abi, name) == value, name
 
 
-def test_functions(header):
-    declared = dict(re.findall(r"MAMBA_API [\w ]+?\*? ?mamba_(\w+)\(([^)]*)\)", header))
-    ours = {*abi.FUNCTIONS, *abi.SIZE_FUNCTIONS, "struct_size", "last_error"}
+def test_functions(headers):
+    declared = dict(re.findall(r"MAMBA_API [\w ]+?\*? ?mamba_(\w+)\(([^)]*)\)", headers))
+    ours = {*signatures.FUNCTIONS, *signatures.SIZE_FUNCTIONS, "struct_size", "last_error"}
     assert set(declared) == ours
-    for name, struct in abi.FUNCTIONS.items():
+    for name, struct in signatures.FUNCTIONS.items():
         assert struct.__name__ in declared[name], name
-        assert declared[name].count(",") == len(abi.MORE_ARGUMENTS.get(name, [])), name
+        assert declared[name].count(",") == len(signatures.MORE_ARGUMENTS.get(name, [])), name
 
 
 def test_library_agrees():

@@ -37,6 +37,13 @@ CASES = {
         ),
         ("a.cu", "k = a && b ? ns::f<(V > 1)>\n                : ns::f<false>;\n", "k = f<true>;\n"),
     ],
+    "specialised-constant": [
+        (
+            "a.cuh",
+            "template <>  // HERE\nconstexpr int kCode<__half> = 1;\n",
+            "template <>\ninline constexpr int kCode<T> = 1;\ntemplate <>\nconstexpr int f<T>() {\n    int a = 1;\n}\n",
+        ),
+    ],
     "math-constant": [
         ("a.cpp", "double x = M_PI;  // HERE\n", 'double x = kPi;  // not M_PI\nconst char* s = "M_PI";\n')
     ],

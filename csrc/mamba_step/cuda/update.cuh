@@ -38,7 +38,7 @@ struct UsualMambaStep : UsualConvolution<MambaMambaStep, T> {
 template <class Params>
 constexpr bool kUsual = true;
 template <>
-constexpr bool kUsual<MambaMambaStep> = false;
+inline constexpr bool kUsual<MambaMambaStep> = false;
 
 // Four neighbours as they lie in memory.
 struct RunBits {

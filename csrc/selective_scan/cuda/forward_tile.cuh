@@ -32,7 +32,7 @@ __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, cons
                                              float* y_tile, const MatrixTile<T, Layout>& BC,
                                              const ForwardConstants<Layout>& constants, const int* resets, int steps,
                                              bool add_y) {
-    const int lane = threadIdx.x % 32;
+    [[maybe_unused]] const int lane = threadIdx.x % 32;
     for (int first = 0; first < steps; first += kUnroll) {
         float y[Layout::kEach][kUnroll];
 #pragma unroll

@@ -1,13 +1,12 @@
-"""csrc/include/mamba_kernels.h in ctypes: the one place where Python states the C ABI.
+"""The constants and structs of csrc/include in ctypes; signatures.py has the functions that take them.
 
-Fields stand in the header's order. The loader compares every struct's size and the ABI version with the library's, and
-tests/_native/test_abi.py compares every field with the header. Structs inside structs are anonymous, so their fields
+Fields stand in the headers' order. The loader compares every struct's size and the ABI version with the library's, and
+tests/_native/test_abi.py compares every field with the headers. Structs inside structs are anonymous, so their fields
 are set directly: ``params.stream``, not ``params.run.stream``.
 """
 
 import ctypes
 import typing
-from collections.abc import Callable
 
 ABI_VERSION = 10
 
@@ -31,17 +30,10 @@ MAX_RANK = 64
 MAX_DT_RANK = 8192
 MAX_NORM_GROUP = 1073741824
 
-# A library's functions: {name without mamba_: ctypes function}.
-Functions = dict[str, Callable[..., typing.Any]]
-
-_i32 = ctypes.c_int32
-_i64 = ctypes.c_int64
-_ptr = ctypes.c_void_p
-
 
 def _fields(text: str, /, **structs: typing.Any) -> list[tuple[str, typing.Any]]:
     """Field list from lines of "type: names", so that a struct reads like its declaration."""
-    kinds = {"i32": _i32, "i64": _i64, "f32": ctypes.c_float, "ptr": _ptr, **structs}
+    kinds = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float, "ptr": ctypes.c_void_p, **structs}
     fields = []
     for line in text.split(";"):
         if line.strip():
@@ -389,65 +381,3 @@ STRUCTS = (
     MambaSwiglu,
     MambaLibraryInfo,
 )
-
-# Functions that return a code, by their first argument, and what they take besides.
-FUNCTIONS = {
-    "library_info": MambaLibraryInfo,
-    "selective_scan_forward": MambaSelectiveScan,
-    "selective_scan_backward": MambaSelectiveScanBackward,
-    "selective_scan_forward_carry": MambaSelectiveScan,
-    "selective_scan_backward_carry": MambaSelectiveScanBackward,
-    "causal_conv1d_forward": MambaCausalConv1d,
-    "causal_conv1d_backward": MambaCausalConv1dBackward,
-    "causal_conv1d_update": MambaCausalConv1dUpdate,
-    "selective_state_update": MambaSelectiveStateUpdate,
-    "mamba2_step": MambaMamba2Step,
-    "mamba_step": MambaMambaStep,
-    "linear": MambaLinear,
-    "selective_scan_plan": MambaSelectiveScan,
-    "ssd_forward": MambaSsd,
-    "ssd_backward": MambaSsdBackward,
-    "mamba3_forward": MambaMamba3,
-    "mamba3_backward": MambaMamba3Backward,
-    "mamba3_step": MambaMamba3Step,
-    "norm_forward": MambaNorm,
-    "norm_backward": MambaNormBackward,
-    "swiglu_forward": MambaSwiglu,
-    "swiglu_backward": MambaSwiglu,
-}
-MORE_ARGUMENTS = {"selective_scan_plan": [_i32, ctypes.POINTER(MambaSelectiveScanPlan)]}
-# Functions that return a size in bytes.
-SIZE_FUNCTIONS = {
-    "causal_conv1d_backward_workspace": MambaCausalConv1d,
-    "mamba_step_workspace": MambaMambaStep,
-    "ssd_forward_workspace": MambaSsd,
-    "ssd_backward_workspace": MambaSsd,
-    "mamba3_forward_workspace": MambaMamba3,
-    "mamba3_backward_workspace": MambaMamba3,
-    "norm_backward_workspace": MambaNorm,
-}
-
-
-def bind(library: ctypes.CDLL) -> Functions:
-    """Declares every function of an opened ctypes library; returns them by name.
-
-    Raises AttributeError if the library lacks one.
-    """
-    bound = {}
-    for name, struct in FUNCTIONS.items():
-        function = getattr(library, "mamba_" + name)
-        function.argtypes = [ctypes.POINTER(struct), *MORE_ARGUMENTS.get(name, [])]
-        function.restype = _i32
-        bound[name] = function
-    for name, struct in SIZE_FUNCTIONS.items():
-        function = getattr(library, "mamba_" + name)
-        function.argtypes = [ctypes.POINTER(struct)]
-        function.restype = _i64
-        bound[name] = function
-    library.mamba_struct_size.argtypes = [ctypes.c_char_p]
-    library.mamba_struct_size.restype = _i64
-    library.mamba_last_error.argtypes = []
-    library.mamba_last_error.restype = ctypes.c_char_p
-    bound["struct_size"] = library.mamba_struct_size
-    bound["last_error"] = library.mamba_last_error
-    return bound

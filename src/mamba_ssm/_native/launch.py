@@ -4,7 +4,7 @@ import typing
 
 import torch
 
-from mamba_ssm._native import abi, loader
+from mamba_ssm._native import abi, loader, signatures
 from mamba_ssm._native.errors import exception_for
 from mamba_ssm._torch import current_stream
 
@@ -47,7 +47,7 @@ def backwards(tensor: torch.Tensor | View, dim: int, length: int) -> View:
     return view
 
 
-def place(params: typing.Any, tensor: torch.Tensor) -> abi.Functions:
+def place(params: typing.Any, tensor: torch.Tensor) -> signatures.Functions:
     """Fills in where to run and returns the functions of the library that runs there."""
     index = tensor.get_device()
     if index >= 0:
@@ -60,7 +60,7 @@ def place(params: typing.Any, tensor: torch.Tensor) -> abi.Functions:
     return functions
 
 
-def run(functions: abi.Functions, name: str, *arguments: typing.Any) -> None:
+def run(functions: signatures.Functions, name: str, *arguments: typing.Any) -> None:
     """Calls a native function; raises what its error code stands for."""
     code = functions[name](*arguments)
     if code:

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from mamba_ssm._native import abi
+from mamba_ssm._native import abi, signatures
 from mamba_ssm._native.errors import NativeError, architecture_problem, driver_problem, shell_command
 
 LIBRARY_FOLDER = Path(__file__).resolve().parent.parent / "lib"
 
 _lock = threading.RLock()
 # What is loaded already; launch.py looks here on every call before it asks for more.
-libraries: dict[str, abi.Functions] = {}  # by kind
-ready_cuda_devices: dict[int, abi.Functions] = {}  # mamba_cuda's, by device index
+libraries: dict[str, signatures.Functions] = {}  # by kind
+ready_cuda_devices: dict[int, signatures.Functions] = {}  # mamba_cuda's, by device index
 _build_info: dict[str, typing.Any] | None = None
 _REINSTALL = "Reinstall mamba_ssm: pip install --force-reinstall --no-deps with the wheel's file."
 
@@ -81,7 +81,7 @@ def damage(kind: str, hashed: bool = False) -> str | None:
     return f"mamba_ssm: {path} is damaged or was changed: {what} in build_info.json beside it. {_REINSTALL}"
 
 
-def load(kind: str) -> abi.Functions:
+def load(kind: str) -> signatures.Functions:
     """The bound functions of a library, {name: ctypes function}; loads and checks it at the first call."""
     functions = libraries.get(kind)
     if functions is None:
@@ -103,7 +103,7 @@ def info(kind: str) -> abi.MambaLibraryInfo:
     return _query_info(load(kind), library_path(kind))
 
 
-def cuda_functions(index: int) -> abi.Functions:
+def cuda_functions(index: int) -> signatures.Functions:
     """mamba_cuda's functions for this CUDA device, after driver and architecture were checked once."""
     functions = ready_cuda_devices.get(index)
     if functions is None:
@@ -144,7 +144,7 @@ def missing_message(kind: str, path: Path) -> str:
     )
 
 
-def _open(kind: str) -> abi.Functions:
+def _open(kind: str) -> signatures.Functions:
     path = library_path(kind)
     if not path.exists():
         raise NativeError(missing_message(kind, path))
@@ -161,7 +161,7 @@ def _open(kind: str) -> abi.Functions:
             "python setup.py bdist_wheel."
         ) from error
     try:
-        functions = abi.bind(library)
+        functions = signatures.bind(library)
     except AttributeError as error:
         raise NativeError(_mismatch(path, f"it lacks a function ({error})")) from error
     _check_layout(functions, path)
@@ -175,7 +175,7 @@ def _mismatch(path: Path, what: str) -> str:
     )
 
 
-def _check_layout(functions: abi.Functions, path: Path) -> None:
+def _check_layout(functions: signatures.Functions, path: Path) -> None:
     for struct in abi.STRUCTS:
         found, expected = functions["struct_size"](struct.__name__.encode()), ctypes.sizeof(struct)
         if found != expected:
@@ -185,7 +185,7 @@ def _check_layout(functions: abi.Functions, path: Path) -> None:
         raise NativeError(_mismatch(path, f"its ABI version is {version}, this package's {abi.ABI_VERSION}"))
 
 
-def _query_info(functions: abi.Functions, path: Path) -> abi.MambaLibraryInfo:
+def _query_info(functions: signatures.Functions, path: Path) -> abi.MambaLibraryInfo:
     facts = abi.MambaLibraryInfo()
     code = functions["library_info"](facts)
     if code != abi.OK:
