@@ -70,15 +70,15 @@ def check_library(wheel: Wheel, name: str) -> list[str]:
             problems.append(f"exports {symbol}, which is not of the C ABI")
     for function in bound_functions(wheel):
         if function not in library.exported:
-            problems.append(f"does not export {function}, which mamba_ssm/_native/abi.py calls")
+            problems.append(f"does not export {function}, which mamba_ssm/_native/signatures.py calls")
     if "manylinux_2_28" in wheel.tag:
         problems += above_ceiling(library.symbol_versions)
     return problems + check_architectures(wheel, name, library.device_code)
 
 
 def bound_functions(wheel: Wheel) -> list[str]:
-    abi = "mamba_ssm/_native/abi.py"
-    names = [*assigned(wheel, abi, "FUNCTIONS"), *assigned(wheel, abi, "SIZE_FUNCTIONS"), "struct_size", "last_error"]
+    file = "mamba_ssm/_native/signatures.py"
+    names = [*assigned(wheel, file, "FUNCTIONS"), *assigned(wheel, file, "SIZE_FUNCTIONS"), "struct_size", "last_error"]
     return [f"mamba_{name}" for name in names]
 
 
