@@ -8,7 +8,9 @@ namespace MAMBA_ISA {
 namespace mamba3 {
 
 constexpr float kPi = 3.14159265f;
-constexpr float kTurn = 6.28318531f;
+// 2 pi and 1 / (2 pi): the nearest float, and what it lacks.
+constexpr float kTurn = 6.28318548f, kTurnRest = -1.74845553e-7f;
+constexpr float kPerRadian = 0.159154937f, kPerRadianRest = 6.42063824e-9f;
 
 // tanh(x) to about two ulp, also near 0: x + x^3 P(x^2) there (a minimax fit), 1 - 2 / (e^2x + 1) elsewhere.
 MAMBA_INLINE Vec tanh(Vec x) {
@@ -65,14 +67,19 @@ MAMBA_INLINE void sin_cos(Turns turns, Vec& sin, Vec& cos) {
     sin = select_greater(square, half, opposite_sin, select_greater(square, quarters, quarter * c, s));
 }
 
-// In [0, 2 pi).
+// In [0, 2 pi), and back. A step of decoding takes this way each time: an error with a sign would grow with their number.
 MAMBA_INLINE Vec radians(Turns turns) {
-    const Vec turn = turns.high + turns.low;
-    const Vec positive = select_greater(zero(), turn, turn + set1(1.0f), turn);
-    return select_greater(positive, set1(0.99999997f), zero(), positive) * set1(kTurn);
+    const Vec one = set1(1.0f);
+    const Vec next = turns.high + one, lost = turns.high - (next - one);
+    const Vec negative = zero() - (turns.high + turns.low);
+    const Vec high = select_greater(negative, zero(), next, turns.high);
+    const Vec low = select_greater(negative, zero(), turns.low + lost, turns.low);
+    const Vec angle = fma(high, set1(kTurn), fma(low, set1(kTurn), high * set1(kTurnRest)));
+    return select_greater(angle, set1(6.28318501f), zero(), angle);
 }
 MAMBA_INLINE Turns turns_of(Vec radians) {
-    return add_turns({zero(), zero()}, radians * set1(1.0f / kTurn));
+    const Vec scale = set1(kPerRadian), high = radians * scale;
+    return add_turns({zero(), fma(radians, scale, zero() - high) + radians * set1(kPerRadianRest)}, high);
 }
 
 }  // namespace mamba3

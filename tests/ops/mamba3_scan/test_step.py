@@ -42,11 +42,17 @@ def test_steps_are_the_scan(case, dtype, device):
 
 
 def test_ten_thousand_steps(device):
+    """The angle goes round many times and is kept in one float; its error must not grow in one direction."""
     case = Mamba3Case(1, 10_000 if device == "cpu" else 1000, 1, 2, dstate=4, nangles=2, states=True)
     tensors = case.inputs(torch.float32, device)
-    truth = case.run(mamba3_scan_ref, chunked=True)(**{name: _wide(value) for name, value in tensors.items()})[0]
-    out = steps(case, tensors, States(*(tensors[name].clone() for name in STATES)))
+    tensors["Angles"] += torch.tensor([3.0, 100.0], device=device)
+    wide = {name: _wide(value) for name, value in tensors.items()}
+    truth, angle, *_ = case.run(mamba3_scan_ref, chunked=True)(**wide)
+    states = States(*(tensors[name].clone() for name in STATES))
+    out = steps(case, tensors, states)
     torch.testing.assert_close(out.double(), truth.double(), rtol=0, atol=1e-3 * truth.abs().max().item())
+    for function in (torch.cos, torch.sin):
+        torch.testing.assert_close(function(states.angle.double()), function(angle), rtol=0, atol=1e-4)
 
 
 def _wide(value):
