@@ -1,6 +1,7 @@
 """What is measured, as data: each section's cases by device."""
 
-from kinds import Block, Conv, ConvUpdate, Decode, Norm, Scan, Ssd, Train, Update
+from kinds import Conv, ConvUpdate, CrossScan, Mamba3Scan, Mamba3Step, Norm, Scan, Ssd, Update
+from layer_kinds import Bidirectional, Block, Decode, Train
 
 CPU_THREADS = 2
 SMALL = ("no grad", "fwd+bwd")
@@ -39,6 +40,17 @@ CASES = {
             *(Block("Mamba2", *sizes) for sizes in MAMBA2_BLOCKS),
             Block("Mamba2", 4, 2048, 2048, headdim=128, d_state=256),
         ],
+        "mamba3": [
+            *(Mamba3Scan(8, 2048, heads, rank=rank) for heads in (64, 24) for rank in (1, 4)),
+            *(Mamba3Step(batch, 64, state_dtype=dtype) for batch in (1, 64, 128) for dtype in ("bfloat16", "float32")),
+            *(Block(layer, 8, 2048, width) for layer in ("Mamba3", "Mamba3 MIMO") for width in (2048, 768)),
+        ],
+        "bidirectional": [
+            Bidirectional("Mamba v2", 8, 2048, 768),
+            Bidirectional("BiMamba2", 8, 2048, 768, d_state=128),
+            Bidirectional("Hydra", 8, 2048, 768, d_state=64),
+        ],
+        "cross": [CrossScan(32, 192, 56, 56), CrossScan(32, 768, 14, 14, rank=24)],
         "update": [
             Update(1, 0, 4096, 16, "float32"),
             Update(128, 0, 4096, 16, "float32"),
@@ -65,6 +77,16 @@ CASES = {
         "ssd": [Ssd(1, 1024, 8, 64, 128, "float32"), Ssd(1, 1024, 8, 64, 128)],
         "block": [Block("Mamba", 1, 512, 256, dtype="float32", passes=("fwd", "fwd+bwd"))],
         "mamba2": [Block("Mamba2", 1, 512, 256, dtype="float32", passes=("fwd", "fwd+bwd"))],
+        "mamba3": [
+            Mamba3Scan(1, 1024, 8, dtype="float32"),
+            Mamba3Step(1, 24, state_dtype="float32", dtype="float32"),
+            Block("Mamba3", 1, 512, 256, dtype="float32", passes=("fwd", "fwd+bwd")),
+        ],
+        "bidirectional": [
+            Bidirectional(layer, 1, 512, 256, d_state=d_state, dtype="float32")
+            for layer, d_state in (("Mamba v2", 0), ("BiMamba2", 128), ("Hydra", 64))
+        ],
+        "cross": [CrossScan(1, 192, 28, 28, dtype="float32")],
         "update": [Update(1, 0, 1536, 16, "float32"), Update(4, 24, 64, 128, "float32")],
         "conv": [Conv(1, 2048, 1536, dtype="float32"), ConvUpdate(1, 1792, "float32")],
         "norm": [Norm("add", 2048, 768, "float32"), Norm("gated", 2048, 1536, "float32")],
@@ -85,6 +107,7 @@ PLAIN_SSDS = [
     Ssd(1, 2048, 24, 64, 128, "bfloat16"),
     Ssd(1, 2048, 24, 64, 16, "float32"),
 ]
+PLAIN_MAMBA3S = [Mamba3Scan(1, 2048, 24, dtype=dtype) for dtype in ("float32", "bfloat16")]
 PLAIN_BLOCK = Block("Mamba2", 1, 1024, 512, dtype="float32")
 
 # transformers' models, small enough that their own path takes seconds

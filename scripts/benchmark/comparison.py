@@ -14,8 +14,9 @@ def measure(sides, case, device, quick=False):
 
     A side that fails is not asked again for this case; without ours the case is over.
     """
-    found = {"case": case.name, "passes": {}, "failed": {}}
-    asked = {side.name: side for side in sides.all}
+    found = {"case": case.name, "beside": case.beside, "passes": {}, "failed": {}}
+    measured = {name: own for name, (_, own) in sides.of(case).items()}
+    asked = {name: side for name, (side, _) in sides.of(case).items()}
 
     def attempt(name, step, act):
         """What act(side) returns; a side that fails is out."""
@@ -26,19 +27,24 @@ def measure(sides, case, device, quick=False):
             del asked[name]
             return None
 
-    def answers(step, command, names, **arguments):
-        """{name: answer} of the sides that have one; where they are asked together they work at the same time."""
+    def answers(step, command, names, arguments):
+        """{name: answer} of the sides that have one; where they are asked together they work at the same time.
+
+        arguments: of a name.
+        """
         replies = {}
         for together in names:
             for name in [name for name in together if name in asked]:
-                attempt(name, step, lambda side: side.send(command, **arguments))
+                attempt(name, step, lambda side: side.send(command, **arguments(side.name)))
             for name in [name for name in together if name in asked]:
                 replies[name] = attempt(name, step, lambda side: side.receive(f"{case.name}: {side.name}, {step}"))
         return {name: reply for name, reply in replies.items() if reply is not None}
 
-    everyone, in_turns = [[side.name for side in sides.all]], [[side.name] for side in sides.all]
-    fields = {"kind": type(case).__name__, "fields": dataclasses.asdict(case)}
-    answers("comparing with float64", "prepare", everyone, **fields)
+    def described(name):
+        kind = type(measured[name])
+        return {"kind": [kind.__module__, kind.__name__], "fields": dataclasses.asdict(measured[name])}
+
+    answers("comparing with float64", "prepare", [list(measured)], described)
     rounds, repeats = QUICK if quick else (ROUNDS, REPEATS)
     for which, mode in case.measurements(device):
         turns = []
@@ -46,7 +52,8 @@ def measure(sides, case, device, quick=False):
             if "ours" not in asked:
                 return found
             step = f"{which}, {mode} ({turn + 1} of {rounds})"
-            turns.append(answers(step, "measure", in_turns, which=which, mode=mode, repeats=repeats))
+            what = {"which": which, "mode": mode, "repeats": repeats}
+            turns.append(answers(step, "measure", [[name] for name in measured], lambda name, what=what: what))
         merged = {name: _merged([turn[name] for turn in turns]) for name in turns[0] if name in asked}
         found["passes"].setdefault(which, {})[mode] = merged
     return found
@@ -80,6 +87,8 @@ def limits(case, ceilings):
 
 def tables(name, records, device, with_peer):
     """[(title, rows)] of a section's records: times, tokens a second, memory; those that have rows."""
+    beside = records[0]["beside"]  # the same for all cases of a section
+    sides = ["ours", beside] if with_peer or beside != "peer" else ["ours"]
     kinds = [
         (name, _time_rows, ("gpu", "call")),
         (f"{name}: tokens a second", _token_rows, ("tokens",)),
@@ -91,19 +100,19 @@ def tables(name, records, device, with_peer):
         for record in records:
             for which, measured in record["passes"].items():
                 if any(mode in measured for mode in modes) and any(measured.values()):
-                    rows.append({"case": record["case"], **make(record, which, measured, device, with_peer)})
+                    rows.append({"case": record["case"], **make(record, which, measured, device, sides)})
         if rows:
             found.append((title, rows))
     return found
 
 
-def ratio(measured):
-    """peer / ours, "host-bound" where the GPU waited for the host on either side, None where one is missing."""
-    if "ours" not in measured or "peer" not in measured:
+def ratio(measured, beside="peer"):
+    """beside / ours, "host-bound" where the GPU waited for the host on either side, None where one is missing."""
+    if "ours" not in measured or beside not in measured:
         return None
-    if measured["ours"]["dry"] or measured["peer"]["dry"]:
+    if measured["ours"]["dry"] or measured[beside]["dry"]:
         return "host-bound"
-    return measured["peer"]["seconds"] / measured["ours"]["seconds"]
+    return measured[beside]["seconds"] / measured["ours"]["seconds"]
 
 
 def share_of_limit(record, which, measured):
@@ -114,15 +123,15 @@ def share_of_limit(record, which, measured):
     return "host-bound" if own["dry"] else limit["seconds"] / own["seconds"]
 
 
-def _time_rows(record, which, measured, device, with_peer):
+def _time_rows(record, which, measured, device, sides):
     row = {"pass": which}
     for mode, title in (("gpu", "GPU"), ("call", "call")):
         if mode == "gpu" and device == "cpu":
             continue
-        for side in ("ours", "peer")[: 1 + with_peer]:
+        for side in sides:
             row[f"{title} {side} ms"] = _scaled(measured.get(mode, {}), side, "seconds", 1e3)
-        if with_peer:
-            row[f"{title} x"] = ratio(measured.get(mode, {}))
+        for beside in sides[1:]:
+            row[f"{title} x"] = ratio(measured.get(mode, {}), beside)
     limit = record["limits"].get(which)
     if device == "cuda":
         row["limit"] = limit["by"] if limit else None
@@ -130,22 +139,24 @@ def _time_rows(record, which, measured, device, with_peer):
     return row
 
 
-def _token_rows(record, which, measured, device, with_peer):
+def _token_rows(record, which, measured, device, sides):
     tokens = measured["tokens"]
     row = {"pass": which}
-    for side in ("ours", "peer")[: 1 + with_peer]:
+    for side in sides:
         row[f"{side} tokens/s"] = record["tokens"] / tokens[side]["seconds"] if side in tokens else None
-    return row | ({"x": ratio(tokens)} if with_peer else {})
+    for beside in sides[1:]:
+        row["x"] = ratio(tokens, beside)
+    return row
 
 
-def _memory_rows(record, which, measured, device, with_peer):
+def _memory_rows(record, which, measured, device, sides):
     memory, row = measured["memory"], {}
     for what in ("kept", "peak"):
-        for side in ("ours", "peer")[: 1 + with_peer]:
-            row[f"{what} ours MB" if side == "ours" else f"{what} peer MB"] = _scaled(memory, side, what, 1.0)
-        if with_peer:
-            both = "ours" in memory and "peer" in memory
-            row[f"{what} ours / peer"] = memory["ours"][what] / memory["peer"][what] if both else None
+        for side in sides:
+            row[f"{what} {side} MB"] = _scaled(memory, side, what, 1.0)
+        for beside in sides[1:]:
+            both = "ours" in memory and beside in memory
+            row[f"{what} ours / {beside}"] = memory["ours"][what] / memory[beside][what] if both else None
     return row
 
 

@@ -1,9 +1,9 @@
-"""The kinds of cases, and the work that each cannot do without.
+"""The kinds of cases that are operators, and the work that each cannot do without.
 
-Letters: B batch, L length, D channels, N dstate, H heads, P headdim, W conv width, d d_model.
+Letters: B batch, L length, D channels, N dstate, H heads, P headdim, R rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -27,6 +27,11 @@ class Case:
 
     problem: ClassVar[str]  # the module of problems/ that makes it
     tokens: ClassVar[int | None] = None  # that a call of mode "tokens" makes
+    beside: ClassVar[str] = "peer"  # the name of what it is compared with
+
+    def other(self):
+        """The case that is measured there: the same one, or where `beside` is no peer another one of ours."""
+        return self
 
     def modes(self, which, device):
         modes = MODES.get(which, ("gpu", "call"))
@@ -188,107 +193,92 @@ class Update(Case):
 
 
 @dataclass(frozen=True)
-class Block(Case):
-    """A Mamba or Mamba2 layer: parameters and input of dtype (D and Mamba's A_log stay float32), no autocast."""
+class Mamba3Scan(Case):
+    """Mamba-3's scan with D and the gate, a quarter as many angles as states: SISO, or MIMO with a rank above 1."""
 
-    problem: ClassVar[str] = "block"
-    layer: str
+    problem: ClassVar[str] = "mamba3_scan"
     batch: int
     seqlen: int
-    d_model: int
+    heads: int
     headdim: int = 64
-    d_state: int = 0  # 0: the layer's own, 16 or 128
+    dstate: int = 128
+    rank: int = 1
     dtype: str = "bfloat16"
-    passes: tuple = ("fwd", "fwd+bwd", "memory")
+    passes: tuple = ("fwd", "bwd")
+
+    @property
+    def angles(self):
+        return self.dstate // 4
 
     @property
     def name(self):
-        sizes = f" P{self.headdim} N{self.d_state}" if self.d_state else ""
-        return f"{self.layer} B{self.batch} L{self.seqlen} d{self.d_model}{sizes} {self.dtype}"
+        kind = f"MIMO R{self.rank}" if self.rank > 1 else "SISO"
+        return f"{kind} B{self.batch} L{self.seqlen} H{self.heads} P{self.headdim} N{self.dstate} {self.dtype}"
 
     def work(self, which):
-        steps = self.batch * self.seqlen
-        per_step, exponentials = layer_work(self.layer, self.d_model, self.d_state)
-        both = which == "fwd+bwd"
-        return Work(flops=steps * per_step * (3 if both else 1), exponentials=steps * exponentials * (2 if both else 1))
+        steps, forward = self.batch * self.seqlen, which == "fwd"
+        # V, Z, out; backward reads V, Z, dout and writes dV, dZ. Q, K, the angles and Trap, read, and their gradients.
+        wide, narrow = (3, 1) if forward else (5, 2)
+        small = 2 * self.rank * self.dstate + self.angles + self.heads
+        moved = (wide * self.heads * self.headdim + narrow * small) * BYTES[self.dtype]
+        moved += narrow * 2 * self.heads * 4  # ADT and DT are float32
+        flops = mamba3_flops(self.heads, self.headdim, self.dstate, self.rank)
+        return Work(bytes=steps * moved, flops=steps * flops * (1 if forward else 3))
 
 
-def layer_work(layer, d_model, d_state=0):
-    """(floating-point operations, exponentials) of one step of a layer with expand 2."""
-    inner = 2 * d_model
-    if layer in ("Mamba", "Mamba1"):
-        dstate, dt_rank = d_state or 16, -(-d_model // 16)
-        weights = d_model * 2 * inner + inner * (dt_rank + 2 * dstate) + dt_rank * inner + inner * d_model
-        return 2 * weights, inner * dstate
-    dstate = d_state or 128
-    weights = d_model * (2 * inner + 2 * dstate) + inner * d_model
-    return 2 * weights + ssd_flops(inner, dstate), 0
-
-
-@dataclass(frozen=True)
-class Decode(Case):
-    """Steps of a language model with random weights; 24 layers of width 768 are upstream's 130M size.
-
-    step: one call of the model; generate: greedy decoding of new tokens, prompt included; graph: as a CUDA graph.
+def mamba3_flops(heads, headdim, dstate, rank=1):
+    """A step of Mamba-3's scan: each of its rows into the states, out of them, and what meets inside a chunk, where the
+    heads turn Q and K differently. A chunk has as many rows as Mamba-2's.
     """
-
-    problem: ClassVar[str] = "decode"
-    layer: str
-    batch: int
-    dtype: str = "bfloat16"
-    d_model: int = 768
-    n_layer: int = 24
-    prompt: int = 16
-    new: int = 64
-    passes: tuple = ("step", "step, graph", "generate", "generate, graph")
-
-    @property
-    def name(self):
-        return f"{self.layer} {self.n_layer} layers d{self.d_model} B{self.batch} {self.dtype}"
-
-    @property
-    def tokens(self):
-        return self.batch * self.new
-
-    def work(self, which):
-        weights = lm_weights(self.layer, self.d_model, self.n_layer)
-        dstate = 16 if self.layer == "Mamba1" else 128
-        states = self.batch * self.n_layer * 2 * self.d_model * dstate
-        return Work(bytes=(weights + 2 * states) * BYTES[self.dtype])
-
-
-def lm_weights(layer, d_model, n_layer, vocabulary=50280):
-    """Parameters of a language model whose head is its embedding, to within its biases and norms."""
-    inner = 2 * d_model
-    if layer == "Mamba1":
-        rank = -(-d_model // 16)
-        return n_layer * (3 * inner * d_model + inner * (2 * rank + 2 * 16)) + vocabulary * d_model
-    return n_layer * (3 * inner * d_model + 2 * 128 * d_model) + vocabulary * d_model
+    return heads * rank * (4 * headdim * dstate + 2 * SSD_CHUNK * (headdim + dstate))
 
 
 @dataclass(frozen=True)
-class Train(Case):
-    """A training step of a language model: float32 parameters, bfloat16 autocast, cross entropy, AdamW."""
+class Mamba3Step(Case):
+    """A decoding step of Mamba-3's scan with D and the gate, SISO."""
 
-    problem: ClassVar[str] = "train"
-    layer: str
+    problem: ClassVar[str] = "mamba3_step"
     batch: int
-    seqlen: int
-    d_model: int = 768
-    n_layer: int = 24
-    passes: tuple = ("step", "memory")
+    heads: int
+    headdim: int = 64
+    dstate: int = 128
+    state_dtype: str = "bfloat16"
+    dtype: str = "bfloat16"
+    passes: tuple = ("step",)
 
     @property
     def name(self):
-        return f"{self.layer} {self.n_layer} layers d{self.d_model} B{self.batch} L{self.seqlen}"
-
-    def modes(self, which, device):
-        """A step has more kernels than the GPU's queue holds: that it was kept full could not be said."""
-        return tuple(mode for mode in super().modes(which, device) if mode != "gpu")
+        return f"step B{self.batch} H{self.heads} P{self.headdim} N{self.dstate} {self.state_dtype} state"
 
     def work(self, which):
-        per_step, exponentials = layer_work(self.layer, self.d_model)
-        steps = self.batch * self.seqlen
-        head = 2 * self.d_model * 50280
-        flops = 3 * steps * (self.n_layer * per_step + head)
-        return Work(flops=flops, exponentials=2 * steps * self.n_layer * exponentials)
+        states = self.batch * self.heads * self.headdim * self.dstate
+        return Work(bytes=2 * states * BYTES[self.state_dtype])
+
+
+@dataclass(frozen=True)
+class CrossScan(Case):
+    """cross_selective_scan of images, beside one selective scan over four materialised copies of them."""
+
+    problem: ClassVar[str] = "cross_scan"
+    beside: ClassVar[str] = "four copies"
+    batch: int
+    dim: int
+    height: int
+    width: int
+    dstate: int = 16
+    rank: int = 6
+    dtype: str = "bfloat16"
+    copies: bool = False
+    passes: tuple = ("fwd", "fwd+bwd")
+
+    @property
+    def name(self):
+        return f"B{self.batch} D{self.dim} {self.height} x {self.width} N{self.dstate} {self.dtype}"
+
+    def other(self):
+        return replace(self, copies=True)
+
+    def work(self, which):
+        pixels, passes = self.batch * self.height * self.width, 1 if which == "fwd" else 2
+        moved = pixels * self.dim * BYTES[self.dtype] * (2 if which == "fwd" else 4)  # x, out; x, dout, dx
+        return Work(bytes=moved, exponentials=4 * pixels * self.dim * self.dstate * passes)

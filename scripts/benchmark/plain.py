@@ -4,8 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import progress
+import torch
+from problems.common import leaves_of
+from timing import cpu_seconds
 
 ISA_SWITCH = "MAMBA_SSM_CPU_ISA"
 
@@ -31,6 +35,41 @@ def in_own_process(name, isa, script, *arguments):
     if process.returncode != 0:
         raise RuntimeError(f"{name} with {ISA_SWITCH}={isa or 'unset'} failed:\n{''.join(said).rstrip()}")
     return json.loads(printed)
+
+
+def one_thread(ours, references, inputs, dout, repeats, reference_repeats):
+    """{forward and forward+backward, ours and the fastest reference's}, seconds; references: by what they are called.
+
+    One thread, and the time that it had the CPU: what a busy machine does to torch's threads would flatter us.
+    """
+    leaves = leaves_of(inputs)
+    wanted = list(leaves.values())
+
+    def both_ways(name, function, repeats):
+        def both():
+            torch.autograd.grad(function(**leaves), wanted, dout)
+
+        clock = time.process_time
+        with torch.no_grad():
+            forward_seconds = cpu_seconds(f"{name}forward", lambda: function(**inputs), repeats, clock=clock)
+        return forward_seconds, cpu_seconds(f"{name}forward and backward", both, repeats, clock=clock)
+
+    found = dict(zip(("fwd", "fwd+bwd"), both_ways("", ours, repeats), strict=True))
+    others = [both_ways(f"{name}, ", function, reference_repeats) for name, function in references.items()]
+    found["plain fwd"] = min(forward for forward, _ in others)
+    found["plain fwd+bwd"] = min(both for _, both in others)
+    return found
+
+
+def rows(cases, script):
+    """A table's rows of cases that a script of this folder measures by number, with each instruction set."""
+    found = []
+    for number, case in enumerate(cases):
+        for isa in (None, "avx2"):
+            kernels = isa or "best"
+            times = in_own_process(f"{case.name}, {kernels} kernels", isa, script, str(number))
+            found.append({"case": case.name, "kernels": kernels, "threads": 1, **compared(times), "load": load()})
+    return found
 
 
 def compared(times):

@@ -11,6 +11,8 @@ def lines(sections, with_peer):
     found = []
     for name, section in sections.items():
         for record in section.get("records", ()):
+            if with_peer and record["beside"] != "peer":
+                continue  # how it compares with another layer of ours is no factor against the peer
             for which, measured in record["passes"].items():
                 values = _ratios(measured) if with_peer else _share(record, which, measured)
                 if values:

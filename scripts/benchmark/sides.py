@@ -107,15 +107,23 @@ class Process:
 
 
 class Sides:
-    """ours, and the peer where there is one; on leaving the with block both processes are ended."""
+    """ours, and the peer where there is one; on leaving the with block all processes are ended."""
 
     def __init__(self, device, peer=(), limit=120.0):
         self.ours = Process("ours", device, (), limit)
         self.all = [self.ours, *([Process("peer", device, peer, limit)] if peer else [])]
+        self.second = Process("", device, (), limit)  # ours too, for cases that are compared with others of ours
+
+    def of(self, case):
+        """{name: (process, the case that it measures)}; a process starts when it is first asked."""
+        if case.beside == "peer":
+            return {side.name: (side, case) for side in self.all}
+        self.second.name = case.beside
+        return {"ours": (self.ours, case), case.beside: (self.second, case.other())}
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
-        for side in self.all:
+        for side in [*self.all, self.second]:
             side.stop()

@@ -16,10 +16,15 @@ EXPLANATIONS = {
     # both sides in turns: medians
     "GPU ours ms": "the GPU's time alone, its queue kept full, milliseconds",
     "GPU peer ms": "the peer's, measured in the same run in turns with ours",
-    "GPU x": "peer / ours: times as fast; host-bound: the queue ran dry, so the GPU's time alone is not known",
+    "GPU one way ms": "that of our layer which sees its input from one end only, in the same run in turns",
+    "GPU four copies ms": "that of our selective scan over four copies of the images, in the same run in turns",
+    "GPU x": "peer (one way, four copies) / ours: times as fast; host-bound: the queue ran dry, so the GPU's time "
+    "alone is not known",
     "call ours ms": "a call from an idle GPU to the end of its last kernel, the host's time included",
     "call peer ms": "the peer's",
-    "call x": "peer / ours: times as fast",
+    "call one way ms": "that of our layer which sees its input from one end only",
+    "call four copies ms": "that of our selective scan over four copies of the images",
+    "call x": "peer (one way, four copies) / ours: times as fast",
     "limit": "what limits the call on this machine: copy bandwidth, exponentials (exp) or tensor cores",
     "of limit": "share of that limit that ours reaches, each input read and each output written once",
     "ours tokens/s": "tokens a second, all rows of the batch together",

@@ -17,9 +17,15 @@ class Mismatch(Exception):
     """A result differs from its reference by more than rounding explains."""
 
 
+def _check_shape(name, got, expected):
+    if got.shape != expected.shape:
+        raise Mismatch(f"{name}: shape {tuple(got.shape)}, not {tuple(expected.shape)}")
+
+
 def check(name, got, expected, dtype):
     """Raise Mismatch unless got, computed in dtype, agrees with the float64 reference."""
     got, expected = got.detach(), expected.detach().double()
+    _check_shape(name, got, expected)
     error = (got.double() - expected).abs_()
     scale = expected.square().mean().sqrt()
     rms = float(error.square().mean().sqrt() / scale)
@@ -36,6 +42,7 @@ def check(name, got, expected, dtype):
 def check_roughly(name, got, expected, limit):
     """For what passes through layers, or rounds as another package likes: the error's norm over the result's."""
     got, expected = got.detach().double(), expected.detach().double()
+    _check_shape(name, got, expected)
     error = float((got - expected).norm() / expected.norm())
     if not error <= limit:
         raise Mismatch(f"{name}: relative error {error:.2e} (limit {limit:.0e})")

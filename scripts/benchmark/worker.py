@@ -11,7 +11,6 @@ import sys
 import traceback
 
 import cases
-import kinds
 import timing
 import torch
 from side import Lacking, Side
@@ -39,7 +38,8 @@ class Worker:
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()  # which the other side may need
-        case = getattr(kinds, kind)(**fields)
+        module, name = kind
+        case = getattr(importlib.import_module(module), name)(**fields)
         torch.manual_seed(0)
         self.calls = importlib.import_module(f"problems.{case.problem}").prepare(case, self.device, self.side)
         return {}

@@ -31,7 +31,8 @@ def load(name):
 
 def shrink(cases):
     """Every kind of case stays, one of each."""
-    from kinds import Block, Conv, ConvUpdate, Decode, Norm, Scan, Ssd, Train, Update
+    from kinds import Conv, ConvUpdate, CrossScan, Mamba3Scan, Mamba3Step, Norm, Scan, Ssd, Update
+    from layer_kinds import Bidirectional, Block, Decode, Train
 
     f32, model = "float32", {"d_model": 64, "n_layer": 2}
     cases.CASES["cpu"] = {
@@ -39,6 +40,19 @@ def shrink(cases):
         "ssd": [Ssd(2, 70, 2, 8, 16, f32)],
         "block": [Block("Mamba", 1, 40, 64, dtype=f32, passes=("fwd", "fwd+bwd"))],
         "mamba2": [Block("Mamba2", 1, 40, 64, 32, 16, dtype=f32, passes=("fwd", "fwd+bwd"))],
+        "mamba3": [
+            Mamba3Scan(2, 70, 2, 8, 16, dtype=f32),
+            Mamba3Scan(2, 21, 2, 8, 16, 4, f32),
+            Mamba3Step(2, 2, 8, 16, f32, f32),
+            Block("Mamba3", 1, 40, 64, 32, 16, dtype=f32, passes=("fwd", "fwd+bwd")),
+            Block("Mamba3 MIMO", 1, 40, 64, 32, 16, dtype=f32, passes=("fwd",)),
+        ],
+        "bidirectional": [
+            Bidirectional("Mamba v2", 1, 40, 64, dtype=f32),
+            Bidirectional("BiMamba2", 1, 40, 64, 32, 16, f32),
+            Bidirectional("Hydra", 1, 40, 64, 32, 16, f32),
+        ],
+        "cross": [CrossScan(2, 8, 5, 7, 4, 2, f32)],
         "update": [Update(2, 0, 8, 4, f32), Update(2, 2, 8, 16, "bfloat16")],
         "conv": [Conv(1, 40, 8, dtype=f32), Conv(1, 40, 8, True, f32), ConvUpdate(2, 8, f32)],
         "norm": [Norm("add", 20, 40, f32), Norm("gated", 20, 40, f32)],
@@ -50,6 +64,7 @@ def shrink(cases):
     }
     cases.PLAIN_SCAN = dataclasses.replace(cases.PLAIN_SCAN, seqlen=32, dim=8)
     cases.PLAIN_SSDS = [dataclasses.replace(case, seqlen=32, heads=1) for case in cases.PLAIN_SSDS]
+    cases.PLAIN_MAMBA3S = [dataclasses.replace(case, seqlen=32, heads=1) for case in cases.PLAIN_MAMBA3S]
     cases.PLAIN_BLOCK = dataclasses.replace(cases.PLAIN_BLOCK, seqlen=32, d_model=64)
 
 
@@ -57,15 +72,19 @@ def main(arguments):
     sys.path.insert(0, str(FOLDER))
     import cases
     import plain
+    import plain_mamba3
     import plain_scan
     import plain_ssd
 
     shrink(cases)
     plain_scan.VALIDATED_CHANNELS = 8
     # in this process, where the benchmark would start another one, of other sizes
-    plain.in_own_process = lambda name, isa, script, *number: (
-        plain_ssd.times(cases.PLAIN_SSDS[int(number[0])]) if number else plain_scan.times()
-    )
+    own = {
+        "plain_scan": plain_scan.times,
+        "plain_ssd": lambda number: plain_ssd.times(cases.PLAIN_SSDS[int(number)]),
+        "plain_mamba3": lambda number: plain_mamba3.times(cases.PLAIN_MAMBA3S[int(number)]),
+    }
+    plain.in_own_process = lambda name, isa, script, *number: own[Path(script).stem](*number)
     sys.argv = ["benchmark", "--device", "cpu", *arguments]
     runpy.run_path(os.fspath(FOLDER), run_name="__main__")
 

@@ -12,7 +12,8 @@ from _helpers.small_benchmark import FOLDER, benchmark
 
 import mamba_ssm
 
-SECTIONS = ["scan", "ssd", "block", "mamba2", "update", "conv", "norm", "decode", "train"]
+SECTIONS = ["scan", "ssd", "block", "mamba2", "mamba3", "bidirectional", "cross", "update", "conv", "norm", "decode"]
+SECTIONS += ["train"]
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +42,17 @@ def test_every_case_is_measured_on_both_sides(compared, peer):
     assert list(results["sections"]) == SECTIONS
     assert f"mamba_ssm 1.2.3 in {peer}" in done.stdout
     assert f"mamba_ssm {mamba_ssm.__version__} in {Path(mamba_ssm.__file__).parent}" in done.stdout
+    others = {"bidirectional": "one way", "cross": "four copies"}  # ours too
     for name, section in results["sections"].items():
         for record in section["records"]:
             gated = "gated" in record["case"]
+            both = {"ours", others.get(name, "peer")}
             assert set(record["failed"]) == ({"peer"} if gated else set()), record
             assert record["passes"], record
             for which, modes in record["passes"].items():
                 assert list(modes) == (["tokens"] if which == "generate" else ["call"])
                 for sides in modes.values():
-                    assert set(sides) == ({"ours"} if gated else {"ours", "peer"}), (name, record)
+                    assert set(sides) == ({"ours"} if gated else both), (name, record)
                     assert all(side["seconds"] > 0 for side in sides.values())
 
 
@@ -158,7 +161,7 @@ for words in {[["--device", "cpu", *map(str, words)] for words in expected]!r}:
 
 
 def test_beside_plain_torch():
-    sections = ["plain-scan", "plain-ssd", "plain-block"]
+    sections = ["plain-scan", "plain-ssd", "plain-mamba3", "plain-block"]
     done = benchmark("--only", ",".join(sections))
     for section in sections:
         assert sum(f"s] {section}: " in line for line in done.stderr.splitlines()) >= 3, done.stderr

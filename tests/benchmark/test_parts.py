@@ -16,7 +16,7 @@ def record(gpu, call, dry=False, **more):
         mode: {side: {"seconds": seconds, "dry": dry and mode == "gpu"} for side, seconds in times.items()}
         for mode, times in modes.items()
     }
-    return {"case": "a case", "passes": {"fwd": sides}, "failed": {}, "limits": {}, **more}
+    return {"case": "a case", "beside": "peer", "passes": {"fwd": sides}, "failed": {}, "limits": {}, **more}
 
 
 def test_a_queue_that_ran_dry_is_host_bound_in_place_of_an_x(flat):
@@ -31,7 +31,7 @@ def test_a_queue_that_ran_dry_is_host_bound_in_place_of_an_x(flat):
 
 
 def test_limits_are_the_work_over_what_the_machine_can_do(flat):
-    comparison, kinds = load("comparison"), load("kinds")
+    comparison, kinds, layers = load("comparison"), load("kinds"), load("layer_kinds")
     ceilings = {"copy": 4.2e12, "exp": 4.18e12, "tensor": 8e14}
     scan = comparison.limits(kinds.Scan(8, 2048, 4096, 16), ceilings)
     assert scan["fwd"]["by"] == "exp" and scan["fwd"]["seconds"] == pytest.approx(0.257e-3, rel=0.01)
@@ -41,15 +41,40 @@ def test_limits_are_the_work_over_what_the_machine_can_do(flat):
     assert kinds.Ssd(8, 2048, 64, 64, 128).work("fwd").flops == pytest.approx(43e9, rel=0.01)
     update = comparison.limits(kinds.Update(128, 0, 4096, 16, "float32"), ceilings)
     assert update["step"]["seconds"] == pytest.approx(2 * 128 * 4096 * 16 * 4 / 4.2e12)
-    assert comparison.limits(kinds.Train("Mamba2", 4, 2048), ceilings)["step"]["by"] == "tensor"
+    assert comparison.limits(layers.Train("Mamba2", 4, 2048), ceilings)["step"]["by"] == "tensor"
     # of the 24-layer model of width 768, 130 M parameters in bfloat16 read once: 62 us at 4.2 TB/s
-    assert kinds.Decode("Mamba2", 1).work("step").bytes == pytest.approx(260e6, rel=0.1)
+    assert layers.Decode("Mamba2", 1).work("step").bytes == pytest.approx(260e6, rel=0.1)
+
+
+def test_work_of_mamba3_counts_what_the_heads_share_once(flat):
+    kinds, layers = load("kinds"), load("layer_kinds")
+    siso, mimo = kinds.Mamba3Scan(8, 2048, 64), kinds.Mamba3Scan(8, 2048, 64, rank=4)
+    # V, Z and the result; and, for all heads, Q and K, each of 128 states and 4 rows, of 2 bytes
+    assert siso.work("fwd").bytes == pytest.approx(3 * 8 * 2048 * 4096 * 2, rel=0.1)
+    assert mimo.work("fwd").bytes - siso.work("fwd").bytes == 8 * 2048 * 2 * 3 * 128 * 2
+    assert mimo.work("bwd").flops == 4 * siso.work("bwd").flops == 12 * siso.work("fwd").flops
+    assert kinds.Mamba3Step(128, 64).work("step").bytes == 2 * 128 * 64 * 64 * 128 * 2
+    one, two = (layers.Bidirectional(layer, 8, 2048, 768).work("fwd") for layer in ("Mamba", "Mamba v2"))
+    assert two.exponentials == 2 * one.exponentials and one.flops < two.flops < 1.2 * one.flops
+
+
+def test_what_is_compared_with_ours_is_named_and_no_factor_against_the_peer(flat):
+    comparison = load("comparison")
+    times = {"ours": 4.0, "one way": 3.0}
+    two_ways = record(times, times, beside="one way", limits={"fwd": {"seconds": 0.5, "by": "exp"}})
+    for with_peer in (False, True):
+        ((_, (row,)),) = comparison.tables("bidirectional", [two_ways], "cuda", with_peer)
+        assert row["GPU one way ms"] == 3000 and row["GPU x"] == 0.75 and "GPU peer ms" not in row
+        load("table").table("title", [row])
+    plot, sections = load("plot"), {"bidirectional": {"records": [two_ways]}}
+    assert plot.lines(sections, True) == []
+    assert plot.lines(sections, False) == [("bidirectional: a case, fwd", {"gpu": 0.125})]
 
 
 def test_memory_of_a_training_step_is_a_table_of_its_own(flat):
     comparison = load("comparison")
     memory = {"ours": {"kept": 80.0, "peak": 120.0}, "peer": {"kept": 100.0, "peak": 100.0}}
-    given = {"case": "a case", "passes": {"memory": {"memory": memory}}, "failed": {}, "limits": {}}
+    given = {"case": "a case", "beside": "peer", "passes": {"memory": {"memory": memory}}, "failed": {}, "limits": {}}
     ((title, (row,)),) = comparison.tables("block", [given], "cuda", True)
     assert title == "block: memory of a training step"
     assert (row["kept ours / peer"], row["peak ours / peer"]) == (0.8, 1.2)

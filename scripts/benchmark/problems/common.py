@@ -76,12 +76,12 @@ def _both(function, leaves, parameters):
 _CALLS = {"no grad": _without_gradients, "fwd": _forward, "bwd": _backward, "fwd+bwd": _both}
 
 
-def check_with_gradients(side, function, reference, inputs, with_rows, rows, sums_dtype=None):
+def check_with_gradients(side, function, reference, inputs, with_rows, rows, dtype=None, roughly=False):
     """Outputs and gradients of the call that is timed, where only its last rows' outputs count.
 
     The tensors named in with_rows, and the outputs, have rows as their first dimension; the gradients of the others
-    are sums over rows, so that they are those rows'. sums_dtype: the dtype whose rounding these sums may have, None for
-    their own.
+    are sums over rows, so that they are those rows'. dtype: the one whose rounding gradients may have, None for their
+    own. roughly: the call goes through layers in a low precision.
     """
     leaves = leaves_of(inputs)
     outputs = as_tuple(function(**leaves))
@@ -93,9 +93,15 @@ def check_with_gradients(side, function, reference, inputs, with_rows, rows, sum
     wide = leaves_of({name: tensor.double() for name, tensor in wide.items()})
     expected = as_tuple(reference(**wide))
     references = torch.autograd.grad(expected, list(wide.values()), [g[-rows:].double() for g in gradients])
+
+    def check(name, got, exact, dtype):
+        if roughly:
+            side.check_roughly(name, got, exact)
+        else:
+            side.check(name, got, exact, dtype)
+
     for i, output in enumerate(outputs):
-        side.check(f"output {i}", output[-rows:], expected[i], output.dtype)
+        check(f"output {i}", output[-rows:], expected[i], output.dtype)
     for name, gradient, exact in zip(leaves, found, references, strict=True):
         got = gradient[-rows:] if name in with_rows else gradient
-        dtype = gradient.dtype if name in with_rows or sums_dtype is None else sums_dtype
-        side.check(f"d{name}", got, exact, dtype)
+        check(f"d{name}", got, exact, dtype or gradient.dtype)

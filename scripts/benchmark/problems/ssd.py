@@ -28,7 +28,7 @@ def inputs(case, device, seed=0):
 
 def validate(side, function, case, tensors):
     # Tensor cores take decayed products rounded to the dtype: its limit holds for the float32 sums too.
-    check_with_gradients(side, function, references.ssd, tensors, WITH_BATCH, 1, sums_dtype=dtype_of(case))
+    check_with_gradients(side, function, references.ssd, tensors, WITH_BATCH, 1, dtype=dtype_of(case))
 
 
 def prepare(case, device, side):
