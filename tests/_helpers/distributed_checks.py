@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 
-from mamba_ssm import Mamba2
+from mamba_ssm import Mamba2, Mamba3
 from mamba_ssm.distributed import distributed_utils as utils
 from mamba_ssm.distributed import tensor_parallel as tp
 
@@ -236,6 +236,95 @@ def mamba2_sizes():
         Mamba2(21, expand=3, headdim=4, d_ssm=16, ngroups=4, process_group=group)
 
 
+MAMBA3 = {
+    "siso": {},  # one group
+    "mimo": {"ngroups": 4, "is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True},
+}
+
+
+def _parallel_mamba3(kind, sequence_parallel):
+    """As _parallel_mamba2."""
+    options = {"d_state": 16, "headdim": 6, "layer_idx": 0, **MAMBA3[kind]}
+    world = dist.get_world_size()
+    torch.manual_seed(dist.get_rank())
+    block = Mamba3(24, **options, process_group=dist.group.WORLD, sequence_parallel=sequence_parallel)
+    shared = utils.all_gather(block.in_proj.weight[-4:], None)
+    assert torch.equal(shared, shared[:4].repeat(world, 1)), "what all ranks have starts otherwise on some"
+    torch.manual_seed(0)
+    whole = Mamba3(24, **options)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            if "proj" not in name and name != "dt_bias":
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    groups = 4 // world if kind == "mimo" else 1
+    assert (block.nheads, block.d_inner, block.num_bc_heads) == (8 // world, 48 // world, groups)
+
+    def part(name, tensor):
+        if name == "in_proj.weight":
+            pieces = tensor.split(whole._parts)
+            whole_on_each = {7} if kind == "mimo" else {2, 3, 7}  # angles; B and C of one group
+            groups = (whole.mimo_rank, whole.num_bc_heads, whole.d_state, 24)
+
+            def mine_of(i, piece):
+                if i in whole_on_each:
+                    return piece
+                return mine(piece.view(groups), 1).flatten(0, 2) if i in (2, 3) else mine(piece)
+
+            return torch.cat([mine_of(i, piece) for i, piece in enumerate(pieces)])
+        if name in ("B_norm.weight", "C_norm.weight"):
+            return tensor
+        return mine(tensor, 1 if name == "out_proj.weight" else 0)
+
+    block.load_state_dict({name: part(name, whole.state_dict()[name]) for name in block.state_dict()})
+    return whole, block, part
+
+
+def mamba3(kind, sequence_parallel):
+    world = dist.get_world_size()
+    whole, block, part = _parallel_mamba3(kind, sequence_parallel)
+    split = mine if sequence_parallel else (lambda tensor: tensor)
+    whole_x, dout = leaf(same(world, 7, 24)), same(world, 7, 24, seed=1)
+    whole_out = whole(whole_x)
+    whole_out.backward(dout)
+    x = leaf(split(whole_x))
+    out = block(x)
+    torch.testing.assert_close(out, split(whole_out), rtol=1e-4, atol=1e-5)
+    out.backward(split(dout))
+    torch.testing.assert_close(x.grad, split(whole_x.grad), rtol=1e-4, atol=1e-4)
+    grads = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for name, parameter in block.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, part(name, grads[name]), rtol=1e-4, atol=1e-4, msg=f"d{name} differs"
+        )
+
+
+@torch.no_grad()
+def mamba3_inference(kind, sequence_parallel):
+    world = dist.get_world_size()
+    whole, block, _ = _parallel_mamba3(kind, sequence_parallel)
+    x = same(world, 6, 24)
+    expected = whole(x)
+    split = mine if sequence_parallel else (lambda tensor: tensor)
+    cache = types.SimpleNamespace(key_value_memory_dict={}, seqlen_offset=0)
+    found = []
+    for start, end in ((0, 2), (2, 4), (4, 5), (5, 6)):
+        cache.seqlen_offset = start
+        found.append(block(split(x[:, start:end]), inference_params=cache))
+    torch.testing.assert_close(torch.cat(found, 1), split(expected), rtol=1e-4, atol=1e-5)
+    if not sequence_parallel:  # whose batch is shared out: packed sequences have one row
+        cu_seqlens = torch.tensor([0, 2, 6])
+        apart = torch.cat([whole(x[:1, :2]), whole(x[:1, 2:])], 1)
+        torch.testing.assert_close(block(x[:1], cu_seqlens=cu_seqlens), apart, rtol=1e-4, atol=1e-5)
+
+
+def mamba3_sizes():
+    world, group = dist.get_world_size(), dist.group.WORLD
+    with pytest.raises(ValueError, match=f"the heads must be a multiple of the {world} ranks of process_group, got 3"):
+        Mamba3(24, headdim=16, process_group=group)
+    with pytest.raises(ValueError, match=f"ngroups must be 1 or a multiple of the {world} ranks of process_group"):
+        Mamba3(24, headdim=4, ngroups=3, process_group=group)
+
+
 CHECKS = {
     "collectives": collectives,
     "shared_parameters": shared_parameters,
@@ -252,6 +341,14 @@ CHECKS = {
     "mamba2_inference": lambda: mamba2_inference(False),
     "mamba2_inference_sequence_parallel": lambda: mamba2_inference(True),
     "mamba2_sizes": mamba2_sizes,
+    "mamba3": lambda: mamba3("siso", False),
+    "mamba3_sequence_parallel": lambda: mamba3("siso", True),
+    "mamba3_mimo": lambda: mamba3("mimo", False),
+    "mamba3_mimo_sequence_parallel": lambda: mamba3("mimo", True),
+    "mamba3_inference": lambda: mamba3_inference("siso", False),
+    "mamba3_mimo_inference": lambda: mamba3_inference("mimo", False),
+    "mamba3_inference_sequence_parallel": lambda: mamba3_inference("mimo", True),
+    "mamba3_sizes": mamba3_sizes,
 }
 
 

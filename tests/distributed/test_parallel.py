@@ -31,7 +31,7 @@ def test_nccl_on_one_gpu(cuda, tmp_path):
     """NCCL's own collectives, with as many ranks as there are GPUs to be sure of."""
     if not dist.is_nccl_available():
         pytest.skip("this torch is built without NCCL")
-    names = ("linear_layers", "linear_layers_sequence_parallel", "mamba2", "mamba2_sequence_parallel")
+    names = ("linear_layers", "linear_layers_sequence_parallel", "mamba2", "mamba2_sequence_parallel", "mamba3")
     (result,) = spawn(1, tmp_path, "nccl", "cuda", names)
     assert result == dict.fromkeys(names), result
 

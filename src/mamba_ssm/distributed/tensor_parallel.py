@@ -8,6 +8,7 @@ dimension (batch * length) as well, and the collectives are all-gather and reduc
 from __future__ import annotations  # ProcessGroup is not there in a torch built without distributed
 
 import typing
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from mamba_ssm.distributed.distributed_utils import (
     reduce_scatter,
     reduce_scatter_raw,
 )
+from mamba_ssm.ops.norm import RMSNorm, rms_norm_fn
 
 
 class ParallelLinearFunc(torch.autograd.Function):
@@ -81,12 +83,37 @@ def parallel_linear_func(
     return ParallelLinearFunc.apply(x, weight, bias, process_group, sequence_parallel)
 
 
+class SumGradientFunc(torch.autograd.Function):
+    """weight as it is; the gradient of its rows in the ranges is summed over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: typing.Any,
+        weight: torch.Tensor,
+        ranges: Sequence[tuple[int, int]],
+        process_group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        ctx.ranges, ctx.process_group = ranges, process_group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: typing.Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        parts = torch.cat([grad[begin:end] for begin, end in ctx.ranges])
+        total, _ = all_reduce_raw(parts, ctx.process_group)
+        grad, sizes = grad.clone(), [end - begin for begin, end in ctx.ranges]
+        for (begin, end), part in zip(ctx.ranges, total.split(sizes), strict=True):
+            grad[begin:end] = part
+        return grad, None, None
+
+
 class ColumnParallelLinear(nn.Linear):
     """This rank's rows of a linear layer's weight: x -> this rank's part of the outputs.
 
     Args:
         in_features, out_features: of the whole layer. multiple_of: each rank's part is a multiple of it.
         sequence_parallel: x is this rank's part of the first dimension, and is gathered; else x is whole.
+        shared: ranges (begin, end) of this rank's rows that every rank has beside its part of the others: they start
+            as the first rank's, and their gradient is summed over the ranks. out_features is without them.
 
     The gradient of x is summed over the ranks.
     """
@@ -101,15 +128,32 @@ class ColumnParallelLinear(nn.Linear):
         multiple_of: int = 1,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        shared: Sequence[tuple[int, int]] = (),
     ) -> None:
         local = _local_features("out_features", out_features, process_group, multiple_of)
+        local += sum(end - begin for begin, end in shared)
         super().__init__(in_features, local, bias=bias, device=device, dtype=dtype)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
+        self.shared = tuple(shared)
+        self._start_alike()
+
+    @torch.no_grad()
+    def _start_alike(self) -> None:
+        first = 0 if self.process_group is None else dist.get_global_rank(self.process_group, 0)
+        for parameter in self.parameters():
+            for begin, end in self.shared if not parameter.is_meta else ():
+                rows = parameter[begin:end].contiguous()
+                dist.broadcast(rows, src=first, group=self.process_group)
+                parameter[begin:end] = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(N, ..., in_features) -> (N, ..., local outputs); N is world times larger with sequence_parallel."""
-        return parallel_linear_func(x, self.weight, self.bias, self.process_group, self.sequence_parallel)
+        weight, bias = self.weight, self.bias
+        if self.shared:
+            weight = SumGradientFunc.apply(weight, self.shared, self.process_group)
+            bias = None if bias is None else SumGradientFunc.apply(bias, self.shared, self.process_group)
+        return parallel_linear_func(x, weight, bias, self.process_group, self.sequence_parallel)
 
 
 class RowParallelLinear(nn.Linear):
@@ -141,6 +185,20 @@ class RowParallelLinear(nn.Linear):
         """(N, ..., local inputs) -> (N, ..., out_features); N is world times smaller with sequence_parallel."""
         reduce = reduce_scatter if self.sequence_parallel else all_reduce
         return reduce(F.linear(x, self.weight, self.bias), self.process_group)
+
+
+class SharedRMSNorm(RMSNorm):
+    """RMSNorm whose weight, which starts as ones, is the same on all ranks, each of which norms its own rows: the
+    gradient of the weight is summed over them.
+    """
+
+    def __init__(self, hidden_size: int, process_group: dist.ProcessGroup | None, **options: typing.Any) -> None:
+        super().__init__(hidden_size, **options)
+        self.process_group = process_group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # no residual, nothing but the norm
+        weight = SumGradientFunc.apply(self.weight, ((0, len(self.weight)),), self.process_group)
+        return typing.cast(torch.Tensor, rms_norm_fn(x, weight, None, eps=self.eps))
 
 
 class VocabParallelEmbedding(nn.Embedding):

@@ -1,5 +1,6 @@
 """The Mamba-3 block (arXiv 2603.15569), SISO and MIMO, with upstream's parameter names, shapes and states."""
 
+import itertools
 import typing
 import warnings
 from collections.abc import Callable
@@ -14,9 +15,11 @@ from mamba_ssm._arguments import check_flags, check_integer, check_number, inner
 from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain
 from mamba_ssm.distributed.across_ranks import mamba3_scan_across_ranks
+from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear, SharedRMSNorm
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued, refuse_with_context_parallel
 from mamba_ssm.modules._state import initial_dt_bias, mark, states_in_cache
 from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba3_scan import States, mamba3_scan, mamba3_step
 from mamba_ssm.ops.norm import GatedRMSNorm, RMSNorm
 
@@ -48,6 +51,11 @@ class Mamba3(nn.Module):
             unknown arguments, of which a warning tells.
         A_activation: what makes -A of the projection: "heavy_tail", or "softplus" as in upstream's wheels of May 2026,
             whose checkpoints look the same otherwise.
+        process_group: tensor parallel. This rank holds its part of the heads and, unless there is one, of the groups.
+            What all heads share is on every rank, with the gradient of all: the norms of B and C, the rows of in_proj
+            that make the angles and, of one group, B and C.
+        sequence_parallel: with process_group, input and output are this rank's part of the batch; False: they are whole
+            on every rank.
     """
 
     context_parallel_group: "dist.ProcessGroup | None" = None  # which mamba_ssm.distributed.context_parallel sets
@@ -76,6 +84,8 @@ class Mamba3(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         A_activation: str = "heavy_tail",
+        process_group: "dist.ProcessGroup | None" = None,
+        sequence_parallel: bool = True,
         **kwargs: object,
     ) -> None:
         super().__init__()
@@ -88,7 +98,7 @@ class Mamba3(nn.Module):
         check_integer("Mamba3", "mimo_rank", mimo_rank, most=abi.MAX_RANK)
         check_number("Mamba3", "A_floor", A_floor, least=0)
         check_number("Mamba3", "rope_fraction", rope_fraction, least=0)
-        check_flags("Mamba3", is_outproj_norm=is_outproj_norm, is_mimo=is_mimo)
+        check_flags("Mamba3", is_outproj_norm=is_outproj_norm, is_mimo=is_mimo, sequence_parallel=sequence_parallel)
         if rope_fraction > 1:
             raise ValueError(f"Mamba3: rope_fraction must be at most 1, got {rope_fraction!r}")
         if A_activation not in list(_A_ACTIVATIONS):
@@ -107,13 +117,28 @@ class Mamba3(nn.Module):
         self.mimo_rank = mimo_rank if is_mimo else 1
         self.chunk_size = chunk_size
         self.layer_idx = layer_idx
-        self.d_inner = inner_width("Mamba3", expand, d_model)
-        if self.d_inner % headdim:
-            raise ValueError(f"Mamba3: expand * d_model must be a multiple of headdim ({headdim}), got {self.d_inner}")
-        self.nheads = self.d_inner // headdim
-        if self.nheads % ngroups:
-            raise ValueError(f"Mamba3: ngroups must divide the {self.nheads} heads, got {ngroups}")
-        self.num_bc_heads = ngroups
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+        self.world_size = world = 1 if process_group is None else dist.get_world_size(process_group)
+        self.local_rank = 0 if process_group is None else dist.get_rank(process_group)
+        d_inner = inner_width("Mamba3", expand, d_model)
+        if d_inner % headdim:
+            raise ValueError(f"Mamba3: expand * d_model must be a multiple of headdim ({headdim}), got {d_inner}")
+        nheads = d_inner // headdim
+        if nheads % ngroups:
+            raise ValueError(f"Mamba3: ngroups must divide the {nheads} heads, got {ngroups}")
+        if nheads % world:
+            raise ValueError(
+                f"Mamba3: the heads must be a multiple of the {world} ranks of process_group, got {nheads}"
+            )
+        if ngroups > 1 and ngroups % world:
+            raise ValueError(
+                f"Mamba3: ngroups must be 1 or a multiple of the {world} ranks of process_group, got {ngroups}"
+            )
+        # from here on: this rank's part
+        self.d_inner, self.nheads = d_inner // world, nheads // world
+        B_and_C_shared = ngroups == 1
+        self.num_bc_heads = ngroups = max(ngroups // world, 1)
         self.num_rope_angles = int(d_state * rope_fraction) // 2
         self.split_tensor_size = 2 * self.num_rope_angles
         self.rotary_dim_divisor = 2 / rope_fraction if rope_fraction else float("inf")
@@ -134,12 +159,31 @@ class Mamba3(nn.Module):
         # in this order: z, x, B, C, dt, A, trap, angles
         matrix = rank * ngroups * d_state
         self._parts = [self.d_inner, self.d_inner, matrix, matrix, heads, heads, heads, self.num_rope_angles]
-        self.in_proj = nn.Linear(d_model, sum(self._parts), bias=False, **factory)
-        self.B_norm = RMSNorm(d_state, eps=1e-5, **factory)
-        self.C_norm = RMSNorm(d_state, eps=1e-5, **factory)
+        if process_group is None:
+            self.in_proj = nn.Linear(d_model, sum(self._parts), bias=False, **factory)
+            self.B_norm = RMSNorm(d_state, eps=1e-5, **factory)
+            self.C_norm = RMSNorm(d_state, eps=1e-5, **factory)
+        else:
+            parallel: dict[str, typing.Any] = {"bias": False, "sequence_parallel": sequence_parallel, **factory}
+            self.in_proj = self._make_in_proj(B_and_C_shared, process_group, parallel)
+            self.B_norm = SharedRMSNorm(d_state, process_group, eps=1e-5, **factory)
+            self.C_norm = SharedRMSNorm(d_state, process_group, eps=1e-5, **factory)
         if is_outproj_norm:
             self.norm = GatedRMSNorm(self.d_inner, eps=1e-5, group_size=headdim, norm_before_gate=True, **factory)
-        self.out_proj = nn.Linear(self.d_inner, d_model, bias=False, **factory)
+        if process_group is None:
+            self.out_proj = nn.Linear(self.d_inner, d_model, bias=False, **factory)
+        else:
+            self.out_proj = RowParallelLinear(d_inner, d_model, process_group, **parallel)
+
+    def _make_in_proj(
+        self, B_and_C_shared: bool, process_group: "dist.ProcessGroup", parallel: dict[str, typing.Any]
+    ) -> ColumnParallelLinear:
+        """The parts in the same order on each rank, with its own rows of them or those that all ranks share."""
+        ends = list(itertools.accumulate(self._parts))
+        shared = [(ends[1], ends[3])] if B_and_C_shared else []
+        shared.append((ends[6], ends[7]))
+        own = ends[-1] - sum(end - begin for begin, end in shared)
+        return ColumnParallelLinear(self.d_model, own * self.world_size, process_group, shared=shared, **parallel)
 
     def forward(
         self,
@@ -149,6 +193,8 @@ class Mamba3(nn.Module):
         inference_params: InferenceCache | None = None,
     ) -> torch.Tensor:
         """u (B, L, d_model) -> the same shape.
+
+        With process_group and sequence_parallel they are this rank's part of the batch; the rest is of the whole batch.
 
         seq_idx: (B, L) int32; sequences packed in one row do not see each other.
         cu_seqlens: (sequences + 1) int32, the bounds of sequences that are packed in a batch of 1; with it seq_idx is
@@ -169,15 +215,16 @@ class Mamba3(nn.Module):
         elif seq_idx is not None and inference_params is not None:
             raise ValueError("Mamba3: with inference_params packed sequences are given by cu_seqlens, not by seq_idx")
         if self.context_parallel_group is not None:
-            packed = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-            refuse_with_context_parallel("Mamba3", **packed, inference_params=inference_params)
+            others: dict[str, typing.Any] = {"process_group": self.process_group, "inference_params": inference_params}
+            refuse_with_context_parallel("Mamba3", seq_idx=seq_idx, cu_seqlens=cu_seqlens, **others)
             arguments, z = self._arguments(self.in_proj(u))
             y = mamba3_scan_across_ranks(arguments, self.context_parallel_group)
             return self.out_proj(self._finish(y, z))
         if inference_params is None:
             y, _ = self._scan(self.in_proj(u), seq_idx=seq_idx, cu_seqlens=cu_seqlens)
             return self.out_proj(y)
-        rows = u.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        batch = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
+        rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         states = states_in_cache(self, self.layer_idx, inference_params, rows)
         if continues and u.shape[1] == 1:
             return self.step(u, *states)[0]
@@ -212,10 +259,10 @@ class Mamba3(nn.Module):
                 f"{self.d_model}, got {tuple(u.shape)}"
             )
         self._check_states(angle_state, ssm_state, k_state, v_state)
-        arguments, z = self._arguments(self.in_proj(u))
+        arguments, z = self._arguments(project(self.in_proj, u))
         states = States(angle_state, ssm_state, k_state, v_state)
         y = self._finish(mamba3_step(states, **arguments), z)
-        return self.out_proj(y), angle_state, ssm_state, k_state, v_state
+        return project(self.out_proj, y), angle_state, ssm_state, k_state, v_state
 
     def allocate_inference_cache(
         self,
