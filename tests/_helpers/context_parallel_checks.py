@@ -172,7 +172,24 @@ def refusals():
         hooked(x)
 
 
-EVEN, UNEVEN, SHORT = [70], [5, 130, 3, 66], [2, 1, 0, 7]
+def norm_with_a_hook():
+    """The operator ends before a norm that is more than its weight."""
+    torch.manual_seed(0)
+    whole = BLOCKS["mamba2_groups"]()
+    block = context_parallel(copy.deepcopy(whole), dist.group.WORLD)
+    block.norm.register_forward_hook(lambda module, arguments, out: out * 1)
+    x = leaf(same(2, 5 * dist.get_world_size(), whole.d_model))
+    part = leaf(split_sequence(x, dist.group.WORLD))
+    expected, out = whole(x), block(part)
+    torch.testing.assert_close(out, split_sequence(expected, dist.group.WORLD), rtol=1e-4, atol=2e-5)
+    expected.square().sum().backward()
+    out.square().sum().backward()
+    torch.testing.assert_close(part.grad, split_sequence(x.grad, dist.group.WORLD), rtol=1e-4, atol=1e-4)
+    dist.all_reduce(block.norm.weight.grad)
+    torch.testing.assert_close(block.norm.weight.grad, whole.norm.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+EVEN, UNEVEN, SHORT, LONG = [70], [5, 130, 3, 66], [2, 1, 0, 7], [1536, 1024]
 CHECKS = {name: lambda name=name: blocks(name, UNEVEN) for name in BLOCKS}
 CHECKS.update({f"{name}_even": lambda name=name: blocks(name, EVEN) for name in ("mamba", "mamba2", "mamba3")})
 for name in ("mamba", "mamba2", "mamba3"):
@@ -181,6 +198,10 @@ for name in ("mamba", "mamba2_groups"):
     CHECKS[f"{name}_short"] = lambda name=name: blocks(name, SHORT, batch=1)
 CHECKS.update(
     {
+        "mamba2_in_pieces": lambda: blocks("mamba2", LONG),
+        "mamba2_in_pieces_no_norm": lambda: blocks("mamba2_no_norm", LONG),
+        "mamba2_in_pieces_bfloat16": lambda: blocks("mamba2_groups", LONG, torch.bfloat16),
+        "norm_with_a_hook": norm_with_a_hook,
         "first_part_empty": lambda: blocks("mamba2", [0, 6]),
         "empty_batch": lambda: blocks("mamba", [3], batch=0),
         "language_model_mamba": lambda: language_model("Mamba1"),

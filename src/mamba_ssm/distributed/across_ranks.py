@@ -20,21 +20,20 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import call, make, no_autocast
+from mamba_ssm._torch import call, make, no_autocast, unpack
 from mamba_ssm.distributed.distributed_utils import all_gather, all_gather_raw, reduce_scatter_raw
 from mamba_ssm.ops.carry import pass_on
 from mamba_ssm.ops.causal_conv1d.backward import causal_conv1d_backward_op
 from mamba_ssm.ops.causal_conv1d.forward import causal_conv1d_op, wants_silu
+from mamba_ssm.ops.mamba2_block.arguments import Inputs as Mamba2Inputs
+from mamba_ssm.ops.mamba2_block.arguments import Options as Mamba2Options
+from mamba_ssm.ops.mamba2_block.backward import of_inputs
+from mamba_ssm.ops.mamba2_block.carried import Carried, part_backward, part_forward
 from mamba_ssm.ops.mamba3_scan import States, mamba3_scan
 from mamba_ssm.ops.mamba3_scan.parts import outer, project, rotate
 from mamba_ssm.ops.selective_scan.arguments import Inputs as ScanInputs
 from mamba_ssm.ops.selective_scan.arguments import Options as ScanOptions
 from mamba_ssm.ops.selective_scan.carry import carried_backward, carried_forward, scan_carry
-from mamba_ssm.ops.ssd.arguments import Options as ChunkOptions
-from mamba_ssm.ops.ssd.arguments import Ungated, check_options, with_gate
-from mamba_ssm.ops.ssd.backward import ssd_backward_op
-from mamba_ssm.ops.ssd.carry import ssd_carry
-from mamba_ssm.ops.ssd.forward import ssd_op
 
 
 def _outside_graphs(function: Callable[..., typing.Any]) -> Callable[..., typing.Any]:
@@ -82,22 +81,17 @@ def selective_scan_across_ranks(
 
 
 @_outside_graphs
-def chunk_scan_across_ranks(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    dt_softplus: bool,
-    dt_limit: tuple[float, float],
-    process_group: dist.ProcessGroup | None,
+def mamba2_across_ranks(
+    inputs: Mamba2Inputs, options: Mamba2Options, gate: bool, process_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """mamba_chunk_scan_combined of this rank's part: x (B, L, H, P), dt (B, L, H), B and C (B, L, G, N)."""
-    A, D, dt_bias = checks.widen(A), checks.widen(D), checks.widen(dt_bias)
-    options = ChunkOptions(bool(dt_softplus), *check_options("chunk_scan_across_ranks", 1, dt_limit, None))
-    return _ChunkScan.apply(process_group, options, x, dt, A, B, C, D, dt_bias)
+    """mamba_split_conv1d_scan_combined of this rank's part, (B, L, d_mlp + H P), as one autograd node.
+
+    inputs, options: as of its operators, A as A_log; no states, seq_idx or reverse. gate: False for the scan's output
+    alone, (B, L, H P), without norm, gate and gated MLP, and without a norm's weight among the inputs.
+    """
+    parameters = inputs._asdict()
+    parameters.update({name: checks.widen(parameters[name]) for name in ("dt_bias", "A", "D")})
+    return _Mamba2.apply(process_group, options, gate, *parameters.values())
 
 
 @_outside_graphs
@@ -111,10 +105,10 @@ def mamba3_scan_across_ranks(
     V, DT = arguments["V"], arguments["DT"]
     if V.shape[1] == 0:
         raise ValueError("mamba3_scan_across_ranks: every rank's part needs at least one step, got 0 on this one")
-    place = _place(process_group)
+    rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     with no_autocast(V):
         edge = V.flatten()[:0].sum().float()  # so that backward comes by on every rank
-        if place.rank < place.world - 1:
+        if rank < world - 1:
             not_for_states = dict.fromkeys(("D", "Z", "MIMO_Z", "norm_weight"))
             _, own = mamba3_scan(**{**arguments, **not_for_states}, return_final_states=True)
         else:
@@ -125,7 +119,7 @@ def mamba3_scan_across_ranks(
         sizes = [tensor.numel() for tensor in passed]
         everyone = all_gather(torch.cat([(tensor + edge).flatten() for tensor in passed])[None], process_group)
         before = States(*(torch.zeros_like(state) + everyone[:0].sum() for state in own))
-        for row in everyone[: place.rank].unbind():
+        for row in everyone[:rank].unbind():
             parts = (part.view_as(like) for part, like in zip(row.split(sizes), passed, strict=True))
             before = _mamba3_pass_on(before, arguments, *parts)
     return typing.cast(torch.Tensor, mamba3_scan(**arguments, initial_states=before))
@@ -163,37 +157,65 @@ def _mamba3_pass_on(
 # ---- what ranks pass on ----------------------------------------------------------------------------------------------
 
 
-def _gather(tensors: typing.Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Each of the tensors, which have one dtype, of all ranks, (world, ...): in one collective."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    everyone, _ = all_gather_raw(flat[None], group)
-    parts = everyone.split([tensor.numel() for tensor in tensors], dim=1)
-    return [part.reshape(part.shape[0], *tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+class _Gathering:
+    """Each of the tensors, which have one dtype, of all ranks, (world, ...): in one collective, until wait."""
+
+    def __init__(self, tensors: typing.Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        self.shapes = [tensor.shape for tensor in tensors]
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        self.everyone, self.work = all_gather_raw(flat[None], group, async_op=True)
+
+    def wait(self) -> list[torch.Tensor]:
+        if self.work is not None:
+            self.work.wait()
+        parts = self.everyone.split([shape.numel() for shape in self.shapes], dim=1)
+        return [part.reshape(part.shape[0], *shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
-class _Place(typing.NamedTuple):
-    """This rank in its group."""
+class _Neighbours:
+    """The parts before and behind this rank's, in one call and its backward; see mamba2_block's Neighbours."""
 
-    rank: int
-    world: int
-    group: dist.ProcessGroup | None
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank, self.world, self.group = dist.get_rank(group), dist.get_world_size(group), group
+        self.factors: torch.Tensor | None = None  # of all later parts
 
-    def state_before(
-        self, state: torch.Tensor, factor: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """From what this rank's part passes on: the state before it (None: zero), and all later parts' factors."""
-        states, factors = _gather((state, factor), self.group)
-        before = pass_on(states[: self.rank], factors[: self.rank])[0] if self.rank else None
-        return before, factors[self.rank + 1 :] if self.rank < self.world - 1 else None
+    def send_inputs(self, x: torch.Tensor, steps: int) -> None:
+        self.steps = steps
+        self.kept = kept = min(steps, x.shape[2])  # of the last inputs, which the next rank wants
+        tail, exists = x[..., x.shape[2] - kept :], x.new_ones(kept)
+        if kept < steps:
+            tail, exists = (F.pad(tensor, (steps - kept, 0)) for tensor in (tail, exists))
+        self.sent = _Gathering((tail, exists), self.group)
 
-    def gradient_after(self, state: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor | None:
-        """From what this rank's part passes back: the gradient of the state behind it (None: zero)."""
-        (states,) = _gather((state,), self.group)
-        return None if factors is None else pass_on(states[self.rank + 1 :].flip(0), factors.flip(0))[0]
+    def inputs_before(self) -> torch.Tensor:
+        tails, exist = self.sent.wait()
+        del self.sent
+        if self.rank <= 1:
+            return tails[0] if self.rank else torch.zeros_like(tails[0])
+        # the last inputs of all ranks before, without the gaps that parts shorter than `steps` leave
+        self.order = exist[: self.rank].flatten().argsort(stable=True)[-self.steps :]
+        return tails[: self.rank].movedim(0, 2).flatten(2)[..., self.order]
 
+    def add_input_gradients(self, dbefore: torch.Tensor, dx: torch.Tensor) -> None:
+        dtails = dbefore.new_zeros((self.world, *dbefore.shape), dtype=torch.float32)
+        if self.rank == 1:
+            dtails[0] = dbefore
+        elif self.rank:
+            every = dtails.movedim(0, 2).flatten(2)
+            every[..., self.order] = dbefore.float()
+            dtails = every.unflatten(2, (self.world, -1)).movedim(2, 0)
+        dtail = reduce_scatter_raw(dtails, self.group)[0][0]
+        if self.kept:
+            dx[..., dx.shape[2] - self.kept :] += dtail[..., self.steps - self.kept :]
 
-def _place(group: dist.ProcessGroup | None) -> _Place:
-    return _Place(dist.get_rank(group), dist.get_world_size(group), group)
+    def state_before(self, state: torch.Tensor, factor: torch.Tensor) -> torch.Tensor | None:
+        states, factors = _Gathering((state, factor), self.group).wait()
+        self.factors = factors[self.rank + 1 :] if self.rank < self.world - 1 else None
+        return pass_on(states[: self.rank], factors[: self.rank])[0] if self.rank else None
+
+    def gradient_after(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        (states,) = _Gathering((gradient,), self.group).wait()
+        return None if self.factors is None else pass_on(states[self.rank + 1 :].flip(0), self.factors.flip(0))[0]
 
 
 # ---- one autograd node each ------------------------------------------------------------------------------------------
@@ -209,20 +231,9 @@ class _Convolution(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.place, ctx.silu = _place(group), silu
-        steps = weight.shape[1] - 1
-        ctx.kept = kept = min(steps, x.shape[2])  # of the last inputs, which the next rank wants
-        tail = F.pad(x[..., x.shape[2] - kept :], (steps - kept, 0))
-        exists = x.new_zeros(steps)
-        exists[steps - kept :] = 1
-        tails, exist = (everyone[: ctx.place.rank] for everyone in _gather((tail, exists), group))
-        before, ctx.order = torch.zeros_like(tail), None
-        if ctx.place.rank == 1:
-            ctx.order, before = torch.arange(steps, device=x.device), tails[0]
-        elif ctx.place.rank:
-            # the last inputs of all ranks before, without the gaps that parts shorter than `steps` leave
-            ctx.order = exist.flatten().argsort(stable=True)[-steps:]
-            before = tails.movedim(0, 2).flatten(2)[..., ctx.order]
+        ctx.neighbours, ctx.silu = _Neighbours(group), silu
+        ctx.neighbours.send_inputs(x, weight.shape[1] - 1)
+        before = ctx.neighbours.inputs_before()
         ctx.save_for_backward(x, weight, bias, before)
         return call(causal_conv1d_op, x, weight, bias, None, before, False, silu, False)[0]
 
@@ -230,16 +241,9 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: typing.Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, before = ctx.saved_tensors
-        place, steps = ctx.place, before.shape[2]
         arguments = dout, None, x, weight, bias, None, before, True, ctx.silu, False
         dx, dweight, dbias, dbefore = call(causal_conv1d_backward_op, *arguments)
-        dtails = dbefore.new_zeros((*dbefore.shape[:2], place.world * steps))
-        if ctx.order is not None:
-            dtails[..., ctx.order] = dbefore
-        dtails = dtails.unflatten(2, (place.world, steps)).movedim(2, 0)
-        dtail = reduce_scatter_raw(dtails.float(), place.group)[0][0]
-        if ctx.kept:
-            dx[..., x.shape[2] - ctx.kept :] += dtail[..., steps - ctx.kept :]
+        ctx.neighbours.add_input_gradients(dbefore, dx)
         return None, None, dx, dweight, dbias
 
 
@@ -248,40 +252,41 @@ class _SelectiveScan(torch.autograd.Function):
     def forward(
         ctx: typing.Any, group: dist.ProcessGroup | None, delta_softplus: bool, *tensors: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.place, ctx.options = _place(group), ScanOptions(delta_softplus)
+        ctx.neighbours, ctx.options = _Neighbours(group), ScanOptions(delta_softplus)
         carry = scan_carry(make(ScanInputs, (*tensors, None, None)), ctx.options)
-        before, factors = ctx.place.state_before(carry.state, carry.factor)
+        before = ctx.neighbours.state_before(carry.state, carry.factor)
         out, checkpoints = carried_forward(make(ScanInputs, (*tensors, before, None)), ctx.options, carry)
-        ctx.save_for_backward(*tensors, before, checkpoints, factors)
+        ctx.save_for_backward(*tensors, before, checkpoints)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: typing.Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *tensors, checkpoints, factors = ctx.saved_tensors
+        *tensors, checkpoints = ctx.saved_tensors
         inputs = make(ScanInputs, (*tensors, None))
         carry = scan_carry(inputs, ctx.options, dout)
-        dlast = ctx.place.gradient_after(carry.state, factors)
+        dlast = ctx.neighbours.gradient_after(carry.state)
         *grads, _, _ = carried_backward(dout, dlast, inputs, checkpoints, ctx.options, carry)
         return None, None, *grads
 
 
-class _ChunkScan(torch.autograd.Function):
+class _Mamba2(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: typing.Any, group: dist.ProcessGroup | None, options: ChunkOptions, *tensors: torch.Tensor | None
+        ctx: typing.Any,
+        group: dist.ProcessGroup | None,
+        options: Mamba2Options,
+        gate: bool,
+        *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.place, ctx.options = _place(group), options
-        before, factors = ctx.place.state_before(*ssd_carry(make(Ungated, (*tensors, None, None)), options))
-        ctx.save_for_backward(*tensors, before, factors)
-        inputs = with_gate(make(Ungated, (*tensors, before, None)), None)
-        return call(ssd_op, *inputs, *options, False)[0]
+        ctx.call = options, gate, _Neighbours(group)
+        out, kept = part_forward(make(Mamba2Inputs, tensors), *ctx.call)
+        ctx.save_for_backward(*tensors, *kept)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: typing.Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *tensors, factors = ctx.saved_tensors
-        inputs = make(Ungated, (*tensors, None))
-        dfinal = ctx.place.gradient_after(ssd_carry(inputs, ctx.options, dout)[0], factors)
-        *grads, _ = call(ssd_backward_op, dout, dfinal, *inputs, *ctx.options, False)
-        return None, None, *grads
+        inputs, kept = unpack(ctx.saved_tensors, Mamba2Inputs, Carried)
+        grads, _ = of_inputs(part_backward(dout, inputs, kept, *ctx.call))
+        return None, None, None, *grads

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from mamba_ssm._arguments import check_integer, check_number
 from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain, reference
-from mamba_ssm.distributed.across_ranks import chunk_scan_across_ranks
+from mamba_ssm.distributed.across_ranks import mamba2_across_ranks
 from mamba_ssm.modules._state import initial_dt_bias, mark
-from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_across_ranks
-from mamba_ssm.ops.mamba2_block import mamba_split_conv1d_scan_combined
+from mamba_ssm.modules._submodules import conv_widths, convolve, plain_convolution
+from mamba_ssm.ops.causal_conv1d import wants_silu
+from mamba_ssm.ops.mamba2_block import Options, mamba_split_conv1d_scan_combined
+from mamba_ssm.ops.mamba2_block.arguments import Inputs
 from mamba_ssm.ops.norm import GatedRMSNorm
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
 
@@ -217,12 +219,29 @@ class Mamba2Base(nn.Module):
 
     def _across_ranks(self, zxbcdt: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:
         """(B, L, d_inner), of this rank's part of the sequence; see mamba_ssm.distributed.context_parallel."""
-        z0, x0, z, xBC, dt = self._split(zxbcdt)
-        xBC = convolve_across_ranks(self.conv1d, xBC.transpose(1, 2), self.activation, group).transpose(1, 2)
-        x, B, C = self._split_xBC(xBC)
-        rest = self._D(), self.dt_bias, True, self.dt_limit, group
-        y = chunk_scan_across_ranks(x, dt, self._A(), B, C, *rest).flatten(2)
-        return self._norm_and_mlp(y if self.rmsnorm else y * F.silu(z), z, z0, x0)
+        conv1d = plain_convolution(self.conv1d)
+        plain = not self.rmsnorm or self._has_plain_norm()
+        norm_weight, norm_eps = self._norm_weight_and_eps() if plain else (None, 0.0)
+        dt_min, dt_max = map(float, self.dt_limit)
+        inputs = Inputs(
+            zxbcdt,
+            conv1d.weight.squeeze(1),
+            conv1d.bias,
+            self.dt_bias,
+            self.A_log,
+            self._D(),
+            None,
+            None,
+            norm_weight,
+        )
+        silu = wants_silu(type(self).__name__, self.activation)
+        of_norm = norm_eps, self.norm_before_gate
+        options = Options(self.headdim, self.ngroups, dt_min, dt_max, silu, *of_norm, A_is_log=True)
+        y = mamba2_across_ranks(inputs, options, plain, group)
+        if plain:
+            return y
+        z0, x0, z, _, _ = self._split(zxbcdt)
+        return self._norm_and_mlp(y, z, z0, x0)
 
     def _split(
         self, zxbcdt: torch.Tensor

@@ -58,12 +58,18 @@ def convolve_across_ranks(
     conv1d: nn.Module, x: torch.Tensor, activation: str | None, group: "dist.ProcessGroup"
 ) -> torch.Tensor:
     """convolve, of this rank's part of the sequence."""
+    conv1d = plain_convolution(conv1d)
+    return causal_conv1d_across_ranks(x, conv1d.weight.squeeze(1), conv1d.bias, activation, group)
+
+
+def plain_convolution(conv1d: nn.Module) -> nn.Conv1d:
+    """conv1d, which must be no more than its parameters."""
     if not is_plain(conv1d, nn.Conv1d):
         raise ValueError(
             "context_parallel needs conv1d as it was made, got one with hooks or replaced by "
             f"{type(conv1d).__name__}: remove them"
         )
-    return causal_conv1d_across_ranks(x, conv1d.weight.squeeze(1), conv1d.bias, activation, group)
+    return conv1d
 
 
 @torch.no_grad()

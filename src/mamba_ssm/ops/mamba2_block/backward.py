@@ -86,7 +86,7 @@ def _check(dout, dfinal_states, kept, inputs, options):
     return sizes
 
 
-def _allocate(dout, inputs, sizes, wanted):
+def allocate(dout, inputs, sizes, wanted):
     """Results without values, but for those of the convolution's parameters, which its launcher makes."""
     A, D, dt_bias, rmsnorm_weight = inputs.A, inputs.D, inputs.dt_bias, inputs.rmsnorm_weight
     float32 = torch.float32
@@ -103,8 +103,8 @@ def _allocate(dout, inputs, sizes, wanted):
     )
 
 
-def _with_convolution(grads, dweight, dbias):
-    """The operator's results from those of _allocate and the gradients of the convolution's parameters."""
+def with_convolution(grads, dweight, dbias):
+    """The operator's results from those of allocate and the gradients of the convolution's parameters."""
     dzxbcdt, _, _, *others = grads
     return dzxbcdt, dweight, dbias, *others
 
@@ -112,13 +112,13 @@ def _with_convolution(grads, dweight, dbias):
 def _backward(dout, dfinal_states, *arguments):
     kept, inputs, options, wanted = unpack(arguments, Kept, Inputs, Options, Wanted)
     sizes = _check(dout, dfinal_states, kept, inputs, options)
-    grads = _allocate(dout, inputs, sizes, wanted)
+    grads = allocate(dout, inputs, sizes, wanted)
     inputs, row_stride = kernel_layout(inputs, options.reverse)
     if sizes.d_mlp:
         out, dmlp = (None if tensor is None else tensor.narrow(2, 0, sizes.d_mlp) for tensor in (grads.out, dout))
         launch_swiglu_backward(dmlp, mlp(inputs.zxbcdt, sizes), mlp(grads.dzxbcdt, sizes), out)
     if sizes.empty:
-        return _of_nothing(inputs, sizes, dfinal_states, grads)
+        return of_nothing(inputs, sizes, dfinal_states, grads)
 
     z, xBC, dt = cut(inputs.zxbcdt, row_stride, sizes)
     dz, dxBC, ddt = cut(grads.dzxbcdt, grads.dzxbcdt.shape[2], sizes)
@@ -127,10 +127,10 @@ def _backward(dout, dfinal_states, *arguments):
     if inputs.rmsnorm_weight is None:
         y = inputs.zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
         launch_scan(sizes, scan, options, heads(y, sizes), None)
-        dy = _gate_backward(dout, y, inputs, sizes, grads)
+        dy = gate_backward(dout, y, inputs, sizes, grads)
         del y
     else:
-        dy = _norm_backward(dout, kept, z, dz, inputs, options, sizes, grads)
+        dy = norm_backward(dout, kept, z, dz, inputs, options, sizes, grads)
     dconv_out = empty_like(conv_out)
     dx, dB, dC = cut_xBC(dconv_out, sizes)
     scan_grads = dx, ddt, grads.dA, dB, dC, grads.dD, grads.ddt_bias, grads.dinitial_states
@@ -141,10 +141,10 @@ def _backward(dout, dfinal_states, *arguments):
     dconv_out_first, conv = channels_first(dconv_out, sizes), conv_inputs(xBC, inputs)
     dconv1d = launch_convolution_backward(sizes.conv1d, dconv_out_first, None, conv, options.conv1d, dxBC, None)
     del dconv_out  # as above
-    return _with_convolution(grads, *dconv1d)
+    return with_convolution(grads, *dconv1d)
 
 
-def _norm_backward(dout, kept, z, dz, inputs, options, sizes, grads):
+def norm_backward(dout, kept, z, dz, inputs, options, sizes, grads):
     """The gradient of the scan's output; writes dz, drmsnorm_weight and, if it is wanted, out."""
     y, rstd = kept.y.contiguous(), kept.rstd.contiguous()
     dout, dout_stride = in_rows(dout)
@@ -161,7 +161,7 @@ def _norm_backward(dout, kept, z, dz, inputs, options, sizes, grads):
     return dy
 
 
-def _gate_backward(dout, y, inputs, sizes, grads):
+def gate_backward(dout, y, inputs, sizes, grads):
     """The gradient of y in out = y silu(z); writes that of z and, if it is wanted, out."""
     z, dz = (tensor.narrow(2, 2 * sizes.d_mlp, sizes.dim) for tensor in (inputs.zxbcdt, grads.dzxbcdt))
     dtype, dout, y, z = y.dtype, dout.narrow(2, sizes.d_mlp, sizes.dim).float(), y.float(), z.float()
@@ -173,7 +173,7 @@ def _gate_backward(dout, y, inputs, sizes, grads):
     return (dout * silu).to(dtype).contiguous()
 
 
-def _of_nothing(inputs, sizes, dfinal_states, grads):
+def of_nothing(inputs, sizes, dfinal_states, grads):
     """What backward returns where there is no step, or no head beside the gated MLP."""
     for grad in (grads.ddt_bias, grads.dA, grads.dD, grads.dinitial_states, grads.drmsnorm_weight):
         if grad is not None:
@@ -184,14 +184,14 @@ def _of_nothing(inputs, sizes, dfinal_states, grads):
     grads.dzxbcdt.narrow(2, 2 * sizes.d_mlp, columns - 2 * sizes.d_mlp).zero_()
     bias = inputs.conv1d_bias
     dbias = None if bias is None else torch.zeros_like(bias)
-    return _with_convolution(grads, torch.zeros_like(inputs.conv1d_weight), dbias)
+    return with_convolution(grads, torch.zeros_like(inputs.conv1d_weight), dbias)
 
 
 def _backward_fake(dout, dfinal_states, *arguments):
     kept, inputs, options, wanted = unpack(arguments, Kept, Inputs, Options, Wanted)
-    grads = _allocate(dout, inputs, _check(dout, dfinal_states, kept, inputs, options), wanted)
+    grads = allocate(dout, inputs, _check(dout, dfinal_states, kept, inputs, options), wanted)
     bias = inputs.conv1d_bias
-    return _with_convolution(grads, empty_like(inputs.conv1d_weight), None if bias is None else empty_like(bias))
+    return with_convolution(grads, empty_like(inputs.conv1d_weight), None if bias is None else empty_like(bias))
 
 
 split_conv1d_scan_backward_op = define(

@@ -251,17 +251,22 @@ def _forward(*arguments):
         return results
     z, xBC, dt = cut(zxbcdt, row_stride, sizes)
     conv_out = convolve(xBC, inputs, sizes, options)
-    gated = heads(out, sizes, sizes.d_mlp)
     if inputs.rmsnorm_weight is None:
+        gated = heads(out, sizes, sizes.d_mlp)
         launch_scan(sizes, scan_inputs(conv_out, dt, z, inputs, sizes), options, gated, final_states)
         return results
     if y is None:
         y = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
     launch_scan(sizes, scan_inputs(conv_out, dt, None, inputs, sizes), options, heads(y, sizes), final_states)
-    norm = NormInputs((y, sizes.dim), inputs.rmsnorm_weight, None, (z, row_stride))
-    gated = gated, sizes.d_mlp + sizes.dim
-    launch_norm(sizes.rows, norm, options.rmsnorm_eps, norm_options(options, sizes), gated, (None, rstd))
+    launch_gated_norm(y, (z, row_stride), inputs, options, sizes, out, rstd)
     return results
+
+
+def launch_gated_norm(y, z, inputs, options, sizes, out, rstd):
+    """Writes the columns of out behind the gated MLP's, and rstd unless it is None. z: rows."""
+    norm = NormInputs((y, sizes.dim), inputs.rmsnorm_weight, None, z)
+    gated = heads(out, sizes, sizes.d_mlp), sizes.d_mlp + sizes.dim
+    launch_norm(sizes.rows, norm, options.rmsnorm_eps, norm_options(options, sizes), gated, (None, rstd))
 
 
 def _forward_fake(*arguments):

@@ -1,0 +1,182 @@
+"""The inside of a Mamba-2 block whose sequence lies on several devices: the fused operators' kernels, and between them
+what parts pass to each other. The convolution's output and the decays are kept for backward, not computed again.
+
+Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate, W width of the convolution.
+"""
+
+import typing
+
+import torch
+
+from mamba_ssm._torch import make
+from mamba_ssm.ops._shared.gradients import empty_like
+from mamba_ssm.ops.causal_conv1d.backward import launch_backward as launch_convolution_backward
+from mamba_ssm.ops.causal_conv1d.forward import launch_forward as launch_convolution
+from mamba_ssm.ops.mamba2_block.arguments import (
+    Inputs,
+    Kept,
+    Options,
+    Sizes,
+    channels_first,
+    check,
+    conv_inputs,
+    cut,
+    cut_xBC,
+    heads,
+    kernel_layout,
+    mlp,
+    scan_inputs,
+)
+from mamba_ssm.ops.mamba2_block.backward import (
+    Gradients,
+    Wanted,
+    allocate,
+    gate_backward,
+    norm_backward,
+    of_nothing,
+    with_convolution,
+)
+from mamba_ssm.ops.mamba2_block.forward import launch_gated_norm
+from mamba_ssm.ops.norm.swiglu import launch_backward as launch_swiglu_backward
+from mamba_ssm.ops.norm.swiglu import launch_forward as launch_swiglu
+from mamba_ssm.ops.ssd import carry
+from mamba_ssm.ops.ssd.backward import Gradients as ScanGradients
+from mamba_ssm.ops.ssd.backward import launch_backward as launch_scan_backward
+from mamba_ssm.ops.ssd.forward import launch_forward as launch_scan
+
+
+class Neighbours(typing.Protocol):
+    """The parts before and behind this one. Every part calls these in this order."""
+
+    def send_inputs(self, x: torch.Tensor, steps: int) -> None:
+        """Starts to pass on the last steps of the convolution's input x (B, H P + 2 G N, L)."""
+
+    def inputs_before(self) -> torch.Tensor:
+        """The inputs before x, (B, H P + 2 G N, W-1) of its dtype."""
+
+    def state_before(self, state: torch.Tensor, factor: torch.Tensor) -> torch.Tensor | None:
+        """From what this part passes on, (B, H, P, N) and (B, H, 1, 1) float32: the state before it. None: zero."""
+
+    def gradient_after(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """From what this part passes back: the gradient of the state behind it. None: zero."""
+
+    def add_input_gradients(self, dbefore: torch.Tensor, dx: torch.Tensor) -> None:
+        """Passes back the gradient of inputs_before's result; adds what comes for x to dx."""
+
+
+class Carried(typing.NamedTuple):
+    """What forward keeps for backward beside the inputs, None where it is not needed."""
+
+    y: torch.Tensor | None  # with a norm: the scan's output (B, L, H P), and 1 / rms of each group (B, L, G) float32
+    rstd: torch.Tensor | None
+    conv_out: torch.Tensor | None  # (B, L, H P + 2 G N)
+    inputs_before: torch.Tensor
+    decays: torch.Tensor  # of ops/ssd/carry.py
+    states: torch.Tensor | None  # before each piece
+
+
+def part_forward(inputs: Inputs, options: Options, gate: bool, neighbours: Neighbours) -> tuple[torch.Tensor, Carried]:
+    """The part's output (B, L, d_mlp + H P), and what part_backward needs.
+
+    inputs, options: as of the operators, with dt_bias and A_log, float32; without states, seq_idx and reverse.
+    gate: False for the scan's output alone (B, L, H P), without norm, gate and gated MLP.
+    """
+    sizes = check(inputs, options)
+    inputs, row_stride = kernel_layout(inputs, options.reverse)
+    zxbcdt = inputs.zxbcdt
+    neighbours.send_inputs(_conv_input(zxbcdt, sizes), sizes.width - 1)
+    z, xBC, _ = cut(zxbcdt, row_stride, sizes)
+    pieces = carry.cut_length(sizes)
+    dt = zxbcdt.narrow(2, zxbcdt.shape[2] - sizes.nheads, sizes.nheads)
+    decays = carry.decays_of(dt, typing.cast(torch.Tensor, inputs.dt_bias), -torch.exp(inputs.A), options, pieces)
+    factors = carry.factors_of(decays)
+    before = neighbours.inputs_before()
+    out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.d_mlp + sizes.dim if gate else sizes.dim))
+    if sizes.empty:
+        neighbours.state_before(_no_state(inputs, sizes), factors[:, 0])
+        return out, Carried(None, None, None, before, decays, None)
+
+    conv_out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.channels))
+    conv = conv_inputs(xBC, inputs)._replace(initial_states=before)
+    launch_convolution(sizes.conv1d, conv, options.conv1d, channels_first(conv_out, sizes), None)
+    scan = _scan(conv_out, row_stride, inputs, pieces)
+    states, passed = carry.fold(carry.last_states(pieces, scan, options), factors)
+    states = carry.add_outer(states, factors, neighbours.state_before(passed, factors.prod(1)))
+    scan = scan._replace(initial_states=states)
+    y = rstd = None
+    if gate and sizes.d_mlp:
+        launch_swiglu(mlp(zxbcdt, sizes), out.narrow(2, 0, sizes.d_mlp))
+    if gate and inputs.rmsnorm_weight is not None:
+        y = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
+        rstd = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.ngroups), dtype=torch.float32)
+        launch_scan(pieces, scan, options, heads(y, pieces), None)
+        launch_gated_norm(y, (z, row_stride), inputs, options, sizes, out, rstd)
+    else:
+        if gate:
+            scan = scan._replace(z=cut(zxbcdt, row_stride, pieces)[0])
+        launch_scan(pieces, scan, options, heads(out, pieces, out.shape[2] - sizes.dim), None)
+    return out, Carried(y, rstd, conv_out, before, decays, states)
+
+
+def part_backward(
+    dout: torch.Tensor, inputs: Inputs, kept: Carried, options: Options, gate: bool, neighbours: Neighbours
+) -> Gradients:
+    """The operators' gradients, that of the part's output given."""
+    sizes = check(inputs, options)
+    inputs, row_stride = kernel_layout(inputs, options.reverse)
+    grads = allocate(dout, inputs, sizes, Wanted(need_dinitial_states=False, recompute_out=False))
+    dconv_input = _conv_input(grads.dzxbcdt, sizes)
+    factors = carry.factors_of(kept.decays)
+    if sizes.empty:
+        neighbours.gradient_after(_no_state(inputs, sizes))
+        neighbours.add_input_gradients(torch.zeros_like(kept.inputs_before), dconv_input)
+        return Gradients(*of_nothing(inputs, sizes, None, grads))
+
+    pieces = carry.cut_length(sizes)
+    conv_out = typing.cast(torch.Tensor, kept.conv_out)
+    z, xBC, _ = cut(inputs.zxbcdt, row_stride, sizes)
+    dz, dxBC, _ = cut(grads.dzxbcdt, grads.dzxbcdt.shape[2], sizes)
+    scan = _scan(conv_out, row_stride, inputs._replace(initial_states=kept.states), pieces)
+    dy = dout.contiguous()
+    if not gate:
+        grads.dzxbcdt.narrow(2, 0, 2 * sizes.d_mlp + sizes.dim).zero_()
+    elif kept.y is not None:
+        dy = norm_backward(dout, Kept(kept.y, kept.rstd), z, dz, inputs, options, sizes, grads)
+    else:
+        y = dout.new_empty((sizes.batch, sizes.seqlen, sizes.dim))
+        launch_scan(pieces, scan, options, heads(y, pieces), None)
+        dy = gate_backward(dout, y, inputs, sizes, grads)
+    if gate and sizes.d_mlp:
+        dmlp = dout.narrow(2, 0, sizes.d_mlp)
+        launch_swiglu_backward(dmlp, mlp(inputs.zxbcdt, sizes), mlp(grads.dzxbcdt, sizes), None)
+
+    first = carry.first_gradients(pieces, heads(dy, pieces), scan.C, kept.decays)
+    after, passed = carry.fold(first, factors, from_end=True)
+    after = carry.add_outer(after, factors, neighbours.gradient_after(passed), from_end=True)
+    dconv_out = empty_like(conv_out)
+    dx, dB, dC = cut_xBC(dconv_out, pieces)
+    ddt = cut(grads.dzxbcdt, grads.dzxbcdt.shape[2], pieces)[2]
+    scan_grads = make(ScanGradients, (dx, ddt, grads.dA, dB, dC, grads.dD, grads.ddt_bias, None))
+    launch_scan_backward(pieces, heads(dy, pieces), after, scan, options, scan_grads)
+    del dy  # held until here: the kernels have it now
+    conv = conv_inputs(xBC, inputs)._replace(initial_states=kept.inputs_before)
+    dbefore = torch.empty_like(kept.inputs_before)
+    of_conv = channels_first(dconv_out, sizes), None, conv, options.conv1d, dxBC, dbefore
+    dconv1d = launch_convolution_backward(sizes.conv1d, *of_conv)
+    neighbours.add_input_gradients(dbefore, dconv_input)
+    return Gradients(*with_convolution(grads, *dconv1d))
+
+
+def _conv_input(zxbcdt: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """(B, H P + 2 G N, L), of zxbcdt or its gradient."""
+    return zxbcdt.narrow(2, 2 * sizes.d_mlp + sizes.dim, sizes.channels).transpose(1, 2)
+
+
+def _scan(conv_out: torch.Tensor, row_stride: int, inputs: Inputs, pieces: Sizes) -> typing.Any:
+    """The inputs of the pieces' scan, as launchers take them."""
+    dt = cut(inputs.zxbcdt, row_stride, pieces)[2]
+    return scan_inputs(conv_out, dt, None, inputs, pieces)
+
+
+def _no_state(inputs: Inputs, sizes: Sizes) -> torch.Tensor:
+    return inputs.A.new_zeros(sizes.states)
