@@ -9,7 +9,7 @@ import pytest
 import torch
 from _helpers.public_ops import PUBLIC_OPS
 
-from mamba_ssm import Mamba, Mamba2, MambaLMHeadModel
+from mamba_ssm import Mamba, Mamba2, Mamba3, MambaLMHeadModel
 from mamba_ssm._native import launch
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.modules.mamba2_simple import Mamba2Simple
@@ -35,7 +35,7 @@ def flat(results):
     return [tensor for tensor in (results if isinstance(results, tuple) else (results,)) if tensor is not None]
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC_OPS if name != "mamba3_scan"])
+@pytest.mark.parametrize("name", PUBLIC_OPS)
 def test_operators(name, request):
     op = PUBLIC_OPS[name]
     torch.manual_seed(0)
@@ -63,6 +63,7 @@ def test_states_of_packed_sequences():
 BLOCKS = {
     "mamba": lambda **options: Mamba(8, d_state=3, layer_idx=0, **options),
     "mamba2": lambda **options: Mamba2(8, d_state=3, headdim=4, layer_idx=0, **options),
+    "mamba3": lambda **options: Mamba3(8, d_state=4, headdim=4, layer_idx=0, is_outproj_norm=True, **options),
     "mamba2_simple": lambda **options: Mamba2Simple(8, d_state=3, headdim=4, **options),
 }
 
@@ -105,9 +106,9 @@ def test_any_width_of_the_convolution(kind, width, no_kernels):
         torch.testing.assert_close(torch.cat(parts, dim=1), block(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layer", ["Mamba1", "Mamba2"])
+@pytest.mark.parametrize("layer", ["Mamba1", "Mamba2", "Mamba3"])
 def test_language_models(layer, request):
-    ssm_cfg = {"layer": layer, "d_state": 4, **({"headdim": 8} if layer == "Mamba2" else {})}
+    ssm_cfg = {"layer": layer, "d_state": 4, **({} if layer == "Mamba1" else {"headdim": 8})}
     config = {"d_intermediate": 20, "attn_layer_idx": [1], "attn_cfg": {"num_heads": 2, "d_conv": 3}}
     model = MambaLMHeadModel(MambaConfig(d_model=16, n_layer=3, vocab_size=30, ssm_cfg=ssm_cfg, **config))
     tokens = torch.randint(30, (2, 9))
@@ -118,8 +119,9 @@ def test_language_models(layer, request):
         assert torch.equal(model.generate(tokens, 14), text)
 
 
-def test_exported_programs_hold_torchs_operators_alone():
-    block, x = BLOCKS["mamba"](), torch.randn(1, 4, 8)
+@pytest.mark.parametrize("kind", ["mamba", "mamba3"])
+def test_exported_programs_hold_torchs_operators_alone(kind):
+    block, x = BLOCKS[kind](), torch.randn(1, 4, 8)
     with plain_torch(), torch.no_grad():
         program = torch.export.export(block, (x,))
     names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}

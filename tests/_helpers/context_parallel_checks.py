@@ -98,7 +98,7 @@ def _checkpointed(forward):
     return lambda *arguments, **options: checkpoint(forward, *arguments, use_reentrant=False, **options)
 
 
-def fsdp2():
+def fsdp2(layer):
     """Sharded parameters and a sequence in parts together, against one process."""
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "fully_shard"):
@@ -107,7 +107,7 @@ def fsdp2():
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
-    config = MambaConfig(d_model=16, n_layer=2, vocab_size=32, ssm_cfg={"layer": "Mamba2", **_small("Mamba2")})
+    config = MambaConfig(d_model=16, n_layer=2, vocab_size=32, ssm_cfg={"layer": layer, **_small(layer)})
     whole = MambaLMHeadModel(config)
     model = context_parallel(copy.deepcopy(whole), mesh)
     for block in model.backbone.layers:
@@ -124,7 +124,7 @@ def fsdp2():
 
 def autocast():
     torch.manual_seed(0)
-    for name in ("mamba", "mamba2"):
+    for name in ("mamba", "mamba2", "mamba3"):
         whole = BLOCKS[name]()
         block = context_parallel(copy.deepcopy(whole), dist.group.WORLD)
         x = same(1, 5 * dist.get_world_size(), 24)
@@ -139,9 +139,10 @@ def autocast():
 
 def compiled():
     torch.manual_seed(0)
-    block = context_parallel(BLOCKS["mamba2"](), dist.group.WORLD)
-    x = split_sequence(same(1, 4 * dist.get_world_size(), 24), dist.group.WORLD)
-    torch.testing.assert_close(torch.compile(block, backend="eager")(x), block(x))
+    for name in ("mamba2", "mamba3"):
+        block = context_parallel(BLOCKS[name](), dist.group.WORLD)
+        x = split_sequence(same(1, 4 * dist.get_world_size(), 24), dist.group.WORLD)
+        torch.testing.assert_close(torch.compile(block, backend="eager")(x), block(x))
 
 
 def refusals():
@@ -153,6 +154,10 @@ def refusals():
     assert context_parallel(model, None)(x).shape == x.shape  # off again: no rank waits for another
     with pytest.raises(ValueError, match="Mamba2: cu_seqlens is not supported with context_parallel"):
         context_parallel(Mamba2(16, headdim=8), group)(x, cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
+    for block in (Mamba2, Mamba3):
+        parallel = block(16, headdim=4, ngroups=4, process_group=group, sequence_parallel=False)
+        with pytest.raises(ValueError, match=f"{block.__name__}: process_group is not supported with context_parallel"):
+            context_parallel(parallel, group)(x)
     with pytest.raises(ValueError, match="every rank's part needs at least one step, got 0"):
         context_parallel(Mamba3(16, headdim=8), group)(x[:, :0])
     attention = MambaConfig(d_model=16, n_layer=2, vocab_size=32, attn_layer_idx=[1], attn_cfg={"num_heads": 2})
@@ -207,7 +212,8 @@ CHECKS.update(
         "language_model_mamba": lambda: language_model("Mamba1"),
         "language_model_mamba2": lambda: language_model("Mamba2"),
         "language_model_mamba3": lambda: language_model("Mamba3"),
-        "fsdp2": fsdp2,
+        "fsdp2": lambda: fsdp2("Mamba2"),
+        "fsdp2_mamba3": lambda: fsdp2("Mamba3"),
         "autocast": autocast,
         "compiled": compiled,
         "refusals": refusals,

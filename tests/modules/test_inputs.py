@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mamba_ssm import Mamba, Mamba2
+from mamba_ssm import Mamba, Mamba2, Mamba3
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 from mamba_ssm.modules.block import Block
@@ -17,6 +17,7 @@ from mamba_ssm.utils.generation import InferenceParams
 WITH_STATES = {
     "Mamba": lambda: Mamba(16, layer_idx=0),
     "Mamba2": lambda: Mamba2(16, headdim=8, layer_idx=0),
+    "Mamba3": lambda: Mamba3(16, headdim=8, layer_idx=0),
     "MHA": lambda: MHA(16, 2, layer_idx=0),
 }
 MIXERS = {**WITH_STATES, "Mamba2Simple": lambda: Mamba2Simple(16, headdim=8)}
@@ -61,7 +62,7 @@ def test_packed_sequences_that_are_no_dense_tensor(kind):
         module(x, seq_idx=[[0] * 5])
     with pytest.raises(ValueError, match=r"seq_idx must .* \(1, 5\), got \(\)"):
         module(x, seq_idx=torch.tensor(0, dtype=torch.int32))
-    if kind in ("Mamba2", "MHA"):
+    if kind in ("Mamba2", "Mamba3", "MHA"):
         with pytest.raises(TypeError, match=f"{kind}: cu_seqlens must be a dense tensor, got torch.sparse_coo"):
             module(x, cu_seqlens=torch.tensor([0, 5], dtype=torch.int32).to_sparse())
 

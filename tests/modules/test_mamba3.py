@@ -272,5 +272,5 @@ def test_narrow_modules_and_autocast(module, dtype, device):
         narrow(u[:, :39].to(dtype), inference_params=cache)
         cache.seqlen_offset = 39
         step = narrow(u[:, 39:].to(dtype), inference_params=cache)
-    assert [state.dtype for state in cache.key_value_memory_dict[0]] == [torch.float32, dtype, dtype, dtype]
+    assert [state.dtype for state in cache.key_value_memory_dict[0]] == [torch.float32, torch.float32, dtype, dtype]
     torch.testing.assert_close(step.float(), expected[:, 39:], rtol=0, atol=2 * tolerance)

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch.nn.utils import prune
 
-from mamba_ssm import Mamba, Mamba2
+from mamba_ssm import Mamba, Mamba2, Mamba3
 from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.mamba2_simple import Mamba2Simple
 from mamba_ssm.modules.mha import MHA
@@ -20,13 +20,19 @@ BLOCKS = {
     "mamba": lambda **options: Mamba(24, layer_idx=0, **options),
     "mamba2": lambda **options: Mamba2(24, layer_idx=0, **SIZES, **options),
     "mamba2_simple": lambda **options: Mamba2Simple(24, **SIZES, **options),
+    "mamba3": lambda **options: Mamba3(24, layer_idx=0, **SIZES, **options),
+    "mimo": lambda **options: Mamba3(
+        24, layer_idx=0, is_mimo=True, mimo_rank=3, is_outproj_norm=True, **SIZES, **options
+    ),
     "mha": lambda **options: MHA(24, 4, causal=True, d_conv=3, layer_idx=0),
 }
 PROJECTIONS = [
     *(("mamba", name) for name in ("in_proj", "x_proj", "dt_proj", "out_proj")),
-    *((kind, name) for kind in ("mamba2", "mamba2_simple", "mha") for name in ("in_proj", "out_proj")),
+    *((kind, name) for kind in BLOCKS if kind != "mamba" for name in ("in_proj", "out_proj")),
 ]
-PARTS = [*PROJECTIONS, *((kind, "conv1d") for kind in BLOCKS), ("mamba2", "norm"), ("mamba2_simple", "norm")]
+CONVOLVED = [kind for kind in BLOCKS if kind not in ("mamba3", "mimo")]
+NORMS = [("mamba2", "norm"), ("mamba2_simple", "norm"), ("mamba3", "B_norm"), ("mimo", "C_norm"), ("mimo", "norm")]
+PARTS = [*PROJECTIONS, *((kind, "conv1d") for kind in CONVOLVED), *NORMS]
 
 
 class Adapter(nn.Module):
@@ -84,7 +90,7 @@ def test_an_adapter_counts(kind, name, device):
     assert adapter.up.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "mamba3", "mimo"])
 def test_compile_with_adapters_and_hooks(kind, device):
     module = BLOCKS[kind]().to(device)
     module.in_proj = Adapter(module.in_proj).to(device)
@@ -178,7 +184,7 @@ def test_parameters_held_elsewhere(kind, device):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind,name", [part for part in PARTS if part[1] != "norm"])
+@pytest.mark.parametrize("kind,name", [part for part in PARTS if part not in NORMS])
 def test_parametrized_weights(kind, name):
     module = BLOCKS[kind]()
     plain = copy.deepcopy(module)
@@ -248,7 +254,7 @@ def test_inputs_of_another_shape(kind, shape):
         BLOCKS[kind]()(torch.randn(shape))
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "mha"])
+@pytest.mark.parametrize("kind", ["mamba2", "mamba3", "mha"])
 def test_wrong_bounds_of_packed_sequences(kind):
     module, x = BLOCKS[kind](), torch.randn(1, 5, 24)
     for bounds in ([1, 5], [0, 6], [0, 3, 2, 5], [5]):

@@ -5,7 +5,7 @@ import torch
 from _helpers.cases import ConvCase, ScanCase, outputs_and_gradients
 
 import mamba_ssm
-from mamba_ssm import Mamba, Mamba2
+from mamba_ssm import Mamba, Mamba2, Mamba3
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mamba_ssm.ops.triton.k_activations import swiglu
@@ -197,9 +197,9 @@ def test_functional_transforms(device):
     torch.testing.assert_close(torch.func.vmap(run)(many), torch.stack([run(u) for u in many]))
 
 
-@pytest.mark.parametrize("block", [Mamba, Mamba2])
+@pytest.mark.parametrize("block", [Mamba, Mamba2, Mamba3])
 def test_functional_transforms_of_a_block(block, device):
-    layer = block(16, d_state=8, device=device, **({"headdim": 8} if block is Mamba2 else {}))
+    layer = block(16, d_state=8, device=device, **({} if block is Mamba else {"headdim": 8}))
     with pytest.raises(RuntimeError, match=r"does not work with torch\.func transforms"):
         torch.func.grad(lambda x: layer(x).sum())(torch.randn(2, 5, 16, device=device))
 

@@ -27,7 +27,10 @@ ATTENTION = {
 MODELS = {
     "mamba": {},
     "mamba2": {"ssm_cfg": {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16}},
+    "mamba3": {"ssm_cfg": {"layer": "Mamba3", "d_state": 16, "headdim": 8}},
+    "mimo": {"ssm_cfg": {"layer": "Mamba3", "d_state": 16, "headdim": 8, "is_mimo": True, "is_outproj_norm": True}},
     "hybrid": {"ssm_cfg": {"layer": "Mamba2", "d_state": 16, "headdim": 8, "chunk_size": 16}, **ATTENTION},
+    "hybrid of mamba3": {"ssm_cfg": {"layer": "Mamba3", "d_state": 16, "headdim": 8}, **ATTENTION},
 }
 
 
@@ -259,7 +262,7 @@ def test_inference_params():
         (kind, dtype)
         for kind in MODELS
         for dtype in (torch.float32, torch.bfloat16)
-        if (kind, dtype) != ("hybrid", torch.bfloat16)
+        if "hybrid" not in kind or dtype == torch.float32
     ],
     ids=str,
 )

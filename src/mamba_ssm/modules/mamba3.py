@@ -273,13 +273,13 @@ class Mamba3(nn.Module):
         inplace_state: object = None,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Zero states of a batch: angle_state, float32, and ssm_state, k_state and v_state, of dtype or in_proj's."""
+        """Zero states of a batch: angle and ssm_state in float32, k_state and v_state of dtype or in_proj's."""
         # in_proj may be quantised, and elsewhere (offloading) until it is called
         weight = getattr(self.in_proj, "weight", None)
-        known = dtype or (
-            weight.dtype if weight is not None and weight.is_floating_point() else self.C_norm.weight.dtype
-        )
-        dtypes = torch.float32, known, known, known
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+            weight = self.C_norm.weight
+        known = dtype or weight.dtype
+        dtypes = torch.float32, torch.float32, known, known
         device = self.dt_bias.device if device is None else device
         shapes = self._state_shapes()
         angle, ssm, k, v = (
@@ -303,8 +303,8 @@ class Mamba3(nn.Module):
         z, x, B, C, dt, A, trap, angles = zxBCdt.split(self._parts, dim=-1)
         heads, groups = (self.nheads, self.headdim), (self.mimo_rank, self.num_bc_heads, self.d_state)
         z, x = z.unflatten(-1, heads), x.unflatten(-1, heads)
-        DT = F.softplus(dt.float() + self.dt_bias.float())
-        rate: torch.Tensor = _A_ACTIVATIONS[self.A_activation](A.float()).clamp(min=self.A_floor)
+        DT = F.softplus(checks.widen(dt) + checks.widen(self.dt_bias))
+        rate: torch.Tensor = _A_ACTIVATIONS[self.A_activation](checks.widen(A)).clamp(min=self.A_floor)
         arguments = {
             "Q": self.C_norm(C.unflatten(-1, groups)),
             "K": self.B_norm(B.unflatten(-1, groups)),

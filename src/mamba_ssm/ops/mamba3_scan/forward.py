@@ -17,6 +17,7 @@ from mamba_ssm._torch import (
     define,
     make,
     no_gradients,
+    reference,
     signature,
     unpack,
     values_at_hand,
@@ -34,6 +35,7 @@ from mamba_ssm.ops.mamba3_scan.arguments import (
     place_out,
 )
 from mamba_ssm.ops.mamba3_scan.backward import gradients_by_torch, mamba3_scan_backward_op
+from mamba_ssm.ops.mamba3_scan.reference import mamba3_scan_ref
 
 
 class Wanted(typing.NamedTuple):
@@ -123,6 +125,9 @@ def mamba3_scan(
             checks.check_bounds(NAME, cu_seqlens.tolist(), V.shape[1])
     options = Options(bool(pairwise), checks.check_number(NAME, "norm_eps", norm_eps))
     wanted = bool(return_final_states)
+    if reference.on:
+        given: typing.Any = None if initial_states is None else states
+        return mamba3_scan_ref(*tensors, options.norm_eps, given, seq_idx, cu_seqlens, options.pairwise, wanted)
     out, *finals = call(mamba3_scan_op, *tensors, *states, seq_idx, cu_seqlens, *options, wanted)
     return (out, States(*finals)) if return_final_states else out
 

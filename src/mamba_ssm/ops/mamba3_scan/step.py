@@ -7,7 +7,7 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
-from mamba_ssm._torch import autocast_dtype, call, define, make, signature, unpack, wrote_in_place
+from mamba_ssm._torch import autocast_dtype, call, define, make, reference, signature, unpack, wrote_in_place
 from mamba_ssm.ops.mamba3_scan.arguments import (
     NAME,
     STATE_NAMES,
@@ -21,6 +21,7 @@ from mamba_ssm.ops.mamba3_scan.arguments import (
     out_shape,
     place_out,
 )
+from mamba_ssm.ops.mamba3_scan.reference import mamba3_scan_ref
 
 
 @torch.no_grad()
@@ -70,7 +71,13 @@ def mamba3_step(
     parameters = map(checks.widen, (D, MIMO_V, MIMO_Z, MIMO_Out, norm_weight))
     D, MIMO_V, MIMO_Z, MIMO_Out, norm_weight = parameters
     tensors = Q, K, V, ADT, DT, Trap, *biases, Angles, D, Z, MIMO_V, MIMO_Z, MIMO_Out, norm_weight
-    arguments = *tensors, *states, None, None, bool(pairwise), checks.check_number(NAME, "norm_eps", norm_eps)
+    norm_eps = checks.check_number(NAME, "norm_eps", norm_eps)
+    if reference.on:
+        results: typing.Any = mamba3_scan_ref(*tensors, norm_eps, states, None, None, bool(pairwise), True)
+        for state, final in zip(states, results[1], strict=True):
+            state.copy_(final)
+        return results[0].squeeze(1)
+    arguments = *tensors, *states, None, None, bool(pairwise), norm_eps
     return call(mamba3_step_op, *arguments).squeeze(1)
 
 
