@@ -99,6 +99,16 @@ CASES = {
     },
 }
 
+# one sequence over several devices: across_ranks.py
+ACROSS_RANKS = {
+    "cuda": [
+        Block(layer, 1, seqlen, 768, passes=("fwd", "fwd+bwd"))
+        for layer in ("Mamba", "Mamba2")
+        for seqlen in (131072, 1048576)
+    ],
+    "cpu": [Block(layer, 1, 8192, 256, dtype="float32", passes=("fwd", "fwd+bwd")) for layer in ("Mamba", "Mamba2")],
+}
+
 # ---- beside plain torch, on the CPU ----------------------------------------------------------------------------------
 
 PLAIN_SCAN = Scan(1, 2048, 1536, 16, "float32")

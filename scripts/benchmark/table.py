@@ -36,6 +36,11 @@ EXPLANATIONS = {
     "peak ours MB": "the most that a step needs at once beside parameters and inputs, megabytes",
     "peak peer MB": "the peer's",
     "peak ours / peer": "below 1: ours needs less",
+    # one sequence on one device and over all
+    "devices": "GPUs, or processes with a thread each",
+    "one device ms": "a call with the whole sequence on one of them, from idle, median milliseconds",
+    "all devices ms": "a call with a part of the sequence on each, until the slowest has ended",
+    "devices x": "one device / all devices: times as fast",
     # against plain torch, or transformers without this package, in the same run
     "fwd ms": "a forward call, median milliseconds",
     "fwd+bwd ms": "a forward and a backward call, median milliseconds",

@@ -11,11 +11,14 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "benchmark"
 
 
-def benchmark(*words, status=0, **environment):
-    """The benchmark of the CPU with these words and environment variables, in a process of its own."""
+def benchmark(*words, status=0, launcher=(), **environment):
+    """The benchmark of the CPU with these words and environment variables, in a process of its own.
+
+    launcher: torchrun's words, which start across_ranks.py in its processes.
+    """
     # one thread: those of small problems wait for each other
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    command = [sys.executable, __file__, *map(str, words)]
+    command = [sys.executable, *launcher, __file__, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == status, done.stdout + done.stderr
     return done
@@ -62,6 +65,9 @@ def shrink(cases):
         ],
         "train": [Train("Mamba2", 2, 16, **model, passes=("step",))],
     }
+    cases.ACROSS_RANKS["cpu"] = [
+        Block(layer, 1, 75, 64, 32, 16, f32, passes=("fwd", "fwd+bwd")) for layer in ("Mamba2", "Mamba3")
+    ] + [Block("Mamba", 1, 75, 64, dtype=f32, passes=("fwd+bwd",))]
     cases.PLAIN_SCAN = dataclasses.replace(cases.PLAIN_SCAN, seqlen=32, dim=8)
     cases.PLAIN_SSDS = [dataclasses.replace(case, seqlen=32, heads=1) for case in cases.PLAIN_SSDS]
     cases.PLAIN_MAMBA3S = [dataclasses.replace(case, seqlen=32, heads=1) for case in cases.PLAIN_MAMBA3S]
@@ -85,8 +91,9 @@ def main(arguments):
         "plain_mamba3": lambda number: plain_mamba3.times(cases.PLAIN_MAMBA3S[int(number)]),
     }
     plain.in_own_process = lambda name, isa, script, *number: own[Path(script).stem](*number)
+    script = FOLDER / "across_ranks.py" if "RANK" in os.environ else FOLDER
     sys.argv = ["benchmark", "--device", "cpu", *arguments]
-    runpy.run_path(os.fspath(FOLDER), run_name="__main__")
+    runpy.run_path(os.fspath(script), run_name="__main__")
 
 
 if __name__ == "__main__":
