@@ -170,6 +170,46 @@ def test_values_and_gradients(module, seqlen, device):
         torch.testing.assert_close(ours.double(), true.double(), rtol=0, atol=limit)
 
 
+def test_padding_of_zeros(device):
+    """Where u is zero the activation of A is at its bend, and B and C are their biases alone."""
+    module = small(**MIMO).to(device)
+    u = torch.randn(2, 12, 24, device=device)
+    u[:, 4:9] = 0
+    results = []
+    for function in (module, lambda u: reference(module, u)):
+        leaf = u.clone().requires_grad_()
+        out = function(leaf)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [leaf, *module.parameters()])])
+    for ours, true in zip(*results, strict=True):
+        limit = 2e-5 * max(true.abs().max().item(), 1.0)
+        torch.testing.assert_close(ours.double(), true.double(), rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize(
+    "options,seqlen",
+    [
+        ({"d_model": 256}, 100),
+        ({"d_model": 256, "is_mimo": True, "mimo_rank": 4}, 100),
+        ({"d_model": 432, "headdim": 48, "d_state": 96, "ngroups": 3}, 33),
+        ({"d_model": 64, "headdim": 48, "expand": 1.5, "rope_fraction": 1.0}, 1),
+    ],
+    ids=str,
+)
+def test_sizes_that_upstream_is_asked_for(options, seqlen, device):
+    """Forward, backward, and a prompt with steps behind it, of sizes at which upstream's kernels fail."""
+    module = Mamba3(**options, layer_idx=0).to(device)
+    u = torch.randn(2, seqlen, options["d_model"], device=device)
+    out = module(u)
+    out.square().mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
+    cache, prompt = Cache(), max(seqlen - 3, 1)
+    with torch.no_grad():
+        parts = [module(u[:, :prompt], inference_params=cache)]
+        for cache.seqlen_offset in range(prompt, seqlen):
+            parts.append(module(u[:, cache.seqlen_offset, None], inference_params=cache))
+    torch.testing.assert_close(torch.cat(parts, 1), out, rtol=1e-4, atol=1e-5)
+
+
 def test_softplus_as_in_the_wheels_of_may(device):
     options = {"d_state": 16, "headdim": 8}
     heavy = small(**options).to(device)

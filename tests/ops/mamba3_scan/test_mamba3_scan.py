@@ -90,9 +90,10 @@ HAZARDS = {
 }
 
 
+@pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("name", HAZARDS)
-def test_extreme_values(name, device):
-    case = Mamba3Case(1, 130, 2, 8, states=True)
+def test_extreme_values(name, rank, device):
+    case = Mamba3Case(1, 130, 2, 8, rank=rank, states=True)
     tensors = case.inputs(torch.float32, device)
     for argument, value in HAZARDS[name].items():
         tensors[argument] = torch.full_like(tensors[argument], value)
@@ -105,6 +106,17 @@ def test_extreme_values(name, device):
         for results in (found, plain, truth):
             results.pop("dAngles")
     assert_close_to_truth(found, plain, truth, 5e-5)
+
+
+def test_rank_1_is_siso_with_the_entries_of_q_and_k_in_another_order(device):
+    case = Mamba3Case(2, 70, 4, 8, dstate=16, nangles=8)
+    tensors = case.inputs(torch.float32, device)
+    expected = mamba3_scan(**tensors)
+    order = torch.arange(16, device=device).view(8, 2).t().flatten()  # neighbours as halves
+    for name in ("Q", "K", "Q_bias", "K_bias"):
+        tensors[name] = tensors[name][..., order]
+    torch.testing.assert_close(mamba3_scan(**tensors, pairwise=False), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(mamba3_scan(**tensors), expected, atol=1e-2)
 
 
 def test_a_nan_stays_in_its_sequence_and_behind_its_step():
@@ -168,6 +180,13 @@ def test_only_inputs_are_kept():
             ValueError,
             r"must rise from 0 .* got \[0, 5, 4\]",
         ),
+        (
+            {"initial_states": tuple(torch.zeros(3, *shape) for shape in ((2, 4), (2, 4, 16), (1, 2, 16), (2, 4)))},
+            ValueError,
+            r"angle_state must have shape \(U, H, S\) = \(1, 2, 4\)",
+        ),
+        ({"K": torch.zeros(1, 9, 1, 1, 16).bfloat16()}, TypeError, "K must have the dtype of V, float32, got bfloat16"),
+        ({"K": torch.zeros(1, 9, 1, 1, 16, device="meta")}, ValueError, "K must be on cpu like V, got meta"),
         ({"cu_seqlens": torch.tensor([0, 9])}, TypeError, "cu_seqlens must be int32, got int64"),
         ({"seq_idx": torch.zeros(1, 9)}, TypeError, "seq_idx must be int32, got float32"),
     ],
