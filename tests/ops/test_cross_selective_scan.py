@@ -110,10 +110,10 @@ def test_directions(device):
         torch.testing.assert_close(out, true)
 
 
-def test_makes_one_transposed_copy():
+def test_makes_one_transposed_copy(device):
     """Kept for backward are the image, its transpose, and per direction dt: not four images."""
     batch, dim, height, width, _, _ = SHAPES["odd"]
-    given, storages = tensors("odd", requires_grad=True), {}
+    given, storages = tensors("odd", device=device, requires_grad=True), {}
 
     def pack(tensor):
         if tensor.numel() == batch * dim * height * width:
@@ -131,9 +131,9 @@ def test_plain_torch():
         torch.testing.assert_close(cross_selective_scan(*given), cross_selective_scan_ref(*given))
 
 
-def test_autocast():
-    given = tensors("odd", requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+def test_autocast(device):
+    given = tensors("odd", device=device, requires_grad=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
         out = cross_selective_scan(*given)
     assert out.dtype == torch.bfloat16
     exact = float64(given)
@@ -146,8 +146,8 @@ def test_autocast():
         assert_near(found.grad, expected.grad, torch.bfloat16, name)
 
 
-def test_compile():
-    given = tensors("odd", requires_grad=True)
+def test_compile(device):
+    given = tensors("odd", device=device, requires_grad=True)
     compiled = torch.compile(cross_selective_scan, fullgraph=True, backend="aot_eager")
     outs = compiled(*given), cross_selective_scan(*given)
     torch.testing.assert_close(*outs)
