@@ -179,7 +179,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
             rows = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
             if seqlen is not None:
                 u = u.unflatten(0, (-1, seqlen))
-            out = self.step(u, *self._get_states_from_cache(inference_params, rows))[0]
+            out = self._step(u, *self._get_states_from_cache(inference_params, rows))
             return out if seqlen is None else out.flatten(0, 1)
 
         if self.context_parallel_group is not None:
@@ -227,24 +227,30 @@ class Mamba2(Mamba2Base, StatefulBlock):
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba2: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
         self._check_states(conv_state, ssm_state)
+        return self._step(hidden_states, conv_state, ssm_state), conv_state, ssm_state
+
+    @torch.no_grad()
+    def _step(self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
+        """step's output; its arguments were checked."""
         zxbcdt = project(self.in_proj, hidden_states.squeeze(1))
         if is_plain(self.conv1d, nn.Conv1d) and self.activation is not None:
             y = self._step_inside(zxbcdt, conv_state, ssm_state)
         else:
             y = self._step_by_parts(zxbcdt, conv_state, ssm_state)
-        return project(self.out_proj, y).unsqueeze(1), conv_state, ssm_state
+        return project(self.out_proj, y).unsqueeze(1)
 
     def _step_inside(self, zxbcdt: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
         """(B, d_inner), by one operator; a norm that is more than its parameters is called behind it."""
         d_mlp = self.d_inner - self.d_ssm
         mlp, zxbcdt = (None, zxbcdt) if d_mlp == 0 else (zxbcdt[:, : 2 * d_mlp], zxbcdt[:, 2 * d_mlp :])
         fuse_norm = self.rmsnorm and self._has_plain_norm()
+        conv1d_weight, conv1d_bias = weight_and_bias(self.conv1d)
         y = mamba2_step(
             zxbcdt,
             conv_state,
             ssm_state,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
+            conv1d_weight.squeeze(1),
+            conv1d_bias,
             self.dt_bias,
             self.A_log,
             self._D(),

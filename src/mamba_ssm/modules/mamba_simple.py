@@ -294,17 +294,18 @@ class Mamba(StatefulBlock):
         """
         self._check_causal()
         check_input("Mamba", hidden_states, self.d_model)
+        if hidden_states.shape[1] != 1:
+            raise ValueError(f"Mamba: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
+        self._check_states(conv_state, ssm_state)
         return self._scaled(self._step(hidden_states, conv_state, ssm_state)), conv_state, ssm_state
 
     @torch.no_grad()
     def _step(self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
-        """step's output, before gamma."""
-        if hidden_states.shape[1] != 1:
-            raise ValueError(f"Mamba: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
-        self._check_states(conv_state, ssm_state)
+        """step's output, before gamma; its arguments were checked."""
         xz = project(self.in_proj, hidden_states.squeeze(1))
-        plain = is_plain(self.x_proj, nn.Linear) and is_plain(self.dt_proj, nn.Linear)
-        if plain and self.x_proj.bias is None and is_plain(self.conv1d, nn.Conv1d) and self.dt_rank <= abi.MAX_DT_RANK:
+        x_proj, dt_proj, conv1d = self.x_proj, self.dt_proj, self.conv1d
+        plain = is_plain(x_proj, nn.Linear) and is_plain(dt_proj, nn.Linear) and is_plain(conv1d, nn.Conv1d)
+        if plain and x_proj.bias is None and self.dt_rank <= abi.MAX_DT_RANK:
             y = self._step_inside(xz, conv_state, ssm_state)
         else:
             y = self._step_by_parts(xz, conv_state, ssm_state)
@@ -312,17 +313,19 @@ class Mamba(StatefulBlock):
 
     def _step_inside(self, xz: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
         """(B, d_inner), by one operator."""
-        projections = self.x_proj.weight, self.dt_proj.weight
+        conv1d_weight, conv1d_bias = weight_and_bias(self.conv1d)
+        x_proj_weight, (dt_proj_weight, dt_bias) = self.x_proj.weight, weight_and_bias(self.dt_proj)
         if autocast_dtype(xz) is not None:  # as it does for a linear layer
-            projections = projections[0].to(xz.dtype), projections[1].to(xz.dtype)
+            x_proj_weight, dt_proj_weight = x_proj_weight.to(xz.dtype), dt_proj_weight.to(xz.dtype)
         return mamba_step(
             xz,
             conv_state,
             ssm_state,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            *projections,
-            self.dt_proj.bias,
+            conv1d_weight.squeeze(1),
+            conv1d_bias,
+            x_proj_weight,
+            dt_proj_weight,
+            dt_bias,
             self.A_log,
             self.D,
         )

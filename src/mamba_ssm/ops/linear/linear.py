@@ -45,26 +45,33 @@ def project(projection: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     weight, bias = weight_and_bias(projection)
     if x.dtype != weight.dtype or autocast_dtype(x) is not None:
         return projection(x)
+    if x.dim() == 2:  # as a step's
+        return linear(x, weight, bias)
     return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
 
 def _is_few_rows(x):
     """Whether linear() is faster for so many rows. A size that an export keeps open is not asked: that would fix it."""
-    if x.is_cuda and x.dtype in checks.FLOAT_DTYPES:
+    dtype = x.dtype
+    if x.is_cuda and dtype in checks.FLOAT_DTYPES:
         most = _FEW_ROWS_CUDA
-    elif x.is_cpu and x.dtype in checks.FLOAT_DTYPES and x.dtype != torch.float32:
+    elif x.is_cpu and dtype in checks.FLOAT_DTYPES and dtype != torch.float32:
         most = _FEW_ROWS_CPU
     else:
         return False
-    return all(isinstance(size, int) for size in x.shape) and 0 < x.numel() <= most * x.shape[-1]
+    for size in x.shape:
+        if not isinstance(size, int):
+            return False
+    return 0 < x.numel() <= most * x.shape[-1]
 
 
 def _check(inputs):
     """Raises on any argument that the kernels do not take; returns the sizes."""
     x, weight, bias = inputs
-    checks.check_dims(NAME, "x", x, 2, "(R, in)")
+    if x.dim() != 2 or weight.dim() != 2:
+        checks.check_dims(NAME, "x", x, 2, "(R, in)")
+        checks.check_dims(NAME, "weight", weight, 2, "(out, in)")
     checks.check_activation_dtype(NAME, "x", x)
-    checks.check_dims(NAME, "weight", weight, 2, "(out, in)")
     rows, in_features = x.shape
     out_features = weight.shape[0]
     checks.check_same(NAME, "weight", weight, (out_features, in_features), x, "x", "(out, in)")
