@@ -253,7 +253,7 @@ def _add_norm(x, residual, weight, bias, eps, want_sum, sum_in_fp32, is_rms_norm
         return out, None
     if total is None:
         return out, x
-    return out, total if residual is None else total.to(residual.dtype)
+    return out, total if beside is residual else total.to(residual.dtype)
 
 
 # ---- operator --------------------------------------------------------------------------------------------------------
