@@ -298,7 +298,7 @@ static void run_case(const Mamba3Case& c) {
     const Memory<int32_t> seq_idx(x.seq_idx.begin(), x.seq_idx.end()), bounds(c.bounds.begin(), c.bounds.end());
     MambaMamba3 p = parameters(c, x, seq_idx, bounds);
     Tensor out = x.dout, final[4] = {x.dfinal[0], x.dfinal[1], x.dfinal[2], x.dfinal[3]};
-    memset(out.bytes.data(), 0xff, out.bytes.size());
+    out.bytes.assign(out.bytes.size(), 0xff);
     MambaMamba3 forward = p;
     place_out(c, out, &forward);
     forward.final_angle = final[0].floats();
