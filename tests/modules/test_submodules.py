@@ -267,3 +267,21 @@ def test_wrong_bounds_of_packed_sequences(kind):
             module(x, cu_seqlens=wrong)
     with pytest.raises(ValueError, match="cu_seqlens must be on cpu like the input, got meta"):
         module(x, cu_seqlens=torch.tensor([0, 5], device="meta"))
+
+
+@pytest.mark.parametrize("block", [Mamba, Mamba2, Mamba3])
+def test_a_step_of_a_subclass_is_the_one_that_decodes(block, device):
+    class Doubled(block):
+        def step(self, hidden_states, *states):
+            out, *states = super().step(hidden_states, *states)
+            return 2 * out, *states
+
+    torch.manual_seed(0)
+    module = Doubled(64, layer_idx=0, **({} if block is Mamba else {"headdim": 16, "d_state": 16})).to(device)
+    x, cache = torch.randn(2, 5, 64, device=device), InferenceParams(max_seqlen=8, max_batch_size=2)
+    with torch.no_grad():
+        whole = module(x)
+        module(x[:, :4], inference_params=cache)
+        cache.seqlen_offset = 4
+        last = module(x[:, 4:], inference_params=cache)
+    torch.testing.assert_close(last, 2 * whole[:, 4:], rtol=1e-4, atol=1e-5)

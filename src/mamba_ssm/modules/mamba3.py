@@ -250,19 +250,17 @@ class Mamba3(nn.Module):
         The states are allocate_inference_cache's. kwargs: for code written for upstream. No gradient is recorded.
         """
         checks.check_tensor("Mamba3", "the input", u)
-        if u.dim() == 3 and u.shape[1] == 1:
-            given = angle_state, ssm_state, k_state, v_state
-            return self.step(u.squeeze(1), *given)[0].unsqueeze(1), *given
-        if u.dim() != 2 or u.shape[1] != self.d_model:
+        row = u.squeeze(1) if u.dim() == 3 and u.shape[1] == 1 else u
+        if row.dim() != 2 or row.shape[1] != self.d_model:
             raise ValueError(
                 "Mamba3: a step takes one token, (B, d_model) or (B, 1, d_model) with d_model = "
                 f"{self.d_model}, got {tuple(u.shape)}"
             )
         self._check_states(angle_state, ssm_state, k_state, v_state)
-        arguments, z = self._arguments(project(self.in_proj, u))
+        arguments, z = self._arguments(project(self.in_proj, row))
         states = States(angle_state, ssm_state, k_state, v_state)
-        y = self._finish(mamba3_step(states, **arguments), z)
-        return project(self.out_proj, y), angle_state, ssm_state, k_state, v_state
+        out = project(self.out_proj, self._finish(mamba3_step(states, **arguments), z))
+        return out.unsqueeze(1) if u.dim() == 3 else out, angle_state, ssm_state, k_state, v_state
 
     def allocate_inference_cache(
         self,

@@ -185,7 +185,15 @@ class Mamba(StatefulBlock):
                     f"Mamba: context_parallel is for causal layers, got {self.bimamba_type!r} as bimamba_type"
                 )
             return self._scaled(both_ways(self, self._project_in(hidden_states), seq_idx))
-        return self._scaled(self._forwards(hidden_states, inference_params, seq_idx))
+        if inference_params is not None and seq_idx is not None:
+            raise ValueError("Mamba: seq_idx and inference_params cannot be given together")
+        continues = is_continued("Mamba", inference_params)
+        if inference_params is not None and continues and hidden_states.shape[1] == 1:
+            states = self._get_states_from_cache(inference_params, hidden_states.shape[0])
+            if type(self).step is not Mamba.step:  # a subclass's
+                return self.step(hidden_states, *states)[0]
+            return self._scaled(self._step(hidden_states, *states))
+        return self._scaled(self._forwards(hidden_states, inference_params, continues, seq_idx))
 
     def _scaled(self, out: torch.Tensor) -> torch.Tensor:
         return out * self.gamma.to(out.dtype) if self.layer_scale else out
@@ -195,18 +203,16 @@ class Mamba(StatefulBlock):
             refuse_decoding("Mamba", f"bimamba_type={self.bimamba_type!r}")
 
     def _forwards(
-        self, hidden_states: torch.Tensor, inference_params: InferenceCache | None, seq_idx: torch.Tensor | None
+        self,
+        hidden_states: torch.Tensor,
+        inference_params: InferenceCache | None,
+        continues: bool,
+        seq_idx: torch.Tensor | None,
     ) -> torch.Tensor:
-        """forward in one direction, before gamma."""
-        batch, seqlen, _ = hidden_states.shape
+        """forward in one direction, before gamma, of no single step."""
         conv_state = ssm_state = None
-        continues = is_continued("Mamba", inference_params)
         if inference_params is not None:
-            if seq_idx is not None:
-                raise ValueError("Mamba: seq_idx and inference_params cannot be given together")
-            conv_state, ssm_state = self._get_states_from_cache(inference_params, batch)
-            if continues and seqlen == 1:
-                return self._step(hidden_states, conv_state, ssm_state)
+            conv_state, ssm_state = self._get_states_from_cache(inference_params, hidden_states.shape[0])
 
         if self.context_parallel_group is not None:
             refuse_with_context_parallel("Mamba", inference_params=inference_params, seq_idx=seq_idx)
