@@ -179,9 +179,9 @@ class Mamba2(Mamba2Base, StatefulBlock):
             rows = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
             if seqlen is not None:
                 u = u.unflatten(0, (-1, seqlen))
-            states = self._get_states_from_cache(inference_params, rows)
+            cached = self._get_states_from_cache(inference_params, rows)
             own = type(self).step is Mamba2.step  # and not a subclass's
-            out = self._step(u, *states) if own else self.step(u, *states)[0]
+            out = self._step(u, *cached) if own else self.step(u, *cached)[0]
             return out if seqlen is None else out.flatten(0, 1)
 
         if self.context_parallel_group is not None:
