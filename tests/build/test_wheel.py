@@ -34,13 +34,20 @@ EPOCH = "1700000000"
 SBOM = "sboms/mamba_ssm.cdx.json"
 
 
+def environment(**more):
+    """One for all builds here, without the switches that these tests run under: so they compile into one folder."""
+    switches = "CUDA", "MAMBA", "MM_", "CMAKE"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(switches)}
+    return {**clean, "MAMBA_SSM_CUDA": "off", "SOURCE_DATE_EPOCH": EPOCH, **more}
+
+
+def setup(folder, *words, **environ):
+    command, pipes = [sys.executable, "setup.py", *words], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.run(command, cwd=folder, env=environment(**environ), **pipes, text=True)
+
+
 def build(folder, *words, **environ):
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "MAMBA", "MM_", "CMAKE"))
-    }
-    clean |= {"MAMBA_SSM_CUDA": "off", "SOURCE_DATE_EPOCH": EPOCH, **environ}
-    command = [sys.executable, "setup.py", *words]
-    done = subprocess.run(command, cwd=folder, env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = setup(folder, *words, **environ)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 
@@ -236,7 +243,7 @@ def test_the_other_wheel(wheel, source, sdist_wheel, tmp_path):
 def test_a_frontend_gets_one_wheel(wheel, source, tmp_path):
     """PEP 517 knows one wheel for a call, and setuptools' backend fails over two."""
     code = f"from wheel_build import backend; print(backend.build_wheel({str(tmp_path)!r}))"
-    environ = {**os.environ, "MAMBA_SSM_CUDA": "off", "PYTHONPATH": str(source / "scripts")}
+    environ = environment(PYTHONPATH=str(source / "scripts"))
     subprocess.run([sys.executable, "-c", code], cwd=source, env=environ, check=True, stdout=subprocess.PIPE)
     assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
 
@@ -266,16 +273,12 @@ def test_second_build_in_the_same_checkout_and_its_cleaning_are_refused(source, 
 
 
 def refused(folder, *words):
-    environ = {**os.environ, "MAMBA_SSM_CUDA": "off", "SOURCE_DATE_EPOCH": EPOCH}
-    command = [sys.executable, "setup.py", *words]
-    done = subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = setup(folder, *words)
     assert done.returncode != 0
     return done.stdout
 
 
 def test_fatal_finding_stops_the_build(source):
-    environ = {**os.environ, "MAMBA_SSM_CUDA": "off", "MM_DISABLE_HALF": "maybe"}
-    command = [sys.executable, "setup.py", "bdist_wheel"]
-    done = subprocess.run(command, cwd=source, env=environ, capture_output=True, text=True)
+    done = setup(source, "bdist_wheel", MM_DISABLE_HALF="maybe")
     assert done.returncode != 0
     assert "FATAL [switch-invalid] MM_DISABLE_HALF is 'maybe'" in done.stdout
