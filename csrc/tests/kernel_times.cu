@@ -3,7 +3,6 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "mamba_kernels.h"
 
@@ -111,8 +110,7 @@ static void time_conv(int64_t B, int64_t L, int64_t D, bool channel_last, bool s
     void* seq_idx = nullptr;  // one sequence, which the kernels cannot know
     check_cuda(cudaMalloc(&seq_idx, static_cast<size_t>(B * L * 4)), "malloc");
     check_cuda(cudaMemset(seq_idx, 0, static_cast<size_t>(B * L * 4)), "memset");
-    MambaCausalConv1dBackward q;
-    memset(&q, 0, sizeof(q));
+    MambaCausalConv1dBackward q = {};
     MambaCausalConv1d& p = q.forward;
     p.run.stream = timing_stream();
     p.batch = B;
@@ -154,8 +152,7 @@ static void time_conv(int64_t B, int64_t L, int64_t D, bool channel_last, bool s
 static void time_state_update(int64_t B, int64_t D, int64_t N, int32_t state_dtype, double copy) {
     const int64_t bytes = B * D * N * (state_dtype == MAMBA_FLOAT32 ? 4 : 2);
     const int sets = static_cast<int>(bytes * 8 > (static_cast<int64_t>(1) << 28) ? 8 : 16);
-    MambaSelectiveStateUpdate p[16];
-    memset(p, 0, sizeof(p));
+    MambaSelectiveStateUpdate p[16] = {};
     void* x = random_buffer(B * D * 2);
     void* A = random_buffer(D * N * 4);
     for (int i = 0; i < sets; ++i) {

@@ -32,6 +32,15 @@ def leaf(tensor):
     return tensor.detach().clone().requires_grad_()
 
 
+def check_gradients(block, whole, part):
+    """A rank's gradients are its parts, part(name, tensor), of those of the whole layer."""
+    grads = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for name, parameter in block.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, part(name, grads[name]), rtol=1e-4, atol=1e-4, msg=f"d{name} differs"
+        )
+
+
 def collectives():
     rank, world = dist.get_rank(), dist.get_world_size()
     x = leaf(same(2, 3, seed=rank))
@@ -206,11 +215,7 @@ def mamba2(sequence_parallel, fast, hooked=False):
     torch.testing.assert_close(out, split(whole_out), rtol=1e-4, atol=1e-5)
     out.backward(split(dout))
     torch.testing.assert_close(x.grad, split(whole_x.grad), rtol=1e-4, atol=1e-4)
-    grads = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    for name, parameter in block.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, part(name, grads[name]), rtol=1e-4, atol=1e-4, msg=f"d{name} differs"
-        )
+    check_gradients(block, whole, part)
 
 
 @torch.no_grad()
@@ -291,11 +296,7 @@ def mamba3(kind, sequence_parallel):
     torch.testing.assert_close(out, split(whole_out), rtol=1e-4, atol=1e-5)
     out.backward(split(dout))
     torch.testing.assert_close(x.grad, split(whole_x.grad), rtol=1e-4, atol=1e-4)
-    grads = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    for name, parameter in block.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, part(name, grads[name]), rtol=1e-4, atol=1e-4, msg=f"d{name} differs"
-        )
+    check_gradients(block, whole, part)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 // NAME" runs one with its fault and shows what is reported.
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
