@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import call, make, no_autocast, unpack
+from mamba_ssm._torch import call, is_compiling, make, no_autocast, unpack
 from mamba_ssm.distributed.distributed_utils import all_gather, all_gather_raw, reduce_scatter_raw
 from mamba_ssm.ops.carry import pass_on
 from mamba_ssm.ops.causal_conv1d.backward import causal_conv1d_backward_op
@@ -37,12 +37,18 @@ from mamba_ssm.ops.selective_scan.carry import carried_backward, carried_forward
 
 
 def _outside_graphs(function: Callable[..., typing.Any]) -> Callable[..., typing.Any]:
-    """torch.compiler.disable(function), made at the first call: at import it would load the compiler."""
+    """torch.compiler.disable(function), made at the first call that is compiled.
+
+    It loads the compiler, which takes seconds and, with a process group there, keeps that group beyond
+    destroy_process_group: gloo's threads then run when the process ends, and may abort it.
+    """
 
     made: list[Callable[..., typing.Any]] = []
 
     @functools.wraps(function)
     def outside(*arguments: typing.Any) -> typing.Any:
+        if not is_compiling():
+            return function(*arguments)
         if not made:
             made.append(torch.compiler.disable(function))
         return made[0](*arguments)
