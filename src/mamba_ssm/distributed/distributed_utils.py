@@ -25,7 +25,9 @@ def all_gather_raw(
     if dist.get_backend(process_group) == "gloo":  # which has no all_gather_into_tensor in older torch versions
         handle = dist.all_gather(list(output.chunk(world)), input_, group=process_group, async_op=async_op)
     else:
-        handle = dist.all_gather_into_tensor(output, input_, group=process_group, async_op=async_op)
+        # by its name since torch 2.13, where the other one warns
+        gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+        handle = gather(output, input_, group=process_group, async_op=async_op)
     return output, handle
 
 
@@ -44,7 +46,8 @@ def reduce_scatter_raw(
         total, handle = all_reduce_raw(input_, process_group, async_op)
         return total.chunk(world)[dist.get_rank(process_group)], handle
     output = input_.new_empty((length // world, *input_.shape[1:]))
-    handle = dist.reduce_scatter_tensor(output, input_.contiguous(), group=process_group, async_op=async_op)
+    scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    handle = scatter(output, input_.contiguous(), group=process_group, async_op=async_op)
     return output, handle
 
 
