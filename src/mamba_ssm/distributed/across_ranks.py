@@ -39,7 +39,7 @@ from mamba_ssm.ops.selective_scan.carry import carried_backward, carried_forward
 def _outside_graphs(function: Callable[..., typing.Any]) -> Callable[..., typing.Any]:
     """torch.compiler.disable(function), made at the first call that is compiled.
 
-    It loads the compiler, which takes seconds and, with a process group there, keeps that group beyond
+    It loads the compiler, which takes a second and, with a process group there, keeps that group beyond
     destroy_process_group: gloo's threads then run when the process ends, and may abort it.
     """
 
@@ -47,9 +47,9 @@ def _outside_graphs(function: Callable[..., typing.Any]) -> Callable[..., typing
 
     @functools.wraps(function)
     def outside(*arguments: typing.Any) -> typing.Any:
-        if not is_compiling():
-            return function(*arguments)
         if not made:
+            if not is_compiling():
+                return function(*arguments)
             made.append(torch.compiler.disable(function))
         return made[0](*arguments)
 
