@@ -92,7 +92,7 @@ inline SsdLayoutIndex choose_layout(const MambaSsd& p, bool backward, int shared
     return by_dstate == kSsdMiddle && shared >= kAheadShared ? kSsdMiddleAhead : by_dstate;
 }
 
-// Whether a call, a forward one that writes out or a backward one, can run the warpgroup kernels on this device.
+// Whether a call can run the warpgroup kernels on this device. Without out its alignment is no matter.
 inline cudaError_t choose_warpgroups(const MambaSsd& p, bool backward, bool* warpgroups) {
     *warpgroups = false;
 #ifdef MAMBA_WARPGROUPS
@@ -131,11 +131,15 @@ struct SsdProblem {
     SsdProblem(const MambaSsd& p, bool backward, bool out) : plan(), workspace(), error(cudaSuccess) {
         const DeviceLimits device(p.run.device);
         error = device.error;
-        if (error == cudaSuccess && (backward || out)) {
+        if (error == cudaSuccess) {
             error = choose_warpgroups(p, backward, &plan.warpgroups);
         }
         if (error != cudaSuccess) {
             return;
+        }
+        const bool states_alone = !backward && !out;
+        if (states_alone) {  // in one segment; else states.cuh
+            plan.warpgroups = plan.warpgroups && p.cu_seqlens == nullptr && head_blocks(p) > device.processors;
         }
         plan.layout = choose_layout(p, backward, device.shared);
         const SsdSizes sizes = p.dtype == MAMBA_FLOAT32 ? layout_sizes<float>(plan.layout) : layout_sizes<__half>(plan.layout);
@@ -148,16 +152,22 @@ struct SsdProblem {
         if (backward) {
             plan_backward_workspace(p, plan.warpgroups ? kForwardRows : sizes.rows, device.processors);
         } else {
-            plan_forward_workspace(p, out);
+            plan_forward_workspace(p, out || plan.warpgroups);
+            if (states_alone && plan.warpgroups) {
+                workspace.decays = reserve(workspace.bytes, p.batch * p.nheads * 4);
+            }
         }
     }
 
  private:
     bool forward_warpgroups = false;
 
+    // That a walk along a whole length has.
+    static int64_t head_blocks(const MambaSsd& p) { return p.batch * p.nheads * ceil_div(p.headdim, kForwardRows); }
+
     // Splits the length where the forward kernels have less than half of the blocks that are wanted.
     void plan_segments(const MambaSsd& p, int64_t wanted) {
-        const int64_t blocks = p.batch * p.nheads * ceil_div(p.headdim, kForwardRows);
+        const int64_t blocks = head_blocks(p);
         plan.segments = 1;
         if (p.cu_seqlens == nullptr && blocks > 0 && 2 * blocks <= wanted) {
             const int64_t most = plan.chunks / 8;
@@ -179,9 +189,10 @@ struct SsdProblem {
         workspace.decays = reserve(workspace.bytes, ends * 4);
     }
 
-    void plan_forward_workspace(const MambaSsd& p, bool out) {
+    // products: there is a pass of ssd_products_kernel.
+    void plan_forward_workspace(const MambaSsd& p, bool products) {
         int64_t& total = workspace.bytes;
-        if (out) {
+        if (products) {
             plan.slots = p.cu_seqlens == nullptr ? p.batch * plan.chunks : p.seqlen / plan.steps + p.batch;
             const int64_t tiles = plan.steps / 16 * (plan.steps / 16 + 1) / 2;
             workspace.products = reserve(total, plan.slots * p.ngroups * tiles * 256 * 4);

@@ -106,6 +106,10 @@ cudaError_t launch_forward_warpgroups(const MambaSsd& p, const SsdPlan& plan, co
     launch.chunk_decays = memory + workspace.chunk_decays;
     launch.ends = reinterpret_cast<float*>(memory + workspace.ends);
     launch.decays = reinterpret_cast<float*>(memory + workspace.decays);
+    if (p.out == nullptr) {  // the state is where the first pass finds the only segment's end
+        launch.ends = p.final_state;
+        return launch_warpgroup<T, kStates, false>(p, launch, plan.segments, plan.chunks_a_segment);
+    }
     if (plan.segments > 1) {
         const int64_t ends = (plan.segments - 1) * kEndsASegment;
         error = launch_warpgroup<T, kStates, false>(p, launch, ends, plan.chunks_a_segment / kEndsASegment);
