@@ -223,4 +223,51 @@ __device__ __forceinline__ void load_vector_as_float(const void* data, int64_t i
     }
 }
 
+// N neighbours of a tensor whose dtype is known only at run time, in two steps, like load_bits. As they lie in memory: a
+// float32 a word, or two of 16 bits; their address is a multiple of their size, or of 16. Zeros where `valid` is false.
+template <int N>
+struct NeighbourBits {
+    uint32_t word[N];
+
+    __device__ __forceinline__ void load(const void* data, int64_t index, int32_t dtype, bool valid) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            word[i] = 0;
+        }
+        if (!valid) {
+            return;
+        }
+        if constexpr (N == 1) {
+            word[0] = load_bits(data, index, dtype);
+        } else if (dtype == MAMBA_FLOAT32) {
+            const Packed<float, N> packed = packed_load<float, N>(static_cast<const float*>(data) + index);
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                word[i] = packed.word[i];
+            }
+        } else {
+            const Packed<__half, N> packed = packed_load<__half, N>(static_cast<const __half*>(data) + index);
+#pragma unroll
+            for (int i = 0; i < N / 2; ++i) {
+                word[i] = packed.word[i];
+            }
+        }
+    }
+    __device__ __forceinline__ void to_floats(int32_t dtype, float* values) const {
+        if (N == 1 || dtype == MAMBA_FLOAT32) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                values[i] = float_from_bits(word[i], dtype);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i + 1 < N; i += 2) {
+                const float2 pair = dtype == MAMBA_FLOAT16 ? unpack2<__half>(word[i / 2]) : unpack2<__nv_bfloat16>(word[i / 2]);
+                values[i] = pair.x;
+                values[i + 1] = pair.y;
+            }
+        }
+    }
+};
+
 }  // namespace mamba

@@ -17,8 +17,8 @@ using Values = std::vector<double>;
 static const double kArithmetic = testing::kCuda ? 4e-6 : 2e-6;
 
 static void run_update_case(int turn, int64_t batch, int64_t dim, int64_t seqlen, int64_t state_len, int32_t dtype,
-                            int32_t state_dtype) {
-    const int32_t width = 2 + turn % 3;
+                            int32_t state_dtype, int32_t fixed_width = 0) {
+    const int32_t width = fixed_width > 0 ? fixed_width : 2 + turn % 3;
     if (state_len < width - 1) {
         return;
     }
@@ -121,6 +121,13 @@ static void test_update() {
     for (const int64_t dim : {64, 300}) {
         for (int32_t dtype = MAMBA_FLOAT32; dtype <= MAMBA_BFLOAT16; ++dtype, ++turn) {
             run_update_case(turn, 4, dim, 1 + turn % 3, 3 + turn % 2, dtype, turn % 4 ? dtype : MAMBA_FLOAT32);
+        }
+    }
+    for (const int64_t dim : {2, 62, 258}) {  // vectors of neighbouring channels on CUDA
+        for (const int64_t state_len : {3, 4}) {
+            for (int32_t dtype = MAMBA_FLOAT32; dtype <= MAMBA_BFLOAT16; ++dtype, ++turn) {
+                run_update_case(6 * turn, 5, dim, 1, state_len, dtype, dtype, 4);
+            }
         }
     }
     // rounding of any float to the 16-bit types is checked where a float32 x enters a 16-bit state

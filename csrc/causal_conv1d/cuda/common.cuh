@@ -87,6 +87,12 @@ __device__ __forceinline__ int64_t grid_batch() {
     return static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
 }
 
+// What an update gives where conv_state has no row. Padding is zero. A row beyond the cache cannot be reported from here: NaN
+// shows it, and nothing is overwritten.
+__device__ __forceinline__ float conv_without_state(int64_t row) {
+    return row < 0 ? 0.0f : __int_as_float(0x7fffffff);
+}
+
 // d silu(x) / dx
 __device__ __forceinline__ float silu_slope(float value) {
     const float s = sigmoid(value);

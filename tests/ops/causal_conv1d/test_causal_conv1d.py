@@ -193,36 +193,52 @@ UPDATE_OPTIONS = [
     {"indices": True},
     {"indices": True, "circular": True, "state_len": 4, "seqlen": 2},
     {"state_len": 3, "seqlen": 0},
+    # Pairs of channels at once on CUDA: an even dim, four taps, one step. "last": channels are neighbours in the state.
+    {"dim": 70},
+    {"dim": 70, "state_len": 3, "weight": None, "bias": False, "activation": None},
+    {"dim": 70, "layout": "last", "weight": None, "indices": True},
+    {"dim": 70, "layout": "last", "state_len": 3},
+    {"dim": 70, "indices": True, "state_len": 3, "seqlen": 1},
+    {"dim": 70, "layout": "odd"},
+    {"batch": 7, "dim": 128 * 1024, "indices": True},
+    {"batch": 5, "dim": 128 * 1024, "layout": "last", "state_len": 3},
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("options", UPDATE_OPTIONS, ids=str)
 def test_update(options, dtype, device):
-    batch, dim, width = 3, 37, options.get("width", 4)
+    batch, dim, width = options.get("batch", 3), options.get("dim", 37), options.get("width", 4)
     seqlen, state_len = options.get("seqlen"), options.get("state_len", 4)
-    rows = 8 if options.get("indices") else batch
+    rows = batch + 5 if options.get("indices") else batch
+    parameters = options.get("weight", torch.float32) or dtype
     x = torch.randn(batch, dim, *([] if seqlen is None else [seqlen])).to(dtype)
+    state = torch.randn(rows, dim, state_len).to(device, dtype)
+    if options.get("layout") == "last":
+        state = state.mT.contiguous().mT
+    if options.get("layout") == "odd":  # rows that begin at any address
+        x = torch.cat([x, x[:, :1]], dim=1)[:, 1:]
     arguments = {
         "x": x.to(device),
-        "weight": torch.randn(dim, width).to(device),
-        "bias": torch.randn(dim).to(device) if options.get("bias", True) else None,
+        "weight": torch.randn(dim, width).to(device, parameters),
+        "bias": torch.randn(dim).to(device, parameters) if options.get("bias", True) else None,
         "activation": options.get("activation", "silu"),
         "cache_seqlens": torch.tensor([2, 11, 5], dtype=torch.int32, device=device)
         if options.get("circular")
         else None,
-        "conv_state_indices": (
-            torch.tensor([5, -1, 2], dtype=torch.int32, device=device) if options.get("indices") else None
-        ),
+        "conv_state_indices": torch.tensor([5, -1, *range(2, batch)], dtype=torch.int32, device=device)
+        if options.get("indices")
+        else None,
     }
-    state = torch.randn(rows, dim, state_len).to(device, dtype)
+    if options.get("indices"):
+        arguments["conv_state_indices"][5:6] = rows - 1  # in place of 5, which is named
     results = {}
     for name, function, working in (
         ("found", causal_conv1d_update, dtype),
         ("plain", causal_conv1d_update_ref, dtype),
         ("truth", causal_conv1d_update_ref, torch.float64),
     ):
-        copy = state.clone().to(working)
+        copy = state.clone().to(working)  # keeps the layout
         converted = {
             key: value.to(working)
             if key in ("x", "weight", "bias") and value is not None and working != dtype
