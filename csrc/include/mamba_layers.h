@@ -42,6 +42,7 @@ typedef struct MambaCausalConv1dBackward {
     void* workspace;           /* as many bytes as mamba_causal_conv1d_backward_workspace says; NULL for 0 */
     void* dweight;             /* (D, W) of weight_dtype */
     void* dbias;               /* (D) of bias_dtype; required where bias is */
+    int32_t add;               /* 1: dx is added to */
 } MambaCausalConv1dBackward;
 
 /* Decoding: seqlen new inputs, with the last inputs in conv_state, which is updated in place. Without cache_seqlens the

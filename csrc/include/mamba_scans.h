@@ -39,6 +39,7 @@ typedef struct MambaSelectiveScan {
     int64_t out_batch_stride, out_dim_stride;
     int32_t carried; /* 1: the workspace holds what the parts pass on already, from a carry call with the same segments */
     int32_t reverse; /* 0 or 1 */
+    int32_t add; /* 1, with reverse alone: out, and in backward dz too, hold what the other direction gave and are added to */
 } MambaSelectiveScan;
 
 /* How to run a problem. */

@@ -48,6 +48,7 @@ inline void check_scan_inputs(Check& check, const MambaSelectiveScan& p) {
     check.pointer("B", p.B, steps || !p.variable_B);
     check.pointer("C", p.C, steps || !p.variable_C);
     check.at_least(1, "segments", p.segments);
+    check.that(!p.add || p.reverse, MAMBA_ERROR_UNSUPPORTED, "add needs reverse: it is for the second of two directions");
     if (check.ok()) {
         const int64_t tiles = ceil_div(p.seqlen, MAMBA_SCAN_CHECKPOINT);
         check.that(p.segments == 1 || (p.segments - 1) * ceil_div(tiles, p.segments) < tiles, MAMBA_ERROR_INVALID,

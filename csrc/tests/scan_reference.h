@@ -3,12 +3,15 @@
 
 #include "tests/testing.h"
 
+constexpr double kBefore = 0.75;  // what out and dz hold that are added to
+
 struct ScanCase {
     int32_t dtype = MAMBA_FLOAT32;
     int64_t batch = 1, dim = 1, seqlen = 1, dstate = 1, ngroups = 1;
     bool variable_B = true, variable_C = true;
     bool z = true, D = true, bias = true, softplus = true;
     bool initial = false, last = true, seq_idx = false, out_again = false, reverse = false;
+    bool add = false;  // with reverse: out and dz hold something before
     int64_t gap = 0;
     int32_t threads = 1;
 };
@@ -103,6 +106,10 @@ struct ScanData {
         p.out_batch_stride = out.stride[0];
         p.out_dim_stride = out.stride[1];
         p.reverse = c.reverse;
+        p.add = c.add;
+        if (c.add) {
+            out.fill(kBefore);
+        }
         return p;
     }
 
@@ -124,6 +131,10 @@ struct ScanData {
         du = Tensor(c.dtype, rows, c.gap, {1, 0, 2});
         ddelta = Tensor(c.dtype, rows, c.gap);
         dz = Tensor(c.dtype, rows, 2 * c.gap, {1, 0, 2});
+        if (c.add) {
+            out.fill(kBefore);
+            dz.fill(kBefore);
+        }
         dA = dB = dC = Tensor(MAMBA_FLOAT32, {c.dim, c.dstate});
         const std::vector<int64_t> matrix = {c.batch, c.ngroups, c.dstate, c.seqlen};
         const int64_t gap = c.batch == 1 && c.dtype == MAMBA_FLOAT32 ? 0 : c.gap;

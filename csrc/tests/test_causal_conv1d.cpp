@@ -13,11 +13,14 @@ using Values = std::vector<double>;
 // Sums in float32; mamba_cuda's powers and quotients are approximate too.
 static const double kArithmetic = testing::kCuda ? 4e-6 : 2e-6;
 
+static const double kBefore = 0.75;  // what dx holds that is added to
+
 struct ConvCase {
     int32_t dtype = MAMBA_FLOAT32, weight_dtype = MAMBA_FLOAT32, bias_dtype = MAMBA_FLOAT32;
     int64_t batch = 1, dim = 1, seqlen = 1;
     int32_t width = 4;
     bool silu = true, bias = true, seq_idx = false, initial = false, final = false;
+    bool add = false;       // dx holds something before
     bool infinity = false;  // some of x are; forward only
     bool x_channels_last = false, out_channels_last = false, dout_transposed = false;
     int64_t gap = 0, lead = -1;
@@ -110,6 +113,10 @@ struct ConvData {
         q.dx_batch_stride = dx.stride[0];
         q.dx_dim_stride = dx.stride[1];
         q.dx_len_stride = dx.stride[2];
+        q.add = c.add;
+        if (c.add) {
+            dx.fill(kBefore);
+        }
         q.dfinal_states = c.final ? dfinal.data() : nullptr;
         q.dinitial_states = c.initial ? dinitial.data() : nullptr;
         q.dweight = dweight.data();
@@ -186,7 +193,8 @@ static void run_case(const ConvCase& c) {
     if (!expect_ok(mamba_causal_conv1d_backward(&q))) {
         return;
     }
-    expect_close("dx", x.dx, kArithmetic, [&](int64_t b, int64_t d, int64_t t, int64_t) { return dx[at(b, d, t)]; });
+    const double before = c.add ? kBefore : 0.0;
+    expect_close("dx", x.dx, kArithmetic, [&](int64_t b, int64_t d, int64_t t, int64_t) { return before + dx[at(b, d, t)]; });
     if (c.initial) {
         expect_close("dinitial_states", x.dinitial, kArithmetic,
                      [&](int64_t b, int64_t d, int64_t i, int64_t) { return dx[at(b, d, i - history)]; });
@@ -230,6 +238,7 @@ static void test_table() {
                     c.initial = variant == 3 || (variant == 1 && turn % 3 == 0);
                     c.final = variant == 3 || (variant == 0 && turn % 3 == 1);
                     c.infinity = variant == 0 && turn % 16 == 0;
+                    c.add = turn % 3 == 2;
                     c.threads = 1 + turn % 3;
                     run_case(c);
                 }
@@ -256,6 +265,7 @@ static void test_width_4() {
                 c.lead = variant == 2 ? 3 : 0;
                 c.final = turn % 4 == 1;
                 c.infinity = turn % 7 == 3;
+                c.add = turn % 3 != 0;
                 run_case(c);
             }
         }

@@ -100,6 +100,8 @@ OTHERS = [
     ("selective_scan_forward", {"segments": 9, "workspace": 1}, abi.ERROR_INVALID, "a segment of seqlen=80 empty"),
     ("selective_scan_backward", {"variable_B": 1, "dtype": abi.BFLOAT16}, abi.ERROR_INVALID, "workspace is NULL"),
     ("selective_scan_backward", {"variable_C": 1, "dC_dstate_stride": 81}, abi.ERROR_UNSUPPORTED, "must be contiguous"),
+    ("selective_scan_forward", {"add": 1}, abi.ERROR_UNSUPPORTED, "add needs reverse"),
+    ("selective_scan_backward", {"add": 1}, abi.ERROR_UNSUPPORTED, "add needs reverse"),
     ("selective_scan_forward_carry", {"seqlen": 0}, abi.ERROR_INVALID, "seqlen must be at least 1, got 0"),
     ("selective_scan_plan", {"dstate": 257}, abi.ERROR_UNSUPPORTED, "dstate must be in [1, 256], got 257"),
     ("causal_conv1d_forward", {"width": 1}, abi.ERROR_INVALID, "width must be in [2, 4], got 1"),

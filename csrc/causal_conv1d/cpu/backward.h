@@ -138,6 +138,12 @@ inline void conv_backward_rows(const MambaCausalConv1dBackward& q, const Taps& t
             convolve_back_width<4>(taps, x, t.grad, seq_idx, start, after, steps, t.work, sums);
         }
         add_dfinal(q, batch, channel, lanes, start, steps, t.work);
+        if (q.add) {  // t.x has been used
+            load_tile(p.dtype, q.dx, dx_offset + start * q.dx_len_stride, q.dx_dim_stride, q.dx_len_stride, lanes, steps, x);
+            for (int i = 0; i < steps * kLanes; i += kLanes) {
+                store(t.work + i, load(t.work + i) + load(x + i));
+            }
+        }
         store_tile(p.dtype, q.dx, dx_offset + start * q.dx_len_stride, q.dx_dim_stride, q.dx_len_stride, lanes, steps, t.work);
     }
     if (q.dinitial_states != nullptr) {

@@ -171,6 +171,17 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                                 dx_values[v] += final_state_gradient<T>(params, this_batch, channel + v, begin + done);
                             }
                         }
+                        if (params.add) {
+                            float before[V];
+                            unpack<T, V>(packed_load<T, V>(dx), before);
+                            if (done + kRing < count) {  // from the L2: registers are scarce
+                                prefetch_to_L2(dx + kRing * params.dx_len_stride);
+                            }
+#pragma unroll
+                            for (int v = 0; v < V; ++v) {
+                                dx_values[v] += before[v];
+                            }
+                        }
                         packed_store<T, V>(dx, pack<T, V>(dx_values));
                     }
                     dx += params.dx_len_stride;

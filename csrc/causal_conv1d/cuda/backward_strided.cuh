@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                 accumulate<1>(options, inputs, lag_mask, g, sums);
                 input_gradients<1>(options, taps, g, lead_mask, &dx_value);
                 dx_value += final_state_gradient<T>(params, batch, channel, t);
-                dx[t * params.dx_len_stride] = from_float<T>(dx_value);
+                T& at = dx[t * params.dx_len_stride];
+                at = from_float<T>(params.add ? dx_value + to_float(at) : dx_value);
             }
         }
         if (params.dinitial_states != nullptr && begin == 0 && lane == 0) {

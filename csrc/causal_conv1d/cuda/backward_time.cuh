@@ -127,6 +127,19 @@ __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
                         dx_values[j] += final_state_gradient<T>(params, batch, channel, begin + offset + j);
                     }
                 }
+                if (params.add) {  // from the L2: registers are scarce
+                    float before[V];
+                    unpack<T, V>(
+                        kAligned || whole ? load_vector<kReverse>(dx, offset) : load_some<kReverse>(dx, offset, first, end),
+                        before);
+#pragma unroll
+                    for (int j = 0; j < V; ++j) {
+                        dx_values[j] += before[j];
+                    }
+                    if (offset - tile >= first) {
+                        prefetch_to_L2(at_step<kReverse>(dx, offset - tile));
+                    }
+                }
                 if (kAligned || whole) {
                     store_vector<kReverse>(dx, offset, pack<T, V>(dx_values));
                 } else {

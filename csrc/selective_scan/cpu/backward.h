@@ -298,8 +298,14 @@ inline void backward_block(const ScanBackward& q, const BackwardScratch& scratch
     finish_backward(p, at.steps.count, D, tables.dD + first, tables.dbias + first, t);
     store_rows(p.dtype, q.du, q.du_batch_stride, q.du_dim_stride, at, t.ddt_u);
     store_rows(p.dtype, q.ddelta, q.ddelta_batch_stride, q.ddelta_dim_stride, at, t.ddecay);
+    if (p.z != nullptr && p.add) {
+        add_rows(p.dtype, q.dz, q.dz_batch_stride, q.dz_dim_stride, at, t.u, t.gate_slope);
+    }
     if (p.z != nullptr) {
         store_rows(p.dtype, q.dz, q.dz_batch_stride, q.dz_dim_stride, at, t.gate_slope);
+    }
+    if (p.out != nullptr && p.add) {
+        add_rows(p.dtype, p.out, p.out_batch_stride, p.out_dim_stride, at, t.u, t.y);
     }
     if (p.out != nullptr) {
         store_rows(p.dtype, p.out, p.out_batch_stride, p.out_dim_stride, at, t.y);

@@ -150,6 +150,9 @@ inline void forward_segment(const MambaSelectiveScan& p, const ScanSegment& s, f
                 load_rows(p.dtype, p.z, p.z_batch_stride, p.z_dim_stride, at, tiles.z);
                 gate_forward(steps.count, tiles);
             }
+            if (p.add) {
+                add_rows(p.dtype, p.out, p.out_batch_stride, p.out_dim_stride, at, tiles.z, tiles.y);
+            }
             store_rows(p.dtype, p.out, p.out_batch_stride, p.out_dim_stride, at, tiles.y);
             if (p.checkpoints != nullptr && start + kSteps < p.seqlen) {
                 const int64_t checkpoint_row = (s.batch * checkpoints + start / kSteps) * p.dim + at.channel;

@@ -113,6 +113,14 @@ inline void store_rows(int32_t dtype, void* data, int64_t batch_stride, int64_t 
     store_tile(dtype, data, offset, dim_stride, 1, at.lanes, at.steps.count, at.steps.row(tile, kLanes),
                at.steps.to_next(kLanes));
 }
+// What the rows hold is added to the tile, before that is stored there. old: memory for a tile.
+inline void add_rows(int32_t dtype, const void* data, int64_t batch_stride, int64_t dim_stride, const TilePlace& at, float* old,
+                     float* tile) {
+    load_rows(dtype, data, batch_stride, dim_stride, at, old);
+    for (int i = 0; i < at.steps.count * kLanes; i += kLanes) {
+        store(tile + i, load(tile + i) + load(old + i));
+    }
+}
 
 // Everything but the state.
 inline void fill_tables(const MambaSelectiveScan& p, const ScanSegment& s, const BlockTables& tables) {

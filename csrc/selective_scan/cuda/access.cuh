@@ -145,4 +145,24 @@ __device__ __forceinline__ void store_steps(T* at, int valid, bool aligned, cons
     }
 }
 
+// Adds the steps that store_steps would overwrite.
+template <typename T, int kCount, bool kReverse>
+__device__ __forceinline__ void add_steps(const T* at, int valid, bool aligned, float (&values)[kCount]) {
+    Packed<T, kCount> packed;
+    if (aligned) {
+        packed = load_steps<T, kCount, Access::kAligned, kReverse>(at, valid);
+    } else {
+        packed = load_steps<T, kCount, Access::kSteps, kReverse>(at, valid);
+    }
+    if (kReverse) {
+        mirror(packed);
+    }
+    float before[kCount];
+    unpack<T, kCount>(packed, before);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        values[i] += before[i];
+    }
+}
+
 }  // namespace mamba

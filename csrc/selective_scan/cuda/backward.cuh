@@ -221,6 +221,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 if (first_step > block.begin) {
                     prefetch_inputs(rows, q, place_of<Layout>(p, first_step - Layout::kTile, Layout::kTile));
                 }
+                if (Layout::kReverse && p.add && rows.step + Layout::kVector <= steps) {
+                    prefetch_sums(rows, q, block, place);
+                }
             }
             if (Layout::kReverse) {
                 B_staged.mirror();

@@ -54,6 +54,24 @@ __device__ __forceinline__ void prefetch_inputs(const BackwardRows<T, Layout>& r
     }
 }
 
+// The same for what out and dz hold, where they are added to. The addresses begin with an opaque number: found earlier, they
+// would be spilled while the states run.
+template <typename T, class Layout>
+__device__ __forceinline__ void prefetch_sums(const BackwardRows<T, Layout>& rows, const ScanBackward& q,
+                                              const ScanBlock& block, int64_t tile) {
+    const MambaSelectiveScan& p = q.forward;
+    const int64_t channel = opaque(static_cast<int>(rows.first_channel));
+    const int64_t at = tile + place_in_tile<Layout>(rows.step, Layout::kVector);
+    const auto prefetch = [&](const void* data, int64_t batch_stride, int64_t dim_stride) {
+        if (data != nullptr) {
+            prefetch_elements(rows, static_cast<const T*>(data) + block.batch * batch_stride + channel * dim_stride, dim_stride,
+                              at);
+        }
+    };
+    prefetch(p.out, p.out_batch_stride, p.out_dim_stride);
+    prefetch(q.dz, q.dz_batch_stride, q.dz_dim_stride);
+}
+
 // dt and dy = dout silu(z) of the lane's elements; zero past the end, which leaves state and gradient as they are.
 template <typename T, class Layout>
 __device__ __forceinline__ void stage_time_and_gradient(float* dt_tile, float* dy_tile, const float* bias,
@@ -172,10 +190,16 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
                 y[i] *= z[i] * gate;
             }
             T* dz_row = static_cast<T*>(q.dz) + block.batch * q.dz_batch_stride + channel * q.dz_dim_stride;
+            if (Layout::kReverse && p.add) {
+                add_steps<T, Layout::kVector, Layout::kReverse>(dz_row + place, valid, aligned, dz);
+            }
             store_steps<T, Layout::kVector, Layout::kReverse>(dz_row + place, valid, aligned, dz);
         }
         if (p.out != nullptr) {
             T* out_row = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride;
+            if (Layout::kReverse && p.add) {
+                add_steps<T, Layout::kVector, Layout::kReverse>(out_row + place, valid, aligned, y);
+            }
             store_steps<T, Layout::kVector, Layout::kReverse>(out_row + place, valid, aligned, y);
         }
     }

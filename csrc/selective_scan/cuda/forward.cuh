@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     const bool all_exist = block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
     const int32_t* seq_idx = p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
     const bool general = !p.variable_B || !p.variable_C || seq_idx != nullptr;
+    const bool add = !kCarryOnly && Layout::kReverse && p.add != 0;
     if (general && seq_idx == nullptr) {
         for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
             resets[i] = 0;
@@ -194,6 +195,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 prefetch_elements(rows, rows.u, p.u_dim_stride, place_of<Layout>(p, next_step, Layout::kTile));
                 prefetch_elements(rows, rows.delta, p.delta_dim_stride, place_of<Layout>(p, next_step, Layout::kTile));
             }
+            if (add && slice == 0 && rows.step + Layout::kVector <= steps) {
+                prefetch_elements(rows, static_cast<const T*>(out), p.out_dim_stride, place);
+            }
             if (!kCarryOnly && slice + 1 == slices && p.z != nullptr) {
                 with_access(aligned, whole, inside, [&](auto access) {
                     z.template fetch<decltype(access)::kAccess>(rows, rows.z, p.z_dim_stride, place, steps);
@@ -270,8 +274,11 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                         y[i] *= silu(other[i]);
                     }
                 }
-                store_steps<T, Layout::kVector, Layout::kReverse>(out + place + pass * Layout::kPassRows * p.out_dim_stride,
-                                                                  rows.valid(pass, steps), aligned, y);
+                T* const to = out + place + pass * Layout::kPassRows * p.out_dim_stride;
+                if (add) {
+                    add_steps<T, Layout::kVector, Layout::kReverse>(to, rows.valid(pass, steps), aligned, y);
+                }
+                store_steps<T, Layout::kVector, Layout::kReverse>(to, rows.valid(pass, steps), aligned, y);
             }
         }
         if (kEarly && !kAhead && next_step < block.end) {

@@ -216,6 +216,8 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
     const T* const z = static_cast<const T*>(p.z) + block.batch * p.z_batch_stride + channel * p.z_dim_stride + place;
     T* const out = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride + place;
     const bool gated = p.z != nullptr;
+    const bool add = Layout::kReverse && p.add != 0;
+    Packed<T, Layout::kVector> before = packed_zero<T, Layout::kVector>();  // what the results of the tile in hand are added to
     const float bias = p.delta_bias != nullptr ? p.delta_bias[channel] : 0.0f;
     const float D = p.D != nullptr ? p.D[channel] : 0.0f;
     // The thread's pieces of B and C have the same steps.
@@ -310,6 +312,13 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
                 y[i] *= silu(other[i]);
             }
         }
+        if (add) {
+            unpack<T, Layout::kVector>(before, other);
+#pragma unroll
+            for (int i = 0; i < Layout::kVector; ++i) {
+                y[i] += other[i];
+            }
+        }
         if (row_exists && first_step(tile) + step < p.seqlen) {
             store_steps<T, Layout::kVector, Layout::kReverse>(out + tile_place(tile), Layout::kVector, true, y);
         }
@@ -325,6 +334,9 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
     for (int tile = 0; tile < tiles; ++tile) {  // the one that is scanned meanwhile
         if (tile > 0) {
             finish(tile - 1);  // whose stage is free then
+        }
+        if (add && row_exists && first_step(tile) + step < p.seqlen) {
+            before = read(out + tile_place(tile));
         }
         begin_copies(tile + kAhead);
         wait_for_copies<kAhead - 1>();

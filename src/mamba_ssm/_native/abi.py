@@ -8,7 +8,7 @@ are set directly: ``params.stream``, not ``params.run.stream``.
 import ctypes
 import typing
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 OK = 0
 ERROR_INVALID = 1
@@ -62,7 +62,7 @@ class MambaSelectiveScan(ctypes.Structure):
         i64: B_batch_stride, B_group_stride, B_dstate_stride;
         i64: C_batch_stride, C_group_stride, C_dstate_stride;
         i64: out_batch_stride, out_dim_stride;
-        i32: carried, reverse
+        i32: carried, reverse, add
         """,
         MambaRun=MambaRun,
     )
@@ -117,7 +117,8 @@ class MambaCausalConv1dBackward(ctypes.Structure):
         ptr: dout, dx;
         i64: dout_batch_stride, dout_dim_stride, dout_len_stride;
         i64: dx_batch_stride, dx_dim_stride, dx_len_stride;
-        ptr: dfinal_states, dinitial_states, workspace, dweight, dbias
+        ptr: dfinal_states, dinitial_states, workspace, dweight, dbias;
+        i32: add
         """,
         MambaCausalConv1d=MambaCausalConv1d,
     )

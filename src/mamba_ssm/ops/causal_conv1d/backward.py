@@ -71,8 +71,9 @@ def _backward_fake(dout, dfinal_states, *arguments):
     return _allocate(_check(dout, dfinal_states, inputs), inputs, wanted.need_dinitial_states)
 
 
-def launch_backward(sizes, dout, dfinal_states, inputs, options, dx, dinitial_states):
-    """Runs the kernels, which write dx and dinitial_states (None: not wanted); returns dweight and dbias.
+def launch_backward(sizes, dout, dfinal_states, inputs, options, dx, dinitial_states, add=False):
+    """Runs the kernels, which write dx (add: add to it) and dinitial_states (None: not wanted); returns dweight and
+    dbias.
 
     inputs: in kernel layout. dout, x and dx may be Views (B, D, L), length or channels with stride 1.
     """
@@ -95,6 +96,7 @@ def launch_backward(sizes, dout, dfinal_states, inputs, options, dx, dinitial_st
     params.dx_batch_stride, params.dx_dim_stride, params.dx_len_stride = dx.stride()
     params.dfinal_states = pointer(dfinal_states)
     params.dinitial_states = pointer(dinitial_states)
+    params.add = add
     params.dweight = dweight.data_ptr()
     params.dbias = pointer(dbias)
     run(functions, "causal_conv1d_backward", params)

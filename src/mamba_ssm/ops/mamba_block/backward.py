@@ -115,8 +115,11 @@ class Pending(typing.NamedTuple):
     grads: ScanGradients
 
 
-def scan_backward(dy, xz, inputs, kept, options, sizes, dxz):
-    """The scan's part. In dxz (2D, B*L) it writes the gradient of z, and the scan's output where dx will come."""
+def scan_backward(dy, xz, inputs, kept, options, sizes, dxz, add=False):
+    """The scan's part. In dxz (2D, B*L) it writes the gradient of z, and the scan's output where dx will come.
+
+    add: with reverse, it adds to those of the other direction.
+    """
     eps = options.rms_eps
     x_dbl, checkpoints = kept.x_dbl.contiguous(), kept.checkpoints.contiguous()
     if kept.conv_out is None:
@@ -147,7 +150,7 @@ def scan_backward(dy, xz, inputs, kept, options, sizes, dxz):
         dinitial_state=None,
         out=channels(dxz, sizes),
     )
-    launch_scan_backward(sizes.scan, channels(dy, sizes), None, scan, checkpoints, options.scan, grads)
+    launch_scan_backward(sizes.scan, channels(dy, sizes), None, scan, checkpoints, options.scan, grads, add=add)
     return Pending(x_dbl, conv_out, dx_dbl, (biased_B, biased_C), du, ddelta, grads)
 
 
@@ -156,8 +159,8 @@ def out_proj_backward(dout, y, bias):
     return torch.mm(dout.t(), y.t()), None if bias is None else dout.sum(0)
 
 
-def finish_backward(pending, of_out_proj, xz, inputs, options, sizes, dxz):
-    """All gradients; writes dx into dxz."""
+def finish_backward(pending, of_out_proj, xz, inputs, options, sizes, dxz, add=False):
+    """All gradients; writes dx into dxz, or adds it to what is there."""
     x_dbl, conv_out, dx_dbl, (biased_B, biased_C), du, ddelta, grads = pending
     batch, seqlen, rank, eps = sizes.batch, sizes.seqlen, sizes.rank, options.rms_eps
     dt, ddt_rms_weight = x_dbl[:rank], None
@@ -176,7 +179,7 @@ def finish_backward(pending, of_out_proj, xz, inputs, options, sizes, dxz):
     du.addmm_(inputs.x_proj_weight.t(), dx_dbl)  # du is the convolution's whole gradient from here on
     dx = channels(dxz, sizes)
     dconv1d_weight, dconv1d_bias = launch_convolution_backward(
-        sizes.conv1d, channels(du, sizes), None, conv_inputs(xz, inputs, sizes), options.conv1d, dx, None
+        sizes.conv1d, channels(du, sizes), None, conv_inputs(xz, inputs, sizes), options.conv1d, dx, None, add=add
     )
     dout_proj_weight, dout_proj_bias = of_out_proj
     return Gradients(

@@ -158,8 +158,7 @@ def _forward(*arguments):
     xz = channel_major(shared.xz, sizes)
     y, kept = None, []
     for inputs, its_sizes, options in directions:
-        one, its_kept = scan_forward(xz, inputs, its_sizes, options, wanted.keep)
-        y = one if y is None else y.add_(one)
+        y, its_kept = scan_forward(xz, inputs, its_sizes, options, wanted.keep, other=y)
         kept += [its_kept.x_dbl, its_kept.checkpoints]
     out = F.linear(y.t(), shared.out_proj_weight, shared.out_proj_bias)
     return Results(out.view(sizes.batch, sizes.seqlen, sizes.d_model), *kept)
@@ -203,22 +202,19 @@ def _backward(dout, *arguments):
     xz = channel_major(shared.xz, sizes)
     dout = dout.reshape(sizes.columns, sizes.d_model)
     dy = torch.mm(shared.out_proj_weight.t(), dout.t())
+    dxz = xz.new_empty((2 * sizes.dim, sizes.columns))  # the second direction adds to what the first writes
     pending = []
     for (inputs, its_sizes, options), first in zip(directions, (0, 2), strict=True):
-        dxz = xz.new_empty((2 * sizes.dim, sizes.columns))
         its_kept = Kept(kept[first], kept[first + 1], None, None)
-        pending.append((dxz, scan_backward(dy, xz, inputs, its_kept, options, its_sizes, dxz)))
+        pending.append(scan_backward(dy, xz, inputs, its_kept, options, its_sizes, dxz, add=options.reverse))
     del dy
-    dxz, dxz_b = (each for each, _ in pending)
-    dxz.add_(dxz_b)  # of z, and the scans' outputs
     of_out_proj = out_proj_backward(dout, dxz[: sizes.dim], shared.out_proj_bias)
     own = []
     for inputs, its_sizes, options in directions:
-        its_dxz, left = pending.pop(0)
-        grads = finish_backward(left, of_out_proj, xz, inputs, options, its_sizes, its_dxz)
+        left = pending.pop(0)
+        grads = finish_backward(left, of_out_proj, xz, inputs, options, its_sizes, dxz, add=options.reverse)
         own += [grads.dconv1d_weight, grads.dconv1d_bias, grads.dx_proj_weight, grads.ddelta_proj_weight]
         own += [grads.dA, grads.dD, grads.ddelta_bias]
-    dxz[: sizes.dim].add_(dxz_b[: sizes.dim])
     return Gradients(from_columns(dxz, sizes.batch, sizes.seqlen), *of_out_proj, *own)
 
 

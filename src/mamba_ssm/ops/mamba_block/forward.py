@@ -209,17 +209,21 @@ def _forward(*arguments):
     return Results(out.view(sizes.batch, sizes.seqlen, sizes.d_model), *kept)
 
 
-def scan_forward(xz, inputs, sizes, options, keep):
-    """The gated scan's output (D, B*L), before the output projection; and with keep what backward starts from."""
+def scan_forward(xz, inputs, sizes, options, keep, other=None):
+    """The gated scan's output (D, B*L), before the output projection; and with keep what backward starts from.
+
+    other: of the scan in the other direction; this one, with reverse, adds to it.
+    """
     eps = options.rms_eps
     conv_out = convolve(xz, inputs, sizes, options)
     x_dbl = torch.mm(inputs.x_proj_weight, conv_out)
     delta = delta_of(x_dbl, inputs, sizes, eps).contiguous()
     B, C = (matrix_of(source, x_dbl, sizes, eps)[0] for source in sources(inputs, sizes))
-    y = torch.empty_like(conv_out)
+    y = torch.empty_like(conv_out) if other is None else other
     checkpoints = _allocate_checkpoints(inputs, sizes) if keep else None
     scan = scan_inputs(conv_out, delta, B, C, xz, inputs, sizes)
-    launch_scan(sizes.scan, scan, options.scan, ScanResults(channels(y, sizes), None, checkpoints))
+    results = ScanResults(channels(y, sizes), None, checkpoints)
+    launch_scan(sizes.scan, scan, options.scan, results, add=other is not None)
     if not keep:
         return y, Kept(None, None, None, None)
     if options.checkpoint_lvl == 1:

@@ -115,11 +115,12 @@ def _allocate(inputs, sizes, wanted):
     return make(Gradients, grads)
 
 
-def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, grads, carried=None):
+def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, grads, carried=None, add=False):
     """Runs the kernels, which write grads.
 
     inputs: in kernel layout. dout, u, delta, B, C, z and their gradients and out may be Views with last stride 1.
-    carried: the workspace, which holds what the segments pass back already (see carry.py).
+    carried: the workspace, which holds what the segments pass back already (see carry.py). add: to grads.out and
+    grads.dz, which hold what the other direction gave; with reverse alone.
     """
     A, du, ddelta, dz = inputs.A, grads.du, grads.ddelta, grads.dz
     params = abi.MambaSelectiveScanBackward()
@@ -128,6 +129,7 @@ def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, grad
     plan = plan_of(functions, params.forward, use_deterministic_mode())
     params.segments, params.slots = plan.backward_segments, plan.slots
     params.carried = carried is not None
+    params.add = add
     if carried is None and plan.backward_workspace:
         carried = A.new_empty(plan.backward_workspace, dtype=torch.uint8)
     params.workspace = pointer(carried)

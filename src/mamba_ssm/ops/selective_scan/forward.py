@@ -171,13 +171,14 @@ def _forward_fake(*arguments):
     return _allocate(checks.unit_last_stride(inputs.u), sizes, wanted)
 
 
-def launch_forward(sizes, inputs, options, results, carry=None):
+def launch_forward(sizes, inputs, options, results, carry=None, add=False):
     """Runs the kernels. inputs: in kernel layout; all but parameters and states, and results.out, may be Views.
-    carry: as split_length takes it.
+    carry: as split_length takes it. add: to results.out, which holds what the other direction gave; with reverse alone.
     """
     params = abi.MambaSelectiveScan()
     functions = place(params, inputs.A)
     fill(params, sizes, inputs, options, results.out, results.checkpoints)
+    params.add = add
     if results.last_state is not None:
         params.last_state = results.last_state.data_ptr()
     short = sizes.seqlen <= abi.SCAN_CHECKPOINT or carry is not None  # never worth splitting, or split already
