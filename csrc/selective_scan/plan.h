@@ -89,8 +89,10 @@ inline int pipeline_channels(const MambaSelectiveScan& p, const DeviceLimits& de
     return 0;
 }
 
-// Checkpoints that a segment of the backward scan has at least.
+// Checkpoints that a segment of the backward scan has at least (of 9 to 16 states: 2), and where twice as many segments run as
+// fit the GPU at once.
 constexpr int64_t kShortestBackward = 4;
+constexpr int64_t kShortestInTwo = 8;
 
 inline BackwardKind backward_kind(const MambaSelectiveScan& p, const DeviceLimits& device) {
     const bool small = device.shared < kBackwardShared;
@@ -124,14 +126,32 @@ inline bool adds_with_atomics(const MambaSelectiveScan& p, int64_t slots, const 
     return slots < slots_without_atomics(p, device);
 }
 
-inline MambaSelectiveScanPlan make_scan_plan(const MambaSelectiveScan& p, const DeviceLimits& device, bool deterministic) {
-    const int64_t wanted = 3 * device.processors;
-    MambaSelectiveScanPlan plan;
-    plan.forward_segments = 1;
-    if (pipeline_channels(p, device) == 0 && !wide_is_better(p, device.processors)) {
-        plan.forward_segments = segments_to_fill(p, forward_channels(p.dstate, false), wanted, 2);
+inline int64_t forward_segments(const MambaSelectiveScan& p, const DeviceLimits& device) {
+    if (pipeline_channels(p, device) > 0 || wide_is_better(p, device.processors)) {
+        return 1;
     }
-    plan.backward_segments = segments_to_fill(p, backward_channels(backward_kind(p, device)), wanted, kShortestBackward);
+    // So many blocks run at once on a multiprocessor.
+    const int64_t at_once = p.dstate <= Forward16::kSlice ? 4 : 3;
+    return segments_to_fill(p, forward_channels(p.dstate, false), at_once * device.processors, 2);
+}
+
+inline int64_t backward_segments(const MambaSelectiveScan& p, const DeviceLimits& device) {
+    const BackwardKind kind = backward_kind(p, device);
+    const int64_t wanted = 3 * device.processors;
+    const int64_t shortest = kind == BackwardKind::k16 || kind == BackwardKind::k16Narrow ? 2 : kShortestBackward;
+    const int64_t segments = segments_to_fill(p, backward_channels(kind), wanted, shortest);
+    if (segments == 1) {
+        return 1;
+    }
+    // Twice as many, while they stay long, leave less idle at the end: a block that is done makes room for another one.
+    const int64_t twice = segments_to_fill(p, backward_channels(kind), 2 * wanted, kShortestInTwo);
+    return twice > segments ? twice : segments;
+}
+
+inline MambaSelectiveScanPlan make_scan_plan(const MambaSelectiveScan& p, const DeviceLimits& device, bool deterministic) {
+    MambaSelectiveScanPlan plan;
+    plan.forward_segments = forward_segments(p, device);
+    plan.backward_segments = backward_segments(p, device);
     plan.slots = deterministic ? slots_without_atomics(p, device) : 1;
     plan.backward_workspace = scan_workspace_bytes(p, plan.backward_segments, plan.slots);
     return plan;
