@@ -174,10 +174,10 @@ cudaError_t launch_norm_forward_as(const MambaNorm& p, const NormLayout& layout)
                               p.run.stream, p);
 }
 
-// Vectors of 16 bytes of the wider type where all tensors allow it.
+// Vectors of 16 bytes where all tensors allow it, of a wider type two.
 template <typename T, typename Other>
 cudaError_t launch_norm_forward_beside(const MambaNorm& p, const NormLayout& layout) {
-    if constexpr (sizeof(T) == 2 && sizeof(Other) == 2) {
+    if constexpr (sizeof(T) == 2) {
         if (norm_is_aligned(p, 8)) {
             return layout.looped ? launch_norm_forward_as<T, Other, 8, true>(p, layout)
                                  : launch_norm_forward_as<T, Other, 8, false>(p, layout);
