@@ -208,6 +208,11 @@ __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(kRegisters) : "memory");
 }
 
+// Waits for the other threads of the block's first warpgroup, none of another.
+__device__ __forceinline__ void meet_warpgroup() {
+    asm volatile("barrier.sync.aligned 1, 128;" : : : "memory");
+}
+
 // What this thread has put into tiles is visible to the tensor cores after the block's next barrier.
 __device__ __forceinline__ void show_to_warpgroup() {
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");

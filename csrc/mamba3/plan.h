@@ -29,11 +29,12 @@ enum Mamba3StepArray {
 struct Mamba3Chunks {
     int64_t steps;  // of a chunk, 64 at most
     int64_t pitch;
-    int64_t slots;    // of chunks
-    int64_t arrays;   // kMamba3ForwardArrays or kMamba3BackwardArrays
-    float* values;    // (slots, H, arrays, pitch)
-    float* speeds;    // (B, L, H, S), or (B, L, S) without angles_of_heads: tanh(angle) / 2, turns for each unit of dt
-    uint32_t* turns;  // (slots, H, S): the turn before the chunk's first step, in units of 2^-32
+    int64_t slots;        // of chunks
+    int64_t arrays;       // kMamba3ForwardArrays or kMamba3BackwardArrays
+    float* values;        // (slots, H, arrays, pitch)
+    int64_t part, parts;  // steps of a part of a chunk, and how many a chunk has
+    float* speeds;        // (B, L, H, S), or (B, L, S) without angles_of_heads: tanh(angle) / 2, turns for each unit of dt
+    uint32_t* turns;      // (slots, parts, H, S): the turn before the part's first step, in units of 2^-32
 };
 
 // Room for `bytes` more, at a multiple of 256.
@@ -53,14 +54,18 @@ struct Mamba3ChunksPlan {
     int64_t values, speeds, turns;
 
     Mamba3ChunksPlan() : chunks(), values(0), speeds(0), turns(0) {}
-    Mamba3ChunksPlan(const MambaMamba3& p, int64_t steps, Mamba3StepArray arrays, int64_t& bytes) : Mamba3ChunksPlan() {
+    // part: 0, or what steps are a multiple of.
+    Mamba3ChunksPlan(const MambaMamba3& p, int64_t steps, Mamba3StepArray arrays, int64_t& bytes, int64_t part = 0)
+        : Mamba3ChunksPlan() {
         chunks.steps = steps;
+        chunks.part = part == 0 ? steps : part;
+        chunks.parts = steps / chunks.part;
         chunks.pitch = round_up(steps, 4);
         chunks.slots = p.cu_seqlens == nullptr ? p.batch * ceil_div(p.seqlen, steps) : p.seqlen / steps + p.sequences;
         chunks.arrays = arrays;
         values = mamba3_reserve(bytes, chunks.slots * p.nheads * arrays * chunks.pitch * 4);
         speeds = mamba3_reserve(bytes, p.batch * p.seqlen * (p.angles_of_heads != 0 ? p.nheads : 1) * p.nangles * 4);
-        turns = mamba3_reserve(bytes, chunks.slots * p.nheads * p.nangles * 4);
+        turns = mamba3_reserve(bytes, chunks.slots * chunks.parts * p.nheads * p.nangles * 4);
     }
 
     Mamba3Chunks place(void* workspace) const {
@@ -87,6 +92,41 @@ int64_t mamba3_rows(Mamba3LayoutIndex layout) {
                                      : Layouts::Large::kRows;
 }
 
+// Steps of a part of a chunk in forward_warpgroup.cuh, if the chunk has more: a warp turns the rows of one.
+constexpr int kMamba3WarpSteps = 16;
+
+// Whether a forward call can run forward_warpgroup.cuh on this device: the usual case.
+inline cudaError_t choose_mamba3_warpgroups(const MambaMamba3& p, bool* warpgroups) {
+    *warpgroups = false;
+#ifdef MAMBA_WARPGROUPS
+    int major = 0;
+    const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, p.run.device);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    const int64_t size = dtype_size(p.dtype), rank = p.rank;
+    const int64_t unit = p.pairwise != 0 ? 2 : 4;  // elements of dstate that two words hold of pairs, or one
+    const int64_t most = INT32_MAX / kMamba3MostSteps;
+    const auto fits = [&](int64_t stride) { return -most <= stride && stride <= most; };  // as bytes in an int
+    *warpgroups =
+        p.dtype != MAMBA_FLOAT32 && major == 9 && p.dstate <= 128 && p.dstate % unit == 0 && p.seq_idx == nullptr &&
+        p.seqlen <= INT32_MAX && rank <= (p.pairwise != 0 ? 1 : kMamba3MostRanks) &&
+        (p.norm_weight == nullptr || p.headdim <= kMamba3StateRows) && rows_aligned(p.q_bias, 4, 8, p.dstate) &&
+        rows_aligned(p.k_bias, 4, 8, p.dstate) &&
+        rows_aligned(p.q, size, 4, p.q_batch_stride, p.q_len_stride, p.q_group_stride, used_stride(rank, p.q_rank_stride)) &&
+        rows_aligned(p.k, size, 4, p.k_batch_stride, p.k_len_stride, p.k_group_stride, used_stride(rank, p.k_rank_stride)) &&
+        rows_aligned(p.v, size, 16, p.headdim, p.v_batch_stride, p.v_len_stride, p.v_head_stride) &&
+        rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
+        rows_aligned(p.out, size, 16, p.out_batch_stride, p.out_len_stride, p.out_head_stride,
+                     p.mimo_out != nullptr ? 0 : used_stride(rank, p.out_rank_stride)) &&
+        rows_aligned(p.mimo_v, 4, 16, p.headdim) && p.nheads * p.nangles <= most && fits(p.q_len_stride) &&
+        fits(p.k_len_stride) && fits(used_stride(rank, p.q_rank_stride)) && fits(used_stride(rank, p.k_rank_stride));
+#else
+    static_cast<void>(p);
+#endif
+    return cudaSuccess;
+}
+
 // With that much a multiprocessor holds four forward blocks of up to 128 states.
 constexpr int kMamba3RoomyShared = 200 * 1024;
 
@@ -94,6 +134,7 @@ constexpr int kMamba3RoomyShared = 200 * 1024;
 struct Mamba3Forward {
     Mamba3LayoutIndex layout;
     int64_t ranks;    // rows of a step in a tile: a power of two that divides a tile of 16, or one launch does not take all
+    bool warpgroups;  // runs forward_warpgroup.cuh
     int64_t passes;   // parts of the rank that a launch takes, of q and of k: passes^2 launches
     bool rows_apart;  // the scan leaves its rows in the workspace as float32, another kernel makes the output of them
     int64_t segments, chunks_a_segment;  // parts that the walk along the length is split into
@@ -103,16 +144,28 @@ struct Mamba3Forward {
     cudaError_t error;
 
     explicit Mamba3Forward(const MambaMamba3& p)
-        : layout(mamba3_layout_index(p)), segments(1), ends(0), decays(0), rows(0), bytes(0), error(cudaSuccess) {
+        : layout(mamba3_layout_index(p)),
+          warpgroups(false),
+          segments(1),
+          ends(0),
+          decays(0),
+          rows(0),
+          bytes(0),
+          error(cudaSuccess) {
         const DeviceLimits device(p.run.device);
         error = device.error;
+        if (error == cudaSuccess) {
+            error = choose_mamba3_warpgroups(p, &warpgroups);
+        }
         const int64_t most = p.dtype == MAMBA_FLOAT32 ? mamba3_rows<float>(layout) : mamba3_rows<__half>(layout);
         passes = ceil_div(p.rank, kMamba3MostRanks);
         ranks = int64_t{1} << ceil_log2(ceil_div(p.rank, passes), 0, 4);
-        chunks = Mamba3ChunksPlan(p, most / ranks, kMamba3ForwardArrays, bytes);
+        const int64_t steps = most / ranks;
+        const int64_t part = warpgroups && steps > kMamba3WarpSteps ? kMamba3WarpSteps : 0;
+        chunks = Mamba3ChunksPlan(p, steps, kMamba3ForwardArrays, bytes, part);
         rows_apart = passes > 1 || (p.norm_weight != nullptr && p.headdim > kMamba3StateRows);
-        const int64_t steps = p.batch * p.seqlen;
-        rows = mamba3_reserve(bytes, rows_apart ? steps * p.rank * p.nheads * p.headdim * 4 : 0);
+        const int64_t all_rows = p.batch * p.seqlen * p.rank;
+        rows = mamba3_reserve(bytes, rows_apart ? all_rows * p.nheads * p.headdim * 4 : 0);
         plan_segments(p, device);
     }
 
@@ -121,7 +174,8 @@ struct Mamba3Forward {
     void plan_segments(const MambaMamba3& p, const DeviceLimits& device) {
         const int64_t all = ceil_div(p.seqlen, chunks.chunks.steps);
         const int64_t blocks = p.batch * p.nheads * ceil_div(p.headdim, kMamba3StateRows);
-        const int64_t wanted = (layout != kMamba3Large && device.shared >= kMamba3RoomyShared ? 4 : 2) * device.processors;
+        const int64_t wanted =
+            (layout != kMamba3Large && device.shared >= kMamba3RoomyShared && !warpgroups ? 4 : 2) * device.processors;
         if (p.cu_seqlens == nullptr && passes == 1 && blocks > 0 && 2 * blocks <= wanted) {
             const int64_t most = all / 8;
             const int64_t fit = wanted / blocks < most ? wanted / blocks : most;

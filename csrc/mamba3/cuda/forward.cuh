@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kMamba3Threads, mamba3_forward_blocks<Layout>(
         Mamba3Turning turning;
         turning.speeds = chunks.speeds + mamba3_speeds_index(p, range.row, first, head);
         turning.speeds_stride = static_cast<int>((p.angles_of_heads != 0 ? p.nheads : 1) * p.nangles);
-        turning.turns = chunks.turns + (slot * p.nheads + head) * p.nangles;
+        turning.turns = chunks.turns + mamba3_turns_index(p, chunks, slot, 0, head);
         turning.dt = values.dt;
         turning.keep = values.keep;
         turning.start = values.start;
@@ -267,7 +267,7 @@ constexpr int kMamba3CarryStateThreads = 256;
 
 template <typename T>
 __global__ void __launch_bounds__(kMamba3CarryStateThreads)
-    mamba3_carry_states_kernel(const MambaMamba3 p, const Mamba3ForwardLaunch launch) {
+    mamba3_carry_states_kernel(const MambaMamba3 p, int64_t segments, float* ends, const float* decays) {
     const int64_t size = p.headdim * p.dstate;
     const int64_t rows = p.sequences * p.nheads;
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kMamba3CarryStateThreads + threadIdx.x;
@@ -275,10 +275,10 @@ __global__ void __launch_bounds__(kMamba3CarryStateThreads)
     if (index >= rows * size) {
         return;
     }
-    float state = launch.ends[index];
-    for (int64_t segment = 1; segment + 1 < launch.segments; ++segment) {
-        float& end = launch.ends[segment * rows * size + index];
-        state = fmaf(launch.decays[segment * rows + index / size], state, end);
+    float state = ends[index];
+    for (int64_t segment = 1; segment + 1 < segments; ++segment) {
+        float& end = ends[segment * rows * size + index];
+        state = fmaf(decays[segment * rows + index / size], state, end);
         end = state;
     }
 }

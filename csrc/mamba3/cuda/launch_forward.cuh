@@ -3,14 +3,11 @@
 
 #include "mamba3/cuda/forward.cuh"
 #include "mamba3/plan.h"
+#ifdef MAMBA_WARPGROUPS
+#include "mamba3/cuda/forward_warpgroup.cuh"
+#endif
 
 namespace mamba {
-
-inline cudaError_t mamba3_allow_shared(const void* kernel, int64_t bytes) {
-    return bytes <= 48 * 1024
-               ? cudaSuccess
-               : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-}
 
 template <typename T, class Layout, bool kResults>
 cudaError_t launch_mamba3_walk(const MambaMamba3& p, Mamba3ForwardLaunch launch, int64_t segments) {
@@ -29,16 +26,23 @@ cudaError_t launch_mamba3_walk(const MambaMamba3& p, Mamba3ForwardLaunch launch,
                          launch);
 }
 
+// ends, from what the pass before has left of each segment.
+template <typename T>
+cudaError_t launch_mamba3_carry_states(const MambaMamba3& p, int64_t segments, float* ends, const float* decays) {
+    if (segments <= 2) {
+        return cudaSuccess;
+    }
+    const int64_t states = p.sequences * p.nheads * p.headdim * p.dstate;
+    return launch_overlapping(mamba3_carry_states_kernel<T>, static_cast<unsigned>(ceil_div(states, kMamba3CarryStateThreads)),
+                              kMamba3CarryStateThreads, 0, p.run.stream, p, segments, ends, decays);
+}
+
 template <typename T, class Layout>
 cudaError_t launch_mamba3_layout(const MambaMamba3& p, const Mamba3Forward& plan, Mamba3ForwardLaunch launch) {
     if (plan.segments > 1) {
         cudaError_t error = launch_mamba3_walk<T, Layout, false>(p, launch, plan.segments - 1);
-        if (error == cudaSuccess && plan.segments > 2) {
-            const int64_t states = p.sequences * p.nheads * p.headdim * p.dstate;
-            launch.segments = plan.segments;
-            error = launch_overlapping(mamba3_carry_states_kernel<T>,
-                                       static_cast<unsigned>(ceil_div(states, kMamba3CarryStateThreads)),
-                                       kMamba3CarryStateThreads, 0, p.run.stream, p, launch);
+        if (error == cudaSuccess) {
+            error = launch_mamba3_carry_states<T>(p, plan.segments, launch.ends, launch.decays);
         }
         if (error != cudaSuccess) {
             return error;
@@ -58,8 +62,57 @@ cudaError_t launch_mamba3_layout(const MambaMamba3& p, const Mamba3Forward& plan
     return cudaSuccess;
 }
 
+#ifdef MAMBA_WARPGROUPS
+template <typename T, int kStates, bool kPairwise>
+cudaError_t launch_mamba3_warpgroup_passes(const MambaMamba3& p, const Mamba3Forward& plan,
+                                           const Mamba3WarpgroupLaunch& launch) {
+    cudaError_t error = cudaSuccess;
+    if (plan.segments > 1) {
+        error = launch_mamba3_warpgroups<T, kStates, kPairwise, false>(p, launch, plan.segments - 1);
+        if (error == cudaSuccess) {
+            error = launch_mamba3_carry_states<T>(p, plan.segments, launch.ends, launch.decays);
+        }
+    }
+    return error != cudaSuccess ? error : launch_mamba3_warpgroups<T, kStates, kPairwise, true>(p, launch, plan.segments);
+}
+
+template <typename T>
+cudaError_t launch_mamba3_forward_warpgroups(const MambaMamba3& p, const Mamba3Forward& plan) {
+    char* const memory = static_cast<char*>(p.workspace);
+    Mamba3WarpgroupLaunch launch = {};
+    launch.chunks = plan.chunks.place(p.workspace);
+    launch.chunks_a_segment = plan.chunks_a_segment;
+    launch.ends = reinterpret_cast<float*>(memory + plan.ends);
+    launch.decays = reinterpret_cast<float*>(memory + plan.decays);
+    launch.ranks_log2 = ceil_log2(plan.ranks, 0, 4);
+    launch.steps_log2 = 6 - launch.ranks_log2;
+    launch.q_step = static_cast<int32_t>(p.q_len_stride * static_cast<int64_t>(sizeof(T)));
+    launch.k_step = static_cast<int32_t>(p.k_len_stride * static_cast<int64_t>(sizeof(T)));
+    launch.ranks = static_cast<int32_t>(p.rank);
+    launch.turns_part = static_cast<int32_t>(p.nheads * p.nangles * 4);
+    launch.q_rank = static_cast<int32_t>(used_stride(p.rank, p.q_rank_stride) * static_cast<int64_t>(sizeof(T)));
+    launch.k_rank = static_cast<int32_t>(used_stride(p.rank, p.k_rank_stride) * static_cast<int64_t>(sizeof(T)));
+    launch.speeds_step = static_cast<int32_t>((p.angles_of_heads != 0 ? p.nheads : 1) * p.nangles * 4);
+    launch.values_step = p.nheads * launch.chunks.arrays * launch.chunks.pitch;
+    launch.turns_step = launch.chunks.parts * p.nheads * p.nangles;
+    if (plan.layout == kMamba3Small) {
+        return p.pairwise != 0 ? launch_mamba3_warpgroup_passes<T, 64, true>(p, plan, launch)
+                               : launch_mamba3_warpgroup_passes<T, 64, false>(p, plan, launch);
+    }
+    return p.pairwise != 0 ? launch_mamba3_warpgroup_passes<T, 128, true>(p, plan, launch)
+                           : launch_mamba3_warpgroup_passes<T, 128, false>(p, plan, launch);
+}
+#endif
+
 template <typename T>
 cudaError_t launch_mamba3_forward(const MambaMamba3& p, const Mamba3Forward& plan) {
+#ifdef MAMBA_WARPGROUPS
+    if constexpr (sizeof(T) == 2) {
+        if (plan.warpgroups) {
+            return launch_mamba3_forward_warpgroups<T>(p, plan);
+        }
+    }
+#endif
     const int64_t size = sizeof(T);
     char* const memory = static_cast<char*>(p.workspace);
     Mamba3ForwardLaunch launch = {};

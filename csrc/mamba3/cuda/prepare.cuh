@@ -7,14 +7,38 @@
 namespace mamba {
 
 constexpr int kMamba3PrepareThreads = 256;
-// Heads of a block, which share its angles' speeds.
+constexpr int kMamba3PrepareWarps = kMamba3PrepareThreads / 32;
+// Heads of a block, which share its angles' speeds, and of a warp that sums up turns.
 constexpr int kMamba3PrepareHeads = 32;
-// Angles of a lane at most.
-constexpr int kMamba3LaneAngles = MAMBA_MAX_DSTATE / 2 / 32;
+constexpr int kMamba3TurnHeads = kMamba3PrepareHeads / kMamba3PrepareWarps;
 
 // A step's decay is at least that in base 2, which is zero in float32 over any number of steps; so an infinite adt counts as
 // zero too, and no difference of sums is infinity less infinity.
 constexpr double kMamba3LeastDecay = -32768.0;
+
+// adt, dt and trap of a chunk's steps and of the one behind them, of a block's heads; zero where there is no such step. The
+// pitch lets lanes read a column, or write a row, from different banks.
+struct Mamba3PrepareInputs {
+    static constexpr int kPitch = kMamba3PrepareHeads + 1;
+    static constexpr int kSize = (kMamba3MostSteps + 1) * kPitch;
+    float dt[kSize];
+    alignas(16) float others[2 * kSize];  // adt, then trap
+    uint64_t lost[kMamba3PrepareWarps];   // a bit for each of a warp's steps whose speeds are not all numbers
+    int last_start;                       // of all heads, -1: none
+};
+
+// One of them. Lanes lie along heads or steps, whichever are neighbours in memory.
+__device__ __forceinline__ void load_prepare_input(float* to, const void* from, int32_t dtype, int64_t len_stride,
+                                                   int64_t head_stride, int rows, int existing, int heads) {
+    const bool along_heads = head_stride <= len_stride;
+    for (int i = threadIdx.x; i < rows * kMamba3PrepareHeads; i += kMamba3PrepareThreads) {
+        const int row = along_heads ? i / kMamba3PrepareHeads : i % rows;
+        const int head = along_heads ? i % kMamba3PrepareHeads : i / rows;
+        const bool exists = row < existing && head < heads;
+        to[row * Mamba3PrepareInputs::kPitch + head] =
+            exists ? load_as_float(from, row * len_stride + head * head_stride, dtype) : 0.0f;
+    }
+}
 
 // Two neighbouring steps of a lane.
 struct Mamba3LaneSteps {
@@ -23,87 +47,63 @@ struct Mamba3LaneSteps {
     bool exists[2], restarts[2];
 };
 
+// column: of the head. place: of the lane among those of the head.
 __device__ __forceinline__ void load_lane_steps(Mamba3LaneSteps& s, const MambaMamba3& p, const Mamba3SlotChunk& chunk,
-                                                int64_t head, int lane) {
-    const Mamba3Sequence& sequence = chunk.sequence;
-    uint32_t adt[2], dt[3], trap[3];
-    bool known[3];
+                                                const Mamba3PrepareInputs& inputs, int column, int place) {
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-        const int64_t step = chunk.first + 2 * lane + i;  // of the sequence
-        const int64_t at = sequence.begin + step;
-        known[i] = step < sequence.seqlen && 2 * lane + i <= chunk.steps;
-        dt[i] = trap[i] = 0;
-        if (i < 2) {
-            s.exists[i] = 2 * lane + i < chunk.steps;
-            s.restarts[i] = false;
-            adt[i] = 0;
+        const int own = 2 * place + i;
+        const bool known = own <= chunk.steps && chunk.first + own < chunk.sequence.seqlen;
+        bool restarts = false;
+        if (known && p.seq_idx != nullptr && chunk.first + own > 0) {
+            const int32_t* const seq_idx = p.seq_idx + chunk.sequence.row * p.seqlen + chunk.sequence.begin + chunk.first + own;
+            restarts = seq_idx[0] != seq_idx[-1];
         }
-        if (known[i]) {
-            dt[i] =
-                load_bits(p.dt, sequence.row * p.dt_batch_stride + at * p.dt_len_stride + head * p.dt_head_stride, p.dt_dtype);
-            trap[i] = load_bits(p.trap, sequence.row * p.trap_batch_stride + at * p.trap_len_stride + head * p.trap_head_stride,
-                                p.trap_dtype);
-            if (i < 2 && s.exists[i]) {
-                adt[i] = load_bits(p.adt, sequence.row * p.adt_batch_stride + at * p.adt_len_stride + head * p.adt_head_stride,
-                                   p.adt_dtype);
-            }
-            if (p.seq_idx != nullptr && step > 0) {
-                const int32_t* const seq_idx = p.seq_idx + sequence.row * p.seqlen + at;
-                const bool restarts = seq_idx[0] != seq_idx[-1];
-                if (i < 2) {
-                    s.restarts[i] = restarts;
-                }
-                known[i] = i < 2 || !restarts;
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-        const float step = float_from_bits(dt[i], p.dt_dtype);
-        const float raw = float_from_bits(trap[i], p.trap_dtype);
+        const int at = own * Mamba3PrepareInputs::kPitch + column;
+        const float dt = known ? inputs.dt[at] : 0.0f, raw = known ? inputs.others[Mamba3PrepareInputs::kSize + at] : 0.0f;
         if (i < 2) {
-            s.adt[i] = float_from_bits(adt[i], p.adt_dtype);
-            s.dt[i] = step;
+            s.exists[i] = own < chunk.steps;
+            s.restarts[i] = restarts;
+            s.adt[i] = s.exists[i] ? inputs.others[at] : 0.0f;
+            s.dt[i] = dt;
             s.lambda[i] = sigmoid(raw);
             s.rest[i] = sigmoid(-raw);
         } else {
-            s.next = known[i] ? sigmoid(-raw) * step : 0.0f;
+            s.next = known && !restarts ? sigmoid(-raw) * dt : 0.0f;
         }
     }
 }
 
-// A warp finds the values of a chunk of one head, of which this lane has two steps: adt's sums go through the warp in double.
+// Lanes find the values of a chunk of one head, `width` of a warp with two steps each: adt's sums go through them in double.
 struct Mamba3LaneValues {
     float high[2], low[2], gamma[2], scale[2], entering[2], leaving[2];
     int start[2], last_start;  // last_start: of the chunk's last step
 };
 
-__device__ __forceinline__ void find_lane_values(Mamba3LaneValues& v, const Mamba3LaneSteps& s, int lane) {
+__device__ __forceinline__ void find_lane_values(Mamba3LaneValues& v, const Mamba3LaneSteps& s, int place, int width) {
     double sum[2];
     int run[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const double step = s.exists[i] ? static_cast<double>(s.adt[i]) * 1.4426950408889634 : 0.0;
         sum[i] = (step < kMamba3LeastDecay ? kMamba3LeastDecay : step) + (i > 0 ? sum[0] : 0.0);
-        run[i] = s.exists[i] && s.restarts[i] ? 2 * lane + i : i > 0 ? run[0] : -1;
+        run[i] = s.exists[i] && s.restarts[i] ? 2 * place + i : i > 0 ? run[0] : -1;
     }
     double before = sum[1];
     int started = run[1];
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const double other = __shfl_up_sync(0xffffffffu, before, distance);
-        const int other_run = __shfl_up_sync(0xffffffffu, started, distance);
-        if (lane >= distance) {
+    for (int distance = 1; distance < width; distance *= 2) {
+        const double other = __shfl_up_sync(0xffffffffu, before, distance, width);
+        const int other_run = __shfl_up_sync(0xffffffffu, started, distance, width);
+        if (place >= distance) {
             before += other;
             started = other_run > started ? other_run : started;
         }
     }
-    const double last = __shfl_sync(0xffffffffu, before, 31);
-    v.last_start = __shfl_sync(0xffffffffu, started, 31);
+    const double last = __shfl_sync(0xffffffffu, before, width - 1, width);
+    v.last_start = __shfl_sync(0xffffffffu, started, width - 1, width);
     before -= sum[1];
-    started = __shfl_up_sync(0xffffffffu, started, 1);
-    started = lane == 0 ? -1 : started;
+    started = __shfl_up_sync(0xffffffffu, started, 1, width);
+    started = place == 0 ? -1 : started;
     // The step behind the chunk's last one may be this lane's second. What is not known has a dt of 0.
     const float nu[2] = {s.restarts[1] ? 0.0f : s.rest[1] * s.dt[1], s.next};
 #pragma unroll
@@ -115,18 +115,31 @@ __device__ __forceinline__ void find_lane_values(Mamba3LaneValues& v, const Mamb
         v.gamma[i] = s.exists[i] ? s.lambda[i] * s.dt[i] : 0.0f;
         v.scale[i] = s.exists[i] ? v.gamma[i] + nu[i] : 0.0f;
         v.entering[i] = v.start[i] < 0 ? exp2_fast(v.high[i] + v.low[i]) : 0.0f;
-        v.leaving[i] = s.exists[i] && 2 * lane + i >= v.last_start ? exp2_fast(static_cast<float>(last - cs)) : 0.0f;
+        v.leaving[i] = s.exists[i] && 2 * place + i >= v.last_start ? exp2_fast(static_cast<float>(last - cs)) : 0.0f;
     }
 }
 
-// A block takes up to kMamba3PrepareHeads heads of a slot, a warp one after the other. turns gets what each chunk turns, from
-// its last restart on.
+// What a step turns, as a count. ordinary: the turns are fewer than 2^19. A double near 2^20 counts in units of 2^-32, and its
+// lower word is what lies behind the whole turns.
+__device__ __forceinline__ uint32_t count_of_step(double speed, double dt, bool ordinary) {
+    if (ordinary) {
+        return static_cast<uint32_t>(__double2loint(fma(speed, dt, 1572864.0)));
+    }
+    return count_of_turns(turn_of_step(static_cast<float>(speed), static_cast<float>(dt)));
+}
+constexpr double kMamba3OrdinaryStep = 1048576.0;  // of dt; a speed is 1/2 at most
+
+// A block takes up to kMamba3PrepareHeads heads of a slot. turns gets what each part of a chunk turns, from its last restart
+// on: with parts there are no restarts.
 __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
     MAMBA_DYNAMIC_SHARED(16, float, shared_speeds);  // (steps, S), for all heads
+    __shared__ Mamba3PrepareInputs inputs;
     const int64_t head_blocks = ceil_div(p.nheads, kMamba3PrepareHeads);
     const int64_t slot = blockIdx.x / head_blocks;
     const int64_t first_head = blockIdx.x % head_blocks * kMamba3PrepareHeads;
-    const int lane = threadIdx.x % 32;
+    const int heads =
+        static_cast<int>(p.nheads - first_head < kMamba3PrepareHeads ? p.nheads - first_head : kMamba3PrepareHeads);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int angles = static_cast<int>(p.nangles);
     const Mamba3SlotChunk chunk = mamba3_chunk_of_slot(p, chunks, slot);
     if (chunk.steps == 0) {
@@ -134,75 +147,70 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
     }
     const int64_t first = chunk.sequence.begin + chunk.first;
     const bool shared_angles = p.angles_of_heads == 0;
+
+    const int rows = static_cast<int>(chunks.steps) + 1;
+    const int64_t left = chunk.sequence.seqlen - chunk.first;
+    const int existing = static_cast<int>(left < rows ? left : rows);
+    const auto load = [&](float* to, const void* from, int32_t dtype, int64_t batch_stride, int64_t len_stride,
+                          int64_t head_stride) {
+        const int64_t at = chunk.sequence.row * batch_stride + first * len_stride + first_head * head_stride;
+        load_prepare_input(to, static_cast<const char*>(from) + at * (dtype == MAMBA_FLOAT32 ? 4 : 2), dtype, len_stride,
+                           head_stride, rows, existing, heads);
+    };
+    load(inputs.dt, p.dt, p.dt_dtype, p.dt_batch_stride, p.dt_len_stride, p.dt_head_stride);
+    load(inputs.others + Mamba3PrepareInputs::kSize, p.trap, p.trap_dtype, p.trap_batch_stride, p.trap_len_stride,
+         p.trap_head_stride);
+    load(inputs.others, p.adt, p.adt_dtype, p.adt_batch_stride, p.adt_len_stride, p.adt_head_stride);
     if (shared_angles) {
-        for (int i = threadIdx.x; i < chunk.steps * angles; i += kMamba3PrepareThreads) {
-            const int64_t step = first + i / angles;
-            const int64_t at = chunk.sequence.row * p.angle_batch_stride + step * p.angle_len_stride + i % angles;
-            const float speed = 0.5f * tanhf(load_as_float(p.angles, at, p.angle_dtype));
-            shared_speeds[i] = speed;
-            if (first_head == 0) {
-                chunks.speeds[mamba3_speeds_index(p, chunk.sequence.row, step, 0) + i % angles] = speed;
+        uint64_t lost = 0;
+        for (int step = warp; step < chunk.steps; step += kMamba3PrepareWarps) {
+            const int64_t at = chunk.sequence.row * p.angle_batch_stride + (first + step) * p.angle_len_stride;
+            float* const to = chunks.speeds + mamba3_speeds_index(p, chunk.sequence.row, first + step, 0);
+            bool number = true;
+            for (int i = lane; i < angles; i += 32) {
+                const float speed = 0.5f * tanhf(load_as_float(p.angles, at + i, p.angle_dtype));
+                number = number && speed == speed;
+                shared_speeds[step * angles + i] = speed;
+                if (first_head == 0) {
+                    to[i] = speed;
+                }
             }
+            lost |= static_cast<uint64_t>(__any_sync(0xffffffffu, !number) ? 1 : 0) << step;
         }
-        __syncthreads();
+        if (lane == 0) {
+            inputs.lost[warp] = lost;
+        }
     }
-    for (int64_t head = first_head + threadIdx.x / 32; head < first_head + kMamba3PrepareHeads && head < p.nheads;
-         head += kMamba3PrepareThreads / 32) {
+    __syncthreads();
+
+    uint64_t lost = 0;
+    for (int i = 0; i < kMamba3PrepareWarps && shared_angles; ++i) {
+        lost |= inputs.lost[i];
+    }
+    int width = 1;
+    while (2 * width < chunks.pitch) {
+        width *= 2;
+    }
+    for (int head = 32 / width * warp + lane / width; head - lane / width < heads; head += 32 / width * kMamba3PrepareWarps) {
+        const int place = lane % width;
         Mamba3LaneSteps steps;
         Mamba3LaneValues values;
-        load_lane_steps(steps, p, chunk, head, lane);
-        find_lane_values(values, steps, lane);
-
-        uint32_t turns[kMamba3LaneAngles] = {};
-        for (int step = 0; step < chunk.steps; ++step) {
-            const float even = __shfl_sync(0xffffffffu, steps.dt[0], step / 2);
-            const float odd = __shfl_sync(0xffffffffu, steps.dt[1], step / 2);
-            const float dt = step % 2 == 0 ? even : odd;
-            bool lost = false;
-            for (int j = 0; j < kMamba3LaneAngles && 32 * j < angles; ++j) {
-                const int i = 32 * j + lane;
-                float speed = 0.0f;
-                if (i < angles) {
-                    if (shared_angles) {
-                        speed = shared_speeds[step * angles + i];
-                    } else {
-                        const int64_t at = chunk.sequence.row * p.angle_batch_stride + (first + step) * p.angle_len_stride +
-                                           head * p.angle_head_stride + i;
-                        speed = 0.5f * tanhf(load_as_float(p.angles, at, p.angle_dtype));
-                        chunks.speeds[mamba3_speeds_index(p, chunk.sequence.row, first + step, head) + i] = speed;
-                    }
-                }
-                const float turn = turn_of_step(speed, dt);
-                lost = lost || turn != turn;
-                if (step >= values.last_start) {
-#pragma unroll
-                    for (int k = 0; k < kMamba3LaneAngles; ++k) {  // so that turns stays in registers
-                        turns[k] += k == j ? count_of_turns(turn) : 0u;
-                    }
-                }
-            }
-            // A count of turns is never NaN, so the weights are.
-            if (__any_sync(0xffffffffu, lost) && lane == step / 2) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    if (step % 2 == i) {
-                        values.gamma[i] = values.scale[i] = __int_as_float(0x7fffffff);
-                    }
-                }
-            }
+        load_lane_steps(steps, p, chunk, inputs, head, place);
+        find_lane_values(values, steps, place, width);
+        if (threadIdx.x == 0) {
+            inputs.last_start = values.last_start;
         }
-        const int64_t turns_at = (slot * p.nheads + head) * angles;
-#pragma unroll
-        for (int j = 0; j < kMamba3LaneAngles; ++j) {
-            if (32 * j + lane < angles) {
-                chunks.turns[turns_at + 32 * j + lane] = turns[j];
-            }
-        }
+        float* const chunk_values = mamba3_values(chunks, p.nheads, slot, first_head + head, kMamba3High);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int step = 2 * lane + i;
-            if (step < chunks.pitch) {
-                float* const at = mamba3_values(chunks, p.nheads, slot, head, kMamba3High) + step;
+            const int step = 2 * place + i;
+            if (head < heads && step < chunks.pitch) {
+                // A count of turns is never NaN, so the weights are.
+                const bool turns = steps.dt[i] - steps.dt[i] == 0.0f && (lost >> step & 1) == 0;
+                if (steps.exists[i] && angles > 0 && !turns) {
+                    values.gamma[i] = values.scale[i] = __int_as_float(0x7fffffff);
+                }
+                float* const at = chunk_values + step;
                 at[kMamba3High * chunks.pitch] = values.high[i];
                 at[kMamba3Low * chunks.pitch] = values.low[i];
                 at[kMamba3Gamma * chunks.pitch] = values.gamma[i];
@@ -218,12 +226,78 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
             }
         }
     }
+    __syncthreads();
+
+    // As doubles, where nothing else is needed any more.
+    double(*const dts)[kMamba3PrepareHeads] = reinterpret_cast<double(*)[kMamba3PrepareHeads]>(inputs.others);
+    static_assert(sizeof(inputs.others) >= sizeof(*dts) * kMamba3MostSteps, "room");
+    bool ordinary = true;
+    const int turn_head = kMamba3TurnHeads * warp;
+    for (int i = lane; i < chunk.steps * kMamba3TurnHeads; i += 32) {
+        const int step = i / kMamba3TurnHeads, head = turn_head + i % kMamba3TurnHeads;
+        const double dt = inputs.dt[step * Mamba3PrepareInputs::kPitch + head];
+        dts[step][head] = dt;
+        ordinary = ordinary && fabs(dt) < kMamba3OrdinaryStep;
+    }
+    ordinary = !__any_sync(0xffffffffu, !ordinary);
+    const int restart = inputs.last_start > 0 ? inputs.last_start : 0;
+    __syncwarp();
+    const int part = static_cast<int>(chunks.part);
+    for (int i = lane; i - lane < angles; i += 32) {
+        if (shared_angles) {
+            uint32_t turns[kMamba3TurnHeads] = {};
+            for (int step = restart; step < chunk.steps; ++step) {
+                const double speed = i < angles ? shared_speeds[step * angles + i] : 0.0f;
+#pragma unroll
+                for (int j = 0; j < kMamba3TurnHeads; ++j) {
+                    turns[j] += count_of_step(speed, dts[step][turn_head + j], ordinary);
+                }
+                if ((step + 1) % part == 0 || step + 1 == chunk.steps) {
+#pragma unroll
+                    for (int j = 0; j < kMamba3TurnHeads; ++j) {
+                        if (turn_head + j < heads && i < angles) {
+                            chunks.turns[mamba3_turns_index(p, chunks, slot, step / part, first_head + turn_head + j) + i] =
+                                turns[j];
+                        }
+                        turns[j] = 0;
+                    }
+                }
+            }
+            continue;
+        }
+        for (int j = turn_head; j < turn_head + kMamba3TurnHeads && j < heads; ++j) {
+            uint32_t turns = 0;
+            const int64_t head = first_head + j;
+            for (int step = 0; step < chunk.steps; ++step) {
+                float speed = 0.0f;
+                if (i < angles) {
+                    const int64_t at = chunk.sequence.row * p.angle_batch_stride + (first + step) * p.angle_len_stride +
+                                       head * p.angle_head_stride + i;
+                    speed = 0.5f * tanhf(load_as_float(p.angles, at, p.angle_dtype));
+                    chunks.speeds[mamba3_speeds_index(p, chunk.sequence.row, first + step, head) + i] = speed;
+                }
+                if (step >= restart) {
+                    turns += count_of_step(speed, dts[step][j], ordinary);
+                }
+                if (speed != speed) {
+                    float* const chunk_values = mamba3_values(chunks, p.nheads, slot, head, kMamba3High) + step;
+                    chunk_values[kMamba3Gamma * chunks.pitch] = chunk_values[kMamba3Scale * chunks.pitch] = speed;
+                }
+                if ((step + 1) % part == 0 || step + 1 == chunk.steps) {
+                    if (i < angles) {
+                        chunks.turns[mamba3_turns_index(p, chunks, slot, step / part, head) + i] = turns;
+                    }
+                    turns = 0;
+                }
+            }
+        }
+    }
 }
 
 constexpr int kMamba3CarryThreads = 128;
 
-// A block for each sequence and head: the turns before each chunk, from what each chunk turns. With final states also those of
-// the angles, of k and of v.
+// A block for each sequence and head: the turns before each part of a chunk, from what each turns. With final states also those
+// of the angles, of k and of v.
 __global__ void __launch_bounds__(kMamba3CarryThreads)
     mamba3_carry_turns_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
     __shared__ uint32_t last_turns[MAMBA_MAX_DSTATE / 2];
@@ -232,29 +306,32 @@ __global__ void __launch_bounds__(kMamba3CarryThreads)
     const int64_t sequence_index = index / p.nheads;
     const int angles = static_cast<int>(p.nangles);
     const Mamba3Sequence sequence = mamba3_sequence(p, sequence_index);
-    const int64_t count = ceil_div(sequence.seqlen, chunks.steps);
+    const int64_t count = ceil_div(sequence.seqlen, chunks.part);
     const int64_t slot = mamba3_slot(p, chunks, sequence_index, sequence.begin);
     wait_for_previous_kernel();
     for (int i = threadIdx.x; i < angles; i += kMamba3CarryThreads) {
         uint32_t turn = p.angle_state != nullptr ? count_of_radians(p.angle_state[index * angles + i]) : 0u;
         constexpr int kAhead = 8;
-        for (int64_t chunk = 0; chunk < count; chunk += kAhead) {
+        // Parts of chunks follow each other as those of one chunk do.
+        uint32_t* const turns = chunks.turns + mamba3_turns_index(p, chunks, slot, 0, head) + i;
+        const int64_t pitch = p.nheads * angles;
+        for (int64_t part = 0; part < count; part += kAhead) {
             uint32_t turned[kAhead];
             bool restarts[kAhead];
 #pragma unroll
             for (int j = 0; j < kAhead; ++j) {
                 turned[j] = 0u;
                 restarts[j] = false;
-                if (chunk + j < count) {
-                    turned[j] = chunks.turns[((slot + chunk + j) * p.nheads + head) * angles + i];
-                    restarts[j] = p.seq_idx != nullptr && __float_as_int(mamba3_values(chunks, p.nheads, slot + chunk + j, head,
+                if (part + j < count) {
+                    turned[j] = turns[(part + j) * pitch];
+                    restarts[j] = p.seq_idx != nullptr && __float_as_int(mamba3_values(chunks, p.nheads, slot + part + j, head,
                                                                                        kMamba3Start)[chunks.steps - 1]) >= 0;
                 }
             }
 #pragma unroll
             for (int j = 0; j < kAhead; ++j) {
-                if (chunk + j < count) {
-                    chunks.turns[((slot + chunk + j) * p.nheads + head) * angles + i] = turn;
+                if (part + j < count) {
+                    turns[(part + j) * pitch] = turn;
                     turn = restarts[j] ? turned[j] : turn + turned[j];
                 }
             }
@@ -307,7 +384,8 @@ inline cudaError_t launch_mamba3_prepare(const MambaMamba3& p, const Mamba3Chunk
     if (chunks.slots > 0 && p.seqlen > 0) {
         const int64_t blocks = chunks.slots * ceil_div(p.nheads, kMamba3PrepareHeads);
         const int64_t shared = p.angles_of_heads != 0 ? 0 : chunks.steps * p.nangles * 4;
-        static_assert(kMamba3MostSteps * MAMBA_MAX_DSTATE / 2 * 4 <= 48 * 1024, "what every GPU has");
+        // Chunks of more than 128 states have half of the steps.
+        static_assert(sizeof(Mamba3PrepareInputs) + kMamba3MostSteps * MAMBA_MAX_DSTATE <= 48 * 1024, "what every GPU has");
         const cudaError_t error = launch_kernel(mamba3_prepare_kernel, static_cast<unsigned>(blocks), kMamba3PrepareThreads,
                                                 static_cast<size_t>(shared), p.run.stream, p, chunks);
         if (error != cudaSuccess) {

@@ -27,8 +27,9 @@ int lane();
 // Ends the launch with an error that says what, and where.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// Waits for the block's other threads, or for the warp's, which must all come to the same operation.
+// Waits for the block's other threads, the warpgroup's or the warp's, which must all come to the same operation.
 void meet_block();
+void meet_warpgroup();  // the first 128 threads
 void meet_warp(const char* operation);
 
 // A lane shows a value, meets its warp, and looks at what the others have shown.

@@ -154,24 +154,34 @@ bool run_warp(unsigned warp) {
     return !failed;
 }
 
-bool release_block() {
-    for (const Thread& thread : block.threads) {
-        if (thread.state != State::kAtBlock && thread.state != State::kDone) {
+// Lets the first `count` threads go on if all wait at `meeting`. Those of a block may have ended.
+bool release(State meeting, size_t count) {
+    if (block.threads.size() < count) {
+        return false;
+    }
+    for (size_t i = 0; i < count; ++i) {
+        const State state = block.threads[i].state;
+        if (state != meeting && (meeting != State::kAtBlock || state != State::kDone)) {
             return false;
         }
     }
-    for (Thread& thread : block.threads) {
-        if (thread.state == State::kAtBlock) {
-            thread.state = State::kReady;
+    for (size_t i = 0; i < count; ++i) {
+        if (block.threads[i].state == meeting) {
+            block.threads[i].state = State::kReady;
         }
     }
     return true;
+}
+bool release_some() {
+    return release(State::kAtWarpgroup, 128) || release(State::kAtBlock, block.threads.size());
 }
 
 std::string describe(const Thread& thread) {
     switch (thread.state) {
         case State::kAtWarp:
             return std::string("is at ") + thread.operation;
+        case State::kAtWarpgroup:
+            return "is at meet_warpgroup";
         case State::kAtBlock:
             return "is at __syncthreads";
         case State::kAtRound:
@@ -222,7 +232,7 @@ void run_block() {
             const unsigned warp = ready[draw(static_cast<unsigned>(ready.size()))];
             while (run_warp(warp) && draw(16) != 0) {  // now and then another warp overtakes
             }
-        } else if (!release_block() && !finish_round(block)) {
+        } else if (!release_some() && !finish_round(block)) {
             report_deadlock();
         }
     }
@@ -261,6 +271,9 @@ void wait(State state, const char* operation) {
 }
 void meet_block() {
     wait(State::kAtBlock, "");
+}
+void meet_warpgroup() {
+    wait(State::kAtWarpgroup, "");
 }
 void meet_warp(const char* operation) {
     wait(State::kAtWarp, operation);

@@ -9,7 +9,7 @@
 
 namespace emulator {
 
-enum class State { kReady, kAtWarp, kAtBlock, kAtRound, kDone };
+enum class State { kReady, kAtWarp, kAtWarpgroup, kAtBlock, kAtRound, kDone };
 
 struct Copy {
     unsigned char* to;

@@ -74,13 +74,13 @@ inline void __syncwarp() {
 
 // All lanes take part, as in all of csrc.
 template <typename T>
-T __shfl_sync(unsigned mask, T value, int source) {
-    return emulator::shuffle(mask, value, source);
+T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+    return emulator::shuffle(mask, value, emulator::lane() / width * width + source % width);
 }
 template <typename T>
-T __shfl_up_sync(unsigned mask, T value, int distance) {
+T __shfl_up_sync(unsigned mask, T value, int distance, int width = 32) {
     const int lane = emulator::lane();
-    return emulator::shuffle(mask, value, lane >= distance ? lane - distance : lane);
+    return emulator::shuffle(mask, value, lane % width >= distance ? lane - distance : lane);
 }
 template <typename T>
 T __shfl_down_sync(unsigned mask, T value, int distance) {
@@ -142,6 +142,11 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 }
 inline float rsqrtf(float value) {
     return 1.0f / sqrtf(value);
+}
+inline int __double2loint(double value) {
+    int64_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return static_cast<int>(bits);
 }
 inline int __float2int_rn(float value) {
     const double rounded = rint(static_cast<double>(value));

@@ -120,6 +120,9 @@ template <int kPending>
 void wait_for_products() {
     emulator::wait_for_products(kPending);
 }
+inline void meet_warpgroup() {
+    emulator::meet_warpgroup();
+}
 inline void show_to_warpgroup() {}
 template <int kRegisters>
 void take_registers() {}

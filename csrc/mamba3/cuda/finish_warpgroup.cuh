@@ -1,0 +1,248 @@
+// What comes behind the scan in forward_warpgroup.cuh: D, norm, gate and output projection of the rows of y in a warpgroup's
+// accumulators. A warp's 16 rows are whole steps; the results leave through shared memory, where z was.
+#pragma once
+
+#include "mamba3/cuda/warpgroup_block.cuh"
+
+namespace mamba {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Of a warp.
+template <typename T, bool kOneRank>
+struct Mamba3Finisher {
+    const T* z;  // the lane's first piece in a chunk's steps of the warp; or NULL
+    T* out;
+    int64_t z_stride, out_stride, out_rank_stride;
+    T* own;           // the warp's rows of the tile of z and results
+    int row, column;  // of the lane's first piece of z and results
+    int piece[2];     // where they are in `own`, four rows on for the second
+    int left;         // steps of the chunk from the warp's first one on, or more
+    int ranks_log2, ranks;
+    int columns;
+    bool reduces;  // to a row a step
+    float D;
+
+    __device__ __forceinline__ Mamba3Finisher(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
+                                              const Mamba3Block& block, T* tile, int warp, int lane)
+        : z_stride(p.z_len_stride),
+          out_stride(p.out_len_stride),
+          out_rank_stride(p.out_rank_stride),
+          own(tile + 16 * warp * kMamba3StateRows),
+          row(lane / 8),
+          column(lane % 8 * 8),
+          ranks_log2(launch.ranks_log2),
+          ranks(static_cast<int>(p.rank)),
+          columns(block.columns),
+          reduces(p.mimo_out != nullptr),
+          D(p.D != nullptr ? p.D[block.head] : 0.0f) {
+        const int64_t first = block.first_step(launch.chunks) + (16 * warp >> ranks_log2);
+        left = static_cast<int>(block.range.begin + block.range.seqlen - first);
+        const int64_t at = block.row0 + (column < columns ? column : 0);
+        piece[0] = Mamba3XTile::at(row, column);
+        piece[1] = Mamba3XTile::at(row + 4, column);
+        z = p.z == nullptr ? nullptr
+                           : static_cast<const T*>(p.z) + block.range.row * p.z_batch_stride + first * p.z_len_stride +
+                                 block.head * p.z_head_stride + row * p.z_len_stride + at;
+        out = static_cast<T*>(p.out) + block.range.row * p.out_batch_stride + first * p.out_len_stride +
+              block.head * p.out_head_stride + row * p.out_len_stride + at;
+    }
+
+    // A lane's pieces are four rows apart.
+    __device__ __forceinline__ void begin_z_copies() const {
+        if (z != nullptr) {
+            const T* from = opaque(z);
+            const int rows = column < columns ? left - row : 0;
+#pragma unroll
+            for (int i = 0; i < 16; i += 4) {
+                if (kOneRank || i < 16 >> ranks_log2) {
+                    copy_async<16>(own + (i % 8 == 0 ? piece[0] : piece[1]) + i / 8 * 8 * kMamba3StateRows, i < rows ? from : z,
+                                   i < rows);
+                    from += 4 * z_stride;
+                }
+            }
+            end_copies();
+        }
+    }
+
+    // The results of a chunk, behind __syncwarp().
+    __device__ __forceinline__ void store_results() const {
+        if (kOneRank) {
+            T* to = opaque(out);
+            const int rows = column < columns ? left - row : 0;
+#pragma unroll
+            for (int i = 0; i < 16; i += 4) {
+                if (i < rows) {
+                    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(own + (i % 8 == 0 ? piece[0] : piece[1]) +
+                                                                                    i / 8 * 8 * kMamba3StateRows);
+                }
+                to += 4 * out_stride;
+            }
+            return;
+        }
+        const int rows = reduces ? 16 >> ranks_log2 : 16;
+#pragma unroll
+        for (int i = 0; i < 16; i += 4) {
+            const int own_row = row + i;
+            const int step = reduces ? own_row : own_row >> ranks_log2;
+            const int rank = reduces ? 0 : own_row & ((1 << ranks_log2) - 1);
+            if (own_row < rows && step < left && rank < ranks && column < columns) {
+                *reinterpret_cast<uint4*>(out + (step - row) * out_stride + rank * out_rank_stride) =
+                    *reinterpret_cast<const uint4*>(own + Mamba3XTile::at(own_row, column));
+            }
+        }
+    }
+    __device__ __forceinline__ void next_chunk() {
+        const int steps = kOneRank ? kMamba3ChunkRows : kMamba3ChunkRows >> ranks_log2;
+        z = z == nullptr ? nullptr : z + steps * z_stride;
+        out += steps * out_stride;
+        left -= steps;
+    }
+};
+
+// y: the warp's rows. x: the address in x's tile for load_matrices. One row a step, without weights or norm.
+template <typename T, bool kOneRank>
+__device__ __forceinline__ void finish_plain_rows(const Mamba3Finisher<T, kOneRank>& finisher, float (&y)[8][4], const T* x,
+                                                  int lane) {
+    T* const at = finisher.own + Mamba3XTile::at(lane % 16, lane / 16 * 8);
+    const bool gated = finisher.z != nullptr;
+#pragma unroll
+    for (int k = 0; k < kMamba3StateRows / 16; ++k) {
+        Operand<T> inputs, gates, results;
+        load_matrices(inputs.r[0], columns_on(x, k));
+        if (gated) {
+            load_matrices(gates.r[0], columns_on(at, k));
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float(&sum)[4] = y[2 * k + i / 2];
+            const float2 input = unpack2<T>(inputs.r[0][i]);
+            float first = fmaf(finisher.D, input.x, sum[i % 2 * 2]);
+            float second = fmaf(finisher.D, input.y, sum[i % 2 * 2 + 1]);
+            if (gated) {
+                const float2 gate = unpack2<T>(gates.r[0][i]);
+                first *= silu(gate.x);
+                second *= silu(gate.y);
+            }
+            set_pair<T>(results, i, first, second);
+        }
+        store_matrices(columns_on(at, k), results.r[0]);
+    }
+}
+
+// One of two values of this lane and of the one `distance` lanes on, whose sum it gets: the first if `bit` is 0.
+__device__ __forceinline__ float exchange_and_add(float first, float second, bool bit, int distance) {
+    const float given = __shfl_xor_sync(0xffffffffu, bit ? first : second, distance);
+    return (bit ? second : first) + given;
+}
+
+// The same for whatever there is. weights: the norm's, mimo_z and mimo_out of each rank, rows of 64.
+template <typename T, bool kOneRank>
+__device__ __forceinline__ void finish_rows(const MambaMamba3& p, const Mamba3Finisher<T, kOneRank>& finisher, float (&y)[8][4],
+                                            const T* x, const float* weights, int lane) {
+    constexpr int kColumns = kMamba3StateRows;
+    const int log2 = kOneRank ? 0 : finisher.ranks_log2, last_rank = (1 << log2) - 1;
+    T* const at = finisher.own + Mamba3XTile::at(lane % 16, lane / 16 * 8);
+    const T* const z = finisher.own + Mamba3XTile::at((lane % 16) >> log2, lane / 16 * 8);
+    const int pair = lane % 4 * 2;  // columns
+    float squares[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < kColumns / 16; ++k) {
+        Operand<T> inputs;
+        load_matrices(inputs.r[0], columns_on(x, k));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float(&sum)[4] = y[2 * k + i / 2];
+            const int half = i % 2;
+            const float2 input = unpack2<T>(inputs.r[0][i]);
+            sum[2 * half] = fmaf(finisher.D, input.x, sum[2 * half]);
+            sum[2 * half + 1] = fmaf(finisher.D, input.y, sum[2 * half + 1]);
+            squares[half] = fmaf(sum[2 * half], sum[2 * half], squares[half]);
+            squares[half] = fmaf(sum[2 * half + 1], sum[2 * half + 1], squares[half]);
+        }
+    }
+    float rstd[2] = {1.0f, 1.0f};
+    if (p.norm_weight != nullptr) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            squares[half] += __shfl_xor_sync(0xffffffffu, squares[half], 1);
+            squares[half] += __shfl_xor_sync(0xffffffffu, squares[half], 2);
+            rstd[half] = rsqrtf(fmaf(squares[half], 1.0f / static_cast<float>(p.headdim), p.norm_eps));
+        }
+    }
+    const float* gate_weights[2];  // of the lane's ranks
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        gate_weights[half] = weights + (1 + ((lane / 4 + 8 * half) & last_rank)) * kColumns;
+    }
+    const int to_out_weights = kColumns << log2;
+    const bool bits[3] = {(lane & 4) != 0, (lane & 8) != 0, (lane & 16) != 0};
+#pragma unroll
+    for (int k = 0; k < kColumns / 16; ++k) {
+        Operand<T> gates;
+        if (finisher.z != nullptr) {
+            load_matrices(gates.r[0], columns_on(z, k));
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float(&sum)[4] = y[2 * k + i / 2];
+            const int half = i % 2;
+            const int column = 16 * k + i / 2 * 8 + pair;
+            float2 value = make_float2(sum[2 * half] * rstd[half], sum[2 * half + 1] * rstd[half]);
+            if (p.norm_weight != nullptr) {
+                const float2 scale = *reinterpret_cast<const float2*>(weights + column);
+                value = make_float2(value.x * scale.x, value.y * scale.y);
+            }
+            if (finisher.z != nullptr) {
+                const float2 scale = *reinterpret_cast<const float2*>(gate_weights[half] + column);
+                const float2 gate = unpack2<T>(gates.r[0][i]);
+                value = make_float2(value.x * silu(gate.x * scale.x), value.y * silu(gate.y * scale.y));
+            }
+            if (finisher.reduces) {
+                const float2 scale = *reinterpret_cast<const float2*>(gate_weights[half] + to_out_weights + column);
+                value = make_float2(value.x * scale.x, value.y * scale.y);
+            }
+            sum[2 * half] = value.x;
+            sum[2 * half + 1] = value.y;
+        }
+        if (!finisher.reduces || log2 == 0) {
+            Operand<T> results;
+            a_from_accumulators<T>(results, y[2 * k], y[2 * k + 1]);
+            store_matrices(columns_on(at, k), results.r[0]);
+            continue;
+        }
+        // A step's rows are neighbours: lanes that exchange what they have add up a column or two each.
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (log2 == 4 && half == 1) {
+                continue;
+            }
+            float left[2], right[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                left[i] = y[2 * k][2 * half + i] + (log2 == 4 ? y[2 * k][2 + i] : 0.0f);
+                right[i] = y[2 * k + 1][2 * half + i] + (log2 == 4 ? y[2 * k + 1][2 + i] : 0.0f);
+            }
+            float one = exchange_and_add(left[0], left[1], bits[0], 4);
+            const float other = exchange_and_add(right[0], right[1], bits[0], 4);
+            const int step = (lane / 4 + 8 * half) >> log2;
+            const int column = 16 * k + pair + (bits[0] ? 1 : 0);
+            if (log2 == 1) {
+                finisher.own[Mamba3XTile::at(step, column)] = from_float<T>(one);
+                finisher.own[Mamba3XTile::at(step, column + 8)] = from_float<T>(other);
+                continue;
+            }
+            one = exchange_and_add(one, other, bits[1], 8);
+            if (log2 > 2) {
+                one += __shfl_xor_sync(0xffffffffu, one, 16);
+            }
+            if (log2 == 2 || !bits[2]) {
+                finisher.own[Mamba3XTile::at(step, column + (bits[1] ? 8 : 0))] = from_float<T>(one);
+            }
+        }
+    }
+}
+
+#endif
+
+}  // namespace mamba

@@ -1,0 +1,298 @@
+// The forward scan on Hopper, for 16-bit dtypes and up to 128 states: a block walks the chunks of 64 rows of one head's state,
+// as in forward.cuh, but with two warpgroups. One turns q and k of the next chunk (turn_warpgroup.cuh), the other one
+// multiplies and finishes the present one's. chunks.cuh has the formulas.
+#pragma once
+
+#include "mamba3/cuda/finish_warpgroup.cuh"
+#include "mamba3/cuda/forward_tile.cuh"
+#include "mamba3/cuda/turn_warpgroup.cuh"
+#include "ssd/cuda/chunk_tile.cuh"
+
+namespace mamba {
+
+// Registers of a thread of each warpgroup; two blocks a multiprocessor.
+constexpr int kMamba3TurnRegisters = 96;
+constexpr int kMamba3MultiplyRegisters = 160;
+constexpr int kMamba3WarpgroupThreads = 2 * kMamba3Threads;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+template <int kCount>
+__device__ __forceinline__ void clear(float (&values)[kCount][4]) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+        values[j][0] = values[j][1] = values[j][2] = values[j][3] = 0.0f;
+    }
+}
+
+// M (row t, row s) = (q_t . k_s) times what s counts in t, for the warp's 16 rows t, as operands of 16 rows s each; those
+// behind the warp's own are zero.
+template <typename T>
+__device__ __forceinline__ void mix_mamba3_rows(Operand<T> (&M)[kMamba3ChunkRows / 16], const float (&products)[8][4],
+                                                const Mamba3ChunkValues& values, int ranks_log2, int warp, int lane) {
+    const int t = 16 * warp + lane / 4;
+    const float high[2] = {values.high[t], values.high[t + 8]}, low[2] = {values.low[t], values.low[t + 8]};
+#pragma unroll
+    for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
+        if (k > warp) {
+            M[k].r[0][0] = M[k].r[0][1] = M[k].r[0][2] = M[k].r[0][3] = 0u;
+            continue;
+        }
+        float weights[4][2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int half = i % 2, s = 16 * k + i / 2 * 8 + lane % 4 * 2;
+            const float2 from_high = *reinterpret_cast<const float2*>(&values.high[s]);
+            const float2 from_low = *reinterpret_cast<const float2*>(&values.low[s]);
+            const float2 scale = *reinterpret_cast<const float2*>(&values.scale[s]);
+            weights[i][0] = exp2_fast((high[half] - from_high.x) + (low[half] - from_low.x)) * scale.x;
+            weights[i][1] = exp2_fast((high[half] - from_high.y) + (low[half] - from_low.y)) * scale.y;
+        }
+        float mixed[4][2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                mixed[i][j] = products[2 * k + i / 2][i % 2 * 2 + j] * weights[i][j];
+            }
+        }
+        if (k == warp) {  // the steps of these rows are not all earlier ones
+            const float gamma[2] = {values.gamma[t], values.gamma[t + 8]};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int half = i % 2;
+                const int own = (lane / 4 + 8 * half) >> ranks_log2;
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int from = (i / 2 * 8 + lane % 4 * 2 + j) >> ranks_log2;
+                    const float same = products[2 * k + i / 2][half * 2 + j] * gamma[half];
+                    mixed[i][j] = from < own ? mixed[i][j] : from == own ? same : 0.0f;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            set_pair<T>(M[k], i, mixed[i][0], mixed[i][1]);
+        }
+    }
+}
+
+// All of a block's chunks.
+template <typename T, int kStates, bool kOneRank, bool kResults>
+__device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
+                                                      const Mamba3Block& block, T* tiles, const Mamba3ChunkValues* values,
+                                                      const float* weights) {
+    using Tiles = Mamba3WarpgroupTiles<kStates, kResults>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = 16 * warp;
+    const int dstate = static_cast<int>(p.dstate), ranks = 1 << launch.ranks_log2;
+    const bool has_initial = block.segment == 0 && p.ssm_state != nullptr;
+    const int64_t state_size = p.headdim * p.dstate;
+    const int64_t state_index =
+        (block.sequence * p.nheads + block.head) * state_size + static_cast<int64_t>(block.row0) * p.dstate;
+    const int64_t ends_row = p.sequences * p.nheads * state_size;
+
+    float state[kStates / 8][4];
+    const float* from = has_initial ? p.ssm_state : nullptr;
+    if (block.segment > 0) {
+        from = kResults ? launch.ends + (block.segment - 1) * ends_row : nullptr;
+    }
+    if (from != nullptr) {
+        load_state<kStates>(state, from + state_index, row, block.columns, 0, dstate, lane);
+    } else {
+        clear(state);
+    }
+    if (has_initial && block.chunks > 0) {
+        add_step_before<kStates>(state, p, block.sequence, block.range, block.head, 0, ranks, block.row0, row, block.columns,
+                                 lane);
+    }
+    T* const state_tile = tiles + Tiles::kStateAt;
+    T* const state_at = state_tile + Mamba3XTile::at(row + lane % 16, lane / 16 * 8);  // of store_matrices
+    [[maybe_unused]] const auto show_state = [&] {
+#pragma unroll
+        for (int k = 0; k < kStates / 16; ++k) {
+            Operand<T> part;
+            a_from_accumulators<T>(part, state[2 * k], state[2 * k + 1]);
+            store_matrices(columns_on(state_at, k), part.r[0]);
+        }
+        show_to_warpgroup();
+    };
+    if constexpr (kResults) {
+        show_state();
+    }
+    [[maybe_unused]] Mamba3Finisher<T, kOneRank> finisher(p, launch, block, tiles + Tiles::kZAt, warp, lane);
+    [[maybe_unused]] const bool plain =
+        (kOneRank || p.rank == 1) && p.norm_weight == nullptr && p.mimo_z == nullptr && p.mimo_out == nullptr;
+    const int x_lane = Mamba3XTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);  // of load_matrices_transposed
+    [[maybe_unused]] const int x_rows = Mamba3XTile::at(row + lane % 16, lane / 16 * 8);   // of load_matrices
+
+    float carried = 1.0f;
+    for (int i = 0; i < block.chunks; ++i) {
+        __syncthreads();  // the chunk's tiles are there
+        const Mamba3ChunkValues& now = values[i % 2];
+        const T* const q_tile = tiles + i % 2 * Tiles::kQK;
+        const T* const x_tile = tiles + Tiles::kXAt + i % 2 * kMamba3XTile;
+        const uint64_t k_rows = tile_descriptor(q_tile + Tiles::kQ, kBlock * 16);
+        [[maybe_unused]] const uint64_t x = tile_descriptor(x_tile, kBlock * 16);
+        const float carry = now.carry[0];
+        [[maybe_unused]] float y[8][4];
+        [[maybe_unused]] Operand<T> M[kMamba3ChunkRows / 16];
+        if constexpr (kResults) {
+            const uint64_t q_rows = tile_descriptor(q_tile, kBlock * 16);
+            const uint64_t H = tile_descriptor(state_tile, kBlock * 16);
+            float products[8][4];
+            clear(products);
+            hold(products);
+            fence_products();
+#pragma unroll
+            for (int k = 0; k < kStates / 16; ++k) {  // q_t . k_s
+                const int at = k / 4 * kBlock + k % 4 * kColumns16;
+                begin_product<T, 0>(products, q_rows + at, k_rows + at);
+            }
+            commit_products();
+            finisher.begin_z_copies();
+            wait_for_products<0>();
+            hold(products);
+            mix_mamba3_rows<T>(M, products, now, kOneRank ? 0 : launch.ranks_log2, warp, lane);
+            clear(y);
+            hold(y);
+            fence_products();
+#pragma unroll
+            for (int k = 0; k < kStates / 16; ++k) {  // H q_t
+                const int at = k / 4 * kBlock + k % 4 * kColumns16;
+                begin_product<T, 0>(y, q_rows + at, H + at);
+            }
+            commit_products();
+        } else {
+            carried *= carry;
+        }
+        Operand<T> weighted[kMamba3ChunkRows / 16];
+#pragma unroll
+        for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
+            load_matrices_transposed(weighted[k].r[0], x_tile + x_lane + 16 * k * kMamba3StateRows);
+            weight_a<T>(weighted[k], now.adding + 16 * k, lane);
+        }
+        scale_rows(state, carry, carry);
+        if constexpr (kResults) {
+            const float above = now.entering[row + lane / 4], below = now.entering[row + lane / 4 + 8];
+            wait_for_products<0>();
+            hold(y);
+            scale_rows(y, above, below);
+            hold(y);
+            hold(M);
+            fence_products();
+#pragma unroll
+            for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {  // M x
+                begin_product<T, 1>(y, M[k].r[0], x + k * kRows16);
+            }
+            commit_products();
+        }
+        hold(state);
+        hold(weighted);
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {  // H' = carry H + x^T k
+            begin_product<T, 1>(state, weighted[k].r[0], k_rows + k * kRows16);
+        }
+        commit_products();
+        if constexpr (kResults) {
+            wait_for_products<1>();
+            hold(y);
+            hold(M);
+            wait_for_copies<0>();
+            __syncwarp();
+            if (plain) {
+                finish_plain_rows(finisher, y, x_tile + x_rows, lane);
+            } else {
+                finish_rows(p, finisher, y, x_tile + x_rows, weights, lane);
+            }
+            __syncwarp();
+            finisher.store_results();
+            finisher.next_chunk();
+        }
+        wait_for_products<0>();
+        hold(state);
+        hold(weighted);
+        if constexpr (kResults) {
+            meet_warpgroup();  // all have read the state before the chunk
+            show_state();
+        }
+    }
+
+    if constexpr (!kResults) {
+        store_state<kStates>(launch.ends + block.segment * ends_row + state_index, state, row, block.columns, 0, dstate, lane);
+        if (threadIdx.x == 0 && block.row0 == 0) {
+            launch.decays[(block.segment * p.sequences + block.sequence) * p.nheads + block.head] = carried;
+        }
+    } else if (p.final_ssm != nullptr && block.segment == launch.segments - 1) {
+        store_state<kStates>(p.final_ssm + state_index, state, row, block.columns, 0, dstate, lane);
+    }
+}
+
+#endif
+
+// kResults: out and the final state; else a segment's state at its end from zero, and its decay.
+template <typename T, int kStates, bool kPairwise, bool kResults>
+__global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
+    mamba3_warpgroup_kernel(const MambaMamba3 p, const Mamba3WarpgroupLaunch launch) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using Tiles = Mamba3WarpgroupTiles<kStates, kResults>;
+    MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_warpgroup_shared);
+    T* const tiles = reinterpret_cast<T*>(mamba3_warpgroup_shared);
+    Mamba3ChunkValues* const values = reinterpret_cast<Mamba3ChunkValues*>(mamba3_warpgroup_shared + Tiles::kValuesAt);
+    float* const weights = reinterpret_cast<float*>(mamba3_warpgroup_shared + Tiles::kWeightsAt);
+    const int thread = threadIdx.x;
+    const Mamba3Block block(p, launch);
+    // What nothing is written to stays zero: ranks beyond p.rank, columns beyond dstate.
+    for (int i = thread; i < 2 * Tiles::kQK / 8; i += kMamba3WarpgroupThreads) {
+        reinterpret_cast<uint4*>(tiles)[i] = make_uint4(0, 0, 0, 0);
+    }
+    if (kResults) {
+        const int ranks = 1 << launch.ranks_log2;
+        for (int i = thread; i < (1 + 2 * ranks) * kMamba3StateRows; i += kMamba3WarpgroupThreads) {
+            const int column = i % kMamba3StateRows, which = i / kMamba3StateRows - 1;
+            const int rank = which & (ranks - 1);
+            const float* const mimo = which < ranks ? p.mimo_z : p.mimo_out;
+            float weight = 1.0f;
+            if (column >= block.columns || (which >= 0 && rank >= p.rank)) {
+                weight = 0.0f;
+            } else if (which < 0) {
+                weight = p.norm_weight != nullptr ? p.norm_weight[block.head * p.headdim + block.row0 + column] : 1.0f;
+            } else if (mimo != nullptr) {
+                weight = mimo[(block.head * p.rank + rank) * p.headdim + block.row0 + column];
+            }
+            weights[i] = weight;
+        }
+    }
+    show_to_warpgroup();
+    wait_for_previous_kernel();
+    __syncthreads();
+    if (thread < kMamba3Threads) {
+        take_registers<kMamba3MultiplyRegisters>();
+        multiply_mamba3_tiles<T, kStates, kPairwise, kResults>(p, launch, block, tiles, values, weights);
+    } else {
+        give_registers<kMamba3TurnRegisters>();
+        make_mamba3_tiles<T, kStates, kPairwise, kResults>(p, launch, block, tiles, values, thread - kMamba3Threads);
+    }
+#else
+    (void)p;
+    (void)launch;
+    __trap();
+#endif
+}
+
+template <typename T, int kStates, bool kPairwise, bool kResults>
+cudaError_t launch_mamba3_warpgroups(const MambaMamba3& p, Mamba3WarpgroupLaunch launch, int64_t segments) {
+    const auto kernel = mamba3_warpgroup_kernel<T, kStates, kPairwise, kResults>;
+    const int64_t shared = Mamba3WarpgroupTiles<kStates, kResults>::bytes(int64_t{1} << launch.ranks_log2);
+    const cudaError_t error = mamba3_allow_shared(reinterpret_cast<const void*>(kernel), shared);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    launch.segments = segments;
+    const int64_t blocks = ceil_div(p.headdim, kMamba3StateRows) * p.nheads * segments * p.sequences;
+    return launch_overlapping(kernel, static_cast<unsigned>(blocks), kMamba3WarpgroupThreads, static_cast<size_t>(shared),
+                              p.run.stream, p, launch);
+}
+
+}  // namespace mamba
