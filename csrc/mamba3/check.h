@@ -5,6 +5,9 @@
 
 namespace mamba {
 
+// Largest rank of backward in mamba_cuda.
+constexpr int kMamba3MostCudaRank = 16;
+
 // Whether there is nothing to compute, not even a final state.
 inline bool mamba3_is_empty(const MambaMamba3& p) {
     return p.sequences == 0 || p.nheads == 0 || p.headdim == 0;

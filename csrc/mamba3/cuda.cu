@@ -1,14 +1,12 @@
 // The C ABI of Mamba-3's scan in mamba_cuda.
+#include "common/cuda_sums.cuh"
 #include "mamba3/check.h"
+#include "mamba3/cuda/backward_finish.cuh"
 #include "mamba3/cuda/prepare.cuh"
 #include "mamba3/launch.h"
 
 namespace mamba {
 namespace {
-
-int32_t no_kernel(const char* function) {
-    return fail(MAMBA_ERROR_UNSUPPORTED, "%s: this library has no CUDA kernel for it", function);
-}
 
 // The grids are one-dimensional.
 int32_t check_forward_call(const char* function, const MambaMamba3& p, const Mamba3Forward& plan) {
@@ -24,6 +22,31 @@ int32_t check_forward_call(const char* function, const MambaMamba3& p, const Mam
     check.that(plan.bytes == 0 || (p.workspace != nullptr && pointer_is_aligned(p.workspace, 16)), MAMBA_ERROR_INVALID,
                "workspace must be %lld bytes at a multiple of 16, got %p", static_cast<long long>(plan.bytes), p.workspace);
     return check.status();
+}
+
+// Gradients of parameters, from what chunks, ranges of them and sequences have left.
+cudaError_t add_up_parameters(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan) {
+    const MambaMamba3& p = q.forward;
+    const Mamba3BackwardWorkspace& w = plan.workspace;
+    const int64_t slots = plan.chunks.chunks.slots, biases = plan.row_tiles * slots;
+    const int64_t bias = p.nheads * p.rank * p.dstate, projection = p.nheads * p.rank * p.headdim;
+    const auto at = [&](int64_t offset) { return reinterpret_cast<const float*>(static_cast<char*>(p.workspace) + offset); };
+    PartSums sums = {};
+    sums.add(part_sum(at(w.bias), biases, q.dq_bias, MAMBA_FLOAT32, bias));
+    sums.add(part_sum(at(w.bias) + biases * bias, biases, q.dk_bias, MAMBA_FLOAT32, bias));
+    const int64_t befores = p.ssm_state != nullptr ? p.sequences : 0;
+    sums.add(part_sum(at(w.mimo_v), slots + befores, p.mimo_v != nullptr ? q.dmimo_v : nullptr, MAMBA_FLOAT32, projection));
+    sums.add(part_sum(at(w.mimo_z), plan.ranges, p.mimo_z != nullptr ? q.dmimo_z : nullptr, MAMBA_FLOAT32, projection));
+    sums.add(part_sum(at(w.mimo_out), plan.ranges, p.mimo_out != nullptr ? q.dmimo_out : nullptr, MAMBA_FLOAT32, projection));
+    const cudaError_t error = launch_part_sums(sums, p.run.stream);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    PartSums others = {};
+    others.add(part_sum(at(w.norm), plan.ranges * p.rank, p.norm_weight != nullptr ? q.dnorm_weight : nullptr, MAMBA_FLOAT32,
+                        p.nheads * p.headdim));
+    others.add(part_sum(at(w.D), plan.ranges, p.D != nullptr ? q.dD : nullptr, MAMBA_FLOAT32, p.nheads));
+    return launch_part_sums(others, p.run.stream);
 }
 
 }  // namespace
@@ -63,8 +86,42 @@ int32_t mamba_mamba3_forward(const MambaMamba3* params) {
 }
 
 int32_t mamba_mamba3_backward(const MambaMamba3Backward* params) {
-    const int32_t status = check_mamba3_backward("mamba3_backward", params);
-    return status != MAMBA_OK || mamba3_is_empty(params->forward) ? status : no_kernel("mamba3_backward");
+    const char* const function = "mamba3_backward";
+    const int32_t status = check_mamba3_backward(function, params);
+    if (status != MAMBA_OK || mamba3_is_empty(params->forward)) {
+        return status;
+    }
+    const MambaMamba3& p = params->forward;
+    Check check(function);
+    check.that(p.rank <= kMamba3MostCudaRank, MAMBA_ERROR_UNSUPPORTED, "on CUDA the rank must lie in 1..%d, got %lld",
+               kMamba3MostCudaRank, static_cast<long long>(p.rank));
+    if (!check.ok()) {
+        return check.status();
+    }
+    const DeviceGuard guard(p.run.device);
+    const Mamba3BackwardPlan plan = plan_mamba3_backward(p);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : plan.error;
+    if (error == cudaSuccess) {
+        check.that(p.workspace != nullptr && pointer_is_aligned(p.workspace, 16), MAMBA_ERROR_INVALID,
+                   "workspace must be %lld bytes at a multiple of 16, got %p", static_cast<long long>(plan.workspace.bytes),
+                   p.workspace);
+        if (!check.ok()) {
+            return check.status();
+        }
+        MambaMamba3 prepared = p;
+        prepared.final_angle = prepared.final_ssm = prepared.final_k = prepared.final_v = nullptr;
+        error = launch_mamba3_prepare(prepared, plan.chunks.place(p.workspace));
+    }
+    if (error == cudaSuccess) {
+        error = launchers_of<Mamba3Launchers>(p.dtype).backward(*params, plan);
+    }
+    if (error == cudaSuccess) {
+        error = launch_mamba3_finish(*params, plan);
+    }
+    if (error == cudaSuccess) {
+        error = add_up_parameters(*params, plan);
+    }
+    return cuda_status(error, function, p.batch, p.nheads * p.headdim, p.seqlen, p.dstate);
 }
 
 int32_t mamba_mamba3_step(const MambaMamba3Step* params) {
@@ -84,6 +141,10 @@ int32_t mamba_mamba3_step(const MambaMamba3Step* params) {
 }
 
 int64_t mamba_mamba3_backward_workspace(const MambaMamba3* params) {
-    check_mamba3_problem("mamba3_backward_workspace", params);
-    return 0;
+    if (check_mamba3_problem("mamba3_backward_workspace", params) != MAMBA_OK || mamba3_is_empty(*params) ||
+        params->rank > kMamba3MostCudaRank) {
+        return 0;  // the call itself will say what is wrong
+    }
+    const Mamba3BackwardPlan plan = plan_mamba3_backward(*params);
+    return plan.error == cudaSuccess ? plan.workspace.bytes : 0;
 }

@@ -203,12 +203,12 @@ static void run_backward(const Mamba3Case& c, Mamba3Data& x, const MambaMamba3& 
     p.dk_state = grad[kKState].floats();
     p.dv_state = grad[kVState].floats();
     const int32_t status = mamba_mamba3_backward(&p);
-    if (testing::kCuda) {  // no kernel yet
-        const bool empty = c.sequences() == 0 || c.nheads == 0;
-        expect_error(status, empty ? MAMBA_OK : MAMBA_ERROR_UNSUPPORTED, empty ? "" : "no CUDA kernel");
+    const bool empty = c.sequences() == 0 || c.nheads == 0;
+    if (testing::kCuda && c.rank > 16 && !empty) {
+        expect_error(status, MAMBA_ERROR_UNSUPPORTED, "the rank must lie in 1..16");
         return;
     }
-    if (!expect_ok(status) || c.sequences() == 0 || c.nheads == 0) {
+    if (!expect_ok(status) || empty) {
         return;  // empty: nothing is written
     }
     const char* names[] = {"dq",           "dk",           "dv",         "dadt",     "ddt",     "dtrap",   "dq_bias",

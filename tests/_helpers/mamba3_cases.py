@@ -111,4 +111,7 @@ MAMBA3_CASES = (
     Mamba3Case(1, 5, 1, 3, rank=64, dstate=4, nangles=1, states=True),
     Mamba3Case(1, 50, 2, 8, rank=4, cu_seqlens=(0, 1, 16, 16, 33, 50), states=True),
     Mamba3Case(2, 50, 2, 8, rank=2, seq_idx=True, states=True, Z=False),
+    Mamba3Case(1, 130, 3, 70, dstate=40, nangles=10, states=True, norm=True),
+    Mamba3Case(1, 70, 2, 100, dstate=200, nangles=50, states=True),
+    Mamba3Case(1, 40, 2, 40, rank=4, dstate=136, nangles=68, states=True, norm=True),
 )

@@ -15,12 +15,15 @@ from _helpers.mamba3_cases import MAMBA3_CASES, Mamba3Case
 
 from mamba_ssm.ops.mamba3_scan import mamba3_scan, mamba3_scan_ref
 from mamba_ssm.ops.mamba3_scan.arguments import Inputs
+from mamba_ssm.ops.mamba3_scan.backward import MOST_CUDA_RANK
 
 # What one result may be off, relative to its largest value, beside twice plain torch's error: sums in another order.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# On CUDA 16-bit factors go into tensor cores as they are, and states wait for backward in 16 bits.
+CUDA_TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
-def check(case, dtype, device):
+def check(case, dtype, device, tolerance):
     tensors = case.inputs(dtype, device)
     found = outputs_and_gradients(case.run(mamba3_scan), tensors)
     plain = outputs_and_gradients(case.run(mamba3_scan_ref), tensors)
@@ -31,13 +34,24 @@ def check(case, dtype, device):
             result.setdefault(name, torch.zeros_like(value))
         for name in [name for name in result if name not in other]:
             assert not result.pop(name).any()
-    assert_close_to_truth(found, plain, truth, TOLERANCE[dtype])
+    assert_close_to_truth(found, plain, truth, tolerance[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("case", MAMBA3_CASES, ids=case_id)
-def test_values_and_gradients(case, dtype, device):
-    check(case, dtype, device)
+def test_values_and_gradients(case, dtype, device, kernels):
+    if kernels == "cuda" and device == "cpu" and case.rank > MOST_CUDA_RANK:
+        pytest.skip("no backward kernel has this rank; torch's operators take its place for tensors of a real GPU")
+    check(case, dtype, device, CUDA_TOLERANCE if kernels == "cuda" else TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_the_same_bits_twice(dtype, cuda_kernels):
+    case = Mamba3Case(2, 200, 4, 40, dstate=72, nangles=20, groups=2, rank=2, norm=True, states=True)
+    tensors = case.inputs(dtype, cuda_kernels)
+    first, second = (outputs_and_gradients(case.run(mamba3_scan), tensors) for _ in range(2))
+    assert all(torch.equal(second[name], value) for name, value in first.items())
 
 
 @pytest.mark.parametrize("layout", ["heads_first", "slice", "expanded", "last_not_1"])

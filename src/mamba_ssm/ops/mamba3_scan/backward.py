@@ -13,6 +13,7 @@ from mamba_ssm.ops.mamba3_scan.chunks import scan_chunks
 from mamba_ssm.ops.mamba3_scan.packed import scan_packed
 
 _NAME = "mamba3_scan_backward"
+MOST_CUDA_RANK = 16  # what the CUDA kernels take
 
 
 class FinalGradients(typing.NamedTuple):
@@ -123,7 +124,7 @@ def _launch(sizes, dout, finals, inputs, options, grads):
 
 
 def gradients_by_torch(dout, dfinals, inputs, options):
-    """The same by torch's operators, chunk by chunk: for devices without a kernel."""
+    """The same by torch's operators, chunk by chunk: for what has no kernel."""
     with torch.enable_grad(), no_autocast(inputs.V):
         floating = [tensor is not None and tensor.is_floating_point() for tensor in inputs]
         leaves = [

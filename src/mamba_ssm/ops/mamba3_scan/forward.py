@@ -34,7 +34,7 @@ from mamba_ssm.ops.mamba3_scan.arguments import (
     out_shape,
     place_out,
 )
-from mamba_ssm.ops.mamba3_scan.backward import gradients_by_torch, mamba3_scan_backward_op
+from mamba_ssm.ops.mamba3_scan.backward import MOST_CUDA_RANK, gradients_by_torch, mamba3_scan_backward_op
 from mamba_ssm.ops.mamba3_scan.reference import mamba3_scan_ref
 
 
@@ -101,8 +101,9 @@ def mamba3_scan(
     Raises:
         TypeError: a dtype is wrong. ValueError: a shape, a device or a value is wrong.
 
-    Only inputs are kept for backward, which computes the states again. For CUDA tensors backward has no kernel yet: it
-    takes the operators of torch, chunk by chunk, which is slower, and packed sequences cost it a synchronisation.
+    Only inputs are kept for backward, which computes the states again. For CUDA tensors with a rank above 16 backward
+    has no kernel: it takes the operators of torch, chunk by chunk, which is slower, and packed sequences cost it a
+    synchronisation.
     A NaN or infinity of an input stays in its row's results and, on the CPU, in its packed sequence and behind its
     step. On CUDA it may reach all of its tile of up to 64 steps: tensor cores multiply masked zeros.
     """
@@ -190,7 +191,7 @@ class _Mamba3Scan(torch.autograd.Function):
         if dout is None:
             rows = () if inputs.MIMO_Out is not None else (inputs.Q.shape[2],)
             dout = inputs.V.new_zeros((*inputs.V.shape[:2], *rows, *inputs.V.shape[2:]))
-        if inputs.V.is_cuda:  # no kernel yet
+        if inputs.V.is_cuda and inputs.Q.shape[2] > MOST_CUDA_RANK:  # no kernel
             grads = gradients_by_torch(dout, dfinals, inputs, ctx.options)
         else:
             grads = call_in_backward(mamba3_scan_backward_op, dout, *dfinals, *inputs, *ctx.options)

@@ -1,0 +1,146 @@
+// How Mamba-3's backward scan runs on CUDA: chunks, workspace, and how blocks share the work.
+#pragma once
+
+#include "mamba3/backward_layouts.h"
+#include "mamba3/plan.h"
+
+namespace mamba {
+
+// Offsets in bytes. Heads of a launch: those of one window.
+struct Mamba3BackwardWorkspace {
+    int64_t states;            // (slots, heads of a launch, P, N) of T: before each chunk
+    int64_t dstates;           // the same: gradient after each chunk
+    int64_t dy;                // (B, L, R, heads of a launch, P) of T: gradient of the scan's rows
+    int64_t dq, dk;            // (splits, B, L, R, G, N) float, in the order of tiles
+    int64_t step_terms;        // (row tiles, B, L, H) float4
+    int64_t angle_totals;      // (row tiles, slots, H, S) float: of what reaches the chunk's first step
+    int64_t angle_carry;       // (slots, H, S) float: what later chunks add
+    int64_t dangles;           // (splits G, B, L, S) float, or (row tiles, B, L, H, S)
+    int64_t bias;              // (2, row tiles, slots, H, R, N) float
+    int64_t mimo_v;            // (slots + U, H, R, P) float
+    int64_t mimo_z, mimo_out;  // (ranges, H, R, P) float
+    int64_t norm;              // (ranges, R, H, P) float
+    int64_t D;                 // (ranges, H) float
+    int64_t before;            // (U, H) float: gradient of the scale of the step before a sequence
+    int64_t bytes;
+};
+
+// Of Mamba3BackwardLayouts.
+enum Mamba3BackwardLayout { kBackwardSmall, kBackwardMiddle, kBackwardLarge, kBackwardLittle, kBackwardLeast };
+
+struct Mamba3BackwardPlan {
+    Mamba3BackwardLayout layout;
+    int rows, inner;  // of it
+    Mamba3ChunksPlan chunks;
+    int64_t row_tiles;    // of headdim
+    int64_t group_heads;  // of each group, in a launch
+    int64_t splits;       // blocks that share a chunk and group's heads
+    int64_t ranges;       // of slots, each with its own sums of parameters
+    int64_t slots_a_range;
+    Mamba3BackwardWorkspace workspace;
+    cudaError_t error;
+};
+
+template <class Tiles>
+void set_sizes(Mamba3BackwardPlan& plan) {
+    plan.rows = Tiles::kRows;
+    plan.inner = Tiles::kInner;
+}
+template <typename T>
+void set_layout_sizes(Mamba3BackwardPlan& plan) {
+    using Layouts = Mamba3BackwardLayouts<T>;
+    switch (plan.layout) {
+        case kBackwardSmall:
+            return set_sizes<typename Layouts::Small>(plan);
+        case kBackwardMiddle:
+            return set_sizes<typename Layouts::Middle>(plan);
+        case kBackwardLarge:
+            return set_sizes<typename Layouts::Large>(plan);
+        case kBackwardLittle:
+            return set_sizes<typename Layouts::Little>(plan);
+        default:
+            return set_sizes<typename Layouts::Least>(plan);
+    }
+}
+
+// Shared memory a block that the first three layouts may take.
+constexpr int kMamba3BackwardShared = 220 * 1024;
+
+// Bytes of both states of all chunks that one launch takes: four times those of v, but not less than this.
+constexpr int64_t kMamba3LeastBudget = int64_t{64} << 20;
+
+inline void plan_mamba3_workspace(const MambaMamba3& p, Mamba3BackwardPlan& plan) {
+    Mamba3BackwardWorkspace& w = plan.workspace;
+    const int64_t size = dtype_size(p.dtype), all_steps = p.batch * p.seqlen, rows = all_steps * p.rank;
+    const int64_t launch_heads = plan.group_heads * p.ngroups, tiles = plan.row_tiles, slots = plan.chunks.chunks.slots;
+    const int64_t states = slots * launch_heads * p.headdim * p.dstate * size;
+    const int64_t matrix = plan.splits * rows * p.ngroups * p.dstate * 4, turns = slots * p.nheads * p.nangles * 4;
+    const int64_t projection = p.nheads * p.rank * p.headdim * 4;
+    int64_t& total = w.bytes;
+    w.states = mamba3_reserve(total, states);
+    w.dstates = mamba3_reserve(total, states);
+    w.dy = mamba3_reserve(total, rows * launch_heads * p.headdim * size);
+    w.dq = mamba3_reserve(total, matrix);
+    w.dk = mamba3_reserve(total, matrix);
+    w.step_terms = mamba3_reserve(total, tiles * all_steps * p.nheads * 16);
+    w.angle_totals = mamba3_reserve(total, tiles * turns);
+    w.angle_carry = mamba3_reserve(total, turns);
+    w.dangles = mamba3_reserve(
+        total, (p.angles_of_heads != 0 ? tiles * p.nheads : plan.splits * p.ngroups) * all_steps * p.nangles * 4);
+    w.bias = mamba3_reserve(total, 2 * tiles * slots * p.nheads * p.rank * p.dstate * 4);
+    w.mimo_v = mamba3_reserve(total, p.mimo_v != nullptr ? (slots + p.sequences) * projection : 0);
+    w.mimo_z = mamba3_reserve(total, p.mimo_z != nullptr ? plan.ranges * projection : 0);
+    w.mimo_out = mamba3_reserve(total, p.mimo_out != nullptr ? plan.ranges * projection : 0);
+    w.norm = mamba3_reserve(total, p.norm_weight != nullptr ? plan.ranges * projection : 0);
+    w.D = mamba3_reserve(total, plan.ranges * p.nheads * 4);
+    w.before = mamba3_reserve(total, p.sequences * p.nheads * 4);
+}
+
+inline Mamba3BackwardPlan plan_mamba3_backward(const MambaMamba3& p) {
+    Mamba3BackwardPlan plan = {};
+    const DeviceLimits device(p.run.device);
+    plan.error = device.error;
+    if (plan.error != cudaSuccess) {
+        return plan;
+    }
+    if (device.shared >= kMamba3BackwardShared) {
+        plan.layout = p.dstate <= 64 ? kBackwardSmall : p.dstate <= 128 ? kBackwardMiddle : kBackwardLarge;
+    } else {
+        plan.layout = p.dstate <= 128 ? kBackwardLittle : kBackwardLeast;
+    }
+    p.dtype == MAMBA_FLOAT32 ? set_layout_sizes<float>(plan) : set_layout_sizes<__half>(plan);
+    const int64_t size = dtype_size(p.dtype), heads_of_group = p.nheads / p.ngroups;
+    plan.chunks = Mamba3ChunksPlan(p, plan.rows / p.rank, kMamba3BackwardArrays, plan.workspace.bytes);
+    const int64_t slots = plan.chunks.chunks.slots;
+    plan.row_tiles = ceil_div(p.headdim, plan.inner);
+
+    const int64_t head_states = 2 * slots * p.ngroups * p.headdim * p.dstate * size;
+    const int64_t four_v = 4 * p.batch * p.seqlen * p.nheads * p.headdim * size;
+    const int64_t budget = four_v > kMamba3LeastBudget ? four_v : kMamba3LeastBudget;
+    plan.group_heads = heads_of_group;
+    if (head_states * heads_of_group > budget) {
+        const int64_t fit = budget / head_states > 1 ? budget / head_states : 1;
+        plan.group_heads = ceil_div(heads_of_group, ceil_div(heads_of_group, fit));
+    }
+    // No launch may have fewer items than blocks share; the last one may have fewer heads than the others.
+    const int64_t launches = ceil_div(heads_of_group, plan.group_heads);
+    const int64_t items = (heads_of_group - (launches - 1) * plan.group_heads) * plan.row_tiles;
+    const int64_t chunk_groups = slots * p.ngroups;
+    int64_t least = 0;
+    plan.splits = 1;
+    for (int64_t splits = 1; splits <= items && splits <= device.processors && chunk_groups > 0; ++splits) {
+        const int64_t time = ceil_div(chunk_groups * splits, device.processors) * (ceil_div(items, splits) + 1);
+        if (splits == 1 || time < least) {
+            plan.splits = splits;
+            least = time;
+        }
+    }
+    // Some blocks a multiprocessor take turns.
+    const int64_t wanted = ceil_div(slots * p.nheads, 16 * device.processors);
+    plan.slots_a_range = wanted > 8 ? 8 : wanted > 1 ? wanted : 1;
+    plan.ranges = ceil_div(slots, plan.slots_a_range);
+    plan_mamba3_workspace(p, plan);
+    return plan;
+}
+
+}  // namespace mamba

@@ -1,0 +1,83 @@
+// Launches of Mamba-3's backward scan that depend on the dtype of v: some heads at a time, then dq and dk.
+#pragma once
+
+#include "mamba3/cuda/backward.cuh"
+#include "mamba3/cuda/backward_matrices.cuh"
+#include "mamba3/cuda/backward_rows.cuh"
+#include "mamba3/cuda/backward_states.cuh"
+
+namespace mamba {
+
+template <typename T, class Tiles>
+cudaError_t launch_mamba3_heads(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch) {
+    const MambaMamba3& p = q.forward;
+    const int64_t heads = launch.group_heads * p.ngroups, slots = launch.chunks.slots;
+    const int64_t walks = p.sequences * heads * ceil_div(p.headdim, kForwardRows);
+    constexpr int kStatesBytes = static_cast<int>(sizeof(Mamba3StatesShared<T, Tiles>));
+    constexpr int kRowsBytes = static_cast<int>(round_up(sizeof(Mamba3RowsShared<T, Tiles>), 16));
+    constexpr int kChunkBytes = static_cast<int>(sizeof(Mamba3ChunkShared<T, Tiles>));
+    static_assert(kChunkBytes <= kMamba3BackwardShared, "the plan counts on that");
+    const int rows_bytes = kRowsBytes + 4 * Tiles::kRows * mamba3_row_pitch(p.headdim, Tiles::kInner);
+    cudaError_t error =
+        slots == 0 ? cudaSuccess
+                   : launch_mamba3(mamba3_states_kernel<T, Tiles, false>, walks, 1, Tiles::kThreads, kStatesBytes, q, launch);
+    if (error == cudaSuccess) {
+        error =
+            launch_mamba3(mamba3_rows_kernel<T, Tiles>, launch.plan.ranges * heads, 1, Tiles::kThreads, rows_bytes, q, launch);
+    }
+    if (error == cudaSuccess) {
+        error = launch_mamba3(mamba3_states_kernel<T, Tiles, true>, walks, 1, Tiles::kThreads, kStatesBytes, q, launch);
+    }
+    if (error == cudaSuccess) {
+        error = launch_mamba3(mamba3_backward_kernel<T, Tiles>, slots * p.ngroups * launch.plan.splits, 1, Tiles::kThreads,
+                              kChunkBytes, q, launch);
+    }
+    return error;
+}
+
+template <typename T, class Tiles>
+cudaError_t launch_mamba3_backward_layout(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan) {
+    const MambaMamba3& p = q.forward;
+    const int64_t size = sizeof(T), slots = plan.chunks.chunks.slots;
+    Mamba3BackwardLaunch launch = mamba3_backward_launch(q, plan);
+    const bool pairwise = p.pairwise != 0;
+    launch.q_pairs =
+        pairwise && rows_aligned(p.q, size, 2 * size, p.q_batch_stride, p.q_len_stride, p.q_rank_stride, p.q_group_stride);
+    launch.k_pairs =
+        pairwise && rows_aligned(p.k, size, 2 * size, p.k_batch_stride, p.k_len_stride, p.k_rank_stride, p.k_group_stride);
+    launch.v_vectors = rows_aligned(p.v, size, 16, p.headdim, p.v_batch_stride, p.v_len_stride, p.v_head_stride);
+    launch.dy_vectors = p.headdim * size % 16 == 0;
+    launch.state_vectors = p.dstate * size % 16 == 0;
+
+    cudaError_t error = cudaSuccess;
+    const int64_t heads_of_group = p.nheads / p.ngroups;
+    for (int64_t head = 0; head < heads_of_group && error == cudaSuccess; head += plan.group_heads) {
+        const int64_t left = heads_of_group - head;
+        launch.first_head = head;
+        launch.group_heads = left < plan.group_heads ? left : plan.group_heads;
+        error = launch_mamba3_heads<T, Tiles>(q, launch);
+    }
+    if (error == cudaSuccess) {
+        error = launch_mamba3(mamba3_finish_matrices_kernel<T>, slots * p.ngroups, 2, kMamba3MatricesThreads, 0, q, launch);
+    }
+    return error;
+}
+
+template <typename T>
+cudaError_t launch_mamba3_backward(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan) {
+    using Layouts = Mamba3BackwardLayouts<T>;
+    switch (plan.layout) {
+        case kBackwardSmall:
+            return launch_mamba3_backward_layout<T, typename Layouts::Small>(q, plan);
+        case kBackwardMiddle:
+            return launch_mamba3_backward_layout<T, typename Layouts::Middle>(q, plan);
+        case kBackwardLarge:
+            return launch_mamba3_backward_layout<T, typename Layouts::Large>(q, plan);
+        case kBackwardLittle:
+            return launch_mamba3_backward_layout<T, typename Layouts::Little>(q, plan);
+        default:
+            return launch_mamba3_backward_layout<T, typename Layouts::Least>(q, plan);
+    }
+}
+
+}  // namespace mamba
