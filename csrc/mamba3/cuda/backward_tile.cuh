@@ -1,7 +1,8 @@
-// What a chunk's kernels of Mamba-3's backward scan are made of: weights between steps, and sums over rows and columns.
+// What a chunk's kernels of Mamba-3's backward scan are made of: weights between steps, sums over rows and columns, shared
+// memory.
 #pragma once
 
-#include "mamba3/cuda/backward_chunk.cuh"
+#include "mamba3/cuda/backward_turns.cuh"
 #include "ssd/cuda/backward_tile.cuh"
 
 namespace mamba {
@@ -97,5 +98,114 @@ struct Mamba3ChunkSums {
     float state_product[Tiles::kWarps];        // entering state times the leaving one's gradient
     float angles[Tiles::kRows];                // by step: gradient of dt through the angles
 };
+
+template <typename T, class Tiles>
+struct Mamba3ChunkShared {
+    static constexpr int kPitch = Tiles::kStates + kTilePad;
+    static constexpr int kInnerPitch = Tiles::kInner + kTilePad;
+    static constexpr int kRowsPitch = Tiles::kRows + kTilePad;
+    static constexpr int kPairs = Tiles::kStates / 2;
+    T q[Tiles::kRows * kPitch];  // in the end, with k: dq as float
+    T k[Tiles::kRows * kPitch];
+    T state[Tiles::kInner * kPitch];  // with dstate: dk
+    T dstate[Tiles::kInner * kPitch];
+    T weights[Tiles::kRows * kRowsPitch];  // W G; with slopes: dx
+    T slopes[Tiles::kRows * kRowsPitch];   // W R
+    T x[Tiles::kRows * kInnerPitch];
+    T dy[Tiles::kRows * kInnerPitch];
+    float2 turned[Tiles::kRows * kPairs];  // by step
+    float dturns[Tiles::kRows * kPairs];   // by row; then, in a step's first row, summed over later steps
+    float dangles[Tiles::kRows * kPairs];  // by step, summed over heads
+    float speeds[Tiles::kRows * kPairs];   // by step
+    ChunkSteps<Tiles::kRows> steps[2];
+    PartSumsOfTurns<Tiles::kThreads> turns;
+    float later[Tiles::kThreads];  // sums of dturns over parts of the steps
+    Mamba3ChunkSums<Tiles> sums;
+
+    static_assert(2 * sizeof(T) * kPitch >= 4 * kPitch, "dq fits");
+    static_assert(2 * sizeof(T) * Tiles::kInner >= 4 * Tiles::kRows, "dk fits");
+    static_assert(2 * sizeof(T) * kRowsPitch >= 4 * kInnerPitch, "dx fits");
+};
+
+// A warp's 16 rows into a tile of floats.
+template <int kWide>
+__device__ __forceinline__ void store_rows(float* tile, int pitch, const float (&rows)[2 * kWide][4], int lane) {
+    float* const at = tile + lane / 4 * pitch + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 2 * kWide; ++j) {
+        *reinterpret_cast<float2*>(at + 8 * j) = make_float2(rows[j][0], rows[j][1]);
+        *reinterpret_cast<float2*>(at + 8 * pitch + 8 * j) = make_float2(rows[j][2], rows[j][3]);
+    }
+}
+
+// One warp: what a chunk's steps get. terms: the chunk's first step's, the next one `stride` behind.
+template <class Tiles>
+__device__ __forceinline__ void store_step_terms(float4* terms, int64_t stride, const Mamba3ChunkSums<Tiles>& sums,
+                                                 const ChunkSteps<Tiles::kRows>& steps, int count, int rank, int lane) {
+    constexpr int kEach = Tiles::kRows < 32 ? 1 : Tiles::kRows / 32;
+    using Pairs = WarpTile<Tiles, Tiles::kRows>;
+    using Wide = WarpTile<Tiles, Tiles::kStates>;
+    float carried = 0.0f;
+    for (int i = 0; i < Tiles::kWarps; ++i) {
+        carried += sums.state_product[i];
+    }
+    carried *= steps.carry;
+    float ends[kEach];    // what ends at the step, less what begins there
+    float passes[kEach];  // what goes from the step into the leaving state
+    float dscale[kEach], dgamma[kEach];
+    float later = 0.0f, earlier = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int t = lane * kEach + i;
+        ends[i] = passes[i] = dscale[i] = dgamma[i] = 0.0f;
+        for (int row = t * rank; row < (t + 1) * rank && t < count; ++row) {
+            float column = 0.0f, left = 0.0f;
+#pragma unroll
+            for (int above = 0; above < Pairs::kAbove; ++above) {
+                column += sums.column_pairs[above][row];
+            }
+#pragma unroll
+            for (int beside = 0; beside < Pairs::kBeside; ++beside) {
+                if (16 * Pairs::kWide * beside < Tiles::kRows) {
+                    ends[i] += sums.row_pairs[beside][row];
+                    dgamma[i] += sums.own_pairs[beside][row];
+                }
+                if (16 * Wide::kWide * beside < Tiles::kStates) {
+                    ends[i] += sums.from_state[beside][row];
+                    left += sums.to_state[beside][row];
+                }
+            }
+            ends[i] -= column * steps.scale[row];
+            passes[i] += left * steps.scale[row];
+            dscale[i] += column + left;
+        }
+        later += ends[i];
+        earlier += passes[i];
+    }
+    const float own_later = later, own_earlier = earlier;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const float below = __shfl_down_sync(0xffffffffu, later, distance);
+        const float above = __shfl_up_sync(0xffffffffu, earlier, distance);
+        later += lane + distance < 32 ? below : 0.0f;
+        earlier += lane >= distance ? above : 0.0f;
+    }
+    later -= own_later;      // of the lanes behind this one
+    earlier -= own_earlier;  // of those before it
+    float suffix[kEach];
+#pragma unroll
+    for (int i = kEach - 1; i >= 0; --i) {
+        later += ends[i];
+        suffix[i] = later;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int t = lane * kEach + i;
+        if (t < count) {
+            terms[t * stride] = make_float4(suffix[i] + earlier + carried, dscale[i], dgamma[i], sums.angles[t]);
+        }
+        earlier += passes[i];
+    }
+}
 
 }  // namespace mamba
