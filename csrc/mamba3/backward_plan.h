@@ -28,8 +28,12 @@ struct Mamba3BackwardWorkspace {
 // Of Mamba3BackwardLayouts.
 enum Mamba3BackwardLayout { kBackwardSmall, kBackwardMiddle, kBackwardLarge, kBackwardLittle, kBackwardLeast };
 
+// Most ranks of backward_warpgroup.cuh.
+constexpr int kMamba3WarpgroupRank = 4;
+
 struct Mamba3BackwardPlan {
     Mamba3BackwardLayout layout;
+    bool warpgroups;  // runs backward_warpgroup.cuh
     int rows, inner;  // of it
     Mamba3ChunksPlan chunks;
     int64_t row_tiles;    // of headdim
@@ -96,6 +100,23 @@ inline void plan_mamba3_workspace(const MambaMamba3& p, Mamba3BackwardPlan& plan
     w.before = mamba3_reserve(total, p.sequences * p.nheads * 4);
 }
 
+// Whether a call of kBackwardMiddle can run backward_warpgroup.cuh on this device.
+inline cudaError_t choose_mamba3_backward_warpgroups(const MambaMamba3& p, bool* warpgroups) {
+    *warpgroups = false;
+#ifdef MAMBA_WARPGROUPS
+    int major = 0;
+    const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, p.run.device);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    const bool rank = p.rank <= kMamba3WarpgroupRank && (p.rank & (p.rank - 1)) == 0;
+    *warpgroups = major == 9 && p.dtype != MAMBA_FLOAT32 && rank && p.angles_of_heads == 0;  // 9.0 is the only one
+#else
+    static_cast<void>(p);
+#endif
+    return cudaSuccess;
+}
+
 inline Mamba3BackwardPlan plan_mamba3_backward(const MambaMamba3& p) {
     Mamba3BackwardPlan plan = {};
     const DeviceLimits device(p.run.device);
@@ -107,6 +128,12 @@ inline Mamba3BackwardPlan plan_mamba3_backward(const MambaMamba3& p) {
         plan.layout = p.dstate <= 64 ? kBackwardSmall : p.dstate <= 128 ? kBackwardMiddle : kBackwardLarge;
     } else {
         plan.layout = p.dstate <= 128 ? kBackwardLittle : kBackwardLeast;
+    }
+    if (plan.layout == kBackwardMiddle) {
+        plan.error = choose_mamba3_backward_warpgroups(p, &plan.warpgroups);
+        if (plan.error != cudaSuccess) {
+            return plan;
+        }
     }
     p.dtype == MAMBA_FLOAT32 ? set_layout_sizes<float>(plan) : set_layout_sizes<__half>(plan);
     const int64_t size = dtype_size(p.dtype), heads_of_group = p.nheads / p.ngroups;

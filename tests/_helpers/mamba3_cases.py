@@ -114,4 +114,10 @@ MAMBA3_CASES = (
     Mamba3Case(1, 130, 3, 70, dstate=40, nangles=10, states=True, norm=True),
     Mamba3Case(1, 70, 2, 100, dstate=200, nangles=50, states=True),
     Mamba3Case(1, 40, 2, 40, rank=4, dstate=136, nangles=68, states=True, norm=True),
+    # 65 to 128 states and ranks 1, 2 and 4 have kernels of Hopper's own: several heads and tiles of headdim in a walk.
+    Mamba3Case(1, 100, 4, 70, dstate=128, nangles=64, groups=2, states=True),
+    Mamba3Case(1, 150, 3, 64, dstate=101, nangles=40, cu_seqlens=(0, 64, 64, 65, 67, 150), states=True),
+    Mamba3Case(1, 40, 3, 64, rank=4, dstate=128, nangles=32, states=True, norm=True),
+    Mamba3Case(1, 50, 2, 24, rank=2, dstate=80, nangles=33, seq_idx=True, states=True),
+    Mamba3Case(1, 70, 2, 33, rank=1, dstate=96, nangles=0, seq_idx=True),
 )

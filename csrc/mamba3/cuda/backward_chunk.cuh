@@ -65,7 +65,7 @@ struct Mamba3BackwardLaunch {
     int64_t first_head;   // of those in each group that this launch takes
     int64_t group_heads;  // how many of each group it takes
     char* memory;
-    int32_t q_pairs, k_pairs, v_vectors, dy_vectors, state_vectors;
+    int32_t q_pairs, k_pairs, v_vectors, dv_vectors, dy_vectors, state_vectors;
 
     template <typename Value>
     __device__ __forceinline__ Value* at(int64_t offset) const {

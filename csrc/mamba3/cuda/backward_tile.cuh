@@ -25,16 +25,20 @@ __device__ __forceinline__ PairRow pair_row(const ChunkSteps<kRows>& steps, int 
     return {steps.high[t], steps.low[t], steps.gamma[t], t / rank * rank, steps.run[t]};
 }
 
-template <int kRows>
-__device__ __forceinline__ PairWeight pair_weight(const ChunkSteps<kRows>& steps, const PairRow& row, int s, int rank) {
+// high, low, scale: of row s.
+__device__ __forceinline__ PairWeight pair_weight(const PairRow& row, int s, int rank, float high, float low, float scale) {
     PairWeight pair = {0.0f, 0.0f, s >= row.begin && s < row.begin + rank};
     if (s < row.begin && s >= row.run) {
-        pair.decay = exp2_fast((row.high - steps.high[s]) + (row.low - steps.low[s]));
-        pair.weight = pair.decay * steps.scale[s];
+        pair.decay = exp2_fast((row.high - high) + (row.low - low));
+        pair.weight = pair.decay * scale;
     } else if (pair.own) {
         pair.weight = row.gamma;
     }
     return pair;
+}
+template <int kRows>
+__device__ __forceinline__ PairWeight pair_weight(const ChunkSteps<kRows>& steps, const PairRow& row, int s, int rank) {
+    return pair_weight(row, s, rank, steps.high[s], steps.low[s], steps.scale[s]);
 }
 
 // weights (row t, row s) = q_t . k_s times its weight, for the y of rows.

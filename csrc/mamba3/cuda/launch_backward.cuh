@@ -5,6 +5,9 @@
 #include "mamba3/cuda/backward_matrices.cuh"
 #include "mamba3/cuda/backward_rows.cuh"
 #include "mamba3/cuda/backward_states.cuh"
+#ifdef MAMBA_WARPGROUPS
+#include "mamba3/cuda/backward_warpgroup.cuh"
+#endif
 
 namespace mamba {
 
@@ -28,6 +31,14 @@ cudaError_t launch_mamba3_heads(const MambaMamba3Backward& q, const Mamba3Backwa
     if (error == cudaSuccess) {
         error = launch_mamba3(mamba3_states_kernel<T, Tiles, true>, walks, 1, Tiles::kThreads, kStatesBytes, q, launch);
     }
+#ifdef MAMBA_WARPGROUPS
+    if constexpr (sizeof(T) == 2 && Tiles::kStates == 128 && Tiles::kRows == kWarpgroupSteps) {
+        if (error == cudaSuccess && launch.plan.warpgroups) {
+            return launch_mamba3(mamba3_backward_warpgroup_kernel<T>, slots * p.ngroups * launch.plan.splits, 1,
+                                 kMamba3BackwardThreads, static_cast<int>(sizeof(Mamba3WarpgroupShared<T>)), q, launch);
+        }
+    }
+#endif
     if (error == cudaSuccess) {
         error = launch_mamba3(mamba3_backward_kernel<T, Tiles>, slots * p.ngroups * launch.plan.splits, 1, Tiles::kThreads,
                               kChunkBytes, q, launch);
@@ -46,6 +57,7 @@ cudaError_t launch_mamba3_backward_layout(const MambaMamba3Backward& q, const Ma
     launch.k_pairs =
         pairwise && rows_aligned(p.k, size, 2 * size, p.k_batch_stride, p.k_len_stride, p.k_rank_stride, p.k_group_stride);
     launch.v_vectors = rows_aligned(p.v, size, 16, p.headdim, p.v_batch_stride, p.v_len_stride, p.v_head_stride);
+    launch.dv_vectors = rows_aligned(q.dv, size, 16, p.headdim);
     launch.dy_vectors = p.headdim * size % 16 == 0;
     launch.state_vectors = p.dstate * size % 16 == 0;
 

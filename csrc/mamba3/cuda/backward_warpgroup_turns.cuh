@@ -1,0 +1,247 @@
+// What the threads of backward_warpgroup.cuh do between products: turns there and back, and what angles get.
+#pragma once
+
+#include "mamba3/cuda/backward_warpgroup_walk.cuh"
+
+namespace mamba {
+
+// Each of 2 kLeft values is added up over the lanes that differ by kDistance, of which each keeps half of the sums: the upper
+// lane the second half.
+template <int kLeft, int kDistance, int kCount>
+__device__ __forceinline__ void fold(float (&values)[kCount], int lane) {
+    const bool upper = (lane & kDistance) != 0;
+#pragma unroll
+    for (int i = 0; i < kLeft; ++i) {
+        const float kept = upper ? values[i + kLeft] : values[i];
+        const float given = upper ? values[i] : values[i + kLeft];
+        values[i] = kept + __shfl_xor_sync(0xffffffffu, given, kDistance);
+    }
+}
+
+// A warp's rows of 64 columns of q and k, of which angles turn some (kTurns) or none, with the head's biases. Rows that do not
+// exist become zero.
+template <bool kTurns, typename T>
+__device__ __forceinline__ void turn_block(const Mamba3Walk<T>& walk, const Mamba3Item& item, int angle) {
+    using Tile = SwizzledTile<kWarpgroupSteps>;
+    constexpr int kWarpRows = Mamba3WarpgroupShared<T>::kWarpRows;
+    auto& shared = walk.shared;
+    const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
+    const int first_row = kWarpRows * walk.warp, column = 2 * angle;
+    float2 cos_sin[kWarpRows];
+    if (kTurns) {
+        const float* const speeds = walk.chunk_speeds() + angle;
+        float speed[kWarpRows];
+#pragma unroll
+        for (int i = 0; i < kWarpRows; ++i) {
+            const int row = first_row + i;
+            const bool counts = walk.begins_step(row) && row < walk.rows && angle < walk.angles;
+            speed[i] = counts ? speeds[(row >> walk.rank_log2) * walk.angles] : 0.0f;
+        }
+        uint32_t count = shared.first_turn[angle];
+#pragma unroll 4
+        for (int part = 0; part < walk.warp; ++part) {
+            const uint32_t before = shared.part_turns[part][angle];
+            count = shared.part_restarts[item.number % 2][part] != 0 ? before : count + before;
+        }
+#pragma unroll
+        for (int i = 0; i < kWarpRows; ++i) {
+            const int row = first_row + i;
+            if (walk.begins_step(row)) {
+                const uint32_t add = count_of_turns(turn_of_step(speed[i], steps.dt[row]));
+                count = steps.run[row] == row ? add : count + add;
+                const float radians = turns_of_count(count) * 6.2831853f;
+                cos_sin[i] = make_float2(cos_fast(radians), sin_fast(radians));
+                shared.turned[Tile::at(row >> walk.rank_log2, column) / 2] = pack2<__half>(cos_sin[i].x, cos_sin[i].y);
+            } else {
+                cos_sin[i] = cos_sin[i > 0 ? i - 1 : 0];
+            }
+        }
+    }
+    const int at = Tile::at(first_row, column);
+    static_assert(kWarpRows == 4, "rows of a warp differ in the lower bits of a row of a tile");
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+        const T* const from = m == 0 ? shared.group_q : shared.group_k;
+        T* const to = m == 0 ? shared.q : shared.k;
+        float2 bias;
+#pragma unroll
+        for (int i = 0; i < kWarpRows; ++i) {
+            const int row = first_row + i, place = (at + 64 * i) ^ (8 * i);
+            if (i == 0 || walk.rank > 1) {
+                bias = *reinterpret_cast<const float2*>(&shared.bias[m][row & (walk.rank - 1)][column]);
+            }
+            const float2 raw = load_pair<T>(from + place);
+            float x = raw.x + bias.x, y = raw.y + bias.y;
+            if (kTurns) {
+                const float before = x;
+                x = before * cos_sin[i].x - y * cos_sin[i].y;
+                y = before * cos_sin[i].y + y * cos_sin[i].x;
+            }
+            const bool exists = row < walk.rows;
+            store_pair<T>(to + place, exists ? x : 0.0f, exists ? y : 0.0f);
+        }
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void turn(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+#pragma unroll 1
+    for (int angle = walk.lane; angle < 64; angle += 32) {
+        if (angle - walk.lane < walk.angles) {
+            turn_block<true>(walk, item, angle);
+        } else {
+            turn_block<false>(walk, item, angle);
+        }
+    }
+}
+
+// Of 16 rows of dq or dk, from `row` on, and 64 columns: what the angles get of them, then they are turned back. tile: of q or
+// k, the same columns.
+template <typename T>
+__device__ __forceinline__ void turn_back(const Mamba3Walk<T>& walk, float (&d)[8][4], const T* tile, float* dturns, int block,
+                                          int row) {
+    using Shared = Mamba3WarpgroupShared<T>;
+    using Tile = SwizzledTile<kWarpgroupSteps>;
+    const int lane = walk.lane, own = lane % 16 + row;
+    const T* const tile_at = tile + Tile::at(own, lane / 16 * 8);
+    const __half* const turned_at = reinterpret_cast<const __half*>(walk.shared.turned) + block * Shared::kBlock +
+                                    Tile::at(own >> walk.rank_log2, lane / 16 * 8);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        uint32_t values[4], turns[4];
+        load_matrices(values, columns_on(tile_at, k));
+        load_matrices(turns, columns_on(turned_at, k));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float& x = d[2 * k + i / 2][i % 2 * 2];
+            float& y = d[2 * k + i / 2][i % 2 * 2 + 1];
+            const float2 value = unpack2<T>(values[i]);
+            dturns[Shared::dturn_at(row + lane / 4 + i % 2 * 8, block, 8 * k + i / 2 * 4 + lane % 4)] =
+                value.x * y - value.y * x;
+            const float2 cos_sin = unpack2<__half>(turns[i]);
+            const float back = x * cos_sin.x + y * cos_sin.y;
+            y = y * cos_sin.x - x * cos_sin.y;
+            x = back;
+        }
+    }
+}
+
+// A warp's sums over its rows of each rank, 64 columns: to (R, kStates) from the block's first column on.
+template <typename T>
+__device__ __forceinline__ void sum_rows(const Mamba3Walk<T>& walk, const float (&d)[8][4], float* to) {
+    constexpr int kStates = Mamba3WarpgroupShared<T>::kStates;
+    const int lane = walk.lane, rank = walk.rank;
+    float values[16];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        values[2 * j] = d[j][0] + d[j][2];
+        values[2 * j + 1] = d[j][1] + d[j][3];
+    }
+    float* const at = to + (lane / 4 & (rank - 1)) * kStates + lane % 4 * 2;
+    const auto store = [&](int group, int i) {
+        *reinterpret_cast<float2*>(at + 8 * group) = make_float2(values[2 * i], values[2 * i + 1]);
+    };
+    fold<8, 16>(values, lane);
+    const int first = lane / 16 * 4;
+    if (rank == 4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            store(first + i, i);
+        }
+        return;
+    }
+    fold<4, 8>(values, lane);
+    const int second = first + lane / 8 % 2 * 2;
+    if (rank == 2) {
+        store(second, 0);
+        store(second + 1, 1);
+        return;
+    }
+    fold<2, 4>(values, lane);
+    store(second + lane / 4 % 2, 0);
+}
+
+// What a warp's rows hand to the angles of earlier steps.
+template <typename T>
+__device__ __forceinline__ void sum_later(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+    using Shared = Mamba3WarpgroupShared<T>;
+    Shared& shared = walk.shared;
+    const float* const of_q = shared.dturns(item.number, 0);
+    const float* const of_k = shared.dturns(item.number, 1);
+    const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
+#pragma unroll 1
+    for (int block = 0; 32 * block < walk.angles; ++block) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = Shared::kWarpRows - 1; i >= 0; --i) {
+            const int row = Shared::kWarpRows * walk.warp + i, at = Shared::dturn_at(row, block, walk.lane);
+            sum += row < walk.rows ? of_q[at] + of_k[at] : 0.0f;
+            sum = steps.run[row] == row ? 0.0f : sum;
+        }
+        shared.part_later(walk.warp)[32 * block + walk.lane] = sum;
+    }
+}
+
+// Then, behind a barrier, the sums over the rows of later steps: what each of a warp's steps gives to its angles' gradients,
+// over all heads, and to the gradient of its dt.
+template <typename T>
+__device__ __forceinline__ void finish_angles(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+    using Shared = Mamba3WarpgroupShared<T>;
+    constexpr int kWarpRows = Shared::kWarpRows;
+    const MambaMamba3& p = walk.q.forward;
+    const Mamba3BackwardLaunch& launch = walk.launch;
+    Shared& shared = walk.shared;
+    const float* const of_q = shared.dturns(item.number, 0);
+    const float* const of_k = shared.dturns(item.number, 1);
+    const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
+    const int lane = walk.lane, angles = walk.angles, first_row = kWarpRows * walk.warp;
+    const bool adds = item.number > 0 || launch.first_head > 0;
+    float* const dangles =
+        launch.at<float>(launch.plan.workspace.dangles) +
+        ((walk.split * p.ngroups + walk.group) * p.batch * p.seqlen + walk.chunk.row * p.seqlen + walk.chunk.first) * angles;
+    float of_dt[kWarpRows] = {};
+#pragma unroll 1
+    for (int block = 0; 32 * block < angles; ++block) {
+        const int angle = 32 * block + lane;
+        float speed[kWarpRows], total[kWarpRows];
+        bool counts[kWarpRows];
+#pragma unroll
+        for (int i = 0; i < kWarpRows; ++i) {  // all loads are on their way before the first is used
+            const int row = first_row + i, at = (row >> walk.rank_log2) * angles + angle;
+            counts[i] = walk.begins_step(row) && row < walk.rows && angle < angles;
+            speed[i] = counts[i] ? walk.chunk_speeds()[at] : 0.0f;
+            total[i] = counts[i] && adds ? dangles[at] : 0.0f;
+        }
+        float behind = 0.0f;
+#pragma unroll 4
+        for (int part = Shared::kWarps - 1; part > walk.warp; --part) {
+            const float sum = shared.part_later(part)[angle];
+            behind = shared.part_restarts[item.number % 2][part] != 0 ? sum : behind + sum;
+        }
+#pragma unroll
+        for (int i = kWarpRows - 1; i >= 0; --i) {
+            const int row = first_row + i, at = Shared::dturn_at(row, block, lane);
+            behind += row < walk.rows ? of_q[at] + of_k[at] : 0.0f;
+            if (counts[i]) {
+                dangles[(row >> walk.rank_log2) * angles + angle] =
+                    fmaf((1.0f - 4.0f * speed[i] * speed[i]) * 3.14159265f * steps.dt[row], behind, total[i]);
+                of_dt[i] = fmaf(speed[i], behind, of_dt[i]);
+                if (row == 0) {
+                    launch.at<float>(launch.plan.workspace.angle_totals)
+                        [((item.tile * launch.chunks.slots + walk.slot) * p.nheads + walk.head(item)) * angles + angle] =
+                        steps.run[0] < 0 ? behind : 0.0f;
+                }
+            }
+            behind = steps.run[row] == row ? 0.0f : behind;
+        }
+    }
+    fold<2, 16>(of_dt, lane);
+    fold<1, 8>(of_dt, lane);
+    const float sum = add_over_row(of_dt[0] + __shfl_xor_sync(0xffffffffu, of_dt[0], 4));
+    const int row = first_row + lane / 16 * 2 + lane / 8 % 2;
+    if (lane % 8 == 0 && walk.begins_step(row)) {
+        shared.sums[item.number % 2].angles[row >> walk.rank_log2] = 6.28318531f * sum;
+    }
+}
+
+}  // namespace mamba
