@@ -23,6 +23,17 @@ __device__ __forceinline__ float2 cos_sin_of_count(uint32_t turn) {
     return make_float2(quarter == 1 || quarter == 2 ? -cos : cos, quarter >= 2 ? -sin : sin);
 }
 
+// The same for factors of T: those of 16 bits are rounded to less than the special functions' precision.
+template <typename T>
+__device__ __forceinline__ float2 cos_sin_for(uint32_t turn) {
+    const float radians = turns_of_count(turn) * 6.2831853f;
+    return make_float2(cos_fast(radians), sin_fast(radians));
+}
+template <>
+__device__ __forceinline__ float2 cos_sin_for<float>(uint32_t turn) {
+    return cos_sin_of_count(turn);
+}
+
 // How a block's threads share angles and steps: lanes along angles, parts of the steps beside each other.
 struct TurnShare {
     int lanes, parts, lane, part;
@@ -121,7 +132,58 @@ __device__ __forceinline__ void load_turn_rows(TurnRows<kSources>& rows, const M
                 const TurnSource<T>& source = sources[m];
                 rows.raw[m][i] =
                     load_two<T>(source.rows + step * source.len_stride + r * source.rank_stride, a, b, source.pairs);
-                rows.bias[m][i] = make_float2(source.bias[r * dstate + a], source.bias[r * dstate + b]);
+                if (i == 0 || rank > 1) {
+                    rows.bias[m][i] = make_float2(source.bias[r * dstate + a], source.bias[r * dstate + b]);
+                } else {
+                    rows.bias[m][i] = rows.bias[m][0];
+                }
+            }
+        }
+    }
+}
+
+// What no angle turns, and zeros behind dstate and `rows`: lanes lie along pairs of columns, warps share the rows.
+template <typename T, class Tiles, int kSources>
+__device__ __forceinline__ void copy_unturned(const MambaMamba3& p, const TurnSource<T> (&sources)[kSources], int rows,
+                                              float inverse_rank) {
+    constexpr int kPitch = Tiles::kStates + kTilePad;
+    constexpr int kWarps = Tiles::kThreads / 32;
+    constexpr int kEach = Tiles::kRows / kWarps;
+    constexpr int kAtOnce = kEach < 4 ? kEach : 4;
+    const int rank = static_cast<int>(p.rank), dstate = static_cast<int>(p.dstate);
+    const int warp = threadIdx.x / 32;
+#pragma unroll 1
+    for (int pair = static_cast<int>(p.nangles + threadIdx.x % 32); pair < Tiles::kStates / 2; pair += 32) {
+        const int column = 2 * pair, a = element_of_column(p, column), b = element_of_column(p, column + 1);
+        const bool first_exists = column < dstate, both = column + 1 < dstate;
+#pragma unroll 1
+        for (int first = 0; first < kEach; first += kAtOnce) {
+            float2 value[kSources][kAtOnce], bias[kSources][kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {  // all loads are on their way before the first is used
+                const int row = (first + i) * kWarps + warp, step = divide_small(row, inverse_rank), r = row - step * rank;
+#pragma unroll
+                for (int m = 0; m < kSources; ++m) {
+                    const TurnSource<T>& source = sources[m];
+                    value[m][i] = bias[m][i] = make_float2(0.0f, 0.0f);
+                    if (row < rows && first_exists) {
+                        const T* const from = source.rows + step * source.len_stride + r * source.rank_stride;
+                        value[m][i] = both ? load_two<T>(from, a, b, source.pairs) : make_float2(to_float(from[a]), 0.0f);
+                        if (i == 0 || rank > 1) {
+                            bias[m][i] = make_float2(source.bias[r * dstate + a], both ? source.bias[r * dstate + b] : 0.0f);
+                        } else {
+                            bias[m][i] = bias[m][0];
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+                for (int m = 0; m < kSources; ++m) {
+                    store_pair<T>(sources[m].tile + ((first + i) * kWarps + warp) * kPitch + column,
+                                  value[m][i].x + bias[m][i].x, value[m][i].y + bias[m][i].y);
+                }
             }
         }
     }
@@ -138,7 +200,7 @@ __device__ __forceinline__ void turn_tiles(const MambaMamba3& p, const Mamba3Bac
     constexpr int kPitch = Tiles::kStates + kTilePad;
     constexpr int kPairs = Tiles::kStates / 2;
     constexpr int kAtOnce = TurnRows<kSources>::kAtOnce;
-    const int rank = static_cast<int>(p.rank), angles = static_cast<int>(p.nangles), dstate = static_cast<int>(p.dstate);
+    const int rank = static_cast<int>(p.rank), angles = static_cast<int>(p.nangles);
     const float inverse_rank = 1.0f / static_cast<float>(rank);
     const TurnShare share = share_turns<Tiles::kThreads>(p, chunk.steps);
     const bool active = share.lane < angles;
@@ -149,47 +211,8 @@ __device__ __forceinline__ void turn_tiles(const MambaMamba3& p, const Mamba3Bac
         load_turn_rows<T, kSources>(loaded, p, sources, speeds, share.lane, share.begin * rank, end, inverse_rank);
         turn = launch.chunks.turns[(slot * p.nheads + head) * angles + share.lane];
     }
-    // What no angle turns, and zeros.
-    constexpr int kRestAtOnce = 4;
-    const int rows = chunk.steps * rank, rest = kPairs - angles;
-    const float inverse_rest = 1.0f / static_cast<float>(rest > 0 ? rest : 1);
-    for (int first = threadIdx.x; first < Tiles::kRows * rest; first += kRestAtOnce * Tiles::kThreads) {
-        float2 value[kSources][kRestAtOnce];
-        int at[kRestAtOnce];
-#pragma unroll
-        for (int k = 0; k < kRestAtOnce; ++k) {
-            const int i = first + k * Tiles::kThreads, row = divide_small(i, inverse_rest);
-            const int column = 2 * (angles + i - row * rest);
-            at[k] = row * kPitch + column;
-            const int a = element_of_column(p, column), b = element_of_column(p, column + 1);
-            const int step = divide_small(row, inverse_rank), r = row - step * rank;
-#pragma unroll
-            for (int m = 0; m < kSources; ++m) {
-                const TurnSource<T>& source = sources[m];
-                value[m][k] = make_float2(0.0f, 0.0f);
-                if (row < rows && column < dstate) {
-                    const T* const from = source.rows + step * source.len_stride + r * source.rank_stride;
-                    const float* const bias = source.bias + r * dstate;
-                    if (column + 1 < dstate) {
-                        value[m][k] = load_two<T>(from, a, b, source.pairs);
-                        value[m][k].y += bias[b];
-                    } else {
-                        value[m][k].x = to_float(from[a]);
-                    }
-                    value[m][k].x += bias[a];
-                }
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < kRestAtOnce; ++k) {
-            if (first + k * Tiles::kThreads < Tiles::kRows * rest) {
-#pragma unroll
-                for (int m = 0; m < kSources; ++m) {
-                    store_pair<T>(sources[m].tile + at[k], value[m][k].x, value[m][k].y);
-                }
-            }
-        }
-    }
+    const int rows = chunk.steps * rank;
+    copy_unturned<T, Tiles, kSources>(p, sources, rows, inverse_rank);
     __syncthreads();
     if (angles == 0) {
         return;
@@ -243,7 +266,7 @@ __device__ __forceinline__ void turn_tiles(const MambaMamba3& p, const Mamba3Bac
                 if (row == t * rank) {
                     const uint32_t add = count_of_turns(turn_of_step(loaded.speed[i], steps.dt[row]));
                     turn = steps.run[row] == row ? add : turn + add;
-                    turned = cos_sin_of_count(turn);
+                    turned = cos_sin_for<T>(turn);
                     if (table != nullptr) {
                         table[t * kPairs + share.lane] = turned;
                     }
