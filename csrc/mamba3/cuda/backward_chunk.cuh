@@ -66,6 +66,7 @@ struct Mamba3BackwardLaunch {
     int64_t group_heads;  // how many of each group it takes
     char* memory;
     int32_t q_pairs, k_pairs, v_vectors, dv_vectors, dy_vectors, state_vectors;
+    int32_t row_vectors;  // rows of v, z, dout, dz and dy, and the projections', lie at multiples of 16 bytes
 
     template <typename Value>
     __device__ __forceinline__ Value* at(int64_t offset) const {

@@ -54,6 +54,109 @@ __device__ __forceinline__ float add_over_warp(float value) {
     return add_over_column(add_over_row(value));
 }
 
+// Eight neighbours of 16 bits as floats, and back.
+template <typename T>
+__device__ __forceinline__ void load_eight(float (&values)[8], const T* from) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(from);
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack2<T>(words[i]);
+        values[2 * i] = pair.x;
+        values[2 * i + 1] = pair.y;
+    }
+}
+template <typename T>
+__device__ __forceinline__ void store_eight(T* to, const float (&values)[8]) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(pack2<T>(values[0], values[1]), pack2<T>(values[2], values[3]),
+                                               pack2<T>(values[4], values[5]), pack2<T>(values[6], values[7]));
+}
+__device__ __forceinline__ void load_eight(float (&values)[8], const float* from) {
+    const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+    values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+    values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+}
+
+// Without a norm, where rows lie at multiples of 16 bytes: a thread takes eight columns of a step. Adds D x to the rows, and
+// returns the thread's part of dD. Pointers are the chunk's, of its first step.
+template <typename T, int kThreads>
+__device__ __forceinline__ float gate_vectors(const MambaMamba3Backward& q, const Mamba3Chunk& chunk, const T* v, const T* z,
+                                              const T* dout, float* rows, int pitch, int64_t projection, float D, T* dy,
+                                              int64_t dy_stride, T* dz) {
+    const MambaMamba3& p = q.forward;
+    const int headdim = static_cast<int>(p.headdim), rank = static_cast<int>(p.rank), pieces = headdim / 8;
+    const float inverse_pieces = 1.0f / static_cast<float>(pieces);
+    float dD = 0.0f;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < chunk.steps * pieces; i += kThreads) {
+        const int step = divide_small(i, inverse_pieces), column = 8 * (i - step * pieces);
+        float value[8], own_z[8] = {}, dz_sum[8] = {}, gradient[8];
+        load_eight(value, v + step * p.v_len_stride + column);
+        load_eight(gradient, dout + step * q.dout_len_stride + column);
+        if (z != nullptr) {
+            load_eight(own_z, z + step * p.z_len_stride + column);
+        }
+#pragma unroll 1
+        for (int r = 0; r < rank; ++r) {
+            const int64_t parameter = projection + r * headdim + column;
+            float x[8], d[8], weight[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                x[j] = value[j];
+                d[j] = gradient[j];
+            }
+            if (p.mimo_v != nullptr) {
+                load_eight(weight, p.mimo_v + parameter);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    x[j] *= weight[j];
+                }
+            }
+            if (p.mimo_out != nullptr) {
+                load_eight(weight, p.mimo_out + parameter);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    d[j] *= weight[j];
+                }
+            } else if (r > 0) {
+                load_eight(d, dout + step * q.dout_len_stride + r * q.dout_rank_stride + column);
+            }
+            if (needs_rows(p)) {
+                float* const row = rows + (step * rank + r) * pitch + column;
+                float y[8];
+                load_eight(y, row);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    y[j] = fmaf(D, x[j], y[j]);
+                }
+                reinterpret_cast<float4*>(row)[0] = make_float4(y[0], y[1], y[2], y[3]);
+                reinterpret_cast<float4*>(row)[1] = make_float4(y[4], y[5], y[6], y[7]);
+                if (z != nullptr) {
+                    if (p.mimo_z != nullptr) {
+                        load_eight(weight, p.mimo_z + parameter);
+                    }
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) {
+                        const float factor = p.mimo_z != nullptr ? weight[j] : 1.0f;
+                        const float argument = own_z[j] * factor, part = sigmoid(argument);
+                        dz_sum[j] = fmaf(d[j] * y[j] * factor, part * (1.0f + argument * (1.0f - part)), dz_sum[j]);
+                        d[j] *= argument * part;
+                    }
+                }
+            }
+            store_eight(dy + (step * rank + r) * dy_stride + column, d);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                dD = fmaf(d[j], x[j], dD);
+            }
+        }
+        if (z != nullptr) {
+            store_eight(dz + step * p.nheads * headdim + column, dz_sum);
+        }
+    }
+    return dD;
+}
+
 // A block takes a head through a range of slots.
 template <typename T, class Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
@@ -162,7 +265,15 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
                               chunk.first * q.dout_len_stride + head * q.dout_head_stride;
         int64_t dy_stride;
         T* const dy = dy_rows<T>(p, launch, chunk, launch_head, &dy_stride);
-        if (norm_weight == nullptr) {  // a thread takes an element of a step
+        bool in_vectors = false;
+        if constexpr (sizeof(T) == 2) {
+            in_vectors = norm_weight == nullptr && launch.row_vectors != 0;
+            if (in_vectors) {
+                T* const dz = static_cast<T*>(q.dz) + ((chunk.row * p.seqlen + chunk.first) * p.nheads + head) * headdim;
+                dD += gate_vectors<T, kThreads>(q, chunk, v, z, dout, rows_y, pitch, projection, D, dy, dy_stride, dz);
+            }
+        }
+        if (norm_weight == nullptr && !in_vectors) {  // a thread takes an element of a step
             const float inverse_columns = 1.0f / static_cast<float>(headdim);
             T* const dz = static_cast<T*>(q.dz) + ((chunk.row * p.seqlen + chunk.first) * p.nheads + head) * headdim;
 #pragma unroll 4
@@ -190,7 +301,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
                     dz[step * p.nheads * headdim + column] = from_float<T>(dz_sum);
                 }
             }
-        } else {  // a warp takes a step, its lanes columns
+        } else if (norm_weight != nullptr) {  // a warp takes a step, its lanes columns
             for (int step = warp; step < chunk.steps; step += Tiles::kWarps) {
                 float dz[kEach];
                 for (int r = 0; r < rank; ++r) {

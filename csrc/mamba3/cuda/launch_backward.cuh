@@ -59,6 +59,11 @@ cudaError_t launch_mamba3_backward_layout(const MambaMamba3Backward& q, const Ma
     launch.v_vectors = rows_aligned(p.v, size, 16, p.headdim, p.v_batch_stride, p.v_len_stride, p.v_head_stride);
     launch.dv_vectors = rows_aligned(q.dv, size, 16, p.headdim);
     launch.dy_vectors = p.headdim * size % 16 == 0;
+    launch.row_vectors = launch.v_vectors != 0 && launch.dy_vectors != 0 && rows_aligned(q.dz, size, 16) &&
+                         rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
+                         rows_aligned(q.dout, size, 16, q.dout_batch_stride, q.dout_len_stride, q.dout_head_stride,
+                                      p.mimo_out != nullptr ? 0 : used_stride(p.rank, q.dout_rank_stride)) &&
+                         rows_aligned(p.mimo_v, 4, 16) && rows_aligned(p.mimo_z, 4, 16) && rows_aligned(p.mimo_out, 4, 16);
     launch.state_vectors = p.dstate * size % 16 == 0;
 
     cudaError_t error = cudaSuccess;
