@@ -29,11 +29,22 @@ __device__ __forceinline__ uint64_t block_descriptor(const void* tile) {
     return tile_descriptor(tile, kBlock * 16);
 }
 
-// Of pairs of rows (t, s), whose columns s are half of the chunk's: W R and W G as tiles, and the sums of steps.
+// W R and W G of 16 columns s as tiles.
 template <typename T>
+__device__ __forceinline__ void store_mixed(Mamba3WarpgroupShared<T>& shared, const Mamba3Part<T>& part, int k,
+                                            const Operand<T>& slope, const Operand<T>& weight) {
+    const int row = 32 * part.half + 16 * k + part.lane / 16 * 8 + part.lane % 8;
+    const int transposed = SwizzledTile<kWarpgroupSteps>::at(row, part.row + part.lane / 8 % 2 * 8);
+    store_matrices(columns_on(shared.slopes + part.of_lane, 2 * part.half + k), slope.r[0]);
+    store_matrices_transposed(shared.slopes_transposed + transposed, slope.r[0]);
+    store_matrices_transposed(shared.weights_transposed + transposed, weight.r[0]);
+}
+
+// Of pairs of rows (t, s), whose columns s are half of the chunk's: W R and W G as tiles, and the sums of steps.
+// kAllEarlier: every s is of an earlier step than every t.
+template <bool kAllEarlier, typename T>
 __device__ __forceinline__ void mix_rows(Mamba3WarpgroupShared<T>& shared, const Mamba3Item& item, const Mamba3Part<T>& part,
                                          const float (&G)[4][4], const float (&R)[4][4], int rank) {
-    using Tile = SwizzledTile<kWarpgroupSteps>;
     const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
     auto& sums = shared.sums[item.number % 2];
     const int lane = part.lane, s0 = 32 * part.half;
@@ -54,13 +65,20 @@ __device__ __forceinline__ void mix_rows(Mamba3WarpgroupShared<T>& shared, const
             columns[2 * j + i] = 0.0f;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const PairWeight pair = pair_weight(row[half], s + i, rank, s_high, s_low, s_scale);
+                PairWeight pair;
+                if (kAllEarlier) {
+                    const bool counts = s + i >= row[half].run;
+                    pair.decay = counts ? exp2_fast((row[half].high - s_high) + (row[half].low - s_low)) : 0.0f;
+                    pair.weight = pair.decay * s_scale;
+                } else {
+                    pair = pair_weight(row[half], s + i, rank, s_high, s_low, s_scale);
+                    own_sum[half] = pair.own ? fmaf(G[j][2 * half + i], R[j][2 * half + i], own_sum[half]) : own_sum[half];
+                }
                 const int at = 2 * half + i;
                 const float earlier = pair.decay * G[j][at] * R[j][at];
                 weights[j][at] = pair.weight * G[j][at];
                 slopes[j][at] = pair.weight * R[j][at];
                 row_sum[half] = fmaf(earlier, s_scale, row_sum[half]);
-                own_sum[half] = pair.own ? fmaf(G[j][at], R[j][at], own_sum[half]) : own_sum[half];
                 columns[2 * j + i] += earlier;
             }
         }
@@ -68,7 +86,7 @@ __device__ __forceinline__ void mix_rows(Mamba3WarpgroupShared<T>& shared, const
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         row_sum[half] = add_over_row(row_sum[half]);
-        own_sum[half] = add_over_row(own_sum[half]);
+        own_sum[half] = kAllEarlier ? 0.0f : add_over_row(own_sum[half]);
         if (lane % 4 == 0) {
             sums.row_pairs[part.half][part.t[half]] = row_sum[half];
             sums.own_pairs[part.half][part.t[half]] = own_sum[half];
@@ -80,15 +98,31 @@ __device__ __forceinline__ void mix_rows(Mamba3WarpgroupShared<T>& shared, const
     const int column = lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
     sums.column_pairs[part.warp][s0 + 8 * (column / 2) + lane % 4 * 2 + column % 2] = columns[0];
 
-    const int transposed = Tile::at(s0 + lane / 16 * 8 + lane % 8, part.row + lane / 8 % 2 * 8);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
         Operand<T> slope, weight;
         a_from_accumulators<T>(slope, slopes[2 * k], slopes[2 * k + 1]);
         a_from_accumulators<T>(weight, weights[2 * k], weights[2 * k + 1]);
-        store_matrices(columns_on(shared.slopes + part.of_lane, 2 * part.half + k), slope.r[0]);
-        store_matrices_transposed(shared.slopes_transposed + transposed + 16 * 64 * k, slope.r[0]);
-        store_matrices_transposed(shared.weights_transposed + transposed + 16 * 64 * k, weight.r[0]);
+        store_mixed<T>(shared, part, k, slope, weight);
+    }
+}
+
+// The same where every s is of a later step.
+template <typename T>
+__device__ __forceinline__ void mix_nothing(Mamba3WarpgroupShared<T>& shared, const Mamba3Item& item,
+                                            const Mamba3Part<T>& part) {
+    auto& sums = shared.sums[item.number % 2];
+    if (part.lane % 4 == 0) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            sums.row_pairs[part.half][part.t[half]] = sums.own_pairs[part.half][part.t[half]] = 0.0f;
+        }
+    }
+    sums.column_pairs[part.warp][32 * part.half + part.lane] = 0.0f;
+    const Operand<T> zero = {};
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        store_mixed<T>(shared, part, k, zero, zero);
     }
 }
 
@@ -140,7 +174,14 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
     wait_for_products<0>();
     hold(G);
     hold(R);
-    mix_rows<T>(shared, item, part, G, R, rank);
+    const int s0 = 32 * part.half;
+    if (s0 >= part.row + 16) {  // a step's rows lie within 16
+        mix_nothing<T>(shared, item, part);
+    } else if (s0 + 32 <= part.row) {
+        mix_rows<true, T>(shared, item, part, G, R, rank);
+    } else {
+        mix_rows<false, T>(shared, item, part, G, R, rank);
+    }
     show_to_warpgroup();
     __syncthreads();  // what is of pairs is complete
     const uint64_t slopes = block_descriptor(shared.slopes);
