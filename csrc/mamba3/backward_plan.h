@@ -69,6 +69,8 @@ void set_layout_sizes(Mamba3BackwardPlan& plan) {
 
 // Shared memory a block that the first three layouts may take.
 constexpr int kMamba3BackwardShared = 220 * 1024;
+// And backward_warpgroup.cuh.
+constexpr int kMamba3WarpgroupShared = 227 * 1024;
 
 // Bytes of both states of all chunks that one launch takes: four times those of v, but not less than this.
 constexpr int64_t kMamba3LeastBudget = int64_t{64} << 20;
@@ -129,7 +131,7 @@ inline Mamba3BackwardPlan plan_mamba3_backward(const MambaMamba3& p) {
     } else {
         plan.layout = p.dstate <= 128 ? kBackwardLittle : kBackwardLeast;
     }
-    if (plan.layout == kBackwardMiddle) {
+    if (plan.layout == kBackwardMiddle && device.shared >= kMamba3WarpgroupShared) {
         plan.error = choose_mamba3_backward_warpgroups(p, &plan.warpgroups);
         if (plan.error != cudaSuccess) {
             return plan;

@@ -74,14 +74,15 @@ struct Mamba3BackwardLaunch {
     }
 };
 
+// values: a chunk's arrays.
 template <int kRows>
-__device__ __forceinline__ void load_chunk_steps(ChunkSteps<kRows>& to, const MambaMamba3& p, const Mamba3Chunks& chunks,
-                                                 int64_t slot, int64_t head) {
-    const int row = static_cast<int>(threadIdx.x), rank = static_cast<int>(p.rank), steps = static_cast<int>(chunks.steps);
+__device__ __forceinline__ void load_chunk_steps(ChunkSteps<kRows>& to, const float* values, const Mamba3Chunks& chunks,
+                                                 int64_t of_rank) {
+    const int row = static_cast<int>(threadIdx.x), rank = static_cast<int>(of_rank), steps = static_cast<int>(chunks.steps);
     if (row < kRows) {
         const bool exists = row / rank < steps;
         const int step = exists ? row / rank : steps - 1;
-        const float* const at = mamba3_values(chunks, p.nheads, slot, head, kMamba3High) + step;
+        const float* const at = values + step;
         const float scale = exists ? at[kMamba3Scale * chunks.pitch] : 0.0f;
         const float leaving = exists ? at[kMamba3Leaving * chunks.pitch] : 0.0f;
         const int start = __float_as_int(at[kMamba3Start * chunks.pitch]);
@@ -95,9 +96,14 @@ __device__ __forceinline__ void load_chunk_steps(ChunkSteps<kRows>& to, const Ma
         to.adding[row] = leaving * scale;
         to.run[row] = start < 0 ? -1 : start * rank;
         if (row == kRows - 1) {
-            to.carry = (mamba3_values(chunks, p.nheads, slot, head, kMamba3Entering))[steps - 1];
+            to.carry = values[kMamba3Entering * chunks.pitch + steps - 1];
         }
     }
+}
+template <int kRows>
+__device__ __forceinline__ void load_chunk_steps(ChunkSteps<kRows>& to, const MambaMamba3& p, const Mamba3Chunks& chunks,
+                                                 int64_t slot, int64_t head) {
+    load_chunk_steps<kRows>(to, mamba3_values(chunks, p.nheads, slot, head, kMamba3High), chunks, p.rank);
 }
 
 // Which element of q or k lies in a tile's column.

@@ -343,12 +343,16 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     };
 
     walk.load_group();
+    walk.begin_values(item);
     walk.begin_copies(item);
     end_copies();
     if (walk.count > 1) {
+        walk.begin_values(item.next(walk.row_tiles));
         walk.begin_copies(item.next(walk.row_tiles));
     }
     end_copies();
+    wait_for_copies<1>();
+    __syncthreads();
     walk.prepare(item);
     Mamba3Item before = item;
     float sum[8][4];  // of dq or dk, over heads
@@ -399,6 +403,7 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
         sum_later(walk, item);
         store_bias(walk, item);
         store_dv(walk, item);
+        wait_for_copies<0>();  // of the next item, begun an item ago
         __syncthreads();
         finish_angles(walk, item);
         const Mamba3Item next = item.next(walk.row_tiles);
@@ -407,6 +412,7 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
         }
         __syncthreads();  // the item's tiles are free
         if (next.number + 1 < walk.count) {
+            walk.begin_values(next.next(walk.row_tiles));
             walk.begin_copies(next.next(walk.row_tiles));
         }
         end_copies();

@@ -34,6 +34,7 @@ struct Mamba3WarpgroupShared {
     T weights_transposed[kBlock];                // W G
     uint32_t turned[kBlock];                     // cos and sin of steps as two float16, as the columns of q lie
     Item items[2];
+    float values[2][kMamba3BackwardArrays * kRows];  // of the item's steps, as prepare.cuh has left them
     ChunkSteps<kRows> steps[2];
     Sums sums[2];
     float bias[2][kMamba3WarpgroupRank][kStates];
@@ -57,7 +58,7 @@ struct Mamba3WarpgroupShared {
     // What each warp's rows hand to the angles of earlier steps.
     __device__ __forceinline__ float* part_later(int part) { return dx() + kRows * kDxPitch + part * 64; }
 };
-static_assert(sizeof(Mamba3WarpgroupShared<__half>) <= 227 * 1024, "what a block of 9.0 may have");
+static_assert(sizeof(Mamba3WarpgroupShared<__half>) <= kMamba3WarpgroupShared, "what the plan counts on");
 
 // A head of the launch's in a group, or 64 rows of its headdim.
 struct Mamba3Item {
@@ -192,6 +193,15 @@ struct Mamba3Walk {
         }
     }
 
+    // The values of its steps.
+    __device__ __forceinline__ void begin_values(const Mamba3Item& item) const {
+        const Mamba3Chunks& chunks = launch.chunks;
+        if (4 * thread < kMamba3BackwardArrays * chunks.pitch) {
+            copy_async<16>(shared.values[item.number % 2] + 4 * thread,
+                           mamba3_values(chunks, q.forward.nheads, slot, head(item), kMamba3High) + 4 * thread, true);
+        }
+    }
+
     // x = mimo_v v.
     __device__ __forceinline__ void project_x(const Mamba3Item& item) const {
         const MambaMamba3& p = q.forward;
@@ -221,7 +231,15 @@ struct Mamba3Walk {
     __device__ __forceinline__ void prepare(const Mamba3Item& item) const {
         const MambaMamba3& p = q.forward;
         const int64_t own_head = head(item);
-        const float* const values = mamba3_values(launch.chunks, p.nheads, slot, own_head, kMamba3High);
+        float biases[2];  // a thread's, of which there are two with a rank of 4
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int place = thread + i * kMamba3BackwardThreads, column = place % Shared::kStates;
+            const int r = place / Shared::kStates & (rank - 1), m = place / Shared::kStates >> rank_log2;
+            const float* const bias = (m == 0 ? p.q_bias : p.k_bias) + (own_head * rank + r) * dstate;
+            biases[i] = m < 2 && column < dstate ? bias[element_of_column(p, column)] : 0.0f;
+        }
+        const float* const values = shared.values[item.number % 2];
         const float* const dt = values + kMamba3Dt * launch.chunks.pitch;
         const float* const start = values + kMamba3Start * launch.chunks.pitch;
         const float* const speeds = chunk_speeds();
@@ -253,11 +271,14 @@ struct Mamba3Walk {
         if (lane == 0) {
             shared.part_restarts[item.number % 2][warp] = restarts ? 1 : 0;
         }
-        load_chunk_steps<kRows>(shared.steps[item.number % 2], p, launch.chunks, slot, own_head);
-        for (int i = thread; i < 2 * rank * Shared::kStates; i += kMamba3BackwardThreads) {
-            const int column = i % Shared::kStates, r = i / Shared::kStates % rank, m = i / Shared::kStates / rank;
-            const float* const bias = (m == 0 ? p.q_bias : p.k_bias) + (own_head * rank + r) * dstate;
-            shared.bias[m][r][column] = column < dstate ? bias[element_of_column(p, column)] : 0.0f;
+        load_chunk_steps<kRows>(shared.steps[item.number % 2], values, launch.chunks, rank);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int place = thread + i * kMamba3BackwardThreads;
+            const int r = place / Shared::kStates & (rank - 1), m = place / Shared::kStates >> rank_log2;
+            if (m < 2) {
+                shared.bias[m][r][place % Shared::kStates] = biases[i];
+            }
         }
         if (!plain_x()) {
             project_x(item);
