@@ -23,7 +23,7 @@ inline int64_t used_stride(int64_t count, int64_t stride) {
 // Whether a tensor's address and each of these distances (in elements) is a multiple of `bytes`. An absent tensor counts as
 // aligned.
 template <typename... Strides>
-bool rows_aligned(const void* data, int64_t element_size, int64_t bytes, Strides... strides) {
+bool rows_aligned(const void* data, [[maybe_unused]] int64_t element_size, int64_t bytes, Strides... strides) {
     return data == nullptr || (pointer_is_aligned(data, bytes) && (... && (strides * element_size % bytes == 0)));
 }
 
