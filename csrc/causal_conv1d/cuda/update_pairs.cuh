@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(kPairThreads) causal_conv1d_update_pairs(const
     const int64_t stride = State::stride(params);
     let_next_kernel_start();
     if (kEntries == 1) {  // so small a launch is mostly waiting; what comes closer now the kernel before may still change
-        prefetch_to_L2(static_cast<const char*>(params.weight) + channel * kConvMaxWidth * sizeof(T));
+        const int weight_size = params.weight_dtype == MAMBA_FLOAT32 ? 4 : 2;
+        prefetch_to_L2(static_cast<const char*>(params.weight) + channel * kConvMaxWidth * weight_size);
         if (params.conv_state_indices == nullptr) {
 #pragma unroll
             for (int i = 0; i < State::kVectors; ++i) {
