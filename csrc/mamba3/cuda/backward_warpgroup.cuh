@@ -322,8 +322,8 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using Shared = Mamba3WarpgroupShared<T>;
     using Tiles = Mamba3BackwardLayouts<__half>::Middle;
-    MAMBA_DYNAMIC_SHARED(1024, unsigned char, memory);
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_backward_warpgroup_shared);
+    Shared& shared = *reinterpret_cast<Shared*>(mamba3_backward_warpgroup_shared);
     const Mamba3Walk<T> walk(q, launch, shared);
     const MambaMamba3& p = q.forward;
     Mamba3Item item = walk.first;
