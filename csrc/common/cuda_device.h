@@ -34,18 +34,14 @@ class DeviceGuard {
     cudaError_t error;
 };
 
-// What plans depend on.
+// What plans depend on. A thread asks the runtime only where it did not ask about the same device last.
 struct DeviceLimits {
     int processors;  // multiprocessors
     int shared;      // bytes of shared memory that a block may have
+    int major;       // of the compute capability
     cudaError_t error;
 
-    explicit DeviceLimits(int32_t device) : processors(0), shared(0), error(cudaSuccess) {
-        error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-        if (error == cudaSuccess) {
-            error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-        }
-    }
+    explicit DeviceLimits(int32_t device);
 };
 
 // An op's table of launchers for a dtype that passed the checks. Its of<T>() is compiled in one file a dtype.

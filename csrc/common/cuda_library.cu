@@ -4,6 +4,48 @@
 
 namespace mamba {
 
+DeviceLimits::DeviceLimits(int32_t device) : processors(0), shared(0), major(0), error(cudaSuccess) {
+    static thread_local int32_t known_device = -1;
+    static thread_local int known[3];
+    if (device != known_device) {
+        known_device = -1;
+        const cudaDeviceAttr attributes[] = {cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                             cudaDevAttrComputeCapabilityMajor};
+        for (int i = 0; i < 3 && error == cudaSuccess; ++i) {
+            error = cudaDeviceGetAttribute(&known[i], attributes[i], device);
+        }
+        if (error != cudaSuccess) {
+            return;
+        }
+        known_device = device;
+    }
+    processors = known[0];
+    shared = known[1];
+    major = known[2];
+}
+
+cudaError_t allow_shared(const void* kernel, int64_t bytes) {
+    struct Asked {
+        const void* kernel;
+        int device;
+        int64_t bytes;
+    };
+    // Kernels that share a place push each other out, and are asked for again.
+    constexpr uintptr_t kPlaces = 64;
+    static thread_local Asked places[kPlaces];
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    Asked& asked = places[reinterpret_cast<uintptr_t>(kernel) / 16 % kPlaces];
+    if (error != cudaSuccess || (asked.kernel == kernel && asked.device == device && asked.bytes >= bytes)) {
+        return error;
+    }
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    if (error == cudaSuccess) {
+        asked = {kernel, device, bytes};
+    }
+    return error;
+}
+
 int32_t cuda_status(cudaError_t error, const char* kernel, int64_t batch, int64_t dim, int64_t seqlen, int64_t dstate) {
     if (error == cudaSuccess) {
         return MAMBA_OK;

@@ -107,6 +107,13 @@ cudaError_t may_start_early(void (*kernel)(Parameters...), bool* answer) {
     return error;
 }
 
+// Lets a kernel have so many bytes of dynamic shared memory on the current device. A thread asks the driver once.
+cudaError_t allow_shared(const void* kernel, int64_t bytes);
+template <typename... Parameters>
+cudaError_t allow_shared(void (*kernel)(Parameters...), int64_t bytes) {
+    return allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+}
+
 // How many blocks a launch has, also more than CUDA allows: that is an error of the launch, not a number cut off.
 struct Grid {
     int64_t x, y, z;

@@ -93,26 +93,19 @@ inline SsdLayoutIndex choose_layout(const MambaSsd& p, bool backward, int shared
 }
 
 // Whether a call can run the warpgroup kernels on this device. Without out its alignment is no matter.
-inline cudaError_t choose_warpgroups(const MambaSsd& p, bool backward, bool* warpgroups) {
-    *warpgroups = false;
+inline bool choose_warpgroups([[maybe_unused]] const MambaSsd& p, [[maybe_unused]] const DeviceLimits& device,
+                              [[maybe_unused]] bool backward) {
 #ifdef MAMBA_WARPGROUPS
-    int major = 0;
-    const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, p.run.device);
-    if (error != cudaSuccess) {
-        return error;
-    }
     const int64_t size = dtype_size(p.dtype);
-    *warpgroups = p.dtype != MAMBA_FLOAT32 && major == 9;  // 9.0 is the only one
+    bool warpgroups = p.dtype != MAMBA_FLOAT32 && device.major == 9;  // 9.0 is the only one
     if (!backward) {
-        *warpgroups = *warpgroups &&
-                      rows_aligned(p.x, size, 16, p.headdim, p.x_batch_stride, p.x_len_stride, p.x_head_stride) &&
-                      rows_aligned(p.out, size, 16, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride);
+        warpgroups = warpgroups && rows_aligned(p.x, size, 16, p.headdim, p.x_batch_stride, p.x_len_stride, p.x_head_stride) &&
+                     rows_aligned(p.out, size, 16, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride);
     }
+    return warpgroups;
 #else
-    static_cast<void>(p);
-    static_cast<void>(backward);
+    return false;
 #endif
-    return cudaSuccess;
 }
 
 // Room for `bytes` more, at a multiple of 256.
@@ -131,12 +124,10 @@ struct SsdProblem {
     SsdProblem(const MambaSsd& p, bool backward, bool out) : plan(), workspace(), error(cudaSuccess) {
         const DeviceLimits device(p.run.device);
         error = device.error;
-        if (error == cudaSuccess) {
-            error = choose_warpgroups(p, backward, &plan.warpgroups);
-        }
         if (error != cudaSuccess) {
             return;
         }
+        plan.warpgroups = choose_warpgroups(p, device, backward);
         const bool states_alone = !backward && !out;
         if (states_alone) {  // in one segment; else states.cuh
             plan.warpgroups = plan.warpgroups && p.cu_seqlens == nullptr && head_blocks(p) > device.processors;

@@ -49,7 +49,7 @@ cudaError_t launch_mamba2_step_rows(const Params& p, int processors, bool* toget
     const int64_t blocks = groups * layout.parts.divisor;
     layout.ahead = blocks <= 2 * processors;
     const int64_t shared = kStepWarps * StateRing<Rows, kStepDepth>::kWarpBytes + Mamba2StepShared::bytes(rows, p.dstate);
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    error = allow_shared(kernel, shared);
     if (error != cudaSuccess) {
         return error;
     }

@@ -337,8 +337,7 @@ cudaError_t launch_norm_backward_as(const MambaNormBackward& q, const NormBackwa
     const int64_t copied_bytes = kVector == 1 ? 0 : plan.layout.block_rows * plan.rows_ahead * plan.row_bytes;
     const size_t shared_bytes = static_cast<size_t>(plan.sum_bytes + copied_bytes);
     if (shared_bytes + sizeof(RowSums<2>) > 48 * 1024) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+        const cudaError_t error = allow_shared(kernel, static_cast<int64_t>(shared_bytes));
         if (error != cudaSuccess) {
             return error;
         }

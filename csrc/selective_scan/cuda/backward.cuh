@@ -341,9 +341,9 @@ cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned, bool car
     static_assert(kSliced || sizeof(BackwardShared<T, Layout, kSub, kSliced>) <= kBackwardShared, "what the plan counts on");
     const int64_t first_carried = carry_only ? 0 : 1;  // the first one passes nothing back within a call
     const int64_t carried = p.carried && !carry_only ? 0 : p.segments - first_carried;
-    cudaError_t error = set_shared_bytes(kernel, shared_bytes);
+    cudaError_t error = allow_shared(kernel, static_cast<int64_t>(shared_bytes));
     if (error == cudaSuccess && carried > 0 && kSliced) {
-        error = set_shared_bytes(carry_kernel, waiting);
+        error = allow_shared(carry_kernel, static_cast<int64_t>(waiting));
     }
     if (error != cudaSuccess) {
         return error;

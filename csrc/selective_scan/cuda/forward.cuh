@@ -313,9 +313,9 @@ cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned, boo
     const int64_t carried = carry_only ? p.segments : p.carried ? 0 : p.segments - 1;
     cudaError_t error = cudaSuccess;
     if (kSliced) {
-        error = set_shared_bytes(kernel, shared_bytes);
+        error = allow_shared(kernel, static_cast<int64_t>(shared_bytes));
         if (error == cudaSuccess && carried > 0) {
-            error = set_shared_bytes(carry_kernel, shared_bytes);
+            error = allow_shared(carry_kernel, static_cast<int64_t>(shared_bytes));
         }
     }
     if (error != cudaSuccess) {

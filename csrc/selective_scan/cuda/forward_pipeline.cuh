@@ -373,7 +373,7 @@ cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
     const auto kernel = selective_scan_pipeline_kernel<T, Layout>;
     constexpr int kShared = sizeof(PipelineShared<T, Layout>);
     static_assert(kShared == pipeline_shared(Layout::kChannels, sizeof(T)), "what the plan counts on");
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    const cudaError_t error = allow_shared(kernel, kShared);
     if (error != cudaSuccess) {
         return error;
     }

@@ -374,12 +374,6 @@ __device__ __forceinline__ void prefetch_elements(const ElementRows<T, Layout>& 
     }
 }
 
-// Dynamic shared memory for a kernel that may need more than it has without asking.
-template <typename... Parameters>
-cudaError_t set_shared_bytes(void (*kernel)(Parameters...), size_t bytes) {
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-}
-
 // A parameter of the block's channels (D), 0 without it.
 template <class Layout>
 __device__ __forceinline__ void stage_parameter(float* to, const float* parameter, const ScanBlock& block) {

@@ -412,7 +412,7 @@ cudaError_t launch_warpgroup(const MambaSsd& p, ForwardLaunch launch, int64_t se
     using Tiles = WarpgroupTiles<T, kStates, kResults>;
     constexpr int kShared = Tiles::kBytes;
     static_assert(kShared <= 227 * 1024 / Tiles::kBlocks - 1024, "what a multiprocessor has room for");
-    const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
+    const cudaError_t error = allow_shared(kernel, kShared);
     if (error != cudaSuccess) {
         return error;
     }

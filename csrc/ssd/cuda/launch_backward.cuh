@@ -100,7 +100,7 @@ cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& pla
     constexpr int kLimit = kAhead ? kAheadShared : Layout::kWarps > 4 ? kMiddleShared : kEveryShared;
     static_assert(kShared <= kLimit, "the plan counts on that");
     const auto kernel = ssd_backward_kernel<T, Layout, kAhead>;
-    const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
+    const cudaError_t error = allow_shared(kernel, kShared);
     if (error != cudaSuccess) {
         return error;
     }
@@ -135,9 +135,9 @@ cudaError_t launch_backward_warpgroups(const MambaSsdBackward& q, const SsdPlan&
     static_assert(2 * (kStatesShared + 1024) <= 228 * 1024 && kShared <= 227 * 1024, "two blocks and one a multiprocessor");
     const auto states_kernel = ssd_states_warpgroup_kernel<T, kStates, kSlices>;
     const auto kernel = ssd_backward_warpgroup_kernel<T, kStates, kSlices>;
-    cudaError_t error = allow_shared(reinterpret_cast<const void*>(states_kernel), kStatesShared);
+    cudaError_t error = allow_shared(states_kernel, kStatesShared);
     if (error == cudaSuccess) {
-        error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
+        error = allow_shared(kernel, kShared);
     }
     const int64_t chunk_groups = p.batch * plan.chunks * p.ngroups;
     if (error == cudaSuccess && chunk_groups > 0) {

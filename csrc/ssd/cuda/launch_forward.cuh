@@ -31,7 +31,7 @@ cudaError_t launch_products(const MambaSsd& p, const SsdPlan& plan, const SsdWor
     static_assert(kShared <= (Layout::kSteps * Layout::kStates > 64 * 128 ? kMiddleShared : kEveryShared),
                   "every GPU that runs this has that");
     const auto kernel = ssd_products_kernel<T, Layout>;
-    const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
+    const cudaError_t error = allow_shared(kernel, kShared);
     if (error != cudaSuccess) {
         return error;
     }
@@ -82,7 +82,7 @@ cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const 
     constexpr int kShared = forward_shared_bytes<T, Layout>();
     static_assert(kShared <= kEveryShared, "every GPU has that");
     const auto kernel = ssd_forward_kernel<T, Layout>;
-    error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
+    error = allow_shared(kernel, kShared);
     if (error != cudaSuccess) {
         return error;
     }

@@ -6,10 +6,6 @@
 
 namespace mamba {
 
-inline cudaError_t allow_shared(const void* kernel, int bytes) {
-    return bytes <= 48 * 1024 ? cudaSuccess : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-
 // A walk over x (B, L, H, P) and B (B, L, G, N), whose strides are those of batch, length and head or group.
 inline StateWalk state_walk(const MambaSsd& p, const void* x, const int64_t (&x_strides)[3], const void* B,
                             const int64_t (&B_strides)[3], int64_t element_size) {
@@ -59,7 +55,7 @@ cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch, int dir
     constexpr int kShared = states_shared_bytes<T, Layout>();
     static_assert(kShared <= kEveryShared, "every GPU has that");
     const auto kernel = ssd_states_kernel<T, Layout>;
-    const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), kShared);
+    const cudaError_t error = allow_shared(kernel, kShared);
     if (error != cudaSuccess) {
         return error;
     }
