@@ -17,7 +17,7 @@ __device__ __forceinline__ void carry_tile(Chains<Layout>& w, const Chains<Layou
         Steps4 C[Layout::kStates];
 #pragma unroll
         for (int s = 0; s < Layout::kStates; ++s) {
-            C[s] = BC.read_one(order.state(s) * Layout::kRow + step);
+            C[s] = BC.read_one(BC.words + order.state(s) * Layout::kRow + step);
         }
 #pragma unroll
         for (int c = 0; c < Layout::kEach; ++c) {

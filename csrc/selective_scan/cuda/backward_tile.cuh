@@ -67,7 +67,7 @@ __device__ __forceinline__ void advance_sub_tile(const BackwardThread<Layout>& t
         Steps4 B[Layout::kStates];
 #pragma unroll
         for (int s = 0; s < Layout::kStates; ++s) {
-            B[s] = shared.BC.read_B(thread.matrix[s] + step);
+            B[s] = shared.BC.read_B(shared.BC.words + thread.matrix[s] + step);
         }
 #pragma unroll
         for (int c = 0; c < Layout::kEach; ++c) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void backward_sub_tile(BackwardThread<Layout>& thread
             Steps4 B[kStates], C[kStates];
 #pragma unroll
             for (int s = 0; s < kStates; ++s) {
-                shared.BC.read(thread.matrix[s] + first + step, B[s], C[s]);
+                shared.BC.read(shared.BC.words + thread.matrix[s] + first + step, B[s], C[s]);
             }
 #pragma unroll
             for (int c = 0; c < kEach; ++c) {
@@ -165,7 +165,7 @@ __device__ __forceinline__ void backward_sub_tile(BackwardThread<Layout>& thread
             Steps4 B[kStates], C[kStates];
 #pragma unroll
             for (int s = 0; s < kStates; ++s) {
-                shared.BC.read(thread.matrix[s] + first + step, B[s], C[s]);
+                shared.BC.read(shared.BC.words + thread.matrix[s] + first + step, B[s], C[s]);
             }
 #pragma unroll
             for (int c = 0; c < kEach; ++c) {

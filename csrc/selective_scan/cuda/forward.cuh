@@ -13,10 +13,7 @@ namespace mamba {
 template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced, bool kCarryOnly>
 __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     selective_scan_forward_kernel(const MambaSelectiveScan p, bool aligned) {
-    __shared__ __align__(16) MatrixTile<T, Layout> BC_tile;
-    __shared__ __align__(16) float dt_tile[Layout::kChannels * Layout::kRow];
-    __shared__ __align__(16) float x_tile[Layout::kChannels * Layout::kRow];  // dt * u
-    __shared__ __align__(16) float y_tile[kCarryOnly ? 4 : Layout::kChannels * Layout::kRow];
+    __shared__ __align__(16) ForwardShared<T, Layout, kCarryOnly> tile;
     __shared__ int resets[Layout::kTile];
     __shared__ float bias[Layout::kChannels];  // of delta
     __shared__ float D[Layout::kChannels];
@@ -160,8 +157,8 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             for (int i = 0; i < Layout::kVector; ++i) {
                 x[i] *= dt[i];
             }
-            write_row(dt_tile + at, dt);
-            write_row(x_tile + at, x);
+            write_row(tile.dt + at, dt);
+            write_row(tile.x + at, x);
         }
 
         for (int slice = 0; slice < slices; ++slice) {
@@ -172,9 +169,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             }
             __syncthreads();  // the last tile's readers are done
             if constexpr (kCarryOnly) {
-                BC_tile.put_one(B_staged);
+                tile.BC.put_one(B_staged);
             } else {
-                BC_tile.put(B_staged, C_staged);
+                tile.BC.put(B_staged, C_staged);
             }
             if (seq_idx != nullptr) {
                 stage_resets<Layout>(resets, Layout::kTile, seq_idx, first_step, p);
@@ -217,11 +214,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                     constants.B[c][s] = exists && !p.variable_B ? static_cast<const float*>(p.B)[at] : 0.0f;
                     constants.C[c][s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[at] : 0.0f;
                 });
-                forward_tile<T, Layout, kUnroll, true, kCarryOnly>(thread, dt_tile, x_tile, y_tile, BC_tile, constants, resets,
-                                                                   rounded, slice > 0);
+                forward_tile<T, Layout, kUnroll, true, kCarryOnly>(thread, tile, constants, resets, rounded, slice > 0);
             } else {
-                forward_tile<T, Layout, kUnroll, false, kCarryOnly>(thread, dt_tile, x_tile, y_tile, BC_tile, constants, resets,
-                                                                    rounded, slice > 0);
+                forward_tile<T, Layout, kUnroll, false, kCarryOnly>(thread, tile, constants, resets, rounded, slice > 0);
             }
 
             if (kCarryOnly) {
@@ -261,7 +256,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             for (int pass = 0; pass < Layout::kPasses; ++pass) {
                 const float skip = D[rows.row(pass)];
                 float y[Layout::kVector], other[Layout::kVector];
-                read_row(y, y_tile + rows.row(pass) * Layout::kRow + rows.step);
+                read_row(y, tile.y + rows.row(pass) * Layout::kRow + rows.step);
                 u.read(other, pass);
 #pragma unroll
                 for (int i = 0; i < Layout::kVector; ++i) {

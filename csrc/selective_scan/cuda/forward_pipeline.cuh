@@ -94,7 +94,8 @@ struct PipelineScan {
             inputs[q].x = read4(tile.x + row_at + 4 * q);
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
-                tile.BC.read(state_at + s * Layout::kLanes * Layout::kRow + 4 * q, inputs[q].B[s], inputs[q].C[s]);
+                tile.BC.read(tile.BC.words + state_at + s * Layout::kLanes * Layout::kRow + 4 * q, inputs[q].B[s],
+                             inputs[q].C[s]);
             }
         }
     }

@@ -5,6 +5,16 @@
 
 namespace mamba {
 
+// A tile in shared memory. In one piece, so that one address serves all of a channel's rows.
+template <typename T, class Layout, bool kCarryOnly>
+struct ForwardShared {
+    static constexpr int kRows = Layout::kChannels * Layout::kRow;
+    MatrixTile<T, Layout> BC;
+    float dt[kRows];
+    float x[kRows];  // dt * u
+    float y[kCarryOnly ? 4 : kRows];
+};
+
 // What one thread needs to run its states through a tile.
 template <class Layout>
 struct ForwardThread {
@@ -28,21 +38,32 @@ struct ForwardConstants {
 // constant, and the state may restart; the common case pays for neither. kCarryOnly: the states alone, no y. The sums over
 // states come last in each round: a store to shared memory would hold back the loads behind it.
 template <typename T, class Layout, int kUnroll, bool kGeneral, bool kCarryOnly>
-__device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, const float* dt_tile, const float* x_tile,
-                                             float* y_tile, const MatrixTile<T, Layout>& BC,
+__device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, ForwardShared<T, Layout, kCarryOnly>& tile,
                                              const ForwardConstants<Layout>& constants, const int* resets, int steps,
                                              bool add_y) {
+    using Shared = ForwardShared<T, Layout, kCarryOnly>;
     [[maybe_unused]] const int lane = threadIdx.x % 32;
+    // Where the present steps lie: these walk, or their addresses would be computed from the tile's each time.
+    const float* row[Layout::kEach];
+    const float* matrix[Layout::kStates];
+#pragma unroll
+    for (int c = 0; c < Layout::kEach; ++c) {
+        row[c] = tile.dt + thread.row[c] * Layout::kRow;
+    }
+#pragma unroll
+    for (int s = 0; s < Layout::kStates; ++s) {
+        matrix[s] = tile.BC.words + thread.state[s] * Layout::kRow;
+    }
+    float* y_row = tile.y + thread.row[0] * Layout::kRow + StateSums<Layout, kUnroll>::first(lane);
     for (int first = 0; first < steps; first += kUnroll) {
         float y[Layout::kEach][kUnroll];
 #pragma unroll
         for (int part = 0; part < kUnroll; part += 4) {
-            const int step = first + part;
             Steps4 dt[Layout::kEach], x[Layout::kEach];
 #pragma unroll
             for (int c = 0; c < Layout::kEach; ++c) {
-                dt[c] = read4(dt_tile + thread.row[c] * Layout::kRow + step);
-                x[c] = read4(x_tile + thread.row[c] * Layout::kRow + step);
+                dt[c] = read4(row[c] + part);
+                x[c] = read4(row[c] + part + Shared::kRows);
                 if (kCarryOnly && !add_y) {  // once for all slices
                     thread.dt_sum[c] += (dt[c].at[0] + dt[c].at[1]) + (dt[c].at[2] + dt[c].at[3]);
                 }
@@ -50,18 +71,17 @@ __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, cons
             if (kCarryOnly && kGeneral) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    thread.restarted |= resets[step + j] != 0;
+                    thread.restarted |= resets[first + part + j] != 0;
                 }
             }
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
-                const int at = thread.state[s] * Layout::kRow + step;
                 Steps4 B;
                 Steps4 C = same4(0.0f);
                 if constexpr (kCarryOnly) {
-                    B = BC.read_one(at);
+                    B = tile.BC.read_one(matrix[s] + part);
                 } else {
-                    BC.read(at, B, C);
+                    tile.BC.read(matrix[s] + part, B, C);
                 }
 #pragma unroll
                 for (int c = 0; c < Layout::kEach; ++c) {
@@ -72,7 +92,7 @@ __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, cons
                         if (kGeneral) {
                             B_now = constants.variable_B ? B_now : constants.B[c][s];
                             C_now = constants.variable_C ? C_now : constants.C[c][s];
-                            h = resets[step + j] ? 0.0f : h;
+                            h = resets[first + part + j] ? 0.0f : h;
                         }
                         h = fmaf(exp2_fast(dt[c].at[j] * thread.A[c][s]), h, x[c].at[j] * B_now);
                         if (!kCarryOnly) {
@@ -84,8 +104,16 @@ __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, cons
             }
         }
         if constexpr (!kCarryOnly) {
-            const int own = thread.row[0] * Layout::kRow + StateSums<Layout, kUnroll>::first(lane);
-            sum_over_states<Layout>(y_tile + own + first, y, lane, add_y);
+            sum_over_states<Layout>(y_row, y, lane, add_y);
+            y_row += kUnroll;
+        }
+#pragma unroll
+        for (int c = 0; c < Layout::kEach; ++c) {
+            row[c] += kUnroll;
+        }
+#pragma unroll
+        for (int s = 0; s < Layout::kStates; ++s) {
+            matrix[s] += kUnroll;
         }
     }
 }

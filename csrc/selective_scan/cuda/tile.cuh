@@ -259,9 +259,9 @@ struct MatrixTile {
         }
     }
 
-    // Four steps of one state from element `at` of the tile.
-    __device__ __forceinline__ void read(int at, Steps4& B, Steps4& C) const {
-        B = read4(words + at);
+    // Four steps of one state, from a place in words on.
+    static __device__ __forceinline__ void read(const float* at, Steps4& B, Steps4& C) {
+        B = read4(at);
         if constexpr (kPaired) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -270,12 +270,12 @@ struct MatrixTile {
                 C.at[j] = pair.y;
             }
         } else {
-            C = read4(words + kSize + at);
+            C = read4(at + kSize);
         }
     }
 
-    __device__ __forceinline__ Steps4 read_B(int at) const {
-        Steps4 B = read4(words + at);
+    static __device__ __forceinline__ Steps4 read_B(const float* at) {
+        Steps4 B = read4(at);
         if constexpr (kPaired) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -295,7 +295,7 @@ struct MatrixTile {
             write_row(words + item / Layout::kTile * Layout::kRow + item % Layout::kTile, wide);
         }
     }
-    __device__ __forceinline__ Steps4 read_one(int at) const { return read4(words + at); }
+    static __device__ __forceinline__ Steps4 read_one(const float* at) { return read4(at); }
 };
 
 // Where the elements of a lane lie in u, delta and z, in a tile that begins memory's rows: row `pass` is kPassRows channels
