@@ -34,10 +34,25 @@ struct ScanLayout {
 };
 
 // A layout whose steps memory has in the order of the scan, or in the opposite one. A branch at run time would cost 5 %.
-template <class Layout, bool kReverse_>
+template <class Layout, bool kReverse_, bool kUsual_ = false, bool kWhole_ = false>
 struct Directed : Layout {
     static constexpr bool kReverse = kReverse_;
+    static constexpr bool kUsual = kUsual_;  // for calls that are usual, see is_usual
+    static constexpr bool kWhole = kWhole_;  // and fill all tiles, see fills_tiles
 };
+
+// Whether a call has what Mamba's have: z, D and softplus, B and C that vary, no sequences, and nothing to add to.
+inline bool is_usual(const MambaSelectiveScan& p) {
+    return p.z != nullptr && p.D != nullptr && p.delta_softplus && p.variable_B && p.variable_C && p.seq_idx == nullptr &&
+           !p.add;
+}
+
+// Whether rows are aligned (inputs_aligned) and all of a layout's tiles whole.
+template <class Layout>
+bool fills_tiles(const MambaSelectiveScan& p, bool aligned) {
+    return aligned && p.seqlen % Layout::kTile == 0 && p.dim / p.ngroups % Layout::kChannels == 0 &&
+           p.dstate % Layout::kSlice == 0;
+}
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
 

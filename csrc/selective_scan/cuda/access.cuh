@@ -15,9 +15,11 @@ struct AccessIs {
 };
 
 // Calls function(AccessIs<...>{}). aligned: rows begin at multiples of 16 bytes; inside: see vectors_within.
-template <class Function>
+template <class Layout, class Function>
 __device__ __forceinline__ void with_access(bool aligned, bool whole, bool inside, const Function& function) {
-    if (aligned && whole) {
+    if constexpr (Layout::kWhole) {
+        function(AccessIs<Access::kWhole>{});
+    } else if (aligned && whole) {
         function(AccessIs<Access::kWhole>{});
     } else if (aligned) {
         function(AccessIs<Access::kAligned>{});

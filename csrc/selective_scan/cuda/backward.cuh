@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     const LaneOrder<Layout> order(threadIdx.x % 32);
     const int64_t seqlen = p.seqlen;
     const int slices = kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
-    const bool need_y = p.z != nullptr || p.out != nullptr;
+    const bool need_y = is_gated<Layout>(p) || p.out != nullptr;
 
     const int64_t part = block.segment * p.batch + block.batch;
     BackwardThread<Layout> thread;
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             for (int s = 0; s < Layout::kStates; ++s) {
                 const int row = warp * Layout::kWarpChannels + order.channel(c);
                 const int n = slice * Layout::kSlice + order.state(s);
-                function(c, s, row < block.channels && n < p.dstate, row * static_cast<int>(p.dstate) + n);
+                function(c, s, Layout::kWhole || (row < block.channels && n < p.dstate), row * static_cast<int>(p.dstate) + n);
             }
         }
     };
@@ -130,8 +130,8 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     const int64_t sum_slot = q.slots > 1 ? block.index : 0;
     const int64_t sum_base = ((sum_slot * p.batch + block.batch) * p.ngroups + block.group) * p.dstate * seqlen;
     const SumFlush<Layout, Shared> flush(sum_base, seqlen);
-    const int32_t* seq_idx = p.seq_idx != nullptr ? p.seq_idx + block.batch * seqlen : nullptr;
-    const bool general = !p.variable_B || !p.variable_C || seq_idx != nullptr;
+    const int32_t* seq_idx = !Layout::kUsual && p.seq_idx != nullptr ? p.seq_idx + block.batch * seqlen : nullptr;
+    const bool general = !Layout::kUsual && (!p.variable_B || !p.variable_C || seq_idx != nullptr);
     if (general && seq_idx == nullptr) {
         for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
             shared.resets[i] = 0;
@@ -151,10 +151,10 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 if (kSliced) {
                     q.parts.dA[first_part + parameter] = 0.0f;
                 }
-                if (!p.variable_B) {
+                if (!Layout::kUsual && !p.variable_B) {
                     q.parts.dB[first_part + parameter] = 0.0f;
                 }
-                if (!p.variable_C) {
+                if (!Layout::kUsual && !p.variable_C) {
                     q.parts.dC[first_part + parameter] = 0.0f;
                 }
             }
@@ -178,13 +178,14 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     const int64_t last_tile = ceil_div(block.end, Layout::kTile) - 1;
     for (int64_t tile = last_tile; tile >= block.begin / Layout::kTile; --tile) {
         const int64_t first_step = tile * Layout::kTile;
-        const int steps = static_cast<int>(block.end - first_step < Layout::kTile ? block.end - first_step : Layout::kTile);
+        const int64_t left = block.end - first_step;
+        const int steps = Layout::kWhole || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
         const bool whole = steps == Layout::kTile && block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
         const bool inside = vectors_within<Layout>(first_step, p.seqlen);
         const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
         BackwardInputs<T, Layout> in;
         StagedTile<T, Layout> B_staged, C_staged;
-        with_access(aligned, whole, inside, [&](auto access) {
+        with_access<Layout>(aligned, whole, inside, [&](auto access) {
             in.template fetch<decltype(access)::kAccess>(rows, q, place, steps);
             fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, place, steps);
         });
@@ -214,14 +215,14 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                     }
                 }
                 if (Layout::kReverse) {
-                    in.mirror(p.z != nullptr);
+                    in.mirror(is_gated<Layout>(p));
                 }
                 stage_time_and_gradient<T, Layout>(shared.dt, shared.dy, shared.bias, in, rows, p, steps);
                 stage_input<T, Layout>(shared.x, shared.dt, in, rows);
                 if (first_step > block.begin) {
                     prefetch_inputs(rows, q, place_of<Layout>(p, first_step - Layout::kTile, Layout::kTile));
                 }
-                if (Layout::kReverse && p.add && rows.step + Layout::kVector <= steps) {
+                if (adds<Layout>(p) && rows.step + Layout::kVector <= steps) {
                     prefetch_sums(rows, q, block, place);
                 }
             }
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             }
             __syncthreads();
             if (kSliced && slice + 1 < slices) {
-                with_access(aligned, whole, inside, [&](auto access) {
+                with_access<Layout>(aligned, whole, inside, [&](auto access) {
                     fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
                                                         steps);
                 });
@@ -281,11 +282,11 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             }
         }
 
-        with_access(aligned, whole, inside,
-                    [&](auto access) { in.template fetch<decltype(access)::kAccess>(rows, q, place, steps); });
+        with_access<Layout>(aligned, whole, inside,
+                            [&](auto access) { in.template fetch<decltype(access)::kAccess>(rows, q, place, steps); });
         __syncwarp();  // the sums of other lanes are in
         if (Layout::kReverse) {
-            in.mirror(p.z != nullptr);
+            in.mirror(is_gated<Layout>(p));
         }
         store_gradients<T, Layout, Shared>(q, shared, in, rows, block, place, steps, aligned);
         __syncwarp();  // the rows have been read before the next tile overwrites them
@@ -330,9 +331,8 @@ constexpr size_t waiting_bytes(int64_t dstate) {
 }
 
 // carry_only: what all segments pass back, and no more.
-template <typename T, bool kReverse, class Channels, int kSub, int kBlocks, bool kSliced>
+template <typename T, class Layout, int kSub, int kBlocks, bool kSliced>
 cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned, bool carry_only) {
-    using Layout = Directed<Channels, kReverse>;
     const MambaSelectiveScan& p = q.forward;
     const auto kernel = selective_scan_backward_kernel<T, Layout, kSub, kBlocks, kSliced>;
     const auto carry_kernel = selective_scan_backward_carry_kernel<T, Layout, kSliced>;
@@ -361,6 +361,15 @@ cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned, bool car
     return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, q, aligned, atomic);
 }
 
+// Usual calls that do not want out have kernels of their own.
+template <typename T, bool kReverse>
+cudaError_t launch_usual_backward(const ScanBackward& q, bool aligned, bool carry_only) {
+    if (fills_tiles<Backward16>(q.forward, aligned)) {
+        return launch_backward_layout<T, Directed<Backward16, kReverse, true, true>, 8, 3, false>(q, aligned, carry_only);
+    }
+    return launch_backward_layout<T, Directed<Backward16, kReverse, true>, 8, 3, false>(q, aligned, carry_only);
+}
+
 template <typename T, bool kReverse>
 cudaError_t launch_backward_of_kind(const ScanBackward& q, bool aligned, BackwardKind kind, bool carry_only) {
     static_assert(sizeof(BackwardShared<float, Backward16Narrow, 16, false>) <= kSmallestShared &&
@@ -373,17 +382,20 @@ cudaError_t launch_backward_of_kind(const ScanBackward& q, bool aligned, Backwar
                   "what the plan counts on");
     switch (kind) {
         case BackwardKind::k8:
-            return launch_backward_layout<T, kReverse, Backward8, 16, 2, false>(q, aligned, carry_only);
+            return launch_backward_layout<T, Directed<Backward8, kReverse>, 16, 2, false>(q, aligned, carry_only);
         case BackwardKind::k16:
-            return launch_backward_layout<T, kReverse, Backward16, 8, 3, false>(q, aligned, carry_only);
+            if (is_usual(q.forward) && q.forward.out == nullptr) {
+                return launch_usual_backward<T, kReverse>(q, aligned, carry_only);
+            }
+            return launch_backward_layout<T, Directed<Backward16, kReverse>, 8, 3, false>(q, aligned, carry_only);
         case BackwardKind::k16Narrow:
-            return launch_backward_layout<T, kReverse, Backward16Narrow, 16, 3, false>(q, aligned, carry_only);
+            return launch_backward_layout<T, Directed<Backward16Narrow, kReverse>, 16, 3, false>(q, aligned, carry_only);
         case BackwardKind::k16Sliced:
-            return launch_backward_layout<T, kReverse, Backward16, 8, 2, true>(q, aligned, carry_only);
+            return launch_backward_layout<T, Directed<Backward16, kReverse>, 8, 2, true>(q, aligned, carry_only);
         case BackwardKind::k32Sliced:
-            return launch_backward_layout<T, kReverse, Backward32, 8, 2, true>(q, aligned, carry_only);
+            return launch_backward_layout<T, Directed<Backward32, kReverse>, 8, 2, true>(q, aligned, carry_only);
         default:
-            return launch_backward_layout<T, kReverse, Backward32Small, 8, 4, true>(q, aligned, carry_only);
+            return launch_backward_layout<T, Directed<Backward32Small, kReverse>, 8, 4, true>(q, aligned, carry_only);
     }
 }
 

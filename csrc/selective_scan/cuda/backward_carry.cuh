@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(Layout::kThreads)
     const MatrixRows<T, Layout> matrix_rows(p, block);
     const LaneOrder<Layout> order(threadIdx.x % 32);
     const int slices = kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
-    const int32_t* seq_idx = p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
-    const bool general = !p.variable_C || seq_idx != nullptr;
+    const int32_t* seq_idx = !Layout::kUsual && p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
+    const bool general = !Layout::kUsual && (!p.variable_C || seq_idx != nullptr);
     if (general && seq_idx == nullptr) {
         for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
             resets[i] = 0;
@@ -90,18 +90,19 @@ __global__ void __launch_bounds__(Layout::kThreads)
 
     for (int64_t tile = ceil_div(block.end, Layout::kTile) - 1; tile >= block.begin / Layout::kTile; --tile) {
         const int64_t first_step = tile * Layout::kTile;
-        const int steps = static_cast<int>(block.end - first_step < Layout::kTile ? block.end - first_step : Layout::kTile);
+        const int64_t left = block.end - first_step;
+        const int steps = Layout::kWhole || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
         const bool whole = steps == Layout::kTile && block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
         const bool inside = vectors_within<Layout>(first_step, p.seqlen);
         const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
         BackwardInputs<T, Layout> in;
         StagedTile<T, Layout> B_staged, C_staged;
-        with_access(aligned, whole, inside, [&](auto access) {
+        with_access<Layout>(aligned, whole, inside, [&](auto access) {
             in.template fetch<decltype(access)::kAccess>(rows, q, place, steps);
             fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, place, steps, false, true);
         });
         if (Layout::kReverse) {
-            in.mirror(p.z != nullptr);
+            in.mirror(is_gated<Layout>(p));
         }
         stage_time_and_gradient<T, Layout>(dt_tile, dy_tile, bias, in, rows, p, steps);
         if (first_step > block.begin) {
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
             }
             __syncthreads();
             if (kSliced && slice + 1 < slices) {
-                with_access(aligned, whole, inside, [&](auto access) {
+                with_access<Layout>(aligned, whole, inside, [&](auto access) {
                     fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
                                                         steps, false, true);
                 });
@@ -129,10 +130,11 @@ __global__ void __launch_bounds__(Layout::kThreads)
 #pragma unroll
                 for (int s = 0; s < Layout::kStates; ++s) {
                     const int n = first_state + order.state(s);
-                    const bool exists = channel_row[c] < block.channels && n < p.dstate;
+                    const bool exists = Layout::kWhole || (channel_row[c] < block.channels && n < p.dstate);
                     const int64_t parameter = (block.first_channel + channel_row[c]) * p.dstate + n;
                     A[c][s] = exists ? decay_exponent(p.A[parameter]) : 0.0f;
-                    constant_C[c][s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[parameter] : 0.0f;
+                    constant_C[c][s] =
+                        !Layout::kUsual && exists && !p.variable_C ? static_cast<const float*>(p.C)[parameter] : 0.0f;
                     if (kSliced) {
                         const int chain = (slice * Layout::kEach + c) * Layout::kStates + s;
                         w[c][s] = waiting_w[chain * Layout::kThreads + threadIdx.x];

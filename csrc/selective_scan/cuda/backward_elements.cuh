@@ -28,7 +28,7 @@ struct BackwardInputs {
         u.template fetch<kAccess>(rows, rows.u, p.u_dim_stride, tile, steps);
         delta.template fetch<kAccess>(rows, rows.delta, p.delta_dim_stride, tile, steps);
         dout.template fetch<kAccess>(rows, rows.dout, q.dout_dim_stride, tile, steps);
-        if (p.z != nullptr) {
+        if (is_gated<Layout>(p)) {
             z.template fetch<kAccess>(rows, rows.z, p.z_dim_stride, tile, steps);
         }
     }
@@ -49,7 +49,7 @@ __device__ __forceinline__ void prefetch_inputs(const BackwardRows<T, Layout>& r
     prefetch_elements(rows, rows.u, p.u_dim_stride, tile);
     prefetch_elements(rows, rows.delta, p.delta_dim_stride, tile);
     prefetch_elements(rows, rows.dout, q.dout_dim_stride, tile);
-    if (p.z != nullptr) {
+    if (is_gated<Layout>(p)) {
         prefetch_elements(rows, rows.z, p.z_dim_stride, tile);
     }
 }
@@ -84,8 +84,8 @@ __device__ __forceinline__ void stage_time_and_gradient(float* dt_tile, float* d
         float dt[Layout::kVector], dy[Layout::kVector];
         in.delta.read(dt, pass);
         in.dout.read(dy, pass);
-        time_steps(dt, bias[rows.row(pass)], p.delta_softplus, steps - rows.step);
-        if (p.z != nullptr) {
+        time_steps(dt, bias[rows.row(pass)], has_softplus<Layout>(p), rows.valid_steps(steps));
+        if (is_gated<Layout>(p)) {
             float z[Layout::kVector];
             in.z.read(z, pass);
 #pragma unroll
@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
             ddelta[i] = fmaf(u[i], Bg[i], Aq[i] * kLn2);
             D_sum = fmaf(dy[i], u[i], D_sum);
         }
-        if (p.delta_softplus) {
+        if (has_softplus<Layout>(p)) {
             float raw[Layout::kVector];
             in.delta.read(raw, pass);
 #pragma unroll
@@ -167,10 +167,10 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
         shared.bias_sum[pass][threadIdx.x] = bias_sum;
         shared.D_sum[pass][threadIdx.x] = D_sum;
         T* du_row = static_cast<T*>(q.du) + block.batch * q.du_batch_stride + channel * q.du_dim_stride;
-        store_steps<T, Layout::kVector, Layout::kReverse>(du_row + place, valid, aligned, du);
+        store_steps<T, Layout::kVector, Layout::kReverse>(du_row + place, valid, Layout::kWhole || aligned, du);
         T* ddelta_row = static_cast<T*>(q.ddelta) + block.batch * q.ddelta_batch_stride + channel * q.ddelta_dim_stride;
-        store_steps<T, Layout::kVector, Layout::kReverse>(ddelta_row + place, valid, aligned, ddelta);
-        if (p.z == nullptr && p.out == nullptr) {
+        store_steps<T, Layout::kVector, Layout::kReverse>(ddelta_row + place, valid, Layout::kWhole || aligned, ddelta);
+        if (!is_gated<Layout>(p) && p.out == nullptr) {
             continue;
         }
         float y[Layout::kVector];
@@ -179,7 +179,7 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
         for (int i = 0; i < Layout::kVector; ++i) {
             y[i] = fmaf(D, u[i], y[i]);
         }
-        if (p.z != nullptr) {
+        if (is_gated<Layout>(p)) {
             float z[Layout::kVector], dz[Layout::kVector];
             in.z.read(z, pass);
             in.dout.read(dz, pass);
@@ -190,14 +190,14 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
                 y[i] *= z[i] * gate;
             }
             T* dz_row = static_cast<T*>(q.dz) + block.batch * q.dz_batch_stride + channel * q.dz_dim_stride;
-            if (Layout::kReverse && p.add) {
-                add_steps<T, Layout::kVector, Layout::kReverse>(dz_row + place, valid, aligned, dz);
+            if (adds<Layout>(p)) {
+                add_steps<T, Layout::kVector, Layout::kReverse>(dz_row + place, valid, Layout::kWhole || aligned, dz);
             }
-            store_steps<T, Layout::kVector, Layout::kReverse>(dz_row + place, valid, aligned, dz);
+            store_steps<T, Layout::kVector, Layout::kReverse>(dz_row + place, valid, Layout::kWhole || aligned, dz);
         }
-        if (p.out != nullptr) {
+        if (!Layout::kUsual && p.out != nullptr) {
             T* out_row = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride;
-            if (Layout::kReverse && p.add) {
+            if (adds<Layout>(p)) {
                 add_steps<T, Layout::kVector, Layout::kReverse>(out_row + place, valid, aligned, y);
             }
             store_steps<T, Layout::kVector, Layout::kReverse>(out_row + place, valid, aligned, y);

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
                 const int n = slice * Layout::kSlice + thread.state[s];
-                const bool exists = thread.row[c] < block.channels && n < p.dstate;
+                const bool exists = Layout::kWhole || (thread.row[c] < block.channels && n < p.dstate);
                 function(c, s, exists, thread.row[c] * static_cast<int>(p.dstate) + n);
             }
         }
@@ -75,10 +75,12 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     stage_parameter<Layout>(bias, p.delta_bias, block);
     stage_parameter<Layout>(D, p.D, block);
     const MatrixRows<T, Layout> matrix_rows(p, block);
-    const bool all_exist = block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
-    const int32_t* seq_idx = p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
-    const bool general = !p.variable_B || !p.variable_C || seq_idx != nullptr;
-    const bool add = !kCarryOnly && Layout::kReverse && p.add != 0;
+    const bool all_exist = Layout::kWhole || (block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0);
+    const int32_t* seq_idx = !Layout::kUsual && p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
+    const bool general = !Layout::kUsual && (!p.variable_B || !p.variable_C || seq_idx != nullptr);
+    const bool gated = is_gated<Layout>(p);
+    const bool skips = Layout::kUsual || p.D != nullptr;
+    const bool add = !kCarryOnly && adds<Layout>(p);
     if (general && seq_idx == nullptr) {
         for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
             resets[i] = 0;
@@ -97,11 +99,11 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     TileElements<T, Layout> u, delta, z;
     const auto fetch_tile = [&](int64_t first_step) {
         const int64_t left = block.end - first_step;
-        steps = static_cast<int>(left < Layout::kTile ? left : Layout::kTile);
+        steps = Layout::kWhole || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
         whole = steps == Layout::kTile && all_exist;
         inside = vectors_within<Layout>(first_step, p.seqlen);
         const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
-        with_access(aligned, whole, inside, [&](auto access) {
+        with_access<Layout>(aligned, whole, inside, [&](auto access) {
             delta.template fetch<decltype(access)::kAccess>(rows, rows.delta, p.delta_dim_stride, place, steps);
             u.template fetch<decltype(access)::kAccess>(rows, rows.u, p.u_dim_stride, place, steps);
             fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, place, steps, true, !kCarryOnly);
@@ -152,7 +154,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             float dt[Layout::kVector], x[Layout::kVector];
             delta.read(dt, pass);
             u.read(x, pass);
-            time_steps(dt, bias[rows.row(pass)], p.delta_softplus, steps - rows.step);
+            time_steps(dt, bias[rows.row(pass)], has_softplus<Layout>(p), rows.valid_steps(steps));
 #pragma unroll
             for (int i = 0; i < Layout::kVector; ++i) {
                 x[i] *= dt[i];
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             }
             __syncthreads();
             if (kSliced && slice + 1 < slices) {
-                with_access(aligned, whole, inside, [&](auto access) {
+                with_access<Layout>(aligned, whole, inside, [&](auto access) {
                     fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
                                                         steps);
                 });
@@ -195,8 +197,8 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             if (add && slice == 0 && rows.step + Layout::kVector <= steps) {
                 prefetch_elements(rows, static_cast<const T*>(out), p.out_dim_stride, place);
             }
-            if (!kCarryOnly && slice + 1 == slices && p.z != nullptr) {
-                with_access(aligned, whole, inside, [&](auto access) {
+            if (!kCarryOnly && slice + 1 == slices && gated) {
+                with_access<Layout>(aligned, whole, inside, [&](auto access) {
                     z.template fetch<decltype(access)::kAccess>(rows, rows.z, p.z_dim_stride, place, steps);
                 });
             }
@@ -249,7 +251,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
 
         if (!kCarryOnly) {
             __syncwarp();  // the sums of other lanes are in
-            if (Layout::kReverse && p.z != nullptr) {
+            if (Layout::kReverse && gated) {
                 z.mirror();
             }
 #pragma unroll
@@ -260,9 +262,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 u.read(other, pass);
 #pragma unroll
                 for (int i = 0; i < Layout::kVector; ++i) {
-                    y[i] = p.D != nullptr ? fmaf(skip, other[i], y[i]) : y[i];
+                    y[i] = skips ? fmaf(skip, other[i], y[i]) : y[i];
                 }
-                if (p.z != nullptr) {
+                if (gated) {
                     z.read(other, pass);
 #pragma unroll
                     for (int i = 0; i < Layout::kVector; ++i) {
@@ -271,9 +273,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 }
                 T* const to = out + place + pass * Layout::kPassRows * p.out_dim_stride;
                 if (add) {
-                    add_steps<T, Layout::kVector, Layout::kReverse>(to, rows.valid(pass, steps), aligned, y);
+                    add_steps<T, Layout::kVector, Layout::kReverse>(to, rows.valid(pass, steps), Layout::kWhole || aligned, y);
                 }
-                store_steps<T, Layout::kVector, Layout::kReverse>(to, rows.valid(pass, steps), aligned, y);
+                store_steps<T, Layout::kVector, Layout::kReverse>(to, rows.valid(pass, steps), Layout::kWhole || aligned, y);
             }
         }
         if (kEarly && !kAhead && next_step < block.end) {
@@ -295,9 +297,8 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
 }
 
 // carry_only: what all segments pass on, and no more.
-template <typename T, bool kReverse, class Channels, int kUnroll, int kBlocks, bool kSliced>
+template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced>
 cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned, bool carry_only) {
-    using Layout = Directed<Channels, kReverse>;
     const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
     const size_t shared_bytes =
         kSliced ? static_cast<size_t>(slices) * Layout::kEach * Layout::kStates * Layout::kThreads * sizeof(float) : 0;
@@ -327,30 +328,42 @@ cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned, boo
     return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
 }
 
+// For 9 to 16 states: usual calls have kernels of their own.
+template <typename T, bool kReverse>
+cudaError_t launch_usual_forward(const MambaSelectiveScan& p, bool aligned, bool carry_only) {
+    if (fills_tiles<Forward16>(p, aligned)) {
+        return launch_forward_layout<T, Directed<Forward16, kReverse, true, true>, 8, 4, false>(p, aligned, carry_only);
+    }
+    return launch_forward_layout<T, Directed<Forward16, kReverse, true>, 8, 4, false>(p, aligned, carry_only);
+}
+
 template <typename T, bool kReverse>
 cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, bool wide, bool carry_only) {
     if (p.dstate <= Forward8::kSlice) {
-        return launch_forward_layout<T, kReverse, Forward8, 16, 4, false>(p, aligned, carry_only);
+        return launch_forward_layout<T, Directed<Forward8, kReverse>, 16, 4, false>(p, aligned, carry_only);
     }
     if (p.dstate <= Forward16::kSlice) {
         if (wide) {
-            return launch_forward_layout<T, kReverse, Forward16Wide, 16, 4, false>(p, aligned, carry_only);
+            return launch_forward_layout<T, Directed<Forward16Wide, kReverse>, 16, 4, false>(p, aligned, carry_only);
         }
-        return launch_forward_layout<T, kReverse, Forward16, 8, 4, false>(p, aligned, carry_only);
+        if (is_usual(p)) {
+            return launch_usual_forward<T, kReverse>(p, aligned, carry_only);
+        }
+        return launch_forward_layout<T, Directed<Forward16, kReverse>, 8, 4, false>(p, aligned, carry_only);
     }
     if (p.dstate <= Forward32::kSlice) {
-        return launch_forward_layout<T, kReverse, Forward32, 8, 3, false>(p, aligned, carry_only);
+        return launch_forward_layout<T, Directed<Forward32, kReverse>, 8, 3, false>(p, aligned, carry_only);
     }
     if (p.dstate <= Forward64::kSlice) {
         if (wide) {
-            return launch_forward_layout<T, kReverse, Forward64Wide, 4, 3, false>(p, aligned, carry_only);
+            return launch_forward_layout<T, Directed<Forward64Wide, kReverse>, 4, 3, false>(p, aligned, carry_only);
         }
-        return launch_forward_layout<T, kReverse, Forward64, 4, 3, false>(p, aligned, carry_only);
+        return launch_forward_layout<T, Directed<Forward64, kReverse>, 4, 3, false>(p, aligned, carry_only);
     }
     if (wide) {
-        return launch_forward_layout<T, kReverse, Forward64Wide, 4, 3, true>(p, aligned, carry_only);
+        return launch_forward_layout<T, Directed<Forward64Wide, kReverse>, 4, 3, true>(p, aligned, carry_only);
     }
-    return launch_forward_layout<T, kReverse, Forward64, 4, 3, true>(p, aligned, carry_only);
+    return launch_forward_layout<T, Directed<Forward64, kReverse>, 4, 3, true>(p, aligned, carry_only);
 }
 
 template <typename T, bool kReverse>

@@ -60,6 +60,21 @@ __device__ __forceinline__ int place_in_tile(int step, int count) {
     return Layout::kReverse ? Layout::kTile - count - step : step;
 }
 
+// What a call has, of which a layout for usual ones (is_usual) knows that it does.
+template <class Layout>
+__device__ __forceinline__ bool is_gated(const MambaSelectiveScan& p) {
+    return Layout::kUsual || p.z != nullptr;
+}
+template <class Layout>
+__device__ __forceinline__ bool has_softplus(const MambaSelectiveScan& p) {
+    return Layout::kUsual || p.delta_softplus != 0;
+}
+// Whether results are added to what is there: with reverse alone.
+template <class Layout>
+__device__ __forceinline__ bool adds(const MambaSelectiveScan& p) {
+    return Layout::kReverse && !Layout::kUsual && p.add != 0;
+}
+
 inline int64_t scan_grid(const MambaSelectiveScan& p, int channels_per_block, int64_t segments) {
     return segments * p.batch * p.ngroups * ceil_div(p.dim / p.ngroups, channels_per_block);
 }
@@ -211,12 +226,12 @@ __device__ __forceinline__ void fetch_BC(StagedTile<T, Layout>& B, StagedTile<T,
                                          const MatrixRows<T, Layout>& rows, int first_state, int64_t place, int steps,
                                          bool want_B = true, bool want_C = true) {
     const int states = static_cast<int>(p.dstate) - first_state;
-    if (want_B && p.variable_B) {
+    if (want_B && (Layout::kUsual || p.variable_B)) {
         B.template fetch<kAccess>(rows.B + first_state * p.B_dstate_stride + place, p.B_dstate_stride, states, steps);
     } else {
         B.clear();
     }
-    if (want_C && p.variable_C) {
+    if (want_C && (Layout::kUsual || p.variable_C)) {
         C.template fetch<kAccess>(rows.C + first_state * p.C_dstate_stride + place, p.C_dstate_stride, states, steps);
     } else {
         C.clear();
@@ -317,7 +332,7 @@ struct ElementRows {
         first_channel = block.first_channel + tile_row;
 #pragma unroll
         for (int pass = 0; pass < Layout::kPasses; ++pass) {
-            exists[pass] = row(pass) < block.channels;
+            exists[pass] = Layout::kWhole || row(pass) < block.channels;
         }
         u = at(static_cast<const T*>(p.u), block, p.u_batch_stride, p.u_dim_stride);
         delta = at(static_cast<const T*>(p.delta), block, p.delta_batch_stride, p.delta_dim_stride);
@@ -332,8 +347,9 @@ struct ElementRows {
                                            int64_t dim_stride) const {
         return tensor + block.batch * batch_stride + first_channel * dim_stride + place_in_tile<Layout>(step, Layout::kVector);
     }
-    // How many of the lane's elements exist in a tile of so many steps.
-    __device__ __forceinline__ int valid(int pass, int steps) const { return exists[pass] ? steps - step : 0; }
+    // How many of the lane's elements exist in a tile of so many steps; of steps alone, in a row that exists.
+    __device__ __forceinline__ int valid(int pass, int steps) const { return exists[pass] ? valid_steps(steps) : 0; }
+    __device__ __forceinline__ int valid_steps(int steps) const { return Layout::kWhole ? Layout::kVector : steps - step; }
 };
 
 // A lane's elements of a tile in one tensor. at: where they would lie if the tile began its row. tile: where that lies.

@@ -61,6 +61,7 @@ def test_reverse_is_the_scan_of_flipped_inputs(case):
 SPLIT_CASES = (
     ScanCase(2, 40, 1096, initial_state=True),
     ScanCase(2, 64, 1088, groups=2, initial_state=True),
+    ScanCase(2, 256, 1088, initial_state=True),  # whole tiles
     ScanCase(2, 24, 704, dstate=5, initial_state=True, seq_idx=True),
     ScanCase(2, 48, 1030, variable_B=False, variable_C=False, initial_state=True),
     ScanCase(2, 20, 600, dstate=100, initial_state=True),
@@ -101,6 +102,9 @@ MANY_CHANNELS = (
     ScanCase(6, 1024, 136),
     ScanCase(8, 1536, 136, initial_state=True),
     ScanCase(6, 1536, 205),
+    ScanCase(8, 1536, 205),
+    ScanCase(8, 1536, 128, initial_state=True),  # whole tiles
+    ScanCase(8, 1536, 128, initial_state=True, reverse=True),
     ScanCase(8, 1536, 136, initial_state=True, reverse=True),
     ScanCase(6, 1536, 205, reverse=True),
 )
