@@ -49,7 +49,8 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
         if (channels > 0) {
             error = launchers.pipeline(p, channels);
         } else {
-            error = launchers.forward(p, inputs_aligned(p), p.segments == 1 && wide_is_better(p, device.processors));
+            const BlockChannels block = p.segments == 1 ? forward_block(p, device.processors) : BlockChannels::kSome;
+            error = launchers.forward(p, inputs_aligned(p), block);
         }
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);

@@ -60,9 +60,13 @@ bool fills_tiles(const MambaSelectiveScan& p, bool aligned) {
 using Forward8 = ScanLayout<4, 2, 64, 4>;
 using Forward16 = ScanLayout<8, 2, 64, 4, 2>;
 using Forward16Wide = ScanLayout<8, 2, 64, 4>;
+using Forward16Many = ScanLayout<4, 4, 32, 4, 2>;
 using Forward32 = ScanLayout<8, 4, 64, 4>;
 using Forward64 = ScanLayout<8, 8, 32, 4, 2>;
 using Forward64Wide = ScanLayout<8, 8, 32, 4>;
+
+// How many channels a block takes, where a number of states has several layouts: those called wide take few.
+enum class BlockChannels { kFew, kSome, kMany };
 
 // Channels that one block takes. wide: with Forward16Wide or Forward64Wide.
 inline int forward_channels(int64_t dstate, bool wide) {

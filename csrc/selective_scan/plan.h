@@ -63,6 +63,22 @@ inline bool inputs_aligned(const MambaSelectiveScan& p) {
            rows_aligned(p.out, size, 16, p.out_batch_stride, p.out_dim_stride);
 }
 
+// Whether the forward scan runs Forward16Many: of its blocks there are three for each multiprocessor, and they are whole. It
+// has fewer instructions a state step than the layouts that give a block fewer channels.
+inline bool has_many_channels(const MambaSelectiveScan& p, int64_t processors) {
+    const int64_t blocks = p.batch * p.ngroups * group_blocks(p, Forward16Many::kChannels);
+    return is_usual(p) && p.dstate == Forward16Many::kSlice && fills_tiles<Forward16Many>(p, inputs_aligned(p)) &&
+           blocks >= 3 * processors;
+}
+
+// The forward scan's layout, of those for the number of states, where the length is not split.
+inline BlockChannels forward_block(const MambaSelectiveScan& p, int64_t processors) {
+    if (has_many_channels(p, processors)) {
+        return BlockChannels::kMany;
+    }
+    return wide_is_better(p, processors) ? BlockChannels::kFew : BlockChannels::kSome;
+}
+
 inline bool gradients_aligned(const MambaSelectiveScanBackward& q) {
     const int64_t size = dtype_size(q.forward.dtype);
     return rows_aligned(q.dout, size, 16, q.dout_batch_stride, q.dout_dim_stride) &&

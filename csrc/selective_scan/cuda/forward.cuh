@@ -338,13 +338,18 @@ cudaError_t launch_usual_forward(const MambaSelectiveScan& p, bool aligned, bool
 }
 
 template <typename T, bool kReverse>
-cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, bool wide, bool carry_only) {
+cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, BlockChannels channels, bool carry_only) {
+    const bool wide = channels == BlockChannels::kFew;
     if (p.dstate <= Forward8::kSlice) {
         return launch_forward_layout<T, Directed<Forward8, kReverse>, 16, 4, false>(p, aligned, carry_only);
     }
     if (p.dstate <= Forward16::kSlice) {
         if (wide) {
             return launch_forward_layout<T, Directed<Forward16Wide, kReverse>, 16, 4, false>(p, aligned, carry_only);
+        }
+        if (channels == BlockChannels::kMany) {
+            using Layout = Directed<Forward16Many, kReverse, true, true>;
+            return launch_forward_layout<T, Layout, 4, 4, false>(p, aligned, carry_only);
         }
         if (is_usual(p)) {
             return launch_usual_forward<T, kReverse>(p, aligned, carry_only);
@@ -367,13 +372,13 @@ cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, 
 }
 
 template <typename T, bool kReverse>
-cudaError_t launch_scan_forward(const MambaSelectiveScan& p, bool aligned, bool wide) {
-    return launch_forward_of_dstate<T, kReverse>(p, aligned, wide, false);
+cudaError_t launch_scan_forward(const MambaSelectiveScan& p, bool aligned, BlockChannels channels) {
+    return launch_forward_of_dstate<T, kReverse>(p, aligned, channels, false);
 }
 
 template <typename T, bool kReverse>
 cudaError_t launch_scan_forward_carry(const MambaSelectiveScan& p, bool aligned) {
-    return launch_forward_of_dstate<T, kReverse>(p, aligned, false, true);
+    return launch_forward_of_dstate<T, kReverse>(p, aligned, BlockChannels::kSome, true);
 }
 
 }  // namespace mamba

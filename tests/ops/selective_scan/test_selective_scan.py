@@ -105,6 +105,8 @@ MANY_CHANNELS = (
     ScanCase(8, 1536, 205),
     ScanCase(8, 1536, 128, initial_state=True),  # whole tiles
     ScanCase(8, 1536, 128, initial_state=True, reverse=True),
+    ScanCase(17, 1536, 64, initial_state=True),  # blocks of 64 channels
+    ScanCase(17, 1536, 64, reverse=True),
     ScanCase(8, 1536, 136, initial_state=True, reverse=True),
     ScanCase(6, 1536, 205, reverse=True),
 )
