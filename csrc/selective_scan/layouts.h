@@ -82,9 +82,9 @@ inline int forward_channels(int64_t dstate, bool wide) {
     return wide ? Forward64Wide::kChannels : Forward64::kChannels;
 }
 
-// Channels that a block of forward_pipeline.cuh may take, and the bytes of shared memory that it needs then: all fit 8.0, 9.0
-// and 10.x, 16 channels fit every GPU since.
-constexpr int kPipelineChannels[] = {12, 16, 32};
+// Channels that a block of forward_pipeline.cuh may take, and the bytes of shared memory that it needs then: all fit 9.0
+// and 10.x, all but 40 of float32 also 8.0, and 16 every GPU since.
+constexpr int kPipelineChannels[] = {12, 16, 32, 40};
 constexpr int pipeline_shared(int channels, int64_t element_size) {
     if (channels == 12) {
         return element_size == 4 ? 152320 : 108800;
@@ -92,7 +92,10 @@ constexpr int pipeline_shared(int channels, int64_t element_size) {
     if (channels == 16) {
         return element_size == 4 ? 96256 : 71168;
     }
-    return element_size == 4 ? 166912 : 129536;
+    if (channels == 32) {
+        return element_size == 4 ? 166912 : 129536;
+    }
+    return element_size == 4 ? 202240 : 158720;
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------------

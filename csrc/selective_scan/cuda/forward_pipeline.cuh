@@ -367,6 +367,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_k
 using Pipeline12 = PipelineLayout<3, 64, 2>;
 using Pipeline16 = PipelineLayout<4, 32, 2>;
 using Pipeline32 = PipelineLayout<8, 32, 1>;
+using Pipeline40 = PipelineLayout<10, 32, 1>;
 
 template <typename T, bool kReverse, class Channels>
 cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
@@ -383,7 +384,7 @@ cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
 }
 
 static_assert(Pipeline12::kChannels == kPipelineChannels[0] && Pipeline16::kChannels == kPipelineChannels[1] &&
-                  Pipeline32::kChannels == kPipelineChannels[2],
+                  Pipeline32::kChannels == kPipelineChannels[2] && Pipeline40::kChannels == kPipelineChannels[3],
               "what the plan chooses from");
 
 template <typename T, bool kReverse>
@@ -394,7 +395,10 @@ cudaError_t launch_scan_pipeline(const MambaSelectiveScan& p, int channels) {
     if (channels == Pipeline16::kChannels) {
         return launch_pipeline_layout<T, kReverse, Pipeline16>(p);
     }
-    return launch_pipeline_layout<T, kReverse, Pipeline32>(p);
+    if (channels == Pipeline32::kChannels) {
+        return launch_pipeline_layout<T, kReverse, Pipeline32>(p);
+    }
+    return launch_pipeline_layout<T, kReverse, Pipeline40>(p);
 }
 
 }  // namespace mamba

@@ -84,7 +84,7 @@ def test_split_lengths(case, dtype, device):
     check(case, dtype, device, tensors)
 
 
-# CUDA's pipelined forward scan takes these, 12, 16 or 32 channels a block: by their number and the multiprocessors.
+# CUDA's pipelined forward scan takes these, 12, 16, 32 or 40 channels a block: by their number and the multiprocessors.
 PIPELINE_CASES = (
     ScanCase(1, 1, 72),
     ScanCase(2, 13, 1000, initial_state=True),
@@ -92,6 +92,7 @@ PIPELINE_CASES = (
     ScanCase(1, 1500, 136, dstate=13, D=False, initial_state=True),
     ScanCase(2, 1000, 200, softplus=False),
     ScanCase(1, 3001, 200, initial_state=True),
+    ScanCase(1, 4240, 72),
     ScanCase(1, 1500, 1096),
     ScanCase(2, 13, 1000, initial_state=True, reverse=True),
     ScanCase(1, 1500, 136, dstate=13, reverse=True),
