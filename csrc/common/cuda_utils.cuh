@@ -79,6 +79,17 @@ __device__ __forceinline__ float softplus(float x) {
     return fmaf(e, series, fmaxf(x, 0.0f));
 }
 
+// The same by a shorter polynomial, which differs by less than 9e-6 of its value: for what is known to 16 bits.
+__device__ __forceinline__ float softplus_short(float x) {
+    const float e = exp2_fast(-fabsf(x) * kLog2e);
+    float series = fmaf(e, -0.02386915165f, 0.1012222846f);
+    series = fmaf(e, series, -0.2100486898f);
+    series = fmaf(e, series, 0.3252066802f);
+    series = fmaf(e, series, -0.4993613647f);
+    series = fmaf(e, series, 0.9999915982f);
+    return fmaf(e, series, fmaxf(x, 0.0f));
+}
+
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 // Whether kernels may start early on the current device: it can do that, and this code was compiled for it. All kernels of the

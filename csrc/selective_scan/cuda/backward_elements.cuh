@@ -84,7 +84,7 @@ __device__ __forceinline__ void stage_time_and_gradient(float* dt_tile, float* d
         float dt[Layout::kVector], dy[Layout::kVector];
         in.delta.read(dt, pass);
         in.dout.read(dy, pass);
-        time_steps(dt, bias[rows.row(pass)], has_softplus<Layout>(p), rows.valid_steps(steps));
+        time_steps<T>(dt, bias[rows.row(pass)], has_softplus<Layout>(p), rows.valid_steps(steps));
         if (is_gated<Layout>(p)) {
             float z[Layout::kVector];
             in.z.read(z, pass);

@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             float dt[Layout::kVector], x[Layout::kVector];
             delta.read(dt, pass);
             u.read(x, pass);
-            time_steps(dt, bias[rows.row(pass)], has_softplus<Layout>(p), rows.valid_steps(steps));
+            time_steps<T>(dt, bias[rows.row(pass)], has_softplus<Layout>(p), rows.valid_steps(steps));
 #pragma unroll
             for (int i = 0; i < Layout::kVector; ++i) {
                 x[i] *= dt[i];

@@ -273,7 +273,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         float dt[Layout::kVector], x[Layout::kVector];
         unpack<T, Layout::kVector>(read(stage.delta[element]), dt);
         unpack<T, Layout::kVector>(read(stage.u[element]), x);
-        time_steps(dt, bias, p.delta_softplus, row_exists && first_step(tile) + step < p.seqlen ? Layout::kVector : 0);
+        time_steps<T>(dt, bias, p.delta_softplus, row_exists && first_step(tile) + step < p.seqlen ? Layout::kVector : 0);
 #pragma unroll
         for (int i = 0; i < Layout::kVector; ++i) {
             x[i] *= dt[i];

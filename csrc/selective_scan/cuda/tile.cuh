@@ -145,13 +145,13 @@ __device__ __forceinline__ float decay_exponent(float A) {
     return exponent < -3.4e38f ? -3.4e38f : exponent;  // NaN stays
 }
 
-// delta becomes dt: bias and softplus, and 0 from `valid` on, which leaves the state as it is.
-template <int kCount>
+// delta, of dtype T, becomes dt: bias and softplus, and 0 from `valid` on, which leaves the state as it is.
+template <typename T, int kCount>
 __device__ __forceinline__ void time_steps(float (&dt)[kCount], float bias, bool use_softplus, int valid) {
     if (use_softplus) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            dt[i] = softplus(dt[i] + bias);
+            dt[i] = sizeof(T) == 2 ? softplus_short(dt[i] + bias) : softplus(dt[i] + bias);
         }
     } else {
 #pragma unroll
