@@ -1,6 +1,7 @@
 // Who owns which channels, states and steps in the CUDA scan's kernels, and which layout a number of states takes.
 #pragma once
 
+#include "common/alignment.h"
 #include "common/integers.h"
 #include "mamba_kernels.h"
 
@@ -41,10 +42,14 @@ struct Directed : Layout {
     static constexpr bool kWhole = kWhole_;  // and fill all tiles, see fills_tiles
 };
 
-// Whether a call has what Mamba's have: z, D and softplus, B and C that vary, no sequences, and nothing to add to.
+// Whether there are kernels for usual calls: each makes the library larger.
+template <typename T, bool kReverse>
+constexpr bool kHasUsual = sizeof(T) == 2 && !kReverse;
+
+// Whether a call has what Mamba's have: 16 bits, z, D and softplus, B and C that vary, no sequences, and time runs forwards.
 inline bool is_usual(const MambaSelectiveScan& p) {
-    return p.z != nullptr && p.D != nullptr && p.delta_softplus && p.variable_B && p.variable_C && p.seq_idx == nullptr &&
-           !p.add;
+    return dtype_size(p.dtype) == 2 && !p.reverse && p.z != nullptr && p.D != nullptr && p.delta_softplus && p.variable_B &&
+           p.variable_C && p.seq_idx == nullptr;
 }
 
 // Whether rows are aligned (inputs_aligned) and all of a layout's tiles whole.

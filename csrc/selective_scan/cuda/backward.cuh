@@ -384,13 +384,21 @@ cudaError_t launch_backward_of_kind(const ScanBackward& q, bool aligned, Backwar
         case BackwardKind::k8:
             return launch_backward_layout<T, Directed<Backward8, kReverse>, 16, 2, false>(q, aligned, carry_only);
         case BackwardKind::k16:
-            if (is_usual(q.forward) && q.forward.out == nullptr) {
-                return launch_usual_backward<T, kReverse>(q, aligned, carry_only);
+            if constexpr (kHasUsual<T, kReverse>) {
+                if (is_usual(q.forward) && q.forward.out == nullptr) {
+                    return launch_usual_backward<T, kReverse>(q, aligned, carry_only);
+                }
             }
             return launch_backward_layout<T, Directed<Backward16, kReverse>, 8, 3, false>(q, aligned, carry_only);
         case BackwardKind::k16Narrow:
             return launch_backward_layout<T, Directed<Backward16Narrow, kReverse>, 16, 3, false>(q, aligned, carry_only);
         case BackwardKind::k16Sliced:
+            if constexpr (kHasUsual<T, kReverse>) {
+                if (is_usual(q.forward) && q.forward.out == nullptr && fills_tiles<Backward16>(q.forward, aligned)) {
+                    using Layout = Directed<Backward16, kReverse, true, true>;
+                    return launch_backward_layout<T, Layout, 8, 2, true>(q, aligned, carry_only);
+                }
+            }
             return launch_backward_layout<T, Directed<Backward16, kReverse>, 8, 2, true>(q, aligned, carry_only);
         case BackwardKind::k32Sliced:
             return launch_backward_layout<T, Directed<Backward32, kReverse>, 8, 2, true>(q, aligned, carry_only);

@@ -347,12 +347,14 @@ cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, 
         if (wide) {
             return launch_forward_layout<T, Directed<Forward16Wide, kReverse>, 16, 4, false>(p, aligned, carry_only);
         }
-        if (channels == BlockChannels::kMany) {
-            using Layout = Directed<Forward16Many, kReverse, true, true>;
-            return launch_forward_layout<T, Layout, 4, 4, false>(p, aligned, carry_only);
-        }
-        if (is_usual(p)) {
-            return launch_usual_forward<T, kReverse>(p, aligned, carry_only);
+        if constexpr (kHasUsual<T, kReverse>) {
+            if (channels == BlockChannels::kMany) {
+                using Layout = Directed<Forward16Many, kReverse, true, true>;
+                return launch_forward_layout<T, Layout, 4, 4, false>(p, aligned, carry_only);
+            }
+            if (is_usual(p)) {
+                return launch_usual_forward<T, kReverse>(p, aligned, carry_only);
+            }
         }
         return launch_forward_layout<T, Directed<Forward16, kReverse>, 8, 4, false>(p, aligned, carry_only);
     }
@@ -362,6 +364,11 @@ cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, 
     if (p.dstate <= Forward64::kSlice) {
         if (wide) {
             return launch_forward_layout<T, Directed<Forward64Wide, kReverse>, 4, 3, false>(p, aligned, carry_only);
+        }
+        if constexpr (kHasUsual<T, kReverse>) {
+            if (is_usual(p) && fills_tiles<Forward64>(p, aligned)) {
+                return launch_forward_layout<T, Directed<Forward64, kReverse, true, true>, 4, 3, false>(p, aligned, carry_only);
+            }
         }
         return launch_forward_layout<T, Directed<Forward64, kReverse>, 4, 3, false>(p, aligned, carry_only);
     }

@@ -67,6 +67,7 @@ SPLIT_CASES = (
     ScanCase(2, 20, 600, dstate=100, initial_state=True),
     ScanCase(2, 20, 640, dstate=33, initial_state=True, seq_idx=True),
     ScanCase(2, 20, 577, dstate=64, initial_state=True),
+    ScanCase(2, 64, 576, dstate=64, initial_state=True),  # whole tiles
     ScanCase(2, 40, 1096, initial_state=True, reverse=True),
     ScanCase(2, 24, 703, dstate=5, initial_state=True, seq_idx=True, reverse=True),
 )

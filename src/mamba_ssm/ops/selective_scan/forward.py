@@ -95,7 +95,7 @@ def selective_scan_fn(
         initial_state: (B, D, N) float32, the state before the first step; zero if None.
         seq_idx: (B, L) int32; the state restarts from zero at each step whose value differs from the step before.
         reverse: scan from the last step to the first, so that a step sees itself and what lies behind it: the initial
-            state then stands behind the last step, and the last state is the one at step 0. As fast as forwards.
+            state then stands behind the last step, and the last state is the one at step 0. Nearly as fast as forwards.
 
     Returns:
         out (B, D, L) of u's dtype; with return_last_state (out, last_state), last_state (B, D, N) float32. Gradients
