@@ -42,6 +42,14 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) 
     return __float2bfloat16_rn(value);
 }
 
+// Its code.
+template <typename T>
+constexpr int32_t kDtype = MAMBA_FLOAT32;
+template <>
+inline constexpr int32_t kDtype<__half> = MAMBA_FLOAT16;
+template <>
+inline constexpr int32_t kDtype<__nv_bfloat16> = MAMBA_BFLOAT16;
+
 // An element of a tensor whose dtype is known only at run time (weights, biases, single-step inputs).
 __device__ __forceinline__ float load_as_float(const void* data, int64_t index, int32_t dtype) {
     if (dtype == MAMBA_FLOAT32) {

@@ -161,6 +161,16 @@ static void test_table() {
             }
         }
     }
+    for (int variant = 0; variant < 8;
+         ++variant, ++turn) {  // the usual model's sizes, and batches of which a warp takes several
+        const int32_t dtype = variant % 2 ? MAMBA_BFLOAT16 : MAMBA_FLOAT16,
+                      state_dtype = variant % 4 < 2 ? MAMBA_FLOAT32 : dtype;
+        run_case({9, 1, 64, 16, 1, dtype, state_dtype, 2 * turn + 1});
+        run_case({5, 3, 16, 128, 3, dtype, state_dtype, 2 * turn + 1});
+        run_case({2, 1, 8, 256, 1, dtype, state_dtype, 2 * turn + 1});
+        run_case({4500, 1, 8, 17, 1, dtype, state_dtype, turn});
+        run_case({7000, 1, 4, 64, 1, dtype, state_dtype, 2 * turn + 1});
+    }
     for (int i = 0; i < 6; ++i) {  // enough work for several threads
         run_case({3, 8, 64, 128, 2, MAMBA_FLOAT32, MAMBA_FLOAT32, 100 + i});
         run_case({2, 1, 4096, 16, 1, MAMBA_BFLOAT16, MAMBA_FLOAT32, 100 + i});

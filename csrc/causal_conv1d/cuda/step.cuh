@@ -6,13 +6,6 @@
 
 namespace mamba {
 
-template <typename T>
-constexpr int32_t kDtype = MAMBA_FLOAT32;
-template <>
-inline constexpr int32_t kDtype<__half> = MAMBA_FLOAT16;
-template <>
-inline constexpr int32_t kDtype<__nv_bfloat16> = MAMBA_BFLOAT16;
-
 // Params of the usual model, known when the kernel is compiled: the convolution has one dtype and four taps. Half of a step's
 // instructions would ask for them.
 template <class Params, typename T>

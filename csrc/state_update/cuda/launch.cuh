@@ -2,51 +2,88 @@
 #pragma once
 
 #include "common/alignment.h"
+#include "common/cuda_device.h"
 #include "state_update/cuda/kernel.cuh"
 #include "state_update/cuda/steps.cuh"
 #include "state_update/launch.h"
 
 namespace mamba {
 
-// A warp takes several tiles where so many warps are left: what it does once for all of them counts more with 16-bit states.
-constexpr int64_t kUpdateManyWarps16 = 4096, kUpdateManyWarps32 = 16384;
 // Blocks are smaller where they are fewer than this: over more multiprocessors.
 constexpr int64_t kUpdateFewBlocks = 128;
 
-template <class Rows>
-cudaError_t launch_state_update_rows(const MambaSelectiveStateUpdate& params, bool scalar_A) {
-    StateUpdateLayout layout;
-    const int rows_log2 = ceil_log2(Rows::kRows, 0, 5);
-    layout.lanes_log2 = ceil_log2(ceil_div(params.dstate, Rows::kStates), rows_log2, 5);
-    const int64_t tile_rows = Rows::kRows << (5 - layout.lanes_log2);
-    const auto warps = [&] { return params.batch * params.nheads * ceil_div(params.headdim, tile_rows * layout.tiles); };
-    const bool steps = params.seqlen > 1 || params.dst_state_batch_indices != nullptr || params.step_states != nullptr;
-    layout.tiles = steps ? 1 : 1 << (layout.lanes_log2 - rows_log2);
-    while (layout.tiles > 1 && warps() < (sizeof(typename Rows::State) == 2 ? kUpdateManyWarps16 : kUpdateManyWarps32)) {
-        layout.tiles /= 2;
+// How many batch entries a warp takes. The last wave of warps takes as long as a full one, and a warp's start as an entry.
+inline int64_t batches_of_warp(int64_t batch, int64_t units, int64_t warps_at_once) {
+    constexpr int64_t kMost = 16;
+    int64_t best = 1, least = INT64_MAX;
+    for (int64_t batches = 1; batches <= kMost && batches <= batch; ++batches) {
+        const int64_t time = ceil_div(units * ceil_div(batch, batches), warps_at_once) * (batches + 1);
+        if (time < least) {
+            least = time;
+            best = batches;
+        }
     }
+    return best;
+}
+
+inline bool is_several_steps(const MambaSelectiveStateUpdate& params) {
+    return params.seqlen > 1 || params.dst_state_batch_indices != nullptr || params.step_states != nullptr;
+}
+
+template <class Rows, class Params>
+cudaError_t launch_state_update_rows(const Params& params, bool scalar_A) {
+    const bool steps = !Rows::kWhole && is_several_steps(params);
+    const DeviceLimits device(params.run.device);
+    if (device.error != cudaSuccess) {
+        return device.error;
+    }
+    StateUpdateLayout layout;
+    layout.lanes_log2 = ceil_log2(ceil_div(params.dstate, Rows::kStates), ceil_log2(Rows::kRows, 0, 5), 5);
+    const int64_t parts = ceil_div(params.headdim, Rows::kRows << (5 - layout.lanes_log2));
+    const int64_t units = parts * params.nheads;
+    int64_t blocks = kUpdateBlocks<Rows, false>;
+    if (scalar_A) {
+        blocks = kUpdateBlocks<Rows, true>;
+    }
+    const int64_t at_once = (blocks << kUpdateWarpsLog2) * device.processors;
+    const int64_t batches = steps ? 1 : batches_of_warp(params.batch, units, at_once);
+    const int64_t warps = units * ceil_div(params.batch, batches);
     int warps_log2 = kUpdateWarpsLog2;
-    while (warps_log2 > 0 && warps() >> warps_log2 < kUpdateFewBlocks) {
+    while (warps_log2 > 0 && warps >> warps_log2 < kUpdateFewBlocks) {
         --warps_log2;
     }
-    const int64_t row_warps = ceil_div(params.headdim, tile_rows * layout.tiles);
-    layout.batches_log2 = warps_log2 - ceil_log2(row_warps, 0, warps_log2);
-    layout.parts = Divisor(ceil_div(row_warps, 1 << (warps_log2 - layout.batches_log2)));
-    layout.heads = Divisor(params.nheads);
-    layout.group_heads = Divisor(params.nheads / params.ngroups);
-    const int64_t blocks = layout.parts.divisor * params.nheads * ceil_div(params.batch, 1 << layout.batches_log2);
-    if (blocks > INT32_MAX || params.headdim > INT32_MAX) {
+    if (warps > INT32_MAX || params.headdim > INT32_MAX || params.batch > INT32_MAX) {
         return cudaErrorInvalidConfiguration;
     }
-    auto kernel = selective_state_update_kernel<Rows, false>;
-    if (steps && scalar_A) {
-        kernel = selective_state_update_steps_kernel<Rows, true>;
-    } else if (steps) {
-        kernel = selective_state_update_steps_kernel<Rows, false>;
-    } else if (scalar_A) {
-        kernel = selective_state_update_kernel<Rows, true>;
+    layout.parts = Divisor(parts);
+    layout.units = Divisor(units);
+    layout.group_heads = Divisor(params.nheads / params.ngroups);
+    layout.batches = static_cast<uint32_t>(batches);
+    const auto launch = [&](auto kernel, const auto& given) {
+        return launch_overlapping(kernel, ceil_div(warps, 1 << warps_log2), 32 << warps_log2, 0, params.run.stream, given,
+                                  layout);
+    };
+    if constexpr (!Rows::kWhole) {
+        if (steps) {
+            return scalar_A ? launch(selective_state_update_steps_kernel<Rows, true>, params)
+                            : launch(selective_state_update_steps_kernel<Rows, false>, params);
+        }
     }
-    return launch_overlapping(kernel, static_cast<unsigned>(blocks), 32 << warps_log2, 0, params.run.stream, params, layout);
+    return scalar_A ? launch(selective_state_update_kernel<Rows, true, Params>, params)
+                    : launch(selective_state_update_kernel<Rows, false, Params>, params);
+}
+
+// Rows of whole vectors of 16 bytes.
+template <typename State, int kRows, int kVectors>
+cudaError_t launch_vector_rows(const MambaSelectiveStateUpdate& params, bool scalar_A) {
+    constexpr int kVector = 16 / static_cast<int>(sizeof(State));
+    const int lanes_log2 = ceil_log2(ceil_div(params.dstate, kVector * kVectors), ceil_log2(kRows, 0, 5), 5);
+    using Usual = UsualStateUpdate<State>;
+    if (!is_several_steps(params) &&
+        Usual::fits(params, kRows << (5 - lanes_log2), static_cast<int64_t>(kVector * kVectors) << lanes_log2)) {
+        return launch_state_update_rows<StateRows<State, kVector, kRows, kVectors, true>>(Usual{{params}}, scalar_A);
+    }
+    return launch_state_update_rows<StateRows<State, kVector, kRows, kVectors>>(params, scalar_A);
 }
 
 template <typename State>
@@ -77,14 +114,14 @@ cudaError_t launch_state_update(const MambaSelectiveStateUpdate& params) {
         return launch_state_update_rows<StateRows<State, 1, 1, 8>>(params, scalar_A);
     }
     if (params.dstate <= 2 * kVector) {  // two lanes a row
-        return launch_state_update_rows<StateRows<State, kVector, 2, 1>>(params, scalar_A);
+        return launch_vector_rows<State, 2, 1>(params, scalar_A);
     }
     if constexpr (32 * kVector < MAMBA_MAX_DSTATE) {
         if (params.dstate > 32 * kVector) {
-            return launch_state_update_rows<StateRows<State, kVector, 2, 2>>(params, scalar_A);
+            return launch_vector_rows<State, 2, 2>(params, scalar_A);
         }
     }
-    return launch_state_update_rows<StateRows<State, kVector, 4, 1>>(params, scalar_A);
+    return launch_vector_rows<State, 4, 1>(params, scalar_A);
 }
 
 template <typename State>

@@ -12,12 +12,15 @@ namespace mamba {
 //
 // What there is once for a row (dt, x, the sum) one lane computes for all: a warp may take `tiles` tiles, while they have no
 // more rows than it has lanes, and each lane is the owner of row own_row().
-template <typename StateType, int kVectorStates, int kRowsOfLane, int kVectorsOfRow>
+//
+// kWholeTiles: there is nothing but whole tiles, whose rows follow each other without a gap: a tile is one run of memory.
+template <typename StateType, int kVectorStates, int kRowsOfLane, int kVectorsOfRow, bool kWholeTiles = false>
 struct StateRows {
     using State = StateType;
     static constexpr int kVector = kVectorStates;
     static constexpr int kRows = kRowsOfLane;
     static constexpr int kVectors = kVectorsOfRow;
+    static constexpr bool kWhole = kWholeTiles;
     static constexpr int kStates = kVector * kVectors;  // of a row in a lane
     using Tile = Packed<State, kVector>[kRows][kVectors];
 
@@ -66,10 +69,13 @@ struct StatePlace {
 
     template <class Rows>
     __device__ __forceinline__ bool holds(const Rows& rows, int r, int v) const {
-        return rows.row_of(r) < rows_left && rows.state_of(v) < dstate;
+        return Rows::kWhole ? rows_left > 0 : rows.row_of(r) < rows_left && rows.state_of(v) < dstate;
     }
     template <class Rows>
     __device__ __forceinline__ State* at(const Rows& rows, int r, int v) const {
+        if constexpr (Rows::kWhole) {
+            return first + rows.part * Rows::kVector + (r * Rows::kVectors + v) * (32 * Rows::kVector);
+        }
         return first + r * step + rows.state_of(v) * (Rows::kVector == 1 ? dstate_stride : 1);
     }
     template <class Rows>

@@ -21,23 +21,24 @@ __global__ void __launch_bounds__(kUpdateThreads)
     wait_for_previous_kernel();
     const uint32_t seqlen = static_cast<uint32_t>(params.seqlen);
     const int64_t from = params.state_batch_indices != nullptr ? params.state_batch_indices[warp.batch] : int64_t{warp.batch};
+    StepPlace at(params, warp, rows);
     const int64_t to = params.dst_state_batch_indices != nullptr ? params.dst_state_batch_indices[warp.batch] : from;
     if (from < 0 || from >= params.state_rows || to >= params.state_rows) {
-        for (uint32_t t = 0; t < seqlen; ++t) {
-            warp.store_without_state(params, t, from);
+        for (uint32_t t = 0; warp.owns && t < seqlen; ++t, at.next_step(params)) {
+            store_from_float(params.out, at.out, params.x_dtype, output_without_state(from));
         }
         return;
     }
 
     typename Rows::Tile tile;
     warp.template states<State>(params, rows, from).load(rows, tile);
-    UpdateInputs<Rows> step(params, warp, rows, 0);
-    const RowParameters row(params, warp, kScalarA);
+    UpdateInputs<Rows> step(params, warp, rows, at);
+    const RowBits row_bits(params, warp, kScalarA);
     VectorsOfA<Rows> A;
     if (!kScalarA) {
-        A.load(params, rows, warp.head * params.A_head_stride + (warp.first + rows.row_of(0)) * params.A_dim_stride,
-               warp.rows_left);
+        A.load(params, warp, rows);
     }
+    const RowParameters row(params, row_bits);
     StatePlace<State> copies = warp.template states<State>(params, rows, 0);
     copies.step = params.step_states_dim_stride << (5 - rows.lanes_log2);
     copies.dstate_stride = params.step_states_dstate_stride;
@@ -51,10 +52,14 @@ __global__ void __launch_bounds__(kUpdateThreads)
     }
 #pragma unroll 1
     for (uint32_t t = 0; t < seqlen; ++t) {
-        const UpdateInputs<Rows> next(params, warp, rows, t + 1 < seqlen ? t + 1 : t);
+        const int64_t out = at.out;
+        if (t + 1 < seqlen) {
+            at.next_step(params);
+        }
+        const UpdateInputs<Rows> next(params, warp, rows, at);
         const float x = float_from_bits(step.x, params.x_dtype);
         const float dt = row.dt(params, step.dt);
-        const float decay = row.template decay<kScalarA>(params, dt);
+        const float decay = row.template decay<kScalarA>(dt);
         float B[Rows::kStates], C[Rows::kStates], sums[kRows];
         step.to_floats(params, B, C);
 #pragma unroll
@@ -73,8 +78,10 @@ __global__ void __launch_bounds__(kUpdateThreads)
                 sums[r] += rows.state_of(v) < params.dstate ? sum : 0.0f;  // beyond dstate h can be NaN
             }
         }
-        const float y = rows.sum_to_owners(sums);
-        warp.store(params, t, row.output(params, y, x, step.z));
+        const float y = row.output(params, rows.sum_to_owners(sums), x, step.z);
+        if (warp.owns) {
+            store_from_float(params.out, out, params.x_dtype, y);
+        }
         if (params.step_states != nullptr) {
             copies.first = static_cast<State*>(params.step_states) + warp.batch * params.step_states_batch_stride +
                            t * params.step_states_len_stride + warp.head * params.step_states_head_stride +

@@ -19,13 +19,16 @@ OPTIONS = [
     {"heads": 6, "groups": 1, "dim": 8, "dstate": 64},
     {"heads": 4, "groups": 4, "tied": True},
     {"heads": 4, "groups": 1, "indices": True, "tied": True, "dim": 64},
+    # a GPU's warp takes several batch entries
+    {"batch": 4500, "dim": 32},
+    {"batch": 1100, "heads": 2, "groups": 1, "indices": True, "tied": True, "dim": 8, "dstate": 128},
 ]
 
 
 def inputs(options, dtype, state_dtype, device):
-    batch, dim, dstate = 3, options.get("dim", 20), options.get("dstate", 16)
+    batch, dim, dstate = options.get("batch", 3), options.get("dim", 20), options.get("dstate", 16)
     heads, groups = options.get("heads"), options.get("groups")
-    rows = 7 if options.get("indices") else batch
+    rows = batch + 4 if options.get("indices") else batch
     channels = (heads, dim) if heads else (dim,)
     matrix = (batch, groups, dstate) if heads else (batch, dstate)
 
@@ -50,10 +53,14 @@ def inputs(options, dtype, state_dtype, device):
         "z": normal(batch, *channels) if options.get("z", True) else None,
         "dt_bias": dt_bias if options.get("dt_bias", True) else None,
         "dt_softplus": options.get("softplus", True),
-        "state_batch_indices": (
-            torch.tensor([4, -1, 0], dtype=torch.int32, device=device) if options.get("indices") else None
-        ),
+        "state_batch_indices": cache_rows(batch, rows).to(device) if options.get("indices") else None,
     }
+
+
+def cache_rows(batch, rows):
+    indices = torch.randperm(rows, dtype=torch.int32)[:batch]
+    indices[1::7] = -1  # padding
+    return indices
 
 
 def run(function, arguments, dtype=None):
