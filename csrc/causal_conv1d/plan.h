@@ -11,11 +11,15 @@ namespace mamba {
 constexpr int kConvThreads = 256;
 constexpr int kConvWarps = kConvThreads / 32;
 
-// The common case, for which kernels have a form without run-time branches: width 4, silu, no sequences, no initial states.
-// kPlain in the kernels.
-inline bool is_plain(const MambaCausalConv1d& params) {
-    return params.width == kConvMaxWidth && params.silu && params.seq_idx == nullptr && params.initial_states == nullptr &&
+// The common case, for which kernels have a form without run-time branches: width 4, silu, no initial states. kPlain in the
+// kernels, of which those that know sequences say so beside it.
+inline bool is_plain_or_packed(const MambaCausalConv1d& params) {
+    return params.width == kConvMaxWidth && params.silu && params.initial_states == nullptr &&
            pointer_is_aligned(params.weight, kConvMaxWidth * dtype_size(params.weight_dtype));
+}
+
+inline bool is_plain(const MambaCausalConv1d& params) {
+    return is_plain_or_packed(params) && params.seq_idx == nullptr;
 }
 
 // The strides and the pointer of one (B, D, L) tensor.

@@ -252,19 +252,20 @@ static void test_width_4() {
     int turn = 0;
     for (const int64_t seqlen : {128, 256, 517, 1024, 2047, 2048, 3073, 4099}) {
         for (int32_t dtype = MAMBA_FLOAT32; dtype <= MAMBA_BFLOAT16; ++dtype) {
-            for (int variant = 0; variant < 4; ++variant, ++turn) {
+            for (int variant = 0; variant < 6; ++variant, ++turn) {
                 ConvCase c;
                 c.dtype = dtype;
                 c.weight_dtype = c.bias_dtype = turn % 2 == 0 ? dtype : (dtype + 1) % 3;
                 c.batch = 1 + turn % 2;
-                c.dim = variant == 1 ? 8 : 3;
+                c.dim = variant % 4 == 1 ? 8 : 3;
                 c.seqlen = seqlen;
                 c.bias = turn % 5 != 0;
-                c.x_channels_last = c.out_channels_last = variant == 1;
+                c.x_channels_last = c.out_channels_last = variant % 4 == 1;
+                c.seq_idx = variant >= 4;
                 c.gap = variant == 3 ? 16 : 0;
                 c.lead = variant == 2 ? 3 : 0;
-                c.final = turn % 4 == 1;
-                c.infinity = turn % 7 == 3;
+                c.final = variant < 4 && turn % 4 == 1;
+                c.infinity = variant < 4 && turn % 7 == 3;
                 c.add = turn % 3 != 0;
                 run_case(c);
             }

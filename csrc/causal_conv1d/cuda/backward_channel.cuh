@@ -8,14 +8,14 @@ namespace mamba {
 // A thread takes V neighbouring channels; the block's warps share out a segment's steps and add their sums up at the end.
 // A step's dx needs g of the next kConvHalo steps, so each warp computes g that far beyond its own steps. The next kRing
 // steps are on their way while these are computed. V = 1 takes any strides.
-template <typename T, int V, bool kPlain>
+template <typename T, int V, bool kPlain, bool kPacked>
 __global__ void __launch_bounds__(kConvThreads, 2)
     causal_conv1d_backward_channel(const ConvBackward params, const int segment, const unsigned segments) {
     constexpr int kRing = kConvMaxWidth;  // steps in hand; the loop below is unrolled by it, so that indices are constants
     constexpr int kValues = kConvMaxWidth + 1;
     __shared__ float partial[kConvWarps][V * kValues][32];
     const MambaCausalConv1d& forward = params.forward;
-    const ConvOptions row_options = conv_options<kPlain>(forward);
+    const ConvOptions row_options = conv_options<kPlain, kPacked>(forward);
     const int lane = threadIdx.x & 31;
     const int warp = threadIdx.x >> 5;
     const unsigned slot = blockIdx.y;
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
             };
             ConvOptions options = row_options;
             options.masked = options.masked && (lag_mask & lead_mask) != kOneSequence<kRing>;
-            if (kPlain || (options.width == kConvMaxWidth && options.silu && !options.masked)) {
+            if ((kPlain && !kPacked) || (options.width == kConvMaxWidth && options.silu && !options.masked)) {
                 compute(PlainOptions());
             } else {
                 compute(options);
@@ -231,9 +231,12 @@ template <typename T, int V>
 cudaError_t launch_backward_channel(const ConvBackward& params, const ConvBackwardPlan& plan) {
     const MambaCausalConv1d& forward = params.forward;
     const Grid grid(ceil_div(forward.dim, 32 * V), plan.slots);
-    auto kernel = causal_conv1d_backward_channel<T, V, false>;
-    if (V > 1 && is_plain(params)) {
-        kernel = causal_conv1d_backward_channel<T, V, (V > 1)>;
+    auto kernel = causal_conv1d_backward_channel<T, V, false, true>;
+    if (V > 1 && is_plain_or_packed(params)) {
+        kernel = causal_conv1d_backward_channel<T, V, (V > 1), true>;
+        if (forward.seq_idx == nullptr) {
+            kernel = causal_conv1d_backward_channel<T, V, (V > 1), (V == 1)>;
+        }
     }
     return launch_kernel(kernel, grid, kConvThreads, 0, forward.run.stream, params, static_cast<int>(plan.segment),
                          static_cast<unsigned>(plan.segments));

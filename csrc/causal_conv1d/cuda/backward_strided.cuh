@@ -11,7 +11,7 @@ template <typename T>
 __global__ void __launch_bounds__(kConvThreads, 2)
     causal_conv1d_backward_strided(const ConvBackward params, const int segment, const int64_t segments) {
     const MambaCausalConv1d& forward = params.forward;
-    const ConvOptions options = conv_options<false>(forward);
+    const ConvOptions options = conv_options<false, true>(forward);
     const int lane = threadIdx.x & 31;
     const int64_t channel = static_cast<int64_t>(blockIdx.x) * kConvWarps + (threadIdx.x >> 5);
     const int64_t slot = blockIdx.y;

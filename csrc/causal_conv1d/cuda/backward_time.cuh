@@ -9,14 +9,14 @@ namespace mamba {
 // A group of 2^lanes_log2 lanes takes one channel and every item of one slot. It walks a segment backwards, a vector of steps
 // a lane and tile, so that the g after a tile is in a register; only a segment's own end computes it anew. The tile before
 // is on its way while one is computed. `slack`: by how many steps a row's vectors may reach beyond its own length.
-// kAligned: rows begin and end at multiples of 16 bytes and fill a warp.
-template <typename T, bool kPlain, bool kAligned, bool kReverse>
-__global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
+// kAligned: rows begin and end at multiples of 16 bytes and fill a warp. kPacked: there may be sequences.
+template <typename T, bool kPlain, bool kPacked, bool kAligned, bool kReverse>
+__global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
     causal_conv1d_backward_time(const ConvBackward params, const int lanes_log2, const unsigned segment,
                                 const unsigned segments, const int slack) {
     static constexpr int V = kTimeVector<T>;
     const MambaCausalConv1d& forward = params.forward;
-    const ConvOptions row_options = conv_options<kPlain>(forward);
+    const ConvOptions row_options = conv_options<kPlain, kPacked>(forward);
     const int lanes = kAligned ? 32 : 1 << lanes_log2;
     const int lane = threadIdx.x & 31;
     const int sublane = lane & (lanes - 1);
@@ -99,9 +99,10 @@ __global__ void __launch_bounds__(kConvThreads, kPlain ? 4 : 3)
             uint32_t lag_mask = 0;
             uint32_t lead_mask = 0;
             if (row_options.masked && offset < end) {
-                const int32_t* seq_idx = forward.seq_idx + batch * forward.seqlen;
-                lag_mask = sequence_mask<V, false>(seq_idx, begin + offset, forward.seqlen);
-                lead_mask = sequence_mask<V, true>(seq_idx, begin + offset, forward.seqlen);
+                const SequenceMasks masks =
+                    sequence_masks<V>(forward.seq_idx + batch * forward.seqlen, begin + offset, forward.seqlen);
+                lag_mask = masks.lag;
+                lead_mask = masks.lead;
             }
             ConvOptions options = row_options;
             options.masked = options.masked && (lag_mask & lead_mask) != kOneSequence<V>;
@@ -169,12 +170,15 @@ cudaError_t launch_backward_time(const ConvBackward& params, const ConvBackwardP
     const int lanes_log2 = ceil_log2(ceil_div(forward.seqlen + slack, V), 0, 5);
     const int64_t groups = ceil_div(forward.dim, static_cast<int64_t>(32) >> lanes_log2);
     const Grid grid(ceil_div(groups, kConvWarps), plan.slots);
-    auto kernel = causal_conv1d_backward_time<T, false, false, kReverse>;
-    if (is_plain(params)) {
-        kernel = causal_conv1d_backward_time<T, true, false, kReverse>;
-        if (aligned && lanes_log2 == 5) {
-            kernel = causal_conv1d_backward_time<T, true, true, kReverse>;
-        }
+    const bool packed = forward.seq_idx != nullptr;
+    auto kernel = causal_conv1d_backward_time<T, false, true, false, kReverse>;
+    const bool plain = is_plain_or_packed(params), whole = aligned && lanes_log2 == 5;
+    if (plain && !packed && whole) {
+        kernel = causal_conv1d_backward_time<T, true, false, true, kReverse>;
+    } else if (plain && !packed) {
+        kernel = causal_conv1d_backward_time<T, true, false, false, kReverse>;
+    } else if (plain && whole && !kReverse) {
+        kernel = causal_conv1d_backward_time<T, true, !kReverse, true, kReverse>;
     }
     return launch_kernel(kernel, grid, kConvThreads, 0, forward.run.stream, params, lanes_log2,
                          static_cast<unsigned>(plan.segment), static_cast<unsigned>(plan.segments), slack);

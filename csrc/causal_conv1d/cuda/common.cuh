@@ -160,6 +160,55 @@ __device__ __forceinline__ uint32_t sequence_mask(const int32_t* seq_idx, int64_
     return mask;
 }
 
+// Both masks of N steps: of those before and of those after. Their neighbours are read once, in vectors where these are aligned
+// and the row has them all.
+struct SequenceMasks {
+    uint32_t lag, lead;
+};
+template <int N>
+__device__ __forceinline__ SequenceMasks sequence_masks(const int32_t* seq_idx, int64_t t, int64_t seqlen) {
+    constexpr int kReach = 4, kCount = N + 2 * kReach;  // whole vectors
+    static_assert(N % 4 == 0 && kReach >= kConvHalo, "vectors of four");
+    const int32_t* const from = seq_idx + t - kReach;
+    int32_t index[kCount];
+    if (t >= kReach && t + N + kReach <= seqlen && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+#pragma unroll
+        for (int i = 0; i < kCount; i += 4) {
+            const uint4 four = *reinterpret_cast<const uint4*>(from + i);
+            index[i] = static_cast<int32_t>(four.x);
+            index[i + 1] = static_cast<int32_t>(four.y);
+            index[i + 2] = static_cast<int32_t>(four.z);
+            index[i + 3] = static_cast<int32_t>(four.w);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const int64_t step = t - kReach + i;
+            index[i] =
+                seq_idx[step < 0 ? 0 : (step < seqlen ? step : seqlen - 1)];  // clamped: inputs and gradients there are 0
+        }
+    }
+    bool one = index[kReach] >= 0;  // nearly always: then bits one by one would be a waste
+#pragma unroll
+    for (int i = kReach - kConvHalo; i < kReach + N + kConvHalo; ++i) {
+        one = one && index[i] == index[kReach];
+    }
+    if (one) {
+        return {kOneSequence<N>, kOneSequence<N>};
+    }
+    SequenceMasks masks = {0, 0};
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        const int32_t own = index[kReach + j];
+#pragma unroll
+        for (int k = 0; k <= kConvHalo; ++k) {
+            masks.lag |= static_cast<uint32_t>(own >= 0 && own == index[kReach + j - k]) << (kMaskBits * j + k);
+            masks.lead |= static_cast<uint32_t>(own >= 0 && own == index[kReach + j + k]) << (kMaskBits * j + k);
+        }
+    }
+    return masks;
+}
+
 __device__ __forceinline__ bool mask_has(uint32_t mask, int j, int k) {
     return (mask >> (kMaskBits * j + k)) & 1u;
 }
