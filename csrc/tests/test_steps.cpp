@@ -78,7 +78,7 @@ static void run_mamba2(const int64_t* size, int32_t dtype, int turn) {
     const int64_t B = size[0], H = size[1], P = size[2], G = size[3], N = size[4];
     begin_case("mamba2_step %d dtype=%d B=%d H=%d P=%d G=%d N=%d", turn, dtype, static_cast<int>(B), static_cast<int>(H),
                static_cast<int>(P), static_cast<int>(G), static_cast<int>(N));
-    const int64_t gap = turn % 3 == 1 ? 3 : turn % 3 == 2 ? 8 : 0;
+    const int64_t gap = turn % 4 == 1 ? 3 : turn % 4 == 3 ? 8 : 0;
     const bool norm = turn % 2 == 0, before = turn % 4 == 2;
     const int64_t I = H * P + 2 * G * N, group = H * P / G;
     Tensor rows(dtype, {B, H * P + I + H}, gap), state(turn % 5 == 4 ? MAMBA_FLOAT32 : dtype, {B, H, P, N}, gap);
@@ -169,7 +169,7 @@ static void run_mamba(const int64_t* size, int32_t dtype, int turn) {
     const int64_t B = size[0], D = size[1], R = size[2], N = size[3];
     begin_case("mamba_step %d dtype=%d B=%d D=%d R=%d N=%d", turn, dtype, static_cast<int>(B), static_cast<int>(D),
                static_cast<int>(R), static_cast<int>(N));
-    const int64_t gap = turn % 3 == 1 ? 3 : turn % 3 == 2 ? 8 : 0;
+    const int64_t gap = turn % 4 == 1 ? 3 : turn % 4 == 3 ? 8 : 0;
     Tensor rows(dtype, {B, 2 * D}, gap), state(turn % 5 == 4 ? MAMBA_FLOAT32 : dtype, {B, D, N}, gap), out(dtype, {B, D}, gap);
     Tensor x_proj(dtype, {R + 2 * N, D}), dt_proj(dtype, {D, R}), dt_bias(dtype, {D}), A_log(dtype, {D, N}), skip(dtype, {D});
     Convolution conv(B, D, 2 + turn % 3, 4 + turn % 2, dtype, gap);
@@ -236,10 +236,12 @@ static void run_mamba(const int64_t* size, int32_t dtype, int turn) {
 }
 
 static void test_tables() {
-    const int64_t mamba2[][5] = {{1, 1, 1, 1, 1}, {2, 4, 64, 1, 128}, {3, 6, 5, 3, 7}, {1, 2, 33, 2, 256}, {9, 2, 8, 1, 20}};
-    const int64_t mamba[][4] = {{1, 1, 1, 1}, {2, 130, 5, 16}, {9, 64, 4, 3}, {3, 70, 40, 100}, {1, 32, 3, 256}};
+    const int64_t mamba2[][5] = {{1, 1, 1, 1, 1},    {2, 4, 64, 1, 128}, {3, 6, 5, 3, 7},
+                                 {1, 2, 33, 2, 256}, {9, 2, 8, 1, 20},   {3, 3, 16, 1, 64}};
+    const int64_t mamba[][4] = {{1, 1, 1, 1},     {2, 130, 5, 16}, {9, 64, 4, 3},
+                                {3, 70, 40, 100}, {1, 32, 3, 256}, {5, 64, 4, 16}};
     int turn = 0;
-    for (int i = 0; i < 5; ++i) {
+    for (int i = 0; i < 6; ++i) {
         for (int32_t dtype = MAMBA_FLOAT32; dtype <= MAMBA_BFLOAT16; ++dtype) {
             for (int variant = 0; variant < 5; ++variant, ++turn) {
                 run_mamba2(mamba2[i], dtype, turn);

@@ -46,20 +46,31 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
                     rows.state_of(0) * (kVector == 1 ? p.state_dstate_stride : 1);
     const int64_t lane_step = row_step * p.state_dim_stride;
     const int64_t vector_step = (kVector << layout.lanes_log2) * (kVector == 1 ? p.state_dstate_stride : 1);
-    const auto holds = [&](int row, int v) { return row < count && rows.state_of(v) < dstate; };
+    const auto holds = [&](int row, int v) { return Rows::kWhole || (row < count && rows.state_of(v) < dstate); };
+    // Vector v of row r of this lane, of a tile at `first_row`.
+    const auto place_of = [&](State* first_row, int r, int v) {
+        if constexpr (Rows::kWhole) {
+            return first_row + (r * kVectors + v) * (32 * kVector);
+        } else {
+            return first_row + r * lane_step + v * vector_step;
+        }
+    };
 
     // The kernel before may still run: the states come closer, but are not read, since that kernel may write them.
     if (kVector > 1 && layout.ahead && rows.part % (kCacheLine / 16) == 0) {
-        const State* place = states;
+        State* place = states;
 #pragma unroll 1
-        for (int i = 0; i < tiles * kRows; ++i) {
+        for (int tile = 0; tile < tiles; ++tile) {
 #pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-                if (holds(lane_row + i * row_step, v)) {
-                    prefetch_to_L2(place + v * vector_step);
+            for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+                for (int v = 0; v < kVectors; ++v) {
+                    if (holds(lane_row + (tile * kRows + r) * row_step, v)) {
+                        prefetch_to_L2(place_of(place, r, v));
+                    }
                 }
             }
-            place += lane_step;
+            place += kRows * lane_step;
         }
     }
     const bool shares = layout.together && layout.parts.divisor > 1;
@@ -73,7 +84,7 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
     const auto channel_of_BC = [&](int n) {
         return channels + (n < dstate ? group * dstate + n : (p.ngroups + group - 1) * dstate + n);
     };
-    const State* next = states;
+    State* next = states;
     int next_row = lane_row, next_slot = 0;
     const auto load_tile = [&](bool wanted) {
         if (wanted) {
@@ -81,13 +92,13 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
             for (int r = 0; r < kRows; ++r) {
 #pragma unroll
                 for (int v = 0; v < kVectors; ++v) {
-                    if (holds(next_row, v)) {
-                        ring.load(next_slot, r, v, next + v * vector_step);
+                    if (holds(next_row + r * row_step, v)) {
+                        ring.load(next_slot, r, v, place_of(next, r, v));
                     }
                 }
-                next += lane_step;
-                next_row += row_step;
             }
+            next += kRows * lane_step;
+            next_row += tile_rows;
             next_slot = ring.after(next_slot);
         }
         end_copies();
@@ -150,8 +161,8 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
 #pragma unroll
     for (int i = 0; i < Rows::kStates; ++i) {
         const int n = rows.state_of(i / kVector) + i % kVector;
-        B[i] = n < dstate ? shared.BC[n] : 0.0f;
-        C[i] = n < dstate ? shared.BC[dstate + n] : 0.0f;
+        B[i] = Rows::kWhole || n < dstate ? shared.BC[n] : 0.0f;
+        C[i] = Rows::kWhole || n < dstate ? shared.BC[dstate + n] : 0.0f;
     }
     [[maybe_unused]] int slot = 0;
     int row = lane_row;  // of the tile's first
@@ -164,12 +175,12 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             const float2 decay_dt_x =
-                row + r * row_step < count ? shared.decay_dt_x[row + r * row_step] : make_float2(0.0f, 0.0f);
+                Rows::kWhole || row + r * row_step < count ? shared.decay_dt_x[row + r * row_step] : make_float2(0.0f, 0.0f);
             sums[r] = 0.0f;
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) {
                 const bool inside = holds(row + r * row_step, v);
-                State* const place = states + v * vector_step;
+                State* const place = place_of(states, r, v);
                 float h[kVector];
                 if constexpr (kVector > 1) {
                     ring.read(slot, r, v, h);
@@ -187,8 +198,8 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
                     }
                 }
             }
-            states += lane_step;
         }
+        states += kRows * lane_step;
         if constexpr (kVector > 1) {
             slot = ring.after(slot);
             load_tile(tile + kStepDepth < tiles);

@@ -73,8 +73,10 @@ cudaError_t launch_mamba2_step(const MambaMamba2Step& p, int processors, bool* t
         }
     }
     using Usual = UsualMamba2Step<State>;
-    if (Usual::fits(p)) {
-        return launch_mamba2_step_rows<StateRows<State, kVector, 4, 1>>(Usual{{p}}, processors, together);
+    const int lanes_log2 = ceil_log2(p.dstate / kVector, 2, 5);
+    if (Usual::fits(p) && p.dstate == kVector << lanes_log2 && p.state_dim_stride == p.dstate &&
+        p.headdim % (4 << (5 - lanes_log2)) == 0) {
+        return launch_mamba2_step_rows<StateRows<State, kVector, 4, 1, true>>(Usual{{p}}, processors, together);
     }
     return launch_mamba2_step_rows<StateRows<State, kVector, 4, 1>>(p, processors, together);
 }
