@@ -10,7 +10,7 @@ from problems.common import tensor_bytes
 
 WARM_UP = 3
 BUDGET = 1.0  # seconds that one round of repetitions may take; at least one is made
-SHORT = 2e-4  # seconds: shorter calls are timed several at once, or the events themselves would count
+SHORT = 1e-3  # seconds: shorter calls are timed several at once, or the events themselves would count
 MOST_AT_ONCE = 32  # the GPU's queue holds about a thousand kernels, and the host waits where it is full
 LEAD = 2.0  # times the host's time for a call that the GPU is kept from beginning it
 MOST_LEAD = 0.25  # seconds
