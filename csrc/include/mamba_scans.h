@@ -208,15 +208,26 @@ typedef struct MambaMamba3Backward {
 } MambaMamba3Backward;
 
 /* One decoding step, seqlen 1: as the scan, with states of any dtype that are updated in place, contiguous. The output uses the
- * new state before it is rounded. */
+ * new state before it is rounded. The scan's parameters may have other dtypes here.
+ *
+ * With dt_bias, q_weight and k_weight, all three or none, a layer's projection is taken as it is: q and k before their norm,
+ * rms(x) = x / sqrt(mean(x^2) + eps) * weight, dt before its bias and softplus, and as adt the projection a of
+ * A = -max(f(a), A_floor), where f(a) is 1 + a from 0 on and 1 / (1 - a) below, or with A_softplus log(1 + e^a). */
 typedef struct MambaMamba3Step {
     MambaMamba3 scan; /* without states, packing and workspace, which are not read */
     int32_t ssm_dtype, k_dtype, v_dtype;
+    int32_t parameter_dtype; /* of q_bias, k_bias, D, mimo_v, mimo_z, mimo_out, dt_bias */
+    int32_t weight_dtype;    /* of norm_weight, q_weight, k_weight */
+    int32_t A_softplus;
+    float A_floor, q_eps, k_eps;
     int32_t reserved;
-    float* state_angle; /* (B, H, S) */
-    void* state_ssm;    /* (B, H, P, N) of ssm_dtype */
-    void* state_k;      /* (B, R, H, N) of k_dtype */
-    void* state_v;      /* (B, H, P) of v_dtype */
+    const void* dt_bias;  /* (H) */
+    const void* q_weight; /* (N), for all ranks and groups */
+    const void* k_weight; /* (N) */
+    float* state_angle;   /* (B, H, S) */
+    void* state_ssm;      /* (B, H, P, N) of ssm_dtype */
+    void* state_k;        /* (B, R, H, N) of k_dtype */
+    void* state_v;        /* (B, H, P) of v_dtype */
 } MambaMamba3Step;
 
 #endif /* MAMBA_SCANS_H */

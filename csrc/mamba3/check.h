@@ -128,12 +128,18 @@ inline int32_t check_mamba3_step(const char* function, const MambaMamba3Step* pa
     check.dtype("ssm", q.ssm_dtype);
     check.dtype("k_state", q.k_dtype);
     check.dtype("v_state", q.v_dtype);
+    check.dtype("parameters", q.parameter_dtype);
+    check.dtype("weights", q.weight_dtype);
     if (!check.ok() || mamba3_is_empty(p)) {
         return check.status();
     }
     check_mamba3_inputs(check, p);
     check.that(p.ssm_state == nullptr && p.cu_seqlens == nullptr && p.seq_idx == nullptr, MAMBA_ERROR_INVALID,
                "a step has its own states and no packed sequences");
+    const bool raw = q.dt_bias != nullptr || q.q_weight != nullptr || q.k_weight != nullptr;
+    check.pointer("dt_bias", q.dt_bias, raw);
+    check.pointer("q_weight", q.q_weight, raw);
+    check.pointer("k_weight", q.k_weight, raw);
     check.pointer("out", p.out);
     check.pointer("state_angle", q.state_angle, p.nangles > 0);
     check.pointer("state_ssm", q.state_ssm);

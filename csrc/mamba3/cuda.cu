@@ -132,10 +132,10 @@ int32_t mamba_mamba3_step(const MambaMamba3Step* params) {
     }
     const MambaMamba3& p = params->scan;
     const DeviceGuard guard(p.run.device);
-    cudaError_t error = guard.error;
+    const DeviceLimits limits(p.run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : limits.error;
     if (error == cudaSuccess) {
-        const bool fits = p.batch * p.nheads <= INT32_MAX;
-        error = fits ? launchers_of<Mamba3Launchers>(params->ssm_dtype).step(*params) : cudaErrorInvalidConfiguration;
+        error = launchers_of<Mamba3Launchers>(params->ssm_dtype).step(*params, limits.processors);
     }
     return cuda_status(error, function, p.batch, p.nheads * p.headdim, 1, p.dstate);
 }

@@ -86,6 +86,8 @@ PAIRS = [
     ("ssd_backward", "dt_bias", "ddt_bias"),
     ("mamba3_forward", "ssm_state", "k_state"),
     ("mamba3_forward", "final_ssm", "final_k"),
+    ("mamba3_step", "dt_bias", "q_weight"),
+    ("mamba3_step", "q_weight", "dt_bias"),
     ("mamba3_backward", "D", "dD"),
     ("mamba3_backward", "z", "dz"),
     ("mamba3_backward", "mimo_out", "dmimo_out"),

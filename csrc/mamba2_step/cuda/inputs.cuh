@@ -3,7 +3,7 @@
 
 #include "causal_conv1d/cuda/step.cuh"
 #include "common/divisor.cuh"
-#include "mamba2_step/cuda/ring.cuh"
+#include "state_update/cuda/ring.cuh"
 
 namespace mamba {
 

@@ -65,14 +65,6 @@ inline int64_t backward_scratch(const MambaMamba3& p, const Mamba3Layout& layout
     return carve_backward(p, layout, nullptr).floats;
 }
 
-inline float dot_row(const float* a, const float* b, int64_t columns) {
-    Vec total = zero();
-    for (int64_t column = 0; column < columns; column += kLanes) {
-        total = fma(load(a + column), load(b + column), total);
-    }
-    return sum(total);
-}
-
 inline void add_rows(const float* from, int64_t floats, float* to) {
     for (int64_t i = 0; i < floats; i += kLanes) {
         store(to + i, load(to + i) + load(from + i));

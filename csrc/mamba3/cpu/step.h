@@ -9,6 +9,7 @@ namespace mamba3 {
 
 struct StepScratch {
     float *raw, *q, *k;               // (R, width)
+    float* weights;                   // (width)
     float *q_row, *k_row, *k_before;  // (R, N), as in memory
     float *v, *v_before, *z;          // (P)
     float *x, *x_before, *y;          // (R, P)
@@ -23,6 +24,7 @@ inline StepScratch carve_step(const MambaMamba3& p, const Mamba3Layout& layout, 
     Carver carver = {base, 0};
     StepScratch s;
     float** const by_width[] = {&s.raw, &s.q, &s.k};
+    s.weights = carver.take(layout.width);
     float** const by_N[] = {&s.q_row, &s.k_row, &s.k_before};
     float** const by_P[] = {&s.v, &s.v_before, &s.z};
     float** const by_row[] = {&s.x, &s.x_before, &s.y};
@@ -86,8 +88,50 @@ inline void step_state(const MambaMamba3& p, const Mamba3Layout& layout, float d
     }
 }
 
-inline void step_head(const MambaMamba3Step& q, const Mamba3Layout& layout, int64_t batch, int64_t head, float* scratch) {
+// ADT and DT of a head, where the projection is taken as it is.
+struct StepRate {
+    float adt, dt;
+};
+
+inline StepRate step_rate(const MambaMamba3Step& q, int64_t batch, int64_t head) {
     const MambaMamba3& p = q.scan;
+    const Vec bias = load_lanes(q.parameter_dtype, q.dt_bias, head, 1, 1), one = set1(1.0f);
+    const Vec a = load_lanes(p.adt_dtype, p.adt, batch * p.adt_batch_stride + head * p.adt_head_stride, 1, 1);
+    Vec slope;
+    const Vec dt =
+        softplus(load_lanes(p.dt_dtype, p.dt, batch * p.dt_batch_stride + head * p.dt_head_stride, 1, 1) + bias, slope);
+    const Vec heavy_tail = select_greater(zero(), a, one / (one - a), one + a);
+    const Vec rate = q.A_softplus != 0 ? softplus(a, slope) : heavy_tail, least = set1(q.A_floor);
+    return {first_lane(zero() - select_greater(least, rate, least, rate) * dt), first_lane(dt)};
+}
+
+// The rows of q or k, each divided by its root mean square, times weight; as they are without.
+inline void norm_rows(const MambaMamba3Step& q, const Mamba3Layout& layout, const void* weight, float eps, float* weights,
+                      float* rows) {
+    if (weight == nullptr) {
+        return;
+    }
+    fill_zero(weights, layout.width);
+    load_matrix(layout, q.weight_dtype, weight, 0, 0, 1, weights, layout.width);
+    for (int64_t r = 0; r < q.scan.rank; ++r) {
+        float* row = rows + r * layout.width;
+        const Vec rstd = set1(1.0f / ::sqrtf(dot_row(row, row, layout.width) / static_cast<float>(q.scan.dstate) + eps));
+        for (int64_t i = 0; i < layout.width; i += kLanes) {
+            store(row + i, load(row + i) * rstd * load(weights + i));
+        }
+    }
+}
+
+inline void step_head(const MambaMamba3Step& q, const Mamba3Layout& layout, int64_t batch, int64_t head, float* scratch) {
+    MambaMamba3 p = q.scan;
+    StepRate rate;
+    if (q.dt_bias != nullptr) {
+        rate = step_rate(q, batch, head);
+        p.adt = &rate.adt;
+        p.dt = &rate.dt;
+        p.adt_dtype = p.dt_dtype = MAMBA_FLOAT32;
+        p.adt_batch_stride = p.adt_head_stride = p.dt_batch_stride = p.dt_head_stride = 0;
+    }
     StepScratch s = carve_step(p, layout, scratch);
     const int rank = static_cast<int>(p.rank);
     const int64_t row = batch * p.nheads + head, group = head / (p.nheads / p.ngroups), pitch_N = row_pitch(p.dstate);
@@ -97,11 +141,13 @@ inline void step_head(const MambaMamba3Step& q, const Mamba3Layout& layout, int6
     load_angles(p, layout, q.state_angle + row * p.nangles, s.angles);
     find_turns(p, layout, chunk, head, steps, s.angles, s.turns);
     store_angles(p, layout, s.angles, q.state_angle + row * p.nangles);
-    load_parameters(p, layout, head, s.parameters);
+    load_parameters(p, layout, head, s.parameters, q.parameter_dtype, q.weight_dtype);
     fill_zero(s.raw, rank * layout.width);
     load_q(p, layout, chunk, group, s.raw);
+    norm_rows(q, layout, q.q_weight, q.q_eps, s.weights, s.raw);
     turn_rows(p, layout, chunk, s.raw, s.parameters.q_bias, s.turns, s.q);
     load_k(p, layout, chunk, group, s.raw);
+    norm_rows(q, layout, q.k_weight, q.k_eps, s.weights, s.raw);
     turn_rows(p, layout, chunk, s.raw, s.parameters.k_bias, s.turns, s.k);
     fill_zero(s.q_row, rank * pitch_N);
     fill_zero(s.k_row, rank * pitch_N);

@@ -151,6 +151,14 @@ inline void transpose_tile(const float* from, int64_t pitch, int64_t rows, int64
     }
 }
 
+inline float dot_row(const float* a, const float* b, int64_t columns) {
+    Vec total = zero();
+    for (int64_t column = 0; column < columns; column += kLanes) {
+        total = fma(load(a + column), load(b + column), total);
+    }
+    return sum(total);
+}
+
 // rows[row] = v[row / rank] * weight[row % rank], or without weight v.
 inline void project_rows(const MambaMamba3& p, const Mamba3Layout& layout, const float* v, const float* weight, int steps,
                          float* rows) {
@@ -164,6 +172,12 @@ inline void project_rows(const MambaMamba3& p, const Mamba3Layout& layout, const
             }
         }
     }
+}
+
+inline float first_lane(Vec values) {
+    alignas(64) float lanes[kLanes];
+    store(lanes, values);
+    return *lanes;
 }
 
 // What one head's parameters are, in tiles; null where there is none.
@@ -186,26 +200,28 @@ inline Parameters carve_parameters(const MambaMamba3& p, const Mamba3Layout& lay
     return s;
 }
 
-inline void load_parameters(const MambaMamba3& p, const Mamba3Layout& layout, int64_t head, Parameters& s) {
+// dtype: of all but norm_weight, which is of weight_dtype; float32 but for a step.
+inline void load_parameters(const MambaMamba3& p, const Mamba3Layout& layout, int64_t head, Parameters& s,
+                            int32_t dtype = MAMBA_FLOAT32, int32_t weight_dtype = MAMBA_FLOAT32) {
     const int rank = static_cast<int>(p.rank);
     fill_zero(s.q_bias, p.rank * layout.width);
     fill_zero(s.k_bias, p.rank * layout.width);
     const int64_t bias = head * p.rank * p.dstate, rows = head * p.rank * p.headdim;
-    load_matrix(layout, MAMBA_FLOAT32, p.q_bias, bias, p.dstate, rank, s.q_bias, layout.width);
-    load_matrix(layout, MAMBA_FLOAT32, p.k_bias, bias, p.dstate, rank, s.k_bias, layout.width);
+    load_matrix(layout, dtype, p.q_bias, bias, p.dstate, rank, s.q_bias, layout.width);
+    load_matrix(layout, dtype, p.k_bias, bias, p.dstate, rank, s.k_bias, layout.width);
     if (s.mimo_v != nullptr) {
-        load_rows(MAMBA_FLOAT32, p.mimo_v, rows, p.headdim, p.headdim, rank, s.mimo_v);
+        load_rows(dtype, p.mimo_v, rows, p.headdim, p.headdim, rank, s.mimo_v);
     }
     if (s.mimo_z != nullptr) {
-        load_rows(MAMBA_FLOAT32, p.mimo_z, rows, p.headdim, p.headdim, rank, s.mimo_z);
+        load_rows(dtype, p.mimo_z, rows, p.headdim, p.headdim, rank, s.mimo_z);
     }
     if (s.mimo_out != nullptr) {
-        load_rows(MAMBA_FLOAT32, p.mimo_out, rows, p.headdim, p.headdim, rank, s.mimo_out);
+        load_rows(dtype, p.mimo_out, rows, p.headdim, p.headdim, rank, s.mimo_out);
     }
     if (s.norm_weight != nullptr) {
-        load_rows(MAMBA_FLOAT32, p.norm_weight, head * p.headdim, p.headdim, p.headdim, 1, s.norm_weight);
+        load_rows(weight_dtype, p.norm_weight, head * p.headdim, p.headdim, p.headdim, 1, s.norm_weight);
     }
-    s.D = p.D != nullptr ? p.D[head] : 0.0f;
+    s.D = p.D != nullptr ? first_lane(load_lanes(dtype, p.D, head, 1, 1)) : 0.0f;
 }
 
 }  // namespace mamba3

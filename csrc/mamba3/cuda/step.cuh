@@ -1,204 +1,285 @@
-// One decoding step of Mamba-3, states in place: a block takes one head of one batch entry. The lanes of a warp lie along the
-// states and keep their entries of q, k and the k before in registers, for kRanks rows at a time; the state goes through once.
+// One decoding step of Mamba-3, states in place: a block takes one head of one batch entry. Its states are on their way to
+// shared memory while q and k become the head's own. The lanes of a warp lie along the states and keep their entries of q, k
+// and the k before in registers, for kRanks rows at a time; the state goes through once.
 #pragma once
 
 #include "common/alignment.h"
-#include "mamba3/cuda/chunks.cuh"
-#include "state_update/cuda/rows.cuh"
+#include "mamba3/cuda/step_output.cuh"
 
 namespace mamba {
 
-constexpr int kMamba3StepThreads = 128;
-
-// What the kernel adds to q or k before it turns it.
-struct Mamba3StepMatrix {
-    const void* from;
-    const float* bias;
-    int64_t offset, rank_stride;  // of from
-};
-
-// This lane's entries of a row of q or k with its bias, turned. cos_sin: by angle.
-template <class Rows>
-__device__ __forceinline__ void turn_step_row(float (&entries)[Rows::kStates], const MambaMamba3& p,
-                                              const Mamba3StepMatrix& matrix, const Rows& rows, int rank,
-                                              const float2* cos_sin) {
-    const int dstate = static_cast<int>(p.dstate), half = dstate / 2;
-    const float* const bias = matrix.bias + rank * p.dstate;
-    const int64_t from = matrix.offset + rank * matrix.rank_stride;
-#pragma unroll
-    for (int v = 0; v < Rows::kVectors; ++v) {
-#pragma unroll
-        for (int i = 0; i < Rows::kVector; ++i) {
-            const int n = rows.state_of(v) + i;
-            float value = 0.0f;
-            if (n < dstate) {
-                const int angle = p.pairwise != 0 ? n / 2 : n < half ? n : n - half;
-                value = load_as_float(matrix.from, from + n, p.dtype) + bias[n];
-                if (angle < p.nangles) {
-                    const bool second = p.pairwise != 0 ? n % 2 != 0 : n >= half;
-                    const int partner = p.pairwise != 0 ? n ^ 1 : second ? n - half : n + half;
-                    const float other = load_as_float(matrix.from, from + partner, p.dtype) + bias[partner];
-                    const float2 turn = cos_sin[angle];
-                    value = second ? fmaf(value, turn.x, other * turn.y) : fmaf(value, turn.x, -(other * turn.y));
-                }
-            }
-            entries[v * Rows::kVector + i] = value;
-        }
-    }
-}
-
-// This lane's entries of the k before.
-template <class Rows>
-__device__ __forceinline__ void load_step_row(float (&entries)[Rows::kStates], const void* from, int64_t offset, int32_t dtype,
-                                              const Rows& rows, int dstate) {
-#pragma unroll
-    for (int v = 0; v < Rows::kVectors; ++v) {
-#pragma unroll
-        for (int i = 0; i < Rows::kVector; ++i) {
-            const int n = rows.state_of(v) + i;
-            entries[v * Rows::kVector + i] = n < dstate ? load_as_float(from, offset + n, dtype) : 0.0f;
-        }
-    }
-}
-
+// A lane's entries of kRanks rows of shared memory, zero beyond dstate.
 template <class Rows, int kRanks>
-__global__ void __launch_bounds__(kMamba3StepThreads, kRanks == 1 ? 6 : 3)
-    mamba3_step_kernel(const MambaMamba3Step q, int lanes_log2) {
+__device__ __forceinline__ void read_step_rows(float (&entries)[kRanks][Rows::kStates], const float* from, int pitch, int count,
+                                               const Rows& rows, int dstate) {
+#pragma unroll
+    for (int j = 0; j < kRanks; ++j) {
+#pragma unroll
+        for (int v = 0; v < Rows::kVectors; ++v) {
+            const int n = rows.state_of(v);
+            const bool inside = j < count && n < dstate;
+            constexpr int kWidth = Rows::kVector < 4 ? Rows::kVector : 4;
+#pragma unroll
+            for (int i = 0; i < Rows::kVector; i += kWidth) {
+                const auto packed =
+                    inside ? packed_load<float, kWidth>(from + j * pitch + n + i) : packed_zero<float, kWidth>();
+                unpack<float, kWidth>(packed, entries[j] + v * Rows::kVector + i);
+            }
+        }
+    }
+}
+
+constexpr int32_t kNoDtype = -1;
+
+// Blocks of a multiprocessor: few enough that registers suffice.
+template <class Rows, int kRanks, bool kAtOnce>
+constexpr int kMamba3StepBlocks = !kAtOnce            ? 2
+                                  : Rows::kStates > 4 ? 3
+                                  : kRanks > 1        ? 4
+                                                      : 5;
+
+// kUsual: the dtype of the usual dtypes, or kNoDtype. kAtOnce: the rows of all ranks fit shared memory together. Else they take
+// turns, for each tile of the state again.
+template <class Rows, int kRanks, bool kAtOnce, int32_t kUsual>
+__global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, kRanks, kAtOnce>))
+    mamba3_step_kernel(const MambaMamba3Step q, const Mamba3StepLayout layout) {
     using State = typename Rows::State;
+    using Ring = StateRing<Rows, kMamba3StepDepth>;
     constexpr int kVector = Rows::kVector, kRows = Rows::kRows, kVectors = Rows::kVectors, kStates = Rows::kStates;
-    constexpr int kWarps = kMamba3StepThreads / 32;
+    constexpr int kRowsAtOnce = kRanks > 1 && kStates <= 4 ? 2 : 1;  // of q or k, in a warp
+    constexpr bool kKeepsQ = kRanks == 1 || kStates <= 4;            // in registers
+    MAMBA_DYNAMIC_SHARED(16, unsigned char, memory);
     __shared__ float2 cos_sin[MAMBA_MAX_DSTATE / 2];
     __shared__ float v_of[MAMBA_MAX_HEADDIM], v_before[MAMBA_MAX_HEADDIM];
-    MAMBA_DYNAMIC_SHARED(16, float, y_of);  // (R, P), then 1 / rms of the rows
     const MambaMamba3& p = q.scan;
     const int thread = static_cast<int>(threadIdx.x);
     const int warp = thread / 32;
-    const int rank = static_cast<int>(p.rank), headdim = static_cast<int>(p.headdim), dstate = static_cast<int>(p.dstate);
+    const Mamba3StepDtypes dtypes = kUsual != kNoDtype ? Mamba3StepDtypes::usual(kUsual) : Mamba3StepDtypes::of(q);
+    const int rank = kRanks > 1 ? static_cast<int>(p.rank) : 1, headdim = static_cast<int>(p.headdim),
+              dstate = static_cast<int>(p.dstate);
+    const uint32_t nheads = static_cast<uint32_t>(p.nheads), group_heads = nheads / static_cast<uint32_t>(p.ngroups);
     const int64_t index = blockIdx.x;
-    const int64_t batch = index / p.nheads, head = index % p.nheads;
-    const int64_t group = head / (p.nheads / p.ngroups);
-    const Rows rows(lanes_log2);
-    const int tile_rows = rows.tile_rows();
+    const int64_t batch = blockIdx.x / nheads, head = blockIdx.x % nheads;
+    const int64_t group = static_cast<uint32_t>(head) / group_heads;
+    const Rows rows(layout.lanes_log2);
+    const Mamba3StepShared shared(memory + kMamba3StepWarps * Ring::kWarpBytes, layout, rank, headdim);
+    [[maybe_unused]] const Ring ring(memory + warp * Ring::kWarpBytes);
+    const int tile_rows = rows.tile_rows(), tiles = (headdim + tile_rows - 1) / tile_rows;
     const auto place_of = [&](int tile) {
         StatePlace<State> place;
         place.first = static_cast<State*>(q.state_ssm) + (index * headdim + tile * tile_rows + rows.row_of(0)) * p.dstate;
-        place.step = p.dstate << (5 - lanes_log2);
+        place.step = p.dstate << (5 - layout.lanes_log2);
         place.dstate_stride = 1;
         place.rows_left = headdim - tile * tile_rows;
         place.dstate = dstate;
         return place;
     };
-    const int tiles = (headdim + tile_rows - 1) / tile_rows;
-    let_next_kernel_start();
-    for (int tile = warp; tile < tiles; tile += kWarps) {  // the kernel before may still change them
-        place_of(tile).prefetch(rows);
+    if (layout.ahead) {  // the kernel before may still change them
+        for (int tile = warp; tile < tiles; tile += kMamba3StepWarps) {
+            place_of(tile).prefetch(rows);
+        }
     }
     wait_for_previous_kernel();
-    typename Rows::Tile packed;
-    if (warp < tiles) {
-        place_of(warp).load(rows, packed);
+    let_next_kernel_start();
+
+    // All loads first, so that one memory latency covers them: those that all else waits for, then the states.
+    const Mamba3StepMatrix matrix(q, dtypes, warp % 2 == 0, batch, head, group);  // even warps have k, odd ones q
+    Mamba3StepRow<kStates / 2> row[kRowsAtOnce];
+    const auto load_rows = [&](int first, int end) {
+#pragma unroll
+        for (int j = 0; j < kRowsAtOnce; ++j) {
+            if (first + 2 * j < end) {
+                row[j].load(p, matrix, first + 2 * j, rows.lane);
+            }
+        }
+    };
+    const auto end_of_chunk = [&](int first) { return kAtOnce || first + layout.held > rank ? rank : first + layout.held; };
+    if constexpr (kAtOnce) {
+        load_rows(warp / 2, rank);
+    }
+    const Mamba3StepRateBits rate_bits(q, dtypes, batch, head);
+    uint32_t angle = 0;
+    float turned = 0.0f;
+    if (thread < p.nangles) {
+        const int64_t at = batch * p.angle_batch_stride + (p.angles_of_heads != 0 ? head * p.angle_head_stride : 0) + thread;
+        angle = load_bits(p.angles, at, dtypes.angle);
+        turned = q.state_angle[index * p.nangles + thread];
+    }
+    constexpr int kOwn = MAMBA_MAX_HEADDIM / kMamba3StepThreads;  // channels of a thread
+    uint32_t v_bits[kOwn], v_before_bits[kOwn], z_bits[kOwn];
+#pragma unroll
+    for (int slot = 0; slot < kOwn; ++slot) {
+        const int i = slot * kMamba3StepThreads + thread;
+        v_bits[slot] = v_before_bits[slot] = z_bits[slot] = 0;
+        if (i < headdim) {
+            v_bits[slot] = load_bits(p.v, batch * p.v_batch_stride + head * p.v_head_stride + i, dtypes.x);
+            v_before_bits[slot] = load_bits(q.state_v, index * headdim + i, dtypes.v);
+            if (p.z != nullptr) {
+                z_bits[slot] = load_bits(p.z, batch * p.z_batch_stride + head * p.z_head_stride + i, dtypes.x);
+            }
+        }
+    }
+    [[maybe_unused]] int slot_to = 0, slot_from = 0;
+    const auto copy_tile = [&](int tile) {
+        if constexpr (kVector > 1) {
+            if (tile < tiles) {
+                const StatePlace<State> place = place_of(tile);
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+                    for (int v = 0; v < kVectors; ++v) {
+                        if (place.holds(rows, r, v)) {
+                            ring.load(slot_to, r, v, place.at(rows, r, v));
+                        }
+                    }
+                }
+                slot_to = ring.after(slot_to);
+            }
+            end_copies();
+        }
+    };
+#pragma unroll 1
+    for (int i = 0; i < kMamba3StepDepth; ++i) {
+        copy_tile(warp + i * kMamba3StepWarps);
     }
 
-    const float adt = load_as_float(p.adt, batch * p.adt_batch_stride + head * p.adt_head_stride, p.adt_dtype);
-    const float dt = load_as_float(p.dt, batch * p.dt_batch_stride + head * p.dt_head_stride, p.dt_dtype);
-    const float trap = load_as_float(p.trap, batch * p.trap_batch_stride + head * p.trap_head_stride, p.trap_dtype);
-    const float decay = expf(adt), gamma = sigmoid(trap) * dt, nu = sigmoid(-trap) * dt;
-    for (int i = thread; i < p.nangles; i += kMamba3StepThreads) {
-        const int64_t at = batch * p.angle_batch_stride + (p.angles_of_heads != 0 ? head * p.angle_head_stride : 0) + i;
-        const float turn = turn_of_step(0.5f * tanhf(load_as_float(p.angles, at, p.angle_dtype)), dt);
-        float& state = q.state_angle[index * p.nangles + i];
-        const uint32_t count = count_of_radians(state) + count_of_turns(turn);
+    const Mamba3StepRates rates = rate_bits.rates(q, dtypes);
+    if (thread < p.nangles) {
+        const float turn = turn_of_step(0.5f * tanhf(float_from_bits(angle, dtypes.angle)), rates.dt);
+        const uint32_t count = count_of_radians(turned) + count_of_turns(turn);
         // A count is never NaN.
-        const float lost = turn == turn && state == state ? 0.0f : __int_as_float(0x7fffffff);
+        const float lost = turn == turn && turned == turned ? 0.0f : __int_as_float(0x7fffffff);
         const float2 found = cos_sin_of_turns(turns_of_count(count));
-        cos_sin[i] = make_float2(found.x + lost, found.y + lost);
-        state = radians_of_count(count) + lost;
+        cos_sin[thread] = make_float2(found.x + lost, found.y + lost);
+        q.state_angle[index * p.nangles + thread] = radians_of_count(count) + lost;
     }
-    for (int i = thread; i < headdim; i += kMamba3StepThreads) {
-        const int64_t at = batch * p.v_batch_stride + head * p.v_head_stride + i;
-        v_of[i] = load_as_float(p.v, at, p.dtype);
-        v_before[i] = load_as_float(q.state_v, index * headdim + i, q.v_dtype);
-        store_from_float(q.state_v, index * headdim + i, q.v_dtype, v_of[i]);
+#pragma unroll
+    for (int slot = 0; slot < kOwn; ++slot) {
+        const int i = slot * kMamba3StepThreads + thread;
+        if (i < headdim) {
+            v_of[i] = float_from_bits(v_bits[slot], dtypes.x);
+            v_before[i] = float_from_bits(v_before_bits[slot], dtypes.v);
+            store_from_float(q.state_v, index * headdim + i, dtypes.v, v_of[i]);
+        }
     }
-    __syncthreads();
+    // The rows of the ranks from `first` on, whose loads are on their way, and what they are multiplied by.
+    const auto hold = [&](int first, bool writes) {
+        const int end = end_of_chunk(first);
+        __syncthreads();  // cos_sin is there, and nobody needs the rows before
+        for (int r = first + warp / 2; r < end; r += 2 * kRowsAtOnce) {
+#pragma unroll
+            for (int j = 0; j < kRowsAtOnce; ++j) {
+                const int at = (r + 2 * j - first) * layout.pitch;
+                if (r + 2 * j < end) {
+                    row[j].finish(p, matrix, r + 2 * j, rows.lane, cos_sin, (warp % 2 == 0 ? shared.k : shared.q) + at,
+                                  shared.before + at, writes);
+                }
+            }
+            load_rows(r + 2 * kRowsAtOnce, end);
+        }
+        for (int i = thread; i < headdim; i += kMamba3StepThreads) {
+#pragma unroll 4
+            for (int r = first; r < end; ++r) {
+                const float weight = step_projection(p, dtypes.parameter, p.mimo_v, head, r, i);
+                shared.x[(r - first) * headdim + i] =
+                    make_float2(rates.gamma * (weight * v_of[i]), rates.decay * (rates.nu * (weight * v_before[i])));
+            }
+        }
+        __syncthreads();
+    };
+    if constexpr (kAtOnce) {
+        hold(0, true);
+    }
 
-    const Mamba3StepMatrix q_matrix = {p.q, p.q_bias + head * p.rank * p.dstate,
-                                       batch * p.q_batch_stride + group * p.q_group_stride, p.q_rank_stride};
-    const Mamba3StepMatrix k_matrix = {p.k, p.k_bias + head * p.rank * p.dstate,
-                                       batch * p.k_batch_stride + group * p.k_group_stride, p.k_rank_stride};
-    const auto k_index = [&](int r) { return ((batch * p.rank + r) * p.nheads + head) * p.dstate; };
-    const float* const weights = p.mimo_v != nullptr ? p.mimo_v + head * p.rank * p.headdim : nullptr;
     float q_of[kRanks][kStates], k_of[kRanks][kStates], before[kRanks][kStates];
-    const auto load_k = [&](int first) {
-#pragma unroll
-        for (int r = 0; r < kRanks; ++r) {
-            if (first + r < rank) {
-                turn_step_row(k_of[r], p, k_matrix, rows, first + r, cos_sin);
-                load_step_row(before[r], q.state_k, k_index(first + r), q.k_dtype, rows, dstate);
-            }
-        }
+    const auto read = [&](float(&entries)[kRanks][kStates], const float* held, int first, int end) {
+        read_step_rows(entries, held + first * layout.pitch, layout.pitch, end - first, rows, dstate);
     };
-    const auto load_q = [&](int first) {
-#pragma unroll
-        for (int r = 0; r < kRanks; ++r) {
-            if (first + r < rank) {
-                turn_step_row(q_of[r], p, q_matrix, rows, first + r, cos_sin);
-            }
+    const bool in_registers = kAtOnce && rank <= kRanks;
+    if (in_registers) {
+        read(k_of, shared.k, 0, rank);
+        read(before, shared.before, 0, rank);
+        if (kKeepsQ) {
+            read(q_of, shared.q, 0, rank);
         }
-    };
-    const bool at_once = rank <= kRanks;
-    if (at_once) {
-        load_k(0);
-        load_q(0);
     }
-    for (int tile = warp; tile < tiles; tile += kWarps) {
+#pragma unroll 1
+    for (int round = 0; round * kMamba3StepWarps < tiles; ++round) {
+        const int tile = round * kMamba3StepWarps + warp;
+        if (kAtOnce && tile >= tiles) {
+            break;
+        }
+        const StatePlace<State> place = place_of(tile);
         float h[kRows][kStates];
+        if constexpr (kVector > 1) {
+            wait_for_copies<kMamba3StepDepth - 1>();
+        }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) {
-                unpack<State, kVector>(packed[r][v], &h[r][v * kVector]);
+                float* const values = h[r] + v * kVector;
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) {
+                    values[i] = 0.0f;
+                }
+                if (place.holds(rows, r, v)) {
+                    if constexpr (kVector > 1) {
+                        ring.read(slot_from, r, v, values);
+                    } else {
+                        *values = to_float(*place.at(rows, r, v));
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) {
+                    values[i] *= rates.decay;
+                }
             }
         }
-        const StatePlace<State> place = place_of(tile);
-        if (tile + kWarps < tiles) {
-            place_of(tile + kWarps).load(rows, packed);
+        if constexpr (kVector > 1) {
+            slot_from = ring.after(slot_from);
         }
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-            for (int n = 0; n < kStates; ++n) {
-                h[r][n] *= decay;
+        // Calls use(first rank of kRanks, end) with their rows in shared memory, the chunk from `begin` on.
+        const auto each_rank = [&](bool writes, const auto& use) {
+            for (int begin = 0; begin < rank; begin += kAtOnce ? rank : layout.held) {
+                const int end = end_of_chunk(begin);
+                if constexpr (!kAtOnce) {
+                    load_rows(begin + warp / 2, end);
+                    hold(begin, writes);
+                }
+                for (int first = begin; first < end; first += kRanks) {
+                    use(begin, first, end);
+                }
             }
-        }
-        for (int first = 0; first < rank; first += kRanks) {
-            if (!at_once) {
-                load_k(first);
+        };
+        each_rank(false, [&](int begin, int first, int end) {
+            if (!in_registers) {
+                read(k_of, shared.k, first - begin, end - begin);
+                read(before, shared.before, first - begin, end - begin);
             }
 #pragma unroll
             for (int j = 0; j < kRanks; ++j) {
-                if (first + j < rank) {
+                if (first + j < end) {
 #pragma unroll
                     for (int r = 0; r < kRows; ++r) {
-                        const int row = tile * tile_rows + rows.row_of(r);
-                        const int own = row < headdim ? row : 0;
-                        const float weight = weights != nullptr ? weights[(first + j) * headdim + own] : 1.0f;
-                        const float x = gamma * (weight * v_of[own]), x_before = decay * (nu * (weight * v_before[own]));
+                        const int of = tile * tile_rows + rows.row_of(r);
+                        const float2 x = shared.x[(first + j - begin) * headdim + (of < headdim ? of : 0)];
 #pragma unroll
                         for (int n = 0; n < kStates; ++n) {
-                            h[r][n] = fmaf(x, k_of[j][n], fmaf(x_before, before[j][n], h[r][n]));
+                            h[r][n] = fmaf(x.x, k_of[j][n], fmaf(x.y, before[j][n], h[r][n]));
                         }
                     }
                 }
             }
-        }
-        for (int first = 0; first < rank; first += kRanks) {
-            if (!at_once) {
-                load_q(first);
+        });
+        // In the last round all have read the k before.
+        each_rank((round + 1) * kMamba3StepWarps >= tiles, [&](int begin, int first, int end) {
+            if (!(in_registers && kKeepsQ)) {
+                read(q_of, shared.q, first - begin, end - begin);
             }
 #pragma unroll
             for (int j = 0; j < kRanks; ++j) {
-                if (first + j < rank) {
+                if (first + j < end) {
                     float sums[kRows];
 #pragma unroll
                     for (int r = 0; r < kRows; ++r) {
@@ -209,88 +290,31 @@ __global__ void __launch_bounds__(kMamba3StepThreads, kRanks == 1 ? 6 : 3)
                         }
                     }
                     const float sum = rows.sum_to_owners(sums);
-                    const int row = tile * tile_rows + rows.row_of(rows.part % kRows);
-                    if (rows.part < kRows && row < headdim) {
-                        y_of[(first + j) * headdim + row] = sum;
+                    const int of = tile * tile_rows + rows.row_of(rows.part % kRows);
+                    if (rows.part < kRows && of < headdim) {
+                        shared.y[(first + j) * headdim + of] = sum;
                     }
                 }
             }
-        }
+        });
         store_rows(rows, place, h);
+        copy_tile(tile + kMamba3StepDepth * kMamba3StepWarps);
     }
     __syncthreads();
-
-    // All have read the k before.
-    for (int r = warp; r < rank; r += kWarps) {
-        float entries[kStates];
-        turn_step_row(entries, p, k_matrix, rows, r, cos_sin);
-        if (rows.lane >> lanes_log2 == 0) {
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-                for (int i = 0; i < kVector; ++i) {
-                    const int n = rows.state_of(v) + i;
-                    if (n < dstate) {
-                        store_from_float(q.state_k, k_index(r) + n, q.k_dtype, entries[v * kVector + i]);
-                    }
-                }
-            }
-        }
-    }
-    const float D = p.D != nullptr ? p.D[head] : 0.0f;
-    const auto row_of_y = [&](int r, int i) {
-        return fmaf(D, (weights != nullptr ? weights[r * headdim + i] : 1.0f) * v_of[i], y_of[r * headdim + i]);
-    };
-    float* const rstd = y_of + rank * headdim;
-    if (p.norm_weight != nullptr) {
-        for (int r = warp; r < rank; r += kWarps) {
-            float squares = 0.0f;
-            for (int i = rows.lane; i < headdim; i += 32) {
-                const float y = row_of_y(r, i);
-                squares = fmaf(y, y, squares);
-            }
-#pragma unroll
-            for (int distance = 16; distance > 0; distance /= 2) {
-                squares += __shfl_xor_sync(0xffffffffu, squares, distance);
-            }
-            if (rows.lane == 0) {
-                rstd[r] = rsqrtf(squares / static_cast<float>(headdim) + p.norm_eps);
-            }
-        }
-        __syncthreads();
-    }
-    for (int i = thread; i < headdim; i += kMamba3StepThreads) {
-        const float z =
-            p.z != nullptr ? load_as_float(p.z, batch * p.z_batch_stride + head * p.z_head_stride + i, p.dtype) : 0.0f;
-        const int64_t to = batch * p.out_batch_stride + head * p.out_head_stride + i;
-        float out = 0.0f;
-        for (int r = 0; r < rank; ++r) {
-            const int64_t weight = (head * p.rank + r) * p.headdim + i;
-            float y = row_of_y(r, i);
-            if (p.norm_weight != nullptr) {
-                y *= rstd[r] * p.norm_weight[head * p.headdim + i];
-            }
-            if (p.z != nullptr) {
-                y *= silu(p.mimo_z != nullptr ? z * p.mimo_z[weight] : z);
-            }
-            if (p.mimo_out == nullptr) {
-                store_from_float(p.out, to + r * p.out_rank_stride, p.dtype, y);
-            } else {
-                out = fmaf(y, p.mimo_out[weight], out);
-            }
-        }
-        if (p.mimo_out != nullptr) {
-            store_from_float(p.out, to, p.dtype, out);
-        }
-    }
+    finish_step(p, dtypes, rank, shared, batch, head, v_of, z_bits);
 }
 
-template <class Rows, int kRanks>
-cudaError_t launch_mamba3_step_rows(const MambaMamba3Step& q) {
+template <class Rows, int kRanks, bool kAtOnce, int32_t kUsual>
+cudaError_t launch_mamba3_step_rows(const MambaMamba3Step& q, int processors, int64_t held) {
     const MambaMamba3& p = q.scan;
-    const int lanes_log2 = ceil_log2(ceil_div(p.dstate, Rows::kStates), ceil_log2(Rows::kRows, 0, 5), 5);
-    const int64_t shared = p.rank * (p.headdim + 1) * 4;
-    const auto kernel = mamba3_step_kernel<Rows, kRanks>;
+    Mamba3StepLayout layout;
+    layout.lanes_log2 = ceil_log2(ceil_div(p.dstate, Rows::kStates), ceil_log2(Rows::kRows, 0, 5), 5);
+    layout.held = static_cast<int32_t>(held);
+    layout.pitch = static_cast<int32_t>(mamba3_step_pitch(p));
+    layout.ahead = p.batch * p.nheads <= int64_t{kMamba3StepBlocks<Rows, kRanks, kAtOnce>} * processors;
+    const int64_t states = kMamba3StepWarps * StateRing<Rows, kMamba3StepDepth>::kWarpBytes;
+    const int64_t shared = states + held * mamba3_step_rank_bytes(p) + mamba3_step_output_bytes(p);
+    const auto kernel = mamba3_step_kernel<Rows, kRanks, kAtOnce, kUsual>;
     const cudaError_t error = shared <= 40 * 1024
                                   ? cudaSuccess
                                   : cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
@@ -298,28 +322,41 @@ cudaError_t launch_mamba3_step_rows(const MambaMamba3Step& q) {
     if (error != cudaSuccess) {
         return error;
     }
-    return launch_overlapping(kernel, static_cast<unsigned>(p.batch * p.nheads), kMamba3StepThreads,
-                              static_cast<size_t>(shared), p.run.stream, q, lanes_log2);
+    return launch_overlapping(kernel, p.batch * p.nheads, kMamba3StepThreads, static_cast<size_t>(shared), p.run.stream, q,
+                              layout);
+}
+
+template <class Rows, int32_t kUsual>
+cudaError_t launch_mamba3_step_vectors(const MambaMamba3Step& q, int processors) {
+    return q.scan.rank == 1 ? launch_mamba3_step_rows<Rows, 1, true, kUsual>(q, processors, 1)
+                            : launch_mamba3_step_rows<Rows, 4, true, kUsual>(q, processors, q.scan.rank);
 }
 
 // State: the dtype of the state.
 template <typename State>
-cudaError_t launch_mamba3_step(const MambaMamba3Step& q) {
+cudaError_t launch_mamba3_step(const MambaMamba3Step& q, int processors) {
     constexpr int kVector = 16 / static_cast<int>(sizeof(State));
     const MambaMamba3& p = q.scan;
-    const bool one = p.rank == 1;
-    if (p.dstate % kVector != 0 || !pointer_is_aligned(q.state_ssm, 16)) {
-        return one ? launch_mamba3_step_rows<StateRows<State, 1, 1, 8>, 1>(q)
-                   : launch_mamba3_step_rows<StateRows<State, 1, 1, 8>, 4>(q);
+    const int64_t rank_bytes = mamba3_step_rank_bytes(p), all = p.rank * rank_bytes;
+    if (p.dstate % kVector != 0 || !pointer_is_aligned(q.state_ssm, 16) || all > kMamba3StepMostRows) {
+        const int64_t held = all > kMamba3StepMostRows ? kMamba3StepMostRows / rank_bytes : p.rank;
+        return launch_mamba3_step_rows<StateRows<State, 1, 1, 8>, 4, false, kNoDtype>(q, processors, held);
     }
     if constexpr (32 * kVector < MAMBA_MAX_DSTATE) {
         if (p.dstate > 32 * kVector) {
-            return one ? launch_mamba3_step_rows<StateRows<State, kVector, 2, 2>, 1>(q)
-                       : launch_mamba3_step_rows<StateRows<State, kVector, 2, 2>, 4>(q);
+            return launch_mamba3_step_vectors<StateRows<State, kVector, 2, 2>, kNoDtype>(q, processors);
         }
     }
-    return one ? launch_mamba3_step_rows<StateRows<State, kVector, 4, 1>, 1>(q)
-               : launch_mamba3_step_rows<StateRows<State, kVector, 4, 1>, 4>(q);
+    using Rows = StateRows<State, kVector, 4, 1>;
+    if (Mamba3StepDtypes::of(q) == Mamba3StepDtypes::usual(kDtype<State>)) {
+        return launch_mamba3_step_vectors<Rows, kDtype<State>>(q, processors);
+    }
+    if constexpr (kDtype<State> == MAMBA_FLOAT32) {  // the state is wide and all else narrow, as the cache is allocated
+        if (Mamba3StepDtypes::of(q) == Mamba3StepDtypes::usual(MAMBA_BFLOAT16)) {
+            return launch_mamba3_step_vectors<Rows, MAMBA_BFLOAT16>(q, processors);
+        }
+    }
+    return launch_mamba3_step_vectors<Rows, kNoDtype>(q, processors);
 }
 
 }  // namespace mamba

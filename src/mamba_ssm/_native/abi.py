@@ -301,8 +301,10 @@ class MambaMamba3Step(ctypes.Structure):
     _fields_ = _fields(
         """
         MambaMamba3: scan;
-        i32: ssm_dtype, k_dtype, v_dtype, reserved;
-        ptr: state_angle, state_ssm, state_k, state_v
+        i32: ssm_dtype, k_dtype, v_dtype, parameter_dtype, weight_dtype, A_softplus;
+        f32: A_floor, q_eps, k_eps;
+        i32: reserved;
+        ptr: dt_bias, q_weight, k_weight, state_angle, state_ssm, state_k, state_v
         """,
         MambaMamba3=MambaMamba3,
     )
