@@ -292,6 +292,21 @@ def test_a_norm_or_projection_with_hooks_or_replaced_is_called(module, device):
     assert sorted(calls) == sorted(name for name, _ in module.named_children())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("hooked", [("B_norm",), ("norm",), ("C_norm", "norm")], ids="_".join)
+def test_a_step_calls_a_norm_with_hooks(module, hooked, device):
+    hooked, calls = [name for name in hooked if hasattr(module, name)], []
+    u = torch.randn(3, 24, device=device)
+    first, second = (module.allocate_inference_cache(3, 0) for _ in range(2))
+    expected = [module.step(u.roll(step, 1), *first)[0] for step in range(3)]
+    for name in hooked:
+        module.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    found = [module.step(u.roll(step, 1), *second)[0] for step in range(3)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(second, first, rtol=1e-4, atol=1e-5)
+    assert sorted(calls) == sorted(hooked * 3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 def test_narrow_modules_and_autocast(module, dtype, device):
     u = torch.randn(2, 40, 24, device=device)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mamba_ssm import Mamba, Mamba2, MambaLMHeadModel
+from mamba_ssm import Mamba, Mamba2, Mamba3, MambaLMHeadModel
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.utils.generation import InferenceParams
 
@@ -32,8 +32,10 @@ class Calls(TorchDispatchMode):
         (Mamba2(64), "mamba2_step"),
         (Mamba2(64, headdim=16, ngroups=2, D_has_hdim=True, norm_before_gate=True), "mamba2_step"),
         (Mamba2(64, headdim=16, rmsnorm=False, dt_limit=(0.01, 0.1)), "mamba2_step"),
+        (Mamba3(64), "mamba3_block_step"),
+        (Mamba3(64, headdim=16, is_mimo=True, ngroups=2, is_outproj_norm=True), "mamba3_block_step"),
     ],
-    ids=["mamba", "mamba2", "mamba2_groups", "mamba2_limits"],
+    ids=["mamba", "mamba2", "mamba2_groups", "mamba2_limits", "mamba3", "mamba3_mimo"],
 )
 def test_a_layer(module, step, device):
     """Nothing that is the same at every token is computed: not A of A_log, no copies and no expansions."""
@@ -45,7 +47,9 @@ def test_a_layer(module, step, device):
     assert calls.names == ["linear", step, "linear"]
 
 
-@pytest.mark.parametrize("layer,step", [("Mamba1", "mamba_step"), ("Mamba2", "mamba2_step")])
+@pytest.mark.parametrize(
+    "layer,step", [("Mamba1", "mamba_step"), ("Mamba2", "mamba2_step"), ("Mamba3", "mamba3_block_step")]
+)
 def test_a_model(layer, step, device):
     config = MambaConfig(d_model=64, n_layer=2, vocab_size=50, ssm_cfg={"layer": layer})
     model = MambaLMHeadModel(config, device=device, dtype=torch.bfloat16)

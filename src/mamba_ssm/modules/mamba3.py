@@ -20,6 +20,7 @@ from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continue
 from mamba_ssm.modules._state import initial_dt_bias, mark, states_in_cache
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.linear import project
+from mamba_ssm.ops.mamba3_block import mamba3_block_step
 from mamba_ssm.ops.mamba3_scan import States, mamba3_scan, mamba3_step
 from mamba_ssm.ops.norm import GatedRMSNorm, RMSNorm
 
@@ -257,9 +258,8 @@ class Mamba3(nn.Module):
                 f"{self.d_model}, got {tuple(u.shape)}"
             )
         self._check_states(angle_state, ssm_state, k_state, v_state)
-        arguments, z = self._arguments(project(self.in_proj, row))
         states = States(angle_state, ssm_state, k_state, v_state)
-        out = project(self.out_proj, self._finish(mamba3_step(states, **arguments), z))
+        out = project(self.out_proj, self._step(project(self.in_proj, row), states))
         return out.unsqueeze(1) if u.dim() == 3 else out, angle_state, ssm_state, k_state, v_state
 
     def allocate_inference_cache(
@@ -293,6 +293,40 @@ class Mamba3(nn.Module):
         arguments, z = self._arguments(zxBCdt)
         y, states = typing.cast(typing.Any, mamba3_scan(**arguments, **options, return_final_states=True))
         return self._finish(y, z), states
+
+    def _step(self, zxBCdt: torch.Tensor, states: States) -> torch.Tensor:
+        """(B, d_inner), by one operator; a norm that is more than its weight is called before or behind it."""
+        if not all(is_plain(norm, RMSNorm) or is_plain(norm, SharedRMSNorm) for norm in (self.B_norm, self.C_norm)):
+            arguments, z = self._arguments(zxBCdt)
+            return self._finish(mamba3_step(states, **arguments), z)
+        calls_norm = self.is_outproj_norm and not is_plain(self.norm, GatedRMSNorm)
+        optional: dict[str, typing.Any] = {}
+        if self.is_mimo:
+            optional.update(mimo_x=self.mimo_x)
+            if not calls_norm:
+                optional.update(mimo_z=self.mimo_z, mimo_o=self.mimo_o)
+        if self.is_outproj_norm and not calls_norm:
+            optional.update(norm_weight=self.norm.weight, norm_eps=self.norm.eps)
+        y = mamba3_block_step(
+            zxBCdt,
+            states,
+            self.dt_bias,
+            self.B_norm.weight,
+            self.C_norm.weight,
+            self.B_bias,
+            self.C_bias,
+            self.D,
+            ngroups=self.num_bc_heads,
+            A_floor=self.A_floor,
+            A_softplus=self.A_activation == "softplus",
+            B_eps=self.B_norm.eps,
+            C_eps=self.C_norm.eps,
+            gate=not calls_norm,
+            pairwise=not self.is_mimo,
+            **optional,
+        )
+        z = zxBCdt[:, : self.d_inner].unflatten(-1, (self.nheads, self.headdim)) if calls_norm else None
+        return self._finish(y, z)
 
     def _arguments(self, zxBCdt: torch.Tensor) -> tuple[dict[str, typing.Any], torch.Tensor | None]:
         """What the scan and the step take, of (B, L, ...) or (B, ...); and z where a norm that is more than its weight

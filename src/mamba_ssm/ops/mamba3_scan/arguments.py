@@ -248,6 +248,18 @@ def fill(params, sizes, inputs, options):
     params.cu_seqlens = pointer(inputs.cu_seqlens)
 
 
+def place_states(params, states):
+    """Sets the states' fields of a step: contiguous, of any dtype but the angle."""
+    angle, ssm, k, v = states
+    params.ssm_dtype = DTYPE_CODES[ssm.dtype]
+    params.k_dtype = DTYPE_CODES[k.dtype]
+    params.v_dtype = DTYPE_CODES[v.dtype]
+    params.state_angle = angle.data_ptr()
+    params.state_ssm = ssm.data_ptr()
+    params.state_k = k.data_ptr()
+    params.state_v = v.data_ptr()
+
+
 def place_out(params, inputs, out):
     """Sets the output's fields."""
     params.out = out.data_ptr()

@@ -6,7 +6,7 @@ import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import DTYPE_CODES, place, run
+from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import autocast_dtype, call, define, make, reference, signature, unpack, wrote_in_place
 from mamba_ssm.ops.mamba3_scan.arguments import (
     NAME,
@@ -20,6 +20,7 @@ from mamba_ssm.ops.mamba3_scan.arguments import (
     new_like,
     out_shape,
     place_out,
+    place_states,
 )
 from mamba_ssm.ops.mamba3_scan.reference import mamba3_scan_ref
 
@@ -123,14 +124,7 @@ def _launch(sizes, inputs, options, states, out):
     functions = place(params, inputs.V)
     fill(params, sizes, inputs, options)
     place_out(params, inputs, out)
-    angle, ssm, k, v = states
-    params.ssm_dtype = DTYPE_CODES[ssm.dtype]
-    params.k_dtype = DTYPE_CODES[k.dtype]
-    params.v_dtype = DTYPE_CODES[v.dtype]
-    params.state_angle = angle.data_ptr()
-    params.state_ssm = ssm.data_ptr()
-    params.state_k = k.data_ptr()
-    params.state_v = v.data_ptr()
+    place_states(params, states)
     run(functions, "mamba3_step", params)
 
 

@@ -1,0 +1,69 @@
+"""A Mamba-3 layer's decoding step in plain torch: what tests compare with."""
+
+import torch
+import torch.nn.functional as F
+
+from mamba_ssm.ops._shared.reference import working_dtype
+from mamba_ssm.ops.mamba3_scan import States, mamba3_scan_ref
+
+
+def mamba3_block_step_ref(
+    zxBCdt: torch.Tensor,
+    states: States,
+    dt_bias: torch.Tensor,
+    B_weight: torch.Tensor,
+    C_weight: torch.Tensor,
+    B_bias: torch.Tensor,
+    C_bias: torch.Tensor,
+    D: torch.Tensor | None = None,
+    mimo_x: torch.Tensor | None = None,
+    mimo_z: torch.Tensor | None = None,
+    mimo_o: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    ngroups: int = 1,
+    A_floor: float = 1e-4,
+    A_softplus: bool = False,
+    B_eps: float = 1e-5,
+    C_eps: float = 1e-5,
+    norm_eps: float = 1e-5,
+    gate: bool = True,
+    pairwise: bool = True,
+) -> torch.Tensor:
+    """One step; the states are updated in place, as by mamba3_block_step."""
+    dtype = working_dtype(zxBCdt)
+    _, heads, headdim, dstate = states.ssm.shape
+    rank = B_bias.shape[1]
+    channels, matrix = heads * headdim, rank * ngroups * dstate
+    sizes = [channels, channels, matrix, matrix, heads, heads, heads, states.angle.shape[2]]
+    z, x, B, C, dt, A, trap, angles = (part.to(dtype)[:, None] for part in zxBCdt.split(sizes, dim=1))
+
+    def normed(rows, weight, eps):
+        rows = rows.unflatten(-1, (rank, ngroups, dstate))
+        return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
+
+    dt = F.softplus(dt + dt_bias.to(dtype))
+    rate = F.softplus(A) if A_softplus else F.relu(A) + 1 / (1 - A.clamp(max=0))
+    out, finals = mamba3_scan_ref(
+        normed(C, C_weight, C_eps),
+        normed(B, B_weight, B_eps),
+        x.unflatten(-1, (heads, headdim)),
+        -rate.clamp(min=A_floor) * dt,
+        dt,
+        trap,
+        C_bias,
+        B_bias,
+        angles,
+        D,
+        z.unflatten(-1, (heads, headdim)) if gate else None,
+        mimo_x,
+        mimo_z if gate else None,
+        mimo_o,
+        None if norm_weight is None else norm_weight.view(heads, headdim),
+        norm_eps,
+        States(*(state.to(dtype) for state in states)),
+        pairwise=pairwise,
+        return_final_states=True,
+    )
+    for state, final in zip(states, finals, strict=True):
+        state.copy_(final)
+    return out.squeeze(1).to(zxBCdt.dtype)
