@@ -8,7 +8,7 @@ namespace mamba {
 
 // Offsets in bytes. Heads of a launch: those of one window.
 struct Mamba3BackwardWorkspace {
-    int64_t states;            // (slots, heads of a launch, P, N) of T: before each chunk
+    int64_t states;            // (slots, heads of a launch, P, N) of T: before each chunk; with warpgroups as in Mamba3Pass
     int64_t dstates;           // the same: gradient after each chunk
     int64_t dy;                // (B, L, R, heads of a launch, P) of T: gradient of the scan's rows
     int64_t dq, dk;            // (splits, B, L, R, G, N) float, in the order of tiles
@@ -20,7 +20,7 @@ struct Mamba3BackwardWorkspace {
     int64_t mimo_v;            // (slots + U, H, R, P) float
     int64_t mimo_z, mimo_out;  // (ranges, H, R, P) float
     int64_t norm;              // (ranges, R, H, P) float
-    int64_t D;                 // (ranges, H) float
+    int64_t D;                 // (ranges, H) float, or what kMamba3GateBack leaves
     int64_t before;            // (U, H) float: gradient of the scale of the step before a sequence
     int64_t bytes;
 };
@@ -28,12 +28,14 @@ struct Mamba3BackwardWorkspace {
 // Of Mamba3BackwardLayouts.
 enum Mamba3BackwardLayout { kBackwardSmall, kBackwardMiddle, kBackwardLarge, kBackwardLittle, kBackwardLeast };
 
-// Most ranks of backward_warpgroup.cuh.
+// Most ranks of backward_warpgroup.cuh, the states that it counts, and the rows of a chunk that a warp turns.
 constexpr int kMamba3WarpgroupRank = 4;
+constexpr int kMamba3WarpgroupStates = 128;
+constexpr int kMamba3WarpgroupRows = 4;
 
 struct Mamba3BackwardPlan {
     Mamba3BackwardLayout layout;
-    bool warpgroups;  // runs backward_warpgroup.cuh
+    bool warpgroups;  // runs backward_warpgroup.cuh, and for states the passes of forward_warpgroup.cuh
     int rows, inner;  // of it
     Mamba3ChunksPlan chunks;
     int64_t row_tiles;    // of headdim
@@ -75,11 +77,16 @@ constexpr int kMamba3WarpgroupShared = 227 * 1024;
 // Bytes of both states of all chunks that one launch takes: four times those of v, but not less than this.
 constexpr int64_t kMamba3LeastBudget = int64_t{64} << 20;
 
+// Elements of one of the states of a head before a chunk.
+MAMBA_HOST_DEVICE inline int64_t mamba3_state_size(const MambaMamba3& p, const Mamba3BackwardPlan& plan) {
+    return plan.warpgroups ? plan.row_tiles * kMamba3StateRows * kMamba3WarpgroupStates : p.headdim * p.dstate;
+}
+
 inline void plan_mamba3_workspace(const MambaMamba3& p, Mamba3BackwardPlan& plan) {
     Mamba3BackwardWorkspace& w = plan.workspace;
     const int64_t size = dtype_size(p.dtype), all_steps = p.batch * p.seqlen, rows = all_steps * p.rank;
     const int64_t launch_heads = plan.group_heads * p.ngroups, tiles = plan.row_tiles, slots = plan.chunks.chunks.slots;
-    const int64_t states = slots * launch_heads * p.headdim * p.dstate * size;
+    const int64_t states = slots * launch_heads * mamba3_state_size(p, plan) * size;
     const int64_t matrix = plan.splits * rows * p.ngroups * p.dstate * 4, turns = slots * p.nheads * p.nangles * 4;
     const int64_t projection = p.nheads * p.rank * p.headdim * 4;
     int64_t& total = w.bytes;
@@ -98,25 +105,32 @@ inline void plan_mamba3_workspace(const MambaMamba3& p, Mamba3BackwardPlan& plan
     w.mimo_z = mamba3_reserve(total, p.mimo_z != nullptr ? plan.ranges * projection : 0);
     w.mimo_out = mamba3_reserve(total, p.mimo_out != nullptr ? plan.ranges * projection : 0);
     w.norm = mamba3_reserve(total, p.norm_weight != nullptr ? plan.ranges * projection : 0);
-    w.D = mamba3_reserve(total, plan.ranges * p.nheads * 4);
+    const int64_t walks = p.sequences * tiles;
+    w.D = mamba3_reserve(total, (plan.ranges > walks ? plan.ranges : walks) * p.nheads * 4);
     w.before = mamba3_reserve(total, p.sequences * p.nheads * 4);
 }
 
-// Whether a call of kBackwardMiddle can run backward_warpgroup.cuh on this device.
+// Whether a call of kBackwardMiddle runs backward_warpgroup.cuh.
 inline cudaError_t choose_mamba3_backward_warpgroups(const MambaMamba3& p, bool* warpgroups) {
-    *warpgroups = false;
-#ifdef MAMBA_WARPGROUPS
-    int major = 0;
-    const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, p.run.device);
-    if (error != cudaSuccess) {
-        return error;
-    }
+    const cudaError_t error = mamba3_has_warpgroups(p, warpgroups);
     const bool rank = p.rank <= kMamba3WarpgroupRank && (p.rank & (p.rank - 1)) == 0;
-    *warpgroups = major == 9 && p.dtype != MAMBA_FLOAT32 && rank && p.angles_of_heads == 0;  // 9.0 is the only one
-#else
-    static_cast<void>(p);
-#endif
-    return cudaSuccess;
+    *warpgroups = *warpgroups && mamba3_warpgroups_fit(p) && rank && p.angles_of_heads == 0;
+    return error;
+}
+
+// Whether one walk finds the states and goes back through the gate: kMamba3GateBack.
+inline bool mamba3_gates_back(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan) {
+    const MambaMamba3& p = q.forward;
+    const int64_t size = dtype_size(p.dtype);
+    return plan.warpgroups && p.pairwise != 0 && p.z != nullptr && p.norm_weight == nullptr && p.mimo_v == nullptr &&
+           p.mimo_z == nullptr && p.mimo_out == nullptr &&
+           rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
+           rows_aligned(q.dout, size, 4, q.dout_batch_stride, q.dout_len_stride, q.dout_head_stride) &&
+           rows_aligned(q.dz, size, 16, p.headdim);
+}
+// Parts of D's gradient, (parts, H).
+inline int64_t mamba3_D_parts(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan) {
+    return mamba3_gates_back(q, plan) ? q.forward.sequences * plan.row_tiles : plan.ranges;
 }
 
 inline Mamba3BackwardPlan plan_mamba3_backward(const MambaMamba3& p) {
@@ -139,11 +153,12 @@ inline Mamba3BackwardPlan plan_mamba3_backward(const MambaMamba3& p) {
     }
     p.dtype == MAMBA_FLOAT32 ? set_layout_sizes<float>(plan) : set_layout_sizes<__half>(plan);
     const int64_t size = dtype_size(p.dtype), heads_of_group = p.nheads / p.ngroups;
-    plan.chunks = Mamba3ChunksPlan(p, plan.rows / p.rank, kMamba3BackwardArrays, plan.workspace.bytes);
+    plan.chunks = Mamba3ChunksPlan(p, plan.rows / p.rank, kMamba3BackwardArrays, plan.workspace.bytes,
+                                   plan.warpgroups ? kMamba3WarpgroupRows / p.rank : 0);
     const int64_t slots = plan.chunks.chunks.slots;
     plan.row_tiles = ceil_div(p.headdim, plan.inner);
 
-    const int64_t head_states = 2 * slots * p.ngroups * p.headdim * p.dstate * size;
+    const int64_t head_states = 2 * slots * p.ngroups * mamba3_state_size(p, plan) * size;
     const int64_t four_v = 4 * p.batch * p.seqlen * p.nheads * p.headdim * size;
     const int64_t budget = four_v > kMamba3LeastBudget ? four_v : kMamba3LeastBudget;
     plan.group_heads = heads_of_group;

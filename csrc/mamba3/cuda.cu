@@ -45,7 +45,7 @@ cudaError_t add_up_parameters(const MambaMamba3Backward& q, const Mamba3Backward
     PartSums others = {};
     others.add(part_sum(at(w.norm), plan.ranges * p.rank, p.norm_weight != nullptr ? q.dnorm_weight : nullptr, MAMBA_FLOAT32,
                         p.nheads * p.headdim));
-    others.add(part_sum(at(w.D), plan.ranges, p.D != nullptr ? q.dD : nullptr, MAMBA_FLOAT32, p.nheads));
+    others.add(part_sum(at(w.D), mamba3_D_parts(q, plan), p.D != nullptr ? q.dD : nullptr, MAMBA_FLOAT32, p.nheads));
     return launch_part_sums(others, p.run.stream);
 }
 

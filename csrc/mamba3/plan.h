@@ -29,12 +29,13 @@ enum Mamba3StepArray {
 struct Mamba3Chunks {
     int64_t steps;  // of a chunk, 64 at most
     int64_t pitch;
-    int64_t slots;        // of chunks
-    int64_t arrays;       // kMamba3ForwardArrays or kMamba3BackwardArrays
-    float* values;        // (slots, H, arrays, pitch)
-    int64_t part, parts;  // steps of a part of a chunk, and how many a chunk has
-    float* speeds;        // (B, L, H, S), or (B, L, S) without angles_of_heads: tanh(angle) / 2, turns for each unit of dt
-    uint32_t* turns;      // (slots, parts, H, S): the turn before the part's first step, in units of 2^-32
+    int64_t slots;         // of chunks
+    int64_t arrays;        // kMamba3ForwardArrays or kMamba3BackwardArrays
+    float* values;         // (slots, H, arrays, pitch)
+    int64_t part, parts;   // steps of a part of a chunk, and how many a chunk has
+    float* speeds;         // (B, L, H, S), or (B, L, S) without angles_of_heads: tanh(angle) / 2, turns for each unit of dt
+    uint32_t* turns;       // (slots, H, S): the turn before the chunk's first step, in units of 2^-32
+    uint32_t* part_turns;  // (slots, parts, H, S), if there is more than one: what the chunk turns before the part
 };
 
 // Room for `bytes` more, at a multiple of 256.
@@ -51,9 +52,9 @@ constexpr int kMamba3MostRanks = 16;
 // Chunks of so many steps. Pointers are offsets from the workspace's start, see mamba3_place.
 struct Mamba3ChunksPlan {
     Mamba3Chunks chunks;
-    int64_t values, speeds, turns;
+    int64_t values, speeds, turns, part_turns;
 
-    Mamba3ChunksPlan() : chunks(), values(0), speeds(0), turns(0) {}
+    Mamba3ChunksPlan() : chunks(), values(0), speeds(0), turns(0), part_turns(0) {}
     // part: 0, or what steps are a multiple of.
     Mamba3ChunksPlan(const MambaMamba3& p, int64_t steps, Mamba3StepArray arrays, int64_t& bytes, int64_t part = 0)
         : Mamba3ChunksPlan() {
@@ -65,7 +66,9 @@ struct Mamba3ChunksPlan {
         chunks.arrays = arrays;
         values = mamba3_reserve(bytes, chunks.slots * p.nheads * arrays * chunks.pitch * 4);
         speeds = mamba3_reserve(bytes, p.batch * p.seqlen * (p.angles_of_heads != 0 ? p.nheads : 1) * p.nangles * 4);
-        turns = mamba3_reserve(bytes, chunks.slots * chunks.parts * p.nheads * p.nangles * 4);
+        const int64_t all_turns = chunks.slots * p.nheads * p.nangles * 4;
+        turns = mamba3_reserve(bytes, all_turns);
+        part_turns = mamba3_reserve(bytes, chunks.parts > 1 ? chunks.parts * all_turns : 0);
     }
 
     Mamba3Chunks place(void* workspace) const {
@@ -74,6 +77,7 @@ struct Mamba3ChunksPlan {
         placed.values = reinterpret_cast<float*>(memory + values);
         placed.speeds = reinterpret_cast<float*>(memory + speeds);
         placed.turns = reinterpret_cast<uint32_t*>(memory + turns);
+        placed.part_turns = reinterpret_cast<uint32_t*>(memory + part_turns);
         return placed;
     }
 };
@@ -92,39 +96,53 @@ int64_t mamba3_rows(Mamba3LayoutIndex layout) {
                                      : Layouts::Large::kRows;
 }
 
-// Steps of a part of a chunk in forward_warpgroup.cuh, if the chunk has more: a warp turns the rows of one.
-constexpr int kMamba3WarpSteps = 16;
+// Steps of a part of a chunk in forward_warpgroup.cuh, if the chunk has more: half a warp, or a warp, turns the rows of one.
+inline int64_t mamba3_part_steps(const MambaMamba3& p) {
+    return p.pairwise != 0 ? 8 : 16;
+}
 
-// Whether a forward call can run forward_warpgroup.cuh on this device: the usual case.
-inline cudaError_t choose_mamba3_warpgroups(const MambaMamba3& p, bool* warpgroups) {
-    *warpgroups = false;
+// Whether forward_warpgroup.cuh can walk along a call's chunks, on Hopper: the usual case.
+inline bool mamba3_warpgroups_fit(const MambaMamba3& p) {
+    const int64_t size = dtype_size(p.dtype), rank = p.rank;
+    const int64_t word = p.pairwise != 0 ? 8 : 4;  // bytes that a lane turns together
+    const int64_t most = INT32_MAX / kMamba3MostSteps;
+    const auto fits = [&](int64_t stride) { return -most <= stride && stride <= most; };  // as bytes in an int
+    return p.dtype != MAMBA_FLOAT32 && p.dstate <= 128 && p.dstate % 4 == 0 && p.seq_idx == nullptr &&
+           (p.pairwise == 0 || p.nangles % 2 == 0) && p.seqlen <= INT32_MAX &&
+           rank <= (p.pairwise != 0 ? 1 : kMamba3MostRanks) && rows_aligned(p.q_bias, 4, 2 * word, p.dstate) &&
+           rows_aligned(p.k_bias, 4, 2 * word, p.dstate) &&
+           rows_aligned(p.q, size, word, p.q_batch_stride, p.q_len_stride, p.q_group_stride,
+                        used_stride(rank, p.q_rank_stride)) &&
+           rows_aligned(p.k, size, word, p.k_batch_stride, p.k_len_stride, p.k_group_stride,
+                        used_stride(rank, p.k_rank_stride)) &&
+           rows_aligned(p.v, size, 16, p.headdim, p.v_batch_stride, p.v_len_stride, p.v_head_stride) &&
+           rows_aligned(p.mimo_v, 4, 16) && p.nheads * p.nangles <= most && fits(p.q_len_stride) && fits(p.k_len_stride) &&
+           fits(used_stride(rank, p.q_rank_stride)) && fits(used_stride(rank, p.k_rank_stride));
+}
+
+// Whether the device has what the kernels on warpgroups need: 9.0 is the only one.
+inline cudaError_t mamba3_has_warpgroups(const MambaMamba3& p, bool* has) {
+    *has = false;
 #ifdef MAMBA_WARPGROUPS
     int major = 0;
     const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, p.run.device);
-    if (error != cudaSuccess) {
-        return error;
-    }
-    const int64_t size = dtype_size(p.dtype), rank = p.rank;
-    const int64_t unit = p.pairwise != 0 ? 2 : 4;  // elements of dstate that two words hold of pairs, or one
-    const int64_t most = INT32_MAX / kMamba3MostSteps;
-    const auto fits = [&](int64_t stride) { return -most <= stride && stride <= most; };  // as bytes in an int
-    *warpgroups =
-        p.dtype != MAMBA_FLOAT32 && major == 9 && p.dstate <= 128 && p.dstate % unit == 0 && p.seq_idx == nullptr &&
-        p.seqlen <= INT32_MAX && rank <= (p.pairwise != 0 ? 1 : kMamba3MostRanks) &&
-        (p.norm_weight == nullptr || p.headdim <= kMamba3StateRows) && rows_aligned(p.q_bias, 4, 8, p.dstate) &&
-        rows_aligned(p.k_bias, 4, 8, p.dstate) &&
-        rows_aligned(p.q, size, 4, p.q_batch_stride, p.q_len_stride, p.q_group_stride, used_stride(rank, p.q_rank_stride)) &&
-        rows_aligned(p.k, size, 4, p.k_batch_stride, p.k_len_stride, p.k_group_stride, used_stride(rank, p.k_rank_stride)) &&
-        rows_aligned(p.v, size, 16, p.headdim, p.v_batch_stride, p.v_len_stride, p.v_head_stride) &&
-        rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
-        rows_aligned(p.out, size, 16, p.out_batch_stride, p.out_len_stride, p.out_head_stride,
-                     p.mimo_out != nullptr ? 0 : used_stride(rank, p.out_rank_stride)) &&
-        rows_aligned(p.mimo_v, 4, 16, p.headdim) && p.nheads * p.nangles <= most && fits(p.q_len_stride) &&
-        fits(p.k_len_stride) && fits(used_stride(rank, p.q_rank_stride)) && fits(used_stride(rank, p.k_rank_stride));
+    *has = error == cudaSuccess && major == 9;
+    return error;
 #else
     static_cast<void>(p);
-#endif
     return cudaSuccess;
+#endif
+}
+
+// Whether a forward call runs it.
+inline cudaError_t choose_mamba3_warpgroups(const MambaMamba3& p, bool* warpgroups) {
+    const int64_t size = dtype_size(p.dtype);
+    const cudaError_t error = mamba3_has_warpgroups(p, warpgroups);
+    *warpgroups = *warpgroups && mamba3_warpgroups_fit(p) && (p.norm_weight == nullptr || p.headdim <= kMamba3StateRows) &&
+                  rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
+                  rows_aligned(p.out, size, 16, p.out_batch_stride, p.out_len_stride, p.out_head_stride,
+                               p.mimo_out != nullptr ? 0 : used_stride(p.rank, p.out_rank_stride));
+    return error;
 }
 
 // With that much a multiprocessor holds four forward blocks of up to 128 states.
@@ -161,7 +179,7 @@ struct Mamba3Forward {
         passes = ceil_div(p.rank, kMamba3MostRanks);
         ranks = int64_t{1} << ceil_log2(ceil_div(p.rank, passes), 0, 4);
         const int64_t steps = most / ranks;
-        const int64_t part = warpgroups && steps > kMamba3WarpSteps ? kMamba3WarpSteps : 0;
+        const int64_t part = warpgroups && steps > mamba3_part_steps(p) ? mamba3_part_steps(p) : 0;
         chunks = Mamba3ChunksPlan(p, steps, kMamba3ForwardArrays, bytes, part);
         rows_apart = passes > 1 || (p.norm_weight != nullptr && p.headdim > kMamba3StateRows);
         const int64_t all_rows = p.batch * p.seqlen * p.rank;

@@ -115,9 +115,14 @@ MAMBA3_CASES = (
     Mamba3Case(1, 70, 2, 100, dstate=200, nangles=50, states=True),
     Mamba3Case(1, 40, 2, 40, rank=4, dstate=136, nangles=68, states=True, norm=True),
     # 65 to 128 states and ranks 1, 2 and 4 have kernels of Hopper's own: several heads and tiles of headdim in a walk.
-    Mamba3Case(1, 100, 4, 70, dstate=128, nangles=64, groups=2, states=True),
-    Mamba3Case(1, 150, 3, 64, dstate=101, nangles=40, cu_seqlens=(0, 64, 64, 65, 67, 150), states=True),
+    # With seq_idx, or where rows do not lie at multiples of 16 bytes, these sizes have the others.
+    Mamba3Case(1, 100, 4, 72, dstate=128, nangles=64, groups=2, states=True),
+    Mamba3Case(1, 150, 3, 64, dstate=100, nangles=40, cu_seqlens=(0, 64, 64, 65, 67, 150), states=True),
+    Mamba3Case(1, 70, 2, 128, dstate=128, nangles=64),
+    Mamba3Case(1, 70, 2, 64, dstate=128, nangles=32, norm=True),
     Mamba3Case(1, 40, 3, 64, rank=4, dstate=128, nangles=32, states=True, norm=True),
+    Mamba3Case(1, 50, 2, 24, rank=2, dstate=80, nangles=33, states=True),
+    Mamba3Case(1, 70, 2, 40, rank=1, dstate=96, nangles=0),
+    Mamba3Case(1, 100, 4, 70, dstate=128, nangles=64, groups=2),
     Mamba3Case(1, 50, 2, 24, rank=2, dstate=80, nangles=33, seq_idx=True, states=True),
-    Mamba3Case(1, 70, 2, 33, rank=1, dstate=96, nangles=0, seq_idx=True),
 )

@@ -69,7 +69,7 @@ struct Mamba3BackwardLaunch {
     int32_t row_vectors;  // rows of v, z, dout, dz and dy, and the projections', lie at multiples of 16 bytes
 
     template <typename Value>
-    __device__ __forceinline__ Value* at(int64_t offset) const {
+    MAMBA_HOST_DEVICE Value* at(int64_t offset) const {
         return reinterpret_cast<Value*>(memory + offset);
     }
 };
@@ -111,12 +111,8 @@ __device__ __forceinline__ int element_of_column(const MambaMamba3& p, int colum
     if (p.pairwise != 0) {
         return column;
     }
-    const int half = static_cast<int>(p.dstate / 2), angles = static_cast<int>(p.nangles);
-    if (column < 2 * angles) {
-        return column / 2 + column % 2 * half;
-    }
-    const int rest = column - 2 * angles;
-    return rest < half - angles ? angles + rest : half + rest - (half - angles) + angles;
+    const int half = static_cast<int>(p.dstate / 2);
+    return column < 2 * half ? column / 2 + column % 2 * half : column;
 }
 
 // ---- rows of headdim -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mamba3/cuda/backward_tile.cuh"
+#include "ssd/cuda/warpgroup.cuh"
 
 namespace mamba {
 
@@ -48,6 +49,19 @@ __device__ __forceinline__ Mamba3Gate load_gate(const MambaMamba3& p, const T* z
     }
     g.out = p.mimo_out != nullptr ? p.mimo_out[parameter] : 1.0f;
     return g;
+}
+
+// Starts to copy 64 rows of a state as kMamba3Before leaves it.
+template <typename T, class Tiles>
+__device__ __forceinline__ void load_kept_state(T* to, const T* tile) {
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < Tiles::kInner * Tiles::kStates / 8; i += Tiles::kThreads) {
+            const int row = i / (Tiles::kStates / 8), column = i % (Tiles::kStates / 8) * 8;
+            copy_async<16>(to + row * (Tiles::kStates + kTilePad) + column,
+                           tile + SwizzledTile<kMamba3StateRows>::at(row, column), true);
+        }
+    }
 }
 
 __device__ __forceinline__ float add_over_warp(float value) {
@@ -210,12 +224,16 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
         if (chunk.steps == 0) {
             continue;
         }
-        const T* const state = launch.at<const T>(w.states) + (slot * heads + launch_head) * headdim * dstate;
+        const T* const state = launch.at<const T>(w.states) + (slot * heads + launch_head) * mamba3_state_size(p, launch.plan);
         if (needs_rows(p)) {
             for (int row0 = 0; row0 < headdim; row0 += kInner) {
                 load_x<T, kRows, kInner, kThreads>(p, launch, chunk, head, row0, shared.x);
-                load_tile<T, kInner, kStates, kThreads>(shared.state, state + row0 * dstate, dstate, headdim - row0, dstate,
-                                                        launch.state_vectors);
+                if (launch.plan.warpgroups) {
+                    load_kept_state<T, Tiles>(shared.state, state + row0 * kStates);
+                } else {
+                    load_tile<T, kInner, kStates, kThreads>(shared.state, state + row0 * dstate, dstate, headdim - row0, dstate,
+                                                            launch.state_vectors);
+                }
                 end_copies();
                 if (row0 == 0) {
                     load_chunk_steps<kRows>(shared.steps, p, launch.chunks, slot, head);

@@ -209,7 +209,7 @@ __device__ __forceinline__ void turn_tiles(const MambaMamba3& p, const Mamba3Bac
     uint32_t turn = 0;
     if (active) {
         load_turn_rows<T, kSources>(loaded, p, sources, speeds, share.lane, share.begin * rank, end, inverse_rank);
-        turn = launch.chunks.turns[(slot * p.nheads + head) * angles + share.lane];
+        turn = launch.chunks.turns[mamba3_turns_index(p, slot, head) + share.lane];
     }
     const int rows = chunk.steps * rank;
     copy_unturned<T, Tiles, kSources>(p, sources, rows, inverse_rank);

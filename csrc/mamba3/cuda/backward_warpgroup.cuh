@@ -1,7 +1,7 @@
-// backward.cuh on Hopper, for 16-bit dtypes, 65 to 128 states, ranks 1, 2 and 4 and angles that heads share: four warpgroups
-// with products on tensor cores that read tiles from shared memory themselves. Two have dq, half of the columns each, and take
-// pairs of rows; two have dk and dx. Between products all threads turn, and go to and from memory. The tiles of the item
-// after, a head or 64 rows of its headdim, are on their way meanwhile.
+// backward.cuh on Hopper, for 16-bit dtypes, 65 to 128 states, ranks 1, 2 and 4, angles that heads share, no seq_idx: four
+// warpgroups with products on tensor cores that read tiles from shared memory themselves. Two have dq, half of the columns
+// each, and take pairs of rows; two have dk and dx. Between products all threads turn, and go to and from memory. The tiles of
+// the item after, a head or 64 rows of its headdim, are on their way meanwhile.
 #pragma once
 
 #include "mamba3/cuda/backward_warpgroup_store.cuh"
@@ -48,7 +48,12 @@ __device__ __forceinline__ void mix_rows(Mamba3WarpgroupShared<T>& shared, const
     const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
     auto& sums = shared.sums[item.number % 2];
     const int lane = part.lane, s0 = 32 * part.half;
-    const PairRow row[2] = {pair_row(steps, part.t[0], rank), pair_row(steps, part.t[1], rank)};
+    PairRow row[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int t = part.t[half];
+        row[half] = {steps.high[t], steps.low[t], steps.gamma[t], t & -rank, -1};
+    }
     float columns[8];  // sums over t
     float weights[4][4], slopes[4][4];
     float row_sum[2] = {0.0f, 0.0f}, own_sum[2] = {0.0f, 0.0f};
@@ -67,8 +72,7 @@ __device__ __forceinline__ void mix_rows(Mamba3WarpgroupShared<T>& shared, const
             for (int half = 0; half < 2; ++half) {
                 PairWeight pair;
                 if (kAllEarlier) {
-                    const bool counts = s + i >= row[half].run;
-                    pair.decay = counts ? exp2_fast((row[half].high - s_high) + (row[half].low - s_low)) : 0.0f;
+                    pair.decay = exp2_fast((row[half].high - s_high) + (row[half].low - s_low));
                     pair.weight = pair.decay * s_scale;
                 } else {
                     pair = pair_weight(row[half], s + i, rank, s_high, s_low, s_scale);
@@ -342,6 +346,11 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
             p.nheads, shared.sums[of.number % 2], shared.steps[of.number % 2], walk.chunk.steps, walk.rank, walk.lane);
     };
 
+    if (walk.thread == 0) {
+        make_barrier(&shared.barriers[0]);
+        make_barrier(&shared.barriers[1]);
+        show_to_warpgroup();
+    }
     walk.load_group();
     walk.begin_values(item);
     walk.begin_copies(item);
@@ -361,6 +370,7 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     while (item.number < walk.count) {
         turn(walk, item);
         wait_for_copies<1>();
+        walk.wait_for_states(item);
         show_to_warpgroup();
         __syncthreads();  // the item's tiles are complete
         float d[8][4];
@@ -410,6 +420,7 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
         if (next.number < walk.count) {
             walk.prepare(next);
         }
+        show_to_warpgroup();
         __syncthreads();  // the item's tiles are free
         if (next.number + 1 < walk.count) {
             walk.begin_values(next.next(walk.row_tiles));

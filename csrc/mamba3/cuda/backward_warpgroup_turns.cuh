@@ -37,20 +37,14 @@ __device__ __forceinline__ void turn_block(const Mamba3Walk<T>& walk, const Mamb
             const bool counts = walk.begins_step(row) && row < walk.rows && angle < walk.angles;
             speed[i] = counts ? speeds[(row >> walk.rank_log2) * walk.angles] : 0.0f;
         }
-        uint32_t count = shared.first_turn[angle];
-#pragma unroll 4
-        for (int part = 0; part < walk.warp; ++part) {
-            const uint32_t before = shared.part_turns[part][angle];
-            count = shared.part_restarts[item.number % 2][part] != 0 ? before : count + before;
-        }
+        float turned = angle < walk.angles ? shared.first_turns[walk.warp][angle] : 0.0f;
 #pragma unroll
         for (int i = 0; i < kWarpRows; ++i) {
             const int row = first_row + i;
             if (walk.begins_step(row)) {
-                const uint32_t add = count_of_turns(turn_of_step(speed[i], steps.dt[row]));
-                count = steps.run[row] == row ? add : count + add;
-                const float radians = turns_of_count(count) * 6.2831853f;
-                cos_sin[i] = make_float2(cos_fast(radians), sin_fast(radians));
+                const float sum = fmaf(speed[i], steps.dt[row], turned);
+                turned = sum - rintf(sum);
+                cos_sin[i] = make_float2(cos_fast(turned * 6.2831853f), sin_fast(turned * 6.2831853f));
                 shared.turned[Tile::at(row >> walk.rank_log2, column) / 2] = pack2<__half>(cos_sin[i].x, cos_sin[i].y);
             } else {
                 cos_sin[i] = cos_sin[i > 0 ? i - 1 : 0];
@@ -168,7 +162,6 @@ __device__ __forceinline__ void sum_later(const Mamba3Walk<T>& walk, const Mamba
     Shared& shared = walk.shared;
     const float* const of_q = shared.dturns(item.number, 0);
     const float* const of_k = shared.dturns(item.number, 1);
-    const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
 #pragma unroll 1
     for (int block = 0; 32 * block < walk.angles; ++block) {
         float sum = 0.0f;
@@ -176,7 +169,6 @@ __device__ __forceinline__ void sum_later(const Mamba3Walk<T>& walk, const Mamba
         for (int i = Shared::kWarpRows - 1; i >= 0; --i) {
             const int row = Shared::kWarpRows * walk.warp + i, at = Shared::dturn_at(row, block, walk.lane);
             sum += row < walk.rows ? of_q[at] + of_k[at] : 0.0f;
-            sum = steps.run[row] == row ? 0.0f : sum;
         }
         shared.part_later(walk.warp)[32 * block + walk.lane] = sum;
     }
@@ -215,8 +207,7 @@ __device__ __forceinline__ void finish_angles(const Mamba3Walk<T>& walk, const M
         float behind = 0.0f;
 #pragma unroll 4
         for (int part = Shared::kWarps - 1; part > walk.warp; --part) {
-            const float sum = shared.part_later(part)[angle];
-            behind = shared.part_restarts[item.number % 2][part] != 0 ? sum : behind + sum;
+            behind += shared.part_later(part)[angle];
         }
 #pragma unroll
         for (int i = kWarpRows - 1; i >= 0; --i) {
@@ -229,10 +220,9 @@ __device__ __forceinline__ void finish_angles(const Mamba3Walk<T>& walk, const M
                 if (row == 0) {
                     launch.at<float>(launch.plan.workspace.angle_totals)
                         [((item.tile * launch.chunks.slots + walk.slot) * p.nheads + walk.head(item)) * angles + angle] =
-                        steps.run[0] < 0 ? behind : 0.0f;
+                        behind;
                 }
             }
-            behind = steps.run[row] == row ? 0.0f : behind;
         }
     }
     fold<2, 16>(of_dt, lane);

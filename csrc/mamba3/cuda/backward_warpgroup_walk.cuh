@@ -14,11 +14,11 @@ template <typename T>
 struct Mamba3WarpgroupShared {
     using Sums = Mamba3ChunkSums<Mamba3BackwardLayouts<__half>::Middle>;
     static constexpr int kRows = kWarpgroupSteps;
-    static constexpr int kStates = 128;
+    static constexpr int kStates = kMamba3WarpgroupStates;
     static constexpr int kInner = kForwardRows;
     static constexpr int kBlock = kRows * 64;  // elements
     static constexpr int kWarps = kMamba3WarpgroupWarps;
-    static constexpr int kWarpRows = kRows / kWarps;  // rows whose turns are a warp's
+    static constexpr int kWarpRows = kMamba3WarpgroupRows;  // whose turns are a warp's: a part of the chunk
     static constexpr int kDxPitch = kInner + 8;
 
     struct Item {
@@ -38,10 +38,10 @@ struct Mamba3WarpgroupShared {
     ChunkSteps<kRows> steps[2];
     Sums sums[2];
     float bias[2][kMamba3WarpgroupRank][kStates];
-    uint32_t first_turn[64];          // before the chunk
-    uint32_t part_turns[kWarps][64];  // what each warp's steps turn, from their last restart on
-    int part_restarts[2][kWarps];
+    float first_turns[kWarps][64];  // before each warp's rows
+    uint64_t barriers[2];           // of the states' copies
 
+    static_assert(kWarpRows * kWarps == kRows, "all rows");
     static_assert(sizeof(Item) % 1024 == 0, "tiles begin at multiples of 1024 bytes");
     static_assert(4 * 2 * 4 * kMamba3WarpgroupRank * kStates <= 2 * kBlock * static_cast<int>(sizeof(T)), "the sums fit");
     static_assert(4 * (kRows * kDxPitch + kWarps * 64) <= 3 * kBlock * static_cast<int>(sizeof(T)), "dx and part_later fit");
@@ -89,6 +89,9 @@ struct Mamba3Walk {
     int group_head;  // the launch's first head of the group
     int count;       // of items
     Mamba3Item first;
+    // Where the thread's pieces are, of dy and v of the chunk's rows in the launch's first head.
+    const T *dy_piece, *v_piece;
+    int piece_row, piece_column;
 
     __device__ __forceinline__ Mamba3Walk(const MambaMamba3Backward& q_, const Mamba3BackwardLaunch& launch_, Shared& shared_)
         : q(q_), launch(launch_), shared(shared_) {
@@ -113,6 +116,15 @@ struct Mamba3Walk {
         const int begin = static_cast<int>(items * split / launch.plan.splits);
         count = static_cast<int>(items * (split + 1) / launch.plan.splits) - begin;
         first = {0, begin / row_tiles, begin % row_tiles};
+        static_assert(kMamba3BackwardThreads == kRows * Shared::kInner / 8, "a piece each");
+        piece_row = thread / 8;
+        piece_column = thread % 8 * 8;
+        int64_t dy_stride;
+        const T* const dy = dy_rows<T>(p, launch, chunk, group * launch.group_heads, &dy_stride);
+        const int row = piece_row < rows ? piece_row : 0;  // the first one exists
+        dy_piece = dy + row * dy_stride + piece_column;
+        v_piece = static_cast<const T*>(p.v) + chunk.row * p.v_batch_stride +
+                  (chunk.first + (row >> rank_log2)) * p.v_len_stride + group_head * p.v_head_stride + piece_column;
     }
 
     __device__ __forceinline__ int64_t head(const Mamba3Item& item) const { return group_head + item.slot; }
@@ -165,32 +177,28 @@ struct Mamba3Walk {
         return launch.chunks.speeds + mamba3_speeds_index(q.forward, chunk.row, chunk.first, 0);
     }
 
-    // Starts to copy an item's tiles, all but x that is projected.
+    // Starts to copy an item's tiles, all but x that is projected. What has used their places must have been shown.
     __device__ __forceinline__ void begin_copies(const Mamba3Item& item) const {
-        constexpr int kThreads = kMamba3BackwardThreads;
-        const MambaMamba3& p = q.forward;
         typename Shared::Item& to = shared.items[item.number % 2];
-        const int width = columns(item);
-        const int state_rows = width < Shared::kInner ? width : Shared::kInner;
-        int64_t dy_stride;
-        const T* const dy = dy_rows<T>(p, launch, chunk, launch_head(item), &dy_stride) + item.row0();
-        load_swizzled<T, kThreads>(to.dy, first_piece(dy, dy_stride, thread), dy_stride, rows, width, launch.dy_vectors != 0,
-                                   thread);
+        const bool exists = piece_row < rows && piece_column < columns(item);
+        const int at = Tile::at(piece_row, piece_column);
+        const int column0 = exists ? item.row0() : 0;
+        copy_async<16>(to.dy + at, opaque(dy_piece) + (item.slot * q.forward.headdim + column0), exists);
         if (plain_x()) {
-            load_swizzled<T, kThreads>(to.x, first_piece(chunk_v(item), p.v_len_stride, thread), p.v_len_stride, rows, width,
-                                       launch.v_vectors != 0, thread);
+            copy_async<16>(to.x + at, opaque(v_piece) + (item.slot * q.forward.v_head_stride + column0), exists);
         }
-        const int64_t at = ((slot * launch.group_heads * p.ngroups + launch_head(item)) * p.headdim + item.row0()) * p.dstate;
-        const T* const states = first_piece(launch.at<const T>(launch.plan.workspace.states) + at, p.dstate, thread);
-        const T* const dstates = first_piece(launch.at<const T>(launch.plan.workspace.dstates) + at, p.dstate, thread);
-#pragma unroll
-        for (int block = 0; block < 2; ++block) {
-            const int left = dstate - 64 * block;
-            load_swizzled<T, kThreads>(to.state + block * Shared::kBlock, states + 64 * block, p.dstate, state_rows, left,
-                                       launch.state_vectors != 0, thread);
-            load_swizzled<T, kThreads>(to.dstate + block * Shared::kBlock, dstates + 64 * block, p.dstate, state_rows, left,
-                                       launch.state_vectors != 0, thread);
+        if (thread == 0) {
+            constexpr int kSize = Shared::kInner * Shared::kStates, kBytes = kSize * static_cast<int>(sizeof(T));
+            const int64_t index =
+                ((slot * launch.group_heads * q.forward.ngroups + launch_head(item)) * row_tiles + item.tile) * kSize;
+            uint64_t* const barrier = &shared.barriers[item.number % 2];
+            expect_copies(barrier, 2 * kBytes);
+            copy_bulk(to.state, launch.at<const T>(launch.plan.workspace.states) + index, kBytes, barrier);
+            copy_bulk(to.dstate, launch.at<const T>(launch.plan.workspace.dstates) + index, kBytes, barrier);
         }
+    }
+    __device__ __forceinline__ void wait_for_states(const Mamba3Item& item) const {
+        wait_for_round(&shared.barriers[item.number % 2], static_cast<uint32_t>(item.number / 2 % 2));
     }
 
     // The values of its steps.
@@ -205,29 +213,26 @@ struct Mamba3Walk {
     // x = mimo_v v.
     __device__ __forceinline__ void project_x(const Mamba3Item& item) const {
         const MambaMamba3& p = q.forward;
-        const int row = thread / 8, column = thread % 8 * 8;
-        const int left = row < rows ? columns(item) - column : 0;
-        const uint4 piece =
-            load_piece(chunk_v(item) + (row >> rank_log2) * p.v_len_stride + column, left, launch.v_vectors != 0);
-        const float* const weights =
-            p.mimo_v != nullptr ? p.mimo_v + (head(item) * rank + (row & (rank - 1))) * p.headdim + item.row0() + column
-                                : nullptr;
-        const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
-        uint32_t results[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float2 value = unpack2<T>(words[i]);
-            if (weights != nullptr) {
-                value.x *= 2 * i < left ? weights[2 * i] : 0.0f;
-                value.y *= 2 * i + 1 < left ? weights[2 * i + 1] : 0.0f;
+        const bool exists = piece_row < rows && piece_column < columns(item);
+        uint4 piece = make_uint4(0u, 0u, 0u, 0u);
+        if (exists) {
+            piece = *reinterpret_cast<const uint4*>(v_piece + (item.slot * p.v_head_stride + item.row0()));
+            if (p.mimo_v != nullptr) {
+                const float* const from =
+                    p.mimo_v + (head(item) * rank + (piece_row & (rank - 1))) * p.headdim + item.row0() + piece_column;
+                const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+                const auto times = [](uint32_t word, float first, float second) {
+                    const float2 value = unpack2<T>(word);
+                    return pack2<T>(value.x * first, value.y * second);
+                };
+                piece = make_uint4(times(piece.x, low.x, low.y), times(piece.y, low.z, low.w), times(piece.z, high.x, high.y),
+                                   times(piece.w, high.z, high.w));
             }
-            results[i] = pack2<T>(value.x, value.y);
         }
-        *reinterpret_cast<uint4*>(shared.items[item.number % 2].x + Tile::at(row, column)) =
-            make_uint4(results[0], results[1], results[2], results[3]);
+        *reinterpret_cast<uint4*>(shared.items[item.number % 2].x + Tile::at(piece_row, piece_column)) = piece;
     }
 
-    // What an item needs beside its copies: weights of steps, biases, and what each warp's steps turn.
+    // What an item needs beside its copies: weights of steps, biases, and the turns before each warp's rows.
     __device__ __forceinline__ void prepare(const Mamba3Item& item) const {
         const MambaMamba3& p = q.forward;
         const int64_t own_head = head(item);
@@ -240,36 +245,12 @@ struct Mamba3Walk {
             biases[i] = m < 2 && column < dstate ? bias[element_of_column(p, column)] : 0.0f;
         }
         const float* const values = shared.values[item.number % 2];
-        const float* const dt = values + kMamba3Dt * launch.chunks.pitch;
-        const float* const start = values + kMamba3Start * launch.chunks.pitch;
-        const float* const speeds = chunk_speeds();
-        bool restarts = false;
+        const Mamba3Chunks& chunks = launch.chunks;
+        const uint32_t* const turns = chunks.turns + mamba3_turns_index(p, slot, own_head);
+        const uint32_t* const part_turns = chunks.part_turns + mamba3_part_turns_index(p, chunks, slot, warp, own_head);
 #pragma unroll 1
-        for (int angle = lane; angle < round_up(angles, 32); angle += 32) {
-            float speed[kWarpRows], step_dt[kWarpRows];
-            bool starts[kWarpRows];
-#pragma unroll
-            for (int i = 0; i < kWarpRows; ++i) {  // all loads are on their way before the first is used
-                const int row = kWarpRows * warp + i, t = row >> rank_log2;
-                const bool counts = begins_step(row) && row < rows;
-                speed[i] = counts && angle < angles ? speeds[t * angles + angle] : 0.0f;
-                step_dt[i] = counts ? dt[t] : 0.0f;
-                starts[i] = counts && __float_as_int(start[t]) == t;
-            }
-            uint32_t sum = 0;
-#pragma unroll
-            for (int i = 0; i < kWarpRows; ++i) {
-                restarts = restarts || starts[i];
-                sum = (starts[i] ? 0u : sum) + count_of_turns(turn_of_step(speed[i], step_dt[i]));
-            }
-            shared.part_turns[warp][angle] = sum;
-            if (warp == 0) {
-                const uint32_t* const turns = launch.chunks.turns + (slot * p.nheads + own_head) * angles;
-                shared.first_turn[angle] = angle < angles ? turns[angle] : 0u;
-            }
-        }
-        if (lane == 0) {
-            shared.part_restarts[item.number % 2][warp] = restarts ? 1 : 0;
+        for (int angle = lane; angle < angles; angle += 32) {
+            shared.first_turns[warp][angle] = turns_of_count(turns[angle] + part_turns[angle]);
         }
         load_chunk_steps<kRows>(shared.steps[item.number % 2], values, launch.chunks, rank);
 #pragma unroll

@@ -75,10 +75,13 @@ __device__ __forceinline__ int64_t mamba3_speeds_index(const MambaMamba3& p, int
     return (p.angles_of_heads != 0 ? index * p.nheads + head : index) * p.nangles;
 }
 
-// The turns before a part of a chunk, entry i for angle i.
-__device__ __forceinline__ int64_t mamba3_turns_index(const MambaMamba3& p, const Mamba3Chunks& chunks, int64_t slot,
-                                                      int64_t part, int64_t head) {
-    return ((slot * chunks.parts + part) * p.nheads + head) * p.nangles;
+// The turns before a chunk, and what it turns before one of its parts, entry i for angle i.
+__device__ __forceinline__ int64_t mamba3_turns_index(const MambaMamba3& p, int64_t slot, int64_t head) {
+    return (slot * p.nheads + head) * p.nangles;
+}
+__device__ __forceinline__ int64_t mamba3_part_turns_index(const MambaMamba3& p, const Mamba3Chunks& chunks, int64_t slot,
+                                                           int64_t part, int64_t head) {
+    return mamba3_turns_index(p, slot * chunks.parts + part, head);
 }
 
 // ---- turns -----------------------------------------------------------------------------------------------------------

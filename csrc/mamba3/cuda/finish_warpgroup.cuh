@@ -23,8 +23,9 @@ struct Mamba3Finisher {
     bool reduces;  // to a row a step
     float D;
 
-    __device__ __forceinline__ Mamba3Finisher(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
-                                              const Mamba3Block& block, T* tile, int warp, int lane)
+    template <typename Block>
+    __device__ __forceinline__ Mamba3Finisher(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch, const Block& block,
+                                              T* tile, int warp, int lane)
         : z_stride(p.z_len_stride),
           out_stride(p.out_len_stride),
           out_rank_stride(p.out_rank_stride),

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kMamba3Threads, mamba3_forward_blocks<Layout>(
         Mamba3Turning turning;
         turning.speeds = chunks.speeds + mamba3_speeds_index(p, range.row, first, head);
         turning.speeds_stride = static_cast<int>((p.angles_of_heads != 0 ? p.nheads : 1) * p.nangles);
-        turning.turns = chunks.turns + mamba3_turns_index(p, chunks, slot, 0, head);
+        turning.turns = chunks.turns + mamba3_turns_index(p, slot, head);
         turning.dt = values.dt;
         turning.keep = values.keep;
         turning.start = values.start;

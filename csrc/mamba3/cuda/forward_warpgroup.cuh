@@ -1,11 +1,13 @@
 // The forward scan on Hopper, for 16-bit dtypes and up to 128 states: a block walks the chunks of 64 rows of one head's state,
-// as in forward.cuh, but with two warpgroups. One turns q and k of the next chunk (turn_warpgroup.cuh), the other one
-// multiplies and finishes the present one's. chunks.cuh has the formulas.
+// as in forward.cuh, but with two warpgroups. One turns q and k of the next chunk (make_tiles_warpgroup.cuh), the other one
+// multiplies and finishes the present one's. chunks.cuh has the formulas. Backward walks the same way (Mamba3Pass).
 #pragma once
 
 #include "mamba3/cuda/finish_warpgroup.cuh"
 #include "mamba3/cuda/forward_tile.cuh"
-#include "mamba3/cuda/turn_warpgroup.cuh"
+#include "mamba3/cuda/gate_back_warpgroup.cuh"
+#include "mamba3/cuda/make_tiles_warpgroup.cuh"
+#include "mamba3/cuda/state_warpgroup.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 
 namespace mamba {
@@ -78,33 +80,35 @@ __device__ __forceinline__ void mix_mamba3_rows(Operand<T> (&M)[kMamba3ChunkRows
 }
 
 // All of a block's chunks.
-template <typename T, int kStates, bool kOneRank, bool kResults>
+template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
 __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
-                                                      const Mamba3Block& block, T* tiles, const Mamba3ChunkValues* values,
-                                                      const float* weights) {
-    using Tiles = Mamba3WarpgroupTiles<kStates, kResults>;
+                                                      const Mamba3Block<kPass == kMamba3After>& block, T* tiles,
+                                                      const Mamba3ChunkValues* values, const float* weights) {
+    using Tiles = Mamba3WarpgroupTiles<kStates, kPass>;
+    constexpr bool kOneRank = kPairwise;  // what choose_mamba3_warpgroups lets come
+    constexpr bool kRows = mamba3_finds_rows(kPass), kKeeps = mamba3_keeps_states(kPass), kFromEnd = kPass == kMamba3After;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = 16 * warp;
     const int dstate = static_cast<int>(p.dstate), ranks = 1 << launch.ranks_log2;
-    const bool has_initial = block.segment == 0 && p.ssm_state != nullptr;
+    const bool has_initial = !kFromEnd && block.segment == 0 && p.ssm_state != nullptr;
     const int64_t state_size = p.headdim * p.dstate;
     const int64_t state_index =
         (block.sequence * p.nheads + block.head) * state_size + static_cast<int64_t>(block.row0) * p.dstate;
     const int64_t ends_row = p.sequences * p.nheads * state_size;
 
     float state[kStates / 8][4];
-    const float* from = has_initial ? p.ssm_state : nullptr;
+    const float* from = kFromEnd ? launch.backward.dfinal : has_initial ? p.ssm_state : nullptr;
     if (block.segment > 0) {
-        from = kResults ? launch.ends + (block.segment - 1) * ends_row : nullptr;
+        from = kPass == kMamba3Output ? launch.ends + (block.segment - 1) * ends_row : nullptr;
     }
     if (from != nullptr) {
-        load_state<kStates>(state, from + state_index, row, block.columns, 0, dstate, lane);
+        load_pair_state<kPairwise>(state, from + state_index, row, block.columns, dstate, lane);
     } else {
         clear(state);
     }
     if (has_initial && block.chunks > 0) {
-        add_step_before<kStates>(state, p, block.sequence, block.range, block.head, 0, ranks, block.row0, row, block.columns,
-                                 lane);
+        add_pairs_before<kPairwise>(state, p, block.sequence, block.range, block.head, ranks, block.row0, row, block.columns,
+                                    lane);
     }
     T* const state_tile = tiles + Tiles::kStateAt;
     T* const state_at = state_tile + Mamba3XTile::at(row + lane % 16, lane / 16 * 8);  // of store_matrices
@@ -117,18 +121,27 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
         }
         show_to_warpgroup();
     };
-    if constexpr (kResults) {
+    if constexpr (kPass != kMamba3Ends) {
         show_state();
     }
+    [[maybe_unused]] T* kept =
+        static_cast<T*>(launch.backward.states) + (block.slot * block.tiles + block.tile) * (kMamba3StateRows * kStates);
     [[maybe_unused]] Mamba3Finisher<T, kOneRank> finisher(p, launch, block, tiles + Tiles::kZAt, warp, lane);
     [[maybe_unused]] const bool plain =
         (kOneRank || p.rank == 1) && p.norm_weight == nullptr && p.mimo_z == nullptr && p.mimo_out == nullptr;
+    [[maybe_unused]] Mamba3GateBack<T> gate_back(p, launch, block, warp, lane);
     const int x_lane = Mamba3XTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);  // of load_matrices_transposed
     [[maybe_unused]] const int x_rows = Mamba3XTile::at(row + lane % 16, lane / 16 * 8);   // of load_matrices
 
     float carried = 1.0f;
     for (int i = 0; i < block.chunks; ++i) {
         __syncthreads();  // the chunk's tiles are there
+        if constexpr (kKeeps) {
+            if (threadIdx.x == 0) {
+                store_bulk(kept, state_tile, kMamba3StateRows * kStates * static_cast<int>(sizeof(T)));
+            }
+            kept += (kFromEnd ? -1 : 1) * block.tiles * (kMamba3StateRows * kStates);
+        }
         const Mamba3ChunkValues& now = values[i % 2];
         const T* const q_tile = tiles + i % 2 * Tiles::kQK;
         const T* const x_tile = tiles + Tiles::kXAt + i % 2 * kMamba3XTile;
@@ -137,7 +150,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
         const float carry = now.carry[0];
         [[maybe_unused]] float y[8][4];
         [[maybe_unused]] Operand<T> M[kMamba3ChunkRows / 16];
-        if constexpr (kResults) {
+        if constexpr (kRows) {
             const uint64_t q_rows = tile_descriptor(q_tile, kBlock * 16);
             const uint64_t H = tile_descriptor(state_tile, kBlock * 16);
             float products[8][4];
@@ -163,7 +176,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
                 begin_product<T, 0>(y, q_rows + at, H + at);
             }
             commit_products();
-        } else {
+        } else if (kPass == kMamba3Ends) {
             carried *= carry;
         }
         Operand<T> weighted[kMamba3ChunkRows / 16];
@@ -173,7 +186,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
             weight_a<T>(weighted[k], now.adding + 16 * k, lane);
         }
         scale_rows(state, carry, carry);
-        if constexpr (kResults) {
+        if constexpr (kRows) {
             const float above = now.entering[row + lane / 4], below = now.entering[row + lane / 4 + 8];
             wait_for_products<0>();
             hold(y);
@@ -195,59 +208,71 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
             begin_product<T, 1>(state, weighted[k].r[0], k_rows + k * kRows16);
         }
         commit_products();
-        if constexpr (kResults) {
+        if constexpr (kRows) {
             wait_for_products<1>();
             hold(y);
             hold(M);
             wait_for_copies<0>();
             __syncwarp();
-            if (plain) {
-                finish_plain_rows(finisher, y, x_tile + x_rows, lane);
+            if constexpr (kPass == kMamba3GateBack) {
+                gate_back.finish(finisher, y, x_tile + x_rows, lane);
             } else {
-                finish_rows(p, finisher, y, x_tile + x_rows, weights, lane);
+                if (plain) {
+                    finish_plain_rows(finisher, y, x_tile + x_rows, lane);
+                } else {
+                    finish_rows(p, finisher, y, x_tile + x_rows, weights, lane);
+                }
+                __syncwarp();
+                finisher.store_results();
             }
-            __syncwarp();
-            finisher.store_results();
             finisher.next_chunk();
         }
         wait_for_products<0>();
         hold(state);
         hold(weighted);
-        if constexpr (kResults) {
+        if constexpr (kPass != kMamba3Ends) {
+            if (kKeeps && threadIdx.x == 0) {
+                wait_for_stores_to_read();
+            }
             meet_warpgroup();  // all have read the state before the chunk
             show_state();
         }
     }
 
-    if constexpr (!kResults) {
-        store_state<kStates>(launch.ends + block.segment * ends_row + state_index, state, row, block.columns, 0, dstate, lane);
+    if constexpr (kPass == kMamba3Ends) {
+        store_pair_state<kPairwise>(launch.ends + block.segment * ends_row + state_index, state, row, block.columns, dstate,
+                                    lane);
         if (threadIdx.x == 0 && block.row0 == 0) {
             launch.decays[(block.segment * p.sequences + block.sequence) * p.nheads + block.head] = carried;
         }
-    } else if (p.final_ssm != nullptr && block.segment == launch.segments - 1) {
-        store_state<kStates>(p.final_ssm + state_index, state, row, block.columns, 0, dstate, lane);
+    } else if constexpr (kPass == kMamba3GateBack) {
+        gate_back.store_sum(launch, block, p.nheads, reinterpret_cast<float*>(tiles), warp, lane);
+    } else if constexpr (kPass != kMamba3Before) {
+        float* const to = kFromEnd ? launch.backward.dinitial : p.final_ssm;
+        if (to != nullptr && (kFromEnd || block.segment == launch.segments - 1)) {
+            store_pair_state<kPairwise>(to + state_index, state, row, block.columns, dstate, lane);
+        }
     }
 }
 
 #endif
 
-// kResults: out and the final state; else a segment's state at its end from zero, and its decay.
-template <typename T, int kStates, bool kPairwise, bool kResults>
+template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
 __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     mamba3_warpgroup_kernel(const MambaMamba3 p, const Mamba3WarpgroupLaunch launch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using Tiles = Mamba3WarpgroupTiles<kStates, kResults>;
+    using Tiles = Mamba3WarpgroupTiles<kStates, kPass>;
     MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_warpgroup_shared);
     T* const tiles = reinterpret_cast<T*>(mamba3_warpgroup_shared);
     Mamba3ChunkValues* const values = reinterpret_cast<Mamba3ChunkValues*>(mamba3_warpgroup_shared + Tiles::kValuesAt);
     float* const weights = reinterpret_cast<float*>(mamba3_warpgroup_shared + Tiles::kWeightsAt);
     const int thread = threadIdx.x;
-    const Mamba3Block block(p, launch);
+    const Mamba3Block<kPass == kMamba3After> block(p, launch);
     // What nothing is written to stays zero: ranks beyond p.rank, columns beyond dstate.
     for (int i = thread; i < 2 * Tiles::kQK / 8; i += kMamba3WarpgroupThreads) {
         reinterpret_cast<uint4*>(tiles)[i] = make_uint4(0, 0, 0, 0);
     }
-    if (kResults) {
+    if (kPass == kMamba3Output) {
         const int ranks = 1 << launch.ranks_log2;
         for (int i = thread; i < (1 + 2 * ranks) * kMamba3StateRows; i += kMamba3WarpgroupThreads) {
             const int column = i % kMamba3StateRows, which = i / kMamba3StateRows - 1;
@@ -269,10 +294,10 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     __syncthreads();
     if (thread < kMamba3Threads) {
         take_registers<kMamba3MultiplyRegisters>();
-        multiply_mamba3_tiles<T, kStates, kPairwise, kResults>(p, launch, block, tiles, values, weights);
+        multiply_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, weights);
     } else {
         give_registers<kMamba3TurnRegisters>();
-        make_mamba3_tiles<T, kStates, kPairwise, kResults>(p, launch, block, tiles, values, thread - kMamba3Threads);
+        make_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, thread - kMamba3Threads);
     }
 #else
     (void)p;
@@ -281,16 +306,16 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
 #endif
 }
 
-template <typename T, int kStates, bool kPairwise, bool kResults>
+template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
 cudaError_t launch_mamba3_warpgroups(const MambaMamba3& p, Mamba3WarpgroupLaunch launch, int64_t segments) {
-    const auto kernel = mamba3_warpgroup_kernel<T, kStates, kPairwise, kResults>;
-    const int64_t shared = Mamba3WarpgroupTiles<kStates, kResults>::bytes(int64_t{1} << launch.ranks_log2);
+    const auto kernel = mamba3_warpgroup_kernel<T, kStates, kPairwise, kPass>;
+    const int64_t shared = Mamba3WarpgroupTiles<kStates, kPass>::bytes(int64_t{1} << launch.ranks_log2);
     const cudaError_t error = mamba3_allow_shared(reinterpret_cast<const void*>(kernel), shared);
     if (error != cudaSuccess) {
         return error;
     }
     launch.segments = segments;
-    const int64_t blocks = ceil_div(p.headdim, kMamba3StateRows) * p.nheads * segments * p.sequences;
+    const int64_t blocks = ceil_div(p.headdim, kMamba3StateRows) * launch.group_heads * p.ngroups * segments * p.sequences;
     return launch_overlapping(kernel, static_cast<unsigned>(blocks), kMamba3WarpgroupThreads, static_cast<size_t>(shared),
                               p.run.stream, p, launch);
 }

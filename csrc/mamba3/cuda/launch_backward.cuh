@@ -7,9 +7,68 @@
 #include "mamba3/cuda/backward_states.cuh"
 #ifdef MAMBA_WARPGROUPS
 #include "mamba3/cuda/backward_warpgroup.cuh"
+#include "mamba3/cuda/forward_warpgroup.cuh"
 #endif
 
 namespace mamba {
+
+template <typename T, class Tiles>
+cudaError_t launch_mamba3_rows(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch) {
+    constexpr int kBytes = static_cast<int>(round_up(sizeof(Mamba3RowsShared<T, Tiles>), 16));
+    const int64_t blocks = launch.plan.ranges * launch.group_heads * q.forward.ngroups;
+    return launch_mamba3(mamba3_rows_kernel<T, Tiles>, blocks, 1, Tiles::kThreads,
+                         kBytes + 4 * Tiles::kRows * mamba3_row_pitch(q.forward.headdim, Tiles::kInner), q, launch);
+}
+
+#ifdef MAMBA_WARPGROUPS
+// A walk along the chunks of some heads; see Mamba3Pass.
+template <typename T, bool kPairwise, Mamba3Pass kPass>
+cudaError_t launch_mamba3_backward_walk(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch) {
+    const MambaMamba3& p = q.forward;
+    const Mamba3BackwardWorkspace& w = launch.plan.workspace;
+    Mamba3WarpgroupLaunch walk = mamba3_warpgroup_launch(p, launch.chunks, p.rank, static_cast<int64_t>(sizeof(T)));
+    walk.first_head = launch.first_head;
+    walk.group_heads = launch.group_heads;
+    walk.backward = {launch.at<T>(kPass == kMamba3After ? w.dstates : w.states),
+                     launch.at<T>(w.dy),
+                     q.dout,
+                     q.dz,
+                     launch.at<float>(w.D),
+                     q.dfinal_ssm,
+                     q.dssm_state,
+                     q.dout_batch_stride,
+                     q.dout_len_stride,
+                     q.dout_head_stride,
+                     launch.group_heads * p.ngroups * p.headdim};
+    return launch_mamba3_warpgroups<T, kMamba3WarpgroupStates, kPairwise, kPass>(p, walk, 1);
+}
+
+template <typename T, class Tiles, bool kPairwise>
+cudaError_t launch_mamba3_warpgroup_heads(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch) {
+    cudaError_t error = cudaSuccess;
+    bool gated = false;
+    if constexpr (kPairwise) {
+        if (mamba3_gates_back(q, launch.plan)) {
+            gated = true;
+            error = launch_mamba3_backward_walk<T, true, kMamba3GateBack>(q, launch);
+        }
+    }
+    if (!gated) {
+        error = launch_mamba3_backward_walk<T, kPairwise, kMamba3Before>(q, launch);
+        if (error == cudaSuccess) {
+            error = launch_mamba3_rows<T, Tiles>(q, launch);
+        }
+    }
+    if (error == cudaSuccess) {
+        error = launch_mamba3_backward_walk<T, kPairwise, kMamba3After>(q, launch);
+    }
+    if (error == cudaSuccess) {
+        error = launch_mamba3(mamba3_backward_warpgroup_kernel<T>, launch.chunks.slots * q.forward.ngroups * launch.plan.splits,
+                              1, kMamba3BackwardThreads, static_cast<int>(sizeof(Mamba3WarpgroupShared<T>)), q, launch);
+    }
+    return error;
+}
+#endif
 
 template <typename T, class Tiles>
 cudaError_t launch_mamba3_heads(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch) {
@@ -17,28 +76,26 @@ cudaError_t launch_mamba3_heads(const MambaMamba3Backward& q, const Mamba3Backwa
     const int64_t heads = launch.group_heads * p.ngroups, slots = launch.chunks.slots;
     const int64_t walks = p.sequences * heads * ceil_div(p.headdim, kForwardRows);
     constexpr int kStatesBytes = static_cast<int>(sizeof(Mamba3StatesShared<T, Tiles>));
-    constexpr int kRowsBytes = static_cast<int>(round_up(sizeof(Mamba3RowsShared<T, Tiles>), 16));
     constexpr int kChunkBytes = static_cast<int>(sizeof(Mamba3ChunkShared<T, Tiles>));
     static_assert(kChunkBytes <= kMamba3BackwardShared, "the plan counts on that");
-    const int rows_bytes = kRowsBytes + 4 * Tiles::kRows * mamba3_row_pitch(p.headdim, Tiles::kInner);
-    cudaError_t error =
-        slots == 0 ? cudaSuccess
-                   : launch_mamba3(mamba3_states_kernel<T, Tiles, false>, walks, 1, Tiles::kThreads, kStatesBytes, q, launch);
+#ifdef MAMBA_WARPGROUPS
+    if constexpr (sizeof(T) == 2 && Tiles::kStates == kMamba3WarpgroupStates && Tiles::kRows == kWarpgroupSteps) {
+        if (launch.plan.warpgroups) {
+            return p.pairwise != 0 ? launch_mamba3_warpgroup_heads<T, Tiles, true>(q, launch)
+                                   : launch_mamba3_warpgroup_heads<T, Tiles, false>(q, launch);
+        }
+    }
+#endif
+    cudaError_t error = cudaSuccess;
+    if (slots > 0) {
+        error = launch_mamba3(mamba3_states_kernel<T, Tiles, false>, walks, 1, Tiles::kThreads, kStatesBytes, q, launch);
+    }
     if (error == cudaSuccess) {
-        error =
-            launch_mamba3(mamba3_rows_kernel<T, Tiles>, launch.plan.ranges * heads, 1, Tiles::kThreads, rows_bytes, q, launch);
+        error = launch_mamba3_rows<T, Tiles>(q, launch);
     }
     if (error == cudaSuccess) {
         error = launch_mamba3(mamba3_states_kernel<T, Tiles, true>, walks, 1, Tiles::kThreads, kStatesBytes, q, launch);
     }
-#ifdef MAMBA_WARPGROUPS
-    if constexpr (sizeof(T) == 2 && Tiles::kStates == 128 && Tiles::kRows == kWarpgroupSteps) {
-        if (error == cudaSuccess && launch.plan.warpgroups) {
-            return launch_mamba3(mamba3_backward_warpgroup_kernel<T>, slots * p.ngroups * launch.plan.splits, 1,
-                                 kMamba3BackwardThreads, static_cast<int>(sizeof(Mamba3WarpgroupShared<T>)), q, launch);
-        }
-    }
-#endif
     if (error == cudaSuccess) {
         error = launch_mamba3(mamba3_backward_kernel<T, Tiles>, slots * p.ngroups * launch.plan.splits, 1, Tiles::kThreads,
                               kChunkBytes, q, launch);

@@ -68,33 +68,23 @@ cudaError_t launch_mamba3_warpgroup_passes(const MambaMamba3& p, const Mamba3For
                                            const Mamba3WarpgroupLaunch& launch) {
     cudaError_t error = cudaSuccess;
     if (plan.segments > 1) {
-        error = launch_mamba3_warpgroups<T, kStates, kPairwise, false>(p, launch, plan.segments - 1);
+        error = launch_mamba3_warpgroups<T, kStates, kPairwise, kMamba3Ends>(p, launch, plan.segments - 1);
         if (error == cudaSuccess) {
             error = launch_mamba3_carry_states<T>(p, plan.segments, launch.ends, launch.decays);
         }
     }
-    return error != cudaSuccess ? error : launch_mamba3_warpgroups<T, kStates, kPairwise, true>(p, launch, plan.segments);
+    return error != cudaSuccess ? error
+                                : launch_mamba3_warpgroups<T, kStates, kPairwise, kMamba3Output>(p, launch, plan.segments);
 }
 
 template <typename T>
 cudaError_t launch_mamba3_forward_warpgroups(const MambaMamba3& p, const Mamba3Forward& plan) {
     char* const memory = static_cast<char*>(p.workspace);
-    Mamba3WarpgroupLaunch launch = {};
-    launch.chunks = plan.chunks.place(p.workspace);
+    Mamba3WarpgroupLaunch launch =
+        mamba3_warpgroup_launch(p, plan.chunks.place(p.workspace), plan.ranks, static_cast<int64_t>(sizeof(T)));
     launch.chunks_a_segment = plan.chunks_a_segment;
     launch.ends = reinterpret_cast<float*>(memory + plan.ends);
     launch.decays = reinterpret_cast<float*>(memory + plan.decays);
-    launch.ranks_log2 = ceil_log2(plan.ranks, 0, 4);
-    launch.steps_log2 = 6 - launch.ranks_log2;
-    launch.q_step = static_cast<int32_t>(p.q_len_stride * static_cast<int64_t>(sizeof(T)));
-    launch.k_step = static_cast<int32_t>(p.k_len_stride * static_cast<int64_t>(sizeof(T)));
-    launch.ranks = static_cast<int32_t>(p.rank);
-    launch.turns_part = static_cast<int32_t>(p.nheads * p.nangles * 4);
-    launch.q_rank = static_cast<int32_t>(used_stride(p.rank, p.q_rank_stride) * static_cast<int64_t>(sizeof(T)));
-    launch.k_rank = static_cast<int32_t>(used_stride(p.rank, p.k_rank_stride) * static_cast<int64_t>(sizeof(T)));
-    launch.speeds_step = static_cast<int32_t>((p.angles_of_heads != 0 ? p.nheads : 1) * p.nangles * 4);
-    launch.values_step = p.nheads * launch.chunks.arrays * launch.chunks.pitch;
-    launch.turns_step = launch.chunks.parts * p.nheads * p.nangles;
     if (plan.layout == kMamba3Small) {
         return p.pairwise != 0 ? launch_mamba3_warpgroup_passes<T, 64, true>(p, plan, launch)
                                : launch_mamba3_warpgroup_passes<T, 64, false>(p, plan, launch);

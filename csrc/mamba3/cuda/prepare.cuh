@@ -129,8 +129,8 @@ __device__ __forceinline__ uint32_t count_of_step(double speed, double dt, bool 
 }
 constexpr double kMamba3OrdinaryStep = 1048576.0;  // of dt; a speed is 1/2 at most
 
-// A block takes up to kMamba3PrepareHeads heads of a slot. turns gets what each part of a chunk turns, from its last restart
-// on: with parts there are no restarts.
+// A block takes up to kMamba3PrepareHeads heads of a slot. turns gets what the chunk turns, from its last restart on; with
+// parts there are no restarts.
 __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
     MAMBA_DYNAMIC_SHARED(16, float, shared_speeds);  // (steps, S), for all heads
     __shared__ Mamba3PrepareInputs inputs;
@@ -246,23 +246,25 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
     for (int i = lane; i - lane < angles; i += 32) {
         if (shared_angles) {
             uint32_t turns[kMamba3TurnHeads] = {};
+            const auto store = [&](uint32_t* to) {
+#pragma unroll
+                for (int j = 0; j < kMamba3TurnHeads; ++j) {
+                    if (turn_head + j < heads && i < angles) {
+                        to[j * angles + i] = turns[j];
+                    }
+                }
+            };
             for (int step = restart; step < chunk.steps; ++step) {
+                if (chunks.parts > 1 && step % part == 0) {
+                    store(chunks.part_turns + mamba3_part_turns_index(p, chunks, slot, step / part, first_head + turn_head));
+                }
                 const double speed = i < angles ? shared_speeds[step * angles + i] : 0.0f;
 #pragma unroll
                 for (int j = 0; j < kMamba3TurnHeads; ++j) {
                     turns[j] += count_of_step(speed, dts[step][turn_head + j], ordinary);
                 }
-                if ((step + 1) % part == 0 || step + 1 == chunk.steps) {
-#pragma unroll
-                    for (int j = 0; j < kMamba3TurnHeads; ++j) {
-                        if (turn_head + j < heads && i < angles) {
-                            chunks.turns[mamba3_turns_index(p, chunks, slot, step / part, first_head + turn_head + j) + i] =
-                                turns[j];
-                        }
-                        turns[j] = 0;
-                    }
-                }
             }
+            store(chunks.turns + mamba3_turns_index(p, slot, first_head + turn_head));
             continue;
         }
         for (int j = turn_head; j < turn_head + kMamba3TurnHeads && j < heads; ++j) {
@@ -276,6 +278,9 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
                     speed = 0.5f * tanhf(load_as_float(p.angles, at, p.angle_dtype));
                     chunks.speeds[mamba3_speeds_index(p, chunk.sequence.row, first + step, head) + i] = speed;
                 }
+                if (chunks.parts > 1 && step % part == 0 && i < angles) {
+                    chunks.part_turns[mamba3_part_turns_index(p, chunks, slot, step / part, head) + i] = turns;
+                }
                 if (step >= restart) {
                     turns += count_of_step(speed, dts[step][j], ordinary);
                 }
@@ -283,12 +288,9 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
                     float* const chunk_values = mamba3_values(chunks, p.nheads, slot, head, kMamba3High) + step;
                     chunk_values[kMamba3Gamma * chunks.pitch] = chunk_values[kMamba3Scale * chunks.pitch] = speed;
                 }
-                if ((step + 1) % part == 0 || step + 1 == chunk.steps) {
-                    if (i < angles) {
-                        chunks.turns[mamba3_turns_index(p, chunks, slot, step / part, head) + i] = turns;
-                    }
-                    turns = 0;
-                }
+            }
+            if (i < angles) {
+                chunks.turns[mamba3_turns_index(p, slot, head) + i] = turns;
             }
         }
     }
@@ -296,8 +298,8 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
 
 constexpr int kMamba3CarryThreads = 128;
 
-// A block for each sequence and head: the turns before each part of a chunk, from what each turns. With final states also those
-// of the angles, of k and of v.
+// A block for each sequence and head: the turns before each chunk, from what each turns. With final states also those of the
+// angles, of k and of v.
 __global__ void __launch_bounds__(kMamba3CarryThreads)
     mamba3_carry_turns_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
     __shared__ uint32_t last_turns[MAMBA_MAX_DSTATE / 2];
@@ -306,32 +308,31 @@ __global__ void __launch_bounds__(kMamba3CarryThreads)
     const int64_t sequence_index = index / p.nheads;
     const int angles = static_cast<int>(p.nangles);
     const Mamba3Sequence sequence = mamba3_sequence(p, sequence_index);
-    const int64_t count = ceil_div(sequence.seqlen, chunks.part);
+    const int64_t count = ceil_div(sequence.seqlen, chunks.steps);
     const int64_t slot = mamba3_slot(p, chunks, sequence_index, sequence.begin);
     wait_for_previous_kernel();
     for (int i = threadIdx.x; i < angles; i += kMamba3CarryThreads) {
         uint32_t turn = p.angle_state != nullptr ? count_of_radians(p.angle_state[index * angles + i]) : 0u;
         constexpr int kAhead = 8;
-        // Parts of chunks follow each other as those of one chunk do.
-        uint32_t* const turns = chunks.turns + mamba3_turns_index(p, chunks, slot, 0, head) + i;
+        uint32_t* const turns = chunks.turns + mamba3_turns_index(p, slot, head) + i;
         const int64_t pitch = p.nheads * angles;
-        for (int64_t part = 0; part < count; part += kAhead) {
+        for (int64_t chunk = 0; chunk < count; chunk += kAhead) {
             uint32_t turned[kAhead];
             bool restarts[kAhead];
 #pragma unroll
             for (int j = 0; j < kAhead; ++j) {
                 turned[j] = 0u;
                 restarts[j] = false;
-                if (part + j < count) {
-                    turned[j] = turns[(part + j) * pitch];
-                    restarts[j] = p.seq_idx != nullptr && __float_as_int(mamba3_values(chunks, p.nheads, slot + part + j, head,
+                if (chunk + j < count) {
+                    turned[j] = turns[(chunk + j) * pitch];
+                    restarts[j] = p.seq_idx != nullptr && __float_as_int(mamba3_values(chunks, p.nheads, slot + chunk + j, head,
                                                                                        kMamba3Start)[chunks.steps - 1]) >= 0;
                 }
             }
 #pragma unroll
             for (int j = 0; j < kAhead; ++j) {
-                if (part + j < count) {
-                    turns[(part + j) * pitch] = turn;
+                if (chunk + j < count) {
+                    turns[(chunk + j) * pitch] = turn;
                     turn = restarts[j] ? turned[j] : turn + turned[j];
                 }
             }

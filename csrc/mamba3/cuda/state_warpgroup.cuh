@@ -1,0 +1,81 @@
+// A state between memory and the accumulators of forward_warpgroup.cuh, whose columns are those of its tiles: pairs lie
+// together.
+#pragma once
+
+#include "mamba3/cuda/chunks.cuh"
+#include "ssd/cuda/chunk_tile.cuh"
+
+namespace mamba {
+
+// Which element of q, k or a row of the state lies in a tile's column: what an angle turns are neighbours.
+template <bool kPairwise>
+__device__ __forceinline__ int element_of_pair_column(int column, int dstate) {
+    return kPairwise ? column : column / 2 + column % 2 * (dstate / 2);
+}
+
+// Of 16 rows from `row` on, of which `rows` exist in all.
+template <bool kPairwise, int kGroups>
+__device__ __forceinline__ void load_pair_state(float (&state)[kGroups][4], const float* from, int row, int rows, int dstate,
+                                                int lane) {
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int own = row + lane / 4 + i / 2 * 8, column = 8 * j + lane % 4 * 2 + i % 2;
+            state[j][i] =
+                own < rows && column < dstate ? from[own * dstate + element_of_pair_column<kPairwise>(column, dstate)] : 0.0f;
+        }
+    }
+}
+template <bool kPairwise, int kGroups>
+__device__ __forceinline__ void store_pair_state(float* to, const float (&state)[kGroups][4], int row, int rows, int dstate,
+                                                 int lane) {
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int own = row + lane / 4 + i / 2 * 8, column = 8 * j + lane % 4 * 2 + i % 2;
+            if (own < rows && column < dstate) {
+                to[own * dstate + element_of_pair_column<kPairwise>(column, dstate)] = state[j][i];
+            }
+        }
+    }
+}
+
+// Adds the step before a sequence's first one: its (1 - lambda) dt is the first step's.
+template <bool kPairwise, int kGroups>
+__device__ __forceinline__ void add_pairs_before(float (&state)[kGroups][4], const MambaMamba3& p, int64_t sequence,
+                                                 const Mamba3Sequence& range, int64_t head, int ranks, int row0, int row,
+                                                 int rows, int lane) {
+    const float dt = load_as_float(
+        p.dt, range.row * p.dt_batch_stride + range.begin * p.dt_len_stride + head * p.dt_head_stride, p.dt_dtype);
+    const float trap = load_as_float(
+        p.trap, range.row * p.trap_batch_stride + range.begin * p.trap_len_stride + head * p.trap_head_stride, p.trap_dtype);
+    const float nu = sigmoid(-trap) * dt;
+    const int dstate = static_cast<int>(p.dstate);
+#pragma unroll 1
+    for (int r = 0; r < ranks && r < p.rank; ++r) {
+        const float* const k = p.k_state + ((sequence * p.rank + r) * p.nheads + head) * p.dstate;
+        float x[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int own = row + lane / 4 + 8 * i;
+            x[i] = 0.0f;
+            if (own < rows) {
+                x[i] = nu * p.v_state[(sequence * p.nheads + head) * p.headdim + row0 + own];
+                x[i] *= p.mimo_v != nullptr ? p.mimo_v[(head * p.rank + r) * p.headdim + row0 + own] : 1.0f;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int column = 8 * j + lane % 4 * 2 + i % 2;
+                const float entry = column < dstate ? k[element_of_pair_column<kPairwise>(column, dstate)] : 0.0f;
+                state[j][i] = fmaf(x[i / 2], entry, state[j][i]);
+            }
+        }
+    }
+}
+
+}  // namespace mamba
