@@ -8,7 +8,7 @@ namespace mamba {
 
 // Offsets in bytes. Heads of a launch: those of one window.
 struct Mamba3BackwardWorkspace {
-    int64_t states;            // (slots, heads of a launch, P, N) of T: before each chunk; with warpgroups as in Mamba3Pass
+    int64_t states;            // (slots, heads of a launch, P, N) of T: before each chunk; with warpgroups as tiles
     int64_t dstates;           // the same: gradient after each chunk
     int64_t dy;                // (B, L, R, heads of a launch, P) of T: gradient of the scan's rows
     int64_t dq, dk;            // (splits, B, L, R, G, N) float, in the order of tiles

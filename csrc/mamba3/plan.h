@@ -55,7 +55,7 @@ struct Mamba3ChunksPlan {
     int64_t values, speeds, turns, part_turns;
 
     Mamba3ChunksPlan() : chunks(), values(0), speeds(0), turns(0), part_turns(0) {}
-    // part: 0, or what steps are a multiple of.
+    // part: 0, or a power of two that steps are a multiple of.
     Mamba3ChunksPlan(const MambaMamba3& p, int64_t steps, Mamba3StepArray arrays, int64_t& bytes, int64_t part = 0)
         : Mamba3ChunksPlan() {
         chunks.steps = steps;

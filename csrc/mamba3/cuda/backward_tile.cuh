@@ -131,6 +131,29 @@ struct Mamba3ChunkShared {
     static_assert(2 * sizeof(T) * kRowsPitch >= 4 * kInnerPitch, "dx fits");
 };
 
+// Eight neighbours of 16 bits as floats, and back.
+template <typename T>
+__device__ __forceinline__ void load_eight(float (&values)[8], const T* from) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(from);
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack2<T>(words[i]);
+        values[2 * i] = pair.x;
+        values[2 * i + 1] = pair.y;
+    }
+}
+template <typename T>
+__device__ __forceinline__ void store_eight(T* to, const float (&values)[8]) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(pack2<T>(values[0], values[1]), pack2<T>(values[2], values[3]),
+                                               pack2<T>(values[4], values[5]), pack2<T>(values[6], values[7]));
+}
+__device__ __forceinline__ void load_eight(float (&values)[8], const float* from) {
+    const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+    values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+    values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+}
+
 // A warp's 16 rows into a tile of floats.
 template <int kWide>
 __device__ __forceinline__ void store_rows(float* tile, int pitch, const float (&rows)[2 * kWide][4], int lane) {

@@ -8,27 +8,25 @@ namespace mamba {
 // Parts of the biases' gradients, (R, N), and of mimo_v's, (R, P).
 template <typename T>
 __device__ __forceinline__ float* bias_sums(const Mamba3Walk<T>& walk, const Mamba3Item& item, int of_k) {
-    const int64_t tile = item.tile + of_k * walk.row_tiles;
-    return walk.launch.template at<float>(walk.launch.plan.workspace.bias) +
-           ((tile * walk.launch.chunks.slots + walk.slot) * walk.q.forward.nheads + walk.head(item)) * walk.rank * walk.dstate;
+    const MambaMamba3& p = walk.p();
+    const int64_t tile = (item.tile + of_k * walk.row_tiles()) * walk.launch.chunks.slots;
+    return walk.shared.places.bias + (tile * p.nheads + item.slot) * p.rank * p.dstate;
 }
 template <typename T>
 __device__ __forceinline__ float* mimo_v_sums(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
-    const MambaMamba3& p = walk.q.forward;
-    return walk.launch.template at<float>(walk.launch.plan.workspace.mimo_v) +
-           (walk.slot * p.nheads + walk.head(item)) * walk.rank * p.headdim + item.row0();
+    return walk.shared.places.mimo_v + item.slot * walk.p().rank * walk.p().headdim + item.row0();
 }
 
 template <typename T>
 __device__ __forceinline__ void store_bias(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
-    const int size = walk.rank * Shared::kStates;
+    const int rank = walk.rank(), size = rank * Shared::kStates;
 #pragma unroll 1
-    for (int i = walk.thread; i < 2 * size; i += kMamba3BackwardThreads) {
-        const int m = i >= size ? 1 : 0, column = i % Shared::kStates, r = i / Shared::kStates - m * walk.rank;
+    for (int i = walk.stand().thread; i < 2 * size; i += kMamba3BackwardThreads) {
+        const int m = i >= size ? 1 : 0, column = i % Shared::kStates, r = i / Shared::kStates - m * rank;
         const float* const from = walk.shared.bias_parts(item.number) + m * 4 * size + r * Shared::kStates + column;
-        if (column < walk.dstate) {
-            bias_sums(walk, item, m)[r * walk.dstate + element_of_column(walk.q.forward, column)] =
+        if (column < walk.dstate()) {
+            bias_sums(walk, item, m)[r * walk.dstate() + element_of_column(walk.p(), column)] =
                 (from[0] + from[size]) + (from[2 * size] + from[3 * size]);
         }
     }
@@ -38,56 +36,58 @@ __device__ __forceinline__ void store_bias(const Mamba3Walk<T>& walk, const Mamb
 template <typename T>
 __device__ __forceinline__ void store_dv(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
-    const MambaMamba3& p = walk.q.forward;
-    const Mamba3Chunk& chunk = walk.chunk;
-    const int64_t head = walk.head(item);
-    const float* const weights = p.mimo_v != nullptr ? p.mimo_v + head * walk.rank * p.headdim + item.row0() : nullptr;
-    const int t = walk.thread / 8, column = walk.thread % 8 * 8, left = walk.columns(item) - column;
-    if (t < chunk.steps && left > 0) {
+    const MambaMamba3& p = walk.p();
+    const Mamba3ChunkPlaces<T>& places = walk.shared.places;
+    const int thread = walk.stand().thread, rank = walk.rank();
+    const int headdim = static_cast<int>(p.headdim), head = places.group_head + item.slot;
+    const float* const weights =
+        p.mimo_v != nullptr ? p.mimo_v + static_cast<int64_t>(head) * rank * headdim + item.row0() : nullptr;
+    const int t = thread / 8, column = thread % 8 * 8;
+    if (t < places.steps && column < walk.columns(item)) {
         float sum[8];
 #pragma unroll 1
-        for (int r = 0; r < walk.rank; ++r) {
-            const float4* const from =
-                reinterpret_cast<const float4*>(walk.shared.dx() + (t * walk.rank + r) * Shared::kDxPitch + column);
-            const float4 low = from[0], high = from[1];
-            const float value[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        for (int r = 0; r < rank; ++r) {
+            float value[8];
+            load_eight(value, walk.shared.dx() + (t * rank + r) * Shared::kDxPitch + column);
+            if (weights != nullptr) {
+                float weight[8];
+                load_eight(weight, weights + r * headdim + column);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    value[i] *= weight[i];
+                }
+            }
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const float weight = weights != nullptr && i < left ? weights[r * p.headdim + column + i] : 1.0f;
-                sum[i] = r > 0 ? fmaf(value[i], weight, sum[i]) : value[i] * weight;
+                sum[i] = r > 0 ? sum[i] + value[i] : value[i];
             }
         }
-        const int64_t at = ((chunk.row * p.seqlen + chunk.first + t) * p.nheads + head) * p.headdim + item.row0() + column;
-        if (chunk.last && t == chunk.steps - 1 && walk.q.dfinal_v != nullptr) {
-            const float* const dfinal = walk.q.dfinal_v + (chunk.sequence * p.nheads + head) * p.headdim + item.row0() + column;
+        const int at = item.slot * headdim + item.row0() + column;
+        if (places.dfinal_v != nullptr && t == places.steps - 1) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                sum[i] += i < left ? dfinal[i] : 0.0f;
+                sum[i] += places.dfinal_v[at + i];
             }
         }
-        T* const to = static_cast<T*>(walk.q.dv) + at;
+        T* const to = places.dv + static_cast<int64_t>(t) * p.nheads * headdim + at;
         if (walk.launch.dv_vectors != 0) {
-            *reinterpret_cast<uint4*>(to) = make_uint4(pack2<T>(sum[0], sum[1]), pack2<T>(sum[2], sum[3]),
-                                                       pack2<T>(sum[4], sum[5]), pack2<T>(sum[6], sum[7]));
+            store_eight(to, sum);
         } else {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                if (i < left) {
-                    to[i] = from_float<T>(sum[i]);
-                }
+                to[i] = from_float<T>(sum[i]);
             }
         }
     }
-    const int own = walk.thread % Shared::kInner, r = walk.thread / Shared::kInner;
-    if (weights != nullptr && r < walk.rank && own < walk.columns(item)) {
-        const T* const v = walk.chunk_v(item) + own;
+    const int own = thread % Shared::kInner, r = thread / Shared::kInner;
+    if (weights != nullptr && r < rank && own < walk.columns(item)) {
+        const T* const v = places.v + item.slot * p.v_head_stride + item.row0() + own;
         float sum = 0.0f;
-#pragma unroll 8
-        for (int step = 0; step < chunk.steps; ++step) {
-            sum = fmaf(walk.shared.dx()[(step * walk.rank + r) * Shared::kDxPitch + own], to_float(v[step * p.v_len_stride]),
-                       sum);
+#pragma unroll 4
+        for (int step = 0; step < places.steps; ++step) {
+            sum = fmaf(walk.shared.dx()[(step * rank + r) * Shared::kDxPitch + own], to_float(v[step * p.v_len_stride]), sum);
         }
-        mimo_v_sums(walk, item)[r * p.headdim + own] = sum;
+        mimo_v_sums(walk, item)[r * headdim + own] = sum;
     }
 }
 
@@ -95,11 +95,12 @@ __device__ __forceinline__ void store_dv(const Mamba3Walk<T>& walk, const Mamba3
 template <typename T>
 __device__ __forceinline__ void store_nothing(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
-    const MambaMamba3& p = walk.q.forward;
-    for (int i = walk.thread; i < walk.rank * walk.dstate; i += kMamba3BackwardThreads) {
+    const MambaMamba3& p = walk.p();
+    const int thread = walk.stand().thread;
+    for (int i = thread; i < walk.rank() * walk.dstate(); i += kMamba3BackwardThreads) {
         bias_sums(walk, item, 0)[i] = bias_sums(walk, item, 1)[i] = 0.0f;
     }
-    for (int i = walk.thread; i < walk.rank * Shared::kInner && p.mimo_v != nullptr; i += kMamba3BackwardThreads) {
+    for (int i = thread; i < walk.rank() * Shared::kInner && p.mimo_v != nullptr; i += kMamba3BackwardThreads) {
         if (i % Shared::kInner < walk.columns(item)) {
             mimo_v_sums(walk, item)[i / Shared::kInner * p.headdim + i % Shared::kInner] = 0.0f;
         }

@@ -21,23 +21,25 @@ __device__ __forceinline__ void fold(float (&values)[kCount], int lane) {
 // A warp's rows of 64 columns of q and k, of which angles turn some (kTurns) or none, with the head's biases. Rows that do not
 // exist become zero.
 template <bool kTurns, typename T>
-__device__ __forceinline__ void turn_block(const Mamba3Walk<T>& walk, const Mamba3Item& item, int angle) {
+__device__ __forceinline__ void turn_block(const Mamba3Walk<T>& walk, const Mamba3Item& item, const Mamba3Stand& own,
+                                           int angle) {
     using Tile = SwizzledTile<kWarpgroupSteps>;
     constexpr int kWarpRows = Mamba3WarpgroupShared<T>::kWarpRows;
     auto& shared = walk.shared;
     const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
-    const int first_row = kWarpRows * walk.warp, column = 2 * angle;
+    const int first_row = kWarpRows * own.warp, column = 2 * angle, rows = shared.places.rows;
+    const int rank = walk.rank(), rank_log2 = walk.rank_log2(), angles = walk.angles();
     float2 cos_sin[kWarpRows];
     if (kTurns) {
-        const float* const speeds = walk.chunk_speeds() + angle;
+        const float* const speeds = shared.places.speeds + angle;
         float speed[kWarpRows];
 #pragma unroll
         for (int i = 0; i < kWarpRows; ++i) {
             const int row = first_row + i;
-            const bool counts = walk.begins_step(row) && row < walk.rows && angle < walk.angles;
-            speed[i] = counts ? speeds[(row >> walk.rank_log2) * walk.angles] : 0.0f;
+            const bool counts = walk.begins_step(row) && row < rows && angle < angles;
+            speed[i] = counts ? speeds[(row >> rank_log2) * angles] : 0.0f;
         }
-        float turned = angle < walk.angles ? shared.first_turns[walk.warp][angle] : 0.0f;
+        float turned = angle < angles ? shared.first_turns[own.warp][angle] : 0.0f;
 #pragma unroll
         for (int i = 0; i < kWarpRows; ++i) {
             const int row = first_row + i;
@@ -45,7 +47,7 @@ __device__ __forceinline__ void turn_block(const Mamba3Walk<T>& walk, const Mamb
                 const float sum = fmaf(speed[i], steps.dt[row], turned);
                 turned = sum - rintf(sum);
                 cos_sin[i] = make_float2(cos_fast(turned * 6.2831853f), sin_fast(turned * 6.2831853f));
-                shared.turned[Tile::at(row >> walk.rank_log2, column) / 2] = pack2<__half>(cos_sin[i].x, cos_sin[i].y);
+                shared.turned[Tile::at(row >> rank_log2, column) / 2] = pack2<__half>(cos_sin[i].x, cos_sin[i].y);
             } else {
                 cos_sin[i] = cos_sin[i > 0 ? i - 1 : 0];
             }
@@ -61,8 +63,8 @@ __device__ __forceinline__ void turn_block(const Mamba3Walk<T>& walk, const Mamb
 #pragma unroll
         for (int i = 0; i < kWarpRows; ++i) {
             const int row = first_row + i, place = (at + 64 * i) ^ (8 * i);
-            if (i == 0 || walk.rank > 1) {
-                bias = *reinterpret_cast<const float2*>(&shared.bias[m][row & (walk.rank - 1)][column]);
+            if (i == 0 || rank > 1) {
+                bias = *reinterpret_cast<const float2*>(&shared.bias[m][row & (rank - 1)][column]);
             }
             const float2 raw = load_pair<T>(from + place);
             float x = raw.x + bias.x, y = raw.y + bias.y;
@@ -71,66 +73,71 @@ __device__ __forceinline__ void turn_block(const Mamba3Walk<T>& walk, const Mamb
                 x = before * cos_sin[i].x - y * cos_sin[i].y;
                 y = before * cos_sin[i].y + y * cos_sin[i].x;
             }
-            const bool exists = row < walk.rows;
-            store_pair<T>(to + place, exists ? x : 0.0f, exists ? y : 0.0f);
+            *reinterpret_cast<uint32_t*>(to + place) = row < rows ? pack2<T>(x, y) : 0u;
         }
     }
 }
 
 template <typename T>
 __device__ __forceinline__ void turn(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+    const Mamba3Stand own = walk.stand();
 #pragma unroll 1
-    for (int angle = walk.lane; angle < 64; angle += 32) {
-        if (angle - walk.lane < walk.angles) {
-            turn_block<true>(walk, item, angle);
+    for (int angle = own.lane; angle < 64; angle += 32) {
+        if (angle - own.lane < walk.angles()) {
+            turn_block<true>(walk, item, own, angle);
         } else {
-            turn_block<false>(walk, item, angle);
+            turn_block<false>(walk, item, own, angle);
         }
     }
 }
 
-// Of 16 rows of dq or dk, from `row` on, and 64 columns: what the angles get of them, then they are turned back. tile: of q or
-// k, the same columns.
-template <typename T>
-__device__ __forceinline__ void turn_back(const Mamba3Walk<T>& walk, float (&d)[8][4], const T* tile, float* dturns, int block,
-                                          int row) {
+// Of 16 rows of dq or dk, from `row` on, and 64 columns: what the angles get of them (kTurns), then they are turned back, and
+// added to the sums over heads. pairs: get the sums of both of a lane's rows, by column. tile: of q or k, the same columns.
+template <bool kTurns, typename T>
+__device__ __forceinline__ void turn_back(const Mamba3Walk<T>& walk, float (&d)[8][4], float (&sum)[8][4], float (&pairs)[16],
+                                          const T* tile, float* dturns, int block, int row, int lane) {
     using Shared = Mamba3WarpgroupShared<T>;
     using Tile = SwizzledTile<kWarpgroupSteps>;
-    const int lane = walk.lane, own = lane % 16 + row;
+    const int own = lane % 16 + row;
     const T* const tile_at = tile + Tile::at(own, lane / 16 * 8);
     const __half* const turned_at = reinterpret_cast<const __half*>(walk.shared.turned) + block * Shared::kBlock +
-                                    Tile::at(own >> walk.rank_log2, lane / 16 * 8);
+                                    Tile::at(own >> walk.rank_log2(), lane / 16 * 8);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        uint32_t values[4], turns[4];
-        load_matrices(values, columns_on(tile_at, k));
-        load_matrices(turns, columns_on(turned_at, k));
+        if (kTurns) {
+            uint32_t values[4], turns[4];
+            load_matrices(values, columns_on(tile_at, k));
+            load_matrices(turns, columns_on(turned_at, k));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float& x = d[2 * k + i / 2][i % 2 * 2];
-            float& y = d[2 * k + i / 2][i % 2 * 2 + 1];
-            const float2 value = unpack2<T>(values[i]);
-            dturns[Shared::dturn_at(row + lane / 4 + i % 2 * 8, block, 8 * k + i / 2 * 4 + lane % 4)] =
-                value.x * y - value.y * x;
-            const float2 cos_sin = unpack2<__half>(turns[i]);
-            const float back = x * cos_sin.x + y * cos_sin.y;
-            y = y * cos_sin.x - x * cos_sin.y;
-            x = back;
+            for (int i = 0; i < 4; ++i) {
+                float& x = d[2 * k + i / 2][i % 2 * 2];
+                float& y = d[2 * k + i / 2][i % 2 * 2 + 1];
+                const float2 value = unpack2<T>(values[i]);
+                dturns[Shared::dturn_at(row + lane / 4 + i % 2 * 8, block, 8 * k + i / 2 * 4 + lane % 4)] =
+                    value.x * y - value.y * x;
+                const float2 cos_sin = unpack2<__half>(turns[i]);
+                const float back = x * cos_sin.x + y * cos_sin.y;
+                y = y * cos_sin.x - x * cos_sin.y;
+                x = back;
+            }
+        }
+#pragma unroll
+        for (int j = 2 * k; j < 2 * k + 2; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sum[j][i] += d[j][i];
+            }
+            pairs[2 * j] = d[j][0] + d[j][2];
+            pairs[2 * j + 1] = d[j][1] + d[j][3];
         }
     }
 }
 
-// A warp's sums over its rows of each rank, 64 columns: to (R, kStates) from the block's first column on.
+// A warp's sums over its rows of each rank, 64 columns, from turn_back's: to (R, kStates) from the block's first column on.
 template <typename T>
-__device__ __forceinline__ void sum_rows(const Mamba3Walk<T>& walk, const float (&d)[8][4], float* to) {
+__device__ __forceinline__ void sum_rows(const Mamba3Walk<T>& walk, float (&values)[16], float* to, int lane) {
     constexpr int kStates = Mamba3WarpgroupShared<T>::kStates;
-    const int lane = walk.lane, rank = walk.rank;
-    float values[16];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        values[2 * j] = d[j][0] + d[j][2];
-        values[2 * j + 1] = d[j][1] + d[j][3];
-    }
+    const int rank = walk.rank();
     float* const at = to + (lane / 4 & (rank - 1)) * kStates + lane % 4 * 2;
     const auto store = [&](int group, int i) {
         *reinterpret_cast<float2*>(at + 8 * group) = make_float2(values[2 * i], values[2 * i + 1]);
@@ -160,17 +167,18 @@ template <typename T>
 __device__ __forceinline__ void sum_later(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
     Shared& shared = walk.shared;
+    const Mamba3Stand own = walk.stand();
     const float* const of_q = shared.dturns(item.number, 0);
     const float* const of_k = shared.dturns(item.number, 1);
 #pragma unroll 1
-    for (int block = 0; 32 * block < walk.angles; ++block) {
+    for (int block = 0; 32 * block < walk.angles(); ++block) {
         float sum = 0.0f;
 #pragma unroll
         for (int i = Shared::kWarpRows - 1; i >= 0; --i) {
-            const int row = Shared::kWarpRows * walk.warp + i, at = Shared::dturn_at(row, block, walk.lane);
-            sum += row < walk.rows ? of_q[at] + of_k[at] : 0.0f;
+            const int row = Shared::kWarpRows * own.warp + i, at = Shared::dturn_at(row, block, own.lane);
+            sum += row < shared.places.rows ? of_q[at] + of_k[at] : 0.0f;
         }
-        shared.part_later(walk.warp)[32 * block + walk.lane] = sum;
+        shared.part_later(own.warp)[32 * block + own.lane] = sum;
     }
 }
 
@@ -180,57 +188,54 @@ template <typename T>
 __device__ __forceinline__ void finish_angles(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
     constexpr int kWarpRows = Shared::kWarpRows;
-    const MambaMamba3& p = walk.q.forward;
-    const Mamba3BackwardLaunch& launch = walk.launch;
     Shared& shared = walk.shared;
+    const Mamba3Stand own = walk.stand();
     const float* const of_q = shared.dturns(item.number, 0);
     const float* const of_k = shared.dturns(item.number, 1);
     const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
-    const int lane = walk.lane, angles = walk.angles, first_row = kWarpRows * walk.warp;
-    const bool adds = item.number > 0 || launch.first_head > 0;
-    float* const dangles =
-        launch.at<float>(launch.plan.workspace.dangles) +
-        ((walk.split * p.ngroups + walk.group) * p.batch * p.seqlen + walk.chunk.row * p.seqlen + walk.chunk.first) * angles;
+    const int angles = walk.angles(), first_row = kWarpRows * own.warp, rows = shared.places.rows;
+    const bool adds = item.number > 0 || walk.launch.first_head > 0;
     float of_dt[kWarpRows] = {};
 #pragma unroll 1
     for (int block = 0; 32 * block < angles; ++block) {
-        const int angle = 32 * block + lane;
+        const int angle = 32 * block + own.lane;
+        const float* const speeds = shared.places.speeds + angle;
+        float* const dangles = shared.places.dangles + angle;
         float speed[kWarpRows], total[kWarpRows];
         bool counts[kWarpRows];
 #pragma unroll
         for (int i = 0; i < kWarpRows; ++i) {  // all loads are on their way before the first is used
-            const int row = first_row + i, at = (row >> walk.rank_log2) * angles + angle;
-            counts[i] = walk.begins_step(row) && row < walk.rows && angle < angles;
-            speed[i] = counts[i] ? walk.chunk_speeds()[at] : 0.0f;
+            const int row = first_row + i, at = (row >> walk.rank_log2()) * angles;
+            counts[i] = walk.begins_step(row) && row < rows && angle < angles;
+            speed[i] = counts[i] ? speeds[at] : 0.0f;
             total[i] = counts[i] && adds ? dangles[at] : 0.0f;
         }
         float behind = 0.0f;
 #pragma unroll 4
-        for (int part = Shared::kWarps - 1; part > walk.warp; --part) {
+        for (int part = Shared::kWarps - 1; part > own.warp; --part) {
             behind += shared.part_later(part)[angle];
         }
 #pragma unroll
         for (int i = kWarpRows - 1; i >= 0; --i) {
-            const int row = first_row + i, at = Shared::dturn_at(row, block, lane);
-            behind += row < walk.rows ? of_q[at] + of_k[at] : 0.0f;
+            const int row = first_row + i, at = Shared::dturn_at(row, block, own.lane);
+            behind += row < rows ? of_q[at] + of_k[at] : 0.0f;
             if (counts[i]) {
-                dangles[(row >> walk.rank_log2) * angles + angle] =
+                dangles[(row >> walk.rank_log2()) * angles] =
                     fmaf((1.0f - 4.0f * speed[i] * speed[i]) * 3.14159265f * steps.dt[row], behind, total[i]);
                 of_dt[i] = fmaf(speed[i], behind, of_dt[i]);
-                if (row == 0) {
-                    launch.at<float>(launch.plan.workspace.angle_totals)
-                        [((item.tile * launch.chunks.slots + walk.slot) * p.nheads + walk.head(item)) * angles + angle] =
-                        behind;
-                }
             }
         }
+        if (own.warp == 0 && angle < angles) {
+            const int64_t tile = item.tile * walk.launch.chunks.slots * walk.p().nheads;
+            shared.places.angle_totals[(tile + item.slot) * angles + angle] = behind;
+        }
     }
-    fold<2, 16>(of_dt, lane);
-    fold<1, 8>(of_dt, lane);
+    fold<2, 16>(of_dt, own.lane);
+    fold<1, 8>(of_dt, own.lane);
     const float sum = add_over_row(of_dt[0] + __shfl_xor_sync(0xffffffffu, of_dt[0], 4));
-    const int row = first_row + lane / 16 * 2 + lane / 8 % 2;
-    if (lane % 8 == 0 && walk.begins_step(row)) {
-        shared.sums[item.number % 2].angles[row >> walk.rank_log2] = 6.28318531f * sum;
+    const int row = first_row + own.lane / 16 * 2 + own.lane / 8 % 2;
+    if (own.lane % 8 == 0 && walk.begins_step(row)) {
+        shared.sums[item.number % 2].angles[row >> walk.rank_log2()] = 6.28318531f * sum;
     }
 }
 

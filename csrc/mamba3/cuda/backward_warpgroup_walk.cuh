@@ -9,6 +9,22 @@ namespace mamba {
 constexpr int kMamba3BackwardThreads = 512;
 constexpr int kMamba3WarpgroupWarps = kMamba3BackwardThreads / 32;
 
+// Where a block's chunk lies in tensors and workspace: of the launch's first head in the group, of its first step. In shared
+// memory, since registers are few, and what the compiler puts into local memory is as far as the L2: shared memory leaves the
+// L1 no room.
+template <typename T>
+struct Mamba3ChunkPlaces {
+    const float *speeds, *values, *q_bias, *k_bias;
+    const uint32_t *turns, *part_turns;
+    const T *states, *dstates, *v, *dy;
+    T* dv;
+    float4* terms;
+    float *dangles, *angle_totals, *bias, *mimo_v;
+    const float *dfinal_k, *dfinal_v;  // NULL unless the chunk is its sequence's last one
+    int steps, rows;                   // that exist
+    int slot, group_head;              // group_head: the head
+};
+
 // Columns of a tile of 128 are two blocks of 64, and so 32 pairs, a lane each.
 template <typename T>
 struct Mamba3WarpgroupShared {
@@ -40,6 +56,7 @@ struct Mamba3WarpgroupShared {
     float bias[2][kMamba3WarpgroupRank][kStates];
     float first_turns[kWarps][64];  // before each warp's rows
     uint64_t barriers[2];           // of the states' copies
+    Mamba3ChunkPlaces<T> places;
 
     static_assert(kWarpRows * kWarps == kRows, "all rows");
     static_assert(sizeof(Item) % 1024 == 0, "tiles begin at multiples of 1024 bytes");
@@ -48,7 +65,7 @@ struct Mamba3WarpgroupShared {
 
     // Of angle 32 block + lane in a row: rows lie shifted, so that neither rows nor lanes share a bank.
     static __device__ __forceinline__ int dturn_at(int row, int block, int lane) {
-        return block * (32 * kRows) + row * 32 + (lane + 4 * row) % 32;
+        return block * (32 * kRows) + row * 32 + ((lane + 4 * row) & 31);
     }
     __device__ __forceinline__ float* dturns(int item, int of_k) {
         return reinterpret_cast<float*>(of_k != 0 ? items[item % 2].dstate : items[item % 2].state);
@@ -71,10 +88,21 @@ struct Mamba3Item {
     __device__ __forceinline__ int row0() const { return tile * kForwardRows; }
 };
 
-// A block's chunk, and where its threads stand.
+// Where a thread stands. Each phase of an item asks anew: what follows from it is not kept from phase to phase. The masks tell
+// the compiler that nothing is negative, the shuffle that a warp's lanes agree.
+struct Mamba3Stand {
+    int thread, lane, warp;
+    __device__ __forceinline__ explicit Mamba3Stand(int of_block)
+        : thread(opaque(of_block) & (kMamba3BackwardThreads - 1)),
+          lane(thread % 32),
+          warp(__shfl_sync(0xffffffffu, thread / 32, 0) & (kMamba3WarpgroupWarps - 1)) {}
+};
+
+// A block's chunk and items.
 template <typename T>
 struct Mamba3Walk {
     using Shared = Mamba3WarpgroupShared<T>;
+    using Places = Mamba3ChunkPlaces<T>;
     using Tile = SwizzledTile<Shared::kRows>;
     static constexpr int kRows = Shared::kRows;
     static constexpr int kWarpRows = Shared::kWarpRows;
@@ -82,66 +110,83 @@ struct Mamba3Walk {
     const MambaMamba3Backward& q;
     const Mamba3BackwardLaunch& launch;
     Shared& shared;
-    int thread, lane, warp;
-    int64_t split, group, slot;
-    Mamba3Chunk chunk;
-    int rank, rank_log2, rows, dstate, angles, row_tiles;
-    int group_head;  // the launch's first head of the group
-    int count;       // of items
+    int count;  // of items
     Mamba3Item first;
-    // Where the thread's pieces are, of dy and v of the chunk's rows in the launch's first head.
-    const T *dy_piece, *v_piece;
-    int piece_row, piece_column;
 
     __device__ __forceinline__ Mamba3Walk(const MambaMamba3Backward& q_, const Mamba3BackwardLaunch& launch_, Shared& shared_)
         : q(q_), launch(launch_), shared(shared_) {
-        const MambaMamba3& p = q.forward;
-        thread = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.x) % 32);
-        lane = thread % 32;
-        warp = thread / 32;
-        int64_t block = blockIdx.x;
-        split = block % launch.plan.splits;
-        block /= launch.plan.splits;
-        group = block % p.ngroups;
-        slot = block / p.ngroups;
-        chunk = find_chunk(p, launch.chunks, slot);
-        rank = static_cast<int>(p.rank);
-        rank_log2 = rank == 4 ? 2 : rank - 1;
-        rows = chunk.steps * rank;
-        dstate = static_cast<int>(p.dstate);
-        angles = static_cast<int>(p.nangles);
-        row_tiles = static_cast<int>(launch.plan.row_tiles);
-        group_head = static_cast<int>(group * (p.nheads / p.ngroups) + launch.first_head);
-        const int64_t items = launch.group_heads * row_tiles;
+        const int64_t items = launch.group_heads * row_tiles(), split = blockIdx.x % launch.plan.splits;
         const int begin = static_cast<int>(items * split / launch.plan.splits);
         count = static_cast<int>(items * (split + 1) / launch.plan.splits) - begin;
-        first = {0, begin / row_tiles, begin % row_tiles};
-        static_assert(kMamba3BackwardThreads == kRows * Shared::kInner / 8, "a piece each");
-        piece_row = thread / 8;
-        piece_column = thread % 8 * 8;
-        int64_t dy_stride;
-        const T* const dy = dy_rows<T>(p, launch, chunk, group * launch.group_heads, &dy_stride);
-        const int row = piece_row < rows ? piece_row : 0;  // the first one exists
-        dy_piece = dy + row * dy_stride + piece_column;
-        v_piece = static_cast<const T*>(p.v) + chunk.row * p.v_batch_stride +
-                  (chunk.first + (row >> rank_log2)) * p.v_len_stride + group_head * p.v_head_stride + piece_column;
+        first = {0, begin / row_tiles(), begin % row_tiles()};
     }
 
-    __device__ __forceinline__ int64_t head(const Mamba3Item& item) const { return group_head + item.slot; }
-    __device__ __forceinline__ int64_t launch_head(const Mamba3Item& item) const {
-        return group * launch.group_heads + item.slot;
-    }
+    __device__ __forceinline__ static Mamba3Stand stand() { return Mamba3Stand(static_cast<int>(threadIdx.x)); }
+    __device__ __forceinline__ const MambaMamba3& p() const { return q.forward; }
+    __device__ __forceinline__ int rank() const { return static_cast<int>(q.forward.rank); }
+    __device__ __forceinline__ int rank_log2() const { return rank() / 2; }  // of 1, 2 and 4
+    __device__ __forceinline__ int dstate() const { return static_cast<int>(q.forward.dstate); }
+    __device__ __forceinline__ int angles() const { return static_cast<int>(q.forward.nangles); }
+    __device__ __forceinline__ int row_tiles() const { return static_cast<int>(launch.plan.row_tiles); }
     // Of headdim, from an item's first one on; may be more than kInner.
     __device__ __forceinline__ int columns(const Mamba3Item& item) const {
         return static_cast<int>(q.forward.headdim) - item.row0();
     }
     // Whether a row is its step's first one.
-    __device__ __forceinline__ bool begins_step(int row) const { return (row & (rank - 1)) == 0; }
+    __device__ __forceinline__ bool begins_step(int row) const { return (row & (rank() - 1)) == 0; }
+    // Whether rows of x are v as it is.
+    __device__ __forceinline__ bool plain_x() const { return q.forward.rank == 1 && q.forward.mimo_v == nullptr; }
+
+    // By one thread.
+    __device__ __forceinline__ void find_places() const {
+        const MambaMamba3& p = q.forward;
+        const Mamba3BackwardWorkspace& w = launch.plan.workspace;
+        Places& to = shared.places;
+        int64_t block = blockIdx.x;
+        const int64_t split = block % launch.plan.splits;
+        block /= launch.plan.splits;
+        const int64_t group = block % p.ngroups, slot = block / p.ngroups;
+        const Mamba3Chunk chunk = find_chunk(p, launch.chunks, slot);
+        const int64_t head = group * (p.nheads / p.ngroups) + launch.first_head, launch_head = group * launch.group_heads;
+        const int64_t step = chunk.row * p.seqlen + chunk.first;
+        to.speeds = launch.chunks.speeds + mamba3_speeds_index(p, chunk.row, chunk.first, 0);  // heads share them
+        to.values = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3High);
+        to.q_bias = p.q_bias + head * p.rank * p.dstate;
+        to.k_bias = p.k_bias + head * p.rank * p.dstate;
+        to.turns = launch.chunks.turns + mamba3_turns_index(p, slot, head);
+        to.part_turns = launch.chunks.part_turns + mamba3_part_turns_index(p, launch.chunks, slot, 0, head);
+        const int64_t tile = (slot * launch.group_heads * p.ngroups + launch_head) * launch.plan.row_tiles;
+        to.states = launch.at<const T>(w.states) + tile * (Shared::kInner * Shared::kStates);
+        to.dstates = launch.at<const T>(w.dstates) + tile * (Shared::kInner * Shared::kStates);
+        to.v =
+            static_cast<const T*>(p.v) + chunk.row * p.v_batch_stride + chunk.first * p.v_len_stride + head * p.v_head_stride;
+        int64_t dy_stride;
+        to.dy = dy_rows<T>(p, launch, chunk, launch_head, &dy_stride);
+        to.dv = static_cast<T*>(q.dv) + (step * p.nheads + head) * p.headdim;
+        to.terms = launch.at<float4>(w.step_terms) + step * p.nheads + head;
+        to.dangles = launch.at<float>(w.dangles) + ((split * p.ngroups + group) * p.batch * p.seqlen + step) * p.nangles;
+        to.angle_totals = launch.at<float>(w.angle_totals) + (slot * p.nheads + head) * p.nangles;
+        to.bias = launch.at<float>(w.bias) + (slot * p.nheads + head) * p.rank * p.dstate;
+        to.mimo_v = launch.at<float>(w.mimo_v) + (slot * p.nheads + head) * p.rank * p.headdim;
+        const int64_t k_row = chunk.sequence * p.rank * p.nheads + head;  // of rank 0
+        to.dfinal_k = chunk.last && q.dfinal_k != nullptr ? q.dfinal_k + k_row * p.dstate : nullptr;
+        const int64_t v_row = chunk.sequence * p.nheads + head;
+        to.dfinal_v = chunk.last && q.dfinal_v != nullptr ? q.dfinal_v + v_row * p.headdim : nullptr;
+        to.steps = chunk.steps;
+        to.rows = chunk.steps * rank();
+        to.slot = static_cast<int>(slot);
+        to.group_head = static_cast<int>(head);
+    }
+
     // The group's rows of q and k, in the order of columns.
     __device__ __forceinline__ void load_group() const {
         const MambaMamba3& p = q.forward;
+        int64_t block = blockIdx.x / launch.plan.splits;
+        const int64_t group = block % p.ngroups;
+        const Mamba3Chunk chunk = find_chunk(p, launch.chunks, block / p.ngroups);
         const TurnSource<T> sources[2] = {q_source<T>(p, launch, chunk, 0, group, shared.group_q),
                                           k_source<T>(p, launch, chunk, 0, group, shared.group_k)};
+        const int thread = stand().thread;
 #pragma unroll 4
         for (int i = thread; i < kRows * 64; i += kMamba3BackwardThreads) {
             const int row = i / 64, column = i % 64 * 2;
@@ -150,115 +195,107 @@ struct Mamba3Walk {
             for (int m = 0; m < 2; ++m) {
                 const TurnSource<T>& source = sources[m];
                 float2 value = make_float2(0.0f, 0.0f);
-                if (row < rows && column < dstate) {
-                    const T* const from =
-                        source.rows + (row >> rank_log2) * source.len_stride + (row & (rank - 1)) * source.rank_stride;
-                    if (column + 1 < dstate) {
-                        value = load_two<T>(from, a, b, source.pairs);
-                    } else {
-                        value.x = to_float(from[a]);
-                    }
+                if (row < shared.places.rows && column < dstate()) {  // an even number
+                    value = load_two<T>(
+                        source.rows + (row >> rank_log2()) * source.len_stride + (row & (rank() - 1)) * source.rank_stride, a,
+                        b, source.pairs);
                 }
                 store_pair<T>(source.tile + Tile::at(row, column), value.x, value.y);
             }
         }
     }
 
-    // Whether rows of x are v as it is.
-    __device__ __forceinline__ bool plain_x() const { return rank == 1 && q.forward.mimo_v == nullptr; }
-    __device__ __forceinline__ const T* chunk_v(const Mamba3Item& item) const {
-        const MambaMamba3& p = q.forward;
-        return static_cast<const T*>(p.v) + chunk.row * p.v_batch_stride + chunk.first * p.v_len_stride +
-               head(item) * p.v_head_stride + item.row0();
-    }
-
-    // Of the chunk's first step, (steps, S): heads share them.
-    __device__ __forceinline__ const float* chunk_speeds() const {
-        return launch.chunks.speeds + mamba3_speeds_index(q.forward, chunk.row, chunk.first, 0);
-    }
-
-    // Starts to copy an item's tiles, all but x that is projected. What has used their places must have been shown.
+    // Starts to copy an item's tiles, all but x that is projected, and the values of its steps. What has used their places must
+    // have been shown.
     __device__ __forceinline__ void begin_copies(const Mamba3Item& item) const {
+        static_assert(kMamba3BackwardThreads == kRows * Shared::kInner / 8, "a piece each");
+        const MambaMamba3& p = q.forward;
+        const Places& from = shared.places;
+        const int thread = stand().thread, row = thread / 8, column = thread % 8 * 8;
         typename Shared::Item& to = shared.items[item.number % 2];
-        const bool exists = piece_row < rows && piece_column < columns(item);
-        const int at = Tile::at(piece_row, piece_column);
-        const int column0 = exists ? item.row0() : 0;
-        copy_async<16>(to.dy + at, opaque(dy_piece) + (item.slot * q.forward.headdim + column0), exists);
+        const bool exists = row < from.rows && column < columns(item);
+        const int at = Tile::at(row, column), own_row = exists ? row : 0, own_column = exists ? item.row0() + column : 0;
+        const int64_t dy_stride = launch.group_heads * p.ngroups * p.headdim;
+        copy_async<16>(to.dy + at, from.dy + own_row * dy_stride + (item.slot * p.headdim + own_column), exists);
         if (plain_x()) {
-            copy_async<16>(to.x + at, opaque(v_piece) + (item.slot * q.forward.v_head_stride + column0), exists);
+            copy_async<16>(to.x + at, from.v + own_row * p.v_len_stride + (item.slot * p.v_head_stride + own_column), exists);
+        }
+        const Mamba3Chunks& chunks = launch.chunks;
+        if (4 * thread < kMamba3BackwardArrays * chunks.pitch) {
+            copy_async<16>(shared.values[item.number % 2] + 4 * thread,
+                           from.values + item.slot * (chunks.arrays * chunks.pitch) + 4 * thread, true);
         }
         if (thread == 0) {
             constexpr int kSize = Shared::kInner * Shared::kStates, kBytes = kSize * static_cast<int>(sizeof(T));
-            const int64_t index =
-                ((slot * launch.group_heads * q.forward.ngroups + launch_head(item)) * row_tiles + item.tile) * kSize;
+            const int64_t index = static_cast<int64_t>(item.slot * row_tiles() + item.tile) * kSize;
             uint64_t* const barrier = &shared.barriers[item.number % 2];
             expect_copies(barrier, 2 * kBytes);
-            copy_bulk(to.state, launch.at<const T>(launch.plan.workspace.states) + index, kBytes, barrier);
-            copy_bulk(to.dstate, launch.at<const T>(launch.plan.workspace.dstates) + index, kBytes, barrier);
+            copy_bulk(to.state, from.states + index, kBytes, barrier);
+            copy_bulk(to.dstate, from.dstates + index, kBytes, barrier);
         }
     }
     __device__ __forceinline__ void wait_for_states(const Mamba3Item& item) const {
         wait_for_round(&shared.barriers[item.number % 2], static_cast<uint32_t>(item.number / 2 % 2));
     }
 
-    // The values of its steps.
-    __device__ __forceinline__ void begin_values(const Mamba3Item& item) const {
-        const Mamba3Chunks& chunks = launch.chunks;
-        if (4 * thread < kMamba3BackwardArrays * chunks.pitch) {
-            copy_async<16>(shared.values[item.number % 2] + 4 * thread,
-                           mamba3_values(chunks, q.forward.nheads, slot, head(item), kMamba3High) + 4 * thread, true);
-        }
-    }
-
     // x = mimo_v v.
     __device__ __forceinline__ void project_x(const Mamba3Item& item) const {
         const MambaMamba3& p = q.forward;
-        const bool exists = piece_row < rows && piece_column < columns(item);
+        const int thread = stand().thread, row = thread / 8, column = thread % 8 * 8;
         uint4 piece = make_uint4(0u, 0u, 0u, 0u);
-        if (exists) {
-            piece = *reinterpret_cast<const uint4*>(v_piece + (item.slot * p.v_head_stride + item.row0()));
+        if (row < shared.places.rows && column < columns(item)) {
+            piece = *reinterpret_cast<const uint4*>(shared.places.v + (row >> rank_log2()) * p.v_len_stride +
+                                                    item.slot * p.v_head_stride + item.row0() + column);
             if (p.mimo_v != nullptr) {
-                const float* const from =
-                    p.mimo_v + (head(item) * rank + (piece_row & (rank - 1))) * p.headdim + item.row0() + piece_column;
-                const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
-                const auto times = [](uint32_t word, float first, float second) {
+                const int64_t own = static_cast<int64_t>(shared.places.group_head + item.slot) * p.rank + (row & (rank() - 1));
+                const float4* const from = reinterpret_cast<const float4*>(p.mimo_v + own * p.headdim + item.row0() + column);
+                const float4 low = from[0], high = from[1];
+                const auto times = [](uint32_t word, float one, float other) {
                     const float2 value = unpack2<T>(word);
-                    return pack2<T>(value.x * first, value.y * second);
+                    return pack2<T>(value.x * one, value.y * other);
                 };
                 piece = make_uint4(times(piece.x, low.x, low.y), times(piece.y, low.z, low.w), times(piece.z, high.x, high.y),
                                    times(piece.w, high.z, high.w));
             }
         }
-        *reinterpret_cast<uint4*>(shared.items[item.number % 2].x + Tile::at(piece_row, piece_column)) = piece;
+        *reinterpret_cast<uint4*>(shared.items[item.number % 2].x + Tile::at(row, column)) = piece;
     }
 
     // What an item needs beside its copies: weights of steps, biases, and the turns before each warp's rows.
     __device__ __forceinline__ void prepare(const Mamba3Item& item) const {
         const MambaMamba3& p = q.forward;
-        const int64_t own_head = head(item);
-        float biases[2];  // a thread's, of which there are two with a rank of 4
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int place = thread + i * kMamba3BackwardThreads, column = place % Shared::kStates;
-            const int r = place / Shared::kStates & (rank - 1), m = place / Shared::kStates >> rank_log2;
-            const float* const bias = (m == 0 ? p.q_bias : p.k_bias) + (own_head * rank + r) * dstate;
-            biases[i] = m < 2 && column < dstate ? bias[element_of_column(p, column)] : 0.0f;
+        const Mamba3Stand own = stand();
+        const Places& from = shared.places;
+        const int turns_at = item.slot * angles(), part_at = own.warp * static_cast<int>(p.nheads * p.nangles) + turns_at;
+#pragma unroll 1
+        for (int angle = own.lane; angle < angles(); angle += 32) {
+            shared.first_turns[own.warp][angle] =
+                turns_of_count(from.turns[turns_at + angle] + from.part_turns[part_at + angle]);
+        }
+#pragma unroll 1
+        for (int place = own.thread; place < 2 * rank() * Shared::kStates; place += kMamba3BackwardThreads) {
+            const int column = place % Shared::kStates, r = place / Shared::kStates & (rank() - 1);
+            const int m = place / Shared::kStates >> rank_log2();
+            const float* const bias = (m == 0 ? from.q_bias : from.k_bias) + (item.slot * rank() + r) * dstate();
+            shared.bias[m][r][column] = column < dstate() ? bias[element_of_column(p, column)] : 0.0f;
         }
         const float* const values = shared.values[item.number % 2];
-        const Mamba3Chunks& chunks = launch.chunks;
-        const uint32_t* const turns = chunks.turns + mamba3_turns_index(p, slot, own_head);
-        const uint32_t* const part_turns = chunks.part_turns + mamba3_part_turns_index(p, chunks, slot, warp, own_head);
-#pragma unroll 1
-        for (int angle = lane; angle < angles; angle += 32) {
-            shared.first_turns[warp][angle] = turns_of_count(turns[angle] + part_turns[angle]);
-        }
-        load_chunk_steps<kRows>(shared.steps[item.number % 2], values, launch.chunks, rank);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int place = thread + i * kMamba3BackwardThreads;
-            const int r = place / Shared::kStates & (rank - 1), m = place / Shared::kStates >> rank_log2;
-            if (m < 2) {
-                shared.bias[m][r][place % Shared::kStates] = biases[i];
+        ChunkSteps<kRows>& to = shared.steps[item.number % 2];
+        if (own.thread < kRows) {
+            const int row = own.thread, step = row >> rank_log2(), pitch = static_cast<int>(launch.chunks.pitch);
+            const float* const at = values + step;  // a chunk has as many steps as rows have room
+            const float scale = at[kMamba3Scale * pitch], leaving = at[kMamba3Leaving * pitch];
+            const float entering = at[kMamba3Entering * pitch];
+            to.high[row] = at[kMamba3High * pitch];
+            to.low[row] = at[kMamba3Low * pitch];
+            to.gamma[row] = at[kMamba3Gamma * pitch];
+            to.scale[row] = scale;
+            to.entering[row] = entering;
+            to.leaving[row] = leaving;
+            to.dt[row] = at[kMamba3Dt * pitch];
+            to.adding[row] = leaving * scale;
+            if (row == kRows - 1) {
+                to.carry = entering;
             }
         }
         if (!plain_x()) {

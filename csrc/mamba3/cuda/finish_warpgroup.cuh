@@ -101,17 +101,17 @@ struct Mamba3Finisher {
     }
 };
 
-// y: the warp's rows. x: the address in x's tile for load_matrices. One row a step, without weights or norm.
-template <typename T, bool kOneRank>
+// y: the warp's rows. x: the address in x's tile for load_matrices. One row a step, without weights or norm. kGated: there is
+// z; a branch at each element would keep their special functions apart.
+template <bool kGated, typename T, bool kOneRank>
 __device__ __forceinline__ void finish_plain_rows(const Mamba3Finisher<T, kOneRank>& finisher, float (&y)[8][4], const T* x,
                                                   int lane) {
     T* const at = finisher.own + Mamba3XTile::at(lane % 16, lane / 16 * 8);
-    const bool gated = finisher.z != nullptr;
 #pragma unroll
     for (int k = 0; k < kMamba3StateRows / 16; ++k) {
         Operand<T> inputs, gates, results;
         load_matrices(inputs.r[0], columns_on(x, k));
-        if (gated) {
+        if (kGated) {
             load_matrices(gates.r[0], columns_on(at, k));
         }
 #pragma unroll
@@ -120,7 +120,7 @@ __device__ __forceinline__ void finish_plain_rows(const Mamba3Finisher<T, kOneRa
             const float2 input = unpack2<T>(inputs.r[0][i]);
             float first = fmaf(finisher.D, input.x, sum[i % 2 * 2]);
             float second = fmaf(finisher.D, input.y, sum[i % 2 * 2 + 1]);
-            if (gated) {
+            if (kGated) {
                 const float2 gate = unpack2<T>(gates.r[0][i]);
                 first *= silu(gate.x);
                 second *= silu(gate.y);

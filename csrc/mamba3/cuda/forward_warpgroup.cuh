@@ -215,10 +215,14 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
             wait_for_copies<0>();
             __syncwarp();
             if constexpr (kPass == kMamba3GateBack) {
-                gate_back.finish(finisher, y, x_tile + x_rows, lane);
+                gate_back.finish(p, launch.backward, finisher, y, x_tile + x_rows, lane);
             } else {
                 if (plain) {
-                    finish_plain_rows(finisher, y, x_tile + x_rows, lane);
+                    if (finisher.z != nullptr) {
+                        finish_plain_rows<true>(finisher, y, x_tile + x_rows, lane);
+                    } else {
+                        finish_plain_rows<false>(finisher, y, x_tile + x_rows, lane);
+                    }
                 } else {
                     finish_rows(p, finisher, y, x_tile + x_rows, weights, lane);
                 }

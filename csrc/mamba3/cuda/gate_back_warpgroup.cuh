@@ -13,24 +13,20 @@ template <typename T>
 struct Mamba3GateBack {
     const T* dout;  // the lane's row of accumulators in a chunk, its first column
     T *dz, *dy;     // the lane's first piece of results
-    int64_t dout_stride, dz_stride, dy_stride;
     float dD;
 
     template <typename Block>
     __device__ __forceinline__ Mamba3GateBack(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch, const Block& block,
                                               int warp, int lane)
-        : dout_stride(launch.backward.dout_len_stride),
-          dz_stride(p.nheads * p.headdim),
-          dy_stride(launch.backward.dy_stride),
-          dD(0.0f) {
+        : dD(0.0f) {
         const Mamba3WarpgroupBackward& to = launch.backward;
         const int64_t first = block.first_step(launch.chunks) + 16 * warp, column = lane % 8 * 8;
         const int64_t step = block.range.row * p.seqlen + first + lane / 8;
         const int64_t at = block.row0 + (column < block.columns ? column : 0);
-        dout = static_cast<const T*>(to.dout) + block.range.row * to.dout_batch_stride + (first + lane / 4) * dout_stride +
-               block.head * to.dout_head_stride + block.row0 + lane % 4 * 2;
+        dout = static_cast<const T*>(to.dout) + block.range.row * to.dout_batch_stride +
+               (first + lane / 4) * to.dout_len_stride + block.head * to.dout_head_stride + block.row0 + lane % 4 * 2;
         dz = static_cast<T*>(to.dz) + (step * p.nheads + block.head) * p.headdim + at;
-        dy = static_cast<T*>(to.dy) + step * dy_stride + block.launch_head * p.headdim + at;
+        dy = static_cast<T*>(to.dy) + step * to.dy_stride + block.launch_head * p.headdim + at;
     }
 
     // A warp's 16 rows of results, from its tile.
@@ -49,7 +45,8 @@ struct Mamba3GateBack {
 
     // y: the warp's rows. x: the address in x's tile for load_matrices. finisher: of the output, whose z has come.
     template <typename Finisher>
-    __device__ __forceinline__ void finish(const Finisher& finisher, const float (&y)[8][4], const T* x, int lane) {
+    __device__ __forceinline__ void finish(const MambaMamba3& p, const Mamba3WarpgroupBackward& to, const Finisher& finisher,
+                                           const float (&y)[8][4], const T* x, int lane) {
         T* const at = finisher.own + Mamba3XTile::at(lane % 16, lane / 16 * 8);
         const T* const from = opaque(dout);
         const bool counts[2] = {lane / 4 < finisher.left, lane / 4 + 8 < finisher.left};
@@ -63,7 +60,7 @@ struct Mamba3GateBack {
                 const int column = 16 * k + i / 2 * 8;
                 gradients[i] = 0u;
                 if (counts[i % 2] && column < columns) {
-                    gradients[i] = *reinterpret_cast<const uint32_t*>(from + i % 2 * 8 * dout_stride + column);
+                    gradients[i] = *reinterpret_cast<const uint32_t*>(from + i % 2 * 8 * to.dout_len_stride + column);
                 }
             }
             Operand<T> inputs, gates, results;
@@ -90,18 +87,18 @@ struct Mamba3GateBack {
             store_matrices(columns_on(at, k), results.r[0]);
         }
         __syncwarp();
-        store(finisher, opaque(dz), dz_stride);
+        store(finisher, opaque(dz), p.nheads * p.headdim);
         __syncwarp();
 #pragma unroll
         for (int k = 0; k < kMamba3StateRows / 16; ++k) {
             store_matrices(columns_on(at, k), dys[k].r[0]);
         }
         __syncwarp();
-        store(finisher, opaque(dy), dy_stride);
+        store(finisher, opaque(dy), to.dy_stride);
         __syncwarp();  // z of the next chunk takes the place
-        dout += kMamba3ChunkRows * dout_stride;
-        dz += kMamba3ChunkRows * dz_stride;
-        dy += kMamba3ChunkRows * dy_stride;
+        dout += kMamba3ChunkRows * to.dout_len_stride;
+        dz += kMamba3ChunkRows * p.nheads * p.headdim;
+        dy += kMamba3ChunkRows * to.dy_stride;
     }
 
     // sums: room for one of each warp.

@@ -17,7 +17,6 @@ struct Mamba3XCopies {
     static constexpr int kTogether = kMamba3Threads / 8;  // rows
     const T* v;                                           // of a chunk's first step, the thread's columns
     const float* mimo;                                    // of the thread's columns and rank, or NULL
-    int64_t stride;
     int row, column;
     int rows_log2;  // rows of the tile for one of v
     int left;       // rows of v in the chunk, or more
@@ -31,14 +30,13 @@ struct Mamba3XCopies {
         const int64_t steps = block.range.begin + block.range.seqlen - first;
         if (kFromEnd) {
             rows_log2 = 0;
-            stride = launch.backward.dy_stride;
+            const int64_t stride = launch.backward.dy_stride;
             exists = column < block.columns;
             left = static_cast<int>(steps * p.rank);
             v = static_cast<const T*>(launch.backward.dy) + (block.range.row * p.seqlen + first) * p.rank * stride +
                 block.launch_head * p.headdim;
         } else {
             rows_log2 = launch.ranks_log2;
-            stride = p.v_len_stride;
             const int rank = row % (1 << rows_log2);
             exists = column < block.columns && rank < p.rank;
             left = static_cast<int>(steps);
@@ -51,7 +49,7 @@ struct Mamba3XCopies {
         v += block.row0 + (exists ? column : 0);
     }
     // Begins to copy a chunk's rows.
-    __device__ __forceinline__ void begin(T* tile) {
+    __device__ __forceinline__ void begin(T* tile, int64_t stride) {
         const T* const from = opaque(v);
         T* const to = tile + Mamba3XTile::at(row, column);
 #pragma unroll
@@ -114,7 +112,7 @@ __device__ __forceinline__ void make_mamba3_tiles(const MambaMamba3& p, const Ma
     for (int i = 0; i < block.chunks; ++i) {
         T* const x_tile = tiles + Tiles::kXAt + i % 2 * kMamba3XTile;
         T* const qk_tile = tiles + i % 2 * Tiles::kQK;
-        x.begin(x_tile);
+        x.begin(x_tile, kPass == kMamba3After ? launch.backward.dy_stride : p.v_len_stride);
         // A thread's row has its first three values, or the other three.
         constexpr int kHalf = kMamba3Start / 2;
         const int row = thread % kMamba3ChunkRows;

@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
                 }
             };
             for (int step = restart; step < chunk.steps; ++step) {
-                if (chunks.parts > 1 && step % part == 0) {
+                if (chunks.parts > 1 && (step & (part - 1)) == 0) {
                     store(chunks.part_turns + mamba3_part_turns_index(p, chunks, slot, step / part, first_head + turn_head));
                 }
                 const double speed = i < angles ? shared_speeds[step * angles + i] : 0.0f;
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
                     speed = 0.5f * tanhf(load_as_float(p.angles, at, p.angle_dtype));
                     chunks.speeds[mamba3_speeds_index(p, chunk.sequence.row, first + step, head) + i] = speed;
                 }
-                if (chunks.parts > 1 && step % part == 0 && i < angles) {
+                if (chunks.parts > 1 && (step & (part - 1)) == 0 && i < angles) {
                     chunks.part_turns[mamba3_part_turns_index(p, chunks, slot, step / part, head) + i] = turns;
                 }
                 if (step >= restart) {

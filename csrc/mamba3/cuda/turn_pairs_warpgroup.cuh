@@ -25,7 +25,6 @@ struct Mamba3PairTurner {
         uint2 words[kTogether][kPieces];  // of rows that are on their way
         float4 bias[kPieces];
         const char* rows;  // of the chunk's first step, the lane's first columns
-        int step;          // bytes
     };
     Side first, second;                // q if both are there; k, or q from the end
     float2 speed[kTogether][kPieces];  // of rows that are on their way; 0 where no angle turns the pair
@@ -35,18 +34,18 @@ struct Mamba3PairTurner {
     const char* speeds;    // of the lane's first angles
     const char* dts;       // of the lane's first step
     const char *turns, *part_turns;
-    int left;           // steps of the chunk from the lane's first one on, or more
-    int place;          // in elements, of that row of a tile
+    int first_row;  // of the lane's eight, and its place in a tile, in elements
+    int place;
+    int left;           // steps in the chunk, or more
     bool has[kPieces];  // columns
     bool turns_piece[kPieces];
-    bool turns_more;  // whether any lane's second piece is turned
+    bool turns_more;  // whether angles turn second pieces
 
     __device__ __forceinline__ void set_side(Side& side, const MambaMamba3& p, const Block& block, const void* data,
                                              int64_t batch_stride, int64_t len_stride, int64_t group_stride, const float* bias,
-                                             int step, int64_t first_step, int column) const {
+                                             int64_t first_step, int column) const {
         const int64_t at = block.range.row * batch_stride + first_step * len_stride + block.group * group_stride;
         side.rows = static_cast<const char*>(data) + (at + (has[0] ? column : 0)) * static_cast<int64_t>(sizeof(T));
-        side.step = step;
 #pragma unroll
         for (int e = 0; e < kPieces; ++e) {
             const float* const from = bias + block.head * p.dstate + 64 * e + column;
@@ -60,7 +59,6 @@ struct Mamba3PairTurner {
         : launch(launched) {
         const Mamba3Chunks& chunks = launch.chunks;
         const int row0 = thread / 16 * 8, lane = thread % 16, column = 4 * lane;
-        turns_more = false;
 #pragma unroll
         for (int e = 0; e < kPieces; ++e) {
             has[e] = 64 * e + column < p.dstate;
@@ -69,13 +67,10 @@ struct Mamba3PairTurner {
             start[e] = make_uint2(0u, 0u);
             speed[0][e] = speed[1][e] = make_float2(0.0f, 0.0f);
         }
-        if (kPieces > 1) {
-            turns_more = p.nangles > 32;
-        }
+        turns_more = kPieces > 1 && p.nangles > 32;
         const int64_t first_step = block.first_step(chunks);
         const auto set_q = [&](Side& side) {
-            set_side(side, p, block, p.q, p.q_batch_stride, p.q_len_stride, p.q_group_stride, p.q_bias, launch.q_step,
-                     first_step, column);
+            set_side(side, p, block, p.q, p.q_batch_stride, p.q_len_stride, p.q_group_stride, p.q_bias, first_step, column);
         };
         if (kBothSides) {
             set_q(first);
@@ -83,8 +78,7 @@ struct Mamba3PairTurner {
         if (kFromEnd) {
             set_q(second);
         } else {
-            set_side(second, p, block, p.k, p.k_batch_stride, p.k_len_stride, p.k_group_stride, p.k_bias, launch.k_step,
-                     first_step, column);
+            set_side(second, p, block, p.k, p.k_batch_stride, p.k_len_stride, p.k_group_stride, p.k_bias, first_step, column);
         }
         place = opaque(row0 * 64 + Mamba3XTile::at(0, column));
         const int angle = turns_piece[0] ? 2 * lane : 0;
@@ -98,7 +92,6 @@ struct Mamba3PairTurner {
         first_row = row0;
         left = static_cast<int>(block.range.begin + block.range.seqlen - first_step);
     }
-    int first_row;
 
     // Rows of steps that do not exist count nothing: they get the last one's. What is opaque is so for a multiplication in one
     // instruction, and for the compiler not to keep sums of pointers.
@@ -109,9 +102,9 @@ struct Mamba3PairTurner {
             steps[i] = opaque(step < left ? step : left - 1);
         }
     }
-    __device__ __forceinline__ void begin_words(Side& side, const int (&steps)[kTogether]) const {
+    __device__ __forceinline__ void begin_words(Side& side, int step, const int (&steps)[kTogether]) const {
         const char* const rows = opaque(side.rows);
-        const int stride = opaque(side.step);
+        const int stride = opaque(step);
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
             const char* const at = rows + static_cast<int64_t>(steps[i]) * stride;
@@ -143,6 +136,8 @@ struct Mamba3PairTurner {
         dt = *reinterpret_cast<const float2*>(dts + group * (4 * kTogether));
     }
 
+    __device__ __forceinline__ int second_step() const { return kFromEnd ? launch.q_step : launch.k_step; }
+
     // Of an angle's pair of a row: its bias added, turned.
     static __device__ __forceinline__ uint32_t turn_word(uint32_t word, float bias_x, float bias_y, float2 cos_sin) {
         const float2 pair = turned(unpack2<T>(word), make_float2(bias_x, bias_y), cos_sin);
@@ -152,7 +147,7 @@ struct Mamba3PairTurner {
         const float2 pair = unpack2<T>(word);
         return pack2<T>(pair.x + bias_x, pair.y + bias_y);
     }
-    // tile: of the side, in bytes at the group's first row.
+    // to: where the rows go. kMore: the second piece is turned too.
     template <bool kMore>
     __device__ __forceinline__ void turn_side(const Side& side, const float2 (&cos_sin)[kTogether][kPieces][2], T* tile,
                                               const int (&to)[kTogether]) const {
@@ -215,20 +210,20 @@ struct Mamba3PairTurner {
         if (kBothSides) {
             turn_side<kMore>(first, cos_sin, tile, to);
             if (more) {
-                begin_words(first, steps);
+                begin_words(first, launch.q_step, steps);
             }
         }
         turn_side<kMore>(second, cos_sin, tile + Tiles::kQ, to);
         if (more) {
-            begin_words(second, steps);
+            begin_words(second, second_step(), steps);
         }
     }
     __device__ __forceinline__ void next_chunk() {
         constexpr int kSteps = Block::kDirection * kMamba3ChunkRows;
         if (kBothSides) {
-            first.rows += static_cast<int64_t>(kSteps) * first.step;
+            first.rows += static_cast<int64_t>(kSteps) * launch.q_step;
         }
-        second.rows += static_cast<int64_t>(kSteps) * second.step;
+        second.rows += static_cast<int64_t>(kSteps) * second_step();
         speeds += static_cast<int64_t>(kSteps) * launch.speeds_step;
         dts += Block::kDirection * launch.values_step * 4;
         turns += Block::kDirection * launch.turns_step * 4;
@@ -242,9 +237,9 @@ struct Mamba3PairTurner {
         find_steps(steps, 0);
         begin_turns(steps, 0);
         if (kBothSides) {
-            begin_words(first, steps);
+            begin_words(first, launch.q_step, steps);
         }
-        begin_words(second, steps);
+        begin_words(second, second_step(), steps);
     }
     // A chunk, whose tiles begin at `tile`. more: whether there is another one.
     __device__ __forceinline__ void turn_chunk(T* tile, bool more) {
