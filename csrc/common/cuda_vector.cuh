@@ -181,14 +181,6 @@ __device__ __forceinline__ Packed<T, N> packed_load_padded(const T* address, int
 
 // ---- elements whose dtype is known only at run time ------------------------------------------------------------------
 
-// And the code of one that is known.
-template <typename T>
-constexpr int32_t kDtype = MAMBA_FLOAT32;
-template <>
-inline constexpr int32_t kDtype<__half> = MAMBA_FLOAT16;
-template <>
-inline constexpr int32_t kDtype<__nv_bfloat16> = MAMBA_BFLOAT16;
-
 __device__ __forceinline__ void store_from_float(void* data, int64_t index, int32_t dtype, float value) {
     if (dtype == MAMBA_FLOAT32) {
         static_cast<float*>(data)[index] = value;
