@@ -18,7 +18,7 @@ struct Mamba3BackwardWorkspace {
     int64_t dangles;           // (splits G, B, L, S) float, or (row tiles, B, L, H, S)
     int64_t bias;              // (2, row tiles, slots, H, R, N) float
     int64_t mimo_v;            // (slots + U, H, R, P) float
-    int64_t mimo_z, mimo_out;  // (ranges, H, R, P) float
+    int64_t mimo_z, mimo_out;  // (ranges, H, R, P) float, or what kMamba3GateBack leaves
     int64_t norm;              // (ranges, R, H, P) float
     int64_t D;                 // (ranges, H) float, or what kMamba3GateBack leaves
     int64_t before;            // (U, H) float: gradient of the scale of the step before a sequence
@@ -74,7 +74,8 @@ constexpr int kMamba3BackwardShared = 220 * 1024;
 // And backward_warpgroup.cuh.
 constexpr int kMamba3WarpgroupShared = 227 * 1024;
 
-// Bytes of both states of all chunks that one launch takes: four times those of v, but not less than this.
+// Bytes of both states of all chunks that one launch takes: four times those of v, or with several ranks, whose chunks are
+// shorter, eight times, but not less than this.
 constexpr int64_t kMamba3LeastBudget = int64_t{64} << 20;
 
 // Elements of one of the states of a head before a chunk.
@@ -102,8 +103,9 @@ inline void plan_mamba3_workspace(const MambaMamba3& p, Mamba3BackwardPlan& plan
         total, (p.angles_of_heads != 0 ? tiles * p.nheads : plan.splits * p.ngroups) * all_steps * p.nangles * 4);
     w.bias = mamba3_reserve(total, 2 * tiles * slots * p.nheads * p.rank * p.dstate * 4);
     w.mimo_v = mamba3_reserve(total, p.mimo_v != nullptr ? (slots + p.sequences) * projection : 0);
-    w.mimo_z = mamba3_reserve(total, p.mimo_z != nullptr ? plan.ranges * projection : 0);
-    w.mimo_out = mamba3_reserve(total, p.mimo_out != nullptr ? plan.ranges * projection : 0);
+    const int64_t parts = plan.ranges > p.sequences ? plan.ranges : p.sequences;
+    w.mimo_z = mamba3_reserve(total, p.mimo_z != nullptr ? parts * projection : 0);
+    w.mimo_out = mamba3_reserve(total, p.mimo_out != nullptr ? parts * projection : 0);
     w.norm = mamba3_reserve(total, p.norm_weight != nullptr ? plan.ranges * projection : 0);
     const int64_t walks = p.sequences * tiles;
     w.D = mamba3_reserve(total, (plan.ranges > walks ? plan.ranges : walks) * p.nheads * 4);
@@ -122,15 +124,20 @@ inline cudaError_t choose_mamba3_backward_warpgroups(const MambaMamba3& p, bool*
 inline bool mamba3_gates_back(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan) {
     const MambaMamba3& p = q.forward;
     const int64_t size = dtype_size(p.dtype);
-    return plan.warpgroups && p.pairwise != 0 && p.z != nullptr && p.norm_weight == nullptr && p.mimo_v == nullptr &&
-           p.mimo_z == nullptr && p.mimo_out == nullptr &&
+    const bool plain = p.pairwise != 0 && p.mimo_v == nullptr && p.mimo_z == nullptr && p.mimo_out == nullptr;
+    const bool ranks = p.pairwise == 0 && p.rank == 4 && p.mimo_v != nullptr && p.mimo_z != nullptr && p.mimo_out != nullptr;
+    return plan.warpgroups && (plain || ranks) && p.z != nullptr && p.norm_weight == nullptr &&
            rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
-           rows_aligned(q.dout, size, 4, q.dout_batch_stride, q.dout_len_stride, q.dout_head_stride) &&
+           rows_aligned(q.dout, size, plain ? 4 : 16, q.dout_batch_stride, q.dout_len_stride, q.dout_head_stride) &&
            rows_aligned(q.dz, size, 16, p.headdim);
 }
 // Parts of D's gradient, (parts, H).
 inline int64_t mamba3_D_parts(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan) {
     return mamba3_gates_back(q, plan) ? q.forward.sequences * plan.row_tiles : plan.ranges;
+}
+// Of those of mimo_z and mimo_out, (parts, H, R, P).
+inline int64_t mamba3_projection_parts(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan) {
+    return mamba3_gates_back(q, plan) ? q.forward.sequences : plan.ranges;
 }
 
 inline Mamba3BackwardPlan plan_mamba3_backward(const MambaMamba3& p) {
@@ -159,8 +166,8 @@ inline Mamba3BackwardPlan plan_mamba3_backward(const MambaMamba3& p) {
     plan.row_tiles = ceil_div(p.headdim, plan.inner);
 
     const int64_t head_states = 2 * slots * p.ngroups * mamba3_state_size(p, plan) * size;
-    const int64_t four_v = 4 * p.batch * p.seqlen * p.nheads * p.headdim * size;
-    const int64_t budget = four_v > kMamba3LeastBudget ? four_v : kMamba3LeastBudget;
+    const int64_t some_v = (p.rank > 1 ? 8 : 4) * p.batch * p.seqlen * p.nheads * p.headdim * size;
+    const int64_t budget = some_v > kMamba3LeastBudget ? some_v : kMamba3LeastBudget;
     plan.group_heads = heads_of_group;
     if (head_states * heads_of_group > budget) {
         const int64_t fit = budget / head_states > 1 ? budget / head_states : 1;

@@ -36,8 +36,9 @@ cudaError_t add_up_parameters(const MambaMamba3Backward& q, const Mamba3Backward
     sums.add(part_sum(at(w.bias) + biases * bias, biases, q.dk_bias, MAMBA_FLOAT32, bias));
     const int64_t befores = p.ssm_state != nullptr ? p.sequences : 0;
     sums.add(part_sum(at(w.mimo_v), slots + befores, p.mimo_v != nullptr ? q.dmimo_v : nullptr, MAMBA_FLOAT32, projection));
-    sums.add(part_sum(at(w.mimo_z), plan.ranges, p.mimo_z != nullptr ? q.dmimo_z : nullptr, MAMBA_FLOAT32, projection));
-    sums.add(part_sum(at(w.mimo_out), plan.ranges, p.mimo_out != nullptr ? q.dmimo_out : nullptr, MAMBA_FLOAT32, projection));
+    const int64_t parts = mamba3_projection_parts(q, plan);
+    sums.add(part_sum(at(w.mimo_z), parts, p.mimo_z != nullptr ? q.dmimo_z : nullptr, MAMBA_FLOAT32, projection));
+    sums.add(part_sum(at(w.mimo_out), parts, p.mimo_out != nullptr ? q.dmimo_out : nullptr, MAMBA_FLOAT32, projection));
     const cudaError_t error = launch_part_sums(sums, p.run.stream);
     if (error != cudaSuccess) {
         return error;

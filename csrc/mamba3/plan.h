@@ -98,7 +98,7 @@ int64_t mamba3_rows(Mamba3LayoutIndex layout) {
 
 // Steps of a part of a chunk in forward_warpgroup.cuh, if the chunk has more: half a warp, or a warp, turns the rows of one.
 inline int64_t mamba3_part_steps(const MambaMamba3& p) {
-    return p.pairwise != 0 ? 8 : 16;
+    return p.pairwise != 0 ? 8 : p.rank == 4 ? 4 : 16;
 }
 
 // Whether forward_warpgroup.cuh can walk along a call's chunks, on Hopper: the usual case.

@@ -121,6 +121,8 @@ MAMBA3_CASES = (
     Mamba3Case(1, 70, 2, 128, dstate=128, nangles=64),
     Mamba3Case(1, 70, 2, 64, dstate=128, nangles=32, norm=True),
     Mamba3Case(1, 40, 3, 64, rank=4, dstate=128, nangles=32, states=True, norm=True),
+    Mamba3Case(1, 70, 4, 72, rank=4, dstate=128, nangles=32, groups=2, states=True),
+    Mamba3Case(1, 50, 2, 64, rank=4, dstate=100, nangles=41, cu_seqlens=(0, 1, 16, 16, 33, 50), states=True),
     Mamba3Case(1, 50, 2, 24, rank=2, dstate=80, nangles=33, states=True),
     Mamba3Case(1, 70, 2, 40, rank=1, dstate=96, nangles=0),
     Mamba3Case(1, 100, 4, 70, dstate=128, nangles=64, groups=2),

@@ -137,6 +137,52 @@ __device__ __forceinline__ float exchange_and_add(float first, float second, boo
     return (bit ? second : first) + given;
 }
 
+// The same for four ranks with z and a projection, but no norm. weights: as below.
+template <typename T, bool kOneRank>
+__device__ __forceinline__ void finish_four_ranks(const Mamba3Finisher<T, kOneRank>& finisher, const float (&y)[8][4],
+                                                  const T* x, const float* weights, int lane) {
+    constexpr int kColumns = kMamba3StateRows;
+    const T* const z = finisher.own + Mamba3XTile::at(lane % 16 / 4, lane / 16 * 8);
+    const float* const own_weights = weights + (1 + lane / 4 % 4) * kColumns + lane % 4 * 2;
+    const bool bits[2] = {(lane & 4) != 0, (lane & 8) != 0};
+    float results[kColumns / 16][2];  // of a column of the lane's two steps
+#pragma unroll
+    for (int k = 0; k < kColumns / 16; ++k) {
+        Operand<T> inputs, gates;
+        load_matrices(inputs.r[0], columns_on(x, k));
+        load_matrices(gates.r[0], columns_on(z, k));
+        float values[2][4];
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+            const float2 of_z = *reinterpret_cast<const float2*>(own_weights + 16 * k + 8 * block);
+            const float2 of_out = *reinterpret_cast<const float2*>(own_weights + 16 * k + 8 * block + 4 * kColumns);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 input = unpack2<T>(inputs.r[0][2 * block + half]), gate = unpack2<T>(gates.r[0][2 * block + half]);
+                const float first = fmaf(finisher.D, input.x, y[2 * k + block][2 * half]);
+                const float second = fmaf(finisher.D, input.y, y[2 * k + block][2 * half + 1]);
+                values[half][2 * block] = first * of_out.x * silu(gate.x * of_z.x);
+                values[half][2 * block + 1] = second * of_out.y * silu(gate.y * of_z.y);
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float one = exchange_and_add(values[half][0], values[half][1], bits[0], 4);
+            const float other = exchange_and_add(values[half][2], values[half][3], bits[0], 4);
+            results[k][half] = exchange_and_add(one, other, bits[1], 8);
+        }
+    }
+    __syncwarp();  // all have read z, whose place the results take
+#pragma unroll
+    for (int k = 0; k < kColumns / 16; ++k) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int column = 16 * k + lane % 4 * 2 + (bits[0] ? 1 : 0) + (bits[1] ? 8 : 0);
+            finisher.own[Mamba3XTile::at(lane / 16 + 2 * half, column)] = from_float<T>(results[k][half]);
+        }
+    }
+}
+
 // The same for whatever there is. weights: the norm's, mimo_z and mimo_out of each rank, rows of 64.
 template <typename T, bool kOneRank>
 __device__ __forceinline__ void finish_rows(const MambaMamba3& p, const Mamba3Finisher<T, kOneRank>& finisher, float (&y)[8][4],
@@ -206,6 +252,7 @@ __device__ __forceinline__ void finish_rows(const MambaMamba3& p, const Mamba3Fi
             sum[2 * half] = value.x;
             sum[2 * half + 1] = value.y;
         }
+        __syncwarp();  // all have read z's columns, whose place the results take
         if (!finisher.reduces || log2 == 0) {
             Operand<T> results;
             a_from_accumulators<T>(results, y[2 * k], y[2 * k + 1]);

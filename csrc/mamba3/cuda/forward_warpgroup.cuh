@@ -5,16 +5,18 @@
 
 #include "mamba3/cuda/finish_warpgroup.cuh"
 #include "mamba3/cuda/forward_tile.cuh"
-#include "mamba3/cuda/gate_back_warpgroup.cuh"
+#include "mamba3/cuda/gate_back_ranks_warpgroup.cuh"
 #include "mamba3/cuda/make_tiles_warpgroup.cuh"
 #include "mamba3/cuda/state_warpgroup.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 
 namespace mamba {
 
-// Registers of a thread of each warpgroup; two blocks a multiprocessor.
-constexpr int kMamba3TurnRegisters = 96;
-constexpr int kMamba3MultiplyRegisters = 160;
+// Registers of a thread of each warpgroup; two blocks a multiprocessor. Halves need more to turn: biases of all ranks.
+template <bool kPairwise>
+constexpr int kMamba3TurnRegisters = kPairwise ? 96 : 104;
+template <bool kPairwise>
+constexpr int kMamba3MultiplyRegisters = 256 - kMamba3TurnRegisters<kPairwise>;
 constexpr int kMamba3WarpgroupThreads = 2 * kMamba3Threads;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -79,6 +81,15 @@ __device__ __forceinline__ void mix_mamba3_rows(Operand<T> (&M)[kMamba3ChunkRows
     }
 }
 
+template <typename T, bool kPairwise>
+struct Mamba3GateBackOf {
+    using Type = Mamba3GateBack<T>;
+};
+template <typename T>
+struct Mamba3GateBackOf<T, false> {
+    using Type = Mamba3RanksGateBack<T>;
+};
+
 // All of a block's chunks.
 template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
 __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
@@ -129,7 +140,8 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
     [[maybe_unused]] Mamba3Finisher<T, kOneRank> finisher(p, launch, block, tiles + Tiles::kZAt, warp, lane);
     [[maybe_unused]] const bool plain =
         (kOneRank || p.rank == 1) && p.norm_weight == nullptr && p.mimo_z == nullptr && p.mimo_out == nullptr;
-    [[maybe_unused]] Mamba3GateBack<T> gate_back(p, launch, block, warp, lane);
+    [[maybe_unused]] const bool four_ranks = p.rank == 4 && p.norm_weight == nullptr && p.z != nullptr && p.mimo_out != nullptr;
+    [[maybe_unused]] typename Mamba3GateBackOf<T, kPairwise>::Type gate_back(p, launch, block, warp, lane);
     const int x_lane = Mamba3XTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);  // of load_matrices_transposed
     [[maybe_unused]] const int x_rows = Mamba3XTile::at(row + lane % 16, lane / 16 * 8);   // of load_matrices
 
@@ -164,6 +176,9 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
             }
             commit_products();
             finisher.begin_z_copies();
+            if constexpr (kPass == kMamba3GateBack) {
+                gate_back.begin_copies(finisher);
+            }
             wait_for_products<0>();
             hold(products);
             mix_mamba3_rows<T>(M, products, now, kOneRank ? 0 : launch.ranks_log2, warp, lane);
@@ -215,7 +230,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
             wait_for_copies<0>();
             __syncwarp();
             if constexpr (kPass == kMamba3GateBack) {
-                gate_back.finish(p, launch.backward, finisher, y, x_tile + x_rows, lane);
+                gate_back.finish(p, launch.backward, finisher, y, x_tile + x_rows, weights, lane);
             } else {
                 if (plain) {
                     if (finisher.z != nullptr) {
@@ -223,6 +238,8 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
                     } else {
                         finish_plain_rows<false>(finisher, y, x_tile + x_rows, lane);
                     }
+                } else if (!kOneRank && four_ranks) {
+                    finish_four_ranks(finisher, y, x_tile + x_rows, weights, lane);
                 } else {
                     finish_rows(p, finisher, y, x_tile + x_rows, weights, lane);
                 }
@@ -250,7 +267,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
             launch.decays[(block.segment * p.sequences + block.sequence) * p.nheads + block.head] = carried;
         }
     } else if constexpr (kPass == kMamba3GateBack) {
-        gate_back.store_sum(launch, block, p.nheads, reinterpret_cast<float*>(tiles), warp, lane);
+        gate_back.store_sums(p, launch, block, reinterpret_cast<float*>(tiles), warp, lane);
     } else if constexpr (kPass != kMamba3Before) {
         float* const to = kFromEnd ? launch.backward.dinitial : p.final_ssm;
         if (to != nullptr && (kFromEnd || block.segment == launch.segments - 1)) {
@@ -276,7 +293,7 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     for (int i = thread; i < 2 * Tiles::kQK / 8; i += kMamba3WarpgroupThreads) {
         reinterpret_cast<uint4*>(tiles)[i] = make_uint4(0, 0, 0, 0);
     }
-    if (kPass == kMamba3Output) {
+    if (kPass == kMamba3Output || (kPass == kMamba3GateBack && !kPairwise)) {
         const int ranks = 1 << launch.ranks_log2;
         for (int i = thread; i < (1 + 2 * ranks) * kMamba3StateRows; i += kMamba3WarpgroupThreads) {
             const int column = i % kMamba3StateRows, which = i / kMamba3StateRows - 1;
@@ -297,10 +314,10 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     wait_for_previous_kernel();
     __syncthreads();
     if (thread < kMamba3Threads) {
-        take_registers<kMamba3MultiplyRegisters>();
+        take_registers<kMamba3MultiplyRegisters<kPairwise>>();
         multiply_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, weights);
     } else {
-        give_registers<kMamba3TurnRegisters>();
+        give_registers<kMamba3TurnRegisters<kPairwise>>();
         make_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, thread - kMamba3Threads);
     }
 #else

@@ -8,6 +8,26 @@ namespace mamba {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// D's gradient of a block, from that of each lane. sums: room for one of each warp.
+template <typename Block>
+__device__ __forceinline__ void store_sum_of_D(const Mamba3WarpgroupLaunch& launch, const Block& block, int64_t nheads,
+                                               float dD, float* sums, int warp, int lane) {
+    float sum = dD;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    }
+    meet_warpgroup();  // the tiles have been read
+    if (lane == 0) {
+        sums[warp] = sum;
+    }
+    meet_warpgroup();
+    if (warp == 0 && lane == 0) {
+        launch.backward.dD[(block.sequence * block.row_tiles + block.row_tile) * nheads + block.head] =
+            (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    }
+}
+
 // Of a warp. z comes as for the output.
 template <typename T>
 struct Mamba3GateBack {
@@ -29,6 +49,10 @@ struct Mamba3GateBack {
         dy = static_cast<T*>(to.dy) + step * to.dy_stride + block.launch_head * p.headdim + at;
     }
 
+    // It has no copies but those of z.
+    template <typename Finisher>
+    __device__ __forceinline__ void begin_copies(const Finisher&) const {}
+
     // A warp's 16 rows of results, from its tile.
     template <typename Finisher>
     static __device__ __forceinline__ void store(const Finisher& finisher, T* to, int64_t stride) {
@@ -46,7 +70,7 @@ struct Mamba3GateBack {
     // y: the warp's rows. x: the address in x's tile for load_matrices. finisher: of the output, whose z has come.
     template <typename Finisher>
     __device__ __forceinline__ void finish(const MambaMamba3& p, const Mamba3WarpgroupBackward& to, const Finisher& finisher,
-                                           const float (&y)[8][4], const T* x, int lane) {
+                                           const float (&y)[8][4], const T* x, const float*, int lane) {
         T* const at = finisher.own + Mamba3XTile::at(lane % 16, lane / 16 * 8);
         const T* const from = opaque(dout);
         const bool counts[2] = {lane / 4 < finisher.left, lane / 4 + 8 < finisher.left};
@@ -103,22 +127,9 @@ struct Mamba3GateBack {
 
     // sums: room for one of each warp.
     template <typename Block>
-    __device__ __forceinline__ void store_sum(const Mamba3WarpgroupLaunch& launch, const Block& block, int64_t nheads,
-                                              float* sums, int warp, int lane) const {
-        float sum = dD;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-        }
-        meet_warpgroup();  // the tiles have been read
-        if (lane == 0) {
-            sums[warp] = sum;
-        }
-        meet_warpgroup();
-        if (warp == 0 && lane == 0) {
-            launch.backward.dD[(block.sequence * block.row_tiles + block.row_tile) * nheads + block.head] =
-                (sums[0] + sums[1]) + (sums[2] + sums[3]);
-        }
+    __device__ __forceinline__ void store_sums(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch, const Block& block,
+                                               float* sums, int warp, int lane) const {
+        store_sum_of_D(launch, block, p.nheads, dD, sums, warp, lane);
     }
 };
 

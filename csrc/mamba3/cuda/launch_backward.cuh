@@ -34,6 +34,8 @@ cudaError_t launch_mamba3_backward_walk(const MambaMamba3Backward& q, const Mamb
                      q.dout,
                      q.dz,
                      launch.at<float>(w.D),
+                     launch.at<float>(w.mimo_z),
+                     launch.at<float>(w.mimo_out),
                      q.dfinal_ssm,
                      q.dssm_state,
                      q.dout_batch_stride,
@@ -46,14 +48,9 @@ cudaError_t launch_mamba3_backward_walk(const MambaMamba3Backward& q, const Mamb
 template <typename T, class Tiles, bool kPairwise>
 cudaError_t launch_mamba3_warpgroup_heads(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch) {
     cudaError_t error = cudaSuccess;
-    bool gated = false;
-    if constexpr (kPairwise) {
-        if (mamba3_gates_back(q, launch.plan)) {
-            gated = true;
-            error = launch_mamba3_backward_walk<T, true, kMamba3GateBack>(q, launch);
-        }
-    }
-    if (!gated) {
+    if (mamba3_gates_back(q, launch.plan)) {
+        error = launch_mamba3_backward_walk<T, kPairwise, kMamba3GateBack>(q, launch);
+    } else {
         error = launch_mamba3_backward_walk<T, kPairwise, kMamba3Before>(q, launch);
         if (error == cudaSuccess) {
             error = launch_mamba3_rows<T, Tiles>(q, launch);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mamba3/cuda/turn_pairs_warpgroup.cuh"
+#include "mamba3/cuda/turn_ranks_warpgroup.cuh"
 #include "mamba3/cuda/turn_warpgroup.cuh"
 
 namespace mamba {
@@ -87,23 +88,14 @@ struct Mamba3XCopies {
     }
 };
 
-template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
-struct Mamba3TurnerOf {
-    using Type = Mamba3HalvesTurner<T, kStates, kPass>;
-};
-template <typename T, int kStates, Mamba3Pass kPass>
-struct Mamba3TurnerOf<T, kStates, true, kPass> {
-    using Type = Mamba3PairTurner<T, kStates, kPass>;
-};
-
 // All of a block's chunks, one ahead of the other warpgroup.
-template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
-__device__ __forceinline__ void make_mamba3_tiles(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
-                                                  const Mamba3Block<kPass == kMamba3After>& block, T* tiles,
-                                                  Mamba3ChunkValues* values, int thread) {
+template <typename Turner, typename T, int kStates, Mamba3Pass kPass>
+__device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
+                                                   const Mamba3Block<kPass == kMamba3After>& block, T* tiles,
+                                                   Mamba3ChunkValues* values, int thread) {
     using Tiles = Mamba3WarpgroupTiles<kStates, kPass>;
     using Block = Mamba3Block<kPass == kMamba3After>;
-    typename Mamba3TurnerOf<T, kStates, kPairwise, kPass>::Type turner(p, launch, block, thread);
+    Turner turner(p, launch, block, thread);
     Mamba3XCopies<T, kPass == kMamba3After> x(p, launch, block, thread);
     const float* chunk_values = mamba3_values(launch.chunks, p.nheads, block.slot, block.head, kMamba3High);
     if (block.chunks > 0) {
@@ -147,6 +139,19 @@ __device__ __forceinline__ void make_mamba3_tiles(const MambaMamba3& p, const Ma
         x.finish(x_tile);
         show_to_warpgroup();
         __syncthreads();  // the chunk's tiles are there, those of the one before are free
+    }
+}
+
+template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
+__device__ __forceinline__ void make_mamba3_tiles(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
+                                                  const Mamba3Block<kPass == kMamba3After>& block, T* tiles,
+                                                  Mamba3ChunkValues* values, int thread) {
+    if constexpr (kPairwise) {
+        turn_mamba3_chunks<Mamba3PairTurner<T, kStates, kPass>, T, kStates, kPass>(p, launch, block, tiles, values, thread);
+    } else if (launch.ranks == Mamba3RanksTurner<T, kStates, kPass>::kRanks) {
+        turn_mamba3_chunks<Mamba3RanksTurner<T, kStates, kPass>, T, kStates, kPass>(p, launch, block, tiles, values, thread);
+    } else {
+        turn_mamba3_chunks<Mamba3HalvesTurner<T, kStates, kPass>, T, kStates, kPass>(p, launch, block, tiles, values, thread);
     }
 }
 

@@ -12,8 +12,8 @@ enum Mamba3Pass {
     kMamba3Ends,      // a segment's state at its end from zero, and its decay
     kMamba3Output,    // out and the final state
     kMamba3Before,    // backward: the state before each chunk
-    kMamba3GateBack,  // the same, and from the gradient of out that of the scan's rows, of z and of D; rank 1 without
-                      // projections
+    kMamba3GateBack,  // the same, and from the gradient of out that of the scan's rows, of z, D and projections: of
+                      // neighbouring pairs rank 1 without projections, of halves rank 4 with all of them
     kMamba3After,     // from the end: the gradient of the state behind each chunk, with q for k and dy for x
 };
 MAMBA_HOST_DEVICE constexpr bool mamba3_finds_rows(Mamba3Pass pass) {
@@ -25,12 +25,13 @@ MAMBA_HOST_DEVICE constexpr bool mamba3_keeps_states(Mamba3Pass pass) {
 
 // For the passes of backward. Elements of T, but for the final states and the sums.
 struct Mamba3WarpgroupBackward {
-    void* states;         // (slots, heads of the launch, row tiles), each a tile of 64 x kStates as the tensor cores read it
-    void* dy;             // (B, L, R, heads of the launch, P)
-    const void* dout;     // of kMamba3GateBack
-    void* dz;             // (B, L, H, P)
-    float* dD;            // (sequences, row tiles, H)
-    const float* dfinal;  // of kMamba3After: (U, H, P, N), or NULL
+    void* states;      // (slots, heads of the launch, row tiles), each a tile of 64 x kStates as the tensor cores read it
+    void* dy;          // (B, L, R, heads of the launch, P)
+    const void* dout;  // of kMamba3GateBack
+    void* dz;          // (B, L, H, P)
+    float* dD;         // (sequences, row tiles, H)
+    float *dmimo_z, *dmimo_out;  // (sequences, H, R, P)
+    const float* dfinal;         // of kMamba3After: (U, H, P, N), or NULL
     float* dinitial;
     int64_t dout_batch_stride, dout_len_stride, dout_head_stride;
     int64_t dy_stride;  // to the next row
@@ -106,10 +107,8 @@ struct Mamba3WarpgroupTiles {
     static constexpr int kElements = kZAt + kZ;
     static constexpr int kValuesAt = kElements * 2;  // bytes
     static constexpr int kWeightsAt = kValuesAt + 2 * static_cast<int>(sizeof(Mamba3ChunkValues));
-    // Behind them, for the output: the norm's weight, then mimo_z and mimo_out of each rank.
-    static int64_t bytes(int64_t ranks) {
-        return kWeightsAt + (kPass == kMamba3Output ? (1 + 2 * ranks) * kMamba3StateRows * 4 : 0);
-    }
+    // Behind them, with rows: the norm's weight, then mimo_z and mimo_out of each rank.
+    static int64_t bytes(int64_t ranks) { return kWeightsAt + (kRows ? (1 + 2 * ranks) * kMamba3StateRows * 4 : 0); }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
