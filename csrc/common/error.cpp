@@ -42,6 +42,7 @@ int64_t mamba_struct_size(const char* name) {
         {"MambaLinear", sizeof(MambaLinear)},
         {"MambaSsd", sizeof(MambaSsd)},
         {"MambaSsdBackward", sizeof(MambaSsdBackward)},
+        {"MambaSsdCarry", sizeof(MambaSsdCarry)},
         {"MambaMamba3", sizeof(MambaMamba3)},
         {"MambaMamba3Backward", sizeof(MambaMamba3Backward)},
         {"MambaMamba3Step", sizeof(MambaMamba3Step)},

@@ -81,6 +81,7 @@ MAMBA_API int32_t mamba_ssd_backward(const MambaSsdBackward* params);
 /* Bytes of MambaSsd::workspace; reads all but dt and the workspace itself: ask with what the call will be given. */
 MAMBA_API int64_t mamba_ssd_forward_workspace(const MambaSsd* params);
 MAMBA_API int64_t mamba_ssd_backward_workspace(const MambaSsd* params);
+MAMBA_API int32_t mamba_ssd_carry(const MambaSsdCarry* params);
 
 MAMBA_API int32_t mamba_mamba3_forward(const MambaMamba3* params);
 MAMBA_API int32_t mamba_mamba3_backward(const MambaMamba3Backward* params);

@@ -131,6 +131,25 @@ typedef struct MambaSsdBackward {
     int64_t dC_batch_stride, dC_len_stride, dC_group_stride;
 } MambaSsdBackward;
 
+/* Mamba-2's scan in pieces that follow one another, as parts of a length or on devices: the state before each piece,
+ *   before_0 = initial;  before_(k+1) = factor_k before_k + passed_k
+ * from the state that each ends with if it starts from zero. reverse: from the last piece on to the first, as gradients go.
+ * Letters: K pieces. */
+typedef struct MambaSsdCarry {
+    MambaRun run;
+    int64_t batch, pieces, nheads, state_size; /* state_size: P N */
+    int32_t reverse;
+    int32_t reserved;
+    const float* passed;  /* (B, K, H, P N), contiguous in a piece */
+    const float* factors; /* (B, K, H) */
+    const float* initial; /* (B, H, P N), optional: zero */
+    float* before;        /* (B, K, H, P N), optional */
+    float* last;          /* (B, H, P N), optional: behind all pieces */
+    float* product;       /* (B, H), optional: of the factors */
+    int64_t passed_batch_stride, passed_piece_stride;
+    int64_t factors_batch_stride, factors_piece_stride, factors_head_stride;
+} MambaSsdCarry;
+
 /* Mamba-3's scan. A step of a head, with lambda = sigmoid(trap) and the state before it (angle, h, k, v):
  *   angle = (angle + pi tanh(angles) dt) mod 2 pi;  q_r = turn(q_r + q_bias_r, angle);  k'_r = turn(k_r + k_bias_r, angle)
  *   h = exp(adt) (h + (1 - lambda) dt sum_r (mimo_v_r v) k_r^T) + lambda dt sum_r (mimo_v_r v') k'_r^T

@@ -82,6 +82,28 @@ inline int32_t check_ssd_backward(const char* function, const MambaSsdBackward* 
     return check.status();
 }
 
+inline bool ssd_carry_is_empty(const MambaSsdCarry& p) {
+    return p.batch == 0 || p.nheads == 0;
+}
+
+inline int32_t check_ssd_carry(const char* function, const MambaSsdCarry* params) {
+    Check check(function);
+    check.pointer("params", params);
+    if (!check.ok()) {
+        return check.status();
+    }
+    const MambaSsdCarry& p = *params;
+    check.at_least(0, "batch", p.batch);
+    check.at_least(0, "pieces", p.pieces);
+    check.at_least(0, "nheads", p.nheads);
+    check.at_least(0, "state_size", p.state_size);
+    if (check.ok() && !ssd_carry_is_empty(p)) {
+        check.pointer("passed", p.passed, p.pieces > 0 && p.state_size > 0);
+        check.pointer("factors", p.factors, p.pieces > 0);
+    }
+    return check.status();
+}
+
 // bytes: what the _workspace function says.
 inline int32_t check_ssd_workspace(const char* function, const MambaSsd& p, int64_t bytes) {
     Check check(function);

@@ -244,6 +244,66 @@ int32_t run_backward(const MambaSsdBackward& q, const SsdKernels& kernels) {
     return MAMBA_OK;
 }
 
+// ---- pieces ----------------------------------------------------------------------------------------------------------
+
+// Elements of states that one thread takes through a piece in about 100 us.
+constexpr int64_t kCarryWorkPerThread = 1 << 18;
+constexpr int64_t kCarryElements = 256;  // taken through all pieces together
+
+struct CarryJob {
+    const MambaSsdCarry* params;
+    int64_t units, shares;  // a unit is a head of a batch entry
+};
+
+// Elements first .. first + count - 1 of a head's state.
+void carry_elements(const MambaSsdCarry& p, int64_t unit, int64_t first, int64_t count) {
+    const int64_t batch = unit / p.nheads, head = unit % p.nheads;
+    const float* const passed = p.passed + batch * p.passed_batch_stride + head * p.state_size + first;
+    const float* const factors = p.factors + batch * p.factors_batch_stride + head * p.factors_head_stride;
+    const size_t bytes = static_cast<size_t>(count) * sizeof(float);
+    float state[kCarryElements] = {};
+    if (p.initial != nullptr) {
+        memcpy(state, p.initial + unit * p.state_size + first, bytes);
+    }
+    for (int64_t k = 0; k < p.pieces; ++k) {
+        const int64_t piece = p.reverse ? p.pieces - 1 - k : k;
+        const float* const end = passed + piece * p.passed_piece_stride;
+        const float factor = factors[piece * p.factors_piece_stride];
+        if (p.before != nullptr) {
+            memcpy(p.before + ((batch * p.pieces + piece) * p.nheads + head) * p.state_size + first, state, bytes);
+        }
+        for (int64_t i = 0; i < count; ++i) {
+            state[i] = factor * state[i] + end[i];
+        }
+    }
+    if (p.last != nullptr) {
+        memcpy(p.last + unit * p.state_size + first, state, bytes);
+    }
+}
+
+float product_of_factors(const MambaSsdCarry& p, int64_t unit) {
+    const float* const factors = p.factors + unit / p.nheads * p.factors_batch_stride + unit % p.nheads * p.factors_head_stride;
+    float product = 1.0f;
+    for (int64_t piece = 0; piece < p.pieces; ++piece) {
+        product *= factors[piece * p.factors_piece_stride];
+    }
+    return product;
+}
+
+void run_carry_share(void* context, int64_t share) {
+    const CarryJob& job = *static_cast<const CarryJob*>(context);
+    const MambaSsdCarry& p = *job.params;
+    const int64_t end = share_begin(job.units, job.shares, share + 1);
+    for (int64_t unit = share_begin(job.units, job.shares, share); unit < end; ++unit) {
+        for (int64_t first = 0; first < p.state_size; first += kCarryElements) {
+            carry_elements(p, unit, first, at_most(kCarryElements, p.state_size - first));
+        }
+        if (p.product != nullptr) {
+            p.product[unit] = product_of_factors(p, unit);
+        }
+    }
+}
+
 }  // namespace
 }  // namespace mamba
 
@@ -283,4 +343,24 @@ int64_t mamba_ssd_backward_workspace(const MambaSsd* params) {
     }
     const BackwardPlan plan = plan_backward(*params);
     return (plan.totals + plan.states + plan.gradients + plan.partial + plan.sums) * static_cast<int64_t>(sizeof(float));
+}
+
+int32_t mamba_ssd_carry(const MambaSsdCarry* params) {
+    const char* const function = "ssd_carry";
+    int32_t status = check_ssd_carry(function, params);
+    if (status != MAMBA_OK || ssd_carry_is_empty(*params)) {
+        return status;
+    }
+    Isa isa;
+    status = begin_call(function, params->run, &isa);
+    if (status != MAMBA_OK) {
+        return status;
+    }
+    const MambaSsdCarry& p = *params;
+    CarryJob job;
+    job.params = &p;
+    job.units = p.batch * p.nheads;
+    job.shares = at_most(worthwhile_threads(p.run, job.units * p.pieces * p.state_size, kCarryWorkPerThread), job.units);
+    run_shares(job.shares, run_carry_share, &job);
+    return MAMBA_OK;
 }

@@ -1,5 +1,6 @@
 // The C ABI of Mamba-2's scan in mamba_cuda.
 #include "ssd/check.h"
+#include "ssd/cuda/pieces.cuh"
 #include "ssd/launch.h"
 
 namespace mamba {
@@ -81,4 +82,15 @@ int32_t mamba_ssd_backward(const MambaSsdBackward* params) {
         error = launchers_of<SsdLaunchers>(p.dtype).backward(*params, problem.plan, problem.workspace);
     }
     return cuda_status(error, function, p.batch, p.nheads * p.headdim, p.seqlen, p.dstate);
+}
+
+int32_t mamba_ssd_carry(const MambaSsdCarry* params) {
+    const char* const function = "ssd_carry";
+    const int32_t status = check_ssd_carry(function, params);
+    if (status != MAMBA_OK || ssd_carry_is_empty(*params)) {
+        return status;
+    }
+    const DeviceGuard guard(params->run.device);
+    const cudaError_t error = guard.error != cudaSuccess ? guard.error : launch_pieces(*params);
+    return cuda_status(error, function, params->batch, params->nheads, params->pieces, params->state_size);
 }

@@ -47,6 +47,7 @@ SIZES = {
 SIZES[abi.MambaSelectiveScanBackward] = {**SIZES[abi.MambaSelectiveScan], "slots": 1}
 SIZES[abi.MambaCausalConv1dBackward] = SIZES[abi.MambaCausalConv1d]
 SIZES[abi.MambaSsdBackward] = SIZES[abi.MambaSsd]
+SIZES[abi.MambaSsdCarry] = {"batch": 2, "pieces": 2, "nheads": 2, "state_size": 4}
 SIZES[abi.MambaMamba3Backward] = SIZES[abi.MambaMamba3]
 SIZES[abi.MambaMamba3Step] = {**SIZES[abi.MambaMamba3], "seqlen": 1}
 SIZES[abi.MambaNormBackward] = SIZES[abi.MambaNorm]
@@ -66,6 +67,7 @@ POINTERS = {
     "linear": "x weight out",
     "ssd_forward": "x dt A B C",
     "ssd_backward": "x dt A B C dout dx ddt dA dB dC",
+    "ssd_carry": "passed factors",
     "mamba3_forward": "q k v adt dt trap q_bias k_bias out",
     "mamba3_backward": "q k v adt dt trap q_bias k_bias dout dq dk dv dadt ddt dtrap dq_bias dk_bias",
     "mamba3_step": "q k v adt dt trap q_bias k_bias state_ssm state_k state_v out",

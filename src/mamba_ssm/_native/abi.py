@@ -256,6 +256,21 @@ class MambaSsdBackward(ctypes.Structure):
     )
 
 
+class MambaSsdCarry(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = _fields(
+        """
+        MambaRun: run;
+        i64: batch, pieces, nheads, state_size;
+        i32: reverse, reserved;
+        ptr: passed, factors, initial, before, last, product;
+        i64: passed_batch_stride, passed_piece_stride;
+        i64: factors_batch_stride, factors_piece_stride, factors_head_stride
+        """,
+        MambaRun=MambaRun,
+    )
+
+
 class MambaMamba3(ctypes.Structure):
     _anonymous_ = ("run",)
     _fields_ = _fields(

@@ -26,6 +26,7 @@ FUNCTIONS = {
     "selective_scan_plan": abi.MambaSelectiveScan,
     "ssd_forward": abi.MambaSsd,
     "ssd_backward": abi.MambaSsdBackward,
+    "ssd_carry": abi.MambaSsdCarry,
     "mamba3_forward": abi.MambaMamba3,
     "mamba3_backward": abi.MambaMamba3Backward,
     "mamba3_step": abi.MambaMamba3Step,

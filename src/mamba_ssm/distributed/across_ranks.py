@@ -34,6 +34,7 @@ from mamba_ssm.ops.mamba3_scan.parts import outer, project, rotate
 from mamba_ssm.ops.selective_scan.arguments import Inputs as ScanInputs
 from mamba_ssm.ops.selective_scan.arguments import Options as ScanOptions
 from mamba_ssm.ops.selective_scan.carry import carried_backward, carried_forward, scan_carry
+from mamba_ssm.ops.ssd.carry import fold
 
 
 def _outside_graphs(function: Callable[..., typing.Any]) -> Callable[..., typing.Any]:
@@ -183,7 +184,6 @@ class _Neighbours:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank, self.world, self.group = dist.get_rank(group), dist.get_world_size(group), group
-        self.factors: torch.Tensor | None = None  # of all later parts
 
     def send_inputs(self, x: torch.Tensor, steps: int) -> None:
         self.steps = steps
@@ -214,14 +214,29 @@ class _Neighbours:
         if self.kept:
             dx[..., dx.shape[2] - self.kept :] += dtail[..., self.steps - self.kept :]
 
+    def state_before(self, passed_on: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        everyone, _ = all_gather_raw(passed_on[None], self.group)
+        return fold(everyone[: self.rank], shape) if self.rank else None
+
+    def gradient_after(self, passed_on: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        everyone, _ = all_gather_raw(passed_on[None], self.group)
+        return fold(everyone[self.rank + 1 :], shape, from_end=True) if self.rank < self.world - 1 else None
+
+
+class _ScanNeighbours:
+    """The same of a selective scan, whose factors are of each channel's state."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank, self.group = dist.get_rank(group), group
+
     def state_before(self, state: torch.Tensor, factor: torch.Tensor) -> torch.Tensor | None:
         states, factors = _Gathering((state, factor), self.group).wait()
-        self.factors = factors[self.rank + 1 :] if self.rank < self.world - 1 else None
+        self.later = factors[self.rank + 1 :]
         return pass_on(states[: self.rank], factors[: self.rank])[0] if self.rank else None
 
     def gradient_after(self, gradient: torch.Tensor) -> torch.Tensor | None:
         (states,) = _Gathering((gradient,), self.group).wait()
-        return None if self.factors is None else pass_on(states[self.rank + 1 :].flip(0), self.factors.flip(0))[0]
+        return pass_on(states[self.rank + 1 :].flip(0), self.later.flip(0))[0] if len(self.later) else None
 
 
 # ---- one autograd node each ------------------------------------------------------------------------------------------
@@ -258,7 +273,7 @@ class _SelectiveScan(torch.autograd.Function):
     def forward(
         ctx: typing.Any, group: dist.ProcessGroup | None, delta_softplus: bool, *tensors: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.neighbours, ctx.options = _Neighbours(group), ScanOptions(delta_softplus)
+        ctx.neighbours, ctx.options = _ScanNeighbours(group), ScanOptions(delta_softplus)
         carry = scan_carry(make(ScanInputs, (*tensors, None, None)), ctx.options)
         before = ctx.neighbours.state_before(carry.state, carry.factor)
         out, checkpoints = carried_forward(make(ScanInputs, (*tensors, before, None)), ctx.options, carry)

@@ -41,10 +41,13 @@ def test_carry(pieces, sizes, dtype, limit, device):
     decays = carry.decays_of(dt, bias, A, options, cut)
     factors = carry.factors_of(decays)
     inputs = make(Inputs, (x_cut, dt_cut, A, B_cut, C_cut, None, None, bias, None, None))
-    within, state = carry.fold(carry.last_states(cut, inputs, options), factors)
-    before = carry.add_outer(within, factors, start)
-    behind, gradient = carry.fold(carry.first_gradients(cut, dout_cut, C_cut, decays), factors, from_end=True)
-    after = carry.add_outer(behind, factors, dlast, from_end=True)
+    passed = carry.last_states(cut, inputs, options)
+    passed_on = carry.passed_on(passed, factors)
+    state, factor = passed_on[: start.numel()].view(start.shape), passed_on[start.numel() :].view(batch, heads, 1, 1)
+    before = carry.reaching(passed, factors, start)
+    first = carry.first_gradients(cut, dout_cut, C_cut, decays)
+    gradient = carry.passed_on(first, factors, from_end=True)[: start.numel()].view(start.shape)
+    after = carry.reaching(first, factors, dlast, from_end=True)
 
     x, dout, dt, A, B, C, bias, start, dlast = (
         tensor.cpu().double() for tensor in (x, dout, dt, A, B, C, bias, start, dlast)
@@ -60,7 +63,7 @@ def test_carry(pieces, sizes, dtype, limit, device):
     (expected_gradient,) = torch.autograd.grad(out, zero, dout)
     _, expected_factor = scan(0, seqlen, torch.ones_like(start), torch.zeros_like(x))
     close = {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(factors.prod(1).cpu().double().expand_as(start), expected_factor, **close)
+    torch.testing.assert_close(factor.cpu().double().expand_as(start), expected_factor, **close)
     ends = [seqlen * piece // pieces for piece in range(pieces + 1)]
     expected_before = torch.stack([scan(0, end, start)[1] for end in ends[:-1]], 1)
     expected_after = []
@@ -86,3 +89,27 @@ def test_carry(pieces, sizes, dtype, limit, device):
 def test_pieces_divide_the_length(seqlen, pieces):
     cut = carry.cut_length(make(Sizes, (3, seqlen, 1, 1, 1, 1)))
     assert (cut.batch, cut.seqlen) == (3 * pieces, seqlen // pieces)
+
+
+@pytest.mark.parametrize("from_end", [False, True])
+@pytest.mark.parametrize(
+    "parts,shape", [(0, (1, 2, 3, 4)), (1, (2, 3, 4, 5)), (3, (1, 2, 16, 128)), (9, (3, 5, 7, 11))], ids=str
+)
+def test_fold(parts, shape, from_end, device):
+    """What each part passes on, in rows with something behind it, from zero on."""
+    shape = torch.Size(shape)
+    count = shape.numel() + shape[:2].numel()
+    everyone = torch.randn(parts, count + 3, generator=torch.Generator().manual_seed(0)).to(device)
+    expected = torch.zeros(shape, dtype=torch.float64)
+    for row in everyone.cpu().double().flip(0) if from_end else everyone.cpu().double():
+        factor = row[shape.numel() : count].view(*shape[:2], 1, 1)
+        expected = factor * expected + row[: shape.numel()].view(shape)
+    found = carry.fold(everyone, shape, from_end)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_state_that_is_not_finite_reaches_later_pieces_alone(device):
+    passed, factors = torch.ones(4, 2, 3, 5, device=device), torch.zeros(1, 4, 2, device=device)
+    passed[1, 0] = float("nan")
+    before = carry.reaching(passed, factors, None)
+    assert before[:2].isfinite().all() and before[2, 0].isnan().all() and before[2:, 1].isfinite().all()

@@ -54,11 +54,11 @@ class Neighbours(typing.Protocol):
     def inputs_before(self) -> torch.Tensor:
         """The inputs before x, (B, H P + 2 G N, W-1) of its dtype."""
 
-    def state_before(self, state: torch.Tensor, factor: torch.Tensor) -> torch.Tensor | None:
-        """From what this part passes on, (B, H, P, N) and (B, H, 1, 1) float32: the state before it. None: zero."""
+    def state_before(self, passed_on: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        """The state before this part, of shape (B, H, P, N); None: zero. passed_on: carry.passed_on of this part."""
 
-    def gradient_after(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """From what this part passes back: the gradient of the state behind it. None: zero."""
+    def gradient_after(self, passed_on: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        """The gradient of the state behind this part, in the same way."""
 
     def add_input_gradients(self, dbefore: torch.Tensor, dx: torch.Tensor) -> None:
         """Passes back the gradient of inputs_before's result; adds what comes for x to dx."""
@@ -93,15 +93,16 @@ def part_forward(inputs: Inputs, options: Options, gate: bool, neighbours: Neigh
     before = neighbours.inputs_before()
     out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.d_mlp + sizes.dim if gate else sizes.dim))
     if sizes.empty:
-        neighbours.state_before(_no_state(inputs, sizes), factors[:, 0])
+        neighbours.state_before(*_nothing_passed_on(inputs, sizes))
         return out, Carried(None, None, None, before, decays, None)
 
     conv_out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.channels))
     conv = conv_inputs(xBC, inputs)._replace(initial_states=before)
     launch_convolution(sizes.conv1d, conv, options.conv1d, channels_first(conv_out, sizes), None)
     scan = _scan(conv_out, row_stride, inputs, pieces)
-    states, passed = carry.fold(carry.last_states(pieces, scan, options), factors)
-    states = carry.add_outer(states, factors, neighbours.state_before(passed, factors.prod(1)))
+    passed = carry.last_states(pieces, scan, options)
+    before_part = neighbours.state_before(carry.passed_on(passed, factors), torch.Size(sizes.states))
+    states = carry.reaching(passed, factors, before_part)
     scan = scan._replace(initial_states=states)
     y = rstd = None
     if gate and sizes.d_mlp:
@@ -128,7 +129,7 @@ def part_backward(
     dconv_input = _conv_input(grads.dzxbcdt, sizes)
     factors = carry.factors_of(kept.decays)
     if sizes.empty:
-        neighbours.gradient_after(_no_state(inputs, sizes))
+        neighbours.gradient_after(*_nothing_passed_on(inputs, sizes))
         neighbours.add_input_gradients(torch.zeros_like(kept.inputs_before), dconv_input)
         return Gradients(*of_nothing(inputs, sizes, None, grads))
 
@@ -151,8 +152,9 @@ def part_backward(
         launch_swiglu_backward(dmlp, mlp(inputs.zxbcdt, sizes), mlp(grads.dzxbcdt, sizes), None)
 
     first = carry.first_gradients(pieces, heads(dy, pieces), scan.C, kept.decays)
-    after, passed = carry.fold(first, factors, from_end=True)
-    after = carry.add_outer(after, factors, neighbours.gradient_after(passed), from_end=True)
+    passed = carry.passed_on(first, factors, from_end=True)
+    after_part = neighbours.gradient_after(passed, torch.Size(sizes.states))
+    after = carry.reaching(first, factors, after_part, from_end=True)
     dconv_out = empty_like(conv_out)
     dx, dB, dC = cut_xBC(dconv_out, pieces)
     ddt = cut(grads.dzxbcdt, grads.dzxbcdt.shape[2], pieces)[2]
@@ -178,5 +180,9 @@ def _scan(conv_out: torch.Tensor, row_stride: int, inputs: Inputs, pieces: Sizes
     return scan_inputs(conv_out, dt, None, inputs, pieces)
 
 
-def _no_state(inputs: Inputs, sizes: Sizes) -> torch.Tensor:
-    return inputs.A.new_zeros(sizes.states)
+def _nothing_passed_on(inputs: Inputs, sizes: Sizes) -> tuple[torch.Tensor, torch.Size]:
+    """A state of zero and factors of one, as of a part without steps."""
+    shape = torch.Size(sizes.states)
+    passed_on = inputs.A.new_ones(shape.numel() + shape[:2].numel())
+    passed_on[: shape.numel()] = 0
+    return passed_on, shape

@@ -6,13 +6,13 @@ state: a long sequence that is scanned by itself is cut into segments in the sam
 Letters: B batch, K pieces, S steps of a piece, H heads, P headdim, N dstate.
 """
 
-import itertools
 import typing
 
 import torch
 import torch.nn.functional as F
 
-from mamba_ssm._native.launch import View
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import View, place, pointer, run
 from mamba_ssm._torch import make
 from mamba_ssm.ops.ssd.arguments import Inputs, Options
 from mamba_ssm.ops.ssd.forward import launch_forward
@@ -48,9 +48,8 @@ def decays_of(
 
 
 def factors_of(decays: torch.Tensor) -> torch.Tensor:
-    """By what each piece multiplies the state that it starts from, (B, K, H, 1, 1)."""
-    factors = decays[..., -1] if decays.shape[3] else decays.new_ones(decays.shape[:3])
-    return factors[..., None, None]
+    """By what each piece multiplies the state that it starts from, (B, K, H)."""
+    return decays[..., -1] if decays.shape[3] else decays.new_ones(decays.shape[:3])
 
 
 def last_states(sizes: _Sizes, inputs: Inputs, options: typing.Any) -> torch.Tensor:
@@ -74,30 +73,54 @@ def first_gradients(sizes: _Sizes, dout: View, C: View, decays: torch.Tensor) ->
     return last_states(sizes, make(Inputs, scan), Options(False, 0.0, float("inf")))
 
 
-def fold(passed: torch.Tensor, factors: torch.Tensor, from_end: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """What reaches each piece from those before it, (B, K, H, P, N), and what all pass on, (B, H, P, N).
+def passed_on(passed: torch.Tensor, factors: torch.Tensor, from_end: bool = False) -> torch.Tensor:
+    """What the pieces pass on together, (B H P N + B H): the state behind the last one, from zero on, and
+    the products of their factors.
 
-    passed (B K, H, P, N): by each piece; factors (B, K, H, 1, 1). from_end: to the pieces before, as gradients go.
+    passed (B K, H, P, N): by each piece; factors (B, K, H). from_end: to the pieces before, as gradients go.
     """
-    passed = passed.unflatten(0, factors.shape[:2])
-    order = range(factors.shape[1])[:: -1 if from_end else 1]
-    reaching = torch.empty_like(passed)
-    reaching[:, order[0]] = 0
-    for piece, following in itertools.pairwise(order):
-        given = passed[:, piece], factors[:, piece], reaching[:, piece]
-        torch.addcmul(*given, out=reaching[:, following])
-    last = order[-1]
-    return reaching, torch.addcmul(passed[:, last], factors[:, last], reaching[:, last])
+    states = factors.shape[0] * passed.shape[1:].numel()
+    together = passed.new_empty(states + factors.shape[0] * factors.shape[2])
+    params = _of_pieces(passed, factors, from_end)
+    params.last, params.product = together.data_ptr(), View(together, states).data_ptr()
+    run(place(params, passed), "ssd_carry", params)
+    return together
 
 
-def add_outer(
-    reaching: torch.Tensor, factors: torch.Tensor, outer: torch.Tensor | None, from_end: bool = False
+def fold(everyone: torch.Tensor, shape: torch.Size, from_end: bool = False) -> torch.Tensor:
+    """The state (B, H, P, N) behind parts that follow one another, from what each passes on (parts, B H P N + B H)."""
+    together = everyone.new_empty(shape)
+    params = abi.MambaSsdCarry()
+    params.batch, params.nheads, headdim, dstate = shape
+    params.pieces, params.state_size, params.reverse = everyone.shape[0], headdim * dstate, from_end
+    params.passed, params.factors = everyone.data_ptr(), View(everyone, shape.numel()).data_ptr()
+    params.passed_batch_stride, params.factors_batch_stride = shape[1:].numel(), shape[1]
+    params.passed_piece_stride = params.factors_piece_stride = everyone.stride(0)
+    params.factors_head_stride = 1
+    params.last = together.data_ptr()
+    run(place(params, everyone), "ssd_carry", params)
+    return together
+
+
+def reaching(
+    passed: torch.Tensor, factors: torch.Tensor, outer: torch.Tensor | None, from_end: bool = False
 ) -> torch.Tensor:
-    """reaching as launchers take it, (B K, H, P, N), with what reaches each piece of `outer` (B, H, P, N) added: the
-    state before the part, or the gradient of the state behind it. None: zero.
+    """The state before each piece, (B K, H, P, N) as launchers take it. passed, factors: as passed_on takes them.
+
+    outer (B, H, P, N): the state before the first piece, or from_end, the gradient of that behind the last. None: zero.
     """
-    if outer is not None:
-        factors = factors.flip(1) if from_end else factors
-        within = torch.cat([torch.ones_like(factors[:, :1]), factors[:, :-1]], dim=1).cumprod(1)
-        reaching.addcmul_(within.flip(1) if from_end else within, outer[:, None])
-    return reaching.flatten(0, 1)
+    before = torch.empty_like(passed)
+    params = _of_pieces(passed, factors, from_end)
+    params.initial, params.before = pointer(outer), before.data_ptr()
+    run(place(params, passed), "ssd_carry", params)
+    return before
+
+
+def _of_pieces(passed: torch.Tensor, factors: torch.Tensor, from_end: bool) -> abi.MambaSsdCarry:
+    params = abi.MambaSsdCarry()
+    params.batch, params.pieces, params.nheads = factors.shape
+    params.state_size, params.reverse = passed.shape[2] * passed.shape[3], from_end
+    params.passed, params.factors = passed.data_ptr(), factors.data_ptr()
+    params.passed_batch_stride, params.passed_piece_stride = params.pieces * passed.stride(0), passed.stride(0)
+    params.factors_batch_stride, params.factors_piece_stride, params.factors_head_stride = factors.stride()
+    return params
