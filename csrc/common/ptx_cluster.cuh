@@ -22,16 +22,22 @@ __device__ __forceinline__ void wait_for_cluster() {
 #endif
 }
 
-// A barrier in shared memory for one round of `bytes` that the cluster's blocks send. One thread makes it, before its block
-// arrives at the cluster.
-__device__ __forceinline__ void make_cluster_barrier(uint64_t* barrier, uint32_t bytes) {
+// A barrier in shared memory for one round of what the cluster's blocks send. One thread makes it, before its block arrives at
+// the cluster; after a __syncthreads() one thread says how many bytes come.
+__device__ __forceinline__ void make_cluster_barrier(uint64_t* barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile(
-        "mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;\n"
-        "\tmbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-        :
-        : "r"(shared_address(barrier)), "r"(bytes)
-        : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;"
+                 :
+                 : "r"(shared_address(barrier))
+                 : "memory");
+#endif
+}
+__device__ __forceinline__ void expect_from_cluster(uint64_t* barrier, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :
+                 : "r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
 #endif
 }
 // Writes to the same place in the shared memory of the cluster's block `rank`, and counts at its barrier.

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
     }
     const bool shares = layout.together && layout.parts.divisor > 1;
     if (shares && thread == 0) {
-        make_cluster_barrier(&all_sent, layout.parts.divisor * static_cast<uint32_t>(sizeof(float)));
+        make_cluster_barrier(&all_sent);
     }
     wait_for_previous_kernel();
     let_next_kernel_start();
@@ -154,6 +154,9 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
     }
     __syncthreads();
     if (shares) {
+        if (thread == 0) {
+            expect_from_cluster(&all_sent, layout.parts.divisor * static_cast<uint32_t>(sizeof(float)));
+        }
         arrive_at_cluster();  // the convolution's state of B and C was read
     }
 
