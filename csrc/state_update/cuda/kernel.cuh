@@ -5,7 +5,7 @@
 
 namespace mamba {
 
-constexpr uint32_t kUpdatePrefetch = 2;  // batch entries of a warp, at its start
+constexpr uint32_t kUpdatePrefetch = 2;  // batch entries of a warp that come to the L2 ahead of their loads
 
 // On a multiprocessor: enough to have the memory busy, and few enough to leave each thread the registers for its loads.
 template <class Rows, bool kScalarA>
@@ -60,6 +60,9 @@ __global__ void __launch_bounds__(kUpdateThreads, (kUpdateBlocks<Rows, kScalarA>
         if (more) {
             next_place = warp.template states<State>(params, rows, next_row);
             next_place.load(rows, next_tile);
+            if (params.state_batch_indices == nullptr && batch + kUpdatePrefetch < warp.batch_end) {
+                warp.template states<State>(params, rows, batch + kUpdatePrefetch).prefetch(rows);
+            }
             at.next_batch(params);
             next_step = UpdateInputs<Rows>(params, warp, rows, at);
         }
