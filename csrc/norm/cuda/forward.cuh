@@ -57,13 +57,32 @@ __device__ __forceinline__ float sum_tile(const float* s, int tile, int size, fl
     return sum;
 }
 
-// Blocks of kNormBlock threads that a multiprocessor should hold: ptxas takes no more registers than that leaves. Five would
-// fit newer GPUs, but then registers go to memory, which costs 4 % of the bandwidth.
-constexpr int kNormResident = 4;
+// Params of a usual gated norm, known when the kernel is compiled: RMSNorm of a gated x, without groups and bias. Half of the
+// instructions would ask what there is, and silu alone has as many as the memory leaves time for.
+struct UsualGatedNorm : MambaNorm {
+    static constexpr int32_t is_rms_norm = 1, norm_before_gate = 0;
+    static constexpr int64_t ngroups = 1;
+    static constexpr const void *residual = nullptr, *bias = nullptr;
+    static constexpr void* residual_out = nullptr;
 
-// kThreads: of a block, at most.
-template <typename T, typename Other, int kVector, bool kLooped, int kThreads>
-__global__ void __launch_bounds__(kThreads, kThreads == kNormBlock ? kNormResident : 1) norm_forward_kernel(const MambaNorm p) {
+    static bool fits(const MambaNorm& p) {
+        return p.z != nullptr && p.is_rms_norm != 0 && p.norm_before_gate == 0 && p.ngroups == 1 && p.bias == nullptr;
+    }
+};
+
+// Threads of a block at most, and blocks of so many that a multiprocessor should hold: ptxas takes no more registers than that
+// leaves. More threads would fit newer GPUs, but then registers go to memory, which costs 4 % of the bandwidth.
+template <class Params>
+constexpr int kNormMost = kNormMaxThreads;
+template <class Params>
+constexpr int kNormResident = 1;
+template <>
+inline constexpr int kNormMost<UsualGatedNorm> = 512;
+template <>
+inline constexpr int kNormResident<UsualGatedNorm> = 3;
+
+template <typename T, typename Other, int kVector, bool kLooped, class Params>
+__global__ void __launch_bounds__(kNormMost<Params>, kNormResident<Params>) norm_forward_kernel(const Params p) {
     constexpr int kVectors = NormTile<kVector>::kVectors;
     __shared__ RowSums<1> shared;
     const int64_t parts = p.rows * p.ngroups;
@@ -160,18 +179,11 @@ __global__ void __launch_bounds__(kThreads, kThreads == kNormBlock ? kNormReside
 
 // ---- host ------------------------------------------------------------------------------------------------------------
 
-template <typename T, typename Other, int kVector, bool kLooped>
-cudaError_t launch_norm_forward_as(const MambaNorm& p, const NormLayout& layout) {
+template <typename T, typename Other, int kVector, bool kLooped, class Params>
+cudaError_t launch_norm_forward_as(const Params& p, const NormLayout& layout) {
     const dim3 threads(static_cast<unsigned>(layout.lanes), static_cast<unsigned>(layout.block_rows));
-    const int64_t blocks = ceil_div(p.rows * p.ngroups, layout.block_rows);
-    if constexpr (!kLooped) {
-        if (layout.lanes * layout.block_rows <= kNormBlock) {
-            return launch_overlapping(norm_forward_kernel<T, Other, kVector, false, kNormBlock>, blocks, threads, 0,
-                                      p.run.stream, p);
-        }
-    }
-    return launch_overlapping(norm_forward_kernel<T, Other, kVector, kLooped, kNormMaxThreads>, blocks, threads, 0,
-                              p.run.stream, p);
+    return launch_overlapping(norm_forward_kernel<T, Other, kVector, kLooped, Params>,
+                              ceil_div(p.rows * p.ngroups, layout.block_rows), threads, 0, p.run.stream, p);
 }
 
 // Vectors of 16 bytes where all tensors allow it, of a wider type two.
@@ -179,6 +191,11 @@ template <typename T, typename Other>
 cudaError_t launch_norm_forward_beside(const MambaNorm& p, const NormLayout& layout) {
     if constexpr (sizeof(T) == 2) {
         if (norm_is_aligned(p, 8)) {
+            if constexpr (sizeof(Other) == 2) {
+                if (UsualGatedNorm::fits(p) && layout.lanes * layout.block_rows <= kNormMost<UsualGatedNorm>) {
+                    return launch_norm_forward_as<T, T, 8, false>(UsualGatedNorm{{p}}, layout);
+                }
+            }
             return layout.looped ? launch_norm_forward_as<T, Other, 8, true>(p, layout)
                                  : launch_norm_forward_as<T, Other, 8, false>(p, layout);
         }
