@@ -258,6 +258,7 @@ CONV_CASES = (
     ConvCase(2, 64, 130, channel_last=True),
     ConvCase(2, 37, 51, width=3, channel_last=True, initial_states=True, final_states=True),
     ConvCase(2, 24, 99, seq_idx=True),
+    ConvCase(2, 8, 512, seq_idx=True),
     ConvCase(3, 13, 40, width=3, seq_idx=True, channel_last=True, silu=False),
     ConvCase(2, 8, 256, initial_states=True),
     ConvCase(1, 8, 3, final_states=True),

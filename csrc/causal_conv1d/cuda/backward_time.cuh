@@ -6,10 +6,44 @@
 
 namespace mamba {
 
+// Where sequences change, of some steps of one row, for all channels of a block: a bit a step, set if the step before is of
+// another sequence or this one is padding. Vectors without a change around them, nearly all, need no masks.
+struct SequenceChanges {
+    static constexpr int kSteps = 4096;
+    uint8_t of_eight[kSteps / 8 + 2];  // the first of them before the first step
+
+    // Of the steps from `first` on, `count` of them. All threads of the block call this.
+    __device__ __forceinline__ void find(const int32_t* seq_idx, int64_t first, int count, int64_t seqlen) {
+        __syncthreads();  // nobody needs the ones before any more
+        for (int i = static_cast<int>(threadIdx.x); i < count / 8 + 2; i += kConvThreads) {
+            uint32_t bits = 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const int64_t t = first + (i - 1) * 8 + j;
+                if (t >= 0 && t < seqlen) {
+                    const int32_t own = seq_idx[t];
+                    bits |= static_cast<uint32_t>(own < 0 || (t > 0 && own != seq_idx[t - 1])) << j;
+                }
+            }
+            of_eight[i] = static_cast<uint8_t>(bits);
+        }
+        __syncthreads();
+    }
+    // Whether there is one that the masks of N steps, so far from `first`, would show.
+    template <int N>
+    __device__ __forceinline__ bool around(int step) const {
+        const int bit = step + 8 - (kConvHalo - 1);
+        const uint8_t* const from = of_eight + bit / 8;
+        const uint32_t bits = from[0] | from[1] << 8 | from[2] << 16;
+        return (bits >> bit % 8 & ((1u << (N + 2 * kConvHalo - 1)) - 1)) != 0;
+    }
+};
+
 // A group of 2^lanes_log2 lanes takes one channel and every item of one slot. It walks a segment backwards, a vector of steps
 // a lane and tile, so that the g after a tile is in a register; only a segment's own end computes it anew. The tile before
 // is on its way while one is computed. `slack`: by how many steps a row's vectors may reach beyond its own length.
-// kAligned: rows begin and end at multiples of 16 bytes and fill a warp. kPacked: there may be sequences.
+// kAligned: rows begin and end at multiples of 16 bytes and fill a warp. kPacked: there may be sequences; if aligned as well
+// there are, and channels fill the blocks.
 template <typename T, bool kPlain, bool kPacked, bool kAligned, bool kReverse>
 __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
     causal_conv1d_backward_time(const ConvBackward params, const int lanes_log2, const unsigned segment,
@@ -35,6 +69,10 @@ __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
     const unsigned slots = gridDim.y;
     const int tile = lanes * V;
     const RawTaps raw_taps = load_raw_taps<kPlain>(forward, channel);
+
+    constexpr bool kFindChanges = kPacked && kAligned;
+    static_assert(!kFindChanges || SequenceChanges::kSteps % (32 * V) == 0, "whole tiles");
+    __shared__ SequenceChanges changes;
 
     ConvSums sums = {};
     unsigned index = slot % segments;  // of the segment
@@ -74,7 +112,22 @@ __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
             }
             return kAligned ? packed_zero<T, V>() : load_some<kReverse>(dout, at, first, end);
         };
+        // The end of the vector before a tile, for the lane that has the tile's last one.
+        const auto load_wrapped = [&](int at) {
+            Packed<T, V> vector = packed_zero<T, V>();
+            if constexpr (kAligned && !kReverse && sizeof(T) == 2) {
+                if (last && at >= readable) {
+                    const Packed<T, V / 2> half = packed_load<T, V / 2>(x + at + V / 2);
+                    vector.word[2] = half.word[0];
+                    vector.word[3] = half.word[1];
+                }
+            } else if (last) {
+                vector = load_x(at);
+            }
+            return vector;
+        };
         Packed<T, V> next_x = load_x(offset);
+        Packed<T, V> wrapped = load_wrapped(offset - tile);
         Packed<T, V> next_dout = load_dout(offset);
         const ConvTaps taps = convert_taps<kPlain>(forward, raw_taps);
         float after[kConvHalo] = {};  // in a group's first lane: g of the steps that follow the tile in hand
@@ -86,26 +139,31 @@ __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
             }
         }
         for (int start = (grid_length - 1) / tile * tile; start >= 0; start -= tile, offset -= tile) {
+            const int chunk = start & ~(SequenceChanges::kSteps - 1);
+            if (kFindChanges && (start + tile >= grid_length || start + tile == chunk + SequenceChanges::kSteps)) {
+                changes.find(forward.seq_idx + batch * forward.seqlen, begin + chunk, start + tile - chunk, forward.seqlen);
+            }
             float inputs[kConvHalo + V];
             float g[V + kConvHalo];
             unpack<T, V>(next_x, inputs + kConvHalo);
             unpack<T, V>(next_dout, g);
-            const Packed<T, V> own_x = next_x;
-            next_x = load_x(offset - tile);  // at the segment's start only what the last lane gets counts
+            inputs_before(next_x, wrapped, last, lane_before, inputs);
+            next_x = load_x(offset - tile);
             next_dout = load_dout(offset - tile);
-            inputs_before(own_x, next_x, last, lane_before, inputs);
+            wrapped = load_wrapped(offset - 2 * tile);
 
             const bool whole = offset >= first && offset + V <= end;
             uint32_t lag_mask = 0;
             uint32_t lead_mask = 0;
-            if (row_options.masked && offset < end) {
+            ConvOptions options = row_options;
+            options.masked = options.masked && offset < end && (!kFindChanges || changes.around<V>(offset - chunk));
+            if (options.masked) {
                 const SequenceMasks masks =
                     sequence_masks<V>(forward.seq_idx + batch * forward.seqlen, begin + offset, forward.seqlen);
                 lag_mask = masks.lag;
                 lead_mask = masks.lead;
+                options.masked = (lag_mask & lead_mask) != kOneSequence<V>;
             }
-            ConvOptions options = row_options;
-            options.masked = options.masked && (lag_mask & lead_mask) != kOneSequence<V>;
             gradients<V>(options, taps, inputs, lag_mask, g, g);
             if (!whole) {
 #pragma unroll
@@ -177,7 +235,7 @@ cudaError_t launch_backward_time(const ConvBackward& params, const ConvBackwardP
         kernel = causal_conv1d_backward_time<T, true, false, true, kReverse>;
     } else if (plain && !packed) {
         kernel = causal_conv1d_backward_time<T, true, false, false, kReverse>;
-    } else if (plain && whole && !kReverse) {
+    } else if (plain && whole && !kReverse && forward.dim % kConvWarps == 0) {
         kernel = causal_conv1d_backward_time<T, true, !kReverse, true, kReverse>;
     }
     return launch_kernel(kernel, grid, kConvThreads, 0, forward.run.stream, params, lanes_log2,

@@ -160,8 +160,8 @@ __device__ __forceinline__ uint32_t sequence_mask(const int32_t* seq_idx, int64_
     return mask;
 }
 
-// Both masks of N steps: of those before and of those after. Their neighbours are read once, in vectors where these are aligned
-// and the row has them all.
+// Both masks of N steps: of those before and of those after. Their neighbours are read once, in vectors where these are
+// aligned.
 struct SequenceMasks {
     uint32_t lag, lead;
 };
@@ -169,23 +169,26 @@ template <int N>
 __device__ __forceinline__ SequenceMasks sequence_masks(const int32_t* seq_idx, int64_t t, int64_t seqlen) {
     constexpr int kReach = 4, kCount = N + 2 * kReach;  // whole vectors
     static_assert(N % 4 == 0 && kReach >= kConvHalo, "vectors of four");
-    const int32_t* const from = seq_idx + t - kReach;
+    // A step beyond the row's ends counts as the first one's sequence, or as any: gradients behind the end are 0.
+    const auto within = [&](int64_t step, int64_t last) { return step < 0 ? 0 : (step < last ? step : last); };
     int32_t index[kCount];
-    if (t >= kReach && t + N + kReach <= seqlen && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+    if (t >= 0 && t % 4 == 0 && seqlen % 4 == 0 && reinterpret_cast<uintptr_t>(seq_idx) % 16 == 0) {
 #pragma unroll
         for (int i = 0; i < kCount; i += 4) {
-            const uint4 four = *reinterpret_cast<const uint4*>(from + i);
+            const uint4 four = *reinterpret_cast<const uint4*>(seq_idx + within(t - kReach + i, seqlen - 4));
             index[i] = static_cast<int32_t>(four.x);
             index[i + 1] = static_cast<int32_t>(four.y);
             index[i + 2] = static_cast<int32_t>(four.z);
             index[i + 3] = static_cast<int32_t>(four.w);
         }
+#pragma unroll
+        for (int i = 0; i < kReach; ++i) {
+            index[i] = t == 0 ? index[kReach] : index[i];
+        }
     } else {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            const int64_t step = t - kReach + i;
-            index[i] =
-                seq_idx[step < 0 ? 0 : (step < seqlen ? step : seqlen - 1)];  // clamped: inputs and gradients there are 0
+            index[i] = seq_idx[within(t - kReach + i, seqlen - 1)];
         }
     }
     bool one = index[kReach] >= 0;  // nearly always: then bits one by one would be a waste

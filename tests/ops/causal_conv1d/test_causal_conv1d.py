@@ -70,6 +70,7 @@ def test_backwards_in_rows_that_begin_anywhere(seqlen, first, device):
 
 PADDED_CASES = [
     ConvCase(2, 24, 99, seq_idx=True),
+    ConvCase(2, 8, 512, seq_idx=True),
     ConvCase(2, 5, 64, width=2, silu=False, seq_idx=True),
     ConvCase(1, 6, 1030, seq_idx=True),
     ConvCase(3, 13, 40, width=3, seq_idx=True, channel_last=True, bias=False),
