@@ -57,19 +57,19 @@ def cross_selective_scan(
     if dtype is not None:
         x, x_proj_weight, dt_proj_weight = (checks.cast(tensor, dtype) for tensor in (x, x_proj_weight, dt_proj_weight))
     sizes = _check(x, x_proj_weight, dt_proj_weight, A, D, dt_bias)
+    # Taken apart at once: in backward a tensor's gradient is then put together once, not added up from its parts.
+    projections = x_proj_weight.unflatten(0, (2, 2)).unbind(1)
+    dt_projections, exponents = dt_proj_weight.unbind(), A.unbind()
+    skips, biases = ((None,) * 4 if tensor is None else tensor.unbind() for tensor in (D, dt_bias))
     totals = []
     for order, image in enumerate((x, x.transpose(2, 3))):
         line = checks.unit_last_stride(image.flatten(2))
-        both = _project(x_proj_weight[order::2].flatten(0, 1), line).unflatten(1, (2, sum(sizes)))
+        projected = _project(projections[order].flatten(0, 1), line).split(2 * sizes, dim=1)
         ways = []
-        for reverse, direction in enumerate((order, order + 2)):
-            dt, B, C = both[:, reverse].split(sizes, dim=1)
-            dt = _project(dt_proj_weight[direction], dt)
-            skip, bias = (None if tensor is None else tensor[direction] for tensor in (D, dt_bias))
-            scanned = selective_scan_fn(
-                line, dt, A[direction], B, C, skip, None, bias, delta_softplus, reverse=bool(reverse)
-            )
-            ways.append(typing.cast(torch.Tensor, scanned))
+        for direction, (dt, B, C) in ((order, projected[:3]), (order + 2, projected[3:])):
+            dt = _project(dt_projections[direction], dt)
+            given = line, dt, exponents[direction], B, C, skips[direction], None, biases[direction]
+            ways.append(typing.cast(torch.Tensor, selective_scan_fn(*given, delta_softplus, reverse=direction > order)))
         forwards, backwards = ways
         totals.append(forwards.add_(backwards).unflatten(2, image.shape[2:]))
     rows, columns = totals
