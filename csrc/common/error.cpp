@@ -46,6 +46,8 @@ int64_t mamba_struct_size(const char* name) {
         {"MambaMamba3", sizeof(MambaMamba3)},
         {"MambaMamba3Backward", sizeof(MambaMamba3Backward)},
         {"MambaMamba3Step", sizeof(MambaMamba3Step)},
+        {"MambaMamba3Inputs", sizeof(MambaMamba3Inputs)},
+        {"MambaMamba3InputsBackward", sizeof(MambaMamba3InputsBackward)},
         {"MambaNorm", sizeof(MambaNorm)},
         {"MambaNormBackward", sizeof(MambaNormBackward)},
         {"MambaSwiglu", sizeof(MambaSwiglu)},

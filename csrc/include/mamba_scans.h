@@ -207,8 +207,8 @@ typedef struct MambaMamba3 {
     int64_t out_batch_stride, out_len_stride, out_rank_stride, out_head_stride;
 } MambaMamba3;
 
-/* Gradients, final and contiguous, of the shape and dtype of what they are the gradients of; no result depends on the number of
- * threads or the order of atomics. */
+/* Gradients, final, of the shape and dtype of what they are the gradients of; no result depends on the number of threads or the
+ * order of atomics. They are contiguous, but for the steps of dv, dz, dtrap and dangles, which may be parts of one tensor. */
 typedef struct MambaMamba3Backward {
     MambaMamba3 forward;       /* as given to the forward call; out and final_* are not read */
     const void* dout;          /* of out's shape, last stride 1 */
@@ -224,6 +224,7 @@ typedef struct MambaMamba3Backward {
     float *dmimo_v, *dmimo_z, *dmimo_out, *dnorm_weight;
     float *dangle_state, *dssm_state, *dk_state, *dv_state; /* required where the states are */
     int64_t dout_batch_stride, dout_len_stride, dout_rank_stride, dout_head_stride;
+    int64_t dv_step_stride, dz_step_stride, dtrap_step_stride, dangle_step_stride; /* of B L steps, one row after the other */
 } MambaMamba3Backward;
 
 /* One decoding step, seqlen 1: as the scan, with states of any dtype that are updated in place, contiguous. The output uses the
@@ -248,5 +249,44 @@ typedef struct MambaMamba3Step {
     void* state_k;        /* (B, R, H, N) of k_dtype */
     void* state_v;        /* (B, H, P) of v_dtype */
 } MambaMamba3Step;
+
+/* What Mamba-3's scan takes, of a layer's projection, of which a row is a step: of each row of q and k
+ * rms(x) = x / sqrt(mean(x^2) + eps) * weight; dt = log(1 + e^(dt + dt_bias)), and adt = A dt with A as for MambaMamba3Step. */
+typedef struct MambaMamba3Inputs {
+    MambaRun run;
+    int64_t rows, matrices, dstate, nheads; /* matrices: R G */
+    int32_t dtype;                          /* of q, k, dt, a, q_out, k_out */
+    int32_t q_weight_dtype, k_weight_dtype;
+    int32_t A_softplus;
+    float A_floor, q_eps, k_eps;
+    int32_t reserved;
+    const void* q;        /* (rows, R G, N) */
+    const void* k;        /* (rows, R G, N) */
+    const void* dt;       /* (rows, H) */
+    const void* a;        /* (rows, H) */
+    const void* q_weight; /* (N) of q_weight_dtype */
+    const void* k_weight; /* (N) of k_weight_dtype */
+    const float* dt_bias; /* (H) */
+    void* q_out;          /* (rows, R G, N), contiguous, and so are the other three */
+    void* k_out;
+    float* dt_out; /* (rows, H) */
+    float* adt_out;
+    int64_t row_stride; /* of q, k, dt and a */
+} MambaMamba3Inputs;
+
+/* Gradients, final; no result depends on the number of threads or the order of atomics. */
+typedef struct MambaMamba3InputsBackward {
+    MambaMamba3Inputs forward; /* as given to the forward call; q_out to adt_out are not read */
+    const void* dq_out;        /* contiguous, and so are the other three */
+    const void* dk_out;
+    const float* ddt_out;
+    const float* dadt_out;
+    void *dq, *dk, *ddt, *da; /* of dtype */
+    void* dq_weight;          /* (N) of q_weight_dtype */
+    void* dk_weight;
+    float* ddt_bias;     /* (H) */
+    void* workspace;     /* as many bytes as mamba_mamba3_inputs_backward_workspace says; NULL for 0 */
+    int64_t drow_stride; /* of dq, dk, ddt and da */
+} MambaMamba3InputsBackward;
 
 #endif /* MAMBA_SCANS_H */

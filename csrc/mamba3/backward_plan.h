@@ -129,7 +129,7 @@ inline bool mamba3_gates_back(const MambaMamba3Backward& q, const Mamba3Backward
     return plan.warpgroups && (plain || ranks) && p.z != nullptr && p.norm_weight == nullptr &&
            rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
            rows_aligned(q.dout, size, plain ? 4 : 16, q.dout_batch_stride, q.dout_len_stride, q.dout_head_stride) &&
-           rows_aligned(q.dz, size, 16, p.headdim);
+           rows_aligned(q.dz, size, 16, p.headdim, q.dz_step_stride);
 }
 // Parts of D's gradient, (parts, H).
 inline int64_t mamba3_D_parts(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan) {

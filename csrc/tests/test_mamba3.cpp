@@ -58,6 +58,9 @@ static void run_backward(const Mamba3Case& c, Mamba3Data& x, const MambaMamba3& 
     p.dout = x.dout.data();
     set_strides(x.dout, &p.dout_batch_stride, &p.dout_len_stride, &p.dout_head_stride);
     p.dout_rank_stride = c.mimo_out() ? 0 : c.nheads * p.dout_head_stride;
+    p.dv_step_stride = p.dz_step_stride = c.nheads * c.headdim;
+    p.dtrap_step_stride = c.nheads;
+    p.dangle_step_stride = (c.angles_of_heads() ? c.nheads : 1) * c.nangles;
     p.dfinal_angle = x.dfinal[0].floats();
     p.dfinal_ssm = x.dfinal[1].floats();
     p.dfinal_k = x.dfinal[2].floats();

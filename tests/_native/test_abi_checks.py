@@ -41,6 +41,7 @@ SIZES = {
         "ngroups": 2,
         "dstate": 4,
     },
+    abi.MambaMamba3Inputs: {"rows": 2, "matrices": 2, "dstate": 4, "nheads": 4},
     abi.MambaNorm: {"rows": 2, "ngroups": 2, "group_size": 4},
     abi.MambaSwiglu: {"rows": 2, "width": 4},
 }
@@ -50,6 +51,7 @@ SIZES[abi.MambaSsdBackward] = SIZES[abi.MambaSsd]
 SIZES[abi.MambaSsdCarry] = {"batch": 2, "pieces": 2, "nheads": 2, "state_size": 4}
 SIZES[abi.MambaMamba3Backward] = SIZES[abi.MambaMamba3]
 SIZES[abi.MambaMamba3Step] = {**SIZES[abi.MambaMamba3], "seqlen": 1}
+SIZES[abi.MambaMamba3InputsBackward] = SIZES[abi.MambaMamba3Inputs]
 SIZES[abi.MambaNormBackward] = SIZES[abi.MambaNorm]
 # What a call with these sizes cannot do without.
 POINTERS = {
@@ -71,6 +73,9 @@ POINTERS = {
     "mamba3_forward": "q k v adt dt trap q_bias k_bias out",
     "mamba3_backward": "q k v adt dt trap q_bias k_bias dout dq dk dv dadt ddt dtrap dq_bias dk_bias",
     "mamba3_step": "q k v adt dt trap q_bias k_bias state_ssm state_k state_v out",
+    "mamba3_inputs_forward": "q k dt a q_weight k_weight dt_bias q_out k_out dt_out adt_out",
+    "mamba3_inputs_backward": "q k dt a q_weight k_weight dt_bias dq_out dk_out ddt_out dadt_out dq dk ddt da "
+    "dq_weight dk_weight ddt_bias workspace",
     "norm_forward": "x weight out",
     "norm_backward": "x weight mean rstd dout dx dweight",
     "swiglu_forward": "xy out",
@@ -127,6 +132,7 @@ OTHERS = [
     ("ssd_forward", {"headdim": 257}, abi.ERROR_UNSUPPORTED, "headdim must be in [0, 256], got 257"),
     ("ssd_forward", {"ngroups": 0}, abi.ERROR_INVALID, "ngroups must divide nheads, got ngroups=0 nheads=4"),
     ("ssd_backward", {"z": 1}, abi.ERROR_UNSUPPORTED, "takes neither z nor cu_seqlens"),
+    ("mamba3_inputs_forward", {"dstate": 257}, abi.ERROR_UNSUPPORTED, "dstate must be in [1, 256], got 257"),
     ("norm_forward", {"group_size": 2**30 + 1}, abi.ERROR_UNSUPPORTED, "group_size must be in [1, 1073741824]"),
     ("norm_forward", {"other_dtype": 2}, abi.ERROR_INVALID, "must be float32 or of x's dtype, float32, got bfloat16"),
     ("norm_forward", {"z": 1, "residual": 1}, abi.ERROR_INVALID, "z cannot be given together with residual"),

@@ -174,9 +174,9 @@ inline void store_step(const Backward& b, int64_t row, int64_t step, const Steps
                        double dscale_before) {
     const MambaMamba3Backward& q = *b.params;
     const double lambda = static_cast<double>(steps.lambda[at]), rest = static_cast<double>(steps.rest[at]);
-    const int64_t index = (row * q.forward.seqlen + step) * q.forward.nheads + b.head;
+    const int64_t all = row * q.forward.seqlen + step, index = all * q.forward.nheads + b.head;
     store_one(q.forward.dt_dtype, q.ddt, index, lambda * own.dscales + rest * dscale_before + own.dt);
-    store_one(q.forward.trap_dtype, q.dtrap, index,
+    store_one(q.forward.trap_dtype, q.dtrap, all * q.dtrap_step_stride + b.head,
               lambda * rest * static_cast<double>(steps.dt[at]) * (own.dscales - dscale_before));
 }
 
@@ -268,7 +268,7 @@ inline void finish_turns(Backward& b, const Chunk& chunk, const Steps& steps, Te
     }
     if (p.angles_of_heads != 0) {
         for (int64_t i = 0; i < p.nangles; i += kLanes) {
-            store_tile(p.angle_dtype, q.dangles, (first * p.nheads + b.head) * p.nangles + i, 1, p.nheads * p.nangles,
+            store_tile(p.angle_dtype, q.dangles, first * q.dangle_step_stride + b.head * p.nangles + i, 1, q.dangle_step_stride,
                        block_lanes(p.nangles - i), chunk.steps, s.dturns + i, static_cast<int>(turned));
         }
     } else {

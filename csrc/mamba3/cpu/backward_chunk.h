@@ -21,9 +21,10 @@ inline void load_dout(const MambaMamba3Backward& q, const Mamba3Layout& layout, 
 }
 
 // A tile (steps, P) of a contiguous (B, L, H, P).
-inline void store_steps(const MambaMamba3& p, const Chunk& chunk, int64_t head, const float* tile, void* data) {
-    const int64_t offset = ((chunk.row * p.seqlen + chunk.start) * p.nheads + head) * p.headdim;
-    store_rows(p.dtype, data, offset, p.nheads * p.headdim, p.headdim, chunk.steps, tile);
+inline void store_steps(const MambaMamba3& p, const Chunk& chunk, int64_t head, const float* tile, void* data,
+                        int64_t step_stride) {
+    const int64_t offset = (chunk.row * p.seqlen + chunk.start) * step_stride + head * p.headdim;
+    store_rows(p.dtype, data, offset, step_stride, p.headdim, chunk.steps, tile);
 }
 
 // dv of rows dx, in v's place; mimo_v's gradient.
@@ -76,7 +77,7 @@ inline void backward_chunk(Backward& b, const Run& run, int64_t index, Pending& 
     load_dout(q, layout, chunk, b.head, s.dout);
     finish_rows_backward(p, layout, s.parameters, chunk.steps, s.x, s.z, s.y, s.dout, s.dy, s.dz, b.sums);
     if (p.z != nullptr) {
-        store_steps(p, chunk, b.head, s.dz, q.dz);
+        store_steps(p, chunk, b.head, s.dz, q.dz, q.dz_step_stride);
     }
 
     // the leaving state
@@ -149,7 +150,7 @@ inline void backward_chunk(Backward& b, const Run& run, int64_t index, Pending& 
         load_rows(MAMBA_FLOAT32, q.dfinal_v, (run.sequence * p.nheads + b.head) * p.headdim, p.headdim, p.headdim, 1, s.before);
         add_rows(s.before, round_up(p.headdim, kLanes), s.v + last * pitch);
     }
-    store_steps(p, chunk, b.head, s.v, q.dv);
+    store_steps(p, chunk, b.head, s.v, q.dv, q.dv_step_stride);
 }
 
 // Gradients of the states before a run's first step, whose h has had the step before it added; finishes the first step.
@@ -295,8 +296,8 @@ inline void finish(const MambaMamba3Backward& q, const Mamba3Layout& layout, con
         }
         if (angles) {
             for (int64_t i = 0; i < p.nangles; i += kLanes) {
-                store_tile(p.angle_dtype, q.dangles, first * p.nangles + i, 1, p.nangles, block_lanes(p.nangles - i),
-                           static_cast<int>(count), tile + i, static_cast<int>(pitch));
+                store_tile(p.angle_dtype, q.dangles, first * q.dangle_step_stride + i, 1, q.dangle_step_stride,
+                           block_lanes(p.nangles - i), static_cast<int>(count), tile + i, static_cast<int>(pitch));
             }
         } else {
             store_matrix(layout, p.dtype, matrix == 0 ? q.dq : q.dk, (first * p.rank * p.ngroups + group) * p.dstate,

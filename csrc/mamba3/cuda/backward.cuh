@@ -293,8 +293,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
             bias_sums[m][r * dstate + element_of_column(p, column)] = sum;
         }
         {
-            const int64_t head_at = (first_step * p.nheads + head) * p.headdim + row0;
-            T* const dv = static_cast<T*>(q.dv) + head_at;
+            T* const dv = static_cast<T*>(q.dv) + first_step * q.dv_step_stride + head * p.headdim + row0;
             const float* const weight = p.mimo_v != nullptr ? p.mimo_v + head * rank * p.headdim + row0 : nullptr;
             for (int i = threadIdx.x; i < chunk.steps * kInner; i += kThreads) {
                 const int t = i / kInner, column = i % kInner;
@@ -307,7 +306,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
                     if (chunk.last && t == chunk.steps - 1 && q.dfinal_v != nullptr) {
                         sum += q.dfinal_v[(chunk.sequence * p.nheads + head) * p.headdim + row0 + column];
                     }
-                    dv[t * p.nheads * p.headdim + column] = from_float<T>(sum);
+                    dv[t * q.dv_step_stride + column] = from_float<T>(sum);
                 }
             }
             const T* const v = static_cast<const T*>(p.v) + chunk.row * p.v_batch_stride + chunk.first * p.v_len_stride +

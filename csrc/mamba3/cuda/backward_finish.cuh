@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kMamba3FinishThreads)
         const int64_t at = step * p.nheads + head;
         store_from_float(q.dadt, at, p.adt_dtype, sum.x);
         store_from_float(q.ddt, at, p.dt_dtype, fmaf(lambda, own, fmaf(rest, before, sum.w)));
-        store_from_float(q.dtrap, at, p.trap_dtype, lambda * rest * dt * (own - before));
+        store_from_float(q.dtrap, step * q.dtrap_step_stride + head, p.trap_dtype, lambda * rest * dt * (own - before));
     }
 }
 
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kMamba3FinishThreads)
             }
             sum = fmaf((1.0f - 4.0f * speed * speed) * 3.14159265f, later, sum);
         }
-        store_from_float(q.dangles, (first + t) * entries + entry, p.angle_dtype, sum);
+        store_from_float(q.dangles, (first + t) * q.dangle_step_stride + entry, p.angle_dtype, sum);
     }
 }
 

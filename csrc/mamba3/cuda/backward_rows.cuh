@@ -142,7 +142,7 @@ __device__ __forceinline__ float gate_vectors(const MambaMamba3Backward& q, cons
             }
         }
         if (z != nullptr) {
-            store_eight(dz + step * p.nheads * headdim + column, dz_sum);
+            store_eight(dz + step * q.dz_step_stride + column, dz_sum);
         }
     }
     return dD;
@@ -264,13 +264,13 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
         if constexpr (sizeof(T) == 2) {
             in_vectors = norm_weight == nullptr && launch.row_vectors != 0;
             if (in_vectors) {
-                T* const dz = static_cast<T*>(q.dz) + ((chunk.row * p.seqlen + chunk.first) * p.nheads + head) * headdim;
+                T* const dz = static_cast<T*>(q.dz) + (chunk.row * p.seqlen + chunk.first) * q.dz_step_stride + head * headdim;
                 dD += gate_vectors<T, kThreads>(q, chunk, v, z, dout, rows_y, pitch, projection, D, dy, dy_stride, dz);
             }
         }
         if (norm_weight == nullptr && !in_vectors) {  // a thread takes an element of a step
             const float inverse_columns = 1.0f / static_cast<float>(headdim);
-            T* const dz = static_cast<T*>(q.dz) + ((chunk.row * p.seqlen + chunk.first) * p.nheads + head) * headdim;
+            T* const dz = static_cast<T*>(q.dz) + (chunk.row * p.seqlen + chunk.first) * q.dz_step_stride + head * headdim;
 #pragma unroll 4
             for (int i = threadIdx.x; i < chunk.steps * headdim; i += kThreads) {
                 const int step = divide_small(i, inverse_columns), column = i - step * headdim;
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
                     dD = fmaf(d, x, dD);
                 }
                 if (z != nullptr) {
-                    dz[step * p.nheads * headdim + column] = from_float<T>(dz_sum);
+                    dz[step * q.dz_step_stride + column] = from_float<T>(dz_sum);
                 }
             }
         } else if (norm_weight != nullptr) {  // a warp takes a step, its lanes columns
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
                 }
                 if (z != nullptr) {
                     T* const to =
-                        static_cast<T*>(q.dz) + ((chunk.row * p.seqlen + chunk.first + step) * p.nheads + head) * headdim;
+                        static_cast<T*>(q.dz) + (chunk.row * p.seqlen + chunk.first + step) * q.dz_step_stride + head * headdim;
 #pragma unroll
                     for (int i = 0; i < kEach; ++i) {
                         if (32 * i + lane < headdim) {

@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_dv(const Mamba3Walk<T>& walk, const Mamba3
                 sum[i] += places.dfinal_v[at + i];
             }
         }
-        T* const to = places.dv + static_cast<int64_t>(t) * p.nheads * headdim + at;
+        T* const to = places.dv + t * walk.q.dv_step_stride + at;
         if (walk.launch.dv_vectors != 0) {
             store_eight(to, sum);
         } else {

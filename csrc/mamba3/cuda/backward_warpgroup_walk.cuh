@@ -162,7 +162,7 @@ struct Mamba3Walk {
             static_cast<const T*>(p.v) + chunk.row * p.v_batch_stride + chunk.first * p.v_len_stride + head * p.v_head_stride;
         int64_t dy_stride;
         to.dy = dy_rows<T>(p, launch, chunk, launch_head, &dy_stride);
-        to.dv = static_cast<T*>(q.dv) + (step * p.nheads + head) * p.headdim;
+        to.dv = static_cast<T*>(q.dv) + step * q.dv_step_stride + head * p.headdim;
         to.terms = launch.at<float4>(w.step_terms) + step * p.nheads + head;
         to.dangles = launch.at<float>(w.dangles) + ((split * p.ngroups + group) * p.batch * p.seqlen + step) * p.nangles;
         to.angle_totals = launch.at<float>(w.angle_totals) + (slot * p.nheads + head) * p.nangles;

@@ -28,7 +28,7 @@ struct Mamba3RanksGateBack {
         const int64_t at = block.row0 + (column < block.columns ? column : 0);
         dout = static_cast<const T*>(to.dout) + block.range.row * to.dout_batch_stride + (first + row) * to.dout_len_stride +
                block.head * to.dout_head_stride + at;
-        dz = static_cast<T*>(to.dz) + ((step + row) * p.nheads + block.head) * p.headdim + at;
+        dz = static_cast<T*>(to.dz) + (step + row) * to.dz_step_stride + block.head * p.headdim + at;
         dy = static_cast<T*>(to.dy) + (step * kRanks + row) * to.dy_stride + block.launch_head * p.headdim + at;
 #pragma unroll
         for (int k = 0; k < kParts; ++k) {
@@ -133,7 +133,7 @@ struct Mamba3RanksGateBack {
         __syncwarp();  // z of the next chunk takes the place
         constexpr int kChunkSteps = kMamba3ChunkRows / kRanks;
         dout += kChunkSteps * to.dout_len_stride;
-        dz += kChunkSteps * p.nheads * p.headdim;
+        dz += kChunkSteps * to.dz_step_stride;
         dy += kMamba3ChunkRows * to.dy_stride;
     }
 

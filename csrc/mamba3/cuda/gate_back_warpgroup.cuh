@@ -45,7 +45,7 @@ struct Mamba3GateBack {
         const int64_t at = block.row0 + (column < block.columns ? column : 0);
         dout = static_cast<const T*>(to.dout) + block.range.row * to.dout_batch_stride +
                (first + lane / 4) * to.dout_len_stride + block.head * to.dout_head_stride + block.row0 + lane % 4 * 2;
-        dz = static_cast<T*>(to.dz) + (step * p.nheads + block.head) * p.headdim + at;
+        dz = static_cast<T*>(to.dz) + step * to.dz_step_stride + block.head * p.headdim + at;
         dy = static_cast<T*>(to.dy) + step * to.dy_stride + block.launch_head * p.headdim + at;
     }
 
@@ -111,7 +111,7 @@ struct Mamba3GateBack {
             store_matrices(columns_on(at, k), results.r[0]);
         }
         __syncwarp();
-        store(finisher, opaque(dz), p.nheads * p.headdim);
+        store(finisher, opaque(dz), to.dz_step_stride);
         __syncwarp();
 #pragma unroll
         for (int k = 0; k < kMamba3StateRows / 16; ++k) {
@@ -121,7 +121,7 @@ struct Mamba3GateBack {
         store(finisher, opaque(dy), to.dy_stride);
         __syncwarp();  // z of the next chunk takes the place
         dout += kMamba3ChunkRows * to.dout_len_stride;
-        dz += kMamba3ChunkRows * p.nheads * p.headdim;
+        dz += kMamba3ChunkRows * to.dz_step_stride;
         dy += kMamba3ChunkRows * to.dy_stride;
     }
 

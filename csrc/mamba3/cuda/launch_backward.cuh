@@ -41,7 +41,8 @@ cudaError_t launch_mamba3_backward_walk(const MambaMamba3Backward& q, const Mamb
                      q.dout_batch_stride,
                      q.dout_len_stride,
                      q.dout_head_stride,
-                     launch.group_heads * p.ngroups * p.headdim};
+                     launch.group_heads * p.ngroups * p.headdim,
+                     q.dz_step_stride};
     return launch_mamba3_warpgroups<T, kMamba3WarpgroupStates, kPairwise, kPass>(p, walk, 1);
 }
 
@@ -111,9 +112,9 @@ cudaError_t launch_mamba3_backward_layout(const MambaMamba3Backward& q, const Ma
     launch.k_pairs =
         pairwise && rows_aligned(p.k, size, 2 * size, p.k_batch_stride, p.k_len_stride, p.k_rank_stride, p.k_group_stride);
     launch.v_vectors = rows_aligned(p.v, size, 16, p.headdim, p.v_batch_stride, p.v_len_stride, p.v_head_stride);
-    launch.dv_vectors = rows_aligned(q.dv, size, 16, p.headdim);
+    launch.dv_vectors = rows_aligned(q.dv, size, 16, p.headdim, q.dv_step_stride);
     launch.dy_vectors = p.headdim * size % 16 == 0;
-    launch.row_vectors = launch.v_vectors != 0 && launch.dy_vectors != 0 && rows_aligned(q.dz, size, 16) &&
+    launch.row_vectors = launch.v_vectors != 0 && launch.dy_vectors != 0 && rows_aligned(q.dz, size, 16, q.dz_step_stride) &&
                          rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
                          rows_aligned(q.dout, size, 16, q.dout_batch_stride, q.dout_len_stride, q.dout_head_stride,
                                       p.mimo_out != nullptr ? 0 : used_stride(p.rank, q.dout_rank_stride)) &&

@@ -35,6 +35,7 @@ struct Mamba3WarpgroupBackward {
     float* dinitial;
     int64_t dout_batch_stride, dout_len_stride, dout_head_stride;
     int64_t dy_stride;  // to the next row
+    int64_t dz_step_stride;
 };
 
 struct Mamba3WarpgroupLaunch {

@@ -305,7 +305,8 @@ class MambaMamba3Backward(ctypes.Structure):
         ptr: dout, dfinal_angle, dfinal_ssm, dfinal_k, dfinal_v;
         ptr: dq, dk, dv, dadt, ddt, dtrap, dq_bias, dk_bias, dangles, dD, dz, dmimo_v, dmimo_z, dmimo_out, dnorm_weight;
         ptr: dangle_state, dssm_state, dk_state, dv_state;
-        i64: dout_batch_stride, dout_len_stride, dout_rank_stride, dout_head_stride
+        i64: dout_batch_stride, dout_len_stride, dout_rank_stride, dout_head_stride;
+        i64: dv_step_stride, dz_step_stride, dtrap_step_stride, dangle_step_stride
         """,
         MambaMamba3=MambaMamba3,
     )
@@ -322,6 +323,34 @@ class MambaMamba3Step(ctypes.Structure):
         ptr: dt_bias, q_weight, k_weight, state_angle, state_ssm, state_k, state_v
         """,
         MambaMamba3=MambaMamba3,
+    )
+
+
+class MambaMamba3Inputs(ctypes.Structure):
+    _anonymous_ = ("run",)
+    _fields_ = _fields(
+        """
+        MambaRun: run;
+        i64: rows, matrices, dstate, nheads;
+        i32: dtype, q_weight_dtype, k_weight_dtype, A_softplus;
+        f32: A_floor, q_eps, k_eps;
+        i32: reserved;
+        ptr: q, k, dt, a, q_weight, k_weight, dt_bias, q_out, k_out, dt_out, adt_out;
+        i64: row_stride
+        """,
+        MambaRun=MambaRun,
+    )
+
+
+class MambaMamba3InputsBackward(ctypes.Structure):
+    _anonymous_ = ("forward",)
+    _fields_ = _fields(
+        """
+        MambaMamba3Inputs: forward;
+        ptr: dq_out, dk_out, ddt_out, dadt_out, dq, dk, ddt, da, dq_weight, dk_weight, ddt_bias, workspace;
+        i64: drow_stride
+        """,
+        MambaMamba3Inputs=MambaMamba3Inputs,
     )
 
 
@@ -391,9 +420,12 @@ STRUCTS = (
     MambaLinear,
     MambaSsd,
     MambaSsdBackward,
+    MambaSsdCarry,
     MambaMamba3,
     MambaMamba3Backward,
     MambaMamba3Step,
+    MambaMamba3Inputs,
+    MambaMamba3InputsBackward,
     MambaNorm,
     MambaNormBackward,
     MambaSwiglu,

@@ -30,6 +30,8 @@ FUNCTIONS = {
     "mamba3_forward": abi.MambaMamba3,
     "mamba3_backward": abi.MambaMamba3Backward,
     "mamba3_step": abi.MambaMamba3Step,
+    "mamba3_inputs_forward": abi.MambaMamba3Inputs,
+    "mamba3_inputs_backward": abi.MambaMamba3InputsBackward,
     "norm_forward": abi.MambaNorm,
     "norm_backward": abi.MambaNormBackward,
     "swiglu_forward": abi.MambaSwiglu,
@@ -44,6 +46,7 @@ SIZE_FUNCTIONS = {
     "ssd_backward_workspace": abi.MambaSsd,
     "mamba3_forward_workspace": abi.MambaMamba3,
     "mamba3_backward_workspace": abi.MambaMamba3,
+    "mamba3_inputs_backward_workspace": abi.MambaMamba3Inputs,
     "norm_backward_workspace": abi.MambaNorm,
 }
 

@@ -197,8 +197,13 @@ class SharedRMSNorm(RMSNorm):
         self.process_group = process_group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # no residual, nothing but the norm
-        weight = SumGradientFunc.apply(self.weight, ((0, len(self.weight)),), self.process_group)
-        return typing.cast(torch.Tensor, rms_norm_fn(x, weight, None, eps=self.eps))
+        return typing.cast(torch.Tensor, rms_norm_fn(x, self.shared_weight(), None, eps=self.eps))
+
+    def shared_weight(self) -> torch.Tensor:
+        """The weight, for operators that norm with it: its gradient is summed over the ranks."""
+        return typing.cast(
+            torch.Tensor, SumGradientFunc.apply(self.weight, ((0, len(self.weight)),), self.process_group)
+        )
 
 
 class VocabParallelEmbedding(nn.Embedding):

@@ -20,14 +20,19 @@ from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continue
 from mamba_ssm.modules._state import initial_dt_bias, mark, states_in_cache
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.linear import project
-from mamba_ssm.ops.mamba3_block import mamba3_block_step
-from mamba_ssm.ops.mamba3_scan import States, mamba3_scan, mamba3_step
+from mamba_ssm.ops.mamba3_block import mamba3_block, mamba3_block_step
+from mamba_ssm.ops.mamba3_scan import MOST_CUDA_RANK, States, mamba3_scan, mamba3_step
 from mamba_ssm.ops.norm import GatedRMSNorm, RMSNorm
 
 
 def heavy_tail_activation(x: torch.Tensor) -> torch.Tensor:
     """1 + x from 0 on, 1 / (1 - x) below: positive, with a slope of 1 at 0 and a tail that falls slowly."""
     return F.relu(x) + 1 / (1 - x.clamp(max=0))
+
+
+def _weight_of(norm: RMSNorm) -> torch.Tensor:
+    """The weight, whose gradient all ranks share that share it."""
+    return norm.shared_weight() if isinstance(norm, SharedRMSNorm) else norm.weight
 
 
 _A_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -222,17 +227,17 @@ class Mamba3(nn.Module):
             y = mamba3_scan_across_ranks(arguments, self.context_parallel_group)
             return self.out_proj(self._finish(y, z))
         if inference_params is None:
-            y, _ = self._scan(self.in_proj(u), seq_idx=seq_idx, cu_seqlens=cu_seqlens)
-            return self.out_proj(y)
+            return self.out_proj(self._scan(self.in_proj(u), seq_idx=seq_idx, cu_seqlens=cu_seqlens)[0])
         batch = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
         rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         states = states_in_cache(self, self.layer_idx, inference_params, rows)
         if continues and u.shape[1] == 1:
             return self.step(u, *states)[0]
         initial_states = States(*(state.to(torch.float32, copy=True) for state in states)) if continues else None
-        y, finals = self._scan(self.in_proj(u), initial_states=initial_states, cu_seqlens=cu_seqlens)
+        packing: dict[str, typing.Any] = {"initial_states": initial_states, "cu_seqlens": cu_seqlens}
+        y, finals = self._scan(self.in_proj(u), **packing, return_final_states=True)
         with torch.no_grad():
-            for state, final in zip(states, finals, strict=True):
+            for state, final in zip(states, typing.cast(States, finals), strict=True):
                 state.copy_(final)
         return self.out_proj(y)
 
@@ -288,45 +293,67 @@ class Mamba3(nn.Module):
 
     # ---- from in_proj's output to out_proj's input -------------------------------------------------------------------
 
-    def _scan(self, zxBCdt: torch.Tensor, **options: typing.Any) -> tuple[torch.Tensor, States]:
-        """(B, L, d_inner), and the states after it."""
-        arguments, z = self._arguments(zxBCdt)
-        y, states = typing.cast(typing.Any, mamba3_scan(**arguments, **options, return_final_states=True))
+    def _scan(self, zxBCdt: torch.Tensor, **options: typing.Any) -> tuple[torch.Tensor, States | None]:
+        """(B, L, d_inner), and with return_final_states the states after it. By one operator where that can be; a norm
+        that is more than its weight is called before or behind it.
+        """
+        if self._is_fused() and not (zxBCdt.is_cuda and self.mimo_rank > MOST_CUDA_RANK):
+            results: typing.Any = mamba3_block(
+                zxBCdt, **self._parameters_and_options(), **options, headdim=self.headdim
+            )
+            z = self._z_behind(zxBCdt)
+        else:
+            arguments, z = self._arguments(zxBCdt)
+            results = mamba3_scan(**arguments, **options)
+        y, states = results if options.get("return_final_states") else (results, None)
         return self._finish(y, z), states
 
     def _step(self, zxBCdt: torch.Tensor, states: States) -> torch.Tensor:
         """(B, d_inner), by one operator; a norm that is more than its weight is called before or behind it."""
-        if not all(is_plain(norm, RMSNorm) or is_plain(norm, SharedRMSNorm) for norm in (self.B_norm, self.C_norm)):
+        if not self._is_fused():
             arguments, z = self._arguments(zxBCdt)
             return self._finish(mamba3_step(states, **arguments), z)
-        calls_norm = self.is_outproj_norm and not is_plain(self.norm, GatedRMSNorm)
-        optional: dict[str, typing.Any] = {}
+        y = mamba3_block_step(zxBCdt, states, **self._parameters_and_options())
+        return self._finish(y, self._z_behind(zxBCdt))
+
+    def _is_fused(self) -> bool:
+        """Whether the norms of B and C are no more than their weights, so that an operator may take these."""
+        return all(is_plain(norm, RMSNorm) or is_plain(norm, SharedRMSNorm) for norm in (self.B_norm, self.C_norm))
+
+    def _calls_norm(self) -> bool:
+        """Whether the norm before the gate is more than its weight, so that it is called behind the operator."""
+        return self.is_outproj_norm and not is_plain(self.norm, GatedRMSNorm)
+
+    def _z_behind(self, zxBCdt: torch.Tensor) -> torch.Tensor | None:
+        """z, where the gate comes behind the operator."""
+        if not self._calls_norm():
+            return None
+        return zxBCdt[..., : self.d_inner].unflatten(-1, (self.nheads, self.headdim))
+
+    def _parameters_and_options(self) -> dict[str, typing.Any]:
+        """What mamba3_block and its step take besides the projection and states."""
+        arguments: dict[str, typing.Any] = {
+            "dt_bias": self.dt_bias,
+            "B_weight": _weight_of(self.B_norm),
+            "C_weight": _weight_of(self.C_norm),
+            "B_bias": self.B_bias,
+            "C_bias": self.C_bias,
+            "D": self.D,
+            "ngroups": self.num_bc_heads,
+            "A_floor": self.A_floor,
+            "A_softplus": self.A_activation == "softplus",
+            "B_eps": self.B_norm.eps,
+            "C_eps": self.C_norm.eps,
+            "gate": not self._calls_norm(),
+            "pairwise": not self.is_mimo,
+        }
         if self.is_mimo:
-            optional.update(mimo_x=self.mimo_x)
-            if not calls_norm:
-                optional.update(mimo_z=self.mimo_z, mimo_o=self.mimo_o)
-        if self.is_outproj_norm and not calls_norm:
-            optional.update(norm_weight=self.norm.weight, norm_eps=self.norm.eps)
-        y = mamba3_block_step(
-            zxBCdt,
-            states,
-            self.dt_bias,
-            self.B_norm.weight,
-            self.C_norm.weight,
-            self.B_bias,
-            self.C_bias,
-            self.D,
-            ngroups=self.num_bc_heads,
-            A_floor=self.A_floor,
-            A_softplus=self.A_activation == "softplus",
-            B_eps=self.B_norm.eps,
-            C_eps=self.C_norm.eps,
-            gate=not calls_norm,
-            pairwise=not self.is_mimo,
-            **optional,
-        )
-        z = zxBCdt[:, : self.d_inner].unflatten(-1, (self.nheads, self.headdim)) if calls_norm else None
-        return self._finish(y, z)
+            arguments["mimo_x"] = self.mimo_x
+            if arguments["gate"]:
+                arguments.update(mimo_z=self.mimo_z, mimo_o=self.mimo_o)
+        if self.is_outproj_norm and arguments["gate"]:
+            arguments.update(norm_weight=self.norm.weight, norm_eps=self.norm.eps)
+        return arguments
 
     def _arguments(self, zxBCdt: torch.Tensor) -> tuple[dict[str, typing.Any], torch.Tensor | None]:
         """What the scan and the step take, of (B, L, ...) or (B, ...); and z where a norm that is more than its weight
@@ -352,7 +379,7 @@ class Mamba3(nn.Module):
         }
         if self.is_mimo:
             arguments["MIMO_V"] = self.mimo_x
-        if self.is_outproj_norm and not is_plain(self.norm, GatedRMSNorm):
+        if self._calls_norm():
             return arguments, z
         arguments["Z"] = z
         if self.is_mimo:

@@ -83,10 +83,8 @@ def check(inputs, options):
     rank, nangles = inputs.B_bias.shape[1], inputs.angle_state.shape[2]
     checks.check_groups(NAME, f"nheads ({nheads})", nheads, ngroups)
     check_head(NAME, headdim, dstate)
-    if not 1 <= rank <= abi.MAX_RANK:
-        raise ValueError(f"{NAME}: the rank (R of B_bias) must lie in 1..{abi.MAX_RANK}, got {rank}")
-    if 2 * nangles > dstate:
-        raise ValueError(f"{NAME}: an angle turns two of the {dstate} entries of B and C, got {nangles} angles")
+    check_rank(NAME, rank)
+    check_angles(NAME, nangles, dstate)
     sizes = Sizes(batch, rank, nheads, headdim, ngroups, dstate, nangles)
     if zxBCdt.shape[1] != sum(sizes.columns):
         raise ValueError(
@@ -97,6 +95,32 @@ def check(inputs, options):
         "ssm_state": ((batch, nheads, headdim, dstate), "(B, H, P, N)"),
         "k_state": ((batch, rank, nheads, dstate), "(B, R, H, N)"),
         "v_state": ((batch, nheads, headdim), "(B, H, P)"),
+    }
+    states = batch, nheads, nangles
+    checks.check_float32(NAME, "angle_state", inputs.angle_state, states, zxBCdt, "zxBCdt", "(B, H, S)")
+    for name, (shape, letters) in (shapes | parameter_shapes(sizes)).items():
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            checks.check_float(NAME, name, tensor, shape, zxBCdt, "zxBCdt", letters)
+    for name in STATE_NAMES:
+        checks.check_writable(NAME, name, getattr(inputs, name))
+    return sizes
+
+
+def check_rank(op, rank):
+    if not 1 <= rank <= abi.MAX_RANK:
+        raise ValueError(f"{op}: the rank (R of B_bias) must lie in 1..{abi.MAX_RANK}, got {rank}")
+
+
+def check_angles(op, nangles, dstate):
+    if 2 * nangles > dstate:
+        raise ValueError(f"{op}: an angle turns two of the {dstate} entries of B and C, got {nangles} angles")
+
+
+def parameter_shapes(sizes):
+    """{name: (shape, its letters)} of a layer's parameters."""
+    nheads, headdim, rank, dstate = sizes.nheads, sizes.headdim, sizes.rank, sizes.dstate
+    return {
         "dt_bias": ((nheads,), "(H,)"),
         "B_weight": ((dstate,), "(N,)"),
         "C_weight": ((dstate,), "(N,)"),
@@ -108,15 +132,6 @@ def check(inputs, options):
         "mimo_o": ((nheads, rank, headdim), "(H, R, P)"),
         "norm_weight": ((nheads * headdim,), "(H P,)"),
     }
-    states = batch, nheads, nangles
-    checks.check_float32(NAME, "angle_state", inputs.angle_state, states, zxBCdt, "zxBCdt", "(B, H, S)")
-    for name, (shape, letters) in shapes.items():
-        tensor = getattr(inputs, name)
-        if tensor is not None:
-            checks.check_float(NAME, name, tensor, shape, zxBCdt, "zxBCdt", letters)
-    for name in STATE_NAMES:
-        checks.check_writable(NAME, name, getattr(inputs, name))
-    return sizes
 
 
 def kernel_layout(inputs):

@@ -11,7 +11,7 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, pointer
-from mamba_ssm._torch import make
+from mamba_ssm._torch import make, values_at_hand
 
 NAME = "mamba3_scan"  # what errors call the operators
 
@@ -129,9 +129,9 @@ def check(inputs, any_states=False):
     if inputs.Z is not None:
         checks.check_same(NAME, "Z", inputs.Z, V.shape, V, "V", "(B, L, H, P)")
     _check_parameters(inputs, nheads, rank, headdim, dstate)
-    sequences = _check_packing(inputs)
+    sequences = check_packing(NAME, V, "V", inputs)
     sizes = make(Sizes, (batch, seqlen, rank, nheads, headdim, ngroups, dstate, nangles, sequences))
-    _check_states(inputs, sizes, any_states)
+    check_states(NAME, V, "V", inputs, sizes, any_states)
     return sizes
 
 
@@ -145,36 +145,44 @@ def _check_parameters(inputs, nheads, rank, headdim, dstate):
             checks.check_float32(NAME, name, tensor, shape, inputs.V, "V", letters)
 
 
-def _check_packing(inputs):
-    """Returns the number of sequences that have states. Values are looked at by those who can."""
-    V, seq_idx, cu_seqlens = inputs.V, inputs.seq_idx, inputs.cu_seqlens
+def check_packing(op, x, x_name, inputs):
+    """Returns the number of sequences in x (B, L, ...) that have states. Values are looked at by those who can."""
+    seq_idx, cu_seqlens = inputs.seq_idx, inputs.cu_seqlens
     if seq_idx is not None:
         if cu_seqlens is not None:
-            raise ValueError(f"{NAME}: packed sequences are given by seq_idx or by cu_seqlens, got both")
-        checks.check_int32(NAME, "seq_idx", seq_idx, V.shape[:2], V, "V", "(B, L)")
+            raise ValueError(f"{op}: packed sequences are given by seq_idx or by cu_seqlens, got both")
+        checks.check_int32(op, "seq_idx", seq_idx, x.shape[:2], x, x_name, "(B, L)")
     if cu_seqlens is None:
-        return V.shape[0]
-    checks.check_dims(NAME, "cu_seqlens", cu_seqlens, 1, "(sequences + 1,)")
-    if V.shape[0] != 1:
+        return x.shape[0]
+    checks.check_dims(op, "cu_seqlens", cu_seqlens, 1, "(sequences + 1,)")
+    if x.shape[0] != 1:
         raise ValueError(
-            f"{NAME}: cu_seqlens is for sequences packed in one row: V must have batch 1, got {V.shape[0]}"
+            f"{op}: cu_seqlens is for sequences packed in one row: {x_name} must have batch 1, got {x.shape[0]}"
         )
     sequences = max(cu_seqlens.shape[0] - 1, 0)
-    checks.check_int32(NAME, "cu_seqlens", cu_seqlens, (sequences + 1,), V, "V", "(sequences + 1,)")
+    checks.check_int32(op, "cu_seqlens", cu_seqlens, (sequences + 1,), x, x_name, "(sequences + 1,)")
     return sequences
 
 
-def _check_states(inputs, sizes, any_states):
+def check_bounds_at_hand(op, x, cu_seqlens):
+    """The values of cu_seqlens, of x (B, L, ...), where looking at them is no synchronisation."""
+    checks.check_tensor(op, "cu_seqlens", cu_seqlens)
+    if values_at_hand(cu_seqlens) and cu_seqlens.dim() == 1 and len(cu_seqlens):
+        checks.check_bounds(op, cu_seqlens.tolist(), x.shape[1])
+
+
+def check_states(op, x, x_name, inputs, sizes, any_states=False):
+    """Raises unless the four states are all absent or all right; any_states as in check."""
     given = [name for name in STATE_NAMES if getattr(inputs, name) is not None]
     if not given:
         return
     if len(given) < len(STATE_NAMES):
-        raise ValueError(f"{NAME}: initial_states are four tensors or None, got only {', '.join(given)}")
+        raise ValueError(f"{op}: initial_states are four tensors or None, got only {', '.join(given)}")
     letters = "(U, H, S)", "(U, H, P, N)", "(U, R, H, N)", "(U, H, P)"
     for name, shape, text in zip(STATE_NAMES, sizes.states, letters, strict=True):
         narrow = any_states and name != "angle_state"
         check_state = checks.check_float if narrow else checks.check_float32
-        check_state(NAME, name, getattr(inputs, name), shape, inputs.V, "V", text)
+        check_state(op, name, getattr(inputs, name), shape, x, x_name, text)
 
 
 def kernel_layout(inputs):

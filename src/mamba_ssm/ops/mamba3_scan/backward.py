@@ -76,7 +76,7 @@ def _backward(dout, *arguments):
         return grads
     dout, inputs = checks.unit_last_stride(dout), kernel_layout(inputs)
     finals = make(FinalGradients, [checks.contiguous(gradient) for gradient in finals])
-    _launch(sizes, dout, finals, inputs, options, grads)
+    launch_backward(sizes, dout, finals, inputs, options, grads)
     return grads
 
 
@@ -86,11 +86,14 @@ def _backward_fake(dout, *arguments):
     return _allocate(inputs)
 
 
-def _launch(sizes, dout, finals, inputs, options, grads):
+def launch_backward(sizes, dout, finals, inputs, options, grads):
+    """Writes grads, of tensors in kernel layout; those of V, Z, Trap and Angles may be Views of one tensor, their steps
+    apart by any stride.
+    """
     params = abi.MambaMamba3Backward()
-    functions = place(params, inputs.V)
+    functions = place(params, dout)
     fill(params, sizes, inputs, options)
-    workspace = inputs.V.new_empty(functions["mamba3_backward_workspace"](params.forward), dtype=torch.uint8)
+    workspace = dout.new_empty(functions["mamba3_backward_workspace"](params.forward), dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
     params.dout = dout.data_ptr()
     if inputs.MIMO_Out is None:
@@ -103,14 +106,19 @@ def _launch(sizes, dout, finals, inputs, options, grads):
     params.dq = grads.dQ.data_ptr()
     params.dk = grads.dK.data_ptr()
     params.dv = grads.dV.data_ptr()
+    params.dv_step_stride = grads.dV.stride()[1]
     params.dadt = grads.dADT.data_ptr()
     params.ddt = grads.dDT.data_ptr()
     params.dtrap = grads.dTrap.data_ptr()
+    params.dtrap_step_stride = grads.dTrap.stride()[1]
     params.dq_bias = grads.dQ_bias.data_ptr()
     params.dk_bias = grads.dK_bias.data_ptr()
     params.dangles = grads.dAngles.data_ptr()
+    params.dangle_step_stride = grads.dAngles.stride()[1]
     params.dD = pointer(grads.dD)
-    params.dz = pointer(grads.dZ)
+    if grads.dZ is not None:
+        params.dz = grads.dZ.data_ptr()
+        params.dz_step_stride = grads.dZ.stride()[1]
     params.dmimo_v = pointer(grads.dMIMO_V)
     params.dmimo_z = pointer(grads.dMIMO_Z)
     params.dmimo_out = pointer(grads.dMIMO_Out)

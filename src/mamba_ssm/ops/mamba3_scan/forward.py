@@ -20,7 +20,6 @@ from mamba_ssm._torch import (
     reference,
     signature,
     unpack,
-    values_at_hand,
 )
 from mamba_ssm.ops.mamba3_scan.arguments import (
     NAME,
@@ -28,6 +27,7 @@ from mamba_ssm.ops.mamba3_scan.arguments import (
     Options,
     States,
     check,
+    check_bounds_at_hand,
     fill,
     kernel_layout,
     new_like,
@@ -120,10 +120,8 @@ def mamba3_scan(
     biases = checks.widen(Q_bias), checks.widen(K_bias)
     tensors = Q, K, V, ADT, DT, Trap, *biases, Angles, D, Z, MIMO_V, MIMO_Z, MIMO_Out, norm_weight
     if cu_seqlens is not None:
-        checks.check_tensor(NAME, "cu_seqlens", cu_seqlens)
         checks.check_dims(NAME, "V", V, 4, "(B, L, H, P)")
-        if values_at_hand(cu_seqlens) and cu_seqlens.dim() == 1 and len(cu_seqlens):
-            checks.check_bounds(NAME, cu_seqlens.tolist(), V.shape[1])
+        check_bounds_at_hand(NAME, V, cu_seqlens)
     options = Options(bool(pairwise), checks.check_number(NAME, "norm_eps", norm_eps))
     wanted = bool(return_final_states)
     if reference.on:
@@ -148,7 +146,7 @@ def _forward(*arguments):
     inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
     sizes = check(inputs)
     results = _allocate(sizes, inputs, wanted)
-    _launch(sizes, kernel_layout(inputs), options, *results)
+    launch_forward(sizes, kernel_layout(inputs), options, *results)
     return results
 
 
@@ -157,11 +155,12 @@ def _forward_fake(*arguments):
     return _allocate(check(inputs), inputs, wanted)
 
 
-def _launch(sizes, inputs, options, out, final_angle, final_ssm, final_k, final_v):
+def launch_forward(sizes, inputs, options, out, final_angle, final_ssm, final_k, final_v):
+    """Writes out and the final states, unless these are None, of tensors or Views in kernel layout."""
     params = abi.MambaMamba3()
-    functions = place(params, inputs.V)
+    functions = place(params, out)
     fill(params, sizes, inputs, options)
-    workspace = inputs.V.new_empty(functions["mamba3_forward_workspace"](params), dtype=torch.uint8)
+    workspace = out.new_empty(functions["mamba3_forward_workspace"](params), dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
     place_out(params, inputs, out)
     if final_ssm is not None:

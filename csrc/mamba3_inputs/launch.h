@@ -1,0 +1,18 @@
+// What cuda.cu runs; cuda/f32.cu, f16.cu and bf16.cu compile it, one dtype of the projection each.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "mamba3_inputs/plan.h"
+
+namespace mamba {
+
+struct Mamba3InputsLaunchers {
+    cudaError_t (*forward)(const MambaMamba3Inputs& p);
+    cudaError_t (*backward)(const MambaMamba3InputsBackward& q, const Mamba3InputsWorkspace& workspace);
+
+    template <typename T>
+    static Mamba3InputsLaunchers of();
+};
+
+}  // namespace mamba
