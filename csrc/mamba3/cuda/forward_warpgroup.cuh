@@ -12,7 +12,8 @@
 
 namespace mamba {
 
-// Registers of a thread of each warpgroup; two blocks a multiprocessor. Halves need more to turn: biases of all ranks.
+// Registers of a thread of each warpgroup; two blocks a multiprocessor. Halves need more to turn: biases of all ranks. With
+// what is left ptxas waits behind each product (C7512): 4 % faster than turns that spill, 6 % than fewer operands at a time.
 template <bool kPairwise>
 constexpr int kMamba3TurnRegisters = kPairwise ? 96 : 104;
 template <bool kPairwise>
