@@ -8,6 +8,7 @@ namespace mamba {
 
 constexpr int kMamba3FinishThreads = 256;
 constexpr int kMamba3FinishHeads = 32;
+constexpr int kMamba3CarryAnglesThreads = 64;  // few, for more blocks
 
 // A block takes a sequence and head, whose gradient of the entering state is in dssm_state: k_state, v_state, mimo_v, and the
 // weight of the step before. A sequence without steps hands its gradients on.
@@ -79,28 +80,44 @@ __global__ void __launch_bounds__(kMamba3FinishThreads)
 
 // A thread takes an angle of a sequence and head through all chunks from the last one on: what the steps of each chunk's last
 // run get from later chunks. In double: over a long sequence sums of floats lose what is small.
-__global__ void __launch_bounds__(kMamba3FinishThreads)
+__global__ void __launch_bounds__(kMamba3CarryAnglesThreads)
     mamba3_carry_angles_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
     const int64_t of_sequence = p.nheads * p.nangles, slots = launch.chunks.slots;
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * kMamba3FinishThreads + threadIdx.x;
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * kMamba3CarryAnglesThreads + threadIdx.x;
     if (index >= p.sequences * of_sequence) {
         return;
     }
-    const int64_t sequence_index = index / of_sequence, own = index % of_sequence;
+    const int64_t sequence_index = index / of_sequence, own = index % of_sequence, head = own / p.nangles;
     const Mamba3Sequence sequence = mamba3_sequence(p, sequence_index);
     const int64_t first = mamba3_slot(p, launch.chunks, sequence_index, sequence.begin);
-    const float* const totals = launch.at<const float>(w.angle_totals);
+    const float* const totals = launch.at<const float>(w.angle_totals) + own;
+    float* const carry = launch.at<float>(w.angle_carry) + own;
     double sum = q.dfinal_angle != nullptr ? static_cast<double>(q.dfinal_angle[index]) : 0.0;
-#pragma unroll 4
-    for (int64_t slot = first + ceil_div(sequence.seqlen, launch.chunks.steps) - 1; slot >= first; --slot) {
-        launch.at<float>(w.angle_carry)[slot * of_sequence + own] = static_cast<float>(sum);
-        const int start = __float_as_int(
-            mamba3_values(launch.chunks, p.nheads, slot, own / p.nangles, kMamba3Start)[launch.chunks.steps - 1]);
-        sum = start < 0 ? sum : 0.0;
-        for (int64_t tile = 0; tile < launch.plan.row_tiles; ++tile) {
-            sum += static_cast<double>(totals[(tile * slots + slot) * of_sequence + own]);
+    constexpr int kAhead = 8;
+    for (int64_t last = first + ceil_div(sequence.seqlen, launch.chunks.steps) - 1; last >= first; last -= kAhead) {
+        double total[kAhead];
+        bool restarts[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int64_t slot = last - j;
+            total[j] = 0.0;
+            restarts[j] = false;
+            if (slot >= first) {
+                restarts[j] = p.seq_idx != nullptr && __float_as_int(mamba3_values(launch.chunks, p.nheads, slot, head,
+                                                                                   kMamba3Start)[launch.chunks.steps - 1]) >= 0;
+                for (int64_t tile = 0; tile < launch.plan.row_tiles; ++tile) {
+                    total[j] += static_cast<double>(totals[(tile * slots + slot) * of_sequence]);
+                }
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            if (last - j >= first) {
+                carry[(last - j) * of_sequence] = static_cast<float>(sum);
+                sum = (restarts[j] ? 0.0 : sum) + total[j];
+            }
         }
     }
     if (q.dangle_state != nullptr) {
@@ -108,10 +125,31 @@ __global__ void __launch_bounds__(kMamba3FinishThreads)
     }
 }
 
-// A block takes kMamba3FinishHeads heads of a chunk, a lane each: adt, dt and trap.
+// Steps of a warp in the next two kernels.
+constexpr int kMamba3FinishSteps = kMamba3MostSteps / (kMamba3FinishThreads / 32);
+
+// Of each of a warp's steps t, the sum over a head's angles: speeds (t, angle) carry (head, angle). A lane is a head.
+__device__ __forceinline__ void sum_turned(float (&turned)[kMamba3FinishSteps], float (*speeds)[32], float (*carry)[33],
+                                           int first_step, int lane) {
+#pragma unroll 2
+    for (int i = 0; i < 32; i += 4) {
+        const float own[4] = {carry[lane][i], carry[lane][i + 1], carry[lane][i + 2], carry[lane][i + 3]};
+#pragma unroll
+        for (int j = 0; j < kMamba3FinishSteps; ++j) {
+            const float4 speed = *reinterpret_cast<const float4*>(&speeds[first_step + j][i]);
+            turned[j] = fmaf(speed.x, own[0], fmaf(speed.y, own[1], fmaf(speed.z, own[2], fmaf(speed.w, own[3], turned[j]))));
+        }
+    }
+}
+
+// A block takes kMamba3FinishHeads heads of a chunk, a lane each, and a warp some of its steps: adt, dt and trap.
 __global__ void __launch_bounds__(kMamba3FinishThreads)
     mamba3_finish_steps_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
-    __shared__ float carry[kMamba3FinishHeads * (MAMBA_MAX_DSTATE / 2 + 1)];
+    static_assert(kMamba3FinishHeads == 32, "a lane each");
+    constexpr int kPitch = kMamba3FinishHeads + 1;
+    __shared__ float lambdas[kMamba3MostSteps * kPitch], rests[kMamba3MostSteps * kPitch], dts[kMamba3MostSteps * kPitch];
+    __shared__ __align__(16) float speeds[kMamba3MostSteps][32];  // of some angles
+    __shared__ float carry[kMamba3FinishHeads][kPitch];
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
     const int64_t head_blocks = ceil_div(p.nheads, kMamba3FinishHeads);
@@ -120,23 +158,65 @@ __global__ void __launch_bounds__(kMamba3FinishThreads)
     if (chunk.steps == 0) {
         return;
     }
-    const int angles = static_cast<int>(p.nangles), pitch = angles + 1 - angles % 2;
-    for (int i = threadIdx.x; i < kMamba3FinishHeads * angles; i += kMamba3FinishThreads) {
-        const int64_t head = first_head + i / angles;
-        carry[i / angles * pitch + i % angles] =
-            head < p.nheads ? launch.at<const float>(w.angle_carry)[(slot * p.nheads + head) * angles + i % angles] : 0.0f;
+    const int angles = static_cast<int>(p.nangles), pitch = static_cast<int>(launch.chunks.pitch);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_step = kMamba3FinishSteps * warp;
+    const int heads = static_cast<int>(p.nheads - first_head < kMamba3FinishHeads ? p.nheads - first_head : kMamba3FinishHeads);
+    const int64_t head = first_head + lane, all_steps = p.batch * p.seqlen;
+    const int64_t of_head = launch.chunks.arrays * pitch;
+    const float* const values = mamba3_values(launch.chunks, p.nheads, slot, first_head, kMamba3High);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kMamba3FinishHeads * kMamba3MostSteps; i += kMamba3FinishThreads) {
+        const int own = i / kMamba3MostSteps, t = i % kMamba3MostSteps;
+        if (own < heads && t < chunk.steps) {
+            const float* const from = values + own * of_head + t;
+            lambdas[t * kPitch + own] = from[kMamba3Lambda * pitch];
+            rests[t * kPitch + own] = from[kMamba3Rest * pitch];
+            dts[t * kPitch + own] = from[kMamba3Dt * pitch];
+        }
+    }
+    float turned[kMamba3FinishSteps] = {};
+    const float* const all_carries = launch.at<const float>(w.angle_carry) + (slot * p.nheads + first_head) * angles;
+    for (int first_angle = 0; first_angle < angles; first_angle += 32) {
+        __syncthreads();
+        const int angle = first_angle + lane;
+#pragma unroll 4
+        for (int own = warp; own < kMamba3FinishHeads; own += kMamba3FinishThreads / 32) {
+            carry[own][lane] = own < heads && angle < angles ? all_carries[own * angles + angle] : 0.0f;
+        }
+#pragma unroll 4
+        for (int t = warp; t < kMamba3MostSteps && p.angles_of_heads == 0; t += kMamba3FinishThreads / 32) {
+            speeds[t][lane] = t < chunk.steps && angle < angles
+                                  ? launch.chunks.speeds[mamba3_speeds_index(p, chunk.row, chunk.first + t, 0) + angle]
+                                  : 0.0f;
+        }
+        __syncthreads();
+        if (p.angles_of_heads == 0) {
+            sum_turned(turned, speeds, carry, first_step, lane);
+            continue;
+        }
+        for (int j = 0; j < kMamba3FinishSteps && head < p.nheads && first_step + j < chunk.steps; ++j) {
+            const float* const own =
+                launch.chunks.speeds + mamba3_speeds_index(p, chunk.row, chunk.first + first_step + j, head) + first_angle;
+            for (int i = 0; i < 32 && first_angle + i < angles; ++i) {
+                turned[j] = fmaf(own[i], carry[lane][i], turned[j]);
+            }
+        }
     }
     __syncthreads();
-    const int lane = threadIdx.x % 32;
-    const int64_t head = first_head + lane, all_steps = p.batch * p.seqlen;
     if (head >= p.nheads) {
         return;
     }
     const float* const start = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Start);
-    const int last_run = __float_as_int(start[launch.chunks.steps - 1]);
-    for (int t = threadIdx.x / 32; t < chunk.steps; t += kMamba3FinishThreads / 32) {
+    const bool restarts = p.seq_idx != nullptr;
+    const int last_run = restarts ? __float_as_int(start[launch.chunks.steps - 1]) : -1;
+#pragma unroll
+    for (int j = 0; j < kMamba3FinishSteps; ++j) {
+        const int t = first_step + j;
+        if (t >= chunk.steps) {
+            return;
+        }
         const int64_t step = chunk.row * p.seqlen + chunk.first + t;
-        const int run = __float_as_int(start[t]);
+        const int run = restarts ? __float_as_int(start[t]) : -1;
         const bool first = chunk.index == 0 && t == 0;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         float before =
@@ -148,16 +228,9 @@ __global__ void __launch_bounds__(kMamba3FinishThreads)
             before += first || run == t ? 0.0f : (terms - p.nheads)->y;
         }
         if (run == last_run) {
-            const float* const speeds = launch.chunks.speeds + mamba3_speeds_index(p, chunk.row, chunk.first + t, head);
-            float turned = 0.0f;
-            for (int i = 0; i < angles; ++i) {
-                turned = fmaf(speeds[i], carry[lane * pitch + i], turned);
-            }
-            sum.w = fmaf(6.28318531f, turned, sum.w);
+            sum.w = fmaf(6.28318531f, turned[j], sum.w);
         }
-        const float lambda = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Lambda)[t];
-        const float rest = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Rest)[t];
-        const float dt = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Dt)[t];
+        const float lambda = lambdas[t * kPitch + lane], rest = rests[t * kPitch + lane], dt = dts[t * kPitch + lane];
         const float own = sum.y + sum.z;
         const int64_t at = step * p.nheads + head;
         store_from_float(q.dadt, at, p.adt_dtype, sum.x);
@@ -166,36 +239,73 @@ __global__ void __launch_bounds__(kMamba3FinishThreads)
     }
 }
 
-// A block takes a chunk, a thread an angle of a step (and of a head, where these have their own).
+// Of each of a warp's steps t, the sum over heads: dt (head, t) carry (head, angle). A lane is an angle.
+__device__ __forceinline__ void sum_over_heads(float (&later)[kMamba3FinishSteps], const float (*dts)[kMamba3MostSteps],
+                                               const float* carry, int64_t angles, int heads, int first_step) {
+#pragma unroll 8
+    for (int head = 0; head < heads; ++head) {
+        const float own = carry[head * angles];
+#pragma unroll
+        for (int j = 0; j < kMamba3FinishSteps; j += 4) {
+            const float4 dt = *reinterpret_cast<const float4*>(&dts[head][first_step + j]);
+            later[j] = fmaf(dt.x, own, later[j]);
+            later[j + 1] = fmaf(dt.y, own, later[j + 1]);
+            later[j + 2] = fmaf(dt.z, own, later[j + 2]);
+            later[j + 3] = fmaf(dt.w, own, later[j + 3]);
+        }
+    }
+}
+
+// A block takes 32 angles of a chunk (and of a head, where these have their own), a lane each, and a warp some of its steps.
 __global__ void __launch_bounds__(kMamba3FinishThreads)
     mamba3_finish_angles_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
+    __shared__ __align__(16) float dts[kMamba3FinishHeads][kMamba3MostSteps];
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
-    const int64_t slot = blockIdx.x;
-    const Mamba3Chunk chunk = find_chunk(p, launch.chunks, slot);
     const bool of_heads = p.angles_of_heads != 0;
-    const int64_t angles = p.nangles, entries = of_heads ? p.nheads * angles : angles;
+    const int64_t entries = of_heads ? p.nheads * p.nangles : p.nangles, blocks = ceil_div(entries, 32);
+    const int64_t slot = blockIdx.x / blocks, entry = blockIdx.x % blocks * 32 + threadIdx.x % 32;
+    const Mamba3Chunk chunk = find_chunk(p, launch.chunks, slot);
+    const int first_step = kMamba3FinishSteps * static_cast<int>(threadIdx.x / 32),
+              pitch = static_cast<int>(launch.chunks.pitch);
+    const bool exists = entry < entries;
+    const int64_t head = of_heads && exists ? entry / p.nangles : 0, angle = exists ? entry % p.nangles : 0;
+    const float* const carry = launch.at<const float>(w.angle_carry) + slot * p.nheads * p.nangles;
+    float later[kMamba3FinishSteps] = {};
+    for (int64_t first_head = 0; first_head < p.nheads && !of_heads; first_head += kMamba3FinishHeads) {
+        const int heads =
+            static_cast<int>(p.nheads - first_head < kMamba3FinishHeads ? p.nheads - first_head : kMamba3FinishHeads);
+        const float* const from = mamba3_values(launch.chunks, p.nheads, slot, first_head, kMamba3Dt);
+        __syncthreads();
+#pragma unroll 4
+        for (int i = threadIdx.x; i < kMamba3FinishHeads * kMamba3MostSteps; i += kMamba3FinishThreads) {
+            const int own = i / kMamba3MostSteps, t = i % kMamba3MostSteps;
+            dts[own][t] = own < heads && t < chunk.steps ? from[own * launch.chunks.arrays * pitch + t] : 0.0f;
+        }
+        __syncthreads();
+        sum_over_heads(later, dts, carry + first_head * p.nangles + angle, p.nangles, heads, first_step);
+    }
+    if (!exists) {
+        return;
+    }
     const int64_t parts = of_heads ? launch.plan.row_tiles : launch.plan.splits * p.ngroups;
     const int64_t all_steps = p.batch * p.seqlen, first = chunk.row * p.seqlen + chunk.first;
-    const float* const carry = launch.at<const float>(w.angle_carry) + slot * p.nheads * angles;
-    for (int64_t i = threadIdx.x; i < chunk.steps * entries; i += kMamba3FinishThreads) {
-        const int64_t t = i / entries, entry = i % entries, angle = entry % angles;
+    const float* const start = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Start);
+    const float* const dt = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Dt);
+#pragma unroll
+    for (int j = 0; j < kMamba3FinishSteps; ++j) {
+        const int t = first_step + j;
+        if (t >= chunk.steps) {
+            return;
+        }
         float sum = 0.0f;
         for (int64_t part = 0; part < parts; ++part) {
             sum += launch.at<const float>(w.dangles)[(part * all_steps + first + t) * entries + entry];
         }
-        const int64_t head = of_heads ? entry / angles : 0;
-        const float* const start = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Start);
-        if (__float_as_int(start[t]) == __float_as_int(start[launch.chunks.steps - 1])) {
+        if (p.seq_idx == nullptr || __float_as_int(start[t]) == __float_as_int(start[launch.chunks.steps - 1])) {
             const float speed = launch.chunks.speeds[mamba3_speeds_index(p, chunk.row, chunk.first + t, head) + angle];
-            const float* const dt = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Dt) + t;
-            const int64_t next = launch.chunks.arrays * launch.chunks.pitch;  // head's dt
-            float later = 0.0f;
-#pragma unroll 8
-            for (int64_t h = 0; h < (of_heads ? 1 : p.nheads); ++h) {
-                later = fmaf(dt[h * next], carry[(head + h) * angles + angle], later);
-            }
-            sum = fmaf((1.0f - 4.0f * speed * speed) * 3.14159265f, later, sum);
+            const float own = of_heads ? dt[t] * carry[head * p.nangles + angle] : later[j];
+            sum = fmaf((1.0f - 4.0f * speed * speed) * 3.14159265f, own, sum);
         }
         store_from_float(q.dangles, (first + t) * q.dangle_step_stride + entry, p.angle_dtype, sum);
     }
@@ -212,14 +322,16 @@ inline cudaError_t launch_mamba3_finish(const MambaMamba3Backward& q, const Mamb
     }
     if (error == cudaSuccess) {
         const int64_t angles = p.sequences * p.nheads * p.nangles;
-        error = launch_mamba3(mamba3_carry_angles_kernel, ceil_div(angles, kThreads), 1, kThreads, 0, q, launch);
+        error = launch_mamba3(mamba3_carry_angles_kernel, ceil_div(angles, kMamba3CarryAnglesThreads), 1,
+                              kMamba3CarryAnglesThreads, 0, q, launch);
     }
     if (error == cudaSuccess) {
         const int64_t blocks = slots * ceil_div(p.nheads, kMamba3FinishHeads);
         error = launch_mamba3(mamba3_finish_steps_kernel, blocks, 1, kThreads, 0, q, launch);
     }
     if (error == cudaSuccess && p.nangles > 0) {
-        error = launch_mamba3(mamba3_finish_angles_kernel, slots, 1, kThreads, 0, q, launch);
+        const int64_t entries = p.angles_of_heads != 0 ? p.nheads * p.nangles : p.nangles;
+        error = launch_mamba3(mamba3_finish_angles_kernel, slots * ceil_div(entries, 32), 1, kThreads, 0, q, launch);
     }
     return error;
 }
