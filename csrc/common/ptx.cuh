@@ -103,10 +103,10 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 
 // ---- asynchronous copies to shared memory (before 8.0 the thread waits for each of them) ----------------------------
 
-// kBytes: 8 or 16; both addresses must be multiples of it. Zeros where `valid` is false (then `from` is not read).
+// kBytes: 4, 8 or 16; both addresses must be multiples of it. Zeros where `valid` is false (then `from` is not read).
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
-    static_assert(kBytes == 8 || kBytes == 16, "cp.async takes them");
+    static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "cp.async takes them");
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     const int bytes = valid ? kBytes : 0;
     if constexpr (kBytes == 16) {
@@ -115,16 +115,18 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool vali
                      : "r"(shared_address(to)), "l"(from), "r"(bytes)
                      : "memory");
     } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
                      :
-                     : "r"(shared_address(to)), "l"(from), "r"(bytes)
+                     : "r"(shared_address(to)), "l"(from), "n"(kBytes), "r"(bytes)
                      : "memory");
     }
 #else
     if constexpr (kBytes == 16) {
         *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-    } else {
+    } else if constexpr (kBytes == 8) {
         *static_cast<uint2*>(to) = valid ? *static_cast<const uint2*>(from) : make_uint2(0, 0);
+    } else {
+        *static_cast<uint32_t*>(to) = valid ? *static_cast<const uint32_t*>(from) : 0u;
     }
 #endif
 }

@@ -48,10 +48,8 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
             if (part.row == 0) {
                 meanwhile();
             }
-        } else if (s0 + 32 <= part.row) {
-            mix_rows<true, T>(shared, item, part, G, R, rank);
         } else {
-            mix_rows<false, T>(shared, item, part, G, R, rank);
+            mix_rows<T>(shared, item, part, G, R, rank);
         }
     }
     show_to_warpgroup();
@@ -243,23 +241,23 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     walk.load_group();
     walk.begin_copies(item);
     end_copies();
-    if (walk.count > 1) {
-        walk.begin_copies(item.next(walk.row_tiles()));
-    }
-    end_copies();
-    wait_for_copies<1>();
+    wait_for_copies<0>();
     __syncthreads();
     walk.prepare(item);
+    __syncthreads();
+    turn(walk, item);
+    show_to_warpgroup();
+    __syncthreads();
     Mamba3Item before = item;
     float sum[8][4];  // of dq or dk, over heads
     set_to_zero(sum);
-    __syncthreads();
-    while (item.number < walk.count) {
-        turn(walk, item);
-        wait_for_copies<1>();
+    while (true) {  // the item's q and k are complete, and all of the item before is free
+        const bool more = item.number + 1 < walk.count;
+        if (more) {
+            walk.begin_copies(item.next(walk.row_tiles()));
+        }
+        end_copies();
         walk.wait_for_states(item);
-        show_to_warpgroup();
-        __syncthreads();  // the item's tiles are complete
         float d[8][4];
         if (!of_k) {
             find_dq<T>(d, shared, item, Mamba3Part<T>(walk.stand()), walk.rank(), [&]() {
@@ -297,39 +295,43 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
             float* const to = shared.bias_parts(item.number) + ((of_k ? 4 : 0) + part.warp) * walk.rank() * Shared::kStates;
             sum_rows(walk, pairs, to + 64 * part.half, part.lane);
         }
+        wait_for_copies<0>();  // of the next item
         __syncthreads();
+        const Mamba3Item next = item.next(walk.row_tiles());
+        if (more) {
+            walk.prepare(next);
+        }
         sum_later(walk, item);
         store_bias(walk, item);
         store_dv(walk, item);
-        wait_for_copies<0>();  // of the next item, begun an item ago
         __syncthreads();
+        if (more) {
+            turn(walk, next);
+        }
         finish_angles(walk, item);
-        const Mamba3Item next = item.next(walk.row_tiles());
-        if (next.number < walk.count) {
-            walk.prepare(next);
+        if (!more) {
+            break;
         }
         show_to_warpgroup();
-        __syncthreads();  // the item's tiles are free
-        if (next.number + 1 < walk.count) {
-            walk.begin_copies(next.next(walk.row_tiles()));
-        }
-        end_copies();
+        __syncthreads();
         before = item;
         item = next;
     }
+    __syncthreads();
     const Mamba3Part<T> part(walk.stand());
     if (part.half == 0 && part.warp == 0 && !of_k) {
-        store_terms(before);
+        store_terms(item);
     }
     int64_t block = blockIdx.x;
     const int64_t split = block % launch.plan.splits;
     block /= launch.plan.splits;
     const Mamba3Chunk chunk = find_chunk(p, launch.chunks, block / p.ngroups);
-    const int64_t row_stride = p.ngroups * p.dstate, column0 = 64 * part.half;
+    const int64_t row_stride = p.ngroups * p.dstate;
     const int64_t row = (split * p.batch * p.seqlen + chunk.row * p.seqlen + chunk.first) * p.rank + part.row;
-    const int64_t at = row * row_stride + block % p.ngroups * p.dstate + column0;
-    store_sum<4>(launch.at<float>(of_k ? launch.plan.workspace.dk : launch.plan.workspace.dq) + at, row_stride, sum,
-                 shared.places.rows - part.row, walk.dstate() - static_cast<int>(column0), launch.first_head > 0, part.lane);
+    const int64_t at = row * row_stride + block % p.ngroups * p.dstate;
+    const int column0 = 64 * part.half, rows = shared.places.rows - part.row;
+    store_sum<4>(launch.at<float>(of_k ? launch.plan.workspace.dk : launch.plan.workspace.dq) + at + column0, row_stride, sum,
+                 rows, walk.dstate() - column0, launch.first_head > 0, part.lane);
 #else
     (void)q;
     (void)launch;

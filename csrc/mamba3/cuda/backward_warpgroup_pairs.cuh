@@ -41,64 +41,99 @@ __device__ __forceinline__ void store_mixed(Mamba3WarpgroupShared<T>& shared, co
     store_matrices_transposed(shared.weights_transposed + transposed, weight.r[0]);
 }
 
-// Of pairs of rows (t, s), whose columns s are half of the chunk's: W R and W G as tiles, and the sums of steps.
-// kAllEarlier: every s is of an earlier step than every t.
-template <bool kAllEarlier, typename T>
-__device__ __forceinline__ void mix_rows(Mamba3WarpgroupShared<T>& shared, const Mamba3Item& item, const Mamba3Part<T>& part,
-                                         const float (&G)[4][4], const float (&R)[4][4], int rank) {
+// Pairs of a warp's rows t with 16 rows s of earlier steps (kEarlier), or with themselves.
+template <bool kEarlier, typename T>
+__device__ __forceinline__ void mix_block(Mamba3WarpgroupShared<T>& shared, const Mamba3Item& item, const Mamba3Part<T>& part,
+                                          int k, const float (&G)[4][4], const float (&R)[4][4], int rank, float (&columns)[8],
+                                          float (&row_sum)[2], float (&own_sum)[2], Operand<T>& slope, Operand<T>& weight) {
     const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
-    auto& sums = shared.sums[item.number % 2];
-    const int lane = part.lane, s0 = 32 * part.half;
-    PairRow row[2];
+    const auto two = [](const float* from) { return *reinterpret_cast<const float2*>(from); };
+    const int first = 32 * part.half + 16 * k, s0 = first + part.lane % 4 * 2;
+    if constexpr (kEarlier) {
+        // The decay is a product: from s to its block's last row, on to the row before t's block, and from there to t.
+        const int end = first + 15, begin = part.row - 1;
+        const float between = exp2_fast((steps.high[begin] - steps.high[end]) + (steps.low[begin] - steps.low[end]));
+        const float head[2] = {between * shared.pairs.head[part.t[0]], between * shared.pairs.head[part.t[1]]};
+        float sum[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int t = part.t[half];
-        row[half] = {steps.high[t], steps.low[t], steps.gamma[t], t & -rank, -1};
-    }
-    float columns[8];  // sums over t
-    float row_sum[2] = {0.0f, 0.0f}, own_sum[2] = {0.0f, 0.0f};
+        for (int j = 0; j < 2; ++j) {
+            const float2 tails = two(&shared.pairs.tail[s0 + 8 * j]), scaled_tails = two(&shared.pairs.scaled_tail[s0 + 8 * j]);
+            const float tail[2] = {tails.x, tails.y}, scaled[2] = {scaled_tails.x, scaled_tails.y};
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        Operand<T> slope, weight;
+            for (int i = 0; i < 2; ++i) {
+                const float above = G[2 * k + j][i] * R[2 * k + j][i], below = G[2 * k + j][2 + i] * R[2 * k + j][2 + i];
+                sum[0] = fmaf(above, scaled[i], sum[0]);
+                sum[1] = fmaf(below, scaled[i], sum[1]);
+                columns[4 * k + 2 * j + i] = fmaf(head[0], above, head[1] * below) * tail[i];
+            }
 #pragma unroll
-        for (int part_of_k = 0; part_of_k < 2; ++part_of_k) {
-            const int j = 2 * k + part_of_k, s = s0 + 8 * j + lane % 4 * 2;
-            const float2 high = *reinterpret_cast<const float2*>(&steps.high[s]);
-            const float2 low = *reinterpret_cast<const float2*>(&steps.low[s]);
-            const float2 scale = *reinterpret_cast<const float2*>(&steps.scale[s]);
-            columns[2 * j] = columns[2 * j + 1] = 0.0f;
+            for (int half = 0; half < 2; ++half) {
+                const float x = head[half] * scaled[0], y = head[half] * scaled[1];
+                set_pair<T>(slope, 2 * j + half, x * R[2 * k + j][2 * half], y * R[2 * k + j][2 * half + 1]);
+                set_pair<T>(weight, 2 * j + half, x * G[2 * k + j][2 * half], y * G[2 * k + j][2 * half + 1]);
+            }
+        }
+        row_sum[0] = fmaf(head[0], sum[0], row_sum[0]);
+        row_sum[1] = fmaf(head[1], sum[1], row_sum[1]);
+    } else {
+        PairRow row[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int t = part.t[half];
+            row[half] = {steps.high[t], steps.low[t], steps.gamma[t], t & -rank, -1};
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int s = s0 + 8 * j;
+            const float2 high = two(&steps.high[s]), low = two(&steps.low[s]), scale = two(&steps.scale[s]);
+
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float weights[2], slopes[2];
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const float s_high = i == 0 ? high.x : high.y, s_low = i == 0 ? low.x : low.y;
                     const float s_scale = i == 0 ? scale.x : scale.y;
                     const int at = 2 * half + i;
-                    PairWeight pair;
-                    if (kAllEarlier) {
-                        pair.decay = exp2_fast((row[half].high - s_high) + (row[half].low - s_low));
-                        pair.weight = pair.decay * s_scale;
-                    } else {
-                        pair = pair_weight(row[half], s + i, rank, s_high, s_low, s_scale);
-                        own_sum[half] = pair.own ? fmaf(G[j][at], R[j][at], own_sum[half]) : own_sum[half];
-                    }
-                    const float earlier = pair.decay * G[j][at] * R[j][at];
-                    weights[i] = pair.weight * G[j][at];
-                    slopes[i] = pair.weight * R[j][at];
+                    const PairWeight pair =
+                        pair_weight(row[half], s + i, rank, i == 0 ? high.x : high.y, i == 0 ? low.x : low.y, s_scale);
+                    own_sum[half] = pair.own ? fmaf(G[2 * k + j][at], R[2 * k + j][at], own_sum[half]) : own_sum[half];
+                    const float earlier = pair.decay * G[2 * k + j][at] * R[2 * k + j][at];
+                    weights[i] = pair.weight * G[2 * k + j][at];
+                    slopes[i] = pair.weight * R[2 * k + j][at];
                     row_sum[half] = fmaf(earlier, s_scale, row_sum[half]);
-                    columns[2 * j + i] += earlier;
+                    columns[4 * k + 2 * j + i] += earlier;
                 }
-                set_pair<T>(slope, 2 * part_of_k + half, slopes[0], slopes[1]);
-                set_pair<T>(weight, 2 * part_of_k + half, weights[0], weights[1]);
+                set_pair<T>(slope, 2 * j + half, slopes[0], slopes[1]);
+                set_pair<T>(weight, 2 * j + half, weights[0], weights[1]);
             }
+        }
+    }
+}
+
+// Of pairs of rows (t, s), whose columns s are half of the chunk's: W R and W G as tiles, and the sums of steps. A step's rows
+// lie within 16, so a block of 16 rows s is of earlier steps, of t's own rows, or of later ones.
+template <typename T>
+__device__ __forceinline__ void mix_rows(Mamba3WarpgroupShared<T>& shared, const Mamba3Item& item, const Mamba3Part<T>& part,
+                                         const float (&G)[4][4], const float (&R)[4][4], int rank) {
+    auto& sums = shared.sums[item.number % 2];
+    const int lane = part.lane, s0 = 32 * part.half;
+    float columns[8] = {};  // sums over t
+    float row_sum[2] = {0.0f, 0.0f}, own_sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        const int first = s0 + 16 * k;
+        Operand<T> slope = {}, weight = {};
+        if (first < part.row) {
+            mix_block<true, T>(shared, item, part, k, G, R, rank, columns, row_sum, own_sum, slope, weight);
+        } else if (first == part.row) {
+            mix_block<false, T>(shared, item, part, k, G, R, rank, columns, row_sum, own_sum, slope, weight);
         }
         store_mixed<T>(shared, part, k, slope, weight);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         row_sum[half] = add_over_row(row_sum[half]);
-        own_sum[half] = kAllEarlier ? 0.0f : add_over_row(own_sum[half]);
+        own_sum[half] = add_over_row(own_sum[half]);
         if (lane % 4 == 0) {
             sums.row_pairs[part.half][part.t[half]] = row_sum[half];
             sums.own_pairs[part.half][part.t[half]] = own_sum[half];

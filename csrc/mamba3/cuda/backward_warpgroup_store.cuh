@@ -8,9 +8,8 @@ namespace mamba {
 // Parts of the biases' gradients, (R, N), and of mimo_v's, (R, P).
 template <typename T>
 __device__ __forceinline__ float* bias_sums(const Mamba3Walk<T>& walk, const Mamba3Item& item, int of_k) {
-    const MambaMamba3& p = walk.p();
-    const int64_t tile = (item.tile + of_k * walk.row_tiles()) * walk.launch.chunks.slots;
-    return walk.shared.places.bias + (tile * p.nheads + item.slot) * p.rank * p.dstate;
+    const Mamba3ChunkPlaces<T>& places = walk.shared.places;
+    return places.bias + (item.tile + of_k * walk.row_tiles()) * places.bias_stride + item.slot * walk.rank() * walk.dstate();
 }
 template <typename T>
 __device__ __forceinline__ float* mimo_v_sums(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
@@ -21,10 +20,12 @@ template <typename T>
 __device__ __forceinline__ void store_bias(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
     const int rank = walk.rank(), size = rank * Shared::kStates;
+    const float* const parts = walk.shared.bias_parts(item.number);
 #pragma unroll 1
     for (int i = walk.stand().thread; i < 2 * size; i += kMamba3BackwardThreads) {
-        const int m = i >= size ? 1 : 0, column = i % Shared::kStates, r = i / Shared::kStates - m * rank;
-        const float* const from = walk.shared.bias_parts(item.number) + m * 4 * size + r * Shared::kStates + column;
+        const int m = i >= size ? 1 : 0, column = i & (Shared::kStates - 1);
+        const int r = static_cast<int>(static_cast<unsigned>(i) / Shared::kStates) - m * rank;
+        const float* const from = parts + i + m * 3 * size;
         if (column < walk.dstate()) {
             bias_sums(walk, item, m)[r * walk.dstate() + element_of_column(walk.p(), column)] =
                 (from[0] + from[size]) + (from[2 * size] + from[3 * size]);
@@ -44,11 +45,12 @@ __device__ __forceinline__ void store_dv(const Mamba3Walk<T>& walk, const Mamba3
         p.mimo_v != nullptr ? p.mimo_v + static_cast<int64_t>(head) * rank * headdim + item.row0() : nullptr;
     const int t = thread / 8, column = thread % 8 * 8;
     if (t < places.steps && column < walk.columns(item)) {
+        const float* const from = walk.shared.dx() + column;
         float sum[8];
 #pragma unroll 1
         for (int r = 0; r < rank; ++r) {
             float value[8];
-            load_eight(value, walk.shared.dx() + (t * rank + r) * Shared::kDxPitch + column);
+            load_eight(value, from + (t * rank + r) * Shared::kDxPitch);
             if (weights != nullptr) {
                 float weight[8];
                 load_eight(weight, weights + r * headdim + column);

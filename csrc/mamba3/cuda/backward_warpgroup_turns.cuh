@@ -19,75 +19,94 @@ __device__ __forceinline__ void fold(float (&values)[kCount], int lane) {
 }
 
 // A warp's rows of 64 columns of q and k, of which angles turn some (kTurns) or none, with the head's biases. Rows that do not
-// exist become zero.
-template <bool kTurns, typename T>
+// exist become zero. Places of a warp's rows differ in few bits, so that each is one operation.
+template <int kRank, bool kTurns, typename T>
 __device__ __forceinline__ void turn_block(const Mamba3Walk<T>& walk, const Mamba3Item& item, const Mamba3Stand& own,
-                                           int angle) {
+                                           int block) {
+    using Shared = Mamba3WarpgroupShared<T>;
     using Tile = SwizzledTile<kWarpgroupSteps>;
-    constexpr int kWarpRows = Mamba3WarpgroupShared<T>::kWarpRows;
+    constexpr int kWarpRows = Shared::kWarpRows, kSteps = kWarpRows / kRank;
+    static_assert(kWarpRows == 4, "rows of a warp differ in the lower bits of a row of a tile");
+    constexpr int kNextRow = 64 ^ 8;
     auto& shared = walk.shared;
-    const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
-    const int first_row = kWarpRows * own.warp, column = 2 * angle, rows = shared.places.rows;
-    const int rank = walk.rank(), rank_log2 = walk.rank_log2(), angles = walk.angles();
-    float2 cos_sin[kWarpRows];
+    const int first_row = kWarpRows * own.warp, first_step = kSteps * own.warp, angle = 32 * block + own.lane;
+    float2 cos_sin[kSteps];
     if (kTurns) {
-        const float* const speeds = shared.places.speeds + angle;
-        float speed[kWarpRows];
+        const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
+        const int angles = walk.angles();
+        const float* const speeds = shared.places.speeds + (first_step * angles + angle);
+        float speed[kSteps];
 #pragma unroll
-        for (int i = 0; i < kWarpRows; ++i) {
-            const int row = first_row + i;
-            const bool counts = walk.begins_step(row) && row < rows && angle < angles;
-            speed[i] = counts ? speeds[(row >> rank_log2) * angles] : 0.0f;
+        for (int j = 0; j < kSteps; ++j) {
+            speed[j] = angle < angles && first_step + j < shared.places.steps ? speeds[j * angles] : 0.0f;
         }
-        float turned = angle < angles ? shared.first_turns[own.warp][angle] : 0.0f;
+        float turned = turns_of_count(shared.turns[angle] + shared.part_turns[own.warp][angle]);
+        const int at = Tile::at(first_step, 2 * own.lane);
 #pragma unroll
-        for (int i = 0; i < kWarpRows; ++i) {
-            const int row = first_row + i;
-            if (walk.begins_step(row)) {
-                const float sum = fmaf(speed[i], steps.dt[row], turned);
-                turned = sum - rintf(sum);
-                cos_sin[i] = make_float2(cos_fast(turned * 6.2831853f), sin_fast(turned * 6.2831853f));
-                shared.turned[Tile::at(row >> rank_log2, column) / 2] = pack2<__half>(cos_sin[i].x, cos_sin[i].y);
-            } else {
-                cos_sin[i] = cos_sin[i > 0 ? i - 1 : 0];
-            }
+        for (int j = 0; j < kSteps; ++j) {
+            const float sum = fmaf(speed[j], steps.dt[first_row + j * kRank], turned);
+            turned = sum - rintf(sum);
+            cos_sin[j] = make_float2(cos_fast(turned * 6.2831853f), sin_fast(turned * 6.2831853f));
+            shared.turned[(block * Shared::kBlock + (at ^ kNextRow * j)) / 2] = pack2<__half>(cos_sin[j].x, cos_sin[j].y);
         }
     }
-    const int at = Tile::at(first_row, column);
-    static_assert(kWarpRows == 4, "rows of a warp differ in the lower bits of a row of a tile");
+    const int at = Tile::at(first_row, 2 * own.lane);
+    const auto place = [&](int i) { return block * Shared::kBlock + (at ^ kNextRow * i); };
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
         const T* const from = m == 0 ? shared.group_q : shared.group_k;
         T* const to = m == 0 ? shared.q : shared.k;
-        float2 bias;
+        float2 bias[kRank];
+#pragma unroll
+        for (int r = 0; r < kRank; ++r) {
+            bias[r] = *reinterpret_cast<const float2*>(&shared.bias[m][r][2 * angle]);
+        }
 #pragma unroll
         for (int i = 0; i < kWarpRows; ++i) {
-            const int row = first_row + i, place = (at + 64 * i) ^ (8 * i);
-            if (i == 0 || rank > 1) {
-                bias = *reinterpret_cast<const float2*>(&shared.bias[m][row & (rank - 1)][column]);
-            }
-            const float2 raw = load_pair<T>(from + place);
-            float x = raw.x + bias.x, y = raw.y + bias.y;
+            const float2 raw = load_pair<T>(from + place(i));
+            float x = raw.x + bias[i % kRank].x, y = raw.y + bias[i % kRank].y;
             if (kTurns) {
+                const float2 turn = cos_sin[i / kRank];
                 const float before = x;
-                x = before * cos_sin[i].x - y * cos_sin[i].y;
-                y = before * cos_sin[i].y + y * cos_sin[i].x;
+                x = before * turn.x - y * turn.y;
+                y = before * turn.y + y * turn.x;
             }
-            *reinterpret_cast<uint32_t*>(to + place) = row < rows ? pack2<T>(x, y) : 0u;
+            store_pair<T>(to + place(i), x, y);
+        }
+    }
+    if (first_row + kWarpRows > shared.places.rows) {
+#pragma unroll
+        for (int i = 0; i < kWarpRows; ++i) {
+            if (first_row + i >= shared.places.rows) {
+                store_pair<T>(shared.q + place(i), 0.0f, 0.0f);
+                store_pair<T>(shared.k + place(i), 0.0f, 0.0f);
+            }
+        }
+    }
+}
+
+template <int kRank, typename T>
+__device__ __forceinline__ void turn_rows(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+    const Mamba3Stand own = walk.stand();
+#pragma unroll 1
+    for (int block = 0; block < 2; ++block) {
+        if (32 * block < walk.angles()) {
+            turn_block<kRank, true>(walk, item, own, block);
+        } else {
+            turn_block<kRank, false>(walk, item, own, block);
         }
     }
 }
 
 template <typename T>
 __device__ __forceinline__ void turn(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
-    const Mamba3Stand own = walk.stand();
-#pragma unroll 1
-    for (int angle = own.lane; angle < 64; angle += 32) {
-        if (angle - own.lane < walk.angles()) {
-            turn_block<true>(walk, item, own, angle);
-        } else {
-            turn_block<false>(walk, item, own, angle);
-        }
+    switch (walk.rank()) {
+        case 1:
+            return turn_rows<1>(walk, item);
+        case 2:
+            return turn_rows<2>(walk, item);
+        default:
+            return turn_rows<4>(walk, item);
     }
 }
 
@@ -102,6 +121,7 @@ __device__ __forceinline__ void turn_back(const Mamba3Walk<T>& walk, float (&d)[
     const T* const tile_at = tile + Tile::at(own, lane / 16 * 8);
     const __half* const turned_at = reinterpret_cast<const __half*>(walk.shared.turned) + block * Shared::kBlock +
                                     Tile::at(own >> walk.rank_log2(), lane / 16 * 8);
+    float* const dturns_at = dturns + Shared::dturn_at(row + lane / 4, block, lane % 4);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         if (kTurns) {
@@ -113,8 +133,7 @@ __device__ __forceinline__ void turn_back(const Mamba3Walk<T>& walk, float (&d)[
                 float& x = d[2 * k + i / 2][i % 2 * 2];
                 float& y = d[2 * k + i / 2][i % 2 * 2 + 1];
                 const float2 value = unpack2<T>(values[i]);
-                dturns[Shared::dturn_at(row + lane / 4 + i % 2 * 8, block, 8 * k + i / 2 * 4 + lane % 4)] =
-                    value.x * y - value.y * x;
+                Shared::angles_on(dturns_at, 8 * k + i / 2 * 4)[i % 2 * (8 * 32)] = value.x * y - value.y * x;
                 const float2 cos_sin = unpack2<__half>(turns[i]);
                 const float back = x * cos_sin.x + y * cos_sin.y;
                 y = y * cos_sin.x - x * cos_sin.y;
@@ -168,15 +187,13 @@ __device__ __forceinline__ void sum_later(const Mamba3Walk<T>& walk, const Mamba
     using Shared = Mamba3WarpgroupShared<T>;
     Shared& shared = walk.shared;
     const Mamba3Stand own = walk.stand();
-    const float* const of_q = shared.dturns(item.number, 0);
-    const float* const of_k = shared.dturns(item.number, 1);
 #pragma unroll 1
     for (int block = 0; 32 * block < walk.angles(); ++block) {
+        const int at = Shared::dturn_at(Shared::kWarpRows * own.warp, block, own.lane);
         float sum = 0.0f;
 #pragma unroll
         for (int i = Shared::kWarpRows - 1; i >= 0; --i) {
-            const int row = Shared::kWarpRows * own.warp + i, at = Shared::dturn_at(row, block, own.lane);
-            sum += row < shared.places.rows ? of_q[at] + of_k[at] : 0.0f;
+            sum += shared.dturn(item.number, at, i);
         }
         shared.part_later(own.warp)[32 * block + own.lane] = sum;
     }
@@ -184,45 +201,43 @@ __device__ __forceinline__ void sum_later(const Mamba3Walk<T>& walk, const Mamba
 
 // Then, behind a barrier, the sums over the rows of later steps: what each of a warp's steps gives to its angles' gradients,
 // over all heads, and to the gradient of its dt.
-template <typename T>
-__device__ __forceinline__ void finish_angles(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+template <int kRank, typename T>
+__device__ __forceinline__ void finish_angles_of(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
-    constexpr int kWarpRows = Shared::kWarpRows;
+    constexpr int kWarpRows = Shared::kWarpRows, kSteps = kWarpRows / kRank;
     Shared& shared = walk.shared;
     const Mamba3Stand own = walk.stand();
-    const float* const of_q = shared.dturns(item.number, 0);
-    const float* const of_k = shared.dturns(item.number, 1);
     const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
-    const int angles = walk.angles(), first_row = kWarpRows * own.warp, rows = shared.places.rows;
+    const int angles = walk.angles(), first_row = kWarpRows * own.warp, first_step = kSteps * own.warp;
     const bool adds = item.number > 0 || walk.launch.first_head > 0;
-    float of_dt[kWarpRows] = {};
+    float of_dt[4] = {};
 #pragma unroll 1
     for (int block = 0; 32 * block < angles; ++block) {
         const int angle = 32 * block + own.lane;
-        const float* const speeds = shared.places.speeds + angle;
-        float* const dangles = shared.places.dangles + angle;
-        float speed[kWarpRows], total[kWarpRows];
-        bool counts[kWarpRows];
+        const float* const speeds = shared.places.speeds + (first_step * angles + angle);
+        float* const dangles = shared.places.dangles + (first_step * angles + angle);
+        float speed[kSteps], total[kSteps];
+        bool counts[kSteps];
 #pragma unroll
-        for (int i = 0; i < kWarpRows; ++i) {  // all loads are on their way before the first is used
-            const int row = first_row + i, at = (row >> walk.rank_log2()) * angles;
-            counts[i] = walk.begins_step(row) && row < rows && angle < angles;
-            speed[i] = counts[i] ? speeds[at] : 0.0f;
-            total[i] = counts[i] && adds ? dangles[at] : 0.0f;
+        for (int j = 0; j < kSteps; ++j) {  // all loads are on their way before the first is used
+            counts[j] = first_step + j < shared.places.steps && angle < angles;
+            speed[j] = counts[j] ? speeds[j * angles] : 0.0f;
+            total[j] = counts[j] && adds ? dangles[j * angles] : 0.0f;
         }
         float behind = 0.0f;
 #pragma unroll 4
         for (int part = Shared::kWarps - 1; part > own.warp; --part) {
             behind += shared.part_later(part)[angle];
         }
+        const int at = Shared::dturn_at(first_row, block, own.lane);
 #pragma unroll
         for (int i = kWarpRows - 1; i >= 0; --i) {
-            const int row = first_row + i, at = Shared::dturn_at(row, block, own.lane);
-            behind += row < rows ? of_q[at] + of_k[at] : 0.0f;
-            if (counts[i]) {
-                dangles[(row >> walk.rank_log2()) * angles] =
-                    fmaf((1.0f - 4.0f * speed[i] * speed[i]) * 3.14159265f * steps.dt[row], behind, total[i]);
-                of_dt[i] = fmaf(speed[i], behind, of_dt[i]);
+            behind += shared.dturn(item.number, at, i);
+            const int j = i / kRank;
+            if (i % kRank == 0 && counts[j]) {
+                dangles[j * angles] =
+                    fmaf((1.0f - 4.0f * speed[j] * speed[j]) * 3.14159265f * steps.dt[first_row + i], behind, total[j]);
+                of_dt[j] = fmaf(speed[j], behind, of_dt[j]);
             }
         }
         if (own.warp == 0 && angle < angles) {
@@ -233,9 +248,21 @@ __device__ __forceinline__ void finish_angles(const Mamba3Walk<T>& walk, const M
     fold<2, 16>(of_dt, own.lane);
     fold<1, 8>(of_dt, own.lane);
     const float sum = add_over_row(of_dt[0] + __shfl_xor_sync(0xffffffffu, of_dt[0], 4));
-    const int row = first_row + own.lane / 16 * 2 + own.lane / 8 % 2;
-    if (own.lane % 8 == 0 && walk.begins_step(row)) {
-        shared.sums[item.number % 2].angles[row >> walk.rank_log2()] = 6.28318531f * sum;
+    const int step = own.lane / 16 * 2 + own.lane / 8 % 2;
+    if (own.lane % 8 == 0 && step < kSteps) {
+        shared.sums[item.number % 2].angles[first_step + step] = 6.28318531f * sum;
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void finish_angles(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+    switch (walk.rank()) {
+        case 1:
+            return finish_angles_of<1>(walk, item);
+        case 2:
+            return finish_angles_of<2>(walk, item);
+        default:
+            return finish_angles_of<4>(walk, item);
     }
 }
 

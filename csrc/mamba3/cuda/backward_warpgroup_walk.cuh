@@ -23,6 +23,7 @@ struct Mamba3ChunkPlaces {
     const float *dfinal_k, *dfinal_v;  // NULL unless the chunk is its sequence's last one
     int steps, rows;                   // that exist
     int slot, group_head;              // group_head: the head
+    int64_t dy_stride, part_turns_stride, bias_stride;
 };
 
 // Columns of a tile of 128 are two blocks of 64, and so 32 pairs, a lane each.
@@ -54,8 +55,11 @@ struct Mamba3WarpgroupShared {
     ChunkSteps<kRows> steps[2];
     Sums sums[2];
     float bias[2][kMamba3WarpgroupRank][kStates];
-    float first_turns[kWarps][64];  // before each warp's rows
-    uint64_t barriers[2];           // of the states' copies
+    struct Pairs {  // of rows in a block of 16: decays from the row before the block, and to its last row, also times scale
+        float head[kRows], tail[kRows], scaled_tail[kRows];
+    } pairs;
+    uint32_t turns[64], part_turns[kWarps][64];  // before the chunk, and from there to each warp's rows
+    uint64_t barriers[2];                        // of the states' copies
     Mamba3ChunkPlaces<T> places;
 
     static_assert(kWarpRows * kWarps == kRows, "all rows");
@@ -63,9 +67,19 @@ struct Mamba3WarpgroupShared {
     static_assert(4 * 2 * 4 * kMamba3WarpgroupRank * kStates <= 2 * kBlock * static_cast<int>(sizeof(T)), "the sums fit");
     static_assert(4 * (kRows * kDxPitch + kWarps * 64) <= 3 * kBlock * static_cast<int>(sizeof(T)), "dx and part_later fit");
 
-    // Of angle 32 block + lane in a row: rows lie shifted, so that neither rows nor lanes share a bank.
+    // Of angle 32 block + lane in a row: they lie in another order in each of eight rows, so that neither rows nor lanes share
+    // a bank.
     static __device__ __forceinline__ int dturn_at(int row, int block, int lane) {
-        return block * (32 * kRows) + row * 32 + ((lane + 4 * row) & 31);
+        return block * (32 * kRows) + row * 32 + (lane ^ row % 8 * 4);
+    }
+    // From the place of one of a row's first four angles, that of the angle so many behind it.
+    static __device__ __forceinline__ float* angles_on(float* at, int angles) {
+        return reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(at) ^ static_cast<uintptr_t>(angles * 4));
+    }
+    // Of q and k together, in row i of a warp, whose first one is at `at`.
+    __device__ __forceinline__ float dturn(int item, int at, int i) {
+        const int place = at ^ (32 ^ 4) * i;
+        return dturns(item, 0)[place] + dturns(item, 1)[place];
     }
     __device__ __forceinline__ float* dturns(int item, int of_k) {
         return reinterpret_cast<float*>(of_k != 0 ? items[item % 2].dstate : items[item % 2].state);
@@ -160,8 +174,9 @@ struct Mamba3Walk {
         to.dstates = launch.at<const T>(w.dstates) + tile * (Shared::kInner * Shared::kStates);
         to.v =
             static_cast<const T*>(p.v) + chunk.row * p.v_batch_stride + chunk.first * p.v_len_stride + head * p.v_head_stride;
-        int64_t dy_stride;
-        to.dy = dy_rows<T>(p, launch, chunk, launch_head, &dy_stride);
+        to.dy = dy_rows<T>(p, launch, chunk, launch_head, &to.dy_stride);
+        to.part_turns_stride = p.nheads * p.nangles;
+        to.bias_stride = launch.chunks.slots * p.nheads * p.rank * p.dstate;
         to.dv = static_cast<T*>(q.dv) + step * q.dv_step_stride + head * p.headdim;
         to.terms = launch.at<float4>(w.step_terms) + step * p.nheads + head;
         to.dangles = launch.at<float>(w.dangles) + ((split * p.ngroups + group) * p.batch * p.seqlen + step) * p.nangles;
@@ -205,26 +220,17 @@ struct Mamba3Walk {
         }
     }
 
-    // Starts to copy an item's tiles, all but x that is projected, and the values of its steps. What has used their places must
-    // have been shown.
+    // Starts to copy an item's tiles, all but x that is projected, the values of its steps, biases and turns. What has used
+    // their places must have been shown.
     __device__ __forceinline__ void begin_copies(const Mamba3Item& item) const {
         static_assert(kMamba3BackwardThreads == kRows * Shared::kInner / 8, "a piece each");
         const MambaMamba3& p = q.forward;
         const Places& from = shared.places;
-        const int thread = stand().thread, row = thread / 8, column = thread % 8 * 8;
+        const Mamba3Stand own = stand();
+        const int thread = own.thread, row = thread / 8, column = thread % 8 * 8;
         typename Shared::Item& to = shared.items[item.number % 2];
         const bool exists = row < from.rows && column < columns(item);
         const int at = Tile::at(row, column), own_row = exists ? row : 0, own_column = exists ? item.row0() + column : 0;
-        const int64_t dy_stride = launch.group_heads * p.ngroups * p.headdim;
-        copy_async<16>(to.dy + at, from.dy + own_row * dy_stride + (item.slot * p.headdim + own_column), exists);
-        if (plain_x()) {
-            copy_async<16>(to.x + at, from.v + own_row * p.v_len_stride + (item.slot * p.v_head_stride + own_column), exists);
-        }
-        const Mamba3Chunks& chunks = launch.chunks;
-        if (4 * thread < kMamba3BackwardArrays * chunks.pitch) {
-            copy_async<16>(shared.values[item.number % 2] + 4 * thread,
-                           from.values + item.slot * (chunks.arrays * chunks.pitch) + 4 * thread, true);
-        }
         if (thread == 0) {
             constexpr int kSize = Shared::kInner * Shared::kStates, kBytes = kSize * static_cast<int>(sizeof(T));
             const int64_t index = static_cast<int64_t>(item.slot * row_tiles() + item.tile) * kSize;
@@ -232,6 +238,34 @@ struct Mamba3Walk {
             expect_copies(barrier, 2 * kBytes);
             copy_bulk(to.state, from.states + index, kBytes, barrier);
             copy_bulk(to.dstate, from.dstates + index, kBytes, barrier);
+        }
+        copy_async<16>(to.dy + at, from.dy + own_row * from.dy_stride + (item.slot * static_cast<int>(p.headdim) + own_column),
+                       exists);
+        if (plain_x()) {
+            copy_async<16>(to.x + at, from.v + own_row * p.v_len_stride + (item.slot * p.v_head_stride + own_column), exists);
+        }
+        const int pitch = static_cast<int>(launch.chunks.pitch), arrays = static_cast<int>(launch.chunks.arrays);
+        if (4 * thread < kMamba3BackwardArrays * pitch) {
+            copy_async<16>(shared.values[item.number % 2] + 4 * thread,
+                           from.values + static_cast<int64_t>(item.slot) * (arrays * pitch) + 4 * thread, true);
+        }
+        const uint32_t* const turns = from.turns + item.slot * angles();
+        const uint32_t* const part_turns = from.part_turns + item.slot * angles() + own.warp * from.part_turns_stride;
+#pragma unroll 1
+        for (int angle = own.lane; angle - own.lane < angles(); angle += 32) {
+            const int from_angle = angle < angles() ? angle : 0;
+            copy_async<4>(&shared.part_turns[own.warp][angle], part_turns + from_angle, angle < angles());
+            if (own.warp == 0) {
+                copy_async<4>(&shared.turns[angle], turns + from_angle, angle < angles());
+            }
+        }
+#pragma unroll 1
+        for (int place = thread; place < 2 * rank() * Shared::kStates; place += kMamba3BackwardThreads) {
+            const int column_of_bias = place % Shared::kStates, r = place / Shared::kStates & (rank() - 1);
+            const bool has = column_of_bias < dstate(), of_q = place / Shared::kStates < rank();
+            const float* const bias = (of_q ? from.q_bias : from.k_bias) + (item.slot * rank() + r) * dstate();
+            copy_async<4>(&shared.bias[of_q ? 0 : 1][r][column_of_bias],
+                          bias + (has ? element_of_column(p, column_of_bias) : 0), has);
         }
     }
     __device__ __forceinline__ void wait_for_states(const Mamba3Item& item) const {
@@ -261,42 +295,52 @@ struct Mamba3Walk {
         *reinterpret_cast<uint4*>(shared.items[item.number % 2].x + Tile::at(row, column)) = piece;
     }
 
-    // What an item needs beside its copies: weights of steps, biases, and the turns before each warp's rows.
+    // What an item needs beside its copies: weights of steps and pairs.
     __device__ __forceinline__ void prepare(const Mamba3Item& item) const {
-        const MambaMamba3& p = q.forward;
+        static_assert(kMamba3BackwardThreads == 8 * kRows, "eight values a row");
         const Mamba3Stand own = stand();
-        const Places& from = shared.places;
-        const int turns_at = item.slot * angles(), part_at = own.warp * static_cast<int>(p.nheads * p.nangles) + turns_at;
-#pragma unroll 1
-        for (int angle = own.lane; angle < angles(); angle += 32) {
-            shared.first_turns[own.warp][angle] =
-                turns_of_count(from.turns[turns_at + angle] + from.part_turns[part_at + angle]);
-        }
-#pragma unroll 1
-        for (int place = own.thread; place < 2 * rank() * Shared::kStates; place += kMamba3BackwardThreads) {
-            const int column = place % Shared::kStates, r = place / Shared::kStates & (rank() - 1);
-            const int m = place / Shared::kStates >> rank_log2();
-            const float* const bias = (m == 0 ? from.q_bias : from.k_bias) + (item.slot * rank() + r) * dstate();
-            shared.bias[m][r][column] = column < dstate() ? bias[element_of_column(p, column)] : 0.0f;
-        }
-        const float* const values = shared.values[item.number % 2];
+        const int row = own.thread % kRows, step = row >> rank_log2(), pitch = static_cast<int>(launch.chunks.pitch);
+        const float* const values = shared.values[item.number % 2];  // a chunk has as many steps as rows have room
+        const auto value = [&](Mamba3StepArray array, int of) { return values[array * pitch + of]; };
+        // Decay from one step to another.
+        const auto decay = [&](int from, int to) {
+            return exp2_fast((value(kMamba3High, to) - value(kMamba3High, from)) +
+                             (value(kMamba3Low, to) - value(kMamba3Low, from)));
+        };
         ChunkSteps<kRows>& to = shared.steps[item.number % 2];
-        if (own.thread < kRows) {
-            const int row = own.thread, step = row >> rank_log2(), pitch = static_cast<int>(launch.chunks.pitch);
-            const float* const at = values + step;  // a chunk has as many steps as rows have room
-            const float scale = at[kMamba3Scale * pitch], leaving = at[kMamba3Leaving * pitch];
-            const float entering = at[kMamba3Entering * pitch];
-            to.high[row] = at[kMamba3High * pitch];
-            to.low[row] = at[kMamba3Low * pitch];
-            to.gamma[row] = at[kMamba3Gamma * pitch];
-            to.scale[row] = scale;
-            to.entering[row] = entering;
-            to.leaving[row] = leaving;
-            to.dt[row] = at[kMamba3Dt * pitch];
-            to.adding[row] = leaving * scale;
-            if (row == kRows - 1) {
-                to.carry = entering;
+        switch (own.thread / kRows) {
+            case 0:
+                to.high[row] = value(kMamba3High, step);
+                to.low[row] = value(kMamba3Low, step);
+                break;
+            case 1:
+                to.gamma[row] = value(kMamba3Gamma, step);
+                to.scale[row] = value(kMamba3Scale, step);
+                break;
+            case 2:
+                to.leaving[row] = value(kMamba3Leaving, step);
+                to.adding[row] = value(kMamba3Leaving, step) * value(kMamba3Scale, step);
+                break;
+            case 3:
+                to.entering[row] = value(kMamba3Entering, step);
+                if (row == kRows - 1) {
+                    to.carry = value(kMamba3Entering, step);
+                }
+                break;
+            case 4:
+                to.dt[row] = value(kMamba3Dt, step);
+                break;
+            case 5:
+                shared.pairs.head[row] = row >= 16 ? decay((row / 16 * 16 - 1) >> rank_log2(), step) : 0.0f;
+                break;
+            case 6: {
+                const float tail = decay(step, (row / 16 * 16 + 15) >> rank_log2());
+                shared.pairs.tail[row] = tail;
+                shared.pairs.scaled_tail[row] = tail * value(kMamba3Scale, step);
+                break;
             }
+            default:
+                break;
         }
         if (!plain_x()) {
             project_x(item);

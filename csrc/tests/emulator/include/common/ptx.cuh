@@ -63,7 +63,7 @@ inline void wait_for_previous_kernel() {}
 
 template <int kBytes>
 void copy_async(void* to, const void* from, bool valid) {
-    static_assert(kBytes == 8 || kBytes == 16, "cp.async takes them");
+    static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "cp.async takes them");
     emulator::begin_copy(to, from, kBytes, valid);
 }
 inline void end_copies() {
