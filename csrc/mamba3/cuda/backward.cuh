@@ -17,6 +17,10 @@ namespace mamba {
 template <typename T, class Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, 1)
     mamba3_backward_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
+    if (!runs_here<Tiles>()) {
+        __trap();
+        return;
+    }
     constexpr int kRows = Tiles::kRows;
     constexpr int kStates = Tiles::kStates;
     constexpr int kInner = Tiles::kInner;

@@ -58,6 +58,17 @@ struct alignas(16) ChunkSteps {
 template <class Tiles>
 constexpr int kMamba3BlocksTogether = Tiles::kStates > 128 ? 1 : 2;
 
+// Whether a GPU that this code is compiled for can meet a layout. Machine code for 9.0a runs on GPUs of 9.0 alone, which have
+// room for the layouts with more than 16 columns of headdim: the plan takes no other there. The emulator is every GPU.
+template <class Tiles>
+__device__ constexpr bool runs_here() {
+#if defined(__CUDACC__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    return Tiles::kInner > 16;
+#else
+    return true;
+#endif
+}
+
 // What the backward kernels have in common.
 struct Mamba3BackwardLaunch {
     Mamba3BackwardPlan plan;

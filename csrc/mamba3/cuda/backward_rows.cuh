@@ -152,6 +152,10 @@ __device__ __forceinline__ float gate_vectors(const MambaMamba3Backward& q, cons
 template <typename T, class Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
     mamba3_rows_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
+    if (!runs_here<Tiles>()) {
+        __trap();
+        return;
+    }
     constexpr int kRows = Tiles::kRows;
     constexpr int kStates = Tiles::kStates;
     constexpr int kInner = Tiles::kInner;

@@ -31,6 +31,10 @@ __device__ __forceinline__ float entering_state(const MambaMamba3& p, int64_t se
 template <typename T, class Tiles, bool kFromEnd>
 __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
     mamba3_states_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
+    if (!runs_here<Tiles>()) {
+        __trap();
+        return;
+    }
     constexpr int kRows = Tiles::kRows;
     constexpr int kStates = Tiles::kStates;
     constexpr int kColumns = kStates / 2;  // of a warp
