@@ -28,15 +28,35 @@ struct Mamba3PrepareInputs {
 };
 
 // One of them. Lanes lie along heads or steps, whichever are neighbours in memory.
-__device__ __forceinline__ void load_prepare_input(float* to, const void* from, int32_t dtype, int64_t len_stride,
-                                                   int64_t head_stride, int rows, int existing, int heads) {
+template <typename V>
+__device__ __forceinline__ void load_prepare_input(float* to, const V* from, int64_t len_stride, int64_t head_stride, int rows,
+                                                   int existing, int heads) {
+    constexpr int kEach = ((kMamba3MostSteps + 1) * kMamba3PrepareHeads + kMamba3PrepareThreads - 1) / kMamba3PrepareThreads;
     const bool along_heads = head_stride <= len_stride;
-    for (int i = threadIdx.x; i < rows * kMamba3PrepareHeads; i += kMamba3PrepareThreads) {
-        const int row = along_heads ? i / kMamba3PrepareHeads : i % rows;
-        const int head = along_heads ? i % kMamba3PrepareHeads : i / rows;
-        const bool exists = row < existing && head < heads;
-        to[row * Mamba3PrepareInputs::kPitch + head] =
-            exists ? load_as_float(from, row * len_stride + head * head_stride, dtype) : 0.0f;
+    const auto row_of = [&](int i) { return along_heads ? i / kMamba3PrepareHeads : i % rows; };
+    const auto head_of = [&](int i) { return along_heads ? i % kMamba3PrepareHeads : i / rows; };
+    float values[kEach];  // all on their way before the first is used
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+        const int i = threadIdx.x + j * kMamba3PrepareThreads, row = row_of(i), head = head_of(i);
+        values[j] = row < existing && head < heads ? to_float(from[row * len_stride + head * head_stride]) : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+        const int i = threadIdx.x + j * kMamba3PrepareThreads;
+        if (i < rows * kMamba3PrepareHeads) {
+            to[row_of(i) * Mamba3PrepareInputs::kPitch + head_of(i)] = values[j];
+        }
+    }
+}
+__device__ __forceinline__ void load_prepare_input(float* to, const void* from, int64_t at, int32_t dtype, int64_t len_stride,
+                                                   int64_t head_stride, int rows, int existing, int heads) {
+    if (dtype == MAMBA_FLOAT32) {
+        load_prepare_input(to, static_cast<const float*>(from) + at, len_stride, head_stride, rows, existing, heads);
+    } else if (dtype == MAMBA_FLOAT16) {
+        load_prepare_input(to, static_cast<const __half*>(from) + at, len_stride, head_stride, rows, existing, heads);
+    } else {
+        load_prepare_input(to, static_cast<const __nv_bfloat16*>(from) + at, len_stride, head_stride, rows, existing, heads);
     }
 }
 
@@ -154,8 +174,7 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
     const auto load = [&](float* to, const void* from, int32_t dtype, int64_t batch_stride, int64_t len_stride,
                           int64_t head_stride) {
         const int64_t at = chunk.sequence.row * batch_stride + first * len_stride + first_head * head_stride;
-        load_prepare_input(to, static_cast<const char*>(from) + at * (dtype == MAMBA_FLOAT32 ? 4 : 2), dtype, len_stride,
-                           head_stride, rows, existing, heads);
+        load_prepare_input(to, from, at, dtype, len_stride, head_stride, rows, existing, heads);
     };
     load(inputs.dt, p.dt, p.dt_dtype, p.dt_batch_stride, p.dt_len_stride, p.dt_head_stride);
     load(inputs.others + Mamba3PrepareInputs::kSize, p.trap, p.trap_dtype, p.trap_batch_stride, p.trap_len_stride,
@@ -203,26 +222,31 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
         float* const chunk_values = mamba3_values(chunks, p.nheads, slot, first_head + head, kMamba3High);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int step = 2 * place + i;
-            if (head < heads && step < chunks.pitch) {
-                // A count of turns is never NaN, so the weights are.
-                const bool turns = steps.dt[i] - steps.dt[i] == 0.0f && (lost >> step & 1) == 0;
-                if (steps.exists[i] && angles > 0 && !turns) {
-                    values.gamma[i] = values.scale[i] = __int_as_float(0x7fffffff);
-                }
-                float* const at = chunk_values + step;
-                at[kMamba3High * chunks.pitch] = values.high[i];
-                at[kMamba3Low * chunks.pitch] = values.low[i];
-                at[kMamba3Gamma * chunks.pitch] = values.gamma[i];
-                at[kMamba3Scale * chunks.pitch] = values.scale[i];
-                at[kMamba3Entering * chunks.pitch] = values.entering[i];
-                at[kMamba3Leaving * chunks.pitch] = values.leaving[i];
-                at[kMamba3Start * chunks.pitch] = __int_as_float(values.start[i]);
-                at[kMamba3Dt * chunks.pitch] = steps.exists[i] ? steps.dt[i] : 0.0f;
-                if (chunks.arrays > kMamba3ForwardArrays) {
-                    at[kMamba3Lambda * chunks.pitch] = steps.exists[i] ? steps.lambda[i] : 0.0f;
-                    at[kMamba3Rest * chunks.pitch] = steps.exists[i] ? steps.rest[i] : 0.0f;
-                }
+            // A count of turns is never NaN, so the weights are.
+            const bool turns = steps.dt[i] - steps.dt[i] == 0.0f && (lost >> (2 * place + i) & 1) == 0;
+            if (steps.exists[i] && angles > 0 && !turns) {
+                values.gamma[i] = values.scale[i] = __int_as_float(0x7fffffff);
+            }
+        }
+        if (head < heads && 2 * place < chunks.pitch) {  // an even number
+            const auto store = [&](Mamba3StepArray array, float first_value, float second_value) {
+                *reinterpret_cast<float2*>(chunk_values + array * chunks.pitch + 2 * place) =
+                    make_float2(first_value, second_value);
+            };
+            const auto store_existing = [&](Mamba3StepArray array, const float(&of_steps)[2]) {
+                store(array, steps.exists[0] ? of_steps[0] : 0.0f, steps.exists[1] ? of_steps[1] : 0.0f);
+            };
+            store(kMamba3High, values.high[0], values.high[1]);
+            store(kMamba3Low, values.low[0], values.low[1]);
+            store(kMamba3Gamma, values.gamma[0], values.gamma[1]);
+            store(kMamba3Scale, values.scale[0], values.scale[1]);
+            store(kMamba3Entering, values.entering[0], values.entering[1]);
+            store(kMamba3Leaving, values.leaving[0], values.leaving[1]);
+            store(kMamba3Start, __int_as_float(values.start[0]), __int_as_float(values.start[1]));
+            store_existing(kMamba3Dt, steps.dt);
+            if (chunks.arrays > kMamba3ForwardArrays) {
+                store_existing(kMamba3Lambda, steps.lambda);
+                store_existing(kMamba3Rest, steps.rest);
             }
         }
     }
@@ -254,6 +278,7 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
                     }
                 }
             };
+#pragma unroll 4
             for (int step = restart; step < chunk.steps; ++step) {
                 if (chunks.parts > 1 && (step & (part - 1)) == 0) {
                     store(chunks.part_turns + mamba3_part_turns_index(p, chunks, slot, step / part, first_head + turn_head));
