@@ -11,7 +11,7 @@ struct Mamba3BackwardWorkspace {
     int64_t states;            // (slots, heads of a launch, P, N) of T: before each chunk; with warpgroups as tiles
     int64_t dstates;           // the same: gradient after each chunk
     int64_t dy;                // (B, L, R, heads of a launch, P) of T: gradient of the scan's rows
-    int64_t dq, dk;            // (splits, B, L, R, G, N) float, in the order of tiles
+    int64_t dq, dk;            // (splits, B, L, R, G, N) float, in the order of tiles, unless they are whole
     int64_t step_terms;        // (row tiles, B, L, H) float4
     int64_t angle_totals;      // (row tiles, slots, H, S) float: of what reaches the chunk's first step
     int64_t angle_carry;       // (slots, H, S) float: what later chunks add
@@ -41,6 +41,7 @@ struct Mamba3BackwardPlan {
     int64_t row_tiles;    // of headdim
     int64_t group_heads;  // of each group, in a launch
     int64_t splits;       // blocks that share a chunk and group's heads
+    bool whole;           // a block of backward_warpgroup.cuh has all heads of its group, and so writes dq and dk itself
     int64_t ranges;       // of slots, each with its own sums of parameters
     int64_t slots_a_range;
     Mamba3BackwardWorkspace workspace;
@@ -88,7 +89,8 @@ inline void plan_mamba3_workspace(const MambaMamba3& p, Mamba3BackwardPlan& plan
     const int64_t size = dtype_size(p.dtype), all_steps = p.batch * p.seqlen, rows = all_steps * p.rank;
     const int64_t launch_heads = plan.group_heads * p.ngroups, tiles = plan.row_tiles, slots = plan.chunks.chunks.slots;
     const int64_t states = slots * launch_heads * mamba3_state_size(p, plan) * size;
-    const int64_t matrix = plan.splits * rows * p.ngroups * p.dstate * 4, turns = slots * p.nheads * p.nangles * 4;
+    const int64_t matrix = plan.whole ? 0 : plan.splits * rows * p.ngroups * p.dstate * 4;
+    const int64_t turns = slots * p.nheads * p.nangles * 4;
     const int64_t projection = p.nheads * p.rank * p.headdim * 4;
     int64_t& total = w.bytes;
     w.states = mamba3_reserve(total, states);
@@ -186,6 +188,7 @@ inline Mamba3BackwardPlan plan_mamba3_backward(const MambaMamba3& p) {
             least = time;
         }
     }
+    plan.whole = plan.warpgroups && plan.splits == 1 && launches == 1;
     // Some blocks a multiprocessor take turns.
     const int64_t wanted = ceil_div(slots * p.nheads, 16 * device.processors);
     plan.slots_a_range = wanted > 8 ? 8 : wanted > 1 ? wanted : 1;

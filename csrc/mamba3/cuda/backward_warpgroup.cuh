@@ -12,11 +12,12 @@ namespace mamba {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// dq of an item, before it is turned back. What the state gives comes behind the pairs, which need the registers. meanwhile:
-// what a warp without pairs may do.
-template <typename T, typename Meanwhile>
+// dq of an item, before it is turned back. What the state gives comes behind the pairs, which need the registers. begin_copies:
+// of the next item, while the first products run. meanwhile: what a warp without pairs may do.
+template <typename T, typename Copies, typename Meanwhile>
 __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared<T>& shared, const Mamba3Item& item,
-                                        const Mamba3Part<T>& part, int rank, const Meanwhile& meanwhile) {
+                                        const Mamba3Part<T>& part, int rank, const Copies& begin_copies,
+                                        const Meanwhile& meanwhile) {
     constexpr int kTileBlock = Mamba3WarpgroupShared<T>::kBlock;
     const auto& tiles = shared.items[place_of(item)];
     const uint64_t dy = block_descriptor(tiles.dy), x = block_descriptor(tiles.x);
@@ -39,6 +40,7 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
             begin_product<T, 0>(R, dy + k * kColumns16, x + columns + k * kColumns16);
         }
         commit_products();
+        begin_copies();
         wait_for_products<0>();
         hold(G);
         hold(R);
@@ -114,9 +116,10 @@ __device__ __forceinline__ void add_state_products(Mamba3WarpgroupShared<T>& sha
 }
 
 // dk of an item, before it is turned back, and dx.
-template <typename T>
+template <typename T, typename Copies>
 __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Mamba3WarpgroupShared<T>& shared,
-                                        const Mamba3Item& item, const Mamba3Part<T>& part, float D) {
+                                        const Mamba3Item& item, const Mamba3Part<T>& part, float D,
+                                        const Copies& begin_copies) {
     constexpr int kTileBlock = Mamba3WarpgroupShared<T>::kBlock;
     const auto& tiles = shared.items[place_of(item)];
     const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
@@ -141,6 +144,7 @@ __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Ma
         begin_product<T, 0>(dx, k_tile + at, dstate + part.half * 2 * kRows16 + at);
     }
     commit_products();
+    begin_copies();
     add_state_products(shared, item, part);
     wait_for_products<1>();
     hold(dk);
@@ -253,14 +257,16 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     set_to_zero(sum);
     while (true) {  // the item's q and k are complete, and all of the item before is free
         const bool more = item.number + 1 < walk.count;
-        if (more) {
-            walk.begin_copies(item.next(walk.row_tiles()));
-        }
-        end_copies();
+        const auto begin_copies = [&]() {
+            if (more) {
+                walk.begin_copies(item.next(walk.row_tiles()));
+            }
+            end_copies();
+        };
         walk.wait_for_states(item);
         float d[8][4];
         if (!of_k) {
-            find_dq<T>(d, shared, item, Mamba3Part<T>(walk.stand()), walk.rank(), [&]() {
+            find_dq<T>(d, shared, item, Mamba3Part<T>(walk.stand()), walk.rank(), begin_copies, [&]() {
                 if (item.number > 0) {
                     store_terms(before);
                 }
@@ -270,7 +276,7 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
             const Mamba3Part<T> part(walk.stand());
             float dx[4][4];
             const float D = p.D != nullptr ? p.D[shared.places.group_head + item.slot] : 0.0f;
-            find_dk<T>(d, dx, shared, item, part, D);
+            find_dk<T>(d, dx, shared, item, part, D, begin_copies);
             if (shared.places.dfinal_k != nullptr && item.tile == 0) {
                 add_final<T>(d, walk, item);
             }
@@ -330,8 +336,12 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     const int64_t row = (split * p.batch * p.seqlen + chunk.row * p.seqlen + chunk.first) * p.rank + part.row;
     const int64_t at = row * row_stride + block % p.ngroups * p.dstate;
     const int column0 = 64 * part.half, rows = shared.places.rows - part.row;
-    store_sum<4>(launch.at<float>(of_k ? launch.plan.workspace.dk : launch.plan.workspace.dq) + at + column0, row_stride, sum,
-                 rows, walk.dstate() - column0, launch.first_head > 0, part.lane);
+    if (launch.plan.whole) {
+        store_whole<T>(p, static_cast<T*>(of_k ? q.dk : q.dq) + at, row_stride, sum, rows, column0, part.lane);
+    } else {
+        store_sum<4>(launch.at<float>(of_k ? launch.plan.workspace.dk : launch.plan.workspace.dq) + at + column0, row_stride,
+                     sum, rows, walk.dstate() - column0, launch.first_head > 0, part.lane);
+    }
 #else
     (void)q;
     (void)launch;

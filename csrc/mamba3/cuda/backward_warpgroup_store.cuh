@@ -93,6 +93,22 @@ __device__ __forceinline__ void store_dv(const Mamba3Walk<T>& walk, const Mamba3
     }
 }
 
+// A warp's 16 rows and 64 columns of dq or dk, whose sums are complete. to: the group's first element of the first row.
+template <typename T>
+__device__ __forceinline__ void store_whole(const MambaMamba3& p, T* to, int64_t row_stride, const float (&sum)[8][4], int rows,
+                                            int column0, int lane) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = lane / 4 + i / 2 * 8, column = column0 + 8 * j + lane % 4 * 2 + i % 2;
+            if (row < rows && column < p.dstate) {
+                to[row * row_stride + element_of_column(p, column)] = from_float<T>(sum[j][i]);
+            }
+        }
+    }
+}
+
 // An empty slot's, whose sums are read too.
 template <typename T>
 __device__ __forceinline__ void store_nothing(const Mamba3Walk<T>& walk, const Mamba3Item& item) {

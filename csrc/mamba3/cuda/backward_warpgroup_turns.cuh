@@ -52,19 +52,25 @@ __device__ __forceinline__ void turn_block(const Mamba3Walk<T>& walk, const Mamb
     }
     const int at = Tile::at(first_row, 2 * own.lane);
     const auto place = [&](int i) { return block * Shared::kBlock + (at ^ kNextRow * i); };
+    uint32_t raw[2][kWarpRows];  // all on their way before the first is used
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i) {
+        raw[0][i] = *reinterpret_cast<const uint32_t*>(shared.group_q + place(i));
+        raw[1][i] = *reinterpret_cast<const uint32_t*>(shared.group_k + place(i));
+    }
+    float2 bias[2][kRank];
+#pragma unroll
+    for (int r = 0; r < kRank; ++r) {
+        bias[0][r] = *reinterpret_cast<const float2*>(&shared.bias[0][r][2 * angle]);
+        bias[1][r] = *reinterpret_cast<const float2*>(&shared.bias[1][r][2 * angle]);
+    }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-        const T* const from = m == 0 ? shared.group_q : shared.group_k;
         T* const to = m == 0 ? shared.q : shared.k;
-        float2 bias[kRank];
-#pragma unroll
-        for (int r = 0; r < kRank; ++r) {
-            bias[r] = *reinterpret_cast<const float2*>(&shared.bias[m][r][2 * angle]);
-        }
 #pragma unroll
         for (int i = 0; i < kWarpRows; ++i) {
-            const float2 raw = load_pair<T>(from + place(i));
-            float x = raw.x + bias[i % kRank].x, y = raw.y + bias[i % kRank].y;
+            const float2 value = unpack2<T>(raw[m][i]);
+            float x = value.x + bias[m][i % kRank].x, y = value.y + bias[m][i % kRank].y;
             if (kTurns) {
                 const float2 turn = cos_sin[i / kRank];
                 const float before = x;

@@ -129,7 +129,7 @@ cudaError_t launch_mamba3_backward_layout(const MambaMamba3Backward& q, const Ma
         launch.group_heads = left < plan.group_heads ? left : plan.group_heads;
         error = launch_mamba3_heads<T, Tiles>(q, launch);
     }
-    if (error == cudaSuccess) {
+    if (error == cudaSuccess && !plan.whole) {
         error = launch_mamba3(mamba3_finish_matrices_kernel<T>, slots * p.ngroups, 2, kMamba3MatricesThreads, 0, q, launch);
     }
     return error;
