@@ -116,8 +116,9 @@ inline bool mamba3_warpgroups_fit(const MambaMamba3& p) {
            rows_aligned(p.k, size, word, p.k_batch_stride, p.k_len_stride, p.k_group_stride,
                         used_stride(rank, p.k_rank_stride)) &&
            rows_aligned(p.v, size, 16, p.headdim, p.v_batch_stride, p.v_len_stride, p.v_head_stride) &&
-           rows_aligned(p.mimo_v, 4, 16) && p.nheads * p.nangles <= most && fits(p.q_len_stride) && fits(p.k_len_stride) &&
-           fits(used_stride(rank, p.q_rank_stride)) && fits(used_stride(rank, p.k_rank_stride));
+           rows_aligned(p.mimo_v, 4, 16) && p.nheads * p.nangles <= most && p.nheads * kMamba3BackwardArrays <= most / 4 &&
+           fits(p.v_len_stride) && fits(p.q_len_stride) && fits(p.k_len_stride) && fits(used_stride(rank, p.q_rank_stride)) &&
+           fits(used_stride(rank, p.k_rank_stride));
 }
 
 // Whether the device has what the kernels on warpgroups need: 9.0 is the only one.

@@ -11,13 +11,15 @@ namespace mamba {
 // Of a warp.
 template <typename T, bool kOneRank>
 struct Mamba3Finisher {
-    const T* z;  // the lane's first piece in a chunk's steps of the warp; or NULL
+    static constexpr int kNone = 1 << 30;
+    const T* z;  // the lane's first piece in a chunk's steps of the warp, if there is z
     T* out;
     int64_t z_stride, out_stride, out_rank_stride;
-    T* own;           // the warp's rows of the tile of z and results
-    int row, column;  // of the lane's first piece of z and results
-    int piece[2];     // where they are in `own`, four rows on for the second
-    int left;         // steps of the chunk from the warp's first one on, or more
+    T* own;  // the warp's rows of the tile of z and results
+    bool has_z;
+    int row;    // of the lane's first piece of z and results; kNone where its columns do not exist
+    int piece;  // where it is in `own`
+    int left;   // steps of the chunk from the warp's first one on, or more
     int ranks_log2, ranks;
     int columns;
     bool reduces;  // to a row a step
@@ -30,8 +32,7 @@ struct Mamba3Finisher {
           out_stride(p.out_len_stride),
           out_rank_stride(p.out_rank_stride),
           own(tile + 16 * warp * kMamba3StateRows),
-          row(lane / 8),
-          column(lane % 8 * 8),
+          has_z(p.z != nullptr),
           ranks_log2(launch.ranks_log2),
           ranks(static_cast<int>(p.rank)),
           columns(block.columns),
@@ -39,26 +40,28 @@ struct Mamba3Finisher {
           D(p.D != nullptr ? p.D[block.head] : 0.0f) {
         const int64_t first = block.first_step(launch.chunks) + (16 * warp >> ranks_log2);
         left = static_cast<int>(block.range.begin + block.range.seqlen - first);
-        const int64_t at = block.row0 + (column < columns ? column : 0);
-        piece[0] = Mamba3XTile::at(row, column);
-        piece[1] = Mamba3XTile::at(row + 4, column);
-        z = p.z == nullptr ? nullptr
-                           : static_cast<const T*>(p.z) + block.range.row * p.z_batch_stride + first * p.z_len_stride +
-                                 block.head * p.z_head_stride + row * p.z_len_stride + at;
+        const int first_row = lane / 8, column = lane % 8 * 8;
+        const int64_t at = block.row0 + column;
+        row = opaque(column < columns ? first_row : kNone);
+        piece = opaque(Mamba3XTile::at(first_row, column));
+        z = static_cast<const T*>(p.z) + block.range.row * p.z_batch_stride + first * p.z_len_stride +
+            block.head * p.z_head_stride + first_row * p.z_len_stride + at;
         out = static_cast<T*>(p.out) + block.range.row * p.out_batch_stride + first * p.out_len_stride +
-              block.head * p.out_head_stride + row * p.out_len_stride + at;
+              block.head * p.out_head_stride + (kOneRank ? first_row * p.out_len_stride : 0) + at;
     }
 
-    // A lane's pieces are four rows apart.
+    // A lane's pieces are four rows apart: the one i rows on.
+    __device__ __forceinline__ T* piece_on(int i) const {
+        return own + (i % 8 == 0 ? piece : piece ^ (4 * kMamba3StateRows + 4 * 8)) + i / 8 * 8 * kMamba3StateRows;
+    }
     __device__ __forceinline__ void begin_z_copies() const {
-        if (z != nullptr) {
-            const T* from = opaque(z);
-            const int rows = column < columns ? left - row : 0;
+        if (has_z) {
+            const T* from = z;
 #pragma unroll
             for (int i = 0; i < 16; i += 4) {
                 if (kOneRank || i < 16 >> ranks_log2) {
-                    copy_async<16>(own + (i % 8 == 0 ? piece[0] : piece[1]) + i / 8 * 8 * kMamba3StateRows, i < rows ? from : z,
-                                   i < rows);
+                    from = opaque(from);
+                    copy_async<16>(piece_on(i), from, row < left - i);
                     from += 4 * z_stride;
                 }
             }
@@ -66,19 +69,21 @@ struct Mamba3Finisher {
         }
     }
 
+    // The lane's pieces of the tile's rows, of which there are `rows`, behind __syncwarp().
+    __device__ __forceinline__ void store_pieces(T* to, int64_t stride, int rows) const {
+#pragma unroll
+        for (int i = 0; i < 16; i += 4) {
+            to = opaque(to);
+            if (row < rows - i) {
+                *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(piece_on(i));
+            }
+            to += 4 * stride;
+        }
+    }
     // The results of a chunk, behind __syncwarp().
     __device__ __forceinline__ void store_results() const {
         if (kOneRank) {
-            T* to = opaque(out);
-            const int rows = column < columns ? left - row : 0;
-#pragma unroll
-            for (int i = 0; i < 16; i += 4) {
-                if (i < rows) {
-                    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(own + (i % 8 == 0 ? piece[0] : piece[1]) +
-                                                                                    i / 8 * 8 * kMamba3StateRows);
-                }
-                to += 4 * out_stride;
-            }
+            store_pieces(out, out_stride, left);
             return;
         }
         const int rows = reduces ? 16 >> ranks_log2 : 16;
@@ -87,15 +92,15 @@ struct Mamba3Finisher {
             const int own_row = row + i;
             const int step = reduces ? own_row : own_row >> ranks_log2;
             const int rank = reduces ? 0 : own_row & ((1 << ranks_log2) - 1);
-            if (own_row < rows && step < left && rank < ranks && column < columns) {
-                *reinterpret_cast<uint4*>(out + (step - row) * out_stride + rank * out_rank_stride) =
-                    *reinterpret_cast<const uint4*>(own + Mamba3XTile::at(own_row, column));
+            if (own_row < rows && step < left && rank < ranks) {
+                *reinterpret_cast<uint4*>(out + step * out_stride + rank * out_rank_stride) =
+                    *reinterpret_cast<const uint4*>(piece_on(i));
             }
         }
     }
     __device__ __forceinline__ void next_chunk() {
         const int steps = kOneRank ? kMamba3ChunkRows : kMamba3ChunkRows >> ranks_log2;
-        z = z == nullptr ? nullptr : z + steps * z_stride;
+        z += steps * z_stride;
         out += steps * out_stride;
         left -= steps;
     }
@@ -227,7 +232,7 @@ __device__ __forceinline__ void finish_rows(const MambaMamba3& p, const Mamba3Fi
 #pragma unroll
     for (int k = 0; k < kColumns / 16; ++k) {
         Operand<T> gates;
-        if (finisher.z != nullptr) {
+        if (finisher.has_z) {
             load_matrices(gates.r[0], columns_on(z, k));
         }
 #pragma unroll
@@ -240,7 +245,7 @@ __device__ __forceinline__ void finish_rows(const MambaMamba3& p, const Mamba3Fi
                 const float2 scale = *reinterpret_cast<const float2*>(weights + column);
                 value = make_float2(value.x * scale.x, value.y * scale.y);
             }
-            if (finisher.z != nullptr) {
+            if (finisher.has_z) {
                 const float2 scale = *reinterpret_cast<const float2*>(gate_weights[half] + column);
                 const float2 gate = unpack2<T>(gates.r[0][i]);
                 value = make_float2(value.x * silu(gate.x * scale.x), value.y * silu(gate.y * scale.y));

@@ -36,7 +36,8 @@ template <typename T>
 __device__ __forceinline__ void mix_mamba3_rows(Operand<T> (&M)[kMamba3ChunkRows / 16], const float (&products)[8][4],
                                                 const Mamba3ChunkValues& values, int ranks_log2, int warp, int lane) {
     const int t = 16 * warp + lane / 4;
-    const float high[2] = {values.high[t], values.high[t + 8]}, low[2] = {values.low[t], values.low[t + 8]};
+    const float high[2] = {values.of[kMamba3High][t], values.of[kMamba3High][t + 8]},
+                low[2] = {values.of[kMamba3Low][t], values.of[kMamba3Low][t + 8]};
 #pragma unroll
     for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
         if (k > warp) {
@@ -47,9 +48,9 @@ __device__ __forceinline__ void mix_mamba3_rows(Operand<T> (&M)[kMamba3ChunkRows
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int half = i % 2, s = 16 * k + i / 2 * 8 + lane % 4 * 2;
-            const float2 from_high = *reinterpret_cast<const float2*>(&values.high[s]);
-            const float2 from_low = *reinterpret_cast<const float2*>(&values.low[s]);
-            const float2 scale = *reinterpret_cast<const float2*>(&values.scale[s]);
+            const float2 from_high = *reinterpret_cast<const float2*>(&values.of[kMamba3High][s]);
+            const float2 from_low = *reinterpret_cast<const float2*>(&values.of[kMamba3Low][s]);
+            const float2 scale = *reinterpret_cast<const float2*>(&values.of[kMamba3Scale][s]);
             weights[i][0] = exp2_fast((high[half] - from_high.x) + (low[half] - from_low.x)) * scale.x;
             weights[i][1] = exp2_fast((high[half] - from_high.y) + (low[half] - from_low.y)) * scale.y;
         }
@@ -62,7 +63,7 @@ __device__ __forceinline__ void mix_mamba3_rows(Operand<T> (&M)[kMamba3ChunkRows
             }
         }
         if (k == warp) {  // the steps of these rows are not all earlier ones
-            const float gamma[2] = {values.gamma[t], values.gamma[t + 8]};
+            const float gamma[2] = {values.of[kMamba3Gamma][t], values.of[kMamba3Gamma][t + 8]};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int half = i % 2;
@@ -99,7 +100,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
     using Tiles = Mamba3WarpgroupTiles<kStates, kPass>;
     constexpr bool kOneRank = kPairwise;  // what choose_mamba3_warpgroups lets come
     constexpr bool kRows = mamba3_finds_rows(kPass), kKeeps = mamba3_keeps_states(kPass), kFromEnd = kPass == kMamba3After;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
     const int row = 16 * warp;
     const int dstate = static_cast<int>(p.dstate), ranks = 1 << launch.ranks_log2;
     const bool has_initial = !kFromEnd && block.segment == 0 && p.ssm_state != nullptr;
@@ -160,9 +161,17 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
         const T* const x_tile = tiles + Tiles::kXAt + i % 2 * kMamba3XTile;
         const uint64_t k_rows = tile_descriptor(q_tile + Tiles::kQ, kBlock * 16);
         [[maybe_unused]] const uint64_t x = tile_descriptor(x_tile, kBlock * 16);
-        const float carry = now.carry[0];
+        const float carry = now.of[kMamba3Entering][kMamba3ChunkRows - 1];
         [[maybe_unused]] float y[8][4];
         [[maybe_unused]] Operand<T> M[kMamba3ChunkRows / 16];
+        Operand<T> weighted[kMamba3ChunkRows / 16];
+        const auto weigh_x = [&] {
+#pragma unroll
+            for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
+                load_matrices_transposed(weighted[k].r[0], x_tile + x_lane + 16 * k * kMamba3StateRows);
+                weight_a<T>(weighted[k], now.of[kMamba3Adding] + 16 * k, lane);
+            }
+        };
         if constexpr (kRows) {
             const uint64_t q_rows = tile_descriptor(q_tile, kBlock * 16);
             const uint64_t H = tile_descriptor(state_tile, kBlock * 16);
@@ -178,7 +187,10 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
             commit_products();
             finisher.begin_z_copies();
             if constexpr (kPass == kMamba3GateBack) {
-                gate_back.begin_copies(finisher);
+                gate_back.begin_copies(launch.backward, finisher, lane);
+            }
+            if constexpr (kPairwise) {
+                weigh_x();
             }
             wait_for_products<0>();
             hold(products);
@@ -195,15 +207,12 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
         } else if (kPass == kMamba3Ends) {
             carried *= carry;
         }
-        Operand<T> weighted[kMamba3ChunkRows / 16];
-#pragma unroll
-        for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
-            load_matrices_transposed(weighted[k].r[0], x_tile + x_lane + 16 * k * kMamba3StateRows);
-            weight_a<T>(weighted[k], now.adding + 16 * k, lane);
+        if constexpr (!kRows || !kPairwise) {  // else before: halves have no registers left for that
+            weigh_x();
         }
         scale_rows(state, carry, carry);
         if constexpr (kRows) {
-            const float above = now.entering[row + lane / 4], below = now.entering[row + lane / 4 + 8];
+            const float above = now.of[kMamba3Entering][row + lane / 4], below = now.of[kMamba3Entering][row + lane / 4 + 8];
             wait_for_products<0>();
             hold(y);
             scale_rows(y, above, below);
@@ -234,7 +243,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
                 gate_back.finish(p, launch.backward, finisher, y, x_tile + x_rows, weights, lane);
             } else {
                 if (plain) {
-                    if (finisher.z != nullptr) {
+                    if (finisher.has_z) {
                         finish_plain_rows<true>(finisher, y, x_tile + x_rows, lane);
                     } else {
                         finish_plain_rows<false>(finisher, y, x_tile + x_rows, lane);
@@ -287,12 +296,19 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_warpgroup_shared);
     T* const tiles = reinterpret_cast<T*>(mamba3_warpgroup_shared);
     Mamba3ChunkValues* const values = reinterpret_cast<Mamba3ChunkValues*>(mamba3_warpgroup_shared + Tiles::kValuesAt);
+    float* const biases = reinterpret_cast<float*>(mamba3_warpgroup_shared + Tiles::kBiasesAt);
     float* const weights = reinterpret_cast<float*>(mamba3_warpgroup_shared + Tiles::kWeightsAt);
     const int thread = threadIdx.x;
     const Mamba3Block<kPass == kMamba3After> block(p, launch);
     // What nothing is written to stays zero: ranks beyond p.rank, columns beyond dstate.
     for (int i = thread; i < 2 * Tiles::kQK / 8; i += kMamba3WarpgroupThreads) {
         reinterpret_cast<uint4*>(tiles)[i] = make_uint4(0, 0, 0, 0);
+    }
+    if (kPairwise) {
+        for (int i = thread; i < 2 * kStates; i += kMamba3WarpgroupThreads) {
+            const float* const bias = i / kStates == 0 || kPass == kMamba3After ? p.q_bias : p.k_bias;
+            biases[i] = i % kStates < p.dstate ? bias[block.head * p.dstate + i % kStates] : 0.0f;
+        }
     }
     if (kPass == kMamba3Output || (kPass == kMamba3GateBack && !kPairwise)) {
         const int ranks = 1 << launch.ranks_log2;
@@ -319,7 +335,7 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
         multiply_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, weights);
     } else {
         give_registers<kMamba3TurnRegisters<kPairwise>>();
-        make_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, thread - kMamba3Threads);
+        make_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, biases, thread - kMamba3Threads);
     }
 #else
     (void)p;

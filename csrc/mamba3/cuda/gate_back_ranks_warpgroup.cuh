@@ -37,9 +37,8 @@ struct Mamba3RanksGateBack {
     }
 
     template <typename Finisher>
-    __device__ __forceinline__ void begin_copies(const Finisher& finisher) const {
-        const bool exists = finisher.column < finisher.columns && finisher.row < finisher.left;
-        copy_async<16>(finisher.own + finisher.piece[1], exists ? dout : static_cast<const T*>(finisher.z), exists);
+    __device__ __forceinline__ void begin_copies(const Mamba3WarpgroupBackward&, const Finisher& finisher, int) const {
+        copy_async<16>(finisher.piece_on(4), dout, finisher.row < finisher.left);
         end_copies();
     }
 
@@ -104,18 +103,7 @@ struct Mamba3RanksGateBack {
             store_matrices(columns_on(at, k), results.r[0]);
         }
         __syncwarp();
-        {
-            T* row = opaque(dy);
-            const int rows = finisher.column < finisher.columns ? kRanks * finisher.left - finisher.row : 0;
-#pragma unroll
-            for (int i = 0; i < 16; i += 4) {
-                if (i < rows) {
-                    *reinterpret_cast<uint4*>(row) = *reinterpret_cast<const uint4*>(
-                        finisher.own + (i % 8 == 0 ? finisher.piece[0] : finisher.piece[1]) + i / 8 * 8 * kColumns);
-                }
-                row += 4 * to.dy_stride;
-            }
-        }
+        finisher.store_pieces(dy, to.dy_stride, kRanks * finisher.left);
         __syncwarp();
 #pragma unroll
         for (int k = 0; k < kParts; ++k) {
@@ -127,8 +115,8 @@ struct Mamba3RanksGateBack {
             }
         }
         __syncwarp();
-        if (finisher.column < finisher.columns && finisher.row < finisher.left) {
-            *reinterpret_cast<uint4*>(dz) = *reinterpret_cast<const uint4*>(finisher.own + finisher.piece[0]);
+        if (finisher.row < finisher.left) {
+            *reinterpret_cast<uint4*>(dz) = *reinterpret_cast<const uint4*>(finisher.piece_on(0));
         }
         __syncwarp();  // z of the next chunk takes the place
         constexpr int kChunkSteps = kMamba3ChunkRows / kRanks;

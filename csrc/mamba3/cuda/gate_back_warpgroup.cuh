@@ -42,28 +42,34 @@ struct Mamba3GateBack {
         const Mamba3WarpgroupBackward& to = launch.backward;
         const int64_t first = block.first_step(launch.chunks) + 16 * warp, column = lane % 8 * 8;
         const int64_t step = block.range.row * p.seqlen + first + lane / 8;
-        const int64_t at = block.row0 + (column < block.columns ? column : 0);
+        const int64_t at = block.row0 + column;
         dout = static_cast<const T*>(to.dout) + block.range.row * to.dout_batch_stride +
                (first + lane / 4) * to.dout_len_stride + block.head * to.dout_head_stride + block.row0 + lane % 4 * 2;
         dz = static_cast<T*>(to.dz) + step * to.dz_step_stride + block.head * p.headdim + at;
         dy = static_cast<T*>(to.dy) + step * to.dy_stride + block.launch_head * p.headdim + at;
     }
 
-    // It has no copies but those of z.
+    // Asks for a chunk's gradients, long before they are read.
     template <typename Finisher>
-    __device__ __forceinline__ void begin_copies(const Finisher&) const {}
-
-    // A warp's 16 rows of results, from its tile.
-    template <typename Finisher>
-    static __device__ __forceinline__ void store(const Finisher& finisher, T* to, int64_t stride) {
-        const int rows = finisher.column < finisher.columns ? finisher.left - finisher.row : 0;
+    __device__ __forceinline__ void begin_copies(const Mamba3WarpgroupBackward& to, const Finisher& finisher, int lane) const {
 #pragma unroll
-        for (int i = 0; i < 16; i += 4) {
-            if (i < rows) {
-                *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(
-                    finisher.own + (i % 8 == 0 ? finisher.piece[0] : finisher.piece[1]) + i / 8 * 8 * kMamba3StateRows);
+        for (int i = 0; i < 2; ++i) {
+            if (lane / 4 + 8 * i < finisher.left) {
+                prefetch_to_L2(dout + 8 * i * to.dout_len_stride);
             }
-            to += 4 * stride;
+        }
+    }
+    // Of 16 columns of the rows of accumulators.
+    template <typename Finisher>
+    static __device__ __forceinline__ void load_gradients(uint32_t (&gradients)[4], const T* from, int k, int64_t stride,
+                                                          const Finisher& finisher, int lane) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int column = 16 * k + i / 2 * 8;
+            gradients[i] = 0u;
+            if (lane / 4 + i % 2 * 8 < finisher.left && column < finisher.columns - lane % 4 * 2) {
+                gradients[i] = *reinterpret_cast<const uint32_t*>(from + i % 2 * 8 * stride + column);
+            }
         }
     }
 
@@ -73,19 +79,13 @@ struct Mamba3GateBack {
                                            const float (&y)[8][4], const T* x, const float*, int lane) {
         T* const at = finisher.own + Mamba3XTile::at(lane % 16, lane / 16 * 8);
         const T* const from = opaque(dout);
-        const bool counts[2] = {lane / 4 < finisher.left, lane / 4 + 8 < finisher.left};
-        const int columns = finisher.columns - lane % 4 * 2;
         Operand<T> dys[kMamba3StateRows / 16];
+        uint32_t gradients[2][4];
+        load_gradients(gradients[0], from, 0, to.dout_len_stride, finisher, lane);
 #pragma unroll
         for (int k = 0; k < kMamba3StateRows / 16; ++k) {
-            uint32_t gradients[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int column = 16 * k + i / 2 * 8;
-                gradients[i] = 0u;
-                if (counts[i % 2] && column < columns) {
-                    gradients[i] = *reinterpret_cast<const uint32_t*>(from + i % 2 * 8 * to.dout_len_stride + column);
-                }
+            if (k + 1 < kMamba3StateRows / 16) {
+                load_gradients(gradients[(k + 1) % 2], from, k + 1, to.dout_len_stride, finisher, lane);
             }
             Operand<T> inputs, gates, results;
             load_matrices(inputs.r[0], columns_on(x, k));
@@ -94,7 +94,7 @@ struct Mamba3GateBack {
             for (int i = 0; i < 4; ++i) {
                 const float(&sum)[4] = y[2 * k + i / 2];
                 const float2 input = unpack2<T>(inputs.r[0][i]), gate = unpack2<T>(gates.r[0][i]);
-                const float2 gradient = unpack2<T>(gradients[i]);
+                const float2 gradient = unpack2<T>(gradients[k % 2][i]);
                 float2 dgate, drow;
                 const auto back = [&](float own, float row, float gate_in, float given, float& dgate_in, float& drow_in) {
                     const float part = sigmoid(gate_in), value = gate_in * part;
@@ -111,14 +111,14 @@ struct Mamba3GateBack {
             store_matrices(columns_on(at, k), results.r[0]);
         }
         __syncwarp();
-        store(finisher, opaque(dz), to.dz_step_stride);
+        finisher.store_pieces(dz, to.dz_step_stride, finisher.left);
         __syncwarp();
 #pragma unroll
         for (int k = 0; k < kMamba3StateRows / 16; ++k) {
             store_matrices(columns_on(at, k), dys[k].r[0]);
         }
         __syncwarp();
-        store(finisher, opaque(dy), to.dy_stride);
+        finisher.store_pieces(dy, to.dy_stride, finisher.left);
         __syncwarp();  // z of the next chunk takes the place
         dout += kMamba3ChunkRows * to.dout_len_stride;
         dz += kMamba3ChunkRows * to.dz_step_stride;

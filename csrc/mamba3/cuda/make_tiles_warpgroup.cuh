@@ -11,13 +11,15 @@ namespace mamba {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // The rows of x of a chunk: v's, times mimo_v if there is one; or from the end dy's, which has ranks of its own. A thread
-// copies the pieces that it multiplies.
-template <typename T, bool kFromEnd>
+// copies the pieces that it multiplies. Of one rank all threads share the pointer, so that it takes no registers; of more the
+// compiler needs fewer if each has its own.
+template <typename T, bool kOneRank, bool kFromEnd>
 struct Mamba3XCopies {
     using Block = Mamba3Block<kFromEnd>;
     static constexpr int kTogether = kMamba3Threads / 8;  // rows
-    const T* v;                                           // of a chunk's first step, the thread's columns
+    const T* v;                                           // of a chunk's first step; of more ranks the thread's columns
     const float* mimo;                                    // of the thread's columns and rank, or NULL
+    int first;                                            // of one rank: elements to the thread's first piece
     int row, column;
     int rows_log2;  // rows of the tile for one of v
     int left;       // rows of v in the chunk, or more
@@ -25,41 +27,52 @@ struct Mamba3XCopies {
 
     __device__ __forceinline__ Mamba3XCopies(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch, const Block& block,
                                              int thread)
-        : mimo(nullptr), row(thread / 8), column(thread % 8 * 8) {
+        : mimo(nullptr), first(0), row(thread / 8), column(thread % 8 * 8) {
         static_assert(kTogether % kMamba3MostRanks == 0, "a thread's rank stays the same");
-        const int64_t first = block.first_step(launch.chunks);
-        const int64_t steps = block.range.begin + block.range.seqlen - first;
+        const int64_t first_step = block.first_step(launch.chunks);
+        const int64_t steps = block.range.begin + block.range.seqlen - first_step;
+        int64_t stride = p.v_len_stride;
         if (kFromEnd) {
+            stride = launch.backward.dy_stride;
             rows_log2 = 0;
-            const int64_t stride = launch.backward.dy_stride;
             exists = column < block.columns;
             left = static_cast<int>(steps * p.rank);
-            v = static_cast<const T*>(launch.backward.dy) + (block.range.row * p.seqlen + first) * p.rank * stride +
+            v = static_cast<const T*>(launch.backward.dy) + (block.range.row * p.seqlen + first_step) * p.rank * stride +
                 block.launch_head * p.headdim;
         } else {
-            rows_log2 = launch.ranks_log2;
+            rows_log2 = kOneRank ? 0 : launch.ranks_log2;
             const int rank = row % (1 << rows_log2);
             exists = column < block.columns && rank < p.rank;
             left = static_cast<int>(steps);
-            v = static_cast<const T*>(p.v) + block.range.row * p.v_batch_stride + first * p.v_len_stride +
+            v = static_cast<const T*>(p.v) + block.range.row * p.v_batch_stride + first_step * stride +
                 block.head * p.v_head_stride;
             if (p.mimo_v != nullptr && exists) {
                 mimo = p.mimo_v + (block.head * p.rank + rank) * p.headdim + block.row0 + column;
             }
         }
-        v += block.row0 + (exists ? column : 0);
+        v += block.row0;
+        if (kOneRank) {
+            first = opaque(row * static_cast<int>(stride) + column);
+        } else {
+            v += exists ? column : 0;
+        }
     }
     // Begins to copy a chunk's rows.
     __device__ __forceinline__ void begin(T* tile, int64_t stride) {
-        const T* const from = opaque(v);
+        const T* from = kOneRank ? v + opaque(first) : opaque(v);
         T* const to = tile + Mamba3XTile::at(row, column);
 #pragma unroll
         for (int i = 0; i < kMamba3ChunkRows; i += kTogether) {
             const int own = (row + i) >> rows_log2;
             const bool valid = exists && own < left;
-            copy_async<16>(to + i * 64, valid ? from + own * stride : from, valid);
+            if constexpr (kOneRank) {
+                from = opaque(from);
+                copy_async<16>(to + i * 64, from, valid);
+                from += kTogether * stride;
+            } else {
+                copy_async<16>(to + i * 64, valid ? from + own * stride : from, valid);
+            }
         }
-        end_copies();
         const int rows = kMamba3ChunkRows >> rows_log2;
         if (kFromEnd) {
             v -= rows * stride;
@@ -69,8 +82,8 @@ struct Mamba3XCopies {
             left -= rows;
         }
     }
+    // When they have come.
     __device__ __forceinline__ void finish(T* tile) const {
-        wait_for_copies<0>();
         if (mimo == nullptr) {
             return;
         }
@@ -89,53 +102,42 @@ struct Mamba3XCopies {
 };
 
 // All of a block's chunks, one ahead of the other warpgroup.
-template <typename Turner, typename T, int kStates, Mamba3Pass kPass>
+template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass, typename Turner>
 __device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
                                                    const Mamba3Block<kPass == kMamba3After>& block, T* tiles,
-                                                   Mamba3ChunkValues* values, int thread) {
+                                                   Mamba3ChunkValues* values, Turner& turner, int thread) {
     using Tiles = Mamba3WarpgroupTiles<kStates, kPass>;
     using Block = Mamba3Block<kPass == kMamba3After>;
-    Turner turner(p, launch, block, thread);
-    Mamba3XCopies<T, kPass == kMamba3After> x(p, launch, block, thread);
+    constexpr bool kFromEnd = kPass == kMamba3After;
+    Mamba3XCopies<T, kPairwise, kFromEnd> x(p, launch, block, thread);
+    // A thread copies three values of its row: the first ones, or the others.
+    constexpr int kHalf = kMamba3RowValues / 2;
+    const int row = thread % kMamba3ChunkRows, first_value = thread < kMamba3ChunkRows ? 0 : kHalf;
+    const int pitch = kPairwise ? kMamba3ChunkRows : 1 << launch.steps_log2;
     const float* chunk_values = mamba3_values(launch.chunks, p.nheads, block.slot, block.head, kMamba3High);
+    const int own_value = opaque(first_value * pitch + (kPairwise ? row : row >> launch.ranks_log2));
     if (block.chunks > 0) {
         turner.begin();
     }
     for (int i = 0; i < block.chunks; ++i) {
         T* const x_tile = tiles + Tiles::kXAt + i % 2 * kMamba3XTile;
-        T* const qk_tile = tiles + i % 2 * Tiles::kQK;
-        x.begin(x_tile, kPass == kMamba3After ? launch.backward.dy_stride : p.v_len_stride);
-        // A thread's row has its first three values, or the other three.
-        constexpr int kHalf = kMamba3Start / 2;
-        const int row = thread % kMamba3ChunkRows;
-        const bool first_half = thread < kMamba3ChunkRows;
-        const int pitch = 1 << launch.steps_log2;
-        float own[kHalf], carry = 0.0f;
+        float* const own = values[i % 2].of[first_value] + row;
+        x.begin(x_tile, kFromEnd ? launch.backward.dy_stride : p.v_len_stride);
+        const float* const from = chunk_values + opaque(own_value);
 #pragma unroll
         for (int j = 0; j < kHalf; ++j) {
-            own[j] = chunk_values[(j + (first_half ? 0 : kHalf)) * pitch + (row >> launch.ranks_log2)];
+            copy_async_4_bytes(own + j * kMamba3ChunkRows, from + j * pitch);
         }
-        if (thread == 0) {
-            carry = chunk_values[kMamba3Entering * pitch + pitch - 1];
-        }
-        turner.turn_chunk(qk_tile, i + 1 < block.chunks);
-        Mamba3ChunkValues& to = values[i % 2];
-        if (first_half) {
-            to.high[row] = own[kMamba3High];
-            to.low[row] = own[kMamba3Low];
-            to.gamma[row] = own[kMamba3Gamma];
-        } else {
-            const float scale = own[kMamba3Scale - kHalf], leaving = own[kMamba3Leaving - kHalf];
-            to.scale[row] = scale;
-            const float entering = own[kMamba3Entering - kHalf];
-            to.entering[row] = entering;
-            // A NaN stays there.
-            to.adding[row] = kPass == kMamba3After ? entering : leaving != 0.0f ? leaving * scale : 0.0f;
-        }
-        if (thread == 0) {
-            to.carry[0] = carry;
-        }
+        end_copies();
         chunk_values += Block::kDirection * launch.values_step;
+        turner.turn_chunk(tiles + i % 2 * Tiles::kQK, i + 1 < block.chunks);
+        wait_for_copies<0>();
+        if (first_value > 0) {
+            static_assert(kMamba3Entering == 4 && kMamba3Leaving == 5, "a thread has them and the scale");
+            const float scale = own[0], entering = own[kMamba3ChunkRows], leaving = own[2 * kMamba3ChunkRows];
+            // A NaN stays there.
+            own[2 * kMamba3ChunkRows] = kFromEnd ? entering : leaving != 0.0f ? leaving * scale : 0.0f;
+        }
         x.finish(x_tile);
         show_to_warpgroup();
         __syncthreads();  // the chunk's tiles are there, those of the one before are free
@@ -145,13 +147,19 @@ __device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const M
 template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
 __device__ __forceinline__ void make_mamba3_tiles(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
                                                   const Mamba3Block<kPass == kMamba3After>& block, T* tiles,
-                                                  Mamba3ChunkValues* values, int thread) {
+                                                  Mamba3ChunkValues* values, const float* biases, int thread) {
+    const auto turn_chunks = [&](auto& turner) {
+        turn_mamba3_chunks<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, turner, thread);
+    };
     if constexpr (kPairwise) {
-        turn_mamba3_chunks<Mamba3PairTurner<T, kStates, kPass>, T, kStates, kPass>(p, launch, block, tiles, values, thread);
+        Mamba3PairTurner<T, kStates, kPass> turner(p, launch, block, biases, thread);
+        turn_chunks(turner);
     } else if (launch.ranks == Mamba3RanksTurner<T, kStates, kPass>::kRanks) {
-        turn_mamba3_chunks<Mamba3RanksTurner<T, kStates, kPass>, T, kStates, kPass>(p, launch, block, tiles, values, thread);
+        Mamba3RanksTurner<T, kStates, kPass> turner(p, launch, block, thread);
+        turn_chunks(turner);
     } else {
-        turn_mamba3_chunks<Mamba3HalvesTurner<T, kStates, kPass>, T, kStates, kPass>(p, launch, block, tiles, values, thread);
+        Mamba3HalvesTurner<T, kStates, kPass> turner(p, launch, block, thread);
+        turn_chunks(turner);
     }
 }
 

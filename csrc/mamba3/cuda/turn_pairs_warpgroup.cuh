@@ -7,70 +7,82 @@ namespace mamba {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Half a warp takes a row: a lane has four columns of each 64. Of its eight rows of a chunk it takes two at a time: while it
-// turns q's, k's are on their way, and the next two rows of q while it turns k's.
+// Half a warp takes a row: a lane has four columns of each 64. Of its eight rows of a chunk four are on their way from memory,
+// or two where angles turn all columns: as soon as two are turned, two others begin. All columns but those of the last 64
+// exist.
 template <typename T, int kStates, Mamba3Pass kPass>
 struct Mamba3PairTurner {
-    static constexpr int kTogether = 2;
-    static constexpr int kGroups = 8 / kTogether;
+    static constexpr int kMost = 4;
+    template <bool kMore>                                        // angles turn second pieces, too
+    static constexpr int kTogether = kMore ? kMost / 2 : kMost;  // rows of a group, which are on their way
     static constexpr int kPieces = kStates / 64;
     static constexpr bool kFromEnd = kPass == kMamba3After;
     static constexpr bool kBothSides = mamba3_finds_rows(kPass);  // else what goes into the state: k, or q from the end
+    static constexpr uint32_t kPieceBytes = kMamba3ChunkRows * 64 * sizeof(T);
+    // A row's place, and what its number does to those of its pieces.
+    static constexpr uint32_t kRowBytes = 64 * sizeof(T) + 16;
     using Tiles = Mamba3WarpgroupTiles<kStates, kPass>;
     using Block = Mamba3Block<kFromEnd>;
     const Mamba3WarpgroupLaunch& launch;
 
     // One of q and k.
     struct Side {
-        uint2 words[kTogether][kPieces];  // of rows that are on their way
-        float4 bias[kPieces];
-        const char* rows;  // of the chunk's first step, the lane's first columns
+        uint2 words[kMost][kPieces];  // of rows that are on their way
+        const char* rows;             // of the first chunk's first step
     };
-    Side first, second;                // q if both are there; k, or q from the end
-    float2 speed[kTogether][kPieces];  // of rows that are on their way; 0 where no angle turns the pair
-    float2 dt;
+    Side first, second;            // q if both are there; k, or q from the end
+    float2 speed[kMost][kPieces];  // of rows that are on their way; 0 where no angle turns the pair
+    float dt[kMost];
     float2 turned_by[kPieces];
-    uint2 start[kPieces];  // the turns before the chunk's part, which is half a warp's
-    const char* speeds;    // of the lane's first angles
-    const char* dts;       // of the lane's first step
-    const char *turns, *part_turns;
-    int first_row;  // of the lane's eight, and its place in a tile, in elements
-    int place;
-    int left;           // steps in the chunk, or more
-    bool has[kPieces];  // columns
-    bool turns_piece[kPieces];
+    // The turns before the chunk, and of the chunk before its part, which is half a warp's.
+    uint2 before[kPieces], part[kPieces];
+    // All lanes' places, to which a lane's are added when it loads: two registers each are more than it has.
+    const char *speeds, *dts, *turns, *part_turns;  // of the first chunk
+    const float* biases;                            // of the lane's first columns: q's, then k's
+    int lane_bytes;   // to the lane's first columns of q and k, its first angles of speeds and turns
+    int part_bytes;   // to the same of part_turns
+    int place;        // of the lane's first row in a tile, in bytes
+    int number;       // of the block's chunk
+    int first_row;    // of the lane's eight
+    int last_step;    // counted from the first chunk's first
+    int has_last;     // whether the lane's columns of the last piece exist
+    int turns_last;   // and its angles of the last piece that has any
     bool turns_more;  // whether angles turn second pieces
 
     __device__ __forceinline__ void set_side(Side& side, const MambaMamba3& p, const Block& block, const void* data,
-                                             int64_t batch_stride, int64_t len_stride, int64_t group_stride, const float* bias,
-                                             int64_t first_step, int column) const {
+                                             int64_t batch_stride, int64_t len_stride, int64_t group_stride,
+                                             int64_t first_step) const {
         const int64_t at = block.range.row * batch_stride + first_step * len_stride + block.group * group_stride;
-        side.rows = static_cast<const char*>(data) + (at + (has[0] ? column : 0)) * static_cast<int64_t>(sizeof(T));
+        side.rows = static_cast<const char*>(data) + at * static_cast<int64_t>(sizeof(T));
 #pragma unroll
-        for (int e = 0; e < kPieces; ++e) {
-            const float* const from = bias + block.head * p.dstate + 64 * e + column;
-            side.bias[e] = has[e] ? *reinterpret_cast<const float4*>(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            side.words[0][e] = side.words[1][e] = make_uint2(0u, 0u);
+        for (int i = 0; i < kMost; ++i) {
+#pragma unroll
+            for (int e = 0; e < kPieces; ++e) {
+                side.words[i][e] = make_uint2(0u, 0u);
+            }
         }
     }
 
     __device__ __forceinline__ Mamba3PairTurner(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launched, const Block& block,
-                                                int thread)
-        : launch(launched) {
+                                                const float* all_biases, int thread)
+        : launch(launched), biases(all_biases + thread % 16 * 4) {
         const Mamba3Chunks& chunks = launch.chunks;
         const int row0 = thread / 16 * 8, lane = thread % 16, column = 4 * lane;
+        turns_more = kPieces > 1 && p.nangles > 32;
+        has_last = opaque(64 * (kPieces - 1) + column < p.dstate ? 1 : 0);
+        turns_last = opaque((turns_more ? 32 : 0) + 2 * lane < p.nangles ? 1 : 0);
 #pragma unroll
         for (int e = 0; e < kPieces; ++e) {
-            has[e] = 64 * e + column < p.dstate;
-            turns_piece[e] = 32 * e + 2 * lane < p.nangles;
             turned_by[e] = make_float2(0.0f, 0.0f);
-            start[e] = make_uint2(0u, 0u);
-            speed[0][e] = speed[1][e] = make_float2(0.0f, 0.0f);
+            before[e] = part[e] = make_uint2(0u, 0u);
+#pragma unroll
+            for (int i = 0; i < kMost; ++i) {
+                speed[i][e] = make_float2(0.0f, 0.0f);
+            }
         }
-        turns_more = kPieces > 1 && p.nangles > 32;
         const int64_t first_step = block.first_step(chunks);
         const auto set_q = [&](Side& side) {
-            set_side(side, p, block, p.q, p.q_batch_stride, p.q_len_stride, p.q_group_stride, p.q_bias, first_step, column);
+            set_side(side, p, block, p.q, p.q_batch_stride, p.q_len_stride, p.q_group_stride, first_step);
         };
         if (kBothSides) {
             set_q(first);
@@ -78,65 +90,82 @@ struct Mamba3PairTurner {
         if (kFromEnd) {
             set_q(second);
         } else {
-            set_side(second, p, block, p.k, p.k_batch_stride, p.k_len_stride, p.k_group_stride, p.k_bias, first_step, column);
+            set_side(second, p, block, p.k, p.k_batch_stride, p.k_len_stride, p.k_group_stride, first_step);
         }
-        place = opaque(row0 * 64 + Mamba3XTile::at(0, column));
-        const int angle = turns_piece[0] ? 2 * lane : 0;
-        speeds = reinterpret_cast<const char*>(chunks.speeds + mamba3_speeds_index(p, block.range.row, first_step, block.head) +
-                                               angle);
-        dts = reinterpret_cast<const char*>(mamba3_values(chunks, p.nheads, block.slot, block.head, kMamba3Dt) + row0);
-        turns = reinterpret_cast<const char*>(chunks.turns + mamba3_turns_index(p, block.slot, block.head) + angle);
-        const int64_t part = row0 / chunks.part;
-        part_turns = reinterpret_cast<const char*>(chunks.part_turns +
-                                                   mamba3_part_turns_index(p, chunks, block.slot, part, block.head) + angle);
+        place = opaque((row0 * 64 + Mamba3XTile::at(0, column)) * static_cast<int>(sizeof(T)));
+        number = 0;
+        speeds = reinterpret_cast<const char*>(chunks.speeds + mamba3_speeds_index(p, block.range.row, first_step, block.head));
+        dts = reinterpret_cast<const char*>(mamba3_values(chunks, p.nheads, block.slot, block.head, kMamba3Dt));
+        turns = reinterpret_cast<const char*>(chunks.turns + mamba3_turns_index(p, block.slot, block.head));
+        part_turns =
+            reinterpret_cast<const char*>(chunks.part_turns + mamba3_part_turns_index(p, chunks, block.slot, 0, block.head));
+        lane_bytes = 8 * lane;
+        part_bytes = row0 / static_cast<int>(chunks.part) * launch.turns_part + lane_bytes;
         first_row = row0;
-        left = static_cast<int>(block.range.begin + block.range.seqlen - first_step);
+        last_step = static_cast<int>(block.range.begin + block.range.seqlen - first_step) - 1;
     }
 
-    // Rows of steps that do not exist count nothing: they get the last one's. What is opaque is so for a multiplication in one
-    // instruction, and for the compiler not to keep sums of pointers.
-    __device__ __forceinline__ void find_steps(int (&steps)[kTogether], int group) const {
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-            const int step = first_row + kTogether * group + i;
-            steps[i] = opaque(step < left ? step : left - 1);
-        }
+    __device__ __forceinline__ bool exists(int piece) const { return piece + 1 < kPieces || has_last != 0; }
+    template <bool kMore>
+    __device__ __forceinline__ bool turns_piece(int piece) const {
+        return kMore ? piece == 0 || turns_last != 0 : piece == 0 && turns_last != 0;
     }
-    __device__ __forceinline__ void begin_words(Side& side, int step, const int (&steps)[kTogether]) const {
-        const char* const rows = opaque(side.rows);
-        const int stride = opaque(step);
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-            const char* const at = rows + static_cast<int64_t>(steps[i]) * stride;
-#pragma unroll
-            for (int e = 0; e < kPieces; ++e) {
-                if (has[e]) {
-                    side.words[i][e] = *reinterpret_cast<const uint2*>(at + e * 64 * static_cast<int>(sizeof(T)));
-                }
-            }
-        }
-    }
-    __device__ __forceinline__ void begin_turns(const int (&steps)[kTogether], int group) {
-        const char* const from = opaque(speeds);
-        const int stride = opaque(launch.speeds_step);
+    __device__ __forceinline__ int second_step() const { return kFromEnd ? launch.q_step : launch.k_step; }
+
+    __device__ __forceinline__ void begin_words(Side& side, int i, const char* at) const {
 #pragma unroll
         for (int e = 0; e < kPieces; ++e) {
-            if (turns_piece[e]) {
+            if (exists(e)) {
+                side.words[i][e] = *reinterpret_cast<const uint2*>(at + e * 64 * static_cast<int>(sizeof(T)));
+            }
+        }
+    }
+    // Begins to load row `i` of the group whose first one is `row`. A step that does not exist counts nothing: it gets the last
+    // one's.
+    template <bool kMore>
+    __device__ __forceinline__ void begin_row(int row, int i) {
+        const int own = first_row + (row + i), step = own < last_step ? own : last_step;
+        const char* const at = row_at(speeds, step, launch.speeds_step) + opaque(lane_bytes);
 #pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    speed[i][e] = *reinterpret_cast<const float2*>(from + static_cast<int64_t>(steps[i]) * stride + 128 * e);
-                }
-                if (group == 0) {
-                    const uint2 before = *reinterpret_cast<const uint2*>(turns + 128 * e);
-                    const uint2 part = *reinterpret_cast<const uint2*>(part_turns + 128 * e);
-                    start[e] = make_uint2(before.x + part.x, before.y + part.y);
+        for (int e = 0; e < kPieces; ++e) {
+            if (turns_piece<kMore>(e)) {
+                speed[i][e] = *reinterpret_cast<const float2*>(at + 128 * e);
+            }
+        }
+        if (kBothSides) {
+            begin_words(first, i, row_at(first.rows, step, launch.q_step) + opaque(lane_bytes));
+        }
+        begin_words(second, i, row_at(second.rows, step, second_step()) + opaque(lane_bytes));
+    }
+    // What a group's rows share.
+    template <bool kMore>
+    __device__ __forceinline__ void begin_group(int chunk, int group) {
+        const char* const own_dts = row_at(dts, chunk, static_cast<int>(launch.values_step * 4)) + opaque(4 * first_row) +
+                                    group * (4 * kTogether<kMore>);
+        if constexpr (kMore) {
+            const float2 two = *reinterpret_cast<const float2*>(own_dts);
+            dt[0] = two.x;
+            dt[1] = two.y;
+        } else {
+            const float4 four = *reinterpret_cast<const float4*>(own_dts);
+            dt[0] = four.x;
+            dt[1] = four.y;
+            dt[2] = four.z;
+            dt[3] = four.w;
+        }
+        if (group == 0) {
+            const char* const chunk_turns = row_at(turns, chunk, static_cast<int>(launch.turns_step * 4)) + opaque(lane_bytes);
+            const char* const own_turns =
+                row_at(part_turns, chunk, static_cast<int>(launch.part_turns_step * 4)) + opaque(part_bytes);
+#pragma unroll
+            for (int e = 0; e < kPieces; ++e) {
+                if (turns_piece<kMore>(e)) {
+                    before[e] = *reinterpret_cast<const uint2*>(chunk_turns + 128 * e);
+                    part[e] = *reinterpret_cast<const uint2*>(own_turns + 128 * e);
                 }
             }
         }
-        dt = *reinterpret_cast<const float2*>(dts + group * (4 * kTogether));
     }
-
-    __device__ __forceinline__ int second_step() const { return kFromEnd ? launch.q_step : launch.k_step; }
 
     // Of an angle's pair of a row: its bias added, turned.
     static __device__ __forceinline__ uint32_t turn_word(uint32_t word, float bias_x, float bias_y, float2 cos_sin) {
@@ -147,25 +176,26 @@ struct Mamba3PairTurner {
         const float2 pair = unpack2<T>(word);
         return pack2<T>(pair.x + bias_x, pair.y + bias_y);
     }
-    // to: where the rows go. kMore: the second piece is turned too.
+    // Two rows from the i-th on, to the tile at `to`. kMore: the second piece is turned too.
     template <bool kMore>
-    __device__ __forceinline__ void turn_side(const Side& side, const float2 (&cos_sin)[kTogether][kPieces][2], T* tile,
-                                              const int (&to)[kTogether]) const {
+    __device__ __forceinline__ void turn_side(const Side& side, int i, const float* side_biases,
+                                              const float2 (&cos_sin)[2][kPieces][2], const uint32_t (&to)[2],
+                                              uint32_t on) const {
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        for (int e = 0; e < kPieces; ++e) {
+            const float4 bias = *reinterpret_cast<const float4*>(side_biases + 64 * e);
 #pragma unroll
-            for (int e = 0; e < kPieces; ++e) {
-                uint2 words = side.words[i][e];
-                const float4 bias = side.bias[e];
+            for (int j = 0; j < 2; ++j) {
+                uint2 words = side.words[i + j][e];
                 if (e == 0 || kMore) {
-                    words.x = turn_word(words.x, bias.x, bias.y, cos_sin[i][e][0]);
-                    words.y = turn_word(words.y, bias.z, bias.w, cos_sin[i][e][1]);
+                    words.x = turn_word(words.x, bias.x, bias.y, cos_sin[j][e][0]);
+                    words.y = turn_word(words.y, bias.z, bias.w, cos_sin[j][e][1]);
                 } else {
                     words.x = add_to_word(words.x, bias.x, bias.y);
                     words.y = add_to_word(words.y, bias.z, bias.w);
                 }
-                if (has[e]) {
-                    *reinterpret_cast<uint2*>(tile + to[i] + e * (kMamba3ChunkRows * 64)) = words;
+                if (exists(e)) {
+                    store_shared_8_bytes(to[j] + (on + e * kPieceBytes), words);
                 }
             }
         }
@@ -175,82 +205,80 @@ struct Mamba3PairTurner {
         turned_by = sum - rintf(sum);
         return make_float2(cos_fast(turned_by * 6.2831853f), sin_fast(turned_by * 6.2831853f));
     }
-    // Turns two rows into the tiles of q and k, the first of which is `tile`, and begins to load the next two, if there are
-    // any.
+    // Turns a group's rows into the tiles of q and k, at `tile` for the lane's first one, and begins to load those of the next
+    // group, in next_chunk.
     template <bool kMore>
-    __device__ __forceinline__ void turn(int group, T* tile, bool more) {
-        float2 cos_sin[kTogether][kPieces][2];
+    __device__ __forceinline__ void turn(int group, uint32_t tile, int next, int next_chunk) {
+        if (group == 0) {
 #pragma unroll
-        for (int e = 0; e < kPieces; ++e) {
-            if (e == 0 || kMore) {
-                if (group == 0) {
-                    turned_by[e] = make_float2(turns_of_count(start[e].x), turns_of_count(start[e].y));
-                }
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const float own = i == 0 ? dt.x : dt.y;
-                    cos_sin[i][e][0] = turn_on(turned_by[e].x, speed[i][e].x, own);
-                    cos_sin[i][e][1] = turn_on(turned_by[e].y, speed[i][e].y, own);
-                }
+            for (int e = 0; e < (kMore ? kPieces : 1); ++e) {
+                turned_by[e] = make_float2(turns_of_count(before[e].x + part[e].x), turns_of_count(before[e].y + part[e].y));
             }
         }
-        const int next = (group + 1) % kGroups;
-        if (next == 0) {
-            next_chunk();
-        }
-        int steps[kTogether], to[kTogether];
-        find_steps(steps, next);
+        float own_dt[kMost];
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-            to[i] = place ^ (kTogether * group + i) * 72;  // a row's place, and what its number does to those of its pieces
+        for (int i = 0; i < kTogether<kMore>; ++i) {
+            own_dt[i] = dt[i];
         }
-        if (more) {
-            begin_turns(steps, next);
-        }
-        if (kBothSides) {
-            turn_side<kMore>(first, cos_sin, tile, to);
-            if (more) {
-                begin_words(first, launch.q_step, steps);
+        begin_group<kMore>(next_chunk, next);
+#pragma unroll
+        for (int i = 0; i < kTogether<kMore>; i += 2) {
+            float2 cos_sin[2][kPieces][2];
+            uint32_t to[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+#pragma unroll
+                for (int e = 0; e < (kMore ? kPieces : 1); ++e) {
+                    cos_sin[j][e][0] = turn_on(turned_by[e].x, speed[i + j][e].x, own_dt[i + j]);
+                    cos_sin[j][e][1] = turn_on(turned_by[e].y, speed[i + j][e].y, own_dt[i + j]);
+                }
+                to[j] = tile ^ kTogether<kMore> * group * kRowBytes ^ (i + j) * kRowBytes;
             }
+            if (kBothSides) {
+                turn_side<kMore>(first, i, biases, cos_sin, to, 0);
+            }
+            turn_side<kMore>(second, i, biases + kStates, cos_sin, to, Tiles::kQ * sizeof(T));
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                begin_row<kMore>(next_chunk * kMamba3ChunkRows + next * kTogether<kMore>, i + j);
+            }
+            __syncwarp();  // or the compiler begins the loads of all rows behind the last one
         }
-        turn_side<kMore>(second, cos_sin, tile + Tiles::kQ, to);
-        if (more) {
-            begin_words(second, second_step(), steps);
-        }
-    }
-    __device__ __forceinline__ void next_chunk() {
-        constexpr int kSteps = Block::kDirection * kMamba3ChunkRows;
-        if (kBothSides) {
-            first.rows += static_cast<int64_t>(kSteps) * launch.q_step;
-        }
-        second.rows += static_cast<int64_t>(kSteps) * second_step();
-        speeds += static_cast<int64_t>(kSteps) * launch.speeds_step;
-        dts += Block::kDirection * launch.values_step * 4;
-        turns += Block::kDirection * launch.turns_step * 4;
-        part_turns += Block::kDirection * launch.part_turns_step * 4;
-        left -= kSteps;
     }
 
     // Before the first chunk.
     __device__ __forceinline__ void begin() {
-        int steps[kTogether];
-        find_steps(steps, 0);
-        begin_turns(steps, 0);
-        if (kBothSides) {
-            begin_words(first, launch.q_step, steps);
+        if (kPieces > 1 && turns_more) {
+            begin<true>();
+        } else {
+            begin<false>();
         }
-        begin_words(second, second_step(), steps);
     }
-    // A chunk, whose tiles begin at `tile`. more: whether there is another one.
+    template <bool kMore>
+    __device__ __forceinline__ void begin() {
+        begin_group<kMore>(0, 0);
+#pragma unroll
+        for (int i = 0; i < kTogether<kMore>; ++i) {
+            begin_row<kMore>(0, i);
+        }
+    }
+    // A chunk, whose tiles begin at `tile`. more: whether there is another one, else this one is loaded again.
     __device__ __forceinline__ void turn_chunk(T* tile, bool more) {
+        if (kPieces > 1 && turns_more) {
+            turn_groups<true>(tile, more);
+        } else {
+            turn_groups<false>(tile, more);
+        }
+        ++number;
+    }
+    template <bool kMore>
+    __device__ __forceinline__ void turn_groups(T* tile, bool more) {
+        constexpr int kGroups = 8 / kTogether<kMore>;
+        const uint32_t to = shared_address(tile) + place;
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
-            const bool next_exists = group + 1 < kGroups || more;
-            if (kPieces > 1 && turns_more) {
-                turn<true>(group, tile, next_exists);
-            } else {
-                turn<false>(group, tile, next_exists);
-            }
+            const int next = (group + 1) % kGroups;
+            turn<kMore>(group, to, next, Block::kDirection * (next == 0 && more ? number + 1 : number));
         }
     }
 };

@@ -1,6 +1,7 @@
 // What the two warpgroups of forward_warpgroup.cuh share: what a launch is told, where a block is, its shared memory.
 #pragma once
 
+#include "common/ptx_rows.cuh"
 #include "mamba3/cuda/chunks.cuh"
 #include "mamba3/cuda/turn_rows.cuh"
 #include "ssd/cuda/warpgroup.cuh"
@@ -85,11 +86,11 @@ constexpr int kMamba3ChunkRows = 64;
 using Mamba3XTile = SwizzledTile<kMamba3ChunkRows>;
 constexpr int kMamba3XTile = kMamba3ChunkRows * kMamba3StateRows;
 
+// The first arrays of Mamba3StepArray, of rows instead of steps.
+constexpr int kMamba3RowValues = kMamba3Leaving + 1;
+constexpr int kMamba3Adding = kMamba3Leaving;  // what x k^T counts in the state behind the chunk, where leaving was
 struct alignas(16) Mamba3ChunkValues {
-    float high[kMamba3ChunkRows], low[kMamba3ChunkRows], gamma[kMamba3ChunkRows], scale[kMamba3ChunkRows];
-    float entering[kMamba3ChunkRows];
-    float adding[kMamba3ChunkRows];  // what x k^T counts in the state behind the chunk
-    float carry[4];                  // the state's, once
+    float of[kMamba3RowValues][kMamba3ChunkRows];
 };
 
 // Shared memory of a block. Tiles are elements: q and k of two chunks, x of two chunks, the state before a chunk, and z, whose
@@ -106,8 +107,9 @@ struct Mamba3WarpgroupTiles {
     static constexpr int kStateAt = kXAt + 2 * kMamba3XTile;
     static constexpr int kZAt = kStateAt + kState;
     static constexpr int kElements = kZAt + kZ;
-    static constexpr int kValuesAt = kElements * 2;  // bytes
-    static constexpr int kWeightsAt = kValuesAt + 2 * static_cast<int>(sizeof(Mamba3ChunkValues));
+    static constexpr int kValuesAt = kElements * 2;                                                // bytes
+    static constexpr int kBiasesAt = kValuesAt + 2 * static_cast<int>(sizeof(Mamba3ChunkValues));  // q's and k's, of pairs
+    static constexpr int kWeightsAt = kBiasesAt + 2 * kStates * 4;
     // Behind them, with rows: the norm's weight, then mimo_z and mimo_out of each rank.
     static int64_t bytes(int64_t ranks) { return kWeightsAt + (kRows ? (1 + 2 * ranks) * kMamba3StateRows * 4 : 0); }
 };

@@ -1,0 +1,18 @@
+// The functions of csrc/common/ptx_rows.cuh, for the emulator. What each promises stands there.
+#pragma once
+
+#include "common/ptx.cuh"
+
+namespace mamba {
+
+inline const char* row_at(const char* rows, int index, int stride) {
+    return rows + static_cast<int64_t>(index) * stride;
+}
+inline void store_shared_8_bytes(uint32_t address, uint2 value) {
+    *static_cast<uint2*>(emulator::at_shared_address(address)) = value;
+}
+inline void copy_async_4_bytes(void* to, const void* from) {
+    emulator::begin_copy(to, from, 4, true);
+}
+
+}  // namespace mamba
