@@ -42,14 +42,16 @@ struct Directed : Layout {
     static constexpr bool kWhole = kWhole_;  // and fill all tiles, see fills_tiles
 };
 
-// Whether there are kernels for usual calls: each makes the library larger.
+// Whether there are kernels for usual calls, of which each makes the library larger; and those of the rarer ones, too.
+template <typename T>
+constexpr bool kHasUsual = sizeof(T) == 2;
 template <typename T, bool kReverse>
-constexpr bool kHasUsual = sizeof(T) == 2 && !kReverse;
+constexpr bool kHasAllUsual = kHasUsual<T> && !kReverse;
 
-// Whether a call has what Mamba's have: 16 bits, z, D and softplus, B and C that vary, no sequences, and time runs forwards.
+// Whether a call has what Mamba's have: 16 bits, z, D and softplus, B and C that vary, and no sequences.
 inline bool is_usual(const MambaSelectiveScan& p) {
-    return dtype_size(p.dtype) == 2 && !p.reverse && p.z != nullptr && p.D != nullptr && p.delta_softplus && p.variable_B &&
-           p.variable_C && p.seq_idx == nullptr;
+    return dtype_size(p.dtype) == 2 && p.z != nullptr && p.D != nullptr && p.delta_softplus && p.variable_B && p.variable_C &&
+           p.seq_idx == nullptr;
 }
 
 // Whether rows are aligned (inputs_aligned) and all of a layout's tiles whole.

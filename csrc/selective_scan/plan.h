@@ -67,7 +67,7 @@ inline bool inputs_aligned(const MambaSelectiveScan& p) {
 // has fewer instructions a state step than the layouts that give a block fewer channels.
 inline bool has_many_channels(const MambaSelectiveScan& p, int64_t processors) {
     const int64_t blocks = p.batch * p.ngroups * group_blocks(p, Forward16Many::kChannels);
-    return is_usual(p) && p.dstate == Forward16Many::kSlice && fills_tiles<Forward16Many>(p, inputs_aligned(p)) &&
+    return is_usual(p) && !p.reverse && p.dstate == Forward16Many::kSlice && fills_tiles<Forward16Many>(p, inputs_aligned(p)) &&
            blocks >= 3 * processors;
 }
 

@@ -361,15 +361,6 @@ cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned, bool car
     return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, q, aligned, atomic);
 }
 
-// Usual calls that do not want out have kernels of their own.
-template <typename T, bool kReverse>
-cudaError_t launch_usual_backward(const ScanBackward& q, bool aligned, bool carry_only) {
-    if (fills_tiles<Backward16>(q.forward, aligned)) {
-        return launch_backward_layout<T, Directed<Backward16, kReverse, true, true>, 8, 3, false>(q, aligned, carry_only);
-    }
-    return launch_backward_layout<T, Directed<Backward16, kReverse, true>, 8, 3, false>(q, aligned, carry_only);
-}
-
 template <typename T, bool kReverse>
 cudaError_t launch_backward_of_kind(const ScanBackward& q, bool aligned, BackwardKind kind, bool carry_only) {
     static_assert(sizeof(BackwardShared<float, Backward16Narrow, 16, false>) <= kSmallestShared &&
@@ -384,17 +375,23 @@ cudaError_t launch_backward_of_kind(const ScanBackward& q, bool aligned, Backwar
         case BackwardKind::k8:
             return launch_backward_layout<T, Directed<Backward8, kReverse>, 16, 2, false>(q, aligned, carry_only);
         case BackwardKind::k16:
-            if constexpr (kHasUsual<T, kReverse>) {
-                if (is_usual(q.forward) && q.forward.out == nullptr) {
-                    return launch_usual_backward<T, kReverse>(q, aligned, carry_only);
+            if constexpr (kHasUsual<T>) {
+                if (is_usual(q.forward) && fills_tiles<Backward16>(q.forward, aligned)) {
+                    using Layout = Directed<Backward16, kReverse, true, true>;
+                    return launch_backward_layout<T, Layout, 8, 3, false>(q, aligned, carry_only);
+                }
+            }
+            if constexpr (kHasAllUsual<T, kReverse>) {
+                if (is_usual(q.forward)) {
+                    return launch_backward_layout<T, Directed<Backward16, kReverse, true>, 8, 3, false>(q, aligned, carry_only);
                 }
             }
             return launch_backward_layout<T, Directed<Backward16, kReverse>, 8, 3, false>(q, aligned, carry_only);
         case BackwardKind::k16Narrow:
             return launch_backward_layout<T, Directed<Backward16Narrow, kReverse>, 16, 3, false>(q, aligned, carry_only);
         case BackwardKind::k16Sliced:
-            if constexpr (kHasUsual<T, kReverse>) {
-                if (is_usual(q.forward) && q.forward.out == nullptr && fills_tiles<Backward16>(q.forward, aligned)) {
+            if constexpr (kHasAllUsual<T, kReverse>) {
+                if (is_usual(q.forward) && fills_tiles<Backward16>(q.forward, aligned)) {
                     using Layout = Directed<Backward16, kReverse, true, true>;
                     return launch_backward_layout<T, Layout, 8, 2, true>(q, aligned, carry_only);
                 }

@@ -195,12 +195,12 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
             }
             store_steps<T, Layout::kVector, Layout::kReverse>(dz_row + place, valid, Layout::kWhole || aligned, dz);
         }
-        if (!Layout::kUsual && p.out != nullptr) {
+        if (p.out != nullptr) {
             T* out_row = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride;
             if (adds<Layout>(p)) {
-                add_steps<T, Layout::kVector, Layout::kReverse>(out_row + place, valid, aligned, y);
+                add_steps<T, Layout::kVector, Layout::kReverse>(out_row + place, valid, Layout::kWhole || aligned, y);
             }
-            store_steps<T, Layout::kVector, Layout::kReverse>(out_row + place, valid, aligned, y);
+            store_steps<T, Layout::kVector, Layout::kReverse>(out_row + place, valid, Layout::kWhole || aligned, y);
         }
     }
 }

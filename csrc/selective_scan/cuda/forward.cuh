@@ -296,45 +296,35 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     }
 }
 
-// carry_only: what all segments pass on, and no more.
-template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced>
+// carry_only: what all segments pass on, and no more. kSplits: whether p may have segments at all.
+template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced, bool kSplits = true>
 cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned, bool carry_only) {
     const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
     const size_t shared_bytes =
         kSliced ? static_cast<size_t>(slices) * Layout::kEach * Layout::kStates * Layout::kThreads * sizeof(float) : 0;
     const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments));
     const auto kernel = selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, false>;
-    const auto carry_kernel = selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, true>;
-    // The last one passes nothing on within a call.
-    const int64_t carried = carry_only ? p.segments : p.carried ? 0 : p.segments - 1;
-    cudaError_t error = cudaSuccess;
-    if (kSliced) {
-        error = allow_shared(kernel, static_cast<int64_t>(shared_bytes));
-        if (error == cudaSuccess && carried > 0) {
-            error = allow_shared(carry_kernel, static_cast<int64_t>(shared_bytes));
-        }
-    }
+    cudaError_t error = kSliced ? allow_shared(kernel, static_cast<int64_t>(shared_bytes)) : cudaSuccess;
     if (error != cudaSuccess) {
         return error;
     }
-    if (carried > 0) {
-        const unsigned carry_blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, carried));
-        error = launch_kernel(carry_kernel, carry_blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
-        if (error != cudaSuccess || carry_only) {
-            return error;
+    if constexpr (kSplits) {
+        const auto carry_kernel = selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, true>;
+        // The last one passes nothing on within a call.
+        const int64_t carried = carry_only ? p.segments : p.carried ? 0 : p.segments - 1;
+        if (carried > 0) {
+            const unsigned carry_blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, carried));
+            error = kSliced ? allow_shared(carry_kernel, static_cast<int64_t>(shared_bytes)) : cudaSuccess;
+            if (error == cudaSuccess) {
+                error = launch_kernel(carry_kernel, carry_blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
+            }
+            if (error != cudaSuccess || carry_only) {
+                return error;
+            }
+            return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
         }
-        return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
     }
     return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
-}
-
-// For 9 to 16 states: usual calls have kernels of their own.
-template <typename T, bool kReverse>
-cudaError_t launch_usual_forward(const MambaSelectiveScan& p, bool aligned, bool carry_only) {
-    if (fills_tiles<Forward16>(p, aligned)) {
-        return launch_forward_layout<T, Directed<Forward16, kReverse, true, true>, 8, 4, false>(p, aligned, carry_only);
-    }
-    return launch_forward_layout<T, Directed<Forward16, kReverse, true>, 8, 4, false>(p, aligned, carry_only);
 }
 
 template <typename T, bool kReverse>
@@ -345,15 +335,17 @@ cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, 
     }
     if (p.dstate <= Forward16::kSlice) {
         if (wide) {
-            return launch_forward_layout<T, Directed<Forward16Wide, kReverse>, 16, 4, false>(p, aligned, carry_only);
+            return launch_forward_layout<T, Directed<Forward16Wide, kReverse>, 16, 4, false, false>(p, aligned, false);
         }
-        if constexpr (kHasUsual<T, kReverse>) {
+        if constexpr (kHasAllUsual<T, kReverse>) {
             if (channels == BlockChannels::kMany) {
                 using Layout = Directed<Forward16Many, kReverse, true, true>;
-                return launch_forward_layout<T, Layout, 4, 4, false>(p, aligned, carry_only);
+                return launch_forward_layout<T, Layout, 8, 4, false, false>(p, aligned, false);
             }
-            if (is_usual(p)) {
-                return launch_usual_forward<T, kReverse>(p, aligned, carry_only);
+        }
+        if constexpr (kHasUsual<T>) {
+            if (is_usual(p) && fills_tiles<Forward16>(p, aligned)) {
+                return launch_forward_layout<T, Directed<Forward16, kReverse, true, true>, 8, 4, false>(p, aligned, carry_only);
             }
         }
         return launch_forward_layout<T, Directed<Forward16, kReverse>, 8, 4, false>(p, aligned, carry_only);
@@ -363,9 +355,9 @@ cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, 
     }
     if (p.dstate <= Forward64::kSlice) {
         if (wide) {
-            return launch_forward_layout<T, Directed<Forward64Wide, kReverse>, 4, 3, false>(p, aligned, carry_only);
+            return launch_forward_layout<T, Directed<Forward64Wide, kReverse>, 4, 3, false, false>(p, aligned, false);
         }
-        if constexpr (kHasUsual<T, kReverse>) {
+        if constexpr (kHasAllUsual<T, kReverse>) {
             if (is_usual(p) && fills_tiles<Forward64>(p, aligned)) {
                 return launch_forward_layout<T, Directed<Forward64, kReverse, true, true>, 4, 3, false>(p, aligned, carry_only);
             }
@@ -373,7 +365,7 @@ cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, 
         return launch_forward_layout<T, Directed<Forward64, kReverse>, 4, 3, false>(p, aligned, carry_only);
     }
     if (wide) {
-        return launch_forward_layout<T, Directed<Forward64Wide, kReverse>, 4, 3, true>(p, aligned, carry_only);
+        return launch_forward_layout<T, Directed<Forward64Wide, kReverse>, 4, 3, true, false>(p, aligned, false);
     }
     return launch_forward_layout<T, Directed<Forward64, kReverse>, 4, 3, true>(p, aligned, carry_only);
 }

@@ -72,7 +72,7 @@ __device__ __forceinline__ bool has_softplus(const MambaSelectiveScan& p) {
 // Whether results are added to what is there: with reverse alone.
 template <class Layout>
 __device__ __forceinline__ bool adds(const MambaSelectiveScan& p) {
-    return Layout::kReverse && !Layout::kUsual && p.add != 0;
+    return Layout::kReverse && p.add != 0;
 }
 
 inline int64_t scan_grid(const MambaSelectiveScan& p, int channels_per_block, int64_t segments) {

@@ -42,12 +42,22 @@ def one_after_the_other(xz, out_proj_weight, out_proj_bias, forwards, backwards)
     return y + y_b if out_proj_bias is None else y + y_b + out_proj_bias
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_values_and_gradients(sizes, dtype, device):
+def check(sizes, dtype, device):
     tensors, others = inputs(dtype, device, **sizes), inputs(dtype, device, **sizes)
     tensors = {name: tensors[name] for name in (*SHARED, *OWN)} | {name + "_b": others[name] for name in OWN}
     found = outputs_and_gradients(lambda **tensors: both(mamba_inner_both, tensors), tensors)
     plain = outputs_and_gradients(lambda **tensors: both(one_after_the_other, tensors), tensors)
     truth = outputs_and_gradients(lambda **tensors: both(one_after_the_other, tensors), tensors, torch.float64)
     assert_close_to_truth(found, plain, truth, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_values_and_gradients(sizes, dtype, device):
+    check(sizes, dtype, device)
+
+
+@pytest.mark.gpu
+def test_whole_tiles(cuda_kernels):
+    """Enough blocks of whole tiles, for which the scan has kernels of its own: one adds to what the other writes."""
+    check({"batch": 42, "dim": 256, "seqlen": 128, "dstate": 16}, torch.bfloat16, cuda_kernels)
