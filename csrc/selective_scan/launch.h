@@ -11,7 +11,7 @@ namespace mamba {
 // aligned: see inputs_aligned and gradients_aligned in plan.h.
 struct ScanLaunchers {
     cudaError_t (*forward)(const MambaSelectiveScan& p, bool aligned, BlockChannels channels);
-    // channels: of kPipelineChannels. For 9 to 16 states, B and C that vary, aligned rows, and no seq_idx.
+    // channels: of kPipelineChannels. For up to 16 states, B and C that vary, aligned rows, and no seq_idx.
     cudaError_t (*pipeline)(const MambaSelectiveScan& p, int channels);
     // Parts of gradients remain to be added up.
     cudaError_t (*backward)(const ScanBackward& q, bool aligned, BackwardKind kind);

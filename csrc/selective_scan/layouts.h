@@ -89,20 +89,19 @@ inline int forward_channels(int64_t dstate, bool wide) {
     return wide ? Forward64Wide::kChannels : Forward64::kChannels;
 }
 
-// Channels that a block of forward_pipeline.cuh may take, and the bytes of shared memory that it needs then: all fit 9.0
-// and 10.x, all but 40 of float32 also 8.0, and 16 every GPU since.
+// Channels that a block of forward_pipeline.cuh may take, and whether they may have so many states.
 constexpr int kPipelineChannels[] = {12, 16, 32, 40};
-constexpr int pipeline_shared(int channels, int64_t element_size) {
-    if (channels == 12) {
-        return element_size == 4 ? 152320 : 108800;
-    }
-    if (channels == 16) {
-        return element_size == 4 ? 96256 : 71168;
-    }
-    if (channels == 32) {
-        return element_size == 4 ? 166912 : 129536;
-    }
-    return element_size == 4 ? 202240 : 158720;
+inline bool pipeline_takes(int channels, int64_t dstate) {
+    return dstate > 8 || channels == 12 || channels == 32;
+}
+
+// The bytes of shared memory that it needs then, slice: 8 or 16 states. All fit 9.0 and 10.x, all but 40 of float32 also 8.0,
+// and 16 every GPU since.
+constexpr int pipeline_shared(int channels, int slice, int element_size) {
+    const int tile = channels == 12 ? 64 : 32, row = tile + 4;
+    const int stage = (3 * channels + 2 * slice) * tile * element_size;                       // u, delta and z, B and C
+    const int prepared = (2 * channels + slice * element_size / 2 + 8 * channels) * row * 4;  // dt, dt * u, B and C, y
+    return 4 * stage + 2 * prepared;
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------------

@@ -93,11 +93,13 @@ constexpr int64_t kLongestNarrow = 1024;
 // Channels a block of the pipelined forward scan takes where that is to run, else 0. All of its blocks run at once, for as long
 // as one takes: with fewer than two thirds of the multiprocessors, segments of a long length are faster.
 inline int pipeline_channels(const MambaSelectiveScan& p, const DeviceLimits& device) {
-    const bool can_run = p.dstate > 8 && p.dstate <= 16 && p.variable_B && p.variable_C && p.seq_idx == nullptr &&
+    const bool can_run = p.dstate <= 16 && p.variable_B && p.variable_C && p.seq_idx == nullptr &&
                          p.seqlen > MAMBA_SCAN_CHECKPOINT && inputs_aligned(p);
     for (const int channels : kPipelineChannels) {
         const int64_t blocks = p.batch * p.ngroups * group_blocks(p, channels);
-        const bool fits = pipeline_shared(channels, dtype_size(p.dtype)) <= device.shared;
+        const bool fits =
+            pipeline_takes(channels, p.dstate) &&
+            pipeline_shared(channels, p.dstate <= 8 ? 8 : 16, static_cast<int>(dtype_size(p.dtype))) <= device.shared;
         if (can_run && fits && blocks <= device.processors) {
             return p.seqlen <= kLongestNarrow || 3 * blocks >= 2 * device.processors ? channels : 0;
         }

@@ -11,10 +11,10 @@
 
 namespace mamba {
 
-template <int kScanWarps_, int kTile_, int kQuads_>
+template <int kScanWarps_, int kTile_, int kQuads_, int kStates_ = 2>
 struct PipelineLayout {
-    static constexpr int kLanes = 8;   // lanes that share a channel
-    static constexpr int kStates = 2;  // states a lane holds: lane k has states k and k + kLanes
+    static constexpr int kLanes = 8;          // lanes that share a channel
+    static constexpr int kStates = kStates_;  // states a lane holds: lane k has states k and k + kLanes
     static constexpr int kSlice = kLanes * kStates;
     static constexpr int kTile = kTile_;
     static constexpr int kRow = kTile + 4;  // floats a row: 16-byte aligned, rows four banks apart
@@ -163,13 +163,13 @@ __device__ __forceinline__ void scan_tiles(const MambaSelectiveScan& p, const Sc
     const int row = warp * Layout::kWarpChannels + lane / Layout::kLanes;
     const int64_t channel = block.first_channel + row;
     const int64_t state = (block.batch * p.dim + channel) * p.dstate + k;
-    bool valid[Layout::kStates];
+    bool exists[Layout::kStates];
     PipelineScan<T, Layout> scan;
 #pragma unroll
     for (int s = 0; s < Layout::kStates; ++s) {
-        valid[s] = row < block.channels && k + s * Layout::kLanes < p.dstate;
-        scan.A[s] = valid[s] ? decay_exponent(p.A[channel * p.dstate + k + s * Layout::kLanes]) : 0.0f;
-        scan.h[s] = valid[s] && p.initial_state != nullptr ? p.initial_state[state + s * Layout::kLanes] : 0.0f;
+        exists[s] = Layout::kWhole || (row < block.channels && k + s * Layout::kLanes < p.dstate);
+        scan.A[s] = exists[s] ? decay_exponent(p.A[channel * p.dstate + k + s * Layout::kLanes]) : 0.0f;
+        scan.h[s] = exists[s] && p.initial_state != nullptr ? p.initial_state[state + s * Layout::kLanes] : 0.0f;
     }
     const int64_t checkpoint_row = p.dim * p.dstate;
     float* checkpoint = nullptr;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void scan_tiles(const MambaSelectiveScan& p, const Sc
         if (checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0 && next_step < p.seqlen) {
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
-                if (valid[s]) {
+                if (exists[s]) {
                     checkpoint[s * Layout::kLanes] = scan.h[s];
                 }
             }
@@ -194,7 +194,7 @@ __device__ __forceinline__ void scan_tiles(const MambaSelectiveScan& p, const Sc
     }
 #pragma unroll
     for (int s = 0; s < Layout::kStates; ++s) {
-        if (p.last_state != nullptr && valid[s]) {
+        if (p.last_state != nullptr && exists[s]) {
             p.last_state[state + s * Layout::kLanes] = scan.h[s];
         }
     }
@@ -209,15 +209,16 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
     const int row = element / Layout::kRowThreads;
     const int step = element % Layout::kRowThreads * Layout::kVector;
     const int place = place_in_tile<Layout>(step, Layout::kVector);
-    const bool row_exists = row < block.channels;
+    const bool row_exists = Layout::kWhole || row < block.channels;
     const int64_t channel = block.first_channel + (row_exists ? row : 0);
     const T* const u = static_cast<const T*>(p.u) + block.batch * p.u_batch_stride + channel * p.u_dim_stride + place;
     const T* const delta =
         static_cast<const T*>(p.delta) + block.batch * p.delta_batch_stride + channel * p.delta_dim_stride + place;
     const T* const z = static_cast<const T*>(p.z) + block.batch * p.z_batch_stride + channel * p.z_dim_stride + place;
     T* const out = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride + place;
-    const bool gated = p.z != nullptr;
-    const bool add = Layout::kReverse && p.add != 0;
+    const bool gated = is_gated<Layout>(p);
+    const bool skips = Layout::kUsual || p.D != nullptr;
+    const bool add = adds<Layout>(p);
     Packed<T, Layout::kVector> before = packed_zero<T, Layout::kVector>();  // what the results of the tile in hand are added to
     const float bias = p.delta_bias != nullptr ? p.delta_bias[channel] : 0.0f;
     const float D = p.D != nullptr ? p.D[channel] : 0.0f;
@@ -230,7 +231,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
 #pragma unroll
     for (int i = 0; i < Layout::kOwnPieces; ++i) {
         const int n = piece(i) / Layout::kRowThreads;
-        state_exists[i] = n < p.dstate;
+        state_exists[i] = Layout::kWhole || n < p.dstate;
         const int64_t state = state_exists[i] ? n : 0;
         B[i] = static_cast<const T*>(p.B) + block.batch * p.B_batch_stride + block.group * p.B_group_stride +
                state * p.B_dstate_stride + place;
@@ -238,6 +239,9 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
                state * p.C_dstate_stride + place;
     }
     const auto stage_of = [&](int tile) -> Stage& { return shared.stages[tile % Layout::kStages]; };
+    const auto steps_exist = [&](int tile) {
+        return Layout::kWhole ? tile < tiles : static_cast<int64_t>(tile) * Layout::kTile + step < p.seqlen;
+    };
     const auto first_step = [](int tile) { return static_cast<int64_t>(tile) * Layout::kTile; };
     const auto tile_place = [&](int tile) { return place_of<Layout>(p, first_step(tile), Layout::kTile); };
     const auto read = [&](const T* from) {
@@ -250,9 +254,9 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
 
     const auto begin_copies = [&](int tile) {
         Stage& stage = stage_of(tile);
-        const bool steps_exist = first_step(tile) + step < p.seqlen;
-        const int64_t first = steps_exist ? tile_place(tile) : 0;
-        const bool exist = row_exists && steps_exist;
+        const bool in_row = steps_exist(tile);
+        const int64_t first = in_row ? tile_place(tile) : 0;
+        const bool exist = row_exists && in_row;
         copy_async<Stage::kBytes>(stage.u[element], u + first, exist);
         copy_async<Stage::kBytes>(stage.delta[element], delta + first, exist);
         if (gated) {
@@ -261,8 +265,8 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
 #pragma unroll
         for (int i = 0; i < Layout::kOwnPieces; ++i) {
             if (has_piece(i)) {
-                copy_async<Stage::kBytes>(stage.B[piece(i)], B[i] + first, state_exists[i] && steps_exist);
-                copy_async<Stage::kBytes>(stage.C[piece(i)], C[i] + first, state_exists[i] && steps_exist);
+                copy_async<Stage::kBytes>(stage.B[piece(i)], B[i] + first, state_exists[i] && in_row);
+                copy_async<Stage::kBytes>(stage.C[piece(i)], C[i] + first, state_exists[i] && in_row);
             }
         }
         end_copies();
@@ -273,7 +277,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         float dt[Layout::kVector], x[Layout::kVector];
         unpack<T, Layout::kVector>(read(stage.delta[element]), dt);
         unpack<T, Layout::kVector>(read(stage.u[element]), x);
-        time_steps<T>(dt, bias, p.delta_softplus, row_exists && first_step(tile) + step < p.seqlen ? Layout::kVector : 0);
+        time_steps<T>(dt, bias, has_softplus<Layout>(p), row_exists && steps_exist(tile) ? Layout::kVector : 0);
 #pragma unroll
         for (int i = 0; i < Layout::kVector; ++i) {
             x[i] *= dt[i];
@@ -304,7 +308,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         for (int i = 0; i < Layout::kVector; ++i) {
             y[i] = ((part[0][i] + part[1][i]) + (part[2][i] + part[3][i])) +
                    ((part[4][i] + part[5][i]) + (part[6][i] + part[7][i]));
-            y[i] = p.D != nullptr ? fmaf(D, other[i], y[i]) : y[i];
+            y[i] = skips ? fmaf(D, other[i], y[i]) : y[i];
         }
         if (gated) {
             unpack<T, Layout::kVector>(read(stage.z[element]), other);
@@ -320,7 +324,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
                 y[i] += other[i];
             }
         }
-        if (row_exists && first_step(tile) + step < p.seqlen) {
+        if (row_exists && steps_exist(tile)) {
             store_steps<T, Layout::kVector, Layout::kReverse>(out + tile_place(tile), Layout::kVector, true, y);
         }
     };
@@ -336,7 +340,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         if (tile > 0) {
             finish(tile - 1);  // whose stage is free then
         }
-        if (add && row_exists && first_step(tile) + step < p.seqlen) {
+        if (add && row_exists && steps_exist(tile)) {
             before = read(out + tile_place(tile));
         }
         begin_copies(tile + kAhead);
@@ -364,17 +368,19 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_k
     }
 }
 
+// For up to 8 states, and for 9 to 16.
+using Pipeline12Few = PipelineLayout<3, 64, 2, 1>;
+using Pipeline32Few = PipelineLayout<8, 32, 1, 1>;
 using Pipeline12 = PipelineLayout<3, 64, 2>;
 using Pipeline16 = PipelineLayout<4, 32, 2>;
 using Pipeline32 = PipelineLayout<8, 32, 1>;
 using Pipeline40 = PipelineLayout<10, 32, 1>;
 
-template <typename T, bool kReverse, class Channels>
-cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
-    using Layout = Directed<Channels, kReverse>;
+template <typename T, class Layout>
+cudaError_t launch_pipeline_kernel(const MambaSelectiveScan& p) {
     const auto kernel = selective_scan_pipeline_kernel<T, Layout>;
     constexpr int kShared = sizeof(PipelineShared<T, Layout>);
-    static_assert(kShared == pipeline_shared(Layout::kChannels, sizeof(T)), "what the plan counts on");
+    static_assert(kShared == pipeline_shared(Layout::kChannels, Layout::kSlice, sizeof(T)), "what the plan counts on");
     const cudaError_t error = allow_shared(kernel, kShared);
     if (error != cudaSuccess) {
         return error;
@@ -383,22 +389,31 @@ cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
     return launch_kernel(kernel, blocks, Layout::kThreads, kShared, p.run.stream, p);
 }
 
-static_assert(Pipeline12::kChannels == kPipelineChannels[0] && Pipeline16::kChannels == kPipelineChannels[1] &&
-                  Pipeline32::kChannels == kPipelineChannels[2] && Pipeline40::kChannels == kPipelineChannels[3],
-              "what the plan chooses from");
+template <typename T, bool kReverse, class Layout>
+cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
+    if constexpr (kHasAllUsual<T, kReverse> && Layout::kStates == 2) {
+        if (is_usual(p) && fills_tiles<Layout>(p, true)) {
+            return launch_pipeline_kernel<T, Directed<Layout, kReverse, true, true>>(p);
+        }
+    }
+    return launch_pipeline_kernel<T, Directed<Layout, kReverse>>(p);
+}
 
 template <typename T, bool kReverse>
 cudaError_t launch_scan_pipeline(const MambaSelectiveScan& p, int channels) {
-    if (channels == Pipeline12::kChannels) {
-        return launch_pipeline_layout<T, kReverse, Pipeline12>(p);
+    const bool few = p.dstate <= Pipeline12Few::kSlice;
+    switch (channels) {
+        case Pipeline12::kChannels:
+            return few ? launch_pipeline_layout<T, kReverse, Pipeline12Few>(p)
+                       : launch_pipeline_layout<T, kReverse, Pipeline12>(p);
+        case Pipeline16::kChannels:
+            return launch_pipeline_layout<T, kReverse, Pipeline16>(p);
+        case Pipeline32::kChannels:
+            return few ? launch_pipeline_layout<T, kReverse, Pipeline32Few>(p)
+                       : launch_pipeline_layout<T, kReverse, Pipeline32>(p);
+        default:
+            return launch_pipeline_layout<T, kReverse, Pipeline40>(p);
     }
-    if (channels == Pipeline16::kChannels) {
-        return launch_pipeline_layout<T, kReverse, Pipeline16>(p);
-    }
-    if (channels == Pipeline32::kChannels) {
-        return launch_pipeline_layout<T, kReverse, Pipeline32>(p);
-    }
-    return launch_pipeline_layout<T, kReverse, Pipeline40>(p);
 }
 
 }  // namespace mamba
