@@ -1,6 +1,7 @@
 // What mamba_cuda says about itself, and how CUDA's errors become ours.
 #include "common/check.h"
 #include "common/cuda_device.h"
+#include "common/lock.h"
 
 namespace mamba {
 
@@ -39,7 +40,13 @@ cudaError_t allow_shared(const void* kernel, int64_t bytes) {
     if (error != cudaSuccess || (asked.kernel == kernel && asked.device == device && asked.bytes >= bytes)) {
         return error;
     }
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    // The limit is the process's: what one thread was told stays true, since no other sets less.
+    const ProcessLock alone;
+    cudaFuncAttributes now;
+    error = cudaFuncGetAttributes(&now, kernel);
+    if (error == cudaSuccess && now.maxDynamicSharedSizeBytes < bytes) {
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    }
     if (error == cudaSuccess) {
         asked = {kernel, device, bytes};
     }

@@ -207,9 +207,7 @@ cudaError_t launch_mamba3(void (*kernel)(Parameters...), int64_t blocks, unsigne
     if (blocks > INT32_MAX) {
         return cudaErrorInvalidConfiguration;
     }
-    const cudaError_t error = shared <= 48 * 1024 ? cudaSuccess
-                                                  : cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                                         cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    const cudaError_t error = allow_shared(kernel, shared);
     return error != cudaSuccess ? error
                                 : launch_kernel(kernel, dim3(static_cast<unsigned>(blocks), beside), dim3(threads),
                                                 static_cast<size_t>(shared), q.forward.run.stream, q, launch);

@@ -21,13 +21,6 @@ struct Mamba3ForwardLaunch {
     Mamba3FinishVectors vectors;
 };
 
-// Lets a kernel have so much shared memory.
-inline cudaError_t mamba3_allow_shared(const void* kernel, int64_t bytes) {
-    return bytes <= 48 * 1024
-               ? cudaSuccess
-               : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-}
-
 // Pitches of the tiles of (rows, headdim), in elements.
 constexpr int kMamba3XPitch = kMamba3StateRows + kTilePad;
 

@@ -348,7 +348,7 @@ template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
 cudaError_t launch_mamba3_warpgroups(const MambaMamba3& p, Mamba3WarpgroupLaunch launch, int64_t segments) {
     const auto kernel = mamba3_warpgroup_kernel<T, kStates, kPairwise, kPass>;
     const int64_t shared = Mamba3WarpgroupTiles<kStates, kPass>::bytes(int64_t{1} << launch.ranks_log2);
-    const cudaError_t error = mamba3_allow_shared(reinterpret_cast<const void*>(kernel), shared);
+    const cudaError_t error = allow_shared(kernel, shared);
     if (error != cudaSuccess) {
         return error;
     }

@@ -16,7 +16,7 @@ cudaError_t launch_mamba3_walk(const MambaMamba3& p, Mamba3ForwardLaunch launch,
     const bool projects = p.rank > 1 || p.mimo_v != nullptr;
     const int64_t shared = Tiles::kFixed + (projects ? Tiles::v_bytes(launch.chunks.steps) : 0);
     const auto kernel = mamba3_forward_kernel<T, Layout, kResults>;
-    const cudaError_t error = mamba3_allow_shared(reinterpret_cast<const void*>(kernel), shared);
+    const cudaError_t error = allow_shared(kernel, shared);
     if (error != cudaSuccess) {
         return error;
     }

@@ -315,10 +315,7 @@ cudaError_t launch_mamba3_step_rows(const MambaMamba3Step& q, int processors, in
     const int64_t states = kMamba3StepWarps * StateRing<Rows, kMamba3StepDepth>::kWarpBytes;
     const int64_t shared = states + held * mamba3_step_rank_bytes(p) + mamba3_step_output_bytes(p);
     const auto kernel = mamba3_step_kernel<Rows, kRanks, kAtOnce, kUsual>;
-    const cudaError_t error = shared <= 40 * 1024
-                                  ? cudaSuccess
-                                  : cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                         cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    const cudaError_t error = allow_shared(kernel, shared);
     if (error != cudaSuccess) {
         return error;
     }

@@ -1,5 +1,6 @@
 """Gated LayerNorm/RMSNorm with groups against the reference: values, gradients, views, wrong arguments."""
 
+import concurrent.futures
 from functools import partial
 
 import pytest
@@ -194,3 +195,22 @@ def test_the_two_directions(z, is_rms_norm, before, device):
         torch.testing.assert_close(gradient, other)
     with pytest.raises(ValueError, match=r"layernorm_gated: out must have shape \(6, 12\), got \(6, 11\)"):
         _layer_norm_fwd(x, weight, bias, 1e-5, out=target[:, 1:], **options)
+
+
+@pytest.mark.gpu
+def test_threads_that_need_different_amounts_of_shared_memory():
+    """What a kernel may have is the process's: a call of another thread must not leave this one with less."""
+
+    def backward(width):
+        x, z, dy = torch.randn(3, 64, width, generator=torch.Generator().manual_seed(width)).cuda().unbind()
+        weight = torch.ones(width, device="cuda")
+        _, mean, rstd = _layer_norm_fwd(x, weight, None, 1e-5, z=z, is_rms_norm=True)
+        return _layer_norm_bwd(dy, x, weight, None, 1e-5, mean, rstd, z=z, is_rms_norm=True)[0]
+
+    widths = 4096, 256, 1024, 2048
+    expected = [backward(width) for width in widths]
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        for width, result in zip(reversed(widths), reversed(expected), strict=True):
+            assert torch.equal(other.submit(backward, width).result(), result)
+    for width, result in zip(widths, expected, strict=True):
+        assert torch.equal(backward(width), result)

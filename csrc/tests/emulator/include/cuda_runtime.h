@@ -199,6 +199,7 @@ enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4, cudaLaunch
 typedef struct CUstream_st* cudaStream_t;
 struct cudaFuncAttributes {
     int ptxVersion;
+    int maxDynamicSharedSizeBytes;
 };
 struct cudaLaunchAttribute {
     cudaLaunchAttributeID id;
@@ -241,8 +242,9 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, in
     return cudaSuccess;
 }
 template <typename Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel* kernel) {
     attributes->ptxVersion = __CUDA_ARCH__ / 10;
+    attributes->maxDynamicSharedSizeBytes = emulator::allowed_shared(reinterpret_cast<const void*>(kernel));
     return cudaSuccess;
 }
 // Runs the kernel to its end. Streams are kept by that alone.
