@@ -25,10 +25,10 @@ CONVOLUTION_FILES = (
     "causal_conv1d/cpp_functions.py",
     "causal_conv1d_cuda.py",
 )
-# Of the file. With one architecture it has 2.8 MB: mamba_cpu 0.7, mamba_cuda 2.0, of which 1.7 are device code.
+# Of the file. With 9.0a alone, whose kernels are the most, it has 10.5 MB: all but a tenth is device code.
 MIB = 1 << 20
 BUDGET_WITHOUT_CUDA = 4 * MIB
-BUDGET_OF_AN_ARCHITECTURE = 4 * MIB
+BUDGET_OF_AN_ARCHITECTURE = 8 * MIB
 BUDGET_OF_CONVOLUTION = MIB // 8
 
 
