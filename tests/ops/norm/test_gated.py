@@ -198,12 +198,12 @@ def test_the_two_directions(z, is_rms_norm, before, device):
 
 
 @pytest.mark.gpu
-def test_threads_that_need_different_amounts_of_shared_memory():
+def test_threads_that_need_different_amounts_of_shared_memory(cuda_kernels):
     """What a kernel may have is the process's: a call of another thread must not leave this one with less."""
 
     def backward(width):
-        x, z, dy = torch.randn(3, 64, width, generator=torch.Generator().manual_seed(width)).cuda().unbind()
-        weight = torch.ones(width, device="cuda")
+        x, z, dy = torch.randn(3, 64, width, generator=torch.Generator().manual_seed(width)).to(cuda_kernels).unbind()
+        weight = torch.ones(width, device=cuda_kernels)
         _, mean, rstd = _layer_norm_fwd(x, weight, None, 1e-5, z=z, is_rms_norm=True)
         return _layer_norm_bwd(dy, x, weight, None, 1e-5, mean, rstd, z=z, is_rms_norm=True)[0]
 
