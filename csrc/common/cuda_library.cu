@@ -1,7 +1,6 @@
 // What mamba_cuda says about itself, and how CUDA's errors become ours.
 #include "common/check.h"
 #include "common/cuda_device.h"
-#include "common/lock.h"
 
 namespace mamba {
 
@@ -40,12 +39,14 @@ cudaError_t allow_shared(const void* kernel, int64_t bytes) {
     if (error != cudaSuccess || (asked.kernel == kernel && asked.device == device && asked.bytes >= bytes)) {
         return error;
     }
-    // The limit is the process's: what one thread was told stays true, since no other sets less.
-    const ProcessLock alone;
+    // The limit is the process's. So every thread sets the same, all that there is: none finds less than it was told.
+    const DeviceLimits limits(device);
     cudaFuncAttributes now;
-    error = cudaFuncGetAttributes(&now, kernel);
-    if (error == cudaSuccess && now.maxDynamicSharedSizeBytes < bytes) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    error = limits.error != cudaSuccess ? limits.error : cudaFuncGetAttributes(&now, kernel);
+    if (error == cudaSuccess) {
+        const int most = limits.shared - static_cast<int>(now.sharedSizeBytes);
+        error = bytes > most ? cudaErrorInvalidValue
+                             : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
     }
     if (error == cudaSuccess) {
         asked = {kernel, device, bytes};

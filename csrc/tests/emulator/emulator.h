@@ -20,8 +20,6 @@ struct Launch {
 int run(const Launch& launch, const std::function<void()>& body);
 // What cudaFuncSetAttribute lets a kernel have of dynamic shared memory, beyond 48 KiB.
 void allow_shared(const void* kernel, int bytes);
-// What it may have.
-int allowed_shared(const void* kernel);
 
 // ---- what a thread does ----------------------------------------------------------------------------------------------
 

@@ -299,11 +299,6 @@ void allow_shared(const void* kernel, int bytes) {
     shared_limits[kernel] = static_cast<size_t>(bytes);
 }
 
-int allowed_shared(const void* kernel) {
-    const auto limit = shared_limits.find(kernel);
-    return static_cast<int>(limit == shared_limits.end() ? kSharedBytes : limit->second);
-}
-
 int run(const Launch& launch, const std::function<void()>& body) {
     static std::mutex machine;
     const std::lock_guard<std::mutex> alone(machine);  // Python may launch from several threads
@@ -314,7 +309,7 @@ int run(const Launch& launch, const std::function<void()>& body) {
     if (count == 0 || count > kMaxThreads || blocks == 0 || gridDim.y > 65535 || gridDim.z > 65535) {
         return cudaErrorInvalidConfiguration;
     }
-    if (launch.shared_bytes > static_cast<size_t>(allowed_shared(launch.kernel))) {
+    if (launch.shared_bytes > kSharedBytes && launch.shared_bytes > shared_limits[launch.kernel]) {
         return cudaErrorInvalidValue;
     }
     running = &body;

@@ -199,7 +199,7 @@ enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4, cudaLaunch
 typedef struct CUstream_st* cudaStream_t;
 struct cudaFuncAttributes {
     int ptxVersion;
-    int maxDynamicSharedSizeBytes;
+    size_t sharedSizeBytes;
 };
 struct cudaLaunchAttribute {
     cudaLaunchAttributeID id;
@@ -242,9 +242,9 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, in
     return cudaSuccess;
 }
 template <typename Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel* kernel) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
     attributes->ptxVersion = __CUDA_ARCH__ / 10;
-    attributes->maxDynamicSharedSizeBytes = emulator::allowed_shared(reinterpret_cast<const void*>(kernel));
+    attributes->sharedSizeBytes = 0;
     return cudaSuccess;
 }
 // Runs the kernel to its end. Streams are kept by that alone.
