@@ -126,7 +126,7 @@ cudaError_t may_start_early(void (*kernel)(Parameters...), bool* answer) {
     return error;
 }
 
-// Lets a kernel have so many bytes of dynamic shared memory on the current device. A thread asks the driver once.
+// Lets a kernel have so many bytes of dynamic shared memory on the current device. A thread seldom asks the driver again.
 cudaError_t allow_shared(const void* kernel, int64_t bytes);
 template <typename... Parameters>
 cudaError_t allow_shared(void (*kernel)(Parameters...), int64_t bytes) {

@@ -293,6 +293,17 @@ def test_a_norm_or_projection_with_hooks_or_replaced_is_called(module, device):
 
 
 @torch.no_grad()
+def test_dropout_or_a_bias_of_a_norm_counts(device):
+    layer, u = Mamba3(24, d_state=8, headdim=8, device=device).train(), torch.randn(2, 9, 24, device=device)
+    plain = layer(u)
+    layer.B_norm.dropout_p = 0.5
+    assert not torch.allclose(layer(u), plain)
+    torch.testing.assert_close(layer.eval()(u), plain)
+    layer.C_norm.bias = torch.nn.Parameter(torch.ones(8, device=device))
+    assert not torch.allclose(layer(u), plain)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("hooked", [("B_norm",), ("norm",), ("C_norm", "norm")], ids="_".join)
 def test_a_step_calls_a_norm_with_hooks(module, hooked, device):
     hooked, calls = [name for name in hooked if hasattr(module, name)], []

@@ -318,7 +318,12 @@ class Mamba3(nn.Module):
 
     def _is_fused(self) -> bool:
         """Whether the norms of B and C are no more than their weights, so that an operator may take these."""
-        return all(is_plain(norm, RMSNorm) or is_plain(norm, SharedRMSNorm) for norm in (self.B_norm, self.C_norm))
+        return all(
+            (is_plain(norm, RMSNorm) or is_plain(norm, SharedRMSNorm))
+            and norm.bias is None
+            and not (norm.training and norm.dropout_p)
+            for norm in (self.B_norm, self.C_norm)
+        )
 
     def _calls_norm(self) -> bool:
         """Whether the norm before the gate is more than its weight, so that it is called behind the operator."""

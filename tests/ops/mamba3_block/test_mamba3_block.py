@@ -216,6 +216,14 @@ def test_only_inputs_are_kept():
     assert kept.keys() <= {value.data_ptr() for value in tensors.values() if value is not None}
 
 
+def test_no_heads(device):
+    tensors = [
+        torch.ones(shape, device=device, requires_grad=True) for shape in ((1, 4, 20), 0, 8, 8, (0, 1, 8), (0, 1, 8))
+    ]
+    mamba3_block(*tensors, headdim=8).sum().backward()
+    assert not any(tensor.grad.any() for tensor in tensors)
+
+
 def test_gradients_of_final_states_alone(device):
     case = Case(2, 30, 2, 8, 16, 4, states=True)
     tensors = case.inputs(torch.float32, device)

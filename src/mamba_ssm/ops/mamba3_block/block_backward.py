@@ -71,11 +71,12 @@ def _backward(dout, *arguments):
     finals, inputs, options = unpack(arguments, FinalGradients, Inputs, Options)
     sizes = _check(dout, finals, inputs, options)
     grads = _allocate(inputs)
-    if sizes.scan.batch * sizes.scan.seqlen == 0 or sizes.scan.sequences == 0:
+    nothing = sizes.scan.sequences == 0 or sizes.scan.nheads == 0
+    if nothing or sizes.scan.batch * sizes.scan.seqlen == 0:
         for grad in grads:
             if grad is not None:
                 grad.zero_()
-    if sizes.scan.sequences == 0:
+    if nothing:
         return grads
     finals = make(FinalGradients, [checks.contiguous(gradient) for gradient in finals])
     inputs, row_stride = kernel_layout(inputs)

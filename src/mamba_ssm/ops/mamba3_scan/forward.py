@@ -160,9 +160,9 @@ def launch_forward(sizes, inputs, options, out, final_angle, final_ssm, final_k,
     params = abi.MambaMamba3()
     functions = place(params, out)
     fill(params, sizes, inputs, options)
+    place_out(params, inputs, out)
     workspace = out.new_empty(functions["mamba3_forward_workspace"](params), dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
-    place_out(params, inputs, out)
     if final_ssm is not None:
         params.final_angle = final_angle.data_ptr()
         params.final_ssm = final_ssm.data_ptr()

@@ -17,7 +17,7 @@ from mamba_ssm._torch import make
 from mamba_ssm.ops.ssd.arguments import Inputs, Options
 from mamba_ssm.ops.ssd.forward import launch_forward
 
-_MOST_PIECES = 16  # with the heads of any model they fill a GPU; each is a few launches and keeps two states
+_MOST_PIECES = 16  # with the heads of any model they fill a GPU; each keeps two states
 _LEAST_STEPS = 512  # of a piece: 8 chunks
 
 _Sizes = typing.TypeVar("_Sizes", bound=typing.Any)
