@@ -11,6 +11,10 @@ namespace mamba3 {
 
 // ---- weights of steps ------------------------------------------------------------------------------------------------
 
+// A step's decay counts as at least that in base 2, as in the CUDA kernels: zero in float32 over any number of steps, and no
+// sum grows so large that it forgets what the steps behind it add.
+constexpr double kLeastDecay = -32768.0;
+
 // Exponents are sums of adt log2(e) from the chunk's first step on, each as a float and the rest that it loses: their
 // differences between near steps must be exact where the sums have grown large.
 struct Steps {
@@ -51,7 +55,8 @@ inline void find_steps(const MambaMamba3& p, const Chunk& chunk, int64_t head, S
     }
     double sum = 0.0;
     for (int step = 0; step < steps; ++step) {
-        sum += static_cast<double>(adt[step]) * 1.4426950408889634;
+        const double decay = static_cast<double>(adt[step]) * 1.4426950408889634;
+        sum += decay < kLeastDecay ? kLeastDecay : decay;
         const float high = static_cast<float>(sum), low = static_cast<float>(sum - static_cast<double>(high));
         const float gamma = s.lambda[step] * s.dt[step];
         const float scale = step + 1 < known ? gamma + s.rest[step + 1] * s.dt[step + 1] : gamma;

@@ -122,6 +122,16 @@ def test_extreme_values(name, rank, device):
     assert_close_to_truth(found, plain, truth, 5e-5)
 
 
+@pytest.mark.parametrize("least", [-1e30, -torch.inf])
+def test_a_step_that_forgets_all(least, device):
+    case = Mamba3Case(1, 130, 2, 8, rank=2)
+    tensors = case.inputs(torch.float32, device)
+    tensors["ADT"][:, ::9] = least
+    found = mamba3_scan(**tensors)
+    tensors["ADT"][:, ::9] = -1e5
+    torch.testing.assert_close(found, mamba3_scan(**tensors), rtol=0, atol=0)
+
+
 def test_rank_1_is_siso_with_the_entries_of_q_and_k_in_another_order(device):
     case = Mamba3Case(2, 70, 4, 8, dstate=16, nangles=8)
     tensors = case.inputs(torch.float32, device)
