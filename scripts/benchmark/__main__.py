@@ -1,6 +1,7 @@
 """Measures the package on this machine, and beside it another package with the same import paths.
 
-python scripts/benchmark [--device cuda|cpu] [--peer DIR[:DIR]] [--only scan,block] [--json FILE] [--plot FILE.svg]
+python scripts/benchmark [--device cuda|cpu] [--peer DIR[:DIR]] [--only scan,block]
+    [--json FILE] [--markdown FILE] [--plot FILE.svg]
 
 The peer is what is found first on that import path: upstream's mamba_ssm and causal_conv1d, or another version of this
 package. Both sides run in turns, each in its own process, on the same inputs, in two modes: GPU keeps the GPU's queue
@@ -24,7 +25,7 @@ import progress
 import torch
 from side import PACKAGES, installed
 from sides import Failed, Sides
-from table import cell, table
+from table import cell, explanations, markdown, table
 
 # Sections with a comparison and a table of their own, and their modules.
 BESIDE_PLAIN_TORCH = {
@@ -55,7 +56,12 @@ def parse(arguments):
     parser.add_argument("--quick", action="store_true", help="the first case of each section, few repetitions")
     parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="of one step of a case (120)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
-    parser.add_argument("--plot", metavar="FILE", help="also draw them there, as .svg or .png (needs matplotlib)")
+    parser.add_argument("--markdown", metavar="FILE", help="also write the tables there")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="also draw the first cases of each section there, as .svg or .png (needs matplotlib)",
+    )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device")
@@ -134,7 +140,8 @@ def _start(sides, machine):
 def main(arguments=None):
     options = parse(arguments)
     machine = {"device": options.device}
-    results, explained, wrong = {"machine": machine, "sections": {}}, set(), False
+    results, explained, wrong = {"machine": machine, "sections": {}}, {}, False
+    written = []  # in Markdown
     with Sides(options.device, options.peer, options.limit) as sides:
         try:
             _start(sides, machine)
@@ -157,19 +164,25 @@ def main(arguments=None):
             wrong = wrong or any(side != "peer" for _, side, _ in failed)
             progress.clear()
             for title, rows in shown:
-                title += f" ({found['seconds']:.0f} s)"
-                print(f"\n{table(title, rows, explained)}", flush=True)
+                heading = f"{title} ({found['seconds']:.0f} s)"
+                print(f"\n{table(heading, rows, explained)}", flush=True)
+                written.append(markdown(title, rows))
             for case, side, why in failed:
                 print(f"\n{case}: {side}: {why}", flush=True)
+                written.append(f"{case}: {side}: {why.splitlines()[-1]}")
     if "ceilings" in machine:
         ceilings = ", ".join(f"{by} {cell(value * 1e-9)} G" for by, value in machine["ceilings"].items())
-        print(f"\nthis machine's limits, a second: {ceilings}")
+        written.insert(0, f"This machine's limits, a second: {ceilings}")
+        print(f"\n{written[0]}")
+    title = [machine["ours"].get("machine", options.device)]
+    title = "; ".join(title + [f"{side.name}: {_described(side.facts, '{name} {version}')}" for side in sides.all])
+    if options.markdown:
+        with open(options.markdown, "w", encoding="utf-8") as file:
+            print(f"# {title}", *written, "## Columns", explanations(explained), sep="\n\n", file=file)
     if options.plot:
         import plot
 
-        title = [machine["ours"].get("machine", options.device)]
-        title += [f"{side.name}: {_described(side.facts, '{name} {version}')}" for side in sides.all]
-        plot.draw(options.plot, results["sections"], bool(options.peer), "; ".join(title))
+        plot.draw(options.plot, results["sections"], bool(options.peer), title)
     return 1 if wrong else 0
 
 

@@ -4,13 +4,14 @@ import comparison
 
 MODES = {"gpu": ("GPU: its time alone", "#2a6f97"), "call": ("call: the host's time too", "#f4a259")}
 INCHES_A_LINE = 0.32
+CASES = 2  # of each section are drawn: the tables hold all
 
 
 def lines(sections, with_peer):
-    """[(label, {mode: value})] of every line that has a value, in the tables' order."""
+    """[(label, {mode: value})] of the lines that have a value, of each section's first cases, in the tables' order."""
     found = []
     for name, section in sections.items():
-        for record in section.get("records", ()):
+        for record in section.get("records", ())[:CASES]:
             if with_peer and record["beside"] != "peer":
                 continue  # how it compares with another layer of ours is no factor against the peer
             for which, measured in record["passes"].items():

@@ -69,6 +69,21 @@ def cell(value):
     return str(value)
 
 
+def markdown(title, rows):
+    """The same table in Markdown, below a heading."""
+    lines = [
+        list(rows[0]),
+        ["---", *["--:"] * (len(rows[0]) - 1)],
+        *([cell(value) for value in row.values()] for row in rows),
+    ]
+    return "\n".join([f"## {title}", "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def explanations(columns):
+    """What columns mean, as a list in Markdown."""
+    return "\n".join(f"- {column}: {EXPLANATIONS[column]}" for column in columns)
+
+
 def _heading(column, width):
     """A heading's lines, of `width` or of its longest word."""
     return textwrap.wrap(column, max(width, *(len(word) for word in column.split())))
@@ -77,7 +92,7 @@ def _heading(column, width):
 def table(title, rows, explained=None):
     """The text of a table; rows are dicts of the same keys, each of them explained above.
 
-    explained: a set of columns that need no explanation again, to which this table's are added.
+    explained: a dict whose keys are the columns that need no explanation again, to which this table's are added.
     """
     columns = list(rows[0])
     cells = [[cell(row[column]) for column in columns] for row in rows]
@@ -93,9 +108,9 @@ def table(title, rows, explained=None):
             *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
         ]
         text.append("  ".join(padded).rstrip())
-    explained = set() if explained is None else explained
+    explained = {} if explained is None else explained
     new = [column for column in columns if column not in explained]
-    explained.update(new)
+    explained.update(dict.fromkeys(new))
     text += [""] if new else []
     indent = 2 + max((len(column) for column in new), default=0) + 2
     for column in new:

@@ -29,14 +29,14 @@ def peer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compared(peer, tmp_path_factory):
-    """(what it printed, its JSON) of all sections beside that peer."""
+    """(what it printed, its JSON, its Markdown) of all sections beside that peer."""
     file = tmp_path_factory.mktemp("results") / "results.json"
-    done = benchmark("--peer", peer, "--json", file)
-    return done, json.loads(file.read_text())
+    done = benchmark("--peer", peer, "--json", file, "--markdown", file.with_suffix(".md"))
+    return done, json.loads(file.read_text()), file.with_suffix(".md").read_text()
 
 
 def test_every_case_is_measured_on_both_sides(compared, peer):
-    done, results = compared
+    done, results, _ = compared
     table = [line for line in done.stdout.splitlines() if "ours: " not in line and "peer: " not in line]
     assert max(map(len, table)) <= 120, done.stdout
     assert list(results["sections"]) == SECTIONS
@@ -56,15 +56,26 @@ def test_every_case_is_measured_on_both_sides(compared, peer):
                     assert all(side["seconds"] > 0 for side in sides.values())
 
 
+def test_markdown_has_the_tables_that_were_printed(compared):
+    done, results, text = compared
+    headings = [line[3:] for line in text.splitlines() if line.startswith("## ")]
+    assert headings[-1] == "Columns" and len(headings) == len(set(headings))
+    assert set(SECTIONS) <= {heading.partition(":")[0] for heading in headings}
+    assert all(f"\n{heading} (" in done.stdout for heading in headings[:-1])
+    for section in results["sections"].values():
+        for record in section["records"]:
+            assert f"\n| {record['case']} | " in text
+
+
 def test_what_the_peer_lacks_is_said(compared):
-    done, _ = compared
+    done, *_ = compared
     assert "gated 20 x 40 float32: peer: comparing with float64: lacks it: module" in done.stdout
     row = next(line for line in done.stdout.splitlines() if line.startswith("gated") and " fwd " in line)
     assert row.split()[-2:] == ["-", "-"]
 
 
 def test_each_column_is_explained_once_and_progress_is_told(compared):
-    done, _ = compared
+    done, *_ = compared
     for column in ("call ours ms", "call peer ms", "call x", "ours tokens/s"):
         assert sum(line.startswith(f"  {column} ") for line in done.stdout.splitlines()) == 1
     for name in SECTIONS:

@@ -104,6 +104,8 @@ def test_a_table_of_long_headings_stays_narrow_and_needs_every_column_explained(
     row = {"case": "B1 L131072 D4096 N16 bfloat16", **dict.fromkeys(columns, 1234.5)}
     text = module.table("title", [row])
     assert len("  ".join(row)) > 120 and max(map(len, text.splitlines())) <= 120, text
+    lines = module.markdown("title", [row]).splitlines()
+    assert lines[0] == "## title" and len({line.count("|") for line in lines[2:]}) == 1 and "1234" in lines[-1]
     with pytest.raises(KeyError, match="unheard"):
         module.table("title", [{"case": "", "unheard of": 1}])
 
