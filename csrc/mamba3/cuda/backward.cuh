@@ -21,6 +21,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
         __trap();
         return;
     }
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     constexpr int kRows = Tiles::kRows;
     constexpr int kStates = Tiles::kStates;
     constexpr int kInner = Tiles::kInner;

@@ -204,13 +204,10 @@ cudaError_t launch_mamba3(void (*kernel)(Parameters...), int64_t blocks, unsigne
     if (blocks == 0) {
         return cudaSuccess;
     }
-    if (blocks > INT32_MAX) {
-        return cudaErrorInvalidConfiguration;
-    }
     const cudaError_t error = allow_shared(kernel, shared);
     return error != cudaSuccess ? error
-                                : launch_kernel(kernel, dim3(static_cast<unsigned>(blocks), beside), dim3(threads),
-                                                static_cast<size_t>(shared), q.forward.run.stream, q, launch);
+                                : launch_overlapping(kernel, Grid(blocks, beside), dim3(threads), static_cast<size_t>(shared),
+                                                     q.forward.run.stream, q, launch);
 }
 
 }  // namespace mamba

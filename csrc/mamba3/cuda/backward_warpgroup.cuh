@@ -219,6 +219,8 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     using Tiles = Mamba3BackwardLayouts<__half>::Middle;
     MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_backward_warpgroup_shared);
     Shared& shared = *reinterpret_cast<Shared*>(mamba3_backward_warpgroup_shared);
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     const Mamba3Walk<T> walk(q, launch, shared);
     const MambaMamba3& p = q.forward;
     if (threadIdx.x == 0) {

@@ -329,6 +329,7 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     }
     show_to_warpgroup();
     wait_for_previous_kernel();
+    let_next_kernel_start();
     __syncthreads();
     if (thread < kMamba3Threads) {
         take_registers<kMamba3MultiplyRegisters<kPairwise>>();

@@ -154,6 +154,8 @@ constexpr double kMamba3OrdinaryStep = 1048576.0;  // of dt; a speed is 1/2 at m
 __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
     MAMBA_DYNAMIC_SHARED(16, float, shared_speeds);  // (steps, S), for all heads
     __shared__ Mamba3PrepareInputs inputs;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     const int64_t head_blocks = ceil_div(p.nheads, kMamba3PrepareHeads);
     const int64_t slot = blockIdx.x / head_blocks;
     const int64_t first_head = blockIdx.x % head_blocks * kMamba3PrepareHeads;
@@ -328,6 +330,8 @@ constexpr int kMamba3CarryThreads = 128;
 __global__ void __launch_bounds__(kMamba3CarryThreads)
     mamba3_carry_turns_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
     __shared__ uint32_t last_turns[MAMBA_MAX_DSTATE / 2];
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     const int64_t index = blockIdx.x;  // of the sequence and head
     const int64_t head = index % p.nheads;
     const int64_t sequence_index = index / p.nheads;
@@ -335,7 +339,6 @@ __global__ void __launch_bounds__(kMamba3CarryThreads)
     const Mamba3Sequence sequence = mamba3_sequence(p, sequence_index);
     const int64_t count = ceil_div(sequence.seqlen, chunks.steps);
     const int64_t slot = mamba3_slot(p, chunks, sequence_index, sequence.begin);
-    wait_for_previous_kernel();
     for (int i = threadIdx.x; i < angles; i += kMamba3CarryThreads) {
         uint32_t turn = p.angle_state != nullptr ? count_of_radians(p.angle_state[index * angles + i]) : 0u;
         constexpr int kAhead = 8;
@@ -412,8 +415,8 @@ inline cudaError_t launch_mamba3_prepare(const MambaMamba3& p, const Mamba3Chunk
         const int64_t shared = p.angles_of_heads != 0 ? 0 : chunks.steps * p.nangles * 4;
         // Chunks of more than 128 states have half of the steps.
         static_assert(sizeof(Mamba3PrepareInputs) + kMamba3MostSteps * MAMBA_MAX_DSTATE <= 48 * 1024, "what every GPU has");
-        const cudaError_t error = launch_kernel(mamba3_prepare_kernel, static_cast<unsigned>(blocks), kMamba3PrepareThreads,
-                                                static_cast<size_t>(shared), p.run.stream, p, chunks);
+        const cudaError_t error = launch_overlapping(mamba3_prepare_kernel, Grid(blocks), kMamba3PrepareThreads,
+                                                     static_cast<size_t>(shared), p.run.stream, p, chunks);
         if (error != cudaSuccess) {
             return error;
         }
