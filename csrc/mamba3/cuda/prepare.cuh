@@ -27,38 +27,63 @@ struct Mamba3PrepareInputs {
     int last_start;                       // of all heads, -1: none
 };
 
-// One of them. Lanes lie along heads or steps, whichever are neighbours in memory.
-template <typename V>
-__device__ __forceinline__ void load_prepare_input(float* to, const V* from, int64_t len_stride, int64_t head_stride, int rows,
-                                                   int existing, int heads) {
-    constexpr int kEach = ((kMamba3MostSteps + 1) * kMamba3PrepareHeads + kMamba3PrepareThreads - 1) / kMamba3PrepareThreads;
-    const bool along_heads = head_stride <= len_stride;
-    const auto row_of = [&](int i) { return along_heads ? i / kMamba3PrepareHeads : i % rows; };
-    const auto head_of = [&](int i) { return along_heads ? i % kMamba3PrepareHeads : i / rows; };
-    float values[kEach];  // all on their way before the first is used
+// A thread's share of one of them: an entry of every eighth row, or pairs of rows of every eighth head, so that lanes lie along
+// heads or steps, whichever are neighbours in memory; the first warp has the row behind the chunk's steps, too. As bits first,
+// so that all loads are on their way together; what does not exist is another entry till then.
+struct Mamba3PrepareShare {
+    static constexpr int kOwn = kMamba3MostSteps / kMamba3PrepareWarps;
+    uint32_t bits[kOwn + 1];
+    int row, head;                 // of the first entry
+    int row_odd, row_on, head_on;  // from there to an odd one's row, to the row and head two on
+    int32_t dtype;
+
+    // at: of the first row's first head. existing: rows, up to the one behind the chunk's `steps`.
+    __device__ __forceinline__ Mamba3PrepareShare(const void* from, int64_t at, int32_t dtype, int64_t len_stride,
+                                                  int64_t head_stride, int steps, int existing, int heads)
+        : dtype(dtype) {
+        static_assert(kMamba3PrepareHeads == 32 && kMamba3PrepareWarps == 8 && kOwn == 8, "so all are shared out");
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const bool along_heads = head_stride <= len_stride;
+        row = along_heads ? warp : lane;
+        head = along_heads ? lane : warp;
+        row_odd = along_heads ? 8 : 32;
+        row_on = along_heads ? 16 : 0;
+        head_on = along_heads ? 0 : 8;
+        const auto offset = [&](int own_row, int own_head) {
+            own_row = own_row < existing ? own_row : existing - 1;
+            own_head = own_head < heads ? own_head : heads - 1;
+            return at + own_row * len_stride + own_head * head_stride;
+        };
+        const auto load = [&](const auto* data) {
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-        const int i = threadIdx.x + j * kMamba3PrepareThreads, row = row_of(i), head = head_of(i);
-        values[j] = row < existing && head < heads ? to_float(from[row * len_stride + head * head_stride]) : 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-        const int i = threadIdx.x + j * kMamba3PrepareThreads;
-        if (i < rows * kMamba3PrepareHeads) {
-            to[row_of(i) * Mamba3PrepareInputs::kPitch + head_of(i)] = values[j];
+            for (int i = 0; i < kOwn; ++i) {
+                bits[i] = data[offset(own_row(i), own_head(i))];
+            }
+            bits[kOwn] = data[offset(steps, lane)];
+        };
+        if (dtype == MAMBA_FLOAT32) {
+            load(static_cast<const uint32_t*>(from));
+        } else {
+            load(static_cast<const uint16_t*>(from));
         }
     }
-}
-__device__ __forceinline__ void load_prepare_input(float* to, const void* from, int64_t at, int32_t dtype, int64_t len_stride,
-                                                   int64_t head_stride, int rows, int existing, int heads) {
-    if (dtype == MAMBA_FLOAT32) {
-        load_prepare_input(to, static_cast<const float*>(from) + at, len_stride, head_stride, rows, existing, heads);
-    } else if (dtype == MAMBA_FLOAT16) {
-        load_prepare_input(to, static_cast<const __half*>(from) + at, len_stride, head_stride, rows, existing, heads);
-    } else {
-        load_prepare_input(to, static_cast<const __nv_bfloat16*>(from) + at, len_stride, head_stride, rows, existing, heads);
+    __device__ __forceinline__ int own_row(int i) const { return row + i % 2 * row_odd + i / 2 * row_on; }
+    __device__ __forceinline__ int own_head(int i) const { return head + i / 2 * head_on; }
+    __device__ __forceinline__ void store(float* to, int steps, int existing, int heads) const {
+        const auto store_one = [&](int own_row, int own_head, uint32_t own) {
+            const float value = float_from_bits(own, dtype);
+            to[own_row * Mamba3PrepareInputs::kPitch + own_head] = own_row < existing && own_head < heads ? value : 0.0f;
+        };
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            store_one(own_row(i), own_head(i), bits[i]);
+        }
+        __syncwarp();
+        if (threadIdx.x < kMamba3PrepareHeads) {
+            store_one(steps, threadIdx.x, bits[kOwn]);
+        }
     }
-}
+};
 
 // Two neighbouring steps of a lane.
 struct Mamba3LaneSteps {
@@ -100,7 +125,9 @@ struct Mamba3LaneValues {
     int start[2], last_start;  // last_start: of the chunk's last step
 };
 
-__device__ __forceinline__ void find_lane_values(Mamba3LaneValues& v, const Mamba3LaneSteps& s, int place, int width) {
+// restarts: whether there may be any.
+__device__ __forceinline__ void find_lane_values(Mamba3LaneValues& v, const Mamba3LaneSteps& s, int place, int width,
+                                                 bool restarts) {
     double sum[2];
     int run[2];
 #pragma unroll
@@ -113,17 +140,20 @@ __device__ __forceinline__ void find_lane_values(Mamba3LaneValues& v, const Mamb
     int started = run[1];
     for (int distance = 1; distance < width; distance *= 2) {
         const double other = __shfl_up_sync(0xffffffffu, before, distance, width);
-        const int other_run = __shfl_up_sync(0xffffffffu, started, distance, width);
-        if (place >= distance) {
-            before += other;
-            started = other_run > started ? other_run : started;
-        }
+        before += place >= distance ? other : 0.0;
     }
     const double last = __shfl_sync(0xffffffffu, before, width - 1, width);
-    v.last_start = __shfl_sync(0xffffffffu, started, width - 1, width);
     before -= sum[1];
-    started = __shfl_up_sync(0xffffffffu, started, 1, width);
-    started = place == 0 ? -1 : started;
+    v.last_start = -1;
+    if (restarts) {
+        for (int distance = 1; distance < width; distance *= 2) {
+            const int other = __shfl_up_sync(0xffffffffu, started, distance, width);
+            started = place >= distance && other > started ? other : started;
+        }
+        v.last_start = __shfl_sync(0xffffffffu, started, width - 1, width);
+        started = __shfl_up_sync(0xffffffffu, started, 1, width);
+        started = place == 0 ? -1 : started;
+    }
     // The step behind the chunk's last one may be this lane's second. What is not known has a dt of 0.
     const float nu[2] = {s.restarts[1] ? 0.0f : s.rest[1] * s.dt[1], s.next};
 #pragma unroll
@@ -151,14 +181,13 @@ constexpr double kMamba3OrdinaryStep = 1048576.0;  // of dt; a speed is 1/2 at m
 
 // A block takes up to kMamba3PrepareHeads heads of a slot. turns gets what the chunk turns, from its last restart on; with
 // parts there are no restarts.
-__global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
+__global__ void __launch_bounds__(kMamba3PrepareThreads, 4)
+    mamba3_prepare_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
     MAMBA_DYNAMIC_SHARED(16, float, shared_speeds);  // (steps, S), for all heads
     __shared__ Mamba3PrepareInputs inputs;
     wait_for_previous_kernel();
     let_next_kernel_start();
-    const int64_t head_blocks = ceil_div(p.nheads, kMamba3PrepareHeads);
-    const int64_t slot = blockIdx.x / head_blocks;
-    const int64_t first_head = blockIdx.x % head_blocks * kMamba3PrepareHeads;
+    const int64_t slot = blockIdx.x, first_head = static_cast<int64_t>(blockIdx.y) * kMamba3PrepareHeads;
     const int heads =
         static_cast<int>(p.nheads - first_head < kMamba3PrepareHeads ? p.nheads - first_head : kMamba3PrepareHeads);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -170,39 +199,68 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
     const int64_t first = chunk.sequence.begin + chunk.first;
     const bool shared_angles = p.angles_of_heads == 0;
 
-    const int rows = static_cast<int>(chunks.steps) + 1;
+    const int chunk_steps = static_cast<int>(chunks.steps);
     const int64_t left = chunk.sequence.seqlen - chunk.first;
-    const int existing = static_cast<int>(left < rows ? left : rows);
-    const auto load = [&](float* to, const void* from, int32_t dtype, int64_t batch_stride, int64_t len_stride,
-                          int64_t head_stride) {
+    const int existing = static_cast<int>(left < chunk_steps + 1 ? left : chunk_steps + 1);
+    const auto share = [&](const void* from, int32_t dtype, int64_t batch_stride, int64_t len_stride, int64_t head_stride) {
         const int64_t at = chunk.sequence.row * batch_stride + first * len_stride + first_head * head_stride;
-        load_prepare_input(to, from, at, dtype, len_stride, head_stride, rows, existing, heads);
+        return Mamba3PrepareShare(from, at, dtype, len_stride, head_stride, chunk_steps, existing, heads);
     };
-    load(inputs.dt, p.dt, p.dt_dtype, p.dt_batch_stride, p.dt_len_stride, p.dt_head_stride);
-    load(inputs.others + Mamba3PrepareInputs::kSize, p.trap, p.trap_dtype, p.trap_batch_stride, p.trap_len_stride,
-         p.trap_head_stride);
-    load(inputs.others, p.adt, p.adt_dtype, p.adt_batch_stride, p.adt_len_stride, p.adt_head_stride);
+    // A warp's steps of the angles that heads share.
+    constexpr int kOwn = kMamba3MostSteps / kMamba3PrepareWarps;
+    uint32_t angle_bits[kOwn] = {};
+    const auto begin_angles = [&](int first_angle) {
+        const int angle = first_angle + lane < angles ? first_angle + lane : angles - 1;
+        const auto load = [&](const auto* data) {
+#pragma unroll
+            for (int j = 0; j < kOwn; ++j) {
+                const int own = kOwn * warp + j, step = own < chunk.steps ? own : chunk.steps - 1;
+                angle_bits[j] = data[chunk.sequence.row * p.angle_batch_stride + (first + step) * p.angle_len_stride + angle];
+            }
+        };
+        if (p.angle_dtype == MAMBA_FLOAT32) {
+            load(static_cast<const uint32_t*>(p.angles));
+        } else {
+            load(static_cast<const uint16_t*>(p.angles));
+        }
+    };
+    if (shared_angles && angles > 0) {
+        begin_angles(0);
+    }
+    const Mamba3PrepareShare dt = share(p.dt, p.dt_dtype, p.dt_batch_stride, p.dt_len_stride, p.dt_head_stride);
+    const Mamba3PrepareShare trap = share(p.trap, p.trap_dtype, p.trap_batch_stride, p.trap_len_stride, p.trap_head_stride);
+    const Mamba3PrepareShare adt = share(p.adt, p.adt_dtype, p.adt_batch_stride, p.adt_len_stride, p.adt_head_stride);
+    dt.store(inputs.dt, chunk_steps, existing, heads);
+    trap.store(inputs.others + Mamba3PrepareInputs::kSize, chunk_steps, existing, heads);
+    adt.store(inputs.others, chunk_steps, existing, heads);
     if (shared_angles) {
         uint64_t lost = 0;
-        for (int step = warp; step < chunk.steps; step += kMamba3PrepareWarps) {
-            const int64_t at = chunk.sequence.row * p.angle_batch_stride + (first + step) * p.angle_len_stride;
-            float* const to = chunks.speeds + mamba3_speeds_index(p, chunk.sequence.row, first + step, 0);
-            bool number = true;
-            for (int i = lane; i < angles; i += 32) {
-                const float speed = 0.5f * tanhf(load_as_float(p.angles, at + i, p.angle_dtype));
-                number = number && speed == speed;
-                shared_speeds[step * angles + i] = speed;
-                if (first_head == 0) {
-                    to[i] = speed;
+        for (int first_angle = 0; first_angle < angles; first_angle += 32) {
+            const int angle = first_angle + lane;
+#pragma unroll
+            for (int j = 0; j < kOwn; ++j) {
+                const int step = kOwn * warp + j;
+                const float speed = 0.5f * tanhf(float_from_bits(angle_bits[j], p.angle_dtype));
+                lost |= static_cast<uint64_t>(__any_sync(0xffffffffu, speed != speed) ? 1 : 0) << step;
+                if (step < chunk.steps && angle < angles) {
+                    shared_speeds[step * angles + angle] = speed;
                 }
             }
-            lost |= static_cast<uint64_t>(__any_sync(0xffffffffu, !number) ? 1 : 0) << step;
+            if (first_angle + 32 < angles) {
+                begin_angles(first_angle + 32);
+            }
         }
         if (lane == 0) {
             inputs.lost[warp] = lost;
         }
     }
     __syncthreads();
+    if (shared_angles && first_head == 0) {
+        float* const to = chunks.speeds + mamba3_speeds_index(p, chunk.sequence.row, first, 0);
+        for (int i = threadIdx.x; i < chunk.steps * angles; i += kMamba3PrepareThreads) {
+            to[i] = shared_speeds[i];
+        }
+    }
 
     uint64_t lost = 0;
     for (int i = 0; i < kMamba3PrepareWarps && shared_angles; ++i) {
@@ -217,7 +275,7 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
         Mamba3LaneSteps steps;
         Mamba3LaneValues values;
         load_lane_steps(steps, p, chunk, inputs, head, place);
-        find_lane_values(values, steps, place, width);
+        find_lane_values(values, steps, place, width, p.seq_idx != nullptr);
         if (threadIdx.x == 0) {
             inputs.last_start = values.last_start;
         }
@@ -280,15 +338,20 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads) mamba3_prepare_kernel(c
                     }
                 }
             };
-#pragma unroll 4
-            for (int step = restart; step < chunk.steps; ++step) {
-                if (chunks.parts > 1 && (step & (part - 1)) == 0) {
-                    store(chunks.part_turns + mamba3_part_turns_index(p, chunks, slot, step / part, first_head + turn_head));
+            uint32_t* to = chunks.part_turns + mamba3_part_turns_index(p, chunks, slot, 0, first_head + turn_head);
+            for (int begin = restart; begin < chunk.steps; begin += part) {
+                if (chunks.parts > 1) {
+                    store(to);
+                    to += p.nheads * angles;
                 }
-                const double speed = i < angles ? shared_speeds[step * angles + i] : 0.0f;
+                const int end = begin + part < chunk.steps ? begin + part : chunk.steps;
+#pragma unroll 4
+                for (int step = begin; step < end; ++step) {
+                    const double speed = i < angles ? shared_speeds[step * angles + i] : 0.0f;
 #pragma unroll
-                for (int j = 0; j < kMamba3TurnHeads; ++j) {
-                    turns[j] += count_of_step(speed, dts[step][turn_head + j], ordinary);
+                    for (int j = 0; j < kMamba3TurnHeads; ++j) {
+                        turns[j] += count_of_step(speed, dts[step][turn_head + j], ordinary);
+                    }
                 }
             }
             store(chunks.turns + mamba3_turns_index(p, slot, first_head + turn_head));
@@ -411,12 +474,12 @@ __global__ void __launch_bounds__(kMamba3CarryThreads)
 
 inline cudaError_t launch_mamba3_prepare(const MambaMamba3& p, const Mamba3Chunks& chunks) {
     if (chunks.slots > 0 && p.seqlen > 0) {
-        const int64_t blocks = chunks.slots * ceil_div(p.nheads, kMamba3PrepareHeads);
         const int64_t shared = p.angles_of_heads != 0 ? 0 : chunks.steps * p.nangles * 4;
         // Chunks of more than 128 states have half of the steps.
         static_assert(sizeof(Mamba3PrepareInputs) + kMamba3MostSteps * MAMBA_MAX_DSTATE <= 48 * 1024, "what every GPU has");
-        const cudaError_t error = launch_overlapping(mamba3_prepare_kernel, Grid(blocks), kMamba3PrepareThreads,
-                                                     static_cast<size_t>(shared), p.run.stream, p, chunks);
+        const cudaError_t error =
+            launch_overlapping(mamba3_prepare_kernel, Grid(chunks.slots, ceil_div(p.nheads, kMamba3PrepareHeads)),
+                               kMamba3PrepareThreads, static_cast<size_t>(shared), p.run.stream, p, chunks);
         if (error != cudaSuccess) {
             return error;
         }
