@@ -33,63 +33,78 @@ __device__ __forceinline__ void store_bias(const Mamba3Walk<T>& walk, const Mamb
     }
 }
 
-// From dx in shared memory. A thread has eight columns of a step.
+// From dx in shared memory. A thread has kEach columns of a step: eight, with several ranks fewer.
+template <int kEach, typename T>
+__device__ __forceinline__ void store_dv_columns(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+    using Shared = Mamba3WarpgroupShared<T>;
+    constexpr int kRank = 8 / kEach, kPieces = Shared::kInner / kEach;
+    constexpr int kWidth = kEach < 4 ? kEach : 4;
+    const MambaMamba3& p = walk.p();
+    const Mamba3ChunkPlaces<T>& places = walk.shared.places;
+    const int thread = walk.stand().thread, t = thread / kPieces, column = thread % kPieces * kEach;
+    if (t >= places.steps || column >= walk.columns(item)) {
+        return;
+    }
+    const float* const from = walk.shared.dx() + t * kRank * Shared::kDxPitch + column;
+    const float* const weights = walk.projection(item) + column;
+    float sum[kEach];
+#pragma unroll
+    for (int r = 0; r < kRank; ++r) {
+#pragma unroll
+        for (int i = 0; i < kEach; i += kWidth) {
+            float value[kWidth], weight[kWidth];
+            unpack<float, kWidth>(packed_load<float, kWidth>(from + r * Shared::kDxPitch + i), value);
+            if (p.mimo_v != nullptr) {
+                unpack<float, kWidth>(packed_load<float, kWidth>(weights + r * walk.projection_pitch() + i), weight);
+            }
+#pragma unroll
+            for (int j = 0; j < kWidth; ++j) {
+                const float own = p.mimo_v != nullptr ? value[j] * weight[j] : value[j];
+                sum[i + j] = r > 0 ? sum[i + j] + own : own;
+            }
+        }
+    }
+    const int headdim = static_cast<int>(p.headdim), at = item.slot * headdim + item.row0() + column;
+    if (places.dfinal_v != nullptr && t == places.steps - 1) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            sum[i] += places.dfinal_v[at + i];
+        }
+    }
+    T* const to = places.dv + t * walk.q.dv_step_stride + at;
+    if (walk.launch.dv_vectors != 0) {
+        packed_store<T, kEach>(to, pack<T, kEach>(sum));
+    } else {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            to[i] = from_float<T>(sum[i]);
+        }
+    }
+}
+
 template <typename T>
 __device__ __forceinline__ void store_dv(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
     const MambaMamba3& p = walk.p();
-    const Mamba3ChunkPlaces<T>& places = walk.shared.places;
     const int thread = walk.stand().thread, rank = walk.rank();
-    const int headdim = static_cast<int>(p.headdim), head = places.group_head + item.slot;
-    const float* const weights =
-        p.mimo_v != nullptr ? p.mimo_v + static_cast<int64_t>(head) * rank * headdim + item.row0() : nullptr;
-    const int t = thread / 8, column = thread % 8 * 8;
-    if (t < places.steps && column < walk.columns(item)) {
-        const float* const from = walk.shared.dx() + column;
-        float sum[8];
-#pragma unroll 1
-        for (int r = 0; r < rank; ++r) {
-            float value[8];
-            load_eight(value, from + (t * rank + r) * Shared::kDxPitch);
-            if (weights != nullptr) {
-                float weight[8];
-                load_eight(weight, weights + r * headdim + column);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    value[i] *= weight[i];
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                sum[i] = r > 0 ? sum[i] + value[i] : value[i];
-            }
-        }
-        const int at = item.slot * headdim + item.row0() + column;
-        if (places.dfinal_v != nullptr && t == places.steps - 1) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                sum[i] += places.dfinal_v[at + i];
-            }
-        }
-        T* const to = places.dv + t * walk.q.dv_step_stride + at;
-        if (walk.launch.dv_vectors != 0) {
-            store_eight(to, sum);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                to[i] = from_float<T>(sum[i]);
-            }
-        }
+    if (rank == 1) {
+        store_dv_columns<8>(walk, item);
+    } else if (rank == 2) {
+        store_dv_columns<4>(walk, item);
+    } else {
+        store_dv_columns<2>(walk, item);
     }
     const int own = thread % Shared::kInner, r = thread / Shared::kInner;
-    if (weights != nullptr && r < rank && own < walk.columns(item)) {
-        const T* const v = places.v + item.slot * p.v_head_stride + item.row0() + own;
+    if (p.mimo_v != nullptr && r < rank && own < walk.columns(item)) {
+        const T* const v = walk.v_rows(item) + own;
+        const float* const dx = walk.shared.dx() + r * Shared::kDxPitch + own;
+        const int pitch = walk.v_pitch(), steps = walk.shared.places.steps;
         float sum = 0.0f;
-#pragma unroll 4
-        for (int step = 0; step < places.steps; ++step) {
-            sum = fmaf(walk.shared.dx()[(step * rank + r) * Shared::kDxPitch + own], to_float(v[step * p.v_len_stride]), sum);
+#pragma unroll 8
+        for (int step = 0; step < steps; ++step) {
+            sum = fmaf(dx[step * rank * Shared::kDxPitch], to_float(v[step * pitch]), sum);
         }
-        mimo_v_sums(walk, item)[r * headdim + own] = sum;
+        mimo_v_sums(walk, item)[r * static_cast<int>(p.headdim) + own] = sum;
     }
 }
 

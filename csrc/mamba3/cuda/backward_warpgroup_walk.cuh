@@ -49,9 +49,9 @@ struct Mamba3WarpgroupShared {
     T slopes[kBlock];                            // W R by (t, s); with the next two in the end dx as float, and part_later
     T slopes_transposed[kBlock];                 // by (s, t)
     T weights_transposed[kBlock];                // W G
-    uint32_t turned[kBlock];                     // cos and sin of steps as two float16, as the columns of q lie
+    uint32_t turned[kBlock];                     // cos and sin of steps as two float16, as the columns of q lie; see v_rows
     Item items[2];
-    float values[2][kMamba3BackwardArrays * kRows];  // of the item's steps, as prepare.cuh has left them
+    float values[2][kMamba3BackwardArrays * kRows];  // of the item's steps, as prepare.cuh has left them; see projection
     ChunkSteps<kRows> steps[2];
     Sums sums[2];
     float bias[2][kMamba3WarpgroupRank][kStates];
@@ -244,6 +244,9 @@ struct Mamba3Walk {
         if (plain_x()) {
             copy_async<16>(to.x + at, from.v + own_row * p.v_len_stride + (item.slot * p.v_head_stride + own_column), exists);
         }
+        if (rank() > 1) {
+            begin_projection_copies(item);
+        }
         const int pitch = static_cast<int>(launch.chunks.pitch), arrays = static_cast<int>(launch.chunks.arrays);
         if (4 * thread < kMamba3BackwardArrays * pitch) {
             copy_async<16>(shared.values[item.number % 2] + 4 * thread,
@@ -272,17 +275,62 @@ struct Mamba3Walk {
         wait_for_round(&shared.barriers[item.number % 2], static_cast<uint32_t>(item.number / 2 % 2));
     }
 
+    // v of an item, from the chunk's first step and the item's first column on, and mimo_v. With several ranks a chunk has
+    // fewer steps: both are copied to where shared memory has room for more of these.
+    __device__ __forceinline__ const T* v_rows(const Mamba3Item& item) const {
+        return rank() > 1 ? copied_v(item) : shared.places.v + item.slot * q.forward.v_head_stride + item.row0();
+    }
+    __device__ __forceinline__ int v_pitch() const {
+        return rank() > 1 ? Shared::kInner : static_cast<int>(q.forward.v_len_stride);
+    }
+    __device__ __forceinline__ const float* projection(const Mamba3Item& item) const {
+        return rank() > 1 ? copied_projection(item) : projection_of(item);
+    }
+    __device__ __forceinline__ int projection_pitch() const {
+        return rank() > 1 ? Shared::kInner : static_cast<int>(q.forward.headdim);
+    }
+    __device__ __forceinline__ T* copied_v(const Mamba3Item& item) const {
+        return reinterpret_cast<T*>(shared.turned) + item.number % 2 * Shared::kBlock + (kRows >> rank_log2()) * 64;
+    }
+    __device__ __forceinline__ float* copied_projection(const Mamba3Item& item) const {
+        return shared.values[item.number % 2] + kMamba3BackwardArrays * static_cast<int>(launch.chunks.pitch);
+    }
+    __device__ __forceinline__ const float* projection_of(const Mamba3Item& item) const {
+        const MambaMamba3& p = q.forward;
+        return p.mimo_v + static_cast<int64_t>(shared.places.group_head + item.slot) * p.rank * p.headdim + item.row0();
+    }
+    // Several ranks'. Zeros where there is nothing.
+    __device__ __forceinline__ void begin_projection_copies(const Mamba3Item& item) const {
+        static_assert(kMamba3BackwardThreads >= 2 * (kRows / 2) * (Shared::kInner / 8), "half of the threads copy v");
+        const MambaMamba3& p = q.forward;
+        const int thread = stand().thread, other = thread - kMamba3BackwardThreads / 2;
+        if (other < 0) {
+            const int row = thread / 8, column = thread % 8 * 8;
+            const bool exists = row < shared.places.steps && column < columns(item);
+            const T* const from = shared.places.v + item.slot * p.v_head_stride + item.row0();
+            if (row < kRows >> rank_log2()) {
+                copy_async<16>(copied_v(item) + row * Shared::kInner + column,
+                               exists ? from + row * p.v_len_stride + column : from, exists);
+            }
+        } else if (p.mimo_v != nullptr && other < rank() * (Shared::kInner / 4)) {
+            const int r = other / 16, column = other % 16 * 4;
+            const bool exists = column < columns(item);
+            const float* const from = projection_of(item);
+            copy_async<16>(copied_projection(item) + 4 * other, exists ? from + r * p.headdim + column : from, exists);
+        }
+    }
+
     // x = mimo_v v.
     __device__ __forceinline__ void project_x(const Mamba3Item& item) const {
         const MambaMamba3& p = q.forward;
         const int thread = stand().thread, row = thread / 8, column = thread % 8 * 8;
         uint4 piece = make_uint4(0u, 0u, 0u, 0u);
         if (row < shared.places.rows && column < columns(item)) {
-            piece = *reinterpret_cast<const uint4*>(shared.places.v + (row >> rank_log2()) * p.v_len_stride +
-                                                    item.slot * p.v_head_stride + item.row0() + column);
+            piece =
+                *reinterpret_cast<const uint4*>(v_rows(item) + static_cast<int64_t>(row >> rank_log2()) * v_pitch() + column);
             if (p.mimo_v != nullptr) {
-                const int64_t own = static_cast<int64_t>(shared.places.group_head + item.slot) * p.rank + (row & (rank() - 1));
-                const float4* const from = reinterpret_cast<const float4*>(p.mimo_v + own * p.headdim + item.row0() + column);
+                const float4* const from =
+                    reinterpret_cast<const float4*>(projection(item) + (row & (rank() - 1)) * projection_pitch() + column);
                 const float4 low = from[0], high = from[1];
                 const auto times = [](uint32_t word, float one, float other) {
                     const float2 value = unpack2<T>(word);
