@@ -38,8 +38,8 @@ constexpr int kMamba3StepBlocks = !kAtOnce            ? 2
                                   : kRanks > 1        ? 4
                                                       : 5;
 
-// kUsual: the dtype of the usual dtypes, or kNoDtype. kAtOnce: the rows of all ranks fit shared memory together. Else they take
-// turns, for each tile of the state again.
+// kUsual: the dtype of the usual dtypes, whose ranks are kRanks, or kNoDtype. kAtOnce: the rows of all ranks fit shared memory
+// together. Else they take turns, for each tile of the state again.
 template <class Rows, int kRanks, bool kAtOnce, int32_t kUsual>
 __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, kRanks, kAtOnce>))
     mamba3_step_kernel(const MambaMamba3Step q, const Mamba3StepLayout layout) {
@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
     const int thread = static_cast<int>(threadIdx.x);
     const int warp = thread / 32;
     const Mamba3StepDtypes dtypes = kUsual != kNoDtype ? Mamba3StepDtypes::usual(kUsual) : Mamba3StepDtypes::of(q);
-    const int rank = kRanks > 1 ? static_cast<int>(p.rank) : 1, headdim = static_cast<int>(p.headdim),
-              dstate = static_cast<int>(p.dstate);
+    const int rank = kRanks == 1 || kUsual != kNoDtype ? kRanks : static_cast<int>(p.rank);
+    const int headdim = static_cast<int>(p.headdim), dstate = static_cast<int>(p.dstate);
     const uint32_t nheads = static_cast<uint32_t>(p.nheads), group_heads = nheads / static_cast<uint32_t>(p.ngroups);
     const int64_t index = blockIdx.x;
     const int64_t batch = blockIdx.x / nheads, head = blockIdx.x % nheads;
@@ -345,11 +345,12 @@ cudaError_t launch_mamba3_step(const MambaMamba3Step& q, int processors) {
         }
     }
     using Rows = StateRows<State, kVector, 4, 1>;
-    if (Mamba3StepDtypes::of(q) == Mamba3StepDtypes::usual(kDtype<State>)) {
+    const bool ranks = p.rank == 1 || p.rank == 4;  // those that are compiled in
+    if (ranks && Mamba3StepDtypes::of(q) == Mamba3StepDtypes::usual(kDtype<State>)) {
         return launch_mamba3_step_vectors<Rows, kDtype<State>>(q, processors);
     }
     if constexpr (kDtype<State> == MAMBA_FLOAT32) {  // the state is wide and all else narrow, as the cache is allocated
-        if (Mamba3StepDtypes::of(q) == Mamba3StepDtypes::usual(MAMBA_BFLOAT16)) {
+        if (ranks && Mamba3StepDtypes::of(q) == Mamba3StepDtypes::usual(MAMBA_BFLOAT16)) {
             return launch_mamba3_step_vectors<Rows, MAMBA_BFLOAT16>(q, processors);
         }
     }
