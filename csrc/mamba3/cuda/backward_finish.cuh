@@ -104,16 +104,21 @@ __global__ void __launch_bounds__(kMamba3CarryAnglesThreads)
         double total[kAhead];
         bool restarts[kAhead];
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-            const int64_t slot = last - j;
-            total[j] = 0.0;
+        for (int j = 0; j < kAhead; ++j) {  // of the first tile all together
+            total[j] = last - j >= first ? totals[(last - j) * of_sequence] : 0.0f;
             restarts[j] = false;
-            if (slot >= first) {
-                restarts[j] = p.seq_idx != nullptr && __float_as_int(mamba3_values(launch.chunks, p.nheads, slot, head,
-                                                                                   kMamba3Start)[launch.chunks.steps - 1]) >= 0;
-                for (int64_t tile = 0; tile < launch.plan.row_tiles; ++tile) {
-                    total[j] += static_cast<double>(totals[(tile * slots + slot) * of_sequence]);
-                }
+        }
+        for (int64_t tile = 1; tile < launch.plan.row_tiles; ++tile) {
+#pragma unroll
+            for (int j = 0; j < kAhead; ++j) {
+                total[j] += last - j >= first ? static_cast<double>(totals[(tile * slots + last - j) * of_sequence]) : 0.0;
+            }
+        }
+        if (p.seq_idx != nullptr) {
+#pragma unroll
+            for (int j = 0; j < kAhead; ++j) {
+                restarts[j] = last - j >= first && __float_as_int(mamba3_values(launch.chunks, p.nheads, last - j, head,
+                                                                                kMamba3Start)[launch.chunks.steps - 1]) >= 0;
             }
         }
 #pragma unroll
@@ -147,7 +152,7 @@ __device__ __forceinline__ void sum_turned(float (&turned)[kMamba3FinishSteps], 
 }
 
 // A block takes kMamba3FinishHeads heads of a chunk, a lane each, and a warp some of its steps: adt, dt and trap.
-__global__ void __launch_bounds__(kMamba3FinishThreads)
+__global__ void __launch_bounds__(kMamba3FinishThreads, 4)
     mamba3_finish_steps_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
     static_assert(kMamba3FinishHeads == 32, "a lane each");
     constexpr int kPitch = kMamba3FinishHeads + 1;
@@ -170,14 +175,25 @@ __global__ void __launch_bounds__(kMamba3FinishThreads)
     const int64_t head = first_head + lane, all_steps = p.batch * p.seqlen;
     const int64_t of_head = launch.chunks.arrays * pitch;
     const float* const values = mamba3_values(launch.chunks, p.nheads, slot, first_head, kMamba3High);
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kMamba3FinishHeads * kMamba3MostSteps; i += kMamba3FinishThreads) {
-        const int own = i / kMamba3MostSteps, t = i % kMamba3MostSteps;
-        if (own < heads && t < chunk.steps) {
+    constexpr int kTogether = 4;  // on their way before the first is used
+    for (int i = threadIdx.x; i < kMamba3FinishHeads * kMamba3MostSteps; i += kTogether * kMamba3FinishThreads) {
+        const int t = i % kMamba3MostSteps;
+        float lambda[kTogether], rest[kTogether], dt[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+            const int own = (i + j * kMamba3FinishThreads) / kMamba3MostSteps;
+            const bool exists = own < heads && t < chunk.steps;
             const float* const from = values + own * of_head + t;
-            lambdas[t * kPitch + own] = from[kMamba3Lambda * pitch];
-            rests[t * kPitch + own] = from[kMamba3Rest * pitch];
-            dts[t * kPitch + own] = from[kMamba3Dt * pitch];
+            lambda[j] = exists ? from[kMamba3Lambda * pitch] : 0.0f;
+            rest[j] = exists ? from[kMamba3Rest * pitch] : 0.0f;
+            dt[j] = exists ? from[kMamba3Dt * pitch] : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+            const int at = t * kPitch + (i + j * kMamba3FinishThreads) / kMamba3MostSteps;
+            lambdas[at] = lambda[j];
+            rests[at] = rest[j];
+            dts[at] = dt[j];
         }
     }
     float turned[kMamba3FinishSteps] = {};
@@ -215,33 +231,57 @@ __global__ void __launch_bounds__(kMamba3FinishThreads)
     const float* const start = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Start);
     const bool restarts = p.seq_idx != nullptr;
     const int last_run = restarts ? __float_as_int(start[launch.chunks.steps - 1]) : -1;
+    const int64_t own_step = chunk.row * p.seqlen + chunk.first + first_step;
+    const int64_t tile_terms = all_steps * p.nheads;
+    float before = 0.0f;  // what the first step hands to the one before it
+    for (int64_t tile = 0; tile < launch.plan.row_tiles; ++tile) {
+        const float4* const terms = launch.at<const float4>(w.step_terms) + tile * tile_terms + own_step * p.nheads + head;
+        before += first_step < chunk.steps && chunk.index + first_step > 0 ? (terms - p.nheads)->y : 0.0f;
+    }
 #pragma unroll
-    for (int j = 0; j < kMamba3FinishSteps; ++j) {
-        const int t = first_step + j;
-        if (t >= chunk.steps) {
-            return;
+    for (int begin = 0; begin < kMamba3FinishSteps; begin += kTogether) {
+        float4 sum[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+            sum[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
-        const int64_t step = chunk.row * p.seqlen + chunk.first + t;
-        const int run = restarts ? __float_as_int(start[t]) : -1;
-        const bool first = chunk.index == 0 && t == 0;
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        float before =
-            first && p.ssm_state != nullptr ? launch.at<const float>(w.before)[chunk.sequence * p.nheads + head] : 0.0f;
         for (int64_t tile = 0; tile < launch.plan.row_tiles; ++tile) {
-            const float4* const terms = launch.at<const float4>(w.step_terms) + (tile * all_steps + step) * p.nheads + head;
-            const float4 term = *terms;
-            sum = make_float4(sum.x + term.x, sum.y + term.y, sum.z + term.z, sum.w + term.w);
-            before += first || run == t ? 0.0f : (terms - p.nheads)->y;
+            const float4* const terms =
+                launch.at<const float4>(w.step_terms) + tile * tile_terms + (own_step + begin) * p.nheads + head;
+            float4 term[kTogether];
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) {
+                const bool exists = first_step + begin + j < chunk.steps;
+                term[j] = exists ? terms[j * p.nheads] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            }
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) {
+                sum[j] = make_float4(sum[j].x + term[j].x, sum[j].y + term[j].y, sum[j].z + term[j].z, sum[j].w + term[j].w);
+            }
         }
-        if (run == last_run) {
-            sum.w = fmaf(6.28318531f, turned[j], sum.w);
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+            const int t = first_step + begin + j;
+            if (t >= chunk.steps) {
+                return;
+            }
+            const int run = restarts ? __float_as_int(start[t]) : -1;
+            if (chunk.index == 0 && t == 0) {
+                before = p.ssm_state != nullptr ? launch.at<const float>(w.before)[chunk.sequence * p.nheads + head] : 0.0f;
+            } else if (run == t) {
+                before = 0.0f;
+            }
+            if (run == last_run) {
+                sum[j].w = fmaf(6.28318531f, turned[begin + j], sum[j].w);
+            }
+            const float lambda = lambdas[t * kPitch + lane], rest = rests[t * kPitch + lane], dt = dts[t * kPitch + lane];
+            const float own = sum[j].y + sum[j].z;
+            const int64_t step = own_step + begin + j, at = step * p.nheads + head;
+            store_from_float(q.dadt, at, p.adt_dtype, sum[j].x);
+            store_from_float(q.ddt, at, p.dt_dtype, fmaf(lambda, own, fmaf(rest, before, sum[j].w)));
+            store_from_float(q.dtrap, step * q.dtrap_step_stride + head, p.trap_dtype, lambda * rest * dt * (own - before));
+            before = sum[j].y;
         }
-        const float lambda = lambdas[t * kPitch + lane], rest = rests[t * kPitch + lane], dt = dts[t * kPitch + lane];
-        const float own = sum.y + sum.z;
-        const int64_t at = step * p.nheads + head;
-        store_from_float(q.dadt, at, p.adt_dtype, sum.x);
-        store_from_float(q.ddt, at, p.dt_dtype, fmaf(lambda, own, fmaf(rest, before, sum.w)));
-        store_from_float(q.dtrap, step * q.dtrap_step_stride + head, p.trap_dtype, lambda * rest * dt * (own - before));
     }
 }
 
@@ -300,18 +340,35 @@ __global__ void __launch_bounds__(kMamba3FinishThreads)
     const int64_t all_steps = p.batch * p.seqlen, first = chunk.row * p.seqlen + chunk.first;
     const float* const start = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Start);
     const float* const dt = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Dt);
+    const float* const speeds =
+        launch.chunks.speeds + mamba3_speeds_index(p, chunk.row, chunk.first + first_step, head) + angle;
+    const int64_t speeds_pitch = of_heads ? p.nheads * p.nangles : p.nangles;
+    float sums[kMamba3FinishSteps] = {}, own_speeds[kMamba3FinishSteps];
+#pragma unroll
+    for (int j = 0; j < kMamba3FinishSteps; ++j) {
+        own_speeds[j] = first_step + j < chunk.steps ? speeds[j * speeds_pitch] : 0.0f;
+    }
+    for (int64_t part = 0; part < parts; ++part) {
+        const float* const from = launch.at<const float>(w.dangles) + (part * all_steps + first + first_step) * entries + entry;
+        float own[kMamba3FinishSteps];
+#pragma unroll
+        for (int j = 0; j < kMamba3FinishSteps; ++j) {
+            own[j] = first_step + j < chunk.steps ? from[j * entries] : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < kMamba3FinishSteps; ++j) {
+            sums[j] += own[j];
+        }
+    }
 #pragma unroll
     for (int j = 0; j < kMamba3FinishSteps; ++j) {
         const int t = first_step + j;
         if (t >= chunk.steps) {
             return;
         }
-        float sum = 0.0f;
-        for (int64_t part = 0; part < parts; ++part) {
-            sum += launch.at<const float>(w.dangles)[(part * all_steps + first + t) * entries + entry];
-        }
+        float sum = sums[j];
         if (p.seq_idx == nullptr || __float_as_int(start[t]) == __float_as_int(start[launch.chunks.steps - 1])) {
-            const float speed = launch.chunks.speeds[mamba3_speeds_index(p, chunk.row, chunk.first + t, head) + angle];
+            const float speed = own_speeds[j];
             const float own = of_heads ? dt[t] * carry[head * p.nangles + angle] : later[j];
             sum = fmaf((1.0f - 4.0f * speed * speed) * 3.14159265f, own, sum);
         }
