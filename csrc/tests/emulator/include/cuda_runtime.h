@@ -101,6 +101,15 @@ inline int __any_sync(unsigned mask, int value) {
     return any;
 }
 
+inline unsigned __ballot_sync(unsigned mask, int value) {
+    emulator::shuffle(mask, value, 0);
+    unsigned ballot = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+        ballot |= (emulator::look<int>(lane) != 0 ? 1u : 0u) << lane;
+    }
+    return ballot;
+}
+
 template <typename T>
 T __ldcs(const T* address) {
     return *address;
@@ -142,6 +151,9 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 }
 inline float rsqrtf(float value) {
     return 1.0f / sqrtf(value);
+}
+inline int __clzll(long long value) {
+    return value == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(value));
 }
 inline int __double2loint(double value) {
     int64_t bits;
