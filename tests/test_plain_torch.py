@@ -129,6 +129,40 @@ def test_exported_programs_hold_torchs_operators_alone(kind):
     torch.testing.assert_close(program.module()(x), block(x).detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("variable", [False, True])
+def test_complex_A_as_in_upstreams_slow_path(variable, no_kernels):
+    """Half of a real system whose other half is conjugate, so the real scan with twice the states is the truth."""
+    torch.manual_seed(0)
+    u, delta = torch.randn(2, 4, 9, dtype=torch.float64), torch.rand(2, 4, 9, dtype=torch.float64)
+    A = torch.complex(-torch.rand(4, 3), torch.randn(4, 3)).to(torch.complex128)
+    B, C = torch.randn(2, *((2, 2, 3, 9) if variable else (4, 3)), dtype=torch.complex128)
+    pairs = [torch.view_as_real(tensor).flatten(-2) for tensor in (B, C)] if variable else (B, C)
+    D, z = torch.randn(4, dtype=torch.float64), torch.randn_like(u)
+    with plain_torch():
+        out, state = selective_scan_fn(u, delta, A, *pairs, D, z, None, True, return_last_state=True)
+    dt, h, expected = torch.nn.functional.softplus(delta), torch.zeros(2, 4, 3, dtype=torch.complex128), []
+    for t in range(9):
+        B_t, C_t = (matrix[..., t].repeat_interleave(2, 1) if variable else matrix for matrix in (B, C))
+        h = torch.exp(dt[..., t, None] * A) * h + (dt * u)[..., t, None] * B_t
+        expected.append((C_t * h + (C_t * h).conj()).sum(-1).real + D * u[..., t])
+    torch.testing.assert_close(out, torch.stack(expected, -1) * torch.nn.functional.silu(z))
+    torch.testing.assert_close(state, h)
+
+
+LOST = [(name, "A") for name, op in PUBLIC_OPS.items() if "A" in op.arguments() and name != "selective_scan_fn"]
+LOST += [("selective_scan_fn", name) for name in ("u", "delta", "B", "C")]  # B and C of a real A
+
+
+@pytest.mark.parametrize("name,argument", LOST)
+def test_no_imaginary_part_is_lost(name, argument):
+    """What takes no complex numbers says so."""
+    op = PUBLIC_OPS[name]
+    given = op.arguments()
+    given[argument] = given[argument].to(torch.complex64)
+    with plain_torch(), pytest.raises(TypeError, match="must be a real float32 tensor, got complex64"):
+        op.function(**given)
+
+
 def test_it_ends_where_it_began():
     u, A = torch.randn(1, 2, 3, dtype=torch.float64), -torch.rand(2, 1)
     with plain_torch():

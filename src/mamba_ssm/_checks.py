@@ -163,7 +163,9 @@ def cast(tensor, dtype):
 
 
 def no_complex(op, name, tensor):
-    """Upstream's complex state matrices are out of scope; say so before anything else fails on them."""
+    """Kernels have no complex states, nor has plain torch but for the selective scan; say so before anything else fails
+    on them.
+    """
     if tensor.dtype in (torch.complex64, torch.complex128, torch.complex32):
         raise _dtype_error(op, name, tensor, "a real float32 tensor")
 

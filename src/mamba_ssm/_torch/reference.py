@@ -10,8 +10,8 @@ on = os.environ.get("MAMBA_SSM_REFERENCE", "") == "1"
 @contextlib.contextmanager
 def plain_torch(enabled: bool = True) -> typing.Iterator[None]:
     """Within it this package's operators, and so its blocks and models, are ordinary torch operators, step after step:
-    float64, any width of the convolution, derivatives of any order, export to formats that know torch's operators
-    alone. Slow, and with the memory that autograd takes.
+    float64, any width of the convolution, derivatives of any order, complex A in the selective scan, export to formats
+    that know torch's operators alone. Slow, and with the memory that autograd takes.
 
     For all threads; what was computed inside keeps its derivatives outside. The variable MAMBA_SSM_REFERENCE=1, read at
     import, says the same for a whole process.

@@ -110,6 +110,7 @@ def cross_selective_scan_ref(
     delta_softplus: bool = True,
 ) -> torch.Tensor:
     """cross_selective_scan in plain torch: four copies of the image, flipped and transposed, in one forward scan."""
+    checks.no_complex(_NAME, "A", A)
     (dim, height, width), rank, dstate = x.shape[1:], dt_proj_weight.shape[2], A.shape[2]
     orders = torch.stack([x.flatten(2), x.transpose(2, 3).flatten(2)], dim=1)
     lines = torch.cat([orders, orders.flip(-1)], dim=1)  # (B, 4, D, L)

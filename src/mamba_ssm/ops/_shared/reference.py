@@ -2,8 +2,11 @@
 
 import torch
 
+from mamba_ssm import _checks as checks
+
 
 def working_dtype(tensor):
+    checks.no_complex("plain_torch", "an activation", tensor)
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 

@@ -5,8 +5,10 @@ import typing
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
 from mamba_ssm.ops._shared.reference import working_dtype
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_ref
+from mamba_ssm.ops.mamba_block.arguments import NAME
 from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
 
 
@@ -46,6 +48,7 @@ def mamba_inner_ref(
 
     checkpoint_lvl has no effect here: everything is kept.
     """
+    checks.no_complex(NAME, "A", A)
     delta_rank, dstate = delta_proj_weight.shape[1], A.shape[-1]
     x, z = xz.chunk(2, dim=1)
     convolved = causal_conv1d_ref(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu", reverse=reverse)

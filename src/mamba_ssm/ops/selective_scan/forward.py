@@ -105,8 +105,8 @@ def selective_scan_fn(
         TypeError: a dtype is wrong, or A is complex. ValueError: a shape or a device is wrong.
         NativeError (a RuntimeError): the kernel library cannot be loaded or does not support this device or dtype.
 
-    Same as upstream's mamba_ssm.ops.selective_scan_interface.selective_scan_fn, except that complex A is not supported,
-    and initial_state, seq_idx, reverse and the gradient of last_state are additions.
+    Same as upstream's mamba_ssm.ops.selective_scan_interface.selective_scan_fn, except that complex A needs
+    plain_torch, and initial_state, seq_idx, reverse and the gradient of last_state are additions.
     """
     if reference.on:
         rest = delta_softplus, return_last_state, initial_state, seq_idx

@@ -3,7 +3,9 @@
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
 from mamba_ssm.ops._shared.reference import convert, working_dtype
+from mamba_ssm.ops.selective_scan.arguments import NAME
 
 
 def selective_scan_ref(
@@ -22,17 +24,25 @@ def selective_scan_ref(
     *,
     reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Selective scan, one step after the other; arguments and results as selective_scan_fn."""
+    """Selective scan, one step after the other; arguments and results as selective_scan_fn.
+
+    A may be complex, as in upstream's slow path: then B and C are complex constants, or variable with twice the length,
+    real and imaginary parts in turn; the state is complex, and the output is twice the real part of C h.
+    """
     out_dtype, dtype = u.dtype, working_dtype(u)
-    u, delta, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
-    D, z, delta_bias, state = (convert(tensor, dtype) for tensor in (D, z, delta_bias, initial_state))
+    wide = dtype.to_complex() if A.is_complex() else dtype
+    for name, tensor in (("delta", delta), *(() if A.is_complex() else (("B", B), ("C", C)))):
+        checks.no_complex(NAME, name, tensor)
+    B, C = (_paired(matrix, dtype) if A.is_complex() else matrix for matrix in (B, C))
+    u, delta, A, B, C = u.to(dtype), delta.to(dtype), A.to(wide), B.to(wide), C.to(wide)
+    D, z, delta_bias, state = (*(convert(tensor, dtype) for tensor in (D, z, delta_bias)), convert(initial_state, wide))
     batch, dim, seqlen = u.shape
     if delta_bias is not None:
         delta = delta + delta_bias[:, None]
     if delta_softplus:
         delta = F.softplus(delta)
     if state is None:
-        state = u.new_zeros(batch, dim, A.shape[1])
+        state = A.new_zeros(batch, dim, A.shape[1])
     B, C = (_per_channel(matrix, batch, dim, seqlen) for matrix in (B, C))
     y = []
     # unbind: the gradient of indexing would be as long as the sequence at every step
@@ -43,7 +53,8 @@ def selective_scan_ref(
             same = seq_idx[:, t] == seq_idx[:, before]
             state = torch.where(same[:, None, None], state, torch.zeros_like(state))
         state = torch.exp(dt[..., None] * A) * state + (dt * u_t)[..., None] * B_t
-        y.append((state * C_t).sum(-1))
+        y_t = (state * C_t).sum(-1)
+        y.append(2 * y_t.real if y_t.is_complex() else y_t)
         before = t
     if reverse:
         y.reverse()
@@ -54,6 +65,13 @@ def selective_scan_ref(
         out = out * F.silu(z)
     out = out.to(out_dtype)
     return (out, state) if return_last_state else out
+
+
+def _paired(matrix, dtype):
+    """A variable B or C (..., 2L) of pairs as complex numbers (..., L)."""
+    if matrix.dim() == 2 or matrix.is_complex():
+        return matrix
+    return torch.view_as_complex(matrix.to(dtype).unflatten(-1, (-1, 2)).contiguous())
 
 
 def _per_channel(matrix, batch, dim, seqlen):

@@ -11,8 +11,10 @@ import typing
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
 from mamba_ssm.ops._shared.reference import working_dtype
 from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
+from mamba_ssm.ops.ssd.arguments import NAME
 
 
 def ssd_selective_scan(
@@ -58,6 +60,7 @@ def ssd_chunk_scan_combined_ref(
 
     The order of the first ten arguments is upstream's; chunk_size has no effect on the result.
     """
+    checks.no_complex(NAME, "A", A)
     batch, seqlen, nheads, headdim = x.shape
     dstate, dim = B.shape[-1], nheads * headdim
     dtype = working_dtype(x)

@@ -3,7 +3,9 @@
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
 from mamba_ssm.ops._shared.reference import working_dtype
+from mamba_ssm.ops.state_update.arguments import NAME
 
 
 def selective_state_update_ref(
@@ -23,6 +25,7 @@ def selective_state_update_ref(
     intermediate_states_buffer: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode steps, one or several; state is updated, as by selective_state_update."""
+    checks.no_complex(NAME, "A", A)
     dtype = working_dtype(x)
     several, heads = x.dim() == state.dim(), state.dim() > 3
     full = state if heads else state.unsqueeze(1)
