@@ -122,3 +122,57 @@ def test_angles(device):
         torch.testing.assert_close(function(ends), function(expected), rtol=0, atol=1e-5)
     assert torch.equal(out[:, 139], ends[2:]) and not out[:, 140:].any()
     assert torch.equal(angle_dt_fwd(*arguments, cu_seqlens=tensors["cu_seqlens"]), out)
+
+
+def test_dtypes_of_their_own(device):
+    """As upstream takes them: a norm's output wider than values, a gate narrower."""
+    for case, function in (SISO, mamba3_siso_combined), (MIMO, mamba3_mimo):
+        tensors = case.inputs(torch.float32, device)
+        if case is SISO:
+            given, more = siso_arguments(tensors), {}
+        else:
+            given = {name: value for name, value in tensors.items() if name not in ("norm_weight", "seq_idx")}
+            given.update({name: given[name].transpose(1, 2) for name in ("ADT", "DT", "Trap")})
+            more = {"chunk_size": 16, "rotary_dim_divisor": 4, "dtype": None}
+        given["V"] = given["V"].bfloat16()
+        mixed = function(**given, **more)
+        same = function(**{**given, **{name: given[name].bfloat16() for name in ("Q", "K", "Z")}}, **more)
+        assert mixed.dtype == torch.bfloat16 and torch.equal(mixed, same)
+
+
+@pytest.mark.parametrize(
+    "change,error,message",
+    [
+        ({"Input_States": (None,) * 3}, ValueError, "Input_States must be four tensors or None, got 3"),
+        ({"Input_States": (None,) * 4}, TypeError, r"Input_States\[2\] must be a torch.Tensor, got NoneType"),
+        ({"Q_bias": torch.zeros(4, 1, 16)}, ValueError, r"Q_bias must have 2 dimensions \(H, N\), got shape"),
+        ({"Trap": None}, TypeError, "Trap must be a torch.Tensor, got NoneType"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_siso(change, error, message):
+    with pytest.raises(error, match="mamba3_siso_combined: " + message):
+        mamba3_siso_combined(**{**siso_arguments(SISO.inputs(torch.float32, "cpu")), **change})
+
+
+def test_wrong_arguments_of_pieces():
+    """Nothing is broadcast, and nothing is written before all is known to fit."""
+    row, value, head, projection = (2, 3, 4, 8), (2, 4, 6), (2, 4), (3, 4, 6)
+    shapes = [row, value, head, row, row, (4,), value, head, head, projection]
+    names = ["Bstate", "Xstate", "A", "B", "C", "D", "x", "dt", "trap", "xproj"]
+    given = {name: torch.ones(shape) for name, shape in zip(names, shapes, strict=True)}
+    given.update(state=torch.zeros(2, 4, 6, 8), out=torch.zeros(2, 3, 4, 6))
+    for name, wrong in (("B", torch.ones(2, 3, 1, 8)), ("D", torch.ones(1)), ("state_out", torch.zeros(2, 4, 6, 7))):
+        with pytest.raises(ValueError, match=f"mamba3_step_fn: {name} must have shape"):
+            mamba3_step_fn(**{**given, name: wrong})
+    with pytest.raises(TypeError, match=r"mamba3_step_fn: D must be a torch\.Tensor, got NoneType"):
+        mamba3_step_fn(**{**given, "D": None})
+    assert not given["out"].any() and not given["state"].any()
+    q, angles = torch.ones(row), torch.ones(2, 4, 2)
+    with pytest.raises(ValueError, match=r"bias_q must have shape \(R, H, N\) = \(3, 4, 8\), got \(4, 3, 8\)"):
+        apply_rotary_qk_inference_fwd(q, q, angles, angles, torch.ones(head), torch.ones(4, 3, 8))
+    packed, bounds = torch.ones(1, 9, 4, 2), torch.tensor([0, 4, 9])
+    with pytest.raises(ValueError, match=r"init_state must have shape \(U, H, S\) = \(2, 4, 2\), got \(3, 4, 2\)"):
+        angle_dt_fwd(packed, torch.ones(1, 4, 9), torch.ones(3, 4, 2), cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="cu_seqlens is for sequences packed in one row, got a batch of 2"):
+        angle_dt_fwd(packed.expand(2, -1, -1, -1), torch.ones(2, 4, 9), cu_seqlens=bounds)

@@ -30,7 +30,8 @@ def mamba3_siso_combined(
     """Mamba-3's SISO scan, mamba3_scan with a rank of 1.
 
     Args:
-        Q, K: (B, L, G, N), normed. V, Z: (B, L, H, P). ADT, DT, Trap: (B, H, L), Trap before the sigmoid.
+        Q, K: (B, L, G, N), normed. V, Z: (B, L, H, P). Q, K and Z are cast to V's dtype. ADT, DT, Trap: (B, H, L), Trap
+            before the sigmoid.
         Q_bias, K_bias: (H, N). Angles: (B, L, H, S), before tanh. D: (H).
         Input_States: angle (U, H, S), ssm (U, H, P, N), k (U, H, N), v (U, H, P), or None.
         chunk_size: no effect.
@@ -41,11 +42,18 @@ def mamba3_siso_combined(
 
     Same as upstream's mamba_ssm.ops.triton.mamba3.mamba3_siso_combined.mamba3_siso_combined, which rounds to bfloat16.
     """
-    for name, tensor, dims, letters in (("Q", Q, 4, "(B, L, G, N)"), ("K", K, 4, "(B, L, G, N)")):
-        checks.check_dims("mamba3_siso_combined", name, tensor, dims, letters)
-    ADT, DT, Trap = (_by_step("mamba3_siso_combined", *given) for given in (("ADT", ADT), ("DT", DT), ("Trap", Trap)))
+    op = "mamba3_siso_combined"
+    for name, tensor in ("Q", Q), ("K", K):
+        checks.check_dims(op, name, tensor, 4, "(B, L, G, N)")
+    for name, tensor in ("Q_bias", Q_bias), ("K_bias", K_bias):
+        checks.check_dims(op, name, tensor, 2, "(H, N)")
+    ADT, DT, Trap = (_by_step(op, *given) for given in (("ADT", ADT), ("DT", DT), ("Trap", Trap)))
+    Q, K, Z = _as_values(op, V, Q, K, Z)
     if Input_States is not None:
+        if len(Input_States) != 4:
+            raise ValueError(f"{op}: Input_States must be four tensors or None, got {len(Input_States)}")
         angle, ssm, k, v = Input_States
+        checks.check_dims(op, "Input_States[2]", k, 3, "(U, H, N)")
         Input_States = angle, ssm, k.unsqueeze(1), v
     results: typing.Any = mamba3_scan(
         Q.unsqueeze(2), K.unsqueeze(2), V, ADT, DT, Trap, Q_bias.unsqueeze(1), K_bias.unsqueeze(1), Angles, D, Z,
@@ -84,7 +92,8 @@ def mamba3_mimo(
     """Mamba-3's MIMO scan, mamba3_scan with the pairs (i, i + N / 2).
 
     Args:
-        Q, K: (B, L, R, G, N), normed. V, Z: (B, L, H, P). ADT, DT, Trap: (B, H, L), Trap before the sigmoid.
+        Q, K: (B, L, R, G, N), normed. V, Z: (B, L, H, P). Q, K and Z are cast to V's dtype. ADT, DT, Trap: (B, H, L),
+            Trap before the sigmoid.
         Q_bias, K_bias: (H, R, N). MIMO_V, MIMO_Z, MIMO_Out: (H, R, P). Angles: (B, L, H, S), before tanh. D: (H).
         chunk_size, rotary_dim_divisor, dtype: no effect. Angles says how many there are, V the dtype of results.
         fuse_pregate_headwise_rms_norm: RMSNorm of each head before the gate, with outproj_norm_weight (H, P) or (H P),
@@ -97,6 +106,7 @@ def mamba3_mimo(
     Same as upstream's mamba_ssm.ops.tilelang.mamba3.mamba3_mimo.mamba3_mimo, whose packed v is wrong.
     """
     ADT, DT, Trap = (_by_step("mamba3_mimo", *given) for given in (("ADT", ADT), ("DT", DT), ("Trap", Trap)))
+    Q, K, Z = _as_values("mamba3_mimo", V, Q, K, Z)
     norm_weight = None
     if fuse_pregate_headwise_rms_norm:
         heads = V.shape[-2:]
@@ -150,6 +160,12 @@ def mamba3_siso_step(
     )
     out, *states = results
     return out.squeeze(1), states
+
+
+def _as_values(op, V, *tensors):
+    """In V's dtype. Upstream takes them in any, and rounds them to one."""
+    checks.check_dims(op, "V", V, 4, "(B, L, H, P)")
+    return (checks.cast(tensor, V.dtype) for tensor in tensors)
 
 
 def _by_step(op, name, tensor):

@@ -4,6 +4,7 @@ step is mamba3_step.
 Letters: B batch, L length, R rank, H heads, P headdim, N dstate, S angles, U sequences.
 """
 
+import functools
 import itertools
 import math
 
@@ -36,8 +37,12 @@ def angle_dt_fwd(
     steps = math.pi * torch.tanh(angle.float()) * dt.float().transpose(1, 2)[..., None]
     bounds = [0, seqlen] if cu_seqlens is None else cu_seqlens.tolist()
     if cu_seqlens is not None:
+        if batch != 1:
+            raise ValueError(f"angle_dt_fwd: cu_seqlens is for sequences packed in one row, got a batch of {batch}")
         checks.check_bounds("angle_dt_fwd", bounds, seqlen)
     rows = batch if cu_seqlens is None else len(bounds) - 1
+    if init_state is not None:
+        _check("angle_dt_fwd", angle, "angle", (rows, heads, count), "(U, H, S)", init_state=init_state)
     start = steps.new_zeros(rows, heads, count) if init_state is None else init_state.float()
     parts, ends = [], []
     for row, (begin, end) in enumerate(itertools.pairwise(bounds)):
@@ -72,10 +77,14 @@ def apply_rotary_qk_inference_fwd(
     name = "apply_rotary_qk_inference_fwd"
     checks.check_dims(name, "q", q, 4, "(B, R, H, N)")
     checks.check_same(name, "k", k, q.shape, q, "q", "(B, R, H, N)")
-    if q.shape[-1] < 2 * angle_state.shape[-1]:
-        raise ValueError(
-            f"{name}: an angle turns two of the {q.shape[-1]} entries of q, got {angle_state.shape[-1]} angles"
-        )
+    batch, rank, heads, dstate = q.shape
+    checks.check_dims(name, "angle_state", angle_state, 3, "(B, H, S)")
+    check = functools.partial(_check, name, q, "q")
+    check((batch, heads, angle_state.shape[-1]), "(B, H, S)", angle_state=angle_state, angle_proj=angle_proj)
+    check((batch, heads), "(B, H)", dt=dt)
+    check((rank, heads, dstate), "(R, H, N)", **_given(bias_q=bias_q, bias_k=bias_k))
+    if dstate < 2 * angle_state.shape[-1]:
+        raise ValueError(f"{name}: an angle turns two of the {dstate} entries of q, got {angle_state.shape[-1]} angles")
     angle = angle_state.float() + math.pi * torch.tanh(angle_proj.float()) * dt.float()[..., None]
     turn = (-angle if conjugate else angle)[:, None]
     results = [
@@ -123,8 +132,16 @@ def mamba3_step_fn(
     """
     name = "mamba3_step_fn"
     checks.check_dims(name, "state", state, 4, "(B, H, P, N)")
-    batch, heads, headdim, _ = state.shape
+    batch, heads, headdim, dstate = state.shape
+    checks.check_dims(name, "xproj", xproj, 3, "(R, H, P)")
     rank = xproj.shape[0]
+    check = functools.partial(_check, name, state, "state")
+    check((batch, rank, heads, dstate), "(B, R, H, N)", Bstate=Bstate, B=B, C=C)
+    check((batch, heads, headdim), "(B, H, P)", Xstate=Xstate, x=x, **_given(z=z))
+    check((batch, heads), "(B, H)", A=A, dt=dt, trap=trap)
+    check((heads,), "(H)", D=D)
+    check((rank, heads, headdim), "(R, H, P)", xproj=xproj, **_given(outproj=outproj, zproj=zproj))
+    check(state.shape, "(B, H, P, N)", **_given(state_out=state_out))
     shape = (batch, heads, headdim) if outproj is not None else (batch, rank, heads, headdim)
     if out is None or out.shape != shape:
         raise ValueError(
@@ -144,3 +161,13 @@ def mamba3_step_fn(
         y = y * F.silu(z.float()[:, None] * zproj.float())
     out.copy_(y if outproj is None else (y * outproj.float()).sum(1))
     (state if state_out is None else state_out).copy_(h)
+
+
+def _check(op, like, like_name, shape, letters, **tensors):
+    for name, tensor in tensors.items():
+        checks.check_tensor(op, name, tensor)
+        checks.check_float(op, name, tensor, shape, like, like_name, letters)
+
+
+def _given(**tensors):
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
