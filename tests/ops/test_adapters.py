@@ -4,6 +4,7 @@ import pytest
 import torch
 from _helpers import mamba2_inner_inputs, mamba_inner_inputs
 from torch import nn
+from torch.nn.utils import prune
 
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, mamba_inner_ref
 from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined, mamba_split_conv1d_scan_ref
@@ -115,6 +116,30 @@ def test_values_and_gradients(make, wraps, device):
         torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-3)
     with torch.no_grad():
         torch.testing.assert_close(layer(), expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+def pruned(layer):
+    return prune.random_unstructured(layer, "weight", 0.3)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("wrap", [pruned, nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+@pytest.mark.parametrize("make", [mamba, mamba2])
+def test_weights_that_are_computed(make, wrap, device):
+    """Each training step computes them again, from parameters that the last one changed."""
+    layer, reference = make(torch.float32, device, out_proj=wrap)
+    parameters = [parameter for name, parameter in layer.out_proj.named_parameters() if "weight" in name]
+    for _ in range(2):
+        found = layer()
+        gradients = torch.autograd.grad(found.square().sum(), parameters)
+        layer.out_proj(torch.zeros(1, layer.out_proj.in_features, device=device))  # hooks compute the weight
+        expected = layer(reference)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        others = torch.autograd.grad(expected.square().sum(), parameters)
+        torch.testing.assert_close(gradients, others, rtol=1e-3, atol=1e-2)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(1.5)
 
 
 @pytest.mark.parametrize("make", [mamba, mamba2])

@@ -46,14 +46,15 @@ _CALLERS = 8  # how far up module_behind looks: transformers puts functions of i
 
 
 def module_behind(weight: torch.Tensor | None) -> typing.Callable[[torch.Tensor], torch.Tensor] | None:
-    """The module to call instead of multiplying by this frozen weight of it, or None where the weight is all of it.
+    """The module to call instead of multiplying by this weight of it, or None where the weight is all of it.
 
     For public functions that take the weights of projections: transformers hands them over even where a LoRA adapter
     or a quantised layer stands around them, whose results and gradients would be lost without a word. A weight does not
     know its module, but the layer that made the call does: it is a `self` up the stack. Adapters and quantisation
-    freeze the weight, so ordinary training looks at nothing. A compiler cannot follow this; there the weight counts.
+    freeze the weight, and what a hook computes (pruning, weight_norm) is no leaf: it is of an earlier call, until the
+    module is called. So ordinary training looks at nothing. A compiler cannot follow this; there the weight counts.
     """
-    if not isinstance(weight, torch.Tensor) or is_compiling() or weight.requires_grad:
+    if not isinstance(weight, torch.Tensor) or is_compiling() or (weight.requires_grad and weight.is_leaf):
         return None
     frame = sys._getframe(2)
     for _ in range(_CALLERS):
