@@ -11,11 +11,11 @@ from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined, 
 
 
 class Lora(nn.Module):
-    """As peft's: its weight is the frozen one of the layer that it wraps."""
+    """As peft's: its weight is the frozen one of the layer that it wraps, unless all is trained."""
 
-    def __init__(self, base):
+    def __init__(self, base, frozen=True):
         super().__init__()
-        self.base_layer = base.requires_grad_(False)
+        self.base_layer = base.requires_grad_(not frozen)
         self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype, device=base.weight.device)
         self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype, device=base.weight.device)
 
@@ -94,10 +94,16 @@ def mamba2(dtype, device, **wraps):
     return Layer(mamba_split_conv1d_scan_combined, tensors, rest, wraps), mamba_split_conv1d_scan_ref
 
 
+def trained_lora(base):
+    return Lora(base, frozen=False)
+
+
 CASES = [
     pytest.param(mamba, {"x_proj": Lora}, id="mamba-lora"),
     pytest.param(mamba, {"out_proj": Lora}, id="mamba-lora_out"),
     pytest.param(mamba, {"x_proj": Quantised, "out_proj": Lora}, id="mamba-quantised"),
+    pytest.param(mamba, {"x_proj": trained_lora}, id="mamba-trained_lora"),
+    pytest.param(mamba2, {"out_proj": trained_lora}, id="mamba2-trained_lora"),
     pytest.param(mamba2, {"out_proj": Lora}, id="mamba2-lora"),
     pytest.param(mamba2, {"out_proj": Quantised}, id="mamba2-quantised"),
 ]
