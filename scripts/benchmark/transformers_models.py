@@ -72,6 +72,38 @@ TINY = {
             **_ATTENTION,
         },
     ),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 8,
+            **_ATTENTION,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "layer_types": ["mamba", "attention"],
+            "shared_intermediate_size": 48,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 8,
+            **_ATTENTION,
+        },
+    ),
     "zamba2": (
         "Zamba2ForCausalLM",
         {
