@@ -142,13 +142,14 @@ __device__ __forceinline__ float exchange_and_add(float first, float second, boo
     return (bit ? second : first) + given;
 }
 
-// The same for four ranks with z and a projection, but no norm. weights: as below.
+// The same for four ranks with z and a projection, but no norm, and the results to memory. weights: as below.
 template <typename T, bool kOneRank>
 __device__ __forceinline__ void finish_four_ranks(const Mamba3Finisher<T, kOneRank>& finisher, const float (&y)[8][4],
                                                   const T* x, const float* weights, int lane) {
     constexpr int kColumns = kMamba3StateRows;
-    const T* const z = finisher.own + Mamba3XTile::at(lane % 16 / 4, lane / 16 * 8);
-    const float* const own_weights = weights + (1 + lane / 4 % 4) * kColumns + lane % 4 * 2;
+    const int own_lane = opaque(lane);
+    const T* const z = finisher.own + Mamba3XTile::at(own_lane % 16 / 4, own_lane / 16 * 8);
+    const float* const own_weights = weights + ((1 + own_lane / 4 % 4) * kMamba3WeightPitch + own_lane % 4 * 2);
     const bool bits[2] = {(lane & 4) != 0, (lane & 8) != 0};
     float results[kColumns / 16][2];  // of a column of the lane's two steps
 #pragma unroll
@@ -160,7 +161,7 @@ __device__ __forceinline__ void finish_four_ranks(const Mamba3Finisher<T, kOneRa
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
             const float2 of_z = *reinterpret_cast<const float2*>(own_weights + 16 * k + 8 * block);
-            const float2 of_out = *reinterpret_cast<const float2*>(own_weights + 16 * k + 8 * block + 4 * kColumns);
+            const float2 of_out = *reinterpret_cast<const float2*>(own_weights + 16 * k + 8 * block + 4 * kMamba3WeightPitch);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float2 input = unpack2<T>(inputs.r[0][2 * block + half]), gate = unpack2<T>(gates.r[0][2 * block + half]);
@@ -178,13 +179,18 @@ __device__ __forceinline__ void finish_four_ranks(const Mamba3Finisher<T, kOneRa
         }
     }
     __syncwarp();  // all have read z, whose place the results take
+    const int own = opaque(Mamba3XTile::at(lane / 16, lane % 4 * 2 + (bits[0] ? 1 : 0) + (bits[1] ? 8 : 0)));
 #pragma unroll
     for (int k = 0; k < kColumns / 16; ++k) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int column = 16 * k + lane % 4 * 2 + (bits[0] ? 1 : 0) + (bits[1] ? 8 : 0);
-            finisher.own[Mamba3XTile::at(lane / 16 + 2 * half, column)] = from_float<T>(results[k][half]);
+        for (int half = 0; half < 2; ++half) {  // two steps on; a row's number is in its pieces' places
+            finisher.own[(own ^ (2 * k ^ 2 * half) * 8) + 2 * half * kColumns] = from_float<T>(results[k][half]);
         }
+    }
+    __syncwarp();
+    if (finisher.row < finisher.left) {
+        *reinterpret_cast<uint4*>(finisher.out + opaque(lane) / 8 * finisher.out_stride) =
+            *reinterpret_cast<const uint4*>(finisher.piece_on(0));
     }
 }
 
@@ -225,9 +231,9 @@ __device__ __forceinline__ void finish_rows(const MambaMamba3& p, const Mamba3Fi
     const float* gate_weights[2];  // of the lane's ranks
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        gate_weights[half] = weights + (1 + ((lane / 4 + 8 * half) & last_rank)) * kColumns;
+        gate_weights[half] = weights + (1 + ((lane / 4 + 8 * half) & last_rank)) * kMamba3WeightPitch;
     }
-    const int to_out_weights = kColumns << log2;
+    const int to_out_weights = kMamba3WeightPitch << log2;
     const bool bits[3] = {(lane & 4) != 0, (lane & 8) != 0, (lane & 16) != 0};
 #pragma unroll
     for (int k = 0; k < kColumns / 16; ++k) {

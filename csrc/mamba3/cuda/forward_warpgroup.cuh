@@ -12,12 +12,10 @@
 
 namespace mamba {
 
-// Registers of a thread of each warpgroup; two blocks a multiprocessor. Halves need more to turn: biases of all ranks. With
-// what is left ptxas waits behind each product (C7512): 4 % faster than turns that spill, 6 % than fewer operands at a time.
-template <bool kPairwise>
-constexpr int kMamba3TurnRegisters = kPairwise ? 96 : 104;
-template <bool kPairwise>
-constexpr int kMamba3MultiplyRegisters = 256 - kMamba3TurnRegisters<kPairwise>;
+// Registers of a thread of each warpgroup; two blocks a multiprocessor. With fewer for products ptxas waits behind each
+// (C7512).
+constexpr int kMamba3TurnRegisters = 96;
+constexpr int kMamba3MultiplyRegisters = 256 - kMamba3TurnRegisters;
 constexpr int kMamba3WarpgroupThreads = 2 * kMamba3Threads;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -52,7 +50,10 @@ __device__ __forceinline__ void mix_mamba3_rows(Operand<T> (&M)[kMamba3ChunkRows
             const float2 from_low = *reinterpret_cast<const float2*>(&values.of[kMamba3Low][s]);
             const float2 scale = *reinterpret_cast<const float2*>(&values.of[kMamba3Scale][s]);
             weights[i][0] = exp2_fast((high[half] - from_high.x) + (low[half] - from_low.x)) * scale.x;
-            weights[i][1] = exp2_fast((high[half] - from_high.y) + (low[half] - from_low.y)) * scale.y;
+            weights[i][1] = weights[i][0];
+            if (ranks_log2 == 0) {  // else both rows are of one step
+                weights[i][1] = exp2_fast((high[half] - from_high.y) + (low[half] - from_low.y)) * scale.y;
+            }
         }
         float mixed[4][2];
 #pragma unroll
@@ -124,8 +125,13 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
                                     lane);
     }
     T* const state_tile = tiles + Tiles::kStateAt;
-    T* const state_at = state_tile + Mamba3XTile::at(row + lane % 16, lane / 16 * 8);  // of store_matrices
+    // Of store_matrices and load_matrices. Found again each time: it would be spilled.
+    const auto own_rows = [&] {
+        const int own = opaque(lane);
+        return Mamba3XTile::at(row + own % 16, own / 16 * 8);
+    };
     [[maybe_unused]] const auto show_state = [&] {
+        T* const state_at = state_tile + own_rows();
 #pragma unroll
         for (int k = 0; k < kStates / 16; ++k) {
             Operand<T> part;
@@ -144,8 +150,6 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
         (kOneRank || p.rank == 1) && p.norm_weight == nullptr && p.mimo_z == nullptr && p.mimo_out == nullptr;
     [[maybe_unused]] const bool four_ranks = p.rank == 4 && p.norm_weight == nullptr && p.z != nullptr && p.mimo_out != nullptr;
     [[maybe_unused]] typename Mamba3GateBackOf<T, kPairwise>::Type gate_back(p, launch, block, warp, lane);
-    const int x_lane = Mamba3XTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);  // of load_matrices_transposed
-    [[maybe_unused]] const int x_rows = Mamba3XTile::at(row + lane % 16, lane / 16 * 8);   // of load_matrices
 
     float carried = 1.0f;
     for (int i = 0; i < block.chunks; ++i) {
@@ -166,9 +170,11 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
         [[maybe_unused]] Operand<T> M[kMamba3ChunkRows / 16];
         Operand<T> weighted[kMamba3ChunkRows / 16];
         const auto weigh_x = [&] {
+            const int own = opaque(lane);
+            const T* const from = x_tile + Mamba3XTile::at(own / 16 * 8 + own % 8, row + own / 8 % 2 * 8);
 #pragma unroll
             for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
-                load_matrices_transposed(weighted[k].r[0], x_tile + x_lane + 16 * k * kMamba3StateRows);
+                load_matrices_transposed(weighted[k].r[0], from + 16 * k * kMamba3StateRows);
                 weight_a<T>(weighted[k], now.of[kMamba3Adding] + 16 * k, lane);
             }
         };
@@ -239,19 +245,18 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
             hold(M);
             wait_for_copies<0>();
             __syncwarp();
+            const T* const own_x = x_tile + own_rows();
             if constexpr (kPass == kMamba3GateBack) {
-                gate_back.finish(p, launch.backward, finisher, y, x_tile + x_rows, weights, lane);
+                gate_back.finish(p, launch.backward, finisher, y, own_x, weights, lane);
+            } else if (!kOneRank && four_ranks) {
+                finish_four_ranks(finisher, y, own_x, weights, lane);
             } else {
-                if (plain) {
-                    if (finisher.has_z) {
-                        finish_plain_rows<true>(finisher, y, x_tile + x_rows, lane);
-                    } else {
-                        finish_plain_rows<false>(finisher, y, x_tile + x_rows, lane);
-                    }
-                } else if (!kOneRank && four_ranks) {
-                    finish_four_ranks(finisher, y, x_tile + x_rows, weights, lane);
+                if (!plain) {
+                    finish_rows(p, finisher, y, own_x, weights, lane);
+                } else if (finisher.has_z) {
+                    finish_plain_rows<true>(finisher, y, own_x, lane);
                 } else {
-                    finish_rows(p, finisher, y, x_tile + x_rows, weights, lane);
+                    finish_plain_rows<false>(finisher, y, own_x, lane);
                 }
                 __syncwarp();
                 finisher.store_results();
@@ -301,7 +306,8 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     const int thread = threadIdx.x;
     const Mamba3Block<kPass == kMamba3After> block(p, launch);
     // What nothing is written to stays zero: ranks beyond p.rank, columns beyond dstate.
-    for (int i = thread; i < 2 * Tiles::kQK / 8; i += kMamba3WarpgroupThreads) {
+    static_assert(Tiles::kXAt == 2 * Tiles::kQK, "x lies behind q and k");
+    for (int i = thread; i < Tiles::kStateAt / 8; i += kMamba3WarpgroupThreads) {
         reinterpret_cast<uint4*>(tiles)[i] = make_uint4(0, 0, 0, 0);
     }
     if (kPairwise) {
@@ -310,33 +316,34 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
             biases[i] = i % kStates < p.dstate ? bias[block.head * p.dstate + i % kStates] : 0.0f;
         }
     }
-    if (kPass == kMamba3Output || (kPass == kMamba3GateBack && !kPairwise)) {
-        const int ranks = 1 << launch.ranks_log2;
-        for (int i = thread; i < (1 + 2 * ranks) * kMamba3StateRows; i += kMamba3WarpgroupThreads) {
-            const int column = i % kMamba3StateRows, which = i / kMamba3StateRows - 1;
-            const int rank = which & (ranks - 1);
-            const float* const mimo = which < ranks ? p.mimo_z : p.mimo_out;
-            float weight = 1.0f;
-            if (column >= block.columns || (which >= 0 && rank >= p.rank)) {
-                weight = 0.0f;
-            } else if (which < 0) {
-                weight = p.norm_weight != nullptr ? p.norm_weight[block.head * p.headdim + block.row0 + column] : 1.0f;
-            } else if (mimo != nullptr) {
-                weight = mimo[(block.head * p.rank + rank) * p.headdim + block.row0 + column];
-            }
-            weights[i] = weight;
+    const int ranks = 1 << launch.ranks_log2, mimo_v_row = Tiles::weight_rows(ranks);
+    const int rows = mimo_v_row + (ranks == kMamba3RanksInShared ? ranks : 0);
+    for (int i = thread; i < rows * kMamba3StateRows; i += kMamba3WarpgroupThreads) {
+        const int column = i % kMamba3StateRows, row = i / kMamba3StateRows;
+        const bool of_v = row >= mimo_v_row, norms = row == 0 && !of_v;
+        const int rank = of_v ? row - mimo_v_row : (row - 1) & (ranks - 1);
+        const float* const mimo = of_v ? p.mimo_v : row > ranks ? p.mimo_out : p.mimo_z;
+        float weight = 1.0f;
+        if (column >= block.columns || (!norms && rank >= p.rank)) {
+            weight = 0.0f;
+        } else if (norms) {
+            weight = p.norm_weight != nullptr ? p.norm_weight[block.head * p.headdim + block.row0 + column] : 1.0f;
+        } else if (mimo != nullptr) {
+            weight = mimo[(block.head * p.rank + rank) * p.headdim + block.row0 + column];
         }
+        weights[row * kMamba3WeightPitch + (of_v ? place_of_mimo_v(column) : column)] = weight;
     }
     show_to_warpgroup();
     wait_for_previous_kernel();
     let_next_kernel_start();
     __syncthreads();
     if (thread < kMamba3Threads) {
-        take_registers<kMamba3MultiplyRegisters<kPairwise>>();
+        take_registers<kMamba3MultiplyRegisters>();
         multiply_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, weights);
     } else {
-        give_registers<kMamba3TurnRegisters<kPairwise>>();
-        make_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, biases, thread - kMamba3Threads);
+        give_registers<kMamba3TurnRegisters>();
+        make_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, biases,
+                                                        weights + mimo_v_row * kMamba3WeightPitch, thread - kMamba3Threads);
     }
 #else
     (void)p;
@@ -348,7 +355,7 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
 template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
 cudaError_t launch_mamba3_warpgroups(const MambaMamba3& p, Mamba3WarpgroupLaunch launch, int64_t segments) {
     const auto kernel = mamba3_warpgroup_kernel<T, kStates, kPairwise, kPass>;
-    const int64_t shared = Mamba3WarpgroupTiles<kStates, kPass>::bytes(int64_t{1} << launch.ranks_log2);
+    const int64_t shared = Mamba3WarpgroupTiles<kStates, kPass>::bytes(1 << launch.ranks_log2);
     const cudaError_t error = allow_shared(kernel, shared);
     if (error != cudaSuccess) {
         return error;

@@ -47,11 +47,10 @@ struct Mamba3RanksGateBack {
     template <typename Finisher>
     __device__ __forceinline__ void finish(const MambaMamba3& p, const Mamba3WarpgroupBackward& to, const Finisher& finisher,
                                            const float (&y)[8][4], const T* x, const float* weights, int lane) {
-        constexpr int kColumns = kMamba3StateRows;
         T* const at = finisher.own + Mamba3XTile::at(lane % 16, lane / 16 * 8);
         const T* const z = finisher.own + Mamba3XTile::at(lane % 16 / kRanks, lane / 16 * 8);
         const T* const given = finisher.own + Mamba3XTile::at(kSteps + lane % 16 / kRanks, lane / 16 * 8);
-        const float* const gate_weights = weights + (1 + lane / 4 % kRanks) * kColumns + lane % 4 * 2;
+        const float* const gate_weights = weights + (1 + lane / 4 % kRanks) * kMamba3WeightPitch + lane % 4 * 2;
         const bool bits[3] = {(lane & 4) != 0, (lane & 8) != 0, (lane & 16) != 0};
         float dz_sums[kParts][2];  // of a column of the lane's two steps
 #pragma unroll
@@ -65,7 +64,7 @@ struct Mamba3RanksGateBack {
             for (int block = 0; block < 2; ++block) {
                 const float* const own_weights = gate_weights + 16 * k + 8 * block;
                 const float2 of_z = *reinterpret_cast<const float2*>(own_weights);
-                const float2 of_out = *reinterpret_cast<const float2*>(own_weights + kRanks * kColumns);
+                const float2 of_out = *reinterpret_cast<const float2*>(own_weights + kRanks * kMamba3WeightPitch);
                 float2 sum_z = make_float2(0.0f, 0.0f), sum_out = make_float2(0.0f, 0.0f);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {

@@ -11,92 +11,102 @@ namespace mamba {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // The rows of x of a chunk: v's, times mimo_v if there is one; or from the end dy's, which has ranks of its own. A thread
-// copies the pieces that it multiplies. Of one rank all threads share the pointer, so that it takes no registers; of more the
-// compiler needs fewer if each has its own.
-template <typename T, bool kOneRank, bool kFromEnd>
+// copies the pieces that it multiplies: of v's rows, of which each becomes one of each rank. Of one rank all threads share the
+// pointer, so that it takes no registers; of more the compiler needs fewer if each has its own. kRanks: 0 if not known.
+template <typename T, int kRanks, bool kFromEnd>
 struct Mamba3XCopies {
     using Block = Mamba3Block<kFromEnd>;
+    static constexpr bool kOneRank = kRanks == 1;
     static constexpr int kTogether = kMamba3Threads / 8;  // rows
-    const T* v;                                           // of a chunk's first step; of more ranks the thread's columns
-    const float* mimo;                                    // of the thread's columns and rank, or NULL
-    int first;                                            // of one rank: elements to the thread's first piece
-    int row, column;
-    int rows_log2;  // rows of the tile for one of v
-    int left;       // rows of v in the chunk, or more
-    bool exists;    // the columns and the rank
+    const MambaMamba3& p;
+    const Mamba3WarpgroupLaunch& launch;
+    const Block& block;
+    const float* mimo_v;  // of the block's first column; of four ranks in shared memory, see place_of_mimo_v
+    const T* v;           // of a chunk's first step; of more ranks the thread's columns
+    int first;            // of one rank: elements to the thread's first piece
+    int thread;
+    int left;  // rows of v in the chunk, or more
 
-    __device__ __forceinline__ Mamba3XCopies(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch, const Block& block,
-                                             int thread)
-        : mimo(nullptr), first(0), row(thread / 8), column(thread % 8 * 8) {
-        static_assert(kTogether % kMamba3MostRanks == 0, "a thread's rank stays the same");
+    __device__ __forceinline__ Mamba3XCopies(const MambaMamba3& params, const Mamba3WarpgroupLaunch& launched,
+                                             const Block& own_block, const float* shared_mimo_v, int own_thread)
+        : p(params), launch(launched), block(own_block), mimo_v(shared_mimo_v), first(0), thread(own_thread) {
         const int64_t first_step = block.first_step(launch.chunks);
         const int64_t steps = block.range.begin + block.range.seqlen - first_step;
         int64_t stride = p.v_len_stride;
         if (kFromEnd) {
             stride = launch.backward.dy_stride;
-            rows_log2 = 0;
-            exists = column < block.columns;
             left = static_cast<int>(steps * p.rank);
             v = static_cast<const T*>(launch.backward.dy) + (block.range.row * p.seqlen + first_step) * p.rank * stride +
                 block.launch_head * p.headdim;
         } else {
-            rows_log2 = kOneRank ? 0 : launch.ranks_log2;
-            const int rank = row % (1 << rows_log2);
-            exists = column < block.columns && rank < p.rank;
             left = static_cast<int>(steps);
             v = static_cast<const T*>(p.v) + block.range.row * p.v_batch_stride + first_step * stride +
                 block.head * p.v_head_stride;
-            if (p.mimo_v != nullptr && exists) {
-                mimo = p.mimo_v + (block.head * p.rank + rank) * p.headdim + block.row0 + column;
+            if (kRanks != kMamba3RanksInShared) {
+                mimo_v = p.mimo_v + block.head * p.rank * p.headdim + block.row0;
             }
         }
         v += block.row0;
+        const int column = thread % 8 * 8;
         if (kOneRank) {
-            first = opaque(row * static_cast<int>(stride) + column);
+            first = opaque(thread / 8 * static_cast<int>(stride) + column);
         } else {
-            v += exists ? column : 0;
+            v += column < block.columns ? column : 0;
         }
     }
+    // Rows of the tile for one of v; those that exist.
+    __device__ __forceinline__ int rows_log2() const { return kFromEnd || kOneRank ? 0 : kRanks == 4 ? 2 : launch.ranks_log2; }
+    __device__ __forceinline__ int rows() const { return kFromEnd || kOneRank ? 1 : kRanks > 0 ? kRanks : launch.ranks; }
     // Begins to copy a chunk's rows.
     __device__ __forceinline__ void begin(T* tile, int64_t stride) {
+        const int own_thread = kOneRank ? thread : opaque(thread);  // else the compiler would keep what follows from it
+        const int row = own_thread / 8, column = own_thread % 8 * 8, steps = kMamba3ChunkRows >> rows_log2();
+        const bool exists = column < block.columns;
         const T* from = kOneRank ? v + opaque(first) : opaque(v);
-        T* const to = tile + Mamba3XTile::at(row, column);
 #pragma unroll
         for (int i = 0; i < kMamba3ChunkRows; i += kTogether) {
-            const int own = (row + i) >> rows_log2;
+            const int own = row + i;
             const bool valid = exists && own < left;
             if constexpr (kOneRank) {
                 from = opaque(from);
-                copy_async<16>(to + i * 64, from, valid);
+                copy_async<16>(tile + Mamba3XTile::at(row, column) + i * 64, from, valid);
                 from += kTogether * stride;
-            } else {
-                copy_async<16>(to + i * 64, valid ? from + own * stride : from, valid);
+            } else if (own < steps) {
+                copy_async<16>(tile + Mamba3XTile::at(own << rows_log2(), column), valid ? from + own * stride : from, valid);
             }
         }
-        const int rows = kMamba3ChunkRows >> rows_log2;
         if (kFromEnd) {
-            v -= rows * stride;
+            v -= steps * stride;
             left = kMamba3ChunkRows;  // all chunks but the last are full
         } else {
-            v += rows * stride;
-            left -= rows;
+            v += steps * stride;
+            left -= steps;
         }
     }
     // When they have come.
     __device__ __forceinline__ void finish(T* tile) const {
-        if (mimo == nullptr) {
+        const int own_thread = opaque(thread), column = own_thread % 8 * 8;
+        const bool projects = !kFromEnd && p.mimo_v != nullptr;
+        if ((rows() == 1 && !projects) || column >= block.columns) {
             return;
         }
-        float weights[8];
-        unpack<float, 8>(packed_load<float, 8>(mimo), weights);
-#pragma unroll
-        for (int i = 0; i < kMamba3ChunkRows; i += kTogether) {
-            uint4& words = *reinterpret_cast<uint4*>(tile + Mamba3XTile::at(row + i, column));
-            const auto times = [&](uint32_t word, int j) {
-                const float2 pair = unpack2<T>(word);
-                return pack2<T>(pair.x * weights[j], pair.y * weights[j + 1]);
-            };
-            words = make_uint4(times(words.x, 0), times(words.y, 2), times(words.z, 4), times(words.w, 6));
+        for (int own = own_thread / 8; own < kMamba3ChunkRows >> rows_log2(); own += kTogether) {
+            const uint4 words = *reinterpret_cast<const uint4*>(tile + Mamba3XTile::at(own << rows_log2(), column));
+            const float2 pairs[4] = {unpack2<T>(words.x), unpack2<T>(words.y), unpack2<T>(words.z), unpack2<T>(words.w)};
+#pragma unroll(kRanks > 0 ? kRanks : 1)
+            for (int r = 0; r < rows(); ++r) {
+                float by[8] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+                if constexpr (kRanks == kMamba3RanksInShared) {
+                    const float* const from = mimo_v + r * kMamba3WeightPitch;
+                    unpack<float, 4>(packed_load<float, 4>(from + place_of_mimo_v(column)), by);
+                    unpack<float, 4>(packed_load<float, 4>(from + place_of_mimo_v(column + 4)), by + 4);
+                } else if (projects) {
+                    unpack<float, 8>(packed_load<float, 8>(mimo_v + r * p.headdim + column), by);
+                }
+                const auto times = [&](int j) { return pack2<T>(pairs[j].x * by[2 * j], pairs[j].y * by[2 * j + 1]); };
+                *reinterpret_cast<uint4*>(tile + Mamba3XTile::at((own << rows_log2()) + r, column)) =
+                    make_uint4(times(0), times(1), times(2), times(3));
+            }
         }
     }
 };
@@ -105,11 +115,11 @@ struct Mamba3XCopies {
 template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass, typename Turner>
 __device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
                                                    const Mamba3Block<kPass == kMamba3After>& block, T* tiles,
-                                                   Mamba3ChunkValues* values, Turner& turner, int thread) {
+                                                   Mamba3ChunkValues* values, const float* mimo_v, Turner& turner, int thread) {
     using Tiles = Mamba3WarpgroupTiles<kStates, kPass>;
     using Block = Mamba3Block<kPass == kMamba3After>;
     constexpr bool kFromEnd = kPass == kMamba3After;
-    Mamba3XCopies<T, kPairwise, kFromEnd> x(p, launch, block, thread);
+    Mamba3XCopies<T, Turner::kRanks, kFromEnd> x(p, launch, block, mimo_v, thread);
     // A thread copies three values of its row: the first ones, or the others.
     constexpr int kHalf = kMamba3RowValues / 2;
     const int row = thread % kMamba3ChunkRows, first_value = thread < kMamba3ChunkRows ? 0 : kHalf;
@@ -147,15 +157,19 @@ __device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const M
 template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
 __device__ __forceinline__ void make_mamba3_tiles(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
                                                   const Mamba3Block<kPass == kMamba3After>& block, T* tiles,
-                                                  Mamba3ChunkValues* values, const float* biases, int thread) {
+                                                  Mamba3ChunkValues* values, const float* biases, const float* mimo_v,
+                                                  int thread) {
     const auto turn_chunks = [&](auto& turner) {
-        turn_mamba3_chunks<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, turner, thread);
+        turn_mamba3_chunks<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, mimo_v, turner, thread);
     };
     if constexpr (kPairwise) {
         Mamba3PairTurner<T, kStates, kPass> turner(p, launch, block, biases, thread);
         turn_chunks(turner);
-    } else if (launch.ranks == Mamba3RanksTurner<T, kStates, kPass>::kRanks) {
-        Mamba3RanksTurner<T, kStates, kPass> turner(p, launch, block, thread);
+    } else if (launch.ranks == kMamba3RanksInShared && p.nangles <= 32) {
+        Mamba3RanksTurner<T, kStates, false, kPass> turner(p, launch, block, thread);
+        turn_chunks(turner);
+    } else if (launch.ranks == kMamba3RanksInShared) {
+        Mamba3RanksTurner<T, kStates, true, kPass> turner(p, launch, block, thread);
         turn_chunks(turner);
     } else {
         Mamba3HalvesTurner<T, kStates, kPass> turner(p, launch, block, thread);

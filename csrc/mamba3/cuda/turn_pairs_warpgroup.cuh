@@ -12,6 +12,7 @@ namespace mamba {
 // exist.
 template <typename T, int kStates, Mamba3Pass kPass>
 struct Mamba3PairTurner {
+    static constexpr int kRanks = 1;
     static constexpr int kMost = 4;
     template <bool kMore>                                        // angles turn second pieces, too
     static constexpr int kTogether = kMore ? kMost / 2 : kMost;  // rows of a group, which are on their way

@@ -13,6 +13,7 @@ namespace mamba {
 // way, and the next four rows of q while it turns k's.
 template <typename T, int kStates, Mamba3Pass kPass>
 struct Mamba3HalvesTurner {
+    static constexpr int kRanks = 0;  // any
     static constexpr int kTogether = 4;
     static constexpr int kGroups = 16 / kTogether;
     static constexpr bool kFromEnd = kPass == kMamba3After;

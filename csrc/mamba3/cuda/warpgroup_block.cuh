@@ -93,6 +93,14 @@ struct alignas(16) Mamba3ChunkValues {
     float of[kMamba3RowValues][kMamba3ChunkRows];
 };
 
+// Weights of 64 columns in shared memory. A rank's eight lanes find theirs in other banks than those of the next rank.
+constexpr int kMamba3WeightPitch = kMamba3StateRows + 8;
+constexpr int kMamba3RanksInShared = 4;  // of mimo_v
+// There threads read eight columns each, four at a time: neighbours' lie beside each other.
+MAMBA_HOST_DEVICE constexpr int place_of_mimo_v(int column) {
+    return column % 8 / 4 * (kMamba3StateRows / 2) + column / 8 * 4 + column % 4;
+}
+
 // Shared memory of a block. Tiles are elements: q and k of two chunks, x of two chunks, the state before a chunk, and z, whose
 // place the results take. q first; without rows there is none, nor z.
 template <int kStates, Mamba3Pass kPass>
@@ -110,8 +118,12 @@ struct Mamba3WarpgroupTiles {
     static constexpr int kValuesAt = kElements * 2;                                                // bytes
     static constexpr int kBiasesAt = kValuesAt + 2 * static_cast<int>(sizeof(Mamba3ChunkValues));  // q's and k's, of pairs
     static constexpr int kWeightsAt = kBiasesAt + 2 * kStates * 4;
-    // Behind them, with rows: the norm's weight, then mimo_z and mimo_out of each rank.
-    static int64_t bytes(int64_t ranks) { return kWeightsAt + (kRows ? (1 + 2 * ranks) * kMamba3StateRows * 4 : 0); }
+    // There: with rows the norm's weight, mimo_z and mimo_out of each rank; of four ranks then mimo_v.
+    static MAMBA_HOST_DEVICE constexpr int weight_rows(int ranks) { return kRows ? 1 + 2 * ranks : 0; }
+    static int64_t bytes(int ranks) {
+        const int rows = weight_rows(ranks) + (ranks == kMamba3RanksInShared ? ranks : 0);
+        return kWeightsAt + rows * kMamba3WeightPitch * 4;
+    }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
