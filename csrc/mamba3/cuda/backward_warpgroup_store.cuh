@@ -33,78 +33,77 @@ __device__ __forceinline__ void store_bias(const Mamba3Walk<T>& walk, const Mamb
     }
 }
 
-// From dx in shared memory. A thread has kEach columns of a step: eight, with several ranks fewer.
-template <int kEach, typename T>
-__device__ __forceinline__ void store_dv_columns(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+// From dx in shared memory: dv, and parts of mimo_v's gradient.
+template <int kRank, typename T>
+__device__ __forceinline__ void store_dv_of(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
-    constexpr int kRank = 8 / kEach, kPieces = Shared::kInner / kEach;
+    constexpr bool kRanks = kRank > 1;
+    constexpr int kEach = 8 / kRank, kPieces = Shared::kInner / kEach;  // columns of a step in a thread
     constexpr int kWidth = kEach < 4 ? kEach : 4;
     const MambaMamba3& p = walk.p();
     const Mamba3ChunkPlaces<T>& places = walk.shared.places;
     const int thread = walk.stand().thread, t = thread / kPieces, column = thread % kPieces * kEach;
-    if (t >= places.steps || column >= walk.columns(item)) {
-        return;
-    }
-    const float* const from = walk.shared.dx() + t * kRank * Shared::kDxPitch + column;
-    const float* const weights = walk.projection(item) + column;
-    float sum[kEach];
+    const int headdim = static_cast<int>(p.headdim);
+    if (t < places.steps && column < walk.columns(item)) {
+        const float* const from = walk.shared.dx() + t * kRank * Shared::kDxPitch + column;
+        const float* const weights = walk.template projection<kRanks>(item) + column;
+        float sum[kEach];
 #pragma unroll
-    for (int r = 0; r < kRank; ++r) {
+        for (int r = 0; r < kRank; ++r) {
 #pragma unroll
-        for (int i = 0; i < kEach; i += kWidth) {
-            float value[kWidth], weight[kWidth];
-            unpack<float, kWidth>(packed_load<float, kWidth>(from + r * Shared::kDxPitch + i), value);
-            if (p.mimo_v != nullptr) {
-                unpack<float, kWidth>(packed_load<float, kWidth>(weights + r * walk.projection_pitch() + i), weight);
+            for (int i = 0; i < kEach; i += kWidth) {
+                float value[kWidth], weight[kWidth];
+                unpack<float, kWidth>(packed_load<float, kWidth>(from + r * Shared::kDxPitch + i), value);
+                if (p.mimo_v != nullptr) {
+                    unpack<float, kWidth>(packed_load<float, kWidth>(weights + r * Shared::kInner + i), weight);
+                }
+#pragma unroll
+                for (int j = 0; j < kWidth; ++j) {
+                    const float own = p.mimo_v != nullptr ? value[j] * weight[j] : value[j];
+                    sum[i + j] = r > 0 ? sum[i + j] + own : own;
+                }
             }
+        }
+        const int at = item.slot * headdim + item.row0() + column;
+        if (places.dfinal_v != nullptr && t == places.steps - 1) {
 #pragma unroll
-            for (int j = 0; j < kWidth; ++j) {
-                const float own = p.mimo_v != nullptr ? value[j] * weight[j] : value[j];
-                sum[i + j] = r > 0 ? sum[i + j] + own : own;
+            for (int i = 0; i < kEach; ++i) {
+                sum[i] += places.dfinal_v[at + i];
+            }
+        }
+        T* const to = places.dv + t * walk.q.dv_step_stride + at;
+        if (walk.launch.dv_vectors != 0) {
+            packed_store<T, kEach>(to, pack<T, kEach>(sum));
+        } else {
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+                to[i] = from_float<T>(sum[i]);
             }
         }
     }
-    const int headdim = static_cast<int>(p.headdim), at = item.slot * headdim + item.row0() + column;
-    if (places.dfinal_v != nullptr && t == places.steps - 1) {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            sum[i] += places.dfinal_v[at + i];
+    const int own = thread % Shared::kInner, r = thread / Shared::kInner;
+    if (p.mimo_v != nullptr && r < kRank && own < walk.columns(item)) {
+        const T* const v = walk.template v_rows<kRanks>(item) + own;
+        const float* const dx = walk.shared.dx() + r * Shared::kDxPitch + own;
+        const int pitch = walk.template v_pitch<kRanks>(), steps = places.steps;
+        float sum = 0.0f;
+#pragma unroll 8
+        for (int step = 0; step < steps; ++step) {
+            sum = fmaf(dx[step * kRank * Shared::kDxPitch], to_float(v[step * pitch]), sum);
         }
-    }
-    T* const to = places.dv + t * walk.q.dv_step_stride + at;
-    if (walk.launch.dv_vectors != 0) {
-        packed_store<T, kEach>(to, pack<T, kEach>(sum));
-    } else {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            to[i] = from_float<T>(sum[i]);
-        }
+        mimo_v_sums(walk, item)[r * headdim + own] = sum;
     }
 }
 
 template <typename T>
 __device__ __forceinline__ void store_dv(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
-    using Shared = Mamba3WarpgroupShared<T>;
-    const MambaMamba3& p = walk.p();
-    const int thread = walk.stand().thread, rank = walk.rank();
-    if (rank == 1) {
-        store_dv_columns<8>(walk, item);
-    } else if (rank == 2) {
-        store_dv_columns<4>(walk, item);
-    } else {
-        store_dv_columns<2>(walk, item);
-    }
-    const int own = thread % Shared::kInner, r = thread / Shared::kInner;
-    if (p.mimo_v != nullptr && r < rank && own < walk.columns(item)) {
-        const T* const v = walk.v_rows(item) + own;
-        const float* const dx = walk.shared.dx() + r * Shared::kDxPitch + own;
-        const int pitch = walk.v_pitch(), steps = walk.shared.places.steps;
-        float sum = 0.0f;
-#pragma unroll 8
-        for (int step = 0; step < steps; ++step) {
-            sum = fmaf(dx[step * rank * Shared::kDxPitch], to_float(v[step * pitch]), sum);
-        }
-        mimo_v_sums(walk, item)[r * static_cast<int>(p.headdim) + own] = sum;
+    switch (walk.rank()) {
+        case 1:
+            return store_dv_of<1>(walk, item);
+        case 2:
+            return store_dv_of<2>(walk, item);
+        default:
+            return store_dv_of<4>(walk, item);
     }
 }
 

@@ -127,7 +127,7 @@ __device__ __forceinline__ void turn_back(const Mamba3Walk<T>& walk, float (&d)[
     const T* const tile_at = tile + Tile::at(own, lane / 16 * 8);
     const __half* const turned_at = reinterpret_cast<const __half*>(walk.shared.turned) + block * Shared::kBlock +
                                     Tile::at(own >> walk.rank_log2(), lane / 16 * 8);
-    float* const dturns_at = dturns + Shared::dturn_at(row + lane / 4, block, lane % 4);
+    const int dturns_at = Shared::dturn_at(row + lane / 4, block, lane % 4);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         if (kTurns) {
@@ -139,7 +139,7 @@ __device__ __forceinline__ void turn_back(const Mamba3Walk<T>& walk, float (&d)[
                 float& x = d[2 * k + i / 2][i % 2 * 2];
                 float& y = d[2 * k + i / 2][i % 2 * 2 + 1];
                 const float2 value = unpack2<T>(values[i]);
-                Shared::angles_on(dturns_at, 8 * k + i / 2 * 4)[i % 2 * (8 * 32)] = value.x * y - value.y * x;
+                dturns[(dturns_at ^ (8 * k + i / 2 * 4)) + i % 2 * (8 * 32)] = value.x * y - value.y * x;
                 const float2 cos_sin = unpack2<__half>(turns[i]);
                 const float back = x * cos_sin.x + y * cos_sin.y;
                 y = y * cos_sin.x - x * cos_sin.y;

@@ -68,13 +68,9 @@ struct Mamba3WarpgroupShared {
     static_assert(4 * (kRows * kDxPitch + kWarps * 64) <= 3 * kBlock * static_cast<int>(sizeof(T)), "dx and part_later fit");
 
     // Of angle 32 block + lane in a row: they lie in another order in each of eight rows, so that neither rows nor lanes share
-    // a bank.
+    // a bank. From one of a row's first four angles on, the others' places differ by the bits of their distance.
     static __device__ __forceinline__ int dturn_at(int row, int block, int lane) {
         return block * (32 * kRows) + row * 32 + (lane ^ row % 8 * 4);
-    }
-    // From the place of one of a row's first four angles, that of the angle so many behind it.
-    static __device__ __forceinline__ float* angles_on(float* at, int angles) {
-        return reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(at) ^ static_cast<uintptr_t>(angles * 4));
     }
     // Of q and k together, in row i of a warp, whose first one is at `at`.
     __device__ __forceinline__ float dturn(int item, int at, int i) {
@@ -275,19 +271,27 @@ struct Mamba3Walk {
         wait_for_round(&shared.barriers[item.number % 2], static_cast<uint32_t>(item.number / 2 % 2));
     }
 
-    // v of an item, from the chunk's first step and the item's first column on, and mimo_v. With several ranks a chunk has
-    // fewer steps: both are copied to where shared memory has room for more of these.
+    // v of an item, from the chunk's first step and the item's first column on, and mimo_v. With several ranks (kRanks) a chunk
+    // has fewer steps: both are copied to where shared memory has room for more of these.
+    template <bool kRanks>
     __device__ __forceinline__ const T* v_rows(const Mamba3Item& item) const {
-        return rank() > 1 ? copied_v(item) : shared.places.v + item.slot * q.forward.v_head_stride + item.row0();
+        if constexpr (kRanks) {
+            return copied_v(item);
+        } else {
+            return shared.places.v + item.slot * q.forward.v_head_stride + item.row0();
+        }
     }
+    template <bool kRanks>
     __device__ __forceinline__ int v_pitch() const {
-        return rank() > 1 ? Shared::kInner : static_cast<int>(q.forward.v_len_stride);
+        return kRanks ? Shared::kInner : static_cast<int>(q.forward.v_len_stride);
     }
+    template <bool kRanks>
     __device__ __forceinline__ const float* projection(const Mamba3Item& item) const {
-        return rank() > 1 ? copied_projection(item) : projection_of(item);
-    }
-    __device__ __forceinline__ int projection_pitch() const {
-        return rank() > 1 ? Shared::kInner : static_cast<int>(q.forward.headdim);
+        if constexpr (kRanks) {
+            return copied_projection(item);
+        } else {
+            return projection_of(item);
+        }
     }
     __device__ __forceinline__ T* copied_v(const Mamba3Item& item) const {
         return reinterpret_cast<T*>(shared.turned) + item.number % 2 * Shared::kBlock + (kRows >> rank_log2()) * 64;
@@ -321,17 +325,19 @@ struct Mamba3Walk {
     }
 
     // x = mimo_v v.
+    template <bool kRanks>
     __device__ __forceinline__ void project_x(const Mamba3Item& item) const {
         const MambaMamba3& p = q.forward;
         const int thread = stand().thread, row = thread / 8, column = thread % 8 * 8;
+        const int log2 = kRanks ? rank_log2() : 0;
         uint4 piece = make_uint4(0u, 0u, 0u, 0u);
         if (row < shared.places.rows && column < columns(item)) {
-            piece =
-                *reinterpret_cast<const uint4*>(v_rows(item) + static_cast<int64_t>(row >> rank_log2()) * v_pitch() + column);
+            const T* const from = v_rows<kRanks>(item) + static_cast<int64_t>(row >> log2) * v_pitch<kRanks>() + column;
+            piece = *reinterpret_cast<const uint4*>(from);
             if (p.mimo_v != nullptr) {
-                const float4* const from =
-                    reinterpret_cast<const float4*>(projection(item) + (row & (rank() - 1)) * projection_pitch() + column);
-                const float4 low = from[0], high = from[1];
+                const int rank_row = (row & ((1 << log2) - 1)) * Shared::kInner;  // of one rank the first
+                const float4* const weights = reinterpret_cast<const float4*>(projection<kRanks>(item) + rank_row + column);
+                const float4 low = weights[0], high = weights[1];
                 const auto times = [](uint32_t word, float one, float other) {
                     const float2 value = unpack2<T>(word);
                     return pack2<T>(value.x * one, value.y * other);
@@ -390,8 +396,10 @@ struct Mamba3Walk {
             default:
                 break;
         }
-        if (!plain_x()) {
-            project_x(item);
+        if (rank() > 1) {
+            project_x<true>(item);
+        } else if (!plain_x()) {
+            project_x<false>(item);
         }
     }
 };
