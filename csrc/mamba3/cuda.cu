@@ -136,7 +136,7 @@ int32_t mamba_mamba3_step(const MambaMamba3Step* params) {
     const DeviceLimits limits(p.run.device);
     cudaError_t error = guard.error != cudaSuccess ? guard.error : limits.error;
     if (error == cudaSuccess) {
-        error = launchers_of<Mamba3Launchers>(params->ssm_dtype).step(*params, limits.processors);
+        error = launchers_of<Mamba3Launchers>(params->ssm_dtype).step(*params, limits);
     }
     return cuda_status(error, function, p.batch, p.nheads * p.headdim, 1, p.dstate);
 }

@@ -8,7 +8,7 @@ namespace mamba {
 struct Mamba3Launchers {
     cudaError_t (*forward)(const MambaMamba3& p, const Mamba3Forward& plan);
     cudaError_t (*backward)(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan);
-    cudaError_t (*step)(const MambaMamba3Step& q, int processors);
+    cudaError_t (*step)(const MambaMamba3Step& q, const DeviceLimits& limits);
 
     template <typename T>
     static Mamba3Launchers of();

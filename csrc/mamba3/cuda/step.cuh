@@ -5,6 +5,7 @@
 
 #include "common/alignment.h"
 #include "mamba3/cuda/step_output.cuh"
+#include "mamba3/cuda/step_products.cuh"
 
 namespace mamba {
 
@@ -31,12 +32,17 @@ __device__ __forceinline__ void read_step_rows(float (&entries)[kRanks][Rows::kS
 
 constexpr int32_t kNoDtype = -1;
 
+// Tiles of states that a warp has on their way.
+template <class Rows>
+constexpr int kMamba3StepDepth = kMamba3Products<Rows> ? 1 : 3;
+
 // Blocks of a multiprocessor: few enough that registers suffice.
 template <class Rows, int kRanks, bool kAtOnce>
-constexpr int kMamba3StepBlocks = !kAtOnce            ? 2
-                                  : Rows::kStates > 4 ? 3
-                                  : kRanks > 1        ? 4
-                                                      : 5;
+constexpr int kMamba3StepBlocks = !kAtOnce                ? 2
+                                  : kMamba3Products<Rows> ? 4
+                                  : Rows::kStates > 4     ? 3
+                                  : kRanks > 1            ? 4
+                                                          : 5;
 
 // kUsual: the dtype of the usual dtypes, whose ranks are kRanks, or kNoDtype. kAtOnce: the rows of all ranks fit shared memory
 // together. Else they take turns, for each tile of the state again.
@@ -44,10 +50,12 @@ template <class Rows, int kRanks, bool kAtOnce, int32_t kUsual>
 __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, kRanks, kAtOnce>))
     mamba3_step_kernel(const MambaMamba3Step q, const Mamba3StepLayout layout) {
     using State = typename Rows::State;
-    using Ring = StateRing<Rows, kMamba3StepDepth>;
+    using Ring = StateRing<Rows, kMamba3StepDepth<Rows>>;
+    constexpr bool kProducts = kMamba3Products<Rows>;
     constexpr int kVector = Rows::kVector, kRows = Rows::kRows, kVectors = Rows::kVectors, kStates = Rows::kStates;
-    constexpr int kRowsAtOnce = kRanks > 1 && kStates <= 4 ? 2 : 1;  // of q or k, in a warp
-    constexpr bool kKeepsQ = kRanks == 1 || kStates <= 4;            // in registers
+    constexpr int kRowPairs = kProducts ? kMamba3ProductStates / 64 : kStates / 2;  // of q or k, in a lane
+    constexpr int kRowsAtOnce = kRanks > 1 && kRowPairs <= 2 ? 2 : 1;               // in a warp
+    constexpr bool kKeepsQ = kRanks == 1 || kStates <= 4;                           // in registers
     MAMBA_DYNAMIC_SHARED(16, unsigned char, memory);
     __shared__ float2 cos_sin[MAMBA_MAX_DSTATE / 2];
     __shared__ float v_of[MAMBA_MAX_HEADDIM], v_before[MAMBA_MAX_HEADDIM];
@@ -62,7 +70,9 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
     const int64_t batch = blockIdx.x / nheads, head = blockIdx.x % nheads;
     const int64_t group = static_cast<uint32_t>(head) / group_heads;
     const Rows rows(layout.lanes_log2);
-    const Mamba3StepShared shared(memory + kMamba3StepWarps * Ring::kWarpBytes, layout, rank, headdim);
+    const Mamba3StepParts parts(memory + kMamba3StepWarps * Ring::kWarpBytes);
+    const Mamba3StepShared shared(memory + kMamba3StepWarps * Ring::kWarpBytes + (kProducts ? Mamba3StepParts::kBytes : 0),
+                                  layout, rank, headdim);
     [[maybe_unused]] const Ring ring(memory + warp * Ring::kWarpBytes);
     const int tile_rows = rows.tile_rows(), tiles = (headdim + tile_rows - 1) / tile_rows;
     const auto place_of = [&](int tile) {
@@ -84,7 +94,7 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
 
     // All loads first, so that one memory latency covers them: those that all else waits for, then the states.
     const Mamba3StepMatrix matrix(q, dtypes, warp % 2 == 0, batch, head, group);  // even warps have k, odd ones q
-    Mamba3StepRow<kStates / 2> row[kRowsAtOnce];
+    Mamba3StepRow<kRowPairs> row[kRowsAtOnce];
     const auto load_rows = [&](int first, int end) {
 #pragma unroll
         for (int j = 0; j < kRowsAtOnce; ++j) {
@@ -139,7 +149,7 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
         }
     };
 #pragma unroll 1
-    for (int i = 0; i < kMamba3StepDepth; ++i) {
+    for (int i = 0; i < kMamba3StepDepth<Rows>; ++i) {
         copy_tile(warp + i * kMamba3StepWarps);
     }
 
@@ -169,10 +179,21 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
         for (int r = first + warp / 2; r < end; r += 2 * kRowsAtOnce) {
 #pragma unroll
             for (int j = 0; j < kRowsAtOnce; ++j) {
-                const int at = (r + 2 * j - first) * layout.pitch;
-                if (r + 2 * j < end) {
-                    row[j].finish(p, matrix, r + 2 * j, rows.lane, cos_sin, (warp % 2 == 0 ? shared.k : shared.q) + at,
-                                  shared.before + at, writes);
+                const int own = r + 2 * j;
+                if (own < end) {
+                    row[j].finish(p, matrix, own, rows.lane, cos_sin, writes, [&](int n, float value, float before) {
+                        if constexpr (kProducts) {
+                            parts.put(warp % 2 == 0, own, n, value, before);
+                        } else {
+                            const int at = (own - first) * layout.pitch + n;
+                            if (warp % 2 == 0) {
+                                shared.k[at] = value;
+                                shared.before[at] = before;
+                            } else {
+                                shared.q[at] = value;
+                            }
+                        }
+                    });
                 }
             }
             load_rows(r + 2 * kRowsAtOnce, end);
@@ -196,7 +217,7 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
         read_step_rows(entries, held + first * layout.pitch, layout.pitch, end - first, rows, dstate);
     };
     const bool in_registers = kAtOnce && rank <= kRanks;
-    if (in_registers) {
+    if (in_registers && !kProducts) {
         read(k_of, shared.k, 0, rank);
         read(before, shared.before, 0, rank);
         if (kKeepsQ) {
@@ -210,9 +231,16 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
             break;
         }
         const StatePlace<State> place = place_of(tile);
+        if constexpr (kProducts) {
+            wait_for_copies<kMamba3StepDepth<Rows> - 1>();
+            advance_by_products(rows, place, ring, slot_from, shared, parts, headdim, tile * tile_rows, rates.decay);
+            slot_from = ring.after(slot_from);
+            copy_tile(tile + kMamba3StepDepth<Rows> * kMamba3StepWarps);
+            continue;
+        }
         float h[kRows][kStates];
         if constexpr (kVector > 1) {
-            wait_for_copies<kMamba3StepDepth - 1>();
+            wait_for_copies<kMamba3StepDepth<Rows> - 1>();
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -298,7 +326,7 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
             }
         });
         store_rows(rows, place, h);
-        copy_tile(tile + kMamba3StepDepth * kMamba3StepWarps);
+        copy_tile(tile + kMamba3StepDepth<Rows> * kMamba3StepWarps);
     }
     __syncthreads();
     finish_step(p, dtypes, rank, shared, batch, head, v_of, z_bits);
@@ -308,12 +336,14 @@ template <class Rows, int kRanks, bool kAtOnce, int32_t kUsual>
 cudaError_t launch_mamba3_step_rows(const MambaMamba3Step& q, int processors, int64_t held) {
     const MambaMamba3& p = q.scan;
     Mamba3StepLayout layout;
-    layout.lanes_log2 = ceil_log2(ceil_div(p.dstate, Rows::kStates), ceil_log2(Rows::kRows, 0, 5), 5);
+    constexpr bool kProducts = kMamba3Products<Rows>;
+    layout.lanes_log2 = kProducts ? 2 : ceil_log2(ceil_div(p.dstate, Rows::kStates), ceil_log2(Rows::kRows, 0, 5), 5);
     layout.held = static_cast<int32_t>(held);
-    layout.pitch = static_cast<int32_t>(mamba3_step_pitch(p));
+    layout.pitch = kProducts ? 0 : static_cast<int32_t>(mamba3_step_pitch(p));  // products have parts instead
     layout.ahead = p.batch * p.nheads <= int64_t{kMamba3StepBlocks<Rows, kRanks, kAtOnce>} * processors;
-    const int64_t states = kMamba3StepWarps * StateRing<Rows, kMamba3StepDepth>::kWarpBytes;
-    const int64_t shared = states + held * mamba3_step_rank_bytes(p) + mamba3_step_output_bytes(p);
+    const int64_t states = kMamba3StepWarps * StateRing<Rows, kMamba3StepDepth<Rows>>::kWarpBytes;
+    const int64_t of_rows = kProducts ? Mamba3StepParts::kBytes + held * p.headdim * 8 : held * mamba3_step_rank_bytes(p);
+    const int64_t shared = states + of_rows + mamba3_step_output_bytes(p);
     const auto kernel = mamba3_step_kernel<Rows, kRanks, kAtOnce, kUsual>;
     const cudaError_t error = allow_shared(kernel, shared);
     if (error != cudaSuccess) {
@@ -323,15 +353,30 @@ cudaError_t launch_mamba3_step_rows(const MambaMamba3Step& q, int processors, in
                               layout);
 }
 
-template <class Rows, int32_t kUsual>
+// Dtypes that are compiled in, which those of the call are. A float32 state's bytes take as long as its sums by ordinary cores:
+// products were no faster.
+template <typename State, class Rows, int32_t kUsual>
+cudaError_t launch_mamba3_step_usual(const MambaMamba3Step& q, int processors) {
+    if (q.scan.rank == 1) {
+        return launch_mamba3_step_rows<Rows, 1, true, kUsual>(q, processors, 1);
+    }
+    if constexpr (sizeof(State) == 2) {
+        return launch_mamba3_step_rows<Mamba3ProductRows<State>, 4, true, kUsual>(q, processors, 4);
+    } else {
+        return launch_mamba3_step_rows<Rows, 4, true, kUsual>(q, processors, 4);
+    }
+}
+
+template <class Rows>
 cudaError_t launch_mamba3_step_vectors(const MambaMamba3Step& q, int processors) {
-    return q.scan.rank == 1 ? launch_mamba3_step_rows<Rows, 1, true, kUsual>(q, processors, 1)
-                            : launch_mamba3_step_rows<Rows, 4, true, kUsual>(q, processors, q.scan.rank);
+    return q.scan.rank == 1 ? launch_mamba3_step_rows<Rows, 1, true, kNoDtype>(q, processors, 1)
+                            : launch_mamba3_step_rows<Rows, 4, true, kNoDtype>(q, processors, q.scan.rank);
 }
 
 // State: the dtype of the state.
 template <typename State>
-cudaError_t launch_mamba3_step(const MambaMamba3Step& q, int processors) {
+cudaError_t launch_mamba3_step(const MambaMamba3Step& q, const DeviceLimits& limits) {
+    const int processors = limits.processors;
     constexpr int kVector = 16 / static_cast<int>(sizeof(State));
     const MambaMamba3& p = q.scan;
     const int64_t rank_bytes = mamba3_step_rank_bytes(p), all = p.rank * rank_bytes;
@@ -341,20 +386,22 @@ cudaError_t launch_mamba3_step(const MambaMamba3Step& q, int processors) {
     }
     if constexpr (32 * kVector < MAMBA_MAX_DSTATE) {
         if (p.dstate > 32 * kVector) {
-            return launch_mamba3_step_vectors<StateRows<State, kVector, 2, 2>, kNoDtype>(q, processors);
+            return launch_mamba3_step_vectors<StateRows<State, kVector, 2, 2>>(q, processors);
         }
     }
     using Rows = StateRows<State, kVector, 4, 1>;
-    const bool ranks = p.rank == 1 || p.rank == 4;  // those that are compiled in
+    // Before 8.0 there are no tensor cores for bfloat16.
+    const bool multiplies = sizeof(State) > 2 || (p.dstate <= kMamba3ProductStates && limits.major >= 8);
+    const bool ranks = p.rank == 1 || (p.rank == 4 && multiplies);
     if (ranks && Mamba3StepDtypes::of(q) == Mamba3StepDtypes::usual(kDtype<State>)) {
-        return launch_mamba3_step_vectors<Rows, kDtype<State>>(q, processors);
+        return launch_mamba3_step_usual<State, Rows, kDtype<State>>(q, processors);
     }
     if constexpr (kDtype<State> == MAMBA_FLOAT32) {  // the state is wide and all else narrow, as the cache is allocated
         if (ranks && Mamba3StepDtypes::of(q) == Mamba3StepDtypes::usual(MAMBA_BFLOAT16)) {
-            return launch_mamba3_step_vectors<Rows, MAMBA_BFLOAT16>(q, processors);
+            return launch_mamba3_step_usual<State, Rows, MAMBA_BFLOAT16>(q, processors);
         }
     }
-    return launch_mamba3_step_vectors<Rows, kNoDtype>(q, processors);
+    return launch_mamba3_step_vectors<Rows>(q, processors);
 }
 
 }  // namespace mamba

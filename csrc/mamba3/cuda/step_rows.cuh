@@ -9,7 +9,6 @@ namespace mamba {
 
 constexpr int kMamba3StepThreads = 128;
 constexpr int kMamba3StepWarps = kMamba3StepThreads / 32;
-constexpr int kMamba3StepDepth = 3;                 // tiles of states that a warp has on their way
 constexpr int64_t kMamba3StepMostRows = 28 * 1024;  // bytes that the rows of all ranks take together
 
 struct Mamba3StepLayout {
@@ -133,9 +132,10 @@ struct Mamba3StepRow {
         });
     }
 
-    // Into row, and of k the one before into row_before. writes: the state of k becomes this one.
+    // Calls put(entry, value, of k the one before). writes: the state of k becomes this one.
+    template <class Put>
     __device__ __forceinline__ void finish(const MambaMamba3& p, const Mamba3StepMatrix& matrix, int rank, int lane,
-                                           const float2* cos_sin, float* row, float* row_before, bool writes) const {
+                                           const float2* cos_sin, bool writes, const Put& put) const {
         float value[kPairs][2], rstd = 1.0f;
 #pragma unroll
         for (int slot = 0; slot < kPairs; ++slot) {
@@ -168,13 +168,10 @@ struct Mamba3StepRow {
             }
         }
         each(p, lane, [&](int slot, int i, int n) {
-            row[n] = value[slot][i];
-            if (matrix.state != nullptr) {
-                row_before[n] = float_from_bits(before[slot][i], matrix.state_dtype);
-                if (writes) {
-                    store_from_float(matrix.state, matrix.state_offset + rank * matrix.state_stride + n, matrix.state_dtype,
-                                     value[slot][i]);
-                }
+            put(n, value[slot][i], matrix.state != nullptr ? float_from_bits(before[slot][i], matrix.state_dtype) : 0.0f);
+            if (matrix.state != nullptr && writes) {
+                store_from_float(matrix.state, matrix.state_offset + rank * matrix.state_stride + n, matrix.state_dtype,
+                                 value[slot][i]);
             }
         });
     }

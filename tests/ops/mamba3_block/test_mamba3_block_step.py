@@ -72,6 +72,7 @@ CASES = (
     Case(2, 3, 48, 96, 24, groups=3, D=False),
     Case(2, 4, 64, 128, 32, rank=4),
     Case(2, 4, 16, 64, 32, rank=4, groups=2, norm=True),
+    Case(1, 2, 85, 104, 26, rank=4, gate=False, reduced=False),  # six tiles of products, two of them not full
     Case(2, 2, 33, 24, 12, rank=3, softplus=True),
     Case(2, 2, 8, 37, 18, rank=1, norm=True),
     Case(1, 2, 20, 40, 10, rank=8, gate=False, reduced=False),
@@ -105,6 +106,17 @@ def compare(arguments, steps=3):
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_against_reference(case, dtype, device):
     compare(case.inputs(dtype, dtype, dtype, device))
+
+
+@pytest.mark.parametrize("ssm_dtype", (torch.float32, torch.bfloat16), ids=dtype_id)
+@pytest.mark.parametrize("rank", (0, 4))
+def test_dtypes_of_a_layer(rank, ssm_dtype, device):
+    """A bfloat16 layer's parameters, but norms, are float32; so may its state be. CUDA has kernels for these dtypes."""
+    arguments = Case(2, 3, 72, 112, 28, rank=rank).inputs(torch.bfloat16, torch.bfloat16, torch.float32, device)
+    arguments["ssm"] = arguments["ssm"].to(ssm_dtype)
+    for name in ("B_weight", "C_weight"):
+        arguments[name] = arguments[name].bfloat16()
+    compare(arguments)
 
 
 @pytest.mark.parametrize("state_dtype", DTYPES, ids=lambda dtype: "state_" + dtype_id(dtype))
