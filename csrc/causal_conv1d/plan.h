@@ -67,6 +67,26 @@ inline bool rows_are_whole_vectors(const MambaCausalConv1d& params, const ConvLa
                         used_stride(params.batch, x.batch_stride));
 }
 
+// ---- forward ---------------------------------------------------------------------------------------------------------
+
+// Lanes along channels: how many steps a thread walks, with so many blocks at once. The last wave of blocks takes as long as a
+// full one, and a thread's start as some steps: it reads its window and taps first. An odd number: walks that begin a power of
+// two of bytes apart would meet at the same channels of the memory.
+inline int conv_forward_steps(int64_t batch, int64_t vectors, int64_t length, int64_t blocks_at_once) {
+    constexpr int kShortest = 7, kLongest = 127, kStart = 8;
+    int best = kLongest;
+    int64_t least = INT64_MAX;
+    for (int steps = kLongest; steps >= kShortest; steps -= 4) {
+        const int64_t blocks = batch * ceil_div(vectors * ceil_div(length, steps), kConvThreads);
+        const int64_t time = ceil_div(blocks, blocks_at_once) * (steps + kStart);
+        if (time < least) {
+            least = time;
+            best = steps;
+        }
+    }
+    return best;
+}
+
 // ---- backward --------------------------------------------------------------------------------------------------------
 
 // The kernels walk (batch, segment) items; item i adds to slot i % slots, so the sums' order is fixed.
@@ -106,22 +126,30 @@ inline ConvBackwardPlan conv_backward_plan_time(int64_t batch, int64_t dim, int6
     return plan;
 }
 
-// Lanes along channels: a block's warps share out a segment's steps. kBlocks fill a GPU: segments are shorter where there would
-// be fewer, and slots fewer where there would be more.
-inline ConvBackwardPlan conv_backward_plan_channel(int64_t batch, int64_t dim, int64_t length) {
-    constexpr int64_t kBlocks = 256, kShortest = 128, kLongest = 512;
-    const int64_t blocks = ceil_div(dim, 128);  // a slot's
-    ConvBackwardPlan plan;
-    plan.segment = kLongest;
-    while (plan.segment > kShortest && batch * ceil_div(length, plan.segment) * blocks < kBlocks) {
-        plan.segment /= 2;
+// Lanes along channels, `channels` a block, whose warps share out a segment's steps. All slots run at once: kAtOnce blocks, two
+// on each of an H100's multiprocessors. A segment's start takes as long as some of its steps, since each warp also reads some
+// of its neighbours'; so there are as few segments as let all slots walk about as far. Those of a row are of one length.
+inline ConvBackwardPlan conv_backward_plan_channel(int64_t batch, int64_t dim, int64_t length, int64_t channels) {
+    constexpr int64_t kAtOnce = 264, kShortest = 64, kStart = 48, kTried = 16;
+    const int64_t blocks = ceil_div(dim, channels);  // a slot's
+    int64_t most = kAtOnce > blocks ? kAtOnce / blocks : 1;
+    most = most < kConvMaxSlots ? most : kConvMaxSlots;
+    ConvBackwardPlan plan = {};
+    int64_t least = INT64_MAX;
+    for (int64_t segments = 1; segments <= kTried || segments <= ceil_div(most, batch); ++segments) {
+        const int64_t segment = ceil_div(length, segments);
+        const int64_t items_of_slot = ceil_div(batch * segments, most);
+        const int64_t time = items_of_slot * (segment + kStart);
+        if (segments > 1 && segment < kShortest) {
+            break;
+        }
+        if (time < least) {
+            least = time;
+            plan.segment = segment;
+            plan.segments = ceil_div(length, segment);
+            plan.slots = ceil_div(batch * plan.segments, items_of_slot);
+        }
     }
-    plan.segments = ceil_div(length, plan.segment);
-    plan.slots = batch * plan.segments;
-    while (plan.slots % 2 == 0 && plan.slots / 2 * blocks >= kBlocks) {
-        plan.slots /= 2;
-    }
-    plan.slots = plan.slots < kConvMaxSlots ? plan.slots : kConvMaxSlots;
     return plan;
 }
 
@@ -129,8 +157,10 @@ inline ConvBackwardPlan conv_backward_plan(const MambaCausalConv1d& params) {
     const int64_t length = params.seqlen > 0 ? params.seqlen : 1;
     const int64_t batch = params.batch > 0 ? params.batch : 1;
     const int64_t dim = params.dim > 0 ? params.dim : 1;
-    return is_channel_last(params) ? conv_backward_plan_channel(batch, dim, length)
-                                   : conv_backward_plan_time(batch, dim, length);
+    if (!is_channel_last(params)) {
+        return conv_backward_plan_time(batch, dim, length);
+    }
+    return conv_backward_plan_channel(batch, dim, length, 32 * 8 / dtype_size(params.dtype));
 }
 
 }  // namespace mamba

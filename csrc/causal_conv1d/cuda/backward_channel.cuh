@@ -23,6 +23,8 @@ __global__ void __launch_bounds__(kConvThreads, 2)
     const int64_t channel = first_channel + lane * V;
     const bool active = channel < forward.dim;
 
+    let_next_kernel_start();
+    wait_for_previous_kernel();
     RawTaps raw_taps[V];
     ConvTaps taps[V];
     ConvSums sums[V];
@@ -238,8 +240,8 @@ cudaError_t launch_backward_channel(const ConvBackward& params, const ConvBackwa
             kernel = causal_conv1d_backward_channel<T, V, (V > 1), (V == 1)>;
         }
     }
-    return launch_kernel(kernel, grid, kConvThreads, 0, forward.run.stream, params, static_cast<int>(plan.segment),
-                         static_cast<unsigned>(plan.segments));
+    return launch_overlapping(kernel, grid, kConvThreads, 0, forward.run.stream, params, static_cast<int>(plan.segment),
+                              static_cast<unsigned>(plan.segments));
 }
 
 }  // namespace mamba

@@ -151,6 +151,10 @@ __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
             next_x = load_x(offset - tile);
             next_dout = load_dout(offset - tile);
             wrapped = load_wrapped(offset - 2 * tile);
+            if (kAligned && lane % 8 == 0 && offset >= 2 * tile) {  // the tile before that comes as far as the L2
+                prefetch_to_L2(at_step<kReverse>(x, offset - 2 * tile));
+                prefetch_to_L2(at_step<kReverse>(dout, offset - 2 * tile));
+            }
 
             const bool whole = offset >= first && offset + V <= end;
             uint32_t lag_mask = 0;

@@ -2,13 +2,16 @@
 #pragma once
 
 #include "causal_conv1d/cuda/common.cuh"
+#include "common/cuda_device.h"
 
 namespace mamba {
+
+constexpr int kForwardChannelBlocks = 3;  // on a multiprocessor
 
 // A thread takes V neighbouring channels and walks `steps` steps of time with the window in registers. The next kUnroll
 // steps are on their way while these are computed. V = 1 takes any strides.
 template <typename T, int V, bool kPlain>
-__global__ void __launch_bounds__(kConvThreads, 3)
+__global__ void __launch_bounds__(kConvThreads, kForwardChannelBlocks)
     causal_conv1d_forward_channel(const MambaCausalConv1d params, const int steps, const unsigned vectors) {
     constexpr int kUnroll = 4;  // at least kConvHalo
     const int width = kPlain ? kConvMaxWidth : params.width;
@@ -23,6 +26,8 @@ __global__ void __launch_bounds__(kConvThreads, 3)
     }
     const int64_t left = params.seqlen - begin;
     const int count = static_cast<int>(left < steps ? left : steps);
+    let_next_kernel_start();
+    wait_for_previous_kernel();
     RawTaps raw_taps[V];
 #pragma unroll
     for (int v = 0; v < V; ++v) {
@@ -133,17 +138,19 @@ __global__ void __launch_bounds__(kConvThreads, 3)
 template <typename T, int V>
 cudaError_t launch_forward_channel(const MambaCausalConv1d& params) {
     const int64_t vectors = ceil_div(params.dim, V);
-    int steps = 64;  // fewer re-read more of the window, more leave multiprocessors idle
-    while (steps > 8 && params.batch * vectors * ceil_div(params.seqlen, steps) < (static_cast<int64_t>(1) << 17)) {
-        steps /= 2;
+    const DeviceLimits device(params.run.device);
+    if (device.error != cudaSuccess) {
+        return device.error;
     }
+    const int steps =
+        conv_forward_steps(params.batch, vectors, params.seqlen, int64_t{kForwardChannelBlocks} * device.processors);
     const int64_t chunks = params.seqlen > steps ? ceil_div(params.seqlen, steps) : 1;
     const Grid grid = batch_grid(ceil_div(vectors * chunks, kConvThreads), params.batch);
     auto kernel = causal_conv1d_forward_channel<T, V, false>;
     if (V > 1 && is_plain(params)) {
         kernel = causal_conv1d_forward_channel<T, V, (V > 1)>;
     }
-    return launch_kernel(kernel, grid, kConvThreads, 0, params.run.stream, params, steps, static_cast<unsigned>(vectors));
+    return launch_overlapping(kernel, grid, kConvThreads, 0, params.run.stream, params, steps, static_cast<unsigned>(vectors));
 }
 
 }  // namespace mamba
