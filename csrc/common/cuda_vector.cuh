@@ -103,12 +103,6 @@ __device__ __forceinline__ void packed_store(T* address, const Packed<T, N>& pac
 
 // The same for 16 bytes of data that is too much to stay in the caches: it leaves them first.
 template <typename T, int N>
-__device__ __forceinline__ Packed<T, N> packed_load_once(const T* address) {
-    static_assert(N * sizeof(T) == 16, "one access");
-    const uint4 words = __ldcs(reinterpret_cast<const uint4*>(address));
-    return {{words.x, words.y, words.z, words.w}};
-}
-template <typename T, int N>
 __device__ __forceinline__ void packed_store_once(T* address, const Packed<T, N>& packed) {
     static_assert(N * sizeof(T) == 16, "one access");
     __stcs(reinterpret_cast<uint4*>(address), make_uint4(packed.word[0], packed.word[1], packed.word[2], packed.word[3]));

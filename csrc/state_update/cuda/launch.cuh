@@ -12,12 +12,14 @@ namespace mamba {
 // Blocks are smaller where they are fewer than this: over more multiprocessors.
 constexpr int64_t kUpdateFewBlocks = 128;
 
-// How many batch entries a warp takes. The last wave of warps takes as long as a full one, and a warp's start as an entry.
-inline int64_t batches_of_warp(int64_t batch, int64_t units, int64_t warps_at_once) {
+// How many batch entries a warp takes. The last wave of warps takes as long as a full one, and a warp's start as `start`
+// entries. Half a warp's walk more goes by while fewer and fewer warps run, since they do not end together.
+inline int64_t batches_of_warp(int64_t batch, int64_t units, int64_t warps_at_once, int64_t start) {
     constexpr int64_t kMost = 16;
     int64_t best = 1, least = INT64_MAX;
     for (int64_t batches = 1; batches <= kMost && batches <= batch; ++batches) {
-        const int64_t time = ceil_div(units * ceil_div(batch, batches), warps_at_once) * (batches + 1);
+        const int64_t waves = ceil_div(units * ceil_div(batch, batches), warps_at_once);
+        const int64_t time = (2 * waves + 1) * (batches + start);
         if (time < least) {
             least = time;
             best = batches;
@@ -46,7 +48,7 @@ cudaError_t launch_state_update_rows(const Params& params, bool scalar_A) {
         blocks = kUpdateBlocks<Rows, true>;
     }
     const int64_t at_once = (blocks << kUpdateWarpsLog2) * device.processors;
-    const int64_t batches = steps ? 1 : batches_of_warp(params.batch, units, at_once);
+    const int64_t batches = steps ? 1 : batches_of_warp(params.batch, units, at_once, Rows::kWhole ? 1 : 2);
     const int64_t warps = units * ceil_div(params.batch, batches);
     int warps_log2 = kUpdateWarpsLog2;
     while (warps_log2 > 0 && warps >> warps_log2 < kUpdateFewBlocks) {

@@ -105,7 +105,7 @@ struct StatePlace {
                 tile[r][v] = packed_zero<State, Rows::kVector>();
                 if (holds(rows, r, v)) {
                     if constexpr (Rows::kVector > 1) {
-                        tile[r][v] = packed_load_once<State, Rows::kVector>(at(rows, r, v));
+                        tile[r][v] = packed_load<State, Rows::kVector>(at(rows, r, v));
                     } else {
                         tile[r][v].element = *at(rows, r, v);
                     }
