@@ -70,8 +70,8 @@ inline bool rows_are_whole_vectors(const MambaCausalConv1d& params, const ConvLa
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
 // Lanes along channels: how many steps a thread walks, with so many blocks at once. The last wave of blocks takes as long as a
-// full one, and a thread's start as some steps: it reads its window and taps first. An odd number: walks that begin a power of
-// two of bytes apart would meet at the same channels of the memory.
+// full one, and a thread's start as some steps: it reads its window and taps first. Odd numbers are tried: on an H200 88 steps
+// took 1.5 % longer than 87 (8 x 2048 x 4096, as many waves), perhaps since walks then begin at multiples of 64 KB.
 inline int conv_forward_steps(int64_t batch, int64_t vectors, int64_t length, int64_t blocks_at_once) {
     constexpr int kShortest = 7, kLongest = 127, kStart = 8;
     int best = kLongest;
