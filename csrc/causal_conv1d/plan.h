@@ -11,10 +11,10 @@ namespace mamba {
 constexpr int kConvThreads = 256;
 constexpr int kConvWarps = kConvThreads / 32;
 
-// The common case, for which kernels have a form without run-time branches: width 4, silu, no initial states. kPlain in the
-// kernels, of which those that know sequences say so beside it.
+// The common case, for which kernels have a form without run-time branches: width 4, silu, and with lanes along time no initial
+// states. kPlain in the kernels, of which those that know sequences say so beside it.
 inline bool is_plain_or_packed(const MambaCausalConv1d& params) {
-    return params.width == kConvMaxWidth && params.silu && params.initial_states == nullptr &&
+    return params.width == kConvMaxWidth && params.silu &&
            pointer_is_aligned(params.weight, kConvMaxWidth * dtype_size(params.weight_dtype));
 }
 

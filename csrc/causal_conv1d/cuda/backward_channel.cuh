@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
         const int own_end = own_begin + share < length ? own_begin + share : length;
         const int count = own_end - own_begin;  // this warp's steps, from `begin`; none or fewer where steps are few
         const int64_t begin = segment_begin + own_begin;
-        if (!kPlain && params.dinitial_states != nullptr && row_begins && warp == 0) {
+        if (params.dinitial_states != nullptr && row_begins && warp == 0) {
             for (int v = 0; v < V; ++v) {
                 // Its own taps: an index that is not a constant would send the array to local memory.
                 store_initial_gradient<T>(params, this_batch, channel + v, load_taps(forward, channel + v));
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
             for (int i = 1; i <= kConvHalo; ++i) {
 #pragma unroll
                 for (int v = 0; v < V; ++v) {
-                    x_ring[kRing - i][v] = conv_input<T, kPlain>(forward, this_batch, channel + v, begin - i);
+                    x_ring[kRing - i][v] = conv_input<T>(forward, this_batch, channel + v, begin - i);
                 }
             }
         }

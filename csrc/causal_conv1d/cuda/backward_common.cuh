@@ -97,7 +97,7 @@ __device__ __forceinline__ ConvOptions conv_options(const MambaCausalConv1d& par
 }
 
 inline bool is_plain_or_packed(const MambaCausalConv1dBackward& params) {
-    return is_plain_or_packed(params.forward) && params.dinitial_states == nullptr && params.dfinal_states == nullptr;
+    return is_plain_or_packed(params.forward) && params.dfinal_states == nullptr;
 }
 
 // g of N steps from their sums before the activation, 0 in padding, and its share of dweight and dbias.

@@ -234,7 +234,8 @@ cudaError_t launch_backward_time(const ConvBackward& params, const ConvBackwardP
     const Grid grid(ceil_div(groups, kConvWarps), plan.slots);
     const bool packed = forward.seq_idx != nullptr;
     auto kernel = causal_conv1d_backward_time<T, false, true, false, kReverse>;
-    const bool plain = is_plain_or_packed(params), whole = aligned && lanes_log2 == 5;
+    const bool states = forward.initial_states != nullptr || params.dinitial_states != nullptr;
+    const bool plain = is_plain_or_packed(params) && !states, whole = aligned && lanes_log2 == 5;
     if (plain && !packed && whole) {
         kernel = causal_conv1d_backward_time<T, true, false, true, kReverse>;
     } else if (plain && !packed) {

@@ -100,14 +100,14 @@ __device__ __forceinline__ float silu_slope(float value) {
 }
 
 // The input at any step: steps before 0 come from initial_states, or are zero.
-template <typename T, bool kPlain = false>
+template <typename T>
 __device__ __forceinline__ float conv_input(const MambaCausalConv1d& params, int64_t batch, int64_t channel, int64_t step) {
     if (step >= 0) {
         return to_float(static_cast<const T*>(
             params.x)[batch * params.x_batch_stride + channel * params.x_dim_stride + step * params.x_len_stride]);
     }
     const int64_t index = params.width - 1 + step;
-    if (kPlain || params.initial_states == nullptr || index < 0) {
+    if (params.initial_states == nullptr || index < 0) {
         return 0.0f;
     }
     return to_float(

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kConvThreads, kForwardChannelBlocks)
         for (int i = 0; i < kConvHalo; ++i) {
 #pragma unroll
             for (int v = 0; v < V; ++v) {
-                window[i][v] = count > 0 ? conv_input<T, kPlain>(params, batch, channel + v, begin - kConvHalo + i) : 0.0f;
+                window[i][v] = count > 0 ? conv_input<T>(params, batch, channel + v, begin - kConvHalo + i) : 0.0f;
             }
         }
     }

@@ -125,7 +125,7 @@ cudaError_t launch_forward_time(const MambaCausalConv1d& params, bool aligned) {
     const int64_t row_groups = ceil_div(params.dim, static_cast<int64_t>(32) >> lanes_log2);
     const Grid grid = batch_grid(ceil_div(row_groups * chunks, kConvWarps), params.batch);
     auto kernel = causal_conv1d_forward_time<T, false, false, kReverse>;
-    if (is_plain(params)) {
+    if (is_plain(params) && params.initial_states == nullptr) {
         kernel = causal_conv1d_forward_time<T, true, false, kReverse>;
         if (aligned && lanes_log2 == 5) {
             kernel = causal_conv1d_forward_time<T, true, true, kReverse>;
