@@ -273,7 +273,8 @@ void carry_elements(const MambaSsdCarry& p, int64_t unit, int64_t first, int64_t
             memcpy(p.before + ((batch * p.pieces + piece) * p.nheads + head) * p.state_size + first, state, bytes);
         }
         for (int64_t i = 0; i < count; ++i) {
-            state[i] = factor * state[i] + end[i];
+            // A state of zero stays zero even where the factor has overflowed, as it would step by step.
+            state[i] = state[i] == 0.0f ? end[i] : factor * state[i] + end[i];
         }
     }
     if (p.last != nullptr) {

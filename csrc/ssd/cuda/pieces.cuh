@@ -9,11 +9,14 @@ namespace {
 constexpr int kPiecesThreads = 256;
 constexpr int kPiecesAtOnce = 8;  // whose reads are under way together
 
-__global__ void __launch_bounds__(kPiecesThreads) ssd_pieces_kernel(const MambaSsdCarry p) {
-    const unsigned blocks = static_cast<unsigned>(ceil_div(p.state_size, kPiecesThreads)) + (p.state_size == 0 ? 1 : 0);
-    const unsigned row = blockIdx.x / blocks;
-    const int64_t element = static_cast<int64_t>(blockIdx.x - row * blocks) * kPiecesThreads + threadIdx.x;
-    const int64_t batch = row / static_cast<unsigned>(p.nheads), head = row - batch * p.nheads;
+// threads: of a head, an element of the state each; at least one, which has the product of the factors.
+__global__ void __launch_bounds__(kPiecesThreads) ssd_pieces_kernel(const MambaSsdCarry p, int64_t threads) {
+    const int64_t thread = static_cast<int64_t>(blockIdx.x) * kPiecesThreads + threadIdx.x;
+    const int64_t row = thread / threads, element = thread - row * threads;
+    if (row >= p.batch * p.nheads) {
+        return;
+    }
+    const int64_t batch = row / p.nheads, head = row - batch * p.nheads;
     const bool inside = element < p.state_size;
     const int64_t at = row * p.state_size + element;
     const float* const passed = p.passed + batch * p.passed_batch_stride + head * p.state_size + element;
@@ -40,7 +43,8 @@ __global__ void __launch_bounds__(kPiecesThreads) ssd_pieces_kernel(const MambaS
                 if (before != nullptr) {
                     before[piece * p.nheads * p.state_size] = state;
                 }
-                state = fmaf(factor[i], state, end[i]);
+                // A state of zero stays zero even where the factor has overflowed, as it would step by step.
+                state = state == 0.0f ? end[i] : fmaf(factor[i], state, end[i]);
                 product *= factor[i];
             }
         }
@@ -54,8 +58,9 @@ __global__ void __launch_bounds__(kPiecesThreads) ssd_pieces_kernel(const MambaS
 }
 
 cudaError_t launch_pieces(const MambaSsdCarry& p) {
-    const int64_t blocks = ceil_div(p.state_size, kPiecesThreads) + (p.state_size == 0 ? 1 : 0);
-    return launch_kernel(ssd_pieces_kernel, p.batch * p.nheads * blocks, kPiecesThreads, 0, p.run.stream, p);
+    const int64_t threads = p.state_size > 0 ? p.state_size : 1;
+    const int64_t blocks = ceil_div(p.batch * p.nheads * threads, kPiecesThreads);
+    return launch_kernel(ssd_pieces_kernel, blocks, kPiecesThreads, 0, p.run.stream, p, threads);
 }
 
 }  // namespace
