@@ -49,8 +49,7 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
         if (channels > 0) {
             error = launchers.pipeline(p, channels);
         } else {
-            const BlockChannels block = p.segments == 1 ? forward_block(p, device.processors) : BlockChannels::kSome;
-            error = launchers.forward(p, inputs_aligned(p), block);
+            error = launchers.forward(p, inputs_aligned(p), forward_block(p, device.processors));
         }
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);

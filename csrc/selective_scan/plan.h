@@ -63,20 +63,24 @@ inline bool inputs_aligned(const MambaSelectiveScan& p) {
            rows_aligned(p.out, size, 16, p.out_batch_stride, p.out_dim_stride);
 }
 
-// Whether the forward scan runs Forward16Many: of its blocks there are three for each multiprocessor, and they are whole. It
-// has fewer instructions a state step than the layouts that give a block fewer channels.
-inline bool has_many_channels(const MambaSelectiveScan& p, int64_t processors) {
-    const int64_t blocks = p.batch * p.ngroups * group_blocks(p, Forward16Many::kChannels);
-    return is_usual(p) && !p.reverse && p.dstate == Forward16Many::kSlice && fills_tiles<Forward16Many>(p, inputs_aligned(p)) &&
-           blocks >= 3 * processors;
+// Whether the forward scan can run Forward16Many, whose blocks are whole. It has fewer instructions a state step than the
+// layouts that give a block fewer channels.
+inline bool takes_many_channels(const MambaSelectiveScan& p) {
+    return is_usual(p) && !p.reverse && p.dstate == Forward16Many::kSlice && fills_tiles<Forward16Many>(p, inputs_aligned(p));
 }
 
-// The forward scan's layout, of those for the number of states, where the length is not split.
+// Whether it does: there are three blocks for each multiprocessor, or, of a carried call, segments that make enough of them.
+inline bool has_many_channels(const MambaSelectiveScan& p, int64_t processors) {
+    const int64_t blocks = p.batch * p.ngroups * group_blocks(p, Forward16Many::kChannels);
+    return takes_many_channels(p) && (p.segments == 1 ? blocks >= 3 * processors : p.carried != 0);
+}
+
+// The forward scan's layout, of those for the number of states.
 inline BlockChannels forward_block(const MambaSelectiveScan& p, int64_t processors) {
     if (has_many_channels(p, processors)) {
         return BlockChannels::kMany;
     }
-    return wide_is_better(p, processors) ? BlockChannels::kFew : BlockChannels::kSome;
+    return p.segments == 1 && wide_is_better(p, processors) ? BlockChannels::kFew : BlockChannels::kSome;
 }
 
 inline bool gradients_aligned(const MambaSelectiveScanBackward& q) {
@@ -144,13 +148,17 @@ inline bool adds_with_atomics(const MambaSelectiveScan& p, int64_t slots, const 
     return slots < slots_without_atomics(p, device);
 }
 
+// Of a call that goes on from what its segments have passed on (carried) also where one pass over the whole length would be
+// faster than two: the first one is done.
 inline int64_t forward_segments(const MambaSelectiveScan& p, const DeviceLimits& device) {
-    if (pipeline_channels(p, device) > 0 || wide_is_better(p, device.processors)) {
+    if (!p.carried && (pipeline_channels(p, device) > 0 || wide_is_better(p, device.processors))) {
         return 1;
     }
+    const bool many = p.carried && takes_many_channels(p);
+    const int channels = many ? Forward16Many::kChannels : forward_channels(p.dstate, false);
     // So many blocks run at once on a multiprocessor.
     const int64_t at_once = p.dstate <= Forward16::kSlice ? 4 : 3;
-    return segments_to_fill(p, forward_channels(p.dstate, false), at_once * device.processors, 2);
+    return segments_to_fill(p, channels, at_once * device.processors, 2);
 }
 
 inline int64_t backward_segments(const MambaSelectiveScan& p, const DeviceLimits& device) {
