@@ -20,21 +20,24 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import call, is_compiling, make, no_autocast, unpack
+from mamba_ssm._torch import autocast_dtype, call, is_compiling, make, no_autocast, unpack
 from mamba_ssm.distributed.distributed_utils import all_gather, all_gather_raw, reduce_scatter_raw
-from mamba_ssm.ops.carry import pass_on
+from mamba_ssm.ops.carry import fold
 from mamba_ssm.ops.causal_conv1d.backward import causal_conv1d_backward_op
 from mamba_ssm.ops.causal_conv1d.forward import causal_conv1d_op, wants_silu
+from mamba_ssm.ops.mamba2_block import carried as mamba2_part
 from mamba_ssm.ops.mamba2_block.arguments import Inputs as Mamba2Inputs
 from mamba_ssm.ops.mamba2_block.arguments import Options as Mamba2Options
 from mamba_ssm.ops.mamba2_block.backward import of_inputs
-from mamba_ssm.ops.mamba2_block.carried import Carried, part_backward, part_forward
 from mamba_ssm.ops.mamba3_scan import States, mamba3_scan
 from mamba_ssm.ops.mamba3_scan.parts import outer, project, rotate
+from mamba_ssm.ops.mamba_block import BlockInputs
+from mamba_ssm.ops.mamba_block import carried as mamba_part
+from mamba_ssm.ops.mamba_block.arguments import Inputs as MambaInputs
+from mamba_ssm.ops.mamba_block.block import block_gradients
 from mamba_ssm.ops.selective_scan.arguments import Inputs as ScanInputs
 from mamba_ssm.ops.selective_scan.arguments import Options as ScanOptions
 from mamba_ssm.ops.selective_scan.carry import carried_backward, carried_forward, scan_carry
-from mamba_ssm.ops.ssd.carry import fold
 
 
 def _outside_graphs(function: Callable[..., typing.Any]) -> Callable[..., typing.Any]:
@@ -55,6 +58,14 @@ def _outside_graphs(function: Callable[..., typing.Any]) -> Callable[..., typing
         return made[0](*arguments)
 
     return outside
+
+
+@_outside_graphs
+def mamba_across_ranks(inputs: BlockInputs, process_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """mamba_block of this rank's part, (B, L, d_model), as one autograd node."""
+    if _wants_gradients(inputs):
+        return _Mamba.apply(process_group, *inputs)
+    return _mamba_forward(inputs, False, _Neighbours(process_group))[0]
 
 
 @_outside_graphs
@@ -96,9 +107,11 @@ def mamba2_across_ranks(
     inputs, options: as of its operators, A as A_log; no states, seq_idx or reverse. gate: False for the scan's output
     alone, (B, L, H P), without norm, gate and gated MLP, and without a norm's weight among the inputs.
     """
-    parameters = inputs._asdict()
-    parameters.update({name: checks.widen(parameters[name]) for name in ("dt_bias", "A", "D")})
-    return _Mamba2.apply(process_group, options, gate, *parameters.values())
+    dt_bias, A, D = (checks.widen(tensor) for tensor in (inputs.dt_bias, inputs.A, inputs.D))
+    inputs = inputs._replace(dt_bias=dt_bias, A=A, D=D)
+    if _wants_gradients(inputs):
+        return _Mamba2.apply(process_group, options, gate, *inputs)
+    return mamba2_part.part_forward(inputs, options, gate, _Neighbours(process_group))[0]
 
 
 @_outside_graphs
@@ -164,43 +177,36 @@ def _mamba3_pass_on(
 # ---- what ranks pass on ----------------------------------------------------------------------------------------------
 
 
-class _Gathering:
-    """Each of the tensors, which have one dtype, of all ranks, (world, ...): in one collective, until wait."""
-
-    def __init__(self, tensors: typing.Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        self.shapes = [tensor.shape for tensor in tensors]
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        self.everyone, self.work = all_gather_raw(flat[None], group, async_op=True)
-
-    def wait(self) -> list[torch.Tensor]:
-        if self.work is not None:
-            self.work.wait()
-        parts = self.everyone.split([shape.numel() for shape in self.shapes], dim=1)
-        return [part.reshape(part.shape[0], *shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-
 class _Neighbours:
-    """The parts before and behind this rank's, in one call and its backward; see mamba2_block's Neighbours."""
+    """The parts before and behind this rank's, in one call and its backward; see ops/carry.py's Neighbours."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank, self.world, self.group = dist.get_rank(group), dist.get_world_size(group), group
 
     def send_inputs(self, x: torch.Tensor, steps: int) -> None:
-        self.steps = steps
+        self.shape = *x.shape[:2], steps
         self.kept = kept = min(steps, x.shape[2])  # of the last inputs, which the next rank wants
-        tail, exists = x[..., x.shape[2] - kept :], x.new_ones(kept)
+        tail = x[..., x.shape[2] - kept :].flatten(0, 1)
+        if self.world > 2:  # ranks from the third on must know which of them exist
+            tail = torch.cat([tail, tail.new_ones(1, kept)])
         if kept < steps:
-            tail, exists = (F.pad(tensor, (steps - kept, 0)) for tensor in (tail, exists))
-        self.sent = _Gathering((tail, exists), self.group)
+            tail = F.pad(tail, (steps - kept, 0))
+        self.sent = all_gather_raw(tail[None], self.group, async_op=True)
 
     def inputs_before(self) -> torch.Tensor:
-        tails, exist = self.sent.wait()
+        everyone, work = self.sent
         del self.sent
-        if self.rank <= 1:
-            return tails[0] if self.rank else torch.zeros_like(tails[0])
+        if work is not None:
+            work.wait()
+        if self.rank == 0:
+            return everyone.new_zeros(self.shape)
+        if self.rank == 1:
+            return everyone[0, : self.shape[0] * self.shape[1]].view(self.shape)
         # the last inputs of all ranks before, without the gaps that parts shorter than `steps` leave
-        self.order = exist[: self.rank].flatten().argsort(stable=True)[-self.steps :]
-        return tails[: self.rank].movedim(0, 2).flatten(2)[..., self.order]
+        steps = self.shape[2]
+        before = everyone[: self.rank].movedim(0, 1).flatten(1)
+        self.order = before[-1].argsort(stable=True)[-steps:]
+        return before[:-1, self.order].view(self.shape)
 
     def add_input_gradients(self, dbefore: torch.Tensor, dx: torch.Tensor) -> None:
         dtails = dbefore.new_zeros((self.world, *dbefore.shape), dtype=torch.float32)
@@ -212,10 +218,12 @@ class _Neighbours:
             dtails = every.unflatten(2, (self.world, -1)).movedim(2, 0)
         dtail = reduce_scatter_raw(dtails, self.group)[0][0]
         if self.kept:
-            dx[..., dx.shape[2] - self.kept :] += dtail[..., self.steps - self.kept :]
+            dx[..., dx.shape[2] - self.kept :] += dtail[..., dtail.shape[2] - self.kept :]
 
     def state_before(self, passed_on: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
         everyone, _ = all_gather_raw(passed_on[None], self.group)
+        if self.rank == 1:  # from zero on
+            return everyone[0, : shape.numel()].view(shape)
         return fold(everyone[: self.rank], shape) if self.rank else None
 
     def gradient_after(self, passed_on: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
@@ -223,20 +231,8 @@ class _Neighbours:
         return fold(everyone[self.rank + 1 :], shape, from_end=True) if self.rank < self.world - 1 else None
 
 
-class _ScanNeighbours:
-    """The same of a selective scan, whose factors are of each channel's state."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.rank, self.group = dist.get_rank(group), group
-
-    def state_before(self, state: torch.Tensor, factor: torch.Tensor) -> torch.Tensor | None:
-        states, factors = _Gathering((state, factor), self.group).wait()
-        self.later = factors[self.rank + 1 :]
-        return pass_on(states[: self.rank], factors[: self.rank])[0] if self.rank else None
-
-    def gradient_after(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        (states,) = _Gathering((gradient,), self.group).wait()
-        return pass_on(states[self.rank + 1 :].flip(0), self.later.flip(0))[0] if len(self.later) else None
+def _wants_gradients(tensors: typing.Iterable[torch.Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 # ---- one autograd node each ------------------------------------------------------------------------------------------
@@ -273,9 +269,11 @@ class _SelectiveScan(torch.autograd.Function):
     def forward(
         ctx: typing.Any, group: dist.ProcessGroup | None, delta_softplus: bool, *tensors: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.neighbours, ctx.options = _ScanNeighbours(group), ScanOptions(delta_softplus)
+        ctx.neighbours, ctx.options = _Neighbours(group), ScanOptions(delta_softplus)
         carry = scan_carry(make(ScanInputs, (*tensors, None, None)), ctx.options)
-        before = ctx.neighbours.state_before(carry.state, carry.factor)
+        before = ctx.neighbours.state_before(carry.passed_on, carry.shape)
+        A = typing.cast(torch.Tensor, tensors[2])
+        before = None if before is None else before.unflatten(1, A.shape)
         out, checkpoints = carried_forward(make(ScanInputs, (*tensors, before, None)), ctx.options, carry)
         ctx.save_for_backward(*tensors, before, checkpoints)
         return out
@@ -286,9 +284,40 @@ class _SelectiveScan(torch.autograd.Function):
         *tensors, checkpoints = ctx.saved_tensors
         inputs = make(ScanInputs, (*tensors, None))
         carry = scan_carry(inputs, ctx.options, dout)
-        dlast = ctx.neighbours.gradient_after(carry.state)
+        dlast = ctx.neighbours.gradient_after(carry.passed_on, carry.shape)
         *grads, _, _ = carried_backward(dout, dlast, inputs, checkpoints, ctx.options, carry)
         return None, None, *grads
+
+
+def _mamba_forward(
+    block: BlockInputs, keep: bool, neighbours: _Neighbours
+) -> tuple[torch.Tensor, MambaInputs, mamba_part.Carried]:
+    dtype = autocast_dtype(block.hidden_states)
+    with no_autocast(block.hidden_states):
+        return mamba_part.part_forward(block, dtype, keep, neighbours)
+
+
+class _Mamba(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: typing.Any, group: dist.ProcessGroup | None, *tensors: torch.Tensor | None) -> torch.Tensor:
+        ctx.neighbours, block = _Neighbours(group), make(BlockInputs, tensors)
+        out, inner, kept = _mamba_forward(block, True, ctx.neighbours)
+        (need,) = unpack(ctx.needs_input_grad[1:], BlockInputs)
+        weight = block.in_proj_weight if need.hidden_states else None
+        ctx.save_for_backward(weight, block.hidden_states if need.in_proj_weight else None, *inner, *kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: typing.Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, hidden_states, *saved = ctx.saved_tensors
+        inner, kept = unpack(saved, MambaInputs, mamba_part.Carried)
+        (need,) = unpack(ctx.needs_input_grad[1:], BlockInputs)
+        with no_autocast(dout):
+            grads = mamba_part.part_backward(dout, inner, kept, ctx.neighbours)
+            weight, hidden_states = checks.cast(weight, dout.dtype), checks.cast(hidden_states, dout.dtype)
+            grads = block_gradients(grads, inner.A, weight, hidden_states, need.in_proj_bias)
+        return None, *grads
 
 
 class _Mamba2(torch.autograd.Function):
@@ -301,13 +330,13 @@ class _Mamba2(torch.autograd.Function):
         *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.call = options, gate, _Neighbours(group)
-        out, kept = part_forward(make(Mamba2Inputs, tensors), *ctx.call)
+        out, kept = mamba2_part.part_forward(make(Mamba2Inputs, tensors), *ctx.call)
         ctx.save_for_backward(*tensors, *kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: typing.Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs, kept = unpack(ctx.saved_tensors, Mamba2Inputs, Carried)
-        grads, _ = of_inputs(part_backward(dout, inputs, kept, *ctx.call))
+        inputs, kept = unpack(ctx.saved_tensors, Mamba2Inputs, mamba2_part.Carried)
+        grads, _ = of_inputs(mamba2_part.part_backward(dout, inputs, kept, *ctx.call))
         return None, None, None, *grads

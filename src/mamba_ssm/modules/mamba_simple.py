@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from mamba_ssm._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm._native import abi
 from mamba_ssm._torch import autocast_dtype, is_plain, weight_and_bias
-from mamba_ssm.distributed.across_ranks import selective_scan_across_ranks
+from mamba_ssm.distributed.across_ranks import mamba_across_ranks, selective_scan_across_ranks
 from mamba_ssm.modules._bimamba import both_ways, type_of
 from mamba_ssm.modules._inputs import check_input, is_continued, refuse_decoding, refuse_with_context_parallel
 from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, mark
@@ -249,6 +249,8 @@ class Mamba(StatefulBlock):
 
     def _across_ranks(self, hidden_states: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:
         """forward of this rank's part of the sequence; see mamba_ssm.distributed.context_parallel."""
+        if self.use_fast_path and self._is_plain() and is_plain(self.in_proj, nn.Linear):
+            return mamba_across_ranks(self._block_inputs(hidden_states), group)
         x, z = self._project_in(hidden_states).chunk(2, dim=1)
         x = convolve_across_ranks(self.conv1d, x, self.activation, group)
         dt, B, C = _project_channels(self.x_proj, x).split([self.dt_rank, self.d_state, self.d_state], dim=1)
@@ -266,17 +268,28 @@ class Mamba(StatefulBlock):
         return plain and self.x_proj.bias is None
 
     def _fast_path(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        in_proj = self.in_proj
+        if is_plain(self.in_proj, nn.Linear):
+            return mamba_block(self._block_inputs(hidden_states))
         dt_proj_weight, dt_bias = weight_and_bias(self.dt_proj)
         projections = self.x_proj.weight, dt_proj_weight, *weight_and_bias(self.out_proj)
         inner = *weight_and_bias(self.conv1d), *projections
-        if is_plain(in_proj, nn.Linear):
-            return mamba_block(
-                BlockInputs(hidden_states, *weight_and_bias(in_proj), *inner, self.A_log, self.D, dt_bias)
-            )
         A = -torch.exp(self.A_log.float())
         xz = self._project_in(hidden_states)
         return mamba_inner_fn(xz, *inner, A, D=self.D.float(), delta_bias=dt_bias.float())
+
+    def _block_inputs(self, hidden_states: torch.Tensor) -> BlockInputs:
+        dt_proj_weight, dt_bias = weight_and_bias(self.dt_proj)
+        return BlockInputs(
+            hidden_states,
+            *weight_and_bias(self.in_proj),
+            *weight_and_bias(self.conv1d),
+            self.x_proj.weight,
+            dt_proj_weight,
+            *weight_and_bias(self.out_proj),
+            self.A_log,
+            self.D,
+            dt_bias,
+        )
 
     def _project_in(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """in_proj as (B, 2 d_inner, L), in memory (2 d_inner, B, L): each channel's time line is contiguous."""

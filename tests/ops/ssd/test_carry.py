@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mamba_ssm._torch import make
+from mamba_ssm.ops.carry import passed_on, reaching
 from mamba_ssm.ops.ssd import carry
 from mamba_ssm.ops.ssd import ssd_chunk_scan_combined_ref as reference
 from mamba_ssm.ops.ssd.arguments import Inputs, Options, Sizes
@@ -38,16 +39,16 @@ def test_carry(pieces, sizes, dtype, limit, device):
         tensor.reshape(cut.batch, cut.seqlen, *tensor.shape[2:]) for tensor in (x, dout, dt, B, C)
     )
     options = Options(True, *limit)
-    decays = carry.decays_of(dt, bias, A, options, cut)
-    factors = carry.factors_of(decays)
+    steps = carry.steps_of(dt, bias, options, cut)
+    decays, factors = carry.decays_of(steps, A), carry.factors_of(steps, A)
     inputs = make(Inputs, (x_cut, dt_cut, A, B_cut, C_cut, None, None, bias, None, None))
-    passed = carry.last_states(cut, inputs, options)
-    passed_on = carry.passed_on(passed, factors)
-    state, factor = passed_on[: start.numel()].view(start.shape), passed_on[start.numel() :].view(batch, heads, 1, 1)
-    before = carry.reaching(passed, factors, start)
-    first = carry.first_gradients(cut, dout_cut, C_cut, decays)
-    gradient = carry.passed_on(first, factors, from_end=True)[: start.numel()].view(start.shape)
-    after = carry.reaching(first, factors, dlast, from_end=True)
+    passed = carry.last_states(cut, inputs, options).view(*factors.shape, -1)
+    together = passed_on(passed, factors)
+    state, factor = together[: start.numel()].view(start.shape), together[start.numel() :].view(batch, heads, 1, 1)
+    before = reaching(passed, factors, start).unflatten(3, (headdim, dstate))
+    first = carry.first_gradients(cut, dout_cut, C_cut, decays).view(*factors.shape, -1)
+    gradient = passed_on(first, factors, from_end=True)[: start.numel()].view(start.shape)
+    after = reaching(first, factors, dlast, from_end=True).unflatten(3, (headdim, dstate))
 
     x, dout, dt, A, B, C, bias, start, dlast = (
         tensor.cpu().double() for tensor in (x, dout, dt, A, B, C, bias, start, dlast)
@@ -77,39 +78,15 @@ def test_carry(pieces, sizes, dtype, limit, device):
     for found, expected in (
         (state, expected_state),
         (gradient, expected_gradient),
-        (before, expected_before.flatten(0, 1)),
-        (after, torch.stack(expected_after, 1).flatten(0, 1)),
+        (before, expected_before),
+        (after, torch.stack(expected_after, 1)),
     ):
         expected = expected.detach()
         scale = 1 + float(expected.abs().max())
         torch.testing.assert_close(found.cpu().double() / scale, expected / scale, **close)
 
 
-@pytest.mark.parametrize("seqlen,pieces", [(0, 1), (511, 1), (1024, 2), (65536, 16), (65537, 1), (9 * 1000, 15)])
+@pytest.mark.parametrize("seqlen,pieces", [(0, 1), (511, 1), (1024, 2), (65536, 32), (65537, 1), (9 * 1000, 15)])
 def test_pieces_divide_the_length(seqlen, pieces):
     cut = carry.cut_length(make(Sizes, (3, seqlen, 1, 1, 1, 1)))
     assert (cut.batch, cut.seqlen) == (3 * pieces, seqlen // pieces)
-
-
-@pytest.mark.parametrize("from_end", [False, True])
-@pytest.mark.parametrize(
-    "parts,shape", [(0, (1, 2, 3, 4)), (1, (2, 3, 4, 5)), (3, (1, 2, 16, 128)), (9, (3, 5, 7, 11))], ids=str
-)
-def test_fold(parts, shape, from_end, device):
-    """What each part passes on, in rows with something behind it, from zero on."""
-    shape = torch.Size(shape)
-    count = shape.numel() + shape[:2].numel()
-    everyone = torch.randn(parts, count + 3, generator=torch.Generator().manual_seed(0)).to(device)
-    expected = torch.zeros(shape, dtype=torch.float64)
-    for row in everyone.cpu().double().flip(0) if from_end else everyone.cpu().double():
-        factor = row[shape.numel() : count].view(*shape[:2], 1, 1)
-        expected = factor * expected + row[: shape.numel()].view(shape)
-    found = carry.fold(everyone, shape, from_end)
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_state_that_is_not_finite_reaches_later_pieces_alone(device):
-    passed, factors = torch.ones(4, 2, 3, 5, device=device), torch.zeros(1, 4, 2, device=device)
-    passed[1, 0] = float("nan")
-    before = carry.reaching(passed, factors, None)
-    assert before[:2].isfinite().all() and before[2, 0].isnan().all() and before[2:, 1].isfinite().all()

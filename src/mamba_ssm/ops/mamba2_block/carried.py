@@ -1,5 +1,5 @@
 """The inside of a Mamba-2 block whose sequence lies on several devices: the fused operators' kernels, and between them
-what parts pass to each other. The convolution's output and the decays are kept for backward, not computed again.
+what parts pass to each other. The convolution's output and the step sizes are kept for backward, not computed again.
 
 Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate, W width of the convolution.
 """
@@ -10,6 +10,7 @@ import torch
 
 from mamba_ssm._torch import make
 from mamba_ssm.ops._shared.gradients import empty_like
+from mamba_ssm.ops.carry import Neighbours, nothing_passed_on, passed_on, reaching
 from mamba_ssm.ops.causal_conv1d.backward import launch_backward as launch_convolution_backward
 from mamba_ssm.ops.causal_conv1d.forward import launch_forward as launch_convolution
 from mamba_ssm.ops.mamba2_block.arguments import (
@@ -45,25 +46,6 @@ from mamba_ssm.ops.ssd.backward import launch_backward as launch_scan_backward
 from mamba_ssm.ops.ssd.forward import launch_forward as launch_scan
 
 
-class Neighbours(typing.Protocol):
-    """The parts before and behind this one. Every part calls these in this order."""
-
-    def send_inputs(self, x: torch.Tensor, steps: int) -> None:
-        """Starts to pass on the last steps of the convolution's input x (B, H P + 2 G N, L)."""
-
-    def inputs_before(self) -> torch.Tensor:
-        """The inputs before x, (B, H P + 2 G N, W-1) of its dtype."""
-
-    def state_before(self, passed_on: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-        """The state before this part, of shape (B, H, P, N); None: zero. passed_on: carry.passed_on of this part."""
-
-    def gradient_after(self, passed_on: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-        """The gradient of the state behind this part, in the same way."""
-
-    def add_input_gradients(self, dbefore: torch.Tensor, dx: torch.Tensor) -> None:
-        """Passes back the gradient of inputs_before's result; adds what comes for x to dx."""
-
-
 class Carried(typing.NamedTuple):
     """What forward keeps for backward beside the inputs, None where it is not needed."""
 
@@ -71,7 +53,7 @@ class Carried(typing.NamedTuple):
     rstd: torch.Tensor | None
     conv_out: torch.Tensor | None  # (B, L, H P + 2 G N)
     inputs_before: torch.Tensor
-    decays: torch.Tensor  # of ops/ssd/carry.py
+    steps: torch.Tensor  # of ops/ssd/carry.py
     states: torch.Tensor | None  # before each piece
 
 
@@ -82,27 +64,28 @@ def part_forward(inputs: Inputs, options: Options, gate: bool, neighbours: Neigh
     gate: False for the scan's output alone (B, L, H P), without norm, gate and gated MLP.
     """
     sizes = check(inputs, options)
+    shape = torch.Size(sizes.states)
     inputs, row_stride = kernel_layout(inputs, options.reverse)
     zxbcdt = inputs.zxbcdt
     neighbours.send_inputs(_conv_input(zxbcdt, sizes), sizes.width - 1)
     z, xBC, _ = cut(zxbcdt, row_stride, sizes)
     pieces = carry.cut_length(sizes)
     dt = zxbcdt.narrow(2, zxbcdt.shape[2] - sizes.nheads, sizes.nheads)
-    decays = carry.decays_of(dt, typing.cast(torch.Tensor, inputs.dt_bias), -torch.exp(inputs.A), options, pieces)
-    factors = carry.factors_of(decays)
+    steps = carry.steps_of(dt, typing.cast(torch.Tensor, inputs.dt_bias), options, pieces)
+    factors = carry.factors_of(steps, -torch.exp(inputs.A))
     before = neighbours.inputs_before()
     out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.d_mlp + sizes.dim if gate else sizes.dim))
     if sizes.empty:
-        neighbours.state_before(*_nothing_passed_on(inputs, sizes))
-        return out, Carried(None, None, None, before, decays, None)
+        neighbours.state_before(nothing_passed_on(shape, inputs.A), shape)
+        return out, Carried(None, None, None, before, steps, None)
 
     conv_out = zxbcdt.new_empty((sizes.batch, sizes.seqlen, sizes.channels))
     conv = conv_inputs(xBC, inputs)._replace(initial_states=before)
     launch_convolution(sizes.conv1d, conv, options.conv1d, channels_first(conv_out, sizes), None)
     scan = _scan(conv_out, row_stride, inputs, pieces)
-    passed = carry.last_states(pieces, scan, options)
-    before_part = neighbours.state_before(carry.passed_on(passed, factors), torch.Size(sizes.states))
-    states = carry.reaching(passed, factors, before_part)
+    passed = carry.last_states(pieces, scan, options).view(*factors.shape, -1)
+    before_part = neighbours.state_before(passed_on(passed, factors), shape)
+    states = reaching(passed, factors, before_part).view(pieces.states)
     scan = scan._replace(initial_states=states)
     y = rstd = None
     if gate and sizes.d_mlp:
@@ -116,7 +99,7 @@ def part_forward(inputs: Inputs, options: Options, gate: bool, neighbours: Neigh
         if gate:
             scan = scan._replace(z=cut(zxbcdt, row_stride, pieces)[0])
         launch_scan(pieces, scan, options, heads(out, pieces, out.shape[2] - sizes.dim), None)
-    return out, Carried(y, rstd, conv_out, before, decays, states)
+    return out, Carried(y, rstd, conv_out, before, steps, states)
 
 
 def part_backward(
@@ -124,12 +107,12 @@ def part_backward(
 ) -> Gradients:
     """The operators' gradients, that of the part's output given."""
     sizes = check(inputs, options)
+    shape = torch.Size(sizes.states)
     inputs, row_stride = kernel_layout(inputs, options.reverse)
     grads = allocate(dout, inputs, sizes, Wanted(need_dinitial_states=False, recompute_out=False))
     dconv_input = _conv_input(grads.dzxbcdt, sizes)
-    factors = carry.factors_of(kept.decays)
     if sizes.empty:
-        neighbours.gradient_after(*_nothing_passed_on(inputs, sizes))
+        neighbours.gradient_after(nothing_passed_on(shape, inputs.A), shape)
         neighbours.add_input_gradients(torch.zeros_like(kept.inputs_before), dconv_input)
         return Gradients(*of_nothing(inputs, sizes, None, grads))
 
@@ -151,10 +134,11 @@ def part_backward(
         dmlp = dout.narrow(2, 0, sizes.d_mlp)
         launch_swiglu_backward(dmlp, mlp(inputs.zxbcdt, sizes), mlp(grads.dzxbcdt, sizes), None)
 
-    first = carry.first_gradients(pieces, heads(dy, pieces), scan.C, kept.decays)
-    passed = carry.passed_on(first, factors, from_end=True)
-    after_part = neighbours.gradient_after(passed, torch.Size(sizes.states))
-    after = carry.reaching(first, factors, after_part, from_end=True)
+    decays = carry.decays_of(kept.steps, -torch.exp(inputs.A))
+    factors = decays[..., -1]
+    first = carry.first_gradients(pieces, heads(dy, pieces), scan.C, decays).view(*factors.shape, -1)
+    after_part = neighbours.gradient_after(passed_on(first, factors, from_end=True), shape)
+    after = reaching(first, factors, after_part, from_end=True).view(pieces.states)
     dconv_out = empty_like(conv_out)
     dx, dB, dC = cut_xBC(dconv_out, pieces)
     ddt = cut(grads.dzxbcdt, grads.dzxbcdt.shape[2], pieces)[2]
@@ -178,11 +162,3 @@ def _scan(conv_out: torch.Tensor, row_stride: int, inputs: Inputs, pieces: Sizes
     """The inputs of the pieces' scan, as launchers take them."""
     dt = cut(inputs.zxbcdt, row_stride, pieces)[2]
     return scan_inputs(conv_out, dt, None, inputs, pieces)
-
-
-def _nothing_passed_on(inputs: Inputs, sizes: Sizes) -> tuple[torch.Tensor, torch.Size]:
-    """A state of zero and factors of one, as of a part without steps."""
-    shape = torch.Size(sizes.states)
-    passed_on = inputs.A.new_ones(shape.numel() + shape[:2].numel())
-    passed_on[: shape.numel()] = 0
-    return passed_on, shape

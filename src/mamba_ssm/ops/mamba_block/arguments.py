@@ -232,8 +232,10 @@ def matrix_of(source, x_dbl, sizes, eps, view=True):
     return checks.unit_last_stride(matrix), biased
 
 
-def scan_inputs(conv_out, delta, B, C, xz, inputs, sizes):
-    """As the scan's launchers take them; conv_out, delta and xz must outlive them, of which they hold Views."""
+def scan_inputs(conv_out, delta, B, C, xz, inputs, sizes, state=None):
+    """As the scan's launchers take them; conv_out, delta and xz must outlive them, of which they hold Views. state:
+    before the first step, (B, D, N).
+    """
     A, D, delta_bias = (checks.contiguous(tensor) for tensor in (inputs.A, inputs.D, inputs.delta_bias))
     x, z = channels(conv_out, sizes), channels(xz, sizes, sizes.dim)
-    return ScanInputs(x, channels(delta, sizes), A, B, C, D, z, delta_bias, None, None)
+    return ScanInputs(x, channels(delta, sizes), A, B, C, D, z, delta_bias, state, None)

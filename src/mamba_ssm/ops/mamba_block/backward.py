@@ -115,10 +115,11 @@ class Pending(typing.NamedTuple):
     grads: ScanGradients
 
 
-def scan_backward(dy, xz, inputs, kept, options, sizes, dxz, add=False):
+def scan_backward(dy, xz, inputs, kept, options, sizes, dxz, add=False, state=None, after=None):
     """The scan's part. In dxz (2D, B*L) it writes the gradient of z, and the scan's output where dx will come.
 
-    add: with reverse, it adds to those of the other direction.
+    add: with reverse, it adds to those of the other direction. state: before the first step. after(scan's inputs, the
+    gradient of its output): what launch_backward takes as dlast_state and as carried.
     """
     eps = options.rms_eps
     x_dbl, checkpoints = kept.x_dbl.contiguous(), kept.checkpoints.contiguous()
@@ -137,7 +138,8 @@ def scan_backward(dy, xz, inputs, kept, options, sizes, dxz, add=False):
     else:
         dB, dC = empty_like(B), empty_like(C)
     du, ddelta = torch.empty_like(dy), torch.empty_like(dy)
-    scan = scan_inputs(conv_out, delta, B, C, xz, inputs, sizes)
+    scan = scan_inputs(conv_out, delta, B, C, xz, inputs, sizes, state)
+    dlast_state, carried = (None, None) if after is None else after(scan, channels(dy, sizes))
     grads = ScanGradients(
         channels(du, sizes),
         channels(ddelta, sizes),
@@ -150,7 +152,8 @@ def scan_backward(dy, xz, inputs, kept, options, sizes, dxz, add=False):
         dinitial_state=None,
         out=channels(dxz, sizes),
     )
-    launch_scan_backward(sizes.scan, channels(dy, sizes), None, scan, checkpoints, options.scan, grads, add=add)
+    given = channels(dy, sizes), dlast_state, scan, checkpoints, options.scan
+    launch_scan_backward(sizes.scan, *given, grads, carried, add=add)
     return Pending(x_dbl, conv_out, dx_dbl, (biased_B, biased_C), du, ddelta, grads)
 
 
@@ -159,8 +162,13 @@ def out_proj_backward(dout, y, bias):
     return torch.mm(dout.t(), y.t()), None if bias is None else dout.sum(0)
 
 
-def finish_backward(pending, of_out_proj, xz, inputs, options, sizes, dxz, add=False):
-    """All gradients; writes dx into dxz, or adds it to what is there."""
+def finish_backward(
+    pending, of_out_proj, xz, inputs, options, sizes, dxz, add=False, convolution_backward=launch_convolution_backward
+):
+    """All gradients; writes dx into dxz, or adds it to what is there.
+
+    convolution_backward: launch_backward of the convolution, or what does more.
+    """
     x_dbl, conv_out, dx_dbl, (biased_B, biased_C), du, ddelta, grads = pending
     batch, seqlen, rank, eps = sizes.batch, sizes.seqlen, sizes.rank, options.rms_eps
     dt, ddt_rms_weight = x_dbl[:rank], None
@@ -178,7 +186,7 @@ def finish_backward(pending, of_out_proj, xz, inputs, options, sizes, dxz, add=F
     dx_proj_weight = torch.mm(dx_dbl, conv_out.t())
     du.addmm_(inputs.x_proj_weight.t(), dx_dbl)  # du is the convolution's whole gradient from here on
     dx = channels(dxz, sizes)
-    dconv1d_weight, dconv1d_bias = launch_convolution_backward(
+    dconv1d_weight, dconv1d_bias = convolution_backward(
         sizes.conv1d, channels(du, sizes), None, conv_inputs(xz, inputs, sizes), options.conv1d, dx, None, add=add
     )
     dout_proj_weight, dout_proj_bias = of_out_proj

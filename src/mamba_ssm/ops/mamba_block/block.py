@@ -66,7 +66,7 @@ def mamba_block(inputs: BlockInputs) -> torch.Tensor:
     )
 
 
-def _inner(xz, inputs, dtype):
+def inner_inputs(xz, inputs, dtype):
     """The operator's inputs from the block's; dtype: autocast's, or None."""
     projections = inputs.x_proj_weight, inputs.dt_proj_weight, inputs.out_proj_weight
     if dtype is not None:
@@ -94,6 +94,33 @@ def _inner(xz, inputs, dtype):
     )
 
 
+def block_gradients(grads, A, in_proj_weight, hidden_states, need_in_proj_bias):
+    """The gradients under the names of a block's inputs, from those of the operator. in_proj_weight is None where the
+    gradient of hidden_states is not wanted, and hidden_states where that of in_proj_weight is not.
+    """
+    batch, _, seqlen = grads.dxz.shape
+    dxz = to_columns(grads.dxz)
+    dhidden_states = din_proj_weight = None
+    if in_proj_weight is not None:
+        dhidden_states = torch.mm(dxz.t(), in_proj_weight).view(batch, seqlen, in_proj_weight.shape[1])
+    if hidden_states is not None:
+        din_proj_weight = torch.mm(dxz, hidden_states.reshape(batch * seqlen, hidden_states.shape[2]))
+    return BlockInputs(  # autograd takes each to its input's dtype
+        hidden_states=dhidden_states,
+        in_proj_weight=din_proj_weight,
+        in_proj_bias=dxz.sum(1) if need_in_proj_bias else None,
+        conv1d_weight=grads.dconv1d_weight,
+        conv1d_bias=grads.dconv1d_bias,
+        x_proj_weight=grads.dx_proj_weight,
+        dt_proj_weight=grads.ddelta_proj_weight,
+        out_proj_weight=grads.dout_proj_weight,
+        out_proj_bias=grads.dout_proj_bias,
+        A_log=grads.dA * A,  # A = -exp(A_log) is its own derivative
+        D=grads.dD,
+        dt_bias=grads.ddelta_bias,
+    )
+
+
 class _MambaBlock(torch.autograd.Function):
     """_MambaInner with the input projection in front and A_log in place of A."""
 
@@ -104,7 +131,7 @@ class _MambaBlock(torch.autograd.Function):
         dtype = autocast_dtype(hidden_states)
         if dtype is not None:
             hidden_states, in_proj_weight = checks.cast(hidden_states, dtype), checks.cast(in_proj_weight, dtype)
-        inner = _inner(project_in(hidden_states, in_proj_weight, inputs.in_proj_bias), inputs, dtype)
+        inner = inner_inputs(project_in(hidden_states, in_proj_weight, inputs.in_proj_bias), inputs, dtype)
         *options, reverse = _OPTIONS
         out, *inner_kept = call_below_autograd(mamba_inner_op, *inner, *options, True, reverse)
         (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
@@ -119,27 +146,5 @@ class _MambaBlock(torch.autograd.Function):
         inner, (need,) = unpack_traced(saved, Inputs)[0], unpack_traced(ctx.needs_input_grad, BlockInputs)
         with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
             grads = Gradients(*call_in_backward(mamba_inner_backward_op, dout, *saved, *_OPTIONS))
-            batch, _, seqlen = grads.dxz.shape
-            dxz = to_columns(grads.dxz)
-            dhidden_states = din_proj_weight = None
-            if in_proj_weight is not None:
-                dhidden_states = torch.mm(dxz.t(), in_proj_weight).view(batch, seqlen, in_proj_weight.shape[1])
-            if hidden_states is not None:
-                din_proj_weight = torch.mm(dxz, hidden_states.reshape(batch * seqlen, hidden_states.shape[2]))
-            din_proj_bias = dxz.sum(1) if need.in_proj_bias else None
-            dA_log = grads.dA * inner.A  # A = -exp(A_log) is its own derivative
-        grads = BlockInputs(  # autograd takes each to its input's dtype
-            hidden_states=dhidden_states,
-            in_proj_weight=din_proj_weight,
-            in_proj_bias=din_proj_bias,
-            conv1d_weight=grads.dconv1d_weight,
-            conv1d_bias=grads.dconv1d_bias,
-            x_proj_weight=grads.dx_proj_weight,
-            dt_proj_weight=grads.ddelta_proj_weight,
-            out_proj_weight=grads.dout_proj_weight,
-            out_proj_bias=grads.dout_proj_bias,
-            A_log=dA_log,
-            D=grads.dD,
-            dt_bias=grads.ddelta_bias,
-        )
+            grads = block_gradients(grads, inner.A, in_proj_weight, hidden_states, need.in_proj_bias)
         return tuple(grads)  # a record as such is one value to the compiler

@@ -14,7 +14,7 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import use_deterministic_mode
-from mamba_ssm.ops.carry import pass_on
+from mamba_ssm.ops.carry import nothing_passed_on, passed_on
 from mamba_ssm.ops.selective_scan.arguments import Inputs, Options, allocate_out, check, fill, kernel_layout, plan_of
 from mamba_ssm.ops.selective_scan.backward import Kept, Wanted, of_inputs, run_backward
 from mamba_ssm.ops.selective_scan.forward import Results, launch_forward
@@ -23,36 +23,48 @@ from mamba_ssm.ops.selective_scan.forward import Results, launch_forward
 class Carry(typing.NamedTuple):
     """What a part passes on."""
 
-    state: torch.Tensor  # (B, D, N) float32, or its gradient
-    factor: torch.Tensor  # (B, D, N) float32
+    passed_on: torch.Tensor  # as ops/carry.py has it: each element of a state, or of its gradient, has its own factor
+    shape: torch.Size  # of such a state
     segments: int  # of the length, whose states and factors the second call finds in the workspace
     workspace: torch.Tensor | None  # None of no steps
 
 
+def shape_of(sizes: typing.Any) -> torch.Size:
+    """Of a state, (B, D N), as ops/carry.py takes it."""
+    return torch.Size((sizes.batch, sizes.dim * sizes.dstate))
+
+
 def scan_carry(inputs: Inputs, options: Options, dout: torch.Tensor | None = None) -> Carry:
     """Forward, or with dout backward. initial_state is not read; seq_idx must be None."""
-    sizes, inputs = check(inputs), kernel_layout(inputs)
-    A = inputs.A
-    if inputs.u.numel() == 0:
-        return Carry(A.new_zeros(sizes.state), A.new_ones(sizes.state), 0, None)
+    dout = None if dout is None else checks.unit_last_stride(dout)
+    return launch_carry(check(inputs), kernel_layout(inputs), options, dout)
+
+
+def launch_carry(sizes: typing.Any, inputs: typing.Any, options: Options, dout: typing.Any = None) -> Carry:
+    """scan_carry on arguments that were checked, in kernel layout; all but parameters may be Views."""
+    A, shape = inputs.A, shape_of(sizes)
+    if sizes.seqlen == 0 or shape.numel() == 0:
+        return Carry(nothing_passed_on(shape, A), shape, 0, None)
     params = abi.MambaSelectiveScanBackward()
     functions = place(params, A)
     fill(params, sizes, inputs, options, None, None)
+    params.carried = True  # as the call will be for which this is the plan
     plan = plan_of(functions, params.forward, use_deterministic_mode())
-    params.segments = segments = plan.backward_segments
-    shape = segments, 2, *sizes.state
-    count = math.prod(shape)  # of the floats that come first in backward's workspace
+    params.carried = False
+    segments = plan.forward_segments if dout is None else plan.backward_segments
+    params.segments = segments
+    each = segments, 2, *shape
+    count = math.prod(each)  # of the floats that come first in backward's workspace
     workspace = A.new_empty(count if dout is None else max(count, plan.backward_workspace // 4))
     params.workspace = workspace.data_ptr()
-    states, factors = workspace[:count].view(shape).unbind(1)
     if dout is None:
         run(functions, "selective_scan_forward_carry", params.forward)
-        return Carry(*pass_on(states, factors), segments, workspace)
-    dout = checks.unit_last_stride(dout)
-    params.dout = dout.data_ptr()
-    params.dout_batch_stride, params.dout_dim_stride, _ = dout.stride()
-    run(functions, "selective_scan_backward_carry", params)
-    return Carry(*pass_on(states.flip(0), factors.flip(0)), segments, workspace)
+    else:
+        params.dout = dout.data_ptr()
+        params.dout_batch_stride, params.dout_dim_stride, _ = dout.stride()
+        run(functions, "selective_scan_backward_carry", params)
+    states, factors = workspace[:count].view(each).transpose(0, 2).unbind(1)
+    return Carry(passed_on(states[..., None], factors, from_end=dout is not None), shape, segments, workspace)
 
 
 def carried_forward(inputs: Inputs, options: Options, carry: Carry) -> tuple[torch.Tensor, torch.Tensor]:
