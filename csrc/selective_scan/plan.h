@@ -111,8 +111,8 @@ inline int pipeline_channels(const MambaSelectiveScan& p, const DeviceLimits& de
     return 0;
 }
 
-// Checkpoints that a segment of the backward scan has at least (of 9 to 16 states: 2), and where twice as many segments run as
-// fit the GPU at once.
+// Checkpoints that a segment of the backward scan has at least (of 9 to 16 states, and in 16 bits of fewer: 2), and where twice
+// as many segments run as fit the GPU at once.
 constexpr int64_t kShortestBackward = 4;
 constexpr int64_t kShortestInTwo = 8;
 
@@ -164,7 +164,9 @@ inline int64_t forward_segments(const MambaSelectiveScan& p, const DeviceLimits&
 inline int64_t backward_segments(const MambaSelectiveScan& p, const DeviceLimits& device) {
     const BackwardKind kind = backward_kind(p, device);
     const int64_t wanted = 3 * device.processors;
-    const int64_t shortest = kind == BackwardKind::k16 || kind == BackwardKind::k16Narrow ? 2 : kShortestBackward;
+    const bool can_be_short =
+        kind == BackwardKind::k16 || kind == BackwardKind::k16Narrow || (kind == BackwardKind::k8 && dtype_size(p.dtype) == 2);
+    const int64_t shortest = can_be_short ? 2 : kShortestBackward;
     const int64_t segments = segments_to_fill(p, backward_channels(kind), wanted, shortest);
     if (segments == 1) {
         return 1;

@@ -372,8 +372,10 @@ cudaError_t launch_backward_of_kind(const ScanBackward& q, bool aligned, Backwar
                       backward16_sliced_shared(MAMBA_MAX_DSTATE, sizeof(T)),
                   "what the plan counts on");
     switch (kind) {
-        case BackwardKind::k8:
-            return launch_backward_layout<T, Directed<Backward8, kReverse>, 16, 2, false>(q, aligned, carry_only);
+        case BackwardKind::k8: {
+            constexpr int kBlocks = sizeof(T) == 2 ? 3 : 2;
+            return launch_backward_layout<T, Directed<Backward8, kReverse>, 16, kBlocks, false>(q, aligned, carry_only);
+        }
         case BackwardKind::k16:
             if constexpr (kHasUsual<T>) {
                 if (is_usual(q.forward) && fills_tiles<Backward16>(q.forward, aligned)) {
