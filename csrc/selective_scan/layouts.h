@@ -35,11 +35,12 @@ struct ScanLayout {
 };
 
 // A layout whose steps memory has in the order of the scan, or in the opposite one. A branch at run time would cost 5 %.
-template <class Layout, bool kReverse_, bool kUsual_ = false, bool kWhole_ = false>
+template <class Layout, bool kReverse_, bool kUsual_ = false, bool kFilled_ = false, bool kWhole_ = false>
 struct Directed : Layout {
     static constexpr bool kReverse = kReverse_;
-    static constexpr bool kUsual = kUsual_;  // for calls that are usual, see is_usual
-    static constexpr bool kWhole = kWhole_;  // and fill all tiles, see fills_tiles
+    static constexpr bool kUsual = kUsual_;    // for calls that are usual, see is_usual
+    static constexpr bool kFilled = kFilled_;  // whose channels and states fill all blocks, see fills_blocks
+    static constexpr bool kWhole = kWhole_;    // and their steps all tiles, see fills_tiles
 };
 
 // Whether there are kernels for usual calls, of which each makes the library larger; and those of the rarer ones, too.
@@ -54,11 +55,16 @@ inline bool is_usual(const MambaSelectiveScan& p) {
            p.seq_idx == nullptr;
 }
 
-// Whether rows are aligned (inputs_aligned) and all of a layout's tiles whole.
+// Whether a layout has no blocks with fewer channels, nor slices with fewer states, than it has room for.
+template <class Layout>
+bool fills_blocks(const MambaSelectiveScan& p) {
+    return p.dim / p.ngroups % Layout::kChannels == 0 && p.dstate % Layout::kSlice == 0;
+}
+
+// Whether rows are aligned (inputs_aligned), too, and all of its tiles whole.
 template <class Layout>
 bool fills_tiles(const MambaSelectiveScan& p, bool aligned) {
-    return aligned && p.seqlen % Layout::kTile == 0 && p.dim / p.ngroups % Layout::kChannels == 0 &&
-           p.dstate % Layout::kSlice == 0;
+    return aligned && p.seqlen % Layout::kTile == 0 && fills_blocks<Layout>(p);
 }
 
 // ---- forward ---------------------------------------------------------------------------------------------------------

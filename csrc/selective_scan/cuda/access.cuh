@@ -5,8 +5,8 @@
 
 namespace mamba {
 
-// How a tile's rows can be read: step by step; in vectors of 16 bytes (or of what a lane reads) that begin before the elements
-// and end behind them; in vectors that begin and end with them; and so that all that the tile has room for exists.
+// How a tile's rows can be read: step by step; where its steps all exist, in vectors that begin before the elements and end
+// behind them; in vectors that begin and end with them; and so that all that the tile has room for exists.
 enum class Access { kSteps, kShifted, kAligned, kWhole };
 
 template <Access kAccess_>
@@ -30,43 +30,47 @@ __device__ __forceinline__ void with_access(bool aligned, bool whole, bool insid
     }
 }
 
-// Whether a tile is whole, and a vector on either side of it is of the same rows.
+// Whether a tile is whole, and a vector on either side of it is of the same rows, or may be (`others`) of others.
 template <class Layout>
-__device__ __forceinline__ bool vectors_within(int64_t first_step, int64_t seqlen) {
-    constexpr int kMost = 8;  // elements of 16 bytes
-    return first_step >= kMost && first_step + Layout::kTile + kMost <= seqlen;
+__device__ __forceinline__ bool vectors_within(int64_t first_step, int64_t seqlen, bool others = false) {
+    const int most = others ? 0 : 8;  // elements, of 16 bytes at least
+    return first_step >= most && first_step + Layout::kTile + most <= seqlen;
 }
 
-// kCount elements from `at` on, wherever that is; zero where they do not exist.
+// kCount elements from `at` on, wherever that is; zero where they do not exist. They come in vectors of 8 bytes: larger ones
+// would be fewer loads, but shifted twice. What is a mask or a bit of the address here takes half as many instructions as
+// selections and counts of elements.
 template <typename T, int kCount>
 __device__ __forceinline__ Packed<T, kCount> load_shifted(const T* at, bool exist) {
     constexpr int kWords = kCount * sizeof(T) / 4;
-    constexpr int kVector = kWords < 4 ? kWords : 4;  // words
+    constexpr int kVector = kWords < 2 ? kWords : 2;  // words
     constexpr int kElements = kVector * 4 / sizeof(T);
-    const int before = static_cast<int>(reinterpret_cast<uintptr_t>(at) % (4 * kVector) / sizeof(T));
-    Packed<T, kCount> first = packed_zero<T, kCount>();
-    Packed<T, kElements> last = packed_zero<T, kElements>();
-    if (exist) {
-        first = packed_load<T, kCount>(at - before);
-        last = packed_load<T, kElements>(at - before + kCount);
-    }
+    const uintptr_t address = reinterpret_cast<uintptr_t>(at);
+    const T* const from = reinterpret_cast<const T*>(reinterpret_cast<const char*>(at) - address % (4 * kVector));
     uint32_t word[kWords + kVector];
 #pragma unroll
-    for (int i = 0; i < kWords + kVector; ++i) {
-        word[i] = i < kWords ? first.word[i < kWords ? i : 0] : last.word[i < kWords ? 0 : i - kWords];
-    }
+    for (int i = 0; i < kWords + kVector; i += kVector) {
+        Packed<T, kElements> vector = packed_zero<T, kElements>();
+        if (exist) {
+            vector = packed_load<T, kElements>(from + i * 4 / static_cast<int>(sizeof(T)));
+        }
 #pragma unroll
-    for (int shift = kVector / 2; shift > 0; shift /= 2) {
-        const bool shifted = (before * static_cast<int>(sizeof(T)) / 4 & shift) != 0;
-#pragma unroll
-        for (int i = 0; i + shift < kWords + kVector; ++i) {
-            word[i] = shifted ? word[i + shift] : word[i];
+        for (int j = 0; j < kVector; ++j) {
+            word[i + j] = vector.word[j];
         }
     }
+    if constexpr (kVector == 2) {
+        const int second = opaque(static_cast<int>(static_cast<uint32_t>(address) << 29) >> 31);  // all bits: they begin there
+#pragma unroll
+        for (int i = 0; i <= kWords; ++i) {
+            word[i] = (word[i] & ~second) | (word[i + 1] & second);
+        }
+    }
+    const uint32_t bits = static_cast<uint32_t>(address) * 8;  // the low five of this count: 0 or 16
     Packed<T, kCount> packed;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-        packed.word[i] = sizeof(T) == 2 ? __funnelshift_r(word[i], word[i + 1], before % 2 * 16) : word[i];
+        packed.word[i] = sizeof(T) == 2 ? __funnelshift_r(word[i], word[i + 1], bits) : word[i];
     }
     return packed;
 }

@@ -379,7 +379,7 @@ cudaError_t launch_backward_of_kind(const ScanBackward& q, bool aligned, Backwar
         case BackwardKind::k16:
             if constexpr (kHasUsual<T>) {
                 if (is_usual(q.forward) && fills_tiles<Backward16>(q.forward, aligned)) {
-                    using Layout = Directed<Backward16, kReverse, true, true>;
+                    using Layout = Directed<Backward16, kReverse, true, true, true>;
                     return launch_backward_layout<T, Layout, 8, 3, false>(q, aligned, carry_only);
                 }
             }
@@ -394,7 +394,7 @@ cudaError_t launch_backward_of_kind(const ScanBackward& q, bool aligned, Backwar
         case BackwardKind::k16Sliced:
             if constexpr (kHasAllUsual<T, kReverse>) {
                 if (is_usual(q.forward) && fills_tiles<Backward16>(q.forward, aligned)) {
-                    using Layout = Directed<Backward16, kReverse, true, true>;
+                    using Layout = Directed<Backward16, kReverse, true, true, true>;
                     return launch_backward_layout<T, Layout, 8, 2, true>(q, aligned, carry_only);
                 }
             }

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
                 const int n = slice * Layout::kSlice + thread.state[s];
-                const bool exists = Layout::kWhole || (thread.row[c] < block.channels && n < p.dstate);
+                const bool exists = Layout::kFilled || (thread.row[c] < block.channels && n < p.dstate);
                 function(c, s, exists, thread.row[c] * static_cast<int>(p.dstate) + n);
             }
         }
@@ -75,12 +75,13 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     stage_parameter<Layout>(bias, p.delta_bias, block);
     stage_parameter<Layout>(D, p.D, block);
     const MatrixRows<T, Layout> matrix_rows(p, block);
-    const bool all_exist = Layout::kWhole || (block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0);
+    const bool all_exist = Layout::kFilled || (block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0);
     const int32_t* seq_idx = !Layout::kUsual && p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
     const bool general = !Layout::kUsual && (!p.variable_B || !p.variable_C || seq_idx != nullptr);
     const bool gated = is_gated<Layout>(p);
     const bool skips = Layout::kUsual || p.D != nullptr;
     const bool add = !kCarryOnly && adds<Layout>(p);
+    const bool neighbours = inputs_have_neighbours<Layout>(p, block);
     if (general && seq_idx == nullptr) {
         for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
             resets[i] = 0;
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         const int64_t left = block.end - first_step;
         steps = Layout::kWhole || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
         whole = steps == Layout::kTile && all_exist;
-        inside = vectors_within<Layout>(first_step, p.seqlen);
+        inside = vectors_within<Layout>(first_step, p.seqlen, neighbours);
         const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
         with_access<Layout>(aligned, whole, inside, [&](auto access) {
             delta.template fetch<decltype(access)::kAccess>(rows, rows.delta, p.delta_dim_stride, place, steps);
@@ -339,13 +340,20 @@ cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, 
         }
         if constexpr (kHasAllUsual<T, kReverse>) {
             if (channels == BlockChannels::kMany) {
-                using Layout = Directed<Forward16Many, kReverse, true, true>;
+                using Layout = Directed<Forward16Many, kReverse, true, true, true>;
                 return launch_forward_layout<T, Layout, 8, 4, false, false>(p, aligned, false);
             }
         }
         if constexpr (kHasUsual<T>) {
             if (is_usual(p) && fills_tiles<Forward16>(p, aligned)) {
-                return launch_forward_layout<T, Directed<Forward16, kReverse, true, true>, 8, 4, false>(p, aligned, carry_only);
+                return launch_forward_layout<T, Directed<Forward16, kReverse, true, true, true>, 8, 4, false>(p, aligned,
+                                                                                                              carry_only);
+            }
+        }
+        if constexpr (kHasAllUsual<T, kReverse>) {
+            if (is_usual(p) && fills_blocks<Forward16>(p)) {
+                using Layout = Directed<Forward16, kReverse, true, true>;
+                return launch_forward_layout<T, Layout, 8, 4, false>(p, aligned, carry_only);
             }
         }
         return launch_forward_layout<T, Directed<Forward16, kReverse>, 8, 4, false>(p, aligned, carry_only);
@@ -359,7 +367,8 @@ cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, 
         }
         if constexpr (kHasAllUsual<T, kReverse>) {
             if (is_usual(p) && fills_tiles<Forward64>(p, aligned)) {
-                return launch_forward_layout<T, Directed<Forward64, kReverse, true, true>, 4, 3, false>(p, aligned, carry_only);
+                return launch_forward_layout<T, Directed<Forward64, kReverse, true, true, true>, 4, 3, false>(p, aligned,
+                                                                                                              carry_only);
             }
         }
         return launch_forward_layout<T, Directed<Forward64, kReverse>, 4, 3, false>(p, aligned, carry_only);

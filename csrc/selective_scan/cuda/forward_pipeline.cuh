@@ -393,7 +393,7 @@ template <typename T, bool kReverse, class Layout>
 cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
     if constexpr (kHasAllUsual<T, kReverse> && Layout::kStates == 2) {
         if (is_usual(p) && fills_tiles<Layout>(p, true)) {
-            return launch_pipeline_kernel<T, Directed<Layout, kReverse, true, true>>(p);
+            return launch_pipeline_kernel<T, Directed<Layout, kReverse, true, true, true>>(p);
         }
     }
     return launch_pipeline_kernel<T, Directed<Layout, kReverse>>(p);

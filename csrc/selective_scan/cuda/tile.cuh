@@ -60,6 +60,20 @@ __device__ __forceinline__ int place_in_tile(int step, int count) {
     return Layout::kReverse ? Layout::kTile - count - step : step;
 }
 
+// Whether a tensor has elements around the rows of a batch entry, as many as vectors that hold elements of these may reach to.
+__device__ __forceinline__ bool has_neighbours(const void* data, int64_t batch_stride, const MambaSelectiveScan& p,
+                                               const ScanBlock& block) {
+    const bool begins = block.batch > 0 || reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    return data == nullptr || (begins && block.batch + 1 < p.batch && batch_stride >= 8);
+}
+template <class Layout>
+__device__ __forceinline__ bool inputs_have_neighbours(const MambaSelectiveScan& p, const ScanBlock& block) {
+    return has_neighbours(p.u, p.u_batch_stride, p, block) && has_neighbours(p.delta, p.delta_batch_stride, p, block) &&
+           has_neighbours(p.z, p.z_batch_stride, p, block) &&
+           has_neighbours(Layout::kUsual || p.variable_B ? p.B : nullptr, p.B_batch_stride, p, block) &&
+           has_neighbours(Layout::kUsual || p.variable_C ? p.C : nullptr, p.C_batch_stride, p, block);
+}
+
 // What a call has, of which a layout for usual ones (is_usual) knows that it does.
 template <class Layout>
 __device__ __forceinline__ bool is_gated(const MambaSelectiveScan& p) {
@@ -180,11 +194,12 @@ struct StagedTile {
     // at: the thread's first element; states, steps: how many of the tile exist.
     template <Access kAccess>
     __device__ __forceinline__ void fetch(const T* at, int64_t dstate_stride, int states, int steps) {
+        const int left = kAccess == Access::kShifted ? Layout::kStageVector : steps - first_step();
 #pragma unroll
         for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
-            const bool exists = first_state() + pass * kPassStates < states;
+            const bool exists = Layout::kFilled || first_state() + pass * kPassStates < states;
             raw[pass] = load_steps<T, Layout::kStageVector, kAccess, Layout::kReverse>(at + pass * kPassStates * dstate_stride,
-                                                                                       exists ? steps - first_step() : 0);
+                                                                                       exists ? left : 0);
         }
     }
 
@@ -332,7 +347,7 @@ struct ElementRows {
         first_channel = block.first_channel + tile_row;
 #pragma unroll
         for (int pass = 0; pass < Layout::kPasses; ++pass) {
-            exists[pass] = Layout::kWhole || row(pass) < block.channels;
+            exists[pass] = Layout::kFilled || row(pass) < block.channels;
         }
         u = at(static_cast<const T*>(p.u), block, p.u_batch_stride, p.u_dim_stride);
         delta = at(static_cast<const T*>(p.delta), block, p.delta_batch_stride, p.delta_dim_stride);
@@ -360,10 +375,11 @@ struct TileElements {
     template <Access kAccess>
     __device__ __forceinline__ void fetch(const ElementRows<T, Layout>& rows, const T* at, int64_t dim_stride, int64_t tile,
                                           int steps) {
+        const int left = kAccess == Access::kShifted ? Layout::kVector : rows.valid_steps(steps);
 #pragma unroll
         for (int pass = 0; pass < Layout::kPasses; ++pass) {
             row[pass] = load_steps<T, Layout::kVector, kAccess, Layout::kReverse>(
-                at + tile + pass * Layout::kPassRows * dim_stride, rows.valid(pass, steps));
+                at + tile + pass * Layout::kPassRows * dim_stride, rows.exists[pass] ? left : 0);
         }
     }
     // From the order of memory to that of the scan, where they are not the same.

@@ -113,6 +113,7 @@ MANY_CHANNELS = (
     ScanCase(8, 1536, 136, initial_state=True),
     ScanCase(6, 1536, 205),
     ScanCase(8, 1536, 205),
+    ScanCase(8, 1536, 129),  # whole tiles and a step
     ScanCase(8, 1536, 128, initial_state=True),  # whole tiles
     ScanCase(8, 1536, 128, initial_state=True, reverse=True),
     ScanCase(17, 1536, 64, initial_state=True),  # blocks of 64 channels
