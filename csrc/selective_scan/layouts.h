@@ -20,6 +20,7 @@ struct ScanLayout {
     static constexpr int kWarpChannels = kGroups * kEach;     // channels a warp
     static constexpr int kChannels = kWarpChannels * kWarps;  // channels a block
     static constexpr int kRow = kTile + 4;                    // floats a row: 16-byte aligned, rows four banks apart
+    static constexpr bool kPairs = true;                      // 16-bit B and C lie in pairs, see MatrixTile
     // Element-wise work on a warp's own (kWarpChannels, kTile) elements: kPasses times kVector steps of one row a lane.
     static constexpr int kVector = kTile / kLanes < 8 ? kTile / kLanes : 8;
     static constexpr int kRowLanes = kTile / kVector;
@@ -101,13 +102,19 @@ inline bool pipeline_takes(int channels, int64_t dstate) {
     return dstate > 8 || channels == 12 || channels == 32;
 }
 
-// The bytes of shared memory that it needs then, slice: 8 or 16 states. All fit 9.0 and 10.x, all but 40 of float32 also 8.0,
-// and 16 every GPU since.
+// Tiles that the pipelined forward scan has prepared when it scans one.
+constexpr int pipeline_ahead(int element_size) {
+    return element_size == 2 ? 2 : 1;
+}
+
+// The bytes of shared memory that it needs then, slice: 8 or 16 states. All fit 9.0 and 10.x, all but 40 also 8.0, and 16 every
+// GPU since.
 constexpr int pipeline_shared(int channels, int slice, int element_size) {
-    const int tile = channels == 12 ? 64 : 32, row = tile + 4;
-    const int stage = (3 * channels + 2 * slice) * tile * element_size;                       // u, delta and z, B and C
-    const int prepared = (2 * channels + slice * element_size / 2 + 8 * channels) * row * 4;  // dt, dt * u, B and C, y
-    return 4 * stage + 2 * prepared;
+    const int tile = channels == 12 ? 64 : 32, row = tile + 4, ahead = pipeline_ahead(element_size);
+    const int stage = (3 * channels + 2 * slice) * tile * element_size;  // u, delta and z, B and C
+    const int prepared = (2 * channels + 2 * slice) * row * 4;           // dt, dt * u, B and C
+    const int sums = 8 * channels * row * 4;                             // y
+    return (ahead + 3) * stage + (ahead + 1) * prepared + 2 * sums;
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 // nothing to hand on between parts of it, but few warps too, none of which may wait. Some of them scan and do nothing else. The
 // others copy, make dt and dt * u, add up y and write the results, of tiles behind and ahead of the one that is scanned.
 //
-// Between one barrier of the block and the next, tile t is scanned, t - 1 finished, t + 1 prepared, and t + 2 and t + 3 are on
-// their way. A prepared tile lies in shared memory as in forward.cuh.
+// Between one barrier of the block and the next, tile t is scanned, t - 1 finished, t + 2 prepared (of float32, which takes
+// twice the shared memory, t + 1), and the two tiles behind that are on their way. A prepared tile lies in shared memory as in
+// forward.cuh.
 #pragma once
 
 #include "common/cuda_utils.cuh"
@@ -18,9 +19,14 @@ struct PipelineLayout {
     static constexpr int kSlice = kLanes * kStates;
     static constexpr int kTile = kTile_;
     static constexpr int kRow = kTile + 4;  // floats a row: 16-byte aligned, rows four banks apart
+    static constexpr bool kPairs = false;   // B and C lie as float32: unpacking them would take longer
     static constexpr int kQuads = kQuads_;  // how many times four steps a scanning warp works at together
     static constexpr int kScanWarps = kScanWarps_;
     static constexpr int kWarpChannels = 32 / kLanes;
+    // Neighbouring lanes share a channel, and lanes two apart a state: 16 bytes that a lane shares with either of them are read
+    // in half the turns.
+    static __device__ __forceinline__ int first_state(int lane) { return (lane & 1) | (lane >> 1 & 6); }
+    static __device__ __forceinline__ int warp_channel(int lane) { return (lane >> 1 & 1) | (lane >> 3 & 2); }
     static constexpr int kChannels = kScanWarps * kWarpChannels;
     // The other warps: a thread has the same four steps of one channel in every tile.
     static constexpr int kVector = 4;
@@ -38,7 +44,6 @@ struct PipelineLayout {
     static constexpr int kOwnPieces = ceil_div(kPieces, kElementThreads);
     static constexpr int kPieceRows = kElementThreads / kRowThreads;  // between a thread's pieces
     static constexpr bool kEvenPieces = kPieces % kElementThreads == 0;
-    static constexpr int kStages = 4;  // tiles on their way, or with u and z still wanted
     static_assert(kElementWarps * 32 == kElementThreads, "whole warps");
     static_assert(kIdleWarps == 0 || kElementWarps == 6, "the idle ones are 8, 9 and 10");
     static_assert(MAMBA_SCAN_CHECKPOINT % kTile == 0, "checkpoints lie at ends of tiles");
@@ -55,26 +60,33 @@ struct alignas(16) PipelineStage {
     T C[Layout::kPieces][Layout::kVector];
 };
 
-// A tile that is prepared, and the lanes' parts of its y.
+// A tile that is prepared.
 template <typename T, class Layout>
 struct alignas(16) PipelineTile {
     float dt[Layout::kChannels * Layout::kRow];
     float x[Layout::kChannels * Layout::kRow];  // dt * u
     MatrixTile<T, Layout> BC;
-    float y[Layout::kChannels * Layout::kLanes * Layout::kRow];
 };
 
 template <typename T, class Layout>
 struct PipelineShared {
-    PipelineStage<T, Layout> stages[Layout::kStages];
-    PipelineTile<T, Layout> tiles[2];
+    static constexpr int kAhead = pipeline_ahead(sizeof(T));  // tiles that are prepared when one is scanned
+    static constexpr int kStages = kAhead + 3;                // on their way, or with u and z still wanted
+    PipelineStage<T, Layout> stages[kStages];
+    PipelineTile<T, Layout> tiles[kAhead + 1];
+    float y[2][Layout::kChannels * Layout::kLanes * Layout::kRow];  // the lanes' parts of it
+
+    __device__ __forceinline__ PipelineStage<T, Layout>& stage(int tile) { return stages[tile % kStages]; }
+    __device__ __forceinline__ PipelineTile<T, Layout>& prepared(int tile) { return tiles[tile % (kAhead + 1)]; }
 };
 
 // The scanning warps: a lane's states through a tile, kQuads times four steps after another. While the states take some, what
-// does not depend on them is computed for the next, and read for those behind.
+// does not depend on them is computed for the next, and read for those behind: those of the next tile, if that is prepared.
 template <typename T, class Layout>
 struct PipelineScan {
     static constexpr int kQuads = Layout::kQuads;
+    static constexpr int kTogether = 4 * kQuads;
+    static constexpr bool kReadsOn = PipelineShared<T, Layout>::kAhead > 1;
     float h[Layout::kStates];
     float A[Layout::kStates];  // times log2(e)
 
@@ -84,10 +96,11 @@ struct PipelineScan {
     struct Factors {  // h = decay h + added; y = C h
         Steps4 decay[Layout::kStates], added[Layout::kStates], C[Layout::kStates];
     };
+    Factors next[kQuads];   // of the steps to come
+    Inputs inputs[kQuads];  // of those behind
 
     // at: the channel's, or the lane's first state's, first step in the tile.
-    static __device__ __forceinline__ void read(Inputs (&inputs)[kQuads], const PipelineTile<T, Layout>& tile, int row_at,
-                                                int state_at) {
+    __device__ __forceinline__ void read(const PipelineTile<T, Layout>& tile, int row_at, int state_at) {
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
             inputs[q].dt = read4(tile.dt + row_at + 4 * q);
@@ -100,44 +113,52 @@ struct PipelineScan {
         }
     }
 
-    __device__ __forceinline__ void prepare(Factors (&factors)[kQuads], const Inputs (&inputs)[kQuads]) const {
+    __device__ __forceinline__ void prepare() {
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    factors[q].decay[s].at[j] = exp2_fast(inputs[q].dt.at[j] * A[s]);
-                    factors[q].added[s].at[j] = inputs[q].x.at[j] * inputs[q].B[s].at[j];
+                    next[q].decay[s].at[j] = exp2_fast(inputs[q].dt.at[j] * A[s]);
+                    next[q].added[s].at[j] = inputs[q].x.at[j] * inputs[q].B[s].at[j];
                 }
-                factors[q].C[s] = inputs[q].C[s];
+                next[q].C[s] = inputs[q].C[s];
             }
         }
     }
 
-    // row: of the channel; k: the lane's first state.
-    __device__ __forceinline__ void walk(PipelineTile<T, Layout>& tile, int row, int k) {
-        constexpr int kTogether = 4 * kQuads;
-        const int row_at = row * Layout::kRow;
-        const int state_at = k * Layout::kRow;
-        float* const y_row = tile.y + (row * Layout::kLanes + k) * Layout::kRow;
-        Inputs inputs[kQuads];
-        Factors now[kQuads], next[kQuads];
-        read(inputs, tile, row_at, state_at);
-        prepare(next, inputs);
-        read(inputs, tile, row_at + kTogether, state_at + kTogether);
+    // Before the first step of a tile. row: of the channel; k: the lane's first state.
+    __device__ __forceinline__ void begin(const PipelineTile<T, Layout>& tile, int row, int k) {
+        read(tile, row * Layout::kRow, k * Layout::kRow);
+        prepare();
+        read(tile, row * Layout::kRow + kTogether, k * Layout::kRow + kTogether);
+    }
+
+    // y_row: for the lane's parts of y.
+    __device__ __forceinline__ void walk(const PipelineTile<T, Layout>& tile, const PipelineTile<T, Layout>& next_tile,
+                                         float* y_row, int row, int k) {
+        if (!kReadsOn) {
+            begin(tile, row, k);
+        }
+        constexpr int kRounds = Layout::kTile / kTogether;
 #pragma unroll
-        for (int step = 0; step < Layout::kTile; step += kTogether) {
+        for (int round = 0; round < kRounds; ++round) {
+            const int step = round * kTogether;
+            Factors now[kQuads];
 #pragma unroll
             for (int q = 0; q < kQuads; ++q) {
                 now[q] = next[q];
             }
-            if (step + kTogether < Layout::kTile) {
-                prepare(next, inputs);
+            if (kReadsOn || step + kTogether < Layout::kTile) {
+                prepare();
             }
-            const int ahead = step + 2 * kTogether;
-            if (ahead < Layout::kTile) {  // before the stores, which the reads would not pass
-                read(inputs, tile, row_at + ahead, state_at + ahead);
+            const int ahead = step + 2 * kTogether;  // read before the stores, which the reads would not pass
+            if (ahead < Layout::kTile) {
+                read(tile, row * Layout::kRow + ahead, k * Layout::kRow + ahead);
+            } else if (kReadsOn) {
+                const int behind = ahead - Layout::kTile;
+                read(next_tile, row * Layout::kRow + behind, k * Layout::kRow + behind);
             }
             float y[kTogether];
 #pragma unroll
@@ -159,8 +180,11 @@ struct PipelineScan {
 template <typename T, class Layout>
 __device__ __forceinline__ void scan_tiles(const MambaSelectiveScan& p, const ScanBlock& block,
                                            PipelineShared<T, Layout>& shared, int tiles, int warp, int lane) {
-    const int k = lane % Layout::kLanes;
-    const int row = warp * Layout::kWarpChannels + lane / Layout::kLanes;
+    const int k = Layout::first_state(lane);
+    const int row = warp * Layout::kWarpChannels + Layout::warp_channel(lane);
+    // The upper and the lower half of a channel's parts of y change places in every other row, so that lanes which write at the
+    // same time meet no other's banks. Their sum stays the same.
+    const int y_at = (row * Layout::kLanes + (k ^ row % 2 * 4)) * Layout::kRow;
     const int64_t channel = block.first_channel + row;
     const int64_t state = (block.batch * p.dim + channel) * p.dstate + k;
     bool exists[Layout::kStates];
@@ -177,9 +201,13 @@ __device__ __forceinline__ void scan_tiles(const MambaSelectiveScan& p, const Sc
         const int64_t count = (p.seqlen - 1) / MAMBA_SCAN_CHECKPOINT;
         checkpoint = p.checkpoints + block.batch * count * checkpoint_row + channel * p.dstate + k;
     }
-    __syncthreads();  // the first tile is prepared
+    __syncthreads();  // the first tiles are prepared
+    if (scan.kReadsOn) {
+        scan.begin(shared.prepared(0), row, k);
+    }
     for (int tile = 0; tile < tiles; ++tile) {
-        scan.walk(shared.tiles[tile % 2], row, k);
+        float* const y_row = shared.y[tile % 2] + y_at;
+        scan.walk(shared.prepared(tile), shared.prepared(tile + 1), y_row, row, k);
         const int64_t next_step = static_cast<int64_t>(tile + 1) * Layout::kTile;
         if (checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0 && next_step < p.seqlen) {
 #pragma unroll
@@ -205,7 +233,6 @@ template <typename T, class Layout>
 __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const ScanBlock& block,
                                            PipelineShared<T, Layout>& shared, int tiles, int element) {
     using Stage = PipelineStage<T, Layout>;
-    using Tile = PipelineTile<T, Layout>;
     const int row = element / Layout::kRowThreads;
     const int step = element % Layout::kRowThreads * Layout::kVector;
     const int place = place_in_tile<Layout>(step, Layout::kVector);
@@ -238,7 +265,6 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         C[i] = static_cast<const T*>(p.C) + block.batch * p.C_batch_stride + block.group * p.C_group_stride +
                state * p.C_dstate_stride + place;
     }
-    const auto stage_of = [&](int tile) -> Stage& { return shared.stages[tile % Layout::kStages]; };
     const auto steps_exist = [&](int tile) {
         return Layout::kWhole ? tile < tiles : static_cast<int64_t>(tile) * Layout::kTile + step < p.seqlen;
     };
@@ -253,7 +279,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
     };
 
     const auto begin_copies = [&](int tile) {
-        Stage& stage = stage_of(tile);
+        Stage& stage = shared.stage(tile);
         const bool in_row = steps_exist(tile);
         const int64_t first = in_row ? tile_place(tile) : 0;
         const bool exist = row_exists && in_row;
@@ -272,8 +298,8 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         end_copies();
     };
     const auto prepare = [&](int tile) {
-        const Stage& stage = stage_of(tile);
-        Tile& to = shared.tiles[tile % 2];
+        const Stage& stage = shared.stage(tile);
+        PipelineTile<T, Layout>& to = shared.prepared(tile);
         float dt[Layout::kVector], x[Layout::kVector];
         unpack<T, Layout::kVector>(read(stage.delta[element]), dt);
         unpack<T, Layout::kVector>(read(stage.u[element]), x);
@@ -294,8 +320,8 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         }
     };
     const auto finish = [&](int tile) {
-        const Stage& stage = stage_of(tile);
-        const float* const parts = shared.tiles[tile % 2].y + row * Layout::kLanes * Layout::kRow + step;
+        const Stage& stage = shared.stage(tile);
+        const float* const parts = shared.y[tile % 2] + row * Layout::kLanes * Layout::kRow + step;
         float part[Layout::kLanes][Layout::kVector];
 #pragma unroll
         for (int k = 0; k < Layout::kLanes; ++k) {
@@ -329,12 +355,15 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         }
     };
 
-    constexpr int kAhead = Layout::kStages - 1;
-    for (int tile = 0; tile < kAhead; ++tile) {
+    constexpr int kAhead = PipelineShared<T, Layout>::kAhead;
+    constexpr int kCopied = PipelineShared<T, Layout>::kStages - 1;  // tiles whose copies have begun when one is scanned
+    for (int tile = 0; tile < kCopied; ++tile) {
         begin_copies(tile);
     }
-    wait_for_copies<kAhead - 1>();
-    prepare(0);
+    wait_for_copies<kCopied - kAhead>();
+    for (int tile = 0; tile < kAhead; ++tile) {
+        prepare(tile);
+    }
     __syncthreads();
     for (int tile = 0; tile < tiles; ++tile) {  // the one that is scanned meanwhile
         if (tile > 0) {
@@ -343,9 +372,9 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         if (add && row_exists && steps_exist(tile)) {
             before = read(out + tile_place(tile));
         }
-        begin_copies(tile + kAhead);
-        wait_for_copies<kAhead - 1>();
-        prepare(tile + 1);
+        begin_copies(tile + kCopied);
+        wait_for_copies<kCopied - kAhead>();
+        prepare(tile + kAhead);
         __syncthreads();
     }
     finish(tiles - 1);
@@ -371,7 +400,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_k
 // For up to 8 states, and for 9 to 16.
 using Pipeline12Few = PipelineLayout<3, 64, 2, 1>;
 using Pipeline32Few = PipelineLayout<8, 32, 1, 1>;
-using Pipeline12 = PipelineLayout<3, 64, 2>;
+using Pipeline12 = PipelineLayout<3, 64, 1>;
 using Pipeline16 = PipelineLayout<4, 32, 2>;
 using Pipeline32 = PipelineLayout<8, 32, 1>;
 using Pipeline40 = PipelineLayout<10, 32, 1>;

@@ -253,11 +253,11 @@ __device__ __forceinline__ void fetch_BC(StagedTile<T, Layout>& B, StagedTile<T,
     }
 }
 
-// B and C of a tile in shared memory. The scan is bound by how much it reads from there, so 16-bit elements stay as they are,
-// B in the low and C in the high half of a word.
+// B and C of a tile in shared memory. Where the scan is bound by how much it reads from there, 16-bit elements stay as they
+// are, B in the low and C in the high half of a word.
 template <typename T, class Layout>
 struct MatrixTile {
-    static constexpr bool kPaired = sizeof(T) == 2;
+    static constexpr bool kPaired = sizeof(T) == 2 && Layout::kPairs;
     static constexpr int kSize = Layout::kSlice * Layout::kRow;
     float words[kPaired ? kSize : 2 * kSize];
 
