@@ -121,8 +121,12 @@ PLAIN_MAMBA3S = [Mamba3Scan(1, 2048, 24, dtype=dtype) for dtype in ("float32", "
 PLAIN_BLOCK = Block("Mamba2", 1, 1024, 512, dtype="float32")
 
 # transformers' models, small enough that their own path takes seconds
+_ATTENTION = {"intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+_MAMBA1 = {"hidden_size": 256, "num_hidden_layers": 4, "state_size": 16}
 TRANSFORMERS_MODELS = {
-    "mamba": {"hidden_size": 256, "num_hidden_layers": 4, "state_size": 16},
+    "mamba": _MAMBA1,
+    "falcon_mamba": _MAMBA1,
+    "jamba": {"hidden_size": 256, "mamba_d_state": 16, **_ATTENTION},
     "mamba2": {
         "hidden_size": 256,
         "num_hidden_layers": 4,
@@ -131,6 +135,31 @@ TRANSFORMERS_MODELS = {
         "head_dim": 64,
         "n_groups": 1,
         "chunk_size": 128,
+    },
+    "bamba": {
+        "hidden_size": 256,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_d_state": 64,
+        "mamba_chunk_size": 128,
+        **_ATTENTION,
+    },
+    "zamba2": {
+        "hidden_size": 256,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 64,
+        "mamba_d_state": 64,
+        "chunk_size": 128,
+        **_ATTENTION,
+    },
+    "nemotron_h": {
+        "hidden_size": 256,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 64,
+        "chunk_size": 128,
+        "head_dim": 64,
+        **_ATTENTION,
     },
 }
 TRANSFORMERS_BATCH, TRANSFORMERS_SEQLEN = 1, 256

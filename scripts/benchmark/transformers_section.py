@@ -21,7 +21,8 @@ def measure(device):
         installed.insert(0, ("mamba_ssm", "causal_conv1d"))
     rows = []
     for kind, config in cases.TRANSFORMERS_MODELS.items():
-        models, _ = transformers_models.same_models(kind, config, installed, device)
+        _, tiny = transformers_models.TINY[kind]  # which layers are of which kind
+        models, _ = transformers_models.same_models(kind, {**tiny, **config}, installed, device)
         tokens = torch.randint(1, 50, (cases.TRANSFORMERS_BATCH, cases.TRANSFORMERS_SEQLEN), device=device)
         with torch.no_grad():
             ours, *_, theirs = (model.eval()(tokens).logits for model in models)
