@@ -24,6 +24,11 @@ DeviceLimits::DeviceLimits(int32_t device) : processors(0), shared(0), major(0),
     major = known[2];
 }
 
+namespace {
+// The last refusal of allow_shared on this thread, for the message: bytes asked for, and what a block may have.
+thread_local int64_t refused_shared, most_shared;
+}  // namespace
+
 cudaError_t allow_shared(const void* kernel, int64_t bytes) {
     struct Asked {
         const void* kernel;
@@ -45,8 +50,12 @@ cudaError_t allow_shared(const void* kernel, int64_t bytes) {
     error = limits.error != cudaSuccess ? limits.error : cudaFuncGetAttributes(&now, kernel);
     if (error == cudaSuccess) {
         const int most = limits.shared - static_cast<int>(now.sharedSizeBytes);
-        error = bytes > most ? cudaErrorInvalidValue
-                             : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+        if (bytes > most) {
+            refused_shared = bytes;
+            most_shared = most;
+            return cudaErrorLaunchOutOfResources;
+        }
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
     }
     if (error == cudaSuccess) {
         asked = {kernel, device, bytes};
@@ -64,6 +73,15 @@ int32_t cuda_status(cudaError_t error, const char* kernel, int64_t batch, int64_
                     "%s: more blocks than a launch can have: batch=%lld dim=%lld seqlen=%lld dstate=%lld", kernel,
                     static_cast<long long>(batch), static_cast<long long>(dim), static_cast<long long>(seqlen),
                     static_cast<long long>(dstate));
+    }
+    if (error == cudaErrorLaunchOutOfResources && refused_shared > 0) {
+        const int64_t bytes = refused_shared;
+        refused_shared = 0;
+        return fail(MAMBA_ERROR_UNSUPPORTED,
+                    "%s: needs %lld bytes of shared memory, of which this GPU lets a block have %lld: batch=%lld dim=%lld "
+                    "seqlen=%lld dstate=%lld",
+                    kernel, static_cast<long long>(bytes), static_cast<long long>(most_shared), static_cast<long long>(batch),
+                    static_cast<long long>(dim), static_cast<long long>(seqlen), static_cast<long long>(dstate));
     }
     int32_t code = MAMBA_ERROR_CUDA;
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||

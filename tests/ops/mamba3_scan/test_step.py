@@ -1,10 +1,13 @@
 """mamba3_step: steps in place are the scan, in every dtype of the states; what is written, and what is refused."""
 
+import os
+
 import pytest
 import torch
 from _helpers.cases import case_id
 from _helpers.mamba3_cases import STATES, Mamba3Case
 
+from mamba_ssm._native.errors import NativeError
 from mamba_ssm.ops.mamba3_scan import States, mamba3_scan_ref, mamba3_step
 
 IN_TIME = ("Q", "K", "V", "ADT", "DT", "Trap", "Angles", "Z")
@@ -89,3 +92,15 @@ def test_wrong_states(device):
     if device == "cpu":
         with pytest.raises(ValueError, match="v_state is written in place, but its elements share memory"):
             steps(case, tensors, states._replace(v=states.v[:1].expand(3, 4, 8)))
+
+
+@pytest.mark.gpu
+def test_more_shared_memory_than_a_gpu_has_is_said(cuda_kernels):
+    case = Mamba3Case(1, 1, 1, 256, dstate=256, nangles=8, rank=64, D=False, Z=False, states=True)
+    tensors = case.inputs(torch.float32, cuda_kernels)
+    states = States(*(tensors[name] for name in STATES))
+    if "MAMBA_EMULATOR_SHARED" in os.environ:
+        with pytest.raises(NativeError, match=r"mamba3_step: needs \d+ bytes of shared memory, of which this GPU lets"):
+            steps(case, tensors, states)
+    else:  # GPUs of data centres have enough
+        assert steps(case, tensors, states).isfinite().all()

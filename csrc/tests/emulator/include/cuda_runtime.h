@@ -193,6 +193,7 @@ enum cudaError_t {
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
     cudaErrorNoKernelImageForDevice = 209,
+    cudaErrorLaunchOutOfResources = 701,
     cudaErrorUnsupportedPtxVersion = 222,
     cudaErrorLaunchFailure = 719,
 };
