@@ -69,12 +69,12 @@ class Side:
             raise Lacking(f"no {name} in {os.pathsep.join(self.folders)}")
         return module
 
-    def check(self, name, got, expected, dtype):
-        """Raise Mismatch unless got agrees with the float64 reference: ours to its dtype's rounding."""
+    def check(self, name, got, expected, dtype, factor=1.0):
+        """Raise Mismatch unless got agrees with the float64 reference: ours to its dtype's rounding, times factor."""
         if self.folders:
             validate.check_roughly(name, got, expected, PEER_LIMIT)
         else:
-            validate.check(name, got, expected, dtype)
+            validate.check(name, got, expected, dtype, factor)
 
     def check_roughly(self, name, got, expected, limit=0.03):
         """The same for what went through layers in a low precision."""

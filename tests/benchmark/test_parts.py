@@ -1,6 +1,7 @@
 """Parts of the benchmark that as a whole need a GPU: modes, limits, tables, plot, on given figures and clocks."""
 
 import pytest
+import torch
 from _helpers.small_benchmark import FOLDER, load
 
 
@@ -180,3 +181,12 @@ def test_a_long_call_is_repeated_less(flat, monkeypatch):
     simulated.install(monkeypatch, timing)
     assert len(timing.Stopwatch([simulated.call(0.0, 0.3)], "call", "cuda").times(20)[0]) == 3
     assert len(timing.Stopwatch([simulated.call(0.0, 7.0)], "call", "cuda").times(20)[0]) == 1
+
+
+def test_a_factor_widens_the_rule_for_errors_and_no_further(flat):
+    validate = load("validate")
+    exact = torch.ones(1000, dtype=torch.float64)
+    off = exact + 2e-2 * torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(500)
+    validate.check("a", off, exact, torch.bfloat16, factor=5.0)
+    with pytest.raises(validate.Mismatch, match=r"a: rms error 2.00e-02 \(limit 1e-02\)"):
+        validate.check("a", off, exact, torch.bfloat16, factor=2.0)

@@ -76,12 +76,12 @@ def _both(function, leaves, parameters):
 _CALLS = {"no grad": _without_gradients, "fwd": _forward, "bwd": _backward, "fwd+bwd": _both}
 
 
-def check_with_gradients(side, function, reference, inputs, with_rows, rows, dtype=None, roughly=False):
+def check_with_gradients(side, function, reference, inputs, with_rows, rows, dtype=None, roughly=False, factors=None):
     """Outputs and gradients of the call that is timed, where only its last rows' outputs count.
 
     The tensors named in with_rows, and the outputs, have rows as their first dimension; the gradients of the others
     are sums over rows, so that they are those rows'. dtype: the one whose rounding gradients may have, None for their
-    own. roughly: the call goes through layers in a low precision.
+    own. roughly: the call goes through layers in a low precision. factors: of Side.check, by name, where not 1.
     """
     leaves = leaves_of(inputs)
     outputs = as_tuple(function(**leaves))
@@ -98,7 +98,7 @@ def check_with_gradients(side, function, reference, inputs, with_rows, rows, dty
         if roughly:
             side.check_roughly(name, got, exact)
         else:
-            side.check(name, got, exact, dtype)
+            side.check(name, got, exact, dtype, (factors or {}).get(name, 1.0))
 
     for i, output in enumerate(outputs):
         check(f"output {i}", output[-rows:], expected[i], output.dtype)
