@@ -63,7 +63,7 @@ MAMBA_API int32_t mamba_selective_scan_backward_carry(const MambaSelectiveScanBa
 
 MAMBA_API int32_t mamba_causal_conv1d_forward(const MambaCausalConv1d* params);
 MAMBA_API int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params);
-/* Bytes of MambaCausalConv1dBackward::workspace; reads run, the sizes, the strides of x and whether bias is NULL. */
+/* Bytes of MambaCausalConv1dBackward::workspace; reads run, dtype, the sizes, the strides of x and whether bias is NULL. */
 MAMBA_API int64_t mamba_causal_conv1d_backward_workspace(const MambaCausalConv1d* params);
 MAMBA_API int32_t mamba_causal_conv1d_update(const MambaCausalConv1dUpdate* params);
 

@@ -8,7 +8,7 @@
 namespace mamba {
 namespace {
 
-// The grids are one-dimensional.
+// The grids are one-dimensional, or have the heads behind them (prepare).
 int32_t check_forward_call(const char* function, const MambaMamba3& p, const Mamba3Forward& plan) {
     const int64_t walk = p.sequences * p.nheads * ceil_div(p.headdim, kMamba3StateRows) * plan.segments;
     const int64_t prepare = plan.chunks.chunks.slots * ceil_div(p.nheads, kMamba3PrepareHeads);

@@ -1,5 +1,6 @@
 // A decoding step's state on tensor cores, for four ranks: what the ranks add, and what the outputs take of it, are products of
-// matrices. float32 operands go in as three bfloat16 parts (ssd/cuda/tensor_core.cuh), so nothing is lost.
+// matrices. float32 operands go in as three bfloat16 parts (ssd/cuda/tensor_core.cuh), so nothing is lost but infinities, whose
+// parts make NaN.
 #pragma once
 
 #include "mamba3/cuda/step_rows.cuh"

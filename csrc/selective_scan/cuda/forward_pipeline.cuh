@@ -15,7 +15,7 @@ namespace mamba {
 template <int kScanWarps_, int kTile_, int kQuads_, int kStates_ = 2>
 struct PipelineLayout {
     static constexpr int kLanes = 8;          // lanes that share a channel
-    static constexpr int kStates = kStates_;  // states a lane holds: lane k has states k and k + kLanes
+    static constexpr int kStates = kStates_;  // states a lane holds: those kLanes apart, see first_state
     static constexpr int kSlice = kLanes * kStates;
     static constexpr int kTile = kTile_;
     static constexpr int kRow = kTile + 4;  // floats a row: 16-byte aligned, rows four banks apart

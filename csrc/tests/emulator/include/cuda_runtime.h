@@ -111,10 +111,6 @@ inline unsigned __ballot_sync(unsigned mask, int value) {
 }
 
 template <typename T>
-T __ldcs(const T* address) {
-    return *address;
-}
-template <typename T>
 void __stcs(T* address, T value) {
     *address = value;
 }
