@@ -150,7 +150,7 @@ def test_complex_A_as_in_upstreams_slow_path(variable, no_kernels):
 
 
 LOST = [(name, "A") for name, op in PUBLIC_OPS.items() if "A" in op.arguments() and name != "selective_scan_fn"]
-LOST += [("selective_scan_fn", name) for name in ("u", "delta", "B", "C")]  # B and C of a real A
+LOST += [("selective_scan_fn", name) for name in ("u", "delta", "B", "C", "D", "z")]  # B and C of a real A
 
 
 @pytest.mark.parametrize("name,argument", LOST)
@@ -161,6 +161,12 @@ def test_no_imaginary_part_is_lost(name, argument):
     given[argument] = given[argument].to(torch.complex64)
     with plain_torch(), pytest.raises(TypeError, match="must be a real float32 tensor, got complex64"):
         op.function(**given)
+
+
+def test_pairs_of_another_length_than_a_complex_A_wants():
+    u, A, B = torch.ones(1, 2, 5), torch.ones(2, 3, dtype=torch.complex64), torch.ones(1, 3, 5)
+    with plain_torch(), pytest.raises(ValueError, match=r"B has real and imaginary parts in turn .* be 10, got 5"):
+        selective_scan_fn(u, u, A, B, B)
 
 
 def test_it_ends_where_it_began():

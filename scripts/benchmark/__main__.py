@@ -137,6 +137,11 @@ def _start(sides, machine):
         print(f"the peer differs: {', '.join(f'{key} {value}' for key, value in facts[-1].items())}")
 
 
+def _limits(machine):
+    ceilings = ", ".join(f"{by} {cell(value * 1e-9)} G" for by, value in machine["ceilings"].items())
+    return f"this machine's limits, a second: {ceilings}"
+
+
 def main(arguments=None):
     options = parse(arguments)
     machine = {"device": options.device}
@@ -148,6 +153,8 @@ def main(arguments=None):
         except Failed as error:
             progress.clear()
             sys.exit(f"a process did not start: {error}")
+        title = [machine["ours"].get("machine", options.device)]
+        title = "; ".join(title + [f"{side.name}: {_described(side.facts, '{name} {version}')}" for side in sides.all])
         for name in options.sections:
             start = time.perf_counter()
             progress.section(name)
@@ -170,15 +177,13 @@ def main(arguments=None):
             for case, side, why in failed:
                 print(f"\n{case}: {side}: {why}", flush=True)
                 written.append(f"{case}: {side}: {why.splitlines()[-1]}")
+            if options.markdown:
+                limits = [_limits(machine)] if "ceilings" in machine else []
+                with open(options.markdown, "w", encoding="utf-8") as file:
+                    text = f"# {title}", *limits, *written, "## Columns", explanations(explained)
+                    print(*text, sep="\n\n", file=file)
     if "ceilings" in machine:
-        ceilings = ", ".join(f"{by} {cell(value * 1e-9)} G" for by, value in machine["ceilings"].items())
-        written.insert(0, f"This machine's limits, a second: {ceilings}")
-        print(f"\n{written[0]}")
-    title = [machine["ours"].get("machine", options.device)]
-    title = "; ".join(title + [f"{side.name}: {_described(side.facts, '{name} {version}')}" for side in sides.all])
-    if options.markdown:
-        with open(options.markdown, "w", encoding="utf-8") as file:
-            print(f"# {title}", *written, "## Columns", explanations(explained), sep="\n\n", file=file)
+        print(f"\n{_limits(machine)}")
     if options.plot:
         import plot
 

@@ -139,7 +139,7 @@ def autocast():
 
 def compiled():
     torch.manual_seed(0)
-    for name in ("mamba2", "mamba3"):
+    for name in ("mamba", "mamba2", "mamba3"):
         block = context_parallel(BLOCKS[name](), dist.group.WORLD)
         x = split_sequence(same(1, 4 * dist.get_world_size(), 24), dist.group.WORLD)
         torch.testing.assert_close(torch.compile(block, backend="eager")(x), block(x))
@@ -175,6 +175,11 @@ def refusals():
     hooked.conv1d.register_forward_hook(lambda *call: None)
     with pytest.raises(ValueError, match="context_parallel needs conv1d as it was made"):
         hooked(x)
+    for block in (Mamba(16), Mamba2(16, headdim=8)):
+        block.out_proj.requires_grad_(False)
+        out, given = context_parallel(block, group)(x), next(block.parameters())
+        with pytest.raises(RuntimeError, match="second derivatives"):
+            torch.autograd.grad(out.sum(), given, create_graph=True)
 
 
 def norm_with_a_hook():
@@ -213,6 +218,7 @@ CHECKS.update(
         "language_model_mamba2": lambda: language_model("Mamba2"),
         "language_model_mamba3": lambda: language_model("Mamba3"),
         "fsdp2": lambda: fsdp2("Mamba2"),
+        "fsdp2_mamba": lambda: fsdp2("Mamba1"),
         "fsdp2_mamba3": lambda: fsdp2("Mamba3"),
         "autocast": autocast,
         "compiled": compiled,

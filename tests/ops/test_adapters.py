@@ -5,6 +5,7 @@ import torch
 from _helpers import mamba2_inner_inputs, mamba_inner_inputs
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, mamba_inner_ref
 from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined, mamba_split_conv1d_scan_ref
@@ -158,3 +159,48 @@ def test_frozen_weights_alone_stay_fused(make, device):
     frozen = layer()
     assert type(frozen.grad_fn) is type(trained.grad_fn)
     assert torch.equal(frozen, trained)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_adapter_within_a_checkpoint(reentrant, device):
+    """What checkpoint calls again is a closure, without the layer's own frame above it."""
+
+    class Checkpointed(Layer):
+        def forward(self, xz):
+            def inner(xz):
+                weights = {"out_proj_weight": self.out_proj.weight, "x_proj_weight": self.x_proj.weight}
+                return self.function(**{**self.tensors, "xz": xz, **weights})
+
+            return checkpoint(inner, xz, use_reentrant=reentrant)
+
+    tensors = mamba_inner_inputs.inputs(torch.float32, device)
+    layer, plain = (kind(mamba_inner_fn, tensors, {}, {"out_proj": Lora}) for kind in (Checkpointed, Layer))
+    plain.load_state_dict(layer.state_dict())
+    layer(tensors["xz"].detach().requires_grad_()).square().sum().backward()
+    plain().square().sum().backward()
+    torch.testing.assert_close(layer.out_proj.up.weight.grad, plain.out_proj.up.weight.grad)
+
+
+def test_other_modules_of_the_layer_are_left_alone():
+    """A scripted one, and one whose weight is computed by steps of its own each time that it is read."""
+    layer, _ = mamba(torch.float32, "cpu")
+    expected, projections = layer(), {name: layer._modules.pop(name) for name in ("out_proj", "x_proj")}
+    layer.scripted = torch.jit.script(nn.LayerNorm(4))
+    layer.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    layer._modules.update(projections)  # behind the others
+    before = [buffer.clone() for buffer in layer.spectral.buffers()]
+    assert torch.equal(layer(), expected)
+    assert all(map(torch.equal, before, layer.spectral.buffers()))
+
+
+def test_a_parallel_projection_is_reduced_by_who_hands_over_its_weight():
+    class Row(nn.Linear):
+        process_group = None
+
+        def forward(self, x):
+            raise AssertionError("reduces over ranks, as its caller does")
+
+    layer, _ = mamba2(torch.float32, "cpu")
+    weight = layer.out_proj.weight
+    layer.out_proj = Row(weight.shape[1], weight.shape[0])
+    assert layer().shape[-1] == weight.shape[0]

@@ -45,6 +45,21 @@ def weight_and_bias(module: typing.Any) -> tuple[typing.Any, typing.Any]:
 _CALLERS = 8  # how far up module_behind looks: transformers puts functions of its own between a layer and an operator
 
 
+def _weight_of(module: nn.Module) -> object:
+    parameters = module._parameters if _PARAMETERS_KNOWN else {}
+    found = parameters.get("weight") if isinstance(parameters, dict) else None  # not one, of a scripted module
+    if found is None and not hasattr(module, "parametrizations"):  # which compute one anew, never the one given
+        found = getattr(module, "weight", None)
+    return found
+
+
+def _is_parallel(module: nn.Module) -> bool:
+    """Whether it is a linear layer, upstream's or ours, that also reduces over ranks: who hands its weight over, as
+    upstream's Mamba2 does, reduces too.
+    """
+    return isinstance(module, nn.Linear) and hasattr(module, "process_group")
+
+
 def module_behind(weight: torch.Tensor | None) -> typing.Callable[[torch.Tensor], torch.Tensor] | None:
     """The module to call instead of multiplying by this weight of it, or None where the weight is all of it.
 
@@ -58,13 +73,13 @@ def module_behind(weight: torch.Tensor | None) -> typing.Callable[[torch.Tensor]
     frame = sys._getframe(2)
     for _ in range(_CALLERS):
         code = frame.f_code
-        if code.co_argcount and code.co_varnames[0] == "self":  # asking all for f_locals takes twice as long
+        # asking all for f_locals takes twice as long; free: in a closure, which checkpoint calls again by itself
+        if (code.co_argcount and code.co_varnames[0] == "self") or "self" in code.co_freevars:
             layer = frame.f_locals.get("self")
             if isinstance(layer, nn.Module):
                 for module in layer.children():
-                    found = module._parameters.get("weight") if _PARAMETERS_KNOWN else None
-                    if found is weight or (found is None and getattr(module, "weight", None) is weight):
-                        return None if is_plain(module, nn.Linear) else module
+                    if _weight_of(module) is weight:
+                        return None if is_plain(module, nn.Linear) or _is_parallel(module) else module
         if frame.f_back is None:
             break
         frame = frame.f_back

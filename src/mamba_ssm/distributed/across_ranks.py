@@ -17,10 +17,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import autocast_dtype, call, is_compiling, make, no_autocast, unpack
+from mamba_ssm._torch import autocast_dtype, call, is_compiling, make, no_autocast, refuse_second_derivatives, unpack
 from mamba_ssm.distributed.distributed_utils import all_gather, all_gather_raw, reduce_scatter_raw
 from mamba_ssm.ops.carry import fold
 from mamba_ssm.ops.causal_conv1d.backward import causal_conv1d_backward_op
@@ -255,8 +254,8 @@ class _Convolution(torch.autograd.Function):
         return call(causal_conv1d_op, x, weight, bias, None, before, False, silu, False)[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: typing.Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("a gradient under context parallel")
         x, weight, bias, before = ctx.saved_tensors
         arguments = dout, None, x, weight, bias, None, before, True, ctx.silu, False
         dx, dweight, dbias, dbefore = call(causal_conv1d_backward_op, *arguments)
@@ -279,8 +278,8 @@ class _SelectiveScan(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: typing.Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("a gradient under context parallel")
         *tensors, checkpoints = ctx.saved_tensors
         inputs = make(ScanInputs, (*tensors, None))
         carry = scan_carry(inputs, ctx.options, dout)
@@ -308,8 +307,8 @@ class _Mamba(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: typing.Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("a gradient under context parallel")
         weight, hidden_states, *saved = ctx.saved_tensors
         inner, kept = unpack(saved, MambaInputs, mamba_part.Carried)
         (need,) = unpack(ctx.needs_input_grad[1:], BlockInputs)
@@ -335,8 +334,8 @@ class _Mamba2(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: typing.Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("a gradient under context parallel")
         inputs, kept = unpack(ctx.saved_tensors, Mamba2Inputs, mamba2_part.Carried)
         grads, _ = of_inputs(mamba2_part.part_backward(dout, inputs, kept, *ctx.call))
         return None, None, None, *grads

@@ -31,9 +31,14 @@ def selective_scan_ref(
     """
     out_dtype, dtype = u.dtype, working_dtype(u)
     wide = dtype.to_complex() if A.is_complex() else dtype
-    for name, tensor in (("delta", delta), *(() if A.is_complex() else (("B", B), ("C", C)))):
-        checks.no_complex(NAME, name, tensor)
-    B, C = (_paired(matrix, dtype) if A.is_complex() else matrix for matrix in (B, C))
+    real = {"delta": delta, "D": D, "z": z, "delta_bias": delta_bias}
+    if not A.is_complex():
+        real |= {"B": B, "C": C, "initial_state": initial_state}
+    for name, tensor in real.items():
+        if tensor is not None:
+            checks.no_complex(NAME, name, tensor)
+    if A.is_complex():
+        B, C = (_paired(name, matrix, u.shape[-1], dtype) for name, matrix in (("B", B), ("C", C)))
     u, delta, A, B, C = u.to(dtype), delta.to(dtype), A.to(wide), B.to(wide), C.to(wide)
     D, z, delta_bias, state = (*(convert(tensor, dtype) for tensor in (D, z, delta_bias)), convert(initial_state, wide))
     batch, dim, seqlen = u.shape
@@ -67,10 +72,15 @@ def selective_scan_ref(
     return (out, state) if return_last_state else out
 
 
-def _paired(matrix, dtype):
+def _paired(name, matrix, seqlen, dtype):
     """A variable B or C (..., 2L) of pairs as complex numbers (..., L)."""
     if matrix.dim() == 2 or matrix.is_complex():
         return matrix
+    if matrix.shape[-1] != 2 * seqlen:
+        raise ValueError(
+            f"{NAME}: {name} has real and imaginary parts in turn where A is complex, so its last dimension must be "
+            f"{2 * seqlen}, got {matrix.shape[-1]}"
+        )
     return torch.view_as_complex(matrix.to(dtype).unflatten(-1, (-1, 2)).contiguous())
 
 
