@@ -11,11 +11,15 @@ from mamba_ssm.ops.norm import (
     rms_norm_fn,
     rms_norm_ref,
 )
+from mamba_ssm.ops.norm.parts import norm_backward as _layer_norm_bwd
+from mamba_ssm.ops.norm.parts import norm_forward as _layer_norm_fwd
 
 __all__ = [
     "LayerNormFn",
     "LayerNormLinearFn",
     "RMSNorm",
+    "_layer_norm_bwd",
+    "_layer_norm_fwd",
     "layer_norm_fn",
     "layer_norm_linear_fn",
     "layer_norm_ref",
@@ -37,5 +41,5 @@ class LayerNormLinearFn:
 
 
 if not typing.TYPE_CHECKING:
-    _NAMES = ("_layer_norm_fwd", "_layer_norm_bwd", "_layer_norm_fwd_1pass_kernel", "_layer_norm_bwd_kernel")
-    __getattr__ = kernels(__name__, dict.fromkeys(_NAMES, "layer_norm_fn or rms_norm_fn"))
+    _INSTEAD = {"_layer_norm_fwd_1pass_kernel": "_layer_norm_fwd", "_layer_norm_bwd_kernel": "_layer_norm_bwd"}
+    __getattr__ = kernels(__name__, _INSTEAD)
