@@ -3,12 +3,14 @@
 import re
 import shutil
 import subprocess
+from importlib import metadata
 
 import _helpers.publish_extra  # noqa: F401  (skips where the scripts could not be imported)
 import make_index
 import pytest
 from _helpers import wheels
 from _helpers.servers import StaticSite
+from packaging.version import Version
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,10 @@ def test_json_pages(site, client, programs, environment):
         finally:
             (site / "hidden").rename(site / "cpu" / "mamba-ssm" / "index.html")
         assert status == 0, printed
-        assert any(path.endswith(".whl.metadata") for path in served.requested), "read before the wheel (PEP 658)"
+        early = any(path.endswith(".whl.metadata") for path in served.requested)
+        # By this attribute since pip 23.2; an older one refuses any name with an underscore if it finds the attribute
+        # that came before it, so the index does not have that.
+        assert early == (client == "uv" or Version(metadata.version("pip")) >= Version("23.2")), "PEP 658 and 714"
 
 
 def test_folder_without_a_server(site, environment):
