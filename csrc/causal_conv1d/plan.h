@@ -100,29 +100,50 @@ struct ConvBackwardPlan {
 };
 
 // Lanes along time. Long walks share taps, sums and starts, and a single slot leaves nothing to add up: so there are the fewest
-// slots with which the GPU is done soonest. kWave warps run at once; the last wave takes as long as a full one.
+// slots with which the GPU is done soonest. kWave warps run at once; the last wave takes as long as a full one. Of the slots
+// that make as many waves only the fewest matter that walk no further than the most do, so that a call looks at few.
 inline ConvBackwardPlan conv_backward_plan_time(int64_t batch, int64_t dim, int64_t length) {
     constexpr int64_t kWave = static_cast<int64_t>(1) << 12;
     constexpr int64_t kLongest = 32 * kTimeSegment;
     constexpr int64_t kStepsOfSums = 1024;                                    // what adding up slots takes
+    constexpr int64_t kMostWaves = 8;                                         // of several slots: `most` has no more
     const int64_t warps = length >= 256 ? dim : ceil_div(dim * length, 256);  // a slot's
     int64_t most = batch * ceil_div(length, kTimeSegment);
     most = most < kConvMaxSlots ? most : kConvMaxSlots;
     most = most < ceil_div(4 * kWave, warps) ? most : ceil_div(4 * kWave, warps);
     ConvBackwardPlan plan = {};
     int64_t least = INT64_MAX;
-    for (int64_t slots = 1; slots <= most; ++slots) {
-        const int64_t parts = slots <= batch ? 1 : slots / batch;  // of a row
+    // Slots that take whole rows, or `parts` of them share a row. In the order of their number: the fewest win.
+    const auto consider = [&](int64_t slots, int64_t parts) {
         const int64_t segment = round_up(ceil_div(length, parts), kTimeSegment);
-        const int64_t steps = slots <= batch ? ceil_div(batch, slots) * length : segment;
+        const int64_t steps = parts == 1 ? ceil_div(batch, slots) * length : segment;
         const int64_t time = ceil_div(slots * warps, kWave) * steps + (slots > 1 ? kStepsOfSums : 0);
-        if ((slots <= batch || slots % batch == 0) && time < least) {
+        if (time < least) {
             least = time;
             plan.segment = segment < kLongest ? segment : kLongest;
-            plan.segments = ceil_div(length, plan.segment);
             plan.slots = slots;
         }
+    };
+    consider(1, 1);
+    const int64_t most_rows = most < batch ? most : batch;
+    for (int64_t waves = 1, slots = 1; waves <= kMostWaves && slots < most_rows; ++waves) {
+        slots = waves * kWave / warps;
+        slots = slots < most_rows ? slots : most_rows;
+        if (slots > 1) {
+            consider(ceil_div(batch, ceil_div(batch, slots)), 1);
+        }
     }
+    const int64_t most_parts = most / batch;
+    for (int64_t waves = 1, parts = 1; waves <= kMostWaves && parts < most_parts; ++waves) {
+        parts = waves * kWave / (batch * warps);
+        parts = parts < most_parts ? parts : most_parts;
+        if (parts > 1) {
+            const int64_t fewest = ceil_div(length, round_up(ceil_div(length, parts), kTimeSegment));
+            const int64_t several = fewest > 2 ? fewest : 2;
+            consider(batch * several, several);
+        }
+    }
+    plan.segments = ceil_div(length, plan.segment);
     return plan;
 }
 
@@ -134,21 +155,31 @@ inline ConvBackwardPlan conv_backward_plan_channel(int64_t batch, int64_t dim, i
     const int64_t blocks = ceil_div(dim, channels);  // a slot's
     int64_t most = kAtOnce > blocks ? kAtOnce / blocks : 1;
     most = most < kConvMaxSlots ? most : kConvMaxSlots;
+    const int64_t useful = ceil_div(most, batch) > kTried ? ceil_div(most, batch) : kTried;
+    const int64_t possible = (length - 1) / (kShortest - 1);  // or they would be shorter
+    const int64_t most_segments = useful < possible ? useful : possible;
     ConvBackwardPlan plan = {};
     int64_t least = INT64_MAX;
-    for (int64_t segments = 1; segments <= kTried || segments <= ceil_div(most, batch); ++segments) {
+    const auto consider = [&](int64_t segments) {
         const int64_t segment = ceil_div(length, segments);
         const int64_t items_of_slot = ceil_div(batch * segments, most);
         const int64_t time = items_of_slot * (segment + kStart);
-        if (segments > 1 && segment < kShortest) {
-            break;
-        }
         if (time < least) {
             least = time;
             plan.segment = segment;
             plan.segments = ceil_div(length, segment);
             plan.slots = ceil_div(batch * plan.segments, items_of_slot);
         }
+    };
+    consider(1);
+    for (int64_t segments = 2; segments <= kTried && segments <= most_segments; ++segments) {
+        consider(segments);
+    }
+    // Beyond, where rows are few, a slot has one item or two: of each the fewest segments that are as short as any.
+    if (most_segments > kTried) {
+        const int64_t of_one_item = most / batch < most_segments ? most / batch : most_segments;
+        consider(ceil_div(length, ceil_div(length, of_one_item)));
+        consider(ceil_div(length, ceil_div(length, most_segments)));
     }
     return plan;
 }
