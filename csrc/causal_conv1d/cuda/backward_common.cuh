@@ -81,6 +81,52 @@ struct ConvSums {
     float bias;
 };
 
+// In the usual case (width 4, silu, one sequence) taps are in units in which g costs least: times -log2(e), so that what they
+// add up to is an exponent at once. Gradients come out in units of -ln(2), so dx, taps times g, is as without; sums are scaled
+// back.
+constexpr float kTapScale = -kLog2e;
+
+// Hides what a number is or how it came about.
+__device__ __forceinline__ float opaque_number(float number) {
+    return __int_as_float(opaque(__float_as_int(number)));
+}
+
+__device__ __forceinline__ ConvTaps scaled(ConvTaps taps) {
+#pragma unroll
+    for (int k = 0; k < kConvMaxWidth; ++k) {
+        taps.weight[k] = opaque_number(taps.weight[k] * kTapScale);  // or they are multiplied in each loop
+    }
+    taps.bias = opaque_number(taps.bias * kTapScale);
+    return taps;
+}
+
+__device__ __forceinline__ void scale_back(ConvSums& sums) {
+#pragma unroll
+    for (int k = 0; k < kConvMaxWidth; ++k) {
+        sums.weight[k] *= kTapScale;
+    }
+    sums.bias *= kTapScale;
+}
+
+// The unit of gradients, -ln(2), as reciprocal_fast has it.
+__device__ __forceinline__ float gradient_unit() {
+    return reciprocal_fast(opaque_number(kTapScale));
+}
+
+// g of N steps: dout s (1 + x (1 - s)), where x is the sum and s its sigmoid. r is s times the unit, and exactly that for large
+// x, so that x (1 - s) is 0 there.
+template <int N>
+__device__ __forceinline__ void scaled_gradients(const ConvTaps& taps, float unit, const float* inputs, const float* dout,
+                                                 float* g) {
+    float exponents[N];
+    convolve<N>(taps, kConvMaxWidth, inputs, false, 0, exponents);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        const float r = reciprocal_fast(fmaf(exp2_fast(exponents[j]), kTapScale, kTapScale));
+        g[j] = r * dout[j] * fmaf(-exponents[j], r - unit, 1.0f);
+    }
+}
+
 // What the loops below branch on, at run time or not.
 struct ConvOptions {
     int width;

@@ -43,12 +43,15 @@ struct SequenceChanges {
 // a lane and tile, so that the g after a tile is in a register; only a segment's own end computes it anew. The tile before
 // is on its way while one is computed. `slack`: by how many steps a row's vectors may reach beyond its own length.
 // kAligned: rows begin and end at multiples of 16 bytes and fill a warp. kPacked: there may be sequences; if aligned as well
-// there are, and channels fill the blocks.
+// there are, and channels fill the blocks. Instructions bind the usual case (kPlain, aligned, without sequences): there tiles
+// begin at a segment's end, so that only its first steps can be less than a tile, and ask for nothing but that.
 template <typename T, bool kPlain, bool kPacked, bool kAligned, bool kReverse>
 __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
     causal_conv1d_backward_time(const ConvBackward params, const int lanes_log2, const unsigned segment,
                                 const unsigned segments, const int slack) {
     static constexpr int V = kTimeVector<T>;
+    constexpr bool kUsual = kPlain && !kPacked && kAligned;
+    constexpr bool kLoadsBefore = kUsual && sizeof(T) == 2;
     const MambaCausalConv1d& forward = params.forward;
     const ConvOptions row_options = conv_options<kPlain, kPacked>(forward);
     const int lanes = kAligned ? 32 : 1 << lanes_log2;
@@ -95,9 +98,10 @@ __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
         dout = opaque(at_step<kReverse>(dout, begin));
         dx = opaque(at_step<kReverse>(dx, begin));
 
-        int offset = (grid_length - 1) / tile * tile + sublane * V;
+        const int last_tile = kUsual ? grid_length - tile : (grid_length - 1) / tile * tile;
+        int offset = last_tile + sublane * V;
         const auto load_x = [&](int at) {
-            if (at >= readable && at + V <= end) {
+            if (at >= readable && (kUsual || at + V <= end)) {
                 return load_vector<kReverse>(x, at);
             }
             Packed<T, V> vector = kAligned ? packed_zero<T, V>() : load_some<kReverse>(x, at, first, end);
@@ -107,14 +111,24 @@ __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
             return vector;
         };
         const auto load_dout = [&](int at) {
-            if (at >= first && at + V <= end) {
+            if (kUsual ? at >= 0 : at >= first && at + V <= end) {
                 return load_vector<kReverse>(dout, at);
             }
             return kAligned ? packed_zero<T, V>() : load_some<kReverse>(dout, at, first, end);
         };
-        // The end of the vector before a tile, for the lane that has the tile's last one.
+        // The end of the vector before a tile, for the lane that has the tile's last one; of 16 bits, in the usual case, for
+        // each lane that before its own.
         const auto load_wrapped = [&](int at) {
             Packed<T, V> vector = packed_zero<T, V>();
+            if constexpr (kLoadsBefore) {
+                at += tile - V;
+                if (at >= readable) {
+                    const Packed<T, V / 2> half = packed_load<T, V / 2>(kReverse ? x - at - (V - 1) : x + at + V / 2);
+                    vector.word[2] = kReverse ? __byte_perm(half.word[1], 0, 0x1032) : half.word[0];
+                    vector.word[3] = kReverse ? __byte_perm(half.word[0], 0, 0x1032) : half.word[1];
+                }
+                return vector;
+            }
             if constexpr (kAligned && !kReverse && sizeof(T) == 2) {
                 if (last && at >= readable) {
                     const Packed<T, V / 2> half = packed_load<T, V / 2>(x + at + V / 2);
@@ -130,15 +144,17 @@ __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
         Packed<T, V> wrapped = load_wrapped(offset - tile);
         Packed<T, V> next_dout = load_dout(offset);
         const ConvTaps taps = convert_taps<kPlain>(forward, raw_taps);
+        const ConvTaps usual_taps = kUsual ? scaled(taps) : taps;
+        const float unit = kUsual ? gradient_unit() : 1.0f;
         float after[kConvHalo] = {};  // in a group's first lane: g of the steps that follow the tile in hand
         if (more) {                   // then a whole warp shares the row
             const float g = lane < kConvHalo ? conv_gradient<T>(params, batch, channel, begin + end + lane, taps) : 0.0f;
 #pragma unroll
             for (int k = 0; k < kConvHalo; ++k) {
-                after[k] = __shfl_sync(kFullWarp, g, k);
+                after[k] = __shfl_sync(kFullWarp, kUsual ? g * unit : g, k);
             }
         }
-        for (int start = (grid_length - 1) / tile * tile; start >= 0; start -= tile, offset -= tile) {
+        for (int start = last_tile; start > -tile; start -= tile, offset -= tile) {
             const int chunk = start & ~(SequenceChanges::kSteps - 1);
             if (kFindChanges && (start + tile >= grid_length || start + tile == chunk + SequenceChanges::kSteps)) {
                 changes.find(forward.seq_idx + batch * forward.seqlen, begin + chunk, start + tile - chunk, forward.seqlen);
@@ -147,7 +163,11 @@ __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
             float g[V + kConvHalo];
             unpack<T, V>(next_x, inputs + kConvHalo);
             unpack<T, V>(next_dout, g);
-            inputs_before(next_x, wrapped, last, lane_before, inputs);
+            if constexpr (kLoadsBefore) {
+                inputs_from_end<T>(wrapped.word, inputs);
+            } else {
+                inputs_before(next_x, wrapped, last, lane_before, inputs);
+            }
             next_x = load_x(offset - tile);
             next_dout = load_dout(offset - tile);
             wrapped = load_wrapped(offset - 2 * tile);
@@ -156,7 +176,7 @@ __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
                 prefetch_to_L2(at_step<kReverse>(dout, offset - 2 * tile));
             }
 
-            const bool whole = offset >= first && offset + V <= end;
+            const bool whole = kUsual || (offset >= first && offset + V <= end);
             uint32_t lag_mask = 0;
             uint32_t lead_mask = 0;
             ConvOptions options = row_options;
@@ -168,7 +188,11 @@ __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
                 lead_mask = masks.lead;
                 options.masked = (lag_mask & lead_mask) != kOneSequence<V>;
             }
-            gradients<V>(options, taps, inputs, lag_mask, g, g);
+            if constexpr (kUsual) {  // zero before the segment, where dout is
+                scaled_gradients<V>(usual_taps, unit, inputs, g, g);
+            } else {
+                gradients<V>(options, taps, inputs, lag_mask, g, g);
+            }
             if (!whole) {
 #pragma unroll
                 for (int j = 0; j < V; ++j) {  // beyond the ends even NaN counts as nothing
@@ -180,10 +204,16 @@ __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
                 g[V + k] = __shfl_sync(kFullWarp, sublane == 0 ? after[k] : g[k], lane_after);
                 after[k] = g[k];
             }
-            if (offset < end) {
-                float dx_values[V];
+            float dx_values[V];
+            if constexpr (kUsual) {
                 accumulate<V>(options, inputs, lag_mask, g, sums);
-                input_gradients<V>(options, taps, g, lead_mask, dx_values);
+                input_gradients<V>(options, usual_taps, g, lead_mask, dx_values);
+            }
+            if (kUsual ? offset >= 0 : offset < end) {
+                if constexpr (!kUsual) {
+                    accumulate<V>(options, inputs, lag_mask, g, sums);
+                    input_gradients<V>(options, taps, g, lead_mask, dx_values);
+                }
                 if (!kPlain && params.dfinal_states != nullptr && begin + offset + V + kConvHalo > forward.seqlen) {
 #pragma unroll
                     for (int j = 0; j < V; ++j) {
@@ -218,6 +248,9 @@ __global__ void __launch_bounds__(kConvThreads, kPacked ? 3 : 4)
         index %= segments;
     }
 
+    if constexpr (kUsual) {
+        scale_back(sums);
+    }
     reduce_sums(lanes, sums);
     if (active && sublane == 0) {
         store_sums(params, slot, channel, sums);

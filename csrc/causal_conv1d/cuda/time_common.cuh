@@ -103,7 +103,23 @@ __device__ __forceinline__ void add_initial_states(const MambaCausalConv1d& para
     vector = pack<T, N>(values);
 }
 
-// inputs[0..kConvHalo) from the lane before: the end of its vector, or of what a group's last lane holds for the first.
+// inputs[0..kConvHalo): the end of a vector.
+template <typename T>
+__device__ __forceinline__ void inputs_from_end(const uint32_t* word, float* inputs) {
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int i = 0; i < kConvHalo; ++i) {
+            inputs[i] = __uint_as_float(word[1 + i]);
+        }
+    } else {
+        inputs[0] = unpack2<T>(word[2]).y;
+        const float2 pair = unpack2<T>(word[3]);
+        inputs[1] = pair.x;
+        inputs[2] = pair.y;
+    }
+}
+
+// The same from the lane before: the end of its vector, or of what a group's last lane holds for the first.
 template <typename T>
 __device__ __forceinline__ void inputs_before(const Packed<T, kTimeVector<T>>& own, const Packed<T, kTimeVector<T>>& wrapped,
                                               bool last, int source, float* inputs) {
@@ -114,17 +130,7 @@ __device__ __forceinline__ void inputs_before(const Packed<T, kTimeVector<T>>& o
     for (int i = kFirst; i < kWords; ++i) {
         word[i] = __shfl_sync(kFullWarp, last ? wrapped.word[i] : own.word[i], source);
     }
-    if constexpr (sizeof(T) == 4) {
-#pragma unroll
-        for (int i = 0; i < kConvHalo; ++i) {
-            inputs[i] = __uint_as_float(word[kFirst + i]);
-        }
-    } else {
-        inputs[0] = unpack2<T>(word[2]).y;
-        const float2 pair = unpack2<T>(word[3]);
-        inputs[1] = pair.x;
-        inputs[2] = pair.y;
-    }
+    inputs_from_end<T>(word, inputs);
 }
 
 }  // namespace mamba
