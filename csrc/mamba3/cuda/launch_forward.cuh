@@ -4,6 +4,7 @@
 #include "mamba3/cuda/forward.cuh"
 #include "mamba3/plan.h"
 #ifdef MAMBA_WARPGROUPS
+#include "mamba3/cuda/forward_ranks_warpgroup.cuh"
 #include "mamba3/cuda/forward_warpgroup.cuh"
 #endif
 
@@ -71,6 +72,11 @@ cudaError_t launch_mamba3_warpgroup_passes(const MambaMamba3& p, const Mamba3For
         error = launch_mamba3_warpgroups<T, kStates, kPairwise, kMamba3Ends>(p, launch, plan.segments - 1);
         if (error == cudaSuccess) {
             error = launch_mamba3_carry_states<T>(p, plan.segments, launch.ends, launch.decays);
+        }
+    }
+    if constexpr (kStates == 128 && !kPairwise) {
+        if (error == cudaSuccess && mamba3_ranks_fit(p)) {
+            return launch_mamba3_ranks<T>(p, launch, plan.segments);
         }
     }
     return error != cudaSuccess ? error

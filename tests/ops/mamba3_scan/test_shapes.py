@@ -31,6 +31,11 @@ CASES = (
     Mamba3Case(1, 37, 2, 64, dstate=128, nangles=32, rank=8, states=True),
     Mamba3Case(1, 21, 2, 64, dstate=128, nangles=32, rank=16, states=True),
     Mamba3Case(1, 600, 1, 8, rank=4, states=True),  # segments
+    # Four ranks of 128 states have a kernel of their own: tails of steps and columns, groups, packed sequences.
+    Mamba3Case(2, 67, 2, 64, dstate=128, nangles=32, rank=4, states=True),
+    Mamba3Case(1, 45, 4, 136, dstate=128, nangles=20, rank=4, groups=2, D=False, states=True),
+    Mamba3Case(1, 150, 2, 40, dstate=128, nangles=32, rank=4, cu_seqlens=(0, 16, 16, 17, 150), states=True),
+    Mamba3Case(1, 600, 1, 64, dstate=128, nangles=32, rank=4, angles_of_heads=True, states=True),
 )
 
 

@@ -1,0 +1,133 @@
+// The usual forward scan of four ranks on Hopper: 128 states, with gate and output projection, without norm, pairs half of
+// dstate apart of which angles turn 32 at most. Two warpgroups share a block as in forward_warpgroup.cuh, but a tile's rows are
+// all steps of the first rank, then of the next ones, and all products are transposed: y^T = H q^T + x^T M^T. So a lane has all
+// ranks of its steps and columns of headdim, and adds them up by itself; all pairs of ranks share the decays between steps; and
+// x is never in shared memory: it is v in registers, times a rank's weights.
+#pragma once
+
+#include "mamba3/cuda/multiply_ranks_warpgroup.cuh"
+
+namespace mamba {
+
+// Registers of a thread of each warpgroup; two blocks a multiprocessor.
+constexpr int kMamba3RanksTurnRegisters = 96;
+constexpr int kMamba3RanksMultiplyRegisters = 256 - kMamba3RanksTurnRegisters;
+constexpr int kMamba3RanksThreads = 2 * kMamba3Threads;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// All of a block's chunks, one ahead of the other warpgroup.
+template <typename T>
+__device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
+                                                  const Mamba3Block<false>& block, unsigned char* shared, int thread) {
+    using Tiles = Mamba3RanksTiles;
+    Mamba3StepsTurner<T> turner(p, launch, block, shared + Tiles::kTurnerAt, thread);
+    const int64_t first = block.first_step(launch.chunks);
+    int left = static_cast<int>(block.range.begin + block.range.seqlen - first);
+    const T* v = static_cast<const T*>(p.v) + block.range.row * p.v_batch_stride + first * p.v_len_stride +
+                 block.head * p.v_head_stride + block.row0;
+    const T* z = static_cast<const T*>(p.z) + block.range.row * p.z_batch_stride + first * p.z_len_stride +
+                 block.head * p.z_head_stride + block.row0;
+    // A thread of the first warp copies three values of its step: the first ones, or the others.
+    constexpr int kHalf = kMamba3RowValues / 2;
+    static_assert(2 * kMamba3RankSteps == 32, "a warp's");
+    const float* values = mamba3_values(launch.chunks, p.nheads, block.slot, block.head, kMamba3High);
+    if (block.chunks > 0) {
+        turner.begin();
+        wait_for_copies<0>();
+    }
+    for (int i = 0; i < block.chunks; ++i) {
+        const int stage = i % 2;
+        {
+            const unsigned own = static_cast<unsigned>(opaque(thread));
+            const int step = own / 8, piece = own % 8;
+            const bool exists = 8 * piece < block.columns && step < left;
+            unsigned char* const to =
+                shared + (Tiles::kVAt + stage * Tiles::kSteps) + place_of_rank_piece(step, piece) * static_cast<int>(sizeof(T));
+            const T* const v_from = v + (step * static_cast<int>(p.v_len_stride) + 8 * piece);
+            const T* const z_from = z + (step * static_cast<int>(p.z_len_stride) + 8 * piece);
+            copy_async<16>(to, exists ? v_from : v, exists);
+            copy_async<16>(to + (Tiles::kZAt - Tiles::kVAt), exists ? z_from : z, exists);
+            if (own < 32) {
+                const int at = own / kMamba3RankSteps * kHalf * kMamba3RankSteps + own % kMamba3RankSteps;
+                float* const own_values = (reinterpret_cast<Mamba3RanksValues*>(shared + Tiles::kValuesAt) + stage)->of[0] + at;
+                const float* const from = values + at;
+#pragma unroll
+                for (int j = 0; j < kHalf; ++j) {
+                    copy_async_4_bytes(own_values + j * kMamba3RankSteps, from + j * kMamba3RankSteps);
+                }
+            }
+        }
+        end_copies();
+        v += kMamba3RankSteps * p.v_len_stride;
+        z += kMamba3RankSteps * p.z_len_stride;
+        values += launch.values_step;
+        left -= kMamba3RankSteps;
+        __syncwarp();
+        turner.turn_chunk(reinterpret_cast<T*>(shared + stage * 2 * Tiles::kTile), i + 1 < block.chunks);
+        wait_for_copies<0>();
+        if (thread < 32 && thread >= kMamba3RankSteps) {
+            static_assert(kMamba3Entering == 4 && kMamba3Leaving == 5, "a thread has them and the scale");
+            float* const own = (reinterpret_cast<Mamba3RanksValues*>(shared + Tiles::kValuesAt) + stage)->of[kMamba3Scale] +
+                               (thread - kMamba3RankSteps);
+            const float scale = own[0], leaving = own[2 * kMamba3RankSteps];
+            own[2 * kMamba3RankSteps] = leaving != 0.0f ? leaving * scale : 0.0f;  // a NaN stays there
+        }
+        show_to_warpgroup();
+        __syncthreads();  // the chunk's tiles are there, those of the one before are free
+    }
+}
+
+#endif
+
+template <typename T>
+__global__ void __launch_bounds__(kMamba3RanksThreads, 2)
+    mamba3_ranks_kernel(const MambaMamba3 p, const Mamba3WarpgroupLaunch launch) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using Tiles = Mamba3RanksTiles;
+    MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_ranks_shared);
+    const int thread = threadIdx.x;
+    const Mamba3Block<false> block(p, launch);
+    float* const weights = reinterpret_cast<float*>(mamba3_ranks_shared + Tiles::kWeightsAt);
+    for (int i = thread; i < 4 * kMamba3StateRows; i += kMamba3RanksThreads) {
+        const int column = i / 4;
+        const int64_t at = (block.head * 4 + i % 4) * p.headdim + block.row0 + column;
+        const bool exists = column < block.columns;
+        const auto weight = [&](const float* from) { return !exists ? 0.0f : from != nullptr ? from[at] : 1.0f; };
+        const float gate = weight(p.mimo_z);
+        weights[kMamba3RankV * 4 * kMamba3StateRows + i] = weight(p.mimo_v);
+        weights[kMamba3RankZ * 4 * kMamba3StateRows + i] = gate * -kLog2e;
+        weights[kMamba3RankOut * 4 * kMamba3StateRows + i] = gate * weight(p.mimo_out);
+    }
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    __syncthreads();
+    if (thread < kMamba3Threads) {
+        take_registers<kMamba3RanksMultiplyRegisters>();
+        multiply_mamba3_ranks<T>(p, launch, block, mamba3_ranks_shared);
+    } else {
+        give_registers<kMamba3RanksTurnRegisters>();
+        make_mamba3_ranks<T>(p, launch, block, mamba3_ranks_shared, thread - kMamba3Threads);
+    }
+#else
+    (void)p;
+    (void)launch;
+    __trap();
+#endif
+}
+
+template <typename T>
+cudaError_t launch_mamba3_ranks(const MambaMamba3& p, Mamba3WarpgroupLaunch launch, int64_t segments) {
+    const auto kernel = mamba3_ranks_kernel<T>;
+    constexpr int64_t kShared = Mamba3RanksTiles::kBytes;
+    const cudaError_t error = allow_shared(kernel, kShared);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    launch.segments = segments;
+    const int64_t blocks = ceil_div(p.headdim, kMamba3StateRows) * p.nheads * segments * p.sequences;
+    return launch_overlapping(kernel, static_cast<unsigned>(blocks), kMamba3RanksThreads, static_cast<size_t>(kShared),
+                              p.run.stream, p, launch);
+}
+
+}  // namespace mamba

@@ -1,0 +1,318 @@
+// One of the two warpgroups of forward_ranks_warpgroup.cuh: it multiplies the tiles that the other one makes, and finishes the
+// rows. Its rows are k's, or columns of headdim, so that a lane has all ranks of a step of q.
+#pragma once
+
+#include "mamba3/cuda/forward_tile.cuh"
+#include "mamba3/cuda/state_warpgroup.cuh"
+#include "mamba3/cuda/turn_steps_warpgroup.cuh"
+#include "ssd/cuda/chunk_tile.cuh"
+
+namespace mamba {
+
+// What a chunk's steps need: the first arrays of Mamba3StepArray, kMamba3Adding among them.
+struct alignas(16) Mamba3RanksValues {
+    float of[kMamba3RowValues][kMamba3RankSteps];
+};
+
+// What a rank counts in each column of headdim.
+enum Mamba3RanksWeight {
+    kMamba3RankV,    // mimo_v
+    kMamba3RankZ,    // mimo_z times -log2(e)
+    kMamba3RankOut,  // mimo_z mimo_out
+    kMamba3RankWeights
+};
+
+// Shared memory of a block, in bytes: q and k of two chunks, M^T, the state before a chunk, v and z of two chunks, and what the
+// turning warpgroup needs. The results leave through v's place.
+struct Mamba3RanksTiles {
+    static constexpr int kTile = kMamba3ChunkRows * kMamba3RankStates * 2;  // q's or k's
+    static constexpr int kMixedAt = 4 * kTile;
+    static constexpr int kStateAt = kMixedAt + kMamba3ChunkRows * kMamba3ChunkRows * 2;
+    static constexpr int kSteps = kMamba3RankSteps * kMamba3StateRows * 2;  // v's or z's
+    static constexpr int kVAt = kStateAt + kMamba3StateRows * kMamba3RankStates * 2;
+    static constexpr int kZAt = kVAt + 2 * kSteps;
+    static constexpr int kValuesAt = kZAt + 2 * kSteps;
+    static constexpr int kWeightsAt = kValuesAt + 2 * static_cast<int>(sizeof(Mamba3RanksValues));  // (.., column, rank)
+    static constexpr int kTurnerAt = kWeightsAt + kMamba3RankWeights * kMamba3StateRows * 16;
+    static constexpr int kBytes = kTurnerAt + kMamba3Warps * Mamba3StepsShared::kBytes;
+    static_assert(kBytes <= 112 * 1024, "two blocks a multiprocessor");
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Where eight columns of a step of v or z lie, in elements. A warp's columns lie together.
+__device__ __forceinline__ int place_of_rank_piece(int step, int piece) {
+    return piece * (kMamba3RankSteps * 8) + (step ^ piece) * 8;
+}
+
+template <int kCount>
+__device__ __forceinline__ void clear_sums(float (&values)[kCount][4]) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+        values[j][0] = values[j][1] = values[j][2] = values[j][3] = 0.0f;
+    }
+}
+__device__ __forceinline__ float rank_of(const float4& of, int rank) {
+    return rank == 0 ? of.x : rank == 1 ? of.y : rank == 2 ? of.z : of.w;
+}
+
+// What steps s count in steps t, of all ranks: [half of s][half of t][t]. s is lane / 4 or eight more, t is lane % 4 * 2 or the
+// next one, or eight more.
+__device__ __forceinline__ void find_step_counts(float (&counts)[2][2][2], const Mamba3RanksValues& values, int lane) {
+    const int s = lane / 4, t = lane % 4 * 2;
+    float2 high[2], low[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+        high[c] = *reinterpret_cast<const float2*>(&values.of[kMamba3High][t + 8 * c]);
+        low[c] = *reinterpret_cast<const float2*>(&values.of[kMamba3Low][t + 8 * c]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float from_high = values.of[kMamba3High][s + 8 * half], from_low = values.of[kMamba3Low][s + 8 * half];
+        const float scale = values.of[kMamba3Scale][s + 8 * half], gamma = values.of[kMamba3Gamma][s + 8 * half];
+        const auto count = [&](float to_high, float to_low) {
+            return exp2_fast((to_high - from_high) + (to_low - from_low)) * scale;
+        };
+#pragma unroll
+        for (int c = half; c < 2; ++c) {
+            counts[half][c][0] = count(high[c].x, low[c].x);
+            counts[half][c][1] = count(high[c].y, low[c].y);
+        }
+        counts[half][half][0] = s < t ? counts[half][half][0] : s == t ? gamma : 0.0f;
+        counts[half][half][1] = s < t + 1 ? counts[half][half][1] : s == t + 1 ? gamma : 0.0f;
+    }
+    counts[1][0][0] = counts[1][0][1] = 0.0f;
+}
+
+// x^T: v times the ranks' weights, as operands of a rank's steps each, rows are the warp's columns. v: of the lane's columns
+// (n % 2) and steps (n / 2).
+template <typename T>
+__device__ __forceinline__ void weigh_ranks(Operand<T> (&x)[4], const float2 (&v)[4], const float4 (&weights)[2]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const float by = rank_of(weights[n % 2], k);
+            set_pair<T>(x[k], n, v[n].x * by, v[n].y * by);
+        }
+    }
+}
+
+// All of a block's chunks.
+template <typename T>
+__device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
+                                                      const Mamba3Block<false>& block, unsigned char* shared) {
+    using Tiles = Mamba3RanksTiles;
+    constexpr int kRanks = 4, kStates = kMamba3RankStates;
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+    const int row = 16 * warp;
+    const bool has_initial = block.segment == 0 && p.ssm_state != nullptr;
+    const int64_t state_size = p.headdim * kStates;
+    const int64_t state_index = (block.sequence * p.nheads + block.head) * state_size + int64_t{block.row0} * kStates;
+
+    float state[kStates / 8][4];
+    const float* from = has_initial ? p.ssm_state : nullptr;
+    if (block.segment > 0) {
+        from = launch.ends + (block.segment - 1) * p.sequences * p.nheads * state_size;
+    }
+    if (from != nullptr) {
+        load_pair_state<false>(state, from + state_index, row, block.columns, kStates, lane);
+    } else {
+        clear_sums(state);
+    }
+    if (has_initial && block.chunks > 0) {
+        add_pairs_before<false>(state, p, block.sequence, block.range, block.head, kRanks, block.row0, row, block.columns,
+                                lane);
+    }
+    T* const state_tile = reinterpret_cast<T*>(shared + Tiles::kStateAt);
+    T* const mixed_tile = reinterpret_cast<T*>(shared + Tiles::kMixedAt);
+    const auto show_state = [&] {
+        const int own = opaque(lane);
+        T* const to = state_tile + Mamba3XTile::at(row + own % 16, own / 16 * 8);
+#pragma unroll
+        for (int k = 0; k < kStates / 16; ++k) {
+            Operand<T> part;
+            a_from_accumulators<T>(part, state[2 * k], state[2 * k + 1]);
+            store_matrices(columns_on(to, k), part.r[0]);
+        }
+        show_to_warpgroup();
+    };
+    show_state();
+
+    const float D = p.D != nullptr ? p.D[block.head] : 0.0f;
+    const int64_t first = block.first_step(launch.chunks);
+    int left = static_cast<int>(block.range.begin + block.range.seqlen - first);
+    T* out = static_cast<T*>(p.out) + block.range.row * p.out_batch_stride + first * p.out_len_stride +
+             block.head * p.out_head_stride + block.row0;
+    for (int i = 0; i < block.chunks; ++i) {
+        __syncthreads();  // the chunk's tiles are there
+        const int stage = i % 2;
+        const Mamba3RanksValues& now = *(reinterpret_cast<const Mamba3RanksValues*>(shared + Tiles::kValuesAt) + stage);
+        // Places follow from the lane's number again in each chunk, or they would be spilled.
+        const int own = opaque(lane), step = own % 4 * 2;
+        const float4* const weights = reinterpret_cast<const float4*>(shared + Tiles::kWeightsAt) + row + own / 4;
+        const unsigned char* const q_tile = shared + stage * 2 * Tiles::kTile;
+        const uint64_t q_rows = tile_descriptor(q_tile, kBlock * 16);
+        const uint64_t k_rows = tile_descriptor(q_tile + Tiles::kTile, kBlock * 16);
+        const uint64_t H = tile_descriptor(state_tile, kBlock * 16);
+        float products[8][4], y[8][4];
+        clear_sums(products);
+        hold(products);
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < kStates / 16; ++k) {  // k_s . q_t: a warp's rows s are a rank's
+            const int at = k / 4 * kBlock + k % 4 * kColumns16;
+            begin_product<T, 0>(products, k_rows + at, q_rows + at);
+        }
+        commit_products();
+        clear_sums(y);
+        hold(y);
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < kStates / 16; ++k) {  // H q_t
+            const int at = k / 4 * kBlock + k % 4 * kColumns16;
+            begin_product<T, 0>(y, H + at, q_rows + at);
+        }
+        commit_products();
+        float counts[2][2][2];
+        find_step_counts(counts, now, own);
+        wait_for_products<1>();
+        hold(products);
+        T* const mixed_at = mixed_tile + Mamba3XTile::at(row + own % 16, own / 16 * 8);
+#pragma unroll
+        for (int k = 0; k < kRanks; ++k) {  // of q
+            Operand<T> mixed;
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const int half = n % 2, c = n / 2;
+                if (c < half) {
+                    mixed.r[0][n] = 0u;
+                } else {
+                    const float(&own_products)[4] = products[2 * k + c];
+                    set_pair<T>(mixed, n, own_products[2 * half] * counts[half][c][0],
+                                own_products[2 * half + 1] * counts[half][c][1]);
+                }
+            }
+            store_matrices(columns_on(mixed_at, k), mixed.r[0]);
+        }
+        show_to_warpgroup();
+
+        const int matrix = own / 8;
+        const unsigned char* const v_at =
+            shared + (Tiles::kVAt + stage * Tiles::kSteps) +
+            place_of_rank_piece(matrix / 2 * 8 + own % 8, 2 * warp + matrix % 2) * static_cast<int>(sizeof(T));
+        uint32_t v_words[4], z_words[4];
+        load_matrices_transposed(v_words, v_at);
+        float2 v[4];  // of the lane's columns (n % 2) and steps (n / 2)
+        const auto unpack_v = [&] {
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                v[n] = unpack2<T>(v_words[n]);
+            }
+        };
+        unpack_v();
+        const float4 of_v[2] = {weights[kMamba3RankV * kMamba3StateRows], weights[kMamba3RankV * kMamba3StateRows + 8]};
+        Operand<T> x[kRanks], weighted[kRanks];
+        weigh_ranks(x, v, of_v);
+        wait_for_products<0>();
+        hold(y);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const float2 entering = *reinterpret_cast<const float2*>(&now.of[kMamba3Entering][step + 8 * c]);
+#pragma unroll
+            for (int j = c; j < 8; j += 2) {
+                y[j][0] *= entering.x;
+                y[j][1] *= entering.y;
+                y[j][2] *= entering.x;
+                y[j][3] *= entering.y;
+            }
+        }
+        hold(y);
+        hold(x);
+        meet_warpgroup();  // M^T is there, and nobody reads the state before the chunk any more
+        const uint64_t mixed_rows = tile_descriptor(mixed_tile, kBlock * 16);
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < kRanks; ++k) {  // M x
+            begin_product<T, 1>(y, x[k].r[0], mixed_rows + k * kRows16);
+        }
+        commit_products();
+        const float carry = now.of[kMamba3Entering][kMamba3RankSteps - 1];
+        scale_rows(state, carry, carry);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const float2 adding = *reinterpret_cast<const float2*>(&now.of[kMamba3Adding][step + n / 2 * 8]);
+            v[n].x *= adding.x;
+            v[n].y *= adding.y;
+        }
+        weigh_ranks(weighted, v, of_v);
+        hold(state);
+        hold(weighted);
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < kRanks; ++k) {  // H' = carry H + x^T k
+            begin_product<T, 1>(state, weighted[k].r[0], k_rows + k * kRows16);
+        }
+        commit_products();
+        load_matrices_transposed(z_words, v_at + (Tiles::kZAt - Tiles::kVAt));
+        wait_for_products<1>();
+        hold(y);
+        hold(x);
+
+        float2 z[4], sums[4];
+        unpack_v();
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            z[n] = unpack2<T>(z_words[n]);
+            sums[n] = make_float2(0.0f, 0.0f);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float4 rank_v = weights[kMamba3RankV * kMamba3StateRows + 8 * half];
+            const float4 rank_z = weights[kMamba3RankZ * kMamba3StateRows + 8 * half];
+            const float4 rank_out = weights[kMamba3RankOut * kMamba3StateRows + 8 * half];
+#pragma unroll
+            for (int k = 0; k < kRanks; ++k) {
+                const float by_D = D * rank_of(rank_v, k);
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const int n = 2 * c + half;
+                    const auto add = [&](float& sum, float row_of_y, float value, float gate) {
+                        const float open = reciprocal_fast(1.0f + exp2_fast(gate * rank_of(rank_z, k)));
+                        sum = fmaf(fmaf(by_D, value, row_of_y) * (gate * rank_of(rank_out, k)), open, sum);
+                    };
+                    add(sums[n].x, y[2 * k + c][2 * half], v[n].x, z[n].x);
+                    add(sums[n].y, y[2 * k + c][2 * half + 1], v[n].y, z[n].y);
+                }
+            }
+        }
+        uint32_t words[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            words[n] = pack2<T>(sums[n].x, sums[n].y);
+        }
+        // Eight columns of a step a lane.
+        T* const staged = reinterpret_cast<T*>(shared + (Tiles::kVAt + stage * Tiles::kSteps)) + warp * (16 * kMamba3RankSteps);
+        const int last = opaque(lane), out_step = last / 2, out_column = row + last % 2 * 8;
+        store_matrices_transposed(staged + last * 8, words);
+        __syncwarp();
+        if (out_step < left && out_column < block.columns) {
+            T* const to = out + (out_step * static_cast<int>(p.out_len_stride) + out_column);
+            *reinterpret_cast<uint4*>(to) =
+                *reinterpret_cast<const uint4*>(staged + ((out_step / 8 * 2 + last % 2) * 8 + out_step % 8) * 8);
+        }
+        out += kMamba3RankSteps * p.out_len_stride;
+        left -= kMamba3RankSteps;
+        wait_for_products<0>();
+        hold(state);
+        hold(weighted);
+        show_state();
+    }
+    if (p.final_ssm != nullptr && block.segment == launch.segments - 1) {
+        store_pair_state<false>(p.final_ssm + state_index, state, row, block.columns, kStates, lane);
+    }
+}
+
+#endif
+
+}  // namespace mamba
