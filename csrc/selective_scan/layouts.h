@@ -70,7 +70,7 @@ bool fills_tiles(const MambaSelectiveScan& p, bool aligned) {
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
-// The layouts, one for each range of dstate. Those above 64 states work through slices of 64.
+// The layouts, one for each range of dstate. Those above 64 states work through slices of 64, but for usual calls of 128.
 using Forward8 = ScanLayout<4, 2, 64, 4>;
 using Forward16 = ScanLayout<8, 2, 64, 4, 2>;
 using Forward16Wide = ScanLayout<8, 2, 64, 4>;
@@ -78,6 +78,7 @@ using Forward16Many = ScanLayout<4, 4, 32, 4, 2>;
 using Forward32 = ScanLayout<8, 4, 64, 4>;
 using Forward64 = ScanLayout<8, 8, 32, 4, 2>;
 using Forward64Wide = ScanLayout<8, 8, 32, 4>;
+using Forward128 = ScanLayout<16, 8, 32, 8, 2>;
 
 // How many channels a block takes, where a number of states has several layouts: those called wide take few.
 enum class BlockChannels { kFew, kSome, kMany };
@@ -93,7 +94,13 @@ inline int forward_channels(int64_t dstate, bool wide) {
     if (dstate <= Forward32::kSlice) {
         return Forward32::kChannels;
     }
+    static_assert(Forward128::kChannels == Forward64::kChannels, "either may run");
     return wide ? Forward64Wide::kChannels : Forward64::kChannels;
+}
+
+// Whether Forward128 can run.
+inline bool takes_128_states(const MambaSelectiveScan& p, bool aligned) {
+    return is_usual(p) && !p.reverse && p.dstate == Forward128::kSlice && fills_tiles<Forward128>(p, aligned);
 }
 
 // Channels that a block of forward_pipeline.cuh may take, and whether they may have so many states.

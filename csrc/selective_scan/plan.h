@@ -157,7 +157,7 @@ inline int64_t forward_segments(const MambaSelectiveScan& p, const DeviceLimits&
     const bool many = p.carried && takes_many_channels(p);
     const int channels = many ? Forward16Many::kChannels : forward_channels(p.dstate, false);
     // So many blocks run at once on a multiprocessor.
-    const int64_t at_once = p.dstate <= Forward16::kSlice ? 4 : 3;
+    const int64_t at_once = p.dstate <= Forward16::kSlice ? 4 : takes_128_states(p, inputs_aligned(p)) ? 2 : 3;
     return segments_to_fill(p, channels, at_once * device.processors, 2);
 }
 

@@ -376,6 +376,12 @@ cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, 
     if (wide) {
         return launch_forward_layout<T, Directed<Forward64Wide, kReverse>, 4, 3, true, false>(p, aligned, false);
     }
+    if constexpr (kHasAllUsual<T, kReverse>) {
+        if (takes_128_states(p, aligned)) {
+            return launch_forward_layout<T, Directed<Forward128, kReverse, true, true, true>, 4, 2, false>(p, aligned,
+                                                                                                          carry_only);
+        }
+    }
     return launch_forward_layout<T, Directed<Forward64, kReverse>, 4, 3, true>(p, aligned, carry_only);
 }
 

@@ -68,6 +68,7 @@ SPLIT_CASES = (
     ScanCase(2, 20, 640, dstate=33, initial_state=True, seq_idx=True),
     ScanCase(2, 20, 577, dstate=64, initial_state=True),
     ScanCase(2, 64, 576, dstate=64, initial_state=True),  # whole tiles
+    ScanCase(2, 64, 576, dstate=128, initial_state=True),
     ScanCase(2, 40, 1096, initial_state=True, reverse=True),
     ScanCase(2, 24, 703, dstate=5, initial_state=True, seq_idx=True, reverse=True),
 )
@@ -118,6 +119,7 @@ MANY_CHANNELS = (
     ScanCase(8, 1536, 128, initial_state=True, reverse=True),
     ScanCase(17, 1536, 64, initial_state=True),  # blocks of 64 channels
     ScanCase(17, 1536, 64, reverse=True),
+    ScanCase(17, 256, 96, dstate=128, initial_state=True),
     ScanCase(8, 1536, 136, initial_state=True, reverse=True),
     ScanCase(6, 1536, 205, reverse=True),
 )
