@@ -367,8 +367,11 @@ cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, 
         }
         if constexpr (kHasAllUsual<T, kReverse>) {
             if (is_usual(p) && fills_tiles<Forward64>(p, aligned)) {
-                return launch_forward_layout<T, Directed<Forward64, kReverse, true, true, true>, 4, 3, false>(p, aligned,
-                                                                                                              carry_only);
+                using Layout = Directed<Forward64, kReverse, true, true, true>;
+                if (p.segments == 1 && !carry_only) {
+                    return launch_forward_layout<T, Layout, 4, 4, false, false>(p, aligned, false);
+                }
+                return launch_forward_layout<T, Layout, 4, 3, false>(p, aligned, carry_only);
             }
         }
         return launch_forward_layout<T, Directed<Forward64, kReverse>, 4, 3, false>(p, aligned, carry_only);
@@ -379,7 +382,7 @@ cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, 
     if constexpr (kHasAllUsual<T, kReverse>) {
         if (takes_128_states(p, aligned)) {
             return launch_forward_layout<T, Directed<Forward128, kReverse, true, true, true>, 4, 2, false>(p, aligned,
-                                                                                                          carry_only);
+                                                                                                           carry_only);
         }
     }
     return launch_forward_layout<T, Directed<Forward64, kReverse>, 4, 3, true>(p, aligned, carry_only);
