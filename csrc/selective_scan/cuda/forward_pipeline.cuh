@@ -389,6 +389,8 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_k
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int idle_before = warp < Layout::kFirstIdle ? 0 : Layout::kIdleWarps;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     // The block's barriers are in both branches: all warps that have not ended pass as many of them.
     if (warp < Layout::kScanWarps) {
         scan_tiles(p, block, shared, tiles, warp, lane);
@@ -415,7 +417,7 @@ cudaError_t launch_pipeline_kernel(const MambaSelectiveScan& p) {
         return error;
     }
     const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, 1));
-    return launch_kernel(kernel, blocks, Layout::kThreads, kShared, p.run.stream, p);
+    return launch_overlapping(kernel, blocks, Layout::kThreads, kShared, p.run.stream, p);
 }
 
 template <typename T, bool kReverse, class Layout>
