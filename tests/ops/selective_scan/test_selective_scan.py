@@ -119,6 +119,7 @@ MANY_CHANNELS = (
     ScanCase(8, 1536, 128, initial_state=True, reverse=True),
     ScanCase(17, 1536, 64, initial_state=True),  # blocks of 64 channels
     ScanCase(17, 1536, 64, reverse=True),
+    ScanCase(17, 256, 96, dstate=64, initial_state=True),
     ScanCase(17, 256, 96, dstate=128, initial_state=True),
     ScanCase(8, 1536, 136, initial_state=True, reverse=True),
     ScanCase(6, 1536, 205, reverse=True),
