@@ -293,6 +293,9 @@ def test_cut_off_anywhere_the_site_is_whole_and_the_next_run_finishes(
         allowed = 1
     for name in ("all/mamba-ssm/index.json", "cpu/mamba-ssm/index.html", "index.html"):
         assert b"99.0" in files[name]
+    page = files["cpu/mamba-ssm/index.html"]
+    # The attribute's older name makes pip 23.0 and 23.1 refuse every name with an underscore.
+    assert b"data-core-metadata" in page and b"data-dist-info-metadata" not in page
 
 
 def test_two_runs_at_once_wait_for_each_other(run, tmp_path, monkeypatch, anything_goes):

@@ -16,7 +16,7 @@ def use_deterministic_mode() -> bool:
     # os.environ raises and catches an error where there is no such variable, 4 us of each backward: so CPython's own
     # dict is asked first, if this Python has it
     variables = getattr(os.environ, "_data", None)
-    may_be_set = variables is None or _KEY in variables
+    may_be_set = variables is None or _KEY is None or _KEY in variables
     variable = os.environ.get(_VARIABLE) if may_be_set else None
     return variable.startswith("1") if variable else torch.are_deterministic_algorithms_enabled()
 

@@ -15,9 +15,12 @@ from mamba_ssm.ops.causal_conv1d import (
     causal_conv1d_varlen_states_ref,
 )
 
+# On a GPU several segments of the length, the last of them a few steps.
+SEGMENTS = (ConvCase(1, 16, 3080), ConvCase(1, 8, 4104))
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("case", CONV_CASES, ids=case_id)
+@pytest.mark.parametrize("case", CONV_CASES + SEGMENTS, ids=case_id)
 def test_values_and_gradients(case, dtype, device):
     tensors = case.inputs(dtype, device)
     found = outputs_and_gradients(causal_conv1d_fn, tensors)
@@ -36,7 +39,7 @@ REVERSED_CASES = (
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("case", CONV_CASES + REVERSED_CASES, ids=case_id)
+@pytest.mark.parametrize("case", CONV_CASES + REVERSED_CASES + SEGMENTS, ids=case_id)
 def test_backwards_in_time(case, dtype, device):
     """Of flipped tensors, flipped back."""
 

@@ -60,6 +60,21 @@ def test_the_two_directions(is_rms_norm, has_residual, second, dtype, residual_d
             torch.testing.assert_close(found, right, **tolerance)
 
 
+def test_a_wider_output_is_not_rounded_before(device):
+    x, weight, bias = torch.randn(5, 8, device=device).bfloat16(), torch.randn(2, 8, device=device), None
+    found = _layer_norm_fwd(x, weight[0], bias, 1e-5, weight1=weight[1], out_dtype=torch.float32, is_rms_norm=True)
+    exact = _layer_norm_fwd(x.float(), weight[0], bias, 1e-5, weight1=weight[1], is_rms_norm=True)
+    for wide, right in zip(found[:2], exact[:2], strict=True):
+        torch.testing.assert_close(wide, right)
+    assert found[4] is x
+
+
+def test_dy1_and_weight1_come_together(device):
+    x, weight, rstd = torch.zeros(3, 8, device=device), torch.ones(8, device=device), torch.ones(3, device=device)
+    with pytest.raises(ValueError, match="dy1 and weight1 must be given together"):
+        _layer_norm_bwd(x, x, weight, None, 1e-5, None, rstd, dy1=x, is_rms_norm=True)
+
+
 def test_the_output_again_and_dtypes(device):
     x, dy = torch.randn(2, 5, 8, device=device)
     weight = torch.ones(8, device=device)

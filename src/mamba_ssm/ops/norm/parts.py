@@ -28,7 +28,8 @@ def norm_forward(
 
     Args:
         x: (M, N), and residual, weight, bias, weight1, bias1, eps, is_rms_norm: as layer_norm_fn has them.
-        out_dtype: of y and y1; x's if None. residual_dtype: of the sum where there is no residual; x's if None.
+        out_dtype: of y and y1, rounded to it once; x's if None.
+        residual_dtype: of the sum where there is no residual; x's if None.
 
     Returns:
         y (M, N); y1 (M, N), the second norm, None without weight1; mean (M), None of RMSNorm; rstd (M); the sum (M, N)
@@ -40,20 +41,24 @@ def norm_forward(
     Same as upstream's mamba_ssm.ops.triton.layer_norm._layer_norm_fwd.
     """
     _refuse("_layer_norm_fwd", x1=x1, rowscale=rowscale, dropout_p=dropout_p or None)
-    beside = residual if residual is None or residual.dtype == x.dtype else checks.widen(residual)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    # The kernels' y has x's dtype.
+    computed_in = x.dtype if out_dtype == x.dtype else torch.float32
+    beside = residual if residual is None or residual.dtype == computed_in else checks.widen(residual)
     if residual is not None:
         residual_dtype = residual.dtype
     with torch.no_grad():
         flags = residual is not None, False, bool(is_rms_norm), True
-        y, total, mean, rstd = call(add_norm_op, x, beside, weight, bias, float(eps), *flags)
+        y, total, mean, rstd = call(add_norm_op, x.to(computed_in), beside, weight, bias, float(eps), *flags)
         total = x if total is None else total
         total = total if residual_dtype is None else total.to(residual_dtype)
         y1 = None
         if weight1 is not None:
-            y1, _, _, _ = call(add_norm_op, total, None, weight1, bias1, float(eps), False, False, *flags[2:])
-            y1 = y1.to(out_dtype or x.dtype)
+            source = total if total.dtype == out_dtype else total.float()
+            y1, _, _, _ = call(add_norm_op, source, None, weight1, bias1, float(eps), False, False, *flags[2:])
+            y1 = y1.to(out_dtype)
     statistics = (None if each is None else each.squeeze(-1) for each in (mean, rstd))
-    return y.to(out_dtype or x.dtype), y1, *statistics, total, None, None, None
+    return y.to(out_dtype), y1, *statistics, total, None, None, None
 
 
 def norm_backward(
@@ -86,11 +91,14 @@ def norm_backward(
 
     Raises:
         NotImplementedError: seeds, rowscale, dropout_p or has_x1 is given; layer_norm_fn has these gradients.
+        ValueError: dy1 without weight1 or the other way round, or recompute_output with them.
 
     Same as upstream's mamba_ssm.ops.triton.layer_norm._layer_norm_bwd.
     """
     given = {"seeds": seeds, "rowscale": rowscale, "dropout_p": dropout_p or None, "has_x1": has_x1 or None}
     _refuse("_layer_norm_bwd", **given)
+    if (dy1 is None) != (weight1 is None):
+        raise ValueError("_layer_norm_bwd: dy1 and weight1 must be given together")
     if recompute_output and weight1 is not None:
         raise ValueError("_layer_norm_bwd: recompute_output cannot be had with weight1")
     kept = [None if each is None else each.unsqueeze(-1) for each in (mean, rstd)]
