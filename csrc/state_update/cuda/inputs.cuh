@@ -2,12 +2,20 @@
 #pragma once
 
 #include "common/divisor.cuh"
+#include "common/ptx_hints.cuh"
 #include "state_update/cuda/rows.cuh"
 
 namespace mamba {
 
-constexpr int kUpdateWarpsLog2 = 2;  // of a block, at most
-constexpr int kUpdateThreads = 32 << kUpdateWarpsLog2;
+// Groups of four warps on a multiprocessor: enough to have the memory busy, and few enough to leave each thread the registers
+// for its loads.
+template <class Rows, bool kScalarA>
+constexpr int kUpdateFours = (kScalarA || sizeof(typename Rows::State) == 4 ? 3 : 2) + Rows::kWhole;
+// Warps of a block, at most: what neighbours read and write beside their states are neighbours in memory.
+template <class Rows, bool kScalarA>
+constexpr int kUpdateWarpsLog2 = Rows::kWhole && kUpdateFours<Rows, kScalarA> % 2 == 0 ? 3 : 2;
+template <class Rows, bool kScalarA>
+constexpr int kUpdateThreads = 32 << kUpdateWarpsLog2<Rows, kScalarA>;
 
 // How the launcher shares out the work. A unit is a tile of rows of one head; a warp takes one of some batch entries.
 struct StateUpdateLayout {
@@ -22,6 +30,7 @@ template <typename State>
 struct UsualStateUpdate : MambaSelectiveStateUpdate {
     static constexpr int32_t x_dtype = sizeof(State) == 4 ? MAMBA_BFLOAT16 : kDtype<State>, dt_dtype = x_dtype,
                              BC_dtype = x_dtype, A_dtype = MAMBA_FLOAT32;
+    static_assert(x_dtype != MAMBA_FLOAT32, "load_of_row");
 
     // tile_rows: of a warp, which has tile_states of each
     static bool fits(const MambaSelectiveStateUpdate& p, int64_t tile_rows, int64_t tile_states) {
@@ -132,6 +141,15 @@ struct StepPlace {
           out(at.batch * p.out_batch_stride + at.head * p.out_head_stride + at.own * p.out_dim_stride),
           B(at.batch * p.B_batch_stride + at.group * p.B_group_stride + rows.state_of(0) * p.B_dstate_stride),
           C(at.batch * p.C_batch_stride + at.group * p.C_group_stride + rows.state_of(0) * p.C_dstate_stride) {}
+    // Those of the lane's own row come as far as the L2.
+    template <class Params>
+    __device__ __forceinline__ void prefetch(const Params& p) const {
+        prefetch_to_L2(static_cast<const char*>(p.x) + x * (p.x_dtype == MAMBA_FLOAT32 ? 4 : 2));
+        prefetch_to_L2(static_cast<const char*>(p.dt) + dt * (p.dt_dtype == MAMBA_FLOAT32 ? 4 : 2));
+        if (p.z != nullptr) {
+            prefetch_to_L2(static_cast<const char*>(p.z) + z * (p.x_dtype == MAMBA_FLOAT32 ? 4 : 2));
+        }
+    }
     __device__ __forceinline__ void next_batch(const MambaSelectiveStateUpdate& p) {
         x += p.x_batch_stride;
         dt += p.dt_batch_stride;
@@ -150,6 +168,17 @@ struct StepPlace {
     }
 };
 
+// load_bits of what each row has once. In the usual model that is 2 bytes where its states are 64 or more: alone, these would
+// be the smallest pieces that the memory is asked for.
+template <class Rows>
+__device__ __forceinline__ uint32_t load_of_row(const void* data, int64_t index, int32_t dtype) {
+    if constexpr (Rows::kWhole) {
+        return load_16_bits_of_many(static_cast<const uint16_t*>(data) + index);
+    } else {
+        return load_bits(data, index, dtype);
+    }
+}
+
 // A step's inputs, as bits: those of the lane's own row, and the lane's parts of B and C.
 template <class Rows>
 struct UpdateInputs {
@@ -159,10 +188,10 @@ struct UpdateInputs {
     template <class Params>
     __device__ __forceinline__ UpdateInputs(const Params& p, const WarpPlace& warp, const Rows& rows, const StepPlace& at) {
         if (warp.owns) {
-            x = load_bits(p.x, at.x, p.x_dtype);
-            dt = load_bits(p.dt, at.dt, p.dt_dtype);
+            x = load_of_row<Rows>(p.x, at.x, p.x_dtype);
+            dt = load_of_row<Rows>(p.dt, at.dt, p.dt_dtype);
             if (p.z != nullptr) {
-                z = load_bits(p.z, at.z, p.x_dtype);
+                z = load_of_row<Rows>(p.z, at.z, p.x_dtype);
             }
         }
 #pragma unroll

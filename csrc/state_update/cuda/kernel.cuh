@@ -5,16 +5,13 @@
 
 namespace mamba {
 
-constexpr uint32_t kUpdatePrefetch = 2;  // batch entries of a warp that come to the L2 ahead of their loads
-
-// On a multiprocessor: enough to have the memory busy, and few enough to leave each thread the registers for its loads.
 template <class Rows, bool kScalarA>
-constexpr int kUpdateBlocks = (kScalarA || sizeof(typename Rows::State) == 4 ? 3 : 2) + Rows::kWhole;
+constexpr int kUpdateBlocks = 4 * kUpdateFours<Rows, kScalarA> >> kUpdateWarpsLog2<Rows, kScalarA>;
 
 // A warp takes the rows of its unit through its batch entries. While one is computed, the next one's states and inputs are on
 // their way; what does not depend on the batch stays in registers.
 template <class Rows, bool kScalarA, class Params>
-__global__ void __launch_bounds__(kUpdateThreads, (kUpdateBlocks<Rows, kScalarA>))
+__global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>), (kUpdateBlocks<Rows, kScalarA>))
     selective_state_update_kernel(const Params params, const StateUpdateLayout layout) {
     using State = typename Rows::State;
     constexpr int kVector = Rows::kVector, kRows = Rows::kRows, kVectors = Rows::kVectors;
@@ -23,14 +20,17 @@ __global__ void __launch_bounds__(kUpdateThreads, (kUpdateBlocks<Rows, kScalarA>
     if (!warp.has_rows()) {
         return;
     }
-    let_next_kernel_start();
+    // While the kernel before this one ends, what the first entry needs may come as far as the L2, where that one can still
+    // change it. To ask for the second's as well takes longer.
     if (params.state_batch_indices == nullptr) {
-        // While the kernel before this one ends, the states may come as far as the L2, where it can still change them.
-        for (uint32_t batch = warp.batch; batch < warp.batch_end && batch < warp.batch + kUpdatePrefetch; ++batch) {
-            warp.template states<State>(params, rows, batch).prefetch(rows);
-        }
+        warp.template states<State>(params, rows, warp.batch).prefetch(rows);
+    }
+    StepPlace at(params, warp, rows);
+    if (warp.owns) {
+        at.prefetch(params);
     }
     wait_for_previous_kernel();
+    let_next_kernel_start();
     const auto row_of = [&](uint32_t batch) {
         return params.state_batch_indices != nullptr && batch < warp.batch_end ? params.state_batch_indices[batch]
                                                                                : static_cast<int32_t>(batch);
@@ -41,7 +41,6 @@ __global__ void __launch_bounds__(kUpdateThreads, (kUpdateBlocks<Rows, kScalarA>
     StatePlace<State> place = warp.template states<State>(params, rows, row);
     typename Rows::Tile tile;
     place.load(rows, tile);
-    StepPlace at(params, warp, rows);
     UpdateInputs<Rows> step(params, warp, rows, at);
     const RowBits bits(params, warp, kScalarA);
     VectorsOfA<Rows> A;
@@ -60,8 +59,8 @@ __global__ void __launch_bounds__(kUpdateThreads, (kUpdateBlocks<Rows, kScalarA>
         if (more) {
             next_place = warp.template states<State>(params, rows, next_row);
             next_place.load(rows, next_tile);
-            if (params.state_batch_indices == nullptr && batch + kUpdatePrefetch < warp.batch_end) {
-                warp.template states<State>(params, rows, batch + kUpdatePrefetch).prefetch(rows);
+            if (params.state_batch_indices == nullptr && batch + 2 < warp.batch_end) {
+                warp.template states<State>(params, rows, batch + 2).prefetch(rows);
             }
             at.next_batch(params);
             next_step = UpdateInputs<Rows>(params, warp, rows, at);

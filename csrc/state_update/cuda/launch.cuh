@@ -43,14 +43,17 @@ cudaError_t launch_state_update_rows(const Params& params, bool scalar_A) {
     layout.lanes_log2 = ceil_log2(ceil_div(params.dstate, Rows::kStates), ceil_log2(Rows::kRows, 0, 5), 5);
     const int64_t parts = ceil_div(params.headdim, Rows::kRows << (5 - layout.lanes_log2));
     const int64_t units = parts * params.nheads;
-    int64_t blocks = kUpdateBlocks<Rows, false>;
+    int64_t at_once = 4 * kUpdateFours<Rows, false> * static_cast<int64_t>(device.processors);
+    int warps_log2 = kUpdateWarpsLog2<Rows, false>;
     if (scalar_A) {
-        blocks = kUpdateBlocks<Rows, true>;
+        at_once = 4 * kUpdateFours<Rows, true> * static_cast<int64_t>(device.processors);
+        warps_log2 = kUpdateWarpsLog2<Rows, true>;
     }
-    const int64_t at_once = (blocks << kUpdateWarpsLog2) * device.processors;
     const int64_t batches = steps ? 1 : batches_of_warp(params.batch, units, at_once, Rows::kWhole ? 1 : 2);
     const int64_t warps = units * ceil_div(params.batch, batches);
-    int warps_log2 = kUpdateWarpsLog2;
+    if (warps < at_once && warps_log2 > 2) {  // where there is room, smaller blocks spread more evenly
+        warps_log2 = 2;
+    }
     while (warps_log2 > 0 && warps >> warps_log2 < kUpdateFewBlocks) {
         --warps_log2;
     }

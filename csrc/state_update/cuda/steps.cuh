@@ -8,7 +8,7 @@ namespace mamba {
 // A warp takes one tile of rows of one head and batch through all steps. While one is computed, the next one's inputs are on
 // their way.
 template <class Rows, bool kScalarA>
-__global__ void __launch_bounds__(kUpdateThreads)
+__global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>))
     selective_state_update_steps_kernel(const MambaSelectiveStateUpdate params, const StateUpdateLayout layout) {
     using State = typename Rows::State;
     constexpr int kVector = Rows::kVector, kRows = Rows::kRows, kVectors = Rows::kVectors;
