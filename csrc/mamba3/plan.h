@@ -153,8 +153,8 @@ inline bool mamba3_ranks_fit(const MambaMamba3& p) {
     const auto fits = [&](int64_t stride) { return -most <= stride && stride <= most; };
     return p.rank == 4 && p.pairwise == 0 && p.dstate == 128 && p.nangles <= 32 && p.z != nullptr && p.mimo_out != nullptr &&
            p.norm_weight == nullptr && fits(p.z_len_stride) && fits(p.out_len_stride) &&
-           rows_aligned(p.q, size, 8, p.q_batch_stride, p.q_len_stride, p.q_group_stride, p.q_rank_stride) &&
-           rows_aligned(p.k, size, 8, p.k_batch_stride, p.k_len_stride, p.k_group_stride, p.k_rank_stride);
+           rows_aligned(p.q, size, 16, p.q_batch_stride, p.q_len_stride, p.q_group_stride, p.q_rank_stride) &&
+           rows_aligned(p.k, size, 16, p.k_batch_stride, p.k_len_stride, p.k_group_stride, p.k_rank_stride);
 }
 
 // With that much a multiprocessor holds four forward blocks of up to 128 states.

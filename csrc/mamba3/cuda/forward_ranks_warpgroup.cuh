@@ -34,11 +34,10 @@ __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Ma
     const float* values = mamba3_values(launch.chunks, p.nheads, block.slot, block.head, kMamba3High);
     if (block.chunks > 0) {
         turner.begin();
-        wait_for_copies<0>();
     }
     for (int i = 0; i < block.chunks; ++i) {
         const int stage = i % 2;
-        {
+        turner.turn_chunk(reinterpret_cast<T*>(shared + stage * 2 * Tiles::kTile), i + 1 < block.chunks, [&] {
             const unsigned own = static_cast<unsigned>(opaque(thread));
             const int step = own / 8, piece = own % 8;
             const bool exists = 8 * piece < block.columns && step < left;
@@ -57,15 +56,11 @@ __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Ma
                     copy_async_4_bytes(own_values + j * kMamba3RankSteps, from + j * kMamba3RankSteps);
                 }
             }
-        }
-        end_copies();
+        });
         v += kMamba3RankSteps * p.v_len_stride;
         z += kMamba3RankSteps * p.z_len_stride;
         values += launch.values_step;
         left -= kMamba3RankSteps;
-        __syncwarp();
-        turner.turn_chunk(reinterpret_cast<T*>(shared + stage * 2 * Tiles::kTile), i + 1 < block.chunks);
-        wait_for_copies<0>();
         if (thread < 32 && thread >= kMamba3RankSteps) {
             static_assert(kMamba3Entering == 4 && kMamba3Leaving == 5, "a thread has them and the scale");
             float* const own = (reinterpret_cast<Mamba3RanksValues*>(shared + Tiles::kValuesAt) + stage)->of[kMamba3Scale] +

@@ -22,14 +22,13 @@ enum Mamba3RanksWeight {
     kMamba3RankWeights
 };
 
-// Shared memory of a block, in bytes: q and k of two chunks, M^T, the state before a chunk, v and z of two chunks, and what the
-// turning warpgroup needs. The results leave through v's place.
+// Shared memory of a block, in bytes: q and k of two chunks, M^T, v and z of two chunks, and what the turning
+// warpgroup needs. The results leave through v's place.
 struct Mamba3RanksTiles {
     static constexpr int kTile = kMamba3ChunkRows * kMamba3RankStates * 2;  // q's or k's
     static constexpr int kMixedAt = 4 * kTile;
-    static constexpr int kStateAt = kMixedAt + kMamba3ChunkRows * kMamba3ChunkRows * 2;
     static constexpr int kSteps = kMamba3RankSteps * kMamba3StateRows * 2;  // v's or z's
-    static constexpr int kVAt = kStateAt + kMamba3StateRows * kMamba3RankStates * 2;
+    static constexpr int kVAt = kMixedAt + kMamba3ChunkRows * kMamba3ChunkRows * 2;
     static constexpr int kZAt = kVAt + 2 * kSteps;
     static constexpr int kValuesAt = kZAt + 2 * kSteps;
     static constexpr int kWeightsAt = kValuesAt + 2 * static_cast<int>(sizeof(Mamba3RanksValues));  // (.., column, rank)
@@ -124,21 +123,7 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
         add_pairs_before<false>(state, p, block.sequence, block.range, block.head, kRanks, block.row0, row, block.columns,
                                 lane);
     }
-    T* const state_tile = reinterpret_cast<T*>(shared + Tiles::kStateAt);
     T* const mixed_tile = reinterpret_cast<T*>(shared + Tiles::kMixedAt);
-    const auto show_state = [&] {
-        const int own = opaque(lane);
-        T* const to = state_tile + Mamba3XTile::at(row + own % 16, own / 16 * 8);
-#pragma unroll
-        for (int k = 0; k < kStates / 16; ++k) {
-            Operand<T> part;
-            a_from_accumulators<T>(part, state[2 * k], state[2 * k + 1]);
-            store_matrices(columns_on(to, k), part.r[0]);
-        }
-        show_to_warpgroup();
-    };
-    show_state();
-
     const float D = p.D != nullptr ? p.D[block.head] : 0.0f;
     const int64_t first = block.first_step(launch.chunks);
     int left = static_cast<int>(block.range.begin + block.range.seqlen - first);
@@ -154,7 +139,6 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
         const unsigned char* const q_tile = shared + stage * 2 * Tiles::kTile;
         const uint64_t q_rows = tile_descriptor(q_tile, kBlock * 16);
         const uint64_t k_rows = tile_descriptor(q_tile + Tiles::kTile, kBlock * 16);
-        const uint64_t H = tile_descriptor(state_tile, kBlock * 16);
         float products[8][4], y[8][4];
         clear_sums(products);
         hold(products);
@@ -165,18 +149,9 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
             begin_product<T, 0>(products, k_rows + at, q_rows + at);
         }
         commit_products();
-        clear_sums(y);
-        hold(y);
-        fence_products();
-#pragma unroll
-        for (int k = 0; k < kStates / 16; ++k) {  // H q_t
-            const int at = k / 4 * kBlock + k % 4 * kColumns16;
-            begin_product<T, 0>(y, H + at, q_rows + at);
-        }
-        commit_products();
         float counts[2][2][2];
         find_step_counts(counts, now, own);
-        wait_for_products<1>();
+        wait_for_products<0>();
         hold(products);
         T* const mixed_at = mixed_tile + Mamba3XTile::at(row + own % 16, own / 16 * 8);
 #pragma unroll
@@ -197,6 +172,22 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
         }
         show_to_warpgroup();
 
+        Operand<T> H[kStates / 16];
+#pragma unroll
+        for (int k = 0; k < kStates / 16; ++k) {
+            a_from_accumulators<T>(H[k], state[2 * k], state[2 * k + 1]);
+        }
+        clear_sums(y);
+        hold(y);
+        hold(H);
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < kStates / 16; ++k) {  // H q_t
+            begin_product<T, 0>(y, H[k].r[0], q_rows + (k / 4 * kBlock + k % 4 * kColumns16));
+        }
+        commit_products();
+        const float carry = now.of[kMamba3Entering][kMamba3RankSteps - 1];
+        scale_rows(state, carry, carry);
         const int matrix = own / 8;
         const unsigned char* const v_at =
             shared + (Tiles::kVAt + stage * Tiles::kSteps) +
@@ -214,8 +205,10 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
         const float4 of_v[2] = {weights[kMamba3RankV * kMamba3StateRows], weights[kMamba3RankV * kMamba3StateRows + 8]};
         Operand<T> x[kRanks], weighted[kRanks];
         weigh_ranks(x, v, of_v);
+        meet_warpgroup();  // M^T is there
         wait_for_products<0>();
         hold(y);
+        hold(H);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             const float2 entering = *reinterpret_cast<const float2*>(&now.of[kMamba3Entering][step + 8 * c]);
@@ -229,7 +222,6 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
         }
         hold(y);
         hold(x);
-        meet_warpgroup();  // M^T is there, and nobody reads the state before the chunk any more
         const uint64_t mixed_rows = tile_descriptor(mixed_tile, kBlock * 16);
         fence_products();
 #pragma unroll
@@ -237,8 +229,6 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
             begin_product<T, 1>(y, x[k].r[0], mixed_rows + k * kRows16);
         }
         commit_products();
-        const float carry = now.of[kMamba3Entering][kMamba3RankSteps - 1];
-        scale_rows(state, carry, carry);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
             const float2 adding = *reinterpret_cast<const float2*>(&now.of[kMamba3Adding][step + n / 2 * 8]);
@@ -306,7 +296,6 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
         wait_for_products<0>();
         hold(state);
         hold(weighted);
-        show_state();
     }
     if (p.final_ssm != nullptr && block.segment == launch.segments - 1) {
         store_pair_state<false>(p.final_ssm + state_index, state, row, block.columns, kStates, lane);

@@ -8,11 +8,13 @@ namespace mamba {
 constexpr int kMamba3RankStates = 128;
 constexpr int kMamba3RankSteps = kMamba3ChunkRows / 4;  // of a chunk
 
-// Of a warp in shared memory, bytes: sines and cosines of 32 pairs in four steps; speeds of the next chunk's steps, what the
-// chunk turns before and its steps before the warp's, and dt.
+// Of a warp in shared memory, bytes: the rows of q and k of two steps; sines and cosines of 32 pairs in four steps; speeds of
+// the next chunk's steps, what the chunk turns before and its steps before the warp's, and dt.
 struct Mamba3StepsShared {
-    static constexpr int kSteps = 4, kPairs = 32;
-    static constexpr int kInputsAt = kSteps * kPairs * 8, kInputs = kSteps + 2;
+    static constexpr int kSteps = 4, kPairs = 32, kSlots = 2;
+    static constexpr int kRow = kMamba3RankStates * 2, kSlot = 2 * 4 * kRow;
+    static constexpr int kAnglesAt = kSlots * kSlot;
+    static constexpr int kInputsAt = kAnglesAt + kSteps * kPairs * 8, kInputs = kSteps + 2;
     static constexpr int kDtAt = kInputsAt + kInputs * kPairs * 4;
     static constexpr int kBytes = kDtAt + kSteps * 4;
 };
@@ -20,9 +22,10 @@ struct Mamba3StepsShared {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // A warp has four steps of a chunk, one after the other: eight lanes a rank, four neighbouring pairs of each 64 columns of the
-// tile a lane (element_of_pair_column), q's and k's. Angles turn 32 pairs at most: none of the later columns is turned. Before
-// a chunk's rows, each lane finds sine and cosine of one pair in all four steps, for the whole warp. What all lanes share is
-// the same in all of them for the compiler too, which keeps it in registers of the warp: lanes have none left.
+// tile a lane (element_of_pair_column), q's and k's. Angles turn 32 pairs at most: none of the later columns is turned. Rows
+// come to shared memory two steps before they are turned. Before a chunk's rows, each lane finds sine and cosine of one pair in
+// all four steps, for the whole warp. What all lanes share is the same in all of them for the compiler too, which keeps it in
+// registers of the warp: lanes have none left.
 template <typename T>
 struct Mamba3StepsTurner {
     static constexpr int kRanks = 4, kStates = kMamba3RankStates;
@@ -34,9 +37,12 @@ struct Mamba3StepsTurner {
     const Mamba3WarpgroupLaunch& launch;
 
     float2 bias[2][kParts][kPairs];  // of q's and k's pairs
-    uint2 words[2][kParts][2];       // of the step that is on its way
-    int q_lane, k_lane;              // bytes from a step's first row to the lane's first word
     int place;                       // elements: the lane's in its first row
+    // Bytes. Odd ranks' pieces of a part of the columns lie where the other part's are, in other banks than those of even
+    // ranks.
+    int words_place[kParts];  // in a slot, the lane's first words
+    int copy_place;           // what it copies first: 16 bytes of a rank
+    int q_lane, k_lane;       // these, from a step's first row on
     // Of all lanes: of the chunk's first step.
     const char *q, *k;
     const char *speeds, *dts, *turns, *part_turns;
@@ -68,17 +74,25 @@ struct Mamba3StepsTurner {
             }
         }
         place = opaque(Mamba3XTile::at(rank * kChunkSteps + first_step, 8 * lane));
-        q_lane = rank * launch.q_rank + pair * 2;
-        k_lane = rank * launch.k_rank + pair * 2;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            words_place[part] = rank * Shared::kRow + (part ^ rank % 2) * kPartPairs * 2 + pair * 2;
+        }
+        const int odd = own / 16, piece = own % 16;
+        copy_place = odd * Shared::kRow + (piece ^ odd * 4) * 16;
+        q_lane = odd * launch.q_rank + piece * 16;
+        k_lane = odd * launch.k_rank + piece * 16;
         const int64_t begin = block.first_step(chunks);
         q = static_cast<const char*>(p.q) +
             (block.range.row * p.q_batch_stride + begin * p.q_len_stride + block.group * p.q_group_stride) * 2;
         k = static_cast<const char*>(p.k) +
             (block.range.row * p.k_batch_stride + begin * p.k_len_stride + block.group * p.k_group_stride) * 2;
         float* const inputs = reinterpret_cast<float*>(shared + Shared::kInputsAt) + own;
+        if (own >= p.nangles) {  // no angle turns the pair
 #pragma unroll
-        for (int i = 0; i < Shared::kInputs; ++i) {  // stays so where no angle turns the pair
-            inputs[i * kPartPairs] = 0.0f;
+            for (int i = 0; i < Shared::kInputs; ++i) {
+                inputs[i * kPartPairs] = 0.0f;
+            }
         }
         speeds = reinterpret_cast<const char*>(chunks.speeds + mamba3_speeds_index(p, block.range.row, begin, block.head));
         dts = reinterpret_cast<const char*>(mamba3_values(chunks, p.nheads, block.slot, block.head, kMamba3Dt) + first_step);
@@ -94,17 +108,16 @@ struct Mamba3StepsTurner {
         const int step = first_step + number;
         return step < left ? step : left - 1;
     }
-    __device__ __forceinline__ void begin_words(int side, int step) {
-        const char* const rows =
-            side == 0 ? q + static_cast<int64_t>(step) * launch.q_step : k + static_cast<int64_t>(step) * launch.k_step;
-        const char* const from = opaque(rows + opaque(side == 0 ? q_lane : k_lane));
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                words[side][part][i] = *reinterpret_cast<const uint2*>(from + part * kPartPairs * 2 + i * kStates);
-            }
-        }
+    // Begins to copy the rows of one of the warp's steps, where no lane reads any more.
+    __device__ __forceinline__ void begin_rows(int number) const {
+        const int step = step_at(number);
+        unsigned char* const to = shared + number % Shared::kSlots * Shared::kSlot + copy_place;
+        const char* const from_q = opaque(q + static_cast<int64_t>(step) * launch.q_step + q_lane);
+        const char* const from_k = opaque(k + static_cast<int64_t>(step) * launch.k_step + k_lane);
+        copy_async<16>(to, from_q, true);
+        copy_async<16>(to + 2 * Shared::kRow, from_q + 2 * launch.q_rank, true);
+        copy_async<16>(to + kRanks * Shared::kRow, from_k, true);
+        copy_async<16>(to + (kRanks + 2) * Shared::kRow, from_k + 2 * launch.k_rank, true);
     }
     // Begins to copy what the sines and cosines of the chunk come from that the pointers are at.
     __device__ __forceinline__ void begin_turns() const {
@@ -138,7 +151,7 @@ struct Mamba3StepsTurner {
     // When what they come from is there.
     __device__ __forceinline__ void find_angles() const {
         const unsigned own = static_cast<unsigned>(own_lane());
-        float* const to = reinterpret_cast<float*>(shared) + place_of_angle(own);
+        float* const to = reinterpret_cast<float*>(shared + Shared::kAnglesAt) + place_of_angle(own);
         const float* const from = reinterpret_cast<const float*>(shared + Shared::kInputsAt) + own;
         const float4 dts = *reinterpret_cast<const float4*>(shared + Shared::kDtAt);
         const float dt[kWarpSteps] = {dts.x, dts.y, dts.z, dts.w};
@@ -155,10 +168,11 @@ struct Mamba3StepsTurner {
     }
 
     // Turns a row into a tile.
-    __device__ __forceinline__ void turn_row(int side, const float2 (&cos_sin)[kPairs], T* to) const {
+    __device__ __forceinline__ void turn_row(int side, const uint2 (&words)[kParts][2], const float2 (&cos_sin)[kPairs],
+                                             T* to) const {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-            const uint2(&own)[2] = words[side][part];
+            const uint2(&own)[2] = words[part];
             const float2 one[2] = {unpack2<T>(own[0].x), unpack2<T>(own[0].y)};
             const float2 other[2] = {unpack2<T>(own[1].x), unpack2<T>(own[1].y)};
             uint32_t results[kPairs];
@@ -176,38 +190,63 @@ struct Mamba3StepsTurner {
     }
 
     // Before the first chunk.
-    __device__ __forceinline__ void begin() {
+    __device__ __forceinline__ void begin() const {
         begin_turns();
-        end_copies();
-        begin_words(0, step_at(0));
-        begin_words(1, step_at(0));
+        for (int number = 0; number < Shared::kSlots; ++number) {
+            begin_rows(number);
+            end_copies();
+        }
     }
-    // A chunk, whose tiles begin at `tile`. more: whether there is another one. All copies begun before the call have come for
-    // all lanes at its beginning; those of the next chunk's turns are begun.
-    __device__ __forceinline__ void turn_chunk(T* tile, bool more) {
-        find_angles();
-#pragma unroll 1
+    // A chunk, whose tiles begin at `tile`. more: whether there is another one. begin_others: begins copies that will have come
+    // at the end.
+    template <typename Others>
+    __device__ __forceinline__ void turn_chunk(T* tile, bool more, const Others& begin_others) {
+        const int angles_place = opaque(static_cast<int>(threadIdx.x) % 8 * 4);
+#pragma unroll
         for (int number = 0; number < kWarpSteps; ++number) {
+            static_assert(Shared::kSlots == 2, "all but one group");
+            wait_for_copies<1>();
+            __syncwarp();
+            if (number == 0) {
+                find_angles();
+            }
+            uint2 words[2][kParts][2];
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+                    const unsigned char* const from = shared + words_place[part] + number % Shared::kSlots * Shared::kSlot;
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        words[side][part][i] =
+                            *reinterpret_cast<const uint2*>(from + side * kRanks * Shared::kRow + i * Shared::kRow / 2);
+                    }
+                }
+            }
             float2 cos_sin[kPairs];
             const float* const angles =
-                reinterpret_cast<const float*>(shared) + own_lane() % 8u * 4 + number * (2 * kPartPairs);
+                reinterpret_cast<const float*>(shared + Shared::kAnglesAt) + angles_place + number * (2 * kPartPairs);
             const float4 first = *reinterpret_cast<const float4*>(angles);
             const float4 second = *reinterpret_cast<const float4*>(angles + 32);
             cos_sin[0] = make_float2(first.x, first.y);
             cos_sin[1] = make_float2(first.z, first.w);
             cos_sin[2] = make_float2(second.x, second.y);
             cos_sin[3] = make_float2(second.z, second.w);
-            if (number == kWarpSteps - 1 && more) {
+            __syncwarp();  // all have read the rows
+            if (number == kWarpSteps - Shared::kSlots && more) {
                 next_chunk();
                 begin_turns();
-                end_copies();
             }
-            const int next = step_at(number < kWarpSteps - 1 ? number + 1 : 0);
+            if (number == 0) {
+                begin_others();
+            }
+            if (number < kWarpSteps - Shared::kSlots || more) {
+                begin_rows((number + Shared::kSlots) % kWarpSteps);
+            }
+            end_copies();
             T* const to = tile + ((place ^ number * 8) + number * 64);  // a row's number is in its pieces' places
-            turn_row(0, cos_sin, to);
-            begin_words(0, next);
-            turn_row(1, cos_sin, to + kMamba3ChunkRows * kStates);
-            begin_words(1, next);
+            turn_row(0, words[0], cos_sin, to);
+            turn_row(1, words[1], cos_sin, to + kMamba3ChunkRows * kStates);
         }
     }
 };
