@@ -2,7 +2,7 @@
 // dstate apart of which angles turn 32 at most. Two warpgroups share a block as in forward_warpgroup.cuh, but a tile's rows are
 // all steps of the first rank, then of the next ones, and all products are transposed: y^T = H q^T + x^T M^T. So a lane has all
 // ranks of its steps and columns of headdim, and adds them up by itself; all pairs of ranks share the decays between steps; and
-// x is never in shared memory: it is v in registers, times a rank's weights.
+// x and H are never in shared memory: they are v times a rank's weights, and the rounded state, in registers.
 #pragma once
 
 #include "mamba3/cuda/multiply_ranks_warpgroup.cuh"

@@ -11,7 +11,8 @@ namespace mamba {
 // for its loads.
 template <class Rows, bool kScalarA>
 constexpr int kUpdateFours = (kScalarA || sizeof(typename Rows::State) == 4 ? 3 : 2) + Rows::kWhole;
-// Warps of a block, at most: what neighbours read and write beside their states are neighbours in memory.
+// Warps of a block, at most: eight where whole blocks of them fit, since what neighbours read and write beside their states are
+// neighbours in memory.
 template <class Rows, bool kScalarA>
 constexpr int kUpdateWarpsLog2 = Rows::kWhole && kUpdateFours<Rows, kScalarA> % 2 == 0 ? 3 : 2;
 template <class Rows, bool kScalarA>
@@ -30,7 +31,7 @@ template <typename State>
 struct UsualStateUpdate : MambaSelectiveStateUpdate {
     static constexpr int32_t x_dtype = sizeof(State) == 4 ? MAMBA_BFLOAT16 : kDtype<State>, dt_dtype = x_dtype,
                              BC_dtype = x_dtype, A_dtype = MAMBA_FLOAT32;
-    static_assert(x_dtype != MAMBA_FLOAT32, "load_of_row");
+    static_assert(x_dtype != MAMBA_FLOAT32, "load_of_row takes 16 bits");
 
     // tile_rows: of a warp, which has tile_states of each
     static bool fits(const MambaSelectiveStateUpdate& p, int64_t tile_rows, int64_t tile_states) {
@@ -168,8 +169,8 @@ struct StepPlace {
     }
 };
 
-// load_bits of what each row has once. In the usual model that is 2 bytes where its states are 64 or more: alone, these would
-// be the smallest pieces that the memory is asked for.
+// load_bits of what each row has once. In the usual model, which alone has whole rows, that is 2 bytes where its states are 32
+// or more: by themselves these would be the smallest pieces that the memory is asked for.
 template <class Rows>
 __device__ __forceinline__ uint32_t load_of_row(const void* data, int64_t index, int32_t dtype) {
     if constexpr (Rows::kWhole) {

@@ -6,7 +6,7 @@
 namespace mamba {
 
 template <class Rows, bool kScalarA>
-constexpr int kUpdateBlocks = 4 * kUpdateFours<Rows, kScalarA> >> kUpdateWarpsLog2<Rows, kScalarA>;
+constexpr int kUpdateBlocks = (4 * kUpdateFours<Rows, kScalarA>) >> kUpdateWarpsLog2<Rows, kScalarA>;
 
 // A warp takes the rows of its unit through its batch entries. While one is computed, the next one's states and inputs are on
 // their way; what does not depend on the batch stays in registers.

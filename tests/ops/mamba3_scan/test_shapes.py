@@ -39,10 +39,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=dtype_id)
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_values(case, dtype, device):
-    tensors = case.inputs(dtype, device)
+def check_values(case, tensors, dtype):
     wide = {
         name: tensor.double() if tensor is not None and tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
@@ -58,3 +55,21 @@ def test_values(case, dtype, device):
         for out, angle, ssm, k, v in (found, plain, truth)
     )
     assert_close_to_truth(found, plain, truth, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=dtype_id)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_values(case, dtype, device):
+    check_values(case, case.inputs(dtype, device), dtype)
+
+
+@pytest.mark.parametrize(("before", "pitch"), [(8, 136), (4, 132), (1, 129)])
+def test_rows_between_other_values(before, pitch, device):
+    """Rows at multiples of 16, of 8 and of 2 bytes, for which four ranks have different kernels on Hopper."""
+    case = Mamba3Case(2, 37, 2, 64, dstate=128, nangles=32, rank=4, groups=2, states=True)
+    tensors = case.inputs(torch.bfloat16, device)
+    for name in ("Q", "K"):
+        wide = torch.full((*tensors[name].shape[:-1], pitch), torch.nan, dtype=torch.bfloat16, device=device)
+        wide[..., before : before + 128] = tensors[name]
+        tensors[name] = wide[..., before : before + 128]
+    check_values(case, tensors, torch.bfloat16)

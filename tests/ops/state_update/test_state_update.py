@@ -22,6 +22,8 @@ OPTIONS = [
     # a GPU's warp takes several batch entries
     {"batch": 4500, "dim": 32},
     {"batch": 1100, "heads": 2, "groups": 1, "indices": True, "tied": True, "dim": 8, "dstate": 128},
+    # blocks have eight warps, the last one fewer
+    {"batch": 1, "dim": 67680},
 ]
 
 
@@ -81,6 +83,15 @@ def test_against_reference(options, state_dtype, dtype, device):
     assert found["out"].dtype == dtype
     assert found["state"].dtype == state_dtype
     plain = run(selective_state_update_ref, arguments)
+    assert_close_to_truth(found, plain, run(selective_state_update_ref, arguments, torch.float64))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: "state_" + dtype_id(dtype))
+def test_more_heads_than_a_gpu_takes_at_once(state_dtype, device):
+    """Blocks of eight warps, which take several batch entries."""
+    options = {"batch": 64, "heads": 24, "groups": 1, "tied": True, "dim": 64, "dstate": 128}
+    arguments = inputs(options, torch.bfloat16, state_dtype, device)
+    found, plain = run(selective_state_update, arguments), run(selective_state_update_ref, arguments)
     assert_close_to_truth(found, plain, run(selective_state_update_ref, arguments, torch.float64))
 
 
