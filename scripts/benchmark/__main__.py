@@ -170,10 +170,10 @@ def main(arguments=None):
                     json.dump(results, file, indent=2)
             wrong = wrong or any(side != "peer" for _, side, _ in failed)
             progress.clear()
-            for title, rows in shown:
-                heading = f"{title} ({found['seconds']:.0f} s)"
-                print(f"\n{table(heading, rows, explained)}", flush=True)
-                written.append(markdown(title, rows))
+            for heading, rows in shown:
+                timed = f"{heading} ({found['seconds']:.0f} s)"
+                print(f"\n{table(timed, rows, explained)}", flush=True)
+                written.append(markdown(heading, rows))
             for case, side, why in failed:
                 print(f"\n{case}: {side}: {why}", flush=True)
                 written.append(f"{case}: {side}: {why.splitlines()[-1]}")

@@ -58,6 +58,7 @@ def test_every_case_is_measured_on_both_sides(compared, peer):
 
 def test_markdown_has_the_tables_that_were_printed(compared):
     done, results, text = compared
+    assert "ours: mamba_ssm 2" in text.splitlines()[0]
     headings = [line[3:] for line in text.splitlines() if line.startswith("## ")]
     assert headings[-1] == "Columns" and len(headings) == len(set(headings))
     assert set(SECTIONS) <= {heading.partition(":")[0] for heading in headings}
