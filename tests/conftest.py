@@ -43,8 +43,11 @@ def cuda_kernels(request, monkeypatch):
     if EMULATED_CUDA is None:
         return request.getfixturevalue("cuda")
     from mamba_ssm._native import loader
+    from mamba_ssm.ops._shared import plans
 
     monkeypatch.setitem(loader.libraries, "cpu", _emulated_functions())
+    plans.forget()
+    request.addfinalizer(plans.forget)
     return "cpu"
 
 

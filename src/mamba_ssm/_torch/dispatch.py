@@ -74,19 +74,9 @@ def _may_hide_a_dimension():
     return private.VMAP_MODE is None or _key_included is None or _key_included(private.VMAP_MODE)
 
 
-def is_direct(tensors):
-    """Whether an autograd.Function may do what the operator does without a call of it: nothing needs the dispatcher."""
-    return not watched() and _all_plain(tensors)
-
-
-def is_direct_in_backward(*grads):
-    """The same in backward, where the saved tensors are_saved_as_given and forward was direct."""
-    return not torch.is_grad_enabled() and not _may_hide_a_dimension() and is_direct(grads)
-
-
 def are_saved_as_given():
-    """Whether the tensors that an autograd.Function saves now come back as they are, so that what has been checked need
-    not be checked again: hooks (save_on_cpu, checkpointing) may return others.
+    """Whether the tensors that an autograd.Function saves now come back as they are: hooks (save_on_cpu, checkpointing)
+    may return others.
     """
     return _saved_tensors_hooks is not None and _saved_tensors_hooks(True) is None
 
@@ -116,6 +106,11 @@ def watched():
     )
 
 
+def watched_in_backward():
+    """The same of a backward, where gradients may also be differentiated or batched."""
+    return torch.is_grad_enabled() or _may_hide_a_dimension() or watched()
+
+
 def values_at_hand(tensor):
     """Whether values can be looked at without a synchronisation: a CPU tensor that no tracer or transform has made.
 
@@ -140,6 +135,38 @@ def _all_plain(arguments):
         elif kind not in _NO_TENSORS and isinstance(argument, _TENSOR):
             return False
     return True
+
+
+def likeness(tensors):
+    """What kernels are called with, of tensors or None: (all that a call depends on but addresses, as a dict's key; the
+    addresses). (None, None) where an implementation may not see a tensor as it is.
+
+    Calls whose tensors are alike are alike up to addresses: what was found out for one holds for the next. A small call
+    is bound by what torch takes to say what each tensor is.
+    """
+    key, addresses = [], []
+    add = key.append
+    try:
+        for tensor in tensors:
+            if tensor is None:
+                add(None)
+                addresses.append(None)
+                continue
+            kind = type(tensor)
+            if (kind is not _TENSOR and kind is not _PARAMETER) or tensor.is_neg():
+                return None, None
+            if not (tensor.is_cuda or tensor.is_cpu):
+                return None, None
+            address = tensor.data_ptr()
+            add(tensor.shape)
+            add(tensor.stride())
+            add(tensor.dtype)
+            add(tensor.get_device())
+            add(address & 15)  # kernels read 16 bytes at once where they can
+            addresses.append(address)
+    except RuntimeError:  # a sparse or nested tensor has no strides or memory of its own
+        return None, None
+    return tuple(key), addresses
 
 
 def exported_by_dynamo():

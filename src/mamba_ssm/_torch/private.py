@@ -13,7 +13,7 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `_C._dispatch_tls_is_dispatch_key_included`, | ... a tracer before dispatch, or vmap | " |
 | `_C.DispatchKey`, `_C._parse_dispatch_key` | " | " |
 | `autograd.forward_ad._current_level` | ... forward-mode derivatives | " |
-| `_C._autograd._top_saved_tensors_default_hooks` | whether hooks change what is saved | backward checks it again |
+| `_C._autograd._top_saved_tensors_default_hooks` | whether hooks change what is saved | each call is checked anew |
 | `_C._FunctionBase.apply` | an autograd.Function past torch.func | torch's own apply |
 | `_C._cuda_getCurrentRawStream` | the current stream's handle | torch.cuda.current_stream |
 | `_dynamo.symbolic_convert.InstructionTranslator` | whether torch.export is tracing | torch.compiler's word |

@@ -167,33 +167,26 @@ def fill(params, sizes, inputs, options, out, checkpoints):
     params.dtype = DTYPE_CODES[u.dtype]
     params.delta_softplus = options.delta_softplus
     params.reverse = options.reverse
-    params.u = u.data_ptr()
+    set_inputs(params, [None if tensor is None else tensor.data_ptr() for tensor in inputs])
     params.u_batch_stride, params.u_dim_stride, _ = u.stride()
-    params.delta = delta.data_ptr()
     params.delta_batch_stride, params.delta_dim_stride, _ = delta.stride()
-    params.A = inputs.A.data_ptr()
-    params.B = B.data_ptr()
     params.variable_B = B.dim() > 2
     params.B_batch_stride, params.B_group_stride, params.B_dstate_stride = matrix_strides(B)
-    params.C = C.data_ptr()
     params.variable_C = C.dim() > 2
     params.C_batch_stride, params.C_group_stride, params.C_dstate_stride = matrix_strides(C)
-    if inputs.D is not None:
-        params.D = inputs.D.data_ptr()
     if z is not None:
-        params.z = z.data_ptr()
         params.z_batch_stride, params.z_dim_stride, _ = z.stride()
-    if inputs.delta_bias is not None:
-        params.delta_bias = inputs.delta_bias.data_ptr()
-    if inputs.initial_state is not None:
-        params.initial_state = inputs.initial_state.data_ptr()
-    if inputs.seq_idx is not None:
-        params.seq_idx = inputs.seq_idx.data_ptr()
     if out is not None:
         params.out = out.data_ptr()
         params.out_batch_stride, params.out_dim_stride, _ = out.stride()
     if checkpoints is not None:
         params.checkpoints = checkpoints.data_ptr()
+
+
+def set_inputs(params, addresses):
+    """Sets the fields of the inputs' addresses; addresses: in the order of Inputs."""
+    params.u, params.delta, params.A, params.B, params.C, params.D, params.z, *rest = addresses
+    params.delta_bias, params.initial_state, params.seq_idx = rest
 
 
 def matrix_strides(matrix):
@@ -211,9 +204,15 @@ def plan_of(functions, params, deterministic):
     return plan
 
 
+def segments_of(functions, params):
+    """How many parts forward should split the length into."""
+    short = params.seqlen <= abi.SCAN_CHECKPOINT  # never worth it
+    return 1 if short else plan_of(functions, params, False).forward_segments
+
+
 def split_length(params, segments, A, carry=None):
     """Sets how many parts forward splits the length into; returns the memory in which these pass on their states.
-    carry: what they have passed on already (see carry.py).
+    carry: what they have passed on already (see carry.py), which says itself how many.
     """
     if carry is not None:
         params.segments, params.carried, params.workspace = carry.segments, True, carry.workspace.data_ptr()

@@ -7,7 +7,17 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
-from mamba_ssm._torch import define, make, returns, signature, unpack, use_deterministic_mode
+from mamba_ssm._torch import (
+    call_in_backward,
+    define,
+    flat,
+    make,
+    no_gradients,
+    returns,
+    signature,
+    unpack,
+    use_deterministic_mode,
+)
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.selective_scan.arguments import (
     Inputs,
@@ -22,6 +32,7 @@ from mamba_ssm.ops.selective_scan.arguments import (
 )
 
 _NAME = "selective_scan_backward"
+INITIAL_STATE = Inputs._fields.index("initial_state")
 
 
 class Kept(typing.NamedTuple):
@@ -58,7 +69,7 @@ def of_inputs(grads):
     return make(Inputs, (du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_state, None))
 
 
-def _check(dout, dlast_state, inputs, kept):
+def check_backward(dout, dlast_state, inputs, kept):
     sizes, u = check(inputs), inputs.u
     checks.check_same(_NAME, "dout", dout, u.shape, u, "u", "(B, D, L)")
     if dlast_state is not None:
@@ -70,14 +81,14 @@ def _check(dout, dlast_state, inputs, kept):
 
 def _backward(dout, dlast_state, *arguments):
     inputs, kept, options, wanted = unpack(arguments, Inputs, Kept, Options, Wanted)
-    sizes = _check(dout, dlast_state, inputs, kept)
+    sizes = check_backward(dout, dlast_state, inputs, kept)
     return run_backward(sizes, dout, dlast_state, inputs, kept, options, wanted)
 
 
 def run_backward(sizes, dout, dlast_state, inputs, kept, options, wanted, carried=None):
     """The operator on arguments that were checked. carried: as for launch_backward."""
     inputs = kernel_layout(inputs)
-    grads = _allocate(inputs, sizes, wanted)
+    grads = allocate(inputs, sizes, wanted)
     if inputs.u.numel() == 0:
         for grad in grads:
             if grad is not None:
@@ -92,31 +103,51 @@ def run_backward(sizes, dout, dlast_state, inputs, kept, options, wanted, carrie
 
 def _backward_fake(dout, dlast_state, *arguments):
     inputs, kept, _, wanted = unpack(arguments, Inputs, Kept, Options, Wanted)
-    sizes = _check(dout, dlast_state, inputs, kept)
+    sizes = check_backward(dout, dlast_state, inputs, kept)
     check_fake(_NAME, inputs, kept)
-    return _allocate(inputs, sizes, wanted)
+    return allocate(inputs, sizes, wanted)
 
 
-def _allocate(inputs, sizes, wanted):
-    """The operator's results, without values."""
+def allocate(inputs, sizes, wanted, like=empty_like):
+    """The operator's results, without values. like: makes a gradient from its input."""
     u, A, D, z, delta_bias = inputs.u, inputs.A, inputs.D, inputs.z, inputs.delta_bias
     grads = (
-        empty_like(u),
-        empty_like(u),
-        empty_like(A),
-        empty_like(inputs.B),
-        empty_like(inputs.C),
-        None if D is None else empty_like(D),
-        None if z is None else empty_like(u),
-        None if delta_bias is None else empty_like(delta_bias),
+        like(u),
+        like(u),
+        like(A),
+        like(inputs.B),
+        like(inputs.C),
+        None if D is None else like(D),
+        None if z is None else like(u),
+        None if delta_bias is None else like(delta_bias),
         A.new_empty(sizes.state) if wanted.need_dinitial_state else None,
         allocate_out(checks.unit_last_stride(u)) if wanted.recompute_out else None,
     )
     return make(Gradients, grads)
 
 
+def set_gradients(params, grads):
+    """Sets the fields of the gradients' addresses."""
+    params.du = grads.du.data_ptr()
+    params.ddelta = grads.ddelta.data_ptr()
+    params.dA = grads.dA.data_ptr()
+    params.dB = grads.dB.data_ptr()
+    params.dC = grads.dC.data_ptr()
+    params.dD = pointer(grads.dD)
+    params.dz = pointer(grads.dz)
+    params.ddelta_bias = pointer(grads.ddelta_bias)
+    params.dinitial_state = pointer(grads.dinitial_state)
+
+
 def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, grads, carried=None, add=False):
-    """Runs the kernels, which write grads.
+    """Runs the kernels, which write grads. Arguments: as of `prepare`."""
+    functions, params, workspace = prepare(sizes, dout, dlast_state, inputs, checkpoints, options, grads, carried, add)
+    run(functions, "selective_scan_backward", params)
+    del workspace  # held until here: the kernels have it now
+
+
+def prepare(sizes, dout, dlast_state, inputs, checkpoints, options, grads, carried=None, add=False):
+    """(The library's functions, the parameters of the call, the memory that it works in).
 
     inputs: in kernel layout. dout, u, delta, B, C, z and their gradients and out may be Views with last stride 1.
     carried: the workspace, which holds what the segments pass back already (see carry.py). add: to grads.out and
@@ -136,22 +167,14 @@ def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, grad
     params.dout = dout.data_ptr()
     params.dout_batch_stride, params.dout_dim_stride, _ = dout.stride()
     params.dlast_state = pointer(dlast_state)
-    params.du = du.data_ptr()
+    set_gradients(params, grads)
     params.du_batch_stride, params.du_dim_stride, _ = du.stride()
-    params.ddelta = ddelta.data_ptr()
     params.ddelta_batch_stride, params.ddelta_dim_stride, _ = ddelta.stride()
     if dz is not None:
-        params.dz = dz.data_ptr()
         params.dz_batch_stride, params.dz_dim_stride, _ = dz.stride()
-    params.dA = grads.dA.data_ptr()
-    params.dB = grads.dB.data_ptr()
     params.dB_batch_stride, params.dB_group_stride, params.dB_dstate_stride = matrix_strides(grads.dB)
-    params.dC = grads.dC.data_ptr()
     params.dC_batch_stride, params.dC_group_stride, params.dC_dstate_stride = matrix_strides(grads.dC)
-    params.dD = pointer(grads.dD)
-    params.ddelta_bias = pointer(grads.ddelta_bias)
-    params.dinitial_state = pointer(grads.dinitial_state)
-    run(functions, "selective_scan_backward", params)
+    return functions, params, carried
 
 
 selective_scan_backward_op = define(
@@ -160,3 +183,14 @@ selective_scan_backward_op = define(
     _backward,
     _backward_fake,
 )
+
+
+def gradients(dout, dlast_state, inputs, checkpoints, options, need_dinitial_state):
+    """The inputs' gradients in the order of Inputs, by the operator; dout, dlast_state: None where there is none."""
+    if dout is None and dlast_state is None:
+        return no_gradients(Inputs)
+    if dout is None:
+        dout = torch.zeros_like(inputs[0])
+    wanted = make(Wanted, (need_dinitial_state, False))
+    arguments = flat(make(Inputs, inputs), make(Kept, (checkpoints,)), options, wanted)
+    return of_inputs(call_in_backward(selective_scan_backward_op, dout, dlast_state, *arguments))

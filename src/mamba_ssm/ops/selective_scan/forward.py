@@ -13,15 +13,11 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import (
-    are_saved_as_given,
     autocast_dtype,
     call,
     call_below_autograd,
-    call_in_backward,
     define,
     flat,
-    is_direct,
-    is_direct_in_backward,
     make,
     no_gradients,
     reference,
@@ -29,6 +25,7 @@ from mamba_ssm._torch import (
     signature,
     unpack,
 )
+from mamba_ssm.ops.selective_scan import repeated
 from mamba_ssm.ops.selective_scan.arguments import (
     Inputs,
     Options,
@@ -37,17 +34,10 @@ from mamba_ssm.ops.selective_scan.arguments import (
     check_fake,
     fill,
     kernel_layout,
-    plan_of,
+    segments_of,
     split_length,
 )
-from mamba_ssm.ops.selective_scan.backward import (
-    Gradients,
-    Kept,
-    of_inputs,
-    run_backward,
-    selective_scan_backward_op,
-)
-from mamba_ssm.ops.selective_scan.backward import Wanted as WantedGradients
+from mamba_ssm.ops.selective_scan.backward import INITIAL_STATE, gradients
 from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
 
 
@@ -131,9 +121,12 @@ def selective_scan_fn(
             B, C = (matrix if matrix.dim() == 2 else checks.cast(matrix, dtype) for matrix in (B, C))
     except AttributeError:  # of what is no tensor; the operator names it
         pass
-    options = bool(delta_softplus), bool(return_last_state), False, bool(reverse)
-    out, last_state, _ = call(selective_scan_op, u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, *options)
-    return (out, last_state) if return_last_state else out
+    inputs = u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx
+    delta_softplus, reverse, want_last_state = bool(delta_softplus), bool(reverse), bool(return_last_state)
+    results = repeated.scan(inputs, (delta_softplus, reverse), want_last_state)
+    if results is None:
+        results = call(selective_scan_op, *inputs, delta_softplus, want_last_state, False, reverse)
+    return results[:2] if want_last_state else results[0]
 
 
 # ---- operator --------------------------------------------------------------------------------------------------------
@@ -148,12 +141,7 @@ def _allocate(u, sizes, wanted):
 
 def _forward(*arguments):
     inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
-    return _run(check(inputs), inputs, options, wanted)
-
-
-def _run(sizes, inputs, options, wanted):
-    """The operator on arguments that were checked."""
-    inputs = kernel_layout(inputs)
+    sizes, inputs = check(inputs), kernel_layout(inputs)
     results = _allocate(inputs.u, sizes, wanted)
     if inputs.u.numel() == 0:
         if wanted.return_last_state:
@@ -181,15 +169,13 @@ def launch_forward(sizes, inputs, options, results, carry=None, add=False):
     params.add = add
     if results.last_state is not None:
         params.last_state = results.last_state.data_ptr()
-    short = sizes.seqlen <= abi.SCAN_CHECKPOINT or carry is not None  # never worth splitting, or split already
-    segments = 1 if short else plan_of(functions, params, False).forward_segments
+    segments = segments_of(functions, params) if carry is None else None
     workspace = split_length(params, segments, inputs.A, carry)
     run(functions, "selective_scan_forward", params)
     del workspace  # held until here: the kernels have it now
 
 
 _NO_GRADIENTS = no_gradients(Options, Wanted)
-_INITIAL_STATE = Inputs._fields.index("initial_state")
 
 
 class _SelectiveScan(torch.autograd.Function):
@@ -199,14 +185,7 @@ class _SelectiveScan(torch.autograd.Function):
     def forward(ctx, *arguments):
         inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
         keep = make(Wanted, (wanted.return_last_state, True))
-        ctx.sizes = None
-        if is_direct(inputs):
-            sizes = check(inputs)
-            results = _run(sizes, inputs, options, keep)
-            ctx.sizes = sizes if are_saved_as_given() else None
-        else:
-            results = call_below_autograd(selective_scan_op, *flat(inputs, options, keep))
-        out, last_state, checkpoints = results
+        out, last_state, checkpoints = call_below_autograd(selective_scan_op, *flat(inputs, options, keep))
         ctx.save_for_backward(*inputs, checkpoints)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -217,19 +196,9 @@ class _SelectiveScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlast_state, _):
-        if dout is None and dlast_state is None:
-            return no_gradients(Inputs, Options, Wanted)
         *inputs, checkpoints = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(inputs[0])
-        inputs, kept = make(Inputs, inputs), make(Kept, (checkpoints,))
-        wanted = make(WantedGradients, (ctx.needs_input_grad[_INITIAL_STATE], False))
-        if ctx.sizes is not None and is_direct_in_backward(dout, dlast_state):
-            grads = run_backward(ctx.sizes, dout, dlast_state, inputs, kept, ctx.options, wanted)
-        else:
-            arguments = dout, dlast_state, *flat(inputs, kept, ctx.options, wanted)
-            grads = make(Gradients, call_in_backward(selective_scan_backward_op, *arguments))
-        return *of_inputs(grads), *_NO_GRADIENTS
+        need_dinitial_state = ctx.needs_input_grad[INITIAL_STATE]
+        return *gradients(dout, dlast_state, inputs, checkpoints, ctx.options, need_dinitial_state), *_NO_GRADIENTS
 
 
 selective_scan_op = define(
