@@ -133,6 +133,12 @@ inline bool mamba3_gates_back(const MambaMamba3Backward& q, const Mamba3Backward
            rows_aligned(q.dout, size, plain ? 4 : 16, q.dout_batch_stride, q.dout_len_stride, q.dout_head_stride) &&
            rows_aligned(q.dz, size, 16, p.headdim, q.dz_step_stride);
 }
+// Whether forward_ranks_warpgroup.cuh does, of four ranks.
+inline bool mamba3_ranks_gate_back(const MambaMamba3Backward& q) {
+    const int64_t most = INT32_MAX / kMamba3MostSteps;
+    const auto fits = [&](int64_t stride) { return -most <= stride && stride <= most; };
+    return mamba3_steps_turn(q.forward) && fits(q.forward.z_len_stride) && fits(q.dout_len_stride);
+}
 // Parts of D's gradient, (parts, H).
 inline int64_t mamba3_D_parts(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan) {
     return mamba3_gates_back(q, plan) ? q.forward.sequences * plan.row_tiles : plan.ranges;

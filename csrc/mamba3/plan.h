@@ -146,15 +146,21 @@ inline cudaError_t choose_mamba3_warpgroups(const MambaMamba3& p, bool* warpgrou
     return error;
 }
 
+// Whether turn_steps_warpgroup.cuh can turn q and k of a call that mamba3_warpgroups_fit.
+inline bool mamba3_steps_turn(const MambaMamba3& p) {
+    const int64_t size = dtype_size(p.dtype);
+    return p.rank == 4 && p.pairwise == 0 && p.dstate == 128 && p.nangles <= 32 &&
+           rows_aligned(p.q, size, 16, p.q_batch_stride, p.q_len_stride, p.q_group_stride, p.q_rank_stride) &&
+           rows_aligned(p.k, size, 16, p.k_batch_stride, p.k_len_stride, p.k_group_stride, p.k_rank_stride);
+}
+
 // Whether forward_ranks_warpgroup.cuh takes a call that choose_mamba3_warpgroups lets run on warpgroups: the usual one of four
 // ranks.
 inline bool mamba3_ranks_fit(const MambaMamba3& p) {
-    const int64_t size = dtype_size(p.dtype), most = INT32_MAX / kMamba3MostSteps;
+    const int64_t most = INT32_MAX / kMamba3MostSteps;
     const auto fits = [&](int64_t stride) { return -most <= stride && stride <= most; };
-    return p.rank == 4 && p.pairwise == 0 && p.dstate == 128 && p.nangles <= 32 && p.z != nullptr && p.mimo_out != nullptr &&
-           p.norm_weight == nullptr && fits(p.z_len_stride) && fits(p.out_len_stride) &&
-           rows_aligned(p.q, size, 16, p.q_batch_stride, p.q_len_stride, p.q_group_stride, p.q_rank_stride) &&
-           rows_aligned(p.k, size, 16, p.k_batch_stride, p.k_len_stride, p.k_group_stride, p.k_rank_stride);
+    return mamba3_steps_turn(p) && p.z != nullptr && p.mimo_out != nullptr && p.norm_weight == nullptr &&
+           fits(p.z_len_stride) && fits(p.out_len_stride);
 }
 
 // With that much a multiprocessor holds four forward blocks of up to 128 states.

@@ -23,6 +23,27 @@ __global__ void __launch_bounds__(kMamba3MatricesThreads)
     const int64_t first = (chunk.row * p.seqlen + chunk.first) * p.rank;
     const float* const from = launch.at<const float>(is_k ? w.dk : w.dq);
     T* const to = static_cast<T*>(is_k ? q.dk : q.dq);
+    const int rows = chunk.steps * static_cast<int>(p.rank);
+    const bool aligned = reinterpret_cast<uintptr_t>(to) % (2 * sizeof(T)) == 0;
+    if (aligned && dstate % 4 == 0 && p.pairwise == 0) {  // four columns are two elements, and two half of dstate on
+        const int pieces = dstate / 4;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < rows * pieces; i += kMamba3MatricesThreads) {
+            const int row = i / pieces, column = i % pieces * 4;
+            const int64_t at = ((first + row) * p.ngroups + group) * dstate;
+            float sum[4] = {}, part[4];
+            for (int64_t split = 0; split < launch.plan.splits; ++split) {
+                unpack<float, 4>(packed_load<float, 4>(from + split * matrix + at + column), part);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    sum[j] += part[j];
+                }
+            }
+            store_pair<T>(to + at + column / 2, sum[0], sum[2]);
+            store_pair<T>(to + at + dstate / 2 + column / 2, sum[1], sum[3]);
+        }
+        return;
+    }
 #pragma unroll 4
     for (int i = threadIdx.x; i < chunk.steps * static_cast<int>(p.rank) * dstate; i += kMamba3MatricesThreads) {
         const int row = i / dstate, column = i % dstate;

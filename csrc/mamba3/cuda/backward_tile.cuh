@@ -165,11 +165,10 @@ __device__ __forceinline__ void store_rows(float* tile, int pitch, const float (
     }
 }
 
-// One warp: what a chunk's steps get. terms: the chunk's first step's, the next one `stride` behind.
-template <class Tiles>
+// One warp: what a chunk's steps get, of which a lane has kEach. terms: the chunk's first step's, the next one `stride` behind.
+template <class Tiles, int kEach = Tiles::kRows < 32 ? 1 : Tiles::kRows / 32>
 __device__ __forceinline__ void store_step_terms(float4* terms, int64_t stride, const Mamba3ChunkSums<Tiles>& sums,
                                                  const ChunkSteps<Tiles::kRows>& steps, int count, int rank, int lane) {
-    constexpr int kEach = Tiles::kRows < 32 ? 1 : Tiles::kRows / 32;
     using Pairs = WarpTile<Tiles, Tiles::kRows>;
     using Wide = WarpTile<Tiles, Tiles::kStates>;
     float carried = 0.0f;

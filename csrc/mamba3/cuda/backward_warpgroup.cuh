@@ -191,8 +191,8 @@ __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Ma
 }
 
 // The gradient of the final k, which is the last step's.
-template <typename T>
-__device__ __forceinline__ void add_final(float (&dk)[8][4], const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+template <typename T, int kRank>
+__device__ __forceinline__ void add_final(float (&dk)[8][4], const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
     const MambaMamba3& p = walk.p();
     const Mamba3Part<T> part(walk.stand());
     const float* const from = walk.shared.places.dfinal_k + item.slot * p.dstate;
@@ -200,9 +200,9 @@ __device__ __forceinline__ void add_final(float (&dk)[8][4], const Mamba3Walk<T>
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int r = part.t[i / 2] - (walk.shared.places.rows - walk.rank());
+            const int r = part.t[i / 2] - (walk.shared.places.rows - kRank);
             const int column = 64 * part.half + 8 * j + part.lane % 4 * 2 + i % 2;
-            if (r >= 0 && r < walk.rank() && column < walk.dstate()) {
+            if (r >= 0 && r < kRank && column < walk.dstate()) {
                 dk[j][i] += from[r * p.nheads * p.dstate + element_of_column(p, column)];
             }
         }
@@ -211,7 +211,7 @@ __device__ __forceinline__ void add_final(float (&dk)[8][4], const Mamba3Walk<T>
 
 #endif
 
-template <typename T>
+template <typename T, int kRank>
 __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     mamba3_backward_warpgroup_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     Shared& shared = *reinterpret_cast<Shared*>(mamba3_backward_warpgroup_shared);
     wait_for_previous_kernel();
     let_next_kernel_start();
-    const Mamba3Walk<T> walk(q, launch, shared);
+    const Mamba3Walk<T, kRank> walk(q, launch, shared);
     const MambaMamba3& p = q.forward;
     if (threadIdx.x == 0) {
         walk.find_places();
@@ -240,8 +240,9 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     const bool of_k = walk.stand().warp >= Shared::kWarps / 2;
     const auto store_terms = [&](const Mamba3Item& of) {
         const int64_t at = of.tile * p.batch * p.seqlen * p.nheads + of.slot;
-        store_step_terms<Tiles>(shared.places.terms + at, p.nheads, shared.sums[of.number % 2], shared.steps[of.number % 2],
-                                shared.places.steps, walk.rank(), walk.stand().lane);
+        constexpr int kEach = kRank > 1 ? 1 : 2;  // of 64 steps, or 32 at most
+        store_step_terms<Tiles, kEach>(shared.places.terms + at, p.nheads, shared.sums[of.number % 2],
+                                       shared.steps[of.number % 2], shared.places.steps, kRank, walk.stand().lane);
     };
 
     walk.load_group();
@@ -251,7 +252,9 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     __syncthreads();
     walk.prepare(item);
     __syncthreads();
-    turn(walk, item);
+    Mamba3WarpAngles<Shared::kWarpRows / kRank> angles;
+    load_angles(angles, walk, 0, false);
+    turn(walk, item, angles);
     show_to_warpgroup();
     __syncthreads();
     Mamba3Item before = item;
@@ -268,7 +271,7 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
         walk.wait_for_states(item);
         float d[8][4];
         if (!of_k) {
-            find_dq<T>(d, shared, item, Mamba3Part<T>(walk.stand()), walk.rank(), begin_copies, [&]() {
+            find_dq<T>(d, shared, item, Mamba3Part<T>(walk.stand()), kRank, begin_copies, [&]() {
                 if (item.number > 0) {
                     store_terms(before);
                 }
@@ -300,11 +303,12 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
             } else {
                 turn_back<false>(walk, d, sum, pairs, tile, dturns, part.half, part.row, part.lane);
             }
-            float* const to = shared.bias_parts(item.number) + ((of_k ? 4 : 0) + part.warp) * walk.rank() * Shared::kStates;
+            float* const to = shared.bias_parts(item.number) + ((of_k ? 4 : 0) + part.warp) * kRank * Shared::kStates;
             sum_rows(walk, pairs, to + 64 * part.half, part.lane);
         }
         wait_for_copies<0>();  // of the next item
         __syncthreads();
+        load_angles(angles, walk, 0, walk.adds_angles(item));
         const Mamba3Item next = item.next(walk.row_tiles());
         if (more) {
             walk.prepare(next);
@@ -314,9 +318,9 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
         store_dv(walk, item);
         __syncthreads();
         if (more) {
-            turn(walk, next);
+            turn(walk, next, angles);
         }
-        finish_angles(walk, item);
+        finish_angles(walk, item, angles);
         if (!more) {
             break;
         }

@@ -90,12 +90,14 @@ __device__ __forceinline__ void mix_block(Mamba3WarpgroupShared<T>& shared, cons
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float weights[2], slopes[2];
+                PairWeight pair = pair_weight(row[half], s, rank, high.x, low.x, scale.x);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const float s_scale = i == 0 ? scale.x : scale.y;
                     const int at = 2 * half + i;
-                    const PairWeight pair =
-                        pair_weight(row[half], s + i, rank, i == 0 ? high.x : high.y, i == 0 ? low.x : low.y, s_scale);
+                    if (i > 0 && rank == 1) {  // else both rows are of one step
+                        pair = pair_weight(row[half], s + 1, rank, high.y, low.y, s_scale);
+                    }
                     own_sum[half] = pair.own ? fmaf(G[2 * k + j][at], R[2 * k + j][at], own_sum[half]) : own_sum[half];
                     const float earlier = pair.decay * G[2 * k + j][at] * R[2 * k + j][at];
                     weights[i] = pair.weight * G[2 * k + j][at];

@@ -6,38 +6,54 @@
 namespace mamba {
 
 // Parts of the biases' gradients, (R, N), and of mimo_v's, (R, P).
-template <typename T>
-__device__ __forceinline__ float* bias_sums(const Mamba3Walk<T>& walk, const Mamba3Item& item, int of_k) {
+template <typename T, int kRank>
+__device__ __forceinline__ float* bias_sums(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item, int of_k) {
     const Mamba3ChunkPlaces<T>& places = walk.shared.places;
-    return places.bias + (item.tile + of_k * walk.row_tiles()) * places.bias_stride + item.slot * walk.rank() * walk.dstate();
+    return places.bias + (item.tile + of_k * walk.row_tiles()) * places.bias_stride + item.slot * kRank * walk.dstate();
 }
-template <typename T>
-__device__ __forceinline__ float* mimo_v_sums(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+template <typename T, int kRank>
+__device__ __forceinline__ float* mimo_v_sums(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
     return walk.shared.places.mimo_v + item.slot * walk.p().rank * walk.p().headdim + item.row0();
 }
 
-template <typename T>
-__device__ __forceinline__ void store_bias(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+template <typename T, int kRank>
+__device__ __forceinline__ void store_bias(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
-    const int rank = walk.rank(), size = rank * Shared::kStates;
-    const float* const parts = walk.shared.bias_parts(item.number);
-#pragma unroll 1
-    for (int i = walk.stand().thread; i < 2 * size; i += kMamba3BackwardThreads) {
-        const int m = i >= size ? 1 : 0, column = i & (Shared::kStates - 1);
-        const int r = static_cast<int>(static_cast<unsigned>(i) / Shared::kStates) - m * rank;
-        const float* const from = parts + i + m * 3 * size;
-        if (column < walk.dstate()) {
-            bias_sums(walk, item, m)[r * walk.dstate() + element_of_column(walk.p(), column)] =
-                (from[0] + from[size]) + (from[2 * size] + from[3 * size]);
+    const MambaMamba3& p = walk.p();
+    constexpr int kSize = kRank * Shared::kStates;
+    // By the warps from the last one down: the first ones have more to do in store_dv.
+    const int first = 4 * (kMamba3BackwardThreads - 1 - walk.stand().thread);
+    const int m = first >= kSize ? 1 : 0, column = first & (Shared::kStates - 1);
+    if (first >= 2 * kSize || column >= walk.dstate()) {
+        return;
+    }
+    const int r = static_cast<int>(static_cast<unsigned>(first) / Shared::kStates) - m * kRank;
+    const float* const from = walk.shared.bias_parts(item.number) + first + m * 3 * kSize;
+    float sum[4], part[4];
+    unpack<float, 4>(packed_load<float, 4>(from), sum);
+#pragma unroll
+    for (int i = 1; i < 4; ++i) {
+        unpack<float, 4>(packed_load<float, 4>(from + i * kSize), part);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            sum[j] += part[j];
         }
+    }
+    float* const to = bias_sums(walk, item, m) + r * walk.dstate();
+    static_assert(kMamba3BackwardThreads * 4 >= 2 * kMamba3WarpgroupRank * Shared::kStates, "four columns a thread");
+    if (p.pairwise != 0) {  // dstate is a multiple of 4
+        packed_store<float, 4>(to + column, pack<float, 4>(sum));
+    } else {
+        float* const other = to + p.dstate / 2;
+        *reinterpret_cast<float2*>(to + column / 2) = make_float2(sum[0], sum[2]);
+        *reinterpret_cast<float2*>(other + column / 2) = make_float2(sum[1], sum[3]);
     }
 }
 
 // From dx in shared memory: dv, and parts of mimo_v's gradient.
-template <int kRank, typename T>
-__device__ __forceinline__ void store_dv_of(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+template <typename T, int kRank>
+__device__ __forceinline__ void store_dv(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
-    constexpr bool kRanks = kRank > 1;
     constexpr int kEach = 8 / kRank, kPieces = Shared::kInner / kEach;  // columns of a step in a thread
     constexpr int kWidth = kEach < 4 ? kEach : 4;
     const MambaMamba3& p = walk.p();
@@ -46,7 +62,7 @@ __device__ __forceinline__ void store_dv_of(const Mamba3Walk<T>& walk, const Mam
     const int headdim = static_cast<int>(p.headdim);
     if (t < places.steps && column < walk.columns(item)) {
         const float* const from = walk.shared.dx() + t * kRank * Shared::kDxPitch + column;
-        const float* const weights = walk.template projection<kRanks>(item) + column;
+        const float* const weights = walk.projection(item) + column;
         float sum[kEach];
 #pragma unroll
         for (int r = 0; r < kRank; ++r) {
@@ -83,27 +99,15 @@ __device__ __forceinline__ void store_dv_of(const Mamba3Walk<T>& walk, const Mam
     }
     const int own = thread % Shared::kInner, r = thread / Shared::kInner;
     if (p.mimo_v != nullptr && r < kRank && own < walk.columns(item)) {
-        const T* const v = walk.template v_rows<kRanks>(item) + own;
+        const T* const v = walk.v_rows(item) + own;
         const float* const dx = walk.shared.dx() + r * Shared::kDxPitch + own;
-        const int pitch = walk.template v_pitch<kRanks>(), steps = places.steps;
+        const int pitch = walk.v_pitch(), steps = places.steps;
         float sum = 0.0f;
 #pragma unroll 8
         for (int step = 0; step < steps; ++step) {
             sum = fmaf(dx[step * kRank * Shared::kDxPitch], to_float(v[step * pitch]), sum);
         }
         mimo_v_sums(walk, item)[r * headdim + own] = sum;
-    }
-}
-
-template <typename T>
-__device__ __forceinline__ void store_dv(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
-    switch (walk.rank()) {
-        case 1:
-            return store_dv_of<1>(walk, item);
-        case 2:
-            return store_dv_of<2>(walk, item);
-        default:
-            return store_dv_of<4>(walk, item);
     }
 }
 
@@ -124,15 +128,15 @@ __device__ __forceinline__ void store_whole(const MambaMamba3& p, T* to, int64_t
 }
 
 // An empty slot's, whose sums are read too.
-template <typename T>
-__device__ __forceinline__ void store_nothing(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+template <typename T, int kRank>
+__device__ __forceinline__ void store_nothing(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
     const MambaMamba3& p = walk.p();
     const int thread = walk.stand().thread;
-    for (int i = thread; i < walk.rank() * walk.dstate(); i += kMamba3BackwardThreads) {
+    for (int i = thread; i < kRank * walk.dstate(); i += kMamba3BackwardThreads) {
         bias_sums(walk, item, 0)[i] = bias_sums(walk, item, 1)[i] = 0.0f;
     }
-    for (int i = thread; i < walk.rank() * Shared::kInner && p.mimo_v != nullptr; i += kMamba3BackwardThreads) {
+    for (int i = thread; i < kRank * Shared::kInner && p.mimo_v != nullptr; i += kMamba3BackwardThreads) {
         if (i % Shared::kInner < walk.columns(item)) {
             mimo_v_sums(walk, item)[i / Shared::kInner * p.headdim + i % Shared::kInner] = 0.0f;
         }

@@ -18,11 +18,35 @@ __device__ __forceinline__ void fold(float (&values)[kCount], int lane) {
     }
 }
 
+// Of a warp's steps, an angle each lane: speeds, which all heads share, and what heads before have added to the gradients.
+template <int kSteps>
+struct Mamba3WarpAngles {
+    float speed[kSteps], total[kSteps];
+};
+// Of the block of 32 angles. adds: whether there are heads before. All loads are on their way before the first is used: best a
+// phase before.
+template <typename T, int kRank>
+__device__ __forceinline__ void load_angles(Mamba3WarpAngles<Mamba3WarpgroupShared<T>::kWarpRows / kRank>& to,
+                                            const Mamba3Walk<T, kRank>& walk, int block, bool adds) {
+    constexpr int kSteps = Mamba3Walk<T, kRank>::kWarpSteps;
+    const Mamba3Stand own = walk.stand();
+    const int angles = walk.angles(), angle = 32 * block + own.lane, first_step = kSteps * own.warp;
+    const float* const speeds = walk.shared.places.speeds + (first_step * angles + angle);
+    const float* const dangles = walk.shared.places.dangles + (first_step * angles + angle);
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+        const bool counts = first_step + j < walk.shared.places.steps && angle < angles;
+        to.speed[j] = counts ? speeds[j * angles] : 0.0f;
+        to.total[j] = counts && adds ? dangles[j * angles] : 0.0f;
+    }
+}
+
 // A warp's rows of 64 columns of q and k, of which angles turn some (kTurns) or none, with the head's biases. Rows that do not
 // exist become zero. Places of a warp's rows differ in few bits, so that each is one operation.
-template <int kRank, bool kTurns, typename T>
-__device__ __forceinline__ void turn_block(const Mamba3Walk<T>& walk, const Mamba3Item& item, const Mamba3Stand& own,
-                                           int block) {
+template <bool kTurns, typename T, int kRank>
+__device__ __forceinline__ void turn_block(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item, const Mamba3Stand& own,
+                                           int block,
+                                           const Mamba3WarpAngles<Mamba3WarpgroupShared<T>::kWarpRows / kRank>& angles) {
     using Shared = Mamba3WarpgroupShared<T>;
     using Tile = SwizzledTile<kWarpgroupSteps>;
     constexpr int kWarpRows = Shared::kWarpRows, kSteps = kWarpRows / kRank;
@@ -33,18 +57,11 @@ __device__ __forceinline__ void turn_block(const Mamba3Walk<T>& walk, const Mamb
     float2 cos_sin[kSteps];
     if (kTurns) {
         const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
-        const int angles = walk.angles();
-        const float* const speeds = shared.places.speeds + (first_step * angles + angle);
-        float speed[kSteps];
-#pragma unroll
-        for (int j = 0; j < kSteps; ++j) {
-            speed[j] = angle < angles && first_step + j < shared.places.steps ? speeds[j * angles] : 0.0f;
-        }
         float turned = turns_of_count(shared.turns[angle] + shared.part_turns[own.warp][angle]);
         const int at = Tile::at(first_step, 2 * own.lane);
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) {
-            const float sum = fmaf(speed[j], steps.dt[first_row + j * kRank], turned);
+            const float sum = fmaf(angles.speed[j], steps.dt[first_row + j * kRank], turned);
             turned = sum - rintf(sum);
             cos_sin[j] = make_float2(cos_fast(turned * 6.2831853f), sin_fast(turned * 6.2831853f));
             shared.turned[(block * Shared::kBlock + (at ^ kNextRow * j)) / 2] = pack2<__half>(cos_sin[j].x, cos_sin[j].y);
@@ -91,42 +108,34 @@ __device__ __forceinline__ void turn_block(const Mamba3Walk<T>& walk, const Mamb
     }
 }
 
-template <int kRank, typename T>
-__device__ __forceinline__ void turn_rows(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+template <typename T, int kRank>
+__device__ __forceinline__ void turn(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item,
+                                     Mamba3WarpAngles<Mamba3WarpgroupShared<T>::kWarpRows / kRank> angles) {
     const Mamba3Stand own = walk.stand();
-#pragma unroll 1
+#pragma unroll(kRank == 4 ? 2 : 1)
     for (int block = 0; block < 2; ++block) {
         if (32 * block < walk.angles()) {
-            turn_block<kRank, true>(walk, item, own, block);
+            if (block > 0) {
+                load_angles(angles, walk, block, false);
+            }
+            turn_block<true>(walk, item, own, block, angles);
         } else {
-            turn_block<kRank, false>(walk, item, own, block);
+            turn_block<false>(walk, item, own, block, angles);
         }
-    }
-}
-
-template <typename T>
-__device__ __forceinline__ void turn(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
-    switch (walk.rank()) {
-        case 1:
-            return turn_rows<1>(walk, item);
-        case 2:
-            return turn_rows<2>(walk, item);
-        default:
-            return turn_rows<4>(walk, item);
     }
 }
 
 // Of 16 rows of dq or dk, from `row` on, and 64 columns: what the angles get of them (kTurns), then they are turned back, and
 // added to the sums over heads. pairs: get the sums of both of a lane's rows, by column. tile: of q or k, the same columns.
-template <bool kTurns, typename T>
-__device__ __forceinline__ void turn_back(const Mamba3Walk<T>& walk, float (&d)[8][4], float (&sum)[8][4], float (&pairs)[16],
-                                          const T* tile, float* dturns, int block, int row, int lane) {
+template <bool kTurns, typename T, int kRank>
+__device__ __forceinline__ void turn_back(const Mamba3Walk<T, kRank>& walk, float (&d)[8][4], float (&sum)[8][4],
+                                          float (&pairs)[16], const T* tile, float* dturns, int block, int row, int lane) {
     using Shared = Mamba3WarpgroupShared<T>;
     using Tile = SwizzledTile<kWarpgroupSteps>;
     const int own = lane % 16 + row;
     const T* const tile_at = tile + Tile::at(own, lane / 16 * 8);
     const __half* const turned_at = reinterpret_cast<const __half*>(walk.shared.turned) + block * Shared::kBlock +
-                                    Tile::at(own >> walk.rank_log2(), lane / 16 * 8);
+                                    Tile::at(own >> walk.kRankLog2, lane / 16 * 8);
     const int dturns_at = Shared::dturn_at(row + lane / 4, block, lane % 4);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -159,17 +168,16 @@ __device__ __forceinline__ void turn_back(const Mamba3Walk<T>& walk, float (&d)[
 }
 
 // A warp's sums over its rows of each rank, 64 columns, from turn_back's: to (R, kStates) from the block's first column on.
-template <typename T>
-__device__ __forceinline__ void sum_rows(const Mamba3Walk<T>& walk, float (&values)[16], float* to, int lane) {
+template <typename T, int kRank>
+__device__ __forceinline__ void sum_rows(const Mamba3Walk<T, kRank>& walk, float (&values)[16], float* to, int lane) {
     constexpr int kStates = Mamba3WarpgroupShared<T>::kStates;
-    const int rank = walk.rank();
-    float* const at = to + (lane / 4 & (rank - 1)) * kStates + lane % 4 * 2;
+    float* const at = to + (lane / 4 & (kRank - 1)) * kStates + lane % 4 * 2;
     const auto store = [&](int group, int i) {
         *reinterpret_cast<float2*>(at + 8 * group) = make_float2(values[2 * i], values[2 * i + 1]);
     };
     fold<8, 16>(values, lane);
     const int first = lane / 16 * 4;
-    if (rank == 4) {
+    if (kRank == 4) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             store(first + i, i);
@@ -178,7 +186,7 @@ __device__ __forceinline__ void sum_rows(const Mamba3Walk<T>& walk, float (&valu
     }
     fold<4, 8>(values, lane);
     const int second = first + lane / 8 % 2 * 2;
-    if (rank == 2) {
+    if (kRank == 2) {
         store(second, 0);
         store(second + 1, 1);
         return;
@@ -188,8 +196,8 @@ __device__ __forceinline__ void sum_rows(const Mamba3Walk<T>& walk, float (&valu
 }
 
 // What a warp's rows hand to the angles of earlier steps.
-template <typename T>
-__device__ __forceinline__ void sum_later(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+template <typename T, int kRank>
+__device__ __forceinline__ void sum_later(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
     Shared& shared = walk.shared;
     const Mamba3Stand own = walk.stand();
@@ -207,29 +215,23 @@ __device__ __forceinline__ void sum_later(const Mamba3Walk<T>& walk, const Mamba
 
 // Then, behind a barrier, the sums over the rows of later steps: what each of a warp's steps gives to its angles' gradients,
 // over all heads, and to the gradient of its dt.
-template <int kRank, typename T>
-__device__ __forceinline__ void finish_angles_of(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
+template <typename T, int kRank>
+__device__ __forceinline__ void finish_angles(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item,
+                                              Mamba3WarpAngles<Mamba3WarpgroupShared<T>::kWarpRows / kRank> own_angles) {
     using Shared = Mamba3WarpgroupShared<T>;
     constexpr int kWarpRows = Shared::kWarpRows, kSteps = kWarpRows / kRank;
     Shared& shared = walk.shared;
     const Mamba3Stand own = walk.stand();
     const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
     const int angles = walk.angles(), first_row = kWarpRows * own.warp, first_step = kSteps * own.warp;
-    const bool adds = item.number > 0 || walk.launch.first_head > 0;
     float of_dt[4] = {};
 #pragma unroll 1
     for (int block = 0; 32 * block < angles; ++block) {
-        const int angle = 32 * block + own.lane;
-        const float* const speeds = shared.places.speeds + (first_step * angles + angle);
-        float* const dangles = shared.places.dangles + (first_step * angles + angle);
-        float speed[kSteps], total[kSteps];
-        bool counts[kSteps];
-#pragma unroll
-        for (int j = 0; j < kSteps; ++j) {  // all loads are on their way before the first is used
-            counts[j] = first_step + j < shared.places.steps && angle < angles;
-            speed[j] = counts[j] ? speeds[j * angles] : 0.0f;
-            total[j] = counts[j] && adds ? dangles[j * angles] : 0.0f;
+        if (block > 0) {
+            load_angles(own_angles, walk, block, walk.adds_angles(item));
         }
+        const int angle = 32 * block + own.lane;
+        float* const dangles = shared.places.dangles + (first_step * angles + angle);
         float behind = 0.0f;
 #pragma unroll 4
         for (int part = Shared::kWarps - 1; part > own.warp; --part) {
@@ -240,10 +242,11 @@ __device__ __forceinline__ void finish_angles_of(const Mamba3Walk<T>& walk, cons
         for (int i = kWarpRows - 1; i >= 0; --i) {
             behind += shared.dturn(item.number, at, i);
             const int j = i / kRank;
-            if (i % kRank == 0 && counts[j]) {
+            const float speed = own_angles.speed[j];
+            if (i % kRank == 0 && first_step + j < shared.places.steps && angle < angles) {
                 dangles[j * angles] =
-                    fmaf((1.0f - 4.0f * speed[j] * speed[j]) * 3.14159265f * steps.dt[first_row + i], behind, total[j]);
-                of_dt[j] = fmaf(speed[j], behind, of_dt[j]);
+                    fmaf((1.0f - 4.0f * speed * speed) * 3.14159265f * steps.dt[first_row + i], behind, own_angles.total[j]);
+                of_dt[j] = fmaf(speed, behind, of_dt[j]);
             }
         }
         if (own.warp == 0 && angle < angles) {
@@ -257,18 +260,6 @@ __device__ __forceinline__ void finish_angles_of(const Mamba3Walk<T>& walk, cons
     const int step = own.lane / 16 * 2 + own.lane / 8 % 2;
     if (own.lane % 8 == 0 && step < kSteps) {
         shared.sums[item.number % 2].angles[first_step + step] = 6.28318531f * sum;
-    }
-}
-
-template <typename T>
-__device__ __forceinline__ void finish_angles(const Mamba3Walk<T>& walk, const Mamba3Item& item) {
-    switch (walk.rank()) {
-        case 1:
-            return finish_angles_of<1>(walk, item);
-        case 2:
-            return finish_angles_of<2>(walk, item);
-        default:
-            return finish_angles_of<4>(walk, item);
     }
 }
 

@@ -108,14 +108,17 @@ struct Mamba3Stand {
           warp(__shfl_sync(0xffffffffu, thread / 32, 0) & (kMamba3WarpgroupWarps - 1)) {}
 };
 
-// A block's chunk and items.
-template <typename T>
+// A block's chunk and items. kRank: 1, 2 or 4.
+template <typename T, int kRank>
 struct Mamba3Walk {
+    static constexpr bool kRanks = kRank > 1;
+    static constexpr int kRankLog2 = kRank / 2;
     using Shared = Mamba3WarpgroupShared<T>;
     using Places = Mamba3ChunkPlaces<T>;
     using Tile = SwizzledTile<Shared::kRows>;
     static constexpr int kRows = Shared::kRows;
     static constexpr int kWarpRows = Shared::kWarpRows;
+    static constexpr int kWarpSteps = kWarpRows / kRank;
 
     const MambaMamba3Backward& q;
     const Mamba3BackwardLaunch& launch;
@@ -133,8 +136,6 @@ struct Mamba3Walk {
 
     __device__ __forceinline__ static Mamba3Stand stand() { return Mamba3Stand(static_cast<int>(threadIdx.x)); }
     __device__ __forceinline__ const MambaMamba3& p() const { return q.forward; }
-    __device__ __forceinline__ int rank() const { return static_cast<int>(q.forward.rank); }
-    __device__ __forceinline__ int rank_log2() const { return rank() / 2; }  // of 1, 2 and 4
     __device__ __forceinline__ int dstate() const { return static_cast<int>(q.forward.dstate); }
     __device__ __forceinline__ int angles() const { return static_cast<int>(q.forward.nangles); }
     __device__ __forceinline__ int row_tiles() const { return static_cast<int>(launch.plan.row_tiles); }
@@ -143,9 +144,14 @@ struct Mamba3Walk {
         return static_cast<int>(q.forward.headdim) - item.row0();
     }
     // Whether a row is its step's first one.
-    __device__ __forceinline__ bool begins_step(int row) const { return (row & (rank() - 1)) == 0; }
+    __device__ __forceinline__ bool begins_step(int row) const { return (row & (kRank - 1)) == 0; }
     // Whether rows of x are v as it is.
-    __device__ __forceinline__ bool plain_x() const { return q.forward.rank == 1 && q.forward.mimo_v == nullptr; }
+    __device__ __forceinline__ bool plain_x() const { return kRank == 1 && q.forward.mimo_v == nullptr; }
+
+    // Whether there are gradients of angles of heads before an item's.
+    __device__ __forceinline__ bool adds_angles(const Mamba3Item& item) const {
+        return item.number > 0 || launch.first_head > 0;
+    }
 
     // By one thread.
     __device__ __forceinline__ void find_places() const {
@@ -184,7 +190,7 @@ struct Mamba3Walk {
         const int64_t v_row = chunk.sequence * p.nheads + head;
         to.dfinal_v = chunk.last && q.dfinal_v != nullptr ? q.dfinal_v + v_row * p.headdim : nullptr;
         to.steps = chunk.steps;
-        to.rows = chunk.steps * rank();
+        to.rows = chunk.steps * kRank;
         to.slot = static_cast<int>(slot);
         to.group_head = static_cast<int>(head);
     }
@@ -208,8 +214,8 @@ struct Mamba3Walk {
                 float2 value = make_float2(0.0f, 0.0f);
                 if (row < shared.places.rows && column < dstate()) {  // an even number
                     value = load_two<T>(
-                        source.rows + (row >> rank_log2()) * source.len_stride + (row & (rank() - 1)) * source.rank_stride, a,
-                        b, source.pairs);
+                        source.rows + (row >> kRankLog2) * source.len_stride + (row & (kRank - 1)) * source.rank_stride, a, b,
+                        source.pairs);
                 }
                 store_pair<T>(source.tile + Tile::at(row, column), value.x, value.y);
             }
@@ -240,7 +246,7 @@ struct Mamba3Walk {
         if (plain_x()) {
             copy_async<16>(to.x + at, from.v + own_row * p.v_len_stride + (item.slot * p.v_head_stride + own_column), exists);
         }
-        if (rank() > 1) {
+        if (kRanks) {
             begin_projection_copies(item);
         }
         const int pitch = static_cast<int>(launch.chunks.pitch), arrays = static_cast<int>(launch.chunks.arrays);
@@ -258,11 +264,11 @@ struct Mamba3Walk {
                 copy_async<4>(&shared.turns[angle], turns + from_angle, angle < angles());
             }
         }
-#pragma unroll 1
-        for (int place = thread; place < 2 * rank() * Shared::kStates; place += kMamba3BackwardThreads) {
-            const int column_of_bias = place % Shared::kStates, r = place / Shared::kStates & (rank() - 1);
-            const bool has = column_of_bias < dstate(), of_q = place / Shared::kStates < rank();
-            const float* const bias = (of_q ? from.q_bias : from.k_bias) + (item.slot * rank() + r) * dstate();
+#pragma unroll(kRank)
+        for (int place = thread; place < 2 * kRank * Shared::kStates; place += kMamba3BackwardThreads) {
+            const int column_of_bias = place % Shared::kStates, r = place / Shared::kStates & (kRank - 1);
+            const bool has = column_of_bias < dstate(), of_q = place / Shared::kStates < kRank;
+            const float* const bias = (of_q ? from.q_bias : from.k_bias) + (item.slot * kRank + r) * dstate();
             copy_async<4>(&shared.bias[of_q ? 0 : 1][r][column_of_bias],
                           bias + (has ? element_of_column(p, column_of_bias) : 0), has);
         }
@@ -273,7 +279,6 @@ struct Mamba3Walk {
 
     // v of an item, from the chunk's first step and the item's first column on, and mimo_v. With several ranks (kRanks) a chunk
     // has fewer steps: both are copied to where shared memory has room for more of these.
-    template <bool kRanks>
     __device__ __forceinline__ const T* v_rows(const Mamba3Item& item) const {
         if constexpr (kRanks) {
             return copied_v(item);
@@ -281,11 +286,9 @@ struct Mamba3Walk {
             return shared.places.v + item.slot * q.forward.v_head_stride + item.row0();
         }
     }
-    template <bool kRanks>
     __device__ __forceinline__ int v_pitch() const {
         return kRanks ? Shared::kInner : static_cast<int>(q.forward.v_len_stride);
     }
-    template <bool kRanks>
     __device__ __forceinline__ const float* projection(const Mamba3Item& item) const {
         if constexpr (kRanks) {
             return copied_projection(item);
@@ -294,7 +297,7 @@ struct Mamba3Walk {
         }
     }
     __device__ __forceinline__ T* copied_v(const Mamba3Item& item) const {
-        return reinterpret_cast<T*>(shared.turned) + item.number % 2 * Shared::kBlock + (kRows >> rank_log2()) * 64;
+        return reinterpret_cast<T*>(shared.turned) + item.number % 2 * Shared::kBlock + (kRows >> kRankLog2) * 64;
     }
     __device__ __forceinline__ float* copied_projection(const Mamba3Item& item) const {
         return shared.values[item.number % 2] + kMamba3BackwardArrays * static_cast<int>(launch.chunks.pitch);
@@ -312,11 +315,11 @@ struct Mamba3Walk {
             const int row = thread / 8, column = thread % 8 * 8;
             const bool exists = row < shared.places.steps && column < columns(item);
             const T* const from = shared.places.v + item.slot * p.v_head_stride + item.row0();
-            if (row < kRows >> rank_log2()) {
+            if (row < kRows >> kRankLog2) {
                 copy_async<16>(copied_v(item) + row * Shared::kInner + column,
                                exists ? from + row * p.v_len_stride + column : from, exists);
             }
-        } else if (p.mimo_v != nullptr && other < rank() * (Shared::kInner / 4)) {
+        } else if (p.mimo_v != nullptr && other < kRank * (Shared::kInner / 4)) {
             const int r = other / 16, column = other % 16 * 4;
             const bool exists = column < columns(item);
             const float* const from = projection_of(item);
@@ -325,18 +328,16 @@ struct Mamba3Walk {
     }
 
     // x = mimo_v v.
-    template <bool kRanks>
     __device__ __forceinline__ void project_x(const Mamba3Item& item) const {
         const MambaMamba3& p = q.forward;
         const int thread = stand().thread, row = thread / 8, column = thread % 8 * 8;
-        const int log2 = kRanks ? rank_log2() : 0;
         uint4 piece = make_uint4(0u, 0u, 0u, 0u);
         if (row < shared.places.rows && column < columns(item)) {
-            const T* const from = v_rows<kRanks>(item) + static_cast<int64_t>(row >> log2) * v_pitch<kRanks>() + column;
+            const T* const from = v_rows(item) + static_cast<int64_t>(row >> kRankLog2) * v_pitch() + column;
             piece = *reinterpret_cast<const uint4*>(from);
             if (p.mimo_v != nullptr) {
-                const int rank_row = (row & ((1 << log2) - 1)) * Shared::kInner;  // of one rank the first
-                const float4* const weights = reinterpret_cast<const float4*>(projection<kRanks>(item) + rank_row + column);
+                const int rank_row = (row & (kRank - 1)) * Shared::kInner;
+                const float4* const weights = reinterpret_cast<const float4*>(projection(item) + rank_row + column);
                 const float4 low = weights[0], high = weights[1];
                 const auto times = [](uint32_t word, float one, float other) {
                     const float2 value = unpack2<T>(word);
@@ -353,7 +354,7 @@ struct Mamba3Walk {
     __device__ __forceinline__ void prepare(const Mamba3Item& item) const {
         static_assert(kMamba3BackwardThreads == 8 * kRows, "eight values a row");
         const Mamba3Stand own = stand();
-        const int row = own.thread % kRows, step = row >> rank_log2(), pitch = static_cast<int>(launch.chunks.pitch);
+        const int row = own.thread % kRows, step = row >> kRankLog2, pitch = static_cast<int>(launch.chunks.pitch);
         const float* const values = shared.values[item.number % 2];  // a chunk has as many steps as rows have room
         const auto value = [&](Mamba3StepArray array, int of) { return values[array * pitch + of]; };
         // Decay from one step to another.
@@ -385,10 +386,10 @@ struct Mamba3Walk {
                 to.dt[row] = value(kMamba3Dt, step);
                 break;
             case 5:
-                shared.pairs.head[row] = row >= 16 ? decay((row / 16 * 16 - 1) >> rank_log2(), step) : 0.0f;
+                shared.pairs.head[row] = row >= 16 ? decay((row / 16 * 16 - 1) >> kRankLog2, step) : 0.0f;
                 break;
             case 6: {
-                const float tail = decay(step, (row / 16 * 16 + 15) >> rank_log2());
+                const float tail = decay(step, (row / 16 * 16 + 15) >> kRankLog2);
                 shared.pairs.tail[row] = tail;
                 shared.pairs.scaled_tail[row] = tail * value(kMamba3Scale, step);
                 break;
@@ -396,10 +397,8 @@ struct Mamba3Walk {
             default:
                 break;
         }
-        if (rank() > 1) {
-            project_x<true>(item);
-        } else if (!plain_x()) {
-            project_x<false>(item);
+        if (!plain_x()) {
+            project_x(item);
         }
     }
 };

@@ -2,7 +2,9 @@
 // dstate apart of which angles turn 32 at most. Two warpgroups share a block as in forward_warpgroup.cuh, but a tile's rows are
 // all steps of the first rank, then of the next ones, and all products are transposed: y^T = H q^T + x^T M^T. So a lane has all
 // ranks of its steps and columns of headdim, and adds them up by itself; all pairs of ranks share the decays between steps; and
-// x and H are never in shared memory: they are v times a rank's weights, and the rounded state, in registers.
+// x and H are never in shared memory: they are v times a rank's weights, and the rounded state, in registers. Backward's first
+// walk is the same (kMamba3GateBack): instead of the output it finds the gradients of the scan's rows, of z, D and projections,
+// and keeps the states.
 #pragma once
 
 #include "mamba3/cuda/multiply_ranks_warpgroup.cuh"
@@ -17,17 +19,23 @@ constexpr int kMamba3RanksThreads = 2 * kMamba3Threads;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // All of a block's chunks, one ahead of the other warpgroup.
-template <typename T>
+template <typename T, bool kBack>
 __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
                                                   const Mamba3Block<false>& block, unsigned char* shared, int thread) {
-    using Tiles = Mamba3RanksTiles;
-    Mamba3StepsTurner<T> turner(p, launch, block, shared + Tiles::kTurnerAt, thread);
+    using Tiles = Mamba3RanksTiles<kBack>;
+    Mamba3StepsTurner<T, kMamba3Output> turner(p, launch, block, shared + Tiles::kTurnerAt, thread);
     const int64_t first = block.first_step(launch.chunks);
     int left = static_cast<int>(block.range.begin + block.range.seqlen - first);
     const T* v = static_cast<const T*>(p.v) + block.range.row * p.v_batch_stride + first * p.v_len_stride +
                  block.head * p.v_head_stride + block.row0;
     const T* z = static_cast<const T*>(p.z) + block.range.row * p.z_batch_stride + first * p.z_len_stride +
                  block.head * p.z_head_stride + block.row0;
+    [[maybe_unused]] const T* dout = nullptr;
+    if constexpr (kBack) {
+        const Mamba3WarpgroupBackward& from = launch.backward;
+        dout = static_cast<const T*>(from.dout) + block.range.row * from.dout_batch_stride + first * from.dout_len_stride +
+               block.head * from.dout_head_stride + block.row0;
+    }
     // A thread of the first warp copies three values of its step: the first ones, or the others.
     constexpr int kHalf = kMamba3RowValues / 2;
     static_assert(2 * kMamba3RankSteps == 32, "a warp's");
@@ -47,6 +55,10 @@ __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Ma
             const T* const z_from = z + (step * static_cast<int>(p.z_len_stride) + 8 * piece);
             copy_async<16>(to, exists ? v_from : v, exists);
             copy_async<16>(to + (Tiles::kZAt - Tiles::kVAt), exists ? z_from : z, exists);
+            if constexpr (kBack) {
+                const T* const dout_from = dout + (step * static_cast<int>(launch.backward.dout_len_stride) + 8 * piece);
+                copy_async<16>(to + (Tiles::kDoutAt - Tiles::kVAt), exists ? dout_from : dout, exists);
+            }
             if (own < 32) {
                 const int at = own / kMamba3RankSteps * kHalf * kMamba3RankSteps + own % kMamba3RankSteps;
                 float* const own_values = (reinterpret_cast<Mamba3RanksValues*>(shared + Tiles::kValuesAt) + stage)->of[0] + at;
@@ -59,6 +71,9 @@ __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Ma
         });
         v += kMamba3RankSteps * p.v_len_stride;
         z += kMamba3RankSteps * p.z_len_stride;
+        if constexpr (kBack) {
+            dout += kMamba3RankSteps * launch.backward.dout_len_stride;
+        }
         values += launch.values_step;
         left -= kMamba3RankSteps;
         if (thread < 32 && thread >= kMamba3RankSteps) {
@@ -75,11 +90,12 @@ __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Ma
 
 #endif
 
-template <typename T>
+// kBack: the states before the chunks and back through the gate (kMamba3GateBack), instead of the output.
+template <typename T, bool kBack>
 __global__ void __launch_bounds__(kMamba3RanksThreads, 2)
     mamba3_ranks_kernel(const MambaMamba3 p, const Mamba3WarpgroupLaunch launch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using Tiles = Mamba3RanksTiles;
+    using Tiles = Mamba3RanksTiles<kBack>;
     MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_ranks_shared);
     const int thread = threadIdx.x;
     const Mamba3Block<false> block(p, launch);
@@ -91,18 +107,18 @@ __global__ void __launch_bounds__(kMamba3RanksThreads, 2)
         const auto weight = [&](const float* from) { return !exists ? 0.0f : from != nullptr ? from[at] : 1.0f; };
         const float gate = weight(p.mimo_z);
         weights[kMamba3RankV * 4 * kMamba3StateRows + i] = weight(p.mimo_v);
-        weights[kMamba3RankZ * 4 * kMamba3StateRows + i] = gate * -kLog2e;
-        weights[kMamba3RankOut * 4 * kMamba3StateRows + i] = gate * weight(p.mimo_out);
+        weights[kMamba3RankZ * 4 * kMamba3StateRows + i] = kBack ? gate : gate * -kLog2e;
+        weights[kMamba3RankOut * 4 * kMamba3StateRows + i] = kBack ? weight(p.mimo_out) : gate * weight(p.mimo_out);
     }
     wait_for_previous_kernel();
     let_next_kernel_start();
     __syncthreads();
     if (thread < kMamba3Threads) {
         take_registers<kMamba3RanksMultiplyRegisters>();
-        multiply_mamba3_ranks<T>(p, launch, block, mamba3_ranks_shared);
+        multiply_mamba3_ranks<T, kBack>(p, launch, block, mamba3_ranks_shared);
     } else {
         give_registers<kMamba3RanksTurnRegisters>();
-        make_mamba3_ranks<T>(p, launch, block, mamba3_ranks_shared, thread - kMamba3Threads);
+        make_mamba3_ranks<T, kBack>(p, launch, block, mamba3_ranks_shared, thread - kMamba3Threads);
     }
 #else
     (void)p;
@@ -111,16 +127,16 @@ __global__ void __launch_bounds__(kMamba3RanksThreads, 2)
 #endif
 }
 
-template <typename T>
+template <typename T, bool kBack>
 cudaError_t launch_mamba3_ranks(const MambaMamba3& p, Mamba3WarpgroupLaunch launch, int64_t segments) {
-    const auto kernel = mamba3_ranks_kernel<T>;
-    constexpr int64_t kShared = Mamba3RanksTiles::kBytes;
+    const auto kernel = mamba3_ranks_kernel<T, kBack>;
+    constexpr int64_t kShared = Mamba3RanksTiles<kBack>::kBytes;
     const cudaError_t error = allow_shared(kernel, kShared);
     if (error != cudaSuccess) {
         return error;
     }
     launch.segments = segments;
-    const int64_t blocks = ceil_div(p.headdim, kMamba3StateRows) * p.nheads * segments * p.sequences;
+    const int64_t blocks = ceil_div(p.headdim, kMamba3StateRows) * launch.group_heads * p.ngroups * segments * p.sequences;
     return launch_overlapping(kernel, static_cast<unsigned>(blocks), kMamba3RanksThreads, static_cast<size_t>(kShared),
                               p.run.stream, p, launch);
 }

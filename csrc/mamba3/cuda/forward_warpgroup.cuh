@@ -343,7 +343,8 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     } else {
         give_registers<kMamba3TurnRegisters>();
         make_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, biases,
-                                                        weights + mimo_v_row * kMamba3WeightPitch, thread - kMamba3Threads);
+                                                        weights + mimo_v_row * kMamba3WeightPitch,
+                                                        mamba3_warpgroup_shared + launch.steps_at, thread - kMamba3Threads);
     }
 #else
     (void)p;
@@ -355,7 +356,11 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
 template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
 cudaError_t launch_mamba3_warpgroups(const MambaMamba3& p, Mamba3WarpgroupLaunch launch, int64_t segments) {
     const auto kernel = mamba3_warpgroup_kernel<T, kStates, kPairwise, kPass>;
-    const int64_t shared = Mamba3WarpgroupTiles<kStates, kPass>::bytes(1 << launch.ranks_log2);
+    int64_t shared = Mamba3WarpgroupTiles<kStates, kPass>::bytes(1 << launch.ranks_log2);
+    if (kPass == kMamba3After && mamba3_steps_turn(p)) {
+        launch.steps_at = static_cast<int32_t>(shared);
+        shared += kMamba3Warps * Mamba3StepsShared<1>::kBytes;
+    }
     const cudaError_t error = allow_shared(kernel, shared);
     if (error != cudaSuccess) {
         return error;

@@ -7,6 +7,7 @@
 #include "mamba3/cuda/backward_states.cuh"
 #ifdef MAMBA_WARPGROUPS
 #include "mamba3/cuda/backward_warpgroup.cuh"
+#include "mamba3/cuda/forward_ranks_warpgroup.cuh"
 #include "mamba3/cuda/forward_warpgroup.cuh"
 #endif
 
@@ -43,7 +44,19 @@ cudaError_t launch_mamba3_backward_walk(const MambaMamba3Backward& q, const Mamb
                      q.dout_head_stride,
                      launch.group_heads * p.ngroups * p.headdim,
                      q.dz_step_stride};
+    if constexpr (kPass == kMamba3GateBack && !kPairwise) {
+        if (mamba3_ranks_gate_back(q)) {
+            return launch_mamba3_ranks<T, true>(p, walk, 1);
+        }
+    }
     return launch_mamba3_warpgroups<T, kMamba3WarpgroupStates, kPairwise, kPass>(p, walk, 1);
+}
+
+template <typename T, int kRank>
+cudaError_t launch_mamba3_backward_products(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch) {
+    return launch_mamba3(mamba3_backward_warpgroup_kernel<T, kRank>,
+                         launch.chunks.slots * q.forward.ngroups * launch.plan.splits, 1, kMamba3BackwardThreads,
+                         static_cast<int>(sizeof(Mamba3WarpgroupShared<T>)), q, launch);
 }
 
 template <typename T, class Tiles, bool kPairwise>
@@ -61,8 +74,10 @@ cudaError_t launch_mamba3_warpgroup_heads(const MambaMamba3Backward& q, const Ma
         error = launch_mamba3_backward_walk<T, kPairwise, kMamba3After>(q, launch);
     }
     if (error == cudaSuccess) {
-        error = launch_mamba3(mamba3_backward_warpgroup_kernel<T>, launch.chunks.slots * q.forward.ngroups * launch.plan.splits,
-                              1, kMamba3BackwardThreads, static_cast<int>(sizeof(Mamba3WarpgroupShared<T>)), q, launch);
+        const int64_t rank = q.forward.rank;
+        error = rank == 1   ? launch_mamba3_backward_products<T, 1>(q, launch)
+                : rank == 2 ? launch_mamba3_backward_products<T, 2>(q, launch)
+                            : launch_mamba3_backward_products<T, 4>(q, launch);
     }
     return error;
 }

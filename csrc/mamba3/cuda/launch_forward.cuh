@@ -76,7 +76,7 @@ cudaError_t launch_mamba3_warpgroup_passes(const MambaMamba3& p, const Mamba3For
     }
     if constexpr (kStates == 128 && !kPairwise) {
         if (error == cudaSuccess && mamba3_ranks_fit(p)) {
-            return launch_mamba3_ranks<T>(p, launch, plan.segments);
+            return launch_mamba3_ranks<T, false>(p, launch, plan.segments);
         }
     }
     return error != cudaSuccess ? error

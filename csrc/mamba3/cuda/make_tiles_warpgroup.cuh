@@ -4,6 +4,7 @@
 
 #include "mamba3/cuda/turn_pairs_warpgroup.cuh"
 #include "mamba3/cuda/turn_ranks_warpgroup.cuh"
+#include "mamba3/cuda/turn_steps_warpgroup.cuh"
 #include "mamba3/cuda/turn_warpgroup.cuh"
 
 namespace mamba {
@@ -132,16 +133,23 @@ __device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const M
     for (int i = 0; i < block.chunks; ++i) {
         T* const x_tile = tiles + Tiles::kXAt + i % 2 * kMamba3XTile;
         float* const own = values[i % 2].of[first_value] + row;
-        x.begin(x_tile, kFromEnd ? launch.backward.dy_stride : p.v_len_stride);
-        const float* const from = chunk_values + opaque(own_value);
+        const auto begin_copies = [&] {
+            x.begin(x_tile, kFromEnd ? launch.backward.dy_stride : p.v_len_stride);
+            const float* const from = chunk_values + opaque(own_value);
 #pragma unroll
-        for (int j = 0; j < kHalf; ++j) {
-            copy_async_4_bytes(own + j * kMamba3ChunkRows, from + j * pitch);
+            for (int j = 0; j < kHalf; ++j) {
+                copy_async_4_bytes(own + j * kMamba3ChunkRows, from + j * pitch);
+            }
+            chunk_values += Block::kDirection * launch.values_step;
+        };
+        if constexpr (Turner::kCopies) {
+            turner.turn_chunk(tiles + i % 2 * Tiles::kQK, i + 1 < block.chunks, begin_copies);
+        } else {
+            begin_copies();
+            end_copies();
+            turner.turn_chunk(tiles + i % 2 * Tiles::kQK, i + 1 < block.chunks);
+            wait_for_copies<0>();
         }
-        end_copies();
-        chunk_values += Block::kDirection * launch.values_step;
-        turner.turn_chunk(tiles + i % 2 * Tiles::kQK, i + 1 < block.chunks);
-        wait_for_copies<0>();
         if (first_value > 0) {
             static_assert(kMamba3Entering == 4 && kMamba3Leaving == 5, "a thread has them and the scale");
             const float scale = own[0], entering = own[kMamba3ChunkRows], leaving = own[2 * kMamba3ChunkRows];
@@ -158,14 +166,19 @@ template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
 __device__ __forceinline__ void make_mamba3_tiles(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
                                                   const Mamba3Block<kPass == kMamba3After>& block, T* tiles,
                                                   Mamba3ChunkValues* values, const float* biases, const float* mimo_v,
-                                                  int thread) {
+                                                  unsigned char* steps, int thread) {
     const auto turn_chunks = [&](auto& turner) {
         turn_mamba3_chunks<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, mimo_v, turner, thread);
     };
     if constexpr (kPairwise) {
         Mamba3PairTurner<T, kStates, kPass> turner(p, launch, block, biases, thread);
         turn_chunks(turner);
-    } else if (launch.ranks == kMamba3RanksInShared && p.nangles <= 32) {
+    } else if (kPass == kMamba3After && launch.steps_at != 0) {
+        if constexpr (kPass == kMamba3After) {
+            Mamba3StepsTurner<T, kPass> turner(p, launch, block, steps, thread);
+            turn_chunks(turner);
+        }
+    } else if (kPass != kMamba3After && launch.ranks == kMamba3RanksInShared && p.nangles <= 32) {
         Mamba3RanksTurner<T, kStates, false, kPass> turner(p, launch, block, thread);
         turn_chunks(turner);
     } else if (launch.ranks == kMamba3RanksInShared) {

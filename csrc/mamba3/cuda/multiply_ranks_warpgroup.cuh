@@ -3,46 +3,13 @@
 #pragma once
 
 #include "mamba3/cuda/forward_tile.cuh"
+#include "mamba3/cuda/gate_back_steps_warpgroup.cuh"
 #include "mamba3/cuda/state_warpgroup.cuh"
-#include "mamba3/cuda/turn_steps_warpgroup.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 
 namespace mamba {
 
-// What a chunk's steps need: the first arrays of Mamba3StepArray, kMamba3Adding among them.
-struct alignas(16) Mamba3RanksValues {
-    float of[kMamba3RowValues][kMamba3RankSteps];
-};
-
-// What a rank counts in each column of headdim.
-enum Mamba3RanksWeight {
-    kMamba3RankV,    // mimo_v
-    kMamba3RankZ,    // mimo_z times -log2(e)
-    kMamba3RankOut,  // mimo_z mimo_out
-    kMamba3RankWeights
-};
-
-// Shared memory of a block, in bytes: q and k of two chunks, M^T, v and z of two chunks, and what the turning
-// warpgroup needs. The results leave through v's place.
-struct Mamba3RanksTiles {
-    static constexpr int kTile = kMamba3ChunkRows * kMamba3RankStates * 2;  // q's or k's
-    static constexpr int kMixedAt = 4 * kTile;
-    static constexpr int kSteps = kMamba3RankSteps * kMamba3StateRows * 2;  // v's or z's
-    static constexpr int kVAt = kMixedAt + kMamba3ChunkRows * kMamba3ChunkRows * 2;
-    static constexpr int kZAt = kVAt + 2 * kSteps;
-    static constexpr int kValuesAt = kZAt + 2 * kSteps;
-    static constexpr int kWeightsAt = kValuesAt + 2 * static_cast<int>(sizeof(Mamba3RanksValues));  // (.., column, rank)
-    static constexpr int kTurnerAt = kWeightsAt + kMamba3RankWeights * kMamba3StateRows * 16;
-    static constexpr int kBytes = kTurnerAt + kMamba3Warps * Mamba3StepsShared::kBytes;
-    static_assert(kBytes <= 112 * 1024, "two blocks a multiprocessor");
-};
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// Where eight columns of a step of v or z lie, in elements. A warp's columns lie together.
-__device__ __forceinline__ int place_of_rank_piece(int step, int piece) {
-    return piece * (kMamba3RankSteps * 8) + (step ^ piece) * 8;
-}
 
 template <int kCount>
 __device__ __forceinline__ void clear_sums(float (&values)[kCount][4]) {
@@ -51,10 +18,6 @@ __device__ __forceinline__ void clear_sums(float (&values)[kCount][4]) {
         values[j][0] = values[j][1] = values[j][2] = values[j][3] = 0.0f;
     }
 }
-__device__ __forceinline__ float rank_of(const float4& of, int rank) {
-    return rank == 0 ? of.x : rank == 1 ? of.y : rank == 2 ? of.z : of.w;
-}
-
 // What steps s count in steps t, of all ranks: [half of s][half of t][t]. s is lane / 4 or eight more, t is lane % 4 * 2 or the
 // next one, or eight more.
 __device__ __forceinline__ void find_step_counts(float (&counts)[2][2][2], const Mamba3RanksValues& values, int lane) {
@@ -98,10 +61,10 @@ __device__ __forceinline__ void weigh_ranks(Operand<T> (&x)[4], const float2 (&v
 }
 
 // All of a block's chunks.
-template <typename T>
+template <typename T, bool kBack>
 __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
                                                       const Mamba3Block<false>& block, unsigned char* shared) {
-    using Tiles = Mamba3RanksTiles;
+    using Tiles = Mamba3RanksTiles<kBack>;
     constexpr int kRanks = 4, kStates = kMamba3RankStates;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
     const int row = 16 * warp;
@@ -129,6 +92,9 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
     int left = static_cast<int>(block.range.begin + block.range.seqlen - first);
     T* out = static_cast<T*>(p.out) + block.range.row * p.out_batch_stride + first * p.out_len_stride +
              block.head * p.out_head_stride + block.row0;
+    [[maybe_unused]] Mamba3StepsGateBack<T> gate_back(p, launch, block, first, row);
+    [[maybe_unused]] T* kept =
+        static_cast<T*>(launch.backward.states) + (block.slot * block.tiles + block.tile) * (kMamba3StateRows * kStates);
     for (int i = 0; i < block.chunks; ++i) {
         __syncthreads();  // the chunk's tiles are there
         const int stage = i % 2;
@@ -205,10 +171,24 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
         const float4 of_v[2] = {weights[kMamba3RankV * kMamba3StateRows], weights[kMamba3RankV * kMamba3StateRows + 8]};
         Operand<T> x[kRanks], weighted[kRanks];
         weigh_ranks(x, v, of_v);
-        meet_warpgroup();  // M^T is there
-        wait_for_products<0>();
-        hold(y);
-        hold(H);
+        if constexpr (kBack) {
+            wait_for_products<0>();
+            hold(y);
+            hold(H);
+            meet_warpgroup();  // M^T is there, and all have read q, whose place the state before the chunk takes
+            T* const state_at =
+                reinterpret_cast<T*>(shared + stage * 2 * Tiles::kTile) + Mamba3XTile::at(row + own % 16, own / 16 * 8);
+#pragma unroll
+            for (int k = 0; k < kStates / 16; ++k) {
+                store_matrices(columns_on(state_at, k), H[k].r[0]);
+            }
+            show_to_warpgroup();
+        } else {
+            meet_warpgroup();  // M^T is there
+            wait_for_products<0>();
+            hold(y);
+            hold(H);
+        }
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             const float2 entering = *reinterpret_cast<const float2*>(&now.of[kMamba3Entering][step + 8 * c]);
@@ -245,59 +225,87 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
         }
         commit_products();
         load_matrices_transposed(z_words, v_at + (Tiles::kZAt - Tiles::kVAt));
-        wait_for_products<1>();
-        hold(y);
-        hold(x);
+        if constexpr (kBack) {
+            uint32_t dout_words[4];
+            load_matrices_transposed(dout_words, v_at + (Tiles::kDoutAt - Tiles::kVAt));
+            meet_warpgroup();  // the state before the chunk is there
+            if (threadIdx.x == 0) {
+                store_bulk(kept, q_tile, Tiles::kTile);
+            }
+            kept += block.tiles * (kMamba3StateRows * kStates);
+            wait_for_products<0>();
+            hold(y);
+            hold(x);
+            hold(state);
+            hold(weighted);
+            T* const first_place =
+                reinterpret_cast<T*>(shared + (Tiles::kVAt + stage * Tiles::kSteps)) + warp * (16 * kMamba3RankSteps);
+            T* staged[3] = {first_place, first_place + (Tiles::kZAt - Tiles::kVAt) / 2,
+                            first_place + (Tiles::kDoutAt - Tiles::kVAt) / 2};
+            gate_back.finish(launch.backward, y, v_words, z_words, dout_words, weights, D, staged, left, block.columns - row,
+                             lane);
+            left -= kMamba3RankSteps;
+            if (threadIdx.x == 0) {
+                wait_for_stores_to_read();
+            }
+        } else {
+            wait_for_products<1>();
+            hold(y);
+            hold(x);
 
-        float2 z[4], sums[4];
-        unpack_v();
+            float2 z[4], sums[4];
+            unpack_v();
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            z[n] = unpack2<T>(z_words[n]);
-            sums[n] = make_float2(0.0f, 0.0f);
-        }
+            for (int n = 0; n < 4; ++n) {
+                z[n] = unpack2<T>(z_words[n]);
+                sums[n] = make_float2(0.0f, 0.0f);
+            }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float4 rank_v = weights[kMamba3RankV * kMamba3StateRows + 8 * half];
-            const float4 rank_z = weights[kMamba3RankZ * kMamba3StateRows + 8 * half];
-            const float4 rank_out = weights[kMamba3RankOut * kMamba3StateRows + 8 * half];
+            for (int half = 0; half < 2; ++half) {
+                const float4 rank_v = weights[kMamba3RankV * kMamba3StateRows + 8 * half];
+                const float4 rank_z = weights[kMamba3RankZ * kMamba3StateRows + 8 * half];
+                const float4 rank_out = weights[kMamba3RankOut * kMamba3StateRows + 8 * half];
 #pragma unroll
-            for (int k = 0; k < kRanks; ++k) {
-                const float by_D = D * rank_of(rank_v, k);
+                for (int k = 0; k < kRanks; ++k) {
+                    const float by_D = D * rank_of(rank_v, k);
 #pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const int n = 2 * c + half;
-                    const auto add = [&](float& sum, float row_of_y, float value, float gate) {
-                        const float open = reciprocal_fast(1.0f + exp2_fast(gate * rank_of(rank_z, k)));
-                        sum = fmaf(fmaf(by_D, value, row_of_y) * (gate * rank_of(rank_out, k)), open, sum);
-                    };
-                    add(sums[n].x, y[2 * k + c][2 * half], v[n].x, z[n].x);
-                    add(sums[n].y, y[2 * k + c][2 * half + 1], v[n].y, z[n].y);
+                    for (int c = 0; c < 2; ++c) {
+                        const int n = 2 * c + half;
+                        const auto add = [&](float& sum, float row_of_y, float value, float gate) {
+                            const float open = reciprocal_fast(1.0f + exp2_fast(gate * rank_of(rank_z, k)));
+                            sum = fmaf(fmaf(by_D, value, row_of_y) * (gate * rank_of(rank_out, k)), open, sum);
+                        };
+                        add(sums[n].x, y[2 * k + c][2 * half], v[n].x, z[n].x);
+                        add(sums[n].y, y[2 * k + c][2 * half + 1], v[n].y, z[n].y);
+                    }
                 }
             }
-        }
-        uint32_t words[4];
+            uint32_t words[4];
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            words[n] = pack2<T>(sums[n].x, sums[n].y);
+            for (int n = 0; n < 4; ++n) {
+                words[n] = pack2<T>(sums[n].x, sums[n].y);
+            }
+            // Eight columns of a step a lane.
+            T* const staged =
+                reinterpret_cast<T*>(shared + (Tiles::kVAt + stage * Tiles::kSteps)) + warp * (16 * kMamba3RankSteps);
+            const int last = opaque(lane), out_step = last / 2, out_column = row + last % 2 * 8;
+            store_matrices_transposed(staged + last * 8, words);
+            __syncwarp();
+            if (out_step < left && out_column < block.columns) {
+                T* const to = out + (out_step * static_cast<int>(p.out_len_stride) + out_column);
+                *reinterpret_cast<uint4*>(to) =
+                    *reinterpret_cast<const uint4*>(staged + ((out_step / 8 * 2 + last % 2) * 8 + out_step % 8) * 8);
+            }
+            out += kMamba3RankSteps * p.out_len_stride;
+            left -= kMamba3RankSteps;
+            wait_for_products<0>();
+            hold(state);
+            hold(weighted);
         }
-        // Eight columns of a step a lane.
-        T* const staged = reinterpret_cast<T*>(shared + (Tiles::kVAt + stage * Tiles::kSteps)) + warp * (16 * kMamba3RankSteps);
-        const int last = opaque(lane), out_step = last / 2, out_column = row + last % 2 * 8;
-        store_matrices_transposed(staged + last * 8, words);
-        __syncwarp();
-        if (out_step < left && out_column < block.columns) {
-            T* const to = out + (out_step * static_cast<int>(p.out_len_stride) + out_column);
-            *reinterpret_cast<uint4*>(to) =
-                *reinterpret_cast<const uint4*>(staged + ((out_step / 8 * 2 + last % 2) * 8 + out_step % 8) * 8);
-        }
-        out += kMamba3RankSteps * p.out_len_stride;
-        left -= kMamba3RankSteps;
-        wait_for_products<0>();
-        hold(state);
-        hold(weighted);
     }
-    if (p.final_ssm != nullptr && block.segment == launch.segments - 1) {
+    if constexpr (kBack) {
+        gate_back.store_sums(p, launch, block, reinterpret_cast<float*>(shared + Tiles::kMixedAt), row, warp, lane);
+    } else if (p.final_ssm != nullptr && block.segment == launch.segments - 1) {
         store_pair_state<false>(p.final_ssm + state_index, state, row, block.columns, kStates, lane);
     }
 }

@@ -12,6 +12,7 @@ namespace mamba {
 // exist.
 template <typename T, int kStates, Mamba3Pass kPass>
 struct Mamba3PairTurner {
+    static constexpr bool kCopies = false;  // rows of memory to shared memory, ahead of time
     static constexpr int kRanks = 1;
     static constexpr int kMost = 4;
     template <bool kMore>                                        // angles turn second pieces, too

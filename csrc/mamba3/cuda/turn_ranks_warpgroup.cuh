@@ -14,6 +14,7 @@ namespace mamba {
 // next step is on its way. All biases stay in registers.
 template <typename T, int kStates, bool kTurnsAll, Mamba3Pass kPass>
 struct Mamba3RanksTurner {
+    static constexpr bool kCopies = false;  // rows of memory to shared memory, ahead of time
     static constexpr int kRanks = 4;
     static constexpr int kOwn = kRanks / 2;      // ranks of a lane
     static constexpr int kParts = kStates / 64;  // of the columns

@@ -1,4 +1,4 @@
-// The rows of q and k for forward_ranks_warpgroup.cuh, turned on their way from memory: four ranks, pairs half of dstate apart.
+// The rows of q and k of four ranks and 128 states, whose pairs lie half of dstate apart, turned on their way from memory.
 #pragma once
 
 #include "mamba3/cuda/warpgroup_block.cuh"
@@ -8,11 +8,12 @@ namespace mamba {
 constexpr int kMamba3RankStates = 128;
 constexpr int kMamba3RankSteps = kMamba3ChunkRows / 4;  // of a chunk
 
-// Of a warp in shared memory, bytes: the rows of q and k of two steps; sines and cosines of 32 pairs in four steps; speeds of
-// the next chunk's steps, what the chunk turns before and its steps before the warp's, and dt.
+// Of a warp in shared memory, bytes: the rows of q and k of two steps, or of q of four; sines and cosines of 32 pairs in four
+// steps; speeds of the next chunk's steps, what the chunk turns before and its steps before the warp's, and dt.
+template <int kSides>
 struct Mamba3StepsShared {
-    static constexpr int kSteps = 4, kPairs = 32, kSlots = 2;
-    static constexpr int kRow = kMamba3RankStates * 2, kSlot = 2 * 4 * kRow;
+    static constexpr int kSteps = 4, kPairs = 32, kSlots = kSides == 1 ? 4 : 2;
+    static constexpr int kRow = kMamba3RankStates * 2, kSlot = kSides * 4 * kRow;
     static constexpr int kAnglesAt = kSlots * kSlot;
     static constexpr int kInputsAt = kAnglesAt + kSteps * kPairs * 8, kInputs = kSteps + 2;
     static constexpr int kDtAt = kInputsAt + kInputs * kPairs * 4;
@@ -23,21 +24,25 @@ struct Mamba3StepsShared {
 
 // A warp has four steps of a chunk, one after the other: eight lanes a rank, four neighbouring pairs of each 64 columns of the
 // tile a lane (element_of_pair_column), q's and k's. Angles turn 32 pairs at most: none of the later columns is turned. Rows
-// come to shared memory two steps before they are turned. Before a chunk's rows, each lane finds sine and cosine of one pair in
-// all four steps, for the whole warp. What all lanes share is the same in all of them for the compiler too, which keeps it in
-// registers of the warp: lanes have none left.
-template <typename T>
+// come to shared memory two steps before they are turned, of one side a chunk before. Before a chunk's rows, each lane finds
+// sine and cosine of one pair in all four steps, for the whole warp. What all lanes share is the same in all of them for the
+// compiler too, which keeps it in registers of the warp: lanes have none left.
+template <typename T, Mamba3Pass kPass>
 struct Mamba3StepsTurner {
+    static constexpr bool kFromEnd = kPass == kMamba3After;
+    static constexpr bool kByRanks = mamba3_finds_rows(kPass);  // the order of a tile's rows, else by steps
+    static constexpr int kSides = kByRanks ? 2 : 1;             // else what goes into the state: q, from the end
+    static constexpr bool kCopies = true;                       // rows of memory to shared memory, ahead of time
     static constexpr int kRanks = 4, kStates = kMamba3RankStates;
     static constexpr int kParts = kStates / 64;        // of the columns, the first of which angles turn
     static constexpr int kPartPairs = 32, kPairs = 4;  // of a part, and a lane's of it
     static constexpr int kWarpSteps = 16 / kRanks, kChunkSteps = kMamba3ChunkRows / kRanks;
-    using Shared = Mamba3StepsShared;
-    using Block = Mamba3Block<false>;
+    using Shared = Mamba3StepsShared<kSides>;
+    using Block = Mamba3Block<kFromEnd>;
     const Mamba3WarpgroupLaunch& launch;
 
-    float2 bias[2][kParts][kPairs];  // of q's and k's pairs
-    int place;                       // elements: the lane's in its first row
+    float2 bias[kSides][kParts][kPairs];  // of q's and k's pairs
+    int place;                            // elements: the lane's in its first row
     // Bytes. Odd ranks' pieces of a part of the columns lie where the other part's are, in other banks than those of even
     // ranks.
     int words_place[kParts];  // in a slot, the lane's first words
@@ -64,7 +69,7 @@ struct Mamba3StepsTurner {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-            for (int side = 0; side < 2; ++side) {
+            for (int side = 0; side < kSides; ++side) {
                 const float* const from =
                     (side == 0 ? p.q_bias : p.k_bias) + (block.head * kRanks + rank) * kStates + part * kPartPairs + pair;
 #pragma unroll
@@ -73,7 +78,7 @@ struct Mamba3StepsTurner {
                 }
             }
         }
-        place = opaque(Mamba3XTile::at(rank * kChunkSteps + first_step, 8 * lane));
+        place = opaque(Mamba3XTile::at(kByRanks ? rank * kChunkSteps + first_step : first_step * kRanks + rank, 8 * lane));
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
             words_place[part] = rank * Shared::kRow + (part ^ rank % 2) * kPartPairs * 2 + pair * 2;
@@ -116,8 +121,10 @@ struct Mamba3StepsTurner {
         const char* const from_k = opaque(k + static_cast<int64_t>(step) * launch.k_step + k_lane);
         copy_async<16>(to, from_q, true);
         copy_async<16>(to + 2 * Shared::kRow, from_q + 2 * launch.q_rank, true);
-        copy_async<16>(to + kRanks * Shared::kRow, from_k, true);
-        copy_async<16>(to + (kRanks + 2) * Shared::kRow, from_k + 2 * launch.k_rank, true);
+        if constexpr (kSides == 2) {
+            copy_async<16>(to + kRanks * Shared::kRow, from_k, true);
+            copy_async<16>(to + (kRanks + 2) * Shared::kRow, from_k + 2 * launch.k_rank, true);
+        }
     }
     // Begins to copy what the sines and cosines of the chunk come from that the pointers are at.
     __device__ __forceinline__ void begin_turns() const {
@@ -137,13 +144,14 @@ struct Mamba3StepsTurner {
         }
     }
     __device__ __forceinline__ void next_chunk() {
-        q += static_cast<int64_t>(kChunkSteps) * launch.q_step;
-        k += static_cast<int64_t>(kChunkSteps) * launch.k_step;
-        speeds += static_cast<int64_t>(kChunkSteps) * launch.speeds_step;
-        dts += launch.values_step * 4;
-        turns += launch.turns_step * 4;
-        part_turns += launch.part_turns_step * 4;
-        left -= kChunkSteps;
+        constexpr int kSteps = Block::kDirection * kChunkSteps;
+        q += static_cast<int64_t>(kSteps) * launch.q_step;
+        k += static_cast<int64_t>(kSteps) * launch.k_step;
+        speeds += static_cast<int64_t>(kSteps) * launch.speeds_step;
+        dts += Block::kDirection * launch.values_step * 4;
+        turns += Block::kDirection * launch.turns_step * 4;
+        part_turns += Block::kDirection * launch.part_turns_step * 4;
+        left -= kSteps;
     }
 
     // Where a step's sines and cosines of four pairs lie: two pairs, and 32 floats on the other two.
@@ -204,15 +212,14 @@ struct Mamba3StepsTurner {
         const int angles_place = opaque(static_cast<int>(threadIdx.x) % 8 * 4);
 #pragma unroll
         for (int number = 0; number < kWarpSteps; ++number) {
-            static_assert(Shared::kSlots == 2, "all but one group");
-            wait_for_copies<1>();
+            wait_for_copies<Shared::kSlots - 1>();
             __syncwarp();
             if (number == 0) {
                 find_angles();
             }
-            uint2 words[2][kParts][2];
+            uint2 words[kSides][kParts][2];
 #pragma unroll
-            for (int side = 0; side < 2; ++side) {
+            for (int side = 0; side < kSides; ++side) {
 #pragma unroll
                 for (int part = 0; part < kParts; ++part) {
                     const unsigned char* const from = shared + words_place[part] + number % Shared::kSlots * Shared::kSlot;
@@ -244,9 +251,16 @@ struct Mamba3StepsTurner {
                 begin_rows((number + Shared::kSlots) % kWarpSteps);
             }
             end_copies();
-            T* const to = tile + ((place ^ number * 8) + number * 64);  // a row's number is in its pieces' places
+            // A row's number is in its pieces' places.
+            T* const to = tile + (kByRanks ? (place ^ number * 8) + number * 64
+                                           : (place ^ number % 2 * (kRanks * 8)) + number * (kRanks * 64));
             turn_row(0, words[0], cos_sin, to);
-            turn_row(1, words[1], cos_sin, to + kMamba3ChunkRows * kStates);
+            if constexpr (kSides == 2) {
+                turn_row(1, words[1], cos_sin, to + kMamba3ChunkRows * kStates);
+            }
+        }
+        if constexpr (Shared::kSlots == kWarpSteps) {  // else they have come
+            wait_for_copies<kWarpSteps - 1>();
         }
     }
 };

@@ -13,7 +13,8 @@ namespace mamba {
 // way, and the next four rows of q while it turns k's.
 template <typename T, int kStates, Mamba3Pass kPass>
 struct Mamba3HalvesTurner {
-    static constexpr int kRanks = 0;  // any
+    static constexpr bool kCopies = false;  // rows of memory to shared memory, ahead of time
+    static constexpr int kRanks = 0;        // any
     static constexpr int kTogether = 4;
     static constexpr int kGroups = 16 / kTogether;
     static constexpr bool kFromEnd = kPass == kMamba3After;

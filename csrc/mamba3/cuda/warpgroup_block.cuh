@@ -52,6 +52,7 @@ struct Mamba3WarpgroupLaunch {
     int32_t q_step, k_step, speeds_step;  // bytes to the next step
     int32_t q_rank, k_rank;               // to the next rank
     int32_t turns_part;                   // bytes to the next part of a chunk
+    int32_t steps_at;                     // of kMamba3After: what Mamba3StepsTurner needs, in shared memory; 0 without it
     int64_t values_step, turns_step;      // elements to the next chunk
     int64_t part_turns_step;
 };

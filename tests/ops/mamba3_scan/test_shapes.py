@@ -35,6 +35,8 @@ CASES = (
     Mamba3Case(2, 67, 2, 64, dstate=128, nangles=32, rank=4, states=True),
     Mamba3Case(1, 45, 4, 136, dstate=128, nangles=20, rank=4, groups=2, D=False, states=True),
     Mamba3Case(1, 150, 2, 40, dstate=128, nangles=32, rank=4, cu_seqlens=(0, 16, 16, 17, 150), states=True),
+    Mamba3Case(1, 70, 2, 64, dstate=128, nangles=64, rank=4, states=True),  # backward by rows of ranks
+    Mamba3Case(1, 50, 2, 40, dstate=96, nangles=24, rank=4, states=True),  # the same
     Mamba3Case(1, 600, 1, 64, dstate=128, nangles=32, rank=4, angles_of_heads=True, states=True),
 )
 
