@@ -1,19 +1,126 @@
 // Causal convolution, backward, lanes along channels: for channel-last tensors.
 #pragma once
 
+#include <type_traits>
+
 #include "causal_conv1d/cuda/backward_common.cuh"
 
 namespace mamba {
 
+constexpr int kChannelSteps = kConvMaxWidth;  // steps that a lane takes at a time
+
+// x and dout of a lane's next kChannelSteps steps, on their way in registers while it computes those before.
+template <typename T, int V>
+struct StepsInRegisters {
+    struct Shared {};
+
+    Packed<T, V> next_x[kChannelSteps];
+    Packed<T, V> next_dout[kChannelSteps];
+    const T* x;
+    const T* dout;
+    int64_t x_stride, dout_stride;
+    int left;  // steps to ask for
+
+    __device__ __forceinline__ void begin(Shared&) {
+#pragma unroll
+        for (int i = 0; i < kChannelSteps; ++i) {
+            next_x[i] = packed_zero<T, V>();
+            next_dout[i] = packed_zero<T, V>();
+        }
+        ask();
+    }
+    __device__ __forceinline__ void ask() {
+#pragma unroll
+        for (int i = 0; i < kChannelSteps; ++i) {
+            x = opaque(x);
+            dout = opaque(dout);
+            if (i < left) {
+                next_x[i] = packed_load<T, V>(x);
+                next_dout[i] = packed_load<T, V>(dout);
+            }
+            x += x_stride;
+            dout += dout_stride;
+        }
+        left -= kChannelSteps;
+    }
+    __device__ __forceinline__ void take(Shared&, Packed<T, V>* steps_x, Packed<T, V>* steps_dout) {
+#pragma unroll
+        for (int i = 0; i < kChannelSteps; ++i) {
+            steps_x[i] = next_x[i];
+            steps_dout[i] = next_dout[i];
+        }
+        ask();
+    }
+    __device__ __forceinline__ void end() {}
+};
+
+// The same in shared memory, which takes no registers; and the compiler cannot put off asking for them. A lane reads only what
+// it has copied itself, 8 bytes a step of each, so that lanes do not wait for each other.
+template <typename T, int V>
+struct StepsInShared {
+    struct Shared {
+        uint2 of[2][2][kChannelSteps][kConvThreads];  // those in hand and the next, by turns; of x, then of dout
+    };
+
+    const T* x;
+    const T* dout;
+    int64_t x_stride, dout_stride;
+    int left;  // steps to ask for
+    int turn;  // of what is taken next
+
+    __device__ __forceinline__ void begin(Shared& shared) {
+        turn = 0;
+        ask(shared, 0);
+    }
+    // Behind the last step there are zeros.
+    __device__ __forceinline__ void ask(Shared& shared, int to) {
+#pragma unroll
+        for (int i = 0; i < kChannelSteps; ++i) {
+            x = opaque(x);
+            dout = opaque(dout);
+            copy_async<8>(&shared.of[to][0][i][threadIdx.x], x, i < left);
+            copy_async<8>(&shared.of[to][1][i][threadIdx.x], dout, i < left);
+            x += x_stride;
+            dout += dout_stride;
+        }
+        end_copies();
+        left -= kChannelSteps;
+    }
+    __device__ __forceinline__ void take(Shared& shared, Packed<T, V>* steps_x, Packed<T, V>* steps_dout) {
+        wait_for_copies<0>();
+        ask(shared, turn ^ 1);
+#pragma unroll
+        for (int i = 0; i < kChannelSteps; ++i) {
+            steps_x[i] = packed_load<T, V>(reinterpret_cast<const T*>(&shared.of[turn][0][i][threadIdx.x]));
+            steps_dout[i] = packed_load<T, V>(reinterpret_cast<const T*>(&shared.of[turn][1][i][threadIdx.x]));
+        }
+        turn ^= 1;
+    }
+    // The zeros are there too: the memory may hold something else.
+    __device__ __forceinline__ void end() { wait_for_copies<0>(); }
+};
+
+// A condition that is known when the kernel is compiled.
+template <bool kValue>
+struct Known {
+    static constexpr bool value = kValue;
+};
+
 // A thread takes V neighbouring channels; the block's warps share out a segment's steps and add their sums up at the end.
-// A step's dx needs g of the next kConvHalo steps, so each warp computes g that far beyond its own steps. The next kRing
-// steps are on their way while these are computed. V = 1 takes any strides.
+// A step's dx needs g of the next kConvHalo steps, so each warp computes g that far beyond its own steps. V = 1 takes any
+// strides.
 template <typename T, int V, bool kPlain, bool kPacked>
 __global__ void __launch_bounds__(kConvThreads, 2)
     causal_conv1d_backward_channel(const ConvBackward params, const int segment, const unsigned segments) {
-    constexpr int kRing = kConvMaxWidth;  // steps in hand; the loop below is unrolled by it, so that indices are constants
+    constexpr int kRing = kChannelSteps;  // the loop below is unrolled by it, so that indices are constants
     constexpr int kValues = kConvMaxWidth + 1;
-    __shared__ float partial[kConvWarps][V * kValues][32];
+    constexpr bool kUsual = kPlain && !kPacked;
+    using Steps = std::conditional_t<(V > 1), StepsInShared<T, V>, StepsInRegisters<T, V>>;
+    union Memory {
+        typename Steps::Shared steps;
+        float partial[kConvWarps][V * kValues][32];
+    };
+    __shared__ Memory shared;
     const MambaCausalConv1d& forward = params.forward;
     const ConvOptions row_options = conv_options<kPlain, kPacked>(forward);
     const int lane = threadIdx.x & 31;
@@ -36,7 +143,11 @@ __global__ void __launch_bounds__(kConvThreads, 2)
 #pragma unroll
     for (int v = 0; v < V; ++v) {
         taps[v] = convert_taps<kPlain>(forward, raw_taps[v]);
+        if constexpr (kUsual) {
+            taps[v] = scaled(taps[v]);
+        }
     }
+    const float unit = kUsual ? gradient_unit() : 1.0f;
     unsigned index = slot % segments;  // of the segment
     for (int64_t batch = slot / segments; active && batch < forward.batch;) {
         const int64_t segment_begin = static_cast<int64_t>(index) * segment;
@@ -71,17 +182,13 @@ __global__ void __launch_bounds__(kConvThreads, 2)
         const int64_t available = forward.seqlen - begin;  // steps up to the row's end
         const int end = static_cast<int>(available < count + kConvHalo ? available : count + kConvHalo);
 
-        Packed<T, V> next_x[kRing];
-        Packed<T, V> next_dout[kRing];
-#pragma unroll
-        for (int i = 0; i < kRing; ++i) {
-            next_x[i] = packed_zero<T, V>();
-            next_dout[i] = packed_zero<T, V>();
-            if (i < end) {
-                next_x[i] = packed_load<T, V>(x + i * forward.x_len_stride);
-                next_dout[i] = packed_load<T, V>(dout + i * params.dout_len_stride);
-            }
-        }
+        Steps steps;
+        steps.x = x;
+        steps.dout = dout;
+        steps.x_stride = forward.x_len_stride;
+        steps.dout_stride = params.dout_len_stride;
+        steps.left = end;
+        steps.begin(shared.steps);
         float x_ring[kRing][V];  // step s lies at s % kRing
         float g_ring[kRing][V];
         if (begin >= kConvHalo) {
@@ -110,24 +217,10 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                 g_ring[i][v] = 0.0f;
             }
         }
-        const T* ahead_x = x + kRing * forward.x_len_stride;
-        const T* ahead_dout = dout + kRing * params.dout_len_stride;
         for (int start = 0; start < count + kConvHalo; start += kRing) {
             Packed<T, V> packed_x[kRing];
             Packed<T, V> packed_dout[kRing];
-#pragma unroll
-            for (int i = 0; i < kRing; ++i) {
-                packed_x[i] = next_x[i];
-                packed_dout[i] = next_dout[i];
-                ahead_x = opaque(ahead_x);
-                ahead_dout = opaque(ahead_dout);
-                if (start + kRing + i < end) {
-                    next_x[i] = packed_load<T, V>(ahead_x);
-                    next_dout[i] = packed_load<T, V>(ahead_dout);
-                }
-                ahead_x += forward.x_len_stride;
-                ahead_dout += params.dout_len_stride;
-            }
+            steps.take(shared.steps, packed_x, packed_dout);
             uint32_t lag_mask = 0;
             uint32_t lead_mask = 0;
             if (row_options.masked) {
@@ -135,7 +228,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                 lag_mask = sequence_mask<kRing, false>(seq_idx, begin + start, forward.seqlen);
                 lead_mask = sequence_mask<kRing, true>(seq_idx, begin + start - kConvHalo, forward.seqlen);
             }
-            const auto compute = [&](const auto& options) {
+            const auto compute = [&](const auto& options, auto inner) {  // inner: all steps are this warp's own
 #pragma unroll
                 for (int i = 0; i < kRing; ++i) {
                     const int s = start + i;
@@ -153,9 +246,13 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                         }
                         const uint32_t mask = lag_mask >> (kMaskBits * i);
                         float gradient;
-                        gradients<1>(options, taps[v], inputs, mask, &dout_values[v], &gradient);
-                        g_ring[i][v] = s < end ? gradient : 0.0f;  // beyond the end even NaN counts as nothing
-                        if (s < count) {
+                        if constexpr (kUsual) {
+                            scaled_gradients<1>(taps[v], unit, inputs, &dout_values[v], &gradient);
+                        } else {
+                            gradients<1>(options, taps[v], inputs, mask, &dout_values[v], &gradient);
+                        }
+                        g_ring[i][v] = inner.value || s < end ? gradient : 0.0f;  // beyond the end even NaN counts as nothing
+                        if (inner.value || s < count) {
                             accumulate<1>(options, inputs, mask, &g_ring[i][v], sums[v]);
                         }
 #pragma unroll
@@ -166,14 +263,14 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                     }
                     dx = opaque(dx);
                     const int done = s - kConvHalo;  // the step whose dx is complete
-                    if (done >= 0 && done < count) {
+                    if (inner.value || (done >= 0 && done < count)) {
                         if (!kPlain && params.dfinal_states != nullptr && begin + done + kConvHalo >= forward.seqlen) {
 #pragma unroll
                             for (int v = 0; v < V; ++v) {
                                 dx_values[v] += final_state_gradient<T>(params, this_batch, channel + v, begin + done);
                             }
                         }
-                        if (params.add) {
+                        if (!inner.value && params.add) {
                             float before[V];
                             unpack<T, V>(packed_load<T, V>(dx), before);
                             if (done + kRing < count) {  // from the L2: registers are scarce
@@ -189,23 +286,34 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                     dx += params.dx_len_stride;
                 }
             };
+            if constexpr (kUsual) {
+                if (start > 0 && start + kRing <= count && !params.add) {
+                    compute(PlainOptions(), Known<true>());
+                    continue;
+                }
+            }
             ConvOptions options = row_options;
             options.masked = options.masked && (lag_mask & lead_mask) != kOneSequence<kRing>;
-            if ((kPlain && !kPacked) || (options.width == kConvMaxWidth && options.silu && !options.masked)) {
-                compute(PlainOptions());
+            if (kUsual || (options.width == kConvMaxWidth && options.silu && !options.masked)) {
+                compute(PlainOptions(), Known<false>());
             } else {
-                compute(options);
+                compute(options, Known<false>());
             }
         }
+        steps.end();
     }
 
+    __syncthreads();  // no warp needs what it has copied any more
 #pragma unroll
     for (int v = 0; v < V; ++v) {
+        if constexpr (kUsual) {
+            scale_back(sums[v]);
+        }
 #pragma unroll
         for (int k = 0; k < kConvMaxWidth; ++k) {
-            partial[warp][v * kValues + k][lane] = sums[v].weight[k];
+            shared.partial[warp][v * kValues + k][lane] = sums[v].weight[k];
         }
-        partial[warp][v * kValues + kConvMaxWidth][lane] = sums[v].bias;
+        shared.partial[warp][v * kValues + kConvMaxWidth][lane] = sums[v].bias;
     }
     __syncthreads();
     for (int index = threadIdx.x; index < 32 * V * kValues; index += kConvThreads) {
@@ -215,7 +323,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
         float sum = 0.0f;
 #pragma unroll
         for (int w = 0; w < kConvWarps; ++w) {
-            sum += partial[w][value][index % 32];
+            sum += shared.partial[w][value][index % 32];
         }
         if (target < forward.dim) {
             const int64_t row = static_cast<int64_t>(slot) * forward.dim + target;
