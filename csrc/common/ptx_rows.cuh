@@ -18,6 +18,24 @@ __device__ __forceinline__ void store_shared_8_bytes(uint32_t address, uint2 val
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" : : "r"(address), "r"(value.x), "r"(value.y));
 }
 
+// The same in the other direction.
+__device__ __forceinline__ uint2 load_shared_8_bytes(uint32_t address) {
+    uint2 value;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+    return value;
+}
+
+// As copy_async, of eight or sixteen bytes.
+template <int kBytes>
+__device__ __forceinline__ void copy_async_to(uint32_t to, const void* from) {
+    static_assert(kBytes == 8 || kBytes == 16, "cp.async takes them");
+    if constexpr (kBytes == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(to), "l"(from) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" : : "r"(to), "l"(from) : "memory");
+    }
+}
+
 // As copy_async, of four bytes.
 __device__ __forceinline__ void copy_async_4_bytes(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(shared_address(to)), "l"(from) : "memory");

@@ -112,21 +112,28 @@ template <bool kGated, typename T, bool kOneRank>
 __device__ __forceinline__ void finish_plain_rows(const Mamba3Finisher<T, kOneRank>& finisher, float (&y)[8][4], const T* x,
                                                   int lane) {
     T* const at = finisher.own + Mamba3XTile::at(lane % 16, lane / 16 * 8);
+    Operand<T> inputs[2], gates[2];  // of these columns and of the next ones
+    const auto load = [&](int k) {
+        load_matrices(inputs[k % 2].r[0], columns_on(x, k));
+        if (kGated) {
+            load_matrices(gates[k % 2].r[0], columns_on(at, k));
+        }
+    };
+    load(0);
 #pragma unroll
     for (int k = 0; k < kMamba3StateRows / 16; ++k) {
-        Operand<T> inputs, gates, results;
-        load_matrices(inputs.r[0], columns_on(x, k));
-        if (kGated) {
-            load_matrices(gates.r[0], columns_on(at, k));
+        if (k + 1 < kMamba3StateRows / 16) {
+            load(k + 1);
         }
+        Operand<T> results;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float(&sum)[4] = y[2 * k + i / 2];
-            const float2 input = unpack2<T>(inputs.r[0][i]);
+            const float2 input = unpack2<T>(inputs[k % 2].r[0][i]);
             float first = fmaf(finisher.D, input.x, sum[i % 2 * 2]);
             float second = fmaf(finisher.D, input.y, sum[i % 2 * 2 + 1]);
             if (kGated) {
-                const float2 gate = unpack2<T>(gates.r[0][i]);
+                const float2 gate = unpack2<T>(gates[k % 2].r[0][i]);
                 first *= silu(gate.x);
                 second *= silu(gate.y);
             }

@@ -12,10 +12,12 @@
 
 namespace mamba {
 
-// Registers of a thread of each warpgroup; two blocks a multiprocessor. With fewer for products ptxas waits behind each
-// (C7512).
-constexpr int kMamba3TurnRegisters = 96;
-constexpr int kMamba3MultiplyRegisters = 256 - kMamba3TurnRegisters;
+// Registers of a thread of each warpgroup; two blocks a multiprocessor. Of halves with fewer for products ptxas waits behind
+// each (C7512), of neighbours with more the warpgroup that turns spills.
+template <bool kPairwise>
+constexpr int kMamba3TurnRegisters = kPairwise ? 88 : 96;
+template <bool kPairwise>
+constexpr int kMamba3MultiplyRegisters = 256 - kMamba3TurnRegisters<kPairwise>;
 constexpr int kMamba3WarpgroupThreads = 2 * kMamba3Threads;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -84,6 +86,77 @@ __device__ __forceinline__ void mix_mamba3_rows(Operand<T> (&M)[kMamba3ChunkRows
     }
 }
 
+// The same of one rank, but what the pairs count is found while the tensor cores multiply them. From rows of the tiles of 16
+// before the warp's own, the decay is that to the tile's last row, and from there on.
+struct Mamba3PairCounts {
+    static constexpr int kTiles = kMamba3ChunkRows / 16;
+    const float* near;    // of the lane's first columns: the decay to the tile's last row, times scale
+    float on[kTiles][2];  // from there to the lane's rows
+    // In the warp's own tile: of columns and rows that are both among the first eight or the last, and of the first columns in
+    // the last rows.
+    float2 beside[2], below;
+
+    __device__ __forceinline__ Mamba3PairCounts(const Mamba3ChunkValues& values, const float* own_near, int warp, int lane)
+        : near(own_near + lane % 4 * 2) {
+        const int row = lane / 4, column = lane % 4 * 2, t = 16 * warp + row;
+        const float high[2] = {values.of[kMamba3High][t], values.of[kMamba3High][t + 8]},
+                    low[2] = {values.of[kMamba3Low][t], values.of[kMamba3Low][t + 8]};
+#pragma unroll
+        for (int k = 0; k < kTiles; ++k) {
+            if (k < warp) {
+                const float last_high = values.of[kMamba3High][16 * k + 15], last_low = values.of[kMamba3Low][16 * k + 15];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    on[k][half] = exp2_fast((high[half] - last_high) + (low[half] - last_low));
+                }
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int s = 16 * warp + 8 * half + column;
+            const float2 from_high = *reinterpret_cast<const float2*>(&values.of[kMamba3High][s]);
+            const float2 from_low = *reinterpret_cast<const float2*>(&values.of[kMamba3Low][s]);
+            const float2 scale = *reinterpret_cast<const float2*>(&values.of[kMamba3Scale][s]);
+            const auto count = [&](int to) {
+                return make_float2(exp2_fast((high[to] - from_high.x) + (low[to] - from_low.x)) * scale.x,
+                                   exp2_fast((high[to] - from_high.y) + (low[to] - from_low.y)) * scale.y);
+            };
+            if (half == 0) {
+                below = count(1);
+            }
+            const float gamma = values.of[kMamba3Gamma][t + 8 * half];
+            const float2 earlier = count(half);
+            beside[half].x = column < row ? earlier.x : column == row ? gamma : 0.0f;
+            beside[half].y = column + 1 < row ? earlier.y : column + 1 == row ? gamma : 0.0f;
+        }
+    }
+    template <typename T>
+    __device__ __forceinline__ void mix(Operand<T> (&M)[kTiles], const float (&products)[8][4], int warp) const {
+#pragma unroll
+        for (int k = 0; k < kTiles; ++k) {
+            M[k].r[0][0] = M[k].r[0][1] = M[k].r[0][2] = M[k].r[0][3] = 0u;
+            const auto set = [&](int half, int side, float x, float y) {
+                const float(&own)[4] = products[2 * k + side];
+                set_pair<T>(M[k], 2 * side + half, own[2 * half] * x, own[2 * half + 1] * y);
+            };
+            if (k == warp) {
+                set(0, 0, beside[0].x, beside[0].y);
+                set(1, 0, below.x, below.y);
+                set(1, 1, beside[1].x, beside[1].y);
+            } else if (k < warp) {
+#pragma unroll
+                for (int side = 0; side < 2; ++side) {
+                    const float2 from = *reinterpret_cast<const float2*>(near + 16 * k + 8 * side);
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        set(half, side, from.x * on[k][half], from.y * on[k][half]);
+                    }
+                }
+            }
+        }
+    }
+};
+
 template <typename T, bool kPairwise>
 struct Mamba3GateBackOf {
     using Type = Mamba3GateBack<T>;
@@ -101,7 +174,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
     using Tiles = Mamba3WarpgroupTiles<kStates, kPass>;
     constexpr bool kOneRank = kPairwise;  // what choose_mamba3_warpgroups lets come
     constexpr bool kRows = mamba3_finds_rows(kPass), kKeeps = mamba3_keeps_states(kPass), kFromEnd = kPass == kMamba3After;
-    const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0) & 3;
     const int row = 16 * warp;
     const int dstate = static_cast<int>(p.dstate), ranks = 1 << launch.ranks_log2;
     const bool has_initial = !kFromEnd && block.segment == 0 && p.ssm_state != nullptr;
@@ -127,7 +200,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
     T* const state_tile = tiles + Tiles::kStateAt;
     // Of store_matrices and load_matrices. Found again each time: it would be spilled.
     const auto own_rows = [&] {
-        const int own = opaque(lane);
+        const int own = opaque(lane) & 31;
         return Mamba3XTile::at(row + own % 16, own / 16 * 8);
     };
     [[maybe_unused]] const auto show_state = [&] {
@@ -146,6 +219,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
     [[maybe_unused]] T* kept =
         static_cast<T*>(launch.backward.states) + (block.slot * block.tiles + block.tile) * (kMamba3StateRows * kStates);
     [[maybe_unused]] Mamba3Finisher<T, kOneRank> finisher(p, launch, block, tiles + Tiles::kZAt, warp, lane);
+    [[maybe_unused]] const float* const near = weights + Tiles::weight_rows(1) * kMamba3WeightPitch;
     [[maybe_unused]] const bool plain =
         (kOneRank || p.rank == 1) && p.norm_weight == nullptr && p.mimo_z == nullptr && p.mimo_out == nullptr;
     [[maybe_unused]] const bool four_ranks = p.rank == 4 && p.norm_weight == nullptr && p.z != nullptr && p.mimo_out != nullptr;
@@ -170,12 +244,12 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
         [[maybe_unused]] Operand<T> M[kMamba3ChunkRows / 16];
         Operand<T> weighted[kMamba3ChunkRows / 16];
         const auto weigh_x = [&] {
-            const int own = opaque(lane);
+            const int own = opaque(lane) & 31;
             const T* const from = x_tile + Mamba3XTile::at(own / 16 * 8 + own % 8, row + own / 8 % 2 * 8);
 #pragma unroll
             for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
                 load_matrices_transposed(weighted[k].r[0], from + 16 * k * kMamba3StateRows);
-                weight_a<T>(weighted[k], now.of[kMamba3Adding] + 16 * k, lane);
+                weight_a<T>(weighted[k], now.of[kMamba3Adding] + 16 * k, own);
             }
         };
         if constexpr (kRows) {
@@ -195,12 +269,16 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
             if constexpr (kPass == kMamba3GateBack) {
                 gate_back.begin_copies(launch.backward, finisher, lane);
             }
-            if constexpr (kPairwise) {
-                weigh_x();
+            if constexpr (kOneRank) {
+                const Mamba3PairCounts counts(now, near + i % 2 * kMamba3ChunkRows, warp, opaque(lane) & 31);
+                wait_for_products<0>();
+                hold(products);
+                counts.mix(M, products, warp);
+            } else {
+                wait_for_products<0>();
+                hold(products);
+                mix_mamba3_rows<T>(M, products, now, launch.ranks_log2, warp, lane);
             }
-            wait_for_products<0>();
-            hold(products);
-            mix_mamba3_rows<T>(M, products, now, kOneRank ? 0 : launch.ranks_log2, warp, lane);
             clear(y);
             hold(y);
             fence_products();
@@ -210,12 +288,13 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
                 begin_product<T, 0>(y, q_rows + at, H + at);
             }
             commit_products();
+            if constexpr (kOneRank) {
+                __syncwarp();  // or what follows is begun between the products
+            }
         } else if (kPass == kMamba3Ends) {
             carried *= carry;
         }
-        if constexpr (!kRows || !kPairwise) {  // else before: halves have no registers left for that
-            weigh_x();
-        }
+        weigh_x();
         scale_rows(state, carry, carry);
         if constexpr (kRows) {
             const float above = now.of[kMamba3Entering][row + lane / 4], below = now.of[kMamba3Entering][row + lane / 4 + 8];
@@ -338,10 +417,10 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     let_next_kernel_start();
     __syncthreads();
     if (thread < kMamba3Threads) {
-        take_registers<kMamba3MultiplyRegisters>();
+        take_registers<kMamba3MultiplyRegisters<kPairwise>>();
         multiply_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, weights);
     } else {
-        give_registers<kMamba3TurnRegisters>();
+        give_registers<kMamba3TurnRegisters<kPairwise>>();
         make_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, biases,
                                                         weights + mimo_v_row * kMamba3WeightPitch,
                                                         mamba3_warpgroup_shared + launch.steps_at, thread - kMamba3Threads);

@@ -112,18 +112,19 @@ struct Mamba3XCopies {
     }
 };
 
-// All of a block's chunks, one ahead of the other warpgroup.
+// All of a block's chunks, one ahead of the other warpgroup. behind_weights: see Mamba3WarpgroupTiles.
 template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass, typename Turner>
 __device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
                                                    const Mamba3Block<kPass == kMamba3After>& block, T* tiles,
-                                                   Mamba3ChunkValues* values, const float* mimo_v, Turner& turner, int thread) {
+                                                   Mamba3ChunkValues* values, float* behind_weights, Turner& turner,
+                                                   int thread) {
     using Tiles = Mamba3WarpgroupTiles<kStates, kPass>;
     using Block = Mamba3Block<kPass == kMamba3After>;
     constexpr bool kFromEnd = kPass == kMamba3After;
-    Mamba3XCopies<T, Turner::kRanks, kFromEnd> x(p, launch, block, mimo_v, thread);
-    // A thread copies three values of its row: the first ones, or the others.
+    Mamba3XCopies<T, Turner::kRanks, kFromEnd> x(p, launch, block, behind_weights, thread);
+    // A row's two threads copy three values each: the first ones, and the others. A warp has 16 rows.
     constexpr int kHalf = kMamba3RowValues / 2;
-    const int row = thread % kMamba3ChunkRows, first_value = thread < kMamba3ChunkRows ? 0 : kHalf;
+    const int row = thread / 2, first_value = thread % 2 * kHalf;
     const int pitch = kPairwise ? kMamba3ChunkRows : 1 << launch.steps_log2;
     const float* chunk_values = mamba3_values(launch.chunks, p.nheads, block.slot, block.head, kMamba3High);
     const int own_value = opaque(first_value * pitch + (kPairwise ? row : row >> launch.ranks_log2));
@@ -133,28 +134,30 @@ __device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const M
     for (int i = 0; i < block.chunks; ++i) {
         T* const x_tile = tiles + Tiles::kXAt + i % 2 * kMamba3XTile;
         float* const own = values[i % 2].of[first_value] + row;
-        const auto begin_copies = [&] {
+        turner.turn_chunk(tiles + i % 2 * Tiles::kQK, i + 1 < block.chunks, [&] {
             x.begin(x_tile, kFromEnd ? launch.backward.dy_stride : p.v_len_stride);
             const float* const from = chunk_values + opaque(own_value);
 #pragma unroll
             for (int j = 0; j < kHalf; ++j) {
                 copy_async_4_bytes(own + j * kMamba3ChunkRows, from + j * pitch);
             }
-            chunk_values += Block::kDirection * launch.values_step;
-        };
-        if constexpr (Turner::kCopies) {
-            turner.turn_chunk(tiles + i % 2 * Tiles::kQK, i + 1 < block.chunks, begin_copies);
-        } else {
-            begin_copies();
-            end_copies();
-            turner.turn_chunk(tiles + i % 2 * Tiles::kQK, i + 1 < block.chunks);
+        });
+        chunk_values += Block::kDirection * launch.values_step;
+        if constexpr (!Turner::kAwaitsCopies) {  // else only those of the next chunk's rows are on their way
             wait_for_copies<0>();
         }
-        if (first_value > 0) {
-            static_assert(kMamba3Entering == 4 && kMamba3Leaving == 5, "a thread has them and the scale");
-            const float scale = own[0], entering = own[kMamba3ChunkRows], leaving = own[2 * kMamba3ChunkRows];
-            // A NaN stays there.
-            own[2 * kMamba3ChunkRows] = kFromEnd ? entering : leaving != 0.0f ? leaving * scale : 0.0f;
+        const float first = own[0], second = own[kMamba3ChunkRows], third = own[2 * kMamba3ChunkRows];
+        static_assert(kMamba3High == 0 && kMamba3Low == 1, "one thread has them");
+        static_assert(kMamba3Scale == 3 && kMamba3Entering == 4 && kMamba3Leaving == 5, "the other one has them");
+        if (kPairwise && mamba3_finds_rows(kPass)) {
+            const float scale = __shfl_down_sync(0xffffffffu, first, 1);
+            const float last_high = __shfl_sync(0xffffffffu, first, 30), last_low = __shfl_sync(0xffffffffu, second, 30);
+            if (first_value == 0) {
+                behind_weights[i % 2 * kMamba3ChunkRows + row] = exp2_fast((last_high - first) + (last_low - second)) * scale;
+            }
+        }
+        if (first_value > 0) {  // a NaN stays there
+            own[2 * kMamba3ChunkRows] = kFromEnd ? second : third != 0.0f ? third * first : 0.0f;
         }
         x.finish(x_tile);
         show_to_warpgroup();
@@ -165,10 +168,10 @@ __device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const M
 template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
 __device__ __forceinline__ void make_mamba3_tiles(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
                                                   const Mamba3Block<kPass == kMamba3After>& block, T* tiles,
-                                                  Mamba3ChunkValues* values, const float* biases, const float* mimo_v,
+                                                  Mamba3ChunkValues* values, const float* biases, float* behind_weights,
                                                   unsigned char* steps, int thread) {
     const auto turn_chunks = [&](auto& turner) {
-        turn_mamba3_chunks<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, mimo_v, turner, thread);
+        turn_mamba3_chunks<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, behind_weights, turner, thread);
     };
     if constexpr (kPairwise) {
         Mamba3PairTurner<T, kStates, kPass> turner(p, launch, block, biases, thread);

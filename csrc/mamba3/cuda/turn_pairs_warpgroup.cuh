@@ -7,16 +7,17 @@ namespace mamba {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Half a warp takes a row: a lane has four columns of each 64. Of its eight rows of a chunk four are on their way from memory,
-// or two where angles turn all columns: as soon as two are turned, two others begin. All columns but those of the last 64
-// exist.
+// Half a warp takes a row: a lane has four columns of each 64. Rows are copied into the tiles and turned there: if they were on
+// their way to registers, they would be waited for together with whatever else is, since waiting knows few kinds of loads.
+// While they come, sines are found. The eight rows of a chunk are groups of four, or of two where angles turn all columns. All
+// columns but those of the last 64 exist.
 template <typename T, int kStates, Mamba3Pass kPass>
 struct Mamba3PairTurner {
-    static constexpr bool kCopies = false;  // rows of memory to shared memory, ahead of time
+    static constexpr bool kAwaitsCopies = false;  // see turn_mamba3_chunks
     static constexpr int kRanks = 1;
     static constexpr int kMost = 4;
     template <bool kMore>                                        // angles turn second pieces, too
-    static constexpr int kTogether = kMore ? kMost / 2 : kMost;  // rows of a group, which are on their way
+    static constexpr int kTogether = kMore ? kMost / 2 : kMost;  // rows of a group
     static constexpr int kPieces = kStates / 64;
     static constexpr bool kFromEnd = kPass == kMamba3After;
     static constexpr bool kBothSides = mamba3_finds_rows(kPass);  // else what goes into the state: k, or q from the end
@@ -27,13 +28,9 @@ struct Mamba3PairTurner {
     using Block = Mamba3Block<kFromEnd>;
     const Mamba3WarpgroupLaunch& launch;
 
-    // One of q and k.
-    struct Side {
-        uint2 words[kMost][kPieces];  // of rows that are on their way
-        const char* rows;             // of the first chunk's first step
-    };
-    Side first, second;            // q if both are there; k, or q from the end
-    float2 speed[kMost][kPieces];  // of rows that are on their way; 0 where no angle turns the pair
+    // The lane's eight columns of the first chunk's first step.
+    const char *first, *second;    // q and k if both are there; k, or q from the end
+    float2 speed[kMost][kPieces];  // of a group's rows; 0 where no angle turns the pair
     float dt[kMost];
     float2 turned_by[kPieces];
     // The turns before the chunk, and of the chunk before its part, which is half a warp's.
@@ -44,6 +41,7 @@ struct Mamba3PairTurner {
     int lane_bytes;   // to the lane's first columns of q and k, its first angles of speeds and turns
     int part_bytes;   // to the same of part_turns
     int place;        // of the lane's first row in a tile, in bytes
+    int copy_place;   // the same of its eight columns
     int number;       // of the block's chunk
     int first_row;    // of the lane's eight
     int last_step;    // counted from the first chunk's first
@@ -51,18 +49,11 @@ struct Mamba3PairTurner {
     int turns_last;   // and its angles of the last piece that has any
     bool turns_more;  // whether angles turn second pieces
 
-    __device__ __forceinline__ void set_side(Side& side, const MambaMamba3& p, const Block& block, const void* data,
-                                             int64_t batch_stride, int64_t len_stride, int64_t group_stride,
-                                             int64_t first_step) const {
-        const int64_t at = block.range.row * batch_stride + first_step * len_stride + block.group * group_stride;
-        side.rows = static_cast<const char*>(data) + at * static_cast<int64_t>(sizeof(T));
-#pragma unroll
-        for (int i = 0; i < kMost; ++i) {
-#pragma unroll
-            for (int e = 0; e < kPieces; ++e) {
-                side.words[i][e] = make_uint2(0u, 0u);
-            }
-        }
+    static __device__ __forceinline__ const char* eight_columns(const Block& block, const void* data, int64_t batch_stride,
+                                                                int64_t len_stride, int64_t group_stride, int64_t first_step,
+                                                                int lane) {
+        const int64_t at = block.range.row * batch_stride + first_step * len_stride + block.group * group_stride + 8 * lane;
+        return static_cast<const char*>(data) + at * static_cast<int64_t>(sizeof(T));
     }
 
     __device__ __forceinline__ Mamba3PairTurner(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launched, const Block& block,
@@ -83,18 +74,14 @@ struct Mamba3PairTurner {
             }
         }
         const int64_t first_step = block.first_step(chunks);
-        const auto set_q = [&](Side& side) {
-            set_side(side, p, block, p.q, p.q_batch_stride, p.q_len_stride, p.q_group_stride, first_step);
+        const auto words_of_q = [&] {
+            return eight_columns(block, p.q, p.q_batch_stride, p.q_len_stride, p.q_group_stride, first_step, lane);
         };
-        if (kBothSides) {
-            set_q(first);
-        }
-        if (kFromEnd) {
-            set_q(second);
-        } else {
-            set_side(second, p, block, p.k, p.k_batch_stride, p.k_len_stride, p.k_group_stride, first_step);
-        }
+        first = kBothSides ? words_of_q() : nullptr;
+        second = kFromEnd ? words_of_q()
+                          : eight_columns(block, p.k, p.k_batch_stride, p.k_len_stride, p.k_group_stride, first_step, lane);
         place = opaque((row0 * 64 + Mamba3XTile::at(0, column)) * static_cast<int>(sizeof(T)));
+        copy_place = opaque((row0 * 64 + Mamba3XTile::at(0, 8 * lane)) * static_cast<int>(sizeof(T)));
         number = 0;
         speeds = reinterpret_cast<const char*>(chunks.speeds + mamba3_speeds_index(p, block.range.row, first_step, block.head));
         dts = reinterpret_cast<const char*>(mamba3_values(chunks, p.nheads, block.slot, block.head, kMamba3Dt));
@@ -114,30 +101,54 @@ struct Mamba3PairTurner {
     }
     __device__ __forceinline__ int second_step() const { return kFromEnd ? launch.q_step : launch.k_step; }
 
-    __device__ __forceinline__ void begin_words(Side& side, int i, const char* at) const {
+    // A step that does not exist counts nothing: it gets the last one's rows.
+    __device__ __forceinline__ int step_of(int row) const {
+        const int own = first_row + row;
+        return own < last_step ? own : last_step;
+    }
+    // Begins to copy the first or last four of a chunk's rows, q's and k's, into the tiles. kVectors: eight columns a lane,
+    // which pass the L1 by; `to` is of the lane's in its first row. Else the columns that it turns.
+    template <bool kVectors>
+    __device__ __forceinline__ void begin_rows(int chunk, int half, uint32_t to) const {
+        const auto begin_row = [&](const char* from, uint32_t at) {
+            if constexpr (kVectors) {
+                copy_async_to<16>(at, from);
+            } else {
 #pragma unroll
-        for (int e = 0; e < kPieces; ++e) {
-            if (exists(e)) {
-                side.words[i][e] = *reinterpret_cast<const uint2*>(at + e * 64 * static_cast<int>(sizeof(T)));
+                for (int e = 0; e < kPieces; ++e) {
+                    if (exists(e)) {
+                        copy_async_to<8>(at + e * kPieceBytes, from - lane_bytes + e * 64 * static_cast<int>(sizeof(T)));
+                    }
+                }
             }
+        };
+#pragma unroll
+        for (int i = 4 * half; i < 4 * half + 4; ++i) {
+            const int step = step_of(chunk * kMamba3ChunkRows + i);
+            const uint32_t at = to ^ i * kRowBytes;
+            if (kBothSides) {
+                begin_row(row_at(opaque(first), step, launch.q_step), at);
+            }
+            begin_row(row_at(opaque(second), step, second_step()), at + Tiles::kQ * sizeof(T));
         }
     }
-    // Begins to load row `i` of the group whose first one is `row`. A step that does not exist counts nothing: it gets the last
-    // one's.
+    // All of them, in two groups of copies, the second of which is left open.
+    template <bool kVectors>
+    __device__ __forceinline__ void begin_all_rows(int chunk, uint32_t to) const {
+        begin_rows<kVectors>(chunk, 0, to);
+        end_copies();
+        begin_rows<kVectors>(chunk, 1, to);
+    }
+    // Begins to load how fast row `i` of the group whose first one is `row` turns.
     template <bool kMore>
-    __device__ __forceinline__ void begin_row(int row, int i) {
-        const int own = first_row + (row + i), step = own < last_step ? own : last_step;
-        const char* const at = row_at(speeds, step, launch.speeds_step) + opaque(lane_bytes);
+    __device__ __forceinline__ void begin_speeds(int row, int i) {
+        const char* const at = row_at(speeds, step_of(row + i), launch.speeds_step) + opaque(lane_bytes);
 #pragma unroll
         for (int e = 0; e < kPieces; ++e) {
             if (turns_piece<kMore>(e)) {
                 speed[i][e] = *reinterpret_cast<const float2*>(at + 128 * e);
             }
         }
-        if (kBothSides) {
-            begin_words(first, i, row_at(first.rows, step, launch.q_step) + opaque(lane_bytes));
-        }
-        begin_words(second, i, row_at(second.rows, step, second_step()) + opaque(lane_bytes));
     }
     // What a group's rows share.
     template <bool kMore>
@@ -178,26 +189,33 @@ struct Mamba3PairTurner {
         const float2 pair = unpack2<T>(word);
         return pack2<T>(pair.x + bias_x, pair.y + bias_y);
     }
-    // Two rows from the i-th on, to the tile at `to`. kMore: the second piece is turned too.
+    // Turns two rows of q or k, where they lie. kMore: the second piece is turned too.
     template <bool kMore>
-    __device__ __forceinline__ void turn_side(const Side& side, int i, const float* side_biases,
-                                              const float2 (&cos_sin)[2][kPieces][2], const uint32_t (&to)[2],
-                                              uint32_t on) const {
+    __device__ __forceinline__ void turn_side(const float* side_biases, const float2 (&cos_sin)[2][kPieces][2],
+                                              const uint32_t (&at)[2], uint32_t on) const {
+        uint2 words[2][kPieces];
+#pragma unroll
+        for (int e = 0; e < kPieces; ++e) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                words[j][e] = load_shared_8_bytes(at[j] + (on + e * kPieceBytes));
+            }
+        }
 #pragma unroll
         for (int e = 0; e < kPieces; ++e) {
             const float4 bias = *reinterpret_cast<const float4*>(side_biases + 64 * e);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                uint2 words = side.words[i + j][e];
+                uint2 own = words[j][e];
                 if (e == 0 || kMore) {
-                    words.x = turn_word(words.x, bias.x, bias.y, cos_sin[j][e][0]);
-                    words.y = turn_word(words.y, bias.z, bias.w, cos_sin[j][e][1]);
+                    own.x = turn_word(own.x, bias.x, bias.y, cos_sin[j][e][0]);
+                    own.y = turn_word(own.y, bias.z, bias.w, cos_sin[j][e][1]);
                 } else {
-                    words.x = add_to_word(words.x, bias.x, bias.y);
-                    words.y = add_to_word(words.y, bias.z, bias.w);
+                    own.x = add_to_word(own.x, bias.x, bias.y);
+                    own.y = add_to_word(own.y, bias.z, bias.w);
                 }
                 if (exists(e)) {
-                    store_shared_8_bytes(to[j] + (on + e * kPieceBytes), words);
+                    store_shared_8_bytes(at[j] + (on + e * kPieceBytes), own);
                 }
             }
         }
@@ -207,44 +225,49 @@ struct Mamba3PairTurner {
         turned_by = sum - rintf(sum);
         return make_float2(cos_fast(turned_by * 6.2831853f), sin_fast(turned_by * 6.2831853f));
     }
-    // Turns a group's rows into the tiles of q and k, at `tile` for the lane's first one, and begins to load those of the next
-    // group, in next_chunk.
+    // Turns a group's rows in the tiles of q and k, at `tile` for the lane's first one, and begins to load the speeds of the
+    // next group's, in next_chunk.
     template <bool kMore>
     __device__ __forceinline__ void turn(int group, uint32_t tile, int next, int next_chunk) {
+        constexpr int kOwn = kTogether<kMore>;
         if (group == 0) {
 #pragma unroll
             for (int e = 0; e < (kMore ? kPieces : 1); ++e) {
                 turned_by[e] = make_float2(turns_of_count(before[e].x + part[e].x), turns_of_count(before[e].y + part[e].y));
             }
         }
-        float own_dt[kMost];
+        float2 cos_sin[kOwn / 2][2][kPieces][2];
 #pragma unroll
-        for (int i = 0; i < kTogether<kMore>; ++i) {
-            own_dt[i] = dt[i];
+        for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+            for (int e = 0; e < (kMore ? kPieces : 1); ++e) {
+                cos_sin[i / 2][i % 2][e][0] = turn_on(turned_by[e].x, speed[i][e].x, dt[i]);
+                cos_sin[i / 2][i % 2][e][1] = turn_on(turned_by[e].y, speed[i][e].y, dt[i]);
+            }
         }
+        __syncwarp();  // what is asked for from here on is not waited for before the next group
         begin_group<kMore>(next_chunk, next);
 #pragma unroll
-        for (int i = 0; i < kTogether<kMore>; i += 2) {
-            float2 cos_sin[2][kPieces][2];
-            uint32_t to[2];
+        for (int i = 0; i < kOwn; ++i) {
+            begin_speeds<kMore>(next_chunk * kMamba3ChunkRows + next * kOwn, i);
+        }
+        if (group == 0) {
+            wait_for_copies<1>();
+        } else if (kOwn * group == kMost) {
+            wait_for_copies<0>();
+        }
+        __syncwarp();  // other lanes have copied, too
+#pragma unroll
+        for (int i = 0; i < kOwn; i += 2) {
+            uint32_t at[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-#pragma unroll
-                for (int e = 0; e < (kMore ? kPieces : 1); ++e) {
-                    cos_sin[j][e][0] = turn_on(turned_by[e].x, speed[i + j][e].x, own_dt[i + j]);
-                    cos_sin[j][e][1] = turn_on(turned_by[e].y, speed[i + j][e].y, own_dt[i + j]);
-                }
-                to[j] = tile ^ kTogether<kMore> * group * kRowBytes ^ (i + j) * kRowBytes;
+                at[j] = tile ^ kOwn * group * kRowBytes ^ (i + j) * kRowBytes;
             }
             if (kBothSides) {
-                turn_side<kMore>(first, i, biases, cos_sin, to, 0);
+                turn_side<kMore>(biases, cos_sin[i / 2], at, 0);
             }
-            turn_side<kMore>(second, i, biases + kStates, cos_sin, to, Tiles::kQ * sizeof(T));
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                begin_row<kMore>(next_chunk * kMamba3ChunkRows + next * kTogether<kMore>, i + j);
-            }
-            __syncwarp();  // or the compiler begins the loads of all rows behind the last one
+            turn_side<kMore>(biases + kStates, cos_sin[i / 2], at, Tiles::kQ * sizeof(T));
         }
     }
 
@@ -261,23 +284,33 @@ struct Mamba3PairTurner {
         begin_group<kMore>(0, 0);
 #pragma unroll
         for (int i = 0; i < kTogether<kMore>; ++i) {
-            begin_row<kMore>(0, i);
+            begin_speeds<kMore>(0, i);
         }
     }
-    // A chunk, whose tiles begin at `tile`. more: whether there is another one, else this one is loaded again.
-    __device__ __forceinline__ void turn_chunk(T* tile, bool more) {
-        if (kPieces > 1 && turns_more) {
-            turn_groups<true>(tile, more);
+    // A chunk, whose tiles begin at `tile`. more: whether there is another one, else this one's are loaded again. begin_others:
+    // begins copies that will have come at the end.
+    template <typename Others>
+    __device__ __forceinline__ void turn_chunk(T* tile, bool more, const Others& begin_others) {
+        const uint32_t tiles = shared_address(tile), to = tiles + place;
+        const int chunk = Block::kDirection * number;
+        if (kPieces > 1 && launch.vectors != 0) {
+            begin_all_rows<true>(chunk, tiles + copy_place);
         } else {
-            turn_groups<false>(tile, more);
+            begin_all_rows<false>(chunk, to);
+        }
+        begin_others();
+        end_copies();
+        if (kPieces > 1 && turns_more) {
+            turn_groups<true>(to, more);
+        } else {
+            turn_groups<false>(to, more);
         }
         ++number;
     }
     template <bool kMore>
-    __device__ __forceinline__ void turn_groups(T* tile, bool more) {
+    __device__ __forceinline__ void turn_groups(uint32_t to, bool more) {
         constexpr int kGroups = 8 / kTogether<kMore>;
-        const uint32_t to = shared_address(tile) + place;
-#pragma unroll 1
+#pragma unroll 1  // or sines are found behind the wait for rows
         for (int group = 0; group < kGroups; ++group) {
             const int next = (group + 1) % kGroups;
             turn<kMore>(group, to, next, Block::kDirection * (next == 0 && more ? number + 1 : number));

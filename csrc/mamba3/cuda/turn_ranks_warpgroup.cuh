@@ -14,7 +14,7 @@ namespace mamba {
 // next step is on its way. All biases stay in registers.
 template <typename T, int kStates, bool kTurnsAll, Mamba3Pass kPass>
 struct Mamba3RanksTurner {
-    static constexpr bool kCopies = false;  // rows of memory to shared memory, ahead of time
+    static constexpr bool kAwaitsCopies = false;  // see turn_mamba3_chunks
     static constexpr int kRanks = 4;
     static constexpr int kOwn = kRanks / 2;      // ranks of a lane
     static constexpr int kParts = kStates / 64;  // of the columns
@@ -241,8 +241,12 @@ struct Mamba3RanksTurner {
             begin_words(second, rows_of(second, step), i);
         }
     }
-    // A chunk, whose tiles begin at `tile`. more: whether there is another one.
-    __device__ __forceinline__ void turn_chunk(T* tile, bool more) {
+    // A chunk, whose tiles begin at `tile`. more: whether there is another one. begin_others: begins copies that will have come
+    // at the end.
+    template <typename Others>
+    __device__ __forceinline__ void turn_chunk(T* tile, bool more, const Others& begin_others) {
+        begin_others();
+        end_copies();
 #pragma unroll 1
         for (int number = 0; number < kWarpSteps; ++number) {
             turn(number, tile, number + 1 < kWarpSteps || more);

@@ -32,7 +32,7 @@ struct Mamba3StepsTurner {
     static constexpr bool kFromEnd = kPass == kMamba3After;
     static constexpr bool kByRanks = mamba3_finds_rows(kPass);  // the order of a tile's rows, else by steps
     static constexpr int kSides = kByRanks ? 2 : 1;             // else what goes into the state: q, from the end
-    static constexpr bool kCopies = true;                       // rows of memory to shared memory, ahead of time
+    static constexpr bool kAwaitsCopies = true;                 // see turn_mamba3_chunks
     static constexpr int kRanks = 4, kStates = kMamba3RankStates;
     static constexpr int kParts = kStates / 64;        // of the columns, the first of which angles turn
     static constexpr int kPartPairs = 32, kPairs = 4;  // of a part, and a lane's of it

@@ -13,8 +13,8 @@ namespace mamba {
 // way, and the next four rows of q while it turns k's.
 template <typename T, int kStates, Mamba3Pass kPass>
 struct Mamba3HalvesTurner {
-    static constexpr bool kCopies = false;  // rows of memory to shared memory, ahead of time
-    static constexpr int kRanks = 0;        // any
+    static constexpr bool kAwaitsCopies = false;  // see turn_mamba3_chunks
+    static constexpr int kRanks = 0;              // any
     static constexpr int kTogether = 4;
     static constexpr int kGroups = 16 / kTogether;
     static constexpr bool kFromEnd = kPass == kMamba3After;
@@ -277,8 +277,12 @@ struct Mamba3HalvesTurner {
             begin(0);
         }
     }
-    // A chunk, whose tiles begin at `tile`. more: whether there is another one.
-    __device__ __forceinline__ void turn_chunk(T* tile, bool more) {
+    // A chunk, whose tiles begin at `tile`. more: whether there is another one. begin_others: begins copies that will have come
+    // at the end.
+    template <typename Others>
+    __device__ __forceinline__ void turn_chunk(T* tile, bool more, const Others& begin_others) {
+        begin_others();
+        end_copies();
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
             turn(group, tile, group + 1 < kGroups || more);

@@ -49,6 +49,7 @@ struct Mamba3WarpgroupLaunch {
     int32_t ranks_log2, steps_log2;       // rows of a step in a tile, steps of a chunk
     int32_t part_log2;                    // steps of a part of a chunk
     int32_t ranks;                        // that exist
+    int32_t vectors;                      // whether rows of q and k are 128 columns in vectors of 16 bytes
     int32_t q_step, k_step, speeds_step;  // bytes to the next step
     int32_t q_rank, k_rank;               // to the next rank
     int32_t turns_part;                   // bytes to the next part of a chunk
@@ -70,6 +71,8 @@ inline Mamba3WarpgroupLaunch mamba3_warpgroup_launch(const MambaMamba3& p, const
     launch.steps_log2 = 6 - launch.ranks_log2;
     launch.part_log2 = ceil_log2(chunks.part, 0, 6);
     launch.ranks = static_cast<int32_t>(p.rank);
+    launch.vectors = p.dstate == 128 && rows_aligned(p.q, size, 16, p.q_batch_stride, p.q_len_stride, p.q_group_stride) &&
+                     rows_aligned(p.k, size, 16, p.k_batch_stride, p.k_len_stride, p.k_group_stride);
     launch.q_step = bytes(p.q_len_stride, size);
     launch.k_step = bytes(p.k_len_stride, size);
     launch.q_rank = bytes(used_stride(p.rank, p.q_rank_stride), size);
@@ -119,11 +122,12 @@ struct Mamba3WarpgroupTiles {
     static constexpr int kValuesAt = kElements * 2;                                                // bytes
     static constexpr int kBiasesAt = kValuesAt + 2 * static_cast<int>(sizeof(Mamba3ChunkValues));  // q's and k's, of pairs
     static constexpr int kWeightsAt = kBiasesAt + 2 * kStates * 4;
-    // There: with rows the norm's weight, mimo_z and mimo_out of each rank; of four ranks then mimo_v.
+    // There: with rows the norm's weight, mimo_z and mimo_out of each rank. Behind them of four ranks mimo_v; of one rank with
+    // rows, for each row of two chunks, what it counts in the last row of its 16 (Mamba3PairCounts).
     static MAMBA_HOST_DEVICE constexpr int weight_rows(int ranks) { return kRows ? 1 + 2 * ranks : 0; }
     static int64_t bytes(int ranks) {
         const int rows = weight_rows(ranks) + (ranks == kMamba3RanksInShared ? ranks : 0);
-        return kWeightsAt + rows * kMamba3WeightPitch * 4;
+        return kWeightsAt + (rows * kMamba3WeightPitch + (kRows && ranks == 1 ? 2 * kMamba3ChunkRows : 0)) * 4;
     }
 };
 

@@ -11,6 +11,13 @@ inline const char* row_at(const char* rows, int index, int stride) {
 inline void store_shared_8_bytes(uint32_t address, uint2 value) {
     *static_cast<uint2*>(emulator::at_shared_address(address)) = value;
 }
+inline uint2 load_shared_8_bytes(uint32_t address) {
+    return *static_cast<const uint2*>(emulator::at_shared_address(address));
+}
+template <int kBytes>
+inline void copy_async_to(uint32_t to, const void* from) {
+    emulator::begin_copy(emulator::at_shared_address(to), from, kBytes, true);
+}
 inline void copy_async_4_bytes(void* to, const void* from) {
     emulator::begin_copy(to, from, 4, true);
 }
