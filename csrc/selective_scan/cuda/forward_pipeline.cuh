@@ -38,6 +38,9 @@ struct PipelineLayout {
     static constexpr int kIdleWarps = kScanWarps == 3 ? 3 : 0;
     static constexpr int kFirstIdle = 8;
     static constexpr int kWarps = kScanWarps + kElementWarps + kIdleWarps;
+    // Which of the other warps prepare a tile before they finish one: of three scanning warps' those that share a scheduler
+    // with one of them, else every other one.
+    static __device__ __forceinline__ bool prepares_first(int warp) { return kScanWarps == 3 ? warp % 4 != 3 : warp % 2 == 1; }
     static constexpr int kThreads = 32 * kWarps;
     // Pieces of B and of C of a tile, four steps of a state each, and how many of them a thread has.
     static constexpr int kPieces = kSlice * kRowThreads;
@@ -73,11 +76,12 @@ struct PipelineShared {
     static constexpr int kAhead = pipeline_ahead(sizeof(T));  // tiles that are prepared when one is scanned
     static constexpr int kStages = kAhead + 3;                // on their way, or with u and z still wanted
     PipelineStage<T, Layout> stages[kStages];
-    PipelineTile<T, Layout> tiles[kAhead + 1];
+    static constexpr int kTiles = kAhead + 1;
+    PipelineTile<T, Layout> tiles[kTiles];
     float y[2][Layout::kChannels * Layout::kLanes * Layout::kRow];  // the lanes' parts of it
 
     __device__ __forceinline__ PipelineStage<T, Layout>& stage(int tile) { return stages[tile % kStages]; }
-    __device__ __forceinline__ PipelineTile<T, Layout>& prepared(int tile) { return tiles[tile % (kAhead + 1)]; }
+    __device__ __forceinline__ PipelineTile<T, Layout>& prepared(int tile) { return tiles[tile % kTiles]; }
 };
 
 // The scanning warps: a lane's states through a tile, kQuads times four steps after another. While the states take some, what
@@ -99,16 +103,26 @@ struct PipelineScan {
     Factors next[kQuads];   // of the steps to come
     Inputs inputs[kQuads];  // of those behind
 
-    // at: the channel's, or the lane's first state's, first step in the tile.
-    __device__ __forceinline__ void read(const PipelineTile<T, Layout>& tile, int row_at, int state_at) {
+    // Where a prepared tile begins for a lane: the dt of its channel, and B of its first state.
+    struct Place {
+        const float* dt;
+        const float* B;
+
+        __device__ __forceinline__ Place(const PipelineTile<T, Layout>& tile, int row, int k)
+            : dt(tile.dt + row * Layout::kRow), B(tile.BC.words + k * Layout::kRow) {}
+        __device__ __forceinline__ Place(const Place& from, int floats) : dt(from.dt + floats), B(from.B + floats) {}
+    };
+
+    __device__ __forceinline__ void read(const Place& at, int step) {
+        constexpr int kX = Layout::kChannels * Layout::kRow;  // from dt to x
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
-            inputs[q].dt = read4(tile.dt + row_at + 4 * q);
-            inputs[q].x = read4(tile.x + row_at + 4 * q);
+            inputs[q].dt = read4(at.dt + step + 4 * q);
+            inputs[q].x = read4(at.dt + kX + step + 4 * q);
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
-                tile.BC.read(tile.BC.words + state_at + s * Layout::kLanes * Layout::kRow + 4 * q, inputs[q].B[s],
-                             inputs[q].C[s]);
+                MatrixTile<T, Layout>::read(at.B + s * Layout::kLanes * Layout::kRow + step + 4 * q, inputs[q].B[s],
+                                            inputs[q].C[s]);
             }
         }
     }
@@ -128,18 +142,17 @@ struct PipelineScan {
         }
     }
 
-    // Before the first step of a tile. row: of the channel; k: the lane's first state.
-    __device__ __forceinline__ void begin(const PipelineTile<T, Layout>& tile, int row, int k) {
-        read(tile, row * Layout::kRow, k * Layout::kRow);
+    // Before the first step of a tile.
+    __device__ __forceinline__ void begin(const Place& at) {
+        read(at, 0);
         prepare();
-        read(tile, row * Layout::kRow + kTogether, k * Layout::kRow + kTogether);
+        read(at, kTogether);
     }
 
     // y_row: for the lane's parts of y.
-    __device__ __forceinline__ void walk(const PipelineTile<T, Layout>& tile, const PipelineTile<T, Layout>& next_tile,
-                                         float* y_row, int row, int k) {
+    __device__ __forceinline__ void walk(const Place& tile, const Place& next_tile, float* y_row) {
         if (!kReadsOn) {
-            begin(tile, row, k);
+            begin(tile);
         }
         constexpr int kRounds = Layout::kTile / kTogether;
 #pragma unroll
@@ -155,10 +168,9 @@ struct PipelineScan {
             }
             const int ahead = step + 2 * kTogether;  // read before the stores, which the reads would not pass
             if (ahead < Layout::kTile) {
-                read(tile, row * Layout::kRow + ahead, k * Layout::kRow + ahead);
+                read(tile, ahead);
             } else if (kReadsOn) {
-                const int behind = ahead - Layout::kTile;
-                read(next_tile, row * Layout::kRow + behind, k * Layout::kRow + behind);
+                read(next_tile, ahead - Layout::kTile);
             }
             float y[kTogether];
 #pragma unroll
@@ -195,24 +207,36 @@ __device__ __forceinline__ void scan_tiles(const MambaSelectiveScan& p, const Sc
         scan.A[s] = exists[s] ? decay_exponent(p.A[channel * p.dstate + k + s * Layout::kLanes]) : 0.0f;
         scan.h[s] = exists[s] && p.initial_state != nullptr ? p.initial_state[state + s * Layout::kLanes] : 0.0f;
     }
-    const int64_t checkpoint_row = p.dim * p.dstate;
     float* checkpoint = nullptr;
     if (p.checkpoints != nullptr) {
         const int64_t count = (p.seqlen - 1) / MAMBA_SCAN_CHECKPOINT;
-        checkpoint = p.checkpoints + block.batch * count * checkpoint_row + channel * p.dstate + k;
+        checkpoint = p.checkpoints + block.batch * count * p.dim * p.dstate + channel * p.dstate + k;
     }
+    const int64_t checkpoint_row = checkpoint != nullptr ? p.dim * p.dstate : 0;
+    // Between two tiles a scanning warp has nothing to do while it waits for a result or a branch. So places in shared memory
+    // walk, and the checkpoint's condition is so short that it takes no branch.
+    using Shared = PipelineShared<T, Layout>;
+    using Place = typename PipelineScan<T, Layout>::Place;
+    constexpr int kTileFloats = sizeof(PipelineTile<T, Layout>) / sizeof(float);
+    const Place first(shared.tiles[0], row, k);
+    int at = 0;  // the tile, in floats behind the first one
+    float* y_row = shared.y[0] + y_at;
+    int to_other_y = Layout::kChannels * Layout::kLanes * Layout::kRow;
     __syncthreads();  // the first tiles are prepared
     if (scan.kReadsOn) {
-        scan.begin(shared.prepared(0), row, k);
+        scan.begin(first);
     }
     for (int tile = 0; tile < tiles; ++tile) {
-        float* const y_row = shared.y[tile % 2] + y_at;
-        scan.walk(shared.prepared(tile), shared.prepared(tile + 1), y_row, row, k);
-        const int64_t next_step = static_cast<int64_t>(tile + 1) * Layout::kTile;
-        if (checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0 && next_step < p.seqlen) {
+        const int next = at == (Shared::kTiles - 1) * kTileFloats ? 0 : at + kTileFloats;
+        scan.walk(Place(first, at), Place(first, next), y_row);
+        at = next;
+        y_row += to_other_y;
+        to_other_y = -to_other_y;
+        if ((tile + 1) % (MAMBA_SCAN_CHECKPOINT / Layout::kTile) == 0) {
+            const bool wanted = checkpoint != nullptr && tile + 1 < tiles;
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
-                if (exists[s]) {
+                if (wanted && exists[s]) {
                     checkpoint[s * Layout::kLanes] = scan.h[s];
                 }
             }
@@ -229,9 +253,11 @@ __device__ __forceinline__ void scan_tiles(const MambaSelectiveScan& p, const Sc
 }
 
 // What the other warps do. Tiles behind the last one are as others whose steps do not exist. element: the thread's number.
+// prepares_first: which of its two tiles a warp takes first. If all of them read the parts of y at once, right behind the
+// barrier, what the scanning warps read then would wait.
 template <typename T, class Layout>
 __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const ScanBlock& block,
-                                           PipelineShared<T, Layout>& shared, int tiles, int element) {
+                                           PipelineShared<T, Layout>& shared, int tiles, int element, bool prepares_first) {
     using Stage = PipelineStage<T, Layout>;
     const int row = element / Layout::kRowThreads;
     const int step = element % Layout::kRowThreads * Layout::kVector;
@@ -366,6 +392,10 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
     }
     __syncthreads();
     for (int tile = 0; tile < tiles; ++tile) {  // the one that is scanned meanwhile
+        if (prepares_first) {
+            wait_for_copies<kCopied - kAhead - 1>();
+            prepare(tile + kAhead);
+        }
         if (tile > 0) {
             finish(tile - 1);  // whose stage is free then
         }
@@ -373,8 +403,10 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
             before = read(out + tile_place(tile));
         }
         begin_copies(tile + kCopied);
-        wait_for_copies<kCopied - kAhead>();
-        prepare(tile + kAhead);
+        if (!prepares_first) {
+            wait_for_copies<kCopied - kAhead>();
+            prepare(tile + kAhead);
+        }
         __syncthreads();
     }
     finish(tiles - 1);
@@ -395,7 +427,8 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_k
     if (warp < Layout::kScanWarps) {
         scan_tiles(p, block, shared, tiles, warp, lane);
     } else if (idle_before == 0 || warp >= Layout::kFirstIdle + Layout::kIdleWarps) {
-        pass_tiles(p, block, shared, tiles, (warp - idle_before - Layout::kScanWarps) * 32 + lane);
+        pass_tiles(p, block, shared, tiles, (warp - idle_before - Layout::kScanWarps) * 32 + lane,
+                   Layout::prepares_first(warp));
     }
 }
 
