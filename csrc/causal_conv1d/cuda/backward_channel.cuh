@@ -164,11 +164,10 @@ __global__ void __launch_bounds__(kConvThreads, 2)
         const int own_end = own_begin + share < length ? own_begin + share : length;
         const int count = own_end - own_begin;  // this warp's steps, from `begin`; none or fewer where steps are few
         const int64_t begin = segment_begin + own_begin;
-        if (params.dinitial_states != nullptr && row_begins && warp == 0) {
-            for (int v = 0; v < V; ++v) {
-                // Its own taps: an index that is not a constant would send the array to local memory.
-                store_initial_gradient<T>(params, this_batch, channel + v, load_taps(forward, channel + v));
-            }
+        if (params.dinitial_states != nullptr && row_begins && warp < V) {
+            // One channel each, or others would wait for one warp. Its own taps: an index that is not a constant would send the
+            // array to local memory.
+            store_initial_gradient<T>(params, this_batch, channel + warp, load_taps(forward, channel + warp));
         }
         if (count <= 0) {
             continue;
@@ -217,17 +216,12 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                 g_ring[i][v] = 0.0f;
             }
         }
+        const int last_inner = params.add ? 0 : count - kRing;
         for (int start = 0; start < count + kConvHalo; start += kRing) {
             Packed<T, V> packed_x[kRing];
             Packed<T, V> packed_dout[kRing];
-            steps.take(shared.steps, packed_x, packed_dout);
             uint32_t lag_mask = 0;
             uint32_t lead_mask = 0;
-            if (row_options.masked) {
-                const int32_t* seq_idx = forward.seq_idx + this_batch * forward.seqlen;
-                lag_mask = sequence_mask<kRing, false>(seq_idx, begin + start, forward.seqlen);
-                lead_mask = sequence_mask<kRing, true>(seq_idx, begin + start - kConvHalo, forward.seqlen);
-            }
             const auto compute = [&](const auto& options, auto inner) {  // inner: all steps are this warp's own
 #pragma unroll
                 for (int i = 0; i < kRing; ++i) {
@@ -286,11 +280,17 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                     dx += params.dx_len_stride;
                 }
             };
-            if constexpr (kUsual) {
-                if (start > 0 && start + kRing <= count && !params.add) {
+            if constexpr (kUsual) {  // without bounds, in a loop of its own: a branch would keep loads before it
+                for (; start > 0 && start <= last_inner; start += kRing) {
+                    steps.take(shared.steps, packed_x, packed_dout);
                     compute(PlainOptions(), Known<true>());
-                    continue;
                 }
+            }
+            steps.take(shared.steps, packed_x, packed_dout);
+            if (row_options.masked) {
+                const int32_t* seq_idx = forward.seq_idx + this_batch * forward.seqlen;
+                lag_mask = sequence_mask<kRing, false>(seq_idx, begin + start, forward.seqlen);
+                lead_mask = sequence_mask<kRing, true>(seq_idx, begin + start - kConvHalo, forward.seqlen);
             }
             ConvOptions options = row_options;
             options.masked = options.masked && (lag_mask & lead_mask) != kOneSequence<kRing>;
