@@ -127,4 +127,10 @@ MAMBA3_CASES = (
     Mamba3Case(1, 70, 2, 40, rank=1, dstate=96, nangles=0),
     Mamba3Case(1, 100, 4, 70, dstate=128, nangles=64, groups=2),
     Mamba3Case(1, 50, 2, 24, rank=2, dstate=80, nangles=33, seq_idx=True, states=True),
+    Mamba3Case(1, 150, 2, 64, dstate=124, nangles=62, states=True),
+    # Four ranks of 128 states and up to 32 angles have one of their own forward and in two passes of backward.
+    Mamba3Case(1, 150, 2, 40, rank=4, dstate=128, nangles=20, D=False, cu_seqlens=(0, 16, 16, 17, 150), states=True),
+    Mamba3Case(2, 16, 2, 64, rank=4, dstate=128, nangles=32),
+    Mamba3Case(1, 70, 2, 64, rank=4, dstate=128, nangles=64, states=True),
+    Mamba3Case(1, 50, 2, 40, rank=4, dstate=96, nangles=24, states=True),
 )

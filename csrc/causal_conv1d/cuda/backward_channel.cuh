@@ -184,8 +184,9 @@ __global__ void __launch_bounds__(kConvThreads, 2)
         Steps steps;
         steps.x = x;
         steps.dout = dout;
-        steps.x_stride = forward.x_len_stride;
-        steps.dout_stride = params.dout_len_stride;
+        // Of one step the stride may be none of whole vectors; copies that are not made want aligned addresses, too.
+        steps.x_stride = forward.seqlen > 1 ? forward.x_len_stride : 0;
+        steps.dout_stride = forward.seqlen > 1 ? params.dout_len_stride : 0;
         steps.left = end;
         steps.begin(shared.steps);
         float x_ring[kRing][V];  // step s lies at s % kRing

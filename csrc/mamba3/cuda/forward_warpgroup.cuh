@@ -87,7 +87,8 @@ __device__ __forceinline__ void mix_mamba3_rows(Operand<T> (&M)[kMamba3ChunkRows
 }
 
 // The same of one rank, but what the pairs count is found while the tensor cores multiply them. From rows of the tiles of 16
-// before the warp's own, the decay is that to the tile's last row, and from there on.
+// before the warp's own, the decay is that to the tile's last row, and from there on: neither overflows unless the decay of
+// some pair does.
 struct Mamba3PairCounts {
     static constexpr int kTiles = kMamba3ChunkRows / 16;
     const float* near;    // of the lane's first columns: the decay to the tile's last row, times scale

@@ -1,5 +1,5 @@
 // One of the two warpgroups of forward_warpgroup.cuh: it makes the tiles of a chunk, while the other one multiplies those of
-// the chunk before. It turns the rows of q and k on their way from memory, and copies those of x.
+// the chunk before. It turns the rows of q and k on their way from memory or in the tiles, and copies those of x.
 #pragma once
 
 #include "mamba3/cuda/turn_pairs_warpgroup.cuh"

@@ -90,8 +90,8 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
     const float D = p.D != nullptr ? p.D[block.head] : 0.0f;
     const int64_t first = block.first_step(launch.chunks);
     int left = static_cast<int>(block.range.begin + block.range.seqlen - first);
-    T* out = static_cast<T*>(p.out) + block.range.row * p.out_batch_stride + first * p.out_len_stride +
-             block.head * p.out_head_stride + block.row0;
+    [[maybe_unused]] T* out = static_cast<T*>(p.out) + block.range.row * p.out_batch_stride + first * p.out_len_stride +
+                              block.head * p.out_head_stride + block.row0;
     [[maybe_unused]] Mamba3StepsGateBack<T> gate_back(p, launch, block, first, row);
     [[maybe_unused]] T* kept =
         static_cast<T*>(launch.backward.states) + (block.slot * block.tiles + block.tile) * (kMamba3StateRows * kStates);

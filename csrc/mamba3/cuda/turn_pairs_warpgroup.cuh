@@ -1,4 +1,4 @@
-// The rows of q and k of neighbouring pairs, turned on their way from memory: see turn_warpgroup.cuh. There is one rank.
+// The rows of q and k of neighbouring pairs, copied into the tiles and turned there: see turn_warpgroup.cuh. There is one rank.
 #pragma once
 
 #include "mamba3/cuda/warpgroup_block.cuh"

@@ -154,6 +154,20 @@ def test_strides_of_a_slice(device):
         assert torch.equal(states, expected_states)
 
 
+def test_one_step_of_a_wider_row(device):
+    """Whose stride, which is of no use then, is no multiple of a vector."""
+    rows = torch.randn(1, 1, 67, device=device).to(torch.bfloat16)
+    x = rows[..., :64].transpose(1, 2).requires_grad_()
+    weight = torch.randn(64, 4, device=device).requires_grad_()
+    out = causal_conv1d_fn(x, weight, activation="silu")
+    dout = torch.randn(1, 1, 67, device=device).to(torch.bfloat16)[..., :64].transpose(1, 2)
+    found = torch.autograd.grad(out, (x, weight), dout)
+    expected = causal_conv1d_ref(x, weight, activation="silu")
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)  # one rounding to bfloat16
+    truth = torch.autograd.grad(expected, (x, weight), dout)
+    torch.testing.assert_close(found, truth, rtol=2e-2, atol=2e-2)
+
+
 def test_final_states_out(device):
     tensors = ConvCase(2, 8, 33, final_states=True).inputs(torch.float32, device)
     target = torch.full((2, 3, 8), 7.0, device=device).transpose(1, 2)

@@ -47,8 +47,16 @@ def test_values_and_gradients(case, dtype, device, kernels):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_the_same_bits_twice(dtype, cuda_kernels):
-    case = Mamba3Case(2, 200, 4, 40, dstate=72, nangles=20, groups=2, rank=2, norm=True, states=True)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Mamba3Case(2, 200, 4, 40, dstate=72, nangles=20, groups=2, rank=2, norm=True, states=True),
+        Mamba3Case(2, 70, 4, 64, dstate=128, nangles=32, rank=4, states=True),
+        Mamba3Case(2, 200, 4, 64, dstate=128, nangles=32, states=True),
+    ],
+    ids=case_id,
+)
+def test_the_same_bits_twice(case, dtype, cuda_kernels):
     tensors = case.inputs(dtype, cuda_kernels)
     first, second = (outputs_and_gradients(case.run(mamba3_scan), tensors) for _ in range(2))
     assert all(torch.equal(second[name], value) for name, value in first.items())
