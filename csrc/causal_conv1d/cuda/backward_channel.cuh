@@ -1,8 +1,6 @@
 // Causal convolution, backward, lanes along channels: for channel-last tensors.
 #pragma once
 
-#include <type_traits>
-
 #include "causal_conv1d/cuda/backward_common.cuh"
 
 namespace mamba {
@@ -100,6 +98,15 @@ struct StepsInShared {
     __device__ __forceinline__ void end() { wait_for_copies<0>(); }
 };
 
+template <typename T, int V>
+struct StepsOf {
+    using Type = StepsInShared<T, V>;
+};
+template <typename T>
+struct StepsOf<T, 1> {
+    using Type = StepsInRegisters<T, 1>;
+};
+
 // A condition that is known when the kernel is compiled.
 template <bool kValue>
 struct Known {
@@ -115,7 +122,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
     constexpr int kRing = kChannelSteps;  // the loop below is unrolled by it, so that indices are constants
     constexpr int kValues = kConvMaxWidth + 1;
     constexpr bool kUsual = kPlain && !kPacked;
-    using Steps = std::conditional_t<(V > 1), StepsInShared<T, V>, StepsInRegisters<T, V>>;
+    using Steps = typename StepsOf<T, V>::Type;
     union Memory {
         typename Steps::Shared steps;
         float partial[kConvWarps][V * kValues][32];
