@@ -78,6 +78,33 @@ def test_layouts_in_turns(device):
             check(given | {"z": layout})
 
 
+def test_what_is_copied_for_kernels(device):
+    given = tensors(device)
+    A, B, C = (given[name].mT.contiguous().mT for name in ("A", "B", "C"))
+    for _ in range(TIMES):
+        check(given | {"B": B, "C": C})
+        check(given | {"A": A, "B": B})
+        check(given | {"C": C, "initial_state": torch.ones(2, 4, 6, device=device).mT}, return_last_state=True)
+
+
+def test_what_is_copied_for_kernels_and_written_before_backward_is_noticed(device):
+    for _ in range(TIMES):
+        given = tensors(device)
+        given["B"] = given["B"].mT.contiguous().mT
+        out = selective_scan_fn(**given | {"u": given["u"].requires_grad_()})
+        given["B"].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_deterministic_or_not_in_turns(monkeypatch, device):
+    given = tensors(device, batch=1, dim=4, length=300)
+    expected = gradients(selective_scan_ref, given, delta_softplus=True)
+    for value in ("1", "0") * TIMES:
+        monkeypatch.setenv("MAMBA_DETERMINISTIC", value)
+        torch.testing.assert_close(gradients(selective_scan_fn, given, delta_softplus=True), expected, **CLOSE)
+
+
 @pytest.mark.parametrize("length", [1, 20])
 def test_gradients_in_any_layout(length, device):
     given = tensors(device, length=length)

@@ -56,7 +56,7 @@ class Plan(typing.NamedTuple):
     want_last_state: bool
     options: Options
     sizes: Sizes
-    layouts: list[tuple[object, object] | None]  # shape and strides of each input
+    layouts: list[tuple[object, ...] | None]  # shape, strides and dtype of each input
     copies: bool  # kernels take copies of some inputs
     params: bytes  # abi.MambaSelectiveScan, with addresses of another call
     segments: int
@@ -116,7 +116,7 @@ def _plan(inputs, options, keep, want_last_state):
         return None
     if inputs.u.numel() == 0:
         return None
-    layouts = [None if tensor is None else (tensor.shape, tensor.stride()) for tensor in inputs]
+    layouts = [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs]
     # torch.empty_like keeps an input's strides
     like = torch.empty_like if checks.all_contiguous(inputs) else empty_like
     taken = kernel_layout(inputs)
@@ -188,10 +188,10 @@ class _SelectiveScan(torch.autograd.Function):
 
 
 def _are_as_before(tensors, addresses, layouts):
-    """Whether none has got other memory or another shape since (tensor.data = ...)."""
+    """Whether none has got other memory, another shape or dtype since (tensor.data = ...)."""
     for tensor, address, layout in zip(tensors, addresses, layouts, strict=True):
         if tensor is not None and (
-            tensor.data_ptr() != address or tensor.shape != layout[0] or tensor.stride() != layout[1]
+            tensor.data_ptr() != address or (tensor.shape, tensor.stride(), tensor.dtype) != layout
         ):
             return False
     return True
