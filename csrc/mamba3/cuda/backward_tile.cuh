@@ -166,7 +166,7 @@ __device__ __forceinline__ void store_rows(float* tile, int pitch, const float (
 }
 
 // One warp: what a chunk's steps get, of which a lane has kEach. terms: the chunk's first step's, the next one `stride` behind.
-template <class Tiles, int kEach = Tiles::kRows < 32 ? 1 : Tiles::kRows / 32>
+template <class Tiles, int kEach = (Tiles::kRows + 31) / 32>
 __device__ __forceinline__ void store_step_terms(float4* terms, int64_t stride, const Mamba3ChunkSums<Tiles>& sums,
                                                  const ChunkSteps<Tiles::kRows>& steps, int count, int rank, int lane) {
     using Pairs = WarpTile<Tiles, Tiles::kRows>;
