@@ -222,6 +222,12 @@ RULES = (
         in_code(r"\?\s*\w+(::\w+)*<[^;?]*>\s*:\s*\w+(::\w+)*<[^;?]*>\s*;"),
     ),
     Rule(
+        "compared-default",
+        "nvcc in Microsoft mode takes the < of a comparison in a template's default argument for a bracket",
+        "arithmetic, or a named constant",
+        in_code(r"\btemplate\s*<[^;{}>]*=[^;{},>]*\s<\s"),
+    ),
+    Rule(
         "specialised-constant",
         "one symbol a source file: cl and lld-link then find it twice (LNK2005)",
         "inline constexpr",

@@ -29,6 +29,14 @@ CASES = {
             "int f() {\n    constexpr int n = 2;\n}\nint g() {\n    auto l = [=](int a) { return h<int, n>(a); };\n}\n",
         ),
     ],
+    "compared-default": [
+        (
+            "a.cuh",
+            "template <class Tiles, int kEach = Tiles::kRows < 32 ? 1 : 2>  // HERE\nvoid f();\n",
+            "template <int kRows, int kEach = (kRows + 31) / 32>\nvoid f();\ntemplate <class T = A<int>>\n"
+            "void g() { bool b = 1 < 2; }\n",
+        ),
+    ],
     "conditional-template": [
         (
             "a.cuh",
