@@ -25,7 +25,6 @@ from mamba_ssm._torch import (
     signature,
     unpack,
 )
-from mamba_ssm.ops.selective_scan import repeated
 from mamba_ssm.ops.selective_scan.arguments import (
     Inputs,
     Options,
@@ -39,6 +38,7 @@ from mamba_ssm.ops.selective_scan.arguments import (
 )
 from mamba_ssm.ops.selective_scan.backward import INITIAL_STATE, gradients
 from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
+from mamba_ssm.ops.selective_scan.repeated import repeated_scan
 
 
 class Wanted(typing.NamedTuple):
@@ -123,7 +123,7 @@ def selective_scan_fn(
         pass
     inputs = u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx
     delta_softplus, reverse, want_last_state = bool(delta_softplus), bool(reverse), bool(return_last_state)
-    results = repeated.scan(inputs, (delta_softplus, reverse), want_last_state)
+    results = repeated_scan(inputs, (delta_softplus, reverse), want_last_state)
     if results is None:
         results = call(selective_scan_op, *inputs, delta_softplus, want_last_state, False, reverse)
     return results[:2] if want_last_state else results[0]

@@ -78,7 +78,7 @@ _UNKNOWN = object()
 _NO_GRADIENTS = None, None  # of the plan and the addresses
 
 
-def scan(inputs, options, want_last_state):
+def repeated_scan(inputs, options, want_last_state):
     """(out, last_state), or None where the operator has to be called. inputs, options: as tuples in the order of the
     records, the inputs in the dtypes that the operator takes. Refuses what the operator refuses.
     """
