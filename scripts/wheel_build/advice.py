@@ -1,4 +1,4 @@
-"""src/mamba_ssm/_native/advice.py, which holds these once for the package and for scripts. Loaded by its path, because
+"""mamba_ssm/_native/advice.py, which holds these once for the package and for scripts. Loaded by its path, because
 importing the package needs torch."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-_file = Path(__file__).resolve().parents[2] / "src" / "mamba_ssm" / "_native" / "advice.py"
+_file = Path(__file__).resolve().parents[2] / "mamba_ssm" / "_native" / "advice.py"
 _spec = importlib.util.spec_from_file_location("mamba_ssm_advice", _file)
 assert _spec is not None and _spec.loader is not None, _file
 _advice = importlib.util.module_from_spec(_spec)

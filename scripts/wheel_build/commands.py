@@ -28,7 +28,6 @@ else:
     import fcntl
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = Path("src")
 LIB = Path("mamba_ssm") / "lib"
 INFO = "build_info.json"
 # Whether bdist_wheel leaves the wheel of causal-conv1d too. A frontend such as pip takes the one that it is told of.
@@ -93,19 +92,21 @@ class BuildNative(build_ext):
             folder = cmake.build(plan, ROOT / "csrc", base)
         except cmake.BuildError as error:
             raise SystemExit(f"mamba_ssm: {error}") from None
-        target = ROOT / SOURCE / LIB if self.inplace else Path(self.build_lib) / LIB
-        target.mkdir(parents=True, exist_ok=True)
-        for name in set(version.library_names(sys.platform, cuda=True)) - set(plan.libraries):
-            remove_file(target / name)
-        for name in plan.libraries:
-            replace_file(folder / "lib" / name, target / name)
-        info = build_info.describe(plan, ROOT, folder, [target / name for name in plan.libraries])
-        (target / INFO).write_text(build_info.text(info), encoding="utf-8", newline="\n")
+        built = [folder / "lib" / name for name in plan.libraries]
+        info = build_info.text(build_info.describe(plan, ROOT, folder, built))
+        # In the checkout too, where Python imports mamba_ssm from the folder it is started in.
+        for target in [ROOT / LIB] if self.inplace else [ROOT / LIB, Path(self.build_lib) / LIB]:
+            target.mkdir(parents=True, exist_ok=True)
+            for name in set(version.library_names(sys.platform, cuda=True)) - set(plan.libraries):
+                remove_file(target / name)
+            for library in built:
+                replace_file(library, target / library.name)
+            (target / INFO).write_text(info, encoding="utf-8", newline="\n")
 
     def _outputs(self) -> dict[str, str]:
         """{file in build_lib: file in the source tree}"""
         names = [*the_plan().libraries, INFO]
-        return {str(Path(self.build_lib) / LIB / name): str(SOURCE / LIB / name) for name in names}
+        return {str(Path(self.build_lib) / LIB / name): str(LIB / name) for name in names}
 
     def get_outputs(self) -> list[str]:
         return list(self.get_output_mapping()) if self.inplace else list(self._outputs())

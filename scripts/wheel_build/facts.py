@@ -124,7 +124,7 @@ def libraries_in_use(root: Path) -> list[str]:
     """Built DLLs that a running Python has loaded: Windows lets nobody write those."""
     found = []
     if sys.platform == "win32":
-        for path in (*root.glob("src/mamba_ssm/lib/*.dll"), *root.glob("build/native-*/lib/*.dll")):
+        for path in (*root.glob("mamba_ssm/lib/*.dll"), *root.glob("build/native-*/lib/*.dll")):
             try:
                 with open(path, "r+b"):
                     pass

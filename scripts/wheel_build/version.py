@@ -11,11 +11,11 @@ RELEASE_GLIBC = "2.28"
 
 
 def base_version(root: Path) -> str:
-    """The version that src/mamba_ssm/version.py holds, read without importing the package (which needs torch)."""
-    text = (root / "src" / "mamba_ssm" / "version.py").read_text(encoding="utf-8")
+    """The version that mamba_ssm/version.py holds, read without importing the package (which needs torch)."""
+    text = (root / "mamba_ssm" / "version.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if match is None:
-        raise RuntimeError('src/mamba_ssm/version.py holds no line __version__ = "..."')
+        raise RuntimeError('mamba_ssm/version.py holds no line __version__ = "..."')
     return match.group(1)
 
 

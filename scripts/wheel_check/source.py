@@ -92,7 +92,6 @@ def _lines(requirements: list[Requirement], extras: list[str]) -> set[str]:
 
 def files_of(commit: str, wheel: Wheel) -> dict[str, str] | None:
     """{file in the wheel: git's hash of it}, of what a build copies; None if git does not know the commit."""
-    folder = "causal-conv1d/src/" if wheel.project == CONVOLUTION else "src/"
     tree = git("ls-tree", "-r", "-z", commit)
     if tree is None:
         return None
@@ -101,8 +100,11 @@ def files_of(commit: str, wheel: Wheel) -> dict[str, str] | None:
         facts, _, path = line.partition("\t")
         if path == "LICENSE":
             files[f"{wheel.dist_info}licenses/LICENSE"] = facts.split()[2]
-        elif path.startswith(folder):
-            files[path.removeprefix(folder)] = facts.split()[2]
+        elif wheel.project == CONVOLUTION:
+            if path.startswith("causal-conv1d/src/"):
+                files[path.removeprefix("causal-conv1d/src/")] = facts.split()[2]
+        elif path.startswith(("mamba_ssm/", "compat/")):
+            files[path.removeprefix("compat/")] = facts.split()[2]
     return files
 
 

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import _mamba_ssm_finder
 import mamba_ssm
 
 SITE = Path(mamba_ssm.__file__).parents[1]
+COMPAT = Path(_mamba_ssm_finder.__file__).parent  # in a checkout a folder of its own
+SITES = [SITE] if COMPAT == SITE else [SITE, COMPAT]
 CONVOLUTION = Path(__file__).resolve().parents[2] / "causal-conv1d" / "src"
 # In the manner of upstream's 1.x.
 COPY = {
@@ -60,7 +63,7 @@ def install(folder):
         SITE / "mamba_ssm", folder / "mamba_ssm", ignore=shutil.ignore_patterns("*cuda.so", "*.dll", "__pycache__")
     )
     for module in ("_mamba_ssm_finder", "selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex"):
-        shutil.copy(SITE / f"{module}.py", folder)
+        shutil.copy(COMPAT / f"{module}.py", folder)
     return folder
 
 

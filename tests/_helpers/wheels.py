@@ -16,9 +16,15 @@ from wheel_build.build_info import Source, abi_version, recorded
 from wheel_build.version import base_version
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "src"
 BUILD_INFO = "mamba_ssm/lib/build_info.json"
 LIBRARY = "mamba_ssm/lib/libmamba_cpu.so"
+
+
+def package_files(root):
+    """{name in the wheel: file} of what a build copies: the package, and compat's modules beside it."""
+    package = [*(root / "mamba_ssm").rglob("*.py"), root / "mamba_ssm" / "py.typed"]
+    files = {path.relative_to(root).as_posix(): path for path in package}
+    return files | {path.name: path for path in (root / "compat").glob("*.py")}
 
 
 def assemble(folder):
@@ -40,22 +46,21 @@ def assemble(folder):
         "dtypes": ["float32", "float16", "bfloat16"],
         "debug": False,
         "abi_version": abi_version(ROOT),
-        "libraries": {Path(LIBRARY).name: recorded((SOURCE / LIBRARY).read_bytes())},
+        "libraries": {Path(LIBRARY).name: recorded((ROOT / LIBRARY).read_bytes())},
         "source_commit": None,  # the tree as it is, and with other texts
         "source_dirty": False,
     }
-    paths = [*SOURCE.rglob("*.py"), SOURCE / "mamba_ssm" / "py.typed"]
-    contents = {path.relative_to(SOURCE).as_posix(): path.read_bytes() for path in paths}
+    contents = {name: path.read_bytes() for name, path in package_files(ROOT).items()}
     dist_info = f"mamba_ssm-{version}+cpu.dist-info"
     contents |= {
-        LIBRARY: (SOURCE / LIBRARY).read_bytes(),
+        LIBRARY: (ROOT / LIBRARY).read_bytes(),
         BUILD_INFO: json.dumps(info, indent=2).encode(),
         f"{dist_info}/METADATA": metadata.read_bytes(),
         f"{dist_info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n",
         f"{dist_info}/licenses/LICENSE": (ROOT / "LICENSE").read_bytes(),
-        f"{dist_info}/sboms/{sbom.NAME}": sbom.text(info, f"{version}+cpu", [SOURCE / LIBRARY]).encode(),
+        f"{dist_info}/sboms/{sbom.NAME}": sbom.text(info, f"{version}+cpu", [ROOT / LIBRARY]).encode(),
         f"{dist_info}/top_level.txt": "".join(
-            f"{name}\n" for name in sorted({*(path.stem for path in SOURCE.glob("*.py")), "mamba_ssm"})
+            f"{name}\n" for name in sorted({*(path.stem for path in (ROOT / "compat").glob("*.py")), "mamba_ssm"})
         ).encode(),
     }
     return _write(folder / f"mamba_ssm-{version}+cpu-py3-none-linux_x86_64.whl", contents)
@@ -90,7 +95,7 @@ def repack(wheel, folder, *, version=None, label=None, platform=None, build_info
     contents[module] = contents[module].replace(f'"{was[1]}"'.encode(), f'"{version}"'.encode())
     info = {**json.loads(contents[BUILD_INFO]), "package_version": version, "local_label": label, **(build_info or {})}
     contents[BUILD_INFO] = json.dumps(info, indent=2).encode()
-    contents[f"{dist_info}/sboms/{sbom.NAME}"] = sbom.text(info, f"{version}+{label}", [SOURCE / LIBRARY]).encode()
+    contents[f"{dist_info}/sboms/{sbom.NAME}"] = sbom.text(info, f"{version}+{label}", [ROOT / LIBRARY]).encode()
     for name, text in files.items():
         contents[metadata if name == "METADATA" else f"mamba_ssm/{name}.py"] += text.encode()
     folder.mkdir(parents=True, exist_ok=True)

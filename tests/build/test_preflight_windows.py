@@ -165,7 +165,7 @@ FINDINGS = [
     ({}, {"temp": r"C:\Users\Łukasz\Temp"}, "path-not-ascii", "warning", ["Łukasz"]),
     (
         {},
-        {"libraries_in_use": (r"C:\src\mamba\src\mamba_ssm\lib\mamba_cpu.dll",)},
+        {"libraries_in_use": (r"C:\src\mamba\mamba_ssm\lib\mamba_cpu.dll",)},
         "library-in-use",
         "warning",
         ["mamba_cpu.dll", "LNK1104", "Get-Process"],

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from _helpers.copies import CONVOLUTION, SITE, install, install_convolution, python, write_copy
+from _helpers.copies import CONVOLUTION, SITES, install, install_convolution, python, write_copy
 
 CODE = """
 import {first}
@@ -29,7 +29,7 @@ print(json.dumps([mamba_ssm.WHOSE, mamba_ssm.__file__, ours]))
 @pytest.mark.parametrize("first", ["mamba_ssm", "selective_scan_cuda_oflex"])
 def test_a_copy_before_this_package(tmp_path, first):
     write_copy(tmp_path)
-    whose, file, others = json.loads(python([tmp_path, SITE], "-c", CODE.format(first=first)))
+    whose, file, others = json.loads(python([tmp_path, *SITES], "-c", CODE.format(first=first)))
     assert (whose, file) == ("a copy", str(tmp_path / "mamba_ssm" / "__init__.py"))
     assert others == []  # nothing else of this package gets into the copy
 
@@ -56,7 +56,7 @@ print(mamba_ssm.WHOSE)
 def test_the_convolution_of_a_copy(tmp_path, first):
     """The copy imports from causal_conv1d, which may be importing the copy just then."""
     write_copy(tmp_path)
-    assert python([tmp_path, SITE, CONVOLUTION], "-c", CONVOLVE.format(first=first)) == "a copy\n"
+    assert python([tmp_path, *SITES, CONVOLUTION], "-c", CONVOLVE.format(first=first)) == "a copy\n"
 
 
 def test_causal_conv1d_without_mamba_ssm(tmp_path):
@@ -75,4 +75,4 @@ for name in [name for name in sys.modules if name.startswith(("mamba_ssm", "_mam
 import selective_scan_cuda
 print(len(sys.meta_path) - before)
 """
-    assert python([SITE], "-c", code) == "0\n"
+    assert python(SITES, "-c", code) == "0\n"

@@ -29,7 +29,7 @@ def programs():
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
     """A CPU-only wheel of this source tree."""
-    if not (wheels.SOURCE / wheels.LIBRARY).exists():
+    if not (wheels.ROOT / wheels.LIBRARY).exists():
         pytest.skip(f"{wheels.LIBRARY} is not built: pip install -e .")
     from wheel_check import verify
 

@@ -22,7 +22,7 @@ def real_wheel(tmp_path_factory, request):
             pytest.skip(f"{name} is not installed here")
     source = tmp_path_factory.mktemp("build") / "source"
     ignored = shutil.ignore_patterns("lib", "__pycache__", "*.egg-info")
-    for name in ("causal-conv1d", "csrc", "src", "scripts"):
+    for name in ("causal-conv1d", "compat", "csrc", "mamba_ssm", "scripts"):
         shutil.copytree(request.config.rootpath / name, source / name, ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(request.config.rootpath / name, source)

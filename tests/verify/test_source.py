@@ -19,7 +19,8 @@ INIT, NEW, LICENSE = "mamba_ssm/__init__.py", "mamba_ssm/new.py", "licenses/LICE
 def checkout(tmp_path_factory):
     """A repository with this source tree in its one commit."""
     folder = tmp_path_factory.mktemp("checkout")
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("lib", "__pycache__", "*.egg-info"))
+    for name in ("mamba_ssm", "compat"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("lib", "__pycache__"))
     for name in ("LICENSE", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     git(folder, "init", "-q")

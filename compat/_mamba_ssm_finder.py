@@ -11,7 +11,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-_FOLDER = Path(__file__).resolve().parent / "mamba_ssm"
+_HERE = Path(__file__).resolve().parent
+# Beside this file where a wheel was installed, beside this folder in a checkout.
+_FOLDER = next(folder / "mamba_ssm" for folder in (_HERE, _HERE.parent) if (folder / "mamba_ssm").is_dir())
 # They and this package's private modules import each other, and nothing else of it.
 _OPERATORS = ("mamba_ssm.ops._shared", "mamba_ssm.ops.causal_conv1d", "mamba_ssm.ops.selective_scan")
 

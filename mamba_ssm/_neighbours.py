@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mamba_ssm.version import __version__
 
-_SITE = Path(__file__).resolve().parents[1]  # the folder that the wheel was unpacked into
+_SITE = Path(__file__).resolve().parents[1]  # the folder that the wheel was unpacked into, or a checkout
 _SCANS = ("selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex")
 _CONVOLUTIONS = ("causal_conv1d", "causal_conv1d_cuda")
 _ONE_CONVOLUTION = "Do `pip uninstall causal-conv1d` until none is left, and install the one that you want"
@@ -26,7 +26,9 @@ def examine() -> tuple[list[str], list[str]]:
     notes = [
         f"{name} is {origin}, another project's: it is found before mamba_ssm's own, so that code which calls it does "
         "not use mamba_ssm's kernels. If that is not wanted, uninstall what brought it, or delete the file"
-        for name, origin in _from_elsewhere(_SCANS, _SITE)
+        for name, origin in _from_elsewhere(
+            _SCANS, _SITE, _SITE / "compat", *(_folder(each) for each in _distributions("mamba_ssm"))
+        )
     ]
     for distribution in _distributions("mamba_ssm"):
         changed = _changed(distribution) if _folder(distribution) == _SITE else []
@@ -76,15 +78,16 @@ def _folder(distribution: Distribution) -> Path:
     return Path(str(distribution.locate_file(""))).resolve()
 
 
-def _from_elsewhere(names: Iterable[str], folder: Path) -> Iterator[tuple[str, str]]:
-    """(module, its file) of those that are not imported from Python files in this folder. In it, a compiled module
+def _from_elsewhere(names: Iterable[str], *folders: Path) -> Iterator[tuple[str, str]]:
+    """(module, its file) of those that are not imported from Python files in these folders. There, a compiled module
     (.so, .pyd) comes before a Python file.
     """
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is not None:
             origin = spec.origin or "a folder"
-            if Path(origin).resolve() not in (folder / f"{name}.py", folder / name / "__init__.py"):
+            ours = (folder / place for folder in folders for place in (f"{name}.py", f"{name}/__init__.py"))
+            if Path(origin).resolve() not in ours:
                 yield name, origin
 
 
