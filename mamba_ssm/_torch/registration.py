@@ -130,8 +130,8 @@ def _autograd_kernel(name, op, function, differentiable):
 
 
 def _detached(name, op, arguments):
-    """The result without a gradient, of an operator that writes in place. Autograd is told of what it writes where that
-    requires one: the values there no longer depend on what they were computed from.
+    """The result, without a gradient, of an operator that writes in place. Tensors that it wrote to and that require a
+    gradient are reported to autograd: their values no longer depend on what they were computed from.
     """
     warnings.warn(
         f"{_CALLED[op]} writes in place and has no gradient: its result is detached, though an input requires one. To "

@@ -135,7 +135,9 @@ def _check_slices(slices: int, seqlen: int, seq_idx: torch.Tensor | None) -> Non
             "input, or choose another nslices"
         )
     if seq_idx is not None:
-        raise ValueError("Mamba: bimamba_type='v3' takes no seq_idx, since slices mix packed sequences: one a row")
+        raise ValueError(
+            "Mamba: bimamba_type='v3' takes no seq_idx: slices would mix packed sequences. Give each a row"
+        )
 
 
 def _to_slices(x: torch.Tensor, slices: int, dim: int) -> torch.Tensor:

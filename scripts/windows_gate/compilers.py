@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# Visual C++ 2022 17.14: the version that nvcc.exe is told of, and the folder layout it recognises it by.
+# Visual C++ 2022 17.14: the version that is passed to nvcc.exe, and the folder layout by which it recognises it.
 MSVC_VERSION = "14.44.35207"
 TARGET = ["--target=x86_64-pc-windows-msvc", f"-fms-compatibility-version=19.{MSVC_VERSION.split('.', 1)[1]}"]
 # clang's own names, which cl.exe does not have and headers ask for.
