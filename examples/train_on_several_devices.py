@@ -4,7 +4,7 @@
 
 With --context N, N neighbouring processes share each sequence: each holds one part of it. The other processes have
 other sequences. The model learns to repeat a sequence's first token at every step. A later part never sees that token:
-it knows it only from the state that the part before it passes on. Half a minute with 4 processes on two CPU cores.
+it knows it only from the state that the part before it passes on. Half a minute of processor time with 4 processes.
 """
 
 import argparse
