@@ -16,10 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # torch's own threads wait for each other on a busy machine
-WITHOUT_GPU = {
-    **ENVIRONMENT,
-    "CUDA_VISIBLE_DEVICES": "",
-}  # the docs' output is a CPU's; GPUs may be fewer than processes
+# the docs' output is a CPU's, and there may be fewer GPUs than processes
+WITHOUT_GPU = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
 TORCHRUN = "-m", "torch.distributed.run", "--standalone"
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch is built without gloo"
