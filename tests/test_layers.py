@@ -21,10 +21,11 @@ LAYERS = [
     {"distributed"},
     {"modules", "utils"},
     {"models"},
+    {"_doctor"},
 ]
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-# The package itself and the doctor hand on, and examine, everything.
-ON_TOP = {"__init__.py", "__main__.py", "_doctor.py", "_neighbours.py"}
+# The package itself hands on everything, and its command calls the doctor.
+ON_TOP = {"__init__.py", "__main__.py"}
 
 
 # Files that import a module by a name that they compute: submodules of a package, and packages that are not this one.
