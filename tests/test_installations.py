@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,13 @@ def test_a_file_of_another_size(problems, site):
     assert "changed: selective_scan_cuda.py. " in problem
 
 
+def test_a_record_in_windows_spelling(report, site):
+    record = site / f"mamba_ssm-{LABELLED}.dist-info" / "RECORD"
+    record.write_text(record.read_text().replace("/", "\\"))
+    found = report(site)["installation"]
+    assert found["changed"] == found["missing"] == found["added"] == []
+
+
 @pytest.mark.parametrize("text", [None, "mamba_ssm/version.py\n", "\0"])
 def test_no_record(problems, site, text):
     path = site / f"mamba_ssm-{LABELLED}.dist-info" / "RECORD"
@@ -318,6 +326,22 @@ def test_the_self_test_is_this_packages_behind_another(report, original, torch_a
     (tmp_path / "mamba_ssm" / "__init__.py").write_text("raise ImportError('the other')\n")
     found = report(original, torch_alone, cwd=tmp_path, door="mamba_ssm_doctor")
     assert len(found["problems"]) == 1 and all(result["ok"] for result in found["self_test"]["cpu"].values())
+
+
+def test_isolated(original, tmp_path):
+    """python -I takes nothing from the folder that it is started in, so another mamba_ssm there is not met."""
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=sys.platform != "win32")
+    (packages,) = [*environment.glob("lib/python*/site-packages"), *environment.glob("Lib/site-packages")]
+    (packages / "installed.pth").write_text(f"{original}\n")
+    (tmp_path / "mamba_ssm").mkdir()
+    (tmp_path / "mamba_ssm" / "__init__.py").touch()
+    (python,) = [*environment.glob("bin/python"), *environment.glob("Scripts/python.exe")]
+    for door in DOORS:
+        done = subprocess.run([python, "-I", "-m", door, "--json"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1 and not done.stderr
+        (problem,) = json.loads(done.stdout)["problems"]
+        assert problem.startswith("mamba_ssm needs torch 2.2 or newer, which ")
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def installed(project: str) -> list[Distribution]:
 
 def find(module: str) -> ModuleSpec | None:
     """Where `import module` in a new Python would find it, whatever was imported in this one."""
-    specs = (finder.find_spec(module, None) for finder in sys.meta_path)
+    specs = (finder.find_spec(module, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
     return next((spec for spec in specs if spec is not None), None)
 
 
