@@ -11,7 +11,7 @@ import sys
 def main(arguments: list[str] | None = None) -> int:
     try:
         from mamba_ssm._doctor import command
-    except (ImportError, SyntaxError) as error:
+    except Exception as error:
         print(
             f"problem     the doctor cannot start: {error}. Its own files are missing or of another version. "
             "Reinstall mamba_ssm."

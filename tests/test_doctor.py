@@ -185,6 +185,19 @@ def test_cpu_only_wheel_on_a_gpu_machine(capsys, tmp_path, monkeypatch, pretend_
     assert "works on cpu; 1 problem: torch sees 1 GPU(s), but this is a CPU-only mamba_ssm" in out
 
 
+def test_gpu_that_torch_cannot_use(capsys, monkeypatch, pretend_gpu):
+    def fail(index):
+        raise RuntimeError("CUDA error:\nout of memory")
+
+    facts = loader.info("cpu")
+    monkeypatch.setattr(loader, "info", lambda kind: facts)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", fail)
+    code, out = run(capsys)
+    assert code == 1
+    assert "problem     cuda:0 cannot be used: RuntimeError: CUDA error: out of memory\n" in out
+
+
 def test_old_driver_and_wrong_architecture(tmp_path, monkeypatch, pretend_gpu):
     facts = abi.MambaLibraryInfo(abi_version=2, is_cuda=1, cuda_runtime_version=13000, cuda_driver_version=12040)
     real_info = loader.info

@@ -157,7 +157,6 @@ def test_no_torch(start, original, door):
         (r"raise OSError('libtorch.so: cannot open\nshared object file')", "OSError: libtorch.so: cannot open shared"),
         ("import no_such_module", "No module named 'no_such_module'. Install that, or reinstall torch"),
         ("def broken(:", "SyntaxError"),
-        ("", "AttributeError: module 'torch' has no attribute '__version__'"),
     ],
 )
 def test_torch_that_cannot_be_imported(start, original, tmp_path, text, words):
@@ -166,6 +165,15 @@ def test_torch_that_cannot_be_imported(start, original, tmp_path, text, words):
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("problem"))
     assert line.startswith("problem     torch cannot be imported: ") and words in line
     assert done.returncode == 1
+
+
+def test_something_else_that_is_called_torch(problems, original, tmp_path):
+    folder = tmp_path / "work" / "torch"
+    folder.mkdir(parents=True)
+    words = "which is not PyTorch. Rename or remove it, or start Python in another folder"
+    assert problems(original, cwd=folder.parent) == [f"`import torch` takes the folder {folder}, {words}"]
+    (folder / "__init__.py").touch()
+    assert problems(original, cwd=folder.parent) == [f"`import torch` takes {folder / '__init__.py'}, {words}"]
 
 
 def test_torch_that_is_too_old(report, original, tmp_path):
@@ -206,6 +214,7 @@ def test_a_missing_file_is_one_of_two_lines_with_torch(start, site, torch_alone)
         ("_native/loader.py", "from mamba_ssm.utils import older\n"),
         ("_native/abi.py", None),
         ("_native/abi.py", "print 'of Python 2'\n"),
+        ("_native/errors.py", "\0" * 100),
         ("version.py", None),
     ],
 )

@@ -1,11 +1,12 @@
 """torch, the rest of mamba_ssm, and the GPUs: imported here, when the files have been looked at."""
 
-import importlib
 import re
 import sys
 import typing
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 
-from mamba_ssm._doctor.files import SITE
+from mamba_ssm._doctor.files import PACKAGE, SITE
 from mamba_ssm._native import loader
 from mamba_ssm._native.errors import shell_command
 
@@ -43,9 +44,6 @@ def _import_torch(report: Report, problems: list[str]) -> "ModuleType | None":
     needed = f"mamba_ssm needs torch {_OLDEST[0]}.{_OLDEST[1]} or newer"
     try:
         import torch
-
-        report["versions"].update(torch=torch.__version__, torch_cuda=torch.version.cuda)
-        version = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
     except ModuleNotFoundError as error:
         if error.name != "torch":
             problems.append(f"torch cannot be imported: {error}. Install that, or reinstall torch")
@@ -55,7 +53,15 @@ def _import_torch(report: Report, problems: list[str]) -> "ModuleType | None":
     except Exception as error:  # a library that is missing, of another system or damaged; a folder called torch
         problems.append(f"torch cannot be imported: {type(error).__name__}: {error}. Reinstall torch")
         return None
-    if version < _OLDEST:
+    if not hasattr(torch, "__version__"):
+        place = getattr(torch, "__file__", None) or f"the folder {next(iter(torch.__path__))}"
+        problems.append(
+            f"`import torch` takes {place}, which is not PyTorch. Rename or remove it, or start Python in another "
+            "folder"
+        )
+        return None
+    report["versions"].update(torch=torch.__version__, torch_cuda=torch.version.cuda)
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < _OLDEST:
         problems.append(f"{needed}, and this is {torch.__version__}; do: pip install --upgrade torch")
         return None
     return torch
@@ -65,11 +71,13 @@ def _import_package(problems: list[str]) -> bool:
     """Imports mamba_ssm as a program would, from this package's folder. So far it is an empty module, unless the doctor
     was called by a program that uses it.
     """
-    package = sys.modules["mamba_ssm"]
     try:
-        if not hasattr(package, "Mamba"):
-            sys.path.insert(0, str(SITE))
-            importlib.reload(package)
+        if not hasattr(sys.modules["mamba_ssm"], "Mamba"):
+            spec = PathFinder.find_spec("mamba_ssm", [str(SITE)])
+            if spec is None or spec.loader is None or spec.origin is None:
+                raise ImportError(f"{PACKAGE / '__init__.py'} is missing")
+            sys.modules["mamba_ssm"] = module_from_spec(spec)
+            spec.loader.exec_module(sys.modules["mamba_ssm"])
         from mamba_ssm._doctor import self_test  # noqa: F401
     except Exception as error:
         problems.append(f"mamba_ssm cannot be imported: {type(error).__name__}: {error}")
@@ -87,10 +95,14 @@ def _unused(torch: "ModuleType", gpus: int) -> typing.Iterator[str]:
 
 
 def _examine_gpu(torch: "ModuleType", index: int, report: Report, problems: list[str]) -> None:
-    major, minor = torch.cuda.get_device_capability(index)
-    entry = {"index": index, "name": torch.cuda.get_device_name(index), "architecture": f"sm_{major}{minor}"}
-    report["gpus"].append(entry)
-    problem = loader.cuda_problem(index)
+    try:
+        major, minor = torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+        problem = loader.cuda_problem(index)
+    except Exception as error:  # torch sees a GPU that it cannot use
+        problems.append(f"cuda:{index} cannot be used: {type(error).__name__}: {error}")
+        return
+    report["gpus"].append({"index": index, "name": name, "architecture": f"sm_{major}{minor}"})
     if problem:
         problems.append(f"cuda:{index}: {problem}")
     else:

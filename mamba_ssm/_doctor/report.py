@@ -35,7 +35,7 @@ def examine() -> Report:
     }
     try:
         from mamba_ssm._doctor import devices, libraries
-    except (ImportError, SyntaxError) as error:
+    except Exception as error:  # a file that is missing, damaged or of another version
         problems.append(f"mamba_ssm cannot be imported: {type(error).__name__}: {error}. {REINSTALL}")
     else:
         libraries.examine(report, problems, notes)
