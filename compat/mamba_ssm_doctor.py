@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-_HERE = Path(__file__).resolve().parent
+_HERE = Path(__file__).parent.resolve()
 # Beside this file where a wheel was installed, beside this folder in a checkout.
 _FOLDER = next((folder / "mamba_ssm" for folder in (_HERE, _HERE.parent) if (folder / "mamba_ssm").is_dir()), None)
 

@@ -114,6 +114,18 @@ def test_a_wheel_is_healthy(start, original, torch_alone, door):
     assert lines[-1] == "verdict     healthy: mamba_ssm works on cpu"
 
 
+def test_files_that_are_links(report, original, tmp_path):
+    """As uv installs with --link-mode=symlink."""
+    try:
+        site = shutil.copytree(original, tmp_path / "linked", copy_function=os.symlink)
+    except OSError:
+        pytest.skip("no links here")
+    for door in DOORS:
+        found = report(site, door=door)
+        assert found["problems"] == [NO_TORCH] and found["notes"] == []
+        assert found["installation"]["is"] == f"a wheel of mamba_ssm {LABELLED}, installed in {site}"
+
+
 def test_a_checkout_is_healthy(start, original, site, torch_alone):
     """README's Install, typed where the build ended: the wheel is installed, and Python takes the checkout."""
     source = checkout(site)

@@ -15,7 +15,13 @@ from urllib.request import url2pathname
 
 from mamba_ssm._doctor import REINSTALL
 
-PACKAGE = Path(__file__).resolve().parents[1]
+
+def place(file: str) -> Path:
+    """The file's path without links to folders. A file may be a link itself: uv can install so."""
+    return Path(file).parent.resolve() / Path(file).name
+
+
+PACKAGE = place(__file__).parents[1]
 SITE = PACKAGE.parent  # the folder that the wheel was unpacked into, or a checkout
 IS_CHECKOUT = (SITE / "setup.py").is_file() and (SITE / "csrc").is_dir()
 
@@ -67,9 +73,10 @@ def installed(project: str) -> list[Distribution]:
             continue
         for info in sorted(infos):
             name, version = re.fullmatch(r"(.+?)(?:-(\d[^-]*).*)?", info.stem).groups()  # type: ignore[union-attr]
-            built_here = IS_CHECKOUT and info.suffix == ".egg-info" and SITE in info.resolve().parents
+            info = place(str(info))
+            built_here = IS_CHECKOUT and info.suffix == ".egg-info" and SITE in info.parents
             if re.sub(r"[-_.]+", "_", name).lower() == project and not built_here:
-                found[info.resolve()] = Distribution(version or "of unknown version", info.resolve())
+                found[info] = Distribution(version or "of unknown version", info)
     return list(found.values())
 
 
@@ -151,7 +158,7 @@ def examine(problems: list[str], notes: list[str]) -> dict[str, typing.Any]:
             "left, and install the one that you want"
         )
     found = find("mamba_ssm")
-    origin = Path(found.origin).resolve() if found and found.origin else None
+    origin = place(found.origin) if found and found.origin else None
     if origin != PACKAGE / "__init__.py" and (PACKAGE / "__init__.py").is_file():
         problems.append(
             f"`import mamba_ssm` takes {origin or 'a folder'}, another mamba_ssm, which comes first on Python's path. "

@@ -4,7 +4,7 @@ import csv
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mamba_ssm._doctor.files import IS_CHECKOUT, SITE, Distribution, compare, find, installed
+from mamba_ssm._doctor.files import IS_CHECKOUT, SITE, Distribution, compare, find, installed, place
 from mamba_ssm.version import __version__
 
 _SCANS = ("selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex")
@@ -60,17 +60,20 @@ def _examine_convolution() -> tuple[str, list[str]]:
         )
     _, ours, of = first.version.partition("+mamba.")
     where = origin or f"{first.folder}, and Python does not find it"
+    if len(found) == 1:
+        # Of the other package, the second is compiled.
+        names = _CONVOLUTIONS if ours else _CONVOLUTIONS[:1]
+        folders = [first.folder, *([first.checkout] if first.checkout else [])]
+        problems += (
+            f"{name} is {elsewhere}, which is found before that of causal-conv1d {first.version}. {_ONE_CONVOLUTION}"
+            for name, elsewhere in _from_elsewhere(names, *folders)
+        )
     if not ours:
         return f"{first.version}, another project's: {where}", problems
     if of != __version__:
         problems.append(
             f"causal-conv1d {first.version} is a part of mamba_ssm {of}, and this is {__version__}: install the one "
             "that came with this"
-        )
-    if len(found) == 1:
-        problems += (
-            f"{name} is {elsewhere}, which is found before that of causal-conv1d {first.version}. {_ONE_CONVOLUTION}"
-            for name, elsewhere in _from_elsewhere(_CONVOLUTIONS, first.folder)
         )
     return f"{first.version}, this project's: {where}", problems
 
@@ -94,5 +97,5 @@ def _from_elsewhere(names: Iterable[str], *folders: Path) -> Iterator[tuple[str,
         if spec is not None:
             origin = spec.origin or "a folder"
             ours = (folder / place for folder in folders for place in (f"{name}.py", f"{name}/__init__.py"))
-            if Path(origin).resolve() not in ours:
+            if place(origin) not in ours:
                 yield name, origin

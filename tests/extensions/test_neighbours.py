@@ -113,6 +113,17 @@ def test_one_that_nobody_has_installed(site, tmp_path, name):
     assert whose == f"of unknown origin: {module}"
 
 
+@pytest.mark.parametrize("version", ["1.6.2", f"1.6.1+mamba.{__version__}"])
+def test_one_before_the_installed_one(site, tmp_path, version):
+    install_convolution(site)
+    record(site, "causal_conv1d", version, *(site / "causal_conv1d").glob("*.py"))
+    module = tmp_path / "work" / "causal_conv1d" / "__init__.py"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    (problem,), _ = examine(tmp_path / "work", site, site=site)
+    assert problem.startswith(f"causal_conv1d is {module}, which is found before that of causal-conv1d {version}. Do")
+
+
 def test_the_compiled_package_over_ours(both):
     """Its files over ours, then its library alone beside ours."""
     ours = (both / "causal_conv1d" / "__init__.py").read_bytes()
