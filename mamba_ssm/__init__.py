@@ -8,7 +8,7 @@ import sys
 
 # `python -m mamba_ssm` imports this first, and has to say what is wrong where torch or a file of the package is
 # missing. The doctor runs this file again when it has looked at the files.
-if not (sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].endswith("mamba_ssm")):
+if not (sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("mamba_ssm", "-mmamba_ssm")):
     try:
         import torch  # noqa: F401
     except ModuleNotFoundError as error:
