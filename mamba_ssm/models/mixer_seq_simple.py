@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import is_plain
+from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.models.config_mamba import MambaConfig, check_config, check_layers
 from mamba_ssm.modules.bimamba2 import BiMamba2
 from mamba_ssm.modules.block import Block, add_norm
@@ -25,6 +25,7 @@ from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
 from mamba_ssm.modules.mlp import GatedMLP
 from mamba_ssm.ops.linear import project
+from mamba_ssm.ops.linear_cross_entropy import linear_cross_entropy
 from mamba_ssm.ops.norm import RMSNorm
 from mamba_ssm.utils.generation import GenerationMixin
 from mamba_ssm.utils.hf import find_weights, load_config_hf, read_weights, write_checkpoint
@@ -36,6 +37,13 @@ class CausalLMOutput(typing.NamedTuple):
     """What MambaLMHeadModel returns."""
 
     logits: torch.Tensor
+
+
+class CausalLMLoss(typing.NamedTuple):
+    """What MambaLMHeadModel returns where labels are given: the loss comes first, as trainers expect."""
+
+    loss: torch.Tensor
+    logits: typing.Any = None
 
 
 def create_block(
@@ -266,23 +274,65 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         position_ids: torch.Tensor | None = None,
         inference_params: InferenceCache | None = None,
         num_last_tokens: int = 0,
+        labels: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        num_items_in_batch: torch.Tensor | int | None = None,
         **mixer_kwargs: typing.Any,
-    ) -> CausalLMOutput:
-        """Next-token logits of each position.
+    ) -> CausalLMOutput | CausalLMLoss:
+        """Next-token logits of each position; with labels the loss of predicting them, without any logits.
 
         Args:
             input_ids: (B, L) integers. position_ids: not used, accepted for generation code.
             inference_params: InferenceParams; with seqlen_offset 0 the states are filled, else a step is taken.
             num_last_tokens: if positive, logits of that many last positions only.
+            labels: (B, L) int64, as a rule input_ids: a position is to predict the label of the next one, as in
+                transformers. No position predicts a label of ignore_index: give it to padding, and to the first token
+                of each packed sequence. With num_last_tokens so many last positions count.
+            label_smoothing, z_loss: as for linear_cross_entropy, which computes the loss in pieces.
+            num_items_in_batch: the sum of the losses is divided by it, and not by the number of labels that count: for
+                accumulating gradients of several batches.
             mixer_kwargs: go to every mixer: seq_idx (B, L) int32, cu_seqlens (sequences + 1) int32.
 
         Returns:
-            A namedtuple with logits (B, L or num_last_tokens, padded vocabulary).
+            A namedtuple with logits (B, L or num_last_tokens, padded vocabulary). With labels: one with the loss, a
+            float32 scalar, whose logits are None.
+
+        Raises:
+            ValueError: labels are not (B, L), or lm_head is more than a linear layer (it has hooks, or was replaced).
         """
         hidden_states = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
         if num_last_tokens > 0:
             hidden_states = hidden_states[:, -num_last_tokens:]
-        return CausalLMOutput(logits=project(self.lm_head, hidden_states))
+        if labels is None:
+            return CausalLMOutput(logits=project(self.lm_head, hidden_states))
+        checks.check_tensor("MambaLMHeadModel", "labels", labels)
+        if labels.shape != input_ids.shape:
+            shapes = f"{tuple(input_ids.shape)}, got {tuple(labels.shape)}"
+            raise ValueError(f"MambaLMHeadModel: labels must be (B, L) as input_ids, {shapes}")
+        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)[:, -hidden_states.shape[1] :]
+        loss = linear_cross_entropy(
+            hidden_states,
+            self._head_weight(),
+            labels,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        return CausalLMLoss(loss if num_items_in_batch is None else loss / num_items_in_batch)
+
+    def _head_weight(self) -> torch.Tensor:
+        """Of a head that is its weight and no more: a loss without logits calls no module."""
+        if is_plain(self.lm_head, nn.Linear):
+            weight, bias = weight_and_bias(self.lm_head)
+            if bias is None:
+                return weight
+        raise ValueError(
+            "MambaLMHeadModel: with labels lm_head must be an nn.Linear without bias or hooks, got "
+            f"{self.lm_head}: leave labels out and take the cross entropy of the logits"
+        )
 
     @classmethod
     def from_pretrained(
