@@ -26,10 +26,12 @@ if not (sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("mamba_ssm"
     from mamba_ssm.modules.mamba3 import Mamba3
     from mamba_ssm.modules.mamba_simple import Mamba
     from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, selective_scan_fn
+    from mamba_ssm.utils.hf import CheckpointError
     from mamba_ssm.version import __version__
 
 __all__ = [
     "BiMamba2",
+    "CheckpointError",
     "Hydra",
     "Mamba",
     "Mamba2",

@@ -13,7 +13,9 @@ import torch
 import torch.nn as nn
 
 from mamba_ssm import _checks as checks
+from mamba_ssm._arguments import parameter_dtype, shown, usable_device
 from mamba_ssm._torch import is_plain, weight_and_bias
+from mamba_ssm.models._fit import EMBEDDING, HEAD, check_dtypes, check_shapes, check_sizes, expected_shapes, shapes_of
 from mamba_ssm.models.config_mamba import MambaConfig, check_config, check_layers
 from mamba_ssm.modules.bimamba2 import BiMamba2
 from mamba_ssm.modules.block import Block, add_norm
@@ -28,7 +30,7 @@ from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.linear_cross_entropy import linear_cross_entropy
 from mamba_ssm.ops.norm import RMSNorm
 from mamba_ssm.utils.generation import GenerationMixin
-from mamba_ssm.utils.hf import find_weights, load_config_hf, read_weights, write_checkpoint
+from mamba_ssm.utils.hf import CheckpointError, find_weights, load_config_hf, read_weights, write_checkpoint
 
 _MIXERS = {"Mamba1": Mamba, "Mamba2": Mamba2, "Mamba3": Mamba3, "BiMamba2": BiMamba2, "Hydra": Hydra}
 
@@ -74,7 +76,7 @@ def create_block(
         options = dict(ssm_cfg or {})
         layer = options.pop("layer", "Mamba1")
         if layer not in list(_MIXERS):  # not hashed: it may be anything
-            raise ValueError(f"ssm_cfg['layer'] must be one of {', '.join(map(repr, _MIXERS))}, got {layer!r}")
+            raise ValueError(f"ssm_cfg['layer'] must be one of {', '.join(map(repr, _MIXERS))}, got {shown(layer)}")
         mixer_cls = _mixer(_MIXERS[layer], "ssm_cfg", options, layer_idx=layer_idx, **factory)
     mlp_cls = nn.Identity if d_intermediate == 0 else partial(GatedMLP, hidden_features=d_intermediate, **factory)
     block = Block(
@@ -98,11 +100,11 @@ def _mixer(
     unknown = [name for name in options if name not in names]
     takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
     if unknown and not takes_any:
-        raise ValueError(f"{source}: {unknown[0]!r} is none of {cls.__name__}'s arguments, {', '.join(names)}")
+        raise ValueError(f"{source}: {shown(unknown[0])} is none of {cls.__name__}'s arguments, {', '.join(names)}")
     for argument in arguments:
         needed = argument.default is argument.empty and argument.kind is not argument.VAR_KEYWORD
         if needed and argument.name not in options:
-            raise ValueError(f"{source}: {cls.__name__} needs {argument.name!r}, got {options!r}")
+            raise ValueError(f"{source}: {cls.__name__} needs {argument.name!r}, got {shown(options)}")
     return partial(cls, **options, **given)
 
 
@@ -161,12 +163,13 @@ class MixerModel(nn.Module):
         self.residual_in_fp32 = residual_in_fp32
         self.fused_add_norm = fused_add_norm
         self.embedding = nn.Embedding(vocab_size, d_model, **factory)
+        attention = frozenset(attn_layer_idx or ())
         self.layers = nn.ModuleList(
             create_block(
                 d_model,
                 d_intermediate,
                 ssm_cfg=ssm_cfg,
-                attn_layer_idx=attn_layer_idx,
+                attn_layer_idx=attention,
                 attn_cfg=attn_cfg,
                 norm_epsilon=norm_epsilon,
                 rms_norm=rms_norm,
@@ -339,7 +342,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         cls,
         pretrained_model_name: str | os.PathLike[str],
         device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         **kwargs: typing.Any,
     ) -> "MambaLMHeadModel":
         """A model from a folder, or from a repository of the Hugging Face hub (needs huggingface_hub).
@@ -347,21 +350,38 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         Reads config.json and model.safetensors (needs safetensors) or pytorch_model.bin (tensors only: no code of the
         file is run), whole or split over several files with an index. kwargs go to the constructor.
 
+        device, dtype: of the parameters; dtype may be a name, such as "bfloat16".
+
         Raises:
-            FileNotFoundError: no such folder, repository or file. ImportError: names the extra to install.
-            ValueError: a file is damaged, is no mamba_ssm checkpoint, or its tensors do not fit the configuration.
+            CheckpointNotFoundError (a FileNotFoundError): no such folder, repository or file.
+            CheckpointError (a ValueError): a file is damaged, is no mamba_ssm checkpoint, or its tensors do not fit the
+            configuration. No layer is made before that is known, unless a subclass has a constructor of its own.
+            ImportError: names the extra to install. ValueError: device or dtype is none. RuntimeError: torch cannot use
+            the device here.
         """
+        device, dtype = usable_device("from_pretrained", device), parameter_dtype("from_pretrained", dtype)
         source = f"config.json of {str(pretrained_model_name)!r}"
         config = MambaConfig.from_dict(load_config_hf(pretrained_model_name), source)
-        model = cls(config, device=device, dtype=dtype, **kwargs)
         path = find_weights(pretrained_model_name)
         state = read_weights(path)  # on the CPU as they are; copied to each parameter's device and dtype
+        if config.tie_embeddings and EMBEDDING in state:
+            state.setdefault(HEAD, state[EMBEDDING])  # which may be left out
+        check_dtypes(state, path)
+        check_sizes(config, state, path)
+        standard = cls.__init__ is MambaLMHeadModel.__init__
+        if standard:
+            try:
+                expected = expected_shapes(config, partial(_layer_without_memory, config))
+            except (ValueError, RuntimeError) as error:  # of a block, or of torch where sizes multiply to too much
+                reason, _, _ = str(error).partition("\n")
+                raise CheckpointError(f"{source}: {reason}") from error
+            check_shapes(expected, shapes_of(state), path)
+        model = cls(config, device=device, dtype=dtype, **kwargs)
+        if not standard:  # only the model tells what its own constructor adds
+            check_shapes(shapes_of(model.state_dict()), shapes_of(state), path)
         if config.tie_embeddings:
-            _complete_tied(state, path)
-        try:
-            model.load_state_dict(state)
-        except RuntimeError as error:  # torch names every missing, unexpected and misshapen tensor
-            raise ValueError(f"{path} does not fit its config.json: {error}") from error
+            _check_tied(state, path)
+        model.load_state_dict(state)
         return model
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -377,13 +397,22 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         write_checkpoint(save_directory, {**own, **asdict(config)}, state, safe_serialization)
 
 
-def _complete_tied(state: dict[str, torch.Tensor], path: Path) -> None:
-    """Adds the head's weight, which may be left out of a checkpoint that ties it to the embedding's."""
-    embedding = state.get("backbone.embedding.weight")
-    if embedding is None:
-        return  # load_state_dict will say so
-    head = state.setdefault("lm_head.weight", embedding)
-    if head is not embedding and not torch.equal(head, embedding):
-        raise ValueError(
-            f"{path}: lm_head.weight differs from backbone.embedding.weight, but config.json has tie_embeddings: true"
-        )
+def _layer_without_memory(config: MambaConfig, layer_idx: int) -> Block:
+    """A layer with the names and shapes of MixerModel's."""
+    options = config.ssm_cfg, config.attn_layer_idx, config.attn_cfg
+    return create_block(
+        config.d_model,
+        config.d_intermediate,
+        *options,
+        rms_norm=config.rms_norm,
+        layer_idx=layer_idx,
+        device="meta",
+    )
+
+
+def _check_tied(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    embedding, head = state.get(EMBEDDING), state.get(HEAD)
+    if embedding is None or head is None or head is embedding:
+        return  # a subclass may have others
+    if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+        raise CheckpointError(f"{path}: {HEAD} differs from {EMBEDDING}, but config.json has tie_embeddings: true")

@@ -47,15 +47,21 @@ def test_wrong_fields(tmp_path, name, value, expected):
         ({"ssm_cfg": {"d_stat": 4}}, "ssm_cfg: 'd_stat' is none of Mamba's arguments, d_state, "),
         ({"ssm_cfg": {"layer": "Mamba2", "d_model": 4}}, "ssm_cfg: 'd_model' is none of Mamba2's arguments, d_state, "),
         ({"ssm_cfg": {"d_state": "16"}}, "Mamba: d_state must be an integer from 1 to 256, got '16'"),
-        ({"ssm_cfg": {"expand": "2"}}, r"Mamba: expand must be a number of at least 0, got '2'"),
-        ({"ssm_cfg": {"expand": 0.05}}, r"expand \* d_model must be at least 1, got expand 0\.05 and d_model 16"),
+        ({"ssm_cfg": {"expand": "2"}}, r"Mamba: expand must be a number of at least 0, finite in float32, got '2'"),
+        (
+            {"ssm_cfg": {"expand": 0.05}},
+            r"expand \* d_model must be from 1 to 2147483647, got expand 0\.05",
+        ),
         ({"ssm_cfg": {"bias": "false"}}, "Mamba: bias must be True or False .*, got 'false'"),
         ({"ssm_cfg": {"dt_min": None}}, "dt_min and dt_max must be positive, .* got None, "),
-        ({"ssm_cfg": {"dt_scale": "1"}}, "Mamba: dt_scale must be a number of at least 0, got '1'"),
+        ({"ssm_cfg": {"dt_scale": "1"}}, "Mamba: dt_scale must be a number of at least 0, .*, got '1'"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": 8.0}}, r"Mamba2: headdim must be an integer .*, got 8\.0"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": 8, "ngroups": "1"}}, "ngroups must be a positive integer, got '1'"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": 8, "rmsnorm": "false"}}, "rmsnorm must be True or False"),
-        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 8, "A_init_range": 1}}, "A_init_range must be two .*, got 1"),
+        (
+            {"ssm_cfg": {"layer": "Mamba2", "headdim": 8, "A_init_range": 1}},
+            r"A_init_range must be \(.*\), got 1",
+        ),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": 8, "conv_init": "1"}}, "conv_init must be a number .*, got '1'"),
         ({**ATTENTION, "attn_cfg": {}}, "attn_cfg: MHA needs 'num_heads', got {}"),
         ({**ATTENTION, "attn_cfg": {"num_heads": 2, "heads": 2}}, "attn_cfg: 'heads' is none of MHA's arguments"),
@@ -71,7 +77,7 @@ def test_wrong_arguments_of_a_layer(options, message):
 
 @pytest.mark.parametrize("block", [Mamba, Mamba2, Mamba2Simple])
 def test_a_width_that_rounds_to_0(block):
-    with pytest.raises(ValueError, match=rf"{block.__name__}: expand \* d_model must be .* 1, got .* and d_model 49"):
+    with pytest.raises(ValueError, match=rf"{block.__name__}: expand \* d_model must be from 1 .* and d_model 49"):
         block(49, expand=1 / 49)  # times 49, in floating point: less than 1
 
 
