@@ -16,7 +16,7 @@ def shown(value: typing.Any) -> str:
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, or nested too deeply
-        text = f"a value of type {type(value).__name__} that is too long to show"
+        text = f"{'an integer' if isinstance(value, int) else type(value).__name__}, too long to show"
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
@@ -89,7 +89,7 @@ def inner_width(owner: str, expand: float, d_model: int) -> int:
     d_inner = int(expand * d_model)
     if not 1 <= d_inner <= LARGEST:
         raise ValueError(
-            f"{owner}: expand * d_model must be from 1 to {LARGEST}, got expand {expand!r} and d_model {d_model!r}"
+            f"{owner}: expand * d_model must be from 1 to {LARGEST}, got expand {shown(expand)} and d_model {d_model}"
         )
     return d_inner
 

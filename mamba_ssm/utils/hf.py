@@ -159,8 +159,10 @@ def _refuse_another_kind(path: Path) -> None:
     found = None
     if not start:
         found = "it is empty"
+    elif not start.strip(b"\0"):
+        found = "it begins with zeros"
     elif start.startswith(b"version https://git-lfs"):
-        found = "it is a pointer of Git LFS, not the file that it stands for; `git lfs pull` in its folder gets that"
+        found = "it is a Git LFS pointer; `git lfs pull` in its folder gets the file itself"
     elif start.startswith((b"<!doctype", b"<html", b"<?xml")):
         found = "it is a web page; download the file itself"
     if found is not None:
