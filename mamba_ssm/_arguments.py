@@ -115,16 +115,16 @@ def usable_device(owner: str, device: typing.Any) -> torch.device | None:
     """
     if device is None:
         return None
+    if not _is_device(device):
+        meant_gpu = isinstance(device, str) and device.lower().startswith(("gpu", "nvidia", "cuda"))
+        cure = '; did you mean "cuda"?' if meant_gpu else ""
+        raise ValueError(
+            f'{owner}: device must be a torch.device or its name, such as "cpu", "cuda" or "cuda:1", '
+            f"got {shown(device)}{cure}"
+        )
     try:
-        return torch.empty(0, device=torch.device(device)).device
+        return torch.empty(0, device=device).device
     except Exception as error:  # torch has several, AssertionError among them
-        if not _is_device(device):
-            meant_gpu = isinstance(device, str) and device.lower().startswith(("gpu", "nvidia", "cuda"))
-            cure = '; did you mean "cuda"?' if meant_gpu else ""
-            raise ValueError(
-                f'{owner}: device must be a torch.device or its name, such as "cpu", "cuda" or "cuda:1", '
-                f"got {shown(device)}{cure}"
-            ) from None
         reason = str(error).strip().partition("\n")[0][:200].rstrip(".")
         raise RuntimeError(
             f"{owner}: torch cannot use the device {str(device)!r} here ({reason}). `python -m mamba_ssm` says what "
@@ -133,8 +133,8 @@ def usable_device(owner: str, device: typing.Any) -> torch.device | None:
 
 
 def _is_device(device: typing.Any) -> bool:
-    if isinstance(device, int) and not isinstance(device, bool):
-        return device >= 0  # a number is of the accelerator, which may be missing
+    if isinstance(device, int):  # of the accelerator, which may be missing
+        return not isinstance(device, bool) and device >= 0
     try:
         torch.device(device)
     except (TypeError, ValueError, RuntimeError):

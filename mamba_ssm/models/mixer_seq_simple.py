@@ -95,11 +95,11 @@ def _mixer(
     cls: type[nn.Module], source: str, options: Mapping[str, typing.Any], **given: typing.Any
 ) -> Callable[[int], nn.Module]:
     """cls with all arguments but the width, the first; options are those that source holds."""
-    _, *arguments = inspect.signature(cls).parameters.values()
+    width, *arguments = inspect.signature(cls).parameters.values()
     names = [argument.name for argument in arguments if argument.name not in given]
-    unknown = [name for name in options if name not in names]
     takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
-    if unknown and not takes_any:
+    unknown = [name for name in options if name in (width.name, *given) or not (takes_any or name in names)]
+    if unknown:
         raise ValueError(f"{source}: {shown(unknown[0])} is none of {cls.__name__}'s arguments, {', '.join(names)}")
     for argument in arguments:
         needed = argument.default is argument.empty and argument.kind is not argument.VAR_KEYWORD

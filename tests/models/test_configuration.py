@@ -49,6 +49,10 @@ def test_wrong_fields(tmp_path, name, value, expected):
         ({"ssm_cfg": {"layer": ["Mamba2"]}}, r"ssm_cfg\['layer'\] must be one of .*, got \['Mamba2'\]"),
         ({"ssm_cfg": {"d_stat": 4}}, "ssm_cfg: 'd_stat' is none of Mamba's arguments, d_state, "),
         ({"ssm_cfg": {"layer": "Mamba2", "d_model": 4}}, "ssm_cfg: 'd_model' is none of Mamba2's arguments, d_state, "),
+        *[
+            ({"ssm_cfg": {"layer": "Mamba3", name: 1}}, f"ssm_cfg: '{name}' is none of Mamba3's arguments, d_state, ")
+            for name in ("d_model", "device", "dtype", "layer_idx")
+        ],
         ({"ssm_cfg": {"d_state": "16"}}, "Mamba: d_state must be an integer from 1 to 256, got '16'"),
         ({"ssm_cfg": {"expand": "2"}}, r"Mamba: expand must be a number of at least 0, finite in float32, got '2'"),
         (
