@@ -88,10 +88,9 @@ def check_layers(source: str, attn_layer_idx: Collection[int] | None, n_layer: i
     if attn_layer_idx is None:
         return
     listed = isinstance(attn_layer_idx, Collection) and not isinstance(attn_layer_idx, (str, Mapping))
-    if not listed or not all(
-        isinstance(layer, numbers.Integral) and not isinstance(layer, bool) and 0 <= layer < n_layer
-        for layer in attn_layer_idx
-    ):
+    types = set(map(type, attn_layer_idx)) if listed else set()  # a list may be long
+    integers = all(issubclass(kind, numbers.Integral) and kind is not bool for kind in types)
+    if not (listed and integers and all(0 <= layer < n_layer for layer in attn_layer_idx)):
         raise ValueError(
             f"{source}: attn_layer_idx must be a list of layers from 0 to n_layer - 1 = {n_layer - 1}, "
             f"got {shown(attn_layer_idx)}"

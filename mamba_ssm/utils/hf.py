@@ -23,8 +23,8 @@ CONFIG_NAME = "config.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_NAME = "pytorch_model.bin"
 INDEX_SUFFIX = ".index.json"  # of a file beside weights that are split over several
-# What the hub takes as a name; everything else is a folder, and nobody is asked for it.
-_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
+# What the hub may take as a name; everything else is a folder, and the hub is not asked for it.
+_HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 
 
 class CheckpointError(ValueError):
@@ -245,7 +245,7 @@ def _find(model_name: str | os.PathLike[str], names: list[str]) -> Path:
         raise CheckpointNotFoundError(f"the folder {folder} has no {wanted}; it holds {there or 'nothing'}")
     if os.path.isfile(folder):
         raise CheckpointNotFoundError(f"{folder} is a file: give the folder that holds it and the others")
-    if len(given) > 96 or not _HUB_NAME.fullmatch(given):
+    if not _HUB_NAME.fullmatch(given):
         raise CheckpointNotFoundError(f"there is no folder {shown(folder)}")
     return _find_on_hub(given, names)
 
