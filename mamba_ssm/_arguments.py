@@ -51,7 +51,10 @@ def check_number(owner: str, name: str, value: typing.Any, least: float = float(
     """value is_number, and at least least."""
     if not is_number(value) or value < least:
         expected = "a number" if least == float("-inf") else f"a number of at least {least}"
-        raise ValueError(f"{owner}: {name} must be {expected}, finite in float32, got {shown(value)}")
+        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if real and value >= least:
+            expected += ", finite in float32"
+        raise ValueError(f"{owner}: {name} must be {expected}, got {shown(value)}")
 
 
 def check_range(owner: str, name: str, value: typing.Any) -> tuple[float, float]:

@@ -94,7 +94,7 @@ class Mamba2Base(nn.Module):
         low, high = check_range(name, "A_init_range", A_init_range)
         if not (low > 0 and is_number(high)):
             raise ValueError(
-                f"{name}: A_init_range must be two positive numbers, finite in float32, got {shown(A_init_range)}"
+                f"{name}: A_init_range must be two positive, finite numbers in order, got {shown(A_init_range)}"
             )
         dt_bias = initial_dt_bias(self.nheads, *dt_range, factory["device"])
         self.dt_bias = nn.Parameter(dt_bias.to(factory["dtype"] or torch.get_default_dtype()))

@@ -83,7 +83,7 @@ def initial_dt_bias(
     """(size) float32, so that softplus of it is log-uniform in [dt_min, dt_max] and at least dt_init_floor."""
     if not all(map(is_number, (dt_min, dt_max, dt_init_floor))) or not (min(dt_min, dt_max) > 0 <= dt_init_floor):
         raise ValueError(
-            "dt_min and dt_max must be positive, dt_init_floor 0 or more, all finite in float32, "
+            "dt_min and dt_max must be positive, dt_init_floor 0 or more, all finite, "
             f"got {shown(dt_min)}, {shown(dt_max)} and {shown(dt_init_floor)}"
         )
     low, high = math.log(dt_min), math.log(dt_max)
