@@ -127,11 +127,11 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         read = _load_tensors
     try:
         state = read(path)
-    except (PermissionError, _Refused):
+    except (PermissionError, CheckpointError):
         raise
     except pickle.UnpicklingError:
         # without torch's message, which advises to load the file with its code
-        raise _Refused(f"{path}: it is damaged, or holds more than tensors, and that could run code") from None
+        raise _refused(f"{path}: it is damaged, or holds more than tensors, and that could run code") from None
     except Exception as error:  # each reader has several exceptions of its own for a damaged file
         reason = str(error).strip().partition("\n")[0][:200]
         little_memory = isinstance(error, MemoryError) or "memory" in reason
@@ -176,9 +176,8 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"layout {tensor.layout}"
 
 
-class _Refused(CheckpointError):
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"refused to load {reason}; save the model's state_dict() alone, or model.safetensors")
+def _refused(reason: str) -> CheckpointError:
+    return CheckpointError(f"refused to load {reason}; save the model's state_dict() alone, or model.safetensors")
 
 
 def _load_tensors(path: Path) -> typing.Any:
@@ -186,20 +185,20 @@ def _load_tensors(path: Path) -> typing.Any:
 
     weights_only is not enough before torch 2.6: it still runs the code of TorchScript, and trusts the old tar format.
     """
-    program = _Refused(f"{path}: it is a TorchScript program, whose code would run")
+    program = _refused(f"{path}: it is a TorchScript program, whose code would run")
     with open(path, "rb") as file:  # once: what is looked at is what is loaded
         archive = file.read(4) == b"PK\x03\x04"
         file.seek(0)
         if archive:
             names = archive_names(file)
             if names is None and not LOAD_REFUSES_PROGRAMS:
-                raise _Refused(
+                raise _refused(
                     f"{path}: torch {torch.__version__} would run it if it is a program, and does not say so"
                 )
             if any(name == "constants.pkl" or name.startswith("code/") for name in names or ()):
                 raise program
         elif tarfile.is_tarfile(file):
-            raise _Refused(f"{path}: it is a tar archive, whose reader in torch checks nothing")
+            raise _refused(f"{path}: it is a tar archive, whose reader in torch checks nothing")
         file.seek(0)
         try:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
@@ -236,7 +235,7 @@ def _find(model_name: str | os.PathLike[str], names: list[str]) -> Path:
     given = os.fspath(model_name) if isinstance(model_name, os.PathLike) else model_name
     if not isinstance(given, str) or not given:
         raise TypeError(f"a checkpoint is given by a folder or the name of a hub repository, got {shown(model_name)}")
-    folder, wanted = os.path.expanduser(given), " or ".join(names)
+    folder, wanted = os.path.expanduser(given), " or ".join(first_few([name]) for name in names)
     if os.path.isdir(folder):
         for name in names:
             if os.path.isfile(os.path.join(folder, name)):

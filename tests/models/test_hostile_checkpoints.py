@@ -101,7 +101,7 @@ def test_code_in_weights_is_not_run(tmp_path, make, reason):
     with pytest.raises(ValueError, match=f"refused to load {re.escape(str(path))}.*{reason}") as error:
         MambaLMHeadModel.from_pretrained(tmp_path)
     assert not victim.exists()
-    assert isinstance(error.value, CheckpointError)
+    assert type(error.value) is CheckpointError
     said = "".join(traceback.format_exception(error.value))
     assert "weights_only" not in said and "torch.jit" not in said and "trust" not in said
 
@@ -137,6 +137,17 @@ def test_an_index_names_files_beside_it(tmp_path, file):
     with pytest.raises(CheckpointError, match="its weight_map names") as error:
         MambaLMHeadModel.from_pretrained(tmp_path)
     assert str(index) in str(error.value) and repr(file) in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["x" * 5000, "\ud800", "a\0b", "\x1b[2J", "missing.bin"])
+def test_an_index_names_files_that_are_there(tmp_path, file):
+    MambaLMHeadModel(MambaConfig(d_model=16, n_layer=1, vocab_size=21)).save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(CheckpointError, match="it holds config.json, pytorch_model.bin.index.json") as error:
+        MambaLMHeadModel.from_pretrained(tmp_path)
+    assert isinstance(error.value, FileNotFoundError)
+    assert str(error.value).isprintable() and len(str(error.value)) < 600
 
 
 def test_the_format_before_archives_is_read(tmp_path):
