@@ -144,7 +144,7 @@ def test_an_index_names_files_that_are_there(tmp_path, file):
     MambaLMHeadModel(MambaConfig(d_model=16, n_layer=1, vocab_size=21)).save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(CheckpointError, match="it holds config.json, pytorch_model.bin.index.json") as error:
+    with pytest.raises(CheckpointError, match=r"it holds config\.json, pytorch") as error:
         MambaLMHeadModel.from_pretrained(tmp_path)
     assert isinstance(error.value, FileNotFoundError)
     assert str(error.value).isprintable() and len(str(error.value)) < 600
