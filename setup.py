@@ -1,7 +1,7 @@
 """Builds mamba_ssm: all decisions are in scripts/wheel_build, this file only hands over.
 
 python setup.py bdist_wheel          the wheel, in dist/
-python setup.py configure [--json]   what would be built, and what stands in its way; builds nothing
+python setup.py configure            what would be built, and what stands in its way; builds nothing
 """
 
 import sys
@@ -33,4 +33,5 @@ setuptools.setup(
     version=version.base_version(ROOT),
     ext_modules=[commands.extension()],
     cmdclass=commands.COMMANDS,
+    distclass=commands.Package,
 )

@@ -147,10 +147,16 @@ def missing_message(kind: str, path: Path) -> str:
         )
     label = build_info().get("local_label") or "cpu"
     build = shell_command("python setup.py bdist_wheel", MAMBA_SSM_CUDA="on")
+    cure = f"Install a wheel with a CUDA label (+cu...), or build one where nvcc is found: `{build}`."
+    chosen = build_info().get("editable")
+    if chosen:
+        cure = (
+            f"It is an editable install, compiled {chosen}. Where a GPU and nvcc are there, "
+            "`pip install --no-build-isolation -e .` compiles for that GPU."
+        )
     return (
         f"mamba_ssm got a CUDA tensor, but this installation holds CPU kernels only (label +{label}): {path} does not "
-        "exist. Install a wheel with a CUDA label (+cu...), or build one where nvcc is found: "
-        f"`{build}`. To stay on the CPU, move the tensors with .cpu()."
+        f"exist. {cure} To stay on the CPU, move the tensors with .cpu()."
     )
 
 

@@ -54,6 +54,8 @@ def describe(plan: Plan, root: Path, folder: Path, libraries: Iterable[Path]) ->
     """
     source = source_of(root)
     toolchains = cmake.toolchains(folder)
+    # Under pip nobody saw this line of the plan.
+    chosen = {"editable": plan.chosen} if plan.chosen else {}
     return {
         "package_version": plan.base_version,
         "local_label": plan.label,
@@ -72,6 +74,7 @@ def describe(plan: Plan, root: Path, folder: Path, libraries: Iterable[Path]) ->
         "libraries": {path.name: recorded(path.read_bytes()) for path in libraries},
         "source_commit": source.commit or None,
         "source_dirty": source.changed,
+        **chosen,
     }
 
 

@@ -7,10 +7,11 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from . import preflight_windows
+from . import preflight_windows, progress
 from .config import COMPILER_FLAGS
 from .plan import Plan, show
 
@@ -96,24 +97,33 @@ def build(plan: Plan, source: Path, base: Path, environ: Mapping[str, str] = os.
     assert plan.facts.cmake is not None, "preflight stops a build without cmake"
     cmake = plan.facts.cmake.path
     configure = [cmake, "-S", str(source), "-B", str(folder)]
-    if not environ.get("CMAKE_GENERATOR") and not any(word.startswith("-G") for word in plan.config.cmake_args):
+    with_ninja = not environ.get("CMAKE_GENERATOR") and not any(word[:2] == "-G" for word in plan.config.cmake_args)
+    if with_ninja:
         assert plan.facts.ninja is not None, "preflight stops a build without ninja"
         configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={_slashes(plan.facts.ninja.path)}"]
     configure += arguments(plan, environ)
     variables = environment(plan, environ)
     hint = what_took_part(environ)
-    _call(configure, variables, hint)
+    _call(configure, variables, hint, subprocess.call)
     targets = ["mamba_cpu", "mamba_cuda"] if plan.cuda else ["mamba_cpu"]
     # For generators that hold several, such as Visual Studio's; Ninja has one and does not mind.
     kind = "RelWithDebInfo" if plan.config.debug else "Release"
     command = [cmake, "--build", str(folder), "--config", kind, "--parallel", str(plan.jobs), "--target", *targets]
-    _call(command, variables, hint)
+    # With VERBOSE ninja shows each command, whose lines are all wanted then.
+    counted = with_ninja and not environ.get("VERBOSE")
+    running = min(plan.facts.cores, plan.processes)
+    _call(
+        command,
+        variables,
+        hint,
+        partial(progress.run, plan.architectures.count, running) if counted else subprocess.call,
+    )
     return folder
 
 
-def _call(command: list[str], environ: dict[str, str], hint: str) -> None:
+def _call(command: list[str], environ: dict[str, str], hint: str, run: Callable[..., int]) -> None:
     show(f"+ {subprocess.list2cmdline(command)}")
-    code = subprocess.call(command, env=environ)
+    code = run(command, env=environ)
     if code != 0:
         name = os.path.basename(command[0])
         raise BuildError(f"{name} failed with exit status {code}; its messages stand above{hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -32,11 +33,13 @@ LIB = Path("mamba_ssm") / "lib"
 INFO = "build_info.json"
 # Whether bdist_wheel leaves the wheel of causal-conv1d too. A frontend such as pip takes only the one reported to it.
 both_wheels = True
+# Whether this is an editable install, which is for this machine (editable.py). Set before the plan is made.
+in_place = False
 
 
 @lru_cache(maxsize=1)
 def the_plan() -> Plan:
-    return load(ROOT)
+    return load(ROOT, in_place=in_place)
 
 
 @lru_cache(maxsize=1)
@@ -71,6 +74,16 @@ def keep_others_out() -> IO[str]:
 def extension() -> Extension:
     """Stands for both libraries, so that setuptools makes a platform wheel; CMake has the sources."""
     return Extension("mamba_ssm.lib.mamba_cpu", sources=[])
+
+
+class Package(Distribution):
+    """Warnings and errors alone, in place of a line for each file that is copied; all of them with -v."""
+
+    def parse_command_line(self) -> bool:
+        go_on = super().parse_command_line()
+        if self.verbose == 1:
+            logging.getLogger().setLevel(logging.WARNING)
+        return go_on
 
 
 class BuildCommand(build):
@@ -173,6 +186,11 @@ class DistInfo(dist_info):
 
 
 class EditableWheel(editable_wheel):
+    def initialize_options(self) -> None:
+        global in_place
+        in_place = True
+        super().initialize_options()
+
     def finalize_options(self) -> None:
         label_version(self.distribution)
         super().finalize_options()

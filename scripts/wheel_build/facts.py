@@ -55,10 +55,11 @@ class Facts:
     auditwheel: Tool | None = None
 
 
-def gather(root: Path, environ: Mapping[str, str]) -> Facts:
-    """Looks at the machine. MAMBA_SSM_CUDA=off asks nothing of CUDA."""
+def gather(root: Path, environ: Mapping[str, str], in_place: bool = False) -> Facts:
+    """Looks at the machine. MAMBA_SSM_CUDA=off asks nothing of CUDA; in_place (an editable install) asks for GPUs."""
     files, config = tools.real_files(), read_config(environ)
     want_cuda = config.cuda != "off"
+    want_gpus = want_cuda and (in_place or "native" in config.arch_list.lower())
     discovery = tools.discover(environ) if want_cuda else NOTHING
     nvcc = discovery.nvcc
     studio, msc_ver_range = None, None
@@ -93,7 +94,7 @@ def gather(root: Path, environ: Mapping[str, str]) -> Facts:
         cmake=tools.newest_enough("cmake", environ, (3, 26)),
         ninja=tools.newest_enough("ninja", environ, (1, 0)),
         driver=driver_version() if want_cuda else "",
-        gpus=tuple(compute_capabilities()) if "native" in config.arch_list.lower() else (),
+        gpus=tuple(compute_capabilities()) if want_gpus else (),
         discovery=discovery,
         nvcc_version=version,
         nvcc_full_version=full_version,

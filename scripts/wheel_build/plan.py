@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from . import cuda, facts, preflight, preflight_windows, tools, version
+from . import cuda, editable, effort, facts, preflight, preflight_windows, tools, version
+from .advice import with_variables
 from .architectures import Architectures, check_spelling, plan_architectures
 from .config import Config, SwitchError, read_config
 from .facts import Facts
@@ -38,6 +39,7 @@ class Plan:
     version: str
     wheel: str
     findings: tuple[Finding, ...]
+    chosen: str = ""  # what an editable install is compiled for, where no switch says it
 
     @property
     def fatal(self) -> bool:
@@ -53,6 +55,27 @@ class Plan:
             for finding in self.findings
         )
         return replace(self, findings=tuple(findings))
+
+    @property
+    def seconds(self) -> float:
+        """About how long this takes where nothing is compiled yet."""
+        return effort.seconds(self.config.dtypes, self.architectures.count, min(self.facts.cores, self.processes))
+
+    @property
+    def processes(self) -> int:
+        """Compilers that run at a time."""
+        return self.jobs * max(1, min(self.nvcc_threads, self.architectures.count))
+
+    @property
+    def headline(self) -> str:
+        count = self.architectures.count
+        what = f"{count} architecture{'s' if count > 1 else ''}" if count else "the CPU alone"
+        cores = f"{self.facts.cores} core{'s' if self.facts.cores > 1 else ''}"
+        line = f"mamba_ssm {self.version}: build plan for {what}, {effort.words(self.seconds)} on {cores} from scratch"
+        if count > 1:
+            one = with_variables(self.facts.platform, TORCH_CUDA_ARCH_LIST="native")
+            line += f"; {one} (or 9.0, for example) compiles for one"
+        return line
 
     @property
     def glibc(self) -> str:
@@ -80,6 +103,8 @@ class Plan:
             "wheel": self.wheel,
             "debug": self.config.debug,
             "label": self.label,
+            "editable": self.chosen or None,
+            "minutes": round(self.seconds / 60, 1),
             "tools": {
                 "python": self.facts.python,
                 "cmake": self.facts.cmake and asdict(self.facts.cmake),
@@ -97,8 +122,8 @@ class Plan:
         nvcc = self.facts.discovery.nvcc
         tool = lambda found: f"{found.version} ({found.path})" if found else "not found"  # noqa: E731
         lines = [
-            f"mamba_ssm {self.version}: build plan",
-            f"  wheel          {self.wheel}",
+            self.headline,
+            f"  editable       {self.chosen}" if self.chosen else f"  wheel          {self.wheel}",
             f"  python         {self.facts.python} (the wheel serves every CPython >= 3.10)",
             f"  cmake          {tool(self.facts.cmake)}",
             f"  ninja          {tool(self.facts.ninja)}",
@@ -113,8 +138,8 @@ class Plan:
         if nvcc:
             lines.append(f"  nvcc           {self.facts.nvcc_full_version} ({nvcc.path}, found by {nvcc.source})")
         else:
-            lines.append("  nvcc           " + ("not looked for" if self.config.cuda == "off" else "not found"))
-        lines.append("  CUDA           " + ("yes" if self.cuda else "no: CPU-only wheel"))
+            lines.append("  nvcc           " + ("not needed" if self.config.cuda == "off" else "not found"))
+        lines.append("  CUDA           " + ("yes" if self.cuda else "no: CPU only"))
         if self.cuda:
             lines.append(f"  architectures  {' '.join(self.architectures.cmake)}")
         lines.append(f"  dtypes         {' '.join(self.config.dtypes)}")
@@ -153,8 +178,16 @@ def plan_jobs(
     return jobs, threads, reason
 
 
-def make_plan(config: Config, seen: Facts, base: str, from_sdist: bool = False, other_generator: bool = False) -> Plan:
-    """Decides everything from the switches and the machine's facts."""
+def make_plan(
+    config: Config,
+    seen: Facts,
+    base: str,
+    from_sdist: bool = False,
+    other_generator: bool = False,
+    in_place: bool = False,
+) -> Plan:
+    """Decides everything from the switches and the machine's facts. in_place: of an editable install."""
+    config, chosen = editable.for_this_machine(config, seen) if in_place else (config, "")
     findings = preflight.check_switches(config) + preflight.check_cuda(config, seen)
     cuda_on = config.cuda != "off" and seen.discovery.nvcc is not None
     architectures = Architectures(())
@@ -206,21 +239,22 @@ def make_plan(config: Config, seen: Facts, base: str, from_sdist: bool = False, 
         version=wheel_version,
         wheel=version.wheel_name(wheel_version, seen.platform, seen.machine, config.release),
         findings=tuple(findings),
+        chosen=chosen,
     )
 
 
-def load(root: Path, environ: Mapping[str, str] = os.environ) -> Plan:
+def load(root: Path, environ: Mapping[str, str] = os.environ, in_place: bool = False) -> Plan:
     """Reads the switches, looks at the machine, and decides."""
     config = read_config(environ)
-    seen = facts.gather(root, environ)
+    seen = facts.gather(root, environ, in_place)
     other_generator = bool(environ.get("CMAKE_GENERATOR")) or any(word.startswith("-G") for word in config.cmake_args)
-    return make_plan(config, seen, version.base_version(root), version.is_sdist(root), other_generator)
+    return make_plan(config, seen, version.base_version(root), version.is_sdist(root), other_generator, in_place)
 
 
-def show(text: str) -> None:
+def show(text: str, end: str = "\n") -> None:
     """Prints what may hold any path, also where Windows' console or pip's pipe knows few characters."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
 
 
 def present(plan: Plan) -> None:

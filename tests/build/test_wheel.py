@@ -15,7 +15,7 @@ import zipfile
 
 import pytest
 from _helpers.wheels import package_files
-from wheel_build import convolution
+from wheel_build import convolution, facts
 from wheel_build.version import base_version
 
 pytestmark = [
@@ -84,7 +84,10 @@ def built_folder():
 @pytest.fixture(scope="module")
 def wheel(source):
     output = build(source, "bdist_wheel")
-    assert "build plan" in output
+    # The plan, counts of files, warnings: no line for each file that is copied.
+    assert "build plan for the CPU alone, about " in output
+    assert re.search(r"^(\d+) of \1 files: done$", output, re.MULTILINE)
+    assert not re.search(r"copying|running build|adding '|Building CXX", output)
     (found,) = (source / "dist").glob("mamba_ssm-*.whl")
     return found
 
@@ -225,7 +228,7 @@ def test_second_build_is_byte_identical_and_compiles_nothing(wheel, source, tmp_
     output = build(source, "bdist_wheel", "-d", str(tmp_path), "-b", "unpacked")
     for name in (wheel.name, convolution.wheel_name(source)):
         assert (tmp_path / name).read_bytes() == (source / "dist" / name).read_bytes()
-    assert "Building CXX" not in output
+    assert "nothing to compile" in output
 
 
 def test_the_other_wheel(wheel, source, sdist_wheel, tmp_path):
@@ -249,6 +252,25 @@ def test_a_frontend_gets_one_wheel(wheel, source, tmp_path):
     environ = environment(PYTHONPATH=str(source / "scripts"))
     subprocess.run([sys.executable, "-c", code], cwd=source, env=environ, check=True, stdout=subprocess.PIPE)
     assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
+
+
+@pytest.mark.skipif(bool(facts.driver_version()), reason="an NVIDIA GPU is here, for which this would compile")
+def test_an_editable_install_without_a_gpu_is_for_the_cpu(source, wheel, tmp_path):
+    """Whether nvcc is here or not; and where pip hides the line, build_info.json has it."""
+    built = source / "mamba_ssm" / "lib" / "build_info.json"
+    before = built.read_text()
+    code = f"from wheel_build import backend; backend.build_editable({str(tmp_path)!r})"
+    environ = environment(PYTHONPATH=str(source / "scripts"))
+    del environ["MAMBA_SSM_CUDA"]
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, env=environ, stdout=subprocess.PIPE, text=True)
+    info = json.loads(built.read_text())
+    built.write_text(before)
+    assert done.returncode == 0, done.stdout[-4000:]
+    (made,) = tmp_path.iterdir()
+    assert made.name.startswith(f"mamba_ssm-{base_version(source)}+cpu-")
+    assert info["editable"].startswith("for the CPU alone: the build saw no GPU (TORCH_CUDA_ARCH_LIST=9.0")
+    assert f"  editable       {info['editable']}\n" in done.stdout
+    assert "nothing to compile" in done.stdout
 
 
 def test_dist_holds_a_finished_wheel_or_none(source, wheel, tmp_path):

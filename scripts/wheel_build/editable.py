@@ -1,0 +1,37 @@
+"""What an editable install compiles for: the machine that it is on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .advice import with_variables
+from .architectures import dotted
+from .config import Config
+from .facts import Facts
+
+
+def for_this_machine(config: Config, seen: Facts) -> tuple[Config, str]:
+    """The switches as the machine fills them in, and one line that says how, with the switches that change it.
+
+    A switch that the user set stays: then the line is "". So it is with MAMBA_SSM_CUDA=on and no GPU, which means all
+    architectures. A driver without nvcc stays what it is for a wheel, an error: its GPU would go unused.
+    """
+    if config.arch_list or config.cuda == "off":
+        return config, ""
+    variable = lambda name, value: with_variables(seen.platform, **{name: value})  # noqa: E731
+    if seen.gpus:
+        if seen.discovery.nvcc is None:
+            return config, ""
+        found = ", ".join(dotted(number) for number in seen.gpus)
+        line = (
+            f"for the GPU of this machine, {found} ({variable('TORCH_CUDA_ARCH_LIST', '8.6')}, for example, is for "
+            f"another one, {variable('MAMBA_SSM_CUDA', 'off')} for the CPU alone)"
+        )
+        return replace(config, arch_list="native"), line
+    if config.cuda == "on" or (seen.driver and seen.discovery.nvcc is None):
+        return config, ""
+    line = (
+        f"for the CPU alone: the build saw no GPU ({variable('TORCH_CUDA_ARCH_LIST', '9.0')}, for example, is for a "
+        f"GPU, {variable('MAMBA_SSM_CUDA', 'on')} for all)"
+    )
+    return replace(config, cuda="off"), line
