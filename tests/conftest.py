@@ -1,4 +1,4 @@
-"""What all tests share: the device parameter. GPU tests skip, and say so, where there is no GPU.
+"""What all tests share: the device parameter, and processes. GPU tests skip, and say so, where there is no GPU.
 
 With MAMBA_EMULATED_CUDA, the path of a libmamba_cuda.so that csrc/tests/emulator has made, the CUDA kernels run on the
 CPU: a test's "cuda" case then gets CPU tensors, whose calls go to that library.
@@ -10,9 +10,18 @@ import os
 import shutil
 
 import pytest
+from _helpers import parallel
+
+# Before torch, which reads them once. Programs that tests start share the cores with the other processes of this run;
+# torch's compiler would start a pool of processes, each with a torch of its own, for two or three sources a test.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", str(parallel.threads(int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))))
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import torch
 
 EMULATED_CUDA = os.environ.get("MAMBA_EMULATED_CUDA")
+_PROCESSES = pytest.StashKey[str]()  # what the header says of them
 
 
 @functools.cache
@@ -20,6 +29,28 @@ def _emulated_functions():
     from mamba_ssm._native import signatures
 
     return signatures.bind(ctypes.CDLL(EMULATED_CUDA))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    config.stash[_PROCESSES] = parallel.set_up(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput[parallel.GROUPED] = node.config.option.dist == "loadgroup"
+
+
+def pytest_report_header(config):
+    return config.stash.get(_PROCESSES, "") or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.xdist_group("gpu"))
 
 
 def _gpu_missing():

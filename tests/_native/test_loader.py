@@ -38,9 +38,7 @@ def test_cuda_tensor_in_an_editable_install_for_the_cpu(folder):
     loader.library_path("cpu").touch()
     chosen = "for the CPU alone: the build saw no GPU (TORCH_CUDA_ARCH_LIST=9.0 ...)"
     (folder / "build_info.json").write_text(json.dumps({"local_label": "cpu", "cuda": False, "editable": chosen}))
-    with pytest.raises(
-        NativeError, match=r"CPU kernels only .* editable install, compiled for the CPU alone.*9\.0"
-    ) as error:
+    with pytest.raises(NativeError, match=r"CPU kernels only .* editable .* for the CPU alone.*9\.0") as error:
         loader.load("cuda")
     assert "`pip install --no-build-isolation -e .` compiles for that GPU" in str(error.value)
 
