@@ -108,7 +108,7 @@ def check_cuda(config: Config, facts: Facts) -> list[Finding]:
                 "compiler-refused",
                 FATAL,
                 f"nvcc {facts.nvcc_full_version} cannot use this host compiler: {facts.nvcc_trouble}",
-                "set CXX (or CUDAHOSTCXX) to a compiler that this nvcc supports, such as g++-12",
+                f"{_install_compiler('g++-12', ' that this nvcc supports')}, and set CXX to it",
             )
         )
     if config.cuda_host and not facts.cuda_host:
@@ -130,6 +130,10 @@ def check_cuda(config: Config, facts: Facts) -> list[Finding]:
             )
         )
     return findings
+
+
+def _install_compiler(example: str, which: str = "") -> str:
+    return f"install a C++ compiler{which}, such as {example} (on Debian and Ubuntu: apt install {example})"
 
 
 def _nvcc_missing(config: Config, facts: Facts) -> Finding:
@@ -173,7 +177,7 @@ def check_tools(config: Config, facts: Facts, other_generator: bool = False) -> 
         fact = f"CXX is {config.cxx!r}, which is no program"
         findings.append(Finding("compiler-missing", FATAL, fact, "point it at a C++ compiler or unset it"))
     elif facts.compiler is None and facts.platform != "win32":
-        cure = "install one, such as g++ (apt install g++), or set CXX"
+        cure = f"{_install_compiler('g++')}, or set CXX to one that is here"
         findings.append(Finding("compiler-missing", FATAL, "no C++ compiler was found", cure))
     cure = 'pip install "cmake>=3.26" ninja'
     if facts.cmake is None:

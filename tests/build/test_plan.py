@@ -138,6 +138,17 @@ def test_backend_stops_where_pip_would_hide_the_warning(machine, without_nvcc, m
     assert not backend.commands.both_wheels
 
 
+def test_advice_about_compilers_has_one_form(machine):
+    missing, refused = (
+        plan_of({}, machine(**changes)).findings[0].cure
+        for changes in ({"compiler": None}, {"nvcc_trouble": "#error -- unsupported GNU version!"})
+    )
+    for cure, name in ((missing, "g++"), (refused, "g++-12")):
+        assert cure.startswith("install a C++ compiler")
+        assert f"such as {name} (on Debian and Ubuntu: apt install {name}), " in cure
+        assert " set CXX to " in cure
+
+
 def test_off_asks_nothing_of_cuda(machine, without_nvcc):
     plan = plan_of({"MAMBA_SSM_CUDA": "off"}, machine(driver="580", **without_nvcc))
     assert plan.findings == ()
