@@ -23,3 +23,17 @@ def test_one_version_of_each_formatter(tool):
 def test_one_version_of_the_type_checker():
     """pre-commit runs the one that is installed beside torch, pyproject.toml's."""
     assert versions(".ci/constraints.txt", "mypy") == versions("pyproject.toml", "mypy") != set()
+
+
+def test_ci_types_readmes_test_command_with_nothing_pinned(request):
+    """Twice pins hid what the newest torch broke. They are for what lints; the last step is what README says."""
+    text = (request.config.rootpath / ".ci" / "run").read_text(encoding="utf-8")
+    assert "PIP_CONSTRAINT" not in text
+    assert [line.split()[0] for line in text.splitlines() if "constraints.txt" in line] == [".venv-ci/bin/pip"]
+    pinned = (request.config.rootpath / ".ci" / "constraints.txt").read_text(encoding="utf-8")
+    assert not {"torch", "transformers", "pytest", "numpy"} & set(re.findall(r"^[\w-]+", pinned, re.MULTILINE))
+    *_, unset, last = text.rstrip("\n").splitlines()
+    assert unset.startswith("unset TORCH_CUDA_ARCH_LIST CMAKE_ARGS ")
+    assert last == 'PYTEST_ADDOPTS="--durations=25" bash -euo pipefail -c "$test_command"'
+    assert "pytest -q -m slow" in text  # which README's command leaves out
+    assert "-m 'not slow'" in " ".join(request.config.getini("addopts"))

@@ -1,11 +1,25 @@
 """README's test command takes all cores, and a single file or a debugger one process: tests/_helpers/parallel.py."""
 
+import os
+import shutil
+import subprocess
+import sys
 import types
 
 import pytest
 from _helpers import parallel
+from wheel_build import facts
 
 GIB = 1 << 30
+MADE = """
+import os, pathlib, pytest, time
+
+@pytest.mark.parametrize("number", range(40))
+def test_it(number):
+    time.sleep(0.05)
+    name = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    (pathlib.Path(os.environ["SEEN"]) / name).write_text(str(os.environ.get("OMP_NUM_THREADS")))
+"""
 
 
 def config_of(folder, words=("tests",), xdist=True, **options):
@@ -94,3 +108,34 @@ def test_how_many(cores, memory, processes):
 def test_threads(monkeypatch, cores, processes, threads):
     monkeypatch.setattr(parallel, "cores", lambda: cores)
     assert parallel.threads(processes) == threads
+
+
+@pytest.mark.parametrize(("words", "alone"), [([], False), (["tests/test_made.py"], True)])
+def test_conftest_does_so(request, tmp_path, monkeypatch, words, alone):
+    """A folder of its own with our conftest.py: each test says in which process it was."""
+    monkeypatch.undo()  # the cores are this machine's
+    if parallel.how_many(facts.cores(), facts.free_memory()) < 2:
+        pytest.skip("one core, or memory for one process only")
+    root, seen = request.config.rootpath, tmp_path / "seen"
+    (tmp_path / "tests").mkdir()
+    seen.mkdir()
+    shutil.copy(root / "tests" / "conftest.py", tmp_path / "tests")
+    paths = f"pythonpath = {root}/tests {root}/scripts {root}"
+    (tmp_path / "pytest.ini").write_text(f"[pytest]
+testpaths = tests
+{paths}
+")
+        f"[pytest]\ntestpaths = tests\npythonpath = {root}/tests {root}/scripts {root}\n"
+    )
+    (tmp_path / "tests" / "test_made.py").write_text(MADE)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "OMP_"))}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
+    done = subprocess.run(command, cwd=tmp_path, env={**clean, "SEEN": str(seen)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {file.name: file.read_text() for file in seen.iterdir()}
+    if alone:
+        assert found == {"alone": "None"}
+    else:
+        assert set(found) == {f"gw{number}" for number in range(len(found))} != {"gw0"}
+        assert set(found.values()) == {str(parallel.threads(len(found)))}
+        assert f"{len(found)} processes, one for each core (-n 0: one in all)" in done.stdout
