@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 # Seconds of one core (nvcc 13.0, gcc 12) by folder of csrc. CPU: of one instruction set. CUDA: of one dtype and one
-# architecture; measured for bfloat16 and scaled, so that all sum up to the 6.5 minutes that one architecture took on two
+# architecture; measured for bfloat16 and scaled, so that one architecture takes the 6.5 minutes that it took on two
 # cores. What counts is how folders compare: the time left follows the speed seen.
 CPU = {
     "selective_scan": 10,

@@ -121,12 +121,7 @@ def test_conftest_does_so(request, tmp_path, monkeypatch, words, alone):
     seen.mkdir()
     shutil.copy(root / "tests" / "conftest.py", tmp_path / "tests")
     paths = f"pythonpath = {root}/tests {root}/scripts {root}"
-    (tmp_path / "pytest.ini").write_text(f"[pytest]
-testpaths = tests
-{paths}
-")
-        f"[pytest]\ntestpaths = tests\npythonpath = {root}/tests {root}/scripts {root}\n"
-    )
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\ntestpaths = tests\n{paths}\n")
     (tmp_path / "tests" / "test_made.py").write_text(MADE)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "OMP_"))}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
