@@ -36,4 +36,4 @@ def test_ci_types_readmes_test_command_with_nothing_pinned(request):
     assert unset.startswith("unset TORCH_CUDA_ARCH_LIST CMAKE_ARGS ")
     assert last == 'PYTEST_ADDOPTS="--durations=25" bash -euo pipefail -c "$test_command"'
     assert "pytest -q -m slow" in text  # which README's command leaves out
-    assert "-m 'not slow'" in " ".join(request.config.getini("addopts"))
+    assert "not slow" in request.config.getini("addopts")
