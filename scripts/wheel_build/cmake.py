@@ -109,15 +109,11 @@ def build(plan: Plan, source: Path, base: Path, environ: Mapping[str, str] = os.
     # For generators that hold several, such as Visual Studio's; Ninja has one and does not mind.
     kind = "RelWithDebInfo" if plan.config.debug else "Release"
     command = [cmake, "--build", str(folder), "--config", kind, "--parallel", str(plan.jobs), "--target", *targets]
-    # With VERBOSE ninja shows each command, whose lines are all wanted then.
-    counted = with_ninja and not environ.get("VERBOSE")
+    # Who asks for the compilers' commands gets ninja's lines as they are.
+    verbose = environ.get("VERBOSE") or any("CMAKE_VERBOSE_MAKEFILE" in word for word in plan.config.cmake_args)
     running = min(plan.facts.cores, plan.processes)
-    _call(
-        command,
-        variables,
-        hint,
-        partial(progress.run, plan.architectures.count, running) if counted else subprocess.call,
-    )
+    counting = partial(progress.run, plan.architectures.count, running)
+    _call(command, variables, hint, counting if with_ninja and not verbose else subprocess.call)
     return folder
 
 

@@ -68,6 +68,8 @@ class Plan:
 
     @property
     def headline(self) -> str:
+        if self.fatal:
+            return f"mamba_ssm {self.version}: build plan"
         count = self.architectures.count
         what = f"{count} architecture{'s' if count > 1 else ''}" if count else "the CPU alone"
         cores = f"{self.facts.cores} core{'s' if self.facts.cores > 1 else ''}"

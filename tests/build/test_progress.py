@@ -83,6 +83,11 @@ def test_first_line(machine, switches, changes, line):
     assert re.fullmatch(rf"mamba_ssm 2\.4\.0\+\w+: {line}", plan.as_text().splitlines()[0])
 
 
+def test_a_plan_that_is_not_carried_out_promises_no_time(machine):
+    plan = make_plan(read_config({"TORCH_CUDA_ARCH_LIST": "banana"}), machine(), "2.4.0")
+    assert plan.as_text().splitlines()[0] == "mamba_ssm 2.4.0+cu130: build plan"
+
+
 def test_the_time_left_follows_the_speed_seen():
     steps = [f"step {number}" for number in range(10)]
     seen = progress.Progress(steps, lambda step: 60.0, cores=2)  # 300 s by the table
