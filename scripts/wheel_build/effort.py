@@ -61,6 +61,8 @@ def seconds(dtypes: Sequence[str], architectures: int, cores: int) -> float:
 def words(amount: float) -> str:
     """Seconds as one says them: "about 45 minutes"."""
     minutes = amount / 60
+    if minutes < 0.8:
+        return "less than a minute"
     if minutes < 1.5:
         return "about a minute"
     return f"about {round(minutes) if minutes < 10 else 5 * round(minutes / 5)} minutes"
