@@ -70,7 +70,7 @@ def build_folder(base: Path, plan: Plan, environ: Mapping[str, str]) -> Path:
         passing.append("-DCMAKE_CUDA_COMPILER=")
     words = [word for word in arguments(plan, environ) if not word.startswith(tuple(passing))]
     words += [f"{name}={environ.get(name, '')}" for name in CONFIGURE_ONCE]
-    words += [plan.facts.root, plan.facts.nvcc_full_version]
+    words += [plan.facts.root, plan.facts.nvcc_full_version if plan.cuda else ""]
     key = hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
     return base / f"native-{plan.label.split('.')[0]}-{key}"
 

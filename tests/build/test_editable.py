@@ -1,7 +1,7 @@
 """What an editable install compiles for, on made-up machines; and where its choice can be read."""
 
 import pytest
-from wheel_build import build_info, cuda
+from wheel_build import build_info, cmake, cuda
 from wheel_build.config import read_config
 from wheel_build.plan import make_plan
 
@@ -89,6 +89,16 @@ def test_without_a_gpu_nobody_minds_an_nvcc_that_does_not_work(machine):
     broken = {"nvcc_trouble": "#error -- unsupported GNU version!", "nvcc_version": (11, 8)}
     assert plan_of({}, machine(**broken)).findings == ()
     assert plan_of({}, machine(gpus=(86,), **broken)).fatal
+
+
+def test_it_compiles_where_a_wheel_for_the_cpu_did(machine, without_nvcc, tmp_path):
+    """Whether an nvcc is here that it does not use, or none: no object is compiled twice."""
+    plans = [
+        plan_of({}, machine()),
+        plan_of({}, machine(**without_nvcc)),
+        plan_of({"MAMBA_SSM_CUDA": "off"}, machine(**without_nvcc), in_place=False),
+    ]
+    assert len({cmake.build_folder(tmp_path, plan, {}) for plan in plans}) == 1
 
 
 def test_a_wheel_does_not_look_at_the_gpu(machine):
