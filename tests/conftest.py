@@ -12,11 +12,9 @@ import shutil
 import pytest
 from _helpers import parallel
 
-# Before torch, which reads them once. Programs that tests start share the cores with the other processes of this run;
-# torch's compiler would start a pool of processes, each with a torch of its own, for two or three sources a test.
+# Programs that tests start share the cores with the other processes of this run. Before torch, which reads it once.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", str(parallel.threads(int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))))
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 
