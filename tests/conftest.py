@@ -34,21 +34,8 @@ def pytest_cmdline_main(config):
     config.stash[_PROCESSES] = parallel.set_up(config)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node):
-    node.workerinput[parallel.GROUPED] = node.config.option.dist == "loadgroup"
-
-
 def pytest_report_header(config):
     return config.stash.get(_PROCESSES, "") or None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    if torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.xdist_group("gpu"))
 
 
 def _gpu_missing():

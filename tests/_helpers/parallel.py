@@ -9,40 +9,30 @@ from wheel_build.facts import GIB, cores, free_memory
 
 MEMORY = 2 * GIB  # torch, transformers and torch's compiler in one process
 MOST = 16  # each collects all tests
-GROUPED = "mamba_grouped"
 
 
 def set_up(config) -> str:
     """Sets pytest-xdist's options; returns a line for the report's header, "" where there is nothing to say."""
     option = config.option
-    if hasattr(config, "workerinput"):
-        # pytest-xdist gives its processes the words of the command line, not the options as they are here.
-        option.loadgroup = config.workerinput[GROUPED]
-        return ""
-    if getattr(option, "numprocesses", None) is not None or alone(config):
+    if hasattr(config, "workerinput") or getattr(option, "numprocesses", None) is not None or alone(config):
         return ""
     count = how_many(cores(), free_memory())
     if count == 1:
         return ""
     if not config.pluginmanager.hasplugin("xdist"):
         return "pytest-xdist is not installed: one process runs all tests (pip install pytest-xdist)"
-    option.numprocesses = count
-    # With a GPU, conftest.py groups the tests that use it: one process runs these, the others the rest.
-    option.dist = "loadgroup" if has_gpu() else "worksteal"
+    option.numprocesses, option.dist = count, "worksteal"
     return f"{count} processes, one for each core (-n 0: one in all)"
 
 
 def alone(config) -> bool:
-    """Whether other processes are of no use: a debugger, single files or tests, tests that share one GPU."""
+    """Whether other processes are of no use: a debugger, single files or tests, tests that share a GPU's memory."""
     option = config.option
     interactive = option.usepdb or option.trace or option.collectonly or option.capture == "no"
     folder = config.invocation_params.dir
     files = not all((Path(folder) / word.split("::")[0]).is_dir() for word in config.args)
-    return interactive or files or gpu_only(option.markexpr) or getattr(option, "dist", "no") != "no"
-
-
-def gpu_only(expression: str) -> bool:
-    return re.search(r"\bgpu\b", expression) is not None and re.search(r"\bnot\s+gpu\b", expression) is None
+    on_gpu = has_gpu() and not re.search(r"\bnot\s+gpu\b", option.markexpr)
+    return interactive or files or on_gpu or getattr(option, "dist", "no") != "no"
 
 
 def how_many(cores: int, memory: int | None) -> int:

@@ -11,14 +11,29 @@ from _helpers import parallel
 from wheel_build import facts
 
 GIB = 1 << 30
+# A made-up project that has our conftest.py: a torch that may see a GPU, and tests that say where they were.
+TORCH = """
+import os, types
+cuda = types.SimpleNamespace(is_available=lambda: "GPU" in os.environ)
+version = types.SimpleNamespace(cuda="13.0")
+set_num_threads = manual_seed = lambda number: None
+"""
 MADE = """
 import os, pathlib, pytest, time
 
-@pytest.mark.parametrize("number", range(40))
-def test_it(number):
+def say(kind):
     time.sleep(0.05)
     name = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-    (pathlib.Path(os.environ["SEEN"]) / name).write_text(str(os.environ.get("OMP_NUM_THREADS")))
+    (pathlib.Path(os.environ["SEEN"]) / f"{name}-{kind}").write_text(str(os.environ.get("OMP_NUM_THREADS")))
+
+@pytest.mark.parametrize("number", range(40))
+def test_cpu(number):
+    say("cpu")
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(20))
+def test_gpu(number):
+    say("gpu")
 """
 
 
@@ -56,8 +71,7 @@ RUNS = [
     (["tests/test_one.py"], {}, None),
     (["tests/test_one.py::test_it"], {}, None),
     (["tests", "tests/test_one.py"], {}, None),
-    (["tests"], {"markexpr": "gpu"}, None),  # they share one GPU
-    (["tests"], {"markexpr": "gpu and not slow"}, None),
+    (["tests"], {"markexpr": "gpu"}, 4),
     (["tests"], {"usepdb": True}, None),
     (["tests"], {"trace": True}, None),
     (["tests"], {"capture": "no"}, None),
@@ -77,14 +91,15 @@ def test_processes(folder, words, options, processes):
     assert bool(line) == (processes == 4)
 
 
-def test_with_a_gpu_one_process_has_its_tests(folder, monkeypatch):
-    config = config_of(folder)
-    parallel.set_up(config)
-    assert config.option.dist == "worksteal"
+@pytest.mark.parametrize(
+    ("expression", "processes"), [("not slow", None), ("gpu", None), ("not gpu", 4), ("not slow and not gpu", 4)]
+)
+def test_tests_that_share_a_gpu_have_one_process(folder, monkeypatch, expression, processes):
     monkeypatch.setattr(parallel, "has_gpu", lambda: True)
-    config = config_of(folder)
+    config = config_of(folder, markexpr=expression)
     parallel.set_up(config)
-    assert config.option.dist == "loadgroup"
+    assert config.option.numprocesses == processes
+    assert config.option.dist == ("worksteal" if processes else "no")
 
 
 def test_without_xdist_the_header_says_so(folder):
@@ -110,27 +125,42 @@ def test_threads(monkeypatch, cores, processes, threads):
     assert parallel.threads(processes) == threads
 
 
-@pytest.mark.parametrize(("words", "alone"), [([], False), (["tests/test_made.py"], True)])
-def test_conftest_does_so(request, tmp_path, monkeypatch, words, alone):
-    """A folder of its own with our conftest.py: each test says in which process it was."""
-    monkeypatch.undo()  # the cores are this machine's
-    if parallel.how_many(facts.cores(), facts.free_memory()) < 2:
-        pytest.skip("one core, or memory for one process only")
+def run(request, tmp_path, words=(), **environ):
+    """{process-kind of test: its OMP_NUM_THREADS}, and what pytest said."""
     root, seen = request.config.rootpath, tmp_path / "seen"
-    (tmp_path / "tests").mkdir()
-    seen.mkdir()
+    for folder in (tmp_path / "tests", tmp_path / "stub", seen):
+        folder.mkdir()
     shutil.copy(root / "tests" / "conftest.py", tmp_path / "tests")
-    paths = f"pythonpath = {root}/tests {root}/scripts {root}"
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\ntestpaths = tests\n{paths}\n")
+    (tmp_path / "stub" / "torch.py").write_text(TORCH)
     (tmp_path / "tests" / "test_made.py").write_text(MADE)
+    paths = f"pythonpath = {tmp_path}/stub {root}/tests {root}/scripts"
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\ntestpaths = tests\nmarkers = gpu\n{paths}\n")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "OMP_"))}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
-    done = subprocess.run(command, cwd=tmp_path, env={**clean, "SEEN": str(seen)}, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--strict-markers", *words]
+    environ = {**clean, "SEEN": str(seen), **environ}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = {file.name: file.read_text() for file in seen.iterdir()}
-    if alone:
-        assert found == {"alone": "None"}
-    else:
-        assert set(found) == {f"gw{number}" for number in range(len(found))} != {"gw0"}
-        assert set(found.values()) == {str(parallel.threads(len(found)))}
-        assert f"{len(found)} processes, one for each core (-n 0: one in all)" in done.stdout
+    return {file.name: file.read_text() for file in seen.iterdir()}, done.stdout
+
+
+def test_conftest_takes_all_cores(request, tmp_path, monkeypatch):
+    monkeypatch.undo()  # the cores are this machine's
+    count = parallel.how_many(facts.cores(), facts.free_memory())
+    if count < 2:
+        pytest.skip("one core, or memory for one process only")
+    found, said = run(request, tmp_path)
+    assert {name for name in found if name.endswith("cpu")} == {f"gw{number}-cpu" for number in range(count)}
+    assert set(found.values()) == {str(parallel.threads(count))}
+    assert f"{count} processes, one for each core (-n 0: one in all)" in said
+
+
+@pytest.mark.parametrize("words", [["tests/test_made.py"], ["-n", "0"], ["-p", "no:xdist"]])
+def test_conftest_leaves_one_process(request, tmp_path, words):
+    found, said = run(request, tmp_path, words)
+    assert {name.split("-")[0] for name in found} == {"alone"}
+    assert set(found.values()) == {"None"}
+    assert ("pytest-xdist is not installed" in said) == ("no:xdist" in words)
+
+
+def test_conftest_leaves_one_process_with_a_gpu(request, tmp_path):
+    assert set(run(request, tmp_path, GPU="1")[0]) == {"alone-cpu", "alone-gpu"}
