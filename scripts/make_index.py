@@ -190,8 +190,9 @@ def check_published(site: Path, record: dict[str, dict]) -> Iterator[str]:
 
 def check_new(path: Path) -> list[str]:
     """A wheel that is to be published is verified, and has a label that can be a folder. Prints what could not be."""
-    problems, notes = verify_to_publish(path)
-    for note in notes:
+    verdict = verify_to_publish(path)
+    problems = verdict.problems
+    for note in verdict.notes:
         print(f"note       {path.name}: {note}")
     if not problems and (label := read_wheel(path).version.local) in (FILES, EVERYTHING):
         problems = [f"its label {label!r} is a folder of every index: build it with another MAMBA_LOCAL_VERSION"]

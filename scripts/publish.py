@@ -281,9 +281,9 @@ def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
         if wheel.name.endswith(SDISTS):
             problems.append(f"{wheel}: an sdist does not belong on the index: pip would build it where no wheel fits")
         else:
-            found, notes = verify_to_publish(wheel)
-            problems += [f"{wheel}: {problem}" for problem in found]
-            yield from (f"note: {wheel.name}: {note}" for note in notes)
+            verdict = verify_to_publish(wheel)
+            problems += [f"{wheel}: {problem}" for problem in verdict.problems]
+            yield from (f"note: {wheel.name}: {note}" for note in verdict.notes)
     if problems:
         raise NotPublished("\n".join(problems))
     try:

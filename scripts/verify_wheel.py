@@ -11,7 +11,7 @@ import argparse
 import sys
 
 try:
-    from wheel_check import verify_to_publish
+    from wheel_check import UnknownRef, verify_to_publish
     from wheel_check.wheel import find_wheels
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
@@ -25,13 +25,18 @@ except ModuleNotFoundError as error:
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Says whether wheels of mamba_ssm are fit to publish.")
     parser.add_argument("wheels", nargs="+", metavar="WHEEL", help="such as dist/*.whl")
-    status = 0
-    for path in find_wheels(parser.parse_args(words).wheels):
-        problems, notes = verify_to_publish(path)
-        print(f"{path}: {'refused' if problems else 'fit to publish'}")
-        for line in [*problems, *(f"note: {note}" for note in notes)]:
+    parser.add_argument("--strict", action="store_true", help="what cannot be compared with its commit is refused")
+    parser.add_argument("--allow-commits", nargs="+", metavar="REF", help="branches and tags that may be published")
+    given, status = parser.parse_args(words), 0
+    for path in find_wheels(given.wheels):
+        try:
+            verdict = verify_to_publish(path, strict=given.strict, allow_commits=given.allow_commits)
+        except UnknownRef as error:
+            parser.error(f"--allow-commits: {error}")
+        print(f"{path}: {'refused' if verdict.problems else 'fit to publish'}")
+        for line in [*verdict.problems, *(f"note: {note}" for note in verdict.notes)]:
             print(f"  {line}")
-        status = 1 if problems else status
+        status = 1 if verdict.problems else status
     return status
 
 

@@ -5,9 +5,12 @@ Nothing of the wheel is run or imported. Needs the packages of the extra: pip in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import archive, contents, leaks, libraries, metadata, source
+from .source import UnknownRef as UnknownRef
 from .wheel import CONVOLUTION, Unreadable, Wheel, read_wheel
 
 ANY = (archive.check_layout, archive.check_members, archive.check_record, metadata.check_names)
@@ -34,6 +37,13 @@ CHECKS = {
 }
 
 
+@dataclass(frozen=True)
+class Verdict:
+    problems: list[str]  # why it is refused; [] if it is fit
+    notes: list[str]  # what could not be checked, or is odd and not refused
+    wheel: Wheel | None  # None if unreadable; wheel.data are the very bytes that were verified
+
+
 def verify(path: str | Path) -> list[str]:
     """The problems of the wheel at `path`, each a line that names the file within and the reason; [] if it is sound.
 
@@ -45,16 +55,24 @@ def verify(path: str | Path) -> list[str]:
         return [str(error)]
 
 
-def verify_to_publish(path: str | Path) -> tuple[list[str], list[str]]:
-    """(problems, notes): `verify`, then whether the wheel is its commit's. A note tells what could not be checked."""
+def verify_to_publish(path: str | Path, *, strict: bool = False, allow_commits: Sequence[str] | None = None) -> Verdict:
+    """`verify`, then whether the wheel is its commit's.
+
+    strict: what could not be compared with the commit is a problem, not a note.
+    allow_commits: branches and tags of this checkout; the wheel's commit must be reachable from one of them. Raises
+        UnknownRef for one that is not there.
+    """
+    source.check_refs(allow_commits or ())
     try:
         wheel = read_wheel(Path(path))
     except Unreadable as error:
-        return [str(error)], []
+        return Verdict([str(error)], [], None)
     problems, notes = problems_of(wheel), []
     if not problems:
         problems, notes = source.check_source(wheel)
-    return problems, notes
+        if allow_commits is not None and not problems:  # whose commit is a commit
+            problems += source.check_allowed(wheel, allow_commits)
+    return Verdict(problems + notes, [], wheel) if strict else Verdict(problems, notes, wheel)
 
 
 def problems_of(wheel: Wheel) -> list[str]:

@@ -18,18 +18,15 @@ END, END_MARK = struct.Struct("<4s4H2LH"), b"PK\5\6"
 
 def check_layout(wheel: Wheel) -> list[str]:
     """The archive is its files, end to end, then their directory. Installers disagree on what anything else means."""
-    at, whole = 0, wheel.path.stat().st_size
-    with open(wheel.path, "rb") as archive:
-        for entry in sorted(wheel.entries, key=lambda entry: entry.header_offset):
-            if entry.header_offset != at:
-                return [f"byte {at}: {entry.filename} should begin here, and begins at byte {entry.header_offset}"]
-            header = entry.FileHeader()
-            archive.seek(at)
-            if archive.read(len(header)) != header:
-                return [f"{entry.filename}: the archive says other things before the file than in its directory"]
-            at += len(header) + entry.compress_size
-        archive.seek(whole - END.size)
-        mark, *_, size, place, comment = END.unpack(archive.read())
+    at, whole = 0, len(wheel.data)
+    for entry in sorted(wheel.entries, key=lambda entry: entry.header_offset):
+        if entry.header_offset != at:
+            return [f"byte {at}: {entry.filename} should begin here, and begins at byte {entry.header_offset}"]
+        header = entry.FileHeader()
+        if wheel.data[at : at + len(header)] != header:
+            return [f"{entry.filename}: the archive says other things before the file than in its directory"]
+        at += len(header) + entry.compress_size
+    mark, *_, size, place, comment = END.unpack_from(wheel.data, whole - END.size)
     if mark != END_MARK or comment:
         return ["bytes follow the archive's end, or a comment in it"]
     if (place, place + size + END.size) != (at, whole):

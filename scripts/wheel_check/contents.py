@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import re
@@ -54,7 +55,11 @@ def check_convolution(wheel: Wheel) -> list[str]:
 def _check_wheel_contents(wheel: Wheel, toplevel: list[str]) -> list[str]:
     checker = WheelChecker()
     checker.configure_options(configpath=NO_CONFIG, toplevel=toplevel)
-    failed = checker.check_contents(WheelContents.from_wheel(wheel.path))
+    folder = wheel.dist_info.rstrip("/")
+    contents = WheelContents(folder, f"{folder.removesuffix('.dist-info')}.data", wheel.project == CONVOLUTION)
+    contents.add_record_rows(csv.reader(wheel.text(f"{folder}/RECORD").splitlines()))
+    contents.validate_tree()
+    failed = checker.check_contents(contents)
     return [f"check-wheel-contents: {failure.show()}" for failure in failed]
 
 
@@ -74,7 +79,7 @@ def check_recorded_libraries(wheel: Wheel) -> list[str]:
 
 
 def check_size(wheel: Wheel) -> list[str]:
-    size = wheel.path.stat().st_size
+    size = len(wheel.data)
     if wheel.project == CONVOLUTION:
         return [f"has {size} bytes, and may have {BUDGET_OF_CONVOLUTION}"] if size > BUDGET_OF_CONVOLUTION else []
     architectures = wheel.build_info.get("architectures") or []

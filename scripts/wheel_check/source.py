@@ -10,6 +10,7 @@ import hashlib
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.markers import Marker
@@ -27,6 +28,26 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 UNCOMPARED = "its Python files could not be compared with their source"
 SHOWN = 5  # file names in a message
+
+
+class UnknownRef(Exception):
+    """A branch or tag that this checkout does not have; the text names it."""
+
+
+def check_refs(refs: Sequence[str]) -> None:
+    for ref in refs:
+        if ref.startswith("-") or git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}") is None:
+            raise UnknownRef(f"{ref!r} is no branch, tag or commit of the checkout in {ROOT}; fetch it first")
+
+
+def check_allowed(wheel: Wheel, refs: Sequence[str]) -> list[str]:
+    """The wheel's commit can be reached from one of these branches and tags."""
+    commit, _ = wheel.source
+    for ref in refs:
+        if commit is not None and git("merge-base", "--is-ancestor", str(commit), f"{ref}^{{commit}}") is not None:
+            return []
+    named = "it names no commit" if commit is None else f"its commit {commit}"
+    return [f"{named}{', which' if commit is None else ''} cannot be reached from {' or '.join(refs) or 'any ref'}"]
 
 
 def check_source(wheel: Wheel) -> tuple[list[str], list[str]]:

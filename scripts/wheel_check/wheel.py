@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import io
 import json
 import zipfile
 import zlib
@@ -31,6 +32,7 @@ class Unreadable(Exception):
 class Wheel:
     project: str  # mamba_ssm or causal_conv1d
     path: Path
+    data: bytes = field(repr=False)  # of the file, read once: what is verified, and what to send
     version: Version  # of the file name
     tag: str  # of the file name, such as py3-none-win_amd64
     entries: list[zipfile.ZipInfo]
@@ -83,7 +85,7 @@ def find_wheels(words: list[str]) -> list[Path]:
 
 
 def read_wheel(path: Path) -> Wheel:
-    """Reads every member, with its CRC checked. Raises Unreadable."""
+    """Reads the file once, and every member of it, with its CRC checked. Raises Unreadable."""
     if not path.parent.is_dir():
         raise Unreadable(f"cannot be read: there is no folder {path.parent}")
     if not path.exists():
@@ -101,7 +103,8 @@ def read_wheel(path: Path) -> Wheel:
     if build or len(tags) != 1 or path.name != expected:
         raise Unreadable(f"the file name is not spelt as the project's builds spell it: {expected}")
     try:
-        with zipfile.ZipFile(path) as archive:
+        data = path.read_bytes()
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = archive.infolist()
             size = sum(entry.file_size for entry in entries)
             if size > LARGEST:
@@ -111,4 +114,4 @@ def read_wheel(path: Path) -> Wheel:
         raise Unreadable(f"the file cannot be read: {error}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError, ValueError) as error:
         raise Unreadable(f"the file is damaged, cut short or no zip archive: {error}") from None
-    return Wheel(project, path, version, tag, entries, files)
+    return Wheel(project, path, data, version, tag, entries, files)

@@ -23,6 +23,7 @@ for name in NEEDED.split():
 
 import zstandard  # noqa: E402  (after the check for it)
 from wheel_build.build_info import recorded  # noqa: E402
+from wheel_check import verify_to_publish  # noqa: E402
 from wheel_check.libraries import bound_functions  # noqa: E402
 from wheel_check.wheel import read_wheel  # noqa: E402
 
@@ -107,6 +108,12 @@ def record_of(members, record):
             rows.writerow([file, f"sha256={digest}", len(content)])
     rows.writerow([record, "", ""])
     return text.getvalue().encode()
+
+
+def told_of(wheel, **options):
+    """(problems, notes) of what is about to be published."""
+    verdict = verify_to_publish(wheel, **options)
+    return verdict.problems, verdict.notes
 
 
 class Libraries:

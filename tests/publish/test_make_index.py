@@ -16,6 +16,7 @@ import requests
 from _helpers import wheels
 from _helpers.servers import StaticSite
 from pypi_simple import ACCEPT_HTML_ONLY, ACCEPT_JSON_ONLY, PyPISimple
+from wheel_check import Verdict
 
 CUDA_13 = {
     "cuda": True,
@@ -54,7 +55,7 @@ def run(dist, tmp_path, capsys):
 @pytest.fixture
 def anything_goes(monkeypatch):
     """For wheels that could not be real, or where verifying takes time and is not the point."""
-    monkeypatch.setattr("make_index.verify_to_publish", lambda path: ([], []))
+    monkeypatch.setattr("make_index.verify_to_publish", lambda path: Verdict([], [], None))
 
 
 def snapshot(site):

@@ -11,7 +11,7 @@ from _helpers import wheel_forge  # first: it may skip this module
 # isort: split
 from _helpers import wheels
 from wheel_build import finish
-from wheel_check import verify, verify_to_publish
+from wheel_check import verify
 from wheel_check.source import UNCOMPARED
 
 
@@ -46,7 +46,7 @@ def replace(old, new):
 def test_what_the_project_builds_is_fit(wheel, tmp_path):
     assert verify(wheel) == []
     assert verify(forge(wheel, tmp_path)) == []
-    problems, (note,) = verify_to_publish(wheel)
+    problems, (note,) = wheel_forge.told_of(wheel)
     assert problems == [] and UNCOMPARED in note
 
 
@@ -92,8 +92,8 @@ def test_its_files_are_those_of_its_commit(wheel, tmp_path, monkeypatch):
         return lambda old: json.dumps(json.loads(old.replace(b'"unknown"', json.dumps(value).encode()))).encode()
 
     named = {"SBOM": told(head.strip())}
-    assert verify_to_publish(forge(wheel, tmp_path, **named)) == ([], [])
-    (problem,), _ = verify_to_publish(forge(wheel, tmp_path, **named, cpp_functions=lambda old: old + b"# more\n"))
+    assert wheel_forge.told_of(forge(wheel, tmp_path, **named)) == ([], [])
+    (problem,), _ = wheel_forge.told_of(forge(wheel, tmp_path, **named, cpp_functions=lambda old: old + b"# more\n"))
     assert problem.startswith("causal_conv1d/cpp_functions.py: not as in commit")
-    (problem,), _ = verify_to_publish(forge(wheel, tmp_path, SBOM=told(f"{head.strip()} with changes")))
+    (problem,), _ = wheel_forge.told_of(forge(wheel, tmp_path, SBOM=told(f"{head.strip()} with changes")))
     assert "and changes to it" in problem

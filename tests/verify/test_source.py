@@ -5,10 +5,10 @@ import shutil
 import subprocess
 
 import pytest
-from _helpers.wheel_forge import BUILD_INFO, ROOT, forge  # first: it may skip this module
+from _helpers.wheel_forge import BUILD_INFO, ROOT, forge, told_of  # first: it may skip this module
 
 # isort: split
-from wheel_check import verify, verify_to_publish
+from wheel_check import verify
 from wheel_check.source import UNCOMPARED
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("git") is None, reason="no git here")]
@@ -55,7 +55,7 @@ def forged(real_wheel, checkout, tmp_path, monkeypatch):
         told = {BUILD_INFO: lambda old: json.dumps({**json.loads(old), **facts, **other}).encode()}
         made = forge(real_wheel, tmp_path, {**told, **(files or {})})
         assert verify(made) == [], "the wheel itself tells nothing of it"
-        return verify_to_publish(made)
+        return told_of(made)
 
     return call
 
