@@ -45,6 +45,52 @@ def convolution(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def this_tree(tmp_path_factory):
+    """A repository whose one commit holds this source tree as it is."""
+    if shutil.which("git") is None:
+        pytest.skip("no git here")
+    folder = tmp_path_factory.mktemp("this") / "tree"
+    listed = subprocess.run(
+        ["git", "-C", str(wheels.ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode != 0:
+        pytest.skip("this source tree is no git checkout")
+    for name in listed.stdout.split("\0"):
+        if name and (wheels.ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(wheels.ROOT / name, folder / name)
+    git(folder, "init", "--quiet", "--initial-branch=main")
+    git(folder, "add", "--force", ".")
+    git(folder, "commit", "--quiet", "--message=one")
+    return folder
+
+
+def git(folder, *words):
+    settings = ("user.name=a", "user.email=a@b", "core.autocrlf=false", "commit.gpgsign=false")
+    command = ["git", "-C", str(folder), *(word for setting in settings for word in ("-c", setting)), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(this_tree, tmp_path, monkeypatch):
+    """A copy of that repository, which the scripts take for their own."""
+    folder = tmp_path / "checkout"
+    git(this_tree, "clone", "--quiet", ".", str(folder))
+    for module in ("wheel_check.source", "rebuild_check"):
+        monkeypatch.setattr(f"{module}.ROOT", folder)
+    return folder
+
+
+@pytest.fixture
+def committed(checkout, tmp_path):
+    """A wheel of a commit: causal-conv1d's, which takes no compiler."""
+    (tmp_path / "dist").mkdir()
+    return wheels.convolution.build(checkout, tmp_path / "dist", None)
+
+
+@pytest.fixture(scope="session")
 def pypiserver(programs, tmp_path_factory):
     from _helpers.servers import PyPIServer
 
@@ -81,18 +127,21 @@ def _clean_environment(monkeypatch, tmp_path):
 
 @pytest.fixture
 def publish(monkeypatch, capsys):
-    """publish(*words, user=..., password=...) -> (exit status, everything printed)."""
+    """publish(*words, user=..., password=..., strict=False) -> (exit status, everything printed).
+
+    Most wheels of these tests are of this tree as it is, which no commit holds; test_gate.py has those of a commit.
+    """
     import publish as script
     from _helpers.servers import PASSWORD, USER
 
-    def run(*words, user=USER, password=PASSWORD):
+    def run(*words, user=USER, password=PASSWORD, strict=False):
         for name, value in (("TWINE_USERNAME", user), ("TWINE_PASSWORD", password)):
             if value is None:
                 monkeypatch.delenv(name, raising=False)
             else:
                 monkeypatch.setenv(name, value)
         capsys.readouterr()
-        status = script.main([str(word) for word in words])
+        status = script.main([*map(str, words), "--strict" if strict else "--no-strict"])
         printed = "".join(capsys.readouterr())
         assert (password or PASSWORD) not in printed
         return status, printed

@@ -1,5 +1,6 @@
 """The static index as pip and uv meet it: installing, pinning, damage, and a public index beside it."""
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ def site(wheel, convolution, tmp_path_factory):
         for label in ("cpu", "cpu.other"):
             wheels.repack(wheel, dist, version=version, label=label)
     shutil.copy(convolution, dist)
-    assert make_index.main([str(dist), str(folder / "site")]) == 0
+    assert make_index.main([str(dist), str(folder / "site"), "--no-strict"]) == 0
     return folder / "site"
 
 
@@ -189,7 +190,7 @@ def test_uv_project_with_an_explicit_index(copy, public, programs, tmp_path, mon
         locked = project.joinpath("uv.lock").read_text()
         assert 'version = "99.0+cpu"' in locked and "1000.0" not in locked
         (stored,) = (copy / "files").glob("mamba_ssm-99.0+cpu-*.whl")
-        assert f"sha256:{make_index.sha256(stored)}" in locked
+        assert f"sha256:{hashlib.sha256(stored.read_bytes()).hexdigest()}" in locked
         exchange(stored, tmp_path)
         status, printed = uv("sync", "--frozen", "--no-progress")
         assert status != 0
