@@ -13,7 +13,9 @@ import venv
 
 import pytest
 from _helpers import wheels
+from _helpers.commits import commit_tree, git
 from packaging.requirements import Requirement
+from wheel_build.convolution import build as build_convolution
 
 PROGRAMS = ("pypi-server", "devpi-server", "devpi-init", "uv")
 
@@ -47,30 +49,10 @@ def convolution(tmp_path_factory):
 @pytest.fixture(scope="session")
 def this_tree(tmp_path_factory):
     """A repository whose one commit holds this source tree as it is."""
-    if shutil.which("git") is None:
-        pytest.skip("no git here")
     folder = tmp_path_factory.mktemp("this") / "tree"
-    listed = subprocess.run(
-        ["git", "-C", str(wheels.ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        capture_output=True,
-        text=True,
-    )
-    if listed.returncode != 0:
-        pytest.skip("this source tree is no git checkout")
-    for name in listed.stdout.split("\0"):
-        if name and (wheels.ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(wheels.ROOT / name, folder / name)
-    git(folder, "init", "--quiet", "--initial-branch=main")
-    git(folder, "add", "--force", ".")
-    git(folder, "commit", "--quiet", "--message=one")
+    if not commit_tree(wheels.ROOT, folder):
+        pytest.skip("this source tree is no git checkout, or there is no git")
     return folder
-
-
-def git(folder, *words):
-    settings = ("user.name=a", "user.email=a@b", "core.autocrlf=false", "commit.gpgsign=false")
-    command = ["git", "-C", str(folder), *(word for setting in settings for word in ("-c", setting)), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.fixture
@@ -87,7 +69,7 @@ def checkout(this_tree, tmp_path, monkeypatch):
 def committed(checkout, tmp_path):
     """A wheel of a commit: causal-conv1d's, which takes no compiler."""
     (tmp_path / "dist").mkdir()
-    return wheels.convolution.build(checkout, tmp_path / "dist", None)
+    return build_convolution(checkout, tmp_path / "dist", None)
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +123,7 @@ def publish(monkeypatch, capsys):
             else:
                 monkeypatch.setenv(name, value)
         capsys.readouterr()
-        status = script.main([*map(str, words), "--strict" if strict else "--no-strict"])
+        status = script.main([*map(str, words), *([] if strict else ["--no-strict"])])
         printed = "".join(capsys.readouterr())
         assert (password or PASSWORD) not in printed
         return status, printed
