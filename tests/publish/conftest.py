@@ -111,7 +111,7 @@ def _clean_environment(monkeypatch, tmp_path):
 def publish(monkeypatch, capsys):
     """publish(*words, user=..., password=..., strict=False) -> (exit status, everything printed).
 
-    Most wheels of these tests are of this tree as it is, which no commit holds; test_gate.py has those of a commit.
+    Most wheels of these tests are of this tree as it is, which no commit holds; `committed` is of one.
     """
     import publish as script
     from _helpers.servers import PASSWORD, USER
@@ -209,3 +209,10 @@ def environment_of(tmp_path):
 @pytest.fixture
 def environment(environment_of):
     return environment_of("torch")
+
+
+@pytest.fixture
+def gate(publish, tmp_path, capsys):
+    from _helpers.gate import Gate
+
+    return Gate(publish, tmp_path / "site", capsys)

@@ -47,7 +47,7 @@ def dist(two_labels, tmp_path):
 def run(dist, tmp_path, capsys):
     """run() -> (exit status, everything printed); adds the wheels of `dist` to the folder site.
 
-    They are of this tree as it is, which no commit holds. What strict refuses is in test_gate.py.
+    They are of this tree as it is, which no commit holds. What strict refuses is in test_strict.py.
     """
 
     def call(wheels=dist, site=tmp_path / "site"):
