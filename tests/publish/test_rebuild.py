@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import _helpers.publish_extra  # noqa: F401  (skips where the scripts could not be imported)
+import pytest
 import rebuild_check
 from _helpers import wheels
 from _helpers.commits import git
