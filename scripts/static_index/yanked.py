@@ -34,8 +34,8 @@ def read_yanked(site: Path, published: Collection[str], before: Collection[str])
     except FileNotFoundError:
         if before:
             raise WrongEntry(
-                f"{path} is gone, and {len(before)} wheels of this index are yanked ({', '.join(sorted(before))}): "
-                "restore it; to offer them again, make an empty file of this name"
+                f"{path} is gone, and the pages say that these wheels are yanked: {', '.join(sorted(before))}. Restore "
+                "the file; to offer the wheels again, make an empty one of this name"
             ) from None
         return {}
     except UnicodeDecodeError as error:

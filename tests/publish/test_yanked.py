@@ -178,7 +178,7 @@ def test_lost_file_does_not_offer_again_what_was_yanked(yank, versions, site, ru
     before = snapshot(site)
     status, printed = run()
     assert status == 1
-    assert f"yanked.txt is gone, and 1 wheels of this index are yanked ({versions['1.7']}): restore it" in printed
+    assert f"yanked.txt is gone, and the pages say that these wheels are yanked: {versions['1.7']}. Restore" in printed
     assert snapshot(site) == before
     assert yank("")[0] == 0
     assert not packages(site, ACCEPT_JSON_ONLY)[versions["1.7"]].is_yanked
