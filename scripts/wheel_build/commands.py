@@ -159,7 +159,7 @@ class BuildWheel(bdist_wheel):
             info = json.loads((lib / INFO).read_text(encoding="utf-8"))
             folder = Path(wheelfile_base) / sbom.FOLDER
             folder.mkdir(exist_ok=True)
-            document = sbom.text(info, the_plan().version, [lib / name for name in the_plan().libraries])
+            document = sbom.text(info, the_plan().version)
             (folder / sbom.NAME).write_text(document, encoding="utf-8", newline="\n")
 
     def get_tag(self) -> tuple[str, str, str]:

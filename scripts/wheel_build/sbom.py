@@ -6,19 +6,17 @@ random number in it the same build gives the same bytes. Which other wheels it r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from urllib.parse import quote
 
 FOLDER, NAME = "sboms", "mamba_ssm.cdx.json"
 
 
-def text(info: dict, version: str, libraries: list[Path]) -> str:
-    """`info`: build_info.json. `version`: the wheel's, with its label. `libraries`: the files as the wheel has them."""
-    parts = [_file(path) for path in libraries] + _inside(info)
+def text(info: dict, version: str) -> str:
+    """`info`: build_info.json, with the libraries' hashes. `version`: the wheel's, with its label."""
+    parts = [_file(name, recorded["sha256"]) for name, recorded in info["libraries"].items()] + _inside(info)
     return document("mamba_ssm", version, info["source_commit"], info["source_dirty"], parts, _tools(info))
 
 
@@ -53,9 +51,8 @@ def document(
     return json.dumps(content, indent=2) + "\n"
 
 
-def _file(path: Path) -> dict:
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    name = f"mamba_ssm/lib/{path.name}"
+def _file(library: str, digest: str) -> dict:
+    name = f"mamba_ssm/lib/{library}"
     return {"type": "file", "bom-ref": name, "name": name, "hashes": [{"alg": "SHA-256", "content": digest}]}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zstandard
 
@@ -25,11 +25,26 @@ ZSTD = b"\x28\xb5\x2f\xfd"
 @dataclass(frozen=True)
 class Entry:
     target: str  # as build_info.json spells it: 90-real, 120-virtual, 90a-real
-    data: bytes  # the code, uncompressed; b"" where it is compressed in another way than zstd
+    size: int  # of the code, uncompressed
+    data: bytes = field(repr=False)  # as it is in the library
+    compressed: bool
+
+    def code(self) -> bytes:
+        """Uncompressed, which takes `size` bytes; b"" where it is compressed in another way than zstd."""
+        if not self.compressed:
+            return self.data
+        return zstandard.ZstdDecompressor().decompress(self.data, max_output_size=self.size) if zstd(self.data) else b""
 
 
-def containers(section: bytes) -> list[list[Entry]]:
-    """What the .nv_fatbin section of a library holds: one container for each source file."""
+def zstd(data: bytes) -> bool:
+    return data.startswith(ZSTD)
+
+
+def containers(section: bytes, most: int | None = None) -> list[list[Entry]]:
+    """What the .nv_fatbin section of a library holds: one container for each source file.
+
+    most: how many bytes the code may have in all, uncompressed; nothing is uncompressed before that is known.
+    """
     found, at = [], 0
     while at < len(section):
         if section[at : at + 8] == bytes(len(section[at : at + 8])):
@@ -40,6 +55,9 @@ def containers(section: bytes) -> list[list[Entry]]:
             raise ValueError(f"what stands at byte {at} of the device code is no fat binary of a known kind")
         found.append(list(entries(section[at + header : at + header + size])))
         at += header + size
+    total = sum(entry.size for container in found for entry in container)
+    if most is not None and total > most:
+        raise ValueError(f"it would unpack to {total} bytes, and may to {most}")
     return found
 
 
@@ -51,8 +69,10 @@ def entries(body: bytes) -> Iterator[Entry]:
             raise ValueError(f"byte {at} of a fat binary begins no PTX and no machine code (kind {kind})")
         suffix = "a" if flags & ARCHITECTURE_SPECIFIC else "f" if flags & FAMILY_SPECIFIC else ""
         data = body[at + header : at + header + (packed or size)]
-        if packed:
-            zstd = data.startswith(ZSTD)
-            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=full) if zstd else b""
-        yield Entry(f"{architecture}{suffix}-{'virtual' if kind == PTX else 'real'}", data)
+        if packed and zstd(data) and zstandard.frame_content_size(data) not in (-1, full):
+            raise ValueError(
+                f"byte {at} of a fat binary: its code has another size than the {full} bytes that it tells"
+            )
+        target = f"{architecture}{suffix}-{'virtual' if kind == PTX else 'real'}"
+        yield Entry(target, full if packed else size, data, bool(packed))
         at += header + size

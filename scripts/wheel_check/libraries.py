@@ -11,7 +11,7 @@ from elftools.elf.constants import P_FLAGS
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection, GNUVerSymSection
 
-from . import fatbin
+from . import fatbin, limits
 from .metadata import assigned
 from .wheel import Wheel
 
@@ -21,6 +21,7 @@ LINUX_LIBRARIES = re.compile(r"(libc|libm|libdl|libpthread|librt|libstdc\+\+|lib
 WINDOWS_LIBRARIES = re.compile(
     r"(kernel32|user32|advapi32|ws2_32|ntdll|bcrypt|shell32|ole32|ucrtbase|msvcrt|api-ms-win-.*)\.dll"
 )
+MOST_ENTRIES = 20000  # ours have some hundreds of anything
 # Windows' cudart_static.lib has every DLL export it: laptops then prefer the NVIDIA GPU.
 CUDART_EXPORTS = {"NvOptimusEnablementCuda"}
 # Weak references that the compiler's start-up files make, and that nothing needs to answer.
@@ -93,13 +94,19 @@ def above_ceiling(symbol_versions: list[str]) -> list[str]:
     return problems
 
 
+def device_code_limit(wheel: Wheel) -> int:
+    """Bytes that a library's device code may have, uncompressed."""
+    count = min(len(wheel.build_info.get("architectures") or []), limits.MOST_ARCHITECTURES)
+    return limits.DEVICE_CODE_OF_AN_ARCHITECTURE * count
+
+
 def check_architectures(wheel: Wheel, name: str, section: bytes) -> list[str]:
     """Each source's device code is there for exactly the architectures of build_info.json."""
     if "mamba_cuda" not in name:
         return [f"holds {len(section)} bytes of device code"] if section else []
     expected = sorted(wheel.build_info.get("architectures") or [])
     try:
-        found = fatbin.containers(section)
+        found = fatbin.containers(section, device_code_limit(wheel))
     except Exception as error:
         return [f"its device code cannot be read: {type(error).__name__}: {error}"]
     if not found:
@@ -122,7 +129,8 @@ def read_elf(data: bytes) -> Library:
     for segment in elf.iter_segments("PT_GNU_STACK"):
         if segment["p_flags"] & P_FLAGS.PF_X:
             library.problems.append("asks for an executable stack")
-    dynamic = elf.get_section_by_name(".dynamic")
+    dynamic, symbols = elf.get_section_by_name(".dynamic"), elf.get_section_by_name(".dynsym")
+    in_bounds(tags=dynamic["sh_size"] // 16, symbols=symbols.num_symbols())
     for tag in dynamic.iter_tags():
         if tag.entry.d_tag == "DT_NEEDED":
             library.needed.append(tag.needed)
@@ -134,7 +142,7 @@ def read_elf(data: bytes) -> Library:
             library.problems.append("has text relocations")
     library.symbol_versions = symbol_versions(elf)
     version_of = elf.get_section_by_name(".gnu.version")
-    for index, symbol in enumerate(elf.get_section_by_name(".dynsym").iter_symbols()):
+    for index, symbol in enumerate(symbols.iter_symbols()):
         if not symbol.name:
             continue
         if symbol["st_shndx"] != "SHN_UNDEF":
@@ -146,6 +154,13 @@ def read_elf(data: bytes) -> Library:
     return library
 
 
+def in_bounds(**counts: int) -> None:
+    """Headers can tell of billions of entries, and a reader would be busy with them for days."""
+    for what, count in counts.items():
+        if count > MOST_ENTRIES:
+            raise ValueError(f"it tells of {count} {what}, and may have {MOST_ENTRIES}")
+
+
 def has_version(section: GNUVerSymSection | None, index: int) -> bool:
     """Whether a symbol names the version, and so the library, that it is to be found in."""
     return section is not None and section.get_symbol(index).entry["ndx"] not in ("VER_NDX_LOCAL", "VER_NDX_GLOBAL")
@@ -155,6 +170,7 @@ def symbol_versions(elf: ELFFile) -> list[str]:
     section = elf.get_section_by_name(".gnu.version_r")
     if not isinstance(section, GNUVerNeedSection):
         return []
+    in_bounds(versions=section.num_versions())
     return sorted({wanted.name for _, needs in section.iter_versions() for wanted in needs})
 
 

@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from email.parser import HeaderParser
+from functools import lru_cache
 
 from packaging.metadata import Metadata
 from packaging.version import Version
@@ -18,6 +18,7 @@ TAGS = {
     "mamba_ssm": ("py3-none-linux_x86_64", "py3-none-manylinux_2_28_x86_64", "py3-none-win_amd64"),
     CONVOLUTION: ("py3-none-any",),
 }
+FIELD = re.compile("[A-Z][A-Za-z]*(-[A-Za-z]+)*")
 NAMES = {"mamba_ssm": "mamba_ssm", CONVOLUTION: "causal-conv1d"}
 
 
@@ -32,6 +33,7 @@ def check_names(wheel: Wheel) -> list[str]:
         found = ", ".join(sorted(folders)) or "none"
         return [*problems, f"the file name asks for {wheel.dist_info} in the wheel, and there is: {found}"]
 
+    headers(wheel.text(wheel.dist_info + "METADATA"))
     metadata = Metadata.from_email(wheel.text(wheel.dist_info + "METADATA"))
     if metadata.name != NAMES[wheel.project]:
         problems.append(f"METADATA: the name is {metadata.name!r}, not {NAMES[wheel.project]!r}")
@@ -40,14 +42,31 @@ def check_names(wheel: Wheel) -> list[str]:
     if str(metadata.requires_python) != ">=3.10":
         problems.append(f"METADATA: Requires-Python is {metadata.requires_python}, not >=3.10")
 
-    header = HeaderParser().parsestr(wheel.text(wheel.dist_info + "WHEEL"))
+    fields, body = headers(wheel.text(wheel.dist_info + "WHEEL"))
+    if body:
+        problems.append("WHEEL: has a text behind its fields")
     pure = "true" if wheel.project == CONVOLUTION else "false"
     expected = {"Wheel-Version": ["1.0"], "Root-Is-Purelib": [pure], "Tag": [wheel.tag]}
     for field, values in expected.items():
-        found = header.get_all(field, [])
+        found = [value for name, value in fields if name.lower() == field.lower()]
         if found != values:
             problems.append(f"WHEEL: {field} is {', '.join(found) or 'missing'}, not {values[0]}")
     return problems
+
+
+def headers(text: str) -> tuple[list[tuple[str, str]], str]:
+    """(fields, body) of METADATA or WHEEL. Raises ValueError for a line that readers could take in two ways."""
+    text = text.replace("\r\n", "\n")
+    head, _, body = text.partition("\n\n")
+    fields = []
+    for line in head.removesuffix("\n").split("\n"):
+        name, colon, value = line.partition(": ")
+        if not colon or not FIELD.fullmatch(name) or not value.isprintable() or not value or value != value.strip():
+            raise ValueError(f"{line[:80]!r} is no field: a name, a colon, a space and a text, on one line")
+        fields.append((name, value))
+    if "\r" in text or "\0" in text:
+        raise ValueError("it holds a carriage return alone, or a zero byte")
+    return fields, body
 
 
 def check_build_info(wheel: Wheel) -> list[str]:
@@ -141,12 +160,17 @@ def imports(wheel: Wheel) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     unguarded: dict[str, list[str]] = {}
     for name in sorted(wheel.files):
         if name.endswith(".py"):
-            tree = ast.parse(wheel.files[name], name)
-            for found, nodes in ((everything, ast.walk(tree)), (unguarded, iter(tree.body))):
-                for module in sorted(set(_modules(nodes))):
+            for found, modules in zip((everything, unguarded), _imports_of(wheel.files[name], name), strict=True):
+                for module in modules:
                     if module not in own and module not in sys.stdlib_module_names:
                         found.setdefault(module.lower(), []).append(name)
     return everything, unguarded
+
+
+@lru_cache(maxsize=1000)  # wheels of several labels have the same files, and this takes most of the time
+def _imports_of(data: bytes, name: str) -> tuple[list[str], list[str]]:
+    tree = ast.parse(data, name)
+    return sorted(set(_modules(ast.walk(tree)))), sorted(set(_modules(iter(tree.body))))
 
 
 def _modules(nodes: Iterator[ast.AST]) -> Iterator[str]:

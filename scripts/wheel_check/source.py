@@ -1,4 +1,5 @@
-"""Where a wheel comes from: its Python files, license and requirements are those of the commit that it names.
+"""Where a wheel comes from: its Python files, license and requirements are those of the commit that it names, and that
+commit is one of those that may be published.
 
 Who edits a wheel can make RECORD's hashes anew, but not those that git has of the commit. The libraries cannot be
 compared in this way: scripts/rebuild_check.py builds them again.
@@ -26,8 +27,9 @@ else:
     import tomli as tomllib  # check-wheel-contents brings it
 
 ROOT = Path(__file__).resolve().parents[2]
-UNCOMPARED = "its Python files could not be compared with their source"
+UNCOMPARED = "its Python files, METADATA and bill of materials could not be compared with their source"
 SHOWN = 5  # file names in a message
+COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class UnknownRef(Exception):
@@ -40,14 +42,23 @@ def check_refs(refs: Sequence[str]) -> None:
             raise UnknownRef(f"{ref!r} is no branch, tag or commit of the checkout in {ROOT}; fetch it first")
 
 
+def known_commit(wheel: Wheel) -> str | None:
+    """The commit that the wheel names, if it is in this checkout."""
+    commit = str(wheel.source[0])
+    known = COMMIT.fullmatch(commit) and git("cat-file", "-t", commit) == b"commit\n"
+    return commit if known else None
+
+
 def check_allowed(wheel: Wheel, refs: Sequence[str]) -> list[str]:
     """The wheel's commit can be reached from one of these branches and tags."""
-    commit, _ = wheel.source
-    for ref in refs:
-        if commit is not None and git("merge-base", "--is-ancestor", str(commit), f"{ref}^{{commit}}") is not None:
-            return []
-    named = "it names no commit" if commit is None else f"its commit {commit}"
-    return [f"{named}{', which' if commit is None else ''} cannot be reached from {' or '.join(refs) or 'any ref'}"]
+    commit = known_commit(wheel)
+    if commit is not None and any(
+        git("merge-base", "--is-ancestor", commit, f"{ref}^{{commit}}") is not None for ref in refs
+    ):
+        return []
+    told = wheel.source[0]
+    source = "it names no commit" if told is None else f"its commit {told} cannot be reached from any of them"
+    return [f"only what {', '.join(refs)} lead to may be published, and {source}"]
 
 
 def check_source(wheel: Wheel) -> tuple[list[str], list[str]]:
@@ -60,11 +71,11 @@ def check_source(wheel: Wheel) -> tuple[list[str], list[str]]:
         ], []
     if commit is None:
         return [], [f"{UNCOMPARED}: it was built outside of a git checkout and names no commit"]
-    if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", str(commit)):
-        return [f"{told}: source_commit is {commit!r}, which is no commit"], []
-    expected = files_of(commit, wheel)
-    if expected is None:
+    if not COMMIT.fullmatch(str(commit)):
+        return [f"{told}: source_commit is {str(commit)[:80]!r}, which is no commit"], []
+    if known_commit(wheel) is None:
         return [], [f"{UNCOMPARED}: commit {commit} is not in this checkout; fetch it, or verify where it is"]
+    expected = files_of(str(commit), wheel)
     found = {name for name in wheel.files if not name.startswith((LIB, wheel.dist_info)) or name in expected}
     changed = [name for name in found & set(expected) if not same(wheel.files[name], expected[name])]
     required, promised = set(), set()
@@ -111,13 +122,10 @@ def _lines(requirements: list[Requirement], extras: list[str]) -> set[str]:
     }
 
 
-def files_of(commit: str, wheel: Wheel) -> dict[str, str] | None:
-    """{file in the wheel: git's hash of it}, of what a build copies; None if git does not know the commit."""
-    tree = git("ls-tree", "-r", "-z", commit)
-    if tree is None:
-        return None
+def files_of(commit: str, wheel: Wheel) -> dict[str, str]:
+    """{file in the wheel: git's hash of it}, of what a build copies."""
     files = {}
-    for line in tree.decode().split("\0")[:-1]:
+    for line in (git("ls-tree", "-r", "-z", commit) or b"").decode().split("\0")[:-1]:
         facts, _, path = line.partition("\t")
         if path == "LICENSE":
             files[f"{wheel.dist_info}licenses/LICENSE"] = facts.split()[2]
@@ -132,7 +140,7 @@ def files_of(commit: str, wheel: Wheel) -> dict[str, str] | None:
 def git(*words: str) -> bytes | None:
     """What git prints; None if it fails or is not there."""
     # A checkout of another user, as in a container, is read all the same: its scripts are being run.
-    command = ["git", "-c", f"safe.directory={ROOT.as_posix()}", "-C", str(ROOT), *words]
+    command = ["git", "--no-replace-objects", "-c", f"safe.directory={ROOT.as_posix()}", "-C", str(ROOT), *words]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
     except OSError:

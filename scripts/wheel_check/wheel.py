@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import glob
-import io
 import json
-import zipfile
-import zlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,18 +11,15 @@ from pathlib import Path
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 
+from . import archive, limits
+from .archive import Unreadable
+
 # Besides the package: CUDA modules' names of upstream and of VMamba.
 MODULES = ("_mamba_ssm_finder", "selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex")
 LIB = "mamba_ssm/lib/"
 # The other distribution of this project, which is pure Python.
 CONVOLUTION = "causal_conv1d"
 BUILD_INFO = LIB + "build_info.json"
-# What is read into memory at most: far above any wheel of ours, far below what could fill a machine's memory.
-LARGEST = 1 << 30
-
-
-class Unreadable(Exception):
-    """The file is no wheel of ours that could be looked into; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +29,7 @@ class Wheel:
     data: bytes = field(repr=False)  # of the file, read once: what is verified, and what to send
     version: Version  # of the file name
     tag: str  # of the file name, such as py3-none-win_amd64
-    entries: list[zipfile.ZipInfo]
-    files: dict[str, bytes] = field(repr=False)
+    files: dict[str, bytes] = field(repr=False)  # in the archive's order
 
     @property
     def dist_info(self) -> str:
@@ -85,12 +78,30 @@ def find_wheels(words: list[str]) -> list[Path]:
 
 
 def read_wheel(path: Path) -> Wheel:
-    """Reads the file once, and every member of it, with its CRC checked. Raises Unreadable."""
+    """Reads the file once, and every member of it, in bounds of size. Raises Unreadable."""
+    check_there(path)
+    project, version, tag = names_in(path)
+    data = read_file(path, limits.largest_archive(limits.MOST_ARCHITECTURES, project == CONVOLUTION))
+    members = archive.members(data)
+    limits.check_texts(members)
+    count = architectures_told(data, members)
+    limits.check_archive(len(data), count, project == CONVOLUTION)
+    limits.check_libraries(members, count)
+    return Wheel(project, path, data, version, tag, {member.name: archive.content(data, member) for member in members})
+
+
+def check_there(path: Path) -> None:
     if not path.parent.is_dir():
         raise Unreadable(f"cannot be read: there is no folder {path.parent}")
     if not path.exists():
         what = "nothing there matches this pattern" if set(path.name) & set("*?[") else "there is no such file"
         raise Unreadable(f"cannot be read: {what}")
+    if not path.is_file():
+        raise Unreadable("cannot be read: it is no plain file")  # a pipe would wait for ever
+
+
+def names_in(path: Path) -> tuple[str, Version, str]:
+    """(project, version, tag) of the file name."""
     try:
         name, version, build, tags = parse_wheel_filename(path.name)
     except InvalidWheelFilename as error:
@@ -102,16 +113,27 @@ def read_wheel(path: Path) -> Wheel:
     expected = f"{project}-{version}-{tag}.whl"
     if build or len(tags) != 1 or path.name != expected:
         raise Unreadable(f"the file name is not spelt as the project's builds spell it: {expected}")
+    return project, version, tag
+
+
+def read_file(path: Path, limit: int) -> bytes:
     try:
-        data = path.read_bytes()
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            entries = archive.infolist()
-            size = sum(entry.file_size for entry in entries)
-            if size > LARGEST:
-                raise Unreadable(f"its files would unpack to {size} bytes, more than any wheel of this project")
-            files = {entry.filename: archive.read(entry) for entry in entries}
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
     except OSError as error:
-        raise Unreadable(f"the file cannot be read: {error}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError, ValueError) as error:
-        raise Unreadable(f"the file is damaged, cut short or no zip archive: {error}") from None
-    return Wheel(project, path, data, version, tag, entries, files)
+        raise Unreadable(f"cannot be read: {error}") from None
+    if len(data) > limit:
+        raise Unreadable(f"has more than {limit} bytes, and no wheel of this project has so many")
+    return data
+
+
+def architectures_told(data: bytes, members: list[archive.Member]) -> int:
+    """How many build_info.json tells of; 0 where it tells nothing that makes sense, which others will say."""
+    for member in members:
+        if member.name == BUILD_INFO:
+            try:
+                told = json.loads(archive.content(data, member))["architectures"]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                return 0
+            return min(len(set(map(str, told))), limits.MOST_ARCHITECTURES) if isinstance(told, list) else 0
+    return 0

@@ -22,8 +22,7 @@ for name in NEEDED.split():
     pytest.importorskip(name, reason=f'{name} is not installed here: pip install "WHEEL[publish,release]"')
 
 import zstandard  # noqa: E402  (after the check for it)
-from wheel_build.build_info import recorded  # noqa: E402
-from wheel_check import verify_to_publish  # noqa: E402
+from wheel_build import build_info, sbom  # noqa: E402
 from wheel_check.libraries import bound_functions  # noqa: E402
 from wheel_check.wheel import read_wheel  # noqa: E402
 
@@ -36,8 +35,8 @@ BUILD_INFO = "mamba_ssm/lib/build_info.json"
 def forge(wheel, folder, files=None, name=None, careful=True, change=None):
     """Writes a copy of `wheel` into `folder`, under `name` if given, and returns its path.
 
-    files: {file: new bytes, a function of the old bytes, or None to leave it out}; "METADATA", "WHEEL", "RECORD" and
-        "SBOM" stand for their paths.
+    files: {file: new bytes, a function of the old bytes, or None to leave it out}; "METADATA", "WHEEL", "RECORD",
+        "top_level.txt" and "SBOM" stand for their paths.
     careful: brings the libraries in build_info.json, the bill of materials and RECORD up to date, where `files` does
         not speak of them.
     change: a function of each ZipInfo.
@@ -47,7 +46,9 @@ def forge(wheel, folder, files=None, name=None, careful=True, change=None):
     with zipfile.ZipFile(wheel) as archive:
         old = next(entry.split("/")[0] + "/" for entry in archive.namelist() if ".dist-info/" in entry)
         members = {entry.replace(old, new): archive.read(entry) for entry in archive.namelist()}
-    places = {word: new + word for word in ("METADATA", "WHEEL", "RECORD")} | {"SBOM": f"{new}sboms/mamba_ssm.cdx.json"}
+    places = {word: new + word for word in ("METADATA", "WHEEL", "RECORD", "top_level.txt")} | {
+        "SBOM": f"{new}sboms/mamba_ssm.cdx.json"
+    }
 
     def put(file, content):
         if content is None:
@@ -78,25 +79,24 @@ def forge(wheel, folder, files=None, name=None, careful=True, change=None):
     return target
 
 
+def info(**facts):
+    """Changes fields of build_info.json, and writes it as the build does."""
+    return lambda old: build_info.text({**json.loads(old), **facts}).encode()
+
+
 def build_info_of(members):
-    libraries = {
-        file.split("/")[-1]: recorded(data) for file, data in members.items() if file.endswith((".so", ".dll"))
-    }
-    return json.dumps({**json.loads(members[BUILD_INFO]), "libraries": libraries}).encode()
+    files = sorted(file for file in members if file.endswith((".so", ".dll")))
+    return info(libraries={file.split("/")[-1]: build_info.recorded(members[file]) for file in files})(
+        members[BUILD_INFO]
+    )
 
 
 def sbom_of(members, old, version):
-    document = json.loads(old)
-    document["metadata"]["component"]["version"] = version
-    document["dependencies"] = []
-    document["components"] = [
-        {"type": "file", "name": file, "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(content).hexdigest()}]}
-        for file, content in members.items()
-        if file.endswith((".so", ".dll"))
-    ]
-    if any("mamba_cuda" in file for file in members):
-        document["components"].append({"type": "library", "name": "cudart_static", "version": "13.0"})
-    return json.dumps(document).encode()
+    """As the build writes it; the old one where build_info.json is no more what the build reads."""
+    try:
+        return sbom.text(json.loads(members[BUILD_INFO]), version).encode()
+    except (KeyError, TypeError, AttributeError):
+        return old
 
 
 def record_of(members, record):
@@ -108,12 +108,6 @@ def record_of(members, record):
             rows.writerow([file, f"sha256={digest}", len(content)])
     rows.writerow([record, "", ""])
     return text.getvalue().encode()
-
-
-def told_of(wheel, **options):
-    """(problems, notes) of what is about to be published."""
-    verdict = verify_to_publish(wheel, **options)
-    return verdict.problems, verdict.notes
 
 
 class Libraries:

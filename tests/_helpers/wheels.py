@@ -13,11 +13,13 @@ from unittest import mock
 
 from wheel_build import convolution, sbom
 from wheel_build.build_info import Source, abi_version, recorded
+from wheel_build.build_info import text as build_info_text
 from wheel_build.version import base_version
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_INFO = "mamba_ssm/lib/build_info.json"
 LIBRARY = "mamba_ssm/lib/libmamba_cpu.so"
+WHEEL = b"Wheel-Version: 1.0\nGenerator: setuptools (77.0.1)\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n\n"
 
 
 def package_files(root):
@@ -40,10 +42,12 @@ def assemble(folder):
         "cuda": False,
         "nvcc_version": None,
         "host_compiler": "GNU 12.2.0",
+        "cross_built": None,
         "glibc": None,
         "linker": None,
         "architectures": [],
         "dtypes": ["float32", "float16", "bfloat16"],
+        "flags": {"cxx": "-O3 -DNDEBUG"},
         "debug": False,
         "abi_version": abi_version(ROOT),
         "libraries": {Path(LIBRARY).name: recorded((ROOT / LIBRARY).read_bytes())},
@@ -54,11 +58,11 @@ def assemble(folder):
     dist_info = f"mamba_ssm-{version}+cpu.dist-info"
     contents |= {
         LIBRARY: (ROOT / LIBRARY).read_bytes(),
-        BUILD_INFO: json.dumps(info, indent=2).encode(),
+        BUILD_INFO: build_info_text(info).encode(),
         f"{dist_info}/METADATA": metadata.read_bytes(),
-        f"{dist_info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n",
+        f"{dist_info}/WHEEL": WHEEL,
         f"{dist_info}/licenses/LICENSE": (ROOT / "LICENSE").read_bytes(),
-        f"{dist_info}/sboms/{sbom.NAME}": sbom.text(info, f"{version}+cpu", [ROOT / LIBRARY]).encode(),
+        f"{dist_info}/sboms/{sbom.NAME}": sbom.text(info, f"{version}+cpu").encode(),
         f"{dist_info}/top_level.txt": "".join(
             f"{name}\n" for name in sorted({*(path.stem for path in (ROOT / "compat").glob("*.py")), "mamba_ssm"})
         ).encode(),
@@ -94,8 +98,8 @@ def repack(wheel, folder, *, version=None, label=None, platform=None, build_info
     contents[tags] = contents[tags].replace(was[3].encode(), platform.encode())
     contents[module] = contents[module].replace(f'"{was[1]}"'.encode(), f'"{version}"'.encode())
     info = {**json.loads(contents[BUILD_INFO]), "package_version": version, "local_label": label, **(build_info or {})}
-    contents[BUILD_INFO] = json.dumps(info, indent=2).encode()
-    contents[f"{dist_info}/sboms/{sbom.NAME}"] = sbom.text(info, f"{version}+{label}", [ROOT / LIBRARY]).encode()
+    contents[BUILD_INFO] = build_info_text(info).encode()
+    contents[f"{dist_info}/sboms/{sbom.NAME}"] = sbom.text(info, f"{version}+{label}").encode()
     for name, text in files.items():
         contents[metadata if name == "METADATA" else f"mamba_ssm/{name}.py"] += text.encode()
     folder.mkdir(parents=True, exist_ok=True)

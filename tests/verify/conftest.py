@@ -1,7 +1,6 @@
 """What the tests of the verifier share: one real wheel, and wheels with CUDA and for Windows made out of it."""
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -67,19 +66,53 @@ def windows_wheel(real_wheel, libraries, tmp_path_factory):
 
 
 def with_cuda(wheel, folder, files, platform):
-    from _helpers.wheel_forge import BUILD_INFO, forge
+    from _helpers.wheel_forge import BUILD_INFO, forge, info
 
     version = wheel.name.split("-")[1]
     labelled = version.replace("+cpu", "+cu130")
     facts = {"local_label": "cu130", "cuda": True, "nvcc_version": "13.0.88", "architectures": TARGETS}
+    facts["flags"] = {"cxx": "-O3 -DNDEBUG", "cuda": "-O3 -DNDEBUG"}
+    if platform == "win_amd64":
+        facts |= {"glibc": None, "linker": None, "host_compiler": "MSVC 19.44.35211.0"}
     return forge(
         wheel,
         folder,
         {
             **files,
-            BUILD_INFO: lambda old: json.dumps({**json.loads(old), **facts}).encode(),
+            BUILD_INFO: info(**facts),
             "METADATA": lambda old: old.replace(f"Version: {version}".encode(), f"Version: {labelled}".encode()),
             "WHEEL": lambda old: old.replace(b"manylinux_2_28_x86_64", platform.encode()),
         },
         name=f"mamba_ssm-{labelled}-py3-none-{platform}.whl",
     )
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory):
+    """A repository with this source tree in its one commit."""
+    from _helpers.checkouts import commit_of_this_tree
+
+    return commit_of_this_tree(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture
+def forged(real_wheel, checkout, tmp_path, monkeypatch):
+    """forged(files, wheel, strict, allow_commits, **facts) -> (problems, notes) of verify_to_publish, for the wheel of
+    the checkout's commit with these files, facts in build_info.json, RECORD made anew. The note on machine code, which
+    each fit wheel has, is left out.
+    """
+    from _helpers.checkouts import git
+    from _helpers.wheel_forge import BUILD_INFO, forge, info
+    from wheel_check import MACHINE_CODE, verify_to_publish
+
+    monkeypatch.setattr("wheel_check.source.ROOT", checkout)
+    source = {"source_commit": git(checkout, "rev-parse", "HEAD"), "source_dirty": False}
+
+    def call(files=None, wheel=real_wheel, strict=False, allow_commits=None, **facts):
+        told, edit = info(**{**source, **facts}), (files or {}).get(BUILD_INFO, lambda old: old)
+        made = forge(wheel, tmp_path, {**(files or {}), BUILD_INFO: lambda old: edit(told(old))})
+        verdict = verify_to_publish(made, strict=strict, allow_commits=allow_commits)
+        assert verdict.problems or verdict.notes[-1] == MACHINE_CODE
+        return verdict.problems, [note for note in verdict.notes if note != MACHINE_CODE]
+
+    return call

@@ -1,8 +1,6 @@
 """The verifier on the wheel of causal-conv1d."""
 
-import json
 import shutil
-import subprocess
 import zipfile
 
 import pytest
@@ -10,8 +8,9 @@ from _helpers import wheel_forge  # first: it may skip this module
 
 # isort: split
 from _helpers import wheels
-from wheel_build import finish
-from wheel_check import verify
+from _helpers.checkouts import git
+from wheel_build import finish, sbom
+from wheel_check import verify, verify_to_publish
 from wheel_check.source import UNCOMPARED
 
 
@@ -27,6 +26,7 @@ def forge(wheel, folder, **changes):
         files = {name: archive.read(name) for name in archive.namelist()}
     info = wheel.name.partition("-py3")[0] + ".dist-info"
     places = {"METADATA": f"{info}/METADATA", "WHEEL": f"{info}/WHEEL", "SBOM": f"{info}/sboms/causal_conv1d.cdx.json"}
+    places["top_level"] = f"{info}/top_level.txt"
     for name, change in changes.items():
         place = places.get(name, f"causal_conv1d/{name}.py")
         files[place] = change(files.get(place, b""))
@@ -46,8 +46,8 @@ def replace(old, new):
 def test_what_the_project_builds_is_fit(wheel, tmp_path):
     assert verify(wheel) == []
     assert verify(forge(wheel, tmp_path)) == []
-    problems, (note,) = wheel_forge.told_of(wheel)
-    assert problems == [] and UNCOMPARED in note
+    verdict = verify_to_publish(wheel)
+    assert verdict.problems == [] and len(verdict.notes) == 1 and UNCOMPARED in verdict.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -78,22 +78,42 @@ def test_another_tag_is_refused(wheel, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
-def test_its_files_are_those_of_its_commit(wheel, tmp_path, monkeypatch):
-    checkout = tmp_path / "checkout"
-    shutil.copytree(wheels.ROOT / "causal-conv1d", checkout / "causal-conv1d", ignore=lambda *_: ["__pycache__"])
-    shutil.copy(wheels.ROOT / "LICENSE", checkout)
-    git = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.autocrlf=false"]
-    for words in (["init", "-q"], ["add", "."], [*git, "commit", "-q", "-m", "one"]):
-        subprocess.run(["git", *words], cwd=checkout, check=True)
+def test_its_files_are_those_of_its_commit(wheel, checkout, tmp_path, monkeypatch):
     monkeypatch.setattr("wheel_check.source.ROOT", checkout)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout
+    head = git(checkout, "rev-parse", "HEAD")
 
-    def told(value):
-        return lambda old: json.dumps(json.loads(old.replace(b'"unknown"', json.dumps(value).encode()))).encode()
+    def told(commit, changed=False):
+        return lambda old: sbom.document("causal_conv1d", wheel.name.split("-")[1], commit, changed).encode()
 
-    named = {"SBOM": told(head.strip())}
-    assert wheel_forge.told_of(forge(wheel, tmp_path, **named)) == ([], [])
-    (problem,), _ = wheel_forge.told_of(forge(wheel, tmp_path, **named, cpp_functions=lambda old: old + b"# more\n"))
+    def said(strict=False, **changes):
+        verdict = verify_to_publish(forge(wheel, tmp_path, **{"SBOM": told(head), **changes}), strict=strict)
+        return verdict.problems, verdict.notes
+
+    assert said(strict=True) == ([], [])
+    (problem,), _ = said(cpp_functions=lambda old: old + b"# more\n")
     assert problem.startswith("causal_conv1d/cpp_functions.py: not as in commit")
-    (problem,), _ = wheel_forge.told_of(forge(wheel, tmp_path, SBOM=told(f"{head.strip()} with changes")))
+    (problem,), _ = said(SBOM=told(head, changed=True))
     assert "and changes to it" in problem
+    for changes, reason in (
+        (
+            {"METADATA": replace(b"Summary: causal", b"Summary: best causal")},
+            f"METADATA: is not what commit {head} makes",
+        ),
+        ({"WHEEL": replace(b"Root-Is", b"Build: 1\nRoot-Is")}, "WHEEL: has Build: 1"),
+        ({"SBOM": lambda old: told(head)(old).replace(b"Apache-2.0", b"MIT")}, "metadata.component.licenses[0]"),
+    ):
+        problems, (note,) = said(**changes)
+        assert problems == [] and reason in note
+        assert said(strict=True, **changes) == ([note], [])
+
+
+def test_a_member_that_belongs_to_no_one_is_the_builds(wheel, tmp_path):
+    (problem,) = verify(forge(wheel, tmp_path, top_level=lambda old: b"torch\n"))
+    assert "top_level.txt: holds b'torch\\n', and the build writes 'causal_conv1d\\ncausal_conv1d_cuda\\n'" in problem
+
+
+def test_archive_of_a_megabyte_is_refused(wheel, tmp_path):
+    large = tmp_path / wheel.name
+    large.write_bytes(bytes(1 << 20))
+    (problem,) = verify(large)
+    assert "and no wheel of this project has so many" in problem

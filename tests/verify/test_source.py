@@ -1,63 +1,16 @@
 """The wheel's files are those of the commit that it names, whatever its RECORD says."""
 
-import json
 import shutil
-import subprocess
 
 import pytest
-from _helpers.wheel_forge import BUILD_INFO, ROOT, forge, told_of  # first: it may skip this module
+from _helpers.checkouts import git
+from _helpers.wheel_forge import BUILD_INFO  # first: it may skip this module
 
 # isort: split
-from wheel_check import verify
-from wheel_check.source import UNCOMPARED
+from wheel_check.source import UNCOMPARED, UnknownRef
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("git") is None, reason="no git here")]
 INIT, NEW, LICENSE = "mamba_ssm/__init__.py", "mamba_ssm/new.py", "licenses/LICENSE"
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """A repository with this source tree in its one commit."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in ("mamba_ssm", "compat"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("lib", "__pycache__"))
-    for name in ("LICENSE", "pyproject.toml"):
-        shutil.copy(ROOT / name, folder)
-    git(folder, "init", "-q")
-    git(folder, "add", ".")
-    git(folder, "commit", "-q", "-m", "one")
-    return folder
-
-
-def git(folder, *words):
-    command = [
-        "git",
-        "-C",
-        str(folder),
-        "-c",
-        "user.name=a",
-        "-c",
-        "user.email=a@b",
-        "-c",
-        "core.autocrlf=false",
-        *words,
-    ]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-@pytest.fixture
-def forged(real_wheel, checkout, tmp_path, monkeypatch):
-    """forged(files, **facts) -> verify_to_publish of the wheel with these files, RECORD made anew, and facts of it."""
-    monkeypatch.setattr("wheel_check.source.ROOT", checkout)
-    facts = {"source_commit": git(checkout, "rev-parse", "HEAD"), "source_dirty": False}
-
-    def call(files=None, **other):
-        told = {BUILD_INFO: lambda old: json.dumps({**json.loads(old), **facts, **other}).encode()}
-        made = forge(real_wheel, tmp_path, {**told, **(files or {})})
-        assert verify(made) == [], "the wheel itself tells nothing of it"
-        return told_of(made)
-
-    return call
 
 
 def test_wheel_of_its_commit_is_fit(forged):
@@ -147,3 +100,42 @@ def test_nothing_to_compare_with_is_a_note(forged, monkeypatch, tmp_path):
     assert "is not in this checkout" in forged()[1][0]
     monkeypatch.setenv("PATH", "")
     assert "is not in this checkout" in forged()[1][0]
+
+
+# ---- which commits may be published ----------------------------------------------------------------------------------
+
+
+def test_commit_of_an_allowed_branch_is_fit(forged, checkout):
+    git(checkout, "tag", "-f", "v1")
+    assert forged(allow_commits=["HEAD"]) == ([], [])
+    assert forged(allow_commits=["v1"]) == ([], [])
+
+
+def test_commit_of_no_allowed_branch_is_refused(forged, checkout):
+    """A branch that begins before the commit, and one that shares nothing with it."""
+    empty = git(checkout, "hash-object", "-t", "tree", "/dev/null")
+    git(checkout, "branch", "-f", "others", git(checkout, "commit-tree", empty, "-m", "other"))
+    head = git(checkout, "rev-parse", "HEAD")
+    (problem,), _ = forged(allow_commits=["others"])
+    assert (
+        problem
+        == f"only what others lead to may be published, and its commit {head} cannot be reached from any of them"
+    )
+    assert forged(allow_commits=["others", "HEAD"]) == ([], [])
+    (problem,), _ = forged(allow_commits=["HEAD"], source_commit=None)
+    assert problem == "only what HEAD lead to may be published, and it names no commit"
+    (problem,), _ = forged(allow_commits=["HEAD"], source_commit="a" * 40)
+    assert "cannot be reached" in problem
+
+
+@pytest.mark.parametrize("ref", ["no-such-branch", "--help", "-h", "", "HEAD..HEAD", "a b"])
+def test_ref_that_is_not_there_is_named(forged, ref):
+    with pytest.raises(UnknownRef, match="is no branch, tag or commit of the checkout") as caught:
+        forged(allow_commits=["HEAD", ref])
+    assert str(caught.value).startswith(repr(ref))
+
+
+def test_tree_is_no_commit(forged, checkout):
+    """git lists the files of a tree as it lists a commit's, and anybody can write one."""
+    problems, (note,) = forged(source_commit=git(checkout, "rev-parse", "HEAD^{tree}"))
+    assert problems == [] and "is not in this checkout" in note

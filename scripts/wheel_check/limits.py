@@ -1,0 +1,68 @@
+"""How large a wheel and its files may be. All of it is checked before a byte is decompressed.
+
+A file that decompresses to a gigabyte of zeros has a megabyte in the archive, and keeps every reader busy for minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .archive import Member, Unreadable
+
+KIB, MIB = 1 << 10, 1 << 20
+# Of the archive. With 9.0a alone, whose kernels are the most, it has 10.5 MB: all but a tenth is device code.
+WITHOUT_CUDA = 4 * MIB
+OF_AN_ARCHITECTURE = 8 * MIB
+OF_CONVOLUTION = MIB // 8
+MOST_ARCHITECTURES = 32  # more than any nvcc compiles for
+
+# Of the files in it, decompressed. The largest module has 22 KB, the CPU library 2.5 MB (three times that, not
+# optimised), all texts together 1.2 MB.
+TEXT = 256 * KIB  # a module, a file of the metadata, build_info.json
+ALL_TEXTS = 8 * MIB
+LIBRARY = 16 * MIB
+LIBRARY_OF_AN_ARCHITECTURE = 24 * MIB
+MOST_FILES = 1000
+# Of device code in a library, which nvcc compresses to about a fifth.
+DEVICE_CODE_OF_AN_ARCHITECTURE = 128 * MIB
+
+
+def largest_archive(architectures: int, convolution: bool) -> int:
+    return OF_CONVOLUTION if convolution else WITHOUT_CUDA + OF_AN_ARCHITECTURE * architectures
+
+
+def check_archive(size: int, architectures: int, convolution: bool) -> None:
+    """Raises Unreadable for a file that is larger than any wheel of ours for so many architectures."""
+    budget = largest_archive(architectures, convolution)
+    if size > budget:
+        told = "" if convolution else f" with {architectures} architectures"
+        raise Unreadable(f"the file has {size / MIB:.2f} MiB, and{told} it may have {budget / MIB:g}")
+
+
+def is_library(name: str) -> bool:
+    return name.startswith("mamba_ssm/lib/") and name.endswith((".so", ".dll"))
+
+
+def check_texts(members: Sequence[Member]) -> None:
+    """All but the libraries, whose limit build_info.json decides, and that is a text."""
+    if len(members) > MOST_FILES:
+        raise Unreadable(f"holds {len(members)} files, and may hold {MOST_FILES}")
+    texts = [member for member in members if not is_library(member.name)]
+    for member in texts:
+        _check(member, TEXT)
+    total = sum(member.size for member in texts)
+    if total > ALL_TEXTS:
+        raise Unreadable(f"its files but the libraries would unpack to {total} bytes, and may to {ALL_TEXTS}")
+
+
+def check_libraries(members: Sequence[Member], architectures: int) -> None:
+    """Each kind has one name on each system; contents.py refuses other names."""
+    for member in members:
+        if is_library(member.name):
+            count = architectures if "mamba_cuda" in member.name else 0
+            _check(member, LIBRARY + LIBRARY_OF_AN_ARCHITECTURE * count)
+
+
+def _check(member: Member, limit: int) -> None:
+    if member.size > limit:
+        raise Unreadable(f"{member.name}: would unpack to {member.size} bytes, and such a file may have {limit}")
