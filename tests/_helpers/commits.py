@@ -3,6 +3,8 @@
 import shutil
 import subprocess
 
+from .checkouts import git
+
 
 def commit_tree(root, folder):
     """Makes a repository in `folder` whose one commit holds the checkout `root` as it is; False without git."""
@@ -20,9 +22,3 @@ def commit_tree(root, folder):
     git(folder, "add", "--force", ".")
     git(folder, "commit", "--quiet", "--message=one")
     return True
-
-
-def git(folder, *words):
-    settings = ("user.name=a", "user.email=a@b", "core.autocrlf=false", "commit.gpgsign=false")
-    command = ["git", "-C", str(folder), *(word for setting in settings for word in ("-c", setting)), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

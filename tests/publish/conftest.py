@@ -13,7 +13,8 @@ import venv
 
 import pytest
 from _helpers import wheels
-from _helpers.commits import commit_tree, git
+from _helpers.checkouts import git
+from _helpers.commits import commit_tree
 from packaging.requirements import Requirement
 from wheel_build.convolution import build as build_convolution
 

@@ -7,7 +7,7 @@ import _helpers.publish_extra  # noqa: F401  (skips where the scripts could not 
 import make_index
 import pytest
 from _helpers import wheels
-from _helpers.commits import git
+from _helpers.checkouts import git
 from _helpers.servers import StaticSite
 from packaging.version import Version
 from pypi_simple import ACCEPT_HTML_ONLY, ACCEPT_JSON_ONLY, PyPISimple
