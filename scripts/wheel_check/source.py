@@ -27,7 +27,7 @@ else:
     import tomli as tomllib  # check-wheel-contents brings it
 
 ROOT = Path(__file__).resolve().parents[2]
-UNCOMPARED = "its Python files, METADATA and bill of materials could not be compared with their source"
+UNCOMPARED = "its Python files could not be compared with their source, nor METADATA and the bill of materials"
 SHOWN = 5  # file names in a message
 COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 

@@ -1,15 +1,19 @@
 """What the verifier finds in libraries: made for the purpose, for Linux and for Windows, on either system."""
 
+import io
 import shutil
 import struct
 import subprocess
+import zipfile
 
 import pytest
 from _helpers.wheel_forge import CPU, CUDA, CUDA_DLL, fat_binary, forge, link, zig  # first: it may skip this module
 
 # isort: split
 import pefile
-from wheel_check import fatbin, verify
+import zstandard
+from elftools.elf.elffile import ELFFile
+from wheel_check import fatbin, limits, verify
 from wheel_check.libraries import read_elf
 
 pytestmark = pytest.mark.slow
@@ -168,6 +172,43 @@ def test_device_code(cuda_wheel, libraries, tmp_path, case):
     section, reason = DEVICE_CODE[case]
     problems = problems_of(cuda_wheel, tmp_path, CUDA, libraries.make(section=section))
     assert any(problem.startswith(CUDA) and reason in problem for problem in problems), problems
+
+
+def test_device_code_that_would_fill_the_memory(cuda_wheel, libraries, tmp_path, monkeypatch):
+    """Nothing of it is uncompressed: what the entries tell of their sizes is added up first."""
+    monkeypatch.setattr("zstandard.ZstdDecompressor", None)
+    section = fat_binary(*TARGETS, code=bytes(limits.DEVICE_CODE_OF_AN_ARCHITECTURE + 1))
+    problems = problems_of(cuda_wheel, tmp_path, CUDA, libraries.make(section=section))
+    most = limits.DEVICE_CODE_OF_AN_ARCHITECTURE * len(TARGETS)
+    assert any(f"it would unpack to {most + 4} bytes, and may to {most}" in problem for problem in problems), problems
+
+
+def test_device_code_that_hides_its_size(cuda_wheel, libraries, tmp_path):
+    data = zstandard.compress(bytes(1 << 20))
+    entry = struct.pack("<HHIQI8xI8xQ8xQ", 2, 0x101, 64, len(data), len(data), 75, 0x11, 100) + data
+    section = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entry)) + entry
+    problems = problems_of(cuda_wheel, tmp_path, CUDA, libraries.make(section=section + bytes(-len(section) % 8)))
+    assert any("its code has another size than the 100 bytes that it tells" in problem for problem in problems), (
+        problems
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "what"),
+    [
+        (".dynsym", 32, 1 << 40, "symbols"),  # the size
+        (".gnu.version_r", 44, 0xFFFFFFFF, "4294967295 versions"),  # how many there are
+        (".dynamic", 32, 1 << 40, "tags"),
+    ],
+)
+def test_headers_that_tell_of_endless_tables(real_wheel, tmp_path, section, field, value, what):
+    with zipfile.ZipFile(real_wheel) as archive:
+        data = bytearray(archive.read(CPU))
+    elf = ELFFile(io.BytesIO(bytes(data)))
+    at = elf["e_shoff"] + elf["e_shentsize"] * elf.get_section_index(section)
+    struct.pack_into("<I" if field == 44 else "<Q", data, at + field, value)
+    problems = problems_of(real_wheel, tmp_path, CPU, bytes(data))
+    assert any("it tells of" in problem and what in problem for problem in problems), problems
 
 
 def test_cpu_library_holds_no_device_code(real_wheel, libraries, tmp_path):
