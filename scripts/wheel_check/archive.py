@@ -36,8 +36,8 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "version needed": (20,),
     "flags": (0,),
     "compression method": (STORED, DEFLATED),
-    "extra field's length": (0,),
-    "comment's length": (0,),
+    "length of the extra field": (0,),
+    "length of the comment": (0,),
     "disk": (0,),
     "internal attributes": (0,),
     "DOS attributes": (0,),
@@ -121,7 +121,7 @@ def _member(data: bytes, at: int, end: int) -> tuple[Member, int, int]:
     for (what, allowed), value in zip(ALLOWED.items(), (*found, attributes >> 16), strict=True):
         if value not in allowed:
             show = oct if what == "mode" else str
-            raise Unreadable(f"{name}: its {what} is {show(value)}; allowed: {' and '.join(map(show, allowed))}")
+            raise Unreadable(f"{name}: {what} {show(value)}; allowed: {' and '.join(map(show, allowed))}")
     _check_moment(name, time, date)
     local = LOCAL.pack(LOCAL_MARK, needed, flags, method, time, date, crc, packed, size, length, 0) + raw
     if data[offset : offset + len(local)] != local:

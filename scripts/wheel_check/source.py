@@ -57,8 +57,8 @@ def check_allowed(wheel: Wheel, refs: Sequence[str]) -> list[str]:
     ):
         return []
     told = wheel.source[0]
-    source = "it names no commit" if told is None else f"its commit {told} cannot be reached from any of them"
-    return [f"only what {', '.join(refs)} lead to may be published, and {source}"]
+    source = "it names no commit" if told is None else f"its commit {told} is not among them"
+    return [f"only commits of {' and '.join(refs)} may be published, and {source}"]
 
 
 def check_source(wheel: Wheel) -> tuple[list[str], list[str]]:
