@@ -3,7 +3,7 @@
     python examples/stream_audio.py [--seconds 60]
 
 The scan follows the sound's loudness with two time constants. A beep begins where the fast one rises above the slow
-one. There is nothing to train: this shows how a stream carries its state, and that chunks give what one call gives.
+one. Nothing is trained: this shows how a stream carries its state, and that chunks give the same result as one call.
 """
 
 import argparse
@@ -50,6 +50,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=60, help="of sound")
     options = parser.parse_args()
+    if options.seconds < 3:
+        parser.error(f"--seconds must be at least 3, got {options.seconds}: the first beep comes after 2")
 
     torch.manual_seed(0)
     samples, beeps = sound(options.seconds)
@@ -70,7 +72,7 @@ def main():
     difference = (torch.cat(results) - whole).abs().max() / whole.max()
     print(f"{len(found)} beeps found, {len(beeps)} made; chunks and one call differ by {difference:.0e} of the loudest")
     speed = options.seconds / elapsed
-    print(f"{len(results)} chunks of {1000 * CHUNK // RATE} ms, {speed:.0f} times faster than the sound")
+    print(f"{len(results)} chunks of {1000 * CHUNK // RATE} ms, {speed:.0f} times as fast as the sound")
 
 
 if __name__ == "__main__":

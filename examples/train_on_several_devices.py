@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 examples/train_on_several_devices.py [--context 2] [--fsdp] [--checkpoint]
 
-With --context N, N neighbouring processes hold a part of each sequence; the other processes have other sequences. What
-is learnt is to say the first token of a sequence again at each step: later parts know it from the states alone that
-they are given. Half a minute with 4 processes on two CPU cores.
+With --context N, N neighbouring processes share each sequence: each holds one part of it. The other processes have
+other sequences. The model learns to repeat a sequence's first token at every step. A later part never sees that token:
+it knows it only from the state that the part before it passes on. Half a minute of processor time with 4 processes.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -35,35 +36,44 @@ def make_model(options, mesh, device):
             layer.forward = checkpointed(layer.forward)
     if not options.fsdp:
         return DistributedDataParallel(model)
-    from torch.distributed.fsdp import fully_shard  # torch 2.6 or newer
-
     every = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model.backbone.layers:
-        fully_shard(layer, mesh=every)
-    return fully_shard(model, mesh=every)
+        torch.distributed.fsdp.fully_shard(layer, mesh=every)
+    return torch.distributed.fsdp.fully_shard(model, mesh=every)
 
 
 def checkpointed(forward):
-    """forward, which keeps its inputs alone and runs again in backward."""
+    """forward, which keeps nothing but its inputs and runs again in backward."""
     return lambda *arguments, **others: checkpoint(forward, *arguments, use_reentrant=False, **others)
 
 
-def main():
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=1, help="processes that share a sequence")
     parser.add_argument("--fsdp", action="store_true", help="FSDP2, not DDP")
     parser.add_argument("--checkpoint", action="store_true", help="compute activations again in backward")
     parser.add_argument("--steps", type=int, default=80)
     options = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        parser.error("start it with torchrun, as the first line of --help does")
+    world = int(os.environ["WORLD_SIZE"])
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
+    if options.context < 1 or world % options.context or LENGTH % options.context:
+        parser.error(f"--context must divide the {world} processes and the length {LENGTH}, got {options.context}")
+    if options.fsdp and not hasattr(torch.distributed.fsdp, "fully_shard"):
+        parser.error(f"--fsdp needs torch 2.6 or newer, this is {torch.__version__}")
+    return options
 
+
+def main():
+    options = arguments()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     world = dist.get_world_size()
-    if world % options.context:
-        parser.error(f"--context must divide the {world} processes, got {options.context}")
     shape = world // options.context, options.context
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
     model = make_model(options, mesh, device)
@@ -81,7 +91,7 @@ def main():
         loss.backward()
         optimizer.step()
         results = torch.stack([loss.detach(), (logits.argmax(-1) == targets.flatten()).float().mean()])
-        dist.all_reduce(results)  # the parts are equally long: the mean over processes is the mean over steps
+        dist.all_reduce(results)  # parts have one length, so the mean over processes is that over steps
         losses.append((results / world).tolist())
     if dist.get_rank() == 0:
         print(f"{shape[0]} x {shape[1]} processes (data x context) on {device.type}, ", end="")

@@ -10,7 +10,7 @@ namespace mamba {
 template <typename... Parameters>
 cudaError_t has_clusters(void (*kernel)(Parameters...), int device, bool* answer) {
     int attribute = 0;
-    cudaError_t error = may_start_early(kernel, answer);
+    cudaError_t error = supports_programmatic_dependent_launch(kernel, answer);
     if (error == cudaSuccess) {
         error = cudaDeviceGetAttribute(&attribute, cudaDevAttrClusterLaunch, device);
     }
@@ -18,12 +18,13 @@ cudaError_t has_clusters(void (*kernel)(Parameters...), int device, bool* answer
     return error;
 }
 
-// launch_overlapping of blocks in clusters of `cluster` neighbours each.
+// launch_programmatic_dependent of blocks in clusters of `cluster` neighbours each.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_clusters(void (*kernel)(Parameters...), unsigned cluster, const Grid& grid, dim3 block, size_t shared_bytes,
                             void* stream, const Arguments&... arguments) {
     bool starts_early = false;
-    const cudaError_t error = grid.fits() ? may_start_early(kernel, &starts_early) : cudaErrorInvalidConfiguration;
+    const cudaError_t error =
+        grid.fits() ? supports_programmatic_dependent_launch(kernel, &starts_early) : cudaErrorInvalidConfiguration;
     if (error != cudaSuccess) {
         return error;
     }

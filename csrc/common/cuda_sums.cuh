@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kSumThreads) add_parts_kernel(const __grid_con
     const unsigned row = block / tiles;
     const int64_t begin = static_cast<int64_t>(block - row * tiles) * (columns * kSumUnroll) + column;
     const float* parts = p.parts + row * p.row;
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
     float sum[kSumUnroll] = {};
     for (int64_t part = lane; part < p.count; part += lanes) {
 #pragma unroll
@@ -72,7 +72,7 @@ cudaError_t launch_part_sums(PartSums sums, void* stream) {
         blocks += p.rows * ceil_div(p.row, kSumThreads / sum_lanes(p.count) * kSumUnroll);
         sums.end[i] = static_cast<unsigned>(blocks);
     }
-    return blocks == 0 ? cudaSuccess : launch_overlapping(add_parts_kernel, blocks, kSumThreads, 0, stream, sums);
+    return blocks == 0 ? cudaSuccess : launch_programmatic_dependent(add_parts_kernel, blocks, kSumThreads, 0, stream, sums);
 }
 
 }  // namespace

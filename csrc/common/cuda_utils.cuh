@@ -104,7 +104,7 @@ __device__ __forceinline__ float softplus_short(float x) {
 // library are compiled for the same architectures, so that any of them may be asked, once; that is a good part of a launch's
 // time.
 template <typename... Parameters>
-cudaError_t may_start_early(void (*kernel)(Parameters...), bool* answer) {
+cudaError_t supports_programmatic_dependent_launch(void (*kernel)(Parameters...), bool* answer) {
     static thread_local int asked_device = -1;
     static thread_local bool asked_answer = false;
     int device = 0;
@@ -162,7 +162,7 @@ inline cudaLaunchConfig_t launch_config(const Grid& grid, dim3 block, size_t sha
 }
 
 // What kernel<<<grid, block, shared_bytes, stream>>>(arguments...) does, in plain C++. Every kernel is launched by this
-// function or by launch_overlapping.
+// function or by launch_programmatic_dependent.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), const Grid& grid, dim3 block, size_t shared_bytes, void* stream,
                           const Arguments&... arguments) {
@@ -173,13 +173,14 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const Grid& grid, dim3 
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Launches a kernel that calls wait_for_previous_kernel before it touches what the kernel ahead of it in the stream writes.
+// Launches a kernel that calls griddepcontrol_wait before it touches what the kernel ahead of it in the stream writes.
 // Its blocks start early on GPUs that can do that; elsewhere, or compiled for older ones, it is an ordinary launch.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_overlapping(void (*kernel)(Parameters...), const Grid& grid, dim3 block, size_t shared_bytes, void* stream,
-                               const Arguments&... arguments) {
+cudaError_t launch_programmatic_dependent(void (*kernel)(Parameters...), const Grid& grid, dim3 block, size_t shared_bytes,
+                                          void* stream, const Arguments&... arguments) {
     bool starts_early = false;
-    const cudaError_t error = grid.fits() ? may_start_early(kernel, &starts_early) : cudaErrorInvalidConfiguration;
+    const cudaError_t error =
+        grid.fits() ? supports_programmatic_dependent_launch(kernel, &starts_early) : cudaErrorInvalidConfiguration;
     if (error != cudaSuccess) {
         return error;
     }

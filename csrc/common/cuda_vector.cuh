@@ -91,7 +91,7 @@ __device__ __forceinline__ void packed_store(T* address, const Packed<T, N>& pac
     } else if constexpr (N * sizeof(T) % 16 == 0) {
 #pragma unroll
         for (int i = 0; i < static_cast<int>(N * sizeof(T) / 16); ++i) {
-            store_16_bytes(reinterpret_cast<uint4*>(address) + i, packed.word + 4 * i);
+            st_global_v4_b32(reinterpret_cast<uint4*>(address) + i, packed.word + 4 * i);
         }
     } else if constexpr (N * sizeof(T) == 8) {
         *reinterpret_cast<uint2*>(address) = make_uint2(packed.word[0], packed.word[1]);

@@ -9,14 +9,14 @@
 
 namespace mamba {
 
-// All threads of all blocks of a cluster arrive, then wait for each other. Only barriers made by make_cluster_barrier and what
+// All threads of all blocks of a cluster arrive, then wait for each other. Only barriers made by mbarrier_init_cluster and what
 // was read count as done behind the wait: writes of other memory need not be visible.
-__device__ __forceinline__ void arrive_at_cluster() {
+__device__ __forceinline__ void cluster_arrive_relaxed() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" : : : "memory");
 #endif
 }
-__device__ __forceinline__ void wait_for_cluster() {
+__device__ __forceinline__ void cluster_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
 #endif
@@ -24,7 +24,7 @@ __device__ __forceinline__ void wait_for_cluster() {
 
 // A barrier in shared memory for one round of what the cluster's blocks send. One thread makes it, before its block arrives at
 // the cluster; after a __syncthreads() one thread says how many bytes come.
-__device__ __forceinline__ void make_cluster_barrier(uint64_t* barrier) {
+__device__ __forceinline__ void mbarrier_init_cluster(uint64_t* barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;"
                  :
@@ -32,7 +32,7 @@ __device__ __forceinline__ void make_cluster_barrier(uint64_t* barrier) {
                  : "memory");
 #endif
 }
-__device__ __forceinline__ void expect_from_cluster(uint64_t* barrier, uint32_t bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(uint64_t* barrier, uint32_t bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  :
@@ -41,7 +41,7 @@ __device__ __forceinline__ void expect_from_cluster(uint64_t* barrier, uint32_t 
 #endif
 }
 // Writes to the same place in the shared memory of the cluster's block `rank`, and counts at its barrier.
-__device__ __forceinline__ void send_to_cluster(float* place, uint64_t* barrier, uint32_t rank, float value) {
+__device__ __forceinline__ void st_async_cluster(float* place, uint64_t* barrier, uint32_t rank, float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n\t.reg .b32 place, barrier;\n"
@@ -53,7 +53,7 @@ __device__ __forceinline__ void send_to_cluster(float* place, uint64_t* barrier,
 #endif
 }
 // Waits for all that was sent to this block.
-__device__ __forceinline__ void wait_for_sent(uint64_t* barrier) {
+__device__ __forceinline__ void mbarrier_wait_cluster(uint64_t* barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n\t.reg .pred done;\n"

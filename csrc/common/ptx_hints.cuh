@@ -7,7 +7,7 @@
 namespace mamba {
 
 // 16 bits of global memory, of which the neighbours will be asked for too: 256 bytes around them come to the L2 at once.
-__device__ __forceinline__ uint32_t load_16_bits_of_many(const void* address) {
+__device__ __forceinline__ uint32_t ld_global_l2_256b_u16(const void* address) {
     uint16_t bits;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("ld.global.L2::256B.u16 %0, [%1];" : "=h"(bits) : "l"(__cvta_generic_to_global(address)) : "memory");

@@ -17,7 +17,7 @@ inline constexpr bool kIsHalf<__half> = true;
 // ---- a warp ---------------------------------------------------------------------------------------------------------
 
 // Four matrices of 8 x 8: lane i points at row i % 8 of matrix i / 8. r[m]: the pair (row g, columns 2t, 2t + 1) of matrix m.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(shared_address(row))
@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row)
 }
 
 // The same of the transposed matrices.
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(shared_address(row))
@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const
 // (row g + 8, column 2t), (row g, column 2t + 8), (row g + 8, column 2t + 8). b0, b1: rows (2t, 2t + 1) and (2t + 8, 2t + 9) of
 // column g. From 8.0 on.
 template <typename T>
-__device__ __forceinline__ void multiply_matrices(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (kIsHalf<T>) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_matrices(float (&c)[4], const uint32_t 
 }
 
 // The same with float16 for eight columns of a and eight rows of b, which 7.5 has.
-__device__ __forceinline__ void multiply_matrices_8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+__device__ __forceinline__ void mma_m16n8k8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(b));
@@ -58,16 +58,16 @@ __device__ __forceinline__ void multiply_matrices_8(float (&c)[4], uint32_t a0, 
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// The opposite of load_matrices_transposed.
-__device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&r)[4]) {
+// The opposite of ldmatrix_x4_trans.
+__device__ __forceinline__ void stmatrix_x4_trans(void* row, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  :
                  : "r"(shared_address(row)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
 
-// The opposite of load_matrices.
-__device__ __forceinline__ void store_matrices(void* row, const uint32_t (&r)[4]) {
+// The opposite of ldmatrix_x4.
+__device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  :
                  : "r"(shared_address(row)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
@@ -77,10 +77,10 @@ __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&r)[4]
 // ---- a warpgroup ----------------------------------------------------------------------------------------------------
 
 // The compiler must neither compute these registers later nor use them sooner.
-__device__ __forceinline__ void hold_registers(float (&r)[4]) {
+__device__ __forceinline__ void fence_registers(float (&r)[4]) {
     asm volatile("" : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3]) : : "memory");
 }
-__device__ __forceinline__ void hold_registers(uint32_t (&r)[4]) {
+__device__ __forceinline__ void fence_registers(uint32_t (&r)[4]) {
     asm volatile("" : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]) : : "memory");
 }
 
@@ -104,7 +104,7 @@ __device__ __forceinline__ void hold_registers(uint32_t (&r)[4]) {
 
 // Begins c += a B. kRowsOfK: B (k, n) = tile[k][n], else B (k, n) = tile[n][k].
 template <typename T, int kRowsOfK>
-__device__ __forceinline__ void begin_product(float (&c)[4][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void wgmma(float (&c)[4][4], const uint32_t (&a)[4], uint64_t b) {
     if constexpr (kIsHalf<T>) {
         asm volatile(MAMBA_WGMMA("32", "f16", MAMBA_NAMES_32, "{%16, %17, %18, %19}, %20, p, 1, 1, %21")
                      : MAMBA_C_32(c)
@@ -118,7 +118,7 @@ __device__ __forceinline__ void begin_product(float (&c)[4][4], const uint32_t (
     }
 }
 template <typename T, int kRowsOfK>
-__device__ __forceinline__ void begin_product(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void wgmma(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b) {
     if constexpr (kIsHalf<T>) {
         asm volatile(MAMBA_WGMMA("64", "f16", MAMBA_NAMES_64, "{%32, %33, %34, %35}, %36, p, 1, 1, %37")
                      : MAMBA_C_64(c)
@@ -132,7 +132,7 @@ __device__ __forceinline__ void begin_product(float (&c)[8][4], const uint32_t (
     }
 }
 template <typename T, int kRowsOfK>
-__device__ __forceinline__ void begin_product(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void wgmma(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b) {
     if constexpr (kIsHalf<T>) {
         asm volatile(MAMBA_WGMMA("128", "f16", MAMBA_NAMES_128, "{%64, %65, %66, %67}, %68, p, 1, 1, %69")
                      : MAMBA_C_64(c), MAMBA_C_16(c, 8), MAMBA_C_16(c, 10), MAMBA_C_16(c, 12), MAMBA_C_16(c, 14)
@@ -148,7 +148,7 @@ __device__ __forceinline__ void begin_product(float (&c)[16][4], const uint32_t 
 
 // The same with a in shared memory: A (m, k) = tile[m][k].
 template <typename T, int kRowsOfK>
-__device__ __forceinline__ void begin_product(float (&c)[4][4], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void wgmma(float (&c)[4][4], uint64_t a, uint64_t b) {
     if constexpr (kIsHalf<T>) {
         asm volatile(MAMBA_WGMMA("32", "f16", MAMBA_NAMES_32, "%16, %17, p, 1, 1, 0, %18")
                      : MAMBA_C_32(c)
@@ -162,7 +162,7 @@ __device__ __forceinline__ void begin_product(float (&c)[4][4], uint64_t a, uint
     }
 }
 template <typename T, int kRowsOfK>
-__device__ __forceinline__ void begin_product(float (&c)[8][4], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void wgmma(float (&c)[8][4], uint64_t a, uint64_t b) {
     if constexpr (kIsHalf<T>) {
         asm volatile(MAMBA_WGMMA("64", "f16", MAMBA_NAMES_64, "%32, %33, p, 1, 1, 0, %34")
                      : MAMBA_C_64(c)
@@ -184,37 +184,37 @@ __device__ __forceinline__ void begin_product(float (&c)[8][4], uint64_t a, uint
 #undef MAMBA_C_64
 #undef MAMBA_C_32
 
-// Around products: fence_products() before the first that takes registers written since the last one, commit_products() after
-// the last of some; wait_for_products<n>() until all but the n latest commits are done. All four warps must come here.
-__device__ __forceinline__ void fence_products() {
+// Around products: wgmma_fence() before the first that takes registers written since the last one, wgmma_commit_group() after
+// the last of some; wgmma_wait_group<n>() until all but the n latest commits are done. All four warps must come here.
+__device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" : : : "memory");
 }
-__device__ __forceinline__ void commit_products() {
+__device__ __forceinline__ void wgmma_commit_group() {
     asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory");
 }
 template <int kPending>
-__device__ __forceinline__ void wait_for_products() {
+__device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kPending) : "memory");
 }
 
 // From here on the warpgroup's threads may use so many registers: at most, or at least, as many as they were launched with.
 // Those who take registers wait until others have given as many. A multiple of 8.
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(kRegisters) : "memory");
 }
 template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(kRegisters) : "memory");
 }
 
 // Waits for the other threads of the block's first warpgroup, none of another.
-__device__ __forceinline__ void meet_warpgroup() {
+__device__ __forceinline__ void warpgroup_barrier_sync() {
     asm volatile("barrier.sync.aligned 1, 128;" : : : "memory");
 }
 
 // What this thread has put into tiles is visible to the tensor cores after the block's next barrier.
-__device__ __forceinline__ void show_to_warpgroup() {
+__device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
 }
 

@@ -1,4 +1,4 @@
-/* The C ABI: the only contract between Python (src/mamba_ssm/_native) and the two kernel libraries. Functions are here, codes
+/* The C ABI: the only contract between Python (mamba_ssm/_native) and the two kernel libraries. Functions are here, codes
  * and limits in mamba_types.h, the structs that functions take in mamba_scans.h and mamba_layers.h.
  *
  * mamba_cpu and mamba_cuda export the same functions. Every tensor is a pointer with strides in elements; a stride that
@@ -8,7 +8,7 @@
  * capture.
  *
  * Letters: B batch, D channels, L length, N dstate, G groups, H heads, P headdim, W conv width.
- * Change a struct or a function: raise MAMBA_ABI_VERSION and mirror it in src/mamba_ssm/_native (abi.py, signatures.py).
+ * Change a struct or a function: raise MAMBA_ABI_VERSION and run scripts/generate_abi.py, which tells Python.
  */
 #ifndef MAMBA_KERNELS_H
 #define MAMBA_KERNELS_H

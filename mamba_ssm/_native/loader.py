@@ -2,6 +2,7 @@
 
 mamba_cuda is loaded by the first CUDA tensor, so that importing works on a machine without a driver. A library that
 cannot be loaded raises NativeError with what was tried and what to do; nothing is replaced by a slow path in silence.
+This module does not import torch before a CUDA tensor comes: the doctor loads libraries where there is no torch.
 """
 
 import ctypes
@@ -11,8 +12,6 @@ import sys
 import threading
 import typing
 from pathlib import Path
-
-import torch
 
 from mamba_ssm._native import abi, signatures
 from mamba_ssm._native.errors import NativeError, architecture_problem, driver_problem, shell_command
@@ -61,11 +60,12 @@ def _check_build_info(info: object) -> None:
         raise ValueError(f"libraries is {json.dumps(libraries)[:40]}, which tells no size and sha256 of each library")
 
 
-def damage(kind: str, hashed: bool = False) -> str | None:
+def damage(kind: str) -> str | None:
     """How a library's file differs from what build_info.json records of it, None if it does not.
 
-    The system opens a file that was cut off, and ends Python (SIGBUS) where a page of it is missing. So the size is
-    compared before a library is opened; the doctor compares the hash too.
+    The system opens a file that was cut off, and ends Python (SIGBUS) where a page of it is missing; it runs one with
+    other bytes. So size and hash are compared before a library is opened. That reads the file once in each process,
+    which takes milliseconds (docs/architecture.md) where a cache would have to be kept, locked and trusted.
     """
     path = library_path(kind)
     recorded = build_info().get("libraries", {}).get(path.name)
@@ -74,11 +74,19 @@ def damage(kind: str, hashed: bool = False) -> str | None:
     size = path.stat().st_size
     if size != recorded["size"]:
         what = f"it has {size} bytes, and {recorded['size']} are recorded"
-    elif hashed and (digest := hashlib.sha256(path.read_bytes()).hexdigest()) != recorded["sha256"]:
+    elif (digest := _sha256(path)) != recorded["sha256"]:
         what = f"its SHA-256 is {digest}, and {recorded['sha256']} is recorded"
     else:
         return None
     return f"mamba_ssm: {path} is damaged or was changed: {what} in build_info.json beside it. {_REINSTALL}"
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def load(kind: str) -> signatures.Functions:
@@ -123,6 +131,8 @@ def cuda_problem(index: int) -> str | None:
     if problem is None:
         architectures = build_info().get("architectures") or []
         if architectures:
+            import torch
+
             problem = architecture_problem(torch.cuda.get_device_capability(index), architectures)
     return problem
 
@@ -148,7 +158,10 @@ def _open(kind: str) -> signatures.Functions:
     path = library_path(kind)
     if not path.exists():
         raise NativeError(missing_message(kind, path))
-    problem = damage(kind)
+    try:
+        problem = damage(kind)
+    except OSError as error:
+        raise NativeError(f"mamba_ssm: {path} cannot be read: {error}. {_REINSTALL}") from error
     if problem:
         raise NativeError(problem)
     try:

@@ -5,7 +5,7 @@ import os
 import torch
 
 _VARIABLE = "MAMBA_DETERMINISTIC"
-_KEY = os.environ.encodekey(_VARIABLE) if hasattr(os.environ, "_data") else None  # as it stands in there
+_KEY = os.environ.encodekey(_VARIABLE) if hasattr(os.environ, "_data") else None  # as os.environ stores it
 _override: bool | None = None
 
 

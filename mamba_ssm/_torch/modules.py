@@ -73,7 +73,7 @@ def module_behind(weight: torch.Tensor | None) -> typing.Callable[[torch.Tensor]
     frame = sys._getframe(2)
     for _ in range(_CALLERS):
         code = frame.f_code
-        # asking all for f_locals takes twice as long; free: in a closure, which checkpoint calls again by itself
+        # asking all for f_locals takes twice as long; free: in a closure, which checkpoint calls without the layer
         if (code.co_argcount and code.co_varnames[0] == "self") or "self" in code.co_freevars:
             layer = frame.f_locals.get("self")
             if isinstance(layer, nn.Module):

@@ -11,7 +11,7 @@ import torch
 
 _PARTS = {}  # records -> how each is taken from a flat list
 _ORDERS = {}  # records -> how a flat list is taken from all their fields
-# make(Record, values) is Record(*values) in a quarter of the time: it goes past a constructor written in Python.
+# make(Record, values) is Record(*values) in a quarter of the time: it skips a constructor written in Python.
 make = tuple.__new__
 _KINDS = {
     torch.Tensor: "Tensor",

@@ -11,7 +11,7 @@ import warnings
 import torch
 import torch.autograd.forward_ad as forward_ad
 
-from mamba_ssm._torch import private
+from mamba_ssm._torch import flops, private
 
 IMPLEMENTATIONS = {}  # operator -> its implementation
 FUNCTIONS = {}  # operator -> its autograd.Function, if it has one
@@ -39,11 +39,14 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
     it is not the schema's.
     """
     name, arguments = re.match(r"(\w+)\((.*?)\) ->", schema).groups()
+    declared = [tuple(argument.partition("=")[0].split(" ")) for argument in arguments.split(", ")]
     op = _define(name, schema, implementation, fake)
+    flops.register(getattr(torch.ops.mamba_ssm, name), [argument for _, argument in declared])
     if private.below_autograd is None:
         below = f"{name}_below_autograd"
         _BELOW[op] = _define(below, schema.replace(name, below, 1), implementation, fake)
-    _DECLARED[op] = [tuple(argument.partition("=")[0].split(" ")) for argument in arguments.split(", ")]
+        flops.register(getattr(torch.ops.mamba_ssm, below), [argument for _, argument in declared])
+    _DECLARED[op] = declared
     IMPLEMENTATIONS[op] = implementation
     _CALLED[op] = called or name
     if autograd is not None:
@@ -130,8 +133,8 @@ def _autograd_kernel(name, op, function, differentiable):
 
 
 def _detached(name, op, arguments):
-    """The result without a gradient, of an operator that writes in place. Autograd is told of what it writes where that
-    requires one: the values there no longer depend on what they were computed from.
+    """The result, without a gradient, of an operator that writes in place. Tensors that it wrote to and that require a
+    gradient are reported to autograd: their values no longer depend on what they were computed from.
     """
     warnings.warn(
         f"{_CALLED[op]} writes in place and has no gradient: its result is detached, though an input requires one. To "

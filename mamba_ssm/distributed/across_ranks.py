@@ -119,14 +119,14 @@ def mamba3_scan_across_ranks(
 ) -> torch.Tensor:
     """mamba3_scan(**arguments) of this rank's part, of at least one step; without states and packed sequences.
 
-    What a part passes on is found by a scan as long as the second one, which does the work: that saves no time.
+    A first scan computes what a part passes on, a second one its output. Both take the same time, so none is saved.
     """
     V, DT = arguments["V"], arguments["DT"]
     if V.shape[1] == 0:
         raise ValueError("mamba3_scan_across_ranks: every rank's part needs at least one step, got 0 on this one")
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     with no_autocast(V):
-        edge = V.flatten()[:0].sum().float()  # so that backward comes by on every rank
+        edge = V.flatten()[:0].sum().float()  # so that backward runs on every rank
         if rank < world - 1:
             not_for_states = dict.fromkeys(("D", "Z", "MIMO_Z", "norm_weight"))
             _, own = mamba3_scan(**{**arguments, **not_for_states}, return_final_states=True)

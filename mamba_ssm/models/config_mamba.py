@@ -1,10 +1,12 @@
 """The configuration of a Mamba language model, as upstream's config.json holds it."""
 
+import numbers
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 
-from mamba_ssm._arguments import check_flags, check_integer
+from mamba_ssm._arguments import check_flags, check_integer, first_few, shown
+from mamba_ssm.utils.hf import CheckpointError
 
 
 @dataclass
@@ -39,16 +41,20 @@ class MambaConfig:
         """A configuration from the contents of config.json; source names it in errors.
 
         Raises:
-            ValueError: a key is not one of MambaConfig's, as in a checkpoint of another library, or check_config's.
+            CheckpointError (a ValueError): a key is not one of MambaConfig's, as in a checkpoint of another library, or
+                a value cannot be meant.
         """
         unknown = sorted(values.keys() - {known.name for known in fields(cls)})
         if unknown:
             cure = ""
             if "model_type" in unknown:
-                cure = f"; a transformers checkpoint ({values['model_type']!r}) is loaded with transformers"
-            raise ValueError(f"{source} is no mamba_ssm configuration: unknown {', '.join(unknown)}{cure}")
+                cure = f"; a transformers checkpoint ({shown(values['model_type'])}) is loaded with transformers"
+            raise CheckpointError(f"{source} is no mamba_ssm configuration: unknown {first_few(unknown)}{cure}")
         config = cls(**values)
-        check_config(config, source)
+        try:
+            check_config(config, source)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
         return config
 
 
@@ -69,7 +75,7 @@ def check_config(config: typing.Any, source: str = "MambaConfig") -> MambaConfig
         elif known.type is dict:
             if not (value is None or isinstance(value, Mapping)):
                 raise ValueError(
-                    f'{source}: {known.name} must hold arguments by name, such as {{"d_conv": 4}}, got {value!r}'
+                    f'{source}: {known.name} must hold arguments by name, such as {{"d_conv": 4}}, got {shown(value)}'
                 )
             value = dict(value or {})
         setattr(checked, known.name, value)
@@ -79,9 +85,13 @@ def check_config(config: typing.Any, source: str = "MambaConfig") -> MambaConfig
 
 def check_layers(source: str, attn_layer_idx: Collection[int] | None, n_layer: int) -> None:
     """attn_layer_idx, a list or None, names layers that there are."""
-    listed = isinstance(attn_layer_idx, Collection)
-    if attn_layer_idx is not None and not (listed and all(layer in range(n_layer) for layer in attn_layer_idx)):
+    if attn_layer_idx is None:
+        return
+    listed = isinstance(attn_layer_idx, Collection) and not isinstance(attn_layer_idx, (str, Mapping))
+    types = set(map(type, attn_layer_idx)) if listed else set()  # a list may be long
+    integers = all(issubclass(kind, numbers.Integral) and kind is not bool for kind in types)
+    if not (listed and integers and all(0 <= layer < n_layer for layer in attn_layer_idx)):
         raise ValueError(
             f"{source}: attn_layer_idx must be a list of layers from 0 to n_layer - 1 = {n_layer - 1}, "
-            f"got {attn_layer_idx!r}"
+            f"got {shown(attn_layer_idx)}"
         )

@@ -13,7 +13,9 @@ import torch
 import torch.nn as nn
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import is_plain
+from mamba_ssm._arguments import parameter_dtype, shown, usable_device
+from mamba_ssm._torch import is_plain, weight_and_bias
+from mamba_ssm.models._fit import EMBEDDING, HEAD, check_dtypes, check_shapes, check_sizes, expected_shapes, shapes_of
 from mamba_ssm.models.config_mamba import MambaConfig, check_config, check_layers
 from mamba_ssm.modules.bimamba2 import BiMamba2
 from mamba_ssm.modules.block import Block, add_norm
@@ -25,9 +27,10 @@ from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
 from mamba_ssm.modules.mlp import GatedMLP
 from mamba_ssm.ops.linear import project
+from mamba_ssm.ops.linear_cross_entropy import linear_cross_entropy
 from mamba_ssm.ops.norm import RMSNorm
 from mamba_ssm.utils.generation import GenerationMixin
-from mamba_ssm.utils.hf import find_weights, load_config_hf, read_weights, write_checkpoint
+from mamba_ssm.utils.hf import CheckpointError, find_weights, load_config_hf, read_weights, write_checkpoint
 
 _MIXERS = {"Mamba1": Mamba, "Mamba2": Mamba2, "Mamba3": Mamba3, "BiMamba2": BiMamba2, "Hydra": Hydra}
 
@@ -36,6 +39,13 @@ class CausalLMOutput(typing.NamedTuple):
     """What MambaLMHeadModel returns."""
 
     logits: torch.Tensor
+
+
+class CausalLMLoss(typing.NamedTuple):
+    """What MambaLMHeadModel returns where labels are given: the loss comes first, as trainers expect."""
+
+    loss: torch.Tensor
+    logits: typing.Any = None
 
 
 def create_block(
@@ -66,7 +76,7 @@ def create_block(
         options = dict(ssm_cfg or {})
         layer = options.pop("layer", "Mamba1")
         if layer not in list(_MIXERS):  # not hashed: it may be anything
-            raise ValueError(f"ssm_cfg['layer'] must be one of {', '.join(map(repr, _MIXERS))}, got {layer!r}")
+            raise ValueError(f"ssm_cfg['layer'] must be one of {', '.join(map(repr, _MIXERS))}, got {shown(layer)}")
         mixer_cls = _mixer(_MIXERS[layer], "ssm_cfg", options, layer_idx=layer_idx, **factory)
     mlp_cls = nn.Identity if d_intermediate == 0 else partial(GatedMLP, hidden_features=d_intermediate, **factory)
     block = Block(
@@ -85,16 +95,16 @@ def _mixer(
     cls: type[nn.Module], source: str, options: Mapping[str, typing.Any], **given: typing.Any
 ) -> Callable[[int], nn.Module]:
     """cls with all arguments but the width, the first; options are those that source holds."""
-    _, *arguments = inspect.signature(cls).parameters.values()
+    width, *arguments = inspect.signature(cls).parameters.values()
     names = [argument.name for argument in arguments if argument.name not in given]
-    unknown = [name for name in options if name not in names]
     takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
-    if unknown and not takes_any:
-        raise ValueError(f"{source}: {unknown[0]!r} is none of {cls.__name__}'s arguments, {', '.join(names)}")
+    unknown = [name for name in options if name in (width.name, *given) or not (takes_any or name in names)]
+    if unknown:
+        raise ValueError(f"{source}: {shown(unknown[0])} is none of {cls.__name__}'s arguments, {', '.join(names)}")
     for argument in arguments:
         needed = argument.default is argument.empty and argument.kind is not argument.VAR_KEYWORD
         if needed and argument.name not in options:
-            raise ValueError(f"{source}: {cls.__name__} needs {argument.name!r}, got {options!r}")
+            raise ValueError(f"{source}: {cls.__name__} needs {argument.name!r}, got {shown(options)}")
     return partial(cls, **options, **given)
 
 
@@ -153,12 +163,13 @@ class MixerModel(nn.Module):
         self.residual_in_fp32 = residual_in_fp32
         self.fused_add_norm = fused_add_norm
         self.embedding = nn.Embedding(vocab_size, d_model, **factory)
+        attention = frozenset(attn_layer_idx or ())
         self.layers = nn.ModuleList(
             create_block(
                 d_model,
                 d_intermediate,
                 ssm_cfg=ssm_cfg,
-                attn_layer_idx=attn_layer_idx,
+                attn_layer_idx=attention,
                 attn_cfg=attn_cfg,
                 norm_epsilon=norm_epsilon,
                 rms_norm=rms_norm,
@@ -266,30 +277,72 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         position_ids: torch.Tensor | None = None,
         inference_params: InferenceCache | None = None,
         num_last_tokens: int = 0,
+        labels: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        num_items_in_batch: torch.Tensor | int | None = None,
         **mixer_kwargs: typing.Any,
-    ) -> CausalLMOutput:
-        """Next-token logits of each position.
+    ) -> CausalLMOutput | CausalLMLoss:
+        """Next-token logits of each position; with labels the loss of predicting them, without any logits.
 
         Args:
             input_ids: (B, L) integers. position_ids: not used, accepted for generation code.
             inference_params: InferenceParams; with seqlen_offset 0 the states are filled, else a step is taken.
             num_last_tokens: if positive, logits of that many last positions only.
+            labels: (B, L) int64, as a rule input_ids: a position is to predict the label of the next one, as in
+                transformers. No position predicts a label of ignore_index: give it to padding, and to the first token
+                of each packed sequence. With num_last_tokens so many last positions count.
+            label_smoothing, z_loss: as for linear_cross_entropy, which computes the loss in pieces.
+            num_items_in_batch: the sum of the losses is divided by it, and not by the number of labels that count: for
+                accumulating gradients of several batches.
             mixer_kwargs: go to every mixer: seq_idx (B, L) int32, cu_seqlens (sequences + 1) int32.
 
         Returns:
-            A namedtuple with logits (B, L or num_last_tokens, padded vocabulary).
+            A namedtuple with logits (B, L or num_last_tokens, padded vocabulary). With labels: one with the loss, a
+            float32 scalar, whose logits are None.
+
+        Raises:
+            ValueError: labels are not (B, L), or lm_head is more than a linear layer (it has hooks, or was replaced).
         """
         hidden_states = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
         if num_last_tokens > 0:
             hidden_states = hidden_states[:, -num_last_tokens:]
-        return CausalLMOutput(logits=project(self.lm_head, hidden_states))
+        if labels is None:
+            return CausalLMOutput(logits=project(self.lm_head, hidden_states))
+        checks.check_tensor("MambaLMHeadModel", "labels", labels)
+        if labels.shape != input_ids.shape:
+            shapes = f"{tuple(input_ids.shape)}, got {tuple(labels.shape)}"
+            raise ValueError(f"MambaLMHeadModel: labels must be (B, L) as input_ids, {shapes}")
+        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)[:, -hidden_states.shape[1] :]
+        loss = linear_cross_entropy(
+            hidden_states,
+            self._head_weight(),
+            labels,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        return CausalLMLoss(loss if num_items_in_batch is None else loss / num_items_in_batch)
+
+    def _head_weight(self) -> torch.Tensor:
+        """Of a head that is its weight and no more: a loss without logits calls no module."""
+        if is_plain(self.lm_head, nn.Linear):
+            weight, bias = weight_and_bias(self.lm_head)
+            if bias is None:
+                return weight
+        raise ValueError(
+            "MambaLMHeadModel: with labels lm_head must be an nn.Linear without bias or hooks, got "
+            f"{self.lm_head}: leave labels out and take the cross entropy of the logits"
+        )
 
     @classmethod
     def from_pretrained(
         cls,
         pretrained_model_name: str | os.PathLike[str],
         device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         **kwargs: typing.Any,
     ) -> "MambaLMHeadModel":
         """A model from a folder, or from a repository of the Hugging Face hub (needs huggingface_hub).
@@ -297,21 +350,38 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         Reads config.json and model.safetensors (needs safetensors) or pytorch_model.bin (tensors only: no code of the
         file is run), whole or split over several files with an index. kwargs go to the constructor.
 
+        device, dtype: of the parameters; dtype may be a name, such as "bfloat16".
+
         Raises:
-            FileNotFoundError: no such folder, repository or file. ImportError: names the extra to install.
-            ValueError: a file is damaged, is no mamba_ssm checkpoint, or its tensors do not fit the configuration.
+            CheckpointNotFoundError (a FileNotFoundError): no such folder, repository or file.
+            CheckpointError (a ValueError): a file is damaged, is no mamba_ssm checkpoint, or its tensors do not fit the
+            configuration. No layer is made before that is known, unless a subclass has a constructor of its own.
+            ImportError: names the extra to install. ValueError: device or dtype is none. RuntimeError: torch cannot use
+            the device here.
         """
+        device, dtype = usable_device("from_pretrained", device), parameter_dtype("from_pretrained", dtype)
         source = f"config.json of {str(pretrained_model_name)!r}"
         config = MambaConfig.from_dict(load_config_hf(pretrained_model_name), source)
-        model = cls(config, device=device, dtype=dtype, **kwargs)
         path = find_weights(pretrained_model_name)
         state = read_weights(path)  # on the CPU as they are; copied to each parameter's device and dtype
+        if config.tie_embeddings and EMBEDDING in state:
+            state.setdefault(HEAD, state[EMBEDDING])  # which may be left out
+        check_dtypes(state, path)
+        check_sizes(config, state, path)
+        standard = cls.__init__ is MambaLMHeadModel.__init__
+        if standard:
+            try:
+                expected = expected_shapes(config, partial(_layer_without_memory, config))
+            except (ValueError, RuntimeError) as error:  # of a block, or of torch where sizes multiply to too much
+                reason, _, _ = str(error).partition("\n")
+                raise CheckpointError(f"{source}: {reason}") from error
+            check_shapes(expected, shapes_of(state), path)
+        model = cls(config, device=device, dtype=dtype, **kwargs)
+        if not standard:  # only the model tells what its own constructor adds
+            check_shapes(shapes_of(model.state_dict()), shapes_of(state), path)
         if config.tie_embeddings:
-            _complete_tied(state, path)
-        try:
-            model.load_state_dict(state)
-        except RuntimeError as error:  # torch names every missing, unexpected and misshapen tensor
-            raise ValueError(f"{path} does not fit its config.json: {error}") from error
+            _check_tied(state, path)
+        model.load_state_dict(state)
         return model
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -327,13 +397,22 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         write_checkpoint(save_directory, {**own, **asdict(config)}, state, safe_serialization)
 
 
-def _complete_tied(state: dict[str, torch.Tensor], path: Path) -> None:
-    """Adds the head's weight, which may be left out of a checkpoint that ties it to the embedding's."""
-    embedding = state.get("backbone.embedding.weight")
-    if embedding is None:
-        return  # load_state_dict will say so
-    head = state.setdefault("lm_head.weight", embedding)
-    if head is not embedding and not torch.equal(head, embedding):
-        raise ValueError(
-            f"{path}: lm_head.weight differs from backbone.embedding.weight, but config.json has tie_embeddings: true"
-        )
+def _layer_without_memory(config: MambaConfig, layer_idx: int) -> Block:
+    """A layer with the names and shapes of MixerModel's."""
+    options = config.ssm_cfg, config.attn_layer_idx, config.attn_cfg
+    return create_block(
+        config.d_model,
+        config.d_intermediate,
+        *options,
+        rms_norm=config.rms_norm,
+        layer_idx=layer_idx,
+        device="meta",
+    )
+
+
+def _check_tied(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    embedding, head = state.get(EMBEDDING), state.get(HEAD)
+    if embedding is None or head is None or head is embedding:
+        return  # a subclass may have others
+    if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+        raise CheckpointError(f"{path}: {HEAD} differs from {EMBEDDING}, but config.json has tie_embeddings: true")

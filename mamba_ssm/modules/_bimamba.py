@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mamba_ssm._arguments import shown
 from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.modules._submodules import convolve
 from mamba_ssm.ops.mamba_block import Direction, mamba_inner_both, mamba_inner_fn
@@ -44,7 +45,7 @@ class Parts(typing.NamedTuple):
 def type_of(bimamba_type: str, bimamba: bool) -> str:
     """bimamba_type; bimamba=True is VideoMamba's word for v2."""
     if bimamba_type not in TYPES:
-        raise ValueError(f"Mamba: bimamba_type must be one of {', '.join(map(repr, TYPES))}, got {bimamba_type!r}")
+        raise ValueError(f"Mamba: bimamba_type must be one of {', '.join(map(repr, TYPES))}, got {shown(bimamba_type)}")
     if bimamba and bimamba_type not in ("none", "v2"):
         raise ValueError(f"Mamba: bimamba=True is bimamba_type='v2', got also {bimamba_type!r}: give one of them")
     return "v2" if bimamba else bimamba_type
@@ -135,7 +136,9 @@ def _check_slices(slices: int, seqlen: int, seq_idx: torch.Tensor | None) -> Non
             "input, or choose another nslices"
         )
     if seq_idx is not None:
-        raise ValueError("Mamba: bimamba_type='v3' takes no seq_idx, since slices mix packed sequences: one a row")
+        raise ValueError(
+            "Mamba: bimamba_type='v3' takes no seq_idx: slices would mix packed sequences. Give each a row"
+        )
 
 
 def _to_slices(x: torch.Tensor, slices: int, dim: int) -> torch.Tensor:

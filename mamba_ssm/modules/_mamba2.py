@@ -7,11 +7,11 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm._arguments import check_integer, check_number
+from mamba_ssm._arguments import check_integer, check_number, check_range, is_number, shown
 from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain, reference
 from mamba_ssm.distributed.across_ranks import mamba2_across_ranks
-from mamba_ssm.modules._state import initial_dt_bias, mark
+from mamba_ssm.modules._state import initial_dt_bias, is_shape_only, mark
 from mamba_ssm.modules._submodules import conv_widths, convolve, plain_convolution
 from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.mamba2_block import Options, mamba_split_conv1d_scan_combined
@@ -90,19 +90,19 @@ class Mamba2Base(nn.Module):
 
         dt_range: dt_min, dt_max, dt_init_floor.
         """
-        try:
-            low, high = map(float, A_init_range)
-        except (TypeError, ValueError):
-            low = high = float("nan")
-        if not 0 < low <= high:
-            name = type(self).__name__
-            raise ValueError(f"{name}: A_init_range must be two positive numbers in order, got {A_init_range!r}")
+        name = type(self).__name__
+        low, high = check_range(name, "A_init_range", A_init_range)
+        if not (low > 0 and is_number(high)):
+            raise ValueError(
+                f"{name}: A_init_range must be two positive, finite numbers in order, got {shown(A_init_range)}"
+            )
         dt_bias = initial_dt_bias(self.nheads, *dt_range, factory["device"])
         self.dt_bias = nn.Parameter(dt_bias.to(factory["dtype"] or torch.get_default_dtype()))
         mark(self.dt_bias, "_no_weight_decay")
         mark(self.dt_bias, "_no_reinit")
         A = torch.empty(self.nheads, device=factory["device"], dtype=torch.float32).uniform_(low, high)
-        self.A_log = nn.Parameter(torch.log(A).to(dtype=factory["dtype"]))  # None: float32, as upstream's
+        A = A if is_shape_only(A) else torch.log(A)
+        self.A_log = nn.Parameter(A.to(dtype=factory["dtype"]))  # None: float32, as upstream's
         mark(self.A_log, "_no_weight_decay")
 
     def _A(self) -> torch.Tensor:

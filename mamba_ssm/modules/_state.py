@@ -1,13 +1,13 @@
 """What the state space blocks share of their states: those of inference, and where dt starts."""
 
 import math
-import numbers
 import typing
 
 import torch
 import torch.nn as nn
 
 from mamba_ssm import _checks as checks
+from mamba_ssm._arguments import is_number, shown
 from mamba_ssm.modules.inference import InferenceCache
 
 
@@ -70,17 +70,25 @@ def mark(parameter: nn.Parameter, name: str) -> None:
     setattr(parameter, name, True)
 
 
+def is_shape_only(start: torch.Tensor) -> bool:
+    """Whether a parameter that is being made is on the meta device. There is nothing to compute, and the first function
+    would import half of torch's compiler: a second of from_pretrained, which makes a layer there.
+    """
+    return start.is_meta
+
+
 def initial_dt_bias(
     size: int, dt_min: float, dt_max: float, dt_init_floor: float, device: torch.device | str | int | None
 ) -> torch.Tensor:
     """(size) float32, so that softplus of it is log-uniform in [dt_min, dt_max] and at least dt_init_floor."""
-    given = dt_min, dt_max, dt_init_floor
-    if not all(isinstance(value, numbers.Real) for value in given) or not (min(dt_min, dt_max) > 0 <= dt_init_floor):
+    if not all(map(is_number, (dt_min, dt_max, dt_init_floor))) or not (min(dt_min, dt_max) > 0 <= dt_init_floor):
         raise ValueError(
-            f"dt_min and dt_max must be positive, dt_init_floor 0 or more, got {dt_min!r}, {dt_max!r} and "
-            f"{dt_init_floor!r}"
+            "dt_min and dt_max must be positive, dt_init_floor 0 or more, all finite, "
+            f"got {shown(dt_min)}, {shown(dt_max)} and {shown(dt_init_floor)}"
         )
     low, high = math.log(dt_min), math.log(dt_max)
     dt = torch.rand(size, device=device, dtype=torch.float32)
+    if is_shape_only(dt):
+        return dt
     dt = torch.exp(dt * (high - low) + low).clamp(min=dt_init_floor)
     return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus

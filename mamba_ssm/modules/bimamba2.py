@@ -5,7 +5,7 @@ import typing
 import torch
 import torch.nn as nn
 
-from mamba_ssm._arguments import check_flags, check_range, inner_width
+from mamba_ssm._arguments import check_flags, check_range, inner_width, shown
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, refuse_decoding
 from mamba_ssm.modules._mamba2 import Mamba2Base
 from mamba_ssm.modules._state import mark
@@ -95,7 +95,7 @@ class BiMamba2(_Direction):
         check_flags("BiMamba2", D_has_hdim=D_has_hdim, rmsnorm=rmsnorm, norm_before_gate=norm_before_gate, bias=bias)
         check_flags("BiMamba2", conv_bias=conv_bias, use_mem_eff_path=use_mem_eff_path, shared_proj=shared_proj)
         if combine not in _COMBINATIONS:
-            raise ValueError(f"BiMamba2: combine must be 'sum' or 'gate', got {combine!r}")
+            raise ValueError(f"BiMamba2: combine must be 'sum' or 'gate', got {shown(combine)}")
         self.d_model = d_model
         self.expand = expand
         self.combine = combine

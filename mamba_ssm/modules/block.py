@@ -21,7 +21,7 @@ class Block(nn.Module):
     Args:
         dim: width. mixer_cls, norm_cls: called with dim. mlp_cls: called with dim; nn.Identity: no MLP, no norm2.
         fused_add_norm: add and norm in one kernel; norm_cls must give LayerNorm or RMSNorm. A norm that is replaced
-            later or has hooks is called by itself.
+            later or has hooks is called alone.
         residual_in_fp32: keep the residual in float32.
 
     Same as upstream's mamba_ssm.modules.block.Block.

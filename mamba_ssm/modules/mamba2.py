@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm._arguments import check_flags, check_range, inner_width
+from mamba_ssm._arguments import check_flags, check_process_group, check_range, inner_width
 from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -84,6 +84,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
         self.d_conv = d_conv
         self.conv_init = conv_init
         self.expand = expand
+        check_process_group("Mamba2", process_group)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)

@@ -5,7 +5,7 @@ import typing
 import torch
 import torch.nn as nn
 
-from mamba_ssm._arguments import check_flags, check_range, inner_width
+from mamba_ssm._arguments import check_flags, check_range, inner_width, shown
 from mamba_ssm._torch import is_plain
 from mamba_ssm.modules._inputs import check_input
 from mamba_ssm.modules._mamba2 import Mamba2Base
@@ -64,7 +64,7 @@ class Mamba2Simple(Mamba2Base):
         check_flags("Mamba2Simple", learnable_init_states=learnable_init_states, use_mem_eff_path=use_mem_eff_path)
         check_flags("Mamba2Simple", bias=bias, conv_bias=conv_bias)
         if activation not in (None, "silu", "swish"):
-            raise ValueError(f"Mamba2Simple: activation must be None, 'silu' or 'swish', got {activation!r}")
+            raise ValueError(f"Mamba2Simple: activation must be None, 'silu' or 'swish', got {shown(activation)}")
         self.d_ssm = self.d_inner
         self.headdim = headdim
         self.ngroups = ngroups

@@ -11,7 +11,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._arguments import check_flags, check_integer, check_number, inner_width
+from mamba_ssm._arguments import (
+    check_flags,
+    check_integer,
+    check_number,
+    check_process_group,
+    first_few,
+    inner_width,
+    shown,
+)
 from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain
 from mamba_ssm.distributed.across_ranks import mamba3_scan_across_ranks
@@ -96,7 +104,7 @@ class Mamba3(nn.Module):
     ) -> None:
         super().__init__()
         if kwargs:
-            warnings.warn(f"Mamba3: these arguments have no effect: {', '.join(kwargs)}", stacklevel=2)
+            warnings.warn(f"Mamba3: these arguments have no effect: {first_few(list(kwargs))}", stacklevel=2)
         factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
         check_integer("Mamba3", "d_state", d_state, most=abi.MAX_DSTATE)
         check_integer("Mamba3", "headdim", headdim, most=abi.MAX_HEADDIM)
@@ -109,7 +117,7 @@ class Mamba3(nn.Module):
             raise ValueError(f"Mamba3: rope_fraction must be at most 1, got {rope_fraction!r}")
         if A_activation not in list(_A_ACTIVATIONS):
             raise ValueError(
-                f"Mamba3: A_activation must be one of {', '.join(map(repr, _A_ACTIVATIONS))}, got {A_activation!r}"
+                f"Mamba3: A_activation must be one of {', '.join(map(repr, _A_ACTIVATIONS))}, got {shown(A_activation)}"
             )
         self.d_model = d_model
         self.d_state = d_state
@@ -123,6 +131,7 @@ class Mamba3(nn.Module):
         self.mimo_rank = mimo_rank if is_mimo else 1
         self.chunk_size = chunk_size
         self.layer_idx = layer_idx
+        check_process_group("Mamba3", process_group)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
         self.world_size = world = 1 if process_group is None else dist.get_world_size(process_group)
@@ -156,10 +165,10 @@ class Mamba3(nn.Module):
         self.B_bias = nn.Parameter(torch.ones(heads, rank, d_state, dtype=torch.float32, device=device))
         self.C_bias = nn.Parameter(torch.ones(heads, rank, d_state, dtype=torch.float32, device=device))
         if is_mimo:
-            rows = torch.ones(heads, rank, headdim, device=device)
-            self.mimo_x = nn.Parameter(rows / rank)
-            self.mimo_z = nn.Parameter(rows.clone())
-            self.mimo_o = nn.Parameter(rows / rank)
+            rows = heads, rank, headdim
+            self.mimo_x = nn.Parameter(torch.full(rows, 1 / rank, device=device))
+            self.mimo_z = nn.Parameter(torch.ones(rows, device=device))
+            self.mimo_o = nn.Parameter(torch.full(rows, 1 / rank, device=device))
         self.D = nn.Parameter(torch.ones(heads, device=device))
         mark(self.D, "_no_weight_decay")
         # in this order: z, x, B, C, dt, A, trap, angles

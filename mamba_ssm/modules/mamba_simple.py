@@ -9,13 +9,13 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm._arguments import check_flags, check_integer, check_number, inner_width
+from mamba_ssm._arguments import check_flags, check_integer, check_number, inner_width, shown
 from mamba_ssm._native import abi
 from mamba_ssm._torch import autocast_dtype, is_plain, weight_and_bias
 from mamba_ssm.distributed.across_ranks import mamba_across_ranks, selective_scan_across_ranks
 from mamba_ssm.modules._bimamba import both_ways, type_of
 from mamba_ssm.modules._inputs import check_input, is_continued, refuse_decoding, refuse_with_context_parallel
-from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, mark
+from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, is_shape_only, mark
 from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_across_ranks, convolve_step
 from mamba_ssm.modules.block import Block as _Block
 from mamba_ssm.modules.inference import InferenceCache
@@ -115,7 +115,7 @@ class Mamba(StatefulBlock):
             self._add_scan_parameters(suffix, device)
         self.layer_scale = init_layer_scale is not None
         if init_layer_scale is not None:
-            check_number("Mamba", "init_layer_scale", init_layer_scale, least=-math.inf)
+            check_number("Mamba", "init_layer_scale", init_layer_scale)
             self.gamma = nn.Parameter(torch.full((d_model,), float(init_layer_scale), **factory))
 
     def _add_direction(
@@ -136,8 +136,10 @@ class Mamba(StatefulBlock):
         self._init_dt(dt_proj, *of_dt)
 
     def _add_A_log(self, suffix: str, device: typing.Any) -> None:
-        states = torch.arange(1, self.d_state + 1, dtype=torch.float32, device=device)
-        A_log = nn.Parameter(torch.log(states).repeat(self.d_inner, 1))
+        logs = torch.empty(self.d_inner, self.d_state, dtype=torch.float32, device=device)
+        if not is_shape_only(logs):
+            logs.copy_(torch.log(torch.arange(1, self.d_state + 1, dtype=torch.float32, device=device)))
+        A_log = nn.Parameter(logs)
         mark(A_log, "_no_weight_decay")
         setattr(self, f"A{suffix}_log", A_log)
 
@@ -158,7 +160,7 @@ class Mamba(StatefulBlock):
         elif dt_init == "random":
             nn.init.uniform_(dt_proj.weight, -std, std)
         else:
-            raise ValueError(f"Mamba: dt_init must be 'random' or 'constant', got {dt_init!r}")
+            raise ValueError(f"Mamba: dt_init must be 'random' or 'constant', got {shown(dt_init)}")
         bias = dt_proj.bias
         with torch.no_grad():
             bias.copy_(initial_dt_bias(self.d_inner, dt_min, dt_max, dt_init_floor, bias.device))

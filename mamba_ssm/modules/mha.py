@@ -79,6 +79,7 @@ class MHA(nn.Module):
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(f"MHA: num_heads ({num_heads}) must divide embed_dim ({embed_dim}), or give head_dim")
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        check_integer("MHA", "num_heads * head_dim", self.num_heads * self.head_dim)
         self.mlp_dim = -(-mlp_dim // 256) * 256
         if num_heads % self.num_heads_kv:
             raise ValueError(f"MHA: num_heads_kv ({self.num_heads_kv}) must divide num_heads ({num_heads})")

@@ -12,7 +12,7 @@ from mamba_ssm import _checks as checks
 def segsum(x: torch.Tensor) -> torch.Tensor:
     """x (..., T) -> (..., T, T): sums of x[j+1..i] at [i, j], 0 on the diagonal, -inf above it.
 
-    Adds each segment up by itself: differences of one running sum would lose digits.
+    Adds each segment up separately: differences of one running sum would lose digits.
     """
     size = x.shape[-1]
     steps = x[..., None].expand(*x.shape, size).tril(-1)

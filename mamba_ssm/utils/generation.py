@@ -45,7 +45,7 @@ class GenerationOutput(typing.NamedTuple):
 
 
 class Streamer(typing.Protocol):
-    """What is told of each token as it comes: transformers' streamers and whatever has these two."""
+    """Gets each token as soon as it is there: transformers' streamers, and any object with these two methods."""
 
     def put(self, value: torch.Tensor, /) -> object: ...
     def end(self) -> object: ...

@@ -60,7 +60,7 @@ def parse(arguments):
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="also draw the first cases of each section there, as .svg or .png (needs matplotlib)",
+        help="also draw up to 12 of the cases there, as .svg or .png (needs matplotlib)",
     )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -187,7 +187,9 @@ def main(arguments=None):
     if options.plot:
         import plot
 
-        plot.draw(options.plot, results["sections"], bool(options.peer), title)
+        plot.draw(
+            options.plot, plot.lines_of_results(results["sections"], bool(options.peer)), title, bool(options.peer)
+        )
     return 1 if wrong else 0
 
 

@@ -30,7 +30,7 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 LIB = Path("mamba_ssm") / "lib"
 INFO = "build_info.json"
-# Whether bdist_wheel leaves the wheel of causal-conv1d too. A frontend such as pip takes the one that it is told of.
+# Whether bdist_wheel leaves the wheel of causal-conv1d too. A frontend such as pip takes only the one reported to it.
 both_wheels = True
 
 

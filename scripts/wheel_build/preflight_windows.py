@@ -132,7 +132,7 @@ def _versions(config: Config, found: msvc.Discovery, facts: Facts) -> list[Findi
             f"{others[0].version}) is taken"
         )
     elif msc_ver < accepted[0]:
-        cure = f"install {BUILD_TOOLS}, which stands beside yours"
+        cure = f"install {BUILD_TOOLS}, which can be installed beside yours"
     elif accepted[1] < 1950:
         cure = (
             f'either add "C++ x64/x86 build tools" 14.{last % 100} or older among the individual components of Visual '
@@ -140,7 +140,7 @@ def _versions(config: Config, found: msvc.Discovery, facts: Facts) -> list[Findi
         )
     else:
         cure = (
-            f"either install {BUILD_TOOLS}, which stands beside yours and is found by itself in a plain PowerShell; "
+            f"either install {BUILD_TOOLS}, which can be installed beside yours and which a plain PowerShell finds; "
             "or a newer CUDA toolkit (13.2 and newer take Visual Studio 2026)"
         )
     return [Finding("compiler-refused", FATAL, fact, f"{cure}; or, untested, let nvcc try: `{allowed}`")]

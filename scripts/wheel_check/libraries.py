@@ -71,16 +71,14 @@ def check_library(wheel: Wheel, name: str) -> list[str]:
             problems.append(f"exports {symbol}, which is not of the C ABI")
     for function in bound_functions(wheel):
         if function not in library.exported:
-            problems.append(f"does not export {function}, which mamba_ssm/_native/signatures.py calls")
+            problems.append(f"does not export {function}, which mamba_ssm/_native/abi.py declares")
     if "manylinux_2_28" in wheel.tag:
         problems += above_ceiling(library.symbol_versions)
     return problems + check_architectures(wheel, name, library.device_code)
 
 
 def bound_functions(wheel: Wheel) -> list[str]:
-    file = "mamba_ssm/_native/signatures.py"
-    names = [*assigned(wheel, file, "FUNCTIONS"), *assigned(wheel, file, "SIZE_FUNCTIONS"), "struct_size", "last_error"]
-    return [f"mamba_{name}" for name in names]
+    return [f"mamba_{name}" for name in assigned(wheel, "mamba_ssm/_native/abi.py", "FUNCTIONS")]
 
 
 def above_ceiling(symbol_versions: list[str]) -> list[str]:

@@ -14,8 +14,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
-# Visual C++ 2022 17.14: the version that nvcc.exe is told of, and the folder layout it recognises it by.
+# Visual C++ 2022 17.14: the version that is passed to nvcc.exe, and the folder layout by which it recognises it.
 MSVC_VERSION = "14.44.35207"
 TARGET = ["--target=x86_64-pc-windows-msvc", f"-fms-compatibility-version=19.{MSVC_VERSION.split('.', 1)[1]}"]
 # clang's own names, which cl.exe does not have and headers ask for.
@@ -87,15 +88,19 @@ def run_nvcc(cache: Path, arguments: Sequence[str]) -> int:
         "VSINSTALLDIR": windows_path(str(visual_studio)),
     }
     command = ["wine", str(cuda_folder(cache) / "bin" / "nvcc.exe"), "-use-local-env", *nvcc_arguments(arguments)]
-    done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True)
-    print(readable(done.stdout.decode("utf-8", "replace")), end="")
-    print(readable(done.stderr.decode("utf-8", "replace")), end="", file=sys.stderr)
+    # Files, not pipes: the first call under Wine starts Wine's services, which keep its output open for as long as
+    # they run. Reading a pipe to its end would wait for them, in one of ninja's places.
+    with TemporaryFile() as output, TemporaryFile() as errors:
+        code = subprocess.call(command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
+        for file, stream in ((output, sys.stdout), (errors, sys.stderr)):
+            file.seek(0)
+            print(readable(file.read().decode("utf-8", "replace")), end="", file=stream)
     if "-MF" in arguments:  # Ninja reads it
         listing = Path(arguments[list(arguments).index("-MF") + 1])
         if listing.is_file():
             text = listing.read_text(encoding="utf-8").replace("\r", "")
             listing.write_text(re.sub(r"\b[Zz]:/", "/", text), encoding="utf-8")
-    return done.returncode
+    return code
 
 
 def wine_environment(cache: Path) -> dict[str, str]:

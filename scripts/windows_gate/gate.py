@@ -53,8 +53,8 @@ def make_windows_plan(cache: Path, environ: dict[str, str]) -> Plan:
 
 
 def with_second_try(name: str, stage: Callable[[], str], say: Callable[[str], None]) -> str:
-    """What a stage returns. One that fails is told of and called again: Wine 8 was seen to end a compiler or a test
-    without a word, very rarely; a failure of ours comes twice.
+    """What a stage returns. A stage that fails is reported and called again: very rarely, Wine 8 ends a compiler or a
+    test without a message. A failure of ours happens twice.
     """
     try:
         return stage()

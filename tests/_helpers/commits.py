@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 
-from .checkouts import git
+from _helpers.checkouts import git
 
 
 def commit_tree(root, folder):

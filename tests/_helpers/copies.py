@@ -1,17 +1,25 @@
 """This package installed in a folder, and another project's copy of mamba_ssm that lies before or over it."""
 
+import base64
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import _mamba_ssm_finder
 import mamba_ssm
 
 SITE = Path(mamba_ssm.__file__).parents[1]
-COMPAT = Path(_mamba_ssm_finder.__file__).parent  # in a checkout a folder of its own
+COMPAT = SITE / "compat" if (SITE / "compat").is_dir() else SITE  # a checkout, or where a wheel was installed
 SITES = [SITE] if COMPAT == SITE else [SITE, COMPAT]
+MODULES = (
+    "_mamba_ssm_finder",
+    "mamba_ssm_doctor",
+    "selective_scan_cuda",
+    "selective_scan_cuda_core",
+    "selective_scan_cuda_oflex",
+)
 CONVOLUTION = Path(__file__).resolve().parents[2] / "causal-conv1d" / "src"
 # In the manner of upstream's 1.x.
 COPY = {
@@ -62,9 +70,29 @@ def install(folder):
     shutil.copytree(
         SITE / "mamba_ssm", folder / "mamba_ssm", ignore=shutil.ignore_patterns("*cuda.so", "*.dll", "__pycache__")
     )
-    for module in ("_mamba_ssm_finder", "selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex"):
+    for module in MODULES:
         shutil.copy(COMPAT / f"{module}.py", folder)
     return folder
+
+
+def record(site, name, version, *files):
+    """What pip writes beside the files of a distribution; returns the .dist-info."""
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    lines = [f"{info.name}/RECORD,,\n"]
+    for file in files:
+        data = file.read_bytes()
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        lines.append(f"{file.relative_to(site).as_posix()},sha256={digest},{len(data)}\n")
+    (info / "RECORD").write_text("".join(lines), encoding="utf-8")
+    return info
+
+
+def files_of(site):
+    """This package's files in a folder that install() made."""
+    package = [path for path in sorted((site / "mamba_ssm").rglob("*")) if path.is_file()]
+    return [*package, *(site / f"{module}.py" for module in MODULES)]
 
 
 def install_convolution(folder):

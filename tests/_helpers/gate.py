@@ -2,7 +2,7 @@
 
 import make_index
 
-from .servers import Uploads
+from _helpers.servers import Uploads
 
 
 class Gate:

@@ -1,72 +1,86 @@
-"""src/mamba_ssm/_native says what csrc/include says: constants, structs by field, functions."""
+"""mamba_ssm/_native/abi.py is what csrc/include says, to scripts/generate_abi.py, a C compiler and the library."""
 
 import ctypes
-import re
-from pathlib import Path
+import shutil
+import subprocess
+import sys
 
+import generate_abi
 import pytest
 
-from mamba_ssm._native import abi, loader, signatures
+from mamba_ssm._native import abi, loader
 
-HEADERS = Path(__file__).resolve().parents[2] / "csrc" / "include"
-KINDS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+PRINT_LAYOUT = """
+#include <stddef.h>
+#include <stdio.h>
+#include "mamba_kernels.h"
+#define FIELD(type, name) printf(#type "." #name " %zu %zu\\n", offsetof(type, name), sizeof(((type*)0)->name));
+int main(void) {{ {fields} return 0; }}
+"""
+
+NEW_STRUCT = """
+#define MAMBA_LIMIT 7 /* why */
+typedef struct MambaRun { void* stream; int32_t device; } MambaRun;
+typedef struct MambaNew {
+    MambaRun run; /* where */
+    const float *a, *b;
+    int64_t rows, columns;
+    char name[8];
+} MambaNew;
+MAMBA_API int64_t mamba_new_workspace(const MambaNew* params);
+"""
 
 
 @pytest.fixture(scope="module")
 def headers():
-    """The text of all of them, without comments."""
-    if not HEADERS.is_dir():
+    if not (generate_abi.ROOT / "csrc" / "include").is_dir():
         pytest.skip("the headers are not beside these tests")
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(HEADERS.glob("*.h")))
-    return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    return generate_abi.read_headers()
 
 
-def declared_structs(headers):
-    """{struct: [(field, ctypes type)]} of the headers."""
-    structs = {}
-    for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", headers, flags=re.DOTALL):
-        fields = []
-        for declaration in body.split(";"):
-            declaration = " ".join(declaration.split())
-            if not declaration:
-                continue
-            kind, names = re.fullmatch(r"(?:const )?(\w+\s*\*?)\s*(.+)", declaration).groups()
-            for field in names.split(","):
-                field = field.strip()
-                array = re.fullmatch(r"(\w+)\[(\d+)\]", field)
-                if array:
-                    fields.append((array[1], ctypes.c_char * int(array[2])))
-                elif "*" in kind or field.startswith("*"):
-                    fields.append((field.lstrip("* "), ctypes.c_void_p))
-                else:
-                    fields.append((field, KINDS.get(kind.strip()) or getattr(abi, kind.strip())))
-        structs[name] = fields
-    return structs
+def test_the_file_is_what_the_headers_say(headers):
+    text = generate_abi.TARGET.read_text(encoding="utf-8")
+    assert text == generate_abi.generate(headers), "out of date; run: python scripts/generate_abi.py"
 
 
-def test_structs(headers):
-    declared = declared_structs(headers)
-    assert set(declared) == {struct.__name__ for struct in abi.STRUCTS}
-    for struct in abi.STRUCTS:
-        ours = [(name, kind) for name, kind, *_ in struct._fields_]
-        assert [name for name, _ in ours] == [name for name, _ in declared[struct.__name__]], struct.__name__
-        assert ours == declared[struct.__name__], struct.__name__
+def test_fields_lie_where_a_c_compiler_puts_them(headers, tmp_path):
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("there is no C compiler here")
+    expected = [
+        (f"{struct.__name__}.{name}", getattr(struct, name).offset, getattr(struct, name).size)
+        for struct in abi.STRUCTS
+        for name, _ in struct._fields_
+    ]
+    fields = " ".join(f"FIELD({place.replace('.', ', ')})" for place, *_ in expected)
+    source, program = tmp_path / "layout.c", tmp_path / "layout"
+    source.write_text(PRINT_LAYOUT.format(fields=fields))
+    include = generate_abi.ROOT / "csrc" / "include"
+    subprocess.run([compiler, "-I", include, source, "-o", program], check=True)
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    assert [(place, int(at), int(size)) for place, at, size in map(str.split, printed.splitlines())] == expected
 
 
-def test_constants(headers):
-    constants = {name: int(value) for name, value in re.findall(r"#define MAMBA_(\w+) (\d+)", headers)}
-    assert constants["ABI_VERSION"] == abi.ABI_VERSION
-    for name, value in constants.items():
-        assert getattr(abi, name) == value, name
+@pytest.mark.parametrize(
+    "declaration",
+    ["double x;", "int32_t x[4];", "struct Other y;", "MambaLater z;", "void (*call)(int);", "unsigned n : 3;"],
+)
+def test_a_declaration_without_a_counterpart_is_refused(declaration):
+    header = f"typedef struct MambaNew {{ int64_t rows; {declaration} }} MambaNew;"
+    with pytest.raises(generate_abi.HeaderError, match="has no counterpart in ctypes here"):
+        generate_abi.generate(header)
 
 
-def test_functions(headers):
-    declared = dict(re.findall(r"MAMBA_API [\w ]+?\*? ?mamba_(\w+)\(([^)]*)\)", headers))
-    ours = {*signatures.FUNCTIONS, *signatures.SIZE_FUNCTIONS, "struct_size", "last_error"}
-    assert set(declared) == ours
-    for name, struct in signatures.FUNCTIONS.items():
-        assert struct.__name__ in declared[name], name
-        assert declared[name].count(",") == len(signatures.MORE_ARGUMENTS.get(name, [])), name
+def test_a_new_struct_and_its_function(tmp_path):
+    file = tmp_path / "generated.py"
+    file.write_text(generate_abi.generate(NEW_STRUCT))
+    check = (
+        "import ctypes, generated as abi;"
+        "new = abi.MambaNew(stream=1, device=2, a=3, b=4, rows=5, columns=6, name=b'x');"
+        "assert (new.run.device, new.b, new.columns, new.name, abi.LIMIT) == (2, 4, 6, b'x', 7);"
+        "assert abi.FUNCTIONS == {'new_workspace': (ctypes.c_int64, [ctypes.POINTER(abi.MambaNew)])}"
+    )
+    subprocess.run([sys.executable, "-c", check], cwd=tmp_path, check=True)
 
 
 def test_library_agrees():

@@ -14,6 +14,15 @@ import pytest
 
 from mamba_ssm._native import abi, loader, signatures
 
+# {function: the struct that it is given}, of those that return a code and of those that return a size in bytes.
+CALLS, SIZE_CALLS = (
+    {
+        name: parameters[0]._type_
+        for name, (returned, parameters) in abi.FUNCTIONS.items()
+        if returned is result and parameters and parameters[0] is not ctypes.c_char_p
+    }
+    for result in (ctypes.c_int32, ctypes.c_int64)
+)
 SIZES = {
     abi.MambaSelectiveScan: {"batch": 1, "dim": 4, "seqlen": 80, "dstate": 4, "ngroups": 2, "segments": 1},
     abi.MambaCausalConv1d: {"batch": 1, "dim": 4, "seqlen": 8, "width": 4},
@@ -142,7 +151,7 @@ OTHERS = [
 
 def good_call(name):
     """The fields of a call that nothing is wrong with."""
-    fields = {**SIZES[signatures.FUNCTIONS[name]], **dict.fromkeys(POINTERS[name].split(), 1), "num_threads": 1}
+    fields = {**SIZES[CALLS[name]], **dict.fromkeys(POINTERS[name].split(), 1), "num_threads": 1}
     if name == "ssd_forward":
         fields["out"] = 1  # with neither out nor final_state there is nothing to do
     if name in ("ssd_backward", "mamba3_backward", "mamba_step"):
@@ -162,7 +171,7 @@ def wrong_calls():
     """[function, fields, code, words], one thing wrong in each."""
     calls = []
     for name in POINTERS:
-        struct, good = signatures.FUNCTIONS[name], good_call(name)
+        struct, good = CALLS[name], good_call(name)
         calls += [
             [name, {**good, size: -1}, abi.ERROR_INVALID, size] for size in SIZES[struct] if (name, size) not in UNREAD
         ]
@@ -183,7 +192,7 @@ def wrong_calls():
 def size_calls():
     """[function, fields] of the functions that return a count."""
     calls = []
-    for name, struct in signatures.SIZE_FUNCTIONS.items():
+    for name, struct in SIZE_CALLS.items():
         good = {**SIZES[struct], "num_threads": 1, "out": 1}
         calls += [[name, {**good, size: value}] for size in SIZES[struct] for value in (-1, 0)]
     return calls
@@ -211,14 +220,14 @@ def make_calls(library, wrong, sizes):
         code = functions[name](params, *more)
         return [code, functions["last_error"]().decode() if code else ""]
 
-    answers = {"null": {name: call(name, None) for name in signatures.FUNCTIONS}}
+    answers = {"null": {name: call(name, None) for name in CALLS}}
     plan = functions["selective_scan_plan"](fill(abi.MambaSelectiveScan, good_call("selective_scan_plan")), 0, None)
     answers["null plan"] = [plan, functions["last_error"]().decode()]
-    answers["null size"] = {name: functions[name](None) for name in signatures.SIZE_FUNCTIONS}
-    answers["wrong"] = [call(name, fill(signatures.FUNCTIONS[name], fields)) for name, fields, *_ in wrong]
-    answers["size"] = [functions[name](fill(signatures.SIZE_FUNCTIONS[name], fields)) for name, fields in sizes]
-    answers["good"] = {name: call(name, fill(signatures.FUNCTIONS[name], good_call(name))) for name in POINTERS}
-    answers["empty"] = {name: call(name, signatures.FUNCTIONS[name]()) for name in POINTERS}
+    answers["null size"] = {name: functions[name](None) for name in SIZE_CALLS}
+    answers["wrong"] = [call(name, fill(CALLS[name], fields)) for name, fields, *_ in wrong]
+    answers["size"] = [functions[name](fill(SIZE_CALLS[name], fields)) for name, fields in sizes]
+    answers["good"] = {name: call(name, fill(CALLS[name], good_call(name))) for name in POINTERS}
+    answers["empty"] = {name: call(name, CALLS[name]()) for name in POINTERS}
     return answers
 
 
@@ -250,7 +259,7 @@ def test_null_params(answers):
         what = "info" if name == "library_info" else "params"
         assert (code, message) == (abi.ERROR_INVALID, f"{name}: {what} is NULL")
     assert answers["null plan"] == [abi.ERROR_INVALID, "selective_scan_plan: plan is NULL"]
-    assert answers["null size"] == dict.fromkeys(signatures.SIZE_FUNCTIONS, 0)
+    assert answers["null size"] == dict.fromkeys(SIZE_CALLS, 0)
 
 
 def test_wrong_arguments(answers):

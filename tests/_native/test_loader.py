@@ -16,6 +16,8 @@ from mamba_ssm._native.errors import (
     shell_command,
 )
 
+REAL = loader.library_path("cpu")
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -75,21 +77,38 @@ def test_file_of_another_size_is_not_opened(folder, monkeypatch):
     assert opened == []
 
 
-def test_hash_is_compared_on_request(folder):
-    loader.library_path("cpu").write_bytes(b"library")
+def test_file_with_one_other_byte_is_not_opened(folder, monkeypatch):
+    """It would run, and compute what it likes."""
+    data = bytearray(REAL.read_bytes())
+    path = loader.library_path("cpu")
+    path.write_bytes(data)
     record(folder)
-    assert loader.damage("cpu", hashed=True) is None
-    loader.library_path("cpu").write_bytes(b"lobrary")
-    assert loader.damage("cpu") is None
-    problem = loader.damage("cpu", hashed=True)
-    assert f"its SHA-256 is {hashlib.sha256(b'lobrary').hexdigest()}, and" in problem
+    assert "selective_scan_forward" in loader.load("cpu")
+    data[len(data) // 2] ^= 1
+    path.unlink()  # the file of before is in use
+    path.write_bytes(data)
+    monkeypatch.setattr(loader, "libraries", {})
+    words = rf"{path} is damaged or was changed: its SHA-256 is {hashlib.sha256(data).hexdigest()}, and .*"
+    with pytest.raises(NativeError, match=words + "pip install --force-reinstall --no-deps with the wheel's file"):
+        loader.load("cpu")
+
+
+def test_file_that_cannot_be_read(folder, monkeypatch):
+    def deny(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = loader.library_path("cpu")
+    path.write_bytes(b"library")
+    record(folder)
+    monkeypatch.setattr(loader, "_sha256", deny)
+    with pytest.raises(NativeError, match=rf"{path} cannot be read: .*Permission denied.*Reinstall"):
+        loader.load("cpu")
 
 
 def test_failure_is_not_remembered(folder):
     with pytest.raises(NativeError):
         loader.load("cpu")
-    real = type(folder)(loader.__file__).parent.parent / "lib" / loader.library_path("cpu").name
-    loader.library_path("cpu").symlink_to(real)
+    loader.library_path("cpu").symlink_to(REAL)
     assert "selective_scan_forward" in loader.load("cpu")
 
 

@@ -1,5 +1,7 @@
 """Parts of the benchmark that as a whole need a GPU: modes, limits, tables, plot, on given figures and clocks."""
 
+import re
+
 import pytest
 import torch
 from _helpers.small_benchmark import FOLDER, load
@@ -68,8 +70,8 @@ def test_what_is_compared_with_ours_is_named_and_no_factor_against_the_peer(flat
         assert row["GPU one way ms"] == 3000 and row["GPU x"] == 0.75 and "GPU peer ms" not in row
         load("table").table("title", [row])
     plot, sections = load("plot"), {"bidirectional": {"records": [two_ways]}}
-    assert plot.lines(sections, True) == []
-    assert plot.lines(sections, False) == [("bidirectional: a case, fwd", {"gpu": 0.125})]
+    assert plot.lines_of_results(sections, True) == []
+    assert plot.lines_of_results(sections, False) == [("bidirectional", "a case", "fwd", {"gpu": 0.125})]
 
 
 def test_memory_of_a_training_step_is_a_table_of_its_own(flat):
@@ -86,17 +88,29 @@ def test_memory_of_a_training_step_is_a_table_of_its_own(flat):
 def test_plot(flat, tmp_path, ending):
     pytest.importorskip("matplotlib")
     plot = load("plot")
-    fast = record({"ours": 1.0, "peer": 3.0}, {"ours": 2.0, "peer": 3.0}, limits={"fwd": {"seconds": 0.5, "by": "exp"}})
-    dry = record({"ours": 1.0, "peer": 3.0}, {"ours": 2.0, "peer": 3.0}, dry=True)
-    sections = {"scan": {"records": [fast, dry]}, "transformers": {"rows": []}}
-    assert plot.lines(sections, True) == [
-        ("scan: a case, fwd", {"gpu": 3.0, "call": 1.5}),
-        ("scan: a case, fwd", {"call": 1.5}),
-    ]
-    assert plot.lines(sections, False) == [("scan: a case, fwd", {"gpu": 0.5})]
+    limits = {"fwd": {"seconds": 0.5, "by": "exp"}}
+    fast = {**record({"ours": 1.0, "peer": 3.0}, {"ours": 2.0, "peer": 3.0}, limits=limits), "case": "B8 L64"}
+    dry = {**record({"ours": 1.0, "peer": 3.0}, {"ours": 2.0, "peer": 3.0}, dry=True), "case": "B1 L64"}
+    sections = {"scan": {"records": [fast, dry]}, "ssd": {"records": [dry]}, "transformers": {"rows": []}}
+    lines = plot.lines_of_results(sections, True)
+    assert plot.bars(lines) == [("Mamba scan, forward", "gpu", 3.0), ("Mamba-2 scan, forward", "call", 1.5)]
+    assert plot.bars(plot.lines_of_results(sections, False)) == [("Mamba scan, forward", "gpu", 0.5)]
     file = tmp_path / f"speed.{ending}"
-    plot.draw(file, sections, True, "title")
+    plot.draw(file, lines, "title")
     assert file.read_bytes()[:5] in (b"<?xml", b"\x89PNG\r")
+
+
+def test_the_picture_of_the_docs_shows_their_tables(flat, request):
+    """At most 12 bars, each in words and with the table's figure, on a background of its own."""
+    plot, docs = load("plot"), request.config.rootpath / "docs"
+    bars = plot.bars(plot.lines_of_page((docs / "benchmarks.md").read_text(encoding="utf-8")))
+    assert len(bars) == 12
+    picture = (docs / "speed.svg").read_text(encoding="utf-8")
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+    for words, _, value in bars:
+        assert words in texts and f"{value:.2f}" in texts
+    assert "times as fast as upstream" in texts and not any("peer" in text for text in texts)
+    assert 'style="fill: #ffffff"' in picture.split("axes_1")[0]
 
 
 def test_a_table_of_long_headings_stays_narrow_and_needs_every_column_explained():

@@ -135,7 +135,7 @@ FINDINGS = [
         {"compiler": facts.Tool("cl", "19.29.30133", "x64"), "msc_ver_range": (1930, 1970)},
         "compiler-refused",
         "fatal",
-        ["2019", "stands beside yours"],
+        ["2019", "can be installed beside yours"],
     ),
     (ALLOW, REFUSED, "compiler-refused", "warning", ["as told"]),
     ({"CUDAFLAGS": "--allow-unsupported-compiler -O3"}, REFUSED, "compiler-refused", "warning", ["as told"]),

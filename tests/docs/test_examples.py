@@ -1,6 +1,8 @@
-"""The examples run as typed, shorter than by default, and do what they say."""
+"""The examples print what their page shows, run shorter than by default, and refuse wrong arguments."""
 
+import importlib
 import os
+import random
 import re
 import subprocess
 import sys
@@ -13,22 +15,125 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(name, *words, launcher=()):
-    """What an example prints, on one thread: torch's own threads wait for each other on a busy machine."""
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # torch's own threads wait for each other on a busy machine
+# the docs' output is a CPU's, and there may be fewer GPUs than processes
+WITHOUT_GPU = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
+TORCHRUN = "-m", "torch.distributed.run", "--standalone"
+needs_gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="this torch is built without gloo"
+)
+
+
+def run(name, *words, launcher=(), status=0):
+    """What an example prints, on one thread; its last line on stderr where it fails."""
     command = [sys.executable, *launcher, str(ROOT / "examples" / name), *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = WITHOUT_GPU if launcher else ENVIRONMENT
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == status, done.stderr
+    if status:
+        assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1] if status else done.stdout
+
+
+# ---- what docs/examples.md shows ------------------------------------------------------------------------------------
+
+SHOWN = re.findall(r"```bash\n([^\n]+)\n```\n\n```text\n(.*?)```", (ROOT / "docs/examples.md").read_text("utf-8"), re.S)
+NUMBER = re.compile(r"\d+\.?\d*(?:e[+-]\d+)?")
+PROCESSOR_SECONDS = 45  # the page says half a minute; some machines are slower
+
+
+def test_every_example_is_shown():
+    shown = {re.search(r"examples/(\w+\.py)", command)[1] for command, _ in SHOWN}
+    assert shown == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+@pytest.mark.slow
+@needs_gloo
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=lambda text: text.split()[1] if "\n" not in text else "")
+def test_output_is_what_the_page_shows(command, shown, tmp_path):
+    """Words as typed, numbers within 5 % or 0.05: training magnifies the rounding of another CPU or torch.
+
+    Not compared are what a model wrote, which is below an empty line, and a speed.
+    """
+    words = command.replace("examples/", f"{ROOT.as_posix()}/examples/").split()
+    launcher = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[words[0]]
+    before = _children_seconds()
+    done = subprocess.run(
+        [*launcher, *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=600, env=WITHOUT_GPU
+    )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert _children_seconds() - before < PROCESSOR_SECONDS
+    printed, expected = (re.sub(r"[\d.]+ times as fast", "", text.split("\n\n")[0]) for text in (done.stdout, shown))
+    assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", expected).split()
+    pairs = list(zip(map(float, NUMBER.findall(printed)), map(float, NUMBER.findall(expected)), strict=True))
+    assert all(abs(now - then) <= max(0.05, 0.05 * then) for now, then in pairs), done.stdout
+    assert ("\n\n" in done.stdout) == ("\n\n" in shown)
 
 
-def test_train_language_model(tmp_path):
+def _children_seconds():
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+# ---- shorter runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_train_language_model(tmp_path, ending):
+    pytest.importorskip("matplotlib")
     (tmp_path / "text").write_text("All models are wrong, some are useful. " * 20)
-    printed = run("train_language_model.py", tmp_path / "text", "--steps", 12, "--plot", tmp_path / "loss.svg")
+    plot = tmp_path / f"loss.{ending}"
+    printed = run("train_language_model.py", tmp_path / "text", "--steps", 12, "--plot", plot, "--prompt", "All ")
     first, last = map(float, re.search(r"loss: ([\d.]+) at first, ([\d.]+) at last", printed).groups())
     assert last < first < 6  # an even guess among 256 bytes has 5.5
-    assert printed.split("loss.svg\n\n")[1].startswith("The wheel ")
-    assert xml.etree.ElementTree.parse(tmp_path / "loss.svg").getroot().tag.endswith("svg")
+    assert printed.split(f"loss.{ending}\n\n")[1].startswith("All ")
+    assert "sentences" not in printed  # that is for its own text
+    if ending == "svg":
+        picture = plot.read_text("utf-8")
+        assert xml.etree.ElementTree.fromstring(picture).tag.endswith("svg")
+        assert len(re.findall(r">\d<", picture)) >= 4  # ticks of the loss
+
+
+def test_the_language_model_judges_its_own_sentences(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("train_language_model")
+    choose = random.Random(1).choice
+    made = [example.sentence(choose) for _ in range(200)]
+    assert len(set(made)) > 150 and all(map(example.is_right, made))
+    assert example.is_right("The old boats near the river wait.")
+    for wrong in (
+        "The old boats near the river waits.",
+        "The boat near the rivers wait.",
+        "The oar near the river waits.",
+    ):
+        assert not example.is_right(wrong)
+    assert bytes(example.read([]).tolist()).decode().startswith(example.sentence(random.Random(0).choice))
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("train_language_model.py", ["--steps", 0], "--steps must be at least 1, got 0"),
+        ("train_language_model.py", ["--prompt", ""], "--prompt must not be empty"),
+        ("train_language_model.py", ["no such file"], "No such file or directory: 'no such file'"),
+        ("train_language_model.py", [os.devnull], "the text has 0 bytes; it takes more than 129"),
+        ("train_language_model.py", ["--plot", "loss.pdf"], "the file must end in .svg or .png, got loss.pdf"),
+        ("train_language_model.py", ["--plot", "no/folder/loss.svg"], "no/folder/loss.svg cannot be written"),
+        ("classify_sequences.py", ["--steps", 0], "--steps must be at least 1, got 0"),
+        ("classify_images.py", ["--steps", -1], "--steps must be at least 1, got -1"),
+        ("stream_audio.py", ["--seconds", 2], "--seconds must be at least 3, got 2"),
+        ("train_on_several_devices.py", [], "start it with torchrun"),
+    ],
+)
+def test_a_wrong_argument_gets_one_line_before_anything_is_trained(name, words, message):
+    if ".svg" in message:
+        pytest.importorskip("matplotlib")
+    assert message in run(name, *words, status=2)
+
+
+@pytest.mark.parametrize("name", ["classify_sequences.py", "classify_images.py"])
+def test_one_step(name):
+    assert "right of 1000" in run(name, "--steps", 1)
 
 
 def test_classify_sequences():
@@ -37,7 +142,7 @@ def test_classify_sequences():
 
 
 def test_classify_images():
-    printed = run("classify_images.py", "--steps", 40)
+    printed = run("classify_images.py", "--steps", 60)
     assert float(re.search(r"([\d.]+)% right of 1000", printed)[1]) > 18  # a guess has 10
 
 
@@ -47,11 +152,19 @@ def test_stream_audio():
     assert "2 beeps found, 2 made" in printed
 
 
-@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch is built without gloo")
+@needs_gloo
 @pytest.mark.parametrize("options", [(), ("--context", 2, "--checkpoint")], ids=["ddp", "context"])
 def test_train_on_several_devices(options):
-    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    launcher = *TORCHRUN, "--nproc-per-node", "2"
     printed = run("train_on_several_devices.py", "--steps", 12, *options, launcher=launcher)
     assert printed.startswith("1 x 2" if options else "2 x 1")
     first, last = map(float, re.search(r"loss: ([\d.]+) at first, ([\d.]+) at last", printed).groups())
     assert last < first < 4  # an even guess among 16 tokens has 2.8
+
+
+@needs_gloo
+def test_processes_that_cannot_share_a_sequence():
+    launcher = *TORCHRUN, "--nproc-per-node", "1"
+    command = [sys.executable, *launcher, str(ROOT / "examples/train_on_several_devices.py"), "--context", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=WITHOUT_GPU)
+    assert "--context must divide the 1 processes and the length 32, got 3" in done.stderr

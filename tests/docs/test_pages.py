@@ -1,5 +1,6 @@
 """The pages that people read: every block of code runs as typed, every link leads somewhere."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -48,11 +50,18 @@ def blocks(language):
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python_runs_as_typed(block, tmp_path):
     """Alone, in an empty folder; a block that is for both devices takes the GPU by itself where there is one."""
-    if block.needs and not (block.needs == "CUDA" and torch.cuda.is_available()):
+    command, environment = [sys.executable], dict(os.environ)
+    if processes := re.fullmatch(r"torchrun, (\d) processes", block.needs or ""):
+        if not (dist.is_available() and dist.is_gloo_available()):
+            pytest.skip("this torch is built without gloo")
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes[1]]
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # there may be one GPU for all
+    elif block.needs and not (block.needs == "CUDA" and torch.cuda.is_available()):
         pytest.skip(f"needs {block.needs}")
-    script = tmp_path / block.page.name
+    script = tmp_path / block.page.name.replace(".md", ".py")
     script.write_text("\n" * (block.line - 1) + block.code, encoding="utf-8")  # a traceback names the page's line
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    command.append(str(script))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
 
 

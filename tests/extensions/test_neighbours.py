@@ -1,47 +1,41 @@
 """What the doctor says of packages beside this one, in a folder as pip leaves it."""
 
-import base64
-import hashlib
 import json
 import os
 
 import pytest
-from _helpers.copies import install, install_convolution, python, write_copy
+from _helpers.copies import files_of, install, install_convolution, python, record, write_copy
 
-from mamba_ssm import _doctor, _neighbours
 from mamba_ssm.version import __version__
 
-# Without torch, whose import takes long.
 EXAMINE = """
 import json, sys, types
-for name in ("mamba_ssm", "mamba_ssm.version"):
-    sys.modules[name] = types.ModuleType(name)
-sys.modules["mamba_ssm.version"].__version__ = VERSION
-import runpy
-print(json.dumps(runpy.run_path(FILE)["examine"]()))
+package = sys.modules["mamba_ssm"] = types.ModuleType("mamba_ssm")  # without torch, whose import takes long
+package.__path__ = [FOLDER]
+from mamba_ssm._doctor import files, neighbours
+found, problems, notes = {}, [], []
+found.update(files.examine(problems, notes))
+found.update(neighbours.examine(problems, notes))
+print(json.dumps([problems, notes, found["causal_conv1d"]]))
 """
 
 
 def examine(*folders, site=None):
     """(problems, notes) with these folders on the path; site: where this package is, if not in the first."""
-    file = (site or folders[0]) / "mamba_ssm" / "_neighbours.py"
-    code = EXAMINE.replace("VERSION", repr(__version__)).replace("FILE", repr(str(file)))
+    return report(*folders, site=site)[:2]
+
+
+def report(*folders, site=None):
+    """(problems, notes, whose causal_conv1d it is)"""
+    code = EXAMINE.replace("FOLDER", repr(str((site or folders[0]) / "mamba_ssm")))
     return json.loads(python(folders, "-S", "-c", code))  # -S: no other mamba_ssm that is installed
-
-
-def record(site, name, version, *files):
-    """What pip writes beside the files of a distribution."""
-    info = site / f"{name}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    digests = [base64.urlsafe_b64encode(hashlib.sha256(f.read_bytes()).digest()).rstrip(b"=").decode() for f in files]
-    lines = [f"{f.relative_to(site).as_posix()},sha256={d},\n" for f, d in zip(files, digests, strict=True)]
-    (info / "RECORD").write_text("".join(lines))
 
 
 @pytest.fixture
 def site(tmp_path):
-    return install(tmp_path / "site")
+    site = install(tmp_path / "site")
+    record(site, "mamba_ssm", f"{__version__}+cpu", *files_of(site))
+    return site
 
 
 @pytest.fixture
@@ -52,15 +46,9 @@ def both(site):
     return site
 
 
-def test_the_doctor_says_it(monkeypatch):
-    monkeypatch.setattr(_neighbours, "examine", lambda: (["a problem"], ["a note"]))
-    report = _doctor.examine()
-    assert "a problem" in report["problems"] and "a note" in report["notes"] and not report["healthy"]
-
-
 def test_nothing_to_say(both):
-    record(both, "mamba_ssm", f"{__version__}+cpu", *both.rglob("mamba_ssm/**/*.py"))
-    assert examine(both) == [[], []]
+    whose = f"1.6.1+mamba.{__version__}, this project's: {both / 'causal_conv1d' / '__init__.py'}"
+    assert report(both) == [[], [], whose]
 
 
 def test_a_folder_by_another_path(both, tmp_path):
@@ -84,26 +72,56 @@ def test_a_library_beside_the_module_of_its_name_wins(site):
 
 def test_a_module_that_is_missing(site):
     (site / "selective_scan_cuda.py").unlink()
-    assert examine(site)[0] == ["selective_scan_cuda was not found, which this package brings: reinstall mamba_ssm"]
+    (problem,), _ = examine(site)
+    assert problem.startswith(
+        f"1 file is not as installed with mamba_ssm {__version__}+cpu in {site}: missing: selective"
+    )
 
 
 def test_a_copy_over_this_package(site):
-    record(site, "mamba_ssm", f"{__version__}+cpu", *site.rglob("mamba_ssm/**/*.py"))
     write_copy(site)
-    problems, (note,) = examine(site)
-    assert problems == []
+    (site / "mamba_ssm" / "ops" / "older.py").write_text("")
+    (problem,), notes = examine(site)
     files = ("__init__", "ops/__init__", "ops/selective_scan_interface")
-    assert note.startswith(", ".join(f"mamba_ssm/{file}.py" for file in files) + ": not as installed")
+    changed = ", ".join(f"mamba_ssm/{file}.py" for file in files)
+    assert f": changed: {changed}; not of it: mamba_ssm/ops/older.py. Was another" in problem
+    assert notes == []
 
 
 # ---- causal-conv1d ---------------------------------------------------------------------------------------------------
 
 
 def test_the_compiled_package(site):
-    record(site, "causal_conv1d", "1.6.1")
-    problems, (note,) = examine(site)
-    assert problems == []
-    assert note == "causal-conv1d 1.6.1 is a compiled package, not the one that calls mamba_ssm's kernels"
+    module = site / "causal_conv1d" / "__init__.py"
+    module.parent.mkdir()
+    module.write_text("__version__ = '1.6.2'\n")
+    record(site, "causal_conv1d", "1.6.2", module)
+    assert report(site) == [[], [], f"1.6.2, another project's: {module}"]
+
+
+def test_none(site):
+    assert report(site) == [[], [], "not installed"]
+
+
+@pytest.mark.parametrize("name", ["causal_conv1d/__init__.py", "causal_conv1d.py"])
+def test_one_that_nobody_has_installed(site, tmp_path, name):
+    module = tmp_path / "elsewhere" / name
+    module.parent.mkdir(parents=True)
+    module.write_text("def causal_conv1d_fn(*arguments): return arguments[0]\n")
+    (problem,), _, whose = report(site, tmp_path / "elsewhere")
+    assert problem.startswith(f"causal_conv1d is {module}, which no installed package has brought. Remove it")
+    assert whose == f"of unknown origin: {module}"
+
+
+@pytest.mark.parametrize("version", ["1.6.2", f"1.6.1+mamba.{__version__}"])
+def test_one_before_the_installed_one(site, tmp_path, version):
+    install_convolution(site)
+    record(site, "causal_conv1d", version, *(site / "causal_conv1d").glob("*.py"))
+    module = tmp_path / "work" / "causal_conv1d" / "__init__.py"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    (problem,), _ = examine(tmp_path / "work", site, site=site)
+    assert problem.startswith(f"causal_conv1d is {module}, which is found before that of causal-conv1d {version}. Do")
 
 
 def test_the_compiled_package_over_ours(both):
@@ -111,7 +129,9 @@ def test_the_compiled_package_over_ours(both):
     ours = (both / "causal_conv1d" / "__init__.py").read_bytes()
     (both / "causal_conv1d" / "__init__.py").write_text("__version__ = '1.6.1'\n")
     (problem,), _ = examine(both)
-    assert problem.startswith("causal_conv1d/__init__.py: not as installed with causal-conv1d 1.6.1+mamba.")
+    assert problem.startswith(
+        f"causal-conv1d 1.6.1+mamba.{__version__} in {both} is not as installed: changed: causal_conv1d/"
+    )
     assert "Do `pip uninstall causal-conv1d` until none is left" in problem
     (both / "causal_conv1d" / "__init__.py").write_bytes(ours)
     library = both / "causal_conv1d_cuda.abi3.so"
@@ -129,7 +149,7 @@ def test_ours_over_the_compiled_package(site):
     record(site, "causal_conv1d", "1.6.1", module)
     install_convolution(site)
     (problem,), _ = examine(site)
-    assert problem.startswith("causal_conv1d/__init__.py: not as installed with causal-conv1d 1.6.1: another")
+    assert problem.startswith(f"causal-conv1d 1.6.1 in {site} is not as installed: changed: causal_conv1d/__init__.py")
 
 
 def test_two_in_two_folders(both, tmp_path):
@@ -137,7 +157,7 @@ def test_two_in_two_folders(both, tmp_path):
     record(other, "causal_conv1d", "1.5.2")
     problems, _ = examine(both, other)
     (problem,) = problems
-    assert "causal-conv1d is installed more than once: 1.6.1+mamba." in problem
+    assert "causal-conv1d is installed 2 times: 1.6.1+mamba." in problem
     assert f"{os.sep}site and 1.5.2 in {other}" in problem
 
 

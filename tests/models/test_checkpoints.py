@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 
+from mamba_ssm import CheckpointError
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 from mamba_ssm.utils import hf
@@ -108,8 +109,13 @@ def test_files_that_are_not_there(saved, tmp_path):
     (folder / "pytorch_model.bin").unlink()
     text = load_error(folder, FileNotFoundError)
     assert str(folder) in text and "pytorch_model.bin" in text and "model.safetensors" in text
+    assert text.endswith("it holds config.json")
     (folder / "config.json").unlink()
-    assert "has no config.json" in load_error(folder, FileNotFoundError)
+    assert load_error(folder, FileNotFoundError).endswith("has no config.json; it holds nothing")
+    for i in range(2000):
+        (folder / f"file{i:04d}").touch()
+    expected = "it holds file0000, file0001, file0002, file0003, file0004 and 1995 more"
+    assert load_error(folder, CheckpointError).endswith(expected)
 
 
 @pytest.mark.parametrize("contents", [b"", b"not a checkpoint", "half"], ids=["empty", "text", "cut"])
@@ -192,18 +198,22 @@ def test_weights_of_another_model(saved):
     folder, model = saved
     edit_config(folder, n_layer=3)
     text = load_error(folder)
-    assert "pytorch_model.bin does not fit its config.json" in text and "backbone.layers.2.norm.weight" in text
+    assert "pytorch_model.bin does not fit its config.json" in text
+    assert "n_layer is 3 there, but the weights have 2 layers" in text
     edit_config(folder, n_layer=2, d_model=24)
-    assert "size mismatch for backbone.embedding.weight" in load_error(folder)
+    assert "d_model 24 there need backbone.embedding.weight (24, 24), got (24, 16)" in load_error(folder)
     edit_config(folder, d_model=16)
     state = {**model.state_dict(), "extra.weight": torch.ones(1)}
     torch.save(state, folder / "pytorch_model.bin")
-    assert 'Unexpected key(s) in state_dict: "extra.weight"' in load_error(folder)
+    assert "does not fit its config.json: unexpected: extra.weight" in load_error(folder)
     state = {**model.state_dict(), "lm_head.weight": torch.zeros(24, 16)}
     torch.save(state, folder / "pytorch_model.bin")
     assert "lm_head.weight differs from backbone.embedding.weight" in load_error(folder)
+    del state["backbone.norm_f.weight"]
+    torch.save(state, folder / "pytorch_model.bin")
+    assert "does not fit its config.json: missing: backbone.norm_f.weight" in load_error(folder)
     torch.save({}, folder / "pytorch_model.bin")
-    assert "Missing key(s)" in load_error(folder)
+    assert "the weights have 0 layers" in load_error(folder)
 
 
 def test_a_tied_head_may_be_left_out(saved):
@@ -268,6 +278,10 @@ class HFValidationError(Exception):
     pass
 
 
+class GatedRepoError(RepositoryNotFoundError):
+    pass
+
+
 @pytest.fixture
 def hub(monkeypatch):
     """A stand-in for huggingface_hub: download is set by the test."""
@@ -277,6 +291,7 @@ def hub(monkeypatch):
         LocalEntryNotFoundError=LocalEntryNotFoundError,
         RepositoryNotFoundError=RepositoryNotFoundError,
         HFValidationError=HFValidationError,
+        GatedRepoError=GatedRepoError,
     )
     monkeypatch.setitem(sys.modules, "huggingface_hub", package)
     return package
@@ -298,19 +313,69 @@ def test_from_the_hub(saved, hub):
     assert "the hub's 'somebody/some-model' has no" in text and "pytorch_model.bin" in text
 
 
-@pytest.mark.parametrize("kind", [LocalEntryNotFoundError, RepositoryNotFoundError, HFValidationError])
-def test_hub_without_the_model(hub, kind):
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (LocalEntryNotFoundError, "the hub was not reached"),
+        (ConnectionError, "the hub was not reached"),
+        (RepositoryNotFoundError, "the hub has no such model, or it is private and needs `hf auth login`"),
+        (HFValidationError, "the hub has no such model"),
+        (GatedRepoError, "the hub's model is gated: ask for access on its page, then `hf auth login`"),
+    ],
+)
+def test_hub_without_the_model(hub, kind, problem):
     def download(name, file):
-        raise kind("the reason")
+        raise kind("the reason" + 10_000 * " and more")
 
     hub.hf_hub_download = download
-    text = load_error("./no_such_folder", FileNotFoundError)
-    assert "'./no_such_folder' is no folder" in text and "the reason" in text
+    with pytest.raises(hf.CheckpointNotFoundError) as error:
+        MambaLMHeadModel.from_pretrained("somebody/no_such_model")
+    text = str(error.value)
+    assert f"'somebody/no_such_model' is no folder here, and {problem}" in text and "the reason" in text
+    assert isinstance(error.value, FileNotFoundError) and type(error.value.__cause__) is kind and len(text) < 600
+
+
+PATHS = (
+    "/no/such/folder",
+    "./no_such",
+    "../no_such",
+    "~/no_such",
+    r"C:\no\such",
+    r"no\such",
+    "no/such/folder",
+    "no such",
+)
+
+
+@pytest.mark.parametrize("path", [*PATHS, "x" * 999])
+def test_a_path_is_never_taken_to_the_hub(monkeypatch, path):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it raises ImportError
+    for load in MambaLMHeadModel.from_pretrained, hf.load_config_hf, hf.load_state_dict_hf:
+        with pytest.raises(CheckpointError, match="there is no folder") as error:
+            load(path)
+        assert isinstance(error.value, FileNotFoundError) and len(str(error.value)) < 150
+
+
+def test_what_is_no_name(saved):
+    folder, _ = saved
+    for name in (None, 3, b"folder", "", ["folder"]):
+        with pytest.raises(TypeError, match="a folder or the name of a hub repository, got"):
+            MambaLMHeadModel.from_pretrained(name)
+    text = load_error(folder / "config.json", FileNotFoundError)
+    assert f"{folder / 'config.json'} is a file: give the folder that holds it" in text
+
+
+def test_a_folder_below_home(saved, monkeypatch):
+    folder, model = saved
+    monkeypatch.setenv("HOME", str(folder.parent))
+    monkeypatch.setenv("USERPROFILE", str(folder.parent))
+    assert_same_model(MambaLMHeadModel.from_pretrained(f"~/{folder.name}"), model)
 
 
 def test_the_stand_in_has_the_real_hubs_names():
     hub = pytest.importorskip("huggingface_hub")
     assert callable(hub.hf_hub_download)
-    for name in ("EntryNotFoundError", "LocalEntryNotFoundError", "RepositoryNotFoundError", "HFValidationError"):
+    for name in ("EntryNotFoundError", "RepositoryNotFoundError", "HFValidationError"):
         assert issubclass(getattr(hub.utils, name), Exception)
+    assert issubclass(hub.utils.GatedRepoError, hub.utils.RepositoryNotFoundError)
     assert issubclass(hub.utils.LocalEntryNotFoundError, hub.utils.EntryNotFoundError)

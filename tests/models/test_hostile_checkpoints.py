@@ -12,6 +12,7 @@ import zipfile
 import pytest
 import torch
 
+from mamba_ssm import CheckpointError
 from mamba_ssm._torch import private
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
@@ -100,6 +101,7 @@ def test_code_in_weights_is_not_run(tmp_path, make, reason):
     with pytest.raises(ValueError, match=f"refused to load {re.escape(str(path))}.*{reason}") as error:
         MambaLMHeadModel.from_pretrained(tmp_path)
     assert not victim.exists()
+    assert type(error.value) is CheckpointError
     said = "".join(traceback.format_exception(error.value))
     assert "weights_only" not in said and "torch.jit" not in said and "trust" not in said
 
@@ -132,9 +134,20 @@ def test_an_index_names_files_beside_it(tmp_path, file):
     (tmp_path / "pytorch_model.bin").unlink()
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(ValueError, match="its weight_map names") as error:
+    with pytest.raises(CheckpointError, match="its weight_map names") as error:
         MambaLMHeadModel.from_pretrained(tmp_path)
     assert str(index) in str(error.value) and repr(file) in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["x" * 5000, "\ud800", "a\0b", "\x1b[2J", "missing.bin"])
+def test_an_index_names_files_that_are_there(tmp_path, file):
+    MambaLMHeadModel(MambaConfig(d_model=16, n_layer=1, vocab_size=21)).save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(CheckpointError, match=r"it holds config\.json, pytorch") as error:
+        MambaLMHeadModel.from_pretrained(tmp_path)
+    assert isinstance(error.value, FileNotFoundError)
+    assert str(error.value).isprintable() and len(str(error.value)) < 600
 
 
 def test_the_format_before_archives_is_read(tmp_path):
@@ -143,3 +156,73 @@ def test_the_format_before_archives_is_read(tmp_path):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     found = MambaLMHeadModel.from_pretrained(tmp_path)
     assert torch.equal(found.lm_head.weight, model.lm_head.weight)
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 269\n"
+WEB_PAGES = (
+    b"<!DOCTYPE html><html><body>404</body></html>",
+    b"\n\n  <HTML>log in</HTML>",
+    b"<?xml version='1.0'?><Error/>",
+)
+OTHER_KINDS = [(b"", "it is empty"), (b" \n", "it is empty"), (LFS, "it is a Git LFS pointer; `git lfs pull`")]
+OTHER_KINDS += [(page, "it is a web page; download the file itself") for page in WEB_PAGES]
+OTHER_KINDS.append((bytes(4096), "it begins with zeros"))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "config.json"])
+@pytest.mark.parametrize(("contents", "reason"), OTHER_KINDS)
+def test_what_a_download_left_in_the_place_of_a_file(tmp_path, name, contents, reason):
+    MambaLMHeadModel(MambaConfig(d_model=16, n_layer=1, vocab_size=21)).save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").replace(tmp_path / "weights")
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(tmp_path / name))} is damaged: {reason}"):
+        MambaLMHeadModel.from_pretrained(tmp_path)
+
+
+def safetensors_header(header, data=b""):
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+NOISE = torch.randint(256, (4096,), generator=torch.Generator().manual_seed(3)).to(torch.uint8).numpy().tobytes()
+GARBAGE = {
+    "noise": NOISE,
+    "an archive of noise": b"PK\x03\x04" + NOISE,
+    "a pickle of noise": b"\x80\x02" + NOISE,
+    "a long header": b"\xff" * 8 + b"{}",
+    "offsets past the end": safetensors_header({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
+    "a shape that multiplies to too much": safetensors_header(
+        {"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 0]}}
+    ),
+    "a JSON text": b'{"a": 1}',
+}
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage(tmp_path, kind, name):
+    MambaLMHeadModel(MambaConfig(d_model=16, n_layer=1, vocab_size=21)).save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    (tmp_path / name).write_bytes(GARBAGE[kind])
+    with pytest.raises(CheckpointError, match="damaged") as error:
+        MambaLMHeadModel.from_pretrained(tmp_path)
+    assert str(tmp_path / name) in str(error.value) and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "state", [{3: torch.ones(1)}, {None: torch.ones(1)}, {"a": 1.0}, [torch.ones(1)], torch.ones(1)]
+)
+def test_no_state_dict(tmp_path, state):
+    MambaLMHeadModel(MambaConfig(d_model=16, n_layer=1, vocab_size=21)).save_pretrained(tmp_path)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="must hold a dict of tensors by name, a state dict"):
+        MambaLMHeadModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["config.json", "pytorch_model.bin"])
+def test_a_folder_in_the_place_of_a_file(tmp_path, folder):
+    MambaLMHeadModel(MambaConfig(d_model=16, n_layer=1, vocab_size=21)).save_pretrained(tmp_path)
+    (tmp_path / folder).unlink()
+    (tmp_path / folder).mkdir()
+    with pytest.raises(CheckpointError, match=f"has no .*{folder}.*; it holds config.json"):
+        MambaLMHeadModel.from_pretrained(tmp_path)

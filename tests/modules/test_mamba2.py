@@ -115,7 +115,7 @@ def test_initialisation():
         ({"d_ssm": 96}, "d_ssm must be at most expand . d_model = 48, got 96"),
         ({"d_ssm": 20}, r"must be a multiple of headdim \(8\), got 20"),
         ({"chunk_size": 0}, "chunk_size must be a positive integer, got 0"),
-        ({"A_init_range": (0, 1)}, r"A_init_range must be two positive numbers in order, got \(0, 1\)"),
+        ({"A_init_range": (0, 1)}, r"A_init_range must be two positive, finite numbers in order, got \(0, 1\)"),
     ],
     ids=str,
 )

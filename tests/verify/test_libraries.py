@@ -138,7 +138,7 @@ def test_what_windows_and_the_cuda_runtime_bring_is_accepted(windows_wheel, libr
 
 def test_library_of_another_version_is_refused(real_wheel, windows_wheel, libraries, tmp_path):
     missing = libraries.functions[0]
-    reason = f"does not export {missing}, which mamba_ssm/_native/signatures.py calls"
+    reason = f"does not export {missing}, which mamba_ssm/_native/abi.py declares"
     library = libraries.make(leave_out=[missing])
     assert f"{CPU}: {reason}" in problems_of(real_wheel, tmp_path, CPU, library)
     library = libraries.make(leave_out=[missing], windows=True, section=fat_binary(*TARGETS))

@@ -1,5 +1,6 @@
 """The decisions of scripts/windows_gate, by tables: paths, arguments, messages, versions. Nothing is compiled here."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,17 @@ def test_nvcc_response_file(tmp_path):
 def test_messages_name_linux_files_and_not_what_is_being_compiled():
     text = "a.cu\r\ntmpxft_0000_a.cudafe1.cpp\r\nZ:\\src\\a.cu(3): error: no\r\nZ:/inc/b.h(1): note (see Z:\\c d)\r\n"
     assert compilers.readable(text) == "/src/a.cu(3): error: no\n/inc/b.h(1): note (see /c d)\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the gate runs on Linux")
+def test_nvcc_does_not_wait_for_what_wine_leaves_running(tmp_path, monkeypatch, capfd):
+    wine = tmp_path / "wine"
+    wine.write_text(f"#!/bin/sh\n(sleep 20; touch {tmp_path}/ended) &\necho said\necho wrong >&2\nexit 3\n")
+    wine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert compilers.run_nvcc(tmp_path, ["-c", "a.cu"]) == 3
+    assert capfd.readouterr() == ("said\n", "wrong\n")
+    assert not (tmp_path / "ended").exists()
 
 
 @pytest.mark.parametrize(

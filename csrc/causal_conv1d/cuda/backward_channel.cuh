@@ -76,16 +76,16 @@ struct StepsInShared {
         for (int i = 0; i < kChannelSteps; ++i) {
             x = opaque(x);
             dout = opaque(dout);
-            copy_async<8>(&shared.of[to][0][i][threadIdx.x], x, i < left);
-            copy_async<8>(&shared.of[to][1][i][threadIdx.x], dout, i < left);
+            cp_async<8>(&shared.of[to][0][i][threadIdx.x], x, i < left);
+            cp_async<8>(&shared.of[to][1][i][threadIdx.x], dout, i < left);
             x += x_stride;
             dout += dout_stride;
         }
-        end_copies();
+        cp_async_commit_group();
         left -= kChannelSteps;
     }
     __device__ __forceinline__ void take(Shared& shared, Packed<T, V>* steps_x, Packed<T, V>* steps_dout) {
-        wait_for_copies<0>();
+        cp_async_wait_group<0>();
         ask(shared, turn ^ 1);
 #pragma unroll
         for (int i = 0; i < kChannelSteps; ++i) {
@@ -95,7 +95,7 @@ struct StepsInShared {
         turn ^= 1;
     }
     // The zeros are there too: the memory may hold something else.
-    __device__ __forceinline__ void end() { wait_for_copies<0>(); }
+    __device__ __forceinline__ void end() { cp_async_wait_group<0>(); }
 };
 
 template <typename T, int V>
@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(kConvThreads, 2)
     const int64_t channel = first_channel + lane * V;
     const bool active = channel < forward.dim;
 
-    let_next_kernel_start();
-    wait_for_previous_kernel();
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
     RawTaps raw_taps[V];
     ConvTaps taps[V];
     ConvSums sums[V];
@@ -356,8 +356,8 @@ cudaError_t launch_backward_channel(const ConvBackward& params, const ConvBackwa
             kernel = causal_conv1d_backward_channel<T, V, (V > 1), (V == 1)>;
         }
     }
-    return launch_overlapping(kernel, grid, kConvThreads, 0, forward.run.stream, params, static_cast<int>(plan.segment),
-                              static_cast<unsigned>(plan.segments));
+    return launch_programmatic_dependent(kernel, grid, kConvThreads, 0, forward.run.stream, params,
+                                         static_cast<int>(plan.segment), static_cast<unsigned>(plan.segments));
 }
 
 }  // namespace mamba

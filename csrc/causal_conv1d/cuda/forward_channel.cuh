@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kConvThreads, kForwardChannelBlocks)
     }
     const int64_t left = params.seqlen - begin;
     const int count = static_cast<int>(left < steps ? left : steps);
-    let_next_kernel_start();
-    wait_for_previous_kernel();
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
     RawTaps raw_taps[V];
 #pragma unroll
     for (int v = 0; v < V; ++v) {
@@ -150,7 +150,8 @@ cudaError_t launch_forward_channel(const MambaCausalConv1d& params) {
     if (V > 1 && is_plain(params)) {
         kernel = causal_conv1d_forward_channel<T, V, (V > 1)>;
     }
-    return launch_overlapping(kernel, grid, kConvThreads, 0, params.run.stream, params, steps, static_cast<unsigned>(vectors));
+    return launch_programmatic_dependent(kernel, grid, kConvThreads, 0, params.run.stream, params, steps,
+                                         static_cast<unsigned>(vectors));
 }
 
 }  // namespace mamba

@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(kConvThreads, 4)
     const int64_t grid_begin = static_cast<int64_t>(chunk) * (lanes * V * kUnroll);
     const int64_t grid_left = params.seqlen + slack - grid_begin;
     const int rounds_end = static_cast<int>(grid_left < lanes * V * kUnroll ? grid_left : lanes * V * kUnroll);
-    let_next_kernel_start();
-    wait_for_previous_kernel();
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
     const RawTaps raw_taps = load_raw_taps<kPlain>(params, channel);
 
     if (params.final_states != nullptr && chunk == 0 && active) {
@@ -131,8 +131,8 @@ cudaError_t launch_forward_time(const MambaCausalConv1d& params, bool aligned) {
             kernel = causal_conv1d_forward_time<T, true, true, kReverse>;
         }
     }
-    return launch_overlapping(kernel, grid, kConvThreads, 0, params.run.stream, params, lanes_log2,
-                              static_cast<unsigned>(chunks), slack);
+    return launch_programmatic_dependent(kernel, grid, kConvThreads, 0, params.run.stream, params, lanes_log2,
+                                         static_cast<unsigned>(chunks), slack);
 }
 
 }  // namespace mamba

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kPairThreads) causal_conv1d_update_pairs(const
     }
     const int last = kEntries < params.batch - batch ? kEntries - 1 : static_cast<int>(params.batch - batch) - 1;
     const int64_t stride = State::stride(params);
-    let_next_kernel_start();
+    griddepcontrol_launch_dependents();
     if (kEntries == 1) {  // so small a launch is mostly waiting; what comes closer now the kernel before may still change
         const int weight_size = params.weight_dtype == MAMBA_FLOAT32 ? 4 : 2;
         prefetch_to_L2(static_cast<const char*>(params.weight) + channel * kConvMaxWidth * weight_size);
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kPairThreads) causal_conv1d_update_pairs(const
             }
         }
     }
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
 
     int rows[kEntries];
     bool found[kEntries];
@@ -165,7 +165,7 @@ cudaError_t launch_update_pairs(const MambaCausalConv1dUpdate& p) {
     const int threads = pairs < kPairThreads ? static_cast<int>(round_up(pairs, 32)) : kPairThreads;
     const auto launch = [&](auto kernel, int64_t entries) {
         const Grid grid = batch_grid(ceil_div(pairs, threads), ceil_div(p.batch, entries));
-        return launch_overlapping(kernel, grid, threads, 0, p.run.stream, p);
+        return launch_programmatic_dependent(kernel, grid, threads, 0, p.run.stream, p);
     };
     if constexpr (kChannels == 2) {
         if (pairs * ceil_div(p.batch, kPairEntries) >= kManyThreads) {

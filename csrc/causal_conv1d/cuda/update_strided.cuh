@@ -15,8 +15,8 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv1d_update_strided(con
     }
     const T* x = static_cast<const T*>(params.x) + batch * params.x_batch_stride + channel * params.x_dim_stride;
     T* out = static_cast<T*>(params.out) + batch * params.out_batch_stride + channel * params.out_dim_stride;
-    let_next_kernel_start();
-    wait_for_previous_kernel();
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
     const int64_t row = params.conv_state_indices != nullptr ? params.conv_state_indices[batch] : batch;
     if (row < 0 || row >= params.state_rows) {
         for (int64_t t = 0; t < params.seqlen; ++t) {
@@ -108,7 +108,7 @@ template <typename T>
 cudaError_t launch_update_strided(const MambaCausalConv1dUpdate& p) {
     const int threads = p.dim < kConvThreads ? static_cast<int>(round_up(p.dim, 32)) : kConvThreads;
     const Grid grid = batch_grid(ceil_div(p.dim, threads), p.batch);
-    return launch_overlapping(causal_conv1d_update_strided<T>, grid, threads, 0, p.run.stream, p);
+    return launch_programmatic_dependent(causal_conv1d_update_strided<T>, grid, threads, 0, p.run.stream, p);
 }
 
 }  // namespace mamba

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_kernel(const MambaLi
             prefetch_to_L2(bytes + i);
         }
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     if (outputs <= 0 || rows <= 0) {
         return;
     }
@@ -128,7 +128,7 @@ cudaError_t launch_linear_as(const MambaLinear& p) {
                          rows_aligned(p.x, size, 16, used_stride(p.rows, p.x_row_stride));
     const int64_t block_outputs = kLinearWarps * kOutputs, block_rows = kRows;
     const Grid grid = batch_grid(ceil_div(p.out_features, block_outputs), ceil_div(p.rows, block_rows));
-    return launch_overlapping(linear_kernel<T, kRows, kOutputs>, grid, kLinearThreads, 0, p.run.stream, p, vectors);
+    return launch_programmatic_dependent(linear_kernel<T, kRows, kOutputs>, grid, kLinearThreads, 0, p.run.stream, p, vectors);
 }
 
 template <typename T>

@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kFinishMaxThreads) mamba2_finish_kernel(const 
     if (p.norm_weight != nullptr) {
         load_gate(0);
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     if (shifts) {
         store_conv_state(p, batch, channel, bits);
     }
@@ -122,8 +122,8 @@ inline cudaError_t launch_mamba2_finish(const MambaMamba2Step& p) {
     const int64_t held = p.norm_weight != nullptr ? ceil_div(p.nheads * p.headdim / p.ngroups, kFinishHeld) : 1;
     const int64_t wanted = held > 2 * p.dstate ? held : 2 * p.dstate;
     const int64_t threads = round_up(wanted < kFinishMaxThreads ? wanted : kFinishMaxThreads, 32);
-    return launch_overlapping(mamba2_finish_kernel, static_cast<unsigned>(p.batch * p.ngroups), static_cast<unsigned>(threads),
-                              0, p.run.stream, p);
+    return launch_programmatic_dependent(mamba2_finish_kernel, static_cast<unsigned>(p.batch * p.ngroups),
+                                         static_cast<unsigned>(threads), 0, p.run.stream, p);
 }
 
 }  // namespace mamba

@@ -75,10 +75,10 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
     }
     const bool shares = layout.together && layout.parts.divisor > 1;
     if (shares && thread == 0) {
-        make_cluster_barrier(&all_sent);
+        mbarrier_init_cluster(&all_sent);
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
 
     // All loads first, so that one memory latency covers them: those that all else waits for, then the states.
     const auto channel_of_BC = [&](int n) {
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
             next_row += tile_rows;
             next_slot = ring.after(next_slot);
         }
-        end_copies();
+        cp_async_commit_group();
     };
     const auto load_BC = [&](int n) {
         const int64_t channel = channel_of_BC(n);
@@ -155,9 +155,9 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
     __syncthreads();
     if (shares) {
         if (thread == 0) {
-            expect_from_cluster(&all_sent, layout.parts.divisor * static_cast<uint32_t>(sizeof(float)));
+            mbarrier_arrive_expect_tx_cluster(&all_sent, layout.parts.divisor * static_cast<uint32_t>(sizeof(float)));
         }
-        arrive_at_cluster();  // the convolution's state of B and C was read
+        cluster_arrive_relaxed();  // the convolution's state of B and C was read
     }
 
     float B[Rows::kStates], C[Rows::kStates];
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
     for (int tile = 0; tile < tiles; ++tile) {
         float sums[kRows];
         if constexpr (kVector > 1) {
-            wait_for_copies<kStepDepth - 1>();
+            cp_async_wait_group<kStepDepth - 1>();
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
         __syncthreads();
     }
     if (shares) {
-        wait_for_cluster();
+        cluster_wait();
     }
     while (n < 2 * dstate) {
         store_conv_state(p, batch, channel_of_BC(n), window);
@@ -272,9 +272,9 @@ __global__ void __launch_bounds__(kStepThreads, 4) mamba2_step_kernel(const Para
     }
     if (shares) {
         if (thread < static_cast<int>(layout.parts.divisor)) {
-            send_to_cluster(shared.cluster_sums + part, &all_sent, static_cast<uint32_t>(thread), sum);
+            st_async_cluster(shared.cluster_sums + part, &all_sent, static_cast<uint32_t>(thread), sum);
         }
-        wait_for_sent(&all_sent);
+        mbarrier_wait_cluster(&all_sent);
         sum = 0.0f;
         for (uint32_t i = 0; i < layout.parts.divisor; ++i) {
             sum += shared.cluster_sums[i];

@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
         __trap();
         return;
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     constexpr int kRows = Tiles::kRows;
     constexpr int kStates = Tiles::kStates;
     constexpr int kInner = Tiles::kInner;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
                                                 launch.state_vectors);
         load_tile<T, kInner, kStates, kThreads>(shared.dstate, launch.at<const T>(w.dstates) + state_at, dstate, columns,
                                                 dstate, launch.state_vectors);
-        end_copies();
+        cp_async_commit_group();
         load_chunk_steps<kRows>(shared.steps[(item - first_item) % 2], p, launch.chunks, slot, head);
         if (item == first_item || p.angles_of_heads != 0) {
             const TurnSpeeds from = speeds_of(p, launch, chunk, head);
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
         const TurnSource<T> sources[2] = {q_source<T>(p, launch, chunk, head, group, shared.q),
                                           k_source<T>(p, launch, chunk, head, group, shared.k)};
         turn_tiles<T, Tiles, 2>(p, launch, chunk, slot, head, steps, sources, speeds, shared.turned, shared.turns);
-        wait_for_copies<0>();
+        cp_async_wait_group<0>();
         __syncthreads();
 
         // Pairs of rows.

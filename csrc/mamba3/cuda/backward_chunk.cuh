@@ -206,8 +206,8 @@ cudaError_t launch_mamba3(void (*kernel)(Parameters...), int64_t blocks, unsigne
     }
     const cudaError_t error = allow_shared(kernel, shared);
     return error != cudaSuccess ? error
-                                : launch_overlapping(kernel, Grid(blocks, beside), dim3(threads), static_cast<size_t>(shared),
-                                                     q.forward.run.stream, q, launch);
+                                : launch_programmatic_dependent(kernel, Grid(blocks, beside), dim3(threads),
+                                                                static_cast<size_t>(shared), q.forward.run.stream, q, launch);
 }
 
 }  // namespace mamba

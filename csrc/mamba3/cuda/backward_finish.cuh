@@ -15,8 +15,8 @@ constexpr int kMamba3CarryAnglesThreads = 64;  // few, for more blocks
 __global__ void __launch_bounds__(kMamba3FinishThreads)
     mamba3_before_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
     __shared__ float sums[kMamba3FinishThreads];
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
     const int64_t index = blockIdx.x, sequence_index = index / p.nheads, head = index % p.nheads;
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kMamba3FinishThreads)
 // run get from later chunks. In double: over a long sequence sums of floats lose what is small.
 __global__ void __launch_bounds__(kMamba3CarryAnglesThreads)
     mamba3_carry_angles_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
     const int64_t of_sequence = p.nheads * p.nangles, slots = launch.chunks.slots;
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(kMamba3FinishThreads, 4)
     __shared__ float lambdas[kMamba3MostSteps * kPitch], rests[kMamba3MostSteps * kPitch], dts[kMamba3MostSteps * kPitch];
     __shared__ __align__(16) float speeds[kMamba3MostSteps][32];  // of some angles
     __shared__ float carry[kMamba3FinishHeads][kPitch];
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
     const int64_t head_blocks = ceil_div(p.nheads, kMamba3FinishHeads);
@@ -306,8 +306,8 @@ __device__ __forceinline__ void sum_over_heads(float (&later)[kMamba3FinishSteps
 __global__ void __launch_bounds__(kMamba3FinishThreads)
     mamba3_finish_angles_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
     __shared__ __align__(16) float dts[kMamba3FinishHeads][kMamba3MostSteps];
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
     const bool of_heads = p.angles_of_heads != 0;

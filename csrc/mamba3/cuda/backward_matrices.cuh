@@ -11,8 +11,8 @@ constexpr int kMamba3MatricesThreads = 256;
 template <typename T>
 __global__ void __launch_bounds__(kMamba3MatricesThreads)
     mamba3_finish_matrices_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
     const bool is_k = blockIdx.y != 0;

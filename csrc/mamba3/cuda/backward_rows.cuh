@@ -58,8 +58,8 @@ __device__ __forceinline__ void load_kept_state(T* to, const T* tile) {
 #pragma unroll 4
         for (int i = threadIdx.x; i < Tiles::kInner * Tiles::kStates / 8; i += Tiles::kThreads) {
             const int row = i / (Tiles::kStates / 8), column = i % (Tiles::kStates / 8) * 8;
-            copy_async<16>(to + row * (Tiles::kStates + kTilePad) + column,
-                           tile + SwizzledTile<kMamba3StateRows>::at(row, column), true);
+            cp_async<16>(to + row * (Tiles::kStates + kTilePad) + column,
+                         tile + SwizzledTile<kMamba3StateRows>::at(row, column), true);
         }
     }
 }
@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
         __trap();
         return;
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     constexpr int kRows = Tiles::kRows;
     constexpr int kStates = Tiles::kStates;
     constexpr int kInner = Tiles::kInner;
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
                     load_tile<T, kInner, kStates, kThreads>(shared.state, state + row0 * dstate, dstate, headdim - row0, dstate,
                                                             launch.state_vectors);
                 }
-                end_copies();
+                cp_async_commit_group();
                 if (row0 == 0) {
                     load_chunk_steps<kRows>(shared.steps, p, launch.chunks, slot, head);
                     const TurnSource<T> sources[2] = {q_source<T>(p, launch, chunk, head, group, shared.q),
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
                     turn_tiles<T, Tiles, 2>(p, launch, chunk, slot, head, shared.steps, sources,
                                             speeds_of(p, launch, chunk, head), nullptr, shared.turns);
                 }
-                wait_for_copies<0>();
+                cp_async_wait_group<0>();
                 __syncthreads();
                 if (row0 == 0) {
                     find_weights<T, Tiles>(shared.q, shared.k, shared.steps, rank, shared.weights, warp, lane);

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
         __trap();
         return;
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     constexpr int kRows = Tiles::kRows;
     constexpr int kStates = Tiles::kStates;
     constexpr int kColumns = kStates / 2;  // of a warp
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
             } else {
                 load_x<T, kRows, kForwardRows, Tiles::kThreads>(p, launch, chunk, head, row0, shared.x[next]);
             }
-            end_copies();
+            cp_async_commit_group();
             load_chunk_steps<kRows>(shared.steps[next], p, launch.chunks, slot, head);
             const TurnSource<T> sources[1] = {kFromEnd ? q_source<T>(p, launch, chunk, head, group, shared.matrix[next])
                                                        : k_source<T>(p, launch, chunk, head, group, shared.matrix[next])};
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
             update_state<T, kColumns, kStates, kRows>(state, shared.x[now] + row, shared.matrix[now] + column,
                                                       kFromEnd ? steps.entering : steps.adding, steps.carry, lane);
         }
-        wait_for_copies<0>();
+        cp_async_wait_group<0>();
         __syncthreads();
     }
 

@@ -27,23 +27,23 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
         float G[4][4], R[4][4];
         set_to_zero(G);
         set_to_zero(R);
-        hold(G);
-        hold(R);
-        fence_products();
+        warpgroup_fence_operand(G);
+        warpgroup_fence_operand(R);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             const int at = k / 4 * kBlock + k % 4 * kColumns16;
-            begin_product<T, 0>(G, q + at, k_tile + columns + at);
+            wgmma<T, 0>(G, q + at, k_tile + columns + at);
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            begin_product<T, 0>(R, dy + k * kColumns16, x + columns + k * kColumns16);
+            wgmma<T, 0>(R, dy + k * kColumns16, x + columns + k * kColumns16);
         }
-        commit_products();
+        wgmma_commit_group();
         begin_copies();
-        wait_for_products<0>();
-        hold(G);
-        hold(R);
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(G);
+        warpgroup_fence_operand(R);
         const int s0 = 32 * part.half;
         if (s0 >= part.row + 16) {  // a step's rows lie within 16
             mix_nothing<T>(shared, item, part);
@@ -54,18 +54,18 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
             mix_rows<T>(shared, item, part, G, R, rank);
         }
     }
-    show_to_warpgroup();
+    fence_proxy_async();
     const uint64_t state = block_descriptor(tiles.state + part.half * kTileBlock);
     set_to_zero(dq);
-    hold(dq);
-    fence_products();
+    warpgroup_fence_operand(dq);
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        begin_product<T, 1>(dq, dy + k * kColumns16, state + k * kRows16);
+        wgmma<T, 1>(dq, dy + k * kColumns16, state + k * kRows16);
     }
-    commit_products();
-    wait_for_products<0>();
-    hold(dq);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    warpgroup_fence_operand(dq);
     float dot[2] = {0.0f, 0.0f};
     add_dots<T>(dot, dq, static_cast<const T*>(shared.q) + part.half * kTileBlock + part.of_lane);
     const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
@@ -78,15 +78,15 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
     __syncthreads();  // what is of pairs is complete
     const uint64_t slopes = block_descriptor(shared.slopes);
     const uint64_t k_block = block_descriptor(shared.k + part.half * kTileBlock);
-    hold(dq);
-    fence_products();
+    warpgroup_fence_operand(dq);
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        begin_product<T, 1>(dq, slopes + k * kColumns16, k_block + k * kRows16);
+        wgmma<T, 1>(dq, slopes + k * kColumns16, k_block + k * kRows16);
     }
-    commit_products();
-    wait_for_products<0>();
-    hold(dq);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    warpgroup_fence_operand(dq);
 }
 
 // H . dH', a share of each of the warps that have dk: of 16 rows and half of the columns the diagonal of H dH'^T.
@@ -103,8 +103,8 @@ __device__ __forceinline__ void add_state_products(Mamba3WarpgroupShared<T>& sha
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         Operand<T> a, b;
-        load_matrices(a.r[0], columns_on(H, k));
-        load_matrices(b.r[0], columns_on(dH, k));
+        ldmatrix_x4(a.r[0], columns_on(H, k));
+        ldmatrix_x4(b.r[0], columns_on(dH, k));
         multiply_add<T>(left, a, b, 0);
         multiply_add<T>(right, a, b, 1);
     }
@@ -128,26 +128,26 @@ __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Ma
                    dstate_block = block_descriptor(tiles.dstate + part.half * kTileBlock);
     const uint64_t k_tile = block_descriptor(shared.k);
     set_to_zero(dk);
-    hold(dk);
-    fence_products();
+    warpgroup_fence_operand(dk);
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        begin_product<T, 1>(dk, x + k * kColumns16, dstate_block + k * kRows16);
+        wgmma<T, 1>(dk, x + k * kColumns16, dstate_block + k * kRows16);
     }
-    commit_products();
+    wgmma_commit_group();
     set_to_zero(dx);
-    hold(dx);
-    fence_products();
+    warpgroup_fence_operand(dx);
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
         const int at = k / 4 * kBlock + k % 4 * kColumns16;
-        begin_product<T, 0>(dx, k_tile + at, dstate + part.half * 2 * kRows16 + at);
+        wgmma<T, 0>(dx, k_tile + at, dstate + part.half * 2 * kRows16 + at);
     }
-    commit_products();
+    wgmma_commit_group();
     begin_copies();
     add_state_products(shared, item, part);
-    wait_for_products<1>();
-    hold(dk);
+    wgmma_wait_group<1>();
+    warpgroup_fence_operand(dk);
     float dot[2] = {0.0f, 0.0f};
     add_dots<T>(dot, dk, static_cast<const T*>(shared.k) + part.half * kTileBlock + part.of_lane);
     const float adding[2] = {steps.adding[part.t[0]], steps.adding[part.t[1]]};
@@ -156,12 +156,12 @@ __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Ma
         shared.sums[item.number % 2].to_state[part.half][part.t[1]] = steps.leaving[part.t[1]] * dot[1];
     }
     scale_rows(dk, adding[0], adding[1]);
-    wait_for_products<0>();
-    hold(dx);
+    wgmma_wait_group<0>();
+    warpgroup_fence_operand(dx);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
         Operand<T> own;
-        load_matrices(own.r[0], columns_on(static_cast<const T*>(tiles.dy) + part.of_lane, 2 * part.half + k));
+        ldmatrix_x4(own.r[0], columns_on(static_cast<const T*>(tiles.dy) + part.of_lane, 2 * part.half + k));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 value = unpack2<T>(own.r[0][i]);
@@ -173,21 +173,21 @@ __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Ma
     __syncthreads();  // what is of pairs is complete
     const uint64_t slopes = block_descriptor(shared.slopes_transposed), weights = block_descriptor(shared.weights_transposed);
     const uint64_t q_block = block_descriptor(shared.q + part.half * kTileBlock);
-    hold(dk);
-    hold(dx);
-    fence_products();
+    warpgroup_fence_operand(dk);
+    warpgroup_fence_operand(dx);
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        begin_product<T, 1>(dk, slopes + k * kColumns16, q_block + k * kRows16);
+        wgmma<T, 1>(dk, slopes + k * kColumns16, q_block + k * kRows16);
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        begin_product<T, 1>(dx, weights + k * kColumns16, dy + part.half * 2 * kColumns16 + k * kRows16);
+        wgmma<T, 1>(dx, weights + k * kColumns16, dy + part.half * 2 * kColumns16 + k * kRows16);
     }
-    commit_products();
-    wait_for_products<0>();
-    hold(dk);
-    hold(dx);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    warpgroup_fence_operand(dk);
+    warpgroup_fence_operand(dx);
 }
 
 // The gradient of the final k, which is the last step's.
@@ -219,15 +219,15 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     using Tiles = Mamba3BackwardLayouts<__half>::Middle;
     MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_backward_warpgroup_shared);
     Shared& shared = *reinterpret_cast<Shared*>(mamba3_backward_warpgroup_shared);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const Mamba3Walk<T, kRank> walk(q, launch, shared);
     const MambaMamba3& p = q.forward;
     if (threadIdx.x == 0) {
         walk.find_places();
-        make_barrier(&shared.barriers[0]);
-        make_barrier(&shared.barriers[1]);
-        show_to_warpgroup();
+        mbarrier_init(&shared.barriers[0]);
+        mbarrier_init(&shared.barriers[1]);
+        fence_proxy_async();
     }
     __syncthreads();
     Mamba3Item item = walk.first;
@@ -247,15 +247,15 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
 
     walk.load_group();
     walk.begin_copies(item);
-    end_copies();
-    wait_for_copies<0>();
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
     __syncthreads();
     walk.prepare(item);
     __syncthreads();
     Mamba3WarpAngles<Shared::kWarpRows / kRank> angles;
     load_angles(angles, walk, 0, false);
     turn(walk, item, angles);
-    show_to_warpgroup();
+    fence_proxy_async();
     __syncthreads();
     Mamba3Item before = item;
     float sum[8][4];  // of dq or dk, over heads
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
             if (more) {
                 walk.begin_copies(item.next(walk.row_tiles()));
             }
-            end_copies();
+            cp_async_commit_group();
         };
         walk.wait_for_states(item);
         float d[8][4];
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
             float* const to = shared.bias_parts(item.number) + ((of_k ? 4 : 0) + part.warp) * kRank * Shared::kStates;
             sum_rows(walk, pairs, to + 64 * part.half, part.lane);
         }
-        wait_for_copies<0>();  // of the next item
+        cp_async_wait_group<0>();  // of the next item
         __syncthreads();
         load_angles(angles, walk, 0, walk.adds_angles(item));
         const Mamba3Item next = item.next(walk.row_tiles());
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
         if (!more) {
             break;
         }
-        show_to_warpgroup();
+        fence_proxy_async();
         __syncthreads();
         before = item;
         item = next;

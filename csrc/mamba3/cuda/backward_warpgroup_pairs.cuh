@@ -13,7 +13,7 @@ struct Mamba3Part {
     using Tile = SwizzledTile<kWarpgroupSteps>;
     int lane, warp, row, half;
     int t[2];     // rows of the lane's accumulators
-    int of_lane;  // place of its row for load_matrices
+    int of_lane;  // place of its row for ldmatrix_x4
     __device__ __forceinline__ explicit Mamba3Part(const Mamba3Stand& own)
         : lane(own.lane), warp(own.warp % 4), row(16 * (own.warp % 4)), half(own.warp / 4 % 2) {
         t[0] = row + lane / 4;
@@ -36,9 +36,9 @@ __device__ __forceinline__ void store_mixed(Mamba3WarpgroupShared<T>& shared, co
                                             const Operand<T>& slope, const Operand<T>& weight) {
     const int row = 32 * part.half + 16 * k + part.lane / 16 * 8 + part.lane % 8;
     const int transposed = SwizzledTile<kWarpgroupSteps>::at(row, part.row + part.lane / 8 % 2 * 8);
-    store_matrices(columns_on(shared.slopes + part.of_lane, 2 * part.half + k), slope.r[0]);
-    store_matrices_transposed(shared.slopes_transposed + transposed, slope.r[0]);
-    store_matrices_transposed(shared.weights_transposed + transposed, weight.r[0]);
+    stmatrix_x4(columns_on(shared.slopes + part.of_lane, 2 * part.half + k), slope.r[0]);
+    stmatrix_x4_trans(shared.slopes_transposed + transposed, slope.r[0]);
+    stmatrix_x4_trans(shared.weights_transposed + transposed, weight.r[0]);
 }
 
 // Pairs of a warp's rows t with 16 rows s of earlier steps (kEarlier), or with themselves.

@@ -141,8 +141,8 @@ __device__ __forceinline__ void turn_back(const Mamba3Walk<T, kRank>& walk, floa
     for (int k = 0; k < 4; ++k) {
         if (kTurns) {
             uint32_t values[4], turns[4];
-            load_matrices(values, columns_on(tile_at, k));
-            load_matrices(turns, columns_on(turned_at, k));
+            ldmatrix_x4(values, columns_on(tile_at, k));
+            ldmatrix_x4(turns, columns_on(turned_at, k));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float& x = d[2 * k + i / 2][i % 2 * 2];

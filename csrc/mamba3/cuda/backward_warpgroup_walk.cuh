@@ -237,31 +237,31 @@ struct Mamba3Walk {
             constexpr int kSize = Shared::kInner * Shared::kStates, kBytes = kSize * static_cast<int>(sizeof(T));
             const int64_t index = static_cast<int64_t>(item.slot * row_tiles() + item.tile) * kSize;
             uint64_t* const barrier = &shared.barriers[item.number % 2];
-            expect_copies(barrier, 2 * kBytes);
-            copy_bulk(to.state, from.states + index, kBytes, barrier);
-            copy_bulk(to.dstate, from.dstates + index, kBytes, barrier);
+            mbarrier_arrive_expect_tx(barrier, 2 * kBytes);
+            cp_async_bulk_load(to.state, from.states + index, kBytes, barrier);
+            cp_async_bulk_load(to.dstate, from.dstates + index, kBytes, barrier);
         }
-        copy_async<16>(to.dy + at, from.dy + own_row * from.dy_stride + (item.slot * static_cast<int>(p.headdim) + own_column),
-                       exists);
+        cp_async<16>(to.dy + at, from.dy + own_row * from.dy_stride + (item.slot * static_cast<int>(p.headdim) + own_column),
+                     exists);
         if (plain_x()) {
-            copy_async<16>(to.x + at, from.v + own_row * p.v_len_stride + (item.slot * p.v_head_stride + own_column), exists);
+            cp_async<16>(to.x + at, from.v + own_row * p.v_len_stride + (item.slot * p.v_head_stride + own_column), exists);
         }
         if (kRanks) {
             begin_projection_copies(item);
         }
         const int pitch = static_cast<int>(launch.chunks.pitch), arrays = static_cast<int>(launch.chunks.arrays);
         if (4 * thread < kMamba3BackwardArrays * pitch) {
-            copy_async<16>(shared.values[item.number % 2] + 4 * thread,
-                           from.values + static_cast<int64_t>(item.slot) * (arrays * pitch) + 4 * thread, true);
+            cp_async<16>(shared.values[item.number % 2] + 4 * thread,
+                         from.values + static_cast<int64_t>(item.slot) * (arrays * pitch) + 4 * thread, true);
         }
         const uint32_t* const turns = from.turns + item.slot * angles();
         const uint32_t* const part_turns = from.part_turns + item.slot * angles() + own.warp * from.part_turns_stride;
 #pragma unroll 1
         for (int angle = own.lane; angle - own.lane < angles(); angle += 32) {
             const int from_angle = angle < angles() ? angle : 0;
-            copy_async<4>(&shared.part_turns[own.warp][angle], part_turns + from_angle, angle < angles());
+            cp_async<4>(&shared.part_turns[own.warp][angle], part_turns + from_angle, angle < angles());
             if (own.warp == 0) {
-                copy_async<4>(&shared.turns[angle], turns + from_angle, angle < angles());
+                cp_async<4>(&shared.turns[angle], turns + from_angle, angle < angles());
             }
         }
 #pragma unroll(kRank)
@@ -269,12 +269,12 @@ struct Mamba3Walk {
             const int column_of_bias = place % Shared::kStates, r = place / Shared::kStates & (kRank - 1);
             const bool has = column_of_bias < dstate(), of_q = place / Shared::kStates < kRank;
             const float* const bias = (of_q ? from.q_bias : from.k_bias) + (item.slot * kRank + r) * dstate();
-            copy_async<4>(&shared.bias[of_q ? 0 : 1][r][column_of_bias],
-                          bias + (has ? element_of_column(p, column_of_bias) : 0), has);
+            cp_async<4>(&shared.bias[of_q ? 0 : 1][r][column_of_bias], bias + (has ? element_of_column(p, column_of_bias) : 0),
+                        has);
         }
     }
     __device__ __forceinline__ void wait_for_states(const Mamba3Item& item) const {
-        wait_for_round(&shared.barriers[item.number % 2], static_cast<uint32_t>(item.number / 2 % 2));
+        mbarrier_wait_parity(&shared.barriers[item.number % 2], static_cast<uint32_t>(item.number / 2 % 2));
     }
 
     // v of an item, from the chunk's first step and the item's first column on, and mimo_v. With several ranks (kRanks) a chunk
@@ -316,14 +316,14 @@ struct Mamba3Walk {
             const bool exists = row < shared.places.steps && column < columns(item);
             const T* const from = shared.places.v + item.slot * p.v_head_stride + item.row0();
             if (row < kRows >> kRankLog2) {
-                copy_async<16>(copied_v(item) + row * Shared::kInner + column,
-                               exists ? from + row * p.v_len_stride + column : from, exists);
+                cp_async<16>(copied_v(item) + row * Shared::kInner + column,
+                             exists ? from + row * p.v_len_stride + column : from, exists);
             }
         } else if (p.mimo_v != nullptr && other < kRank * (Shared::kInner / 4)) {
             const int r = other / 16, column = other % 16 * 4;
             const bool exists = column < columns(item);
             const float* const from = projection_of(item);
-            copy_async<16>(copied_projection(item) + 4 * other, exists ? from + r * p.headdim + column : from, exists);
+            cp_async<16>(copied_projection(item) + 4 * other, exists ? from + r * p.headdim + column : from, exists);
         }
     }
 

@@ -12,8 +12,8 @@ constexpr int kMamba3CarryThreads = 128;
 __global__ void __launch_bounds__(kMamba3CarryThreads)
     mamba3_carry_turns_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
     __shared__ uint32_t last_turns[MAMBA_MAX_DSTATE / 2];
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const int64_t index = blockIdx.x;  // of the sequence and head
     const int64_t head = index % p.nheads;
     const int64_t sequence_index = index / p.nheads;

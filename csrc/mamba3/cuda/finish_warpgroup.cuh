@@ -61,11 +61,11 @@ struct Mamba3Finisher {
             for (int i = 0; i < 16; i += 4) {
                 if (kOneRank || i < 16 >> ranks_log2) {
                     from = opaque(from);
-                    copy_async<16>(piece_on(i), from, row < left - i);
+                    cp_async<16>(piece_on(i), from, row < left - i);
                     from += 4 * z_stride;
                 }
             }
-            end_copies();
+            cp_async_commit_group();
         }
     }
 
@@ -106,7 +106,7 @@ struct Mamba3Finisher {
     }
 };
 
-// y: the warp's rows. x: the address in x's tile for load_matrices. One row a step, without weights or norm. kGated: there is
+// y: the warp's rows. x: the address in x's tile for ldmatrix_x4. One row a step, without weights or norm. kGated: there is
 // z; a branch at each element would keep their special functions apart.
 template <bool kGated, typename T, bool kOneRank>
 __device__ __forceinline__ void finish_plain_rows(const Mamba3Finisher<T, kOneRank>& finisher, float (&y)[8][4], const T* x,
@@ -114,9 +114,9 @@ __device__ __forceinline__ void finish_plain_rows(const Mamba3Finisher<T, kOneRa
     T* const at = finisher.own + Mamba3XTile::at(lane % 16, lane / 16 * 8);
     Operand<T> inputs[2], gates[2];  // of these columns and of the next ones
     const auto load = [&](int k) {
-        load_matrices(inputs[k % 2].r[0], columns_on(x, k));
+        ldmatrix_x4(inputs[k % 2].r[0], columns_on(x, k));
         if (kGated) {
-            load_matrices(gates[k % 2].r[0], columns_on(at, k));
+            ldmatrix_x4(gates[k % 2].r[0], columns_on(at, k));
         }
     };
     load(0);
@@ -139,7 +139,7 @@ __device__ __forceinline__ void finish_plain_rows(const Mamba3Finisher<T, kOneRa
             }
             set_pair<T>(results, i, first, second);
         }
-        store_matrices(columns_on(at, k), results.r[0]);
+        stmatrix_x4(columns_on(at, k), results.r[0]);
     }
 }
 
@@ -162,8 +162,8 @@ __device__ __forceinline__ void finish_four_ranks(const Mamba3Finisher<T, kOneRa
 #pragma unroll
     for (int k = 0; k < kColumns / 16; ++k) {
         Operand<T> inputs, gates;
-        load_matrices(inputs.r[0], columns_on(x, k));
-        load_matrices(gates.r[0], columns_on(z, k));
+        ldmatrix_x4(inputs.r[0], columns_on(x, k));
+        ldmatrix_x4(gates.r[0], columns_on(z, k));
         float values[2][4];
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
@@ -214,7 +214,7 @@ __device__ __forceinline__ void finish_rows(const MambaMamba3& p, const Mamba3Fi
 #pragma unroll
     for (int k = 0; k < kColumns / 16; ++k) {
         Operand<T> inputs;
-        load_matrices(inputs.r[0], columns_on(x, k));
+        ldmatrix_x4(inputs.r[0], columns_on(x, k));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float(&sum)[4] = y[2 * k + i / 2];
@@ -246,7 +246,7 @@ __device__ __forceinline__ void finish_rows(const MambaMamba3& p, const Mamba3Fi
     for (int k = 0; k < kColumns / 16; ++k) {
         Operand<T> gates;
         if (finisher.has_z) {
-            load_matrices(gates.r[0], columns_on(z, k));
+            ldmatrix_x4(gates.r[0], columns_on(z, k));
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ void finish_rows(const MambaMamba3& p, const Mamba3Fi
         if (!finisher.reduces || log2 == 0) {
             Operand<T> results;
             a_from_accumulators<T>(results, y[2 * k], y[2 * k + 1]);
-            store_matrices(columns_on(at, k), results.r[0]);
+            stmatrix_x4(columns_on(at, k), results.r[0]);
             continue;
         }
         // A step's rows are neighbours: lanes that exchange what they have add up a column or two each.

@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kMamba3Threads, mamba3_forward_blocks<Layout>(
             load_tile<T, kRows, kMamba3StateRows, kMamba3Threads>(v_tile, v, p.v_len_stride, steps, columns,
                                                                   launch.v_vectors != 0);
         }
-        end_copies();
+        cp_async_commit_group();
         row_loads.store(values, rank_rows);
         __syncthreads();
 
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kMamba3Threads, mamba3_forward_blocks<Layout>(
         } else {
             sum_turns<T, kStates, kMamba3Elements, 1>(turn_sums, turning, warp, lane);
         }
-        wait_for_copies<0>();
+        cp_async_wait_group<0>();
         __syncthreads();
         if (words && turning.pairwise) {
             turn_rows<T, kStates, kMamba3Neighbours, kResults, 4>(q_tile, k_tile, turn_sums, turning, q_bias, k_bias, ranks,
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kMamba3CarryStateThreads)
     const int64_t size = p.headdim * p.dstate;
     const int64_t rows = p.sequences * p.nheads;
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kMamba3CarryStateThreads + threadIdx.x;
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
     if (index >= rows * size) {
         return;
     }

@@ -53,11 +53,11 @@ __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Ma
                 shared + (Tiles::kVAt + stage * Tiles::kSteps) + place_of_rank_piece(step, piece) * static_cast<int>(sizeof(T));
             const T* const v_from = v + (step * static_cast<int>(p.v_len_stride) + 8 * piece);
             const T* const z_from = z + (step * static_cast<int>(p.z_len_stride) + 8 * piece);
-            copy_async<16>(to, exists ? v_from : v, exists);
-            copy_async<16>(to + (Tiles::kZAt - Tiles::kVAt), exists ? z_from : z, exists);
+            cp_async<16>(to, exists ? v_from : v, exists);
+            cp_async<16>(to + (Tiles::kZAt - Tiles::kVAt), exists ? z_from : z, exists);
             if constexpr (kBack) {
                 const T* const dout_from = dout + (step * static_cast<int>(launch.backward.dout_len_stride) + 8 * piece);
-                copy_async<16>(to + (Tiles::kDoutAt - Tiles::kVAt), exists ? dout_from : dout, exists);
+                cp_async<16>(to + (Tiles::kDoutAt - Tiles::kVAt), exists ? dout_from : dout, exists);
             }
             if (own < 32) {
                 const int at = own / kMamba3RankSteps * kHalf * kMamba3RankSteps + own % kMamba3RankSteps;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Ma
                 const float* const from = values + at;
 #pragma unroll
                 for (int j = 0; j < kHalf; ++j) {
-                    copy_async_4_bytes(own_values + j * kMamba3RankSteps, from + j * kMamba3RankSteps);
+                    cp_async_4(own_values + j * kMamba3RankSteps, from + j * kMamba3RankSteps);
                 }
             }
         });
@@ -83,7 +83,7 @@ __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Ma
             const float scale = own[0], leaving = own[2 * kMamba3RankSteps];
             own[2 * kMamba3RankSteps] = leaving != 0.0f ? leaving * scale : 0.0f;  // a NaN stays there
         }
-        show_to_warpgroup();
+        fence_proxy_async();
         __syncthreads();  // the chunk's tiles are there, those of the one before are free
     }
 }
@@ -110,14 +110,14 @@ __global__ void __launch_bounds__(kMamba3RanksThreads, 2)
         weights[kMamba3RankZ * 4 * kMamba3StateRows + i] = kBack ? gate : gate * -kLog2e;
         weights[kMamba3RankOut * 4 * kMamba3StateRows + i] = kBack ? weight(p.mimo_out) : gate * weight(p.mimo_out);
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     __syncthreads();
     if (thread < kMamba3Threads) {
-        take_registers<kMamba3RanksMultiplyRegisters>();
+        setmaxnreg_inc<kMamba3RanksMultiplyRegisters>();
         multiply_mamba3_ranks<T, kBack>(p, launch, block, mamba3_ranks_shared);
     } else {
-        give_registers<kMamba3RanksTurnRegisters>();
+        setmaxnreg_dec<kMamba3RanksTurnRegisters>();
         make_mamba3_ranks<T, kBack>(p, launch, block, mamba3_ranks_shared, thread - kMamba3Threads);
     }
 #else
@@ -137,8 +137,8 @@ cudaError_t launch_mamba3_ranks(const MambaMamba3& p, Mamba3WarpgroupLaunch laun
     }
     launch.segments = segments;
     const int64_t blocks = ceil_div(p.headdim, kMamba3StateRows) * launch.group_heads * p.ngroups * segments * p.sequences;
-    return launch_overlapping(kernel, static_cast<unsigned>(blocks), kMamba3RanksThreads, static_cast<size_t>(kShared),
-                              p.run.stream, p, launch);
+    return launch_programmatic_dependent(kernel, static_cast<unsigned>(blocks), kMamba3RanksThreads,
+                                         static_cast<size_t>(kShared), p.run.stream, p, launch);
 }
 
 }  // namespace mamba

@@ -199,7 +199,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
                                     lane);
     }
     T* const state_tile = tiles + Tiles::kStateAt;
-    // Of store_matrices and load_matrices. Found again each time: it would be spilled.
+    // Of stmatrix_x4 and ldmatrix_x4. Found again each time: it would be spilled.
     const auto own_rows = [&] {
         const int own = opaque(lane) & 31;
         return Mamba3XTile::at(row + own % 16, own / 16 * 8);
@@ -210,9 +210,9 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
         for (int k = 0; k < kStates / 16; ++k) {
             Operand<T> part;
             a_from_accumulators<T>(part, state[2 * k], state[2 * k + 1]);
-            store_matrices(columns_on(state_at, k), part.r[0]);
+            stmatrix_x4(columns_on(state_at, k), part.r[0]);
         }
-        show_to_warpgroup();
+        fence_proxy_async();
     };
     if constexpr (kPass != kMamba3Ends) {
         show_state();
@@ -231,7 +231,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
         __syncthreads();  // the chunk's tiles are there
         if constexpr (kKeeps) {
             if (threadIdx.x == 0) {
-                store_bulk(kept, state_tile, kMamba3StateRows * kStates * static_cast<int>(sizeof(T)));
+                cp_async_bulk_store(kept, state_tile, kMamba3StateRows * kStates * static_cast<int>(sizeof(T)));
             }
             kept += (kFromEnd ? -1 : 1) * block.tiles * (kMamba3StateRows * kStates);
         }
@@ -249,7 +249,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
             const T* const from = x_tile + Mamba3XTile::at(own / 16 * 8 + own % 8, row + own / 8 % 2 * 8);
 #pragma unroll
             for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
-                load_matrices_transposed(weighted[k].r[0], from + 16 * k * kMamba3StateRows);
+                ldmatrix_x4_trans(weighted[k].r[0], from + 16 * k * kMamba3StateRows);
                 weight_a<T>(weighted[k], now.of[kMamba3Adding] + 16 * k, own);
             }
         };
@@ -258,37 +258,37 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
             const uint64_t H = tile_descriptor(state_tile, kBlock * 16);
             float products[8][4];
             clear(products);
-            hold(products);
-            fence_products();
+            warpgroup_fence_operand(products);
+            wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kStates / 16; ++k) {  // q_t . k_s
                 const int at = k / 4 * kBlock + k % 4 * kColumns16;
-                begin_product<T, 0>(products, q_rows + at, k_rows + at);
+                wgmma<T, 0>(products, q_rows + at, k_rows + at);
             }
-            commit_products();
+            wgmma_commit_group();
             finisher.begin_z_copies();
             if constexpr (kPass == kMamba3GateBack) {
                 gate_back.begin_copies(launch.backward, finisher, lane);
             }
             if constexpr (kOneRank) {
                 const Mamba3PairCounts counts(now, near + i % 2 * kMamba3ChunkRows, warp, opaque(lane) & 31);
-                wait_for_products<0>();
-                hold(products);
+                wgmma_wait_group<0>();
+                warpgroup_fence_operand(products);
                 counts.mix(M, products, warp);
             } else {
-                wait_for_products<0>();
-                hold(products);
+                wgmma_wait_group<0>();
+                warpgroup_fence_operand(products);
                 mix_mamba3_rows<T>(M, products, now, launch.ranks_log2, warp, lane);
             }
             clear(y);
-            hold(y);
-            fence_products();
+            warpgroup_fence_operand(y);
+            wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kStates / 16; ++k) {  // H q_t
                 const int at = k / 4 * kBlock + k % 4 * kColumns16;
-                begin_product<T, 0>(y, q_rows + at, H + at);
+                wgmma<T, 0>(y, q_rows + at, H + at);
             }
-            commit_products();
+            wgmma_commit_group();
             if constexpr (kOneRank) {
                 __syncwarp();  // or what follows is begun between the products
             }
@@ -299,31 +299,31 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
         scale_rows(state, carry, carry);
         if constexpr (kRows) {
             const float above = now.of[kMamba3Entering][row + lane / 4], below = now.of[kMamba3Entering][row + lane / 4 + 8];
-            wait_for_products<0>();
-            hold(y);
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(y);
             scale_rows(y, above, below);
-            hold(y);
-            hold(M);
-            fence_products();
+            warpgroup_fence_operand(y);
+            warpgroup_fence_operand(M);
+            wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {  // M x
-                begin_product<T, 1>(y, M[k].r[0], x + k * kRows16);
+                wgmma<T, 1>(y, M[k].r[0], x + k * kRows16);
             }
-            commit_products();
+            wgmma_commit_group();
         }
-        hold(state);
-        hold(weighted);
-        fence_products();
+        warpgroup_fence_operand(state);
+        warpgroup_fence_operand(weighted);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {  // H' = carry H + x^T k
-            begin_product<T, 1>(state, weighted[k].r[0], k_rows + k * kRows16);
+            wgmma<T, 1>(state, weighted[k].r[0], k_rows + k * kRows16);
         }
-        commit_products();
+        wgmma_commit_group();
         if constexpr (kRows) {
-            wait_for_products<1>();
-            hold(y);
-            hold(M);
-            wait_for_copies<0>();
+            wgmma_wait_group<1>();
+            warpgroup_fence_operand(y);
+            warpgroup_fence_operand(M);
+            cp_async_wait_group<0>();
             __syncwarp();
             const T* const own_x = x_tile + own_rows();
             if constexpr (kPass == kMamba3GateBack) {
@@ -343,14 +343,14 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
             }
             finisher.next_chunk();
         }
-        wait_for_products<0>();
-        hold(state);
-        hold(weighted);
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(state);
+        warpgroup_fence_operand(weighted);
         if constexpr (kPass != kMamba3Ends) {
             if (kKeeps && threadIdx.x == 0) {
-                wait_for_stores_to_read();
+                cp_async_bulk_wait_group_read();
             }
-            meet_warpgroup();  // all have read the state before the chunk
+            warpgroup_barrier_sync();  // all have read the state before the chunk
             show_state();
         }
     }
@@ -413,15 +413,15 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
         }
         weights[row * kMamba3WeightPitch + (of_v ? place_of_mimo_v(column) : column)] = weight;
     }
-    show_to_warpgroup();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    fence_proxy_async();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     __syncthreads();
     if (thread < kMamba3Threads) {
-        take_registers<kMamba3MultiplyRegisters<kPairwise>>();
+        setmaxnreg_inc<kMamba3MultiplyRegisters<kPairwise>>();
         multiply_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, weights);
     } else {
-        give_registers<kMamba3TurnRegisters<kPairwise>>();
+        setmaxnreg_dec<kMamba3TurnRegisters<kPairwise>>();
         make_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, biases,
                                                         weights + mimo_v_row * kMamba3WeightPitch,
                                                         mamba3_warpgroup_shared + launch.steps_at, thread - kMamba3Threads);
@@ -447,8 +447,8 @@ cudaError_t launch_mamba3_warpgroups(const MambaMamba3& p, Mamba3WarpgroupLaunch
     }
     launch.segments = segments;
     const int64_t blocks = ceil_div(p.headdim, kMamba3StateRows) * launch.group_heads * p.ngroups * segments * p.sequences;
-    return launch_overlapping(kernel, static_cast<unsigned>(blocks), kMamba3WarpgroupThreads, static_cast<size_t>(shared),
-                              p.run.stream, p, launch);
+    return launch_programmatic_dependent(kernel, static_cast<unsigned>(blocks), kMamba3WarpgroupThreads,
+                                         static_cast<size_t>(shared), p.run.stream, p, launch);
 }
 
 }  // namespace mamba

@@ -38,11 +38,11 @@ struct Mamba3RanksGateBack {
 
     template <typename Finisher>
     __device__ __forceinline__ void begin_copies(const Mamba3WarpgroupBackward&, const Finisher& finisher, int) const {
-        copy_async<16>(finisher.piece_on(4), dout, finisher.row < finisher.left);
-        end_copies();
+        cp_async<16>(finisher.piece_on(4), dout, finisher.row < finisher.left);
+        cp_async_commit_group();
     }
 
-    // y: the warp's rows. x: the address in x's tile for load_matrices. finisher: of the output, whose z has come. weights: as
+    // y: the warp's rows. x: the address in x's tile for ldmatrix_x4. finisher: of the output, whose z has come. weights: as
     // in finish_rows.
     template <typename Finisher>
     __device__ __forceinline__ void finish(const MambaMamba3& p, const Mamba3WarpgroupBackward& to, const Finisher& finisher,
@@ -56,9 +56,9 @@ struct Mamba3RanksGateBack {
 #pragma unroll
         for (int k = 0; k < kParts; ++k) {
             Operand<T> inputs, gates, gradients, results;
-            load_matrices(inputs.r[0], columns_on(x, k));
-            load_matrices(gates.r[0], columns_on(z, k));
-            load_matrices(gradients.r[0], columns_on(given, k));
+            ldmatrix_x4(inputs.r[0], columns_on(x, k));
+            ldmatrix_x4(gates.r[0], columns_on(z, k));
+            ldmatrix_x4(gradients.r[0], columns_on(given, k));
             float dgate[2][4];  // of a step, four columns
 #pragma unroll
             for (int block = 0; block < 2; ++block) {
@@ -99,7 +99,7 @@ struct Mamba3RanksGateBack {
                 dz_sums[k][half] = exchange_and_add(one, other, bits[1], 8);
             }
             __syncwarp();  // all have read these columns
-            store_matrices(columns_on(at, k), results.r[0]);
+            stmatrix_x4(columns_on(at, k), results.r[0]);
         }
         __syncwarp();
         finisher.store_pieces(dy, to.dy_stride, kRanks * finisher.left);
@@ -131,7 +131,7 @@ struct Mamba3RanksGateBack {
         constexpr int kEach = 4 * kParts, kWarps = kMamba3Threads / 32;
         static_assert(kEach == 4 * kWarps, "a warp adds up four of them");
         float* const own = sums + warp * (kEach * 32) + lane;
-        meet_warpgroup();  // the tiles have been read
+        warpgroup_barrier_sync();  // the tiles have been read
 #pragma unroll
         for (int k = 0; k < kParts; ++k) {
 #pragma unroll
@@ -140,7 +140,7 @@ struct Mamba3RanksGateBack {
                 own[(2 * k + i + kEach / 2) * 32] = dmimo_out[k][i];
             }
         }
-        meet_warpgroup();
+        warpgroup_barrier_sync();
         const int64_t first = ((block.sequence * p.nheads + block.head) * kRanks + lane / 4 % kRanks) * p.headdim + block.row0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

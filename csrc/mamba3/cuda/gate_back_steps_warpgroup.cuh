@@ -27,7 +27,7 @@ struct Mamba3StepsGateBack {
         sums[0][0] = sums[0][1] = sums[1][0] = sums[1][1] = 0.0f;
     }
 
-    // y: of the warp's columns, all ranks of each step. The words: of v, z and the gradient of out, as load_matrices_transposed
+    // y: of the warp's columns, all ranks of each step. The words: of v, z and the gradient of out, as ldmatrix_x4_trans
     // gives them. staged: the warp's parts of their places. weights: of the lane's first column. columns: of headdim, from the
     // warp's first one on.
     __device__ __forceinline__ void finish(const Mamba3WarpgroupBackward& to, const float (&y)[8][4],
@@ -97,7 +97,7 @@ struct Mamba3StepsGateBack {
         __syncwarp();  // all have read the inputs
 #pragma unroll
         for (int k = 0; k < 3; ++k) {
-            store_matrices_transposed(staged[k] + own * 8, results[k]);
+            stmatrix_x4_trans(staged[k] + own * 8, results[k]);
         }
         __syncwarp();
 #pragma unroll
@@ -110,8 +110,8 @@ struct Mamba3StepsGateBack {
             dz_words[n] = pack2<T>(dz_sums[n].x, dz_sums[n].y);
         }
         __syncwarp();
-        store_matrices_transposed(staged[0] + own * 8, results[3]);
-        store_matrices_transposed(staged[1] + own * 8, dz_words);
+        stmatrix_x4_trans(staged[0] + own * 8, results[3]);
+        stmatrix_x4_trans(staged[1] + own * 8, dz_words);
         __syncwarp();
         store(dy_at + 3 * to.dy_stride, 0);
         store(dz + (step * to.dz_step_stride + column), 1);

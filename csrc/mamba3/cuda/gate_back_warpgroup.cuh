@@ -17,11 +17,11 @@ __device__ __forceinline__ void store_sum_of_D(const Mamba3WarpgroupLaunch& laun
     for (int distance = 1; distance < 32; distance *= 2) {
         sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
-    meet_warpgroup();  // the tiles have been read
+    warpgroup_barrier_sync();  // the tiles have been read
     if (lane == 0) {
         sums[warp] = sum;
     }
-    meet_warpgroup();
+    warpgroup_barrier_sync();
     if (warp == 0 && lane == 0) {
         launch.backward.dD[(block.sequence * block.row_tiles + block.row_tile) * nheads + block.head] =
             (sums[0] + sums[1]) + (sums[2] + sums[3]);
@@ -73,7 +73,7 @@ struct Mamba3GateBack {
         }
     }
 
-    // y: the warp's rows. x: the address in x's tile for load_matrices. finisher: of the output, whose z has come.
+    // y: the warp's rows. x: the address in x's tile for ldmatrix_x4. finisher: of the output, whose z has come.
     template <typename Finisher>
     __device__ __forceinline__ void finish(const MambaMamba3& p, const Mamba3WarpgroupBackward& to, const Finisher& finisher,
                                            const float (&y)[8][4], const T* x, const float*, int lane) {
@@ -88,8 +88,8 @@ struct Mamba3GateBack {
                 load_gradients(gradients[(k + 1) % 2], from, k + 1, to.dout_len_stride, finisher, lane);
             }
             Operand<T> inputs, gates, results;
-            load_matrices(inputs.r[0], columns_on(x, k));
-            load_matrices(gates.r[0], columns_on(at, k));
+            ldmatrix_x4(inputs.r[0], columns_on(x, k));
+            ldmatrix_x4(gates.r[0], columns_on(at, k));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float(&sum)[4] = y[2 * k + i / 2];
@@ -108,14 +108,14 @@ struct Mamba3GateBack {
                 set_pair<T>(results, i, dgate.x, dgate.y);
                 set_pair<T>(dys[k], i, drow.x, drow.y);
             }
-            store_matrices(columns_on(at, k), results.r[0]);
+            stmatrix_x4(columns_on(at, k), results.r[0]);
         }
         __syncwarp();
         finisher.store_pieces(dz, to.dz_step_stride, finisher.left);
         __syncwarp();
 #pragma unroll
         for (int k = 0; k < kMamba3StateRows / 16; ++k) {
-            store_matrices(columns_on(at, k), dys[k].r[0]);
+            stmatrix_x4(columns_on(at, k), dys[k].r[0]);
         }
         __syncwarp();
         finisher.store_pieces(dy, to.dy_stride, finisher.left);

@@ -34,8 +34,9 @@ cudaError_t launch_mamba3_carry_states(const MambaMamba3& p, int64_t segments, f
         return cudaSuccess;
     }
     const int64_t states = p.sequences * p.nheads * p.headdim * p.dstate;
-    return launch_overlapping(mamba3_carry_states_kernel<T>, static_cast<unsigned>(ceil_div(states, kMamba3CarryStateThreads)),
-                              kMamba3CarryStateThreads, 0, p.run.stream, p, segments, ends, decays);
+    return launch_programmatic_dependent(mamba3_carry_states_kernel<T>,
+                                         static_cast<unsigned>(ceil_div(states, kMamba3CarryStateThreads)),
+                                         kMamba3CarryStateThreads, 0, p.run.stream, p, segments, ends, decays);
 }
 
 template <typename T, class Layout>

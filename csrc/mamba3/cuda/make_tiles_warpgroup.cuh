@@ -70,10 +70,10 @@ struct Mamba3XCopies {
             const bool valid = exists && own < left;
             if constexpr (kOneRank) {
                 from = opaque(from);
-                copy_async<16>(tile + Mamba3XTile::at(row, column) + i * 64, from, valid);
+                cp_async<16>(tile + Mamba3XTile::at(row, column) + i * 64, from, valid);
                 from += kTogether * stride;
             } else if (own < steps) {
-                copy_async<16>(tile + Mamba3XTile::at(own << rows_log2(), column), valid ? from + own * stride : from, valid);
+                cp_async<16>(tile + Mamba3XTile::at(own << rows_log2(), column), valid ? from + own * stride : from, valid);
             }
         }
         if (kFromEnd) {
@@ -139,12 +139,12 @@ __device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const M
             const float* const from = chunk_values + opaque(own_value);
 #pragma unroll
             for (int j = 0; j < kHalf; ++j) {
-                copy_async_4_bytes(own + j * kMamba3ChunkRows, from + j * pitch);
+                cp_async_4(own + j * kMamba3ChunkRows, from + j * pitch);
             }
         });
         chunk_values += Block::kDirection * launch.values_step;
         if constexpr (!Turner::kAwaitsCopies) {  // else only those of the next chunk's rows are on their way
-            wait_for_copies<0>();
+            cp_async_wait_group<0>();
         }
         const float first = own[0], second = own[kMamba3ChunkRows], third = own[2 * kMamba3ChunkRows];
         static_assert(kMamba3High == 0 && kMamba3Low == 1, "one thread has them");
@@ -160,7 +160,7 @@ __device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const M
             own[2 * kMamba3ChunkRows] = kFromEnd ? second : third != 0.0f ? third * first : 0.0f;
         }
         x.finish(x_tile);
-        show_to_warpgroup();
+        fence_proxy_async();
         __syncthreads();  // the chunk's tiles are there, those of the one before are free
     }
 }

@@ -107,18 +107,18 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
         const uint64_t k_rows = tile_descriptor(q_tile + Tiles::kTile, kBlock * 16);
         float products[8][4], y[8][4];
         clear_sums(products);
-        hold(products);
-        fence_products();
+        warpgroup_fence_operand(products);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kStates / 16; ++k) {  // k_s . q_t: a warp's rows s are a rank's
             const int at = k / 4 * kBlock + k % 4 * kColumns16;
-            begin_product<T, 0>(products, k_rows + at, q_rows + at);
+            wgmma<T, 0>(products, k_rows + at, q_rows + at);
         }
-        commit_products();
+        wgmma_commit_group();
         float counts[2][2][2];
         find_step_counts(counts, now, own);
-        wait_for_products<0>();
-        hold(products);
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(products);
         T* const mixed_at = mixed_tile + Mamba3XTile::at(row + own % 16, own / 16 * 8);
 #pragma unroll
         for (int k = 0; k < kRanks; ++k) {  // of q
@@ -134,9 +134,9 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
                                 own_products[2 * half + 1] * counts[half][c][1]);
                 }
             }
-            store_matrices(columns_on(mixed_at, k), mixed.r[0]);
+            stmatrix_x4(columns_on(mixed_at, k), mixed.r[0]);
         }
-        show_to_warpgroup();
+        fence_proxy_async();
 
         Operand<T> H[kStates / 16];
 #pragma unroll
@@ -144,14 +144,14 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
             a_from_accumulators<T>(H[k], state[2 * k], state[2 * k + 1]);
         }
         clear_sums(y);
-        hold(y);
-        hold(H);
-        fence_products();
+        warpgroup_fence_operand(y);
+        warpgroup_fence_operand(H);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kStates / 16; ++k) {  // H q_t
-            begin_product<T, 0>(y, H[k].r[0], q_rows + (k / 4 * kBlock + k % 4 * kColumns16));
+            wgmma<T, 0>(y, H[k].r[0], q_rows + (k / 4 * kBlock + k % 4 * kColumns16));
         }
-        commit_products();
+        wgmma_commit_group();
         const float carry = now.of[kMamba3Entering][kMamba3RankSteps - 1];
         scale_rows(state, carry, carry);
         const int matrix = own / 8;
@@ -159,7 +159,7 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
             shared + (Tiles::kVAt + stage * Tiles::kSteps) +
             place_of_rank_piece(matrix / 2 * 8 + own % 8, 2 * warp + matrix % 2) * static_cast<int>(sizeof(T));
         uint32_t v_words[4], z_words[4];
-        load_matrices_transposed(v_words, v_at);
+        ldmatrix_x4_trans(v_words, v_at);
         float2 v[4];  // of the lane's columns (n % 2) and steps (n / 2)
         const auto unpack_v = [&] {
 #pragma unroll
@@ -172,22 +172,22 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
         Operand<T> x[kRanks], weighted[kRanks];
         weigh_ranks(x, v, of_v);
         if constexpr (kBack) {
-            wait_for_products<0>();
-            hold(y);
-            hold(H);
-            meet_warpgroup();  // M^T is there, and all have read q, whose place the state before the chunk takes
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(y);
+            warpgroup_fence_operand(H);
+            warpgroup_barrier_sync();  // M^T is there, and all have read q, whose place the state before the chunk takes
             T* const state_at =
                 reinterpret_cast<T*>(shared + stage * 2 * Tiles::kTile) + Mamba3XTile::at(row + own % 16, own / 16 * 8);
 #pragma unroll
             for (int k = 0; k < kStates / 16; ++k) {
-                store_matrices(columns_on(state_at, k), H[k].r[0]);
+                stmatrix_x4(columns_on(state_at, k), H[k].r[0]);
             }
-            show_to_warpgroup();
+            fence_proxy_async();
         } else {
-            meet_warpgroup();  // M^T is there
-            wait_for_products<0>();
-            hold(y);
-            hold(H);
+            warpgroup_barrier_sync();  // M^T is there
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(y);
+            warpgroup_fence_operand(H);
         }
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
@@ -200,15 +200,15 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
                 y[j][3] *= entering.y;
             }
         }
-        hold(y);
-        hold(x);
+        warpgroup_fence_operand(y);
+        warpgroup_fence_operand(x);
         const uint64_t mixed_rows = tile_descriptor(mixed_tile, kBlock * 16);
-        fence_products();
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kRanks; ++k) {  // M x
-            begin_product<T, 1>(y, x[k].r[0], mixed_rows + k * kRows16);
+            wgmma<T, 1>(y, x[k].r[0], mixed_rows + k * kRows16);
         }
-        commit_products();
+        wgmma_commit_group();
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
             const float2 adding = *reinterpret_cast<const float2*>(&now.of[kMamba3Adding][step + n / 2 * 8]);
@@ -216,28 +216,28 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
             v[n].y *= adding.y;
         }
         weigh_ranks(weighted, v, of_v);
-        hold(state);
-        hold(weighted);
-        fence_products();
+        warpgroup_fence_operand(state);
+        warpgroup_fence_operand(weighted);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kRanks; ++k) {  // H' = carry H + x^T k
-            begin_product<T, 1>(state, weighted[k].r[0], k_rows + k * kRows16);
+            wgmma<T, 1>(state, weighted[k].r[0], k_rows + k * kRows16);
         }
-        commit_products();
-        load_matrices_transposed(z_words, v_at + (Tiles::kZAt - Tiles::kVAt));
+        wgmma_commit_group();
+        ldmatrix_x4_trans(z_words, v_at + (Tiles::kZAt - Tiles::kVAt));
         if constexpr (kBack) {
             uint32_t dout_words[4];
-            load_matrices_transposed(dout_words, v_at + (Tiles::kDoutAt - Tiles::kVAt));
-            meet_warpgroup();  // the state before the chunk is there
+            ldmatrix_x4_trans(dout_words, v_at + (Tiles::kDoutAt - Tiles::kVAt));
+            warpgroup_barrier_sync();  // the state before the chunk is there
             if (threadIdx.x == 0) {
-                store_bulk(kept, q_tile, Tiles::kTile);
+                cp_async_bulk_store(kept, q_tile, Tiles::kTile);
             }
             kept += block.tiles * (kMamba3StateRows * kStates);
-            wait_for_products<0>();
-            hold(y);
-            hold(x);
-            hold(state);
-            hold(weighted);
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(y);
+            warpgroup_fence_operand(x);
+            warpgroup_fence_operand(state);
+            warpgroup_fence_operand(weighted);
             T* const first_place =
                 reinterpret_cast<T*>(shared + (Tiles::kVAt + stage * Tiles::kSteps)) + warp * (16 * kMamba3RankSteps);
             T* staged[3] = {first_place, first_place + (Tiles::kZAt - Tiles::kVAt) / 2,
@@ -246,12 +246,12 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
                              lane);
             left -= kMamba3RankSteps;
             if (threadIdx.x == 0) {
-                wait_for_stores_to_read();
+                cp_async_bulk_wait_group_read();
             }
         } else {
-            wait_for_products<1>();
-            hold(y);
-            hold(x);
+            wgmma_wait_group<1>();
+            warpgroup_fence_operand(y);
+            warpgroup_fence_operand(x);
 
             float2 z[4], sums[4];
             unpack_v();
@@ -289,7 +289,7 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
             T* const staged =
                 reinterpret_cast<T*>(shared + (Tiles::kVAt + stage * Tiles::kSteps)) + warp * (16 * kMamba3RankSteps);
             const int last = opaque(lane), out_step = last / 2, out_column = row + last % 2 * 8;
-            store_matrices_transposed(staged + last * 8, words);
+            stmatrix_x4_trans(staged + last * 8, words);
             __syncwarp();
             if (out_step < left && out_column < block.columns) {
                 T* const to = out + (out_step * static_cast<int>(p.out_len_stride) + out_column);
@@ -298,9 +298,9 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
             }
             out += kMamba3RankSteps * p.out_len_stride;
             left -= kMamba3RankSteps;
-            wait_for_products<0>();
-            hold(state);
-            hold(weighted);
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(state);
+            warpgroup_fence_operand(weighted);
         }
     }
     if constexpr (kBack) {

@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads, 4)
     mamba3_prepare_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
     MAMBA_DYNAMIC_SHARED(16, float, shared_speeds);  // (steps, S), for all heads
     __shared__ Mamba3PrepareInputs inputs;
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const int64_t slot = blockIdx.x, first_head = static_cast<int64_t>(blockIdx.y) * kMamba3PrepareHeads;
     const int heads =
         static_cast<int>(p.nheads - first_head < kMamba3PrepareHeads ? p.nheads - first_head : kMamba3PrepareHeads);
@@ -223,15 +223,16 @@ inline cudaError_t launch_mamba3_prepare(const MambaMamba3& p, const Mamba3Chunk
         static_assert(sizeof(Mamba3PrepareInputs) + kMamba3MostSteps * MAMBA_MAX_DSTATE <= 48 * 1024, "what every GPU has");
         const bool usual = p.angles_of_heads == 0 && p.seq_idx == nullptr;
         const cudaError_t error =
-            launch_overlapping(usual ? mamba3_prepare_kernel<true> : mamba3_prepare_kernel<false>,
-                               Grid(chunks.slots, ceil_div(p.nheads, kMamba3PrepareHeads)), kMamba3PrepareThreads,
-                               static_cast<size_t>(shared), p.run.stream, p, chunks);
+            launch_programmatic_dependent(usual ? mamba3_prepare_kernel<true> : mamba3_prepare_kernel<false>,
+                                          Grid(chunks.slots, ceil_div(p.nheads, kMamba3PrepareHeads)), kMamba3PrepareThreads,
+                                          static_cast<size_t>(shared), p.run.stream, p, chunks);
         if (error != cudaSuccess) {
             return error;
         }
     }
     const int64_t blocks = p.sequences * p.nheads;
-    return launch_overlapping(mamba3_carry_turns_kernel, Grid(blocks), kMamba3CarryThreads, 0, p.run.stream, p, chunks);
+    return launch_programmatic_dependent(mamba3_carry_turns_kernel, Grid(blocks), kMamba3CarryThreads, 0, p.run.stream, p,
+                                         chunks);
 }
 
 }  // namespace mamba

@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
             place_of(tile).prefetch(rows);
         }
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
 
     // All loads first, so that one memory latency covers them: those that all else waits for, then the states.
     const Mamba3StepMatrix matrix(q, dtypes, warp % 2 == 0, batch, head, group);  // even warps have k, odd ones q
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
                 }
                 slot_to = ring.after(slot_to);
             }
-            end_copies();
+            cp_async_commit_group();
         }
     };
 #pragma unroll 1
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
         }
         const StatePlace<State> place = place_of(tile);
         if constexpr (kProducts) {
-            wait_for_copies<kMamba3StepDepth<Rows> - 1>();
+            cp_async_wait_group<kMamba3StepDepth<Rows> - 1>();
             advance_by_products(rows, place, ring, slot_from, shared, parts, headdim, tile * tile_rows, rates.decay);
             slot_from = ring.after(slot_from);
             copy_tile(tile + kMamba3StepDepth<Rows> * kMamba3StepWarps);
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
         }
         float h[kRows][kStates];
         if constexpr (kVector > 1) {
-            wait_for_copies<kMamba3StepDepth<Rows> - 1>();
+            cp_async_wait_group<kMamba3StepDepth<Rows> - 1>();
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -349,8 +349,8 @@ cudaError_t launch_mamba3_step_rows(const MambaMamba3Step& q, int processors, in
     if (error != cudaSuccess) {
         return error;
     }
-    return launch_overlapping(kernel, p.batch * p.nheads, kMamba3StepThreads, static_cast<size_t>(shared), p.run.stream, q,
-                              layout);
+    return launch_programmatic_dependent(kernel, p.batch * p.nheads, kMamba3StepThreads, static_cast<size_t>(shared),
+                                         p.run.stream, q, layout);
 }
 
 // Dtypes that are compiled in, which those of the call are. A float32 state's bytes take as long as its sums by ordinary cores:

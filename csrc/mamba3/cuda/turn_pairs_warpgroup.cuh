@@ -112,12 +112,12 @@ struct Mamba3PairTurner {
     __device__ __forceinline__ void begin_rows(int chunk, int half, uint32_t to) const {
         const auto begin_row = [&](const char* from, uint32_t at) {
             if constexpr (kVectors) {
-                copy_async_to<16>(at, from);
+                cp_async_shared<16>(at, from);
             } else {
 #pragma unroll
                 for (int e = 0; e < kPieces; ++e) {
                     if (exists(e)) {
-                        copy_async_to<8>(at + e * kPieceBytes, from - lane_bytes + e * 64 * static_cast<int>(sizeof(T)));
+                        cp_async_shared<8>(at + e * kPieceBytes, from - lane_bytes + e * 64 * static_cast<int>(sizeof(T)));
                     }
                 }
             }
@@ -136,7 +136,7 @@ struct Mamba3PairTurner {
     template <bool kVectors>
     __device__ __forceinline__ void begin_all_rows(int chunk, uint32_t to) const {
         begin_rows<kVectors>(chunk, 0, to);
-        end_copies();
+        cp_async_commit_group();
         begin_rows<kVectors>(chunk, 1, to);
     }
     // Begins to load how fast row `i` of the group whose first one is `row` turns.
@@ -198,7 +198,7 @@ struct Mamba3PairTurner {
         for (int e = 0; e < kPieces; ++e) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                words[j][e] = load_shared_8_bytes(at[j] + (on + e * kPieceBytes));
+                words[j][e] = ld_shared_v2_b32(at[j] + (on + e * kPieceBytes));
             }
         }
 #pragma unroll
@@ -215,7 +215,7 @@ struct Mamba3PairTurner {
                     own.y = add_to_word(own.y, bias.z, bias.w);
                 }
                 if (exists(e)) {
-                    store_shared_8_bytes(at[j] + (on + e * kPieceBytes), own);
+                    st_shared_v2_b32(at[j] + (on + e * kPieceBytes), own);
                 }
             }
         }
@@ -252,9 +252,9 @@ struct Mamba3PairTurner {
             begin_speeds<kMore>(next_chunk * kMamba3ChunkRows + next * kOwn, i);
         }
         if (group == 0) {
-            wait_for_copies<1>();
+            cp_async_wait_group<1>();
         } else if (kOwn * group == kMost) {
-            wait_for_copies<0>();
+            cp_async_wait_group<0>();
         }
         __syncwarp();  // other lanes have copied, too
 #pragma unroll
@@ -299,7 +299,7 @@ struct Mamba3PairTurner {
             begin_all_rows<false>(chunk, to);
         }
         begin_others();
-        end_copies();
+        cp_async_commit_group();
         if (kPieces > 1 && turns_more) {
             turn_groups<true>(to, more);
         } else {

@@ -246,7 +246,7 @@ struct Mamba3RanksTurner {
     template <typename Others>
     __device__ __forceinline__ void turn_chunk(T* tile, bool more, const Others& begin_others) {
         begin_others();
-        end_copies();
+        cp_async_commit_group();
 #pragma unroll 1
         for (int number = 0; number < kWarpSteps; ++number) {
             turn(number, tile, number + 1 < kWarpSteps || more);

@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_rank_rows(T* tile, const Mamba3Matrix<T>& m
 #pragma unroll
             for (int i = 0; i < kRows; i += kTogether) {
                 if (first + i < tile_rows) {
-                    copy_async<16>(to + i * Tile::kPitch, valid ? at : matrix.from, valid);
+                    cp_async<16>(to + i * Tile::kPitch, valid ? at : matrix.from, valid);
                     at += pass;
                 }
             }
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_rank_rows(T* tile, const Mamba3Matrix<T>& m
             const bool valid = own_step < steps && own_rank < existing && column < columns;
             if (first + i < tile_rows) {
                 at = matrix.from + own_step * matrix.len_stride + own_rank * matrix.rank_stride + column;
-                copy_async<16>(to + i * Tile::kPitch, valid ? at : matrix.from, valid);
+                cp_async<16>(to + i * Tile::kPitch, valid ? at : matrix.from, valid);
             }
         }
     } else {

@@ -119,11 +119,11 @@ struct Mamba3StepsTurner {
         unsigned char* const to = shared + number % Shared::kSlots * Shared::kSlot + copy_place;
         const char* const from_q = opaque(q + static_cast<int64_t>(step) * launch.q_step + q_lane);
         const char* const from_k = opaque(k + static_cast<int64_t>(step) * launch.k_step + k_lane);
-        copy_async<16>(to, from_q, true);
-        copy_async<16>(to + 2 * Shared::kRow, from_q + 2 * launch.q_rank, true);
+        cp_async<16>(to, from_q, true);
+        cp_async<16>(to + 2 * Shared::kRow, from_q + 2 * launch.q_rank, true);
         if constexpr (kSides == 2) {
-            copy_async<16>(to + kRanks * Shared::kRow, from_k, true);
-            copy_async<16>(to + (kRanks + 2) * Shared::kRow, from_k + 2 * launch.k_rank, true);
+            cp_async<16>(to + kRanks * Shared::kRow, from_k, true);
+            cp_async<16>(to + (kRanks + 2) * Shared::kRow, from_k + 2 * launch.k_rank, true);
         }
     }
     // Begins to copy what the sines and cosines of the chunk come from that the pointers are at.
@@ -131,16 +131,15 @@ struct Mamba3StepsTurner {
         const int own = own_lane();
         float* const to = reinterpret_cast<float*>(shared + Shared::kInputsAt) + own;
         if (own < kWarpSteps) {
-            copy_async_4_bytes(to + Shared::kInputs * kPartPairs, dts + own * 4);
+            cp_async_4(to + Shared::kInputs * kPartPairs, dts + own * 4);
         }
         if (own < angles) {
 #pragma unroll
             for (int i = 0; i < kWarpSteps; ++i) {
-                copy_async_4_bytes(to + i * kPartPairs,
-                                   speeds + static_cast<int64_t>(step_at(i)) * launch.speeds_step + own * 4);
+                cp_async_4(to + i * kPartPairs, speeds + static_cast<int64_t>(step_at(i)) * launch.speeds_step + own * 4);
             }
-            copy_async_4_bytes(to + kWarpSteps * kPartPairs, turns + own * 4);
-            copy_async_4_bytes(to + (kWarpSteps + 1) * kPartPairs, part_turns + own * 4);
+            cp_async_4(to + kWarpSteps * kPartPairs, turns + own * 4);
+            cp_async_4(to + (kWarpSteps + 1) * kPartPairs, part_turns + own * 4);
         }
     }
     __device__ __forceinline__ void next_chunk() {
@@ -202,7 +201,7 @@ struct Mamba3StepsTurner {
         begin_turns();
         for (int number = 0; number < Shared::kSlots; ++number) {
             begin_rows(number);
-            end_copies();
+            cp_async_commit_group();
         }
     }
     // A chunk, whose tiles begin at `tile`. more: whether there is another one. begin_others: begins copies that will have come
@@ -212,7 +211,7 @@ struct Mamba3StepsTurner {
         const int angles_place = opaque(static_cast<int>(threadIdx.x) % 8 * 4);
 #pragma unroll
         for (int number = 0; number < kWarpSteps; ++number) {
-            wait_for_copies<Shared::kSlots - 1>();
+            cp_async_wait_group<Shared::kSlots - 1>();
             __syncwarp();
             if (number == 0) {
                 find_angles();
@@ -250,7 +249,7 @@ struct Mamba3StepsTurner {
             if (number < kWarpSteps - Shared::kSlots || more) {
                 begin_rows((number + Shared::kSlots) % kWarpSteps);
             }
-            end_copies();
+            cp_async_commit_group();
             // A row's number is in its pieces' places.
             T* const to = tile + (kByRanks ? (place ^ number * 8) + number * 64
                                            : (place ^ number % 2 * (kRanks * 8)) + number * (kRanks * 64));
@@ -260,7 +259,7 @@ struct Mamba3StepsTurner {
             }
         }
         if constexpr (Shared::kSlots == kWarpSteps) {  // else they have come
-            wait_for_copies<kWarpSteps - 1>();
+            cp_async_wait_group<kWarpSteps - 1>();
         }
     }
 };

@@ -282,7 +282,7 @@ struct Mamba3HalvesTurner {
     template <typename Others>
     __device__ __forceinline__ void turn_chunk(T* tile, bool more, const Others& begin_others) {
         begin_others();
-        end_copies();
+        cp_async_commit_group();
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
             turn(group, tile, group + 1 < kGroups || more);

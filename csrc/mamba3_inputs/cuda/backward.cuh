@@ -11,8 +11,8 @@ template <typename T, int kWide>
 __global__ void __launch_bounds__(kMamba3InputsThreads)
     mamba3_inputs_backward_kernel(const MambaMamba3InputsBackward q, const Mamba3InputsWorkspace workspace) {
     __shared__ float sums[kMamba3InputsWarps][MAMBA_MAX_DSTATE];
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const MambaMamba3Inputs& p = q.forward;
     const int64_t first = static_cast<int64_t>(blockIdx.x) * kMamba3InputsBackwardRows;
     const int rows = p.rows - first < kMamba3InputsBackwardRows ? static_cast<int>(p.rows - first) : kMamba3InputsBackwardRows;

@@ -8,8 +8,8 @@ namespace mamba {
 
 template <typename T, int kWide>
 __global__ void __launch_bounds__(kMamba3InputsThreads) mamba3_inputs_kernel(const MambaMamba3Inputs p) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const int lane = threadIdx.x % 32;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * kMamba3InputsWarps + threadIdx.x / 32;
     if (row >= p.rows) {

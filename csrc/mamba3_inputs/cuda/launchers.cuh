@@ -15,8 +15,8 @@ cudaError_t launch_mamba3_inputs(const MambaMamba3Inputs& p) {
     constexpr int64_t kSize = sizeof(T), kBytes = kMamba3InputsWide * kSize;
     const bool wide = rows_aligned(p.q, kSize, kBytes, p.row_stride, p.dstate) && rows_aligned(p.k, kSize, kBytes) &&
                       rows_aligned(p.q_out, kSize, kBytes) && rows_aligned(p.k_out, kSize, kBytes);
-    return launch_overlapping(wide ? mamba3_inputs_kernel<T, kMamba3InputsWide> : mamba3_inputs_kernel<T, 1>,
-                              ceil_div(p.rows, kMamba3InputsWarps), kMamba3InputsThreads, 0, p.run.stream, p);
+    return launch_programmatic_dependent(wide ? mamba3_inputs_kernel<T, kMamba3InputsWide> : mamba3_inputs_kernel<T, 1>,
+                                         ceil_div(p.rows, kMamba3InputsWarps), kMamba3InputsThreads, 0, p.run.stream, p);
 }
 
 template <typename T>
@@ -26,8 +26,9 @@ cudaError_t launch_mamba3_inputs_backward(const MambaMamba3InputsBackward& q, co
     const bool wide = rows_aligned(p.q, kSize, kBytes, p.row_stride, p.dstate) && rows_aligned(p.k, kSize, kBytes) &&
                       rows_aligned(q.dq, kSize, kBytes, q.drow_stride) && rows_aligned(q.dk, kSize, kBytes) &&
                       rows_aligned(q.dq_out, kSize, kBytes) && rows_aligned(q.dk_out, kSize, kBytes);
-    return launch_overlapping(wide ? mamba3_inputs_backward_kernel<T, kMamba3InputsWide> : mamba3_inputs_backward_kernel<T, 1>,
-                              Grid(workspace.blocks, 3), kMamba3InputsThreads, 0, p.run.stream, q, workspace);
+    return launch_programmatic_dependent(
+        wide ? mamba3_inputs_backward_kernel<T, kMamba3InputsWide> : mamba3_inputs_backward_kernel<T, 1>,
+        Grid(workspace.blocks, 3), kMamba3InputsThreads, 0, p.run.stream, q, workspace);
 }
 
 template <typename T>

@@ -98,8 +98,8 @@ __global__ void __launch_bounds__(kProjectThreads) step_project_kernel(const Par
         const T* const weight = static_cast<const T*>(p.x_proj_weight) + row * p.dim;
         prefetch_to_L2(weight + blockIdx.x * tiles * kTileChannels);
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
 
     for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t first_channel = (blockIdx.x * tiles + tile) * kTileChannels;
@@ -183,8 +183,8 @@ template <typename T, class Params>
 cudaError_t launch_step_project(const Params& p) {
     const bool vectors = rows_aligned(p.x_proj_weight, static_cast<int64_t>(sizeof(T)), 16, p.dim);
     const Grid grid = batch_grid(step_slices(p), ceil_div(p.batch, static_cast<int64_t>(kTileBatch)));
-    return launch_overlapping(step_project_kernel<T, Params>, grid, kProjectThreads, 0, p.run.stream, p, slice_tiles(p),
-                              vectors);
+    return launch_programmatic_dependent(step_project_kernel<T, Params>, grid, kProjectThreads, 0, p.run.stream, p,
+                                         slice_tiles(p), vectors);
 }
 
 }  // namespace mamba

@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 3)
         weight_bits[run] = load_weight(run * kStride + sublane * kRun);
     }
 
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const float* const sums_in = static_cast<const float*>(p.workspace) + first_batch * slices * pitch;
     const float* const x_in = static_cast<const float*>(p.workspace) + p.batch * slices * pitch;
     float x[kUpdateBatch];
@@ -308,8 +308,8 @@ cudaError_t launch_step_update(const Params& p, const StepUpdateLayout& layout) 
     const Grid grid = batch_grid(ceil_div(p.dim, static_cast<int64_t>(kUpdateChannels)),
                                  ceil_div(p.batch, static_cast<int64_t>(layout.batches)));
     const size_t shared = static_cast<size_t>(layout.groups * layout.batches * step_pitch(p)) * sizeof(float);
-    return launch_overlapping(step_update_kernel<T, Params>, grid, kUpdateThreads, shared, p.run.stream, p, layout,
-                              step_slices(p));
+    return launch_programmatic_dependent(step_update_kernel<T, Params>, grid, kUpdateThreads, shared, p.run.stream, p, layout,
+                                         step_slices(p));
 }
 
 }  // namespace mamba

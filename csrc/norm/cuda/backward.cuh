@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kNormBackwardThreads, 1)
             if (i < rows) {
                 copy_row<T, Other, kVector, kGated>(q, next, size, step, copies + i * plan.row_bytes);
             }
-            end_copies();
+            cp_async_commit_group();
             advance<T, Other, kGated>(q, stride, 0, next);
         }
     }
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kNormBackwardThreads, 1)
                 if (turn + rows_ahead < rows) {
                     copy_row<T, Other, kVector, kGated>(q, next, size, step, copies + copy * plan.row_bytes);
                 }
-                end_copies();
+                cp_async_commit_group();
                 copy = copy + 1 < rows_ahead ? copy + 1 : 0;
             }
         }

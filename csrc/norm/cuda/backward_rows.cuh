@@ -65,7 +65,7 @@ __device__ __forceinline__ void copy_vectors(const void* to, const void* from, i
     for (int v = 0; v < NormTile<kVector>::kVectors; ++v) {
         const int i = vector_index<kVector>(tile, v);
         if (i < size) {
-            copy_async<kVector * sizeof(T)>(to_row + i, from_row + i, true);
+            cp_async<kVector * sizeof(T)>(to_row + i, from_row + i, true);
         }
     }
 }
@@ -90,11 +90,11 @@ __device__ __forceinline__ void copy_row(const MambaNormBackward& q, const NormR
 __device__ __forceinline__ void wait_for_row(int pending) {
     static_assert(kNormRowsAhead == 3, "a case for each number of rows below it");
     if (pending >= 2) {
-        wait_for_copies<2>();
+        cp_async_wait_group<2>();
     } else if (pending == 1) {
-        wait_for_copies<1>();
+        cp_async_wait_group<1>();
     } else {
-        wait_for_copies<0>();
+        cp_async_wait_group<0>();
     }
 }
 

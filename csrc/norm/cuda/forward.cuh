@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kNormMost<Params>, kNormResident<Params>) norm
     residual_out = residual_out == nullptr || !active ? nullptr : residual_out + row * p.residual_out_row_stride + column;
     const bool gate_first = z != nullptr && !p.norm_before_gate;
     const bool gate_last = z != nullptr && p.norm_before_gate;
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const float inverse_size = 1.0f / static_cast<float>(size);
 
     float s[NormTile<kVector>::kElements];
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(kNormMost<Params>, kNormResident<Params>) norm
 template <typename T, typename Other, int kVector, bool kLooped, class Params>
 cudaError_t launch_norm_forward_as(const Params& p, const NormLayout& layout) {
     const dim3 threads(static_cast<unsigned>(layout.lanes), static_cast<unsigned>(layout.block_rows));
-    return launch_overlapping(norm_forward_kernel<T, Other, kVector, kLooped, Params>,
-                              ceil_div(p.rows * p.ngroups, layout.block_rows), threads, 0, p.run.stream, p);
+    return launch_programmatic_dependent(norm_forward_kernel<T, Other, kVector, kLooped, Params>,
+                                         ceil_div(p.rows * p.ngroups, layout.block_rows), threads, 0, p.run.stream, p);
 }
 
 // Vectors of 16 bytes where all tensors allow it, of a wider type two.

@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         });
         const int later = static_cast<int>(p.segments - 1 - block.segment);
         if (later > 0) {
-            wait_for_previous_kernel();
+            griddepcontrol_wait();
             SegmentStates<Layout> at;
             for_chains(slice, [&](int c, int s, bool exists, int parameter) {
                 at.exists[c][s] = exists;
@@ -356,7 +356,7 @@ cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned, bool car
         if (error != cudaSuccess || carry_only) {
             return error;
         }
-        return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, q, aligned, atomic);
+        return launch_programmatic_dependent(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, q, aligned, atomic);
     }
     return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, q, aligned, atomic);
 }

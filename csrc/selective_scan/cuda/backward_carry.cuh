@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
     __shared__ float bias[Layout::kChannels];
     MAMBA_DYNAMIC_SHARED(4, float, waiting_w);  // (slices, kStates, kThreads), sliced only
 
-    let_next_kernel_start();
+    griddepcontrol_launch_dependents();
     const MambaSelectiveScan& p = q.forward;
     const ScanBlock block = scan_block(p, Layout::kChannels, first_segment);
     const BackwardRows<T, Layout> rows(q, block);

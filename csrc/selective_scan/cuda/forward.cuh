@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     MAMBA_DYNAMIC_SHARED(4, float, waiting_h);  // (slices, a lane's chains, kThreads), sliced only
 
     if (kCarryOnly) {
-        let_next_kernel_start();
+        griddepcontrol_launch_dependents();
     }
     const ScanBlock block = scan_block(p, Layout::kChannels, 0);
     const int slices = kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             thread.h[c][s] = given ? p.initial_state[first_chain + parameter] : 0.0f;
         });
         if (!kCarryOnly && block.segment > 0) {
-            wait_for_previous_kernel();
+            griddepcontrol_wait();
             SegmentStates<Layout> at;
             for_chains(slice, [&](int c, int s, bool exists, int parameter) {
                 at.exists[c][s] = exists;
@@ -322,7 +322,7 @@ cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned, boo
             if (error != cudaSuccess || carry_only) {
                 return error;
             }
-            return launch_overlapping(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
+            return launch_programmatic_dependent(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
         }
     }
     return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);

@@ -309,19 +309,19 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         const bool in_row = steps_exist(tile);
         const int64_t first = in_row ? tile_place(tile) : 0;
         const bool exist = row_exists && in_row;
-        copy_async<Stage::kBytes>(stage.u[element], u + first, exist);
-        copy_async<Stage::kBytes>(stage.delta[element], delta + first, exist);
+        cp_async<Stage::kBytes>(stage.u[element], u + first, exist);
+        cp_async<Stage::kBytes>(stage.delta[element], delta + first, exist);
         if (gated) {
-            copy_async<Stage::kBytes>(stage.z[element], z + first, exist);
+            cp_async<Stage::kBytes>(stage.z[element], z + first, exist);
         }
 #pragma unroll
         for (int i = 0; i < Layout::kOwnPieces; ++i) {
             if (has_piece(i)) {
-                copy_async<Stage::kBytes>(stage.B[piece(i)], B[i] + first, state_exists[i] && in_row);
-                copy_async<Stage::kBytes>(stage.C[piece(i)], C[i] + first, state_exists[i] && in_row);
+                cp_async<Stage::kBytes>(stage.B[piece(i)], B[i] + first, state_exists[i] && in_row);
+                cp_async<Stage::kBytes>(stage.C[piece(i)], C[i] + first, state_exists[i] && in_row);
             }
         }
-        end_copies();
+        cp_async_commit_group();
     };
     const auto prepare = [&](int tile) {
         const Stage& stage = shared.stage(tile);
@@ -386,14 +386,14 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
     for (int tile = 0; tile < kCopied; ++tile) {
         begin_copies(tile);
     }
-    wait_for_copies<kCopied - kAhead>();
+    cp_async_wait_group<kCopied - kAhead>();
     for (int tile = 0; tile < kAhead; ++tile) {
         prepare(tile);
     }
     __syncthreads();
     for (int tile = 0; tile < tiles; ++tile) {  // the one that is scanned meanwhile
         if (prepares_first) {
-            wait_for_copies<kCopied - kAhead - 1>();
+            cp_async_wait_group<kCopied - kAhead - 1>();
             prepare(tile + kAhead);
         }
         if (tile > 0) {
@@ -404,7 +404,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
         }
         begin_copies(tile + kCopied);
         if (!prepares_first) {
-            wait_for_copies<kCopied - kAhead>();
+            cp_async_wait_group<kCopied - kAhead>();
             prepare(tile + kAhead);
         }
         __syncthreads();
@@ -421,8 +421,8 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_k
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int idle_before = warp < Layout::kFirstIdle ? 0 : Layout::kIdleWarps;
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     // The block's barriers are in both branches: all warps that have not ended pass as many of them.
     if (warp < Layout::kScanWarps) {
         scan_tiles(p, block, shared, tiles, warp, lane);
@@ -450,7 +450,7 @@ cudaError_t launch_pipeline_kernel(const MambaSelectiveScan& p) {
         return error;
     }
     const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, 1));
-    return launch_overlapping(kernel, blocks, Layout::kThreads, kShared, p.run.stream, p);
+    return launch_programmatic_dependent(kernel, blocks, Layout::kThreads, kShared, p.run.stream, p);
 }
 
 template <typename T, bool kReverse, class Layout>

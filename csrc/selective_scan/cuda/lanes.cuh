@@ -113,7 +113,7 @@ struct SumsLeft {
                     sums[i] = add ? at[i] + v[piece + i] : v[piece + i];
                 }
                 if constexpr (kPiece == 4) {
-                    store_shared_16_bytes(at, sums[0], sums[1], sums[2], sums[3]);
+                    st_shared_v4_f32(at, sums[0], sums[1], sums[2], sums[3]);
                 } else {
                     write_row(at, sums);
                 }

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         if (!kAhead) {
             load_item<T, Layout, kAhead>(x_tile, q, launch, batch, first, valid, head, row0, state_index);
         }
-        end_copies();
+        cp_async_commit_group();
         if (for_decays && number % kDecaysTogether == 0) {
             if (item + ahead < last_item) {
                 const int64_t its_head = group_head + (item + ahead) / row_tiles;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
                 load_steps<kSteps>(inputs, step_size(p, batch, 0, its_head), seq_idx, first, valid, lane);
             }
         }
-        wait_for_copies<0>();
+        cp_async_wait_group<0>();
         __syncthreads();
         if (kAhead && item + 1 < last_item) {
             const int next_row0 = (item + 1) % row_tiles * kRows;
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
 
         if (!kAhead) {
             load_tile<T, kRows, kStates, Layout::kThreads>(dH_tile, dstate_after, p.dstate, rows, dstate, launch.state_vectors);
-            end_copies();
+            cp_async_commit_group();
         }
         float du[2 * Inputs::kWide][4];  // gradient of dt_s x_s
         set_to_zero(du);
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
                                                                  lane);
         }
         if (!kAhead) {
-            wait_for_copies<0>();
+            cp_async_wait_group<0>();
             __syncthreads();
         }
 

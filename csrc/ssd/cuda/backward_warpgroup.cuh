@@ -29,7 +29,7 @@ __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlic
     };
     float dC[kStates / 8][4];
     set_to_zero(dC);
-    wait_for_round(shared.start_barrier, 0);
+    mbarrier_wait_parity(shared.start_barrier, 0);
     __syncthreads();
     for (int number = 0; number < walk.count; ++number) {
         __syncthreads();  // an interval begins
@@ -40,41 +40,41 @@ __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlic
         float y[8][4];  // H C_t
         set_to_zero(y);
         walk.wait_for_states(number);
-        hold(y);
-        fence_products();
+        warpgroup_fence_operand(y);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kStates / 16; ++k) {
             const int at = k / 4 * kBlock + k % 4 * kColumns16;
-            begin_product<T, 0>(y, C + at, H + at);
+            wgmma<T, 0>(y, C + at, H + at);
         }
-        commit_products();
+        wgmma_commit_group();
         Operand<T> weighted[4];
         walk.wait_for_decays(number);
         const float entering[2] = {now.entering[t[0]], now.entering[t[1]]};
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            load_matrices(weighted[k].r[0], columns_on(dout_tile, k));
+            ldmatrix_x4(weighted[k].r[0], columns_on(dout_tile, k));
             weight_rows<T>(weighted[k], entering[0], entering[1]);
         }
-        hold(dC);
-        hold(weighted);
-        fence_products();
+        warpgroup_fence_operand(dC);
+        warpgroup_fence_operand(weighted);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {  // exp(cs_t) H^T dout_t
-            begin_product<T, 1>(dC, weighted[k].r[0], H + k * kRows16);
+            wgmma<T, 1>(dC, weighted[k].r[0], H + k * kRows16);
         }
-        commit_products();
-        wait_for_products<1>();
-        hold(y);
+        wgmma_commit_group();
+        wgmma_wait_group<1>();
+        warpgroup_fence_operand(y);
         float dot[2] = {0.0f, 0.0f};
         add_dots<T>(dot, y, dout_tile);
         if (lane % 4 == 0) {
             sums.from_state[t[0]] = entering[0] * dot[0];
             sums.from_state[t[1]] = entering[1] * dot[1];
         }
-        wait_for_products<0>();
-        hold(dC);
-        hold(weighted);
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(dC);
+        warpgroup_fence_operand(weighted);
         if (number > 0) {  // now that there are registers
             store_gradients(number - 1);
         }
@@ -85,20 +85,20 @@ __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlic
     Operand<T> dG[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {  // its rows are steps s as PairedTile has them, and so are B's
-        load_matrices_transposed(dG[k].r[0],
-                                 shared.M_tiles + BlockTile::at(16 * k + lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8));
+        ldmatrix_x4_trans(dG[k].r[0],
+                          shared.M_tiles + BlockTile::at(16 * k + lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8));
     }
     const uint64_t B = tile_descriptor(shared.B + walk.slice * SliceTiles<T, kStates, kSlices>::kB, kBlock * 16);
-    hold(dC);
-    hold(dG);
-    fence_products();
+    warpgroup_fence_operand(dC);
+    warpgroup_fence_operand(dG);
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        begin_product<T, 1>(dC, dG[k].r[0], B + k * kRows16);
+        wgmma<T, 1>(dC, dG[k].r[0], B + k * kRows16);
     }
-    commit_products();
-    wait_for_products<0>();
-    hold(dC);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    warpgroup_fence_operand(dC);
     walk.store_matrix(walk.launch.dC, dC, t);
 }
 
@@ -107,7 +107,7 @@ struct PairedRows {
     int warp;
     int group[2];
     int s[2];                // of the lane's accumulators
-    int s_of_lane, of_lane;  // step for load_matrices, and its place in a tile
+    int s_of_lane, of_lane;  // step for ldmatrix_x4, and its place in a tile
     __device__ __forceinline__ PairedRows(int thread, int lane) : warp(thread / 32 % 4) {
         group[0] = warp;
         group[1] = kStepGroups - 1 - warp;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
     const int dx_columns = walk.slice * kColumns16 * (Tiles::kColumns / 16);
     float dB[kStates / 8][4];
     set_to_zero(dB);
-    wait_for_round(shared.start_barrier, 0);
+    mbarrier_wait_parity(shared.start_barrier, 0);
     BackwardItem item = walk.first;
     ItemPointer<T*> dx = walk.item_pointer(
         static_cast<T*>(walk.q.dx) + walk.batch * walk.q.dx_batch_stride + walk.chunk * kWarpgroupSteps * walk.q.dx_len_stride,
@@ -149,14 +149,14 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
         float du[Tiles::kColumns / 8][4];  // gradient of dt_s x_s
         set_to_zero(du);
         walk.wait_for_states(number);
-        hold(du);
-        fence_products();
+        warpgroup_fence_operand(du);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kSlices * kStates / 16; ++k) {  // dH' B_s
             const int at = k / 4 * kBlock + k % 4 * kColumns16;
-            begin_product<T, 0>(du, B + at, dH + dx_rows + at);
+            wgmma<T, 0>(du, B + at, dH + dx_rows + at);
         }
-        commit_products();
+        wgmma_commit_group();
         walk.wait_for_decays(number);
         const float leaving[2] = {now.leaving[s[0]], now.leaving[s[1]]};
         const float adding[2] = {now.adding[s[0]], now.adding[s[1]]};
@@ -164,19 +164,19 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
         Operand<T> weighted[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            load_matrices(weighted[k].r[0], columns_on(shared.x(number) + rows.of_lane, k));
+            ldmatrix_x4(weighted[k].r[0], columns_on(shared.x(number) + rows.of_lane, k));
             weight_rows<T>(weighted[k], adding[0], adding[1]);
         }
-        hold(dB);
-        hold(weighted);
-        fence_products();
+        warpgroup_fence_operand(dB);
+        warpgroup_fence_operand(weighted);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {  // exp(cs_last - cs_s) dt_s dH'^T x_s
-            begin_product<T, 1>(dB, weighted[k].r[0], dH + slice_columns + k * kRows16);
+            wgmma<T, 1>(dB, weighted[k].r[0], dH + slice_columns + k * kRows16);
         }
-        commit_products();
-        wait_for_products<1>();
-        hold(du);
+        wgmma_commit_group();
+        wgmma_wait_group<1>();
+        warpgroup_fence_operand(du);
         float dot[2] = {0.0f, 0.0f};
         add_dots<T>(dot, du, columns_on(shared.x(number) + rows.of_lane, walk.slice * (Tiles::kColumns / 16)));
         if (lane % 4 == 0) {
@@ -184,17 +184,17 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
             sums.to_state[s[1]] = leaving[1] * dot[1];
         }
         scale_rows(du, leaving[0], leaving[1]);
-        hold(du);
-        fence_products();
+        warpgroup_fence_operand(du);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {  // sum_t L_ts G_ts dout_t
-            begin_product<T, 1>(du, M + k * kColumns16, dout + dx_columns + k * kRows16);
+            wgmma<T, 1>(du, M + k * kColumns16, dout + dx_columns + k * kRows16);
         }
-        commit_products();
-        wait_for_products<0>();
-        hold(du);
-        hold(dB);
-        hold(weighted);
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(du);
+        warpgroup_fence_operand(dB);
+        warpgroup_fence_operand(weighted);
         scale_rows(du, dt[0], dt[1]);
         walk.store_dx(number, dx.at, walk.rows_of(item), du, rows.group, rows.s_of_lane);
         dx.advance(item.advance(walk.row_tiles));
@@ -204,19 +204,19 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
     Operand<T> dG[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        load_matrices(dG[k].r[0], shared.M_tiles + BlockTile::at(16 * rows.warp + lane % 16, 16 * k + lane / 16 * 8));
+        ldmatrix_x4(dG[k].r[0], shared.M_tiles + BlockTile::at(16 * rows.warp + lane % 16, 16 * k + lane / 16 * 8));
     }
     const uint64_t C = tile_descriptor(shared.C, kBlock * 16);
-    hold(dB);
-    hold(dG);
-    fence_products();
+    warpgroup_fence_operand(dB);
+    warpgroup_fence_operand(dG);
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        begin_product<T, 1>(dB, dG[k].r[0], C + k * kRows16);
+        wgmma<T, 1>(dB, dG[k].r[0], C + k * kRows16);
     }
-    commit_products();
-    wait_for_products<0>();
-    hold(dB);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    warpgroup_fence_operand(dB);
     walk.store_matrix(walk.launch.dB, dB, s);
 }
 
@@ -228,9 +228,9 @@ __device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlice
     const PairedRows rows(walk.thread, lane);
     float G[8][4];  // B_s . C_t
     set_to_zero(G);
-    wait_for_round(shared.start_barrier, 0);
-    hold(G);
-    fence_products();
+    mbarrier_wait_parity(shared.start_barrier, 0);
+    warpgroup_fence_operand(G);
+    wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
         const uint64_t B = tile_descriptor(shared.B + slice * SliceTiles<T, kStates, kSlices>::kB, kBlock * 16);
@@ -238,12 +238,12 @@ __device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlice
 #pragma unroll
         for (int k = 0; k < kStates / 16; ++k) {
             const int at = k / 4 * kBlock + k % 4 * kColumns16;
-            begin_product<T, 0>(G, B + at, C + at);
+            wgmma<T, 0>(G, B + at, C + at);
         }
     }
-    commit_products();
-    wait_for_products<0>();
-    hold(G);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    warpgroup_fence_operand(G);
     float dG[8][4];
     set_to_zero(dG);
     BackwardItem item = walk.first;
@@ -256,30 +256,29 @@ __device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlice
         Operand<T> x[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            load_matrices(x[k].r[0], columns_on(shared.x(number) + rows.of_lane, k));
+            ldmatrix_x4(x[k].r[0], columns_on(shared.x(number) + rows.of_lane, k));
         }
         float R[8][4];  // x_s . dout_t
         set_to_zero(R);
-        hold(R);
-        hold(x);
-        fence_products();
+        warpgroup_fence_operand(R);
+        warpgroup_fence_operand(x);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            begin_product<T, 0>(R, x[k].r[0], dout + k * kColumns16);
+            wgmma<T, 0>(R, x[k].r[0], dout + k * kColumns16);
         }
-        commit_products();
+        wgmma_commit_group();
         walk.wait_for_decays(number);
-        wait_for_products<0>();
-        hold(R);
-        hold(x);
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(R);
+        warpgroup_fence_operand(x);
         Operand<T> M[4];
         mix_pairs<T>(M, dG, R, G, shared.decays_of(number), shared.sums_of(number), walk.slice == 0, rows.s, rows.warp, lane);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            store_matrices(columns_on(shared.M(number) + BlockTile::at(16 * rows.warp + lane % 16, lane / 16 * 8), k),
-                           M[k].r[0]);
+            stmatrix_x4(columns_on(shared.M(number) + BlockTile::at(16 * rows.warp + lane % 16, lane / 16 * 8), k), M[k].r[0]);
         }
-        show_to_warpgroup();
+        fence_proxy_async();
         if (walk.launch.dD != nullptr && walk.slice == 0) {
             store_dD<T>(dD.at, shared.dout(number), shared.x(number), walk.rows_of(item), rows.warp, lane);
         }
@@ -291,7 +290,7 @@ __device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlice
     for (int k = 0; k < 4; ++k) {
         Operand<T> sum;
         a_from_accumulators<T>(sum, dG[2 * k], dG[2 * k + 1]);
-        store_matrices(shared.M_tiles + BlockTile::at(16 * rows.warp + lane % 16, 16 * k + lane / 16 * 8), sum.r[0]);
+        stmatrix_x4(shared.M_tiles + BlockTile::at(16 * rows.warp + lane % 16, 16 * k + lane / 16 * 8), sum.r[0]);
     }
     __syncthreads();
 }
@@ -305,10 +304,10 @@ __global__ void __launch_bounds__(kWarpgroupBackwardThreads, 1)
     MAMBA_DYNAMIC_SHARED(1024, unsigned char, warpgroup_shared);
     const BackwardWalk<T, kStates, kSlices> walk(q, launch, warpgroup_shared);
     if (walk.thread >= 384) {
-        give_registers<kHelperRegisters>();
+        setmaxnreg_dec<kHelperRegisters>();
         help_walks(walk);
     } else {
-        take_registers<kWalkRegisters>();
+        setmaxnreg_inc<kWalkRegisters>();
         if (walk.thread < 128) {
             walk_for_dC(walk);
         } else if (walk.thread < 256) {

@@ -50,8 +50,8 @@ struct BackwardCopies {
             if (thread == 0) {
                 constexpr int kDecayBytes = static_cast<int>(sizeof(WarpgroupDecays));
                 uint64_t* const barrier = &walk.shared.decay_barriers[number % Shared::kDecays];
-                expect_copies(barrier, kDecayBytes);
-                copy_bulk(&walk.shared.decays_of(number), decays, kDecayBytes, barrier);
+                mbarrier_arrive_expect_tx(barrier, kDecayBytes);
+                cp_async_bulk_load(&walk.shared.decays_of(number), decays, kDecayBytes, barrier);
             }
             const int rows = walk.rows_of(item);
             load_swizzled<T, 128>(walk.shared.x(number), x.at, walk.q.forward.x_len_stride, walk.valid, rows,
@@ -63,7 +63,7 @@ struct BackwardCopies {
             dout.advance(next_head);
             decays += next_head;
         }
-        end_copies();
+        cp_async_commit_group();
     }
 
     // Of the next item's states, by one thread.
@@ -71,9 +71,9 @@ struct BackwardCopies {
         if (number < walk.count && thread == 0) {
             constexpr int kBytes = Tiles::kH * static_cast<int>(sizeof(T));
             uint64_t* const barrier = &walk.shared.H_barriers[number % Shared::kHStages];
-            expect_copies(barrier, (1 + kSlices) * kBytes);
-            copy_bulk(walk.shared.H(number), states, kBytes, barrier);
-            copy_bulk(walk.shared.dH(number), dstates, kSlices * kBytes, barrier);
+            mbarrier_arrive_expect_tx(barrier, (1 + kSlices) * kBytes);
+            cp_async_bulk_load(walk.shared.H(number), states, kBytes, barrier);
+            cp_async_bulk_load(walk.shared.dH(number), dstates, kSlices * kBytes, barrier);
             states += walk.launch.chunks * kSlices * Tiles::kH;
             dstates += walk.launch.chunks * kSlices * Tiles::kH;
         }
@@ -105,8 +105,8 @@ __device__ __forceinline__ void help_walks(const BackwardWalk<T, kStates, kSlice
     };
     float D = load_D(item);
     for (int number = -1; number < walk.count; ++number) {
-        wait_for_copies<Shared::kAhead - 1>();
-        show_to_warpgroup();
+        cp_async_wait_group<Shared::kAhead - 1>();
+        fence_proxy_async();
         __syncthreads();  // an interval begins: tiles of the item before are free
         copies.begin(number + 1 + Shared::kAhead);
         if (number >= 0) {

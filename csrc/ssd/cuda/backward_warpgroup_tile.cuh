@@ -119,7 +119,7 @@ __device__ __forceinline__ void add_dots(float (&dot)[2], const float (&c)[kGrou
 #pragma unroll
     for (int k = 0; k < kGroups / 2; ++k) {
         Operand<T> a;
-        load_matrices(a.r[0], columns_on(tile, k));
+        ldmatrix_x4(a.r[0], columns_on(tile, k));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 value = unpack2<T>(a.r[0][i]);
@@ -151,8 +151,8 @@ __device__ __forceinline__ void add_state_product(WarpgroupSums& sums, const T* 
     for (int k = 0; k < kStates / 16; ++k) {
         Operand<T> a;
         Operand<T> b;
-        load_matrices(a.r[0], columns_on(H, k));
-        load_matrices(b.r[0], columns_on(dH, k));
+        ldmatrix_x4(a.r[0], columns_on(H, k));
+        ldmatrix_x4(b.r[0], columns_on(dH, k));
         multiply_add<T>(left[k % 2], a, b, 0);
         multiply_add<T>(right[k % 2], a, b, 1);
     }
@@ -176,8 +176,8 @@ __device__ __forceinline__ void store_dD(float* dD, const T* dout, const T* x, i
     for (int k = 0; k < kWarpgroupSteps / 16; ++k) {
         Operand<T> a;
         Operand<T> b;
-        load_matrices_transposed(a.r[0], dout + 16 * k * kForwardRows);
-        load_matrices_transposed(b.r[0], x + 16 * k * kForwardRows);
+        ldmatrix_x4_trans(a.r[0], dout + 16 * k * kForwardRows);
+        ldmatrix_x4_trans(b.r[0], x + 16 * k * kForwardRows);
         multiply_add<T>(left, a, b, 0);
         multiply_add<T>(right, a, b, 1);
     }

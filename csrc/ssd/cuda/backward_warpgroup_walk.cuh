@@ -73,21 +73,21 @@ struct BackwardWalk {
         first = {first_item / row_tiles, first_item % row_tiles};
         if (thread == 0) {
             for (int i = 0; i < Shared::kBarriers; ++i) {
-                make_barrier(shared.start_barrier + i);
+                mbarrier_init(shared.start_barrier + i);
             }
         }
-        show_to_warpgroup();
+        fence_proxy_async();
         __syncthreads();
-        wait_for_previous_kernel();
+        griddepcontrol_wait();
         if (thread == 0) {
             constexpr int kBytes = Tiles::kB * static_cast<int>(sizeof(T));
             const T* const C = static_cast<const T*>(launch.tiles) +
                                (((batch * launch.chunks + chunk) * p.ngroups + group) * 3 + 1) * kSlices * Tiles::kB;
-            expect_copies(shared.start_barrier, 2 * kSlices * kBytes);
-            copy_bulk(shared.C, C + slice * Tiles::kB, kBytes, shared.start_barrier);
-            copy_bulk(shared.B, C + kSlices * Tiles::kB, kSlices * kBytes, shared.start_barrier);
+            mbarrier_arrive_expect_tx(shared.start_barrier, 2 * kSlices * kBytes);
+            cp_async_bulk_load(shared.C, C + slice * Tiles::kB, kBytes, shared.start_barrier);
+            cp_async_bulk_load(shared.B, C + kSlices * Tiles::kB, kSlices * kBytes, shared.start_barrier);
             if (kSlices > 1) {
-                copy_bulk(shared.M_tiles, C + (1 - slice) * Tiles::kB, kBytes, shared.start_barrier);
+                cp_async_bulk_load(shared.M_tiles, C + (1 - slice) * Tiles::kB, kBytes, shared.start_barrier);
             }
         }
     }
@@ -103,10 +103,10 @@ struct BackwardWalk {
     }
 
     __device__ __forceinline__ void wait_for_states(int number) const {
-        wait_for_round(&shared.H_barriers[number % Shared::kHStages], number / Shared::kHStages % 2);
+        mbarrier_wait_parity(&shared.H_barriers[number % Shared::kHStages], number / Shared::kHStages % 2);
     }
     __device__ __forceinline__ void wait_for_decays(int number) const {
-        wait_for_round(&shared.decay_barriers[number % Shared::kDecays], number / Shared::kDecays % 2);
+        mbarrier_wait_parity(&shared.decay_barriers[number % Shared::kDecays], number / Shared::kDecays % 2);
     }
 
     // Of an item's steps and of its parameters, by one warp.
@@ -132,7 +132,7 @@ struct BackwardWalk {
         for (int k = 0; k < Tiles::kColumns / 16; ++k) {
             Operand<T> dout;
             Operand<T> results;
-            load_matrices(dout.r[0], columns_on(shared.dout(number) + at, k));
+            ldmatrix_x4(dout.r[0], columns_on(shared.dout(number) + at, k));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int column = column0 + 16 * k + i / 2 * 8 + lane % 4 * 2;
@@ -141,7 +141,7 @@ struct BackwardWalk {
                 const float(&sum)[4] = du[2 * k + i / 2];
                 set_pair<T>(results, i, fmaf(skip.x, value.x, sum[i % 2 * 2]), fmaf(skip.y, value.y, sum[i % 2 * 2 + 1]));
             }
-            store_matrices(columns_on(tile + at, k), results.r[0]);
+            stmatrix_x4(columns_on(tile + at, k), results.r[0]);
         }
         __syncwarp();
         // The warp's rows leave whole.

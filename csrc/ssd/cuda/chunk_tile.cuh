@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_st
 #pragma unroll
         for (int i = 0; i < kRows; i += kTogether) {
             if (kRows % kTogether == 0 || row < kRows) {
-                copy_async<16>(to, row < rows ? at : from, row < rows);
+                cp_async<16>(to, row < rows ? at : from, row < rows);
             }
             row += kTogether;
             at += kTogether * row_stride;

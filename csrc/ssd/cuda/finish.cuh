@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kFinishThreads) ssd_finish_kernel(const MambaS
     __shared__ float shared[kFinishThreads];
     __shared__ float tile[kFinishTile][kFinishTile + 1];
     const MambaSsd& p = q.forward;
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
     if (blockIdx.x < p.nheads) {
         const int64_t head = blockIdx.x;
         const int64_t parts = launch.parts * p.batch * launch.chunks;
@@ -166,8 +166,8 @@ cudaError_t launch_finish(const MambaSsdBackward& q, const BackwardLaunch& launc
     const MambaSsd& p = q.forward;
     const int64_t row_blocks = ceil_div(p.batch * p.seqlen * p.ngroups, kFinishRows);
     const int64_t tiles = p.batch * ceil_div(p.seqlen, kFinishTile) * ceil_div(p.nheads, kFinishTile);
-    return launch_overlapping(ssd_finish_kernel<T>, static_cast<unsigned>(p.nheads + row_blocks + tiles), kFinishThreads, 0,
-                              p.run.stream, q, launch);
+    return launch_programmatic_dependent(ssd_finish_kernel<T>, static_cast<unsigned>(p.nheads + row_blocks + tiles),
+                                         kFinishThreads, 0, p.run.stream, q, launch);
 }
 
 }  // namespace mamba

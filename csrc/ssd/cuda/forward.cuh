@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kForwardThreads, forward_blocks<Layout>())
                                                             rows, launch.x_vectors);
         load_tile<T, kSteps, kStates, kForwardThreads>(B_tile, block.B + first * p.B_len_stride, p.B_len_stride, valid, dstate,
                                                        launch.B_vectors);
-        end_copies();
+        cp_async_commit_group();
         if (phase == 0) {
             if (computes_decays) {
                 chunk_decays<kSteps>(decays[warp], inputs, block.size, block.A, lane);
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kForwardThreads, forward_blocks<Layout>())
         }
         mix_steps<T, kSteps>(M_tile, products, product, now, warp, lane);
         products += p.ngroups * ProductTiles<kSteps>::kSize;
-        wait_for_copies<0>();
+        cp_async_wait_group<0>();
         __syncthreads();
 
         // For this warp's 16 rows, 32 steps at a time so that registers suffice.

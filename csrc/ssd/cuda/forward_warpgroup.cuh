@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_results(T* x_tile, const float (&y)[kStepG
             }
             set_pair<T>(results, i, first, second);
         }
-        store_matrices_transposed(x_tile + 16 * k * kForwardRows, results.r[0]);
+        stmatrix_x4_trans(x_tile + 16 * k * kForwardRows, results.r[0]);
     }
 }
 
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(WarpgroupTiles<T, kStates, kResults>::kThreads
 
     if (thread == 0) {
         for (int i = 0; i < 2; ++i) {
-            make_barrier(&tile_barriers[i]);
-            make_barrier(&decay_barriers[i]);
+            mbarrier_init(&tile_barriers[i]);
+            mbarrier_init(&decay_barriers[i]);
         }
     }
     [[maybe_unused]] float D[2] = {0.0f, 0.0f};
@@ -119,9 +119,9 @@ __global__ void __launch_bounds__(WarpgroupTiles<T, kStates, kResults>::kThreads
             D[i] = exists ? p.D[block.head * p.D_head_stride + (block.row0 + p_row) * p.D_dim_stride] : 0.0f;
         }
     }
-    show_to_warpgroup();
+    fence_proxy_async();
     __syncthreads();
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
 
     // Copies of the block's chunk i, if there is one. One thread takes what the kernel of products.cuh has laid out.
     const int64_t slot = chunk_slot<kSteps>(p, block.batch, block.begin, block.first_chunk);
@@ -134,10 +134,10 @@ __global__ void __launch_bounds__(WarpgroupTiles<T, kStates, kResults>::kThreads
             constexpr int kTileBytes = Tiles::kBC * static_cast<int>(sizeof(T));
             constexpr int kDecayBytes = static_cast<int>(sizeof(Decays));
             static_assert(kTileBytes % 16 == 0 && kDecayBytes % 16 == 0, "what bulk copies take");
-            expect_copies(&decay_barriers[i % 2], kDecayBytes);  // M needs these alone
-            copy_bulk(&decays[i % 2], next_decays, kDecayBytes, &decay_barriers[i % 2]);
-            expect_copies(&tile_barriers[i % 2], kTileBytes);
-            copy_bulk(BC_tiles + i % 2 * Tiles::kBC, next_tiles, kTileBytes, &tile_barriers[i % 2]);
+            mbarrier_arrive_expect_tx(&decay_barriers[i % 2], kDecayBytes);  // M needs these alone
+            cp_async_bulk_load(&decays[i % 2], next_decays, kDecayBytes, &decay_barriers[i % 2]);
+            mbarrier_arrive_expect_tx(&tile_barriers[i % 2], kTileBytes);
+            cp_async_bulk_load(BC_tiles + i % 2 * Tiles::kBC, next_tiles, kTileBytes, &tile_barriers[i % 2]);
             next_tiles += tiles_step;
             next_decays += decays_step;
         }
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(WarpgroupTiles<T, kStates, kResults>::kThreads
         if (i < whole_chunks) {
 #pragma unroll
             for (int j = 0; j < kSteps / kTogether; ++j) {
-                copy_async<16>(to + j * kPass, next_x, true);
+                cp_async<16>(to + j * kPass, next_x, true);
                 next_x += x_pass;
             }
         } else if (i < chunks) {
@@ -170,11 +170,11 @@ __global__ void __launch_bounds__(WarpgroupTiles<T, kStates, kResults>::kThreads
 #pragma unroll 1
             for (int j = 0; j < kSteps / kTogether; ++j) {
                 const bool exists = j * kTogether < existing;
-                copy_async<16>(to + j * kPass, exists ? next_x : block.x, exists);
+                cp_async<16>(to + j * kPass, exists ? next_x : block.x, exists);
                 next_x += x_pass;
             }
         }
-        end_copies();
+        cp_async_commit_group();
     };
     [[maybe_unused]] const int64_t out_pass = kTogether * p.out_len_stride;
     [[maybe_unused]] T* next_out = block.out + (block.first_chunk * kSteps + x_row) * p.out_len_stride + x_column;
@@ -217,13 +217,13 @@ __global__ void __launch_bounds__(WarpgroupTiles<T, kStates, kResults>::kThreads
     [[maybe_unused]] const uint32_t M_at = shared_address(M_tiles + SwizzledTile<kSteps>::at(row + lane / 4, column));
     // M of the block's chunk i, whose decays are awaited and products loaded.
     [[maybe_unused]] const auto mix = [&](int i) {
-        wait_for_round(&decay_barriers[i % 2], i / 2 % 2);
+        mbarrier_wait_parity(&decay_barriers[i % 2], i / 2 % 2);
         mix_rows<T>(M_at + i % 2 * Tiles::kM * static_cast<int>(sizeof(T)), CB, decays[i % 2], warp, column, lane);
         if (block.seq_idx != nullptr) {
             end_rows_at_restarts(M_tiles + i % 2 * Tiles::kM, decays[i % 2], warp, lane);
         }
     };
-    // Begins to load the products of the block's chunk i, if there is one. In the loop behind show_to_warpgroup(), which waits
+    // Begins to load the products of the block's chunk i, if there is one. In the loop behind fence_proxy_async(), which waits
     // for loads.
     [[maybe_unused]] const auto begin_CB_loads = [&](int i) {
         if (i < chunks) {
@@ -236,15 +236,15 @@ __global__ void __launch_bounds__(WarpgroupTiles<T, kStates, kResults>::kThreads
             begin_CB_loads(0);
             mix(0);
         }
-        show_to_warpgroup();
+        fence_proxy_async();
         if (mixes) {
             begin_CB_loads(1);
         }
     }
-    wait_for_copies<Tiles::kXStages - 1>();
+    cp_async_wait_group<Tiles::kXStages - 1>();
     __syncthreads();  // the first x and M are there
 
-    const int x_lane = XTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);  // of load_matrices_transposed
+    const int x_lane = XTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);  // of ldmatrix_x4_trans
     float carried = 1.0f;
     for (int i = 0; i < chunks; ++i) {
         const Decays& now = decays[i % 2];
@@ -263,17 +263,17 @@ __global__ void __launch_bounds__(WarpgroupTiles<T, kStates, kResults>::kThreads
             for (int j = 0; j < kStepGroups; ++j) {
                 y[j][0] = y[j][1] = y[j][2] = y[j][3] = 0.0f;
             }
-            hold(y);
-            hold(H);
-            wait_for_round(&tile_barriers[i % 2], i / 2 % 2);
-            fence_products();
+            warpgroup_fence_operand(y);
+            warpgroup_fence_operand(H);
+            mbarrier_wait_parity(&tile_barriers[i % 2], i / 2 % 2);
+            wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kSlice / 16; ++k) {  // H C_t
-                begin_product<T, 0>(y, H[k].r[0], C + k / 4 * kBlock + k % 4 * kColumns16);
+                wgmma<T, 0>(y, H[k].r[0], C + k / 4 * kBlock + k % 4 * kColumns16);
             }
-            commit_products();
+            wgmma_commit_group();
         } else {
-            wait_for_round(&decay_barriers[i % 2], i / 2 % 2);
+            mbarrier_wait_parity(&decay_barriers[i % 2], i / 2 % 2);
             carried *= now.carry;
             scale_rows(state, now.carry, now.carry);
         }
@@ -282,31 +282,31 @@ __global__ void __launch_bounds__(WarpgroupTiles<T, kStates, kResults>::kThreads
         [[maybe_unused]] Operand<T> own_x[kSteps / 16 / Tiles::kSlices];
 #pragma unroll
         for (int k = 0; k < kSteps / 16; ++k) {
-            load_matrices_transposed(x[k].r[0], x_tile + 16 * k * kForwardRows);
+            ldmatrix_x4_trans(x[k].r[0], x_tile + 16 * k * kForwardRows);
             weighted[k] = x[k];
             weight_a<T>(weighted[k], now.adding + 16 * k, lane);
         }
         // H' = exp(cs_last) H + (exp(cs_last - cs) dt x)^T B
         if constexpr (!kResults) {
-            wait_for_round(&tile_barriers[i % 2], i / 2 % 2);
+            mbarrier_wait_parity(&tile_barriers[i % 2], i / 2 % 2);
         }
-        hold(state);
-        hold(weighted);
-        fence_products();
+        warpgroup_fence_operand(state);
+        warpgroup_fence_operand(weighted);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kSteps / 16; ++k) {
-            begin_product<T, 1>(state, weighted[k].r[0], B + k * kRows16);
+            wgmma<T, 1>(state, weighted[k].r[0], B + k * kRows16);
         }
-        commit_products();
+        wgmma_commit_group();
         if constexpr (kResults) {
             float2 entering[kStepGroups];
 #pragma unroll
             for (int j = 0; j < kStepGroups; ++j) {
                 entering[j] = *reinterpret_cast<const float2*>(&now.entering[8 * group_at_place(j) + column]);
             }
-            wait_for_products<1>();
-            hold(y);
-            hold(H);
+            wgmma_wait_group<1>();
+            warpgroup_fence_operand(y);
+            warpgroup_fence_operand(H);
 #pragma unroll
             for (int j = 0; j < kStepGroups; ++j) {  // exp(cs_t) H C_t
                 y[j][0] *= entering[j].x;
@@ -320,25 +320,25 @@ __global__ void __launch_bounds__(WarpgroupTiles<T, kStates, kResults>::kThreads
             for (int k = 0; k < kOwn; ++k) {
                 own_x[k] = slice == 0 ? x[k] : x[(k + kOwn) % (kSteps / 16)];
             }
-            hold(y);
-            hold(own_x);
-            fence_products();
+            warpgroup_fence_operand(y);
+            warpgroup_fence_operand(own_x);
+            wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kOwn; ++k) {  // x^T M^T
-                begin_product<T, 0>(y, own_x[k].r[0], M + k * kColumns16);
+                wgmma<T, 0>(y, own_x[k].r[0], M + k * kColumns16);
             }
-            commit_products();
+            wgmma_commit_group();
         }
 
         if constexpr (kResults) {
             if (mixes && i + 1 < chunks) {
                 mix(i + 1);  // while the products run
             }
-            wait_for_products<0>();
-            hold(y);
-            hold(own_x);
-            hold(state);
-            hold(weighted);
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(y);
+            warpgroup_fence_operand(own_x);
+            warpgroup_fence_operand(state);
+            warpgroup_fence_operand(weighted);
             if constexpr (kSliced) {
                 if (!adds) {
 #pragma unroll
@@ -368,16 +368,16 @@ __global__ void __launch_bounds__(WarpgroupTiles<T, kStates, kResults>::kThreads
                 store_results<T, true>(x_tile, y, x, D, block.z + first * p.z_len_stride + row, p.z_len_stride, valid,
                                        block.rows - row, lane);
             }
-            wait_for_copies<Tiles::kXStages - 2>();
-            show_to_warpgroup();  // this also waits for loads
+            cp_async_wait_group<Tiles::kXStages - 2>();
+            fence_proxy_async();  // this also waits for loads
             if (mixes) {
                 begin_CB_loads(i + 2);
             }
         } else {
-            wait_for_copies<Tiles::kXStages - 2>();
-            wait_for_products<0>();
-            hold(state);
-            hold(weighted);
+            cp_async_wait_group<Tiles::kXStages - 2>();
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(state);
+            warpgroup_fence_operand(weighted);
         }
         __syncthreads();  // this chunk's tiles and decays are free, its results and the next one's x and M are there
         begin_tile_copies(i + 2);
@@ -420,7 +420,8 @@ cudaError_t launch_warpgroup(const MambaSsd& p, ForwardLaunch launch, int64_t se
     launch.chunks_a_segment = chunks_a_segment;
     const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
     const int64_t blocks = row_tiles * p.nheads * segments * p.batch;
-    return launch_overlapping(kernel, static_cast<unsigned>(blocks), Tiles::kThreads, kShared, p.run.stream, p, launch);
+    return launch_programmatic_dependent(kernel, static_cast<unsigned>(blocks), Tiles::kThreads, kShared, p.run.stream, p,
+                                         launch);
 }
 
 }  // namespace mamba

@@ -155,13 +155,13 @@ cudaError_t launch_backward_warpgroups(const MambaSsdBackward& q, const SsdPlan&
             const int64_t walked = states.ends_only ? states.segments - 1 : states.segments;
             const int64_t blocks = p.batch * walked * 2 * states.group_heads * p.ngroups * workspace.row_tiles * kSlices;
             const cudaError_t launched =
-                launch_overlapping(states_kernel, static_cast<unsigned>(blocks), kStatesWarpgroupThreads, kStatesShared,
-                                   p.run.stream, p, states, prepare);
+                launch_programmatic_dependent(states_kernel, static_cast<unsigned>(blocks), kStatesWarpgroupThreads,
+                                              kStatesShared, p.run.stream, p, states, prepare);
             return launched != cudaSuccess || !states.ends_only ? launched : launch_carry(p, states, 2);
         },
         [&](const BackwardLaunch& launch) {
-            return launch_overlapping(kernel, static_cast<unsigned>(chunk_groups * workspace.splits * kSlices),
-                                      kWarpgroupBackwardThreads, kShared, p.run.stream, q, launch);
+            return launch_programmatic_dependent(kernel, static_cast<unsigned>(chunk_groups * workspace.splits * kSlices),
+                                                 kWarpgroupBackwardThreads, kShared, p.run.stream, q, launch);
         });
 }
 #endif

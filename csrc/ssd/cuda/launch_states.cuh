@@ -46,7 +46,7 @@ inline cudaError_t launch_carry(const MambaSsd& p, const StatesLaunch& launch, i
     if (vector == 1) {
         kernel = ssd_carry_kernel<1>;
     }
-    return launch_overlapping(kernel, static_cast<unsigned>(blocks), kCarryThreads, 0, p.run.stream, p, launch);
+    return launch_programmatic_dependent(kernel, static_cast<unsigned>(blocks), kCarryThreads, 0, p.run.stream, p, launch);
 }
 
 // With ends_only also what makes starts of the ends. directions: as above.

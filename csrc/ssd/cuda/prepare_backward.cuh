@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_swizzled(T* tile, const T* at, int64_t row_
     if (vectors && valid == kWarpgroupSteps && columns >= 64) {  // most tiles: without a branch or a choice
 #pragma unroll
         for (int i = 0; i < kWarpgroupSteps; i += kTogether) {
-            copy_async<16>(to + i * 64, at, true);
+            cp_async<16>(to + i * 64, at, true);
             at += kTogether * row_stride;
         }
         return;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void load_swizzled(T* tile, const T* at, int64_t row_
     for (int i = 0; i < kWarpgroupSteps; i += kTogether) {
         const int count = row + i < valid ? columns - column : 0;
         if (vectors) {
-            copy_async<16>(to + i * 64, at, count > 0);
+            cp_async<16>(to + i * 64, at, count > 0);
         } else {
 #pragma unroll 1
             for (int j = 0; j < 8; ++j) {

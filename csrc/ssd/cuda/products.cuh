@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(kProductsThreads) ssd_products_kernel(const Ma
     load_tile<T, kSteps, kStates, kProductsThreads>(
         C_tile, static_cast<const T*>(p.C) + range.row * p.C_batch_stride + step * p.C_len_stride + group * p.C_group_stride,
         p.C_len_stride, valid, dstate, launch.C_vectors);
-    end_copies();
-    wait_for_copies<0>();
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
     __syncthreads();
 
     if constexpr (kForWarpgroups) {

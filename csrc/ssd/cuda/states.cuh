@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
             load_tile<T, kSteps, kStates, kStatesThreads>(B_tiles + next * kBTile, B + first * walk.B_len_stride,
                                                           walk.B_len_stride, valid, dstate, walk.B_vectors);
         }
-        end_copies();
+        cp_async_commit_group();
         if (i < first_chunk) {
             continue;
         }
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
                 load_steps<kSteps>(inputs, size, seq_idx, chunk * kSteps, steps_in<kSteps>(seqlen, chunk), lane);
             }
         }
-        wait_for_copies<1>();
+        cp_async_wait_group<1>();
         __syncthreads();
         const int now = static_cast<int>(i % 2);
         const ChunkDecays<kSteps>& decay = decays[phase];
@@ -215,8 +215,8 @@ constexpr int kCarryAtOnce = 8;  // segments whose reads are under way together
 // elements of a state that a thread takes.
 template <int kVector>
 __global__ void __launch_bounds__(kCarryThreads) ssd_carry_kernel(const MambaSsd p, const StatesLaunch launch) {
-    let_next_kernel_start();
-    wait_for_previous_kernel();
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
     const uint32_t state_size = static_cast<uint32_t>(p.headdim * p.dstate);
     const uint32_t blocks = ceil_div(state_size / kVector, kCarryThreads);
     const uint32_t group_heads = static_cast<uint32_t>(launch.group_heads);

@@ -73,12 +73,12 @@ __global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
 
     if (thread == 0) {
         for (int i = 0; i < kStages; ++i) {
-            make_barrier(&barriers[i]);
+            mbarrier_init(&barriers[i]);
         }
     }
-    show_to_warpgroup();
+    fence_proxy_async();
     __syncthreads();
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
 
     if (thread >= kForwardThreads) {
         const int64_t first_slot = batch * chunks;
@@ -97,10 +97,11 @@ __global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
                 const int64_t chunk = chunk_at(i);
                 const WarpgroupDecays& from = decays[chunk * p.nheads];
                 uint64_t* const barrier = &barriers[stage];
-                expect_copies(barrier, kTileBytes + kWeightBytes + kCarryBytes);
-                copy_bulk(B_tiles + stage * Tiles::kB, B + chunk * p.ngroups * 3 * kSlices * Tiles::kB, kTileBytes, barrier);
-                copy_bulk(weights[stage].weight, from_end ? from.entering : from.adding, kWeightBytes, barrier);
-                copy_bulk(&weights[stage].carry, &from.carry, kCarryBytes, barrier);
+                mbarrier_arrive_expect_tx(barrier, kTileBytes + kWeightBytes + kCarryBytes);
+                cp_async_bulk_load(B_tiles + stage * Tiles::kB, B + chunk * p.ngroups * 3 * kSlices * Tiles::kB, kTileBytes,
+                                   barrier);
+                cp_async_bulk_load(weights[stage].weight, from_end ? from.entering : from.adding, kWeightBytes, barrier);
+                cp_async_bulk_load(&weights[stage].carry, &from.carry, kCarryBytes, barrier);
             }
         };
         if (lane == 0) {
@@ -110,19 +111,19 @@ __global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
         }
         for (int i = 0; i < count; ++i) {
             if (lane == 0) {
-                wait_for_stores_to_read();  // of the chunk before: its tile is the next one's
+                cp_async_bulk_wait_group_read();  // of the chunk before: its tile is the next one's
             }
             __syncthreads();
             if (lane == 0) {
                 if (!launch.ends_only) {
-                    store_bulk(to + chunk_at(i) * kSlices * Tiles::kH, H_tiles + i % 2 * Tiles::kH,
-                               Tiles::kH * static_cast<int>(sizeof(T)));
+                    cp_async_bulk_store(to + chunk_at(i) * kSlices * Tiles::kH, H_tiles + i % 2 * Tiles::kH,
+                                        Tiles::kH * static_cast<int>(sizeof(T)));
                 }
                 begin_tiles(i + kStages - 1);
             }
         }
         if (lane == 0) {
-            wait_for_stores_to_read();
+            cp_async_bulk_wait_group_read();
         }
         return;
     }
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
                                               walk.x_len_stride, steps_in<kWarpgroupSteps>(p.seqlen, chunk), rows,
                                               walk.x_vectors, thread);
         }
-        end_copies();
+        cp_async_commit_group();
     };
     for (int i = 0; i < kStages - 1; ++i) {
         begin_copies(i);
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
             state[j][0] = state[j][1] = state[j][2] = state[j][3] = 0.0f;
         }
     }
-    const int x_lane = XTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);  // of load_matrices_transposed
+    const int x_lane = XTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);  // of ldmatrix_x4_trans
     float product = 1.0f;
     for (int i = 0; i < count; ++i) {
         const int stage = i % kStages;
@@ -171,35 +172,35 @@ __global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
             for (int k = 0; k < kStates / 16; ++k) {
                 Operand<T> H;
                 a_from_accumulators<T>(H, state[2 * k], state[2 * k + 1]);
-                store_matrices(columns_on(H_tile + XTile::at(row + lane % 16, lane / 16 * 8), k), H.r[0]);
+                stmatrix_x4(columns_on(H_tile + XTile::at(row + lane % 16, lane / 16 * 8), k), H.r[0]);
             }
         }
-        wait_for_copies<kStages - 2>();
-        show_to_warpgroup();
+        cp_async_wait_group<kStages - 2>();
+        fence_proxy_async();
         __syncthreads();  // this chunk's x and state are there, the tiles of the one before are free
         begin_copies(i + kStages - 1);
-        wait_for_round(&barriers[stage], i / kStages % 2);
+        mbarrier_wait_parity(&barriers[stage], i / kStages % 2);
         const StateWeights& now = weights[stage];
         product *= now.carry;
         Operand<T> weighted[kWarpgroupSteps / 16];
 #pragma unroll
         for (int k = 0; k < kWarpgroupSteps / 16; ++k) {
-            load_matrices_transposed(weighted[k].r[0], x_tiles + stage * Tiles::kX + x_lane + 16 * k * kForwardRows);
+            ldmatrix_x4_trans(weighted[k].r[0], x_tiles + stage * Tiles::kX + x_lane + 16 * k * kForwardRows);
             weight_a<T>(weighted[k], now.weight + 16 * k, lane);
         }
         scale_rows(state, now.carry, now.carry);
-        hold(state);
-        hold(weighted);
-        fence_products();
+        warpgroup_fence_operand(state);
+        warpgroup_fence_operand(weighted);
+        wgmma_fence();
         const uint64_t B = tile_descriptor(B_tiles + stage * Tiles::kB, kBlock * 16);
 #pragma unroll
         for (int k = 0; k < kWarpgroupSteps / 16; ++k) {
-            begin_product<T, 1>(state, weighted[k].r[0], B + k * kRows16);
+            wgmma<T, 1>(state, weighted[k].r[0], B + k * kRows16);
         }
-        commit_products();
-        wait_for_products<0>();
-        hold(state);
-        hold(weighted);
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(state);
+        warpgroup_fence_operand(weighted);
     }
 
     if (launch.ends_only) {

@@ -60,7 +60,7 @@ __device__ __forceinline__ void set_pair<float>(Operand<float>& operand, int i, 
 // A (m, k) = tile[m][k]; tile points at element (0, 0) of the fragment.
 template <typename T>
 __device__ __forceinline__ void load_a(Operand<T>& a, const T* tile, int stride, int lane) {
-    load_matrices(a.r[0], tile + (lane % 16) * stride + lane / 16 * 8);
+    ldmatrix_x4(a.r[0], tile + (lane % 16) * stride + lane / 16 * 8);
 }
 template <>
 __device__ __forceinline__ void load_a<float>(Operand<float>& a, const float* tile, int stride, int lane) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void load_a<float>(Operand<float>& a, const float* ti
 // A (m, k) = tile[k][m].
 template <typename T>
 __device__ __forceinline__ void load_a_transposed(Operand<T>& a, const T* tile, int stride, int lane) {
-    load_matrices_transposed(a.r[0], tile + (lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 8);
+    ldmatrix_x4_trans(a.r[0], tile + (lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 8);
 }
 template <>
 __device__ __forceinline__ void load_a_transposed<float>(Operand<float>& a, const float* tile, int stride, int lane) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void load_a_weighted<float>(Operand<float>& a, const 
 // Two B fragments, B (k, n) = tile[n][k], n = 0..15.
 template <typename T>
 __device__ __forceinline__ void load_b(Operand<T>& b, const T* tile, int stride, int lane) {
-    load_matrices(b.r[0], tile + (lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 8);
+    ldmatrix_x4(b.r[0], tile + (lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 8);
 }
 template <>
 __device__ __forceinline__ void load_b<float>(Operand<float>& b, const float* tile, int stride, int lane) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void load_b<float>(Operand<float>& b, const float* ti
 // Two B fragments, B (k, n) = tile[k][n], n = 0..15.
 template <typename T>
 __device__ __forceinline__ void load_b_transposed(Operand<T>& b, const T* tile, int stride, int lane) {
-    load_matrices_transposed(b.r[0], tile + lane % 16 * stride + lane / 16 * 8);
+    ldmatrix_x4_trans(b.r[0], tile + lane % 16 * stride + lane / 16 * 8);
 }
 template <>
 __device__ __forceinline__ void load_b_transposed<float>(Operand<float>& b, const float* tile, int stride, int lane) {
@@ -193,10 +193,10 @@ __device__ __forceinline__ void multiply_add_16(float (&c)[4], const uint32_t (&
 template <>
 __device__ __forceinline__ void multiply_add_16<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    multiply_matrices<__half>(c, a, b0, b1);
+    mma_m16n8k16<__half>(c, a, b0, b1);
 #else
-    multiply_matrices_8(c, a[0], a[1], b0);
-    multiply_matrices_8(c, a[2], a[3], b1);
+    mma_m16n8k8(c, a[0], a[1], b0);
+    mma_m16n8k8(c, a[2], a[3], b1);
 #endif
 }
 
@@ -204,7 +204,7 @@ template <>
 __device__ __forceinline__ void multiply_add_16<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                                                uint32_t b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    multiply_matrices<__nv_bfloat16>(c, a, b0, b1);
+    mma_m16n8k16<__nv_bfloat16>(c, a, b0, b1);
 #else
     const float4 sum = multiply_add_emulated<__nv_bfloat16>(make_float4(c[0], c[1], c[2], c[3]),
                                                             make_uint4(a[0], a[1], a[2], a[3]), make_uint2(b0, b1));

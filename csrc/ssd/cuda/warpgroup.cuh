@@ -59,10 +59,10 @@ __device__ __forceinline__ uint64_t tile_descriptor(const void* tile, int bytes_
 
 // Products run by themselves after they are begun: the compiler must neither compute their registers later nor use them sooner.
 template <int kCount>
-__device__ __forceinline__ void hold(float (&values)[kCount][4]) {
+__device__ __forceinline__ void warpgroup_fence_operand(float (&values)[kCount][4]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        hold_registers(values[i]);
+        fence_registers(values[i]);
     }
 }
 template <int kCount>
@@ -76,10 +76,10 @@ __device__ __forceinline__ void scale_rows(float (&values)[kCount][4], float abo
     }
 }
 template <typename T, int kCount>
-__device__ __forceinline__ void hold(Operand<T> (&values)[kCount]) {
+__device__ __forceinline__ void warpgroup_fence_operand(Operand<T> (&values)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        hold_registers(values[i].r[0]);
+        fence_registers(values[i].r[0]);
     }
 }
 

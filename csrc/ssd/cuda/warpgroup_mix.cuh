@@ -69,7 +69,7 @@ __device__ __forceinline__ void mix_rows(uint32_t at, const float2 (&CB)[kMixGro
 #pragma unroll
     for (int i = 0; i < kMixGroups; ++i) {
         const MixGroup own(i, warp);
-        store_shared((own.late ? at + 8 * PairedTile::kRowBytes : at) ^ 16 * own.j, mixed[i]);
+        st_shared_b32((own.late ? at + 8 * PairedTile::kRowBytes : at) ^ 16 * own.j, mixed[i]);
     }
 }
 

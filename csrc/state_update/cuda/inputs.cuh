@@ -174,7 +174,7 @@ struct StepPlace {
 template <class Rows>
 __device__ __forceinline__ uint32_t load_of_row(const void* data, int64_t index, int32_t dtype) {
     if constexpr (Rows::kWhole) {
-        return load_16_bits_of_many(static_cast<const uint16_t*>(data) + index);
+        return ld_global_l2_256b_u16(static_cast<const uint16_t*>(data) + index);
     } else {
         return load_bits(data, index, dtype);
     }

@@ -29,8 +29,8 @@ __global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>), (kUpdateBloc
     if (warp.owns) {
         at.prefetch(params);
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const auto row_of = [&](uint32_t batch) {
         return params.state_batch_indices != nullptr && batch < warp.batch_end ? params.state_batch_indices[batch]
                                                                                : static_cast<int32_t>(batch);

@@ -65,8 +65,8 @@ cudaError_t launch_state_update_rows(const Params& params, bool scalar_A) {
     layout.group_heads = Divisor(params.nheads / params.ngroups);
     layout.batches = static_cast<uint32_t>(batches);
     const auto launch = [&](auto kernel, const auto& given) {
-        return launch_overlapping(kernel, ceil_div(warps, 1 << warps_log2), 32 << warps_log2, 0, params.run.stream, given,
-                                  layout);
+        return launch_programmatic_dependent(kernel, ceil_div(warps, 1 << warps_log2), 32 << warps_log2, 0, params.run.stream,
+                                             given, layout);
     };
     if constexpr (!Rows::kWhole) {
         if (steps) {

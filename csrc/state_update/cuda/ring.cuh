@@ -23,7 +23,7 @@ struct StateRing {
         return mine + slot + (r * Rows::kVectors + v) * 512;
     }
     __device__ __forceinline__ void load(int slot, int r, int v, const State* from) const {
-        copy_async<16>(at(slot, r, v), from, true);
+        cp_async<16>(at(slot, r, v), from, true);
     }
     __device__ __forceinline__ void read(int slot, int r, int v, float* values) const {
         unpack<State, Rows::kVector>(packed_load<State, Rows::kVector>(reinterpret_cast<const State*>(at(slot, r, v))), values);

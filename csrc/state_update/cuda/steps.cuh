@@ -17,8 +17,8 @@ __global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>))
     if (!warp.has_rows()) {
         return;
     }
-    let_next_kernel_start();
-    wait_for_previous_kernel();
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
     const uint32_t seqlen = static_cast<uint32_t>(params.seqlen);
     const int64_t from = params.state_batch_indices != nullptr ? params.state_batch_indices[warp.batch] : int64_t{warp.batch};
     StepPlace at(params, warp, rows);

@@ -29,7 +29,7 @@ int lane();
 
 // Waits for the block's other threads, the warpgroup's or the warp's, which must all come to the same operation.
 void meet_block();
-void meet_warpgroup();  // the first 128 threads
+void warpgroup_barrier_sync();  // the first 128 threads
 void meet_warp(const char* operation);
 
 // A lane shows a value, meets its warp, and looks at what the others have shown.
@@ -67,13 +67,13 @@ void* at_shared_address(uint32_t address);
 
 // Copies arrive when their group is waited for. Until then their target holds NaN, and AddressSanitizer stops who touches it.
 void begin_copy(void* to, const void* from, int bytes, bool valid);
-void end_copies();
-void wait_for_copies(int pending);
+void cp_async_commit_group();
+void cp_async_wait_group(int pending);
 
 // Bulk copies arrive when all threads of the block wait for something.
-void make_barrier(uint64_t* barrier);
-void expect_copies(uint64_t* barrier, int bytes);
-void wait_for_round(uint64_t* barrier, uint32_t parity);
+void mbarrier_init(uint64_t* barrier);
+void mbarrier_arrive_expect_tx(uint64_t* barrier, int bytes);
+void mbarrier_wait_parity(uint64_t* barrier, uint32_t parity);
 void begin_bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier);
 
 // Bulk stores read and write when they are waited for: who touches their source before that spoils them.
@@ -93,8 +93,8 @@ struct Product {
     bool rows_of_k;
     float (*element)(uint16_t bits);
 };
-void begin_product(const Product& product);
-void commit_products();
-void wait_for_products(int pending);
+void wgmma(const Product& product);
+void wgmma_commit_group();
+void wgmma_wait_group(int pending);
 
 }  // namespace emulator

@@ -181,7 +181,7 @@ std::string describe(const Thread& thread) {
         case State::kAtWarp:
             return std::string("is at ") + thread.operation;
         case State::kAtWarpgroup:
-            return "is at meet_warpgroup";
+            return "is at warpgroup_barrier_sync";
         case State::kAtBlock:
             return "is at __syncthreads";
         case State::kAtRound:
@@ -272,7 +272,7 @@ void wait(State state, const char* operation) {
 void meet_block() {
     wait(State::kAtBlock, "");
 }
-void meet_warpgroup() {
+void warpgroup_barrier_sync() {
     wait(State::kAtWarpgroup, "");
 }
 void meet_warp(const char* operation) {

@@ -55,7 +55,7 @@ void arrive(const std::vector<Copy>& copies) {
 Barrier& known(uint64_t* barrier, const char* function) {
     const auto found = this_block().barriers.find(barrier);
     if (found == this_block().barriers.end()) {
-        fail("%s before make_barrier", function);
+        fail("%s before mbarrier_init", function);
     }
     return found->second;
 }
@@ -72,36 +72,36 @@ void* at_shared_address(uint32_t address) {
 void begin_copy(void* to, const void* from, int bytes, bool valid) {
     this_thread().copies.push_back(begin(to, from, bytes, bytes, valid));
 }
-void end_copies() {
+void cp_async_commit_group() {
     Thread& thread = this_thread();
     thread.copy_groups.push_back(thread.copies);
     thread.copies.clear();
 }
-void wait_for_copies(int pending) {
+void cp_async_wait_group(int pending) {
     auto& groups = this_thread().copy_groups;
     for (; groups.size() > static_cast<size_t>(pending); groups.pop_front()) {
         arrive(groups.front());
     }
 }
 
-void make_barrier(uint64_t* barrier) {
+void mbarrier_init(uint64_t* barrier) {
     this_block().barriers[barrier] = Barrier{};
 }
-void expect_copies(uint64_t* barrier, int bytes) {
-    Barrier& found = known(barrier, "expect_copies");
+void mbarrier_arrive_expect_tx(uint64_t* barrier, int bytes) {
+    Barrier& found = known(barrier, "mbarrier_arrive_expect_tx");
     if (found.expecting) {
-        fail("expect_copies before anyone has waited for the barrier's round %u", found.rounds);
+        fail("mbarrier_arrive_expect_tx before anyone has waited for the barrier's round %u", found.rounds);
     }
     found.expecting = true;
     found.expected = bytes;
 }
 void begin_bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
-    Barrier& found = known(barrier, "copy_bulk");
+    Barrier& found = known(barrier, "cp_async_bulk_load");
     found.copies.push_back(begin(to, from, bytes, 16, true));
     found.begun += bytes;
 }
-void wait_for_round(uint64_t* barrier, uint32_t parity) {
-    const Barrier& found = known(barrier, "wait_for_round");
+void mbarrier_wait_parity(uint64_t* barrier, uint32_t parity) {
+    const Barrier& found = known(barrier, "mbarrier_wait_parity");
     this_thread().barrier = barrier;
     while (found.rounds % 2 == parity) {
         wait(State::kAtRound, "");

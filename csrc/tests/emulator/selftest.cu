@@ -55,11 +55,11 @@ template <bool kFault>
 __global__ void copy_not_awaited(float* out, const float* in) {
     __shared__ __align__(16) float values[kThreads];
     if (threadIdx.x % 4 == 0) {
-        copy_async<16>(values + threadIdx.x, in + threadIdx.x, true);
+        cp_async<16>(values + threadIdx.x, in + threadIdx.x, true);
     }
-    end_copies();
+    cp_async_commit_group();
     if (!kFault) {
-        wait_for_copies<0>();
+        cp_async_wait_group<0>();
     }
     __syncthreads();
     out[threadIdx.x] = values[kThreads - 1 - threadIdx.x];
@@ -70,11 +70,11 @@ __global__ void too_few_copies_awaited(float* out, const float* in) {
     __shared__ __align__(16) float values[2][kThreads];
     for (int i = 0; i < 2; ++i) {
         if (threadIdx.x % 4 == 0) {
-            copy_async<16>(values[i] + threadIdx.x, in + threadIdx.x, true);
+            cp_async<16>(values[i] + threadIdx.x, in + threadIdx.x, true);
         }
-        end_copies();
+        cp_async_commit_group();
     }
-    wait_for_copies<kFault ? 1 : 0>();
+    cp_async_wait_group<kFault ? 1 : 0>();
     __syncthreads();
     out[threadIdx.x] = values[1][kThreads - 1 - threadIdx.x];
 }
@@ -83,10 +83,10 @@ template <bool kFault>
 __global__ void copies_awaited_by_their_thread_only(float* out, const float* in) {
     __shared__ __align__(16) float values[kThreads];
     if (threadIdx.x % 4 == 0) {
-        copy_async<16>(values + threadIdx.x, in + threadIdx.x, true);
+        cp_async<16>(values + threadIdx.x, in + threadIdx.x, true);
     }
-    end_copies();
-    wait_for_copies<0>();
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
     if (!kFault) {
         __syncthreads();
     }
@@ -98,16 +98,16 @@ __device__ void copy_in_bulk(float* out, const float* in) {
     MAMBA_DYNAMIC_SHARED(16, float, values);
     uint64_t* const barrier = reinterpret_cast<uint64_t*>(values + kThreads);
     if (threadIdx.x == 0) {
-        make_barrier(barrier);
+        mbarrier_init(barrier);
     }
-    show_to_warpgroup();
+    fence_proxy_async();
     __syncthreads();
     if (threadIdx.x == 0) {
-        expect_copies(barrier, (kFault && kDeadlock ? 2 : 1) * kThreads * static_cast<int>(sizeof(float)));
-        copy_bulk(values, in, kThreads * static_cast<int>(sizeof(float)), barrier);
+        mbarrier_arrive_expect_tx(barrier, (kFault && kDeadlock ? 2 : 1) * kThreads * static_cast<int>(sizeof(float)));
+        cp_async_bulk_load(values, in, kThreads * static_cast<int>(sizeof(float)), barrier);
     }
     if (!kFault || kDeadlock) {
-        wait_for_round(barrier, 0);
+        mbarrier_wait_parity(barrier, 0);
     }
     __syncthreads();
     out[threadIdx.x] = values[kThreads - 1 - threadIdx.x];
@@ -137,16 +137,16 @@ __global__ void product_not_awaited(float* out, const float* in) {
     for (int i = threadIdx.x; i < 16 * 64 / 2; i += kThreads) {
         tile[i] = 0x3d803d80;
     }
-    show_to_warpgroup();
+    fence_proxy_async();
     __syncthreads();
     const uint32_t ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
     float sums[8][4] = {};
     const uint64_t descriptor = uint64_t{1} << 62 | uint64_t{64} << 32 | shared_address(tile) >> 4;
-    fence_products();
-    begin_product<__nv_bfloat16, 1>(sums, ones, descriptor);
-    commit_products();
+    wgmma_fence();
+    wgmma<__nv_bfloat16, 1>(sums, ones, descriptor);
+    wgmma_commit_group();
     if (!kFault) {
-        wait_for_products<0>();
+        wgmma_wait_group<0>();
     }
     out[threadIdx.x] = in[kThreads - 1 - threadIdx.x] * sums[7][3];
 }
@@ -158,16 +158,16 @@ __global__ void bulk_store_not_awaited(float* out, const float* in) {
     values[threadIdx.x] = in[kThreads - 1 - threadIdx.x];
     __syncthreads();
     if (threadIdx.x == 0) {
-        store_bulk(out, values, kThreads * static_cast<int>(sizeof(float)));
+        cp_async_bulk_store(out, values, kThreads * static_cast<int>(sizeof(float)));
         if (!kFault) {
-            wait_for_stores_to_read();
+            cp_async_bulk_wait_group_read();
         }
     }
     __syncthreads();
     values[threadIdx.x] = 0.0f;
     __syncthreads();
     if (threadIdx.x == 0) {
-        wait_for_stores_to_read();
+        cp_async_bulk_wait_group_read();
     }
 }
 
@@ -180,10 +180,10 @@ template <bool kFault>
 __global__ void copy_from_beyond_a_tensor(float* out, const float* in) {
     __shared__ __align__(16) float values[kThreads + 4];
     if (threadIdx.x % 4 == 0) {
-        copy_async<16>(values + threadIdx.x, in + threadIdx.x + (kFault ? 4 : 0), true);
+        cp_async<16>(values + threadIdx.x, in + threadIdx.x + (kFault ? 4 : 0), true);
     }
-    end_copies();
-    wait_for_copies<0>();
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
     __syncthreads();
     out[threadIdx.x] = values[kThreads - 1 - threadIdx.x];
 }

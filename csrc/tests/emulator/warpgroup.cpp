@@ -59,7 +59,7 @@ void add(const Product& product, size_t group, size_t index, std::vector<float>&
 
 }  // namespace
 
-void begin_product(const Product& product) {
+void wgmma(const Product& product) {
     if (product.b >> 62 != 1 || (product.a == nullptr && product.a_tile >> 62 != 1)) {
         fail("a tile with another swizzle than that of 128 bytes, which the emulator does not know");
     }
@@ -72,15 +72,15 @@ void begin_product(const Product& product) {
     thread.products.push_back(product);
 }
 
-void commit_products() {
+void wgmma_commit_group() {
     Thread& thread = this_thread();
     thread.product_groups.push_back(thread.products);
     thread.products.clear();
 }
 
-void wait_for_products(int pending) {
+void wgmma_wait_group(int pending) {
     Thread& thread = this_thread();
-    meet_warp("wait_for_products");
+    meet_warp("wgmma_wait_group");
     const size_t groups = thread.product_groups.size();
     const size_t done = groups > static_cast<size_t>(pending) ? groups - pending : 0;
     for (size_t group = 0; group < done; ++group) {
@@ -94,7 +94,7 @@ void wait_for_products(int pending) {
             }
         }
     }
-    meet_warp("the end of wait_for_products");  // the other lanes have read this one's registers
+    meet_warp("the end of wgmma_wait_group");  // the other lanes have read this one's registers
     thread.product_groups.erase(thread.product_groups.begin(), thread.product_groups.begin() + done);
 }
 

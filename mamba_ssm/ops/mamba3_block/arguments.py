@@ -114,7 +114,7 @@ def check_rank(op, rank):
 
 def check_angles(op, nangles, dstate):
     if 2 * nangles > dstate:
-        raise ValueError(f"{op}: an angle turns two of the {dstate} entries of B and C, got {nangles} angles")
+        raise ValueError(f"{op}: each angle rotates two of the {dstate} entries of B and C, got {nangles} angles")
 
 
 def parameter_shapes(sizes):

@@ -17,7 +17,7 @@ NAME = "mamba3_scan"  # what errors call the operators
 
 
 class States(typing.NamedTuple):
-    """What one call hands on to the next: all float32, zero before a first step."""
+    """What one call passes to the next: all float32, zero before the first step."""
 
     angle: torch.Tensor  # (U, H, S) the angles of the rotation, in [0, 2 pi)
     ssm: torch.Tensor  # (U, H, P, N)
@@ -125,7 +125,7 @@ def check(inputs, any_states=False):
         nangles = Angles.shape[2]
         checks.check_float(NAME, "Angles", Angles, (batch, seqlen, nangles), V, "V", "(B, L, S) or (B, L, H, S)")
     if 2 * nangles > dstate:
-        raise ValueError(f"{NAME}: an angle turns two of the {dstate} entries of Q and K, got {nangles} angles")
+        raise ValueError(f"{NAME}: each angle rotates two of the {dstate} entries of Q and K, got {nangles} angles")
     if inputs.Z is not None:
         checks.check_same(NAME, "Z", inputs.Z, V.shape, V, "V", "(B, L, H, P)")
     _check_parameters(inputs, nheads, rank, headdim, dstate)

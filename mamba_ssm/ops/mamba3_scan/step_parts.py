@@ -83,8 +83,9 @@ def apply_rotary_qk_inference_fwd(
     check((batch, heads, angle_state.shape[-1]), "(B, H, S)", angle_state=angle_state, angle_proj=angle_proj)
     check((batch, heads), "(B, H)", dt=dt)
     check((rank, heads, dstate), "(R, H, N)", **_given(bias_q=bias_q, bias_k=bias_k))
-    if dstate < 2 * angle_state.shape[-1]:
-        raise ValueError(f"{name}: an angle turns two of the {dstate} entries of q, got {angle_state.shape[-1]} angles")
+    nangles = angle_state.shape[-1]
+    if dstate < 2 * nangles:
+        raise ValueError(f"{name}: each angle rotates two of the {dstate} entries of q, got {nangles} angles")
     angle = angle_state.float() + math.pi * torch.tanh(angle_proj.float()) * dt.float()[..., None]
     turn = (-angle if conjugate else angle)[:, None]
     results = [

@@ -100,7 +100,7 @@ def norm_backward(
     if (dy1 is None) != (weight1 is None):
         raise ValueError("_layer_norm_bwd: dy1 and weight1 must be given together")
     if recompute_output and weight1 is not None:
-        raise ValueError("_layer_norm_bwd: recompute_output cannot be had with weight1")
+        raise ValueError("_layer_norm_bwd: recompute_output and weight1 cannot be given together")
     kept = [None if each is None else each.unsqueeze(-1) for each in (mean, rstd)]
     dweight1 = dbias1 = None
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """A scan whose sequence lies on several devices: first what this part passes on, then the part from the right state.
 
 What a part passes on is its state after the last step if it starts from zero, and the product of all decays; backward,
-the gradient of the state before its first step if none comes from later parts. On CUDA the second call goes on from
-what the first one found for its segments of the length, as a call by itself does, so that little is computed twice.
+the gradient of the state before its first step if none comes from later parts. On CUDA the second call reuses what the
+first one computed for its segments of the length, so that little is computed twice.
 """
 
 import math

@@ -82,7 +82,7 @@ def backward(
 
 
 def _with_checkpoints(last_state, checkpoints, seqlen):
-    """x, whose memory goes on behind its last element: with the checkpoints, which our backward starts from."""
+    """x, whose storage goes on after its last element: there lie the checkpoints, which our backward reads."""
     batch, dim, dstate = last_state.shape
     shape = batch, dim, max(1, -(-seqlen // _CHUNK)), 2 * dstate
     size = math.prod(shape)

@@ -1,7 +1,7 @@
-"""The scan of tensors that are like those of a call before: past all checks and plans, which hold for them too.
+"""The scan of tensors like those of an earlier call: it skips the checks and the plan, whose results still hold.
 
-A small call is bound by the host's time, of which this saves a part. What something watches goes through the operators
-of forward.py and backward.py.
+A small call is bound by the host's time, of which this saves a part. While a tracer, compiler, profiler or dispatch
+mode is active, calls go through the operators of forward.py and backward.py.
 """
 
 import typing

@@ -1,8 +1,8 @@
-"""A scan whose sequence lies on several devices: what this part passes on, and how its pieces take what comes.
+"""A scan whose sequence lies on several devices: what this part passes on, and how its pieces get their first states.
 
-The part is cut into pieces of one length, which the kernels scan as if they were more rows of the batch. What each
-passes on, its last state from zero, takes a walk of the states alone. Then each piece is scanned once, from the right
-state: a long sequence that is scanned by itself is cut into segments in the same way.
+The part is cut into pieces of one length, which the kernels scan as if they were more rows of the batch. Each passes on
+its last state from zero, which a walk of the states alone computes. Then each piece is scanned once, from its initial
+state. A long sequence on one device is cut into segments in the same way.
 Letters: B batch, K pieces, S steps of a piece, H heads, P headdim, N dstate.
 """
 

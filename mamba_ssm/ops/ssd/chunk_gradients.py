@@ -212,8 +212,8 @@ def scan_backward_dz(
     dz: _Optional = None,
     recompute_output: bool = False,
 ) -> tuple[_Optional, ...]:
-    """(dz, dout before the gate, dD or None), with has_ddAcs the part of ddA_cumsum (B, H, K, Q) that comes by the
-    steps that look back, and with recompute_output out after the gate. out: before the gate.
+    """(dz, dout before the gate, dD or None), with has_ddAcs the part of ddA_cumsum (B, H, K, Q) from the steps
+    that look back, and with recompute_output out after the gate. out: before the gate.
     """
     gradient, dungated = _gradients(lambda z, y: y.float() * F.silu(z.float()), (z, out), dout.float())
     dD = None if D is None else _of_D(x, dungated, D)
@@ -244,7 +244,7 @@ def scan_backward_dC(
     C: _Optional = None,
     ngroups: int = 1,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The part of dC (B, L, G, N) float32 that comes by the states; where C is given with that of ddA_cumsum."""
+    """The part of dC (B, L, G, N) float32 from the states; if C is given, also that of ddA_cumsum."""
     given = dout.new_zeros((*dout.shape[:2], ngroups, prev_states.shape[-1])) if C is None else C
 
     def out(C, dA_cumsum):
@@ -261,7 +261,7 @@ def scan_backward_dA_of_states(
     dA_cumsum: torch.Tensor,
     seq_idx: _Optional = None,
 ) -> torch.Tensor:
-    """The part of ddA_cumsum (B, H, K, Q) that comes by the states."""
+    """The part of ddA_cumsum (B, H, K, Q) from the states."""
     _, ddA = scan_backward_dC(prev_states, dA_cumsum, dout, seq_idx, C)
     return ddA
 

@@ -202,7 +202,7 @@ def test_only_inputs_are_kept():
         ),
         ({"K": torch.zeros(1, 9, 1, 1, 15)}, ValueError, r"K must have shape \(B, L, R, G, N\) = "),
         ({"Q": torch.zeros(1, 9, 1, 3, 16)}, ValueError, "must be a multiple of the number of groups"),
-        ({"Angles": torch.zeros(1, 9, 9)}, ValueError, "an angle turns two of the 16 entries of Q and K, got 9 angles"),
+        ({"Angles": torch.zeros(1, 9, 9)}, ValueError, "rotates two of the 16 entries of Q and K, got 9 angles"),
         ({"Trap": torch.zeros(1, 2, 9)}, ValueError, r"Trap must have shape \(B, L, H\)"),
         ({"Q_bias": None}, TypeError, "Q_bias must be a torch.Tensor, got NoneType"),
         ({"initial_states": (torch.zeros(1, 2, 4),) * 3}, ValueError, "must be four tensors or None, got 3"),

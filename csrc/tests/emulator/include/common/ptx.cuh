@@ -27,7 +27,7 @@ inline float cos_fast(float radians) {
 
 inline void prefetch_to_L2(const void*) {}
 
-inline void store_16_bytes(void* address, const uint32_t* word) {
+inline void st_global_v4_b32(void* address, const uint32_t* word) {
     *static_cast<uint4*>(address) = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
@@ -46,50 +46,50 @@ inline uint32_t shared_address(const void* pointer) {
     return emulator::shared_address(pointer);
 }
 
-inline void store_shared(uint32_t address, uint32_t value) {
+inline void st_shared_b32(uint32_t address, uint32_t value) {
     *static_cast<uint32_t*>(emulator::at_shared_address(address)) = value;
 }
 
-inline void store_shared_16_bytes(void* to, float x, float y, float z, float w) {
+inline void st_shared_v4_f32(void* to, float x, float y, float z, float w) {
     *static_cast<float4*>(to) = make_float4(x, y, z, w);
 }
 
 // ---- a kernel that starts early: here each ends before the next ------------------------------------------------------
 
-inline void let_next_kernel_start() {}
-inline void wait_for_previous_kernel() {}
+inline void griddepcontrol_launch_dependents() {}
+inline void griddepcontrol_wait() {}
 
 // ---- asynchronous copies ---------------------------------------------------------------------------------------------
 
 template <int kBytes>
-void copy_async(void* to, const void* from, bool valid) {
+void cp_async(void* to, const void* from, bool valid) {
     static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "cp.async takes them");
     emulator::begin_copy(to, from, kBytes, valid);
 }
-inline void end_copies() {
-    emulator::end_copies();
+inline void cp_async_commit_group() {
+    emulator::cp_async_commit_group();
 }
 template <int kPending>
-void wait_for_copies() {
-    emulator::wait_for_copies(kPending);
+void cp_async_wait_group() {
+    emulator::cp_async_wait_group(kPending);
 }
 
-inline void make_barrier(uint64_t* barrier) {
-    emulator::make_barrier(barrier);
+inline void mbarrier_init(uint64_t* barrier) {
+    emulator::mbarrier_init(barrier);
 }
-inline void expect_copies(uint64_t* barrier, int bytes) {
-    emulator::expect_copies(barrier, bytes);
+inline void mbarrier_arrive_expect_tx(uint64_t* barrier, int bytes) {
+    emulator::mbarrier_arrive_expect_tx(barrier, bytes);
 }
-inline void wait_for_round(uint64_t* barrier, uint32_t parity) {
-    emulator::wait_for_round(barrier, parity);
+inline void mbarrier_wait_parity(uint64_t* barrier, uint32_t parity) {
+    emulator::mbarrier_wait_parity(barrier, parity);
 }
-inline void copy_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
+inline void cp_async_bulk_load(void* to, const void* from, int bytes, uint64_t* barrier) {
     emulator::begin_bulk_copy(to, from, bytes, barrier);
 }
-inline void store_bulk(void* to, const void* from, int bytes) {
+inline void cp_async_bulk_store(void* to, const void* from, int bytes) {
     emulator::begin_bulk_store(to, from, bytes);
 }
-inline void wait_for_stores_to_read() {
+inline void cp_async_bulk_wait_group_read() {
     emulator::wait_for_stores();
 }
 

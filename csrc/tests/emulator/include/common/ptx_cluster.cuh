@@ -5,23 +5,23 @@
 
 namespace mamba {
 
-inline void arrive_at_cluster() {
+inline void cluster_arrive_relaxed() {
     emulator::fail("a cluster, which the emulator does not know");
 }
-inline void wait_for_cluster() {
-    arrive_at_cluster();
+inline void cluster_wait() {
+    cluster_arrive_relaxed();
 }
-inline void make_cluster_barrier(uint64_t*) {
-    arrive_at_cluster();
+inline void mbarrier_init_cluster(uint64_t*) {
+    cluster_arrive_relaxed();
 }
-inline void expect_from_cluster(uint64_t*, uint32_t) {
-    arrive_at_cluster();
+inline void mbarrier_arrive_expect_tx_cluster(uint64_t*, uint32_t) {
+    cluster_arrive_relaxed();
 }
-inline void send_to_cluster(float*, uint64_t*, uint32_t, float) {
-    arrive_at_cluster();
+inline void st_async_cluster(float*, uint64_t*, uint32_t, float) {
+    cluster_arrive_relaxed();
 }
-inline void wait_for_sent(uint64_t*) {
-    arrive_at_cluster();
+inline void mbarrier_wait_cluster(uint64_t*) {
+    cluster_arrive_relaxed();
 }
 
 }  // namespace mamba

@@ -6,7 +6,7 @@
 
 namespace mamba {
 
-inline uint32_t load_16_bits_of_many(const void* address) {
+inline uint32_t ld_global_l2_256b_u16(const void* address) {
     return *static_cast<const uint16_t*>(address);
 }
 

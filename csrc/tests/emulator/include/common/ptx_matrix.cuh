@@ -55,10 +55,10 @@ inline void load_rows(uint32_t (&r)[4], const void* row, bool transposed) {
     }
     emulator::meet_warp("the end of ldmatrix");
 }
-inline void load_matrices(uint32_t (&r)[4], const void* row) {
+inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
     load_rows(r, row, false);
 }
-inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
     load_rows(r, row, true);
 }
 
@@ -72,15 +72,15 @@ inline void store_rows(void* row, const uint32_t (&r)[4], bool transposed) {
     }
     emulator::meet_warp("the end of stmatrix");
 }
-inline void store_matrices(void* row, const uint32_t (&r)[4]) {
+inline void stmatrix_x4(void* row, const uint32_t (&r)[4]) {
     store_rows(row, r, false);
 }
-inline void store_matrices_transposed(void* row, const uint32_t (&r)[4]) {
+inline void stmatrix_x4_trans(void* row, const uint32_t (&r)[4]) {
     store_rows(row, r, true);
 }
 
 template <typename T>
-void multiply_matrices(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     struct Fragments {
         uint32_t a[4], b[2];
     };
@@ -101,32 +101,32 @@ void multiply_matrices(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint3
 
 // ---- a warpgroup -----------------------------------------------------------------------------------------------------
 
-inline void hold_registers(float (&)[4]) {}
-inline void hold_registers(uint32_t (&)[4]) {}
+inline void fence_registers(float (&)[4]) {}
+inline void fence_registers(uint32_t (&)[4]) {}
 
 template <typename T, int kRowsOfK, int kGroups>
-void begin_product(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
-    emulator::begin_product({&c[0][0], 8 * kGroups, a, 0, b, kRowsOfK == 1, element_of<T>});
+void wgmma(float (&c)[kGroups][4], const uint32_t (&a)[4], uint64_t b) {
+    emulator::wgmma({&c[0][0], 8 * kGroups, a, 0, b, kRowsOfK == 1, element_of<T>});
 }
 template <typename T, int kRowsOfK, int kGroups>
-void begin_product(float (&c)[kGroups][4], uint64_t a, uint64_t b) {
-    emulator::begin_product({&c[0][0], 8 * kGroups, nullptr, a, b, kRowsOfK == 1, element_of<T>});
+void wgmma(float (&c)[kGroups][4], uint64_t a, uint64_t b) {
+    emulator::wgmma({&c[0][0], 8 * kGroups, nullptr, a, b, kRowsOfK == 1, element_of<T>});
 }
-inline void fence_products() {}
-inline void commit_products() {
-    emulator::commit_products();
+inline void wgmma_fence() {}
+inline void wgmma_commit_group() {
+    emulator::wgmma_commit_group();
 }
 template <int kPending>
-void wait_for_products() {
-    emulator::wait_for_products(kPending);
+void wgmma_wait_group() {
+    emulator::wgmma_wait_group(kPending);
 }
-inline void meet_warpgroup() {
-    emulator::meet_warpgroup();
+inline void warpgroup_barrier_sync() {
+    emulator::warpgroup_barrier_sync();
 }
-inline void show_to_warpgroup() {}
+inline void fence_proxy_async() {}
 template <int kRegisters>
-void take_registers() {}
+void setmaxnreg_inc() {}
 template <int kRegisters>
-void give_registers() {}
+void setmaxnreg_dec() {}
 
 }  // namespace mamba
