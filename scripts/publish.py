@@ -1,9 +1,9 @@
 """Uploads wheels to a package index: python scripts/publish.py dist/*.whl --repository-url https://pypi.example.com/
 
-Every wheel is verified (scripts/verify_wheel.py) and compared by hash with what the index holds under its name before
-the first is sent: the same is skipped, so a second run is harmless; other bytes are an error, since a published file
-never changes. Then twine uploads one by one, and the index must list each with its hash. If anything fails, the exit
-status is 1, with the reason and what to do.
+Every wheel is read once, verified (scripts/verify_wheel.py --strict) and compared by hash with what the index holds
+under its name before the first is sent: the same is skipped, so a second run is harmless; other bytes are an error,
+since a published file never changes. Then twine uploads the verified bytes, file by file, and the index must list each
+with their hash. If anything fails, the exit status is 1, with the reason and what to do.
 
 User name and password come from where twine takes them (TWINE_USERNAME and TWINE_PASSWORD, keyring, ~/.pypirc, else it
 asks) and are never printed. The public index is refused: the name exists there, and is somebody else's.
@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -44,10 +45,10 @@ try:
     from twine.settings import Settings
     from urllib3.exceptions import LocationValueError
     from urllib3.util import Retry
-    from wheel_check import verify_to_publish
-    from wheel_check.wheel import find_wheels
+    from wheel_check.wheel import Wheel, find_wheels
+    from wheel_gate import add_options, admit, check_options
 except ModuleNotFoundError as error:
-    if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
+    if __name__ != "__main__" or (error.name and error.name.startswith("wheel_")):
         raise
     sys.exit(
         f"publish.py needs {error.name}, which is not installed here; with the file of any wheel of mamba_ssm do: "
@@ -78,6 +79,10 @@ CURES = {
 
 class NotPublished(Exception):
     """An upload was refused or failed; the text says why and what to do."""
+
+
+class OtherBytes(NotPublished):
+    """The index lists another file under the name of this one."""
 
 
 class OwnSettings(Settings):
@@ -173,8 +178,8 @@ class Index:
                     "characters, or a token of the index"
                 )
 
-    def holds(self, wheel: Path) -> bool:
-        """Whether the index lists this very file. Raises NotPublished if it lists other bytes under its name."""
+    def holds(self, wheel: Wheel) -> bool:
+        """Whether the index lists these very bytes. Raises OtherBytes if it lists others under this name."""
         unreadable = []
         for page in self.pages:
             try:
@@ -183,7 +188,7 @@ class Index:
                 unreadable.append(error)
                 continue
             for listed in packages:
-                if listed.filename == wheel.name:
+                if listed.filename == wheel.path.name:
                     self._compare(listed.digests, wheel)
                     return True
         # An index may answer a wrong guess with any error, as long as it answers the right one.
@@ -191,8 +196,8 @@ class Index:
             raise unreadable[0]
         return False
 
-    def _packages(self, page: str, wheel: Path) -> list:
-        project = parse_wheel_filename(wheel.name)[0]
+    def _packages(self, page: str, wheel: Wheel) -> list:
+        project = parse_wheel_filename(wheel.path.name)[0]
         try:
             with waiting(f"{page}/ to answer"):
                 return PyPISimple(page, session=self.session).get_project_page(project).packages
@@ -207,19 +212,18 @@ class Index:
         except (requests.RequestException, ValueError, UnsupportedRepoVersionError) as error:
             raise NotPublished(f"{page} is no index page that could be read: {explain(error)}") from error
 
-    def _compare(self, digests: dict[str, str], wheel: Path) -> None:
+    def _compare(self, digests: dict[str, str], wheel: Wheel) -> None:
         for algorithm in ("sha256", *digests):
             if algorithm in digests:
-                own = hashlib.new(algorithm, wheel.read_bytes()).hexdigest()
+                own = hashlib.new(algorithm, wheel.data).hexdigest()
                 if own == digests[algorithm].lower():
                     return
-                raise NotPublished(
-                    f"{wheel.name} is on the index with other bytes ({algorithm} {digests[algorithm]}, this file has "
-                    f"{own}). A published file never changes: give the new build another version or label. If the file "
-                    "there is damaged, delete it there first"
+                raise OtherBytes(
+                    f"{wheel.path.name} is on the index with other bytes ({algorithm} {digests[algorithm]}, this file "
+                    f"has {own})"
                 )
         raise NotPublished(
-            f"{wheel.name} is on the index, which gives no hash of it: nobody can tell whether it is this file"
+            f"{wheel.path.name} is on the index, which gives no hash of it: nobody can tell whether it is this file"
         )
 
 
@@ -251,12 +255,24 @@ def explain(error: Exception) -> str:
     return (str(error) or type(error).__name__) + cure
 
 
-def send(wheel: Path, settings: Settings, index: Index) -> None:
+def upload_bytes(wheel: Wheel, settings: Settings) -> None:
+    """Twine reads a path, more than once: one in a folder that only this user can enter."""
+    with tempfile.TemporaryDirectory(prefix="publish-") as private:  # mode 0700
+        copy = Path(private) / wheel.path.name
+        try:
+            copy.write_bytes(wheel.data)
+        except OSError as error:
+            raise NotPublished(f"{copy} cannot be written ({error.strerror}): name another folder in TMPDIR") from error
+        upload(settings, [str(copy)])
+
+
+def send(wheel: Wheel, settings: Settings, index: Index) -> None:
     """Uploads one file and sees it listed. Raises NotPublished, which says what is on the index now."""
+    name = wheel.path.name
     try:
-        upload(settings, [str(wheel)])
+        upload_bytes(wheel, settings)
     except (requests.RequestException, TwineException) as error:
-        reason = f"uploading {wheel.name} to {index.url} failed: {explain(error)}\n"
+        reason = f"uploading {name} to {index.url} failed: {explain(error)}\n"
         try:
             if index.holds(wheel):
                 return  # the answer was lost, the file was not
@@ -264,28 +280,37 @@ def send(wheel: Path, settings: Settings, index: Index) -> None:
             raise NotPublished(f"{reason}What is on the index now: {unknown}\nThen {AGAIN}") from error
         raise NotPublished(f"{reason}The index lists nothing of this file. When the cause is gone, {AGAIN}") from error
     deadline = time.monotonic() + PATIENCE
-    with waiting(f"the index to list {wheel.name}"):
-        while not index.holds(wheel):
+    with waiting(f"the index to list {name}"):
+        while not holds_what_was_sent(wheel, index):
             if time.monotonic() > deadline:
                 raise NotPublished(
-                    f"the server took {wheel.name}, and {' and '.join(index.pages)} did not list it for "
+                    f"the server took {name}, and {' and '.join(index.pages)} did not list it for "
                     f"{PATIENCE:.0f} s: if pip reads this index elsewhere, say where with --index-url; then {AGAIN}"
                 )
             time.sleep(1)
 
 
+def holds_what_was_sent(wheel: Wheel, index: Index) -> bool:
+    try:
+        return index.holds(wheel)
+    except OtherBytes as error:
+        raise NotPublished(
+            f"{error}, right after this file was sent: the server, or somebody with access to it, changed the file. "
+            "Delete it there, and find out who"
+        ) from error
+
+
 def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
     """Does everything; yields a line for each file, before that its notes. Raises NotPublished."""
-    problems = []
-    for wheel in wheels:
-        if wheel.name.endswith(SDISTS):
-            problems.append(f"{wheel}: an sdist does not belong on the index: pip would build it where no wheel fits")
-        else:
-            verdict = verify_to_publish(wheel)
-            problems += [f"{wheel}: {problem}" for problem in verdict.problems]
-            yield from (f"note: {wheel.name}: {note}" for note in verdict.notes)
-    if problems:
-        raise NotPublished("\n".join(problems))
+    problems = [
+        f"{wheel}: an sdist does not belong on the index: pip would build it where no wheel fits"
+        for wheel in wheels
+        if wheel.name.endswith(SDISTS)
+    ]
+    outcome = admit([wheel for wheel in wheels if not wheel.name.endswith(SDISTS)], options)
+    yield from (f"note: {note}" for note in outcome.notes)
+    if problems or outcome.problems:
+        raise NotPublished("\n".join([*problems, *outcome.problems]))
     try:
         settings = read_settings(options)
         index = Index(settings, options.index_url)
@@ -293,11 +318,18 @@ def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
         raise NotPublished(explain(error)) from error
     except configparser.Error as error:  # its text shows the line, which may be the password's
         raise NotPublished(f"{options.config_file or '~/.pypirc'} is malformed: {type(error).__name__}") from None
-    missing = [wheel for wheel in wheels if not index.holds(wheel)]
-    for wheel in wheels:
-        if wheel in missing:
+    try:
+        missing = {wheel.path.name for wheel in outcome.wheels if not index.holds(wheel)}
+    except OtherBytes as error:
+        raise NotPublished(
+            f"{error}. A published file never changes: give the new build another version or label. If the file there "
+            "is damaged, delete it there first"
+        ) from error
+    for wheel in outcome.wheels:
+        name = wheel.path.name
+        if name in missing:
             send(wheel, settings, index)
-        yield f"{'published' if wheel in missing else 'already there'}: {wheel.name}"
+        yield f"{'published' if name in missing else 'already there'}: {name}"
 
 
 class Words(argparse.ArgumentParser):
@@ -318,12 +350,14 @@ def read_words(words: list[str] | None) -> argparse.Namespace:
         "--index-url", metavar="URL", help="where pip reads the index, if not at URL/simple/ or URL/+simple/"
     )
     parser.add_argument("--allow-public-index", action="store_true", help="upload to pypi.org or test.pypi.org too")
+    add_options(parser)
     options, unknown = parser.parse_known_args(words)
     if unknown:
         known = [f"--{name.replace('_', '-')}" for name in vars(options)]
         meant = {match for word in unknown for match in difflib.get_close_matches(word.partition("=")[0], known, n=1)}
         hint = f"did you mean {' '.join(sorted(meant))}? " if meant else ""
         parser.error(f"unknown options ({hint}see --help); user name and password come from {CREDENTIALS}")
+    check_options(parser, options)
     if any("://" in word for word in options.wheels):
         parser.error("a URL stands where a wheel is expected: name the index with --repository-url")
     if not all(word.endswith((".whl", *SDISTS)) for word in options.wheels):

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import http.server
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -14,6 +15,7 @@ import threading
 import time
 
 import requests
+from requests_toolbelt.multipart import MultipartDecoder
 
 HOST = "127.0.0.1"
 USER, PASSWORD = "team", "correct-horse"
@@ -140,6 +142,60 @@ class _Files(http.server.SimpleHTTPRequestHandler):
 
     def guess_type(self, path):
         return JSON if self.site.negotiate and str(path).endswith("index.json") else super().guess_type(path)
+
+    def log_message(self, *_):
+        pass
+
+
+class Uploads:
+    """An index that takes uploads and lists them, and calls `first` when it is first asked for anything."""
+
+    def __init__(self, first=lambda: None, stored=lambda data: data):
+        self.first, self.stored, self.received, self.listed = first, stored, {}, {}
+
+    def __enter__(self):
+        self.server = http.server.ThreadingHTTPServer((HOST, 0), functools.partial(_Uploads, self))
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://{HOST}:{self.server.server_address[1]}/"
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def asked(self):
+        first, self.first = self.first, lambda: None
+        first()
+
+
+class _Uploads(http.server.BaseHTTPRequestHandler):
+    def __init__(self, index, *arguments):
+        self.index = index
+        super().__init__(*arguments)
+
+    def do_GET(self):
+        self.index.asked()
+        links = "".join(
+            f'<a href="/{name}#sha256={hashlib.sha256(data).hexdigest()}">{name}</a>'
+            for name, data in self.index.listed.items()
+        )
+        self._answer(f"<!DOCTYPE html>{links}".encode())
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        for part in MultipartDecoder(body, self.headers["Content-Type"]).parts:
+            named = re.search(rb'filename="([^"]+)"', part.headers[b"Content-Disposition"])
+            if named:
+                self.index.received[named[1].decode()] = part.content
+                self.index.listed[named[1].decode()] = self.index.stored(part.content)
+        self._answer(b"")
+
+    def _answer(self, data):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
     def log_message(self, *_):
         pass

@@ -67,7 +67,7 @@ def assemble(folder):
             f"{name}\n" for name in sorted({*(path.stem for path in (ROOT / "compat").glob("*.py")), "mamba_ssm"})
         ).encode(),
     }
-    return _write(folder / f"mamba_ssm-{version}+cpu-py3-none-linux_x86_64.whl", contents)
+    return write(folder / f"mamba_ssm-{version}+cpu-py3-none-linux_x86_64.whl", contents)
 
 
 def assemble_convolution(folder):
@@ -103,7 +103,7 @@ def repack(wheel, folder, *, version=None, label=None, platform=None, build_info
     for name, text in files.items():
         contents[metadata if name == "METADATA" else f"mamba_ssm/{name}.py"] += text.encode()
     folder.mkdir(parents=True, exist_ok=True)
-    return _write(folder / f"mamba_ssm-{version}+{label}-py3-none-{platform}.whl", contents)
+    return write(folder / f"mamba_ssm-{version}+{label}-py3-none-{platform}.whl", contents)
 
 
 def plain(folder, project, version, *requires):
@@ -118,10 +118,10 @@ def plain(folder, project, version, *requires):
         f"{dist_info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     folder.mkdir(parents=True, exist_ok=True)
-    return _write(folder / f"{project}-{version}-py3-none-any.whl", contents)
+    return write(folder / f"{project}-{version}-py3-none-any.whl", contents)
 
 
-def _write(path, contents):
+def write(path, contents):
     (record,) = {f"{name.split('/')[0]}/RECORD" for name in contents if name.endswith(".dist-info/METADATA")}
     lines = [f"{name},sha256={_digest(data)},{len(data)}\n" for name, data in contents.items()]
     contents = {**contents, record: "".join([*lines, f"{record},,\n"]).encode()}

@@ -56,6 +56,17 @@ def test_a_release_is_built_as_the_page_says():
         assert command in commands(ROOT / ".github/workflows/release.yml")
 
 
+def test_a_release_is_strict_and_of_what_was_tagged():
+    """Another branch's wheel does not get out, whoever put it among the artifacts."""
+    run = commands(ROOT / ".github/workflows/release.yml")
+    (publish,) = re.findall(r"scripts/publish\.py.*", run)
+    assert "--allow-commits HEAD" in publish and "--no-strict" not in publish
+    (verify,) = re.findall(r"scripts/verify_wheel\.py.*", run)
+    assert "--strict" in verify
+    checkouts = [step for step in steps(ROOT / ".github/workflows/release.yml") if "checkout" in step.get("uses", "")]
+    assert checkouts and all(step["with"]["fetch-depth"] == 0 for step in checkouts), "strict needs the commits"
+
+
 def test_actionlint():
     program = shutil.which("actionlint")
     if program is None:

@@ -13,7 +13,10 @@ import venv
 
 import pytest
 from _helpers import wheels
+from _helpers.checkouts import git
+from _helpers.commits import commit_tree
 from packaging.requirements import Requirement
+from wheel_build.convolution import build as build_convolution
 
 PROGRAMS = ("pypi-server", "devpi-server", "devpi-init", "uv")
 
@@ -42,6 +45,32 @@ def wheel(tmp_path_factory):
 def convolution(tmp_path_factory):
     """The wheel of causal-conv1d."""
     return wheels.assemble_convolution(tmp_path_factory.mktemp("convolution"))
+
+
+@pytest.fixture(scope="session")
+def this_tree(tmp_path_factory):
+    """A repository whose one commit holds this source tree as it is."""
+    folder = tmp_path_factory.mktemp("this") / "tree"
+    if not commit_tree(wheels.ROOT, folder):
+        pytest.skip("this source tree is no git checkout, or there is no git")
+    return folder
+
+
+@pytest.fixture
+def checkout(this_tree, tmp_path, monkeypatch):
+    """A copy of that repository, which the scripts take for their own."""
+    folder = tmp_path / "checkout"
+    git(this_tree, "clone", "--quiet", ".", str(folder))
+    for module in ("wheel_check.source", "rebuild_check"):
+        monkeypatch.setattr(f"{module}.ROOT", folder)
+    return folder
+
+
+@pytest.fixture
+def committed(checkout, tmp_path):
+    """A wheel of a commit: causal-conv1d's, which takes no compiler."""
+    (tmp_path / "dist").mkdir()
+    return build_convolution(checkout, tmp_path / "dist", None)
 
 
 @pytest.fixture(scope="session")
@@ -81,18 +110,21 @@ def _clean_environment(monkeypatch, tmp_path):
 
 @pytest.fixture
 def publish(monkeypatch, capsys):
-    """publish(*words, user=..., password=...) -> (exit status, everything printed)."""
+    """publish(*words, user=..., password=..., strict=False) -> (exit status, everything printed).
+
+    Most wheels of these tests are of this tree as it is, which no commit holds; `committed` is of one.
+    """
     import publish as script
     from _helpers.servers import PASSWORD, USER
 
-    def run(*words, user=USER, password=PASSWORD):
+    def run(*words, user=USER, password=PASSWORD, strict=False):
         for name, value in (("TWINE_USERNAME", user), ("TWINE_PASSWORD", password)):
             if value is None:
                 monkeypatch.delenv(name, raising=False)
             else:
                 monkeypatch.setenv(name, value)
         capsys.readouterr()
-        status = script.main([str(word) for word in words])
+        status = script.main([*map(str, words), *([] if strict else ["--no-strict"])])
         printed = "".join(capsys.readouterr())
         assert (password or PASSWORD) not in printed
         return status, printed
@@ -178,3 +210,10 @@ def environment_of(tmp_path):
 @pytest.fixture
 def environment(environment_of):
     return environment_of("torch")
+
+
+@pytest.fixture
+def gate(publish, tmp_path, capsys):
+    from _helpers.gate import Gate
+
+    return Gate(publish, tmp_path / "site", capsys)

@@ -12,6 +12,7 @@ import publish as script
 import pytest
 from _helpers import wheels
 from _helpers.servers import HOST, PASSWORD, StaticSite, free_port
+from wheel_check.source import UNCOMPARED
 
 
 @pytest.fixture
@@ -52,14 +53,14 @@ def test_public_index_is_refused_from_the_environment_and_pypirc(publish, wheel,
 
 def test_public_index_on_request(publish, wheel, monkeypatch):
     asked = []
-    monkeypatch.setattr("publish.Index.holds", lambda index, path: asked.append(index.url) or True)
+    monkeypatch.setattr("publish.Index.holds", lambda index, wheel: asked.append(index.url) or True)
     status, printed = publish(wheel, "--repository", "testpypi", "--allow-public-index")
     assert status == 0, printed
     assert asked == ["https://test.pypi.org/legacy"]
 
 
 def test_name_of_another_host_is_no_public_index(publish, wheel, monkeypatch):
-    monkeypatch.setattr("publish.Index.holds", lambda index, path: True)
+    monkeypatch.setattr("publish.Index.holds", lambda index, wheel: True)
     assert publish(wheel, "--repository-url", "https://notpypi.org/pypi.org/")[0] == 0
 
 
@@ -85,12 +86,12 @@ def test_unfit_wheels_and_sdists_stop_everything_before_the_network(publish, whe
     assert f"{sdist}: an sdist does not belong on the index" in printed
     assert f"{missing}: cannot be read: there is no such file" in printed
     assert str(good) not in printed
-    assert f"note: {good.name}: its Python files could not be compared with their source" in printed
+    assert f"note: {good.name}: {UNCOMPARED}" in printed
 
 
 def test_pattern_is_expanded_where_the_shell_does_not(publish, wheel, tmp_path, monkeypatch):
     held = []
-    monkeypatch.setattr("publish.Index.holds", lambda index, path: held.append(path.name) or True)
+    monkeypatch.setattr("publish.Index.holds", lambda index, wheel: held.append(wheel.path.name) or True)
     for label in ("cpu.a", "cpu.b"):
         wheels.repack(wheel, tmp_path / "dist", label=label)
     assert publish(tmp_path / "dist" / "*.whl", "--repository-url", "https://pypi.example.com")[0] == 0
@@ -141,7 +142,7 @@ def test_proxy_that_cannot_be_parsed_is_not_shown(spelt, uploading, publish, whe
     monkeypatch.delenv("NO_PROXY")
     monkeypatch.setenv("HTTP_PROXY", spelt.format(PASSWORD))
     if uploading:
-        monkeypatch.setattr("publish.Index.holds", lambda index, path: False)
+        monkeypatch.setattr("publish.Index.holds", lambda index, wheel: False)
     status, printed = publish(wheel, "--repository-url", "http://pypi.example.com")
     assert status == 1 and "URL: check the URL, and HTTP_PROXY and HTTPS_PROXY" in printed
 
@@ -149,7 +150,7 @@ def test_proxy_that_cannot_be_parsed_is_not_shown(spelt, uploading, publish, whe
 def test_at_sign_in_a_path_is_no_password(publish, wheel, monkeypatch):
     """Azure's feeds are named so."""
     asked = []
-    monkeypatch.setattr("publish.Index.holds", lambda index, path: asked.append(index.pages) or True)
+    monkeypatch.setattr("publish.Index.holds", lambda index, wheel: asked.append(index.pages) or True)
     url = "https://pypi.example.com:8443/feed@Release/pypi/simple"
     assert publish(wheel, "--repository-url", "https://pypi.example.com/", "--index-url", url)[0] == 0
     assert asked == [[url]]

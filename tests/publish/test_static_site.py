@@ -1,5 +1,6 @@
 """The static index as pip and uv meet it: installing, pinning, damage, and a public index beside it."""
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ def site(wheel, convolution, tmp_path_factory):
         for label in ("cpu", "cpu.other"):
             wheels.repack(wheel, dist, version=version, label=label)
     shutil.copy(convolution, dist)
-    assert make_index.main([str(dist), str(folder / "site")]) == 0
+    assert make_index.main([str(dist), str(folder / "site"), "--no-strict"]) == 0
     return folder / "site"
 
 
@@ -165,6 +166,22 @@ def test_public_index_beside_ours(site, public, environment, programs):
         assert " + mamba-ssm==99.0+cpu" in environment.uv(*safe)[1]
 
 
+def test_causal_conv1d_from_two_indexes(site, environment, programs, base, tmp_path):
+    """What docs/publishing.md says of them: upstream's 1.6.2 is higher. A pinned label or one index is safe."""
+    theirs = tmp_path / "public" / "causal-conv1d"
+    made = wheels.plain(theirs, "causal_conv1d", "1.6.2")
+    (theirs / "index.html").write_text(f'<!DOCTYPE html><a href="{made.name}">{made.name}</a>')
+    with StaticSite(site) as ours, StaticSite(tmp_path / "public") as public:
+        words, label = ["--dry-run", "--no-deps"], f"1.6.1+mamba.{base}"
+        both = [*words, "--index-url", public.url, "--extra-index-url", f"{ours.url}cpu/"]
+        assert "Would install causal-conv1d-1.6.2\n" in environment.pip(*both, "causal-conv1d")[1].replace("_", "-")
+        pinned = environment.pip(*both, f"causal-conv1d=={label}")[1]
+        alone = environment.pip(*words, "--index-url", f"{ours.url}cpu/", "causal-conv1d")[1]
+        assert all(f"Would install causal-conv1d-{label}\n" in printed.replace("_", "-") for printed in (pinned, alone))
+        first = ["--default-index", public.url, "--index", f"{ours.url}cpu/", "causal-conv1d"]
+        assert f" + causal-conv1d=={label}\n" in environment.uv(*words, *first)[1]
+
+
 def test_uv_project_with_an_explicit_index(copy, public, programs, tmp_path, monkeypatch):
     """The lines that the page offers lock our wheel with its hash, whatever the public index has under its name."""
     monkeypatch.delenv("UV_NO_CONFIG")
@@ -189,7 +206,7 @@ def test_uv_project_with_an_explicit_index(copy, public, programs, tmp_path, mon
         locked = project.joinpath("uv.lock").read_text()
         assert 'version = "99.0+cpu"' in locked and "1000.0" not in locked
         (stored,) = (copy / "files").glob("mamba_ssm-99.0+cpu-*.whl")
-        assert f"sha256:{make_index.sha256(stored)}" in locked
+        assert f"sha256:{hashlib.sha256(stored.read_bytes()).hexdigest()}" in locked
         exchange(stored, tmp_path)
         status, printed = uv("sync", "--frozen", "--no-progress")
         assert status != 0
