@@ -277,7 +277,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
         xBC = convolve_step(self.conv1d, xBC, conv_state, self.activation)
         x, B, C = self._split_xBC(xBC)
         heads = (self.nheads, self.headdim)
-        dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.dt_limit)
+        dt = clamp(F.softplus(dt.float() + self.dt_bias.float()), *self.dt_limit)
         y = selective_state_update(
             ssm_state,
             x,

@@ -27,15 +27,11 @@ from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParal
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued, refuse_with_context_parallel
 from mamba_ssm.modules._state import initial_dt_bias, mark, states_in_cache
 from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.ops._shared.activations import clamp, heavy_tail_activation
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba3_block import mamba3_block, mamba3_block_step
 from mamba_ssm.ops.mamba3_scan import MOST_CUDA_RANK, States, mamba3_scan, mamba3_step
 from mamba_ssm.ops.norm import GatedRMSNorm, RMSNorm
-
-
-def heavy_tail_activation(x: torch.Tensor) -> torch.Tensor:
-    """1 + x from 0 on, 1 / (1 - x) below: positive, with a slope of 1 at 0 and a tail that falls slowly."""
-    return F.relu(x) + 1 / (1 - x.clamp(max=0))
 
 
 def _weight_of(norm: RMSNorm) -> torch.Tensor:
@@ -377,7 +373,7 @@ class Mamba3(nn.Module):
         heads, groups = (self.nheads, self.headdim), (self.mimo_rank, self.num_bc_heads, self.d_state)
         z, x = z.unflatten(-1, heads), x.unflatten(-1, heads)
         DT = F.softplus(checks.widen(dt) + checks.widen(self.dt_bias))
-        rate: torch.Tensor = _A_ACTIVATIONS[self.A_activation](checks.widen(A)).clamp(min=self.A_floor)
+        rate: torch.Tensor = clamp(_A_ACTIVATIONS[self.A_activation](checks.widen(A)), self.A_floor)
         arguments = {
             "Q": self.C_norm(C.unflatten(-1, groups)),
             "K": self.B_norm(B.unflatten(-1, groups)),

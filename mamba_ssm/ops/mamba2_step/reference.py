@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm.ops._shared.activations import clamp
 from mamba_ssm.ops._shared.reference import working_dtype
 from mamba_ssm.ops.causal_conv1d.reference import causal_conv1d_update_ref
 from mamba_ssm.ops.state_update.reference import selective_state_update_ref
@@ -32,7 +33,7 @@ def mamba2_step_ref(
     z, xBC, dt = zxbcdt.split([dim, dim + 2 * matrix, nheads], dim=1)
     xBC = causal_conv1d_update_ref(xBC.to(dtype), conv_state, conv1d_weight, conv1d_bias, "silu")
     x, B, C = xBC.split([dim, matrix, matrix], dim=1)
-    dt = F.softplus(dt.to(dtype) + dt_bias.to(dtype)).clamp(*dt_limit)
+    dt = clamp(F.softplus(dt.to(dtype) + dt_bias.to(dtype)), *dt_limit)
     y = selective_state_update_ref(
         ssm_state,
         x.view(batch, nheads, headdim),

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm.ops._shared.activations import clamp, heavy_tail_activation
 from mamba_ssm.ops._shared.reference import convert, working_dtype
 from mamba_ssm.ops.mamba3_scan import States, mamba3_scan_ref
 
@@ -49,12 +50,12 @@ def mamba3_block_ref(
         return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
 
     dt = F.softplus(dt + dt_bias.to(dtype))
-    rate = F.softplus(A) if A_softplus else F.relu(A) + 1 / (1 - A.clamp(max=0))
+    rate = F.softplus(A) if A_softplus else heavy_tail_activation(A)
     out, states = mamba3_scan_ref(
         normed(C, C_weight, C_eps),
         normed(B, B_weight, B_eps),
         x.unflatten(-1, (heads, headdim)),
-        -rate.clamp(min=A_floor) * dt,
+        -clamp(rate, A_floor) * dt,
         dt,
         trap,
         C_bias,

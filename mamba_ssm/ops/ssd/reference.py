@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
+from mamba_ssm.ops._shared.activations import clamp
 from mamba_ssm.ops._shared.reference import working_dtype
 from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
 from mamba_ssm.ops.ssd.arguments import NAME
@@ -114,4 +115,4 @@ def discretize(dt, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf"))
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = F.softplus(dt)
-    return dt.clamp(*dt_limit)
+    return clamp(dt, *dt_limit)

@@ -198,6 +198,17 @@ def test_extreme_rates(A, softplus, device):
     check(case, tensors, {torch.float32: 5e-5})
 
 
+@pytest.mark.parametrize(("A", "A_floor"), [(0.0, 1.0), (1.0, 2.0), (-1.0, 0.5)])
+def test_rates_at_their_floor(A, A_floor, device):
+    """The rate is the floor, where its derivative is still the activation's."""
+    case = Case(1, 30, 4, 8, 16, 4, A_floor=A_floor)
+    tensors = case.inputs(torch.float32, device)
+    tensors["zxBCdt"][..., 100:104] = A
+    found = outputs_and_gradients(case.run(mamba3_block), tensors)
+    assert found["dzxBCdt"][..., 100:104].abs().min() > 0
+    check(case, tensors, {torch.float32: 5e-5})
+
+
 def test_a_nan_stays_in_its_row(device):
     case = Case(2, 20, 4, 8, 16, 4)
     tensors = case.inputs(torch.float32, device)

@@ -294,3 +294,14 @@ def test_states_that_are_not_float32(device):
             **tensors, **case.options(), return_final_states=True, state_dtype=dtype
         )  # fmt: skip
         assert torch.equal(other, states.to(dtype))
+
+
+def test_step_sizes_at_their_limits(device):
+    """At a limit the derivative of dt is still 1."""
+    case = SsdCase(2, 70, 4, 16, dt_bias=False, softplus=False, dt_limit=(0.25, 0.5))
+    tensors = case.inputs(torch.float32, device)
+    tensors["dt"] = torch.full_like(tensors["dt"], 0.25)
+    tensors["dt"][:, ::2] = 0.5
+    found = outputs_and_gradients(scan(mamba_chunk_scan_combined, case), tensors)
+    assert found["ddt"].abs().min() > 0
+    check(case, torch.float32, device, tensors)
