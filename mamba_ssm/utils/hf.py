@@ -119,6 +119,10 @@ def _read_json(path: Path) -> dict[str, typing.Any]:
     return contents
 
 
+# The names that a file with a nested tensor has, by which torch from 2.15 on refuses it.
+_NESTED_TENSORS = ("torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor.")
+
+
 def _read_file(path: Path) -> dict[str, torch.Tensor]:
     _refuse_another_kind(path)
     if path.suffix == ".safetensors":
@@ -129,7 +133,9 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         state = read(path)
     except (PermissionError, CheckpointError):
         raise
-    except pickle.UnpicklingError:
+    except pickle.UnpicklingError as error:
+        if any(name in str(error) for name in _NESTED_TENSORS):
+            raise _refused(f"{path}: weights must be dense tensors with data, and it holds a nested tensor") from None
         # without torch's message, which advises to load the file with its code
         raise _refused(f"{path}: it is damaged, or holds more than tensors, and that could run code") from None
     except Exception as error:  # each reader has several exceptions of its own for a damaged file
