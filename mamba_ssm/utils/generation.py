@@ -1,11 +1,13 @@
 """Generating text: the loop and its options."""
 
+import difflib
+import inspect
 import operator
 import sys
 import time
 import typing
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn as nn
@@ -72,13 +74,14 @@ def decode(
     """Continues input_ids (B, L) up to max_length tokens, the prompt included.
 
     Args:
-        model: called as model(input_ids, position_ids=, inference_params=, num_last_tokens=1).logits. If it has a
-            vocab_size, tokens given must be below it.
+        model: called as model(input_ids, position_ids=, inference_params=, num_last_tokens=1).logits. Its vocabulary is
+            config.vocab_size tokens, or vocab_size where it has no config: tokens given must be below it, and logits
+            beyond it, those of a padded vocabulary, are never drawn.
         top_k, top_p, min_p, temperature: see sample. repetition_penalty: on every earlier token; 1: off.
         eos_token_id: one token or several; a row that draws one goes on with the first of them; the loop ends when
             every row has.
         teacher_outputs: (B, length); its tokens are taken instead of drawn ones as far as it reaches.
-        vocab_size: logits beyond it, those of a padded vocabulary, are left out.
+        vocab_size: draw only from the first vocab_size tokens; None: from the model's vocabulary.
         cg: run the steps as a CUDA graph, kept in model._decoding_cache for further calls. Hooks' Python runs when it
             is captured, not at each step; after a switch inside a module (an adapter turned off) set that to None. A
             model that is not on a GPU decodes without, and a warning says so.
@@ -86,17 +89,20 @@ def decode(
         streamer: put(tokens on the CPU) is called with the prompt and each step's tokens (B), then end().
 
     Returns:
-        GenerationOutput: sequences (B, length), scores: a tuple of (B, vocabulary) before penalty and filters, or None.
+        GenerationOutput: sequences (B, length), scores: a tuple of (B, vocabulary, not padded) before penalty and
+        filters, or None.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of its range; a token is not in the vocabulary (on a GPU, to look at them is one
+        synchronisation a call).
 
     Same as upstream's mamba_ssm.utils.generation.decode, which returns transformers' classes with these fields.
     """
     check_sampling(top_k, top_p, min_p, temperature, repetition_penalty)
     input_ids = _check_tokens("input_ids", input_ids, model)
     max_length = _positive("max_length", max_length)
-    vocab_size = None if vocab_size is None else _positive("vocab_size", vocab_size)
+    sizes = _vocabulary(model), None if vocab_size is None else _positive("vocab_size", vocab_size)
+    vocab_size = min((size for size in sizes if size is not None), default=None)
     if max_length <= input_ids.shape[1]:
         raise ValueError(
             f"generate: max_length counts the prompt too and must exceed its {input_ids.shape[1]} tokens, got "
@@ -192,12 +198,27 @@ def _check_tokens(name: str, tokens: torch.Tensor, model: nn.Module) -> torch.Te
             f"generate: {name} must be int64 (B, L) with at least one token, got "
             f"{str(tokens.dtype).removeprefix('torch.')} {tuple(tokens.shape)}"
         )
-    vocab_size = getattr(model, "vocab_size", None)
-    if vocab_size is not None and tokens.numel():
-        low, high = (int(bound) for bound in tokens.aminmax())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(f"generate: {name} must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}")
+    if tokens.is_meta:
+        raise ValueError(f"generate: {name} must hold tokens, got a meta tensor")
+    vocab_size = _vocabulary(model)
+    if vocab_size is not None:
+        strange = (tokens < 0) | (tokens >= vocab_size)
+        if strange.any():
+            row, position = strange.nonzero()[0].tolist()
+            raise ValueError(
+                f"generate: {name} must hold tokens from 0 to {vocab_size - 1}, since the vocabulary has {vocab_size}, "
+                f"got {int(tokens[row, position])} in row {row} at position {position}"
+            )
     return tokens.long()
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """How many tokens the model knows, without those that pad its embedding; None where it does not say."""
+    for owner in (getattr(model, "config", None), model):
+        size: typing.Any = getattr(owner, "vocab_size", None)
+        if hasattr(size, "__index__"):
+            return operator.index(size)
+    return None
 
 
 def _positive(name: str, value: object) -> int:
@@ -217,6 +238,16 @@ def _eos_tokens(eos_token_id: object, device: torch.device) -> torch.Tensor:
     if eos.numel() == 0 or eos.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"generate: eos_token_id must be one or several integers, got {eos_token_id!r}")
     return eos.to(device, torch.int64)
+
+
+def _refuse_unknown(given: Iterable[str]) -> None:
+    """Arguments of generate that it does not have."""
+    known = inspect.signature(decode).parameters.keys() - {"model"}
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            cure = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}"
+            raise TypeError(f"generate: there is no argument {name!r}: {cure}")
 
 
 class _Timer:
@@ -258,7 +289,10 @@ class GenerationMixin:
         Returns sequences (B, length), or with return_dict_in_generate a GenerationOutput(sequences, scores). The other
         arguments are decode's: repetition_penalty, eos_token_id, teacher_outputs, vocab_size, cg, enable_timing,
         streamer.
+
+        Raises: TypeError: there is no such argument. ValueError: as decode.
         """
+        _refuse_unknown(kwargs)
         output = decode(
             input_ids,
             typing.cast(nn.Module, self),

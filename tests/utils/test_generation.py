@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn as nn
 
 from mamba_ssm._torch import autocast_dtype, autocast_without_cache
 from mamba_ssm.models.config_mamba import MambaConfig
@@ -198,9 +199,18 @@ def test_what_is_returned():
         ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"at least one token, got int64 \(2, 0\)"),
         ({"input_ids": torch.zeros(6, dtype=torch.long)}, r"must be int64 \(B, L\) .* got int64 \(6,\)"),
         ({"input_ids": torch.zeros(2, 6)}, r"got float32 \(2, 6\)"),
-        ({"input_ids": torch.full((2, 6), 64)}, "input_ids must be from 0 to 63, got 64"),
-        ({"input_ids": torch.full((2, 6), -1)}, "input_ids must be from 0 to 63, got -1"),
-        ({"teacher_outputs": torch.full((2, 9), 70)}, "teacher_outputs must be from 0 to 63, got 70"),
+        (
+            {"input_ids": torch.full((2, 6), 64)},
+            "from 0 to 58, since the vocabulary has 59, got 64 in row 0",
+        ),
+        (
+            {"input_ids": torch.full((2, 6), -1)},
+            "input_ids must hold tokens from 0 to 58.* got -1 in row 0",
+        ),
+        (
+            {"teacher_outputs": torch.full((2, 9), 70)},
+            "teacher_outputs must hold tokens.* got 70 in row 0",
+        ),
         ({"teacher_outputs": torch.zeros(3, 9, dtype=torch.long)}, "must have input_ids' 2 rows, got 3"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
@@ -208,6 +218,90 @@ def test_what_is_returned():
 def test_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         make().generate(**{"input_ids": prompt(), "max_length": 9, **options})
+
+
+@pytest.mark.parametrize("token", [50, 55, 56, -1])
+@pytest.mark.parametrize("name", ["input_ids", "teacher_outputs"])
+def test_tokens_beyond_the_vocabulary(name, token, device):
+    """Those that pad the embedding, too."""
+    model = padded_model(device)
+    tokens = torch.zeros(2, 4, dtype=torch.long, device=device)
+    tokens[1, 2] = token
+    given = {"input_ids": torch.zeros_like(tokens[:, :2]), name: tokens}
+    message = f"generate: {name} must hold tokens from 0 to 49, since the vocabulary has 50, got {token} in row 1 at "
+    with pytest.raises(ValueError, match=message + "position 2"):
+        model.generate(**given, max_length=6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"top_k": 0},
+        {"top_k": 53},
+        {"top_k": 3},
+        {"top_k": 0, "top_p": 0.9},
+        {"top_k": 0, "min_p": 0.1},
+        {"top_k": 0, "temperature": 100.0},
+        {"repetition_penalty": 3.0},
+        {"vocab_size": 54},
+        {"cg": True},
+    ],
+    ids=str,
+)
+def test_padding_is_never_drawn(options, device):
+    """Though its rows of the embedding give the largest logits, which forward returns at their padded width."""
+    if options.get("cg") and device == "cpu":
+        pytest.skip("a CUDA graph needs a GPU")
+    model = padded_model(device)
+    tokens = torch.arange(6, device=device).view(2, 3)
+    logits = model(tokens).logits
+    assert logits.shape == (2, 3, 56) and (logits.argmax(-1) >= 50).all()
+    output = model.generate(tokens, 20, return_dict_in_generate=True, output_scores=True, **options)
+    assert output.sequences.max() < 50 and {score.shape for score in output.scores} == {(2, 50)}
+    if not options:
+        assert torch.equal(output.sequences, full_forward_tokens(model, tokens, 20, 50))
+
+
+def padded_model(device):
+    """A vocabulary of 50 in an embedding of 56 rows, the last 6 of which are what the model likes best."""
+    model = MambaLMHeadModel(MambaConfig(d_model=16, n_layer=1, vocab_size=50, tie_embeddings=False), device=device)
+    model.backbone.norm_f.bias = nn.Parameter(torch.full((16,), 5.0, device=device))
+    with torch.no_grad():
+        model.lm_head.weight[50:] = 5.0
+    return model
+
+
+def test_the_vocabulary_of_a_model_without_a_config(device):
+    class Wrapped(nn.Module):
+        def __init__(self, model, vocab_size=None):
+            super().__init__()
+            self.model, self.vocab_size = model, vocab_size
+
+        def forward(self, *arguments, **options):
+            return self.model(*arguments, **options)
+
+    model = padded_model(device)
+    tokens = torch.zeros(1, 3, dtype=torch.long, device=device)
+    assert decode(tokens, Wrapped(model), 8).sequences[0, 3:].min() >= 50
+    assert decode(tokens, Wrapped(model), 8, vocab_size=50).sequences.max() < 50
+    assert decode(tokens, Wrapped(model, 50), 8).sequences.max() < 50
+
+
+@pytest.mark.parametrize(
+    "options,cure",
+    [
+        ({"topk": 5}, "did you mean 'top_k'?"),
+        ({"temprature": 1.0}, "did you mean 'temperature'?"),
+        ({"q": 1}, "takes cg,"),
+    ],
+    ids=str,
+)
+def test_arguments_that_generate_does_not_have(options, cure):
+    with pytest.raises(TypeError) as caught:
+        make().generate(prompt(), 9, **options)
+    text = str(caught.value)
+    assert text.startswith(f"generate: there is no argument {next(iter(options))!r}: ") and cure in text
 
 
 def test_tokens_that_are_no_tensor():
