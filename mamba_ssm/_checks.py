@@ -33,6 +33,15 @@ def check_same(op, name, tensor, shape, like, like_name, letters):
         raise _device_error(op, name, tensor, like, like_name)
 
 
+def check_devices(op, like_name, like, **tensors):
+    """Each tensor, or None, is on like's device. For references: torch multiplies a meta tensor by one of the CPU, and
+    copies to one, without an error.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != like.device:
+            raise _device_error(op, name, tensor, like, like_name)
+
+
 def check_float32(op, name, tensor, shape, like, like_name, letters):
     """tensor has this shape, is float32 and on the device of like."""
     if tensor.dtype != torch.float32:

@@ -23,7 +23,7 @@ from mamba_ssm._torch.dispatch import (
     watched_in_backward,
     wrote_in_place,
 )
-from mamba_ssm._torch.modules import is_plain, module_behind, weight_and_bias
+from mamba_ssm._torch.modules import is_plain, module_behind, parameters_of, weight_and_bias
 from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, archive_names, current_stream, is_compiling
 from mamba_ssm._torch.records import flat, make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
@@ -48,6 +48,7 @@ __all__ = [
     "module_behind",
     "no_autocast",
     "no_gradients",
+    "parameters_of",
     "reference",
     "refuse_second_derivatives",
     "refuse_what_is_no_dense_tensor",

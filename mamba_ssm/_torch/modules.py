@@ -34,6 +34,17 @@ def is_plain(module: nn.Module, cls: type[_Module]) -> typing.TypeGuard[_Module]
     return "forward" not in module.__dict__ and not own_arithmetic
 
 
+def parameters_of(module: nn.Module, name: str) -> dict[str, nn.Parameter | None]:
+    """The own parameters, by name, of module's submodule of this name; none where torch does not say. Past nn.Module's
+    look-up of attributes, as weight_and_bias.
+    """
+    if not _PARAMETERS_KNOWN or traced_by_old_torch():
+        return {}
+    submodule = module._modules.get(name)
+    parameters = {} if submodule is None else submodule._parameters
+    return parameters if isinstance(parameters, dict) else {}  # not one, of a scripted module
+
+
 def weight_and_bias(module: typing.Any) -> tuple[typing.Any, typing.Any]:
     """module.weight and module.bias, past nn.Module's look-up of attributes, which is a Python function."""
     parameters = {} if not _PARAMETERS_KNOWN or traced_by_old_torch() else module._parameters

@@ -133,6 +133,13 @@ def _init_weights(
                 weight /= math.sqrt(n_residuals_per_layer * n_layer)
 
 
+def _check_device(what: str, given: torch.Tensor, name: str, weight: torch.Tensor) -> None:
+    """torch takes meta tensors beside others in look-ups and products, and returns memory that nobody has written."""
+    if given.device != weight.device:
+        cure = "move them or the model with .to(device)"
+        raise ValueError(f"{what} must be on {weight.device} like {name}, got {given.device}: {cure}")
+
+
 class MixerModel(nn.Module):
     """Embedding, blocks and the last norm: tokens (B, L) -> hidden states (B, L, d_model).
 
@@ -211,6 +218,8 @@ class MixerModel(nn.Module):
             raise ValueError(
                 f"MixerModel: input_ids must be int64 (B, L), got {input_ids.dtype} of {tuple(input_ids.shape)}"
             )
+        if is_plain(self.embedding, nn.Embedding):
+            _check_device("MixerModel: input_ids", input_ids, "embedding.weight", self.embedding.weight)
         hidden_states, residual = self.embedding(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
@@ -308,6 +317,8 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         hidden_states = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
         if num_last_tokens > 0:
             hidden_states = hidden_states[:, -num_last_tokens:]
+        if is_plain(self.lm_head, nn.Linear):
+            _check_device("MambaLMHeadModel: the hidden states", hidden_states, "lm_head.weight", self.lm_head.weight)
         if labels is None:
             return CausalLMOutput(logits=project(self.lm_head, hidden_states))
         checks.check_tensor("MambaLMHeadModel", "labels", labels)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from mamba_ssm._arguments import shown
 from mamba_ssm._torch import is_plain, weight_and_bias
+from mamba_ssm.modules._inputs import check_projections
 from mamba_ssm.modules._submodules import convolve
 from mamba_ssm.ops.mamba_block import Direction, mamba_inner_both, mamba_inner_fn
 from mamba_ssm.ops.selective_scan import selective_scan_fn
@@ -60,6 +61,7 @@ def both_ways(mixer: typing.Any, xz: torch.Tensor, seq_idx: torch.Tensor | None)
     """A layer's output (B, L, d_model), before gamma, from its input projection's, xz (B, 2D, L)."""
     forwards = parts_of(mixer)
     if mixer.bimamba_type == "v1":
+        check_projections("Mamba", mixer, xz, ("x_proj", "dt_proj"))
         y, y_b = _scans(forwards, ((mixer.A_log, False), (mixer.A_b_log, True)), xz, seq_idx)
         return mixer.out_proj((y + y_b).transpose(1, 2))
     backwards = parts_of(mixer, "_b")
@@ -81,6 +83,8 @@ def both_ways(mixer: typing.Any, xz: torch.Tensor, seq_idx: torch.Tensor | None)
             xz_s, of.conv1d_weight, of.conv1d_bias, *projections, of.A, D=of.D, delta_bias=of.delta_bias
         )
         return out + _from_slices(out_s, mixer.nslices, 1)
+    for suffix in ("", "_b", "_s") if sliced is not None else ("", "_b"):
+        check_projections("Mamba", mixer, xz, (f"x_proj{suffix}", f"dt_proj{suffix}"))
     y, y_b = (
         _scans(parts, ((parts.A_log, reverse),), xz, seq_idx)[0]
         for parts, reverse in ((forwards, False), (backwards, True))

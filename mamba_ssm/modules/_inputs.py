@@ -3,20 +3,83 @@
 import typing
 
 import torch
+import torch.nn as nn
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import values_at_hand
+from mamba_ssm._torch import autocast_dtype, is_plain, parameters_of, reference, values_at_hand
+from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from mamba_ssm.modules.inference import InferenceCache
 
 
-def check_input(name: str, x: torch.Tensor, d_model: int, dims: int = 3, seq_idx: torch.Tensor | None = None) -> None:
-    """x is (B, L, d_model), or with dims=2 (B * L, d_model). seq_idx is a tensor or None: operators check the rest."""
+def check_input(
+    name: str,
+    block: nn.Module,
+    x: torch.Tensor,
+    d_model: int,
+    projections: tuple[str, ...],
+    dims: int = 3,
+    seq_idx: torch.Tensor | None = None,
+    in_torch: bool = False,
+) -> None:
+    """x is (B, L, d_model), or with dims=2 (B * L, d_model); seq_idx is a tensor on its device or None, whose rest
+    operators check. projections, in_torch: see check_projections.
+    """
     checks.check_tensor(name, "the input", x)
-    if seq_idx is not None:
-        checks.check_tensor(name, "seq_idx", seq_idx)
     if x.dim() != dims or x.shape[-1] != d_model:
         letters = "(B, L, d_model)" if dims == 3 else "(B * L, d_model) where seqlen is given"
         raise ValueError(f"{name}: the input must be {letters} with d_model = {d_model}, got {tuple(x.shape)}")
+    if seq_idx is not None:
+        checks.check_tensor(name, "seq_idx", seq_idx)
+        if seq_idx.device != x.device:
+            raise ValueError(f"{name}: seq_idx must be on {x.device} like the input, got {seq_idx.device}")
+    check_projections(name, block, x, projections, in_torch)
+
+
+def check_projections(
+    name: str, block: nn.Module, x: torch.Tensor, projections: tuple[str, ...], in_torch: bool = False
+) -> None:
+    """The weights and biases of block's submodules of these names are on x's device. The first takes x and has its
+    dtype, which is one of the kernels' unless the block is all torch's (in_torch) or plain_torch is on.
+
+    torch multiplies a meta tensor by one of the CPU without an error, and returns memory that nobody has written. A
+    module that is more than its weight (see is_plain) may move or cast its input, so it is not looked at.
+    """
+    device, takes_x = x.device, True
+    for projection in projections:
+        for parameter, tensor in parameters_of(block, projection).items():
+            if tensor is None:
+                continue
+            if tensor.device != device and _is_plain(block, projection):
+                raise ValueError(
+                    f"{name}: the input must be on {tensor.device} like {projection}.{parameter}, got {device}: move "
+                    "the input or the layer with .to(device)"
+                )
+            known = tensor.dtype == x.dtype and x.dtype in checks.FLOAT_DTYPES
+            if takes_x and not known and parameter == "weight" and _is_plain(block, projection):
+                _check_dtype(name, x, projection, tensor, in_torch or reference.on)
+        takes_x = False
+
+
+def _is_plain(block: nn.Module, projection: str) -> bool:
+    module = getattr(block, projection)
+    plain = is_plain(module, nn.Linear) or is_plain(module, nn.Conv1d)
+    return plain or is_plain(module, ColumnParallelLinear) or is_plain(module, RowParallelLinear)
+
+
+def _check_dtype(name: str, x: torch.Tensor, projection: str, weight: torch.Tensor, in_torch: bool) -> None:
+    """x has the weight's dtype or one that autocast makes the same, and one of the kernels unless torch computes."""
+    own, given = checks.short(weight.dtype), checks.short(x.dtype)
+    if x.dtype != weight.dtype:
+        floats = x.dtype in checks.FLOAT_DTYPES and weight.dtype in checks.FLOAT_DTYPES
+        if floats and autocast_dtype(x) is not None:
+            return
+        cure = f"convert it with .to(torch.{own})" + (", or call the layer under torch.autocast" if floats else "")
+        raise TypeError(f"{name}: the input must have the dtype of {projection}.weight, {own}, got {given}: {cure}")
+    if not in_torch:
+        raise TypeError(
+            f"{name}: the input must be float32, float16 or bfloat16, got {given}: convert the input and the layer "
+            "with .float(), or use mamba_ssm.utils.reference.plain_torch(), which computes in float64"
+        )
 
 
 def is_continued(name: str, inference_params: InferenceCache | None) -> bool:

@@ -59,6 +59,13 @@ def states_in_cache(
         cache[layer_idx] = block.allocate_inference_cache(batch_size, 0)
     states = cache[layer_idx]
     block._check_states(*states)
+    device = block.D.device
+    for state in states:
+        if state.device != device:  # copied there, they would be lost on a meta device
+            raise ValueError(
+                f"{name}: the states in the cache must be on {device} like the layer, got {state.device}: make the "
+                "cache with allocate_inference_cache after the layer was moved"
+            )
     rows = states[0].shape[0]
     if rows != batch_size:  # a batch of 1 would spread over all rows in silence
         raise ValueError(f"{name}: the cache holds states of a batch of {rows}, got a batch of {batch_size}")

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from mamba_ssm._arguments import check_flags, check_range, inner_width, shown
-from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, refuse_decoding
+from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, check_projections, refuse_decoding
 from mamba_ssm.modules._mamba2 import Mamba2Base
 from mamba_ssm.modules._state import mark
 from mamba_ssm.modules.inference import InferenceCache
@@ -140,7 +140,10 @@ class BiMamba2(_Direction):
         seq_idx: (B, L) int32; sequences packed in one row do not see each other. cu_seqlens: (sequences + 1) int32, the
         bounds of sequences packed in a batch of 1, which says the same. inference_params: None, or an error.
         """
-        check_input("BiMamba2", u, self.d_model, seq_idx=seq_idx)
+        projections = ("in_proj", "out_proj", "gate_proj") if self.combine == "gate" else ("in_proj", "out_proj")
+        check_input("BiMamba2", self, u, self.d_model, projections, seq_idx=seq_idx)
+        if not self.shared_proj:
+            check_projections("BiMamba2", self.backwards, u, ("in_proj",))
         if inference_params is not None:
             refuse_decoding("BiMamba2")
         if cu_seqlens is not None:

@@ -86,7 +86,7 @@ class Hydra(Mamba2Base):
 
     def forward(self, u: torch.Tensor, inference_params: InferenceCache | None = None) -> torch.Tensor:
         """u (B, L, d_model) -> the same shape. inference_params: None, or an error."""
-        check_input("Hydra", u, self.d_model)
+        check_input("Hydra", self, u, self.d_model, ("in_proj", "conv1d", "fc_D", "out_proj"))
         if inference_params is not None:
             refuse_decoding("Hydra")
         matrices = 2 * self.ngroups * self.d_state

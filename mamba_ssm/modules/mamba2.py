@@ -16,6 +16,7 @@ from mamba_ssm.modules._mamba2 import Mamba2Base
 from mamba_ssm.modules._state import StatefulBlock, mark
 from mamba_ssm.modules._submodules import convolve_step
 from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.ops.activations import clamp
 from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block
@@ -168,7 +169,8 @@ class Mamba2(Mamba2Base, StatefulBlock):
             layer's states there, one row for each of the batch or of the packed sequences; with a positive one it
             continues from these states, by a step (L = 1) or a piece.
         """
-        check_input("Mamba2", u, self.d_model, dims=3 if seqlen is None else 2, seq_idx=seq_idx)
+        dims = 3 if seqlen is None else 2
+        check_input("Mamba2", self, u, self.d_model, ("in_proj", "out_proj"), dims, seq_idx)
         if seq_idx is not None and cu_seqlens is None and inference_params is not None:
             raise ValueError("Mamba2: with inference_params packed sequences are given by cu_seqlens, not by seq_idx")
         continues = is_continued("Mamba2", inference_params)
@@ -226,7 +228,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
 
         conv_state (B, channels, d_conv), ssm_state (B, H, headdim, d_state). No gradient is recorded.
         """
-        check_input("Mamba2", hidden_states, self.d_model)
+        check_input("Mamba2", self, hidden_states, self.d_model, ("in_proj", "out_proj"))
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba2: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
         self._check_states(conv_state, ssm_state)

@@ -93,7 +93,7 @@ class Mamba2Simple(Mamba2Base):
 
     def forward(self, u: torch.Tensor, seq_idx: torch.Tensor | None = None) -> torch.Tensor:
         """u (B, L, d_model) -> the same shape. seq_idx: (B, L) int32; packed sequences do not see each other."""
-        check_input("Mamba2Simple", u, self.d_model, seq_idx=seq_idx)
+        check_input("Mamba2Simple", self, u, self.d_model, ("in_proj", "out_proj"), seq_idx=seq_idx)
         zxbcdt = self.in_proj(u)
         initial_states = self.init_states.expand(u.shape[0], -1, -1, -1) if self.learnable_init_states else None
         if not self._may_fuse():

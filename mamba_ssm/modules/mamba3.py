@@ -24,10 +24,16 @@ from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain
 from mamba_ssm.distributed.across_ranks import mamba3_scan_across_ranks
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear, SharedRMSNorm
-from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued, refuse_with_context_parallel
+from mamba_ssm.modules._inputs import (
+    check_cu_seqlens,
+    check_input,
+    check_projections,
+    is_continued,
+    refuse_with_context_parallel,
+)
 from mamba_ssm.modules._state import initial_dt_bias, mark, states_in_cache
 from mamba_ssm.modules.inference import InferenceCache
-from mamba_ssm.ops._shared.activations import clamp, heavy_tail_activation
+from mamba_ssm.ops.activations import clamp, heavy_tail_activation
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba3_block import mamba3_block, mamba3_block_step
 from mamba_ssm.ops.mamba3_scan import MOST_CUDA_RANK, States, mamba3_scan, mamba3_step
@@ -214,7 +220,7 @@ class Mamba3(nn.Module):
             layer's states there, one row for each of the batch or of the packed sequences; with a positive one it
             continues from these states, by a step (L = 1) or a piece.
         """
-        check_input("Mamba3", u, self.d_model, seq_idx=seq_idx)
+        check_input("Mamba3", self, u, self.d_model, ("in_proj", "out_proj"), seq_idx=seq_idx)
         continues = is_continued("Mamba3", inference_params)
         if cu_seqlens is not None:
             if continues:
@@ -267,6 +273,7 @@ class Mamba3(nn.Module):
                 "Mamba3: a step takes one token, (B, d_model) or (B, 1, d_model) with d_model = "
                 f"{self.d_model}, got {tuple(u.shape)}"
             )
+        check_projections("Mamba3", self, row, ("in_proj", "out_proj"))
         self._check_states(angle_state, ssm_state, k_state, v_state)
         states = States(angle_state, ssm_state, k_state, v_state)
         out = project(self.out_proj, self._step(project(self.in_proj, row), states))

@@ -14,7 +14,13 @@ from mamba_ssm._native import abi
 from mamba_ssm._torch import autocast_dtype, is_plain, weight_and_bias
 from mamba_ssm.distributed.across_ranks import mamba_across_ranks, selective_scan_across_ranks
 from mamba_ssm.modules._bimamba import both_ways, type_of
-from mamba_ssm.modules._inputs import check_input, is_continued, refuse_decoding, refuse_with_context_parallel
+from mamba_ssm.modules._inputs import (
+    check_input,
+    check_projections,
+    is_continued,
+    refuse_decoding,
+    refuse_with_context_parallel,
+)
 from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, is_shape_only, mark
 from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_across_ranks, convolve_step
 from mamba_ssm.modules.block import Block as _Block
@@ -178,7 +184,7 @@ class Mamba(StatefulBlock):
             layer's states there; with a positive one it continues from these states, by a step (L = 1) or a piece.
         seq_idx: (B, L) int32; sequences packed in one row do not see each other. Not with inference_params.
         """
-        check_input("Mamba", hidden_states, self.d_model, seq_idx=seq_idx)
+        check_input("Mamba", self, hidden_states, self.d_model, ("in_proj", "out_proj"), seq_idx=seq_idx)
         if self.bimamba_type != "none":
             if inference_params is not None:
                 self._check_causal()
@@ -225,6 +231,7 @@ class Mamba(StatefulBlock):
         A = -torch.exp(self.A_log.float())
         x, z = xz.chunk(2, dim=1)
         x = convolve(self.conv1d, x, self.activation, seq_idx, conv_state, continues)
+        check_projections("Mamba", self, x, ("x_proj", "dt_proj"))
         x_dbl = self.x_proj(x.transpose(1, 2))
         dt, B, C = torch.split(x_dbl, [self.dt_rank, self.d_state, self.d_state], dim=-1)
         dt, dt_bias = self._project_dt(dt)
@@ -314,7 +321,7 @@ class Mamba(StatefulBlock):
         conv_state (B, d_inner, d_conv), ssm_state (B, d_inner, d_state). No gradient is recorded.
         """
         self._check_causal()
-        check_input("Mamba", hidden_states, self.d_model)
+        check_input("Mamba", self, hidden_states, self.d_model, ("in_proj", "out_proj"))
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
         self._check_states(conv_state, ssm_state)

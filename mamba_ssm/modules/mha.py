@@ -170,7 +170,7 @@ class MHA(nn.Module):
         step: bool,
     ) -> list[int] | None:
         """Returns the values of cu_seqlens, or None where they were not looked at."""
-        check_input("MHA", x, self.embed_dim, seq_idx=seq_idx)
+        check_input("MHA", self, x, self.embed_dim, ("in_proj", "out_proj"), seq_idx=seq_idx, in_torch=True)
         bounds = None
         if cu_seqlens is not None:
             # with a cache always, where a wrong bound would write beside it
@@ -207,6 +207,8 @@ class MHA(nn.Module):
             length = inference_params.max_seqlen
             caches[self.layer_idx] = self.allocate_inference_cache(rows, length, dtype=x.dtype, device=x.device)
         kv_cache, conv_state = caches[self.layer_idx]
+        if kv_cache.device != x.device:
+            raise ValueError(f"MHA: the cache must be on {x.device} like the input, got {kv_cache.device}")
         if kv_cache.shape[0] != rows:
             raise ValueError(f"MHA: the cache holds a batch of {kv_cache.shape[0]}, got a batch of {rows}")
         return kv_cache, conv_state

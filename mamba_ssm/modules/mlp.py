@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import check_flags, check_integer
+from mamba_ssm.modules._inputs import check_projections
 
 
 class GatedMLP(nn.Module):
@@ -56,5 +57,6 @@ class GatedMLP(nn.Module):
                 f"GatedMLP: the input must be (..., in_features) with in_features = {self.in_features}, got "
                 f"{tuple(x.shape)}"
             )
+        check_projections("GatedMLP", self, x, ("fc1", "fc2"), in_torch=True)
         y, gate = self.fc1(x).chunk(2, dim=-1)
         return self.fc2(y * self.activation(gate))

@@ -99,6 +99,15 @@ def mutate(rng, value):
     return repr(replacement), replacement
 
 
+def move(rng, arguments):
+    """Most often one of the tensors, or all but one, to another device: (what was done, the arguments)."""
+    tensors = [key for key, value in arguments.items() if isinstance(value, torch.Tensor)]
+    device = rng.choice(["meta", "cuda"] if torch.cuda.is_available() else ["meta"])
+    moved = rng.sample(tensors, rng.choice([1, 1, max(len(tensors) - 1, 1), len(tensors)]))
+    changes = {key: arguments[key].detach().to(device).requires_grad_(arguments[key].requires_grad) for key in moved}
+    return f"to {device}: {' '.join(moved)}", {**arguments, **changes}
+
+
 def run_call(name, seed):
     """Makes the call of this seed: ("worked" or "refused", what was changed), or (the fault, what was changed)."""
     op = PUBLIC_OPS[name]
@@ -112,7 +121,9 @@ def run_call(name, seed):
         }
         if "final_states_out" in arguments:
             arguments["final_states_out"] = arguments["final_states_out"].detach()
-    changes = {}
+    changes, tensors = {}, [key for key, value in arguments.items() if isinstance(value, torch.Tensor)]
+    if rng.random() < 0.2:
+        changes["tensors"], arguments = move(rng, arguments)
     for key in rng.sample(sorted(arguments), rng.choice([1, 1, 1, 2, 3]) if len(arguments) > 3 else 1):
         changes[key], arguments[key] = mutate(rng, arguments[key])
     changed = ", ".join(f"{key}: {change}" for key, change in changes.items())
@@ -131,7 +142,8 @@ def run_call(name, seed):
         return f"{type(error).__name__}: {message}\n{''.join(traceback.format_tb(error.__traceback__)[-2:])}", changed
     except Exception:  # not one of ours
         return traceback.format_exc(limit=-2), changed
-    return "worked", changed
+    devices = {str(arguments[key].device) for key in tensors if isinstance(arguments[key], torch.Tensor)}
+    return ("worked" if len(devices) < 2 else f"worked with tensors on {' and '.join(sorted(devices))}"), changed
 
 
 def fuzz(names, seeds, seconds):

@@ -5,7 +5,9 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
 from mamba_ssm.ops._shared.reference import working_dtype
+from mamba_ssm.ops.causal_conv1d.arguments import NAME
 
 
 def causal_conv1d_ref(
@@ -21,6 +23,7 @@ def causal_conv1d_ref(
     reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal depthwise convolution, tap by tap; arguments and results as causal_conv1d_fn."""
+    checks.check_devices(NAME, "x", x, final_states_out=final_states_out)
     dtype = working_dtype(x)
     width, seqlen = weight.shape[1], x.shape[2]
     beyond = x.new_zeros(*x.shape[:2], width - 1) if initial_states is None else initial_states.to(x.dtype)

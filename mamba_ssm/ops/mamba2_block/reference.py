@@ -5,7 +5,9 @@ import typing
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_ref
+from mamba_ssm.ops.mamba2_block.arguments import NAME
 from mamba_ssm.ops.norm import gated_rms_norm_ref
 from mamba_ssm.ops.ssd.reference import ssd_chunk_scan_combined_ref
 
@@ -90,6 +92,7 @@ def mamba_split_conv1d_scan_ref(
     reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """mamba_split_conv1d_scan_combined in plain torch; the order of arguments is upstream's reference's."""
+    checks.check_devices(NAME, "zxbcdt", zxbcdt, outproj_weight=outproj_weight, outproj_bias=outproj_bias)
     headdim = D.shape[1] if headdim is None else headdim
     nheads, channels = A.shape[0], conv1d_weight.shape[0]
     dim = nheads * headdim

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from mamba_ssm.ops._shared.activations import clamp
 from mamba_ssm.ops._shared.reference import working_dtype
+from mamba_ssm.ops.activations import clamp
 from mamba_ssm.ops.causal_conv1d.reference import causal_conv1d_update_ref
 from mamba_ssm.ops.state_update.reference import selective_state_update_ref
 

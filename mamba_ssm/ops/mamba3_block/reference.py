@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from mamba_ssm.ops._shared.activations import clamp, heavy_tail_activation
 from mamba_ssm.ops._shared.reference import convert, working_dtype
+from mamba_ssm.ops.activations import clamp, heavy_tail_activation
 from mamba_ssm.ops.mamba3_scan import States, mamba3_scan_ref
 
 

@@ -49,6 +49,8 @@ def mamba_inner_ref(
     checkpoint_lvl has no effect here: everything is kept.
     """
     checks.no_complex(NAME, "A", A)
+    weights = {"x_proj_weight": x_proj_weight, "delta_proj_weight": delta_proj_weight}
+    checks.check_devices(NAME, "xz", xz, **weights, out_proj_weight=out_proj_weight)
     delta_rank, dstate = delta_proj_weight.shape[1], A.shape[-1]
     x, z = xz.chunk(2, dim=1)
     convolved = causal_conv1d_ref(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu", reverse=reverse)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
-from mamba_ssm.ops._shared.activations import clamp
 from mamba_ssm.ops._shared.reference import working_dtype
+from mamba_ssm.ops.activations import clamp
 from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
 from mamba_ssm.ops.ssd.arguments import NAME
 

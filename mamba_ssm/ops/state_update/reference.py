@@ -26,6 +26,7 @@ def selective_state_update_ref(
 ) -> torch.Tensor:
     """Decode steps, one or several; state is updated, as by selective_state_update."""
     checks.no_complex(NAME, "A", A)
+    checks.check_devices(NAME, "state", state, x=x, intermediate_states_buffer=intermediate_states_buffer)
     dtype = working_dtype(x)
     several, heads = x.dim() == state.dim(), state.dim() > 3
     full = state if heads else state.unsqueeze(1)
