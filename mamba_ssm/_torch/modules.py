@@ -35,10 +35,10 @@ def is_plain(module: nn.Module, cls: type[_Module]) -> typing.TypeGuard[_Module]
 
 
 def parameters_of(module: nn.Module, name: str) -> dict[str, nn.Parameter | None]:
-    """The own parameters, by name, of module's submodule of this name; none where torch does not say. Past nn.Module's
-    look-up of attributes, as weight_and_bias.
+    """The own parameters, by name, of module's submodule of this name, past nn.Module's look-up of attributes. None where
+    torch does not say, and under a compiler, whose fake tensors refuse mixed devices: torch 2.4's fails at these dicts.
     """
-    if not _PARAMETERS_KNOWN or traced_by_old_torch():
+    if not _PARAMETERS_KNOWN or is_compiling():
         return {}
     submodule = module._modules.get(name)
     parameters = {} if submodule is None else submodule._parameters

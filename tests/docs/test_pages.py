@@ -47,13 +47,6 @@ def blocks(language):
     return found
 
 
-def is_there(needs):
-    """What a line before a block may name: CUDA, the least torch, or anything else that no test has."""
-    if needs.startswith("torch "):
-        return TorchVersion(torch.__version__) >= needs.removeprefix("torch ")
-    return needs == "CUDA" and torch.cuda.is_available()
-
-
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python_runs_as_typed(block, tmp_path):
     """Alone, in an empty folder; a block that is for both devices takes the GPU by itself where there is one."""

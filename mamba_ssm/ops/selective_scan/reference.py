@@ -30,14 +30,15 @@ def selective_scan_ref(
     real and imaginary parts in turn; the state is complex, and the output is twice the real part of C h.
     """
     out_dtype, dtype = u.dtype, working_dtype(u)
-    wide = dtype.to_complex() if A.is_complex() else dtype
+    is_complex = A.dtype.is_complex  # not A.is_complex(), where torch.export of 2.2 stops
+    wide = dtype.to_complex() if is_complex else dtype
     real = {"delta": delta, "D": D, "z": z, "delta_bias": delta_bias}
-    if not A.is_complex():
-        real |= {"B": B, "C": C, "initial_state": initial_state}
+    if not is_complex:
+        real = {**real, "B": B, "C": C, "initial_state": initial_state}  # no |=: torch.export of 2.4 stops there
     for name, tensor in real.items():
         if tensor is not None:
             checks.no_complex(NAME, name, tensor)
-    if A.is_complex():
+    if is_complex:
         B, C = (_paired(name, matrix, u.shape[-1], dtype) for name, matrix in (("B", B), ("C", C)))
     u, delta, A, B, C = u.to(dtype), delta.to(dtype), A.to(wide), B.to(wide), C.to(wide)
     D, z, delta_bias, state = (*(convert(tensor, dtype) for tensor in (D, z, delta_bias)), convert(initial_state, wide))
@@ -59,7 +60,7 @@ def selective_scan_ref(
             state = torch.where(same[:, None, None], state, torch.zeros_like(state))
         state = torch.exp(dt[..., None] * A) * state + (dt * u_t)[..., None] * B_t
         y_t = (state * C_t).sum(-1)
-        y.append(2 * y_t.real if y_t.is_complex() else y_t)
+        y.append(2 * y_t.real if is_complex else y_t)
         before = t
     if reverse:
         y.reverse()
@@ -74,7 +75,7 @@ def selective_scan_ref(
 
 def _paired(name, matrix, seqlen, dtype):
     """A variable B or C (..., 2L) of pairs as complex numbers (..., L)."""
-    if matrix.dim() == 2 or matrix.is_complex():
+    if matrix.dim() == 2 or matrix.dtype.is_complex:
         return matrix
     if matrix.shape[-1] != 2 * seqlen:
         raise ValueError(
