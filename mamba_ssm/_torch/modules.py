@@ -35,8 +35,9 @@ def is_plain(module: nn.Module, cls: type[_Module]) -> typing.TypeGuard[_Module]
 
 
 def parameters_of(module: nn.Module, name: str) -> dict[str, nn.Parameter | None]:
-    """The own parameters, by name, of module's submodule of this name, past nn.Module's look-up of attributes. None where
-    torch does not say, and under a compiler, whose fake tensors refuse mixed devices: torch 2.4's fails at these dicts.
+    """The own parameters, by name, of module's submodule of this name, past nn.Module's look-up of attributes. None
+    where torch does not say, and under a compiler: torch 2.4's fails at these dicts, and fake tensors refuse mixed
+    devices anyway.
     """
     if not _PARAMETERS_KNOWN or is_compiling():
         return {}
