@@ -98,19 +98,19 @@ def test_the_time_left_follows_the_speed_seen():
     steps = [f"step {number}" for number in range(10)]
     seen = progress.Progress(steps, lambda step: 60.0, cores=2)  # 300 s by the table
     assert seen.line(0) == "0 of 10 files, about 5 minutes left"
-    for step in steps[:5]:
-        seen.ended(step)
+    for done, step in enumerate(steps[:5], 1):
+        seen.ended(step, done, 10)
     assert seen.left(150) == pytest.approx(150)  # as fast as the table says
     assert 450 < seen.left(600) < 600  # four times as slow
     assert seen.line(1200) == "5 of 10 files, about 15 minutes left"
-    for step in steps[5:]:
-        seen.ended(step)
+    for done, step in enumerate(steps[5:], 6):
+        seen.ended(step, done, 10)
     assert seen.line(1200) == "10 of 10 files: done"
 
 
 def test_files_count_by_their_weight():
     seen = progress.Progress([CUDA_STEP, CPU_STEP], lambda step: effort.of_step(step, 7), cores=2)
-    seen.ended(CUDA_STEP)
+    seen.ended(CUDA_STEP, 1, 2)
     assert seen.share > 0.95
 
 
@@ -120,8 +120,8 @@ def reported(terminal, times, count):
     reporter = progress.Reporter(written.append, terminal, clock=lambda: next(clock))
     seen = progress.Progress(["step"] * count, lambda step: 1.0, cores=1)
     reporter.show(seen)
-    for _ in range(count):
-        seen.ended("step")
+    for done in range(1, count + 1):
+        seen.ended("step", done, count)
         reporter.show(seen)
     reporter.end()
     return "".join(written)
@@ -167,16 +167,27 @@ foreach(name IN ITEMS a b)
 endforeach()
 add_custom_target(all_of_it DEPENDS a.txt b.txt)
 """
+GLOB = 'file(GLOB found CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/*.c")'
 
 
-@pytest.mark.skipif(not (shutil.which("cmake") and shutil.which("ninja")), reason="no cmake and ninja on PATH")
+needs_ninja = pytest.mark.skipif(
+    not (shutil.which("cmake") and shutil.which("ninja")), reason="no cmake and ninja on PATH"
+)
+
+
+def configured(folder, project):
+    """The command that builds it."""
+    (folder / "CMakeLists.txt").write_text(project)
+    (folder / "in").touch()
+    build = folder / "build"
+    subprocess.run(["cmake", "-S", folder, "-B", build, "-G", "Ninja"], check=True, stdout=subprocess.DEVNULL)
+    return ["cmake", "--build", str(build), "--target", "all_of_it"]
+
+
+@needs_ninja
 def test_with_ninja(tmp_path, capfd):
     """Steps become counts, other words are shown, and so is the exit status."""
-    (tmp_path / "CMakeLists.txt").write_text(PROJECT)
-    (tmp_path / "in").touch()
-    build = tmp_path / "build"
-    subprocess.run(["cmake", "-S", tmp_path, "-B", build, "-G", "Ninja"], check=True, stdout=subprocess.DEVNULL)
-    command = ["cmake", "--build", str(build), "--target", "all_of_it"]
+    command = configured(tmp_path, PROJECT)
     assert progress.run(1, 2, command, os.environ) == 0
     out = capfd.readouterr().out
     assert "0 of 2 files, less than a minute left\n" in out
@@ -188,3 +199,16 @@ def test_with_ninja(tmp_path, capfd):
     (tmp_path / "in").unlink()
     assert progress.run(1, 2, command, os.environ) != 0
     assert "missing and no known rule" in capfd.readouterr().out
+
+
+@needs_ninja
+def test_where_cmake_runs_again_files_are_counted_as_ninja_counts_them(tmp_path, capfd):
+    """Before that a dry run does not know them."""
+    command = configured(tmp_path, PROJECT + GLOB)
+    for _ in range(2):
+        (tmp_path / "new.c").touch()
+        assert progress.run(1, 2, command, os.environ) == 0
+        lines = [line for line in capfd.readouterr().out.splitlines() if " of " in line]
+        assert [re.match(r"\d of [2-9] files", line)[0][0] for line in lines] == ["1", "2"]
+        (tmp_path / "new.c").unlink()
+        (tmp_path / "in").write_text("changed")
