@@ -8,6 +8,7 @@ from _helpers.cases import DTYPES, assert_close_to_truth, dtype_id
 from mamba_ssm.ops import linear_cross_entropy as module
 from mamba_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
+TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 OPTIONS = {
     "plain": {},
     "sum": {"reduction": "sum"},
@@ -131,6 +132,7 @@ def test_autocast(where):
     assert torch.autograd.grad(found, weight)[0].dtype == torch.float32
 
 
+@pytest.mark.skipif(TORCH < (2, 4), reason="torch 2.2's compiler follows few autograd.Functions")
 def test_compiled(needs_inductor):
     hidden, weight, labels = problem((2, 9), torch.float32, "cpu")
     compiled = torch.compile(linear_cross_entropy, fullgraph=True)
