@@ -5,11 +5,13 @@ import typing
 import torch
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import autocast_dtype, no_autocast, refuse_second_derivatives, values_at_hand
+from mamba_ssm._torch import autocast_dtype, is_compiling, no_autocast, values_at_hand
 
 _NAME = "linear_cross_entropy"
 # Bytes of one piece's float32 logits: some thousand tokens of a vocabulary of 50,000, which keep a GPU's products busy.
 _PIECE = 1 << 28
+# Tokens of a piece at most: what they add to weight's gradient is added up in its dtype, and float16 ends at 65504.
+_ROWS = 4096
 
 
 class _Options(typing.NamedTuple):
@@ -45,13 +47,17 @@ def linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: a shape, dtype, device or option is wrong, or on the CPU a label; on a GPU, where looking
-            at labels would wait for it, a wrong label makes the loss NaN.
+            at labels would wait for it, a wrong label makes the loss and its gradients NaN.
+
+    There are no second derivatives, and no torch.func transforms: F.cross_entropy of the logits has both.
     """
     options = _Options(ignore_index, label_smoothing, z_loss)
     _check(hidden_states, weight, labels, options, reduction)
     dtype = autocast_dtype(hidden_states)
     if dtype is not None:
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+    if not torch.is_grad_enabled():  # an autograd.Function is told of gradients all the same
+        hidden_states, weight = hidden_states.detach(), weight.detach()
     rows, labels = hidden_states.reshape(-1, weight.shape[1]), labels.reshape(-1)
     total = _LinearCrossEntropy.apply(rows, weight, labels, options)
     return total if reduction == "sum" else total / (labels != ignore_index).sum()
@@ -113,14 +119,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = rows.new_zeros((), dtype=exact)
         drows = torch.empty_like(rows) if wants_rows else None
         dweight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
-        size = max(1, _PIECE // (4 * max(1, weight.shape[0])))
+        size = max(1, min(_ROWS, _PIECE // (4 * weight.shape[0])))
         with no_autocast(rows):
             for begin in range(0, rows.shape[0], size):
                 piece = rows[begin : begin + size]
                 loss, dlogits = _piece(piece, weight, labels[begin : begin + size], options, wants_rows or wants_weight)
                 total += loss
                 if wants_rows:
-                    torch.mm(dlogits, weight, out=drows[begin : begin + size])
+                    drows[begin : begin + size] = torch.mm(dlogits, weight)
                 if wants_weight:
                     dweight += torch.mm(dlogits.t(), piece)
         ctx.save_for_backward(drows, dweight)
@@ -129,10 +135,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dtotal):
-        refuse_second_derivatives(_NAME)
+        if torch.is_grad_enabled() and not is_compiling():
+            raise RuntimeError(
+                f"{_NAME} cannot be differentiated: second derivatives (create_graph=True) are not implemented; take "
+                "F.cross_entropy of the logits, which has them"
+            )
         drows, dweight = ctx.saved_tensors
         with no_autocast(dtotal):
-            drows = None if drows is None else (drows * dtotal).to(drows.dtype)
+            # With dimensions dtotal stays float32: rounded to drows' dtype, a loss scale of 65536 would be infinite.
+            drows = None if drows is None else (drows * dtotal.reshape(1, 1)).to(drows.dtype)
             dweight = None if dweight is None else (dweight * dtotal).to(ctx.dtype)
         return drows, dweight, None, None
 
@@ -159,5 +170,5 @@ def _piece(rows, weight, labels, options, wants_gradient):
         dlogits *= 1 + 2 * options.z_loss * log_sum
     if smooth:
         dlogits -= smooth / vocabulary
-    dlogits.scatter_add_(1, index, torch.full_like(log_sum, smooth - 1))
+    dlogits.scatter_add_(1, index, torch.where(there[:, None], smooth - 1, torch.nan).to(dlogits.dtype))
     return loss, torch.where(counts, dlogits, 0).to(rows.dtype)

@@ -122,6 +122,37 @@ def test_scaled_float16_gradients_keep_small_probabilities():
     assert error < 2e-3  # float16 has 2^-11 = 5e-4
 
 
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.float16, 300_000), (torch.float32, 10_000)], ids=str)
+def test_many_tokens_of_a_small_vocabulary(dtype, tokens):
+    """Half of all labels are one word: in float16 the sum of their gradients would be infinite."""
+    hidden, weight = (1 + torch.randn(tokens, 8) / 2).to(dtype), (torch.randn(16, 8) / 3).to(dtype)
+    labels = torch.randint(16, (tokens,))
+    labels[::2] = 3
+    found = results(linear_cross_entropy, hidden, weight, labels, {})
+    truth = results(at_once, hidden, weight, labels, {}, torch.float64)
+    torch.testing.assert_close(found["dweight"].double(), truth["dweight"], rtol=2e-2, atol=2e-3)
+
+
+def test_a_loss_scale_beyond_float16(where):
+    hidden, weight, labels = problem((2, 3), torch.float16, where)
+    scale = torch.tensor(65536.0, device=where)
+    loss = linear_cross_entropy(hidden, weight, labels, reduction="sum") * scale
+    drows, dweight = torch.autograd.grad(loss / 64, (hidden, weight))
+    assert drows.isfinite().all() and dweight.isfinite().all()
+    (drows,) = torch.autograd.grad(linear_cross_entropy(hidden, weight * 0, labels, reduction="sum") * scale, hidden)
+    assert not drows.any()  # zero times the scale, not NaN
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_none_are_formed(context, monkeypatch):
+    formed = []
+    piece = module._piece
+    monkeypatch.setattr(module, "_piece", lambda *arguments: formed.append(arguments[-1]) or piece(*arguments))
+    with context():
+        linear_cross_entropy(*problem((2, 3), torch.float32, "cpu"))
+    assert formed == [False]
+
+
 def test_autocast(where):
     hidden, weight, labels = problem((2, 9), torch.float32, where)
     with torch.autocast(where, torch.bfloat16):
@@ -175,4 +206,10 @@ def test_errors(change, error, message):
 def test_a_wrong_label_on_a_gpu_makes_the_loss_nan(cuda):
     hidden, weight, labels = problem((2, 3), torch.float32, cuda)
     labels[1, 1] = 50
-    assert linear_cross_entropy(hidden, weight, labels).isnan()
+    loss = linear_cross_entropy(hidden, weight, labels)
+    assert loss.isnan() and all(grad.isnan().any() for grad in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def test_the_same_where_values_are_not_at_hand(monkeypatch):
+    monkeypatch.setattr(module, "values_at_hand", lambda tensor: False)
+    test_a_wrong_label_on_a_gpu_makes_the_loss_nan("cpu")
