@@ -44,6 +44,10 @@ def check_sizes(config: MambaConfig, state: Mapping[str, torch.Tensor], path: Pa
         CheckpointError: config.json has another.
     """
     layers = {found[1] for found in map(_LAYER.fullmatch, state) if found}
+    if not layers and config.n_layer:
+        raise CheckpointError(
+            f"{path} does not fit its config.json: it has no backbone.layers.0, ..., but {first_few(list(state))}"
+        )
     if len(layers) != config.n_layer:
         raise CheckpointError(
             f"{path} does not fit its config.json: n_layer is {config.n_layer} there, but the weights have "

@@ -17,6 +17,7 @@ from mamba_ssm._arguments import parameter_dtype, shown, usable_device
 from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.models._fit import EMBEDDING, HEAD, check_dtypes, check_shapes, check_sizes, expected_shapes, shapes_of
 from mamba_ssm.models.config_mamba import MambaConfig, check_config, check_layers
+from mamba_ssm.modules._inputs import cure_of_devices
 from mamba_ssm.modules.bimamba2 import BiMamba2
 from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.hydra import Hydra
@@ -136,7 +137,7 @@ def _init_weights(
 def _check_device(what: str, given: torch.Tensor, name: str, weight: torch.Tensor) -> None:
     """torch takes meta tensors beside others in look-ups and products, and returns memory that nobody has written."""
     if given.device != weight.device:
-        cure = "move them or the model with .to(device)"
+        cure = cure_of_devices(weight.is_meta, given.is_meta)
         raise ValueError(f"{what} must be on {weight.device} like {name}, got {given.device}: {cure}")
 
 
@@ -339,13 +340,16 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
 
     def _head_weight(self) -> torch.Tensor:
         """Of a head that is its weight and no more: a loss without logits calls no module."""
-        if is_plain(self.lm_head, nn.Linear):
+        if not is_plain(self.lm_head, nn.Linear):
+            what = "hooks or another forward" if isinstance(self.lm_head, nn.Linear) else type(self.lm_head).__name__
+        else:
             weight, bias = weight_and_bias(self.lm_head)
             if bias is None:
                 return weight
+            what = "a bias"
         raise ValueError(
-            "MambaLMHeadModel: with labels lm_head must be an nn.Linear without bias or hooks, got "
-            f"{self.lm_head}: leave labels out and take the cross entropy of the logits"
+            "MambaLMHeadModel: with labels lm_head must be an nn.Linear without bias, hooks or another forward, got "
+            f"{what}: leave labels out and take the cross entropy of the logits"
         )
 
     @classmethod
@@ -377,10 +381,10 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         state = read_weights(path)  # on the CPU as they are; copied to each parameter's device and dtype
         if config.tie_embeddings and EMBEDDING in state:
             state.setdefault(HEAD, state[EMBEDDING])  # which may be left out
-        check_dtypes(state, path)
-        check_sizes(config, state, path)
         standard = cls.__init__ is MambaLMHeadModel.__init__
         if standard:
+            check_dtypes(state, path)
+            check_sizes(config, state, path)
             try:
                 expected = expected_shapes(config, partial(_layer_without_memory, config))
             except (ValueError, RuntimeError) as error:  # of a block, or of torch where sizes multiply to too much
@@ -389,7 +393,9 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
             check_shapes(expected, shapes_of(state), path)
         model = cls(config, device=device, dtype=dtype, **kwargs)
         if not standard:  # only the model tells what its own constructor adds
-            check_shapes(shapes_of(model.state_dict()), shapes_of(state), path)
+            own = model.state_dict()
+            check_dtypes({name: state[name] for name in own if name in state and own[name].is_floating_point()}, path)
+            check_shapes(shapes_of(own), shapes_of(state), path)
         if config.tie_embeddings:
             _check_tied(state, path)
         model.load_state_dict(state)

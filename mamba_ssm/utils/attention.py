@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mamba_ssm._torch import reference
 from mamba_ssm.ops.mamba3_scan import mamba3_scan
 from mamba_ssm.ops.selective_scan import selective_scan_fn
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
@@ -50,7 +51,14 @@ def attention_maps(
 
     Raises:
         ValueError: no scan ran (no block of this package is in module), or a row, head or channel does not exist.
+        RuntimeError: within torch.inference_mode() or plain_torch().
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("attention_maps takes gradients, which torch.inference_mode() forbids: call it outside")
+    if reference.on:
+        raise RuntimeError(
+            "attention_maps records the kernels' operators, which plain_torch() does not call: call it outside"
+        )
     found = _record(module, inputs, options)
     if not found:
         raise ValueError(f"attention_maps: {type(module).__name__} ran no scan of a block of mamba_ssm")
@@ -128,7 +136,7 @@ def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _of_groups(tensor: torch.Tensor, heads: list[int], nheads: int, dim: int) -> torch.Tensor:
     """B or C with a group for each of these heads."""
-    groups = torch.tensor(heads, device=tensor.device) // (nheads // tensor.shape[dim])
+    groups = torch.tensor(heads, dtype=torch.int64, device=tensor.device) // (nheads // tensor.shape[dim])
     return tensor.float().index_select(dim, groups)
 
 

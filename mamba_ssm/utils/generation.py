@@ -81,7 +81,8 @@ def decode(
         eos_token_id: one token or several; a row that draws one goes on with the first of them; the loop ends when
             every row has.
         teacher_outputs: (B, length); its tokens are taken instead of drawn ones as far as it reaches.
-        vocab_size: draw only from the first vocab_size tokens; None: from the model's vocabulary.
+        vocab_size: draw only from the first vocab_size tokens; None: from the model's vocabulary. A larger one takes in
+            rows that pad the embedding, where these were trained.
         cg: run the steps as a CUDA graph, kept in model._decoding_cache for further calls. Hooks' Python runs when it
             is captured, not at each step; after a switch inside a module (an adapter turned off) set that to None. A
             model that is not on a GPU decodes without, and a warning says so.
@@ -99,17 +100,19 @@ def decode(
     Same as upstream's mamba_ssm.utils.generation.decode, which returns transformers' classes with these fields.
     """
     check_sampling(top_k, top_p, min_p, temperature, repetition_penalty)
-    input_ids = _check_tokens("input_ids", input_ids, model)
+    known = _vocabulary(model)
+    vocab_size = known if vocab_size is None else _positive("vocab_size", vocab_size)
+    if known is not None and vocab_size is not None:
+        known = max(known, min(vocab_size, _positive("vocab_size", getattr(model, "vocab_size", known))))
+    input_ids = _check_tokens("input_ids", input_ids, known)
     max_length = _positive("max_length", max_length)
-    sizes = _vocabulary(model), None if vocab_size is None else _positive("vocab_size", vocab_size)
-    vocab_size = min((size for size in sizes if size is not None), default=None)
     if max_length <= input_ids.shape[1]:
         raise ValueError(
             f"generate: max_length counts the prompt too and must exceed its {input_ids.shape[1]} tokens, got "
             f"{max_length}"
         )
     if teacher_outputs is not None:
-        teacher_outputs = _check_tokens("teacher_outputs", teacher_outputs, model)
+        teacher_outputs = _check_tokens("teacher_outputs", teacher_outputs, known)
         if teacher_outputs.shape[0] != input_ids.shape[0]:
             raise ValueError(
                 f"generate: teacher_outputs must have input_ids' {input_ids.shape[0]} rows, got "
@@ -189,7 +192,7 @@ def _outside() -> int:
     return level
 
 
-def _check_tokens(name: str, tokens: torch.Tensor, model: nn.Module) -> torch.Tensor:
+def _check_tokens(name: str, tokens: torch.Tensor, vocab_size: int | None) -> torch.Tensor:
     """tokens as int64; out of the vocabulary they would stop a CUDA device for good."""
     if not isinstance(tokens, torch.Tensor):
         raise TypeError(f"generate: {name} must be an int64 tensor (B, L), got {type(tokens).__name__}")
@@ -200,14 +203,14 @@ def _check_tokens(name: str, tokens: torch.Tensor, model: nn.Module) -> torch.Te
         )
     if tokens.is_meta:
         raise ValueError(f"generate: {name} must hold tokens, got a meta tensor")
-    vocab_size = _vocabulary(model)
     if vocab_size is not None:
         strange = (tokens < 0) | (tokens >= vocab_size)
         if strange.any():
             row, position = strange.nonzero()[0].tolist()
             raise ValueError(
                 f"generate: {name} must hold tokens from 0 to {vocab_size - 1}, since the vocabulary has {vocab_size}, "
-                f"got {int(tokens[row, position])} in row {row} at position {position}"
+                f"got {int(tokens[row, position])} in row {row} at position {position}; if rows that pad the embedding "
+                "were trained, give vocab_size"
             )
     return tokens.long()
 

@@ -38,7 +38,7 @@ FURTHER = 1.7
 DISPATCH = 0.5  # cpu.cpp, cuda.cu and what else there is: seconds each
 ISAS = 3
 TWICE = "selective_scan"  # has two CUDA sources a dtype, one of them for scans in reverse
-STEP = re.compile(r"Building (CXX|CUDA) object \S*?\.dir/(\w+)/(?:cpu|cuda)/")
+STEP = re.compile(r"Building (CXX|CUDA) object \S*?\.dir[\\/](\w+)[\\/](?:cpu|cuda)[\\/]")
 
 
 def of_step(step: str, architectures: int) -> float:

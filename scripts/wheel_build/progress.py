@@ -110,7 +110,7 @@ def run(architectures: int, cores: int, command: Sequence[str], env: Mapping[str
     files = [step for step in steps if not OF_CMAKE.match(step)]
     progress = Progress(files, lambda step: effort.of_step(step, architectures), cores)
     reporter = Reporter(lambda text: show(text, end=""), sys.stdout.isatty())
-    if files or not steps:
+    if files or (asked.returncode == 0 and not steps):
         reporter.show(progress)
     ninja = subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

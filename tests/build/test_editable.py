@@ -32,6 +32,10 @@ CHOICES = [
     ({"MAMBA_SSM_CUDA": "auto"}, (86,), {}, ["86-real"], True),
     ({"MAMBA_SSM_CUDA": "auto"}, (), NO_NVCC, [], True),
     ({"MAMBA_SSM_CUDA": "on"}, (86,), {}, ["86-real"], True),
+    # a GPU that this nvcc is too old or too new for
+    ({}, (103,), {"nvcc_architectures": (75, 90, 100)}, ["100-real"], True),
+    ({}, (120,), {"nvcc_architectures": (75, 89, 90)}, ["90-virtual", "90a-real"], True),
+    ({}, (61, 89), {}, ["89-real"], True),
     # what the user set stays
     ({"MAMBA_SSM_CUDA": "on"}, (), {}, ALL, False),
     ({"MAMBA_SSM_CUDA": "off"}, (86,), {}, [], False),
@@ -59,6 +63,8 @@ def test_the_line_names_the_switches_that_change_it(machine):
     assert plan_of({}, machine()).chosen == CPU_LINE
     line = plan_of({}, machine(gpus=(75, 90))).chosen
     assert line.startswith("for the GPU of this machine, 7.5, 9.0 (TORCH_CUDA_ARCH_LIST=8.6, for example, is for")
+    line = plan_of({}, machine(gpus=(61, 89))).chosen
+    assert line.startswith("for the GPU of this machine, 6.1, 8.9, by 8.9, since this nvcc does not know 6.1 (TORCH_")
     line = plan_of({}, machine(platform="win32")).chosen
     assert '$env:TORCH_CUDA_ARCH_LIST = "9.0"' in line
     assert '$env:MAMBA_SSM_CUDA = "on"' in line
@@ -79,7 +85,7 @@ def test_error_without_nvcc(machine, without_nvcc, switches, gpus, changes, code
     assert codes(plan, "fatal") == [code]
 
 
-def test_a_gpu_that_this_nvcc_does_not_know_is_an_error(machine):
+def test_a_gpu_that_this_nvcc_is_too_new_for_is_an_error(machine):
     plan = plan_of({}, machine(gpus=(70,)))
     assert codes(plan, "fatal") == ["architecture-unknown"]
     assert "7.0 is not among them" in plan.as_text()

@@ -28,7 +28,7 @@ def test_every_source_has_its_time(root):
     [
         (CUDA_STEP, 1, effort.CUDA["ssd"]),
         (CUDA_STEP, 7, (1 + 6 * effort.FURTHER) * effort.CUDA["ssd"]),
-        (CUDA_STEP.replace("/", "\\").replace("\\ssd\\cuda\\", "/ssd/cuda/"), 1, effort.CUDA["ssd"]),
+        (CUDA_STEP.replace("/", "\\"), 1, effort.CUDA["ssd"]),  # on Windows
         (CPU_STEP, 7, effort.CPU["norm"]),
         ("Building CXX object CMakeFiles/mamba_cpu.dir/norm/cpu.cpp.o", 1, effort.DISPATCH),
         ("Linking CXX shared library lib/libmamba_cpu.so", 1, effort.DISPATCH),

@@ -68,7 +68,7 @@ def test_labels_of_another_shape(model, tokens):
 
 def test_a_head_that_is_more_than_its_weight(model, tokens):
     model.lm_head.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"lm_head must be an nn.Linear without bias or hooks, got Linear"):
+    with pytest.raises(ValueError, match=r"lm_head must be an nn.Linear without .*, got hooks"):
         model(tokens, labels=tokens)
 
 

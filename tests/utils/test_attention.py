@@ -8,6 +8,7 @@ from mamba_ssm import BiMamba2, Hydra, Mamba, Mamba2, Mamba3, MambaLMHeadModel
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.utils import attention
 from mamba_ssm.utils.attention import attention_maps
+from mamba_ssm.utils.reference import plain_torch
 
 WIDTH, LENGTH = 32, 21
 MIMO = {"is_mimo": True, "mimo_rank": 2, "chunk_size": 16}
@@ -116,6 +117,13 @@ def test_a_model_names_its_layers_and_stays_as_it_was():
 def test_a_module_without_scans():
     with pytest.raises(ValueError, match="attention_maps: Linear ran no scan of a block of mamba_ssm"):
         attention_maps(torch.nn.Linear(3, 3), torch.randn(1, 3))
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, plain_torch])
+def test_where_it_cannot_be(context):
+    layer, x, _ = make("Mamba")
+    with context(), pytest.raises(RuntimeError, match=r"attention_maps .*: call it outside"):
+        attention_maps(layer, x)
 
 
 def test_half_precision_weights():
