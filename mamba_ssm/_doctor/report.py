@@ -104,6 +104,6 @@ def _outcome(results: dict[str, dict[str, typing.Any]]) -> str:
 
 def _one_line(text: str) -> str:
     label, rest = text[:12], " ".join(text[12:].split())
-    return label + (
-        rest if len(rest) <= _LONGEST else f"{rest[: _LONGEST - 155]} ... {rest[-150:]}"
-    )  # the cure comes last
+    if len(rest) > _LONGEST:
+        rest = f"{rest[: _LONGEST - 155]} ... {rest[-150:]}"  # the cure comes last
+    return label + rest

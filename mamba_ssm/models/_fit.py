@@ -46,7 +46,8 @@ def check_sizes(config: MambaConfig, state: Mapping[str, torch.Tensor], path: Pa
     layers = {found[1] for found in map(_LAYER.fullmatch, state) if found}
     if not layers and config.n_layer:
         raise CheckpointError(
-            f"{path} does not fit its config.json: it has no backbone.layers.0, ..., but {first_few(list(state))}"
+            f"{path} does not fit its config.json: n_layer is {config.n_layer} there, but the weights have no "
+            f"backbone.layers.0, ...; they are {first_few(list(state)) or 'none'}"
         )
     if len(layers) != config.n_layer:
         raise CheckpointError(

@@ -41,9 +41,10 @@ def for_this_machine(config: Config, seen: Facts) -> tuple[Config, str]:
             return replace(config, arch_list="native"), ""
         found = ", ".join(dotted(number) for number in seen.gpus)
         unknown = [dotted(number) for number in seen.gpus if number not in seen.nvcc_architectures]
-        instead = f", by {', '.join(words)}, since this nvcc does not know {', '.join(unknown)}" if unknown else ""
+        if unknown:
+            found += f", by {', '.join(words)}, since this nvcc does not know {', '.join(unknown)}"
         line = (
-            f"for the GPU of this machine, {found}{instead} ({variable('TORCH_CUDA_ARCH_LIST', '8.6')}, for example, is "
+            f"for the GPU of this machine, {found} ({variable('TORCH_CUDA_ARCH_LIST', '8.6')}, for example, is "
             f"for another one, {variable('MAMBA_SSM_CUDA', 'off')} for the CPU alone)"
         )
         return replace(config, arch_list=";".join(dict.fromkeys(words))), line

@@ -215,7 +215,7 @@ def test_weights_of_another_model(saved):
     torch.save(state, folder / "pytorch_model.bin")
     assert "does not fit its config.json: missing: backbone.norm_f.weight" in load_error(folder)
     torch.save({}, folder / "pytorch_model.bin")
-    assert "the weights have 0 layers" in load_error(folder)
+    assert "the weights have no backbone.layers.0, ...; they are none" in load_error(folder)
 
 
 def test_a_tied_head_may_be_left_out(saved):
@@ -381,3 +381,29 @@ def test_the_stand_in_has_the_real_hubs_names():
         assert issubclass(getattr(hub.utils, name), Exception)
     assert issubclass(hub.utils.GatedRepoError, hub.utils.RepositoryNotFoundError)
     assert issubclass(hub.utils.LocalEntryNotFoundError, hub.utils.EntryNotFoundError)
+
+
+class WithMore(MambaLMHeadModel):
+    """A subclass whose constructor adds a buffer of integers, a layer and rows to the embedding."""
+
+    def __init__(self, config, **options):
+        super().__init__(config, **options)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.backbone.layers.append(torch.nn.Linear(config.d_model, config.d_model))
+        self.backbone.embedding = torch.nn.Embedding(60, config.d_model)
+
+
+def test_a_subclass_decides_what_it_holds(tmp_path):
+    model = WithMore(MambaConfig(d_model=16, n_layer=2, vocab_size=50, tie_embeddings=False))
+    model.save_pretrained(tmp_path)
+    loaded = WithMore.from_pretrained(tmp_path)
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+    torch.save({**model.state_dict(), "lm_head.weight": torch.zeros(56, 16).long()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"weights must be float32, .* got lm_head.weight int64"):
+        WithMore.from_pretrained(tmp_path)
+
+
+def test_weights_with_a_prefix_are_named(saved):
+    folder, model = saved
+    torch.save({f"module.{name}": tensor for name, tensor in model.state_dict().items()}, folder / "pytorch_model.bin")
+    assert "have no backbone.layers.0, ...; they are module.backbone.embedding.weight" in load_error(folder)

@@ -244,7 +244,6 @@ def test_tokens_beyond_the_vocabulary(name, token, device):
         {"top_k": 0, "min_p": 0.1},
         {"top_k": 0, "temperature": 100.0},
         {"repetition_penalty": 3.0},
-        {"vocab_size": 54},
         {"cg": True},
     ],
     ids=str,
@@ -261,6 +260,18 @@ def test_padding_is_never_drawn(options, device):
     assert output.sequences.max() < 50 and {score.shape for score in output.scores} == {(2, 50)}
     if not options:
         assert torch.equal(output.sequences, full_forward_tokens(model, tokens, 20, 50))
+
+
+def test_rows_that_were_trained_are_taken_in(device):
+    """Special tokens in rows that pad the embedding: vocab_size says that they are tokens."""
+    model = padded_model(device)
+    tokens = torch.tensor([[53, 1]], device=device)
+    with pytest.raises(ValueError, match=r"got 53 in row 0 at position 0; if rows that pad the embedding were trained"):
+        model.generate(tokens, 4)
+    sequences = model.generate(tokens, 9, vocab_size=54)
+    assert sequences[:, 2:].min() >= 50 and sequences.max() < 54
+    with pytest.raises(ValueError, match=r"tokens from 0 to 55, .* got 56"):
+        model.generate(tokens + 3, 4, vocab_size=60)
 
 
 def padded_model(device):
