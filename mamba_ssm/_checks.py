@@ -42,6 +42,15 @@ def check_devices(op, like_name, like, **tensors):
             raise _device_error(op, name, tensor, like, like_name)
 
 
+def cure_of_devices(layer_is_meta, input_is_meta):
+    """What to do where a layer and its input are on two devices."""
+    if layer_is_meta:
+        return "the layer holds no data; call .to_empty(device=...) and load its weights"
+    if input_is_meta:
+        return "the input holds no data; make it on the layer's device"
+    return "move the input or the layer with .to(device)"
+
+
 def check_float32(op, name, tensor, shape, like, like_name, letters):
     """tensor has this shape, is float32 and on the device of like."""
     if tensor.dtype != torch.float32:

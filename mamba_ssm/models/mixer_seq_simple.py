@@ -17,7 +17,6 @@ from mamba_ssm._arguments import parameter_dtype, shown, usable_device
 from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.models._fit import EMBEDDING, HEAD, check_dtypes, check_shapes, check_sizes, expected_shapes, shapes_of
 from mamba_ssm.models.config_mamba import MambaConfig, check_config, check_layers
-from mamba_ssm.modules._inputs import cure_of_devices
 from mamba_ssm.modules.bimamba2 import BiMamba2
 from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.hydra import Hydra
@@ -137,7 +136,7 @@ def _init_weights(
 def _check_device(what: str, given: torch.Tensor, name: str, weight: torch.Tensor) -> None:
     """torch takes meta tensors beside others in look-ups and products, and returns memory that nobody has written."""
     if given.device != weight.device:
-        cure = cure_of_devices(weight.is_meta, given.is_meta)
+        cure = checks.cure_of_devices(weight.is_meta, given.is_meta)
         raise ValueError(f"{what} must be on {weight.device} like {name}, got {given.device}: {cure}")
 
 

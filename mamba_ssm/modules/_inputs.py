@@ -52,21 +52,12 @@ def check_projections(
             if tensor.device != device and _is_plain(block, projection):
                 raise ValueError(
                     f"{name}: the input must be on {tensor.device} like {projection}.{parameter}, got {device}: "
-                    f"{cure_of_devices(tensor.is_meta, x.is_meta)}"
+                    f"{checks.cure_of_devices(tensor.is_meta, x.is_meta)}"
                 )
             known = tensor.dtype == x.dtype and x.dtype in checks.FLOAT_DTYPES
             if takes_x and not known and parameter == "weight" and _is_plain(block, projection):
                 _check_dtype(name, x, projection, tensor, in_torch or reference.on)
         takes_x = False
-
-
-def cure_of_devices(layer_is_meta: bool, input_is_meta: bool) -> str:
-    """What to do where a layer and its input are on two devices."""
-    if layer_is_meta:
-        return "the layer holds no data; call .to_empty(device=...) and load its weights"
-    if input_is_meta:
-        return "the input holds no data; make it on the layer's device"
-    return "move the input or the layer with .to(device)"
 
 
 def _is_plain(block: nn.Module, projection: str) -> bool:
