@@ -7,9 +7,10 @@ import re
 from dataclasses import dataclass, field
 
 import pefile
-from elftools.elf.constants import P_FLAGS
+from elftools.elf.constants import P_FLAGS, SH_FLAGS
 from elftools.elf.elffile import ELFFile
-from elftools.elf.gnuversions import GNUVerNeedSection, GNUVerSymSection
+from elftools.elf.gnuversions import GNUVerSymSection
+from elftools.elf.sections import Section
 
 from . import fatbin, limits
 from .metadata import assigned
@@ -21,7 +22,17 @@ LINUX_LIBRARIES = re.compile(r"(libc|libm|libdl|libpthread|librt|libstdc\+\+|lib
 WINDOWS_LIBRARIES = re.compile(
     r"(kernel32|user32|advapi32|ws2_32|ntdll|bcrypt|shell32|ole32|ucrtbase|msvcrt|api-ms-win-.*)\.dll"
 )
-MOST_ENTRIES = 20000  # ours have some hundreds of anything
+# What pyelftools may read of a library's tables, and what a read costs besides its bytes: ours come to 0.3 MiB.
+READING, EACH_READ = 16 << 20, 64
+# The sections that are looked into, and the type that a linker gives each. Of other types, a reader makes up bytes.
+SECTIONS = {
+    ".dynamic": "SHT_DYNAMIC",
+    ".dynstr": "SHT_STRTAB",
+    ".dynsym": "SHT_DYNSYM",
+    ".gnu.version": "SHT_GNU_versym",
+    ".gnu.version_r": "SHT_GNU_verneed",
+    ".nv_fatbin": "SHT_PROGBITS",
+}
 # Windows' cudart_static.lib has every DLL export it: laptops then prefer the NVIDIA GPU.
 CUDART_EXPORTS = {"NvOptimusEnablementCuda"}
 # Weak references that the compiler's start-up files make, and that nothing needs to answer.
@@ -120,16 +131,28 @@ def check_architectures(wheel: Wheel, name: str, section: bytes) -> list[str]:
 # ---- Linux -----------------------------------------------------------------------------------------------------------
 
 
+class Reading(io.BytesIO):
+    """A file for pyelftools, which follows every count and offset: some would keep it busy for days."""
+
+    left = READING
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self.left -= EACH_READ + len(data)
+        if self.left < 0:
+            raise ValueError(f"its tables are endless, or larger than the {READING >> 20} MiB that are read of them")
+        return data
+
+
 def read_elf(data: bytes) -> Library:
-    elf, library = ELFFile(io.BytesIO(data)), Library()
+    elf, library = ELFFile(Reading(data)), Library()
     if elf.elfclass != 64 or elf["e_machine"] != "EM_X86_64" or elf["e_type"] != "ET_DYN":
         library.problems.append(f"is no x86-64 shared library but {elf['e_machine']} {elf['e_type']}")
     for segment in elf.iter_segments("PT_GNU_STACK"):
         if segment["p_flags"] & P_FLAGS.PF_X:
             library.problems.append("asks for an executable stack")
-    dynamic, symbols = elf.get_section_by_name(".dynamic"), elf.get_section_by_name(".dynsym")
-    in_bounds(tags=dynamic["sh_size"] // 16, symbols=symbols.num_symbols())
-    for tag in dynamic.iter_tags():
+    sections = sections_of(elf, len(data))
+    for tag in sections[".dynamic"].iter_tags():
         if tag.entry.d_tag == "DT_NEEDED":
             library.needed.append(tag.needed)
         elif tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH"):
@@ -138,38 +161,47 @@ def read_elf(data: bytes) -> Library:
             )
         elif tag.entry.d_tag == "DT_TEXTREL":
             library.problems.append("has text relocations")
-    library.symbol_versions = symbol_versions(elf)
-    version_of = elf.get_section_by_name(".gnu.version")
-    for index, symbol in enumerate(symbols.iter_symbols()):
+    if ".gnu.version_r" in sections:
+        versions = sections[".gnu.version_r"].iter_versions()
+        library.symbol_versions = sorted({wanted.name for _, needs in versions for wanted in needs})
+    for index, symbol in enumerate(sections[".dynsym"].iter_symbols()):
         if not symbol.name:
             continue
         if symbol["st_shndx"] != "SHN_UNDEF":
             library.exported.append(symbol.name)
-        elif symbol.name not in START_UP and not has_version(version_of, index):
+        elif symbol.name not in START_UP and not has_version(sections.get(".gnu.version"), index):
             library.unanswered.append(symbol.name)
-    section = elf.get_section_by_name(".nv_fatbin")
-    library.device_code = section.data() if section is not None else b""
+    if ".nv_fatbin" in sections:
+        start, size = sections[".nv_fatbin"]["sh_offset"], sections[".nv_fatbin"]["sh_size"]
+        library.device_code = data[start : start + size]
     return library
 
 
-def in_bounds(**counts: int) -> None:
-    """Headers can tell of billions of entries, and a reader would be busy with them for days."""
-    for what, count in counts.items():
-        if count > MOST_ENTRIES:
-            raise ValueError(f"it tells of {count} {what}, and may have {MOST_ENTRIES}")
+def sections_of(elf: ELFFile, size: int) -> dict[str, Section]:
+    """Those of SECTIONS, each once, as bytes of the file, which has `size` of them. Raises ValueError."""
+    found = {}
+    for section in elf.iter_sections():
+        name, kind = section.name, section["sh_type"]
+        if name not in SECTIONS:
+            continue
+        if name in found:
+            raise ValueError(f"it has two sections {name}")
+        if kind != SECTIONS[name]:
+            raise ValueError(f"its section {name} is of type {kind}, not {SECTIONS[name]}")
+        if section["sh_flags"] & SH_FLAGS.SHF_COMPRESSED:
+            raise ValueError(f"its section {name} is compressed")
+        if section["sh_offset"] + section["sh_size"] > size:
+            raise ValueError(f"its section {name} ends behind the file's end")
+        found[name] = section
+    for name in (".dynamic", ".dynsym"):
+        if name not in found:
+            raise ValueError(f"it has no section {name}")
+    return found
 
 
 def has_version(section: GNUVerSymSection | None, index: int) -> bool:
     """Whether a symbol names the version, and so the library, that it is to be found in."""
     return section is not None and section.get_symbol(index).entry["ndx"] not in ("VER_NDX_LOCAL", "VER_NDX_GLOBAL")
-
-
-def symbol_versions(elf: ELFFile) -> list[str]:
-    section = elf.get_section_by_name(".gnu.version_r")
-    if not isinstance(section, GNUVerNeedSection):
-        return []
-    in_bounds(versions=section.num_versions())
-    return sorted({wanted.name for _, needs in section.iter_versions() for wanted in needs})
 
 
 # ---- Windows ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import shutil
 import struct
 import subprocess
 import zipfile
+import zlib
 
 import pytest
 from _helpers.wheel_forge import CPU, CUDA, CUDA_DLL, fat_binary, forge, link, zig  # first: it may skip this module
@@ -193,22 +194,55 @@ def test_device_code_that_hides_its_size(cuda_wheel, libraries, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("section", "field", "value", "what"),
-    [
-        (".dynsym", 32, 24 << 36, "symbols"),  # the size
-        (".gnu.version_r", 44, 0xFFFFFFFF, "4294967295 versions"),  # how many there are
-        (".dynamic", 32, 1 << 40, "tags"),
-    ],
-)
-def test_headers_that_tell_of_endless_tables(real_wheel, tmp_path, section, field, value, what):
+# section of the CPU library, field of its header, new value of it -> the reason
+TYPE, FLAGS, SIZE, COUNT = (4, "<I"), (8, "<Q"), (32, "<Q"), (44, "<I")
+NOBITS, COMPRESSED = 8, 1 << 11
+HEADERS = {
+    "symbols without end": (".dynsym", SIZE, 24 << 36, "its section .dynsym ends behind the file's end"),
+    "tags without end": (".dynamic", SIZE, 1 << 40, "its section .dynamic ends behind the file's end"),
+    "tags that are not in the file": (".dynamic", TYPE, NOBITS, "its section .dynamic is of type SHT_NOBITS, not"),
+    "compressed symbols": (".dynsym", FLAGS, COMPRESSED | 2, "its section .dynsym is compressed"),
+    "compressed versions": (".gnu.version", FLAGS, COMPRESSED | 2, "its section .gnu.version is compressed"),
+}
+
+
+def with_header(data, section, field, value):
+    """The library with a field of a section's header changed."""
+    changed, elf, (at, kind) = bytearray(data), ELFFile(io.BytesIO(data)), field
+    struct.pack_into(kind, changed, elf["e_shoff"] + elf["e_shentsize"] * elf.get_section_index(section) + at, value)
+    return bytes(changed)
+
+
+@pytest.fixture(scope="module")
+def cpu_library(real_wheel):
     with zipfile.ZipFile(real_wheel) as archive:
-        data = bytearray(archive.read(CPU))
-    elf = ELFFile(io.BytesIO(bytes(data)))
-    at = elf["e_shoff"] + elf["e_shentsize"] * elf.get_section_index(section)
-    struct.pack_into("<I" if field == 44 else "<Q", data, at + field, value)
-    problems = problems_of(real_wheel, tmp_path, CPU, bytes(data))
-    assert any("it tells of" in problem and what in problem for problem in problems), problems
+        return archive.read(CPU)
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_section_that_no_linker_writes(real_wheel, cpu_library, tmp_path, case):
+    *change, reason = HEADERS[case]
+    problems = problems_of(real_wheel, tmp_path, CPU, with_header(cpu_library, *change))
+    assert any(reason in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("change", [(TYPE, NOBITS), (FLAGS, COMPRESSED)], ids=["not in the file", "compressed"])
+def test_device_code_that_is_not_in_the_file(cuda_wheel, libraries, tmp_path, change):
+    """It tells of 64 GiB, which no reader is to make."""
+    library = libraries.make(section=struct.pack("<LLQQ", 1, 0, 1 << 36, 1) + zlib.compress(bytes(1 << 20)))
+    for field, value in (change, (SIZE, 1 << 36)):
+        library = with_header(library, ".nv_fatbin", field, value)
+    problems = problems_of(cuda_wheel, tmp_path, CUDA, library)
+    assert any("its section .nv_fatbin is" in problem for problem in problems), problems
+
+
+def test_tables_without_end(real_wheel, cpu_library, tmp_path):
+    """The first version is its own next, four billion times."""
+    library = bytearray(with_header(cpu_library, ".gnu.version_r", COUNT, 0xFFFFFFFF))
+    at = ELFFile(io.BytesIO(cpu_library)).get_section_by_name(".gnu.version_r")["sh_offset"]
+    struct.pack_into("<I", library, at + 12, 0)  # vn_next
+    problems = problems_of(real_wheel, tmp_path, CPU, bytes(library))
+    assert any("its tables are endless" in problem for problem in problems), problems
 
 
 def test_cpu_library_holds_no_device_code(real_wheel, libraries, tmp_path):
