@@ -11,6 +11,7 @@ one takes what scripts/wheel_build/finish.py writes, which all of them read alik
 - The end record counts the directory's entries rightly, on one disk, without a comment.
 - A name is ASCII, relative, in plain parts, no device of Windows', and is there once however letters are cased; no
   file's name is another file's folder.
+- There are at most MOST_FILES, and a name has at most LONGEST_NAME bytes.
 - Sizes and CRC are those of the data. wheel.py bounds the sizes before anything is decompressed.
 """
 
@@ -28,6 +29,8 @@ LOCAL, LOCAL_MARK = struct.Struct("<4s5H3L2H"), b"PK\3\4"
 CENTRAL, CENTRAL_MARK = struct.Struct("<4s6H3L5H2L"), b"PK\1\2"
 END, END_MARK = struct.Struct("<4s4H2LH"), b"PK\5\6"
 LONGEST_COMMENT = 0xFFFF
+MOST_FILES = 1000  # ours have some 200
+LONGEST_NAME = 255  # bytes
 
 STORED, DEFLATED, UNIX = 0, 8, 3
 ALLOWED: dict[str, tuple[int, ...]] = {
@@ -94,6 +97,8 @@ def _directory(data: bytes) -> tuple[int, int, int]:
             f"the archive's end tells of disks {disk} and {first_disk}, and of {here} and {count} files; allowed are "
             "0 and 0, and the same count twice"
         )
+    if count > MOST_FILES:
+        raise Unreadable(f"holds {count} files, and may hold {MOST_FILES}")
     if place + size != end or comment:
         raise Unreadable(
             f"the directory should end at byte {end}, where the archive's end begins; it has {size} bytes from byte "
@@ -112,6 +117,8 @@ def _member(data: bytes, at: int, end: int) -> tuple[Member, int, int]:
     attributes, offset = rest
     raw = data[at + CENTRAL.size : at + CENTRAL.size + length]
     name = raw.decode("ascii", "backslashreplace")
+    if length > LONGEST_NAME:
+        raise Unreadable(f"{name[:LONGEST_NAME]}...: the name has {length} bytes, and may have {LONGEST_NAME}")
     if not NAME.fullmatch(raw):
         raise Unreadable(
             f"{name!r}: such a name could be written outside of the environment, or read in two ways; a part of a name "

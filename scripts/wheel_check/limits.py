@@ -22,7 +22,6 @@ TEXT = 256 * KIB  # a module, a file of the metadata, build_info.json
 ALL_TEXTS = 8 * MIB
 LIBRARY = 16 * MIB
 LIBRARY_OF_AN_ARCHITECTURE = 24 * MIB
-MOST_FILES = 1000
 # Of device code in a library, uncompressed. nvcc leaves 10 MB of that for 9.0a, compressed.
 DEVICE_CODE_OF_AN_ARCHITECTURE = 128 * MIB
 
@@ -45,8 +44,6 @@ def is_library(name: str) -> bool:
 
 def check_texts(members: Sequence[Member]) -> None:
     """All but the libraries, whose limit build_info.json decides, and that is a text."""
-    if len(members) > MOST_FILES:
-        raise Unreadable(f"holds {len(members)} files, and may hold {MOST_FILES}")
     texts = [member for member in members if not is_library(member.name)]
     for member in texts:
         _check(member, TEXT)

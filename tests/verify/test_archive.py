@@ -187,6 +187,7 @@ def test_archive_that_readers_take_differently(members, real_wheel, tmp_path, ca
         ("mamba_ssm", "mamba_ssm: is a file, and the folder of"),
         ("mamba_ssm/nul.py", "is the name of a device on Windows"),
         ("mamba_ssm/COM1/x.py", "is the name of a device on Windows"),
+        ("a/" * 32000 + "b", "the name has 64001 bytes, and may have 255"),
     ],
 )
 def test_name_that_systems_take_differently(members, real_wheel, tmp_path, name, reason):
@@ -246,8 +247,8 @@ def test_file_that_hides_its_size(changed):
 
 
 def test_too_many_files(real_wheel, tmp_path, no_decompression):
-    many = {f"mamba_ssm/new{number}.py": b"" for number in range(limits.MOST_FILES)}
-    assert f"and may hold {limits.MOST_FILES}" in verify(forge(real_wheel, tmp_path, many))[0]
+    many = {f"mamba_ssm/new{number}.py": b"" for number in range(archive.MOST_FILES)}
+    assert f"and may hold {archive.MOST_FILES}" in verify(forge(real_wheel, tmp_path, many))[0]
     large = {f"mamba_ssm/new{number}.py": bytes(limits.TEXT) for number in range(limits.ALL_TEXTS // limits.TEXT)}
     assert "its files but the libraries would unpack to" in verify(forge(real_wheel, tmp_path, large))[0]
 
