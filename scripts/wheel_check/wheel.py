@@ -97,6 +97,12 @@ def read_wheel(path: Path) -> Wheel:
 
 
 def check_there(path: Path) -> None:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # said below
+    except (OSError, ValueError) as error:  # such as a name that is too long, or has a NUL
+        raise Unreadable(f"cannot be read: {error}") from None
     if not path.parent.is_dir():
         raise Unreadable(f"cannot be read: there is no folder {path.parent}")
     if not path.exists():

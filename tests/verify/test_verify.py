@@ -203,6 +203,8 @@ def test_truncated_wheel_is_refused(real_wheel, tmp_path, part):
 
 def test_missing_wheel_is_refused(tmp_path, real_wheel):
     assert "cannot be read" in verify(tmp_path / real_wheel.name)[0]
+    assert "File name too long" in verify(tmp_path / f"{'x' * 300}.whl")[0]
+    assert "cannot be read" in verify(tmp_path / "a\0.whl")[0]
     (tmp_path / real_wheel.name).mkdir()
     assert "cannot be read" in verify(tmp_path / real_wheel.name)[0]
 
