@@ -5,7 +5,8 @@ Nothing of the wheel is run or imported. Needs the packages of the extra: pip in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,10 +72,14 @@ def verify_to_publish(path: str | Path, *, strict: bool = False, allow_commits: 
         return Verdict([str(error)], [], None)
     problems, doubts, notes = problems_of(wheel), [], []
     if not problems:
-        problems, doubts = source.check_source(wheel)
-        doubts += made.check_made(wheel)
+        with guarded(source.check_source, problems):
+            found, doubts = source.check_source(wheel)
+            problems += found
+        with guarded(made.check_made, problems):
+            doubts += made.check_made(wheel)
         if allow_commits is not None:
-            problems += source.check_allowed(wheel, allow_commits)
+            with guarded(source.check_allowed, problems):
+                problems += source.check_allowed(wheel, allow_commits)
     (problems if strict else notes).extend(doubts)
     if not problems and wheel.libraries:
         notes.append(MACHINE_CODE)
@@ -84,10 +89,16 @@ def verify_to_publish(path: str | Path, *, strict: bool = False, allow_commits: 
 def problems_of(wheel: Wheel) -> list[str]:
     problems = []
     for check in CHECKS[wheel.project]:
-        try:
+        with guarded(check, problems):
             problems += check(wheel)
-        # Whatever a damaged file does to a parser, the wheel is refused and the other checks still speak.
-        except Exception as error:
-            what = check.__name__.removeprefix("check_").replace("_", " ")
-            problems.append(f"its {what} cannot be read: {type(error).__name__}: {error}")
     return list(dict.fromkeys(problems))
+
+
+@contextmanager
+def guarded(check: Callable, problems: list[str]) -> Iterator[None]:
+    """Whatever a damaged file does to a parser, the wheel is refused and the other checks still speak."""
+    try:
+        yield
+    except Exception as error:
+        what = check.__name__.removeprefix("check_").replace("_", " ")
+        problems.append(f"its {what} cannot be read: {type(error).__name__}: {error}")

@@ -12,6 +12,7 @@ from check_wheel_contents.contents import WheelContents
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
+from . import limits
 from .wheel import BUILD_INFO, CONVOLUTION, LIB, MODULES, Wheel
 
 MODULE = re.compile(r"mamba_ssm/(\w+/)*\w+\.py")
@@ -122,6 +123,8 @@ def check_recorded_libraries(wheel: Wheel) -> list[str]:
 def check_sbom(wheel: Wheel) -> list[str]:
     """The bill of materials is of this version, of these libraries' bytes, and names the CUDA runtime inside."""
     name = wheel.sbom
+    if (size := len(wheel.files[name])) > limits.SBOM:
+        return [f"{name}: has {size} bytes, and may have {limits.SBOM}"]
     wrong = SBOM_SCHEMA.validate_str(wheel.text(name))
     if wrong:
         return [f"{name}: is no CycloneDX 1.6 document: {wrong.data.message}"]

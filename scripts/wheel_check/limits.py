@@ -20,6 +20,7 @@ MOST_ARCHITECTURES = 32  # more than any nvcc compiles for
 # all texts together 0.9 MB.
 TEXT = 256 * KIB  # a module, a file of the metadata, build_info.json
 ALL_TEXTS = 8 * MIB
+SBOM = 16 * KIB  # ours have 1 to 4; the time that its schema takes is that of the square
 LIBRARY = 16 * MIB
 LIBRARY_OF_AN_ARCHITECTURE = 24 * MIB
 # Of device code in a library, uncompressed. nvcc leaves 10 MB of that for 9.0a, compressed.

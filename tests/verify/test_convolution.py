@@ -1,5 +1,6 @@
 """The verifier on the wheel of causal-conv1d."""
 
+import json
 import shutil
 import zipfile
 
@@ -10,7 +11,7 @@ from _helpers import wheel_forge  # first: it may skip this module
 from _helpers import wheels
 from _helpers.checkouts import git
 from wheel_build import finish, sbom
-from wheel_check import verify, verify_to_publish
+from wheel_check import limits, verify, verify_to_publish
 from wheel_check.source import UNCOMPARED
 
 
@@ -64,6 +65,7 @@ def test_what_the_project_builds_is_fit(wheel, tmp_path):
         ({"more": lambda old: b"\n"}, "causal_conv1d/more.py: is no file of this project's wheels"),
         ({"SBOM": replace(b'"version": "1.6.1', b'"version": "1.6.2')}, "is of version 1.6.2+mamba."),
         ({"SBOM": lambda old: b"{}"}, "is no CycloneDX 1.6 document"),
+        ({"SBOM": lambda old: old + b" " * limits.SBOM}, "bytes, and may have 16384"),
     ],
 )
 def test_forgery_is_refused_with_its_reason(wheel, tmp_path, changes, reason):
@@ -105,6 +107,20 @@ def test_its_files_are_those_of_its_commit(wheel, checkout, tmp_path, monkeypatc
         problems, (note,) = said(**changes)
         assert problems == [] and reason in note
         assert said(strict=True, **changes) == ([note], [])
+
+
+@pytest.mark.parametrize("properties", [None, [], [{"name": "a"}], [{"name": "a", "value": "b"}] * 2])
+def test_bill_of_materials_that_names_no_commit(wheel, tmp_path, properties):
+    def edit(old):
+        document = json.loads(old)
+        document["metadata"]["component"].pop("properties")
+        if properties is not None:
+            document["metadata"]["component"]["properties"] = properties
+        return json.dumps(document).encode()
+
+    verdict = verify_to_publish(forge(wheel, tmp_path, SBOM=edit), allow_commits=["HEAD"])
+    for what in ("source", "allowed"):
+        assert any(problem.startswith(f"its {what} cannot be read: ") for problem in verdict.problems), verdict.problems
 
 
 def test_a_member_that_belongs_to_no_one_is_the_builds(wheel, tmp_path):
