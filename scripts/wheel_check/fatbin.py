@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import zstandard
 
+from . import limits
+
 CONTAINER = struct.Struct("<IHHQ")  # magic, version, size of this header, size of what follows
 # kind, version, size of this header, size of what follows, of it compressed code, ..., architecture (90), ..., flags,
 # ..., size uncompressed
@@ -40,10 +42,10 @@ def zstd(data: bytes) -> bool:
     return data.startswith(ZSTD)
 
 
-def containers(section: bytes, most: int | None = None) -> list[list[Entry]]:
+def containers(section: bytes) -> list[list[Entry]]:
     """What the .nv_fatbin section of a library holds: one container for each source file.
 
-    most: how many bytes the code may have in all, uncompressed; nothing is uncompressed before that is known.
+    Nothing is uncompressed before it is known that all of it keeps to the limits.
     """
     found, at = [], 0
     while at < len(section):
@@ -55,9 +57,10 @@ def containers(section: bytes, most: int | None = None) -> list[list[Entry]]:
             raise ValueError(f"what stands at byte {at} of the device code is no fat binary of a known kind")
         found.append(list(entries(section[at + header : at + header + size])))
         at += header + size
-    total = sum(entry.size for container in found for entry in container)
-    if most is not None and total > most:
-        raise ValueError(f"it would unpack to {total} bytes, and may to {most}")
+    sizes = [entry.size for container in found for entry in container]
+    for size, most in ((sum(sizes), limits.DEVICE_CODE), (max(sizes, default=0), limits.DEVICE_CODE_OF_A_SOURCE)):
+        if size > most:
+            raise ValueError(f"it would unpack to {size} bytes, and may to {most}")
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import fatbin
-from .libraries import device_code_limit, read_dll, read_elf
+from .libraries import read_dll, read_elf
 from .wheel import Wheel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ ANY_FOLDER = (
         rb"/(?<![\w./-]/)(?:bin|build|builds|c|data|github|home|media|mnt|nix|opt|private|root|scratch|src|srv|tmp|usr|var"
         rb"|work|workspace|Users|__w)/[\w.+-]{2,}"
     ),
-    re.compile(rb":\\(?<=[A-Za-z]:\\)(?<!\w[A-Za-z]:\\)(?:[\w .+()-]{2,}\\)+[\w.+-]{2,}"),
+    re.compile(rb":\\(?<=[A-Za-z]:\\)(?<!\w[A-Za-z]:\\)(?:[\w .+()-]{2,}\\){1,30}[\w.+-]{2,}"),
 )
 TEMPORARY = (
     re.compile(rb"tmpxft_[0-9a-f]{8}"),
@@ -55,5 +55,5 @@ def texts(wheel: Wheel, data: bytes) -> Iterator[bytes]:
     section = (read_dll if wheel.windows else read_elf)(data).device_code
     # Compressed bytes are as good as random, and would name a folder once in a while.
     yield data.replace(section, b"") if section else data
-    for container in fatbin.containers(section, device_code_limit(wheel)):
+    for container in fatbin.containers(section):
         yield from (entry.code() for entry in container)

@@ -12,7 +12,7 @@ from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerSymSection
 from elftools.elf.sections import Section
 
-from . import fatbin, limits
+from . import fatbin
 from .metadata import assigned
 from .wheel import Wheel
 
@@ -103,19 +103,13 @@ def above_ceiling(symbol_versions: list[str]) -> list[str]:
     return problems
 
 
-def device_code_limit(wheel: Wheel) -> int:
-    """Bytes that a library's device code may have, uncompressed."""
-    count = min(len(wheel.build_info.get("architectures") or []), limits.MOST_ARCHITECTURES)
-    return limits.DEVICE_CODE_OF_AN_ARCHITECTURE * count
-
-
 def check_architectures(wheel: Wheel, name: str, section: bytes) -> list[str]:
     """Each source's device code is there for exactly the architectures of build_info.json."""
     if "mamba_cuda" not in name:
         return [f"holds {len(section)} bytes of device code"] if section else []
     expected = sorted(wheel.build_info.get("architectures") or [])
     try:
-        found = fatbin.containers(section, device_code_limit(wheel))
+        found = fatbin.containers(section)
     except Exception as error:
         return [f"its device code cannot be read: {type(error).__name__}: {error}"]
     if not found:

@@ -144,8 +144,7 @@ def architectures_told(data: bytes, members: list[archive.Member]) -> int:
     for member in members:
         if member.name == BUILD_INFO:
             try:
-                told = json.loads(archive.content(data, member))["architectures"]
+                return limits.count_architectures(json.loads(archive.content(data, member))["architectures"])
             except (ValueError, KeyError, TypeError, RecursionError):
                 return 0
-            return min(len(set(map(str, told))), limits.MOST_ARCHITECTURES) if isinstance(told, list) else 0
     return 0

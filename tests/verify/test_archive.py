@@ -8,11 +8,12 @@ import zipfile
 import zlib
 
 import pytest
-from _helpers.wheel_forge import forge  # first: it may skip this module
+from _helpers.wheel_forge import BUILD_INFO, forge, info  # first: it may skip this module
 
 # isort: split
 from _helpers.zip_forge import deflated, members_of, write
 from wheel_check import archive, limits, verify, verify_to_publish
+from wheel_check.wheel import architectures_told
 
 pytestmark = pytest.mark.slow
 VERSION_PY = "mamba_ssm/version.py"
@@ -237,6 +238,31 @@ def no_decompression(monkeypatch):
 def test_file_that_would_fill_the_memory(real_wheel, tmp_path, no_decompression, name, size):
     (problem,) = verify(forge(real_wheel, tmp_path, {name: bytes(size + 1)}))
     assert problem == f"{name}: would unpack to {size + 1} bytes, and such a file may have {size}"
+
+
+@pytest.mark.parametrize(
+    ("told", "count"),
+    [
+        ([], 0),
+        (["90a-real", "120-virtual", "100f-real"], 3),
+        (["90a-real", "90a-real"], 1),
+        (["", "9-real", "90", "90-lto", "90x-real", "900a-real ", "1000-real", 90, None, ["90-real"]], 0),
+        ([f"{number}-real" for number in range(10, 100)], 16),
+        ("90-real", 0),
+        ({"90-real": 1}, 0),
+    ],
+)
+def test_only_architectures_add_to_a_limit(real_wheel, tmp_path, no_decompression, told, count):
+    """Nor does build_info.json raise it without end: 1 GiB and 16 MiB are the most that a library may have."""
+    assert limits.LIBRARY + 16 * limits.LIBRARY_OF_AN_ARCHITECTURE == (1 << 30) + (16 << 20)
+    size, name = limits.LIBRARY + limits.LIBRARY_OF_AN_ARCHITECTURE * count, "mamba_ssm/lib/libmamba_cuda.so"
+    with pytest.raises(archive.Unreadable, match=f"and such a file may have {size}$"):
+        limits.check_libraries([archive.Member(name, 8, 0, 1, size + 1, 0)], count_of(real_wheel, tmp_path, told))
+
+
+def count_of(wheel, folder, told):
+    data = forge(wheel, folder, {BUILD_INFO: info(architectures=told)}).read_bytes()
+    return architectures_told(data, archive.members(data))
 
 
 def test_file_that_hides_its_size(changed):

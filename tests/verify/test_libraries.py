@@ -165,6 +165,10 @@ DEVICE_CODE = {
     "no fat binary": (b"GPU" * 16, "its device code cannot be read"),
     "folder in it": (fat_binary(*TARGETS, code=b"\0/home/someone/scan.cu\0"), "holds '/home/someone', of the machine"),
     "folder, not compressed": (fat_binary(*TARGETS, code=b"\0/root/csrc/\0", compressed=False), "holds '/root/csrc'"),
+    "folders without end": (  # a regular expression keeps a mark for each
+        fat_binary(*TARGETS, code=b"\0C:\\" + b"aa\\" * 40 + b"bb\0"),
+        "holds " + repr("C:\\" + "aa\\" * 30 + "aa") + ", of the machine",
+    ),
 }
 
 
@@ -178,10 +182,13 @@ def test_device_code(cuda_wheel, libraries, tmp_path, case):
 def test_device_code_that_would_fill_the_memory(cuda_wheel, libraries, tmp_path, monkeypatch):
     """Nothing of it is uncompressed: what the entries tell of their sizes is added up first."""
     monkeypatch.setattr("zstandard.ZstdDecompressor", None)
-    section = fat_binary(*TARGETS, code=bytes(limits.DEVICE_CODE_OF_AN_ARCHITECTURE + 1))
-    problems = problems_of(cuda_wheel, tmp_path, CUDA, libraries.make(section=section))
-    most = limits.DEVICE_CODE_OF_AN_ARCHITECTURE * len(TARGETS)
-    assert any(f"it would unpack to {most + 4} bytes, and may to {most}" in problem for problem in problems), problems
+    one, all_of_it = limits.DEVICE_CODE_OF_A_SOURCE, limits.DEVICE_CODE
+    for section, size, most in (
+        (fat_binary(*TARGETS, code=bytes(one + 1)), one + 1, one),
+        (fat_binary("90-real", code=bytes(one)) * (all_of_it // one + 1), all_of_it + one, all_of_it),
+    ):
+        problems = problems_of(cuda_wheel, tmp_path, CUDA, libraries.make(section=section))
+        assert any(f"would unpack to {size} bytes, and may to {most}" in problem for problem in problems), problems
 
 
 def test_device_code_that_hides_its_size(cuda_wheel, libraries, tmp_path):
