@@ -27,6 +27,8 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+from terminal import say
+
 try:
     import filelock
     from static_index import yanked
@@ -132,7 +134,7 @@ def read_new(wheels: Path, site: Path, record: dict[str, dict], options: argpars
     outcome = admit(new, options)
     problems += outcome.problems
     for note in outcome.notes:
-        print(f"note       {note}")
+        say(f"note       {note}")
     for wheel in outcome.wheels:
         if (label := wheel.version.local) in (FILES, EVERYTHING):
             problems.append(
@@ -211,24 +213,18 @@ def main(words: list[str] | None = None) -> int:
         with filelock.FileLock(options.site / ".lock", timeout=PATIENCE):
             lines = make_index(options.wheels, options.site, options)
     except filelock.Timeout:
-        print(
-            f"another run is at work on {options.site} and did not end in {PATIENCE:.0f} s: try later", file=sys.stderr
-        )
+        say(f"another run is at work on {options.site} and did not end in {PATIENCE:.0f} s: try later", file=sys.stderr)
         return 1
     except IndexRefused as error:
-        print(f"the index was not changed:\n{error}", file=sys.stderr)
+        say("the index was not changed:", *str(error).split("\n"), file=sys.stderr)
         return 1
     except (Unreadable, OSError) as error:
-        print(
-            f"{error}\nThe index is whole, and may lack what was to be added: when the cause is gone, run this again",
-            file=sys.stderr,
-        )
+        whole = "The index is whole, and may lack what was to be added: when the cause is gone, run this again"
+        say(str(error), whole, file=sys.stderr)
         return 1
     for path in sorted(options.wheels.glob("*.tar.gz")):
-        print(f"left out   {path.name}: pip would build an sdist wherever no wheel fits")
-    for line in lines:
-        print(line)
-    print(f"{options.site}/index.html is up to date")
+        say(f"left out   {path.name}: pip would build an sdist wherever no wheel fits")
+    say(*lines, f"{options.site}/index.html is up to date")
     return 0
 
 

@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from terminal import say
+
 try:
     import requests
     from packaging.utils import parse_wheel_filename
@@ -108,7 +110,7 @@ class Connection(HTTPAdapter):
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Says what is waited for, if the block takes longer than SILENCE."""
-    timer = threading.Timer(SILENCE, lambda: print(f"waiting for {what} ...", file=sys.stderr, flush=True))
+    timer = threading.Timer(SILENCE, lambda: say(f"waiting for {what} ...", file=sys.stderr))
     timer.daemon = True
     timer.start()
     try:
@@ -371,12 +373,12 @@ def main(words: list[str] | None = None) -> int:
     logging.getLogger("twine.utils").setLevel(logging.ERROR)
     try:
         for line in publish(find_wheels(options.wheels), options):
-            print(line, flush=True)
+            say(line)
     except NotPublished as error:
-        print(f"not published:\n{error}", file=sys.stderr)
+        say("not published:", *str(error).split("\n"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"interrupted; to finish, {AGAIN}", file=sys.stderr)
+        say(f"interrupted; to finish, {AGAIN}", file=sys.stderr)
         return 1
     return 0
 

@@ -24,6 +24,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from terminal import say
 from wheel_build import cuda, tools
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def main(words: list[str] | None = None) -> int:
                 status = max(status, compare(wheels))
             return status
     except CannotTry as error:
-        print(f"rebuild_check: {error}", file=sys.stderr)
+        say(*f"rebuild_check: {error}".split("\n"), file=sys.stderr)
         return 2
 
 
@@ -82,7 +83,7 @@ def problems_of(wheel: Wheel) -> list[str]:
     """
     commit, _ = wheel.source
     pure = wheel.tag.endswith("-any")
-    print(f"building {wheel.path.name} again from commit {commit}", flush=True)
+    say(f"building {wheel.path.name} again from commit {commit}")
     try:
         if commit is None:
             raise CannotTry("it names no commit")
@@ -140,7 +141,7 @@ def project_of(wheel: Path) -> str:
 
 
 def run(command: list[str], folder: Path, umask: int, variables: dict[str, str]) -> None:
-    print("+ " + " ".join(word if "\n" not in word else "..." for word in command), flush=True)
+    say("+ " + " ".join(word if "\n" not in word else "..." for word in command))
     # A build is no place for the password of an index.
     environ = {name: value for name, value in os.environ.items() if not name.upper().startswith("TWINE_")}
     done = subprocess.run(
@@ -158,12 +159,11 @@ def run(command: list[str], folder: Path, umask: int, variables: dict[str, str])
 
 def compare(wheels: list[Path]) -> int:
     for wheel in wheels:
-        print(f"{hashlib.sha256(wheel.read_bytes()).hexdigest()}  {wheel.name}")
+        say(f"{hashlib.sha256(wheel.read_bytes()).hexdigest()}  {wheel.name}")
     first = wheels[0]
     differences = [line for other in wheels[1:] for line in differences_of(first, other)]
-    for line in dict.fromkeys(differences):
-        print(f"  {line}")
-    print("NOT reproducible" if differences else "reproducible: the same bytes")
+    say(*(f"  {line}" for line in dict.fromkeys(differences)))
+    say("NOT reproducible" if differences else "reproducible: the same bytes")
     return 1 if differences else 0
 
 

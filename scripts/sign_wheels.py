@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from terminal import say
+
 LIST, SIGNATURE = "SHA256SUMS", "SHA256SUMS.asc"
 CURE = "look at the wheels again, then sign them: python scripts/sign_wheels.py FOLDER --sign"
 NO_GPG = "gpg, which is not installed here (on Debian: apt install gnupg)"
@@ -54,7 +56,7 @@ def main(words: list[str] | None = None) -> int:
     fresh = given.folder / f"{LIST}.new"
     fresh.write_text(lines, encoding="utf-8", newline="\n")
     os.replace(fresh, given.folder / LIST)
-    print(lines, end="")
+    say(*lines.splitlines())
     if given.sign is None:
         return 0
     key = ["--local-user", given.sign] if given.sign else []

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from terminal import say
+
 try:
     from wheel_check import UnknownRef, verify_to_publish
     from wheel_check.wheel import find_wheels
@@ -33,9 +35,8 @@ def main(words: list[str] | None = None) -> int:
             verdict = verify_to_publish(path, strict=given.strict, allow_commits=given.allow_commits)
         except UnknownRef as error:
             parser.error(f"--allow-commits: {error}")
-        print(f"{path}: {'refused' if verdict.problems else 'fit to publish'}")
-        for line in [*verdict.problems, *(f"note: {note}" for note in verdict.notes)]:
-            print(f"  {line}")
+        say(f"{path}: {'refused' if verdict.problems else 'fit to publish'}")
+        say(*(f"  {problem}" for problem in verdict.problems), *(f"  note: {note}" for note in verdict.notes))
         status = 1 if verdict.problems else status
     return status
 

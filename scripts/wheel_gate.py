@@ -13,6 +13,7 @@ from pathlib import Path
 
 import rebuild_check
 import sign_wheels
+from terminal import printable
 from wheel_check import MACHINE_CODE, UnknownRef, verify_to_publish
 from wheel_check.wheel import BUILD_INFO, Wheel
 
@@ -86,7 +87,7 @@ def admit(paths: Iterable[Path], options: argparse.Namespace) -> Outcome:
             found.append(f"{same_name[0].path} has this name too, and other bytes: name one of them")
         if verdict.wheel is not None and not found and not same_name:
             wheels.append(_slim(verdict.wheel))
-        problems += [f"{path}: {problem}" for problem in found]
+        problems += [printable(f"{path}: {problem}") for problem in found]
         notes += [f"{path.name}: {note}" for note in verdict.notes if not (options.rebuild and note == MACHINE_CODE)]
     if options.rebuild and not problems:
         problems = [f"{wheel.path}: {problem}" for wheel in wheels for problem in rebuild_check.problems_of(wheel)]

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from terminal import printable
+
 from . import contents, leaks, libraries, made, metadata, source
 from .source import UnknownRef as UnknownRef
 from .wheel import CONVOLUTION, Unreadable, Wheel, read_wheel
@@ -42,7 +44,7 @@ MACHINE_CODE = "only scripts/rebuild_check.py, which builds them again, can say 
 
 @dataclass(frozen=True)
 class Verdict:
-    problems: list[str]  # why it is refused; [] if it is fit
+    problems: list[str]  # why it is refused, in printable lines; [] if it is fit
     notes: list[str]  # what could not be checked, or is odd and not refused
     wheel: Wheel | None  # None if unreadable; wheel.data are the very bytes that were verified
 
@@ -53,9 +55,9 @@ def verify(path: str | Path) -> list[str]:
     Never raises for what the file holds: a wheel that cannot be read is a wheel with a problem.
     """
     try:
-        return problems_of(read_wheel(Path(path)))
+        return [printable(problem) for problem in problems_of(read_wheel(Path(path)))]
     except Unreadable as error:
-        return [str(error)]
+        return [printable(str(error))]
 
 
 def verify_to_publish(path: str | Path, *, strict: bool = False, allow_commits: Sequence[str] | None = None) -> Verdict:
@@ -69,7 +71,7 @@ def verify_to_publish(path: str | Path, *, strict: bool = False, allow_commits: 
     try:
         wheel = read_wheel(Path(path))
     except Unreadable as error:
-        return Verdict([str(error)], [], None)
+        return Verdict([printable(str(error))], [], None)
     problems, doubts, notes = problems_of(wheel), [], []
     if not problems:
         with guarded(source.check_source, problems):
@@ -83,7 +85,7 @@ def verify_to_publish(path: str | Path, *, strict: bool = False, allow_commits: 
     (problems if strict else notes).extend(doubts)
     if not problems and wheel.libraries:
         notes.append(MACHINE_CODE)
-    return Verdict(problems, notes, wheel)
+    return Verdict([printable(problem) for problem in problems], [printable(note) for note in notes], wheel)
 
 
 def problems_of(wheel: Wheel) -> list[str]:

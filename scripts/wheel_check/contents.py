@@ -56,7 +56,7 @@ def _check_wheel_contents(wheel: Wheel, toplevel: list[str]) -> list[str]:
     contents.add_record_rows(rows_of(wheel))
     contents.validate_tree()
     failed = checker.check_contents(contents)
-    return [f"check-wheel-contents: {failure.show()}" for failure in failed]
+    return [f"check-wheel-contents: {' '.join(failure.show().split())}" for failure in failed]
 
 
 def check_fixed(wheel: Wheel) -> list[str]:
