@@ -15,8 +15,9 @@ from terminal import say
 try:
     from wheel_check import UnknownRef, verify_to_publish
     from wheel_check.wheel import find_wheels
+    from wheel_gate import add_verify_options, check_verify_options
 except ModuleNotFoundError as error:
-    if __name__ != "__main__" or (error.name and error.name.startswith("wheel_check")):
+    if __name__ != "__main__" or (error.name and error.name.startswith("wheel_")):
         raise
     sys.exit(
         f"verify_wheel.py needs {error.name}, which is not installed here; with the file of any wheel of mamba_ssm do: "
@@ -27,9 +28,9 @@ except ModuleNotFoundError as error:
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Says whether wheels of mamba_ssm are fit to publish.")
     parser.add_argument("wheels", nargs="+", metavar="WHEEL", help="such as dist/*.whl")
-    parser.add_argument("--strict", action="store_true", help="what cannot be compared with its commit is refused")
-    parser.add_argument("--allow-commits", nargs="+", metavar="REF", help="branches and tags that may be published")
+    add_verify_options(parser, strict=False)
     given, status = parser.parse_args(words), 0
+    check_verify_options(parser, given)
     for path in find_wheels(given.wheels):
         try:
             verdict = verify_to_publish(path, strict=given.strict, allow_commits=given.allow_commits)

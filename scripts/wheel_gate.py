@@ -25,21 +25,31 @@ class Outcome:
     notes: list[str]  # what could not be checked, without strict
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_verify_options(parser: argparse.ArgumentParser, strict: bool) -> None:
+    """What verify_wheel.py asks for, too. `strict`: the default."""
     parser.add_argument(
         "--strict",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="refuse a wheel that cannot be compared with its commit. With --no-strict it is published with a note: "
-        "nobody has checked then that its Python files and metadata are yours (default: --strict)",
+        default=strict,
+        help="refuse a wheel that cannot be compared with its commit. With --no-strict it passes with a note: nobody "
+        f"has checked then that its Python files and metadata are yours (default: --{'' if strict else 'no-'}strict)",
     )
     parser.add_argument(
         "--allow-commits",
         nargs="+",
         action="extend",
         metavar="REF",
-        help="publish only wheels of commits that these branches or tags contain; after the wheels on the command line",
+        help="refuse wheels of commits that none of these branches or tags contains; write it after the wheels",
     )
+
+
+def check_verify_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if any(ref.endswith(".whl") for ref in options.allow_commits or ()):
+        parser.error("a wheel stands where --allow-commits expects a branch or tag: name the wheels first")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_verify_options(parser, strict=True)
     parser.add_argument(
         "--signatures",
         type=Path,
@@ -60,10 +70,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends the program where options of the gate do not go together."""
+    check_verify_options(parser, options)
     if options.signed_by and not options.signatures:
         parser.error("--signed-by says whose signature to accept: name its folder with --signatures")
-    if any(ref.endswith(".whl") for ref in options.allow_commits or ()):
-        parser.error("a wheel stands where --allow-commits expects a branch or tag: name the wheels first")
 
 
 def admit(paths: Iterable[Path], options: argparse.Namespace) -> Outcome:

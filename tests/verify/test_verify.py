@@ -243,11 +243,22 @@ def test_program_prints_a_line_a_problem_and_exits_1(real_wheel, tmp_path, capsy
     assert capsys.readouterr().out.splitlines() == [f"{real_wheel}: refused", f"  {told}"]
 
 
-def test_program_names_the_branch_that_is_not_there(real_wheel, capsys):
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            ["HEAD", "no-such-branch"],
+            "--allow-commits: 'no-such-branch' is no branch, tag or commit of the checkout in",
+        ),
+        (["no-such-branch", "--allow-commits", "HEAD"], "--allow-commits: 'no-such-branch' is no branch"),
+        (["HEAD", "x.whl"], "a wheel stands where --allow-commits expects a branch or tag: name the wheels first"),
+    ],
+)
+def test_program_names_the_branch_that_is_not_there(real_wheel, capsys, words, reason):
     with pytest.raises(SystemExit) as ended:
-        main([str(real_wheel), "--allow-commits", "HEAD", "no-such-branch"])
+        main([str(real_wheel), "--allow-commits", *words])
     assert ended.value.code == 2
-    assert "--allow-commits: 'no-such-branch' is no branch, tag or commit of the checkout in" in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
 
 
 def test_program_names_the_extra_that_is_missing(tmp_path):
