@@ -33,9 +33,9 @@ try:
     import filelock
     from static_index import yanked
     from static_index.files import PROJECTS, File, file_of
-    from static_index.pages import EVERYTHING, FILES, pages
-    from wheel_check.wheel import Unreadable, read_wheel
-    from wheel_gate import add_options, admit, check_options
+    from static_index.pages import EVERYTHING, FILES, OVERVIEW, pages
+    from wheel_check.wheel import Unreadable, Wheel, read_wheel
+    from wheel_gate import add_options, admit, check_options, rebuild
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name and error.name.startswith(("static_index", "wheel_"))):
         raise
@@ -45,6 +45,7 @@ except ModuleNotFoundError as error:
     )
 
 RECORDS = [f"{EVERYTHING}/{project}/index.json" for project in PROJECTS]
+RESERVED = (FILES, EVERYTHING, OVERVIEW, yanked.NAME)
 PATIENCE = 60.0  # seconds to wait for another run on the same site
 CURE = "restore that file from a backup; to withdraw a wheel, write it into yanked.txt"
 
@@ -118,8 +119,10 @@ def read_published(site: Path, record: dict[str, dict], problems: list[str]) -> 
     return files
 
 
-def read_new(wheels: Path, site: Path, record: dict[str, dict], options: argparse.Namespace, problems: list[str]):
-    """The files to add to the index, verified. Adds to `problems`; prints what could not be verified."""
+def read_new(
+    wheels: Path, site: Path, record: dict[str, dict], options: argparse.Namespace, problems: list[str]
+) -> list[Wheel]:
+    """The wheels to add to the index, verified. Adds to `problems`; prints what could not be verified."""
     # What is in the site and not in its record was left by a run that was cut off, or put there by hand.
     new = [path for path in sorted((site / FILES).glob("*.whl")) if path.name not in record]
     for path in sorted(wheels.glob("*.whl")):
@@ -136,13 +139,12 @@ def read_new(wheels: Path, site: Path, record: dict[str, dict], options: argpars
     for note in outcome.notes:
         say(f"note       {note}")
     for wheel in outcome.wheels:
-        if (label := wheel.version.local) in (FILES, EVERYTHING):
+        if (label := wheel.version.local) in RESERVED:
             problems.append(
-                f"{wheel.path}: its label {label!r} is a folder of every index: build it with another "
+                f"{wheel.path}: its label {label!r} is a file or folder of every index: build it with another "
                 "MAMBA_LOCAL_VERSION"
             )
-    now = _now()
-    return [file_of(wheel, now, new=True) for wheel in outcome.wheels]
+    return outcome.wheels
 
 
 def _sha256(path: Path) -> str:
@@ -174,13 +176,17 @@ def make_index(wheels: Path, site: Path, options: argparse.Namespace) -> list[st
     if not wheels.is_dir():
         raise IndexRefused(f"{wheels} is no folder of wheels")
     record, problems = read_record(site), []
-    files = read_published(site, record, problems) + read_new(wheels, site, record, options, problems)
+    files = read_published(site, record, problems)
+    new, now = read_new(wheels, site, record, options, problems), _now()
+    files += [file_of(wheel, now, new=True) for wheel in new]
     named = {path.name for path in wheels.glob("*.whl")}
     files = mark_yanked(site, files, named, record, problems)
     if problems:
         raise IndexRefused("\n".join(problems))
     if not files:
         raise IndexRefused(f"{wheels} holds no wheel (*.whl) to make an index of")
+    if problems := rebuild(new, options):
+        raise IndexRefused("\n".join(problems))
     files.sort(key=lambda file: file.name)
     files.sort(key=lambda file: file.version, reverse=True)
     for file in files:

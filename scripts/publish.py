@@ -48,7 +48,7 @@ try:
     from urllib3.exceptions import LocationValueError
     from urllib3.util import Retry
     from wheel_check.wheel import Wheel, find_wheels
-    from wheel_gate import add_options, admit, check_options
+    from wheel_gate import add_options, admit, check_options, rebuild
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name and error.name.startswith("wheel_")):
         raise
@@ -309,10 +309,6 @@ def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
         for wheel in wheels
         if wheel.name.endswith(SDISTS)
     ]
-    outcome = admit([wheel for wheel in wheels if not wheel.name.endswith(SDISTS)], options)
-    yield from (f"note: {note}" for note in outcome.notes)
-    if problems or outcome.problems:
-        raise NotPublished("\n".join([*problems, *outcome.problems]))
     try:
         settings = read_settings(options)
         index = Index(settings, options.index_url)
@@ -320,6 +316,10 @@ def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
         raise NotPublished(explain(error)) from error
     except configparser.Error as error:  # its text shows the line, which may be the password's
         raise NotPublished(f"{options.config_file or '~/.pypirc'} is malformed: {type(error).__name__}") from None
+    outcome = admit([wheel for wheel in wheels if not wheel.name.endswith(SDISTS)], options)
+    yield from (f"note: {note}" for note in outcome.notes)
+    if problems or outcome.problems:
+        raise NotPublished("\n".join([*problems, *outcome.problems]))
     try:
         missing = {wheel.path.name for wheel in outcome.wheels if not index.holds(wheel)}
     except OtherBytes as error:
@@ -327,6 +327,8 @@ def publish(wheels: list[Path], options: argparse.Namespace) -> Iterator[str]:
             f"{error}. A published file never changes: give the new build another version or label. If the file there "
             "is damaged, delete it there first"
         ) from error
+    if problems := rebuild(outcome.wheels, options):
+        raise NotPublished("\n".join(problems))
     for wheel in outcome.wheels:
         name = wheel.path.name
         if name in missing:

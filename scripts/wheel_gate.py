@@ -76,7 +76,7 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def admit(paths: Iterable[Path], options: argparse.Namespace) -> Outcome:
-    """Every file must pass. All reasons are collected, and nothing is built while there is one."""
+    """Every file must pass all but --rebuild, and all reasons are collected."""
     wheels, problems, notes, signed = [], [], [], None
     if options.signatures is not None:
         try:
@@ -98,9 +98,14 @@ def admit(paths: Iterable[Path], options: argparse.Namespace) -> Outcome:
             wheels.append(_slim(verdict.wheel))
         problems += [printable(f"{path}: {problem}") for problem in found]
         notes += [f"{path.name}: {note}" for note in verdict.notes if not (options.rebuild and note == MACHINE_CODE)]
-    if options.rebuild and not problems:
-        problems = [f"{wheel.path}: {problem}" for wheel in wheels for problem in rebuild_check.problems_of(wheel)]
     return Outcome(wheels, problems, notes)
+
+
+def rebuild(wheels: Iterable[Wheel], options: argparse.Namespace) -> list[str]:
+    """Why the wheels are not what their commits make, where --rebuild asks; takes long, so it comes last."""
+    if not options.rebuild:
+        return []
+    return [f"{wheel.path}: {problem}" for wheel in wheels for problem in rebuild_check.problems_of(wheel)]
 
 
 def _compare(wheel: Wheel, signed: dict[str, str], folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from .files import CONVOLUTION_PROJECT, PROJECT, File
 
-FILES, EVERYTHING = "files", "all"
+FILES, EVERYTHING, OVERVIEW = "files", "all", "index.html"
 
 
 def offered(files: Iterable[File]) -> list[File]:
@@ -80,4 +80,4 @@ def pages(files: list[File]) -> Iterator[tuple[str, bytes]]:
             yield f"{folder}/index.html", environment.get_template(page).render(page_values).encode()
             yield f"{folder}/index.json", (json.dumps(content, indent=1) + "\n").encode()
     values |= {"project": PROJECT, "labels": labels, "files": libraries, "convolutions": convolutions}
-    yield "index.html", environment.get_template("overview.html").render(values).encode()
+    yield OVERVIEW, environment.get_template("overview.html").render(values).encode()

@@ -198,7 +198,7 @@ def test_same_name_with_other_bytes_is_refused(run, wheel, tmp_path, anything_go
     assert snapshot(tmp_path / "site") == before
 
 
-@pytest.mark.parametrize("what", ["damaged", "renamed", "not ours", "changed tree", "all", "files"])
+@pytest.mark.parametrize("what", ["damaged", "renamed", "not ours", "changed tree", "all", "files", "index.html", "yanked.txt"])
 def test_unfit_wheel_is_refused_and_nothing_written(what, run, wheel, dist, tmp_path):
     if what == "damaged":
         bad = dist / wheel.name
@@ -215,7 +215,7 @@ def test_unfit_wheel_is_refused_and_nothing_written(what, run, wheel, dist, tmp_
         reason = "commit the changes, then build"
     else:
         bad = wheels.repack(wheel, dist, label=what)
-        reason = f"its label '{what}' is a folder of every index"
+        reason = f"its label '{what}' is a file or folder of every index"
     status, printed = run()
     assert status == 1
     assert "the index was not changed:" in printed

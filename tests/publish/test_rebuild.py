@@ -14,8 +14,10 @@ import pytest
 import rebuild_check
 from _helpers import wheels
 from _helpers.checkouts import git
+from _helpers.servers import HOST, free_port
 from wheel_build import convolution
 from wheel_build.build_info import recorded
+from wheel_check.wheel import read_wheel
 
 CUDA = {"cuda": True, "nvcc_version": "13.0.88", "architectures": ["75-real", "120-virtual"], "local_label": "cu130"}
 ALL = ["float32", "float16", "bfloat16"]
@@ -51,7 +53,8 @@ def test_what_cannot_be_built_here_is_refused(told, windows, nvcc, reason, monke
     assert problem.startswith("it cannot be built again here: ") and reason in problem
 
 
-def test_wheel_that_names_no_commit_is_not_published(wheel, publish):
+def test_wheel_that_names_no_commit_is_not_published(wheel, publish, monkeypatch):
+    monkeypatch.setattr("publish.Index.holds", lambda index, wheel: False)
     status, printed = publish(wheel, "--repository-url", "https://pypi.example.com", "--rebuild")
     assert status == 1 and f"{wheel}: it cannot be built again here: it names no commit" in printed
 
@@ -109,6 +112,18 @@ def change_library(wheel, folder):
 def test_rebuilt_wheel_is_published(committed, gate):
     for printed in gate.accepts(committed, "--rebuild"):
         assert f"building {committed.name} again from commit" in printed
+
+
+def test_nothing_is_built_before_the_cheap_checks(committed, gate, monkeypatch):
+    """No index named, one that cannot be reached, a reserved label."""
+    monkeypatch.setattr("rebuild_check.problems_of", lambda wheel: pytest.fail("it was built"))
+    unknown, gone = [], ["--repository-url", f"http://{HOST}:{free_port()}/"]
+    for words, reason in ((unknown, "no index is named"), (gone, "cannot be reached")):
+        status, printed = gate.publish(committed, "--rebuild", *words, strict=True)
+        assert status == 1 and reason in printed
+    monkeypatch.setattr("make_index.RESERVED", (read_wheel(committed).version.local,))
+    status, printed = gate.index(committed.parent, "--rebuild")
+    assert status == 1 and "is a file or folder of every index" in printed
 
 
 def test_rebuild_of_a_commit_that_no_branch_holds(checkout, committed, gate):
