@@ -77,10 +77,8 @@ def verify_to_publish(path: str | Path, *, strict: bool = False, allow_commits: 
         with guarded(source.check_source, problems):
             found, doubts = source.check_source(wheel)
             problems += found
-        with guarded(made.check_made, problems):
             doubts += made.check_made(wheel)
-        if allow_commits is not None:
-            with guarded(source.check_allowed, problems):
+            if allow_commits is not None:
                 problems += source.check_allowed(wheel, allow_commits)
     (problems if strict else notes).extend(doubts)
     if not problems and wheel.libraries:

@@ -198,7 +198,9 @@ def test_same_name_with_other_bytes_is_refused(run, wheel, tmp_path, anything_go
     assert snapshot(tmp_path / "site") == before
 
 
-@pytest.mark.parametrize("what", ["damaged", "renamed", "not ours", "changed tree", "all", "files", "index.html", "yanked.txt"])
+@pytest.mark.parametrize(
+    "what", ["damaged", "renamed", "not ours", "changed tree", "all", "files", "index.html", "yanked.txt"]
+)
 def test_unfit_wheel_is_refused_and_nothing_written(what, run, wheel, dist, tmp_path):
     if what == "damaged":
         bad = dist / wheel.name
