@@ -37,7 +37,7 @@ SBOM = "sboms/mamba_ssm.cdx.json"
 
 def environment(**more):
     """One for all builds here, without the switches that these tests run under: so they compile into one folder."""
-    switches = "CUDA", "MAMBA", "MM_", "CMAKE"
+    switches = "CUDA", "TORCH_CUDA", "NVCC_", "MAMBA", "MM_", "CMAKE"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(switches)}
     return {**clean, "MAMBA_SSM_CUDA": "off", "SOURCE_DATE_EPOCH": EPOCH, **more}
 
