@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+IGNORED = shutil.ignore_patterns("lib", "*.egg-info", "__pycache__")  # as git does
 AS_SOMEBODY = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.autocrlf=false"]
 
 
@@ -16,7 +17,7 @@ def git(folder, *words):
 def commit_of_this_tree(folder):
     """Makes `folder` a repository with what decides a wheel's texts in its one commit."""
     for name in ("mamba_ssm", "compat", "causal-conv1d", "scripts/wheel_build"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("lib", "__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, ignore=IGNORED)
     for name in ("LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     git(folder, "init", "-q")
