@@ -3,8 +3,8 @@
 import base64
 import ctypes
 import hashlib
-import importlib.util
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
