@@ -24,12 +24,13 @@ from mamba_ssm._torch.dispatch import (
     wrote_in_place,
 )
 from mamba_ssm._torch.modules import is_plain, module_behind, parameters_of, weight_and_bias
-from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, archive_names, current_stream, is_compiling
+from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, DispatchMode, archive_names, current_stream, is_compiling
 from mamba_ssm._torch.records import flat, make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
 
 __all__ = [
     "LOAD_REFUSES_PROGRAMS",
+    "DispatchMode",
     "apply",
     "archive_names",
     "are_saved_as_given",

@@ -18,13 +18,25 @@ Letters: B batch, L length, D channels, N dstate, W width, H heads, P headdim, G
 
 import math
 
-import torch.utils.flop_counter as flop_counter
-
 CHUNK = 64  # of the kernels
+_known: dict = {}  # operator -> its FLOPs
+_registries: list = []  # torch's, once it is told
 
 
-def register(packet, names):
-    """Tells torch the formula of the operator `packet` (torch.ops.mamba_ssm.NAME), whose arguments have these names."""
+def register_flops() -> None:
+    """Tells torch.utils.flop_counter the FLOPs of this package's operators. Call it before a counter is made.
+
+    Not when the package is imported: torch's counter imports triton where that is installed.
+    """
+    import torch.utils.flop_counter as flop_counter
+
+    if not _registries:
+        _registries.append(flop_counter.flop_registry)
+    flop_counter.flop_registry.update(_known)
+
+
+def remember(packet, names):
+    """Keeps the formula of the operator `packet` (torch.ops.mamba_ssm.NAME), whose arguments have these names."""
     name = packet.__name__.removesuffix("_below_autograd")
     backward = name.endswith("_backward")
     formula = FORMULAS[name.removesuffix("_backward")]
@@ -33,7 +45,9 @@ def register(packet, names):
         given = dict(zip(names, arguments, strict=False))  # torch drops trailing defaults
         return formula(given) * (2 if backward else 1)
 
-    flop_counter.flop_registry[packet] = flops  # not by register_flop_formula: torch 2.2's takes aten's packets alone
+    _known[packet] = flops
+    for registry in _registries:  # not by register_flop_formula: torch 2.2's takes aten's packets alone
+        registry[packet] = flops
 
 
 def _scan(batch, seqlen, dim, dstate):

@@ -20,10 +20,13 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `_utils.is_compiling` | whether torch 2.2 or 2.3 is compiling | torch.compiler's word |
 | `Module._forward_hooks` and its like | whether a module has hooks | it is called as if it had |
 | `Module._parameters` | a parameter without attribute look-up | the attribute |
+| `utils._python_dispatch.TorchDispatchMode` | what scans a model runs | attention_maps raises |
 | `_C.PyTorchFileReader` | what a torch.save archive holds | torch >= 2.6 refuses programs itself; else no archive |
 
 tests/_torch takes each name away in turn.
 """
+
+import typing
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -113,6 +116,10 @@ HOOKS_KNOWN = all(
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 )
 PARAMETERS_KNOWN = hasattr(_MODULE, "_parameters")
+
+# ---- what runs ------------------------------------------------------------------------------------------------------
+
+DispatchMode: typing.Any = _find("utils._python_dispatch.TorchDispatchMode") or object
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 

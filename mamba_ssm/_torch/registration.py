@@ -41,11 +41,11 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
     name, arguments = re.match(r"(\w+)\((.*?)\) ->", schema).groups()
     declared = [tuple(argument.partition("=")[0].split(" ")) for argument in arguments.split(", ")]
     op = _define(name, schema, implementation, fake)
-    flops.register(getattr(torch.ops.mamba_ssm, name), [argument for _, argument in declared])
+    flops.remember(getattr(torch.ops.mamba_ssm, name), [argument for _, argument in declared])
     if private.below_autograd is None:
         below = f"{name}_below_autograd"
         _BELOW[op] = _define(below, schema.replace(name, below, 1), implementation, fake)
-        flops.register(getattr(torch.ops.mamba_ssm, below), [argument for _, argument in declared])
+        flops.remember(getattr(torch.ops.mamba_ssm, below), [argument for _, argument in declared])
     _DECLARED[op] = declared
     IMPLEMENTATIONS[op] = implementation
     _CALLED[op] = called or name

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn as nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from mamba_ssm._torch import reference
+from mamba_ssm._torch import DispatchMode, reference
 from mamba_ssm.ops.mamba3_scan import mamba3_scan
 from mamba_ssm.ops.selective_scan import selective_scan_fn
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
@@ -53,6 +52,8 @@ def attention_maps(
         ValueError: no scan ran (no block of this package is in module), or a row, head or channel does not exist.
         RuntimeError: within torch.inference_mode() or plain_torch().
     """
+    if DispatchMode is object:
+        raise RuntimeError(f"attention_maps does not know how torch {torch.__version__} shows the operators that run")
     if torch.is_inference_mode_enabled():
         raise RuntimeError("attention_maps takes gradients, which torch.inference_mode() forbids: call it outside")
     if reference.on:
@@ -75,7 +76,7 @@ def attention_maps(
 _Recorded = tuple[str, str, dict[str, typing.Any]]  # the layer, the operator, its arguments
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """Keeps the arguments of each scan as {name: value}."""
 
     def __init__(self, layers: list[str]) -> None:

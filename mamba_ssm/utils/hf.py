@@ -135,7 +135,9 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         raise
     except pickle.UnpicklingError as error:
         if any(name in str(error) for name in _NESTED_TENSORS):
-            raise _refused(f"{path}: weights must be dense tensors with data, and it holds a nested tensor") from None
+            raise CheckpointError(
+                f"{path}: weights must be dense tensors with data, and it holds a nested tensor"
+            ) from None
         # without torch's message, which advises to load the file with its code
         raise _refused(f"{path}: it is damaged, or holds more than tensors, and that could run code") from None
     except Exception as error:  # each reader has several exceptions of its own for a damaged file

@@ -13,7 +13,9 @@ from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined
 from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+from mamba_ssm.utils.flops import register_flops
 
+register_flops()
 BATCH, CHUNKS, WIDTH = 2, 3, 64
 LENGTH = CHUNKS * flops.CHUNK
 

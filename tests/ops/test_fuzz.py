@@ -89,7 +89,7 @@ def mutate(rng, value):
         name = rng.choice(list(TENSOR_MUTATIONS))
         try:
             return name, TENSOR_MUTATIONS[name](value)
-        except (RuntimeError, TypeError, ValueError, IndexError):  # this tensor has no such form
+        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):  # this tensor has no such form
             return "as it was", value
     if not isinstance(value, (torch.Tensor, bool)) and rng.random() < 0.1:
         tensor = torch.tensor(value if isinstance(value, (int, float)) else 1)
