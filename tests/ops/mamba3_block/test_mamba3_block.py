@@ -272,7 +272,7 @@ def test_opcheck(case):
         ("zxBCdt", lambda t: t[..., :104], ValueError, "must have 2 H P .* 108 without the S angles .* got 104"),
         ("zxBCdt", lambda t: t[0], ValueError, "zxBCdt must have 3 dimensions"),
         ("zxBCdt", lambda t: t.double(), TypeError, "zxBCdt must be float32, float16 or bfloat16, got float64"),
-        ("zxBCdt", lambda t: t.repeat(1, 1, 2), ValueError, "turns two of the 16 entries of B and C, got 116 angles"),
+        ("zxBCdt", lambda t: t.repeat(1, 1, 2), ValueError, "rotates two of the 16 entries of B and C, got 116 angles"),
         ("dt_bias", lambda t: t[1:], ValueError, r"dt_bias must have shape \(H,\)"),
         ("dt_bias", lambda t: None, TypeError, "dt_bias must be a torch.Tensor, got NoneType"),
         ("B_weight", lambda t: t[1:], ValueError, r"B_weight must have shape \(N,\)"),

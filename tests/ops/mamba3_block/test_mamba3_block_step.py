@@ -201,7 +201,7 @@ def test_opcheck(case, device):
         ("zxBCdt", lambda t: t[:, 1:], ValueError, "zxBCdt must have 2 H P .* = 112 columns .* got 111"),
         ("zxBCdt", lambda t: t.double(), TypeError, "zxBCdt must be float32, float16 or bfloat16, got float64"),
         ("angle", lambda t: t.half(), TypeError, "angle_state must be float32, got float16"),
-        ("angle", lambda t: torch.zeros(2, 4, 9), ValueError, "turns two of the 16 entries of B and C, got 9 angles"),
+        ("angle", lambda t: torch.zeros(2, 4, 9), ValueError, "rotates two of the 16 entries of B and C, got 9 angles"),
         ("ssm", lambda t: t[:1], ValueError, r"ssm_state must have shape \(B, H, P, N\)"),
         ("k", lambda t: t[:, :0], ValueError, r"k_state must have shape \(B, R, H, N\)"),
         ("v", lambda t: t[:, :1].expand(t.shape), ValueError, "v_state is written in place"),
