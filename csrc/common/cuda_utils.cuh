@@ -49,6 +49,8 @@ template <>
 inline constexpr int32_t kDtype<__half> = MAMBA_FLOAT16;
 template <>
 inline constexpr int32_t kDtype<__nv_bfloat16> = MAMBA_BFLOAT16;
+template <typename T>
+constexpr bool kIs16Bit = sizeof(T) == 2;
 
 // An element of a tensor whose dtype is known only at run time (weights, biases, single-step inputs).
 __device__ __forceinline__ float load_as_float(const void* data, int64_t index, int32_t dtype) {

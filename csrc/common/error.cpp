@@ -52,6 +52,7 @@ int64_t mamba_struct_size(const char* name) {
         {"MambaNormBackward", sizeof(MambaNormBackward)},
         {"MambaSwiglu", sizeof(MambaSwiglu)},
         {"MambaLibraryInfo", sizeof(MambaLibraryInfo)},
+        {"MambaKernel", sizeof(MambaKernel)},
     };
     for (const Entry& entry : entries) {
         if (name != nullptr && strcmp(entry.name, name) == 0) {

@@ -42,11 +42,33 @@ typedef struct MambaLibraryInfo {
     char isa[32]; /* mamba_cpu: the instruction set chosen at run time, "avx512", "avx2" or "generic"; mamba_cuda: "cuda" */
 } MambaLibraryInfo;
 
+/* A CUDA kernel, or several that run as one, as its op's table describes it (csrc/OP/kernels.h). */
+typedef struct MambaKernel {
+    const char* op;       /* the function that runs it, without mamba_ */
+    const char* name;     /* unique among those of its op */
+    const char* needs;    /* what a call must have, in words; "" for any call */
+    const char* shape;    /* what a block works on, in words */
+    int32_t dtypes;       /* bit 1 << MAMBA_FLOAT32, ...: there is an instance for each */
+    int32_t threads;      /* of a block, at most */
+    int32_t shared_bytes; /* dynamic shared memory of a block, at most */
+    int32_t architecture; /* the oldest compute capability that runs it: 75, 80; 90 is 9.0a, and no other */
+    int32_t enabled;
+} MambaKernel;
+
 MAMBA_API int32_t mamba_library_info(MambaLibraryInfo* info);
 /* sizeof of a params struct by its name, 0 for a name that is not known: the loader compares it with its mirror. */
 MAMBA_API int64_t mamba_struct_size(const char* name);
 /* The calling thread's last error, in words; "" before any. Valid until the thread's next failing call. */
 MAMBA_API const char* mamba_last_error(void);
+
+/* The kernels of all ops in order of preference: a call runs the first of its op that takes it. mamba_cpu has 0. */
+MAMBA_API int32_t mamba_kernel_count(void);
+MAMBA_API int32_t mamba_kernel(int32_t index, MambaKernel* kernel);
+/* How often this process has launched a kernel for this dtype; a launch that a CUDA graph captures counts, its replays do
+ * not. -1 for an index or a dtype that does not exist. */
+MAMBA_API int64_t mamba_kernel_launches(int32_t index, int32_t dtype);
+/* enabled 0: calls pass over this kernel, in the whole process, until it is enabled again. One that needs nothing stays. */
+MAMBA_API int32_t mamba_kernel_enable(int32_t index, int32_t enabled);
 
 MAMBA_API int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params);
 MAMBA_API int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params);

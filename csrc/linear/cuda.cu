@@ -1,7 +1,12 @@
 // The linear layer's C ABI in mamba_cuda.
 #include "common/cuda_device.h"
 #include "linear/check.h"
+#include "linear/kernels.h"
 #include "linear/launch.h"
+
+namespace mamba {
+KernelTable linear_table("linear", kLinearKernels);
+}  // namespace mamba
 
 using namespace mamba;
 
@@ -12,7 +17,11 @@ int32_t mamba_linear(const MambaLinear* params) {
         return status;
     }
     const DeviceGuard guard(params->run.device);
-    const cudaError_t error =
-        guard.error != cudaSuccess ? guard.error : launchers_of<LinearLaunchers>(params->dtype).linear(*params);
+    const DeviceLimits device(params->run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    if (error == cudaSuccess) {
+        const int kernel = choose_kernel(linear_table, kLinearKernels, device.major, params->dtype, *params);
+        error = launchers_of<LinearLaunchers>(params->dtype).linear(*params, kernel);
+    }
     return cuda_status(error, function, params->rows, params->out_features, params->in_features, 0);
 }

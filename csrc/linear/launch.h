@@ -8,7 +8,7 @@
 namespace mamba {
 
 struct LinearLaunchers {
-    cudaError_t (*linear)(const MambaLinear& params);
+    cudaError_t (*linear)(const MambaLinear& params, int kernel);  // of kLinearKernels
 
     template <typename T>
     static LinearLaunchers of();

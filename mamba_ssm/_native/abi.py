@@ -372,6 +372,10 @@ class MambaLibraryInfo(Structure):
     )
 
 
+class MambaKernel(Structure):
+    _fields_ = _fields("ptr: op, name, needs, shape; i32: dtypes, threads, shared_bytes, architecture, enabled")
+
+
 STRUCTS = (
     MambaRun,
     MambaSelectiveScan,
@@ -396,6 +400,7 @@ STRUCTS = (
     MambaNormBackward,
     MambaSwiglu,
     MambaLibraryInfo,
+    MambaKernel,
 )
 
 # {name without mamba_: (the type that it returns, the types that it takes)}
@@ -403,6 +408,10 @@ FUNCTIONS = {
     "library_info": (c_int32, [POINTER(MambaLibraryInfo)]),
     "struct_size": (c_int64, [c_char_p]),
     "last_error": (c_char_p, []),
+    "kernel_count": (c_int32, []),
+    "kernel": (c_int32, [c_int32, POINTER(MambaKernel)]),
+    "kernel_launches": (c_int64, [c_int32, c_int32]),
+    "kernel_enable": (c_int32, [c_int32, c_int32]),
     "selective_scan_forward": (c_int32, [POINTER(MambaSelectiveScan)]),
     "selective_scan_backward": (c_int32, [POINTER(MambaSelectiveScanBackward)]),
     "selective_scan_plan": (c_int32, [POINTER(MambaSelectiveScan), c_int32, POINTER(MambaSelectiveScanPlan)]),

@@ -3,6 +3,8 @@
 
 #include "common/alignment.h"
 #include "common/cuda_vector.cuh"
+#include "common/kernel_launch.cuh"
+#include "linear/kernels.h"
 #include "linear/launch.h"
 
 namespace mamba {
@@ -11,7 +13,6 @@ constexpr int kLinearThreads = 256;
 constexpr int kLinearWarps = kLinearThreads / 32;
 constexpr int kLinearVector = 8;                 // features in a lane
 constexpr int kLinearStep = 32 * kLinearVector;  // in a warp
-constexpr int kLinearMostRows = 8;
 constexpr int kCacheLine = 128;
 
 // A warp takes kOutputs rows of the weight and kRows rows of x.
@@ -132,11 +133,11 @@ cudaError_t launch_linear_as(const MambaLinear& p) {
 }
 
 template <typename T>
-cudaError_t launch_linear(const MambaLinear& p) {
-    if (p.rows == 1) {
-        return launch_linear_as<T, 1, 1>(p);
-    }
-    return p.rows <= 4 ? launch_linear_as<T, 4, 2>(p) : launch_linear_as<T, kLinearMostRows, 2>(p);
+cudaError_t launch_linear(const MambaLinear& p, int kernel) {
+    return launch_row<T, kLinearKernels>(linear_table, kernel, [&](auto row) {
+        constexpr LinearKernel k = kLinearKernels[decltype(row)::kRow];
+        return launch_linear_as<T, k.rows, k.outputs>(p);
+    });
 }
 
 template <typename T>
