@@ -4,8 +4,6 @@ With MAMBA_EMULATED_CUDA, the path of a libmamba_cuda.so that csrc/tests/emulato
 CPU: a test's "cuda" case then gets CPU tensors, whose calls go to that library.
 """
 
-import ctypes
-import functools
 import os
 import shutil
 
@@ -20,13 +18,6 @@ import torch
 
 EMULATED_CUDA = os.environ.get("MAMBA_EMULATED_CUDA")
 _PROCESSES = pytest.StashKey[str]()  # what the header says of them
-
-
-@functools.cache
-def _emulated_functions():
-    from mamba_ssm._native import signatures
-
-    return signatures.bind(ctypes.CDLL(EMULATED_CUDA))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -58,10 +49,13 @@ def cuda_kernels(request, monkeypatch):
     """For tests of the CUDA kernels: a GPU, or the CPU where the kernels are emulated; mark them gpu as well."""
     if EMULATED_CUDA is None:
         return request.getfixturevalue("cuda")
+    from _helpers import cuda_library
+
     from mamba_ssm._native import loader
     from mamba_ssm.ops._shared import plans
 
-    monkeypatch.setitem(loader.libraries, "cpu", _emulated_functions())
+    monkeypatch.setitem(loader.libraries, "cpu", cuda_library.emulated_functions())
+    monkeypatch.setitem(loader.libraries, "cuda", cuda_library.emulated_functions())  # for utils.kernels
     plans.forget()
     request.addfinalizer(plans.forget)
     return "cpu"

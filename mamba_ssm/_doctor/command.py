@@ -6,7 +6,7 @@ import json
 import os
 import sys
 
-from mamba_ssm._doctor import files
+from mamba_ssm._doctor import REINSTALL, files
 from mamba_ssm._doctor.report import examine, render
 from mamba_ssm.version import __version__
 
@@ -22,11 +22,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-h", "--help", action="store_true", help="show this help and exit")
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, with the whole of long messages")
+    parser.add_argument("--kernels", action="store_true", help="list the CUDA kernels of this build and when each runs")
     options = parser.parse_args(arguments)
     if options.help:
         return _write(parser.format_help().rstrip(), 0)
     if options.version:
         return _write(f"mamba_ssm {__version__} from {files.PACKAGE}", 0)
+    if options.kernels:
+        try:
+            from mamba_ssm._doctor import kernels
+        except Exception as error:  # a file that is missing, damaged or of another version
+            return _write(f"mamba_ssm cannot be imported: {type(error).__name__}: {error}. {REINSTALL}", 1)
+        text, there = kernels.render()
+        return _write(text, 0 if there else 1)
     report = examine()
     return _write(json.dumps(report, indent=2) if options.json else render(report), 0 if report["healthy"] else 1)
 

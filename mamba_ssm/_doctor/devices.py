@@ -19,8 +19,8 @@ _OLDEST = (2, 2)
 
 def examine(report: Report, problems: list[str], notes: list[str]) -> None:
     """Fills report["gpus"] and ["self_test"], and torch's versions. Every device that can be used is tested."""
-    torch = _import_torch(report, problems)
-    if torch is None or not _import_package(problems):
+    torch = import_all(report, problems)
+    if torch is None:
         return
     if report["libraries"]["cpu"]["loaded"]:
         _test("cpu", report, problems)
@@ -38,6 +38,12 @@ def examine(report: Report, problems: list[str], notes: list[str]) -> None:
             )
         elif torch.version.cuda:
             notes.append("CPU-only mamba_ssm with a CUDA build of torch; no GPU is visible, so nothing is missing")
+
+
+def import_all(report: Report, problems: list[str]) -> "ModuleType | None":
+    """torch, when it and mamba_ssm were imported; None if one of them cannot be, which problems then tell."""
+    torch = _import_torch(report, problems)
+    return torch if torch is not None and _import_package(problems) else None
 
 
 def _import_torch(report: Report, problems: list[str]) -> "ModuleType | None":
