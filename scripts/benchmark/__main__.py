@@ -1,7 +1,7 @@
 """Measures the package on this machine, and beside it another package with the same import paths.
 
 python scripts/benchmark [--device cuda|cpu] [--peer DIR[:DIR]] [--only scan,block]
-    [--json FILE] [--markdown FILE] [--plot FILE.svg]
+    [--json FILE] [--markdown FILE] [--plot FILE.svg] [--without OP/KERNEL,...]
 
 The peer is what is found first on that import path: upstream's mamba_ssm and causal_conv1d, or another version of this
 package. Both sides run in turns, each in its own process, on the same inputs, in two modes: GPU keeps the GPU's queue
@@ -54,6 +54,13 @@ def parse(arguments):
     names = ", ".join(dict.fromkeys(sum(SECTIONS.values(), ())))
     parser.add_argument("--only", metavar="SECTION,...", help=f"these sections: {names}")
     parser.add_argument("--quick", action="store_true", help="the first case of each section, few repetitions")
+    parser.add_argument(
+        "--without",
+        metavar="OP/KERNEL,...",
+        default="",
+        help="kernels that our calls pass over; with this package as --peer too, what they are worth "
+        "(`python -m mamba_ssm --kernels` lists them)",
+    )
     parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="of one step of a case (120)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     parser.add_argument("--markdown", metavar="FILE", help="also write the tables there")
@@ -114,6 +121,8 @@ def _measure(name, options, sides, machine):
     section = cases.CASES[options.device][name]
     records = comparison.section(sides, section, options.device, machine.get("ceilings", {}), options.quick)
     failed = [(record["case"], side, why) for record in records for side, why in record["failed"].items()]
+    progress.clear()
+    print(*comparison.kernels(records), sep="\n")
     return {"records": records}, comparison.tables(name, records, options.device, bool(options.peer)), failed
 
 
@@ -147,7 +156,7 @@ def main(arguments=None):
     machine = {"device": options.device}
     results, explained, wrong = {"machine": machine, "sections": {}}, {}, False
     written = []  # in Markdown
-    with Sides(options.device, options.peer, options.limit) as sides:
+    with Sides(options.device, options.peer, options.limit, options.without) as sides:
         try:
             _start(sides, machine)
         except Failed as error:

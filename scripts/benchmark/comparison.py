@@ -10,11 +10,13 @@ QUICK = 1, 3
 
 
 def measure(sides, case, device, quick=False):
-    """{"case", "passes": {pass: {mode: {side: measured}}}, "failed": {side: why}}; measured: seconds, or megabytes.
+    """{"case", "passes": {pass: {mode: {side: measured}}}, "kernels": {pass: ids}, "failed": {side: why}}.
+
+    measured: seconds, or megabytes. kernels: of ours, on CUDA.
 
     A side that fails is not asked again for this case; without ours the case is over.
     """
-    found = {"case": case.name, "beside": case.beside, "passes": {}, "failed": {}}
+    found = {"case": case.name, "beside": case.beside, "passes": {}, "kernels": {}, "failed": {}}
     measured = {name: own for name, (_, own) in sides.of(case).items()}
     asked = {name: side for name, (side, _) in sides.of(case).items()}
 
@@ -45,6 +47,12 @@ def measure(sides, case, device, quick=False):
         return {"kind": [kind.__module__, kind.__name__], "fields": dataclasses.asdict(measured[name])}
 
     answers("comparing with float64", "prepare", [list(measured)], described)
+    if device == "cuda":
+        for which in dict.fromkeys(which for which, mode in case.measurements(device) if mode != "memory"):
+            for reply in answers(
+                f"{which}, its kernels", "kernels", [["ours"]], lambda name, which=which: {"which": which}
+            ).values():
+                found["kernels"][which] = reply["kernels"]
     rounds, repeats = QUICK if quick else (ROUNDS, REPEATS)
     for which, mode in case.measurements(device):
         turns = []
@@ -162,6 +170,16 @@ def _memory_rows(record, which, measured, device, sides):
 
 def _scaled(measured, side, what, scale):
     return measured[side][what] * scale if side in measured else None
+
+
+def kernels(records):
+    """Lines that tell which of this package's CUDA kernels each line of a section's tables runs."""
+    return [
+        f"{record['case']} {which}: {', '.join(ids)}"
+        for record in records
+        for which, ids in record["kernels"].items()
+        if ids
+    ]
 
 
 def section(sides, cases, device, ceilings, quick=False):

@@ -22,11 +22,14 @@ class Failed(Exception):
 
 
 class Process:
-    """One side. folders: where the peer's packages lie, none for ours. limit: the seconds of one command."""
+    """One side. folders: where the peer's packages lie, none for ours. limit: the seconds of one command.
 
-    def __init__(self, name, device, folders=(), limit=120.0):
+    without: kernels that its calls pass over.
+    """
+
+    def __init__(self, name, device, folders=(), limit=120.0, without=""):
         self.name, self.limit = name, limit
-        self.words = [sys.executable, SCRIPT, device, *folders]
+        self.words = [sys.executable, SCRIPT, device, without, *folders]
         self.environment = dict(os.environ)
         if folders:
             path = [*folders, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -109,8 +112,8 @@ class Process:
 class Sides:
     """ours, and the peer where there is one; on leaving the with block all processes are ended."""
 
-    def __init__(self, device, peer=(), limit=120.0):
-        self.ours = Process("ours", device, (), limit)
+    def __init__(self, device, peer=(), limit=120.0, without=""):
+        self.ours = Process("ours", device, (), limit, without)
         self.all = [self.ours, *([Process("peer", device, peer, limit)] if peer else [])]
         self.second = Process("", device, (), limit)  # ours too, for cases that are compared with others of ours
 

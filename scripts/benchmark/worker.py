@@ -1,6 +1,7 @@
 """One side in a process of its own: JSON commands come in on stdin, each is answered by one JSON line.
 
-Started by sides.py as: python worker.py DEVICE [FOLDER ...], with the peer's folders first on the import path.
+Started by sides.py as: python worker.py DEVICE KERNELS [FOLDER ...], with the peer's folders first on the import path.
+KERNELS are those that calls are to pass over, "" for none.
 """
 
 import gc
@@ -44,6 +45,16 @@ class Worker:
         self.calls = importlib.import_module(f"problems.{case.problem}").prepare(case, self.device, self.side)
         return {}
 
+    def kernels(self, which):
+        """The CUDA kernels of this package that one call of a pass launches, none where the side has no table."""
+        try:
+            from mamba_ssm.utils.kernels import launched
+        except ImportError:  # another package, or an older one
+            return {"kernels": []}
+        with launched() as found:
+            self.calls[which]()
+        return {"kernels": sorted({launch.kernel.id for launch in found})}
+
     def measure(self, which, mode, repeats):
         """The seconds of some calls of a pass; what the first time prepares is kept for the next ones."""
         if mode == "memory":
@@ -54,12 +65,16 @@ class Worker:
         return {"seconds": seconds, "dry": dry}
 
 
-def main(device, *folders):
+def main(device, without, *folders):
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a package prints is no answer
     if device == "cpu":
         torch.set_num_threads(min(cases.CPU_THREADS, torch.get_num_threads()))
     worker = Worker(device, folders)
+    if without:
+        from mamba_ssm.utils import kernels
+
+        kernels.without(*without.split(",")).__enter__()  # until the process ends
     for line in sys.stdin:
         command = json.loads(line)
         try:
