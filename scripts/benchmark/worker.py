@@ -52,7 +52,7 @@ class Worker:
         except ImportError:  # another package, or an older one
             return {"kernels": []}
         with launched() as found:
-            self.calls[which]()
+            self.calls[which][0]()
         return {"kernels": sorted({launch.kernel.id for launch in found})}
 
     def measure(self, which, mode, repeats):
