@@ -58,24 +58,40 @@ def kernels() -> list[Kernel]:
     return [kernel for _, kernel in _rows()]
 
 
-@contextlib.contextmanager
-def launched() -> Iterator[list[Launch]]:
-    """Within it, kernels are counted: ``with launched() as found: model(x)``. The list is filled when the block ends.
+def launches() -> list[Launch]:
+    """What this process has launched so far, in all threads: kernels that were launched at least once.
 
-    It counts what the whole process launches, in all threads. A CUDA graph counts when it is captured, not when it is
-    replayed; with torch.compile, a call counts as without.
+    A CUDA graph counts when it is captured, not when it is replayed; with torch.compile, a call counts as without.
 
     Raises:
         NativeError: as :func:`kernels`.
     """
-    rows = _rows()
+    count = _library()["kernel_launches"]
+    found = []
+    for index, kernel in _rows():
+        for dtype, code in zip(DTYPES, _CODES, strict=True):
+            times = count(index, code)
+            if times:
+                found.append(Launch(kernel, dtype, times))
+    return found
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[list[Launch]]:
+    """Within it, launches are counted: ``with launched() as found: model(x)``. The list is filled when the block ends.
+
+    It counts what the whole process launches, as :func:`launches` does.
+
+    Raises:
+        NativeError: as :func:`kernels`.
+    """
     found: list[Launch] = []
-    before = [_launches(index) for index, _ in rows]
+    before = {(one.kernel, one.dtype): one.launches for one in launches()}
     yield found
-    for (index, kernel), old in zip(rows, before, strict=True):
-        for dtype, then, now in zip(DTYPES, old, _launches(index), strict=True):
-            if now > then:
-                found.append(Launch(kernel, dtype, now - then))
+    for one in launches():
+        times = one.launches - before.get((one.kernel, one.dtype), 0)
+        if times:
+            found.append(one._replace(launches=times))
 
 
 @contextlib.contextmanager
@@ -132,8 +148,3 @@ def _row(index: int) -> abi.MambaKernel:
     row = abi.MambaKernel()
     launch.run(_library(), "kernel", index, row)
     return row
-
-
-def _launches(index: int) -> list[int]:
-    launches = _library()["kernel_launches"]
-    return [launches(index, code) for code in _CODES]

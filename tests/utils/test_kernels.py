@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from _helpers import cuda_library
+from _helpers import cuda_library, reached
 
 from mamba_ssm._native import abi, loader
 from mamba_ssm._native.errors import NativeError
@@ -78,6 +78,13 @@ def test_launched_counts_what_happens_within(stand_in):
         ("b_op/narrow", "bfloat16", 1),
         ("b_op/any", "float32", 2),
     ]
+
+
+def test_rows_that_no_test_ran_are_named(stand_in):
+    lines = ["b_op/narrow float16\n", "b_op/narrow bfloat16\n", "b_op/any float32\n"]
+    rows = kernels.kernels()
+    assert list(reached.missed(rows, lines, True)) == ["a_op/any"]
+    assert list(reached.missed(rows, lines, False)) == ["a_op/any for float32", "b_op/any for float16, bfloat16"]
 
 
 def test_without_turns_kernels_off_and_on_again(stand_in):
