@@ -9,6 +9,8 @@ from mamba_ssm._doctor import devices, files
 if typing.TYPE_CHECKING:
     from types import ModuleType
 
+    from mamba_ssm.utils.kernels import Kernel
+
 HEADINGS = ("kernel", "a call needs", "a block works on", "dtypes", "threads", "shared bytes", "GPU")
 
 
@@ -24,21 +26,26 @@ def render() -> tuple[str, bool]:
         rows = kernels.kernels()
     except Exception as error:  # no CUDA library, or one that does not load
         return str(error), False
-    parts = [f"CUDA kernels of {files.PACKAGE}, by operator: a call runs the first one that takes it."]
     gpu = _gpu(torch)
-    headings = HEADINGS if gpu is None else (*HEADINGS, "runs here")
+    parts = [f"CUDA kernels of {files.PACKAGE}, by operator: a call runs the first one that takes it."]
     if gpu is not None:
         parts.append(f"This GPU: {gpu[0]}, compute capability {gpu[1]}.{gpu[2]}.")
+    return "\n\n".join([*parts, tables(rows, gpu[1] if gpu else None)]), True
+
+
+def tables(rows: "list[Kernel]", major: int | None) -> str:
+    """A heading and a table for each operator. major: compute capability of a GPU, for a column "runs here"."""
+    parts = []
     for op, group in itertools.groupby(rows, key=operator.attrgetter("op")):
-        cells: list[tuple[str, ...]] = [headings]
+        cells: list[tuple[str, ...]] = [HEADINGS if major is None else (*HEADINGS, "runs here")]
         for row in group:
             needs = row.needs or "nothing more"
             cells.append((row.name, needs, row.shape, _short(row.dtypes), str(row.threads), str(row.shared_bytes)))
             cells[-1] += (_gpus(row.architecture),)
-            if gpu is not None:
-                cells[-1] += ("yes" if _runs_on(row.architecture, gpu[1]) else "no",)
+            if major is not None:
+                cells[-1] += ("yes" if _runs_on(row.architecture, major) else "no",)
         parts.append(f"## {op}\n\n{_table(cells)}")
-    return "\n\n".join(parts), True
+    return "\n\n".join(parts)
 
 
 def _gpu(torch: "ModuleType") -> "tuple[str, int, int] | None":

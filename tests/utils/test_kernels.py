@@ -4,6 +4,7 @@ import ctypes
 import subprocess
 import sys
 
+import kernels_page
 import pytest
 import torch
 from _helpers import cuda_library, reached
@@ -154,6 +155,10 @@ def test_rows_of_the_library_are_whole(library):
                 assert seen.get(dtype, 1000) > row.architecture, f"{row.id} is never reached for {dtype}"
             if not row.needs:
                 seen.update(dict.fromkeys(row.dtypes, row.architecture))
+
+
+def test_the_page_of_docs_shows_these_tables(library):
+    assert kernels_page.PAGE.read_text(encoding="utf-8") == kernels_page.text(), "python scripts/kernels_page.py"
 
 
 def test_the_library_refuses_what_it_does_not_have(library):
