@@ -12,9 +12,9 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "kernel-tables.md"
 HEAD = """\
 # Tables of CUDA kernels
 
-Written by `scripts/kernels_page.py` from a build; do not edit. A call runs the first kernel of its operator that takes it.
-[Kernels](kernels.md#which-kernel-a-call-runs) says how to find out which one. `python -m mamba_ssm --kernels` prints the tables
-of your build.
+Written by `scripts/kernels_page.py` from a build; do not edit. A call runs the first kernel of its operator that takes
+it. [Kernels](kernels.md#which-kernel-a-call-runs) says how to find out which one that is. `python -m mamba_ssm --kernels`
+prints the tables of your build.
 
 """
 
