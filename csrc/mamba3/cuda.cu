@@ -1,7 +1,7 @@
 // The C ABI of Mamba-3's scan in mamba_cuda.
 #include "common/cuda_sums.cuh"
 #include "mamba3/check.h"
-#include "mamba3/cuda/backward_finish.cuh"
+#include "mamba3/cuda/backward/finish.cuh"
 #include "mamba3/cuda/prepare.cuh"
 #include "mamba3/launch.h"
 

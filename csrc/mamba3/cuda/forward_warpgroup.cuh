@@ -5,7 +5,7 @@
 
 #include "mamba3/cuda/finish_warpgroup.cuh"
 #include "mamba3/cuda/forward_tile.cuh"
-#include "mamba3/cuda/gate_back_ranks_warpgroup.cuh"
+#include "mamba3/cuda/backward/gate_ranks_rows_warpgroup.cuh"
 #include "mamba3/cuda/make_tiles_warpgroup.cuh"
 #include "mamba3/cuda/state_warpgroup.cuh"
 #include "ssd/cuda/chunk_tile.cuh"

@@ -1,7 +1,7 @@
 // The kernels of Mamba-3's scan as cuda.cu sees them.
 #pragma once
 
-#include "mamba3/cuda/launch_backward.cuh"
+#include "mamba3/cuda/backward/launch.cuh"
 #include "mamba3/cuda/launch_forward.cuh"
 #include "mamba3/cuda/step.cuh"
 #include "mamba3/launch.h"

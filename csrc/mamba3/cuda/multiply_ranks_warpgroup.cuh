@@ -3,7 +3,7 @@
 #pragma once
 
 #include "mamba3/cuda/forward_tile.cuh"
-#include "mamba3/cuda/gate_back_steps_warpgroup.cuh"
+#include "mamba3/cuda/backward/gate_ranks_warpgroup.cuh"
 #include "mamba3/cuda/state_warpgroup.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 

@@ -1,7 +1,7 @@
 // Tiles of a head's q and k for Mamba-3's backward scan: the group's rows with the head's bias, turned.
 #pragma once
 
-#include "mamba3/cuda/backward_chunk.cuh"
+#include "mamba3/cuda/backward/chunk.cuh"
 
 namespace mamba {
 

@@ -2,7 +2,7 @@
 // memory.
 #pragma once
 
-#include "mamba3/cuda/backward_turns.cuh"
+#include "mamba3/cuda/backward/rotate.cuh"
 #include "ssd/cuda/backward_tile.cuh"
 
 namespace mamba {

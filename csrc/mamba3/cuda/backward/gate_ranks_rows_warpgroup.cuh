@@ -1,7 +1,7 @@
 // gate_back_warpgroup.cuh for four ranks with projections: also the gradients of mimo_z and mimo_out.
 #pragma once
 
-#include "mamba3/cuda/gate_back_warpgroup.cuh"
+#include "mamba3/cuda/backward/gate_warpgroup.cuh"
 
 namespace mamba {
 

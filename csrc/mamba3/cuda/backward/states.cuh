@@ -2,7 +2,7 @@
 // state after each (the same sums with q for k and dy for x).
 #pragma once
 
-#include "mamba3/cuda/backward_turns.cuh"
+#include "mamba3/cuda/backward/rotate.cuh"
 
 namespace mamba {
 

@@ -2,7 +2,7 @@
 // fixed order.
 #pragma once
 
-#include "mamba3/cuda/backward_chunk.cuh"
+#include "mamba3/cuda/backward/chunk.cuh"
 
 namespace mamba {
 

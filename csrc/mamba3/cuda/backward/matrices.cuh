@@ -1,7 +1,7 @@
 // dq and dk from the parts that blocks have left, in the order of memory.
 #pragma once
 
-#include "mamba3/cuda/backward_chunk.cuh"
+#include "mamba3/cuda/backward/chunk.cuh"
 
 namespace mamba {
 

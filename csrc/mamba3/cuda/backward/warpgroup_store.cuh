@@ -1,7 +1,7 @@
 // What leaves a block of backward_warpgroup.cuh for memory with each item: sums over the chunk for biases and mimo_v, and dv.
 #pragma once
 
-#include "mamba3/cuda/backward_warpgroup_walk.cuh"
+#include "mamba3/cuda/backward/warpgroup_block.cuh"
 
 namespace mamba {
 

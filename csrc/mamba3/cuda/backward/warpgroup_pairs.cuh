@@ -1,7 +1,7 @@
 // The pairs of rows of a chunk in backward_warpgroup.cuh: what of q . k and x . dy goes on, by rows and by columns.
 #pragma once
 
-#include "mamba3/cuda/backward_warpgroup_turns.cuh"
+#include "mamba3/cuda/backward/warpgroup_rotate.cuh"
 
 namespace mamba {
 

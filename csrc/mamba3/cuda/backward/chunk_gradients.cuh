@@ -10,7 +10,7 @@
 // rows of all later steps; finish.cuh adds what later chunks have.
 #pragma once
 
-#include "mamba3/cuda/backward_tile.cuh"
+#include "mamba3/cuda/backward/pairs.cuh"
 
 namespace mamba {
 

@@ -1,7 +1,7 @@
 // What the threads of backward_warpgroup.cuh do between products: turns there and back, and what angles get.
 #pragma once
 
-#include "mamba3/cuda/backward_warpgroup_walk.cuh"
+#include "mamba3/cuda/backward/warpgroup_block.cuh"
 
 namespace mamba {
 

@@ -1,7 +1,7 @@
 // Backward through the gate where a lane has all ranks of its steps and columns, as in multiply_ranks_warpgroup.cuh.
 #pragma once
 
-#include "mamba3/cuda/gate_back_warpgroup.cuh"
+#include "mamba3/cuda/backward/gate_warpgroup.cuh"
 #include "mamba3/cuda/ranks_block_warpgroup.cuh"
 
 namespace mamba {

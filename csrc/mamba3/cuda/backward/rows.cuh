@@ -2,7 +2,7 @@
 // and output projection backwards, with the gradients of z and of these parameters.
 #pragma once
 
-#include "mamba3/cuda/backward_tile.cuh"
+#include "mamba3/cuda/backward/pairs.cuh"
 #include "ssd/cuda/warpgroup.cuh"
 
 namespace mamba {

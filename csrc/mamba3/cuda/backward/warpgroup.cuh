@@ -4,9 +4,9 @@
 // the item after, a head or 64 rows of its headdim, are on their way meanwhile.
 #pragma once
 
-#include "mamba3/cuda/backward_warpgroup_pairs.cuh"
-#include "mamba3/cuda/backward_warpgroup_store.cuh"
-#include "mamba3/cuda/backward_warpgroup_turns.cuh"
+#include "mamba3/cuda/backward/warpgroup_pairs.cuh"
+#include "mamba3/cuda/backward/warpgroup_store.cuh"
+#include "mamba3/cuda/backward/warpgroup_rotate.cuh"
 
 namespace mamba {
 

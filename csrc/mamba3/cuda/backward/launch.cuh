@@ -1,12 +1,12 @@
 // Launches of Mamba-3's backward scan that depend on the dtype of v: some heads at a time, then dq and dk.
 #pragma once
 
-#include "mamba3/cuda/backward.cuh"
-#include "mamba3/cuda/backward_matrices.cuh"
-#include "mamba3/cuda/backward_rows.cuh"
-#include "mamba3/cuda/backward_states.cuh"
+#include "mamba3/cuda/backward/chunk_gradients.cuh"
+#include "mamba3/cuda/backward/matrices.cuh"
+#include "mamba3/cuda/backward/rows.cuh"
+#include "mamba3/cuda/backward/states.cuh"
 #ifdef MAMBA_WARPGROUPS
-#include "mamba3/cuda/backward_warpgroup.cuh"
+#include "mamba3/cuda/backward/warpgroup.cuh"
 #include "mamba3/cuda/forward_ranks_warpgroup.cuh"
 #include "mamba3/cuda/forward_warpgroup.cuh"
 #endif

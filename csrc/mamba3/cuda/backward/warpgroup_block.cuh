@@ -1,7 +1,7 @@
 // A block of backward_warpgroup.cuh: its shared memory, its chunk and items, and what comes from memory.
 #pragma once
 
-#include "mamba3/cuda/backward_tile.cuh"
+#include "mamba3/cuda/backward/pairs.cuh"
 #include "ssd/cuda/backward_warpgroup_tile.cuh"
 
 namespace mamba {
