@@ -1,7 +1,7 @@
 // The C ABI of Mamba-3's scan in mamba_cuda.
 #include "common/cuda_sums.cuh"
 #include "mamba3/check.h"
-#include "mamba3/cuda/backward/finish.cuh"
+#include "mamba3/cuda/backward/launch.cuh"
 #include "mamba3/cuda/prepare.cuh"
 #include "mamba3/launch.h"
 
@@ -36,7 +36,7 @@ cudaError_t add_up_parameters(const MambaMamba3Backward& q, const Mamba3Backward
     sums.add(part_sum(at(w.bias) + biases * bias, biases, q.dk_bias, MAMBA_FLOAT32, bias));
     const int64_t befores = p.ssm_state != nullptr ? p.sequences : 0;
     sums.add(part_sum(at(w.mimo_v), slots + befores, p.mimo_v != nullptr ? q.dmimo_v : nullptr, MAMBA_FLOAT32, projection));
-    const int64_t parts = mamba3_projection_parts(q, plan);
+    const int64_t parts = mamba3_projection_parts(p, plan);
     sums.add(part_sum(at(w.mimo_z), parts, p.mimo_z != nullptr ? q.dmimo_z : nullptr, MAMBA_FLOAT32, projection));
     sums.add(part_sum(at(w.mimo_out), parts, p.mimo_out != nullptr ? q.dmimo_out : nullptr, MAMBA_FLOAT32, projection));
     const cudaError_t error = launch_part_sums(sums, p.run.stream);
@@ -46,7 +46,7 @@ cudaError_t add_up_parameters(const MambaMamba3Backward& q, const Mamba3Backward
     PartSums others = {};
     others.add(part_sum(at(w.norm), plan.ranges * p.rank, p.norm_weight != nullptr ? q.dnorm_weight : nullptr, MAMBA_FLOAT32,
                         p.nheads * p.headdim));
-    others.add(part_sum(at(w.D), mamba3_D_parts(q, plan), p.D != nullptr ? q.dD : nullptr, MAMBA_FLOAT32, p.nheads));
+    others.add(part_sum(at(w.D), mamba3_D_parts(p, plan), p.D != nullptr ? q.dD : nullptr, MAMBA_FLOAT32, p.nheads));
     return launch_part_sums(others, p.run.stream);
 }
 
@@ -100,9 +100,11 @@ int32_t mamba_mamba3_backward(const MambaMamba3Backward* params) {
         return check.status();
     }
     const DeviceGuard guard(p.run.device);
-    const Mamba3BackwardPlan plan = plan_mamba3_backward(p);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : plan.error;
+    const DeviceLimits device(p.run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    Mamba3BackwardPlan plan = {};
     if (error == cudaSuccess) {
+        plan = plan_mamba3_backward(p, choose_mamba3_backward(*params, device), device);
         check.that(p.workspace != nullptr && pointer_is_aligned(p.workspace, 16), MAMBA_ERROR_INVALID,
                    "workspace must be %lld bytes at a multiple of 16, got %p", static_cast<long long>(plan.workspace.bytes),
                    p.workspace);
@@ -114,10 +116,7 @@ int32_t mamba_mamba3_backward(const MambaMamba3Backward* params) {
         error = launch_mamba3_prepare(prepared, plan.chunks.place(p.workspace));
     }
     if (error == cudaSuccess) {
-        error = launchers_of<Mamba3Launchers>(p.dtype).backward(*params, plan);
-    }
-    if (error == cudaSuccess) {
-        error = launch_mamba3_finish(*params, plan);
+        error = launch_mamba3_backward(*params, plan);
     }
     if (error == cudaSuccess) {
         error = add_up_parameters(*params, plan);
@@ -146,6 +145,6 @@ int64_t mamba_mamba3_backward_workspace(const MambaMamba3* params) {
         params->rank > kMamba3MostCudaRank) {
         return 0;  // the call itself will say what is wrong
     }
-    const Mamba3BackwardPlan plan = plan_mamba3_backward(*params);
-    return plan.error == cudaSuccess ? plan.workspace.bytes : 0;
+    const DeviceLimits device(params->run.device);
+    return device.error == cudaSuccess ? mamba3_backward_workspace_bytes(*params, device) : 0;
 }

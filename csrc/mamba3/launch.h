@@ -5,9 +5,11 @@
 
 namespace mamba {
 
+struct Mamba3BackwardLaunch;
+
 struct Mamba3Launchers {
     cudaError_t (*forward)(const MambaMamba3& p, const Mamba3Forward& plan);
-    cudaError_t (*backward)(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan);
+    cudaError_t (*backward)(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch);  // of some heads
     cudaError_t (*step)(const MambaMamba3Step& q, const DeviceLimits& limits);
 
     template <typename T>

@@ -41,6 +41,7 @@ __device__ __forceinline__ int64_t mamba3_slot(const MambaMamba3& p, const Mamba
 // Which chunk a slot holds, if any.
 struct Mamba3SlotChunk {
     Mamba3Sequence sequence;
+    int64_t sequence_index;
     int64_t first;  // step of the sequence
     int steps;      // 0: the slot is empty
 };
@@ -58,6 +59,7 @@ __device__ __forceinline__ Mamba3SlotChunk mamba3_chunk_of_slot(const MambaMamba
     }
     Mamba3SlotChunk found;
     found.sequence = mamba3_sequence(p, sequence);
+    found.sequence_index = sequence;
     found.first = (slot - mamba3_slot(p, chunks, sequence, found.sequence.begin)) * chunks.steps;
     const int64_t left = found.sequence.seqlen - found.first;
     found.steps = static_cast<int>(found.first < 0 || left < 0 ? 0 : left < chunks.steps ? left : chunks.steps);

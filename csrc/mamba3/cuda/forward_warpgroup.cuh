@@ -5,7 +5,7 @@
 
 #include "mamba3/cuda/finish_warpgroup.cuh"
 #include "mamba3/cuda/forward_tile.cuh"
-#include "mamba3/cuda/backward/gate_ranks_rows_warpgroup.cuh"
+#include "mamba3/cuda/backward/gate_warpgroup.cuh"
 #include "mamba3/cuda/make_tiles_warpgroup.cuh"
 #include "mamba3/cuda/state_warpgroup.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
@@ -158,15 +158,6 @@ struct Mamba3PairCounts {
     }
 };
 
-template <typename T, bool kPairwise>
-struct Mamba3GateBackOf {
-    using Type = Mamba3GateBack<T>;
-};
-template <typename T>
-struct Mamba3GateBackOf<T, false> {
-    using Type = Mamba3RanksGateBack<T>;
-};
-
 // All of a block's chunks.
 template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
 __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
@@ -224,7 +215,7 @@ __device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, cons
     [[maybe_unused]] const bool plain =
         (kOneRank || p.rank == 1) && p.norm_weight == nullptr && p.mimo_z == nullptr && p.mimo_out == nullptr;
     [[maybe_unused]] const bool four_ranks = p.rank == 4 && p.norm_weight == nullptr && p.z != nullptr && p.mimo_out != nullptr;
-    [[maybe_unused]] typename Mamba3GateBackOf<T, kPairwise>::Type gate_back(p, launch, block, warp, lane);
+    [[maybe_unused]] Mamba3GateBack<T> gate_back(p, launch, block, warp, lane);
 
     float carried = 1.0f;
     for (int i = 0; i < block.chunks; ++i) {

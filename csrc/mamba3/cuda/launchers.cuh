@@ -1,7 +1,7 @@
 // The kernels of Mamba-3's scan as cuda.cu sees them.
 #pragma once
 
-#include "mamba3/cuda/backward/launch.cuh"
+#include "mamba3/cuda/backward/launch_heads.cuh"
 #include "mamba3/cuda/launch_forward.cuh"
 #include "mamba3/cuda/step.cuh"
 #include "mamba3/launch.h"
@@ -12,7 +12,7 @@ template <typename T>
 Mamba3Launchers Mamba3Launchers::of() {
     Mamba3Launchers launchers = {};
     launchers.forward = launch_mamba3_forward<T>;
-    launchers.backward = launch_mamba3_backward<T>;
+    launchers.backward = launch_mamba3_backward_heads<T>;
     launchers.step = launch_mamba3_step<T>;
     return launchers;
 }

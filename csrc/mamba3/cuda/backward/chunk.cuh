@@ -7,7 +7,7 @@
 
 #include "mamba3/backward_plan.h"
 #include "mamba3/cuda/chunks.cuh"
-#include "ssd/cuda/chunk_tile.cuh"
+#include "ssd/cuda/backward_tile.cuh"
 
 namespace mamba {
 
@@ -22,28 +22,24 @@ struct Mamba3Chunk {
 };
 
 __device__ __forceinline__ Mamba3Chunk find_chunk(const MambaMamba3& p, const Mamba3Chunks& chunks, int64_t slot) {
-    Mamba3Chunk chunk;
-    chunk.sequence = 0;
-    if (p.cu_seqlens == nullptr) {
-        chunk.sequence = slot / ceil_div(p.seqlen, chunks.steps);
-    } else {  // the last one whose slots begin here or earlier
-        int64_t end = p.sequences;
-        while (end - chunk.sequence > 1) {
-            const int64_t middle = (chunk.sequence + end) / 2;
-            (mamba3_slot(p, chunks, middle, mamba3_sequence(p, middle).begin) <= slot ? chunk.sequence : end) = middle;
-        }
-    }
-    const Mamba3Sequence sequence = mamba3_sequence(p, chunk.sequence);
-    chunk.index = slot - mamba3_slot(p, chunks, chunk.sequence, sequence.begin);
-    const int64_t left = sequence.seqlen - chunk.index * chunks.steps;
-    chunk.row = sequence.row;
-    chunk.first = sequence.begin + chunk.index * chunks.steps;
-    chunk.steps = chunk.index < 0 || left <= 0 ? 0 : static_cast<int>(left < chunks.steps ? left : chunks.steps);
-    chunk.last = left <= chunks.steps;
-    return chunk;
+    const Mamba3SlotChunk found = mamba3_chunk_of_slot(p, chunks, slot);
+    return {found.sequence_index,         found.sequence.row, found.sequence.begin + found.first,
+            found.first / chunks.steps, found.steps,        found.first + chunks.steps >= found.sequence.seqlen};
 }
 
 // ---- the weights of a chunk's steps, by row --------------------------------------------------------------------------
+
+// kStates: dstate is at most that. kRows: of a chunk, steps times rank. kInner: of headdim that a block takes.
+template <int kStates_, int kRows_, int kInner_>
+struct Mamba3BackwardTiles {
+    static constexpr int kStates = kStates_;
+    static constexpr int kRows = kRows_;
+    static constexpr int kInner = kInner_;
+    static constexpr int kSteps = kRows_;  // for WarpTile, whose rows these are
+    static constexpr int kWarps = 8;
+    static constexpr int kThreads = 32 * kWarps;
+    static_assert(kRows >= kMamba3MostCudaRank, "a chunk has a step");
+};
 
 // In shared memory, see Mamba3StepArray.
 template <int kRows>
@@ -54,21 +50,6 @@ struct alignas(16) ChunkSteps {
     float carry;          // decay over the whole chunk, 0 with a restart
 };
 
-// Blocks of a multiprocessor that a kernel's registers should leave room for.
-template <class Tiles>
-constexpr int kMamba3BlocksTogether = Tiles::kStates > 128 ? 1 : 2;
-
-// Whether a GPU that this code is compiled for can meet a layout. Machine code for 9.0a runs on GPUs of 9.0 alone, which have
-// room for the layouts with more than 16 columns of headdim: the plan takes no other there. The emulator is every GPU.
-template <class Tiles>
-__device__ constexpr bool runs_here() {
-#if defined(__CUDACC__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    return Tiles::kInner > 16;
-#else
-    return true;
-#endif
-}
-
 // What the backward kernels have in common.
 struct Mamba3BackwardLaunch {
     Mamba3BackwardPlan plan;
@@ -76,8 +57,7 @@ struct Mamba3BackwardLaunch {
     int64_t first_head;   // of those in each group that this launch takes
     int64_t group_heads;  // how many of each group it takes
     char* memory;
-    int32_t q_pairs, k_pairs, v_vectors, dv_vectors, dy_vectors, state_vectors;
-    int32_t row_vectors;  // rows of v, z, dout, dz and dy, and the projections', lie at multiples of 16 bytes
+    int32_t v_vectors, dv_vectors, dy_vectors, state_vectors;  // whether rows lie at multiples of 16 bytes
 
     template <typename Value>
     MAMBA_HOST_DEVICE Value* at(int64_t offset) const {
@@ -171,6 +151,36 @@ __device__ __forceinline__ void load_dy(const MambaMamba3& p, const Mamba3Backwa
                                             static_cast<int>(p.headdim) - row0, launch.dy_vectors);
 }
 
+// Where the rotated rows of a chunk of a launch's head begin in w.q and w.k, and the cosines and sines of its steps, (steps, S).
+__device__ __forceinline__ int64_t rotated_rows(const MambaMamba3& p, const Mamba3BackwardLaunch& launch, int64_t slot,
+                                                int64_t launch_head) {
+    return (slot * launch.group_heads * p.ngroups + launch_head) * launch.chunks.steps * p.rank * p.dstate;
+}
+__device__ __forceinline__ int64_t cos_sin_index(const MambaMamba3& p, const Mamba3BackwardLaunch& launch, int64_t slot,
+                                                 int64_t launch_head) {
+    return (slot * launch.group_heads * p.ngroups + launch_head) * launch.chunks.steps * p.nangles;
+}
+
+// rows: w.q or w.k.
+template <typename T, int kRows, int kStates, int kThreads>
+__device__ __forceinline__ void load_rotated(const MambaMamba3& p, const Mamba3BackwardLaunch& launch, int64_t rows,
+                                             const Mamba3Chunk& chunk, int64_t slot, int64_t launch_head, T* tile) {
+    load_tile<T, kRows, kStates, kThreads>(tile, launch.at<const T>(rows) + rotated_rows(p, launch, slot, launch_head), p.dstate,
+                                           chunk.steps * static_cast<int>(p.rank), static_cast<int>(p.dstate),
+                                           launch.state_vectors);
+}
+
+// Where the speeds of the angles of a chunk's steps lie.
+struct Mamba3Speeds {
+    const float* first;
+    int64_t stride;  // to the next step's
+};
+__device__ __forceinline__ Mamba3Speeds speeds_of(const MambaMamba3& p, const Mamba3BackwardLaunch& launch,
+                                                  const Mamba3Chunk& chunk, int64_t head) {
+    return {launch.chunks.speeds + mamba3_speeds_index(p, chunk.row, chunk.first, head),
+            p.angles_of_heads != 0 ? p.nheads * p.nangles : p.nangles};
+}
+
 // The head of a launch's head.
 __device__ __forceinline__ int64_t head_of_launch(const MambaMamba3& p, const Mamba3BackwardLaunch& launch,
                                                   int64_t launch_head) {
@@ -198,16 +208,17 @@ inline Mamba3BackwardLaunch mamba3_backward_launch(const MambaMamba3Backward& q,
 }
 
 // Launches a kernel of Mamba-3's backward scan, if it has blocks.
-template <typename... Parameters>
+template <typename... Parameters, typename... Others>
 cudaError_t launch_mamba3(void (*kernel)(Parameters...), int64_t blocks, unsigned beside, int threads, int shared,
-                          const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch) {
+                          const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch, Others... others) {
     if (blocks == 0) {
         return cudaSuccess;
     }
     const cudaError_t error = allow_shared(kernel, shared);
-    return error != cudaSuccess ? error
-                                : launch_programmatic_dependent(kernel, Grid(blocks, beside), dim3(threads),
-                                                                static_cast<size_t>(shared), q.forward.run.stream, q, launch);
+    return error != cudaSuccess
+               ? error
+               : launch_programmatic_dependent(kernel, Grid(blocks, beside), dim3(threads), static_cast<size_t>(shared),
+                                               q.forward.run.stream, q, launch, others...);
 }
 
 }  // namespace mamba

@@ -1,12 +1,11 @@
 // A chunk's gradients: a block walks heads of one group, so that those of q and k are added up in registers. The state before
-// the chunk and the gradient of the state after it come from backward_states.cuh, the gradient of the rows from
-// backward_rows.cuh.
+// the chunk and the gradient of the state after it come from states.cuh, the gradient of the rows from rows.cuh.
 //
 // With W_ts the weight of pair_weight, G_ts = q_t . k_s, R_ts = dy_t . x_s, H the state before, dH' the gradient after:
 //     dq_t = entering_t H^T dy_t + sum_s W_ts R_ts k_s
 //     dk_s = adding_s dH'^T x_s + sum_t W_ts R_ts q_t
 //     dx_s = adding_s dH' k_s + sum_t W_ts G_ts dy_t + D dy_s
-// which, turned back, are those of the group's rows and of the biases. An angle's gradient at a step sums a db - b da over the
+// which, rotated back, are those of the group's rows and of the biases. An angle's gradient at a step sums a db - b da over the
 // rows of all later steps; finish.cuh adds what later chunks have.
 #pragma once
 
@@ -15,202 +14,230 @@
 namespace mamba {
 
 template <typename T, class Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads, 1)
-    mamba3_backward_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
-    if (!runs_here<Tiles>()) {
-        __trap();
-        return;
-    }
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    constexpr int kRows = Tiles::kRows;
-    constexpr int kStates = Tiles::kStates;
-    constexpr int kInner = Tiles::kInner;
-    constexpr int kThreads = Tiles::kThreads;
+struct Mamba3ChunkShared {
+    static constexpr int kPitch = Tiles::kStates + kTilePad;
+    static constexpr int kInnerPitch = Tiles::kInner + kTilePad;
+    static constexpr int kRowsPitch = Tiles::kRows + kTilePad;
+    static constexpr int kPairs = Tiles::kStates / 2;
+    T q[Tiles::kRows * kPitch];  // in the end, with k: dq as float
+    T k[Tiles::kRows * kPitch];
+    T state[Tiles::kInner * kPitch];  // with dstate: dk
+    T dstate[Tiles::kInner * kPitch];
+    T weights[Tiles::kRows * kRowsPitch];  // W G; with slopes: dx
+    T slopes[Tiles::kRows * kRowsPitch];   // W R
+    T x[Tiles::kRows * kInnerPitch];
+    T dy[Tiles::kRows * kInnerPitch];
+    float dturns[Tiles::kRows * kPairs];  // by row; then, in a step's first row, summed over later steps
+    ChunkSteps<Tiles::kRows> steps[2];
+    Mamba3ChunkSums<Tiles> sums;
+
+    static_assert(2 * sizeof(T) * kPitch >= 4 * kPitch, "dq fits");
+    static_assert(2 * sizeof(T) * Tiles::kInner >= 4 * Tiles::kRows, "dk fits");
+    static_assert(2 * sizeof(T) * kRowsPitch >= 4 * kInnerPitch, "dx fits");
+
+    __device__ __forceinline__ float* dq_tile() { return reinterpret_cast<float*>(q); }
+    __device__ __forceinline__ float* dk_tile() { return reinterpret_cast<float*>(state); }
+    __device__ __forceinline__ float* dx_tile() { return reinterpret_cast<float*>(weights); }
+};
+
+// A block's chunk and heads, and what a thread does with an item: a head, or kInner rows of its headdim.
+template <typename T, class Tiles>
+struct Mamba3ChunkGradients {
+    static constexpr int kRows = Tiles::kRows, kStates = Tiles::kStates, kInner = Tiles::kInner;
+    static constexpr int kThreads = Tiles::kThreads;
     using Shared = Mamba3ChunkShared<T, Tiles>;
-    constexpr int kPitch = Shared::kPitch;
-    constexpr int kInnerPitch = Shared::kInnerPitch;
-    constexpr int kRowsPitch = Shared::kRowsPitch;
-    constexpr int kPairs = Shared::kPairs;
+    static constexpr int kPitch = Shared::kPitch, kInnerPitch = Shared::kInnerPitch, kRowsPitch = Shared::kRowsPitch;
+    static constexpr int kPairs = Shared::kPairs;
     using Pairs = WarpTile<Tiles, kRows>;    // rows x rows
     using Wide = WarpTile<Tiles, kStates>;   // rows x states
     using Inputs = WarpTile<Tiles, kInner>;  // rows x headdim
-    constexpr float kPi = 3.14159265f;
-    MAMBA_DYNAMIC_SHARED(16, unsigned char, memory);
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
-    float* const dq_tile = reinterpret_cast<float*>(shared.q);
-    float* const dk_tile = reinterpret_cast<float*>(shared.state);
-    float* const dx_tile = reinterpret_cast<float*>(shared.weights);
-    const MambaMamba3& p = q.forward;
-    const Mamba3BackwardWorkspace& w = launch.plan.workspace;
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const int above = warp % Pairs::kAbove;  // which 16 rows of an output
-    const int beside = warp / Pairs::kAbove;
-    const int step0 = 16 * above;
-    // Where there are more warps than columns, those that begin behind the last one have nothing to multiply.
-    const int pair0 = 16 * Pairs::kWide * beside;
-    const int state0 = 16 * Wide::kWide * beside;
-    const int input0 = 16 * Inputs::kWide * beside;
-    const int row_of_lane = step0 + lane / 4;
+    using Matrix = float[2 * Wide::kWide][4];
+    using InputMatrix = float[2 * Inputs::kWide][4];
+    static constexpr float kPi = 3.14159265f;
 
-    int64_t block = blockIdx.x;
-    const int64_t split = block % launch.plan.splits;
-    block /= launch.plan.splits;
-    const int64_t group = block % p.ngroups;
-    const int64_t slot = block / p.ngroups;
-    const int64_t slots = launch.chunks.slots;
-    const Mamba3Chunk chunk = find_chunk(p, launch.chunks, slot);
-    const int rank = static_cast<int>(p.rank), dstate = static_cast<int>(p.dstate), angles = static_cast<int>(p.nangles);
-    const int rows = chunk.steps * rank;
-    const int64_t heads = launch.group_heads * p.ngroups, row_tiles = launch.plan.row_tiles;
-    const int64_t all_steps = p.batch * p.seqlen, first_step = chunk.row * p.seqlen + chunk.first;
-    const int64_t items = launch.group_heads * row_tiles;  // a head and a part of its headdim
-    const int first_item = static_cast<int>(items * split / launch.plan.splits);
-    const int last_item = static_cast<int>(items * (split + 1) / launch.plan.splits);
-    const TurnShare share = share_turns<kThreads>(p, chunk.steps);
-    const bool turns = share.lane < angles;
+    const MambaMamba3Backward& q;
+    const MambaMamba3& p;
+    const Mamba3BackwardLaunch& launch;
+    const Mamba3BackwardWorkspace& w;
+    Shared& shared;
+    const int lane, warp;
+    const int above, beside;  // a warp's 16 rows of an output, and its part of the columns
+    const int step0, pair0, state0, input0;  // its first row and columns; more warps than columns: those behind have none
+    const int row_of_lane;
+    const int rank, dstate, angles;
+    int64_t split, group, slot, slots, row_tiles, first_step;
+    Mamba3Chunk chunk;
+    int first_item, last_item;
+    // Of the present item.
+    int64_t tile, launch_head, head;
+    int row0, columns;  // of headdim; columns may be more than kInner
+    int parity;
 
-    float dQ[2 * Wide::kWide][4], dK[2 * Wide::kWide][4];  // over heads
-    set_to_zero(dQ);
-    set_to_zero(dK);
-    for (int item = first_item; item < last_item; ++item) {
-        const int64_t tile = item % row_tiles;
-        const int64_t launch_head = group * launch.group_heads + item / row_tiles;
-        const int64_t head = head_of_launch(p, launch, launch_head);
-        const int row0 = static_cast<int>(tile) * kInner;
-        const int columns = static_cast<int>(p.headdim) - row0;  // may be more than kInner
-        float* const bias_sums[2] = {
-            launch.at<float>(w.bias) + ((tile * slots + slot) * p.nheads + head) * rank * dstate,
-            launch.at<float>(w.bias) + (((row_tiles + tile) * slots + slot) * p.nheads + head) * rank * dstate};
-        float* const mimo_v = launch.at<float>(w.mimo_v) + (slot * p.nheads + head) * rank * p.headdim + row0;
-        if (chunk.steps == 0) {  // an empty slot, whose sums are read too
-            for (int i = threadIdx.x; i < rank * dstate; i += kThreads) {
-                bias_sums[0][i] = bias_sums[1][i] = 0.0f;
-            }
-            for (int i = threadIdx.x; i < rank * kInner && p.mimo_v != nullptr; i += kThreads) {
-                if (i % kInner < columns) {
-                    mimo_v[i / kInner * p.headdim + i % kInner] = 0.0f;
-                }
-            }
-            continue;
+    __device__ __forceinline__ Mamba3ChunkGradients(const MambaMamba3Backward& q_, const Mamba3BackwardLaunch& launch_,
+                                                    Shared& shared_)
+        : q(q_),
+          p(q_.forward),
+          launch(launch_),
+          w(launch_.plan.workspace),
+          shared(shared_),
+          lane(threadIdx.x % 32),
+          warp(threadIdx.x / 32),
+          above(warp % Pairs::kAbove),
+          beside(warp / Pairs::kAbove),
+          step0(16 * above),
+          pair0(16 * Pairs::kWide * beside),
+          state0(16 * Wide::kWide * beside),
+          input0(16 * Inputs::kWide * beside),
+          row_of_lane(step0 + lane / 4),
+          rank(static_cast<int>(p.rank)),
+          dstate(static_cast<int>(p.dstate)),
+          angles(static_cast<int>(p.nangles)),
+          slots(launch.chunks.slots),
+          row_tiles(launch.plan.row_tiles) {
+        const int64_t splits = launch.plan.splits, items = launch.group_heads * row_tiles;
+        split = blockIdx.x % splits;
+        group = blockIdx.x / splits % p.ngroups;
+        slot = blockIdx.x / splits / p.ngroups;
+        chunk = find_chunk(p, launch.chunks, slot);
+        first_step = chunk.row * p.seqlen + chunk.first;
+        first_item = static_cast<int>(items * split / splits);
+        last_item = static_cast<int>(items * (split + 1) / splits);
+    }
+    __device__ __forceinline__ void go_to(int item) {
+        tile = item % row_tiles;
+        launch_head = group * launch.group_heads + item / row_tiles;
+        head = head_of_launch(p, launch, launch_head);
+        row0 = static_cast<int>(tile) * kInner;
+        columns = static_cast<int>(p.headdim) - row0;
+        parity = (item - first_item) % 2;
+    }
+    __device__ __forceinline__ const ChunkSteps<kRows>& steps() const { return shared.steps[parity]; }
+    __device__ __forceinline__ bool begins_run(int step) const { return steps().run[step * rank] == step * rank; }
+    __device__ __forceinline__ float* bias_sums(int of_k) const {
+        return launch.at<float>(w.bias) + (((of_k * row_tiles + tile) * slots + slot) * p.nheads + head) * rank * dstate;
+    }
+    __device__ __forceinline__ float* mimo_v_sums() const {
+        return launch.at<float>(w.mimo_v) + (slot * p.nheads + head) * rank * p.headdim + row0;
+    }
+
+    // An empty slot's sums are read too.
+    __device__ __forceinline__ void store_zeros() const {
+        for (int i = threadIdx.x; i < rank * dstate; i += kThreads) {
+            bias_sums(0)[i] = bias_sums(1)[i] = 0.0f;
         }
-        const ChunkSteps<kRows>& steps = shared.steps[(item - first_item) % 2];
+        for (int i = threadIdx.x; i < rank * kInner && p.mimo_v != nullptr; i += kThreads) {
+            if (i % kInner < columns) {
+                mimo_v_sums()[i / kInner * p.headdim + i % kInner] = 0.0f;
+            }
+        }
+    }
 
-        // Tiles.
-        const int64_t state_at = ((slot * heads + launch_head) * p.headdim + row0) * dstate;
+    __device__ __forceinline__ void load_tiles() const {
+        const int64_t heads = launch.group_heads * p.ngroups, state_at = ((slot * heads + launch_head) * p.headdim + row0) * dstate;
         load_dy<T, kRows, kInner, kThreads>(p, launch, chunk, launch_head, row0, shared.dy);
         load_x<T, kRows, kInner, kThreads>(p, launch, chunk, head, row0, shared.x);
         load_tile<T, kInner, kStates, kThreads>(shared.state, launch.at<const T>(w.states) + state_at, dstate, columns, dstate,
                                                 launch.state_vectors);
         load_tile<T, kInner, kStates, kThreads>(shared.dstate, launch.at<const T>(w.dstates) + state_at, dstate, columns,
                                                 dstate, launch.state_vectors);
+        load_rotated<T, kRows, kStates, kThreads>(p, launch, w.q, chunk, slot, launch_head, shared.q);
+        load_rotated<T, kRows, kStates, kThreads>(p, launch, w.k, chunk, slot, launch_head, shared.k);
         cp_async_commit_group();
-        load_chunk_steps<kRows>(shared.steps[(item - first_item) % 2], p, launch.chunks, slot, head);
-        if (item == first_item || p.angles_of_heads != 0) {
-            const TurnSpeeds from = speeds_of(p, launch, chunk, head);
-            for (int i = threadIdx.x; i < chunk.steps * angles; i += kThreads) {
-                shared.speeds[i / angles * kPairs + i % angles] = from.first[i / angles * from.stride + i % angles];
-            }
-            __syncthreads();
-        }
-        const TurnSpeeds speeds = {shared.speeds, kPairs};
-        const TurnSource<T> sources[2] = {q_source<T>(p, launch, chunk, head, group, shared.q),
-                                          k_source<T>(p, launch, chunk, head, group, shared.k)};
-        turn_tiles<T, Tiles, 2>(p, launch, chunk, slot, head, steps, sources, speeds, shared.turned, shared.turns);
+        load_chunk_steps<kRows>(shared.steps[parity], p, launch.chunks, slot, head);
         cp_async_wait_group<0>();
         __syncthreads();
+    }
 
-        // Pairs of rows.
-        if (pair0 < kRows) {
-            float G[2 * Pairs::kWide][4], R[2 * Pairs::kWide][4];
-            set_to_zero(G);
-            set_to_zero(R);
-            multiply<T, Pairs::kWide, kStates / 16, false, true>(G, shared.q + step0 * kPitch, kPitch,
-                                                                 shared.k + pair0 * kPitch, kPitch, lane);
-            multiply<T, Pairs::kWide, kInner / 16, false, true>(R, shared.dy + step0 * kInnerPitch, kInnerPitch,
-                                                                shared.x + pair0 * kInnerPitch, kInnerPitch, lane);
-            float column_sum[2 * Pairs::kWide][2];
+    // Pairs of rows (t, s): W G and W R as tiles, and their sums by row and by column.
+    __device__ __forceinline__ void mix_pairs() const {
+        if (pair0 >= kRows) {
+            return;
+        }
+        float G[2 * Pairs::kWide][4], R[2 * Pairs::kWide][4];
+        set_to_zero(G);
+        set_to_zero(R);
+        multiply<T, Pairs::kWide, kStates / 16, false, true>(G, shared.q + step0 * kPitch, kPitch, shared.k + pair0 * kPitch,
+                                                             kPitch, lane);
+        multiply<T, Pairs::kWide, kInner / 16, false, true>(R, shared.dy + step0 * kInnerPitch, kInnerPitch,
+                                                            shared.x + pair0 * kInnerPitch, kInnerPitch, lane);
+        float column_sum[2 * Pairs::kWide][2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int t = row_of_lane + 8 * half;
-                const PairRow row = pair_row(steps, t, rank);
-                float row_sum = 0.0f, own_sum = 0.0f;
-#pragma unroll
-                for (int j = 0; j < 2 * Pairs::kWide; ++j) {
-                    const int s = pair0 + 8 * j + lane % 4 * 2;
-                    float weight[2], slope[2];
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const PairWeight pair = pair_weight(steps, row, s + i, rank);
-                        const float product = G[j][2 * half + i], x_dy = R[j][2 * half + i];
-                        const float earlier = pair.decay * product * x_dy;
-                        weight[i] = pair.weight * product;
-                        slope[i] = pair.weight * x_dy;
-                        row_sum = fmaf(earlier, steps.scale[s + i], row_sum);
-                        own_sum = pair.own ? fmaf(product, x_dy, own_sum) : own_sum;
-                        column_sum[j][i] = half == 0 ? earlier : column_sum[j][i] + earlier;
-                    }
-                    store_pair<T>(shared.weights + t * kRowsPitch + s, weight[0], weight[1]);
-                    store_pair<T>(shared.slopes + t * kRowsPitch + s, slope[0], slope[1]);
-                }
-                row_sum = add_over_row(row_sum);
-                own_sum = add_over_row(own_sum);
-                if (lane % 4 == 0) {
-                    shared.sums.row_pairs[beside][t] = row_sum;
-                    shared.sums.own_pairs[beside][t] = own_sum;
-                }
-            }
+        for (int half = 0; half < 2; ++half) {
+            const int t = row_of_lane + 8 * half;
+            const PairRow row = pair_row(steps(), t, rank);
+            float row_sum = 0.0f, own_sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < 2 * Pairs::kWide; ++j) {
-                const float first = add_over_column(column_sum[j][0]), second = add_over_column(column_sum[j][1]);
-                if (lane < 4) {
-                    shared.sums.column_pairs[above][pair0 + 8 * j + lane * 2] = first;
-                    shared.sums.column_pairs[above][pair0 + 8 * j + lane * 2 + 1] = second;
+                const int s = pair0 + 8 * j + lane % 4 * 2;
+                float weight[2], slope[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const PairWeight pair = pair_weight(steps(), row, s + i, rank);
+                    const float product = G[j][2 * half + i], x_dy = R[j][2 * half + i];
+                    const float earlier = pair.decay * product * x_dy;
+                    weight[i] = pair.weight * product;
+                    slope[i] = pair.weight * x_dy;
+                    row_sum = fmaf(earlier, steps().scale[s + i], row_sum);
+                    own_sum = pair.own ? fmaf(product, x_dy, own_sum) : own_sum;
+                    column_sum[j][i] = half == 0 ? earlier : column_sum[j][i] + earlier;
                 }
+                store_pair<T>(shared.weights + t * kRowsPitch + s, weight[0], weight[1]);
+                store_pair<T>(shared.slopes + t * kRowsPitch + s, slope[0], slope[1]);
+            }
+            row_sum = add_over_row(row_sum);
+            own_sum = add_over_row(own_sum);
+            if (lane % 4 == 0) {
+                shared.sums.row_pairs[beside][t] = row_sum;
+                shared.sums.own_pairs[beside][t] = own_sum;
             }
         }
+#pragma unroll
+        for (int j = 0; j < 2 * Pairs::kWide; ++j) {
+            const float first = add_over_column(column_sum[j][0]), second = add_over_column(column_sum[j][1]);
+            if (lane < 4) {
+                shared.sums.column_pairs[above][pair0 + 8 * j + lane * 2] = first;
+                shared.sums.column_pairs[above][pair0 + 8 * j + lane * 2 + 1] = second;
+            }
+        }
+    }
 
-        // The entering and the leaving state.
-        float dq[2 * Wide::kWide][4], dk[2 * Wide::kWide][4];
+    // What the entering and the leaving state have in dq, dk and dx, and D dy.
+    __device__ __forceinline__ void multiply_states(Matrix& dq, Matrix& dk, InputMatrix& dx) const {
         set_to_zero(dq);
         set_to_zero(dk);
-        {
-            multiply<T, Wide::kWide, kInner / 16, false, false>(dq, shared.dy + step0 * kInnerPitch, kInnerPitch,
-                                                                shared.state + state0, kPitch, lane);
-            multiply<T, Wide::kWide, kInner / 16, false, false>(dk, shared.x + step0 * kInnerPitch, kInnerPitch,
-                                                                shared.dstate + state0, kPitch, lane);
-            const float2 from = dot_and_scale<T, Wide::kWide>(dq, steps.entering[row_of_lane], steps.entering[row_of_lane + 8],
-                                                              shared.q + step0 * kPitch + state0, kPitch, lane);
-            const float2 to = dot_and_scale<T, Wide::kWide>(dk, steps.adding[row_of_lane], steps.adding[row_of_lane + 8],
-                                                            shared.k + step0 * kPitch + state0, kPitch, lane);
-            if (lane % 4 == 0) {
-                shared.sums.from_state[beside][row_of_lane] = steps.entering[row_of_lane] * from.x;
-                shared.sums.from_state[beside][row_of_lane + 8] = steps.entering[row_of_lane + 8] * from.y;
-                shared.sums.to_state[beside][row_of_lane] = steps.leaving[row_of_lane] * to.x;
-                shared.sums.to_state[beside][row_of_lane + 8] = steps.leaving[row_of_lane + 8] * to.y;
-            }
-            float product = 0.0f;
-            for (int i = threadIdx.x; i < kInner * kPairs; i += kThreads) {
-                const int at = i / kPairs * kPitch + i % kPairs * 2;
-                const float2 a = load_pair<T>(shared.state + at), b = load_pair<T>(shared.dstate + at);
-                product = fmaf(a.x, b.x, fmaf(a.y, b.y, product));
-            }
-            product = add_over_column(add_over_row(product));
-            if (lane == 0) {
-                shared.sums.state_product[warp] = product;
-            }
-        }
-        float dx[2 * Inputs::kWide][4];
         set_to_zero(dx);
+        const int r = row_of_lane;
+        multiply<T, Wide::kWide, kInner / 16, false, false>(dq, shared.dy + step0 * kInnerPitch, kInnerPitch,
+                                                            shared.state + state0, kPitch, lane);
+        multiply<T, Wide::kWide, kInner / 16, false, false>(dk, shared.x + step0 * kInnerPitch, kInnerPitch,
+                                                            shared.dstate + state0, kPitch, lane);
+        const float2 from = dot_and_scale<T, Wide::kWide>(dq, steps().entering[r], steps().entering[r + 8],
+                                                          shared.q + step0 * kPitch + state0, kPitch, lane);
+        const float2 to = dot_and_scale<T, Wide::kWide>(dk, steps().adding[r], steps().adding[r + 8],
+                                                        shared.k + step0 * kPitch + state0, kPitch, lane);
+        if (lane % 4 == 0) {
+            shared.sums.from_state[beside][r] = steps().entering[r] * from.x;
+            shared.sums.from_state[beside][r + 8] = steps().entering[r + 8] * from.y;
+            shared.sums.to_state[beside][r] = steps().leaving[r] * to.x;
+            shared.sums.to_state[beside][r + 8] = steps().leaving[r + 8] * to.y;
+        }
+        float product = 0.0f;
+        for (int i = threadIdx.x; i < kInner * kPairs; i += kThreads) {
+            const int at = i / kPairs * kPitch + i % kPairs * 2;
+            const float2 a = load_pair<T>(shared.state + at), b = load_pair<T>(shared.dstate + at);
+            product = fmaf(a.x, b.x, fmaf(a.y, b.y, product));
+        }
+        product = add_over_warp(product);
+        if (lane == 0) {
+            shared.sums.state_product[warp] = product;
+        }
         if (input0 < kInner) {
             multiply<T, Inputs::kWide, kStates / 16, false, true>(dx, shared.k + step0 * kPitch, kPitch,
                                                                   shared.dstate + input0 * kPitch, kPitch, lane);
-            const float top = steps.adding[row_of_lane], bottom = steps.adding[row_of_lane + 8];
-            const float D = p.D != nullptr ? p.D[head] : 0.0f;
+            const float top = steps().adding[r], bottom = steps().adding[r + 8], D = p.D != nullptr ? p.D[head] : 0.0f;
 #pragma unroll
             for (int j = 0; j < 2 * Inputs::kWide; ++j) {
-                const T* const at = shared.dy + row_of_lane * kInnerPitch + input0 + 8 * j + lane % 4 * 2;
+                const T* const at = shared.dy + r * kInnerPitch + input0 + 8 * j + lane % 4 * 2;
                 const float2 upper = load_pair<T>(at), lower = load_pair<T>(at + 8 * kInnerPitch);
                 dx[j][0] = fmaf(top, dx[j][0], D * upper.x);
                 dx[j][1] = fmaf(top, dx[j][1], D * upper.y);
@@ -218,8 +245,10 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
                 dx[j][3] = fmaf(bottom, dx[j][3], D * lower.y);
             }
         }
-        __syncthreads();  // weights and slopes are complete
+    }
 
+    // What pairs have in them, from the tiles of mix_pairs, and the gradient of the sequence's final k.
+    __device__ __forceinline__ void multiply_pairs(Matrix& dq, Matrix& dk, InputMatrix& dx) const {
         multiply<T, Wide::kWide, kRows / 16, false, false>(dq, shared.slopes + step0 * kRowsPitch, kRowsPitch,
                                                            shared.k + state0, kPitch, lane);
         multiply<T, Wide::kWide, kRows / 16, true, false>(dk, shared.slopes + step0, kRowsPitch, shared.q + state0, kPitch,
@@ -228,21 +257,26 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
             multiply<T, Inputs::kWide, kRows / 16, true, false>(dx, shared.weights + step0, kRowsPitch, shared.dy + input0,
                                                                 kInnerPitch, lane);
         }
-
-        if (chunk.last && tile == 0 && q.dfinal_k != nullptr) {
+        if (!chunk.last || tile != 0 || q.dfinal_k == nullptr) {
+            return;
+        }
+        const float* const final_k = q.dfinal_k + (chunk.sequence * rank * p.nheads + head) * dstate;
 #pragma unroll
-            for (int j = 0; j < 2 * Wide::kWide; ++j) {
+        for (int j = 0; j < 2 * Wide::kWide; ++j) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int r = row_of_lane + i / 2 * 8 - (rows - rank), column = state0 + 8 * j + lane % 4 * 2 + i % 2;
-                    if (r >= 0 && r < rank && column < dstate) {
-                        dk[j][i] +=
-                            q.dfinal_k[((chunk.sequence * rank + r) * p.nheads + head) * dstate + element_of_column(p, column)];
-                    }
+            for (int i = 0; i < 4; ++i) {
+                const int r = row_of_lane + i / 2 * 8 - (chunk.steps - 1) * rank, column = state0 + 8 * j + lane % 4 * 2 + i % 2;
+                if (r >= 0 && r < rank && column < dstate) {
+                    dk[j][i] += final_k[r * p.nheads * dstate + element_of_column(p, column)];
                 }
             }
         }
-        // Gradients of turns; then dq and dk are turned back.
+    }
+
+    // The angles' part of dq and dk, which are then rotated back and added to the sums over heads.
+    __device__ __forceinline__ void rotate_back(Matrix& dq, Matrix& dk, Matrix& dQ, Matrix& dK) const {
+        const float2* const cos_sins = launch.at<const float2>(w.cos_sin) + cos_sin_index(p, launch, slot, launch_head);
+        const int rows = chunk.steps * rank;
 #pragma unroll
         for (int j = 0; j < 2 * Wide::kWide; ++j) {
             const int pair = state0 / 2 + 4 * j + lane % 4;
@@ -251,16 +285,16 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
                 const int row = row_of_lane + 8 * half;
                 float* const one[2] = {&dq[j][2 * half], &dk[j][2 * half]};
                 if (pair < angles) {
+                    const float2 cos_sin = row < rows ? cos_sins[row / rank * angles + pair] : make_float2(1.0f, 0.0f);
                     const float2 a = load_pair<T>(shared.q + row * kPitch + 2 * pair);
                     const float2 b = load_pair<T>(shared.k + row * kPitch + 2 * pair);
-                    const float dturn = (a.x * one[0][1] - a.y * one[0][0]) + (b.x * one[1][1] - b.y * one[1][0]);
-                    shared.dturns[row * kPairs + pair] = dturn;
-                    const float2 turned = shared.turned[row / rank * kPairs + pair];
+                    shared.dturns[row * kPairs + pair] =
+                        (a.x * one[0][1] - a.y * one[0][0]) + (b.x * one[1][1] - b.y * one[1][0]);
 #pragma unroll
                     for (int m = 0; m < 2; ++m) {
                         const float x = one[m][0], y = one[m][1];
-                        one[m][0] = x * turned.x + y * turned.y;
-                        one[m][1] = y * turned.x - x * turned.y;
+                        one[m][0] = x * cos_sin.x + y * cos_sin.y;
+                        one[m][1] = y * cos_sin.x - x * cos_sin.y;
                     }
                 }
 #pragma unroll
@@ -270,125 +304,157 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
                 }
             }
         }
-        __syncthreads();  // q, k, states and weights have been read
-        store_rows<Wide::kWide>(dq_tile + step0 * kPitch + state0, kPitch, dq, lane);
-        store_rows<Wide::kWide>(dk_tile + step0 * kPitch + state0, kPitch, dk, lane);
-        if (input0 < kInner) {
-            store_rows<Inputs::kWide>(dx_tile + step0 * kInnerPitch + input0, kInnerPitch, dx, lane);
-        }
-        if (turns) {
-            float sum = 0.0f;
-            for (int t = share.end - 1; t >= share.begin; --t) {
-                for (int row = t * rank; row < (t + 1) * rank; ++row) {
-                    sum += shared.dturns[row * kPairs + share.lane];
-                }
-                sum = steps.run[t * rank] == t * rank ? 0.0f : sum;
-            }
-            shared.later[threadIdx.x] = sum;
-        }
-        __syncthreads();
+    }
 
+    // The chunk's sums for biases and mimo_v, and dv, from the tiles of dq, dk and dx.
+    __device__ __forceinline__ void sum_parameters() const {
         for (int i = threadIdx.x; i < 2 * rank * dstate; i += kThreads) {
             const int m = i >= rank * dstate ? 1 : 0, r = i / dstate - m * rank, column = i % dstate;
-            const float* const from = (m == 0 ? dq_tile : dk_tile) + r * kPitch + column;
+            const float* const from = (m == 0 ? shared.dq_tile() : shared.dk_tile()) + r * kPitch + column;
             float sum = 0.0f;
 #pragma unroll 8
             for (int t = 0; t < chunk.steps; ++t) {
                 sum += from[t * rank * kPitch];
             }
-            bias_sums[m][r * dstate + element_of_column(p, column)] = sum;
+            bias_sums(m)[r * dstate + element_of_column(p, column)] = sum;
         }
-        {
-            T* const dv = static_cast<T*>(q.dv) + first_step * q.dv_step_stride + head * p.headdim + row0;
-            const float* const weight = p.mimo_v != nullptr ? p.mimo_v + head * rank * p.headdim + row0 : nullptr;
-            for (int i = threadIdx.x; i < chunk.steps * kInner; i += kThreads) {
-                const int t = i / kInner, column = i % kInner;
-                if (column < columns) {
-                    float sum = 0.0f;
-                    for (int r = 0; r < rank; ++r) {
-                        const float value = dx_tile[(t * rank + r) * kInnerPitch + column];
-                        sum = weight != nullptr ? fmaf(value, weight[r * p.headdim + column], sum) : sum + value;
-                    }
-                    if (chunk.last && t == chunk.steps - 1 && q.dfinal_v != nullptr) {
-                        sum += q.dfinal_v[(chunk.sequence * p.nheads + head) * p.headdim + row0 + column];
-                    }
-                    dv[t * q.dv_step_stride + column] = from_float<T>(sum);
+        T* const dv = static_cast<T*>(q.dv) + first_step * q.dv_step_stride + head * p.headdim + row0;
+        const float* const weight = p.mimo_v != nullptr ? p.mimo_v + head * rank * p.headdim + row0 : nullptr;
+        const float* const dfinal_v =
+            chunk.last && q.dfinal_v != nullptr ? q.dfinal_v + (chunk.sequence * p.nheads + head) * p.headdim + row0 : nullptr;
+        for (int i = threadIdx.x; i < chunk.steps * kInner; i += kThreads) {
+            const int t = i / kInner, column = i % kInner;
+            if (column < columns) {
+                float sum = dfinal_v != nullptr && t == chunk.steps - 1 ? dfinal_v[column] : 0.0f;
+                for (int r = 0; r < rank; ++r) {
+                    const float value = shared.dx_tile()[(t * rank + r) * kInnerPitch + column];
+                    sum = weight != nullptr ? fmaf(value, weight[r * p.headdim + column], sum) : sum + value;
                 }
-            }
-            const T* const v = static_cast<const T*>(p.v) + chunk.row * p.v_batch_stride + chunk.first * p.v_len_stride +
-                               head * p.v_head_stride + row0;
-            for (int i = threadIdx.x; i < rank * kInner && weight != nullptr; i += kThreads) {
-                const int r = i / kInner, column = i % kInner;
-                if (column < columns) {
-                    float sum = 0.0f;
-                    for (int t = 0; t < chunk.steps; ++t) {
-                        sum =
-                            fmaf(dx_tile[(t * rank + r) * kInnerPitch + column], to_float(v[t * p.v_len_stride + column]), sum);
-                    }
-                    mimo_v[r * p.headdim + column] = sum;
-                }
+                dv[t * q.dv_step_stride + column] = from_float<T>(sum);
             }
         }
-        if (turns) {
-            float behind = 0.0f;
-            for (int part = share.parts - 1; part > share.part; --part) {
-                const float sum = shared.later[part * share.lanes + share.lane];
-                behind = shared.turns.restarts[part] != 0 ? sum : behind + sum;
-            }
-            for (int t = share.end - 1; t >= share.begin; --t) {
-                for (int row = t * rank; row < (t + 1) * rank; ++row) {
-                    behind += shared.dturns[row * kPairs + share.lane];
+        const T* const v = static_cast<const T*>(p.v) + chunk.row * p.v_batch_stride + chunk.first * p.v_len_stride +
+                           head * p.v_head_stride + row0;
+        for (int i = threadIdx.x; i < rank * kInner && weight != nullptr; i += kThreads) {
+            const int r = i / kInner, column = i % kInner;
+            if (column < columns) {
+                const float* const from = shared.dx_tile() + r * kInnerPitch + column;
+                float sum = 0.0f;
+                for (int t = 0; t < chunk.steps; ++t) {
+                    sum = fmaf(from[t * rank * kInnerPitch], to_float(v[t * p.v_len_stride + column]), sum);
                 }
-                const float speed = shared.speeds[t * kPairs + share.lane];
-                const float value = (1.0f - 4.0f * speed * speed) * kPi * steps.dt[t * rank] * behind;
-                if (p.angles_of_heads != 0) {
-                    launch.at<float>(w.dangles)[((tile * all_steps + first_step + t) * p.nheads + head) * angles + share.lane] =
-                        value;
-                } else {
-                    float& total = shared.dangles[t * kPairs + share.lane];
-                    total = item == first_item ? value : total + value;
-                }
-                shared.dturns[t * rank * kPairs + share.lane] = behind;
-                if (t == 0) {
-                    launch.at<float>(w.angle_totals)[((tile * slots + slot) * p.nheads + head) * angles + share.lane] =
-                        steps.run[0] < 0 ? behind : 0.0f;
-                }
-                behind = steps.run[t * rank] == t * rank ? 0.0f : behind;
+                mimo_v_sums()[r * p.headdim + column] = sum;
             }
         }
-        __syncthreads();
+    }
+
+    // The gradients of angles, over all heads that share them; dturns become sums over later steps. A thread takes an angle, the
+    // last warps first: sum_parameters gives the first ones more. adds: to those of other items and launches.
+    __device__ __forceinline__ void sum_angles(bool adds) const {
+        const int angle = kThreads - 1 - static_cast<int>(threadIdx.x);
+        if (angle >= angles) {
+            return;
+        }
+        const Mamba3Speeds speeds = speeds_of(p, launch, chunk, head);
+        const int64_t all_steps = p.batch * p.seqlen;
+        const bool of_heads = p.angles_of_heads != 0;
+        const int64_t entries = of_heads ? p.nheads * angles : angles, part = of_heads ? tile : split * p.ngroups + group;
+        float* const to =
+            launch.at<float>(w.dangles) + (part * all_steps + first_step) * entries + (of_heads ? head * angles : 0) + angle;
+        float behind = 0.0f;
+#pragma unroll 2
+        for (int t = chunk.steps - 1; t >= 0; --t) {
+            for (int row = t * rank; row < (t + 1) * rank; ++row) {
+                behind += shared.dturns[row * kPairs + angle];
+            }
+            const float speed = speeds.first[t * speeds.stride + angle];
+            const float value = (1.0f - 4.0f * speed * speed) * kPi * steps().dt[t * rank] * behind;
+            to[t * entries] = adds ? to[t * entries] + value : value;
+            shared.dturns[t * rank * kPairs + angle] = behind;
+            if (t == 0) {
+                launch.at<float>(w.angle_totals)[((tile * slots + slot) * p.nheads + head) * angles + angle] =
+                    steps().run[0] < 0 ? behind : 0.0f;
+            }
+            behind = begins_run(t) ? 0.0f : behind;
+        }
+    }
+    // Then what the angles of a step give to the gradient of its dt. A warp takes a step.
+    __device__ __forceinline__ void sum_speeds() const {
+        const Mamba3Speeds speeds = speeds_of(p, launch, chunk, head);
         for (int t = warp; t < chunk.steps; t += Tiles::kWarps) {
             float sum = 0.0f;
             for (int i = lane; i < angles; i += 32) {
-                sum = fmaf(shared.speeds[t * kPairs + i], shared.dturns[t * rank * kPairs + i], sum);
+                sum = fmaf(speeds.first[t * speeds.stride + i], shared.dturns[t * rank * kPairs + i], sum);
             }
-            sum = add_over_column(add_over_row(sum));
+            sum = add_over_warp(sum);
             if (lane == 0) {
                 shared.sums.angles[t] = 2.0f * kPi * sum;
             }
         }
-        __syncthreads();
-        if (warp == 0) {  // while the others go on to the next head
-            store_step_terms<Tiles>(launch.at<float4>(w.step_terms) + (tile * all_steps + first_step) * p.nheads + head,
-                                    p.nheads, shared.sums, steps, chunk.steps, rank, lane);
-        }
-    }
-    if (chunk.steps == 0) {
-        return;
     }
 
-    const int64_t all_rows = all_steps * rank, row_stride = p.ngroups * dstate;
-    const int64_t at = (split * all_rows + first_step * rank + step0) * row_stride + group * dstate + state0;
-    const bool add = launch.first_head > 0;
-    store_sum<Wide::kWide>(launch.at<float>(w.dq) + at, row_stride, dQ, rows - step0, dstate - state0, add, lane);
-    store_sum<Wide::kWide>(launch.at<float>(w.dk) + at, row_stride, dK, rows - step0, dstate - state0, add, lane);
-    if (turns && p.angles_of_heads == 0) {
-        float* const dangles = launch.at<float>(w.dangles) + ((split * p.ngroups + group) * all_steps + first_step) * angles;
-        for (int t = share.begin; t < share.end; ++t) {
-            float& total = dangles[t * angles + share.lane];
-            const float value = shared.dangles[t * kPairs + share.lane];
-            total = add ? total + value : value;
+    __device__ __forceinline__ void store_terms() const {
+        const int64_t at = (tile * p.batch * p.seqlen + first_step) * p.nheads + head;
+        store_step_terms<Tiles>(launch.at<float4>(w.step_terms) + at, p.nheads, shared.sums, steps(), chunk.steps, rank, lane);
+    }
+    __device__ __forceinline__ void store_matrices(const Matrix& dQ, const Matrix& dK) const {
+        const int64_t row_stride = p.ngroups * dstate, all_rows = p.batch * p.seqlen * rank;
+        const int64_t at = (split * all_rows + first_step * rank + step0) * row_stride + group * dstate + state0;
+        const int rows = chunk.steps * rank - step0;
+        const bool adds = launch.first_head > 0;
+        store_sum<Wide::kWide>(launch.at<float>(w.dq_parts) + at, row_stride, dQ, rows, dstate - state0, adds, lane);
+        store_sum<Wide::kWide>(launch.at<float>(w.dk_parts) + at, row_stride, dK, rows, dstate - state0, adds, lane);
+    }
+};
+
+template <typename T, class Tiles>
+__global__ void __launch_bounds__(Tiles::kThreads, 1)
+    mamba3_backward_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    using Gradients = Mamba3ChunkGradients<T, Tiles>;
+    using Shared = typename Gradients::Shared;
+    MAMBA_DYNAMIC_SHARED(16, unsigned char, memory);
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    Gradients block(q, launch, shared);
+    typename Gradients::Matrix dQ, dK;  // over heads
+    set_to_zero(dQ);
+    set_to_zero(dK);
+    for (int item = block.first_item; item < block.last_item; ++item) {
+        block.go_to(item);
+        if (block.chunk.steps == 0) {
+            block.store_zeros();
+            continue;
         }
+        block.load_tiles();
+        block.mix_pairs();
+        typename Gradients::Matrix dq, dk;
+        typename Gradients::InputMatrix dx;
+        block.multiply_states(dq, dk, dx);
+        __syncthreads();  // the tiles of pairs are complete
+        block.multiply_pairs(dq, dk, dx);
+        block.rotate_back(dq, dk, dQ, dK);
+        __syncthreads();  // q, k, states and pairs have been read
+        store_rows<Gradients::Wide::kWide>(shared.dq_tile() + block.step0 * Gradients::kPitch + block.state0, Gradients::kPitch,
+                                           dq, block.lane);
+        store_rows<Gradients::Wide::kWide>(shared.dk_tile() + block.step0 * Gradients::kPitch + block.state0, Gradients::kPitch,
+                                           dk, block.lane);
+        if (block.input0 < Gradients::kInner) {
+            store_rows<Gradients::Inputs::kWide>(
+                shared.dx_tile() + block.step0 * Gradients::kInnerPitch + block.input0, Gradients::kInnerPitch, dx, block.lane);
+        }
+        __syncthreads();
+        block.sum_parameters();
+        block.sum_angles(q.forward.angles_of_heads == 0 && (item > block.first_item || launch.first_head > 0));
+        __syncthreads();
+        block.sum_speeds();
+        __syncthreads();
+        if (block.warp == 0) {  // while the others go on to the next head
+            block.store_terms();
+        }
+    }
+    if (block.chunk.steps > 0) {
+        block.store_matrices(dQ, dK);
     }
 }
 

@@ -2,7 +2,7 @@
 // fixed order.
 #pragma once
 
-#include "mamba3/cuda/backward/chunk.cuh"
+#include "mamba3/cuda/backward/matrices.cuh"
 
 namespace mamba {
 
@@ -382,7 +382,10 @@ inline cudaError_t launch_mamba3_finish(const MambaMamba3Backward& q, const Mamb
     const int64_t slots = launch.chunks.slots;
     constexpr int kThreads = kMamba3FinishThreads;
     cudaError_t error = cudaSuccess;
-    if (p.ssm_state != nullptr) {
+    if (!plan.whole) {
+        error = launch_mamba3(mamba3_finish_matrices_kernel, slots * p.ngroups, 2, kMamba3MatricesThreads, 0, q, launch);
+    }
+    if (error == cudaSuccess && p.ssm_state != nullptr) {
         error = launch_mamba3(mamba3_before_kernel, p.sequences * p.nheads, 1, kThreads, 0, q, launch);
     }
     if (error == cudaSuccess) {

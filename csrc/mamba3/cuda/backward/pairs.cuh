@@ -1,13 +1,15 @@
-// What a chunk's kernels of Mamba-3's backward scan are made of: weights between steps, sums over rows and columns, shared
-// memory.
+// What a chunk's kernels of Mamba-3's backward scan are made of: weights between steps, sums over rows and columns.
 #pragma once
 
-#include "mamba3/cuda/backward/rotate.cuh"
-#include "ssd/cuda/backward_tile.cuh"
+#include "mamba3/cuda/backward/chunk.cuh"
 
 namespace mamba {
 
-// What of row s's x is in row t's y, without q . k.
+__device__ __forceinline__ float add_over_warp(float value) {
+    return add_over_column(add_over_row(value));
+}
+
+// The weight of row s's x in row t's y, without q . k.
 struct PairWeight {
     float decay;   // of an earlier step, else 0
     float weight;  // decay scale, or gamma of the row's own step
@@ -102,57 +104,6 @@ struct Mamba3ChunkSums {
     float state_product[Tiles::kWarps];        // entering state times the leaving one's gradient
     float angles[Tiles::kRows];                // by step: gradient of dt through the angles
 };
-
-template <typename T, class Tiles>
-struct Mamba3ChunkShared {
-    static constexpr int kPitch = Tiles::kStates + kTilePad;
-    static constexpr int kInnerPitch = Tiles::kInner + kTilePad;
-    static constexpr int kRowsPitch = Tiles::kRows + kTilePad;
-    static constexpr int kPairs = Tiles::kStates / 2;
-    T q[Tiles::kRows * kPitch];  // in the end, with k: dq as float
-    T k[Tiles::kRows * kPitch];
-    T state[Tiles::kInner * kPitch];  // with dstate: dk
-    T dstate[Tiles::kInner * kPitch];
-    T weights[Tiles::kRows * kRowsPitch];  // W G; with slopes: dx
-    T slopes[Tiles::kRows * kRowsPitch];   // W R
-    T x[Tiles::kRows * kInnerPitch];
-    T dy[Tiles::kRows * kInnerPitch];
-    float2 turned[Tiles::kRows * kPairs];  // by step
-    float dturns[Tiles::kRows * kPairs];   // by row; then, in a step's first row, summed over later steps
-    float dangles[Tiles::kRows * kPairs];  // by step, summed over heads
-    float speeds[Tiles::kRows * kPairs];   // by step
-    ChunkSteps<Tiles::kRows> steps[2];
-    PartSumsOfTurns<Tiles::kThreads> turns;
-    float later[Tiles::kThreads];  // sums of dturns over parts of the steps
-    Mamba3ChunkSums<Tiles> sums;
-
-    static_assert(2 * sizeof(T) * kPitch >= 4 * kPitch, "dq fits");
-    static_assert(2 * sizeof(T) * Tiles::kInner >= 4 * Tiles::kRows, "dk fits");
-    static_assert(2 * sizeof(T) * kRowsPitch >= 4 * kInnerPitch, "dx fits");
-};
-
-// Eight neighbours of 16 bits as floats, and back.
-template <typename T>
-__device__ __forceinline__ void load_eight(float (&values)[8], const T* from) {
-    const uint4 bits = *reinterpret_cast<const uint4*>(from);
-    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpack2<T>(words[i]);
-        values[2 * i] = pair.x;
-        values[2 * i + 1] = pair.y;
-    }
-}
-template <typename T>
-__device__ __forceinline__ void store_eight(T* to, const float (&values)[8]) {
-    *reinterpret_cast<uint4*>(to) = make_uint4(pack2<T>(values[0], values[1]), pack2<T>(values[2], values[3]),
-                                               pack2<T>(values[4], values[5]), pack2<T>(values[6], values[7]));
-}
-__device__ __forceinline__ void load_eight(float (&values)[8], const float* from) {
-    const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
-    values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
-    values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
-}
 
 // A warp's 16 rows into a tile of floats.
 template <int kWide>

@@ -2,113 +2,124 @@
 // state after each (the same sums with q for k and dy for x).
 #pragma once
 
-#include "mamba3/cuda/backward/rotate.cuh"
+#include "mamba3/cuda/backward/chunk.cuh"
 
 namespace mamba {
 
-template <typename T, class Tiles>
+constexpr int kMamba3StatesThreads = 256;
+
+template <typename T, int kStates, int kRows>
 struct Mamba3StatesShared {
-    T x[2][Tiles::kRows * (kForwardRows + kTilePad)];
-    T matrix[2][Tiles::kRows * (Tiles::kStates + kTilePad)];
-    ChunkSteps<Tiles::kRows> steps[2];
-    PartSumsOfTurns<Tiles::kThreads> turns;
+    T x[2][kRows * (kForwardRows + kTilePad)];
+    T matrix[2][kRows * (kStates + kTilePad)];
+    ChunkSteps<kRows> steps[2];
 };
 
-// An element of the state that enters a sequence: what is given, and the part of the step before that its first step adds.
-__device__ __forceinline__ float entering_state(const MambaMamba3& p, int64_t sequence, int64_t head, float nu, int64_t row,
-                                                int64_t element) {
-    const int64_t index = sequence * p.nheads + head;
-    float added = 0.0f;
+// Adds to rows `row` and `row` + 8 of a state what the step before a sequence leaves in them for its first step.
+template <int kGroups>
+__device__ __forceinline__ void add_step_before(float (&state)[kGroups][4], const MambaMamba3& p,
+                                                const Mamba3Sequence& sequence, int64_t sequence_index, int64_t head, int row,
+                                                int first_column) {
+    const float nu = weight_of_step_before(p, sequence, head);
+#pragma unroll 1
     for (int64_t r = 0; r < p.rank; ++r) {
-        const float v = p.v_state[index * p.headdim + row];
-        const float k = p.k_state[((sequence * p.rank + r) * p.nheads + head) * p.dstate + element];
-        added = fmaf(p.mimo_v != nullptr ? v * p.mimo_v[(head * p.rank + r) * p.headdim + row] : v, k, added);
+        const float* const k = p.k_state + ((sequence_index * p.rank + r) * p.nheads + head) * p.dstate;
+        float x[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int64_t own = row + 8 * half;
+            x[half] = own < p.headdim ? nu * p.v_state[(sequence_index * p.nheads + head) * p.headdim + own] : 0.0f;
+            if (p.mimo_v != nullptr && own < p.headdim) {
+                x[half] *= p.mimo_v[(head * p.rank + r) * p.headdim + own];
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int column = first_column + 8 * j + i;
+                const float entry = column < p.dstate ? k[element_of_column(p, column)] : 0.0f;
+                state[j][i] = fmaf(x[0], entry, state[j][i]);
+                state[j][2 + i] = fmaf(x[1], entry, state[j][2 + i]);
+            }
+        }
     }
-    return fmaf(nu, added, p.ssm_state[(index * p.headdim + row) * p.dstate + element]);
 }
 
 // A block takes kForwardRows rows of the state of one sequence and head; eight warps, 16 rows and half of the states each.
-template <typename T, class Tiles, bool kFromEnd>
-__global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
-    mamba3_states_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
-    if (!runs_here<Tiles>()) {
-        __trap();
-        return;
-    }
+template <typename T, int kStates, int kRows>
+__global__ void __launch_bounds__(kMamba3StatesThreads, kStates > 128 ? 1 : 2)
+    mamba3_states_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch, const bool from_end) {
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    constexpr int kRows = Tiles::kRows;
-    constexpr int kStates = Tiles::kStates;
     constexpr int kColumns = kStates / 2;  // of a warp
+    using Shared = Mamba3StatesShared<T, kStates, kRows>;
     MAMBA_DYNAMIC_SHARED(16, unsigned char, memory);
-    Mamba3StatesShared<T, Tiles>& shared = *reinterpret_cast<Mamba3StatesShared<T, Tiles>*>(memory);
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
-    const int64_t heads = launch.group_heads * p.ngroups;
-    int64_t block = blockIdx.x;
-    const int row0 = static_cast<int>(block % row_tiles) * kForwardRows;
-    block /= row_tiles;
-    const int64_t launch_head = block % heads;
-    const int64_t sequence_index = block / heads;
-    const int64_t group = launch_head / launch.group_heads;
-    const int64_t head = head_of_launch(p, launch, launch_head);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int64_t row_tiles = ceil_div(p.headdim, kForwardRows), heads = launch.group_heads * p.ngroups;
+    const int row0 = static_cast<int>(blockIdx.x % row_tiles) * kForwardRows;
+    const int64_t launch_head = blockIdx.x / row_tiles % heads, sequence_index = blockIdx.x / row_tiles / heads;
+    const int64_t head = head_of_launch(p, launch, launch_head), index = sequence_index * p.nheads + head;
     const Mamba3Sequence sequence = mamba3_sequence(p, sequence_index);
     const int64_t chunks = ceil_div(sequence.seqlen, launch.chunks.steps);
     const int64_t first_slot = mamba3_slot(p, launch.chunks, sequence_index, sequence.begin);
     const int rows = static_cast<int>(p.headdim) - row0;  // may be more than kForwardRows
     const int dstate = static_cast<int>(p.dstate);
-    const int row = 16 * (warp % 4);
-    const int column = warp / 4 * kColumns;
-    const int64_t index = sequence_index * p.nheads + head;
+    const int row = 16 * (warp % 4), column = warp / 4 * kColumns;
+    const int lane_row = row + lane / 4, lane_column = column + lane % 4 * 2;
+    const int64_t state_index = (index * p.headdim + row0) * dstate;
 
     float state[kColumns / 8][4];
-    const bool given = kFromEnd ? q.dfinal_ssm != nullptr : p.ssm_state != nullptr && chunks > 0;
-    const float nu = !kFromEnd && given ? weight_of_step_before(p, sequence, head) : 0.0f;
+    const float* const given = from_end ? q.dfinal_ssm : chunks > 0 ? p.ssm_state : nullptr;
+    // Calls function(accumulator, index of its element in (U, H, P, N)).
+    const auto for_each = [&](const auto& function) {
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
+        for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int own_row = row + lane / 4 + i / 2 * 8;
-            const int own_column = column + 8 * j + lane % 4 * 2 + i % 2;
-            state[j][i] = 0.0f;
-            if (given && own_row < rows && own_column < dstate) {
-                const int element = element_of_column(p, own_column);
-                state[j][i] = kFromEnd ? q.dfinal_ssm[(index * p.headdim + row0 + own_row) * dstate + element]
-                                       : entering_state(p, sequence_index, head, nu, row0 + own_row, element);
+            for (int i = 0; i < 4; ++i) {
+                const int own_row = lane_row + i / 2 * 8, own_column = lane_column + 8 * j + i % 2;
+                if (own_row < rows && own_column < dstate) {
+                    function(state[j][i], state_index + own_row * dstate + element_of_column(p, own_column));
+                }
             }
+        }
+    };
+    set_to_zero(state);
+    if (given != nullptr) {
+        for_each([&](float& value, int64_t at) { value = given[at]; });
+        if (!from_end) {
+            add_step_before(state, p, sequence, sequence_index, head, row0 + lane_row, lane_column);
         }
     }
 
     for (int64_t i = -1; i < chunks; ++i) {
-        if (i + 1 < chunks) {  // the next chunk's tiles are made while others compute this one
-            const int64_t slot = first_slot + (kFromEnd ? chunks - 2 - i : i + 1);
+        if (i + 1 < chunks) {  // the next chunk's tiles are copied while this one's are multiplied
+            const int64_t slot = first_slot + (from_end ? chunks - 2 - i : i + 1);
             const Mamba3Chunk chunk = find_chunk(p, launch.chunks, slot);
             const int next = static_cast<int>((i + 1) % 2);
-            if constexpr (kFromEnd) {
-                load_dy<T, kRows, kForwardRows, Tiles::kThreads>(p, launch, chunk, launch_head, row0, shared.x[next]);
+            if (from_end) {
+                load_dy<T, kRows, kForwardRows, kMamba3StatesThreads>(p, launch, chunk, launch_head, row0, shared.x[next]);
             } else {
-                load_x<T, kRows, kForwardRows, Tiles::kThreads>(p, launch, chunk, head, row0, shared.x[next]);
+                load_x<T, kRows, kForwardRows, kMamba3StatesThreads>(p, launch, chunk, head, row0, shared.x[next]);
             }
+            load_rotated<T, kRows, kStates, kMamba3StatesThreads>(p, launch, from_end ? w.q : w.k, chunk, slot, launch_head,
+                                                                  shared.matrix[next]);
             cp_async_commit_group();
             load_chunk_steps<kRows>(shared.steps[next], p, launch.chunks, slot, head);
-            const TurnSource<T> sources[1] = {kFromEnd ? q_source<T>(p, launch, chunk, head, group, shared.matrix[next])
-                                                       : k_source<T>(p, launch, chunk, head, group, shared.matrix[next])};
-            turn_tiles<T, Tiles, 1>(p, launch, chunk, slot, head, shared.steps[next], sources,
-                                    speeds_of(p, launch, chunk, head), nullptr, shared.turns);
         }
         if (i >= 0) {
             const int now = static_cast<int>(i % 2);
-            const int64_t slot = first_slot + (kFromEnd ? chunks - 1 - i : i);
+            const int64_t slot = first_slot + (from_end ? chunks - 1 - i : i);
             T* const to =
-                launch.at<T>(kFromEnd ? w.dstates : w.states) + ((slot * heads + launch_head) * p.headdim + row0) * dstate;
+                launch.at<T>(from_end ? w.dstates : w.states) + ((slot * heads + launch_head) * p.headdim + row0) * dstate;
 #pragma unroll
             for (int j = 0; j < kColumns / 16; ++j) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int own_row = row + lane / 4 + 8 * half;
+                    const int own_row = lane_row + 8 * half;
                     T* const at = own_row < rows ? to + static_cast<int64_t>(own_row) * dstate + column + 16 * j : nullptr;
                     store_row<T>(at, dstate - column - 16 * j, dstate % 4 == 0,
                                  make_float2(state[2 * j][2 * half], state[2 * j][2 * half + 1]),
@@ -117,25 +128,13 @@ __global__ void __launch_bounds__(Tiles::kThreads, kMamba3BlocksTogether<Tiles>)
             }
             const ChunkSteps<kRows>& steps = shared.steps[now];
             update_state<T, kColumns, kStates, kRows>(state, shared.x[now] + row, shared.matrix[now] + column,
-                                                      kFromEnd ? steps.entering : steps.adding, steps.carry, lane);
+                                                      from_end ? steps.entering : steps.adding, steps.carry, lane);
         }
         cp_async_wait_group<0>();
         __syncthreads();
     }
-
-    if (kFromEnd && q.dssm_state != nullptr) {
-#pragma unroll
-        for (int j = 0; j < kColumns / 8; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int own_row = row + lane / 4 + i / 2 * 8;
-                const int own_column = column + 8 * j + lane % 4 * 2 + i % 2;
-                if (own_row < rows && own_column < dstate) {
-                    q.dssm_state[(index * p.headdim + row0 + own_row) * dstate + element_of_column(p, own_column)] =
-                        state[j][i];
-                }
-            }
-        }
+    if (from_end && q.dssm_state != nullptr) {
+        for_each([&](float& value, int64_t at) { q.dssm_state[at] = value; });
     }
 }
 

@@ -1,4 +1,4 @@
-// backward.cuh on Hopper, for 16-bit dtypes, 65 to 128 states, ranks 1, 2 and 4, angles that heads share, no seq_idx: four
+// chunk_gradients.cuh on Hopper, for SISO and MIMO of rank 4 as the table has them (backward_kernels.h): four
 // warpgroups with products on tensor cores that read tiles from shared memory themselves. Two have dq, half of the columns
 // each, and take pairs of rows; two have dk and dx. Between products all threads turn, and go to and from memory. The tiles of
 // the item after, a head or 64 rows of its headdim, are on their way meanwhile.
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     mamba3_backward_warpgroup_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using Shared = Mamba3WarpgroupShared<T>;
-    using Tiles = Mamba3BackwardLayouts<__half>::Middle;
+    using Tiles = Mamba3WarpgroupSums;
     MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_backward_warpgroup_shared);
     Shared& shared = *reinterpret_cast<Shared*>(mamba3_backward_warpgroup_shared);
     griddepcontrol_wait();
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
     if (launch.plan.whole) {
         store_whole<T>(p, static_cast<T*>(of_k ? q.dk : q.dq) + at, row_stride, sum, rows, column0, part.lane);
     } else {
-        store_sum<4>(launch.at<float>(of_k ? launch.plan.workspace.dk : launch.plan.workspace.dq) + at + column0, row_stride,
+        store_sum<4>(launch.at<float>(of_k ? launch.plan.workspace.dk_parts : launch.plan.workspace.dq_parts) + at + column0, row_stride,
                      sum, rows, walk.dstate() - column0, launch.first_head > 0, part.lane);
     }
 #else

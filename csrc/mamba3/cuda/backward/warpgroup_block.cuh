@@ -7,6 +7,8 @@
 namespace mamba {
 
 constexpr int kMamba3BackwardThreads = 512;
+constexpr int kMamba3WarpgroupRank = 4;  // at most
+using Mamba3WarpgroupSums = Mamba3BackwardTiles<128, 64, 64>;  // whose sums of steps these are
 constexpr int kMamba3WarpgroupWarps = kMamba3BackwardThreads / 32;
 
 // Where a block's chunk lies in tensors and workspace: of the launch's first head in the group, of its first step. In shared
@@ -29,7 +31,7 @@ struct Mamba3ChunkPlaces {
 // Columns of a tile of 128 are two blocks of 64, and so 32 pairs, a lane each.
 template <typename T>
 struct Mamba3WarpgroupShared {
-    using Sums = Mamba3ChunkSums<Mamba3BackwardLayouts<__half>::Middle>;
+    using Sums = Mamba3ChunkSums<Mamba3WarpgroupSums>;
     static constexpr int kRows = kWarpgroupSteps;
     static constexpr int kStates = kMamba3WarpgroupStates;
     static constexpr int kInner = kForwardRows;
@@ -85,7 +87,7 @@ struct Mamba3WarpgroupShared {
     // What each warp's rows hand to the angles of earlier steps.
     __device__ __forceinline__ float* part_later(int part) { return dx() + kRows * kDxPitch + part * 64; }
 };
-static_assert(sizeof(Mamba3WarpgroupShared<__half>) <= kMamba3WarpgroupShared, "what the plan counts on");
+static_assert(sizeof(Mamba3WarpgroupShared<__half>) <= kMamba3BackwardSharedWarpgroups, "the table says so");
 
 // A head of the launch's in a group, or 64 rows of its headdim.
 struct Mamba3Item {
@@ -108,7 +110,7 @@ struct Mamba3Stand {
           warp(__shfl_sync(0xffffffffu, thread / 32, 0) & (kMamba3WarpgroupWarps - 1)) {}
 };
 
-// A block's chunk and items. kRank: 1, 2 or 4.
+// A block's chunk and items. kRank: 1 (SISO: pairs are neighbours, no projections), or 4 (MIMO: halves, all projections).
 template <typename T, int kRank>
 struct Mamba3Walk {
     static constexpr bool kRanks = kRank > 1;
@@ -201,23 +203,26 @@ struct Mamba3Walk {
         int64_t block = blockIdx.x / launch.plan.splits;
         const int64_t group = block % p.ngroups;
         const Mamba3Chunk chunk = find_chunk(p, launch.chunks, block / p.ngroups);
-        const TurnSource<T> sources[2] = {q_source<T>(p, launch, chunk, 0, group, shared.group_q),
-                                          k_source<T>(p, launch, chunk, 0, group, shared.group_k)};
+        const T* const q_rows =
+            static_cast<const T*>(p.q) + chunk.row * p.q_batch_stride + chunk.first * p.q_len_stride + group * p.q_group_stride;
+        const T* const k_rows =
+            static_cast<const T*>(p.k) + chunk.row * p.k_batch_stride + chunk.first * p.k_len_stride + group * p.k_group_stride;
         const int thread = stand().thread;
 #pragma unroll 4
         for (int i = thread; i < kRows * 64; i += kMamba3BackwardThreads) {
-            const int row = i / 64, column = i % 64 * 2;
-            const int a = element_of_column(p, column), b = element_of_column(p, column + 1);
+            const int row = i / 64, column = i % 64 * 2, step = row >> kRankLog2, r = row & (kRank - 1);
+            const bool exists = row < shared.places.rows && column < dstate();  // an even number
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
-                const TurnSource<T>& source = sources[m];
+                const T* const from = m == 0 ? q_rows + step * p.q_len_stride + r * p.q_rank_stride
+                                             : k_rows + step * p.k_len_stride + r * p.k_rank_stride;
                 float2 value = make_float2(0.0f, 0.0f);
-                if (row < shared.places.rows && column < dstate()) {  // an even number
-                    value = load_two<T>(
-                        source.rows + (row >> kRankLog2) * source.len_stride + (row & (kRank - 1)) * source.rank_stride, a, b,
-                        source.pairs);
+                if (exists && kRank == 1) {  // neighbours
+                    value = load_pair<T>(from + column);
+                } else if (exists) {
+                    value = make_float2(to_float(from[column / 2]), to_float(from[column / 2 + dstate() / 2]));
                 }
-                store_pair<T>(source.tile + Tile::at(row, column), value.x, value.y);
+                store_pair<T>((m == 0 ? shared.group_q : shared.group_k) + Tile::at(row, column), value.x, value.y);
             }
         }
     }

@@ -186,11 +186,6 @@ __device__ __forceinline__ void sum_rows(const Mamba3Walk<T, kRank>& walk, float
     }
     fold<4, 8>(values, lane);
     const int second = first + lane / 8 % 2 * 2;
-    if (kRank == 2) {
-        store(second, 0);
-        store(second + 1, 1);
-        return;
-    }
     fold<2, 4>(values, lane);
     store(second + lane / 4 % 2, 0);
 }
