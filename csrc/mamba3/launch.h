@@ -16,4 +16,9 @@ struct Mamba3Launchers {
     static Mamba3Launchers of();
 };
 
+// The same for all dtypes, in cuda.cu. ends, from what the pass before has left of each segment:
+cudaError_t launch_mamba3_carry_states(const MambaMamba3& p, int64_t segments, float* ends, const float* decays);
+// The output, from rows of y that wait.
+cudaError_t launch_mamba3_finish_rows(const MambaMamba3& p, const float* rows);
+
 }  // namespace mamba

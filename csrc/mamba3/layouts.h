@@ -20,8 +20,8 @@ struct Mamba3Layouts {
 };
 template <>
 struct Mamba3Layouts<float> {
-    using Small = Mamba3Sizes<64, 32>;
-    using Middle = Mamba3Sizes<128, 16>;
+    using Small = Mamba3Sizes<128, 16>;
+    using Middle = Small;
     using Large = Mamba3Sizes<256, 16>;
 };
 

@@ -96,29 +96,39 @@ int64_t mamba3_rows(Mamba3LayoutIndex layout) {
                                      : Layouts::Large::kRows;
 }
 
-// Steps of a part of a chunk in forward_warpgroup.cuh, if the chunk has more: half a warp, or a warp, turns the rows of one.
-inline int64_t mamba3_part_steps(const MambaMamba3& p) {
-    return p.pairwise != 0 ? 8 : p.rank == 4 ? 4 : 16;
+// Whether a stride times the steps of a chunk is an int, in bytes too.
+inline bool mamba3_stride_fits(int64_t stride) {
+    const int64_t most = INT32_MAX / kMamba3MostSteps;
+    return -most <= stride && stride <= most;
 }
 
-// Whether forward_warpgroup.cuh can walk along a call's chunks, on Hopper: the usual case.
-inline bool mamba3_warpgroups_fit(const MambaMamba3& p) {
-    const int64_t size = dtype_size(p.dtype), rank = p.rank;
-    const int64_t word = p.pairwise != 0 ? 8 : 4;  // bytes that a lane turns together
-    const int64_t most = INT32_MAX / kMamba3MostSteps;
-    const auto fits = [&](int64_t stride) { return -most <= stride && stride <= most; };  // as bytes in an int
-    return p.dtype != MAMBA_FLOAT32 && p.dstate <= 128 && p.dstate % 4 == 0 && p.seq_idx == nullptr &&
-           (p.pairwise == 0 || p.nangles % 2 == 0) && p.seqlen <= INT32_MAX &&
-           rank <= (p.pairwise != 0 ? 1 : kMamba3MostRanks) && rows_aligned(p.q_bias, 4, 2 * word, p.dstate) &&
-           rows_aligned(p.k_bias, 4, 2 * word, p.dstate) &&
+// What both kinds of walks on warpgroups ask of a call: 16-bit dtypes, up to 128 states, no seq_idx. word: bytes of q and k that
+// a lane reads together.
+inline bool mamba3_walk_fits(const MambaMamba3& p, int64_t word) {
+    const int64_t size = dtype_size(p.dtype), rank = p.rank, most = INT32_MAX / kMamba3MostSteps;
+    return p.dtype != MAMBA_FLOAT32 && p.dstate <= 128 && p.dstate % 4 == 0 && p.seq_idx == nullptr && p.seqlen <= INT32_MAX &&
+           rows_aligned(p.q_bias, 4, 16, p.dstate) && rows_aligned(p.k_bias, 4, 16, p.dstate) &&
            rows_aligned(p.q, size, word, p.q_batch_stride, p.q_len_stride, p.q_group_stride,
                         used_stride(rank, p.q_rank_stride)) &&
            rows_aligned(p.k, size, word, p.k_batch_stride, p.k_len_stride, p.k_group_stride,
                         used_stride(rank, p.k_rank_stride)) &&
            rows_aligned(p.v, size, 16, p.headdim, p.v_batch_stride, p.v_len_stride, p.v_head_stride) &&
            rows_aligned(p.mimo_v, 4, 16) && p.nheads * p.nangles <= most && p.nheads * kMamba3BackwardArrays <= most / 4 &&
-           fits(p.v_len_stride) && fits(p.q_len_stride) && fits(p.k_len_stride) && fits(used_stride(rank, p.q_rank_stride)) &&
-           fits(used_stride(rank, p.k_rank_stride));
+           mamba3_stride_fits(p.v_len_stride) && mamba3_stride_fits(p.q_len_stride) && mamba3_stride_fits(p.k_len_stride) &&
+           mamba3_stride_fits(used_stride(rank, p.q_rank_stride)) && mamba3_stride_fits(used_stride(rank, p.k_rank_stride));
+}
+// SISO: one rank of neighbouring pairs, without projections (turn_pairs_warpgroup.cuh).
+inline bool mamba3_siso_fits(const MambaMamba3& p) {
+    return p.pairwise != 0 && p.rank == 1 && p.nangles % 2 == 0 && p.mimo_v == nullptr && p.mimo_z == nullptr &&
+           p.mimo_out == nullptr && mamba3_walk_fits(p, 8);
+}
+// MIMO: four ranks of 128 states, of whose pairs, half of dstate apart, angles turn 32 at most (turn_steps_warpgroup.cuh).
+inline bool mamba3_mimo_fits(const MambaMamba3& p) {
+    return p.pairwise == 0 && p.rank == 4 && p.dstate == 128 && p.nangles <= 32 && mamba3_walk_fits(p, 16);
+}
+// Steps of a part of a chunk, if the chunk has more: half a warp, or a warp, rotates the rows of one.
+inline int64_t mamba3_part_steps(const MambaMamba3& p) {
+    return p.rank == 1 ? 8 : 4;
 }
 
 // Whether the device has what the kernels on warpgroups need: 9.0 is the only one.
@@ -135,32 +145,17 @@ inline cudaError_t mamba3_has_warpgroups(const MambaMamba3& p, bool* has) {
 #endif
 }
 
-// Whether a forward call runs it.
+// Whether a forward call runs on warpgroups: SISO, whose norm is over one block's columns, or MIMO with gate and output projection
+// and without norm.
 inline cudaError_t choose_mamba3_warpgroups(const MambaMamba3& p, bool* warpgroups) {
     const int64_t size = dtype_size(p.dtype);
     const cudaError_t error = mamba3_has_warpgroups(p, warpgroups);
-    *warpgroups = *warpgroups && mamba3_warpgroups_fit(p) && (p.norm_weight == nullptr || p.headdim <= kMamba3StateRows) &&
-                  rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
-                  rows_aligned(p.out, size, 16, p.out_batch_stride, p.out_len_stride, p.out_head_stride,
-                               p.mimo_out != nullptr ? 0 : used_stride(p.rank, p.out_rank_stride));
+    const bool siso = mamba3_siso_fits(p) && (p.norm_weight == nullptr || p.headdim <= kMamba3StateRows);
+    const bool mimo = mamba3_mimo_fits(p) && p.z != nullptr && p.mimo_out != nullptr && p.norm_weight == nullptr &&
+                      mamba3_stride_fits(p.z_len_stride) && mamba3_stride_fits(p.out_len_stride);
+    *warpgroups = *warpgroups && (siso || mimo) && rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
+                  rows_aligned(p.out, size, 16, p.out_batch_stride, p.out_len_stride, p.out_head_stride);
     return error;
-}
-
-// Whether turn_steps_warpgroup.cuh can turn q and k of a call that mamba3_warpgroups_fit.
-inline bool mamba3_steps_turn(const MambaMamba3& p) {
-    const int64_t size = dtype_size(p.dtype);
-    return p.rank == 4 && p.pairwise == 0 && p.dstate == 128 && p.nangles <= 32 &&
-           rows_aligned(p.q, size, 16, p.q_batch_stride, p.q_len_stride, p.q_group_stride, p.q_rank_stride) &&
-           rows_aligned(p.k, size, 16, p.k_batch_stride, p.k_len_stride, p.k_group_stride, p.k_rank_stride);
-}
-
-// Whether forward_ranks_warpgroup.cuh takes a call that choose_mamba3_warpgroups lets run on warpgroups: the usual one of four
-// ranks.
-inline bool mamba3_ranks_fit(const MambaMamba3& p) {
-    const int64_t most = INT32_MAX / kMamba3MostSteps;
-    const auto fits = [&](int64_t stride) { return -most <= stride && stride <= most; };
-    return mamba3_steps_turn(p) && p.z != nullptr && p.mimo_out != nullptr && p.norm_weight == nullptr &&
-           fits(p.z_len_stride) && fits(p.out_len_stride);
 }
 
 // With that much a multiprocessor holds four forward blocks of up to 128 states.

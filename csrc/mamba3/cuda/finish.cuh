@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/cuda_vector.cuh"
-#include "mamba3/plan.h"
+#include "mamba3/cuda/walk.cuh"
 
 namespace mamba {
 
@@ -15,12 +15,6 @@ struct Mamba3FinishVectors {
 constexpr int kMamba3YPitch = kMamba3StateRows + 8;
 constexpr int kMamba3FinishColumns = 8;  // of a thread
 
-struct Mamba3FinishHead {
-    int64_t head;
-    int row0, columns;  // of headdim, from row0 on; may be more than the tile has
-    int64_t row;        // of the tensors
-};
-
 template <typename T>
 struct Mamba3FinishTile {
     const float* y;  // (steps * ranks, kMamba3YPitch)
@@ -32,17 +26,13 @@ struct Mamba3FinishTile {
 };
 
 // Neighbours of a tensor that may end before them.
-template <typename T, bool kVectors>
+template <typename T>
 __device__ __forceinline__ void load_columns(float (&values)[kMamba3FinishColumns], const T* from, int left, bool vectors) {
-    if constexpr (kVectors) {
-        unpack<T, kMamba3FinishColumns>(packed_load<T, kMamba3FinishColumns>(from), values);
-    } else {
-        unpack<T, kMamba3FinishColumns>(packed_load_padded<T, kMamba3FinishColumns>(from, left, vectors), values);
-    }
+    unpack<T, kMamba3FinishColumns>(packed_load_padded<T, kMamba3FinishColumns>(from, left, vectors), values);
 }
-template <typename T, bool kVectors>
+template <typename T>
 __device__ __forceinline__ void store_columns(T* to, const float (&values)[kMamba3FinishColumns], int left, bool vectors) {
-    if (kVectors || (vectors && left >= kMamba3FinishColumns)) {
+    if (vectors && left >= kMamba3FinishColumns) {
         packed_store<T, kMamba3FinishColumns>(to, pack<T, kMamba3FinishColumns>(values));
     } else {
 #pragma unroll
@@ -55,7 +45,7 @@ __device__ __forceinline__ void store_columns(T* to, const float (&values)[kMamb
 }
 
 // A row of y with D x, x = mimo_v v. weight: the weights' element of the thread's first column.
-template <typename T, bool kVectors>
+template <typename T>
 __device__ __forceinline__ void load_scan_row(float (&y)[kMamba3FinishColumns], const MambaMamba3& p,
                                               const Mamba3FinishTile<T>& tile, int row, int column,
                                               const float (&v)[kMamba3FinishColumns], float D, int64_t weight, int left,
@@ -64,7 +54,7 @@ __device__ __forceinline__ void load_scan_row(float (&y)[kMamba3FinishColumns], 
     if (tile.with_D && p.D != nullptr) {
         if (p.mimo_v != nullptr) {
             float weights[kMamba3FinishColumns];
-            load_columns<float, kVectors>(weights, p.mimo_v + weight, left, vectors);
+            load_columns<float>(weights, p.mimo_v + weight, left, vectors);
 #pragma unroll
             for (int i = 0; i < kMamba3FinishColumns; ++i) {
                 y[i] = fmaf(D, v[i] * weights[i], y[i]);
@@ -80,19 +70,19 @@ __device__ __forceinline__ void load_scan_row(float (&y)[kMamba3FinishColumns], 
 
 // out of the tile's steps, one row each without weights or norm, in vectors; eight neighbouring threads take a step.
 template <typename T>
-__device__ __forceinline__ void finish_plain_chunk(const MambaMamba3& p, const Mamba3FinishHead& head,
+__device__ __forceinline__ void finish_plain_chunk(const MambaMamba3& p, const Mamba3Block& block,
                                                    const Mamba3FinishTile<T>& tile) {
     constexpr int kColumns = kMamba3FinishColumns;
     constexpr int kStepThreads = kMamba3StateRows / kColumns;
     const int column = threadIdx.x % kStepThreads * kColumns;
     const int pass = static_cast<int>(blockDim.x) / kStepThreads;
-    const float D = p.D != nullptr ? p.D[head.head] : 0.0f;
+    const float D = p.D != nullptr ? p.D[block.head] : 0.0f;
     int step = static_cast<int>(threadIdx.x) / kStepThreads;
     const int64_t at = tile.first + step;
-    const T* z = static_cast<const T*>(p.z) + head.row * p.z_batch_stride + at * p.z_len_stride + head.head * p.z_head_stride +
-                 head.row0 + column;
-    T* to = static_cast<T*>(p.out) + head.row * p.out_batch_stride + at * p.out_len_stride + head.head * p.out_head_stride +
-            head.row0 + column;
+    const T* z = static_cast<const T*>(p.z) + block.range.row * p.z_batch_stride + at * p.z_len_stride + block.head * p.z_head_stride +
+                 block.row0 + column;
+    T* to = static_cast<T*>(p.out) + block.range.row * p.out_batch_stride + at * p.out_len_stride + block.head * p.out_head_stride +
+            block.row0 + column;
     const int64_t z_pass = pass * p.z_len_stride, to_pass = pass * p.out_len_stride;
     const float* from = tile.y + step * kMamba3YPitch + column;
     const T* x = tile.v + step * tile.v_pitch + column;
@@ -125,16 +115,16 @@ __device__ __forceinline__ void finish_plain_chunk(const MambaMamba3& p, const M
     }
 }
 
-// out of the tile's steps, whatever there is. kVectors: all columns exist, and all accesses are vectors.
-template <typename T, bool kVectors>
-__device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3FinishHead& head,
+// out of the tile's steps, whatever there is.
+template <typename T>
+__device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3Block& block,
                                              const Mamba3FinishTile<T>& tile, const Mamba3FinishVectors& vectors) {
     constexpr int kColumns = kMamba3FinishColumns;
     constexpr int kStepThreads = kMamba3StateRows / kColumns;
     const int column = threadIdx.x % kStepThreads * kColumns;
-    const int left = head.columns - column;
-    const float D = p.D != nullptr ? p.D[head.head] : 0.0f;
-    const int64_t weights = head.head * p.rank * p.headdim + head.row0 + column;
+    const int left = block.columns - column;
+    const float D = p.D != nullptr ? p.D[block.head] : 0.0f;
+    const int64_t weights = block.head * p.rank * p.headdim + block.row0 + column;
     const float per_column = 1.0f / static_cast<float>(p.headdim);
     for (int first = 0; first < tile.steps; first += static_cast<int>(blockDim.x) / kStepThreads) {
         const int step = first + static_cast<int>(threadIdx.x) / kStepThreads;
@@ -147,19 +137,19 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3F
             z[i] = out[i] = 0.0f;
         }
         if (p.z != nullptr && exists) {
-            const T* const from = static_cast<const T*>(p.z) + head.row * p.z_batch_stride + at * p.z_len_stride +
-                                  head.head * p.z_head_stride + head.row0 + column;
-            load_columns<T, kVectors>(z, from, left, vectors.z != 0);
+            const T* const from = static_cast<const T*>(p.z) + block.range.row * p.z_batch_stride + at * p.z_len_stride +
+                                  block.head * p.z_head_stride + block.row0 + column;
+            load_columns<T>(z, from, left, vectors.z != 0);
         }
         unpack<T, kColumns>(packed_load<T, kColumns>(tile.v + own * tile.v_pitch + column), v);
-        T* const to = static_cast<T*>(p.out) + head.row * p.out_batch_stride + at * p.out_len_stride +
-                      head.head * p.out_head_stride + head.row0 + column;
+        T* const to = static_cast<T*>(p.out) + block.range.row * p.out_batch_stride + at * p.out_len_stride +
+                      block.head * p.out_head_stride + block.row0 + column;
 #pragma unroll 1
         for (int rank = 0; rank < p.rank; ++rank) {
             const int64_t weight = weights + rank * p.headdim;
             const bool weight_vectors = vectors.weights != 0;
             float y[kColumns];
-            load_scan_row<T, kVectors>(y, p, tile, own * tile.ranks + rank, column, v, D, weight, left, weight_vectors);
+            load_scan_row<T>(y, p, tile, own * tile.ranks + rank, column, v, D, weight, left, weight_vectors);
             if (p.norm_weight != nullptr) {
                 float squares = 0.0f;
 #pragma unroll
@@ -172,7 +162,7 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3F
                 }
                 const float rstd = rsqrtf(fmaf(squares, per_column, p.norm_eps));
                 float scale[kColumns];
-                load_columns<float, kVectors>(scale, p.norm_weight + head.head * p.headdim + head.row0 + column, left,
+                load_columns<float>(scale, p.norm_weight + block.head * p.headdim + block.row0 + column, left,
                                               weight_vectors);
 #pragma unroll
                 for (int i = 0; i < kColumns; ++i) {
@@ -182,7 +172,7 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3F
             if (p.z != nullptr) {
                 float scale[kColumns];
                 if (p.mimo_z != nullptr) {
-                    load_columns<float, kVectors>(scale, p.mimo_z + weight, left, weight_vectors);
+                    load_columns<float>(scale, p.mimo_z + weight, left, weight_vectors);
                 }
 #pragma unroll
                 for (int i = 0; i < kColumns; ++i) {
@@ -191,11 +181,11 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3F
             }
             if (p.mimo_out == nullptr) {
                 if (exists) {
-                    store_columns<T, kVectors>(to + rank * p.out_rank_stride, y, left, vectors.out != 0);
+                    store_columns<T>(to + rank * p.out_rank_stride, y, left, vectors.out != 0);
                 }
             } else {
                 float scale[kColumns];
-                load_columns<float, kVectors>(scale, p.mimo_out + weight, left, weight_vectors);
+                load_columns<float>(scale, p.mimo_out + weight, left, weight_vectors);
 #pragma unroll
                 for (int i = 0; i < kColumns; ++i) {
                     out[i] = fmaf(y[i], scale[i], out[i]);
@@ -203,103 +193,36 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3F
             }
         }
         if (p.mimo_out != nullptr && exists) {
-            store_columns<T, kVectors>(to, out, left, vectors.out != 0);
+            store_columns<T>(to, out, left, vectors.out != 0);
         }
     }
 }
 
 // The tile's rows of y with D to rows (B, L, R, H, P), for mamba3_finish_kernel.
 template <typename T>
-__device__ __forceinline__ void store_scan_rows(const MambaMamba3& p, const Mamba3FinishHead& head,
+__device__ __forceinline__ void store_scan_rows(const MambaMamba3& p, const Mamba3Block& block,
                                                 const Mamba3FinishTile<T>& tile, float* rows, bool adds) {
     constexpr int kColumns = kMamba3FinishColumns;
     constexpr int kRowThreads = kMamba3StateRows / kColumns;
     const int column = threadIdx.x % kRowThreads * kColumns;
-    const int left = head.columns - column;
-    const float D = p.D != nullptr ? p.D[head.head] : 0.0f;
+    const int left = block.columns - column;
+    const float D = p.D != nullptr ? p.D[block.head] : 0.0f;
     for (int row = threadIdx.x / kRowThreads; row < tile.steps * tile.ranks; row += blockDim.x / kRowThreads) {
         const int step = row / tile.ranks;
         const int64_t rank = tile.q_rank + row % tile.ranks;
         if (rank < p.rank && left > 0) {
             float v[kColumns], y[kColumns];
             unpack<T, kColumns>(packed_load<T, kColumns>(tile.v + step * tile.v_pitch + column), v);
-            load_scan_row<T, false>(y, p, tile, row, column, v, D, (head.head * p.rank + rank) * p.headdim + head.row0 + column,
+            load_scan_row<T>(y, p, tile, row, column, v, D, (block.head * p.rank + rank) * p.headdim + block.row0 + column,
                                     left, false);
             float* const to = rows +
-                              (((head.row * p.seqlen + tile.first + step) * p.rank + rank) * p.nheads + head.head) * p.headdim +
-                              head.row0 + column;
+                              (((block.range.row * p.seqlen + tile.first + step) * p.rank + rank) * p.nheads + block.head) * p.headdim +
+                              block.row0 + column;
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) {
                 if (i < left) {
                     to[i] = adds ? to[i] + y[i] : y[i];
                 }
-            }
-        }
-    }
-}
-
-// Out of such rows: a warp for each step and head.
-constexpr int kMamba3FinishThreads = 128;
-
-template <typename T>
-__global__ void __launch_bounds__(kMamba3FinishThreads) mamba3_finish_kernel(const MambaMamba3 p, const float* rows) {
-    constexpr int kEach = MAMBA_MAX_HEADDIM / 32;
-    const int lane = threadIdx.x % 32;
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * (kMamba3FinishThreads / 32) + threadIdx.x / 32;
-    if (index >= p.batch * p.seqlen * p.nheads) {
-        return;
-    }
-    const int64_t head = index % p.nheads;
-    const int64_t step = index / p.nheads % p.seqlen;
-    const int64_t row = index / p.nheads / p.seqlen;
-    if (p.cu_seqlens != nullptr && step >= p.cu_seqlens[p.sequences]) {
-        return;
-    }
-    const T* const z = static_cast<const T*>(p.z) + row * p.z_batch_stride + step * p.z_len_stride + head * p.z_head_stride;
-    T* const to = static_cast<T*>(p.out) + row * p.out_batch_stride + step * p.out_len_stride + head * p.out_head_stride;
-    float out[kEach] = {};
-    for (int64_t rank = 0; rank < p.rank; ++rank) {
-        const float* const from = rows + (((row * p.seqlen + step) * p.rank + rank) * p.nheads + head) * p.headdim;
-        const int64_t weights = (head * p.rank + rank) * p.headdim;
-        float y[kEach];
-        float squares = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            y[i] = lane + 32 * i < p.headdim ? from[lane + 32 * i] : 0.0f;
-            squares = fmaf(y[i], y[i], squares);
-        }
-        float rstd = 1.0f;
-        if (p.norm_weight != nullptr) {
-#pragma unroll
-            for (int distance = 16; distance > 0; distance /= 2) {
-                squares += __shfl_xor_sync(0xffffffffu, squares, distance);
-            }
-            rstd = rsqrtf(squares / static_cast<float>(p.headdim) + p.norm_eps);
-        }
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const int column = lane + 32 * i;
-            if (column < p.headdim) {
-                if (p.norm_weight != nullptr) {
-                    y[i] *= rstd * p.norm_weight[head * p.headdim + column];
-                }
-                if (p.z != nullptr) {
-                    const float gate = to_float(z[column]);
-                    y[i] *= silu(p.mimo_z != nullptr ? gate * p.mimo_z[weights + column] : gate);
-                }
-                if (p.mimo_out == nullptr) {
-                    to[rank * p.out_rank_stride + column] = from_float<T>(y[i]);
-                } else {
-                    out[i] = fmaf(y[i], p.mimo_out[weights + column], out[i]);
-                }
-            }
-        }
-    }
-    if (p.mimo_out != nullptr) {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            if (lane + 32 * i < p.headdim) {
-                to[lane + 32 * i] = from_float<T>(out[i]);
             }
         }
     }

@@ -21,9 +21,9 @@ constexpr int kMamba3RanksThreads = 2 * kMamba3Threads;
 // All of a block's chunks, one ahead of the other warpgroup.
 template <typename T, bool kBack>
 __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
-                                                  const Mamba3Block<false>& block, unsigned char* shared, int thread) {
+                                                  const Mamba3Block& block, unsigned char* shared, int thread) {
     using Tiles = Mamba3RanksTiles<kBack>;
-    Mamba3StepsTurner<T, kMamba3Output> turner(p, launch, block, shared + Tiles::kTurnerAt, thread);
+    Mamba3StepsTurner<T, true> turner(p, launch, block, shared + Tiles::kTurnerAt, thread);
     const int64_t first = block.first_step(launch.chunks);
     int left = static_cast<int>(block.range.begin + block.range.seqlen - first);
     const T* v = static_cast<const T*>(p.v) + block.range.row * p.v_batch_stride + first * p.v_len_stride +
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kMamba3RanksThreads, 2)
     using Tiles = Mamba3RanksTiles<kBack>;
     MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_ranks_shared);
     const int thread = threadIdx.x;
-    const Mamba3Block<false> block(p, launch);
+    const Mamba3Block block(p, launch);
     float* const weights = reinterpret_cast<float*>(mamba3_ranks_shared + Tiles::kWeightsAt);
     for (int i = thread; i < 4 * kMamba3StateRows; i += kMamba3RanksThreads) {
         const int column = i / 4;
@@ -136,8 +136,7 @@ cudaError_t launch_mamba3_ranks(const MambaMamba3& p, Mamba3WarpgroupLaunch laun
         return error;
     }
     launch.segments = segments;
-    const int64_t blocks = ceil_div(p.headdim, kMamba3StateRows) * launch.group_heads * p.ngroups * segments * p.sequences;
-    return launch_programmatic_dependent(kernel, static_cast<unsigned>(blocks), kMamba3RanksThreads,
+    return launch_programmatic_dependent(kernel, static_cast<unsigned>(launch.blocks(p)), kMamba3RanksThreads,
                                          static_cast<size_t>(kShared), p.run.stream, p, launch);
 }
 

@@ -3,16 +3,14 @@
 
 #include "mamba3/cuda/finish.cuh"
 #include "mamba3/cuda/turn_rows.cuh"
+#include "mamba3/cuda/walk.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 
 namespace mamba {
 
-struct Mamba3ForwardLaunch {
-    Mamba3Chunks chunks;
-    int64_t segments, chunks_a_segment;
-    float* ends;             // (segments - 1, U, H, P, N): the state with which a segment starts, one before it
-    float* decays;           // (segments - 1, U, H): the decay over the segment before
+struct Mamba3ForwardLaunch : Mamba3WalkLaunch {
     float* rows;             // (B, L, R, H, P), or NULL: the rows of y, for mamba3_finish_kernel
+    int32_t results;         // out and the final state; else a segment's state at its end from zero, and its decay
     int32_t ranks_log2;      // rows of a step in a tile
     int32_t q_rank, k_rank;  // the first of them
     int32_t adds;            // to rows and final_ssm
@@ -60,20 +58,28 @@ struct Mamba3MixTiles {
     }
 };
 
-// Shared memory, in bytes. The rows of y take the place of q and M.
+// Shared memory of a block. The rows of y take the place of q and M. Behind it v's steps, where x's rows are not v's.
 template <typename T, class Layout>
-struct Mamba3ForwardTiles {
+struct Mamba3ForwardShared {
     static constexpr int kRows = Layout::kRows;
-    static constexpr int kMatrix = kRows * PaddedTile<Layout::kStates>::kPitch * static_cast<int>(sizeof(T));
-    static constexpr int kMix = Mamba3MixTiles<kRows>::kSize * static_cast<int>(sizeof(T));
-    static constexpr int kY = kRows * kMamba3YPitch * static_cast<int>(sizeof(float));
-    static constexpr int kFirst = kMatrix + kMix > kY ? kMatrix + kMix : kY;
-    static constexpr int kX = kRows * kMamba3XPitch * static_cast<int>(sizeof(T));
-    static constexpr int kSums = kMamba3TurnSums<Layout::kStates> * 4;
-    static constexpr int kValues = static_cast<int>(sizeof(Mamba3RowValues<kRows>));
-    static constexpr int kFixed = kFirst + kMatrix + kX + kSums + kValues;
-    // v, where it is not x.
-    static int64_t v_bytes(int64_t steps) { return steps * kMamba3XPitch * static_cast<int64_t>(sizeof(T)); }
+    struct Scores {
+        T q[kRows * PaddedTile<Layout::kStates>::kPitch];
+        T M[Mamba3MixTiles<kRows>::kSize];
+    };
+    union {
+        Scores scores;
+        float y[kRows * kMamba3YPitch];
+    };
+    T k[kRows * PaddedTile<Layout::kStates>::kPitch];
+    T x[kRows * kMamba3XPitch];
+    typename Mamba3TurnSum<T>::Value turn_sums[kMamba3TurnSums<Layout::kStates>];
+    Mamba3RowValues<kRows> values;
+
+    __device__ __forceinline__ T* v(bool projects) { return projects ? reinterpret_cast<T*>(this + 1) : x; }
+    static int64_t bytes(bool projects, int64_t steps) {
+        const int64_t fixed = sizeof(Mamba3ForwardShared);
+        return fixed + (projects ? steps * kMamba3XPitch * static_cast<int64_t>(sizeof(T)) : 0);
+    }
 };
 
 // Blocks that a multiprocessor shall hold, see forward_blocks in ssd/cuda/forward.cuh.
@@ -215,43 +221,6 @@ __device__ __forceinline__ void mix_rows(T* M_tile, const T* q_tile, const T* k_
                 store_pair<T>(M_tile + Mix::offset(i, j) + row * Mix::kPitch + column,
                               weigh(s, earlier.x, earlier_low.x, scale.x, left),
                               weigh(s + 1, earlier.y, earlier_low.y, scale.y, right));
-            }
-        }
-    }
-}
-
-// The step before a sequence's first one: its (1 - lambda) dt is the first step's.
-template <int kStates>
-__device__ __forceinline__ void add_step_before(float (&state)[kStates / 8][4], const MambaMamba3& p, int64_t sequence,
-                                                const Mamba3Sequence& range, int64_t head, int k_rank, int ranks, int row0,
-                                                int row, int rows, int lane) {
-    const float dt = load_as_float(
-        p.dt, range.row * p.dt_batch_stride + range.begin * p.dt_len_stride + head * p.dt_head_stride, p.dt_dtype);
-    const float trap = load_as_float(
-        p.trap, range.row * p.trap_batch_stride + range.begin * p.trap_len_stride + head * p.trap_head_stride, p.trap_dtype);
-    const float nu = sigmoid(-trap) * dt;
-    const int dstate = static_cast<int>(p.dstate);
-#pragma unroll 1
-    for (int r = k_rank; r < k_rank + ranks && r < p.rank; ++r) {
-        const float* const k = p.k_state + ((sequence * p.rank + r) * p.nheads + head) * p.dstate;
-        float x[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int own = row + lane / 4 + 8 * i;
-            x[i] = 0.0f;
-            if (own < rows) {
-                x[i] = nu * p.v_state[(sequence * p.nheads + head) * p.headdim + row0 + own];
-                x[i] *= p.mimo_v != nullptr ? p.mimo_v[(head * p.rank + r) * p.headdim + row0 + own] : 1.0f;
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < kStates / 8; ++j) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int n = 8 * j + lane % 4 * 2 + i;
-                const float entry = n < dstate ? k[n] : 0.0f;
-                state[j][i] = fmaf(x[0], entry, state[j][i]);
-                state[j][2 + i] = fmaf(x[1], entry, state[j][2 + i]);
             }
         }
     }

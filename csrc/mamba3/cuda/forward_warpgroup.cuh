@@ -1,23 +1,35 @@
 // The forward scan on Hopper, for 16-bit dtypes and up to 128 states: a block walks the chunks of 64 rows of one head's state,
-// as in forward.cuh, but with two warpgroups. One turns q and k of the next chunk (make_tiles_warpgroup.cuh), the other one
-// multiplies and finishes the present one's. chunks.cuh has the formulas. Backward walks the same way (Mamba3Pass).
+// as in forward.cuh, but with two warpgroups. chunks.cuh has the formulas. Backward walks the same way (Mamba3Pass).
+//
+//      warpgroup 0, multiplies                       warpgroup 1, rotates (make_tiles_warpgroup.cuh)
+//      ----------------------------------------      --------------------------------------------------------
+//                                                    chunk 0: q, k, x, values -> stage[0]
+//   A  ------------------------- __syncthreads: chunk 0 is there ----------------------------------------
+//      chunk 0: q k^T -> M; H q^T; M x; x^T k        chunk 1 -> stage[1]; asks for rows of chunk 2
+//      y: D, norm, gate -> memory
+//   B  the state after chunk 0 -> shared memory
+//   A  ------------------------- __syncthreads: chunk 1 is there, stage[0] is free ----------------------
+//      chunk 1 ...                                   chunk 2 -> stage[0] ...
+//
+// A: all 256 threads, once before the first chunk and once a chunk: both warpgroups pass it 1 + chunks times, warpgroup 0 at a
+// chunk's start, warpgroup 1 at its end.
+// B: named barrier of warpgroup 0 alone, once a chunk: its warps have read the state before the chunk, whose place the next one
+// takes. It is skipped where no state is read (a segment's end).
 #pragma once
 
-#include "mamba3/cuda/finish_warpgroup.cuh"
-#include "mamba3/cuda/forward_tile.cuh"
 #include "mamba3/cuda/backward/gate_warpgroup.cuh"
-#include "mamba3/cuda/make_tiles_warpgroup.cuh"
+#include "mamba3/cuda/finish_warpgroup.cuh"
 #include "mamba3/cuda/state_warpgroup.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 
 namespace mamba {
 
-// Registers of a thread of each warpgroup; two blocks a multiprocessor. Of halves with fewer for products ptxas waits behind
-// each (C7512), of neighbours with more the warpgroup that turns spills.
-template <bool kPairwise>
-constexpr int kMamba3TurnRegisters = kPairwise ? 88 : 96;
-template <bool kPairwise>
-constexpr int kMamba3MultiplyRegisters = 256 - kMamba3TurnRegisters<kPairwise>;
+// Registers of a thread of each warpgroup; two blocks a multiprocessor have 128 a thread. With fewer for products of four ranks
+// ptxas waits behind each (C7512), of one rank with more the warpgroup that rotates spills.
+template <int kRanks>
+constexpr int kMamba3RotateRegisters = kRanks == 1 ? 88 : 96;
+template <int kRanks>
+constexpr int kMamba3MultiplyRegisters = 256 - kMamba3RotateRegisters<kRanks>;
 constexpr int kMamba3WarpgroupThreads = 2 * kMamba3Threads;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -30,66 +42,10 @@ __device__ __forceinline__ void clear(float (&values)[kCount][4]) {
     }
 }
 
-// M (row t, row s) = (q_t . k_s) times what s counts in t, for the warp's 16 rows t, as operands of 16 rows s each; those
-// behind the warp's own are zero.
-template <typename T>
-__device__ __forceinline__ void mix_mamba3_rows(Operand<T> (&M)[kMamba3ChunkRows / 16], const float (&products)[8][4],
-                                                const Mamba3ChunkValues& values, int ranks_log2, int warp, int lane) {
-    const int t = 16 * warp + lane / 4;
-    const float high[2] = {values.of[kMamba3High][t], values.of[kMamba3High][t + 8]},
-                low[2] = {values.of[kMamba3Low][t], values.of[kMamba3Low][t + 8]};
-#pragma unroll
-    for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
-        if (k > warp) {
-            M[k].r[0][0] = M[k].r[0][1] = M[k].r[0][2] = M[k].r[0][3] = 0u;
-            continue;
-        }
-        float weights[4][2];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int half = i % 2, s = 16 * k + i / 2 * 8 + lane % 4 * 2;
-            const float2 from_high = *reinterpret_cast<const float2*>(&values.of[kMamba3High][s]);
-            const float2 from_low = *reinterpret_cast<const float2*>(&values.of[kMamba3Low][s]);
-            const float2 scale = *reinterpret_cast<const float2*>(&values.of[kMamba3Scale][s]);
-            weights[i][0] = exp2_fast((high[half] - from_high.x) + (low[half] - from_low.x)) * scale.x;
-            weights[i][1] = weights[i][0];
-            if (ranks_log2 == 0) {  // else both rows are of one step
-                weights[i][1] = exp2_fast((high[half] - from_high.y) + (low[half] - from_low.y)) * scale.y;
-            }
-        }
-        float mixed[4][2];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                mixed[i][j] = products[2 * k + i / 2][i % 2 * 2 + j] * weights[i][j];
-            }
-        }
-        if (k == warp) {  // the steps of these rows are not all earlier ones
-            const float gamma[2] = {values.of[kMamba3Gamma][t], values.of[kMamba3Gamma][t + 8]};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int half = i % 2;
-                const int own = (lane / 4 + 8 * half) >> ranks_log2;
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const int from = (i / 2 * 8 + lane % 4 * 2 + j) >> ranks_log2;
-                    const float same = products[2 * k + i / 2][half * 2 + j] * gamma[half];
-                    mixed[i][j] = from < own ? mixed[i][j] : from == own ? same : 0.0f;
-                }
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            set_pair<T>(M[k], i, mixed[i][0], mixed[i][1]);
-        }
-    }
-}
-
-// The same of one rank, but what the pairs count is found while the tensor cores multiply them. From rows of the tiles of 16
-// before the warp's own, the decay is that to the tile's last row, and from there on: neither overflows unless the decay of
-// some pair does.
-struct Mamba3PairCounts {
+// M (row t, row s) is (q_t . k_s) weighted by what s adds to t, for the warp's 16 rows t, as operands of 16 rows s each; those
+// behind the warp's own are zero. The weights are found while the tensor cores multiply. From rows of the tiles of 16 before the
+// warp's own, the decay is that to the tile's last row, and from there on: neither overflows unless the decay of some pair does.
+struct Mamba3PairWeights {
     static constexpr int kTiles = kMamba3ChunkRows / 16;
     const float* near;    // of the lane's first columns: the decay to the tile's last row, times scale
     float on[kTiles][2];  // from there to the lane's rows
@@ -97,7 +53,7 @@ struct Mamba3PairCounts {
     // the last rows.
     float2 beside[2], below;
 
-    __device__ __forceinline__ Mamba3PairCounts(const Mamba3ChunkValues& values, const float* own_near, int warp, int lane)
+    __device__ __forceinline__ Mamba3PairWeights(const Mamba3ChunkValues& values, const float* own_near, int warp, int lane)
         : near(own_near + lane % 4 * 2) {
         const int row = lane / 4, column = lane % 4 * 2, t = 16 * warp + row;
         const float high[2] = {values.of[kMamba3High][t], values.of[kMamba3High][t + 8]},
@@ -118,15 +74,15 @@ struct Mamba3PairCounts {
             const float2 from_high = *reinterpret_cast<const float2*>(&values.of[kMamba3High][s]);
             const float2 from_low = *reinterpret_cast<const float2*>(&values.of[kMamba3Low][s]);
             const float2 scale = *reinterpret_cast<const float2*>(&values.of[kMamba3Scale][s]);
-            const auto count = [&](int to) {
+            const auto weight = [&](int to) {
                 return make_float2(exp2_fast((high[to] - from_high.x) + (low[to] - from_low.x)) * scale.x,
                                    exp2_fast((high[to] - from_high.y) + (low[to] - from_low.y)) * scale.y);
             };
             if (half == 0) {
-                below = count(1);
+                below = weight(1);
             }
             const float gamma = values.of[kMamba3Gamma][t + 8 * half];
-            const float2 earlier = count(half);
+            const float2 earlier = weight(half);
             beside[half].x = column < row ? earlier.x : column == row ? gamma : 0.0f;
             beside[half].y = column + 1 < row ? earlier.y : column + 1 == row ? gamma : 0.0f;
         }
@@ -158,264 +114,291 @@ struct Mamba3PairCounts {
     }
 };
 
-// All of a block's chunks.
-template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
-__device__ __forceinline__ void multiply_mamba3_tiles(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
-                                                      const Mamba3Block<kPass == kMamba3After>& block, T* tiles,
-                                                      const Mamba3ChunkValues* values, const float* weights) {
-    using Tiles = Mamba3WarpgroupTiles<kStates, kPass>;
-    constexpr bool kOneRank = kPairwise;  // what choose_mamba3_warpgroups lets come
-    constexpr bool kRows = mamba3_finds_rows(kPass), kKeeps = mamba3_keeps_states(kPass), kFromEnd = kPass == kMamba3After;
+// Where the multiplying warpgroup's state comes from and goes to.
+template <int kStates>
+struct Mamba3WalkState {
+    float h[kStates / 8][4];
+
+    template <bool kPairwise>
+    __device__ __forceinline__ void load(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch, const Mamba3Block& block,
+                                         bool adds_up_segments, int row, int lane) {
+        const bool from_end = launch.direction < 0, first = !from_end && block.segment == 0;
+        const float* from = from_end ? launch.backward.dfinal : first ? p.ssm_state : nullptr;
+        from += from != nullptr ? block.state_index(p) : 0;
+        if (adds_up_segments && block.segment > 0) {
+            from = block.end_of(p, launch, block.segment - 1);
+        }
+        if (from != nullptr) {
+            load_pair_state<kPairwise>(h, from, row, block.columns, static_cast<int>(p.dstate), lane);
+        } else {
+            clear(h);
+        }
+        if (first && p.ssm_state != nullptr && block.chunks > 0) {
+            add_pairs_before<kPairwise>(h, p, block, 0, static_cast<int>(p.rank), row, lane);
+        }
+    }
+    template <bool kPairwise>
+    __device__ __forceinline__ void store(float* to, const MambaMamba3& p, const Mamba3Block& block, int row, int lane) const {
+        store_pair_state<kPairwise>(to, h, row, block.columns, static_cast<int>(p.dstate), lane);
+    }
+    // To the tile that tensor cores and bulk copies read. at: the lane's place of stmatrix_x4.
+    template <typename T>
+    __device__ __forceinline__ void show(T* at) const {
+#pragma unroll
+        for (int k = 0; k < kStates / 16; ++k) {
+            Operand<T> part;
+            a_from_accumulators<T>(part, h[2 * k], h[2 * k + 1]);
+            stmatrix_x4(columns_on(at, k), part.r[0]);
+        }
+        fence_proxy_async();
+    }
+};
+
+// Begins sum += a b^T over kStates columns; a, b: descriptors of tiles of 64 rows.
+template <typename T, int kStates>
+__device__ __forceinline__ void begin_product_of_states(float (&sum)[8][4], uint64_t a, uint64_t b) {
+    clear(sum);
+    warpgroup_fence_operand(sum);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kStates / 16; ++k) {
+        const int at = k / 4 * kBlock + k % 4 * kColumns16;
+        wgmma<T, 0>(sum, a + at, b + at);
+    }
+    wgmma_commit_group();
+}
+
+// x^T weighted by what the rows add to the state behind the chunk, for the warp's 16 columns of headdim.
+template <typename T>
+__device__ __forceinline__ void weigh_x(Operand<T> (&weighted)[kMamba3ChunkRows / 16], const T* x_tile, const float* adding,
+                                        int row, int lane) {
+    const int own = opaque(lane) & 31;
+    const T* const from = x_tile + Mamba3XTile::at(own / 16 * 8 + own % 8, row + own / 8 % 2 * 8);
+#pragma unroll
+    for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
+        ldmatrix_x4_trans(weighted[k].r[0], from + 16 * k * kMamba3StateRows);
+        weight_a<T>(weighted[k], adding + 16 * k, own);
+    }
+}
+
+// Begins sum += a b of 64 rows; b: of their tile.
+template <typename T, int kGroups>
+__device__ __forceinline__ void begin_product_of_rows(float (&sum)[kGroups][4], Operand<T> (&a)[kMamba3ChunkRows / 16],
+                                                      uint64_t b) {
+    warpgroup_fence_operand(sum);
+    warpgroup_fence_operand(a);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
+        wgmma<T, 1>(sum, a[k].r[0], b + k * kRows16);
+    }
+    wgmma_commit_group();
+}
+
+// A walk that finds the rows of y; SISO. All of a block's chunks.
+template <typename T, int kStates, bool kBack>
+__device__ __forceinline__ void multiply_mamba3_rows(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
+                                                     const Mamba3Block& block, Mamba3WalkShared<T, kStates, 1, true>& shared) {
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0) & 3;
     const int row = 16 * warp;
-    const int dstate = static_cast<int>(p.dstate), ranks = 1 << launch.ranks_log2;
-    const bool has_initial = !kFromEnd && block.segment == 0 && p.ssm_state != nullptr;
-    const int64_t state_size = p.headdim * p.dstate;
-    const int64_t state_index =
-        (block.sequence * p.nheads + block.head) * state_size + static_cast<int64_t>(block.row0) * p.dstate;
-    const int64_t ends_row = p.sequences * p.nheads * state_size;
-
-    float state[kStates / 8][4];
-    const float* from = kFromEnd ? launch.backward.dfinal : has_initial ? p.ssm_state : nullptr;
-    if (block.segment > 0) {
-        from = kPass == kMamba3Output ? launch.ends + (block.segment - 1) * ends_row : nullptr;
-    }
-    if (from != nullptr) {
-        load_pair_state<kPairwise>(state, from + state_index, row, block.columns, dstate, lane);
-    } else {
-        clear(state);
-    }
-    if (has_initial && block.chunks > 0) {
-        add_pairs_before<kPairwise>(state, p, block.sequence, block.range, block.head, ranks, block.row0, row, block.columns,
-                                    lane);
-    }
-    T* const state_tile = tiles + Tiles::kStateAt;
     // Of stmatrix_x4 and ldmatrix_x4. Found again each time: it would be spilled.
     const auto own_rows = [&] {
         const int own = opaque(lane) & 31;
         return Mamba3XTile::at(row + own % 16, own / 16 * 8);
     };
-    [[maybe_unused]] const auto show_state = [&] {
-        T* const state_at = state_tile + own_rows();
-#pragma unroll
-        for (int k = 0; k < kStates / 16; ++k) {
-            Operand<T> part;
-            a_from_accumulators<T>(part, state[2 * k], state[2 * k + 1]);
-            stmatrix_x4(columns_on(state_at, k), part.r[0]);
-        }
-        fence_proxy_async();
-    };
-    if constexpr (kPass != kMamba3Ends) {
-        show_state();
-    }
+    Mamba3WalkState<kStates> state;
+    state.template load<true>(p, launch, block, !kBack, row, lane);
+    state.show(shared.state + own_rows());
+    Mamba3Finisher<T> finisher(p, launch, block, shared.rows.z, warp, lane);
+    [[maybe_unused]] Mamba3GateBack<T> gate_back(p, launch, block, warp, lane);
     [[maybe_unused]] T* kept =
         static_cast<T*>(launch.backward.states) + (block.slot * block.tiles + block.tile) * (kMamba3StateRows * kStates);
-    [[maybe_unused]] Mamba3Finisher<T, kOneRank> finisher(p, launch, block, tiles + Tiles::kZAt, warp, lane);
-    [[maybe_unused]] const float* const near = weights + Tiles::weight_rows(1) * kMamba3WeightPitch;
-    [[maybe_unused]] const bool plain =
-        (kOneRank || p.rank == 1) && p.norm_weight == nullptr && p.mimo_z == nullptr && p.mimo_out == nullptr;
-    [[maybe_unused]] const bool four_ranks = p.rank == 4 && p.norm_weight == nullptr && p.z != nullptr && p.mimo_out != nullptr;
-    [[maybe_unused]] Mamba3GateBack<T> gate_back(p, launch, block, warp, lane);
+    for (int i = 0; i < block.chunks; ++i) {
+        __syncthreads();  // the chunk's tiles are there
+        if constexpr (kBack) {
+            if (threadIdx.x == 0) {
+                cp_async_bulk_store(kept, shared.state, kMamba3StateRows * kStates * static_cast<int>(sizeof(T)));
+            }
+            kept += block.tiles * (kMamba3StateRows * kStates);
+        }
+        const Mamba3ChunkValues& now = shared.values[i % 2];
+        const T* const x_tile = shared.x[i % 2];
+        const uint64_t q_rows = tile_descriptor(shared.stage[i % 2].q, kBlock * 16);
+        const uint64_t k_rows = tile_descriptor(shared.stage[i % 2].k, kBlock * 16);
+        const uint64_t x = tile_descriptor(x_tile, kBlock * 16), H = tile_descriptor(shared.state, kBlock * 16);
+        float y[8][4];
+        Operand<T> M[kMamba3ChunkRows / 16], weighted[kMamba3ChunkRows / 16];
+        float products[8][4];
+        begin_product_of_states<T, kStates>(products, q_rows, k_rows);  // q_t . k_s
+        finisher.begin_z_copies();
+        if constexpr (kBack) {
+            gate_back.begin_copies(launch.backward, finisher, lane);
+        }
+        const Mamba3PairWeights weights(now, shared.rows.near[i % 2], warp, opaque(lane) & 31);
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(products);
+        weights.mix(M, products, warp);
+        begin_product_of_states<T, kStates>(y, q_rows, H);  // H q_t
+        __syncwarp();                                       // or what follows is begun between the products
+        weigh_x(weighted, x_tile, now.of[kMamba3Adding], row, lane);
+        const float carry = now.of[kMamba3Entering][kMamba3ChunkRows - 1];
+        scale_rows(state.h, carry, carry);
+        const float above = now.of[kMamba3Entering][row + lane / 4], below = now.of[kMamba3Entering][row + lane / 4 + 8];
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(y);
+        scale_rows(y, above, below);
+        begin_product_of_rows(y, M, x);                    // M x
+        begin_product_of_rows(state.h, weighted, k_rows);  // H' = carry H + x^T k
+        wgmma_wait_group<1>();
+        warpgroup_fence_operand(y);
+        warpgroup_fence_operand(M);
+        cp_async_wait_group<0>();
+        __syncwarp();
+        const T* const own_x = x_tile + own_rows();
+        if constexpr (kBack) {
+            gate_back.finish(p, launch.backward, finisher, y, own_x, nullptr, lane);
+        } else {
+            if (p.norm_weight != nullptr) {
+                finish_normed_rows(p, finisher, y, own_x, shared.rows.norm_weight, lane);
+            } else if (finisher.has_z) {
+                finish_plain_rows<true>(finisher, y, own_x, lane);
+            } else {
+                finish_plain_rows<false>(finisher, y, own_x, lane);
+            }
+            __syncwarp();
+            finisher.store_pieces(finisher.out, finisher.out_stride, finisher.left);
+        }
+        finisher.next_chunk();
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(state.h);
+        warpgroup_fence_operand(weighted);
+        if (kBack && threadIdx.x == 0) {
+            cp_async_bulk_wait_group_read();
+        }
+        warpgroup_barrier_sync();  // all have read the state before the chunk
+        state.show(shared.state + own_rows());
+    }
+    if constexpr (kBack) {
+        gate_back.store_sums(p, launch, block, reinterpret_cast<float*>(&shared), warp, lane);
+    } else if (p.final_ssm != nullptr && block.segment == launch.segments - 1) {
+        state.template store<true>(p.final_ssm + block.state_index(p), p, block, row, lane);
+    }
+}
 
+// A walk of the state alone (kMamba3States). All of a block's chunks.
+template <typename T, int kStates, int kRanks>
+__device__ __forceinline__ void multiply_mamba3_states(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
+                                                       const Mamba3Block& block,
+                                                       Mamba3WalkShared<T, kStates, kRanks, false>& shared) {
+    constexpr bool kPairwise = kRanks == 1;
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0) & 3;
+    const int row = 16 * warp;
+    const bool from_end = launch.direction < 0;
+    const auto own_rows = [&] {
+        const int own = opaque(lane) & 31;
+        return Mamba3XTile::at(row + own % 16, own / 16 * 8);
+    };
+    Mamba3WalkState<kStates> state;
+    state.template load<kPairwise>(p, launch, block, false, row, lane);
+    T* kept =
+        static_cast<T*>(launch.backward.states) + (block.slot * block.tiles + block.tile) * (kMamba3StateRows * kStates);
+    if (from_end) {
+        state.show(shared.state + own_rows());
+    }
     float carried = 1.0f;
     for (int i = 0; i < block.chunks; ++i) {
         __syncthreads();  // the chunk's tiles are there
-        if constexpr (kKeeps) {
-            if (threadIdx.x == 0) {
-                cp_async_bulk_store(kept, state_tile, kMamba3StateRows * kStates * static_cast<int>(sizeof(T)));
-            }
-            kept += (kFromEnd ? -1 : 1) * block.tiles * (kMamba3StateRows * kStates);
+        if (from_end && threadIdx.x == 0) {
+            cp_async_bulk_store(kept, shared.state, kMamba3StateRows * kStates * static_cast<int>(sizeof(T)));
         }
-        const Mamba3ChunkValues& now = values[i % 2];
-        const T* const q_tile = tiles + i % 2 * Tiles::kQK;
-        const T* const x_tile = tiles + Tiles::kXAt + i % 2 * kMamba3XTile;
-        const uint64_t k_rows = tile_descriptor(q_tile + Tiles::kQ, kBlock * 16);
-        [[maybe_unused]] const uint64_t x = tile_descriptor(x_tile, kBlock * 16);
+        kept -= block.tiles * (kMamba3StateRows * kStates);
+        const Mamba3ChunkValues& now = shared.values[i % 2];
         const float carry = now.of[kMamba3Entering][kMamba3ChunkRows - 1];
-        [[maybe_unused]] float y[8][4];
-        [[maybe_unused]] Operand<T> M[kMamba3ChunkRows / 16];
+        carried *= carry;
         Operand<T> weighted[kMamba3ChunkRows / 16];
-        const auto weigh_x = [&] {
-            const int own = opaque(lane) & 31;
-            const T* const from = x_tile + Mamba3XTile::at(own / 16 * 8 + own % 8, row + own / 8 % 2 * 8);
-#pragma unroll
-            for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
-                ldmatrix_x4_trans(weighted[k].r[0], from + 16 * k * kMamba3StateRows);
-                weight_a<T>(weighted[k], now.of[kMamba3Adding] + 16 * k, own);
-            }
-        };
-        if constexpr (kRows) {
-            const uint64_t q_rows = tile_descriptor(q_tile, kBlock * 16);
-            const uint64_t H = tile_descriptor(state_tile, kBlock * 16);
-            float products[8][4];
-            clear(products);
-            warpgroup_fence_operand(products);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < kStates / 16; ++k) {  // q_t . k_s
-                const int at = k / 4 * kBlock + k % 4 * kColumns16;
-                wgmma<T, 0>(products, q_rows + at, k_rows + at);
-            }
-            wgmma_commit_group();
-            finisher.begin_z_copies();
-            if constexpr (kPass == kMamba3GateBack) {
-                gate_back.begin_copies(launch.backward, finisher, lane);
-            }
-            if constexpr (kOneRank) {
-                const Mamba3PairCounts counts(now, near + i % 2 * kMamba3ChunkRows, warp, opaque(lane) & 31);
-                wgmma_wait_group<0>();
-                warpgroup_fence_operand(products);
-                counts.mix(M, products, warp);
-            } else {
-                wgmma_wait_group<0>();
-                warpgroup_fence_operand(products);
-                mix_mamba3_rows<T>(M, products, now, launch.ranks_log2, warp, lane);
-            }
-            clear(y);
-            warpgroup_fence_operand(y);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < kStates / 16; ++k) {  // H q_t
-                const int at = k / 4 * kBlock + k % 4 * kColumns16;
-                wgmma<T, 0>(y, q_rows + at, H + at);
-            }
-            wgmma_commit_group();
-            if constexpr (kOneRank) {
-                __syncwarp();  // or what follows is begun between the products
-            }
-        } else if (kPass == kMamba3Ends) {
-            carried *= carry;
-        }
-        weigh_x();
-        scale_rows(state, carry, carry);
-        if constexpr (kRows) {
-            const float above = now.of[kMamba3Entering][row + lane / 4], below = now.of[kMamba3Entering][row + lane / 4 + 8];
-            wgmma_wait_group<0>();
-            warpgroup_fence_operand(y);
-            scale_rows(y, above, below);
-            warpgroup_fence_operand(y);
-            warpgroup_fence_operand(M);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {  // M x
-                wgmma<T, 1>(y, M[k].r[0], x + k * kRows16);
-            }
-            wgmma_commit_group();
-        }
-        warpgroup_fence_operand(state);
-        warpgroup_fence_operand(weighted);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {  // H' = carry H + x^T k
-            wgmma<T, 1>(state, weighted[k].r[0], k_rows + k * kRows16);
-        }
-        wgmma_commit_group();
-        if constexpr (kRows) {
-            wgmma_wait_group<1>();
-            warpgroup_fence_operand(y);
-            warpgroup_fence_operand(M);
-            cp_async_wait_group<0>();
-            __syncwarp();
-            const T* const own_x = x_tile + own_rows();
-            if constexpr (kPass == kMamba3GateBack) {
-                gate_back.finish(p, launch.backward, finisher, y, own_x, weights, lane);
-            } else if (!kOneRank && four_ranks) {
-                finish_four_ranks(finisher, y, own_x, weights, lane);
-            } else {
-                if (!plain) {
-                    finish_rows(p, finisher, y, own_x, weights, lane);
-                } else if (finisher.has_z) {
-                    finish_plain_rows<true>(finisher, y, own_x, lane);
-                } else {
-                    finish_plain_rows<false>(finisher, y, own_x, lane);
-                }
-                __syncwarp();
-                finisher.store_results();
-            }
-            finisher.next_chunk();
-        }
+        weigh_x(weighted, shared.x[i % 2], now.of[kMamba3Adding], row, lane);
+        scale_rows(state.h, carry, carry);
+        begin_product_of_rows(state.h, weighted, tile_descriptor(shared.stage[i % 2].k, kBlock * 16));
         wgmma_wait_group<0>();
-        warpgroup_fence_operand(state);
+        warpgroup_fence_operand(state.h);
         warpgroup_fence_operand(weighted);
-        if constexpr (kPass != kMamba3Ends) {
-            if (kKeeps && threadIdx.x == 0) {
+        if (from_end) {
+            if (threadIdx.x == 0) {
                 cp_async_bulk_wait_group_read();
             }
-            warpgroup_barrier_sync();  // all have read the state before the chunk
-            show_state();
+            warpgroup_barrier_sync();  // the state has been copied
+            state.show(shared.state + own_rows());
         }
     }
-
-    if constexpr (kPass == kMamba3Ends) {
-        store_pair_state<kPairwise>(launch.ends + block.segment * ends_row + state_index, state, row, block.columns, dstate,
-                                    lane);
-        if (threadIdx.x == 0 && block.row0 == 0) {
-            launch.decays[(block.segment * p.sequences + block.sequence) * p.nheads + block.head] = carried;
+    if (from_end) {
+        if (launch.backward.dinitial != nullptr) {
+            state.template store<kPairwise>(launch.backward.dinitial + block.state_index(p), p, block, row, lane);
         }
-    } else if constexpr (kPass == kMamba3GateBack) {
-        gate_back.store_sums(p, launch, block, reinterpret_cast<float*>(tiles), warp, lane);
-    } else if constexpr (kPass != kMamba3Before) {
-        float* const to = kFromEnd ? launch.backward.dinitial : p.final_ssm;
-        if (to != nullptr && (kFromEnd || block.segment == launch.segments - 1)) {
-            store_pair_state<kPairwise>(to + state_index, state, row, block.columns, dstate, lane);
+    } else {
+        state.template store<kPairwise>(block.end_of(p, launch, block.segment), p, block, row, lane);
+        block.store_decay(p, launch, carried);
+    }
+}
+
+// Before the first chunk, all threads. What nothing is written to stays zero: columns beyond dstate.
+template <typename T, int kStates, int kRanks, bool kRows>
+__device__ __forceinline__ void prepare_walk(const MambaMamba3& p, const Mamba3Block& block,
+                                             Mamba3WalkShared<T, kStates, kRanks, kRows>& shared) {
+    const int thread = static_cast<int>(threadIdx.x);
+    constexpr int kZeros = static_cast<int>((sizeof(shared.stage) + sizeof(shared.x)) / 16);
+    for (int i = thread; i < kZeros; i += kMamba3WarpgroupThreads) {
+        reinterpret_cast<uint4*>(&shared)[i] = make_uint4(0, 0, 0, 0);
+    }
+    if constexpr (kRanks == 1) {
+        for (int i = thread; i < 2 * kStates; i += kMamba3WarpgroupThreads) {
+            const float* const bias = i < kStates ? p.q_bias : p.k_bias;
+            shared.rotate.biases[i] = i % kStates < p.dstate ? bias[block.head * p.dstate + i % kStates] : 0.0f;
+        }
+    } else {
+        for (int i = thread; i < kRanks * kMamba3StateRows; i += kMamba3WarpgroupThreads) {
+            const int column = i % kMamba3StateRows, rank = i / kMamba3StateRows;
+            float weight = column < block.columns ? 1.0f : 0.0f;
+            if (column < block.columns && p.mimo_v != nullptr) {
+                weight = p.mimo_v[(block.head * kRanks + rank) * p.headdim + block.row0 + column];
+            }
+            shared.rotate.mimo_v[rank * kMamba3WeightPitch + place_of_mimo_v(column)] = weight;
+        }
+    }
+    if constexpr (kRows) {
+        if (thread < kMamba3StateRows && p.norm_weight != nullptr) {
+            shared.rows.norm_weight[thread] =
+                thread < block.columns ? p.norm_weight[block.head * p.headdim + block.row0 + thread] : 0.0f;
         }
     }
 }
 
 #endif
 
-template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
+// kRanks: 1, neighbouring pairs, or 4, pairs half of dstate apart, whose rows forward_ranks_warpgroup.cuh finds.
+template <typename T, int kStates, int kRanks, Mamba3Pass kPass>
 __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     mamba3_warpgroup_kernel(const MambaMamba3 p, const Mamba3WarpgroupLaunch launch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using Tiles = Mamba3WarpgroupTiles<kStates, kPass>;
-    MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_warpgroup_shared);
-    T* const tiles = reinterpret_cast<T*>(mamba3_warpgroup_shared);
-    Mamba3ChunkValues* const values = reinterpret_cast<Mamba3ChunkValues*>(mamba3_warpgroup_shared + Tiles::kValuesAt);
-    float* const biases = reinterpret_cast<float*>(mamba3_warpgroup_shared + Tiles::kBiasesAt);
-    float* const weights = reinterpret_cast<float*>(mamba3_warpgroup_shared + Tiles::kWeightsAt);
-    const int thread = threadIdx.x;
-    const Mamba3Block<kPass == kMamba3After> block(p, launch);
-    // What nothing is written to stays zero: ranks beyond p.rank, columns beyond dstate.
-    static_assert(Tiles::kXAt == 2 * Tiles::kQK, "x lies behind q and k");
-    for (int i = thread; i < Tiles::kStateAt / 8; i += kMamba3WarpgroupThreads) {
-        reinterpret_cast<uint4*>(tiles)[i] = make_uint4(0, 0, 0, 0);
-    }
-    if (kPairwise) {
-        for (int i = thread; i < 2 * kStates; i += kMamba3WarpgroupThreads) {
-            const float* const bias = i / kStates == 0 || kPass == kMamba3After ? p.q_bias : p.k_bias;
-            biases[i] = i % kStates < p.dstate ? bias[block.head * p.dstate + i % kStates] : 0.0f;
-        }
-    }
-    const int ranks = 1 << launch.ranks_log2, mimo_v_row = Tiles::weight_rows(ranks);
-    const int rows = mimo_v_row + (ranks == kMamba3RanksInShared ? ranks : 0);
-    for (int i = thread; i < rows * kMamba3StateRows; i += kMamba3WarpgroupThreads) {
-        const int column = i % kMamba3StateRows, row = i / kMamba3StateRows;
-        const bool of_v = row >= mimo_v_row, norms = row == 0 && !of_v;
-        const int rank = of_v ? row - mimo_v_row : (row - 1) & (ranks - 1);
-        const float* const mimo = of_v ? p.mimo_v : row > ranks ? p.mimo_out : p.mimo_z;
-        float weight = 1.0f;
-        if (column >= block.columns || (!norms && rank >= p.rank)) {
-            weight = 0.0f;
-        } else if (norms) {
-            weight = p.norm_weight != nullptr ? p.norm_weight[block.head * p.headdim + block.row0 + column] : 1.0f;
-        } else if (mimo != nullptr) {
-            weight = mimo[(block.head * p.rank + rank) * p.headdim + block.row0 + column];
-        }
-        weights[row * kMamba3WeightPitch + (of_v ? place_of_mimo_v(column) : column)] = weight;
-    }
+    using Shared = Mamba3WalkShared<T, kStates, kRanks, kPass != kMamba3States>;
+    MAMBA_DYNAMIC_SHARED(1024, unsigned char, memory);
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const int thread = static_cast<int>(threadIdx.x);
+    const Mamba3Block block(p, launch);
+    prepare_walk(p, block, shared);
     fence_proxy_async();
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     __syncthreads();
     if (thread < kMamba3Threads) {
-        setmaxnreg_inc<kMamba3MultiplyRegisters<kPairwise>>();
-        multiply_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, weights);
+        setmaxnreg_inc<kMamba3MultiplyRegisters<kRanks>>();
+        if constexpr (kPass == kMamba3States) {
+            multiply_mamba3_states<T, kStates, kRanks>(p, launch, block, shared);
+        } else {
+            multiply_mamba3_rows<T, kStates, kPass == kMamba3GateBack>(p, launch, block, shared);
+        }
     } else {
-        setmaxnreg_dec<kMamba3TurnRegisters<kPairwise>>();
-        make_mamba3_tiles<T, kStates, kPairwise, kPass>(p, launch, block, tiles, values, biases,
-                                                        weights + mimo_v_row * kMamba3WeightPitch,
-                                                        mamba3_warpgroup_shared + launch.steps_at, thread - kMamba3Threads);
+        setmaxnreg_dec<kMamba3RotateRegisters<kRanks>>();
+        make_mamba3_tiles(p, launch, block, shared, thread - kMamba3Threads);
     }
 #else
     (void)p;
@@ -424,22 +407,18 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
 #endif
 }
 
-template <typename T, int kStates, bool kPairwise, Mamba3Pass kPass>
+template <typename T, int kStates, int kRanks, Mamba3Pass kPass>
 cudaError_t launch_mamba3_warpgroups(const MambaMamba3& p, Mamba3WarpgroupLaunch launch, int64_t segments) {
-    const auto kernel = mamba3_warpgroup_kernel<T, kStates, kPairwise, kPass>;
-    int64_t shared = Mamba3WarpgroupTiles<kStates, kPass>::bytes(1 << launch.ranks_log2);
-    if (kPass == kMamba3After && mamba3_steps_turn(p)) {
-        launch.steps_at = static_cast<int32_t>(shared);
-        shared += kMamba3Warps * Mamba3StepsShared<1>::kBytes;
-    }
-    const cudaError_t error = allow_shared(kernel, shared);
+    const auto kernel = mamba3_warpgroup_kernel<T, kStates, kRanks, kPass>;
+    constexpr int64_t kShared = sizeof(Mamba3WalkShared<T, kStates, kRanks, kPass != kMamba3States>);
+    static_assert(kShared <= 113 * 1024, "two blocks a multiprocessor");
+    const cudaError_t error = allow_shared(kernel, kShared);
     if (error != cudaSuccess) {
         return error;
     }
     launch.segments = segments;
-    const int64_t blocks = ceil_div(p.headdim, kMamba3StateRows) * launch.group_heads * p.ngroups * segments * p.sequences;
-    return launch_programmatic_dependent(kernel, static_cast<unsigned>(blocks), kMamba3WarpgroupThreads,
-                                         static_cast<size_t>(shared), p.run.stream, p, launch);
+    return launch_programmatic_dependent(kernel, static_cast<unsigned>(launch.blocks(p)), kMamba3WarpgroupThreads,
+                                         static_cast<size_t>(kShared), p.run.stream, p, launch);
 }
 
 }  // namespace mamba

@@ -63,28 +63,24 @@ __device__ __forceinline__ void weigh_ranks(Operand<T> (&x)[4], const float2 (&v
 // All of a block's chunks.
 template <typename T, bool kBack>
 __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
-                                                      const Mamba3Block<false>& block, unsigned char* shared) {
+                                                      const Mamba3Block& block, unsigned char* shared) {
     using Tiles = Mamba3RanksTiles<kBack>;
     constexpr int kRanks = 4, kStates = kMamba3RankStates;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
     const int row = 16 * warp;
     const bool has_initial = block.segment == 0 && p.ssm_state != nullptr;
-    const int64_t state_size = p.headdim * kStates;
-    const int64_t state_index = (block.sequence * p.nheads + block.head) * state_size + int64_t{block.row0} * kStates;
-
     float state[kStates / 8][4];
-    const float* from = has_initial ? p.ssm_state : nullptr;
+    const float* from = has_initial ? p.ssm_state + block.state_index(p) : nullptr;
     if (block.segment > 0) {
-        from = launch.ends + (block.segment - 1) * p.sequences * p.nheads * state_size;
+        from = block.end_of(p, launch, block.segment - 1);
     }
     if (from != nullptr) {
-        load_pair_state<false>(state, from + state_index, row, block.columns, kStates, lane);
+        load_pair_state<false>(state, from, row, block.columns, kStates, lane);
     } else {
         clear_sums(state);
     }
     if (has_initial && block.chunks > 0) {
-        add_pairs_before<false>(state, p, block.sequence, block.range, block.head, kRanks, block.row0, row, block.columns,
-                                lane);
+        add_pairs_before<false>(state, p, block, 0, kRanks, row, lane);
     }
     T* const mixed_tile = reinterpret_cast<T*>(shared + Tiles::kMixedAt);
     const float D = p.D != nullptr ? p.D[block.head] : 0.0f;
@@ -306,7 +302,7 @@ __device__ __forceinline__ void multiply_mamba3_ranks(const MambaMamba3& p, cons
     if constexpr (kBack) {
         gate_back.store_sums(p, launch, block, reinterpret_cast<float*>(shared + Tiles::kMixedAt), row, warp, lane);
     } else if (p.final_ssm != nullptr && block.segment == launch.segments - 1) {
-        store_pair_state<false>(p.final_ssm + state_index, state, row, block.columns, kStates, lane);
+        store_pair_state<false>(p.final_ssm + block.state_index(p), state, row, block.columns, kStates, lane);
     }
 }
 

@@ -1,8 +1,8 @@
-// A state between memory and the accumulators of forward_warpgroup.cuh, whose columns are those of its tiles: pairs lie
-// together.
+// A state between memory and the accumulators of the forward walks. In forward_warpgroup.cuh their columns are those of its tiles:
+// pairs lie together.
 #pragma once
 
-#include "mamba3/cuda/chunks.cuh"
+#include "mamba3/cuda/walk.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 
 namespace mamba {
@@ -42,11 +42,12 @@ __device__ __forceinline__ void store_pair_state(float* to, const float (&state)
     }
 }
 
-// Adds the step before a sequence's first one: its (1 - lambda) dt is the first step's.
+// Adds the step before a sequence's first one: its (1 - lambda) dt is the first step's. Of some ranks.
 template <bool kPairwise, int kGroups>
-__device__ __forceinline__ void add_pairs_before(float (&state)[kGroups][4], const MambaMamba3& p, int64_t sequence,
-                                                 const Mamba3Sequence& range, int64_t head, int ranks, int row0, int row,
-                                                 int rows, int lane) {
+__device__ __forceinline__ void add_pairs_before(float (&state)[kGroups][4], const MambaMamba3& p, const Mamba3Block& block,
+                                                 int first_rank, int ranks, int row, int lane) {
+    const Mamba3Sequence& range = block.range;
+    const int64_t head = block.head, sequence = block.sequence;
     const float dt = load_as_float(
         p.dt, range.row * p.dt_batch_stride + range.begin * p.dt_len_stride + head * p.dt_head_stride, p.dt_dtype);
     const float trap = load_as_float(
@@ -54,16 +55,16 @@ __device__ __forceinline__ void add_pairs_before(float (&state)[kGroups][4], con
     const float nu = sigmoid(-trap) * dt;
     const int dstate = static_cast<int>(p.dstate);
 #pragma unroll 1
-    for (int r = 0; r < ranks && r < p.rank; ++r) {
+    for (int r = first_rank; r < first_rank + ranks; ++r) {
         const float* const k = p.k_state + ((sequence * p.rank + r) * p.nheads + head) * p.dstate;
         float x[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int own = row + lane / 4 + 8 * i;
             x[i] = 0.0f;
-            if (own < rows) {
-                x[i] = nu * p.v_state[(sequence * p.nheads + head) * p.headdim + row0 + own];
-                x[i] *= p.mimo_v != nullptr ? p.mimo_v[(head * p.rank + r) * p.headdim + row0 + own] : 1.0f;
+            if (own < block.columns) {
+                x[i] = nu * p.v_state[(sequence * p.nheads + head) * p.headdim + block.row0 + own];
+                x[i] *= p.mimo_v != nullptr ? p.mimo_v[(head * p.rank + r) * p.headdim + block.row0 + own] : 1.0f;
             }
         }
 #pragma unroll

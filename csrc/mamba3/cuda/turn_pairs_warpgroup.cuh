@@ -1,4 +1,5 @@
-// The rows of q and k of neighbouring pairs, copied into the tiles and turned there: see turn_warpgroup.cuh. There is one rank.
+// One of the two warpgroups of forward_warpgroup.cuh rotates the rows of q and k of the next chunk. Here those of neighbouring
+// pairs and one rank (SISO), copied into the tiles and rotated there; turn_steps_warpgroup.cuh has four ranks.
 #pragma once
 
 #include "mamba3/cuda/warpgroup_block.cuh"
@@ -11,25 +12,22 @@ namespace mamba {
 // their way to registers, they would be waited for together with whatever else is, since waiting knows few kinds of loads.
 // While they come, sines are found. The eight rows of a chunk are groups of four, or of two where angles turn all columns. All
 // columns but those of the last 64 exist.
-template <typename T, int kStates, Mamba3Pass kPass>
+template <typename T, int kStates, bool kBothSides>
 struct Mamba3PairTurner {
     static constexpr bool kAwaitsCopies = false;  // see turn_mamba3_chunks
-    static constexpr int kRanks = 1;
     static constexpr int kMost = 4;
     template <bool kMore>                                        // angles turn second pieces, too
     static constexpr int kTogether = kMore ? kMost / 2 : kMost;  // rows of a group
     static constexpr int kPieces = kStates / 64;
-    static constexpr bool kFromEnd = kPass == kMamba3After;
-    static constexpr bool kBothSides = mamba3_finds_rows(kPass);  // else what goes into the state: k, or q from the end
+    // Bytes from q's tile to k's. Not both: k, which goes into the state.
+    static constexpr int kToK = kBothSides ? kMamba3ChunkRows * kStates * static_cast<int>(sizeof(T)) : 0;
     static constexpr uint32_t kPieceBytes = kMamba3ChunkRows * 64 * sizeof(T);
     // A row's place, and what its number does to those of its pieces.
     static constexpr uint32_t kRowBytes = 64 * sizeof(T) + 16;
-    using Tiles = Mamba3WarpgroupTiles<kStates, kPass>;
-    using Block = Mamba3Block<kFromEnd>;
     const Mamba3WarpgroupLaunch& launch;
 
     // The lane's eight columns of the first chunk's first step.
-    const char *first, *second;    // q and k if both are there; k, or q from the end
+    const char *q, *k;
     float2 speed[kMost][kPieces];  // of a group's rows; 0 where no angle turns the pair
     float dt[kMost];
     float2 turned_by[kPieces];
@@ -49,14 +47,14 @@ struct Mamba3PairTurner {
     int turns_last;   // and its angles of the last piece that has any
     bool turns_more;  // whether angles turn second pieces
 
-    static __device__ __forceinline__ const char* eight_columns(const Block& block, const void* data, int64_t batch_stride,
+    static __device__ __forceinline__ const char* eight_columns(const Mamba3Block& block, const void* data, int64_t batch_stride,
                                                                 int64_t len_stride, int64_t group_stride, int64_t first_step,
                                                                 int lane) {
         const int64_t at = block.range.row * batch_stride + first_step * len_stride + block.group * group_stride + 8 * lane;
         return static_cast<const char*>(data) + at * static_cast<int64_t>(sizeof(T));
     }
 
-    __device__ __forceinline__ Mamba3PairTurner(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launched, const Block& block,
+    __device__ __forceinline__ Mamba3PairTurner(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launched, const Mamba3Block& block,
                                                 const float* all_biases, int thread)
         : launch(launched), biases(all_biases + thread % 16 * 4) {
         const Mamba3Chunks& chunks = launch.chunks;
@@ -74,12 +72,11 @@ struct Mamba3PairTurner {
             }
         }
         const int64_t first_step = block.first_step(chunks);
-        const auto words_of_q = [&] {
-            return eight_columns(block, p.q, p.q_batch_stride, p.q_len_stride, p.q_group_stride, first_step, lane);
-        };
-        first = kBothSides ? words_of_q() : nullptr;
-        second = kFromEnd ? words_of_q()
-                          : eight_columns(block, p.k, p.k_batch_stride, p.k_len_stride, p.k_group_stride, first_step, lane);
+        q = nullptr;
+        if (kBothSides) {
+            q = eight_columns(block, p.q, p.q_batch_stride, p.q_len_stride, p.q_group_stride, first_step, lane);
+        }
+        k = eight_columns(block, p.k, p.k_batch_stride, p.k_len_stride, p.k_group_stride, first_step, lane);
         place = opaque((row0 * 64 + Mamba3XTile::at(0, column)) * static_cast<int>(sizeof(T)));
         copy_place = opaque((row0 * 64 + Mamba3XTile::at(0, 8 * lane)) * static_cast<int>(sizeof(T)));
         number = 0;
@@ -99,9 +96,8 @@ struct Mamba3PairTurner {
     __device__ __forceinline__ bool turns_piece(int piece) const {
         return kMore ? piece == 0 || turns_last != 0 : piece == 0 && turns_last != 0;
     }
-    __device__ __forceinline__ int second_step() const { return kFromEnd ? launch.q_step : launch.k_step; }
 
-    // A step that does not exist counts nothing: it gets the last one's rows.
+    // A step that does not exist gets the last one's rows; its weights are zero.
     __device__ __forceinline__ int step_of(int row) const {
         const int own = first_row + row;
         return own < last_step ? own : last_step;
@@ -127,9 +123,9 @@ struct Mamba3PairTurner {
             const int step = step_of(chunk * kMamba3ChunkRows + i);
             const uint32_t at = to ^ i * kRowBytes;
             if (kBothSides) {
-                begin_row(row_at(opaque(first), step, launch.q_step), at);
+                begin_row(row_at(opaque(q), step, launch.q_step), at);
             }
-            begin_row(row_at(opaque(second), step, second_step()), at + Tiles::kQ * sizeof(T));
+            begin_row(row_at(opaque(k), step, launch.k_step), at + kToK);
         }
     }
     // All of them, in two groups of copies, the second of which is left open.
@@ -267,7 +263,7 @@ struct Mamba3PairTurner {
             if (kBothSides) {
                 turn_side<kMore>(biases, cos_sin[i / 2], at, 0);
             }
-            turn_side<kMore>(biases + kStates, cos_sin[i / 2], at, Tiles::kQ * sizeof(T));
+            turn_side<kMore>(biases + kStates, cos_sin[i / 2], at, kToK);
         }
     }
 
@@ -292,7 +288,7 @@ struct Mamba3PairTurner {
     template <typename Others>
     __device__ __forceinline__ void turn_chunk(T* tile, bool more, const Others& begin_others) {
         const uint32_t tiles = shared_address(tile), to = tiles + place;
-        const int chunk = Block::kDirection * number;
+        const int chunk = launch.direction * number;
         if (kPieces > 1 && launch.vectors != 0) {
             begin_all_rows<true>(chunk, tiles + copy_place);
         } else {
@@ -313,7 +309,7 @@ struct Mamba3PairTurner {
 #pragma unroll 1  // or sines are found behind the wait for rows
         for (int group = 0; group < kGroups; ++group) {
             const int next = (group + 1) % kGroups;
-            turn<kMore>(group, to, next, Block::kDirection * (next == 0 && more ? number + 1 : number));
+            turn<kMore>(group, to, next, launch.direction * (next == 0 && more ? number + 1 : number));
         }
     }
 };

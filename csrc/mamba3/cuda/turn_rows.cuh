@@ -103,39 +103,29 @@ struct Mamba3TurnSum<float> {
     __device__ __forceinline__ float2 cos_sin() const { return cos_sin_of_turns(turns_of_count(value)); }
 };
 
-// How a lane reads the elements of the two pairs that it turns: from words of two neighbours, which are a pair each, or the
-// first and the second ones of both; or one by one.
-enum Mamba3PairKind { kMamba3Neighbours, kMamba3Halves, kMamba3Elements };
-
+// Two neighbouring pairs, and where their elements are; -1: there is none, or no angle turns the pair. With an odd dstate the last
+// element of halves is alone.
 struct Mamba3Pairs {
-    int first[2], second[2];  // elements; of words the first of each: first[0] and first[1]. -1: none
-    int angle[2];             // -1: none turns the pair
-};
+    int first[2], second[2];
+    int angle[2];
+    bool pairwise;
 
-template <Mamba3PairKind kKind>
-__device__ __forceinline__ Mamba3Pairs mamba3_pairs(int index, int lane, int dstate, int angles, bool pairwise) {
-    Mamba3Pairs pairs;
-    const int half = dstate / 2;
+    __device__ __forceinline__ Mamba3Pairs(int index, int lane, int dstate, int angles, bool are_neighbours)
+        : pairwise(are_neighbours) {
+        const int half = dstate / 2;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-        const int unit = 64 * index + 32 * e + lane;
-        if (kKind == kMamba3Halves) {
-            const int at = 2 * (32 * index + lane);
-            pairs.first[e] = at < half ? at + e * half : -1;
-            pairs.second[e] = pairs.first[e];
-            pairs.angle[e] = at + e < angles ? at + e : -1;
-        } else {
-            const bool alone = !pairwise && unit == half && dstate % 2 != 0;  // the last one of an odd dstate
-            const int first = pairwise ? 2 * unit : alone ? dstate - 1 : unit;
-            const int second = pairwise ? 2 * unit + 1 : unit + half;
-            const bool exists = pairwise ? first < dstate : unit < half || alone;
-            pairs.first[e] = exists ? first : -1;
-            pairs.second[e] = exists && !alone && second < dstate ? second : -1;
-            pairs.angle[e] = unit < angles ? unit : -1;
+        for (int e = 0; e < 2; ++e) {
+            const int pair = 2 * (32 * index + lane) + e;
+            const bool whole = pair < half, alone = pair == half && dstate % 2 != 0;
+            first[e] = whole ? (pairwise ? 2 * pair : pair) : alone ? dstate - 1 : -1;
+            second[e] = !whole ? -1 : pairwise ? 2 * pair + 1 : pair + half;
+            angle[e] = pair < angles ? pair : -1;
         }
     }
-    return pairs;
-}
+    __device__ __forceinline__ bool none() const { return first[0] < 0; }
+    // Of neighbours a word of two elements is a pair, of halves the first or second ones of both.
+    __device__ __forceinline__ int second_word() const { return pairwise ? first[1] : second[0]; }
+};
 
 // A lane's four elements, as (x, y) of its two pairs.
 struct Mamba3Quad {
@@ -159,30 +149,30 @@ __device__ __forceinline__ void store_word<float>(float* word, float2 value) {
     *reinterpret_cast<float2*>(word) = value;
 }
 
-// row: of a tile, whose columns reach beyond dstate: words exist there too, as zeros. `words`: the lane's two. kOneWord: its
-// second one is beyond the tile's columns, in the next row.
-template <Mamba3PairKind kKind, bool kOneWord, typename T>
-__device__ __forceinline__ Mamba3Quad load_quad(const T* row, const Mamba3Pairs& pairs, const int (&words)[2]) {
+// kWords: dstate is a multiple of four and rows are aligned to words; else one by one. Not of lanes that have none().
+template <bool kWords, typename T>
+__device__ __forceinline__ Mamba3Quad load_quad(const T* row, const Mamba3Pairs& pairs) {
     Mamba3Quad quad;
-    if (kKind == kMamba3Elements) {
+    if constexpr (kWords) {
+        const float2 one = load_word<T>(row + pairs.first[0]), other = load_word<T>(row + pairs.second_word());
+        quad.pair[0] = pairs.pairwise ? one : make_float2(one.x, other.x);
+        quad.pair[1] = pairs.pairwise ? other : make_float2(one.y, other.y);
+    } else {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             quad.pair[e].x = pairs.first[e] >= 0 ? to_float(row[pairs.first[e]]) : 0.0f;
             quad.pair[e].y = pairs.second[e] >= 0 ? to_float(row[pairs.second[e]]) : 0.0f;
         }
-        return quad;
     }
-    const float2 first = load_word<T>(row + words[0]);
-    const float2 second = kOneWord ? make_float2(0.0f, 0.0f) : load_word<T>(row + words[1]);
-    quad.pair[0] = kKind == kMamba3Halves ? make_float2(first.x, second.x) : first;
-    quad.pair[1] = kKind == kMamba3Halves ? make_float2(first.y, second.y) : second;
     return quad;
 }
-
-template <Mamba3PairKind kKind, bool kOneWord, typename T>
-__device__ __forceinline__ void store_quad(T* row, const Mamba3Quad& quad, const Mamba3Pairs& pairs, const int (&words)[2]) {
+template <bool kWords, typename T>
+__device__ __forceinline__ void store_quad(T* row, const Mamba3Quad& quad, const Mamba3Pairs& pairs) {
     const float2 one = quad.pair[0], other = quad.pair[1];
-    if (kKind == kMamba3Elements) {
+    if constexpr (kWords) {
+        store_word<T>(row + pairs.first[0], pairs.pairwise ? one : make_float2(one.x, other.x));
+        store_word<T>(row + pairs.second_word(), pairs.pairwise ? other : make_float2(one.y, other.y));
+    } else {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             if (pairs.first[e] >= 0) {
@@ -192,32 +182,7 @@ __device__ __forceinline__ void store_quad(T* row, const Mamba3Quad& quad, const
                 row[pairs.second[e]] = from_float<T>(quad.pair[e].y);
             }
         }
-        return;
     }
-    store_word<T>(row + words[0], kKind == kMamba3Halves ? make_float2(one.x, other.x) : one);
-    if (!kOneWord) {
-        store_word<T>(row + words[1], kKind == kMamba3Halves ? make_float2(one.y, other.y) : other);
-    }
-}
-
-// A lane's entries of a bias, which ends with dstate.
-template <Mamba3PairKind kKind>
-__device__ __forceinline__ Mamba3Quad load_bias(const float* bias, const Mamba3Pairs& pairs) {
-    if (kKind == kMamba3Elements) {
-        const int words[2] = {0, 0};
-        return load_quad<kKind, false, float>(bias, pairs, words);
-    }
-    float2 first = make_float2(0.0f, 0.0f), second = first;
-    if (pairs.first[0] >= 0) {
-        first = *reinterpret_cast<const float2*>(bias + pairs.first[0]);
-    }
-    if (pairs.first[1] >= 0) {
-        second = *reinterpret_cast<const float2*>(bias + pairs.first[1]);
-    }
-    Mamba3Quad quad;
-    quad.pair[0] = kKind == kMamba3Halves ? make_float2(first.x, second.x) : first;
-    quad.pair[1] = kKind == kMamba3Halves ? make_float2(first.y, second.y) : second;
-    return quad;
 }
 
 // What a block needs to turn a chunk's rows. Pointers are the head's.
@@ -250,13 +215,13 @@ constexpr int kMamba3TurnSums = kMamba3QuadsOfLane<kStates> * 2 * kMamba3Threads
 
 // First what each warp's steps turn, from the last restart in them on: sums (quads, 2, threads) in shared memory. kGroup: steps
 // at a time, of which a quarter has a multiple.
-template <typename T, int kStates, Mamba3PairKind kKind, int kGroup>
+template <typename T, int kStates, int kGroup>
 __device__ __forceinline__ void sum_turns(typename Mamba3TurnSum<T>::Value* sums, const Mamba3Turning& turning, int warp,
                                           int lane) {
     const int last = turning.first_step(warp + 1);
 #pragma unroll
     for (int index = 0; index < kMamba3QuadsOfLane<kStates>; ++index) {
-        const Mamba3Pairs pairs = mamba3_pairs<kKind>(index, lane, turning.dstate, turning.angles, turning.pairwise);
+        const Mamba3Pairs pairs(index, lane, turning.dstate, turning.angles, turning.pairwise);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             if (!__any_sync(0xffffffffu, pairs.angle[e] >= 0)) {
@@ -297,28 +262,20 @@ __device__ __forceinline__ float2 turned(float2 pair, float2 bias, float2 cos_si
     return make_float2(fmaf(a, cos_sin.x, -(b * cos_sin.y)), fmaf(a, cos_sin.y, b * cos_sin.x));
 }
 
-// Then, behind a barrier, adds the biases to this warp's rows and turns them. With kWithQ q's and k's, else k's alone. Rows of
+// Then, behind a barrier, adds the biases to this warp's rows and turns them: q's and k's, or with_q = false k's alone. Rows of
 // steps that do not exist may get anything finite.
-template <typename T, int kStates, Mamba3PairKind kKind, bool kWithQ, int kGroup>
+template <typename T, int kStates, bool kWords, int kGroup>
 __device__ __forceinline__ void turn_rows(T* q_tile, T* k_tile, const typename Mamba3TurnSum<T>::Value* sums,
                                           const Mamba3Turning& turning, const float* q_bias, const float* k_bias, int ranks,
-                                          int q_ranks, int k_ranks, int warp, int lane) {
+                                          int q_ranks, int k_ranks, bool with_q, int warp, int lane) {
     constexpr int kPitch = PaddedTile<kStates>::kPitch;
-    constexpr int kFirstSide = kWithQ ? 0 : 1;
-    constexpr bool kOneWord = kKind == kMamba3Neighbours && kStates < 128;
-    static_assert(kStates >= 64, "a lane's first word is in the tile");
     const int last = turning.first_step(warp + 1);
 #pragma unroll 1
     for (int index = 0; index < kMamba3QuadsOfLane<kStates>; ++index) {
-        const Mamba3Pairs pairs = mamba3_pairs<kKind>(index, lane, turning.dstate, turning.angles, turning.pairwise);
-        const bool none = pairs.first[0] < 0 && kKind != kMamba3Neighbours;
-        const int word = 2 * (64 * index + lane);
-        const int words[2] = {kKind == kMamba3Halves ? pairs.first[0] : word,
-                              kKind == kMamba3Halves ? pairs.first[1] : word + 64};
+        const Mamba3Pairs pairs(index, lane, turning.dstate, turning.angles, turning.pairwise);
         bool turns[2];
         Mamba3TurnSum<T> sum[2];
         const float* speed[2];
-        Mamba3Quad bias[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             turns[e] = __any_sync(0xffffffffu, pairs.angle[e] >= 0);
@@ -327,10 +284,6 @@ __device__ __forceinline__ void turn_rows(T* q_tile, T* k_tile, const typename M
             if (turns[e]) {
                 sum[e] = turns_before<T>(sums + (2 * index + e) * kMamba3Threads + lane, turning, pairs.angle[e], warp);
             }
-        }
-#pragma unroll
-        for (int side = kFirstSide; side < 2; ++side) {
-            bias[side] = load_bias<kKind>(side == 0 ? q_bias : k_bias, pairs);
         }
 #pragma unroll 1
         for (int group = turning.first_step(warp); group < last; group += kGroup) {
@@ -346,43 +299,35 @@ __device__ __forceinline__ void turn_rows(T* q_tile, T* k_tile, const typename M
                     }
                 }
             }
-            if (none) {
+            if (pairs.none()) {
                 continue;
             }
 #pragma unroll 1
-            for (int rank = 0; rank < ranks; ++rank) {
-#pragma unroll
-                for (int side = kFirstSide; side < 2; ++side) {
-                    if (rank >= (side == 0 ? q_ranks : k_ranks)) {
-                        continue;
-                    }
-                    if (ranks > 1) {
-                        bias[side] = load_bias<kKind>((side == 0 ? q_bias : k_bias) + rank * turning.dstate, pairs);
-                    }
-                    T* const row = (side == 0 ? q_tile : k_tile) + (group * ranks + rank) * kPitch;
+            for (int side = with_q ? 0 : 1; side < 2; ++side) {
+                T* const tile = side == 0 ? q_tile : k_tile;
+                const float* bias_row = side == 0 ? q_bias : k_bias;
+                const int own_ranks = side == 0 ? q_ranks : k_ranks;
+#pragma unroll 1
+                for (int rank = 0; rank < ranks && rank < own_ranks; ++rank, bias_row += turning.dstate) {
+                    const Mamba3Quad bias = load_quad<kWords, float>(bias_row, pairs);
+                    T* const row = tile + (group * ranks + rank) * kPitch;
                     Mamba3Quad quads[kGroup];  // all loads before the first store, which they would not pass
 #pragma unroll
                     for (int i = 0; i < kGroup; ++i) {
-                        quads[i] = load_quad<kKind, kOneWord, T>(row + i * ranks * kPitch, pairs, words);
+                        quads[i] = load_quad<kWords, T>(row + i * ranks * kPitch, pairs);
                     }
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        if (turns[e]) {
 #pragma unroll
-                            for (int i = 0; i < kGroup; ++i) {
-                                quads[i].pair[e] = turned(quads[i].pair[e], bias[side].pair[e], cos_sin[i][e]);
-                            }
-                        } else {
-#pragma unroll
-                            for (int i = 0; i < kGroup; ++i) {
-                                quads[i].pair[e].x += bias[side].pair[e].x;
-                                quads[i].pair[e].y += bias[side].pair[e].y;
-                            }
+                        for (int i = 0; i < kGroup; ++i) {
+                            float2& pair = quads[i].pair[e];
+                            pair = turns[e] ? turned(pair, bias.pair[e], cos_sin[i][e])
+                                            : make_float2(pair.x + bias.pair[e].x, pair.y + bias.pair[e].y);
                         }
                     }
 #pragma unroll
                     for (int i = 0; i < kGroup; ++i) {
-                        store_quad<kKind, kOneWord, T>(row + i * ranks * kPitch, quads[i], pairs, words);
+                        store_quad<kWords, T>(row + i * ranks * kPitch, quads[i], pairs);
                     }
                 }
             }

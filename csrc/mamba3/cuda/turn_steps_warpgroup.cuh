@@ -1,4 +1,5 @@
-// The rows of q and k of four ranks and 128 states, whose pairs lie half of dstate apart, turned on their way from memory.
+// The rows of q and k of four ranks and 128 states (MIMO), whose pairs lie half of dstate apart, rotated on their way to the
+// tiles.
 #pragma once
 
 #include "mamba3/cuda/warpgroup_block.cuh"
@@ -27,18 +28,16 @@ struct Mamba3StepsShared {
 // come to shared memory two steps before they are turned, of one side a chunk before. Before a chunk's rows, each lane finds
 // sine and cosine of one pair in all four steps, for the whole warp. What all lanes share is the same in all of them for the
 // compiler too, which keeps it in registers of the warp: lanes have none left.
-template <typename T, Mamba3Pass kPass>
+template <typename T, bool kBothSides>
 struct Mamba3StepsTurner {
-    static constexpr bool kFromEnd = kPass == kMamba3After;
-    static constexpr bool kByRanks = mamba3_finds_rows(kPass);  // the order of a tile's rows, else by steps
-    static constexpr int kSides = kByRanks ? 2 : 1;             // else what goes into the state: q, from the end
-    static constexpr bool kAwaitsCopies = true;                 // see turn_mamba3_chunks
+    static constexpr bool kByRanks = kBothSides;       // the order of a tile's rows, else by steps
+    static constexpr int kSides = kBothSides ? 2 : 1;  // else k, which goes into the state
+    static constexpr bool kAwaitsCopies = true;        // see turn_mamba3_chunks
     static constexpr int kRanks = 4, kStates = kMamba3RankStates;
     static constexpr int kParts = kStates / 64;        // of the columns, the first of which angles turn
     static constexpr int kPartPairs = 32, kPairs = 4;  // of a part, and a lane's of it
     static constexpr int kWarpSteps = 16 / kRanks, kChunkSteps = kMamba3ChunkRows / kRanks;
     using Shared = Mamba3StepsShared<kSides>;
-    using Block = Mamba3Block<kFromEnd>;
     const Mamba3WarpgroupLaunch& launch;
 
     float2 bias[kSides][kParts][kPairs];  // of q's and k's pairs
@@ -57,7 +56,7 @@ struct Mamba3StepsTurner {
     int angles;
 
     __device__ __forceinline__ Mamba3StepsTurner(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launched,
-                                                 const Block& block, unsigned char* all_shared, int thread)
+                                                 const Mamba3Block& block, unsigned char* all_shared, int thread)
         : launch(launched), angles(static_cast<int>(p.nangles)) {
         static_assert(sizeof(T) == 2, "half of dstate's elements take dstate bytes");
         const Mamba3Chunks& chunks = launch.chunks;
@@ -71,7 +70,7 @@ struct Mamba3StepsTurner {
 #pragma unroll
             for (int side = 0; side < kSides; ++side) {
                 const float* const from =
-                    (side == 0 ? p.q_bias : p.k_bias) + (block.head * kRanks + rank) * kStates + part * kPartPairs + pair;
+                    (kBothSides && side == 0 ? p.q_bias : p.k_bias) + (block.head * kRanks + rank) * kStates + part * kPartPairs + pair;
 #pragma unroll
                 for (int e = 0; e < kPairs; ++e) {
                     bias[side][part][e] = make_float2(from[e], from[e + kStates / 2]);
@@ -117,14 +116,15 @@ struct Mamba3StepsTurner {
     __device__ __forceinline__ void begin_rows(int number) const {
         const int step = step_at(number);
         unsigned char* const to = shared + number % Shared::kSlots * Shared::kSlot + copy_place;
+        unsigned char* const to_k = to + (kSides - 1) * kRanks * Shared::kRow;
         const char* const from_q = opaque(q + static_cast<int64_t>(step) * launch.q_step + q_lane);
         const char* const from_k = opaque(k + static_cast<int64_t>(step) * launch.k_step + k_lane);
-        cp_async<16>(to, from_q, true);
-        cp_async<16>(to + 2 * Shared::kRow, from_q + 2 * launch.q_rank, true);
-        if constexpr (kSides == 2) {
-            cp_async<16>(to + kRanks * Shared::kRow, from_k, true);
-            cp_async<16>(to + (kRanks + 2) * Shared::kRow, from_k + 2 * launch.k_rank, true);
+        if constexpr (kBothSides) {
+            cp_async<16>(to, from_q, true);
+            cp_async<16>(to + 2 * Shared::kRow, from_q + 2 * launch.q_rank, true);
         }
+        cp_async<16>(to_k, from_k, true);
+        cp_async<16>(to_k + 2 * Shared::kRow, from_k + 2 * launch.k_rank, true);
     }
     // Begins to copy what the sines and cosines of the chunk come from that the pointers are at.
     __device__ __forceinline__ void begin_turns() const {
@@ -143,14 +143,14 @@ struct Mamba3StepsTurner {
         }
     }
     __device__ __forceinline__ void next_chunk() {
-        constexpr int kSteps = Block::kDirection * kChunkSteps;
-        q += static_cast<int64_t>(kSteps) * launch.q_step;
-        k += static_cast<int64_t>(kSteps) * launch.k_step;
-        speeds += static_cast<int64_t>(kSteps) * launch.speeds_step;
-        dts += Block::kDirection * launch.values_step * 4;
-        turns += Block::kDirection * launch.turns_step * 4;
-        part_turns += Block::kDirection * launch.part_turns_step * 4;
-        left -= kSteps;
+        const int steps = launch.direction * kChunkSteps;
+        q += static_cast<int64_t>(steps) * launch.q_step;
+        k += static_cast<int64_t>(steps) * launch.k_step;
+        speeds += static_cast<int64_t>(steps) * launch.speeds_step;
+        dts += launch.direction * launch.values_step * 4;
+        turns += launch.direction * launch.turns_step * 4;
+        part_turns += launch.direction * launch.part_turns_step * 4;
+        left -= steps;
     }
 
     // Where a step's sines and cosines of four pairs lie: two pairs, and 32 floats on the other two.

@@ -18,7 +18,7 @@ inline Mamba3WarpgroupLaunch mamba3_backward_walk(const MambaMamba3Backward& q, 
                                                   bool from_end) {
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
-    Mamba3WarpgroupLaunch walk = mamba3_warpgroup_launch(p, launch.chunks, p.rank, dtype_size(p.dtype));
+    Mamba3WarpgroupLaunch walk = mamba3_warpgroup_launch(p, launch.chunks, dtype_size(p.dtype));
     walk.first_head = launch.first_head;
     walk.group_heads = launch.group_heads;
     Mamba3WarpgroupBackward& to = walk.backward;
@@ -42,17 +42,18 @@ inline Mamba3WarpgroupLaunch mamba3_backward_walk(const MambaMamba3Backward& q, 
 // Rank 1: SISO, whose pairs are neighbours; rank 4: MIMO, whose pairs are halves.
 template <typename T, int kRank>
 cudaError_t launch_mamba3_backward_warpgroups(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch) {
-    const MambaMamba3& p = q.forward;
+    MambaMamba3 p = q.forward;
     cudaError_t error = cudaSuccess;
-    const Mamba3WarpgroupLaunch walk = mamba3_backward_walk(q, launch, false);
+    Mamba3WarpgroupLaunch walk = mamba3_backward_walk(q, launch, false);
     if constexpr (kRank == 1) {
-        error = launch_mamba3_warpgroups<T, kMamba3WarpgroupStates, true, kMamba3GateBack>(p, walk, 1);
+        error = launch_mamba3_warpgroups<T, kMamba3WarpgroupStates, 1, kMamba3GateBack>(p, walk, 1);
     } else {
         error = launch_mamba3_ranks<T, true>(p, walk, 1);
     }
     if (error == cudaSuccess) {
-        error = launch_mamba3_warpgroups<T, kMamba3WarpgroupStates, kRank == 1, kMamba3After>(
-            p, mamba3_backward_walk(q, launch, true), 1);
+        walk = mamba3_backward_walk(q, launch, true);
+        mamba3_walk_from_end(p, walk);
+        error = launch_mamba3_warpgroups<T, kMamba3WarpgroupStates, kRank, kMamba3States>(p, walk, 1);
     }
     return error != cudaSuccess
                ? error
