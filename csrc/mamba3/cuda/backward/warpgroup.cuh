@@ -203,48 +203,90 @@ __device__ __forceinline__ void add_final(float (&dk)[8][4], const Mamba3Walk<T,
             const int r = part.t[i / 2] - (walk.shared.places.rows - kRank);
             const int column = 64 * part.half + 8 * j + part.lane % 4 * 2 + i % 2;
             if (r >= 0 && r < kRank && column < walk.dstate()) {
-                dk[j][i] += from[r * p.nheads * p.dstate + element_of_column(p, column)];
+                dk[j][i] += from[r * p.nheads * p.dstate + walk.element_of(column)];
             }
         }
     }
 }
 
-#endif
-
-template <typename T, int kRank>
-__global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
-    mamba3_backward_warpgroup_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// dk of an item, before it is rotated back; dx goes to shared memory.
+template <typename T, int kRank, typename Copies>
+__device__ __forceinline__ void find_dk_and_dx(float (&dk)[8][4], const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item,
+                                               const Copies& begin_copies) {
     using Shared = Mamba3WarpgroupShared<T>;
-    using Tiles = Mamba3WarpgroupSums;
-    MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_backward_warpgroup_shared);
-    Shared& shared = *reinterpret_cast<Shared*>(mamba3_backward_warpgroup_shared);
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    const Mamba3Walk<T, kRank> walk(q, launch, shared);
-    const MambaMamba3& p = q.forward;
-    if (threadIdx.x == 0) {
-        walk.find_places();
-        mbarrier_init(&shared.barriers[0]);
-        mbarrier_init(&shared.barriers[1]);
-        fence_proxy_async();
+    Shared& shared = walk.shared;
+    const MambaMamba3& p = walk.p();
+    const Mamba3Part<T> part(walk.stand());
+    float dx[4][4];
+    const float D = p.D != nullptr ? p.D[shared.places.group_head + item.slot] : 0.0f;
+    find_dk<T>(dk, dx, shared, item, part, D, begin_copies);
+    if (shared.places.dfinal_k != nullptr && item.tile == 0) {
+        add_final<T>(dk, walk, item);
     }
-    __syncthreads();
-    Mamba3Item item = walk.first;
-    if (shared.places.steps == 0) {
-        for (; item.number < walk.count; item = item.next(walk.row_tiles())) {
-            store_nothing(walk, item);
-        }
-        return;
+    __syncthreads();  // all tiles have been read but those of q and k
+    float* const at = shared.dx() + part.t[0] * Shared::kDxPitch + 32 * part.half + part.lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        *reinterpret_cast<float2*>(at + 8 * j) = make_float2(dx[j][0], dx[j][1]);
+        *reinterpret_cast<float2*>(at + 8 * Shared::kDxPitch + 8 * j) = make_float2(dx[j][2], dx[j][3]);
     }
+}
+
+// dq or dk (of_k) rotated back, added to the sums over heads and, by column, to the biases'.
+template <typename T, int kRank>
+__device__ __forceinline__ void rotate_item_back(float (&d)[8][4], float (&sum)[8][4], const Mamba3Walk<T, kRank>& walk,
+                                                 const Mamba3Item& item, bool of_k) {
+    using Shared = Mamba3WarpgroupShared<T>;
+    Shared& shared = walk.shared;
+    const Mamba3Part<T> part(walk.stand());
+    const T* const tile = (of_k ? shared.k : shared.q) + part.half * Shared::kBlock;
+    float* const dturns = shared.dturns(item.number, of_k);
+    float pairs[16];
+    if (32 * part.half < walk.angles()) {
+        turn_back<true>(walk, d, sum, pairs, tile, dturns, part.half, part.row, part.lane);
+    } else {
+        turn_back<false>(walk, d, sum, pairs, tile, dturns, part.half, part.row, part.lane);
+    }
+    float* const to = shared.bias_parts(item.number) + ((of_k ? 4 : 0) + part.warp) * kRank * Shared::kStates;
+    sum_rows(walk, pairs, to + 64 * part.half, part.lane);
+}
+
+// The sums over heads of dq or dk: whole, or a split's partial sum.
+template <typename T, int kRank>
+__device__ __forceinline__ void store_matrix(const float (&sum)[8][4], const Mamba3Walk<T, kRank>& walk, bool of_k) {
+    const MambaMamba3& p = walk.p();
+    const Mamba3BackwardLaunch& launch = walk.launch;
+    const Mamba3Part<T> part(walk.stand());
+    const int64_t split = blockIdx.x % launch.plan.splits, block = blockIdx.x / launch.plan.splits;
+    const Mamba3Chunk chunk = find_chunk(p, launch.chunks, block / p.ngroups);
+    const int64_t row_stride = p.ngroups * p.dstate;
+    const int64_t row = (split * p.batch * p.seqlen + chunk.row * p.seqlen + chunk.first) * p.rank + part.row;
+    const int64_t at = row * row_stride + block % p.ngroups * p.dstate;
+    const int column0 = 64 * part.half, rows = walk.shared.places.rows - part.row;
+    if (launch.plan.whole) {
+        store_whole(walk, static_cast<T*>(of_k ? walk.q.dk : walk.q.dq) + at, row_stride, sum, rows, column0, part.lane);
+    } else {
+        const Mamba3BackwardWorkspace& w = launch.plan.workspace;
+        store_sum<4>(launch.at<float>(of_k ? w.dk_parts : w.dq_parts) + at + column0, row_stride, sum, rows,
+                     walk.dstate() - column0, launch.first_head > 0, part.lane);
+    }
+}
+
+// All items of a block, whose chunk has steps.
+template <typename T, int kRank>
+__device__ __forceinline__ void find_chunk_gradients(const Mamba3Walk<T, kRank>& walk) {
+    using Shared = Mamba3WarpgroupShared<T>;
+    const MambaMamba3& p = walk.p();
+    Shared& shared = walk.shared;
     const bool of_k = walk.stand().warp >= Shared::kWarps / 2;
     const auto store_terms = [&](const Mamba3Item& of) {
         const int64_t at = of.tile * p.batch * p.seqlen * p.nheads + of.slot;
-        constexpr int kEach = kRank > 1 ? 1 : 2;  // of 64 steps, or 32 at most
-        store_step_terms<Tiles, kEach>(shared.places.terms + at, p.nheads, shared.sums[of.number % 2],
-                                       shared.steps[of.number % 2], shared.places.steps, kRank, walk.stand().lane);
+        constexpr int kEach = kRank > 1 ? 1 : 2;  // of 64 steps, or 16
+        store_step_terms<Mamba3WarpgroupSums, kEach>(shared.places.terms + at, p.nheads, shared.sums[of.number % 2],
+                                                     shared.steps[of.number % 2], shared.places.steps, kRank,
+                                                     walk.stand().lane);
     };
-
+    Mamba3Item item = walk.first;
     walk.load_group();
     walk.begin_copies(item);
     cp_async_commit_group();
@@ -276,36 +318,11 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
                     store_terms(before);
                 }
             });
-            __syncthreads();  // tiles have been read, but those of q and k
+            __syncthreads();  // all tiles have been read but those of q and k
         } else {
-            const Mamba3Part<T> part(walk.stand());
-            float dx[4][4];
-            const float D = p.D != nullptr ? p.D[shared.places.group_head + item.slot] : 0.0f;
-            find_dk<T>(d, dx, shared, item, part, D, begin_copies);
-            if (shared.places.dfinal_k != nullptr && item.tile == 0) {
-                add_final<T>(d, walk, item);
-            }
-            __syncthreads();
-            float* const at = shared.dx() + part.t[0] * Shared::kDxPitch + 32 * part.half + part.lane % 4 * 2;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                *reinterpret_cast<float2*>(at + 8 * j) = make_float2(dx[j][0], dx[j][1]);
-                *reinterpret_cast<float2*>(at + 8 * Shared::kDxPitch + 8 * j) = make_float2(dx[j][2], dx[j][3]);
-            }
+            find_dk_and_dx(d, walk, item, begin_copies);
         }
-        {
-            const Mamba3Part<T> part(walk.stand());
-            const T* const tile = (of_k ? shared.k : shared.q) + part.half * Shared::kBlock;
-            float* const dturns = shared.dturns(item.number, of_k);
-            float pairs[16];
-            if (32 * part.half < walk.angles()) {
-                turn_back<true>(walk, d, sum, pairs, tile, dturns, part.half, part.row, part.lane);
-            } else {
-                turn_back<false>(walk, d, sum, pairs, tile, dturns, part.half, part.row, part.lane);
-            }
-            float* const to = shared.bias_parts(item.number) + ((of_k ? 4 : 0) + part.warp) * kRank * Shared::kStates;
-            sum_rows(walk, pairs, to + 64 * part.half, part.lane);
-        }
+        rotate_item_back(d, sum, walk, item, of_k);
         cp_async_wait_group<0>();  // of the next item
         __syncthreads();
         load_angles(angles, walk, 0, walk.adds_angles(item));
@@ -330,23 +347,37 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
         item = next;
     }
     __syncthreads();
-    const Mamba3Part<T> part(walk.stand());
-    if (part.half == 0 && part.warp == 0 && !of_k) {
+    if (walk.stand().warp == 0) {
         store_terms(item);
     }
-    int64_t block = blockIdx.x;
-    const int64_t split = block % launch.plan.splits;
-    block /= launch.plan.splits;
-    const Mamba3Chunk chunk = find_chunk(p, launch.chunks, block / p.ngroups);
-    const int64_t row_stride = p.ngroups * p.dstate;
-    const int64_t row = (split * p.batch * p.seqlen + chunk.row * p.seqlen + chunk.first) * p.rank + part.row;
-    const int64_t at = row * row_stride + block % p.ngroups * p.dstate;
-    const int column0 = 64 * part.half, rows = shared.places.rows - part.row;
-    if (launch.plan.whole) {
-        store_whole<T>(p, static_cast<T*>(of_k ? q.dk : q.dq) + at, row_stride, sum, rows, column0, part.lane);
-    } else {
-        store_sum<4>(launch.at<float>(of_k ? launch.plan.workspace.dk_parts : launch.plan.workspace.dq_parts) + at + column0, row_stride,
-                     sum, rows, walk.dstate() - column0, launch.first_head > 0, part.lane);
+    store_matrix(sum, walk, of_k);
+}
+
+#endif
+
+template <typename T, int kRank>
+__global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
+    mamba3_backward_warpgroup_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using Shared = Mamba3WarpgroupShared<T>;
+    MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_backward_warpgroup_shared);
+    Shared& shared = *reinterpret_cast<Shared*>(mamba3_backward_warpgroup_shared);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    const Mamba3Walk<T, kRank> walk(q, launch, shared);
+    if (threadIdx.x == 0) {
+        walk.find_places();
+        mbarrier_init(&shared.barriers[0]);
+        mbarrier_init(&shared.barriers[1]);
+        fence_proxy_async();
+    }
+    __syncthreads();
+    if (shared.places.steps > 0) {
+        find_chunk_gradients(walk);
+        return;
+    }
+    for (Mamba3Item item = walk.first; item.number < walk.count; item = item.next(walk.row_tiles())) {
+        store_nothing(walk, item);
     }
 #else
     (void)q;

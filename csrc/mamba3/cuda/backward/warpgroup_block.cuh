@@ -145,10 +145,10 @@ struct Mamba3Walk {
     __device__ __forceinline__ int columns(const Mamba3Item& item) const {
         return static_cast<int>(q.forward.headdim) - item.row0();
     }
-    // Whether a row is its step's first one.
-    __device__ __forceinline__ bool begins_step(int row) const { return (row & (kRank - 1)) == 0; }
-    // Whether rows of x are v as it is.
-    __device__ __forceinline__ bool plain_x() const { return kRank == 1 && q.forward.mimo_v == nullptr; }
+    // The element of q, k or a bias that lies in a tile's column.
+    __device__ __forceinline__ int element_of(int column) const {
+        return kRanks ? column / 2 + column % 2 * (dstate() / 2) : column;
+    }
 
     // Whether there are gradients of angles of heads before an item's.
     __device__ __forceinline__ bool adds_angles(const Mamba3Item& item) const {
@@ -248,7 +248,7 @@ struct Mamba3Walk {
         }
         cp_async<16>(to.dy + at, from.dy + own_row * from.dy_stride + (item.slot * static_cast<int>(p.headdim) + own_column),
                      exists);
-        if (plain_x()) {
+        if (!kRanks) {
             cp_async<16>(to.x + at, from.v + own_row * p.v_len_stride + (item.slot * p.v_head_stride + own_column), exists);
         }
         if (kRanks) {
@@ -274,44 +274,22 @@ struct Mamba3Walk {
             const int column_of_bias = place % Shared::kStates, r = place / Shared::kStates & (kRank - 1);
             const bool has = column_of_bias < dstate(), of_q = place / Shared::kStates < kRank;
             const float* const bias = (of_q ? from.q_bias : from.k_bias) + (item.slot * kRank + r) * dstate();
-            cp_async<4>(&shared.bias[of_q ? 0 : 1][r][column_of_bias], bias + (has ? element_of_column(p, column_of_bias) : 0),
-                        has);
+            cp_async<4>(&shared.bias[of_q ? 0 : 1][r][column_of_bias], bias + (has ? element_of(column_of_bias) : 0), has);
         }
     }
     __device__ __forceinline__ void wait_for_states(const Mamba3Item& item) const {
         mbarrier_wait_parity(&shared.barriers[item.number % 2], static_cast<uint32_t>(item.number / 2 % 2));
     }
 
-    // v of an item, from the chunk's first step and the item's first column on, and mimo_v. With several ranks (kRanks) a chunk
-    // has fewer steps: both are copied to where shared memory has room for more of these.
-    __device__ __forceinline__ const T* v_rows(const Mamba3Item& item) const {
-        if constexpr (kRanks) {
-            return copied_v(item);
-        } else {
-            return shared.places.v + item.slot * q.forward.v_head_stride + item.row0();
-        }
-    }
-    __device__ __forceinline__ int v_pitch() const {
-        return kRanks ? Shared::kInner : static_cast<int>(q.forward.v_len_stride);
-    }
-    __device__ __forceinline__ const float* projection(const Mamba3Item& item) const {
-        if constexpr (kRanks) {
-            return copied_projection(item);
-        } else {
-            return projection_of(item);
-        }
-    }
+    // MIMO's v of an item, (steps, kInner), and mimo_v, (R, kInner). A chunk has fewer steps than SISO's: both are copied to where
+    // shared memory has room for more of these.
     __device__ __forceinline__ T* copied_v(const Mamba3Item& item) const {
         return reinterpret_cast<T*>(shared.turned) + item.number % 2 * Shared::kBlock + (kRows >> kRankLog2) * 64;
     }
     __device__ __forceinline__ float* copied_projection(const Mamba3Item& item) const {
         return shared.values[item.number % 2] + kMamba3BackwardArrays * static_cast<int>(launch.chunks.pitch);
     }
-    __device__ __forceinline__ const float* projection_of(const Mamba3Item& item) const {
-        const MambaMamba3& p = q.forward;
-        return p.mimo_v + static_cast<int64_t>(shared.places.group_head + item.slot) * p.rank * p.headdim + item.row0();
-    }
-    // Several ranks'. Zeros where there is nothing.
+    // Zeros where there is nothing.
     __device__ __forceinline__ void begin_projection_copies(const Mamba3Item& item) const {
         static_assert(kMamba3BackwardThreads >= 2 * (kRows / 2) * (Shared::kInner / 8), "half of the threads copy v");
         const MambaMamba3& p = q.forward;
@@ -324,33 +302,29 @@ struct Mamba3Walk {
                 cp_async<16>(copied_v(item) + row * Shared::kInner + column,
                              exists ? from + row * p.v_len_stride + column : from, exists);
             }
-        } else if (p.mimo_v != nullptr && other < kRank * (Shared::kInner / 4)) {
+        } else if (other < kRank * (Shared::kInner / 4)) {
             const int r = other / 16, column = other % 16 * 4;
             const bool exists = column < columns(item);
-            const float* const from = projection_of(item);
+            const float* const from =
+                p.mimo_v + static_cast<int64_t>(shared.places.group_head + item.slot) * p.rank * p.headdim + item.row0();
             cp_async<16>(copied_projection(item) + 4 * other, exists ? from + r * p.headdim + column : from, exists);
         }
     }
 
     // x = mimo_v v.
     __device__ __forceinline__ void project_x(const Mamba3Item& item) const {
-        const MambaMamba3& p = q.forward;
         const int thread = stand().thread, row = thread / 8, column = thread % 8 * 8;
         uint4 piece = make_uint4(0u, 0u, 0u, 0u);
         if (row < shared.places.rows && column < columns(item)) {
-            const T* const from = v_rows(item) + static_cast<int64_t>(row >> kRankLog2) * v_pitch() + column;
-            piece = *reinterpret_cast<const uint4*>(from);
-            if (p.mimo_v != nullptr) {
-                const int rank_row = (row & (kRank - 1)) * Shared::kInner;
-                const float4* const weights = reinterpret_cast<const float4*>(projection(item) + rank_row + column);
-                const float4 low = weights[0], high = weights[1];
-                const auto times = [](uint32_t word, float one, float other) {
-                    const float2 value = unpack2<T>(word);
-                    return pack2<T>(value.x * one, value.y * other);
-                };
-                piece = make_uint4(times(piece.x, low.x, low.y), times(piece.y, low.z, low.w), times(piece.z, high.x, high.y),
-                                   times(piece.w, high.z, high.w));
-            }
+            piece = *reinterpret_cast<const uint4*>(copied_v(item) + (row >> kRankLog2) * Shared::kInner + column);
+            const float* const weights = copied_projection(item) + (row & (kRank - 1)) * Shared::kInner + column;
+            const float4 low = reinterpret_cast<const float4*>(weights)[0], high = reinterpret_cast<const float4*>(weights)[1];
+            const auto times = [](uint32_t word, float one, float other) {
+                const float2 value = unpack2<T>(word);
+                return pack2<T>(value.x * one, value.y * other);
+            };
+            piece = make_uint4(times(piece.x, low.x, low.y), times(piece.y, low.z, low.w), times(piece.z, high.x, high.y),
+                               times(piece.w, high.z, high.w));
         }
         *reinterpret_cast<uint4*>(shared.items[item.number % 2].x + Tile::at(row, column)) = piece;
     }
@@ -402,7 +376,7 @@ struct Mamba3Walk {
             default:
                 break;
         }
-        if (!plain_x()) {
+        if constexpr (kRanks) {
             project_x(item);
         }
     }

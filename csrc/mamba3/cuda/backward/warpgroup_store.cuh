@@ -19,7 +19,6 @@ __device__ __forceinline__ float* mimo_v_sums(const Mamba3Walk<T, kRank>& walk, 
 template <typename T, int kRank>
 __device__ __forceinline__ void store_bias(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
-    const MambaMamba3& p = walk.p();
     constexpr int kSize = kRank * Shared::kStates;
     // By the warps from the last one down: the first ones have more to do in store_dv.
     const int first = 4 * (kMamba3BackwardThreads - 1 - walk.stand().thread);
@@ -41,10 +40,10 @@ __device__ __forceinline__ void store_bias(const Mamba3Walk<T, kRank>& walk, con
     }
     float* const to = bias_sums(walk, item, m) + r * walk.dstate();
     static_assert(kMamba3BackwardThreads * 4 >= 2 * kMamba3WarpgroupRank * Shared::kStates, "four columns a thread");
-    if (p.pairwise != 0) {  // dstate is a multiple of 4
+    if constexpr (kRank == 1) {  // dstate is a multiple of 4
         packed_store<float, 4>(to + column, pack<float, 4>(sum));
     } else {
-        float* const other = to + p.dstate / 2;
+        float* const other = to + walk.dstate() / 2;
         *reinterpret_cast<float2*>(to + column / 2) = make_float2(sum[0], sum[2]);
         *reinterpret_cast<float2*>(other + column / 2) = make_float2(sum[1], sum[3]);
     }
@@ -56,27 +55,25 @@ __device__ __forceinline__ void store_dv(const Mamba3Walk<T, kRank>& walk, const
     using Shared = Mamba3WarpgroupShared<T>;
     constexpr int kEach = 8 / kRank, kPieces = Shared::kInner / kEach;  // columns of a step in a thread
     constexpr int kWidth = kEach < 4 ? kEach : 4;
-    const MambaMamba3& p = walk.p();
     const Mamba3ChunkPlaces<T>& places = walk.shared.places;
     const int thread = walk.stand().thread, t = thread / kPieces, column = thread % kPieces * kEach;
-    const int headdim = static_cast<int>(p.headdim);
+    const int headdim = static_cast<int>(walk.p().headdim);
     if (t < places.steps && column < walk.columns(item)) {
         const float* const from = walk.shared.dx() + t * kRank * Shared::kDxPitch + column;
-        const float* const weights = walk.projection(item) + column;
-        float sum[kEach];
+        float sum[kEach] = {};
 #pragma unroll
         for (int r = 0; r < kRank; ++r) {
 #pragma unroll
             for (int i = 0; i < kEach; i += kWidth) {
                 float value[kWidth], weight[kWidth];
                 unpack<float, kWidth>(packed_load<float, kWidth>(from + r * Shared::kDxPitch + i), value);
-                if (p.mimo_v != nullptr) {
+                if constexpr (kRank > 1) {
+                    const float* const weights = walk.copied_projection(item) + column;
                     unpack<float, kWidth>(packed_load<float, kWidth>(weights + r * Shared::kInner + i), weight);
                 }
 #pragma unroll
                 for (int j = 0; j < kWidth; ++j) {
-                    const float own = p.mimo_v != nullptr ? value[j] * weight[j] : value[j];
-                    sum[i + j] = r > 0 ? sum[i + j] + own : own;
+                    sum[i + j] = kRank > 1 ? fmaf(value[j], weight[j], sum[i + j]) : value[j];
                 }
             }
         }
@@ -98,30 +95,30 @@ __device__ __forceinline__ void store_dv(const Mamba3Walk<T, kRank>& walk, const
         }
     }
     const int own = thread % Shared::kInner, r = thread / Shared::kInner;
-    if (p.mimo_v != nullptr && r < kRank && own < walk.columns(item)) {
-        const T* const v = walk.v_rows(item) + own;
+    if (kRank > 1 && r < kRank && own < walk.columns(item)) {
+        const T* const v = walk.copied_v(item) + own;
         const float* const dx = walk.shared.dx() + r * Shared::kDxPitch + own;
-        const int pitch = walk.v_pitch(), steps = places.steps;
+        const int steps = places.steps;
         float sum = 0.0f;
 #pragma unroll 8
         for (int step = 0; step < steps; ++step) {
-            sum = fmaf(dx[step * kRank * Shared::kDxPitch], to_float(v[step * pitch]), sum);
+            sum = fmaf(dx[step * kRank * Shared::kDxPitch], to_float(v[step * Shared::kInner]), sum);
         }
         mimo_v_sums(walk, item)[r * headdim + own] = sum;
     }
 }
 
 // A warp's 16 rows and 64 columns of dq or dk, whose sums are complete. to: the group's first element of the first row.
-template <typename T>
-__device__ __forceinline__ void store_whole(const MambaMamba3& p, T* to, int64_t row_stride, const float (&sum)[8][4], int rows,
-                                            int column0, int lane) {
+template <typename T, int kRank>
+__device__ __forceinline__ void store_whole(const Mamba3Walk<T, kRank>& walk, T* to, int64_t row_stride,
+                                            const float (&sum)[8][4], int rows, int column0, int lane) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + i / 2 * 8, column = column0 + 8 * j + lane % 4 * 2 + i % 2;
-            if (row < rows && column < p.dstate) {
-                to[row * row_stride + element_of_column(p, column)] = from_float<T>(sum[j][i]);
+            if (row < rows && column < walk.dstate()) {
+                to[row * row_stride + walk.element_of(column)] = from_float<T>(sum[j][i]);
             }
         }
     }
@@ -136,7 +133,7 @@ __device__ __forceinline__ void store_nothing(const Mamba3Walk<T, kRank>& walk, 
     for (int i = thread; i < kRank * walk.dstate(); i += kMamba3BackwardThreads) {
         bias_sums(walk, item, 0)[i] = bias_sums(walk, item, 1)[i] = 0.0f;
     }
-    for (int i = thread; i < kRank * Shared::kInner && p.mimo_v != nullptr; i += kMamba3BackwardThreads) {
+    for (int i = thread; kRank > 1 && i < kRank * Shared::kInner; i += kMamba3BackwardThreads) {
         if (i % Shared::kInner < walk.columns(item)) {
             mimo_v_sums(walk, item)[i / Shared::kInner * p.headdim + i % Shared::kInner] = 0.0f;
         }
