@@ -380,8 +380,8 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     mamba3_warpgroup_kernel(const MambaMamba3 p, const Mamba3WarpgroupLaunch launch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using Shared = Mamba3WalkShared<T, kStates, kRanks, kPass != kMamba3States>;
-    MAMBA_DYNAMIC_SHARED(1024, unsigned char, memory);
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    MAMBA_DYNAMIC_SHARED(1024, unsigned char, mamba3_walk_memory);
+    Shared& shared = *reinterpret_cast<Shared*>(mamba3_walk_memory);
     const int thread = static_cast<int>(threadIdx.x);
     const Mamba3Block block(p, launch);
     prepare_walk(p, block, shared);

@@ -1,6 +1,18 @@
-// One decoding step of Mamba-3, states in place: a block takes one head of one batch entry. Its states are on their way to
-// shared memory while q and k become the head's own. The lanes of a warp lie along the states and keep their entries of q, k
-// and the k before in registers, for kRanks rows at a time; the state goes through once.
+// One decoding step of Mamba-3, states in place: a block takes one head of one batch entry. The lanes of a warp lie along the
+// states and keep their entries of q, k and the k before in registers, for kRanks rows at a time; the state goes through once.
+//
+//      all loads begin: rows of q and k (even warps k, odd ones q), dt and the like, angles, v, z; up to three tiles of states a
+//      warp, to shared memory
+//      cosines and sines of the angles, v                    -> shared memory
+//      ---- barrier
+//      the rows, normed and rotated, and x = weight v        -> shared memory, the k before -> the cache
+//      ---- barrier
+//      each warp, tile by tile: h' = decay h + x k^T + x' k'^T -> the cache; y = h' q -> shared memory
+//      ---- barrier
+//      D, norm, gate, projection                             -> out
+//
+// Where the rows of all ranks do not fit shared memory (kAtOnce = false), the two phases between barriers take turns with the
+// tiles, once for k and once for q.
 #pragma once
 
 #include "common/alignment.h"
@@ -44,102 +56,197 @@ constexpr int kMamba3StepBlocks = !kAtOnce                ? 2
                                   : kRanks > 1            ? 4
                                                           : 5;
 
-// kUsual: the dtype of the usual dtypes, whose ranks are kRanks, or kNoDtype. kAtOnce: the rows of all ranks fit shared memory
-// together. Else they take turns, for each tile of the state again.
-template <class Rows, int kRanks, bool kAtOnce, int32_t kUsual>
-__global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, kRanks, kAtOnce>))
-    mamba3_step_kernel(const MambaMamba3Step q, const Mamba3StepLayout layout) {
+// A thread's channels of v, the v before and z, as bits.
+struct Mamba3StepChannels {
+    static constexpr int kOwn = MAMBA_MAX_HEADDIM / kMamba3StepThreads;
+    uint32_t v[kOwn], before[kOwn], z[kOwn];
+
+    __device__ __forceinline__ Mamba3StepChannels(const MambaMamba3Step& q, const Mamba3StepDtypes& dtypes, int64_t index,
+                                                  int64_t batch, int64_t head) {
+        const MambaMamba3& p = q.scan;
+#pragma unroll
+        for (int slot = 0; slot < kOwn; ++slot) {
+            const int i = slot * kMamba3StepThreads + static_cast<int>(threadIdx.x);
+            v[slot] = before[slot] = z[slot] = 0;
+            if (i < p.headdim) {
+                v[slot] = load_bits(p.v, batch * p.v_batch_stride + head * p.v_head_stride + i, dtypes.x);
+                before[slot] = load_bits(q.state_v, index * p.headdim + i, dtypes.v);
+                if (p.z != nullptr) {
+                    z[slot] = load_bits(p.z, batch * p.z_batch_stride + head * p.z_head_stride + i, dtypes.x);
+                }
+            }
+        }
+    }
+    // v becomes the cache's.
+    __device__ __forceinline__ void share(const MambaMamba3Step& q, const Mamba3StepDtypes& dtypes, int64_t index, float* v_of,
+                                          float* v_before) const {
+#pragma unroll
+        for (int slot = 0; slot < kOwn; ++slot) {
+            const int i = slot * kMamba3StepThreads + static_cast<int>(threadIdx.x);
+            if (i < q.scan.headdim) {
+                v_of[i] = float_from_bits(v[slot], dtypes.x);
+                v_before[i] = float_from_bits(before[slot], dtypes.v);
+                store_from_float(q.state_v, index * q.scan.headdim + i, dtypes.v, v_of[i]);
+            }
+        }
+    }
+};
+
+// A thread's angle.
+struct Mamba3StepAngle {
+    uint32_t bits;
+    float before;
+
+    __device__ __forceinline__ Mamba3StepAngle(const MambaMamba3Step& q, const Mamba3StepDtypes& dtypes, int64_t index,
+                                               int64_t batch, int64_t head)
+        : bits(0), before(0.0f) {
+        const MambaMamba3& p = q.scan;
+        const int thread = static_cast<int>(threadIdx.x);
+        if (thread < p.nangles) {
+            const int64_t own = p.angles_of_heads != 0 ? head * p.angle_head_stride : 0;
+            bits = load_bits(p.angles, batch * p.angle_batch_stride + own + thread, dtypes.angle);
+            before = q.state_angle[index * p.nangles + thread];
+        }
+    }
+    __device__ __forceinline__ void rotate(const MambaMamba3Step& q, const Mamba3StepDtypes& dtypes, int64_t index, float dt,
+                                           float2* cos_sin) const {
+        const int thread = static_cast<int>(threadIdx.x);
+        if (thread < q.scan.nangles) {
+            const float turn = turn_of_step(0.5f * tanhf(float_from_bits(bits, dtypes.angle)), dt);
+            const uint32_t count = count_of_radians(before) + count_of_turns(turn);
+            // A count is never NaN.
+            const float lost = turn == turn && before == before ? 0.0f : __int_as_float(0x7fffffff);
+            const float2 found = cos_sin_of_turns(turns_of_count(count));
+            cos_sin[thread] = make_float2(found.x + lost, found.y + lost);
+            q.state_angle[index * q.scan.nangles + thread] = radians_of_count(count) + lost;
+        }
+    }
+};
+
+// The rows of some ranks of q and k, from memory to shared memory: even warps have k, odd ones q.
+template <class Rows, int kRanks, bool kAtOnce>
+struct Mamba3StepRanks {
+    static constexpr bool kProducts = kMamba3Products<Rows>;
+    static constexpr int kRowPairs = kProducts ? kMamba3ProductStates / 64 : Rows::kStates / 2;  // of q or k, in a lane
+    static constexpr int kRowsAtOnce = kRanks > 1 && kRowPairs <= 2 ? 2 : 1;                     // in a warp
+    const MambaMamba3& p;
+    const Mamba3StepDtypes& dtypes;
+    const Mamba3StepShared& shared;
+    const Mamba3StepParts& parts;
+    const Mamba3StepMatrix matrix;
+    Mamba3StepRow<kRowPairs> row[kRowsAtOnce];
+    int64_t head;
+    int rank, held, pitch, warp, lane;
+
+    __device__ __forceinline__ Mamba3StepRanks(const MambaMamba3Step& q, const Mamba3StepDtypes& of,
+                                               const Mamba3StepShared& to, const Mamba3StepParts& to_parts,
+                                               const Mamba3StepLayout& layout, int64_t batch, int64_t own_head, int64_t group,
+                                               int ranks, int own_lane)
+        : p(q.scan),
+          dtypes(of),
+          shared(to),
+          parts(to_parts),
+          matrix(q, of, threadIdx.x / 32 % 2 == 0, batch, own_head, group),
+          head(own_head),
+          rank(ranks),
+          held(layout.held),
+          pitch(layout.pitch),
+          warp(static_cast<int>(threadIdx.x) / 32),
+          lane(own_lane) {}
+
+    // Of the ranks that are held together with `first`.
+    __device__ __forceinline__ int end(int first) const { return kAtOnce || first + held > rank ? rank : first + held; }
+    // Begins to load the warp's first rows.
+    __device__ __forceinline__ void begin(int first) { load(first + warp / 2, end(first)); }
+    __device__ __forceinline__ void load(int first, int behind) {
+#pragma unroll
+        for (int j = 0; j < kRowsAtOnce; ++j) {
+            if (first + 2 * j < behind) {
+                row[j].load(p, matrix, first + 2 * j, lane);
+            }
+        }
+    }
+    // The rows of the ranks from `first` on, whose loads are on their way, and what they are multiplied by. writes: k becomes
+    // the cache's.
+    __device__ __forceinline__ void hold(int first, bool writes, const Mamba3StepRates& rates, const float2* cos_sin,
+                                         const float* v_of, const float* v_before) {
+        const int behind = end(first), headdim = static_cast<int>(p.headdim);
+        __syncthreads();  // cos_sin is there, and nobody needs the rows before
+        for (int r = first + warp / 2; r < behind; r += 2 * kRowsAtOnce) {
+#pragma unroll
+            for (int j = 0; j < kRowsAtOnce; ++j) {
+                const int own = r + 2 * j;
+                if (own < behind) {
+                    row[j].finish(p, matrix, own, lane, cos_sin, writes, [&](int n, float value, float before) {
+                        put((own - first) * pitch + n, own, n, value, before);
+                    });
+                }
+            }
+            load(r + 2 * kRowsAtOnce, behind);
+        }
+        for (int i = static_cast<int>(threadIdx.x); i < headdim; i += kMamba3StepThreads) {
+#pragma unroll 4
+            for (int r = first; r < behind; ++r) {
+                const float weight = step_projection(p, dtypes.parameter, p.mimo_v, head, r, i);
+                shared.x[(r - first) * headdim + i] =
+                    make_float2(rates.gamma * (weight * v_of[i]), rates.decay * (rates.nu * (weight * v_before[i])));
+            }
+        }
+        __syncthreads();
+    }
+    __device__ __forceinline__ void put(int at, int own, int n, float value, float before) const {
+        if constexpr (kProducts) {
+            parts.put(warp % 2 == 0, own, n, value, before);
+        } else if (warp % 2 == 0) {
+            shared.k[at] = value;
+            shared.before[at] = before;
+        } else {
+            shared.q[at] = value;
+        }
+    }
+};
+
+// A warp's tiles of the state: on their way to shared memory, or where they are vectors of one element, in memory.
+template <class Rows>
+struct Mamba3StepTiles {
     using State = typename Rows::State;
     using Ring = StateRing<Rows, kMamba3StepDepth<Rows>>;
-    constexpr bool kProducts = kMamba3Products<Rows>;
-    constexpr int kVector = Rows::kVector, kRows = Rows::kRows, kVectors = Rows::kVectors, kStates = Rows::kStates;
-    constexpr int kRowPairs = kProducts ? kMamba3ProductStates / 64 : kStates / 2;  // of q or k, in a lane
-    constexpr int kRowsAtOnce = kRanks > 1 && kRowPairs <= 2 ? 2 : 1;               // in a warp
-    constexpr bool kKeepsQ = kRanks == 1 || kStates <= 4;                           // in registers
-    MAMBA_DYNAMIC_SHARED(16, unsigned char, memory);
-    __shared__ float2 cos_sin[MAMBA_MAX_DSTATE / 2];
-    __shared__ float v_of[MAMBA_MAX_HEADDIM], v_before[MAMBA_MAX_HEADDIM];
-    const MambaMamba3& p = q.scan;
-    const int thread = static_cast<int>(threadIdx.x);
-    const int warp = thread / 32;
-    const Mamba3StepDtypes dtypes = kUsual != kNoDtype ? Mamba3StepDtypes::usual(kUsual) : Mamba3StepDtypes::of(q);
-    const int rank = kRanks == 1 || kUsual != kNoDtype ? kRanks : static_cast<int>(p.rank);
-    const int headdim = static_cast<int>(p.headdim), dstate = static_cast<int>(p.dstate);
-    const uint32_t nheads = static_cast<uint32_t>(p.nheads), group_heads = nheads / static_cast<uint32_t>(p.ngroups);
-    const int64_t index = blockIdx.x;
-    const int64_t batch = blockIdx.x / nheads, head = blockIdx.x % nheads;
-    const int64_t group = static_cast<uint32_t>(head) / group_heads;
-    const Rows rows(layout.lanes_log2);
-    const Mamba3StepParts parts(memory + kMamba3StepWarps * Ring::kWarpBytes);
-    const Mamba3StepShared shared(memory + kMamba3StepWarps * Ring::kWarpBytes + (kProducts ? Mamba3StepParts::kBytes : 0),
-                                  layout, rank, headdim);
-    [[maybe_unused]] const Ring ring(memory + warp * Ring::kWarpBytes);
-    const int tile_rows = rows.tile_rows(), tiles = (headdim + tile_rows - 1) / tile_rows;
-    const auto place_of = [&](int tile) {
+    const Rows& rows;
+    const Ring ring;
+    State* states;  // the head's
+    int headdim, dstate, tile_rows, tiles;
+    int slot_to, slot_from;
+
+    __device__ __forceinline__ Mamba3StepTiles(const Rows& own_rows, unsigned char* memory, State* of_head, int rows_of_head,
+                                               int columns)
+        : rows(own_rows),
+          ring(memory),
+          states(of_head),
+          headdim(rows_of_head),
+          dstate(columns),
+          tile_rows(own_rows.tile_rows()),
+          tiles((rows_of_head + tile_rows - 1) / tile_rows),
+          slot_to(0),
+          slot_from(0) {}
+    __device__ __forceinline__ StatePlace<State> place(int tile) const {
         StatePlace<State> place;
-        place.first = static_cast<State*>(q.state_ssm) + (index * headdim + tile * tile_rows + rows.row_of(0)) * p.dstate;
-        place.step = p.dstate << (5 - layout.lanes_log2);
+        place.first = states + static_cast<int64_t>(tile * tile_rows + rows.row_of(0)) * dstate;
+        place.step = static_cast<int64_t>(dstate) << (5 - rows.lanes_log2);
         place.dstate_stride = 1;
         place.rows_left = headdim - tile * tile_rows;
         place.dstate = dstate;
         return place;
-    };
-    if (layout.ahead) {  // the kernel before may still change them
-        for (int tile = warp; tile < tiles; tile += kMamba3StepWarps) {
-            place_of(tile).prefetch(rows);
-        }
     }
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-
-    // All loads first, so that one memory latency covers them: those that all else waits for, then the states.
-    const Mamba3StepMatrix matrix(q, dtypes, warp % 2 == 0, batch, head, group);  // even warps have k, odd ones q
-    Mamba3StepRow<kRowPairs> row[kRowsAtOnce];
-    const auto load_rows = [&](int first, int end) {
-#pragma unroll
-        for (int j = 0; j < kRowsAtOnce; ++j) {
-            if (first + 2 * j < end) {
-                row[j].load(p, matrix, first + 2 * j, rows.lane);
-            }
-        }
-    };
-    const auto end_of_chunk = [&](int first) { return kAtOnce || first + layout.held > rank ? rank : first + layout.held; };
-    if constexpr (kAtOnce) {
-        load_rows(warp / 2, rank);
-    }
-    const Mamba3StepRateBits rate_bits(q, dtypes, batch, head);
-    uint32_t angle = 0;
-    float turned = 0.0f;
-    if (thread < p.nangles) {
-        const int64_t at = batch * p.angle_batch_stride + (p.angles_of_heads != 0 ? head * p.angle_head_stride : 0) + thread;
-        angle = load_bits(p.angles, at, dtypes.angle);
-        turned = q.state_angle[index * p.nangles + thread];
-    }
-    constexpr int kOwn = MAMBA_MAX_HEADDIM / kMamba3StepThreads;  // channels of a thread
-    uint32_t v_bits[kOwn], v_before_bits[kOwn], z_bits[kOwn];
-#pragma unroll
-    for (int slot = 0; slot < kOwn; ++slot) {
-        const int i = slot * kMamba3StepThreads + thread;
-        v_bits[slot] = v_before_bits[slot] = z_bits[slot] = 0;
-        if (i < headdim) {
-            v_bits[slot] = load_bits(p.v, batch * p.v_batch_stride + head * p.v_head_stride + i, dtypes.x);
-            v_before_bits[slot] = load_bits(q.state_v, index * headdim + i, dtypes.v);
-            if (p.z != nullptr) {
-                z_bits[slot] = load_bits(p.z, batch * p.z_batch_stride + head * p.z_head_stride + i, dtypes.x);
-            }
-        }
-    }
-    [[maybe_unused]] int slot_to = 0, slot_from = 0;
-    const auto copy_tile = [&](int tile) {
-        if constexpr (kVector > 1) {
+    __device__ __forceinline__ void begin_copy(int tile) {
+        if constexpr (Rows::kVector > 1) {
             if (tile < tiles) {
-                const StatePlace<State> place = place_of(tile);
+                const StatePlace<State> from = place(tile);
 #pragma unroll
-                for (int r = 0; r < kRows; ++r) {
+                for (int r = 0; r < Rows::kRows; ++r) {
 #pragma unroll
-                    for (int v = 0; v < kVectors; ++v) {
-                        if (place.holds(rows, r, v)) {
-                            ring.load(slot_to, r, v, place.at(rows, r, v));
+                    for (int v = 0; v < Rows::kVectors; ++v) {
+                        if (from.holds(rows, r, v)) {
+                            ring.load(slot_to, r, v, from.at(rows, r, v));
                         }
                     }
                 }
@@ -147,69 +254,140 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
             }
             cp_async_commit_group();
         }
-    };
-#pragma unroll 1
-    for (int i = 0; i < kMamba3StepDepth<Rows>; ++i) {
-        copy_tile(warp + i * kMamba3StepWarps);
     }
-
-    const Mamba3StepRates rates = rate_bits.rates(q, dtypes);
-    if (thread < p.nangles) {
-        const float turn = turn_of_step(0.5f * tanhf(float_from_bits(angle, dtypes.angle)), rates.dt);
-        const uint32_t count = count_of_radians(turned) + count_of_turns(turn);
-        // A count is never NaN.
-        const float lost = turn == turn && turned == turned ? 0.0f : __int_as_float(0x7fffffff);
-        const float2 found = cos_sin_of_turns(turns_of_count(count));
-        cos_sin[thread] = make_float2(found.x + lost, found.y + lost);
-        q.state_angle[index * p.nangles + thread] = radians_of_count(count) + lost;
-    }
-#pragma unroll
-    for (int slot = 0; slot < kOwn; ++slot) {
-        const int i = slot * kMamba3StepThreads + thread;
-        if (i < headdim) {
-            v_of[i] = float_from_bits(v_bits[slot], dtypes.x);
-            v_before[i] = float_from_bits(v_before_bits[slot], dtypes.v);
-            store_from_float(q.state_v, index * headdim + i, dtypes.v, v_of[i]);
+    // h of the next tile, times decay.
+    __device__ __forceinline__ void read(float (&h)[Rows::kRows][Rows::kStates], const StatePlace<State>& from, float decay) {
+        if constexpr (Rows::kVector > 1) {
+            cp_async_wait_group<kMamba3StepDepth<Rows> - 1>();
         }
-    }
-    // The rows of the ranks from `first` on, whose loads are on their way, and what they are multiplied by.
-    const auto hold = [&](int first, bool writes) {
-        const int end = end_of_chunk(first);
-        __syncthreads();  // cos_sin is there, and nobody needs the rows before
-        for (int r = first + warp / 2; r < end; r += 2 * kRowsAtOnce) {
 #pragma unroll
-            for (int j = 0; j < kRowsAtOnce; ++j) {
-                const int own = r + 2 * j;
-                if (own < end) {
-                    row[j].finish(p, matrix, own, rows.lane, cos_sin, writes, [&](int n, float value, float before) {
-                        if constexpr (kProducts) {
-                            parts.put(warp % 2 == 0, own, n, value, before);
-                        } else {
-                            const int at = (own - first) * layout.pitch + n;
-                            if (warp % 2 == 0) {
-                                shared.k[at] = value;
-                                shared.before[at] = before;
-                            } else {
-                                shared.q[at] = value;
-                            }
-                        }
-                    });
+        for (int r = 0; r < Rows::kRows; ++r) {
+#pragma unroll
+            for (int v = 0; v < Rows::kVectors; ++v) {
+                float* const values = h[r] + v * Rows::kVector;
+#pragma unroll
+                for (int i = 0; i < Rows::kVector; ++i) {
+                    values[i] = 0.0f;
+                }
+                if (from.holds(rows, r, v)) {
+                    if constexpr (Rows::kVector > 1) {
+                        ring.read(slot_from, r, v, values);
+                    } else {
+                        *values = to_float(*from.at(rows, r, v));
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < Rows::kVector; ++i) {
+                    values[i] *= decay;
                 }
             }
-            load_rows(r + 2 * kRowsAtOnce, end);
         }
-        for (int i = thread; i < headdim; i += kMamba3StepThreads) {
-#pragma unroll 4
-            for (int r = first; r < end; ++r) {
-                const float weight = step_projection(p, dtypes.parameter, p.mimo_v, head, r, i);
-                shared.x[(r - first) * headdim + i] =
-                    make_float2(rates.gamma * (weight * v_of[i]), rates.decay * (rates.nu * (weight * v_before[i])));
+        if constexpr (Rows::kVector > 1) {
+            slot_from = ring.after(slot_from);
+        }
+    }
+};
+
+// h += x k^T + x' k'^T of up to kRanks ranks, of `count` that exist. x: of the tile's first row in the first rank.
+template <class Rows, int kRanks>
+__device__ __forceinline__ void add_step_ranks(float (&h)[Rows::kRows][Rows::kStates],
+                                               const float (&k)[kRanks][Rows::kStates],
+                                               const float (&before)[kRanks][Rows::kStates], int count, const float2* x,
+                                               int first_row, int headdim, const Rows& rows) {
+#pragma unroll
+    for (int j = 0; j < kRanks; ++j) {
+        if (j < count) {
+#pragma unroll
+            for (int r = 0; r < Rows::kRows; ++r) {
+                const int of = first_row + rows.row_of(r);
+                const float2 by = x[j * headdim + (of < headdim ? of : 0)];
+#pragma unroll
+                for (int n = 0; n < Rows::kStates; ++n) {
+                    h[r][n] = fmaf(by.x, k[j][n], fmaf(by.y, before[j][n], h[r][n]));
+                }
             }
         }
-        __syncthreads();
-    };
+    }
+}
+
+// y = h q of the same. y: of the head's first row.
+template <class Rows, int kRanks>
+__device__ __forceinline__ void find_step_rows(float* y, const float (&h)[Rows::kRows][Rows::kStates],
+                                               const float (&q)[kRanks][Rows::kStates], int count, int first_row, int headdim,
+                                               const Rows& rows) {
+#pragma unroll
+    for (int j = 0; j < kRanks; ++j) {
+        if (j < count) {
+            float sums[Rows::kRows];
+#pragma unroll
+            for (int r = 0; r < Rows::kRows; ++r) {
+                sums[r] = 0.0f;
+#pragma unroll
+                for (int n = 0; n < Rows::kStates; ++n) {
+                    sums[r] = fmaf(q[j][n], h[r][n], sums[r]);
+                }
+            }
+            const float sum = rows.sum_to_owners(sums);
+            const int of = first_row + rows.row_of(rows.part % Rows::kRows);
+            if (rows.part < Rows::kRows && of < headdim) {
+                y[j * headdim + of] = sum;
+            }
+        }
+    }
+}
+
+// kInputs: the dtype of all that is not the state, whose ranks are kRanks, or kNoDtype: the call says. kAtOnce: the rows of all
+// ranks fit shared memory together. Else they take turns, for each tile of the state again.
+template <class Rows, int kRanks, bool kAtOnce, int32_t kInputs>
+__global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, kRanks, kAtOnce>))
+    mamba3_step_kernel(const MambaMamba3Step q, const Mamba3StepLayout layout) {
+    using State = typename Rows::State;
+    using Tiles = Mamba3StepTiles<Rows>;
+    constexpr bool kProducts = kMamba3Products<Rows>;
+    constexpr int kStates = Rows::kStates, kDepth = kMamba3StepDepth<Rows>;
+    constexpr bool kKeepsQ = kRanks == 1 || kStates <= 4;  // in registers
+    MAMBA_DYNAMIC_SHARED(16, unsigned char, memory);
+    __shared__ float2 cos_sin[MAMBA_MAX_DSTATE / 2];
+    __shared__ float v_of[MAMBA_MAX_HEADDIM], v_before[MAMBA_MAX_HEADDIM];
+    const MambaMamba3& p = q.scan;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const Mamba3StepDtypes dtypes = kInputs != kNoDtype ? Mamba3StepDtypes::usual(kInputs) : Mamba3StepDtypes::of(q);
+    const int rank = kInputs != kNoDtype ? kRanks : static_cast<int>(p.rank);
+    const int headdim = static_cast<int>(p.headdim), dstate = static_cast<int>(p.dstate);
+    const uint32_t nheads = static_cast<uint32_t>(p.nheads), group_heads = nheads / static_cast<uint32_t>(p.ngroups);
+    const int64_t index = blockIdx.x, batch = blockIdx.x / nheads, head = blockIdx.x % nheads;
+    const int64_t group = static_cast<uint32_t>(head) / group_heads;
+    const Rows rows(layout.lanes_log2);
+    constexpr int kRingBytes = kMamba3StepWarps * Tiles::Ring::kWarpBytes;
+    const Mamba3StepParts parts(memory + kRingBytes);
+    const Mamba3StepShared shared(memory + kRingBytes + (kProducts ? Mamba3StepParts::kBytes : 0), layout, rank, headdim);
+    Tiles tiles(rows, memory + warp * Tiles::Ring::kWarpBytes, static_cast<State*>(q.state_ssm) + index * headdim * p.dstate,
+                headdim, dstate);
+    if (layout.ahead) {  // the kernel before may still change them
+        for (int tile = warp; tile < tiles.tiles; tile += kMamba3StepWarps) {
+            tiles.place(tile).prefetch(rows);
+        }
+    }
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+
+    // All loads first, so that one memory latency covers them: those that all else waits for, then the states.
+    Mamba3StepRanks<Rows, kRanks, kAtOnce> ranks(q, dtypes, shared, parts, layout, batch, head, group, rank, rows.lane);
     if constexpr (kAtOnce) {
-        hold(0, true);
+        ranks.begin(0);
+    }
+    const Mamba3StepRateBits rate_bits(q, dtypes, batch, head);
+    const Mamba3StepAngle angle(q, dtypes, index, batch, head);
+    const Mamba3StepChannels channels(q, dtypes, index, batch, head);
+#pragma unroll 1
+    for (int i = 0; i < kDepth; ++i) {
+        tiles.begin_copy(warp + i * kMamba3StepWarps);
+    }
+    const Mamba3StepRates rates = rate_bits.rates(q, dtypes);
+    angle.rotate(q, dtypes, index, rates.dt, cos_sin);
+    channels.share(q, dtypes, index, v_of, v_before);
+    if constexpr (kAtOnce) {
+        ranks.hold(0, true, rates, cos_sin, v_of, v_before);
     }
 
     float q_of[kRanks][kStates], k_of[kRanks][kStates], before[kRanks][kStates];
@@ -225,114 +403,56 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
         }
     }
 #pragma unroll 1
-    for (int round = 0; round * kMamba3StepWarps < tiles; ++round) {
-        const int tile = round * kMamba3StepWarps + warp;
-        if (kAtOnce && tile >= tiles) {
+    for (int round = 0; round * kMamba3StepWarps < tiles.tiles; ++round) {
+        const int tile = round * kMamba3StepWarps + warp, first_row = tile * tiles.tile_rows;
+        if (kAtOnce && tile >= tiles.tiles) {
             break;
         }
-        const StatePlace<State> place = place_of(tile);
+        const StatePlace<State> place = tiles.place(tile);
         if constexpr (kProducts) {
-            cp_async_wait_group<kMamba3StepDepth<Rows> - 1>();
-            advance_by_products(rows, place, ring, slot_from, shared, parts, headdim, tile * tile_rows, rates.decay);
-            slot_from = ring.after(slot_from);
-            copy_tile(tile + kMamba3StepDepth<Rows> * kMamba3StepWarps);
-            continue;
-        }
-        float h[kRows][kStates];
-        if constexpr (kVector > 1) {
-            cp_async_wait_group<kMamba3StepDepth<Rows> - 1>();
-        }
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-                float* const values = h[r] + v * kVector;
-#pragma unroll
-                for (int i = 0; i < kVector; ++i) {
-                    values[i] = 0.0f;
-                }
-                if (place.holds(rows, r, v)) {
-                    if constexpr (kVector > 1) {
-                        ring.read(slot_from, r, v, values);
-                    } else {
-                        *values = to_float(*place.at(rows, r, v));
+            cp_async_wait_group<kDepth - 1>();
+            advance_by_products(rows, place, tiles.ring, tiles.slot_from, shared, parts, headdim, first_row, rates.decay);
+            tiles.slot_from = tiles.ring.after(tiles.slot_from);
+        } else {
+            float h[Rows::kRows][kStates];
+            tiles.read(h, place, rates.decay);
+            // Calls use(first rank of kRanks, end) with their rows in shared memory, the chunk from `begin` on.
+            const auto each_rank = [&](bool writes, const auto& use) {
+                for (int begin = 0; begin < rank; begin += kAtOnce ? rank : layout.held) {
+                    const int end = ranks.end(begin);
+                    if constexpr (!kAtOnce) {
+                        ranks.begin(begin);
+                        ranks.hold(begin, writes, rates, cos_sin, v_of, v_before);
+                    }
+                    for (int first = begin; first < end; first += kRanks) {
+                        use(begin, first, end);
                     }
                 }
-#pragma unroll
-                for (int i = 0; i < kVector; ++i) {
-                    values[i] *= rates.decay;
+            };
+            each_rank(false, [&](int begin, int first, int end) {
+                if (!in_registers) {
+                    read(k_of, shared.k, first - begin, end - begin);
+                    read(before, shared.before, first - begin, end - begin);
                 }
-            }
+                add_step_ranks<Rows, kRanks>(h, k_of, before, end - first, shared.x + (first - begin) * headdim, first_row,
+                                             headdim, rows);
+            });
+            // In the last round all have read the k before.
+            each_rank((round + 1) * kMamba3StepWarps >= tiles.tiles, [&](int begin, int first, int end) {
+                if (!(in_registers && kKeepsQ)) {
+                    read(q_of, shared.q, first - begin, end - begin);
+                }
+                find_step_rows<Rows, kRanks>(shared.y + first * headdim, h, q_of, end - first, first_row, headdim, rows);
+            });
+            store_rows(rows, place, h);
         }
-        if constexpr (kVector > 1) {
-            slot_from = ring.after(slot_from);
-        }
-        // Calls use(first rank of kRanks, end) with their rows in shared memory, the chunk from `begin` on.
-        const auto each_rank = [&](bool writes, const auto& use) {
-            for (int begin = 0; begin < rank; begin += kAtOnce ? rank : layout.held) {
-                const int end = end_of_chunk(begin);
-                if constexpr (!kAtOnce) {
-                    load_rows(begin + warp / 2, end);
-                    hold(begin, writes);
-                }
-                for (int first = begin; first < end; first += kRanks) {
-                    use(begin, first, end);
-                }
-            }
-        };
-        each_rank(false, [&](int begin, int first, int end) {
-            if (!in_registers) {
-                read(k_of, shared.k, first - begin, end - begin);
-                read(before, shared.before, first - begin, end - begin);
-            }
-#pragma unroll
-            for (int j = 0; j < kRanks; ++j) {
-                if (first + j < end) {
-#pragma unroll
-                    for (int r = 0; r < kRows; ++r) {
-                        const int of = tile * tile_rows + rows.row_of(r);
-                        const float2 x = shared.x[(first + j - begin) * headdim + (of < headdim ? of : 0)];
-#pragma unroll
-                        for (int n = 0; n < kStates; ++n) {
-                            h[r][n] = fmaf(x.x, k_of[j][n], fmaf(x.y, before[j][n], h[r][n]));
-                        }
-                    }
-                }
-            }
-        });
-        // In the last round all have read the k before.
-        each_rank((round + 1) * kMamba3StepWarps >= tiles, [&](int begin, int first, int end) {
-            if (!(in_registers && kKeepsQ)) {
-                read(q_of, shared.q, first - begin, end - begin);
-            }
-#pragma unroll
-            for (int j = 0; j < kRanks; ++j) {
-                if (first + j < end) {
-                    float sums[kRows];
-#pragma unroll
-                    for (int r = 0; r < kRows; ++r) {
-                        sums[r] = 0.0f;
-#pragma unroll
-                        for (int n = 0; n < kStates; ++n) {
-                            sums[r] = fmaf(q_of[j][n], h[r][n], sums[r]);
-                        }
-                    }
-                    const float sum = rows.sum_to_owners(sums);
-                    const int of = tile * tile_rows + rows.row_of(rows.part % kRows);
-                    if (rows.part < kRows && of < headdim) {
-                        shared.y[(first + j) * headdim + of] = sum;
-                    }
-                }
-            }
-        });
-        store_rows(rows, place, h);
-        copy_tile(tile + kMamba3StepDepth<Rows> * kMamba3StepWarps);
+        tiles.begin_copy(tile + kDepth * kMamba3StepWarps);
     }
     __syncthreads();
-    finish_step(p, dtypes, rank, shared, batch, head, v_of, z_bits);
+    finish_step(p, dtypes, rank, shared, batch, head, v_of, channels.z);
 }
 
-template <class Rows, int kRanks, bool kAtOnce, int32_t kUsual>
+template <class Rows, int kRanks, bool kAtOnce, int32_t kInputs>
 cudaError_t launch_mamba3_step_rows(const MambaMamba3Step& q, int processors, int64_t held) {
     const MambaMamba3& p = q.scan;
     Mamba3StepLayout layout;
@@ -344,7 +464,7 @@ cudaError_t launch_mamba3_step_rows(const MambaMamba3Step& q, int processors, in
     const int64_t states = kMamba3StepWarps * StateRing<Rows, kMamba3StepDepth<Rows>>::kWarpBytes;
     const int64_t of_rows = kProducts ? Mamba3StepParts::kBytes + held * p.headdim * 8 : held * mamba3_step_rank_bytes(p);
     const int64_t shared = states + of_rows + mamba3_step_output_bytes(p);
-    const auto kernel = mamba3_step_kernel<Rows, kRanks, kAtOnce, kUsual>;
+    const auto kernel = mamba3_step_kernel<Rows, kRanks, kAtOnce, kInputs>;
     const cudaError_t error = allow_shared(kernel, shared);
     if (error != cudaSuccess) {
         return error;
@@ -353,55 +473,36 @@ cudaError_t launch_mamba3_step_rows(const MambaMamba3Step& q, int processors, in
                                          p.run.stream, q, layout);
 }
 
-// Dtypes that are compiled in, which those of the call are. A float32 state's bytes take as long as its sums by ordinary cores:
-// products were no faster.
-template <typename State, class Rows, int32_t kUsual>
-cudaError_t launch_mamba3_step_usual(const MambaMamba3Step& q, int processors) {
-    if (q.scan.rank == 1) {
-        return launch_mamba3_step_rows<Rows, 1, true, kUsual>(q, processors, 1);
-    }
-    if constexpr (sizeof(State) == 2) {
-        return launch_mamba3_step_rows<Mamba3ProductRows<State>, 4, true, kUsual>(q, processors, 4);
-    } else {
-        return launch_mamba3_step_rows<Rows, 4, true, kUsual>(q, processors, 4);
-    }
-}
-
-template <class Rows>
-cudaError_t launch_mamba3_step_vectors(const MambaMamba3Step& q, int processors) {
-    return q.scan.rank == 1 ? launch_mamba3_step_rows<Rows, 1, true, kNoDtype>(q, processors, 1)
-                            : launch_mamba3_step_rows<Rows, 4, true, kNoDtype>(q, processors, q.scan.rank);
-}
-
 // State: the dtype of the state.
 template <typename State>
 cudaError_t launch_mamba3_step(const MambaMamba3Step& q, const DeviceLimits& limits) {
-    const int processors = limits.processors;
     constexpr int kVector = 16 / static_cast<int>(sizeof(State));
+    // Beside a float32 state all else is bfloat16, as the cache is allocated.
+    constexpr int32_t kInputs = sizeof(State) == 4 ? MAMBA_BFLOAT16 : kDtype<State>;
+    using Rows = StateRows<State, kVector, 4, 1>;
     const MambaMamba3& p = q.scan;
     const int64_t rank_bytes = mamba3_step_rank_bytes(p), all = p.rank * rank_bytes;
-    if (p.dstate % kVector != 0 || !pointer_is_aligned(q.state_ssm, 16) || all > kMamba3StepMostRows) {
-        const int64_t held = all > kMamba3StepMostRows ? kMamba3StepMostRows / rank_bytes : p.rank;
-        return launch_mamba3_step_rows<StateRows<State, 1, 1, 8>, 4, false, kNoDtype>(q, processors, held);
+    const bool fits = p.dstate % kVector == 0 && pointer_is_aligned(q.state_ssm, 16) && all <= kMamba3StepMostRows;
+    const bool usual = Mamba3StepDtypes::of(q) == Mamba3StepDtypes::usual(kInputs);
+    if (fits && usual && p.rank == 1 && p.dstate <= 32 * kVector) {
+        return launch_mamba3_step_rows<Rows, 1, true, kInputs>(q, limits.processors, 1);
     }
-    if constexpr (32 * kVector < MAMBA_MAX_DSTATE) {
-        if (p.dstate > 32 * kVector) {
-            return launch_mamba3_step_vectors<StateRows<State, kVector, 2, 2>>(q, processors);
+    if constexpr (sizeof(State) == 2) {
+        // Before 8.0 there are no tensor cores for bfloat16.
+        if (fits && usual && p.rank == 4 && p.dstate <= kMamba3ProductStates && limits.major >= 8) {
+            return launch_mamba3_step_rows<Mamba3ProductRows<State>, 4, true, kInputs>(q, limits.processors, 4);
+        }
+    } else {
+        // A float32 state's bytes take as long as its sums by ordinary cores: products were no faster.
+        if (fits && usual && p.rank == 4 && p.dstate <= 32 * kVector) {
+            return launch_mamba3_step_rows<Rows, 4, true, kInputs>(q, limits.processors, 4);
+        }
+        if (fits && p.dstate <= 32 * kVector) {
+            return launch_mamba3_step_rows<Rows, 4, true, kNoDtype>(q, limits.processors, p.rank);
         }
     }
-    using Rows = StateRows<State, kVector, 4, 1>;
-    // Before 8.0 there are no tensor cores for bfloat16.
-    const bool multiplies = sizeof(State) > 2 || (p.dstate <= kMamba3ProductStates && limits.major >= 8);
-    const bool ranks = p.rank == 1 || (p.rank == 4 && multiplies);
-    if (ranks && Mamba3StepDtypes::of(q) == Mamba3StepDtypes::usual(kDtype<State>)) {
-        return launch_mamba3_step_usual<State, Rows, kDtype<State>>(q, processors);
-    }
-    if constexpr (kDtype<State> == MAMBA_FLOAT32) {  // the state is wide and all else narrow, as the cache is allocated
-        if (ranks && Mamba3StepDtypes::of(q) == Mamba3StepDtypes::usual(MAMBA_BFLOAT16)) {
-            return launch_mamba3_step_usual<State, Rows, MAMBA_BFLOAT16>(q, processors);
-        }
-    }
-    return launch_mamba3_step_vectors<Rows>(q, processors);
+    const int64_t held = all > kMamba3StepMostRows ? kMamba3StepMostRows / rank_bytes : p.rank;
+    return launch_mamba3_step_rows<StateRows<State, 1, 1, 8>, 4, false, kNoDtype>(q, limits.processors, held);
 }
 
 }  // namespace mamba
