@@ -7,6 +7,10 @@
 #include "mamba3/launch.h"
 
 namespace mamba {
+
+KernelTable mamba3_forward_table("mamba3_forward", kMamba3ForwardKernels);
+KernelTable mamba3_step_table("mamba3_step", kMamba3StepKernels);
+
 namespace {
 
 // The grids are one-dimensional, or have the heads behind them (prepare).
@@ -60,8 +64,8 @@ int64_t mamba_mamba3_forward_workspace(const MambaMamba3* params) {
     if (check_mamba3_problem("mamba3_forward_workspace", params) != MAMBA_OK || mamba3_is_empty(*params)) {
         return 0;  // the call itself will say what is wrong
     }
-    const Mamba3Forward plan(*params);
-    return plan.error == cudaSuccess ? plan.bytes : 0;
+    const DeviceLimits device(params->run.device);
+    return device.error == cudaSuccess ? Mamba3Forward(*params, device).bytes : 0;
 }
 
 int32_t mamba_mamba3_forward(const MambaMamba3* params) {
@@ -72,17 +76,18 @@ int32_t mamba_mamba3_forward(const MambaMamba3* params) {
     }
     const MambaMamba3& p = *params;
     const DeviceGuard guard(p.run.device);
-    const Mamba3Forward plan(p);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : plan.error;
+    const DeviceLimits device(p.run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
+        const Mamba3Forward plan(p, device);
         status = check_forward_call(function, p, plan);
         if (status != MAMBA_OK) {
             return status;
         }
         error = launch_mamba3_prepare(p, plan.chunks.place(p.workspace));
-    }
-    if (error == cudaSuccess) {
-        error = launchers_of<Mamba3Launchers>(p.dtype).forward(p, plan);
+        if (error == cudaSuccess) {
+            error = launchers_of<Mamba3Launchers>(p.dtype).forward(p, plan);
+        }
     }
     return cuda_status(error, function, p.batch, p.nheads * p.headdim, p.seqlen, p.dstate);
 }
@@ -133,10 +138,11 @@ int32_t mamba_mamba3_step(const MambaMamba3Step* params) {
     }
     const MambaMamba3& p = params->scan;
     const DeviceGuard guard(p.run.device);
-    const DeviceLimits limits(p.run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : limits.error;
+    const DeviceLimits device(p.run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
-        error = launchers_of<Mamba3Launchers>(params->ssm_dtype).step(*params, limits);
+        const int kernel = choose_kernel(mamba3_step_table, kMamba3StepKernels, device.major, params->ssm_dtype, *params);
+        error = launchers_of<Mamba3Launchers>(params->ssm_dtype).step(*params, kernel, device);
     }
     return cuda_status(error, function, p.batch, p.nheads * p.headdim, 1, p.dstate);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "mamba3/backward_plan.h"
+#include "mamba3/forward_plan.h"
 
 namespace mamba {
 
@@ -10,7 +11,7 @@ struct Mamba3BackwardLaunch;
 struct Mamba3Launchers {
     cudaError_t (*forward)(const MambaMamba3& p, const Mamba3Forward& plan);
     cudaError_t (*backward)(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch);  // of some heads
-    cudaError_t (*step)(const MambaMamba3Step& q, const DeviceLimits& limits);
+    cudaError_t (*step)(const MambaMamba3Step& q, int kernel, const DeviceLimits& device);
 
     template <typename T>
     static Mamba3Launchers of();

@@ -4,9 +4,11 @@
 #include "common/alignment.h"
 #include "common/cuda_device.h"
 #include "common/integers.h"
-#include "mamba3/layouts.h"
 
 namespace mamba {
+
+// The state's rows (headdim) that a forward block takes, 16 a warp.
+constexpr int kMamba3StateRows = 64;
 
 // Arrays of a chunk's steps of one head, each of Mamba3Chunks::pitch floats, one behind the other. Where a step does not exist,
 // high, low and entering are the last one's, all others 0.
@@ -82,28 +84,14 @@ struct Mamba3ChunksPlan {
     }
 };
 
-enum Mamba3LayoutIndex { kMamba3Small, kMamba3Middle, kMamba3Large };
-
-inline Mamba3LayoutIndex mamba3_layout_index(const MambaMamba3& p) {
-    return p.dstate <= 64 ? kMamba3Small : p.dstate <= 128 ? kMamba3Middle : kMamba3Large;
-}
-
-template <typename T>
-int64_t mamba3_rows(Mamba3LayoutIndex layout) {
-    using Layouts = Mamba3Layouts<T>;
-    return layout == kMamba3Small    ? Layouts::Small::kRows
-           : layout == kMamba3Middle ? Layouts::Middle::kRows
-                                     : Layouts::Large::kRows;
-}
-
 // Whether a stride times the steps of a chunk is an int, in bytes too.
 inline bool mamba3_stride_fits(int64_t stride) {
     const int64_t most = INT32_MAX / kMamba3MostSteps;
     return -most <= stride && stride <= most;
 }
 
-// What both kinds of walks on warpgroups ask of a call: 16-bit dtypes, up to 128 states, no seq_idx. word: bytes of q and k that
-// a lane reads together.
+// What both kinds of walks on warpgroups ask of a call: 16-bit dtypes, up to 128 states, no seq_idx. word: bytes of q and k
+// that a lane reads together.
 inline bool mamba3_walk_fits(const MambaMamba3& p, int64_t word) {
     const int64_t size = dtype_size(p.dtype), rank = p.rank, most = INT32_MAX / kMamba3MostSteps;
     return p.dtype != MAMBA_FLOAT32 && p.dstate <= 128 && p.dstate % 4 == 0 && p.seq_idx == nullptr && p.seqlen <= INT32_MAX &&
@@ -144,81 +132,5 @@ inline cudaError_t mamba3_has_warpgroups(const MambaMamba3& p, bool* has) {
     return cudaSuccess;
 #endif
 }
-
-// Whether a forward call runs on warpgroups: SISO, whose norm is over one block's columns, or MIMO with gate and output projection
-// and without norm.
-inline cudaError_t choose_mamba3_warpgroups(const MambaMamba3& p, bool* warpgroups) {
-    const int64_t size = dtype_size(p.dtype);
-    const cudaError_t error = mamba3_has_warpgroups(p, warpgroups);
-    const bool siso = mamba3_siso_fits(p) && (p.norm_weight == nullptr || p.headdim <= kMamba3StateRows);
-    const bool mimo = mamba3_mimo_fits(p) && p.z != nullptr && p.mimo_out != nullptr && p.norm_weight == nullptr &&
-                      mamba3_stride_fits(p.z_len_stride) && mamba3_stride_fits(p.out_len_stride);
-    *warpgroups = *warpgroups && (siso || mimo) && rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
-                  rows_aligned(p.out, size, 16, p.out_batch_stride, p.out_len_stride, p.out_head_stride);
-    return error;
-}
-
-// With that much a multiprocessor holds four forward blocks of up to 128 states.
-constexpr int kMamba3RoomyShared = 200 * 1024;
-
-// What a forward call needs besides its tensors.
-struct Mamba3Forward {
-    Mamba3LayoutIndex layout;
-    int64_t ranks;    // rows of a step in a tile: a power of two that divides a tile of 16, or one launch does not take all
-    bool warpgroups;  // runs forward_warpgroup.cuh
-    int64_t passes;   // parts of the rank that a launch takes, of q and of k: passes^2 launches
-    bool rows_apart;  // the scan leaves its rows in the workspace as float32, another kernel makes the output of them
-    int64_t segments, chunks_a_segment;  // parts that the walk along the length is split into
-    Mamba3ChunksPlan chunks;
-    int64_t ends, decays, rows;  // offsets; see forward.cuh
-    int64_t bytes;
-    cudaError_t error;
-
-    explicit Mamba3Forward(const MambaMamba3& p)
-        : layout(mamba3_layout_index(p)),
-          warpgroups(false),
-          segments(1),
-          ends(0),
-          decays(0),
-          rows(0),
-          bytes(0),
-          error(cudaSuccess) {
-        const DeviceLimits device(p.run.device);
-        error = device.error;
-        if (error == cudaSuccess) {
-            error = choose_mamba3_warpgroups(p, &warpgroups);
-        }
-        const int64_t most = p.dtype == MAMBA_FLOAT32 ? mamba3_rows<float>(layout) : mamba3_rows<__half>(layout);
-        passes = ceil_div(p.rank, kMamba3MostRanks);
-        ranks = int64_t{1} << ceil_log2(ceil_div(p.rank, passes), 0, 4);
-        const int64_t steps = most / ranks;
-        const int64_t part = warpgroups && steps > mamba3_part_steps(p) ? mamba3_part_steps(p) : 0;
-        chunks = Mamba3ChunksPlan(p, steps, kMamba3ForwardArrays, bytes, part);
-        rows_apart = passes > 1 || (p.norm_weight != nullptr && p.headdim > kMamba3StateRows);
-        const int64_t all_rows = p.batch * p.seqlen * p.rank;
-        rows = mamba3_reserve(bytes, rows_apart ? all_rows * p.nheads * p.headdim * 4 : 0);
-        plan_segments(p, device);
-    }
-
- private:
-    // Splits the length where there are less than half of the blocks that the GPU has room for.
-    void plan_segments(const MambaMamba3& p, const DeviceLimits& device) {
-        const int64_t all = ceil_div(p.seqlen, chunks.chunks.steps);
-        const int64_t blocks = p.batch * p.nheads * ceil_div(p.headdim, kMamba3StateRows);
-        const int64_t wanted =
-            (layout != kMamba3Large && device.shared >= kMamba3RoomyShared && !warpgroups ? 4 : 2) * device.processors;
-        if (p.cu_seqlens == nullptr && passes == 1 && blocks > 0 && 2 * blocks <= wanted) {
-            const int64_t most = all / 8;
-            const int64_t fit = wanted / blocks < most ? wanted / blocks : most;
-            segments = fit > 1 ? fit : 1;
-        }
-        chunks_a_segment = ceil_div(all, segments);
-        if (chunks_a_segment > 0) {
-            segments = ceil_div(all, chunks_a_segment);  // none is empty
-        }
-        ends = mamba3_reserve(bytes, (segments - 1) * p.batch * p.nheads * p.headdim * p.dstate * 4);
-        decays = mamba3_reserve(bytes, (segments - 1) * p.batch * p.nheads * 4);
-    }
-};
 
 }  // namespace mamba

@@ -1,4 +1,5 @@
-// Small kernels around the forward walks, of all dtypes: the states with which segments start, and the output of rows that wait.
+// Small kernels around the forward walks, of all dtypes: the states with which segments start, and the output of rows that
+// wait.
 #pragma once
 
 #include "common/cuda_vector.cuh"

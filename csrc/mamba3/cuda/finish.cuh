@@ -79,10 +79,10 @@ __device__ __forceinline__ void finish_plain_chunk(const MambaMamba3& p, const M
     const float D = p.D != nullptr ? p.D[block.head] : 0.0f;
     int step = static_cast<int>(threadIdx.x) / kStepThreads;
     const int64_t at = tile.first + step;
-    const T* z = static_cast<const T*>(p.z) + block.range.row * p.z_batch_stride + at * p.z_len_stride + block.head * p.z_head_stride +
-                 block.row0 + column;
-    T* to = static_cast<T*>(p.out) + block.range.row * p.out_batch_stride + at * p.out_len_stride + block.head * p.out_head_stride +
-            block.row0 + column;
+    const T* z = static_cast<const T*>(p.z) + block.range.row * p.z_batch_stride + at * p.z_len_stride +
+                 block.head * p.z_head_stride + block.row0 + column;
+    T* to = static_cast<T*>(p.out) + block.range.row * p.out_batch_stride + at * p.out_len_stride +
+            block.head * p.out_head_stride + block.row0 + column;
     const int64_t z_pass = pass * p.z_len_stride, to_pass = pass * p.out_len_stride;
     const float* from = tile.y + step * kMamba3YPitch + column;
     const T* x = tile.v + step * tile.v_pitch + column;
@@ -117,8 +117,8 @@ __device__ __forceinline__ void finish_plain_chunk(const MambaMamba3& p, const M
 
 // out of the tile's steps, whatever there is.
 template <typename T>
-__device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3Block& block,
-                                             const Mamba3FinishTile<T>& tile, const Mamba3FinishVectors& vectors) {
+__device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3Block& block, const Mamba3FinishTile<T>& tile,
+                                             const Mamba3FinishVectors& vectors) {
     constexpr int kColumns = kMamba3FinishColumns;
     constexpr int kStepThreads = kMamba3StateRows / kColumns;
     const int column = threadIdx.x % kStepThreads * kColumns;
@@ -162,8 +162,7 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3B
                 }
                 const float rstd = rsqrtf(fmaf(squares, per_column, p.norm_eps));
                 float scale[kColumns];
-                load_columns<float>(scale, p.norm_weight + block.head * p.headdim + block.row0 + column, left,
-                                              weight_vectors);
+                load_columns<float>(scale, p.norm_weight + block.head * p.headdim + block.row0 + column, left, weight_vectors);
 #pragma unroll
                 for (int i = 0; i < kColumns; ++i) {
                     y[i] *= rstd * scale[i];
@@ -200,8 +199,8 @@ __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3B
 
 // The tile's rows of y with D to rows (B, L, R, H, P), for mamba3_finish_kernel.
 template <typename T>
-__device__ __forceinline__ void store_scan_rows(const MambaMamba3& p, const Mamba3Block& block,
-                                                const Mamba3FinishTile<T>& tile, float* rows, bool adds) {
+__device__ __forceinline__ void store_scan_rows(const MambaMamba3& p, const Mamba3Block& block, const Mamba3FinishTile<T>& tile,
+                                                float* rows, bool adds) {
     constexpr int kColumns = kMamba3FinishColumns;
     constexpr int kRowThreads = kMamba3StateRows / kColumns;
     const int column = threadIdx.x % kRowThreads * kColumns;
@@ -214,10 +213,11 @@ __device__ __forceinline__ void store_scan_rows(const MambaMamba3& p, const Mamb
             float v[kColumns], y[kColumns];
             unpack<T, kColumns>(packed_load<T, kColumns>(tile.v + step * tile.v_pitch + column), v);
             load_scan_row<T>(y, p, tile, row, column, v, D, (block.head * p.rank + rank) * p.headdim + block.row0 + column,
-                                    left, false);
-            float* const to = rows +
-                              (((block.range.row * p.seqlen + tile.first + step) * p.rank + rank) * p.nheads + block.head) * p.headdim +
-                              block.row0 + column;
+                             left, false);
+            float* const to =
+                rows +
+                (((block.range.row * p.seqlen + tile.first + step) * p.rank + rank) * p.nheads + block.head) * p.headdim +
+                block.row0 + column;
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) {
                 if (i < left) {

@@ -81,8 +81,7 @@ struct Mamba3Finisher {
 // y: the warp's rows. x: the address in x's tile for ldmatrix_x4. Without norm. kGated: there is
 // z; a branch at each element would keep their special functions apart.
 template <bool kGated, typename T>
-__device__ __forceinline__ void finish_plain_rows(const Mamba3Finisher<T>& finisher, float (&y)[8][4], const T* x,
-                                                  int lane) {
+__device__ __forceinline__ void finish_plain_rows(const Mamba3Finisher<T>& finisher, float (&y)[8][4], const T* x, int lane) {
     T* const at = finisher.own + Mamba3XTile::at(lane % 16, lane / 16 * 8);
     Operand<T> inputs[2], gates[2];  // of these columns and of the next ones
     const auto load = [&](int k) {

@@ -1,5 +1,5 @@
-// The forward scan of any call on any GPU: a block walks the chunks of 64 rows of one head's state, which stays in registers; four
-// warps take 16 rows each. chunks.cuh has the formulas. A chunk:
+// The forward scan of any call on any GPU: a block walks the chunks of 64 rows of one head's state, which stays in registers;
+// four warps take 16 rows each. chunks.cuh has the formulas. A chunk:
 //
 //      q, k, v -> shared memory (asynchronous copies); the steps' values
 //      ---- barrier: values; each warp sums up the angles of its quarter of the steps
@@ -168,8 +168,8 @@ __device__ __forceinline__ void find_rows(Mamba3ForwardShared<T, Layout>& shared
 // From the rows of y to the output, or to the rows that wait for mamba3_finish_kernel.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_chunk(const MambaMamba3& p, const Mamba3ForwardLaunch& launch, const Mamba3Block& block,
-                                            const Mamba3ForwardChunk<T>& chunk,
-                                            const Mamba3ForwardShared<T, Layout>& shared, const T* v_tile) {
+                                            const Mamba3ForwardChunk<T>& chunk, const Mamba3ForwardShared<T, Layout>& shared,
+                                            const T* v_tile) {
     const bool plain =
         p.rank == 1 && p.norm_weight == nullptr && p.mimo_v == nullptr && p.mimo_z == nullptr && p.mimo_out == nullptr;
     Mamba3FinishTile<T> tile;

@@ -8,6 +8,13 @@
 
 namespace mamba {
 
+// kStates: dstate is at most that. kRows: of a chunk, its steps times the rank.
+template <int kStates_, int kRows_>
+struct Mamba3Sizes {
+    static constexpr int kStates = kStates_;
+    static constexpr int kRows = kRows_;
+};
+
 struct Mamba3ForwardLaunch : Mamba3WalkLaunch {
     float* rows;             // (B, L, R, H, P), or NULL: the rows of y, for mamba3_finish_kernel
     int32_t results;         // out and the final state; else a segment's state at its end from zero, and its decay
@@ -76,10 +83,11 @@ struct Mamba3ForwardShared {
     Mamba3RowValues<kRows> values;
 
     __device__ __forceinline__ T* v(bool projects) { return projects ? reinterpret_cast<T*>(this + 1) : x; }
-    static int64_t bytes(bool projects, int64_t steps) {
+    static constexpr int64_t bytes(bool projects, int64_t steps) {
         const int64_t fixed = sizeof(Mamba3ForwardShared);
         return fixed + (projects ? steps * kMamba3XPitch * static_cast<int64_t>(sizeof(T)) : 0);
     }
+    static constexpr int64_t bytes_at_most() { return bytes(true, kRows); }
 };
 
 // Blocks that a multiprocessor shall hold, see forward_blocks in ssd/cuda/forward.cuh.

@@ -43,8 +43,9 @@ __device__ __forceinline__ void clear(float (&values)[kCount][4]) {
 }
 
 // M (row t, row s) is (q_t . k_s) weighted by what s adds to t, for the warp's 16 rows t, as operands of 16 rows s each; those
-// behind the warp's own are zero. The weights are found while the tensor cores multiply. From rows of the tiles of 16 before the
-// warp's own, the decay is that to the tile's last row, and from there on: neither overflows unless the decay of some pair does.
+// behind the warp's own are zero. The weights are found while the tensor cores multiply. From rows of the tiles of 16 before
+// the warp's own, the decay is that to the tile's last row, and from there on: neither overflows unless the decay of some pair
+// does.
 struct Mamba3PairWeights {
     static constexpr int kTiles = kMamba3ChunkRows / 16;
     const float* near;    // of the lane's first columns: the decay to the tile's last row, times scale
@@ -300,8 +301,7 @@ __device__ __forceinline__ void multiply_mamba3_states(const MambaMamba3& p, con
     };
     Mamba3WalkState<kStates> state;
     state.template load<kPairwise>(p, launch, block, false, row, lane);
-    T* kept =
-        static_cast<T*>(launch.backward.states) + (block.slot * block.tiles + block.tile) * (kMamba3StateRows * kStates);
+    T* kept = static_cast<T*>(launch.backward.states) + (block.slot * block.tiles + block.tile) * (kMamba3StateRows * kStates);
     if (from_end) {
         state.show(shared.state + own_rows());
     }
@@ -410,7 +410,7 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
 template <typename T, int kStates, int kRanks, Mamba3Pass kPass>
 cudaError_t launch_mamba3_warpgroups(const MambaMamba3& p, Mamba3WarpgroupLaunch launch, int64_t segments) {
     const auto kernel = mamba3_warpgroup_kernel<T, kStates, kRanks, kPass>;
-    constexpr int64_t kShared = sizeof(Mamba3WalkShared<T, kStates, kRanks, kPass != kMamba3States>);
+    constexpr int64_t kShared = sizeof(Mamba3WalkShared < T, kStates, kRanks, kPass != kMamba3States >);
     static_assert(kShared <= 113 * 1024, "two blocks a multiprocessor");
     const cudaError_t error = allow_shared(kernel, kShared);
     if (error != cudaSuccess) {

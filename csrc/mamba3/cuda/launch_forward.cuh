@@ -1,6 +1,7 @@
 // Launches of the forward scan, behind those of prepare.cuh: the segments' ends and the results.
 #pragma once
 
+#include "common/kernel_launch.cuh"
 #include "mamba3/cuda/forward.cuh"
 #include "mamba3/launch.h"
 #ifdef MAMBA_WARPGROUPS
@@ -13,7 +14,7 @@ namespace mamba {
 template <typename T, class Layout>
 cudaError_t launch_mamba3_walk(const MambaMamba3& p, Mamba3ForwardLaunch launch, int64_t segments, bool results) {
     using Shared = Mamba3ForwardShared<T, Layout>;
-    static_assert(sizeof(Shared) <= 56 * 1024, "with the steps of v it fits every GPU");
+    static_assert(Shared::bytes_at_most() <= kMamba3ForwardShared, "the table says so");
     const int64_t shared = Shared::bytes(p.rank > 1 || p.mimo_v != nullptr, launch.chunks.steps);
     const auto kernel = mamba3_forward_kernel<T, Layout>;
     const cudaError_t error = allow_shared(kernel, shared);
@@ -27,7 +28,7 @@ cudaError_t launch_mamba3_walk(const MambaMamba3& p, Mamba3ForwardLaunch launch,
 }
 
 template <typename T, class Layout>
-cudaError_t launch_mamba3_layout(const MambaMamba3& p, const Mamba3Forward& plan, Mamba3ForwardLaunch launch) {
+cudaError_t launch_mamba3_general(const MambaMamba3& p, const Mamba3Forward& plan, Mamba3ForwardLaunch launch) {
     if (plan.segments > 1) {
         cudaError_t error = launch_mamba3_walk<T, Layout>(p, launch, plan.segments - 1, false);
         if (error == cudaSuccess) {
@@ -71,39 +72,12 @@ cudaError_t launch_mamba3_warpgroup_walk(const MambaMamba3& p, const Mamba3Forwa
     }
 }
 
-template <typename T>
-cudaError_t launch_mamba3_forward_warpgroups(const MambaMamba3& p, const Mamba3Forward& plan) {
-    char* const memory = static_cast<char*>(p.workspace);
-    Mamba3WarpgroupLaunch launch =
-        mamba3_warpgroup_launch(p, plan.chunks.place(p.workspace), static_cast<int64_t>(sizeof(T)));
-    launch.chunks_a_segment = plan.chunks_a_segment;
-    launch.ends = reinterpret_cast<float*>(memory + plan.ends);
-    launch.decays = reinterpret_cast<float*>(memory + plan.decays);
-    if (p.rank > 1) {
-        return launch_mamba3_warpgroup_walk<T, 128, 4>(p, plan, launch);
-    }
-    return plan.layout == kMamba3Small ? launch_mamba3_warpgroup_walk<T, 64, 1>(p, plan, launch)
-                                       : launch_mamba3_warpgroup_walk<T, 128, 1>(p, plan, launch);
-}
 #endif
 
-template <typename T>
-cudaError_t launch_mamba3_forward(const MambaMamba3& p, const Mamba3Forward& plan) {
-#ifdef MAMBA_WARPGROUPS
-    if constexpr (sizeof(T) == 2) {
-        if (plan.warpgroups) {
-            return launch_mamba3_forward_warpgroups<T>(p, plan);
-        }
-    }
-#endif
-    const int64_t size = sizeof(T);
-    char* const memory = static_cast<char*>(p.workspace);
+inline Mamba3ForwardLaunch mamba3_forward_launch(const MambaMamba3& p, const Mamba3Forward& plan) {
+    const int64_t size = dtype_size(p.dtype);
     Mamba3ForwardLaunch launch = {};
-    launch.set_walk(p, plan.chunks.place(p.workspace));
-    launch.chunks_a_segment = plan.chunks_a_segment;
-    launch.ends = reinterpret_cast<float*>(memory + plan.ends);
-    launch.decays = reinterpret_cast<float*>(memory + plan.decays);
-    launch.rows = plan.rows_apart ? reinterpret_cast<float*>(memory + plan.rows) : nullptr;
+    launch.rows = plan.rows_apart ? reinterpret_cast<float*>(static_cast<char*>(p.workspace) + plan.rows) : nullptr;
     launch.ranks_log2 = ceil_log2(plan.ranks, 0, 4);
     launch.words = p.dstate % 4 == 0 && rows_aligned(p.q_bias, 4, 8, p.dstate) && rows_aligned(p.k_bias, 4, 8, p.dstate);
     const int64_t q_rank = used_stride(p.rank, p.q_rank_stride), k_rank = used_stride(p.rank, p.k_rank_stride);
@@ -116,16 +90,39 @@ cudaError_t launch_mamba3_forward(const MambaMamba3& p, const Mamba3Forward& pla
     launch.vectors.weights = rows_aligned(p.mimo_v, 4, 16, p.headdim) && rows_aligned(p.mimo_z, 4, 16, p.headdim) &&
                              rows_aligned(p.mimo_out, 4, 16, p.headdim) && rows_aligned(p.norm_weight, 4, 16, p.headdim);
     launch.vectors.all = launch.vectors.z != 0 && launch.vectors.out != 0 && launch.vectors.weights != 0;
-    using Layouts = Mamba3Layouts<T>;
-    cudaError_t error = cudaSuccess;
-    if (plan.layout == kMamba3Large) {
-        error = launch_mamba3_layout<T, typename Layouts::Large>(p, plan, launch);
-    } else if (plan.layout == kMamba3Middle) {
-        error = launch_mamba3_layout<T, typename Layouts::Middle>(p, plan, launch);
-    } else {
-        error = launch_mamba3_layout<T, typename Layouts::Small>(p, plan, launch);
-    }
-    return error == cudaSuccess && plan.rows_apart ? launch_mamba3_finish_rows(p, launch.rows) : error;
+    return launch;
+}
+
+// What all rows share of a walk.
+inline void set_mamba3_forward_walk(Mamba3WalkLaunch& launch, const MambaMamba3& p, const Mamba3Forward& plan) {
+    char* const memory = static_cast<char*>(p.workspace);
+    launch.set_walk(p, plan.chunks.place(p.workspace));
+    launch.chunks_a_segment = plan.chunks_a_segment;
+    launch.ends = reinterpret_cast<float*>(memory + plan.ends);
+    launch.decays = reinterpret_cast<float*>(memory + plan.decays);
+}
+
+template <typename T>
+cudaError_t launch_mamba3_forward(const MambaMamba3& p, const Mamba3Forward& plan) {
+    return launch_row<T, kMamba3ForwardKernels>(mamba3_forward_table, plan.kernel, [&](auto number) {
+        constexpr const Mamba3ForwardKernel& row = kMamba3ForwardKernels[decltype(number)::kRow];
+        if constexpr (row.warpgroup_ranks == 0) {
+            Mamba3ForwardLaunch launch = mamba3_forward_launch(p, plan);
+            set_mamba3_forward_walk(launch, p, plan);
+            const cudaError_t error = launch_mamba3_general<T, Mamba3Sizes<row.states, row.rows>>(p, plan, launch);
+            return error == cudaSuccess && plan.rows_apart ? launch_mamba3_finish_rows(p, launch.rows) : error;
+        } else {
+#ifdef MAMBA_WARPGROUPS
+            constexpr bool kRows = row.warpgroup_ranks == 1;
+            static_assert(sizeof(Mamba3WalkShared<T, row.states, row.warpgroup_ranks, kRows>) <= row.shared_bytes, "");
+            Mamba3WarpgroupLaunch launch = mamba3_warpgroup_launch(p, plan.chunks.chunks, static_cast<int64_t>(sizeof(T)));
+            set_mamba3_forward_walk(launch, p, plan);
+            return launch_mamba3_warpgroup_walk<T, row.states, row.warpgroup_ranks>(p, plan, launch);
+#else
+            return cudaErrorInvalidDeviceFunction;  // launch_row never comes here
+#endif
+        }
+    });
 }
 
 }  // namespace mamba

@@ -66,11 +66,11 @@ template <typename T, int kRanks>
 struct Mamba3XCopies {
     static constexpr bool kOneRank = kRanks == 1;
     static constexpr int kTogether = kMamba3Threads / 8;  // rows
-    const T* v;  // of a chunk's first step; of four ranks the thread's columns
-    int first;   // of one rank: elements to the thread's first piece
+    const T* v;                                           // of a chunk's first step; of four ranks the thread's columns
+    int first;                                            // of one rank: elements to the thread's first piece
     int thread;
-    int left;     // steps of the chunk, or more
-    int columns;  // of the block
+    int left;      // steps of the chunk, or more
+    int columns;   // of the block
     bool expands;  // a row of v becomes one of each rank
 
     __device__ __forceinline__ Mamba3XCopies(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
@@ -216,8 +216,8 @@ __device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const M
 
 template <typename T, int kStates, int kRanks, bool kRows>
 __device__ __forceinline__ void make_mamba3_tiles(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
-                                                  const Mamba3Block& block,
-                                                  Mamba3WalkShared<T, kStates, kRanks, kRows>& shared, int thread) {
+                                                  const Mamba3Block& block, Mamba3WalkShared<T, kStates, kRanks, kRows>& shared,
+                                                  int thread) {
     if constexpr (kRanks == 1) {
         Mamba3PairTurner<T, kStates, kRows> turner(p, launch, block, shared.rotate.biases, thread);
         turn_mamba3_chunks(p, launch, block, shared, turner, thread);

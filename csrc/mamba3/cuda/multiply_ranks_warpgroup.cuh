@@ -2,8 +2,8 @@
 // rows. Its rows are k's, or columns of headdim, so that a lane has all ranks of a step of q.
 #pragma once
 
-#include "mamba3/cuda/forward_tile.cuh"
 #include "mamba3/cuda/backward/gate_ranks_warpgroup.cuh"
+#include "mamba3/cuda/forward_tile.cuh"
 #include "mamba3/cuda/state_warpgroup.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 

@@ -1,5 +1,5 @@
-// A state between memory and the accumulators of the forward walks. In forward_warpgroup.cuh their columns are those of its tiles:
-// pairs lie together.
+// A state between memory and the accumulators of the forward walks. In forward_warpgroup.cuh their columns are those of its
+// tiles: pairs lie together.
 #pragma once
 
 #include "mamba3/cuda/walk.cuh"

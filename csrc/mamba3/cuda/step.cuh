@@ -1,9 +1,8 @@
 // One decoding step of Mamba-3, states in place: a block takes one head of one batch entry. The lanes of a warp lie along the
 // states and keep their entries of q, k and the k before in registers, for kRanks rows at a time; the state goes through once.
 //
-//      all loads begin: rows of q and k (even warps k, odd ones q), dt and the like, angles, v, z; up to three tiles of states a
-//      warp, to shared memory
-//      cosines and sines of the angles, v                    -> shared memory
+//      all loads begin: rows of q and k (even warps k, odd ones q), dt and the like, angles, v, z; up to three tiles of states
+//      a warp, to shared memory cosines and sines of the angles, v                    -> shared memory
 //      ---- barrier
 //      the rows, normed and rotated, and x = weight v        -> shared memory, the k before -> the cache
 //      ---- barrier
@@ -16,6 +15,7 @@
 #pragma once
 
 #include "common/alignment.h"
+#include "common/kernel_launch.cuh"
 #include "mamba3/cuda/step_output.cuh"
 #include "mamba3/cuda/step_products.cuh"
 
@@ -138,10 +138,9 @@ struct Mamba3StepRanks {
     int64_t head;
     int rank, held, pitch, warp, lane;
 
-    __device__ __forceinline__ Mamba3StepRanks(const MambaMamba3Step& q, const Mamba3StepDtypes& of,
-                                               const Mamba3StepShared& to, const Mamba3StepParts& to_parts,
-                                               const Mamba3StepLayout& layout, int64_t batch, int64_t own_head, int64_t group,
-                                               int ranks, int own_lane)
+    __device__ __forceinline__ Mamba3StepRanks(const MambaMamba3Step& q, const Mamba3StepDtypes& of, const Mamba3StepShared& to,
+                                               const Mamba3StepParts& to_parts, const Mamba3StepLayout& layout, int64_t batch,
+                                               int64_t own_head, int64_t group, int ranks, int own_lane)
         : p(q.scan),
           dtypes(of),
           shared(to),
@@ -290,8 +289,7 @@ struct Mamba3StepTiles {
 
 // h += x k^T + x' k'^T of up to kRanks ranks, of `count` that exist. x: of the tile's first row in the first rank.
 template <class Rows, int kRanks>
-__device__ __forceinline__ void add_step_ranks(float (&h)[Rows::kRows][Rows::kStates],
-                                               const float (&k)[kRanks][Rows::kStates],
+__device__ __forceinline__ void add_step_ranks(float (&h)[Rows::kRows][Rows::kStates], const float (&k)[kRanks][Rows::kStates],
                                                const float (&before)[kRanks][Rows::kStates], int count, const float2* x,
                                                int first_row, int headdim, const Rows& rows) {
 #pragma unroll
@@ -475,34 +473,21 @@ cudaError_t launch_mamba3_step_rows(const MambaMamba3Step& q, int processors, in
 
 // State: the dtype of the state.
 template <typename State>
-cudaError_t launch_mamba3_step(const MambaMamba3Step& q, const DeviceLimits& limits) {
-    constexpr int kVector = 16 / static_cast<int>(sizeof(State));
-    // Beside a float32 state all else is bfloat16, as the cache is allocated.
-    constexpr int32_t kInputs = sizeof(State) == 4 ? MAMBA_BFLOAT16 : kDtype<State>;
-    using Rows = StateRows<State, kVector, 4, 1>;
-    const MambaMamba3& p = q.scan;
-    const int64_t rank_bytes = mamba3_step_rank_bytes(p), all = p.rank * rank_bytes;
-    const bool fits = p.dstate % kVector == 0 && pointer_is_aligned(q.state_ssm, 16) && all <= kMamba3StepMostRows;
-    const bool usual = Mamba3StepDtypes::of(q) == Mamba3StepDtypes::usual(kInputs);
-    if (fits && usual && p.rank == 1 && p.dstate <= 32 * kVector) {
-        return launch_mamba3_step_rows<Rows, 1, true, kInputs>(q, limits.processors, 1);
-    }
-    if constexpr (sizeof(State) == 2) {
-        // Before 8.0 there are no tensor cores for bfloat16.
-        if (fits && usual && p.rank == 4 && p.dstate <= kMamba3ProductStates && limits.major >= 8) {
-            return launch_mamba3_step_rows<Mamba3ProductRows<State>, 4, true, kInputs>(q, limits.processors, 4);
+cudaError_t launch_mamba3_step(const MambaMamba3Step& q, int kernel, const DeviceLimits& device) {
+    return launch_row<State, kMamba3StepKernels>(mamba3_step_table, kernel, [&](auto number) {
+        constexpr const Mamba3StepKernel& row = kMamba3StepKernels[decltype(number)::kRow];
+        constexpr int32_t kInputs = row.any_dtypes ? kNoDtype : mamba3_step_inputs(kDtype<State>);
+        if constexpr (row.products) {
+            return launch_mamba3_step_rows<Mamba3ProductRows<State>, row.ranks, true, kInputs>(q, device.processors, row.ranks);
+        } else if constexpr (row.vectors) {
+            using Rows = StateRows<State, 16 / static_cast<int>(sizeof(State)), 4, 1>;
+            return launch_mamba3_step_rows<Rows, row.ranks, true, kInputs>(q, device.processors, q.scan.rank);
+        } else {
+            const int64_t fit = kMamba3StepMostRows / mamba3_step_rank_bytes(q.scan);
+            return launch_mamba3_step_rows<StateRows<State, 1, 1, 8>, row.ranks, false, kInputs>(
+                q, device.processors, fit < q.scan.rank ? fit : q.scan.rank);
         }
-    } else {
-        // A float32 state's bytes take as long as its sums by ordinary cores: products were no faster.
-        if (fits && usual && p.rank == 4 && p.dstate <= 32 * kVector) {
-            return launch_mamba3_step_rows<Rows, 4, true, kInputs>(q, limits.processors, 4);
-        }
-        if (fits && p.dstate <= 32 * kVector) {
-            return launch_mamba3_step_rows<Rows, 4, true, kNoDtype>(q, limits.processors, p.rank);
-        }
-    }
-    const int64_t held = all > kMamba3StepMostRows ? kMamba3StepMostRows / rank_bytes : p.rank;
-    return launch_mamba3_step_rows<StateRows<State, 1, 1, 8>, 4, false, kNoDtype>(q, limits.processors, held);
+    });
 }
 
 }  // namespace mamba

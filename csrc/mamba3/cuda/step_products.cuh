@@ -9,7 +9,6 @@
 namespace mamba {
 
 constexpr int kMamba3ProductRanks = 4;
-constexpr int kMamba3ProductStates = 128;  // at most
 
 // A tile is 16 rows of the state, four lanes a row. In the comments g = lane / 4 and t = lane % 4: accumulators hold rows g and
 // g + 8. A lane's vectors lie together in memory; since the order of states does not matter to the products, two of its states

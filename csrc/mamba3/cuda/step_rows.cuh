@@ -3,13 +3,13 @@
 #pragma once
 
 #include "mamba3/cuda/chunks.cuh"
+#include "mamba3/kernels.h"
 #include "state_update/cuda/ring.cuh"
 
 namespace mamba {
 
 constexpr int kMamba3StepThreads = 128;
 constexpr int kMamba3StepWarps = kMamba3StepThreads / 32;
-constexpr int64_t kMamba3StepMostRows = 28 * 1024;  // bytes that the rows of all ranks take together
 
 struct Mamba3StepLayout {
     int32_t lanes_log2;  // that share a row of the state
@@ -31,10 +31,6 @@ struct Mamba3StepDtypes {
         return {p.dtype,           p.adt_dtype,    p.dt_dtype, p.trap_dtype, p.angle_dtype,
                 q.parameter_dtype, q.weight_dtype, q.k_dtype,  q.v_dtype};
     }
-    bool operator==(const Mamba3StepDtypes& other) const {
-        return x == other.x && adt == other.adt && dt == other.dt && trap == other.trap && angle == other.angle &&
-               parameter == other.parameter && weight == other.weight && k == other.k && v == other.v;
-    }
 };
 
 // Shared memory behind the states.
@@ -51,16 +47,6 @@ struct Mamba3StepShared {
           y(reinterpret_cast<float*>(x + layout.held * headdim)),
           rstd(y + rank * headdim) {}
 };
-
-inline int64_t mamba3_step_pitch(const MambaMamba3& p) {
-    return round_up(p.dstate, 4);
-}
-inline int64_t mamba3_step_rank_bytes(const MambaMamba3& p) {
-    return (3 * mamba3_step_pitch(p) + 2 * p.headdim) * 4;
-}
-inline int64_t mamba3_step_output_bytes(const MambaMamba3& p) {
-    return p.rank * (p.headdim + 1) * 4;
-}
 
 // q or k, of one head.
 struct Mamba3StepMatrix {

@@ -47,15 +47,15 @@ struct Mamba3PairTurner {
     int turns_last;   // and its angles of the last piece that has any
     bool turns_more;  // whether angles turn second pieces
 
-    static __device__ __forceinline__ const char* eight_columns(const Mamba3Block& block, const void* data, int64_t batch_stride,
-                                                                int64_t len_stride, int64_t group_stride, int64_t first_step,
-                                                                int lane) {
+    static __device__ __forceinline__ const char* eight_columns(const Mamba3Block& block, const void* data,
+                                                                int64_t batch_stride, int64_t len_stride, int64_t group_stride,
+                                                                int64_t first_step, int lane) {
         const int64_t at = block.range.row * batch_stride + first_step * len_stride + block.group * group_stride + 8 * lane;
         return static_cast<const char*>(data) + at * static_cast<int64_t>(sizeof(T));
     }
 
-    __device__ __forceinline__ Mamba3PairTurner(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launched, const Mamba3Block& block,
-                                                const float* all_biases, int thread)
+    __device__ __forceinline__ Mamba3PairTurner(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launched,
+                                                const Mamba3Block& block, const float* all_biases, int thread)
         : launch(launched), biases(all_biases + thread % 16 * 4) {
         const Mamba3Chunks& chunks = launch.chunks;
         const int row0 = thread / 16 * 8, lane = thread % 16, column = 4 * lane;

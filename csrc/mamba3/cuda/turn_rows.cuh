@@ -103,8 +103,8 @@ struct Mamba3TurnSum<float> {
     __device__ __forceinline__ float2 cos_sin() const { return cos_sin_of_turns(turns_of_count(value)); }
 };
 
-// Two neighbouring pairs, and where their elements are; -1: there is none, or no angle turns the pair. With an odd dstate the last
-// element of halves is alone.
+// Two neighbouring pairs, and where their elements are; -1: there is none, or no angle turns the pair. With an odd dstate the
+// last element of halves is alone.
 struct Mamba3Pairs {
     int first[2], second[2];
     int angle[2];

@@ -69,8 +69,8 @@ struct Mamba3StepsTurner {
         for (int part = 0; part < kParts; ++part) {
 #pragma unroll
             for (int side = 0; side < kSides; ++side) {
-                const float* const from =
-                    (kBothSides && side == 0 ? p.q_bias : p.k_bias) + (block.head * kRanks + rank) * kStates + part * kPartPairs + pair;
+                const float* const from = (kBothSides && side == 0 ? p.q_bias : p.k_bias) +
+                                          (block.head * kRanks + rank) * kStates + part * kPartPairs + pair;
 #pragma unroll
                 for (int e = 0; e < kPairs; ++e) {
                     bias[side][part][e] = make_float2(from[e], from[e + kStates / 2]);

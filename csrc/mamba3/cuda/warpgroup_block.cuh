@@ -13,7 +13,8 @@ enum Mamba3Pass {
     kMamba3States,    // a state alone: a segment's at its end, from zero, and its decay; or from the end, for backward, the
                       // gradient of the state behind each chunk
     kMamba3Output,    // out and the final state
-    kMamba3GateBack,  // for backward the state before each chunk, and from the gradient of out those of the scan's rows, of z, D
+    kMamba3GateBack,  // for backward the state before each chunk, and from the gradient of out those of the scan's rows, of z,
+                      // D
 };
 
 // For backward's passes. Elements of T, but for the final states and the sums.
