@@ -1,24 +1,20 @@
-// The table of the kernels of Mamba-3's backward scan: which there are, and what each needs.
-//
-// A row is a path of several kernels, see cuda/backward/launch_heads.cuh. The first row that takes a call runs it.
+// The kernels of Mamba-3's backward scan. A row is a path of several kernels, see cuda/backward/launch_heads.cuh.
 #pragma once
 
+#include "common/kernel_table.h"
 #include "mamba3/check.h"
 #include "mamba3/plan.h"
 
 namespace mamba {
 
-struct Mamba3BackwardKernel {
-    const char* name;
+struct Mamba3BackwardKernel : KernelRow {
     bool (*takes)(const MambaMamba3Backward& q, const DeviceLimits& device);
-    int dtypes;      // sizes of the dtypes' elements, ored
-    int states;      // dstate is at most that
-    int rows, inner;  // of a chunk, steps times rank; of headdim that a block takes
-    bool warpgroups;
-    int ranks;  // of warpgroups
+    int warpgroup_ranks;  // 0: the general kernels
+    int states;           // dstate is at most that
+    int rows, inner;      // of a chunk, steps times rank; of headdim that a block takes
 };
 
-// Bytes of shared memory that the general kernels need at most; backward/launch_heads.cuh asserts them.
+// Bytes of shared memory that a block needs at most; backward/launch_heads.cuh asserts them.
 constexpr int kMamba3BackwardShared16Bit = 64 * 1024;
 constexpr int kMamba3BackwardSharedFloat = 108 * 1024;
 constexpr int kMamba3BackwardShared256 = 88 * 1024;
@@ -28,9 +24,7 @@ constexpr int kMamba3BackwardSharedWarpgroups = 227 * 1024;
 inline bool mamba3_backward_on_warpgroups(const MambaMamba3Backward& q, const DeviceLimits& device) {
     const MambaMamba3& p = q.forward;
     const int64_t size = dtype_size(p.dtype);
-    bool warpgroups = false;
-    return mamba3_has_warpgroups(p, &warpgroups) == cudaSuccess && warpgroups &&
-           device.shared >= kMamba3BackwardSharedWarpgroups && p.angles_of_heads == 0 &&
+    return device.shared >= kMamba3BackwardSharedWarpgroups && p.angles_of_heads == 0 &&
            p.z != nullptr && p.norm_weight == nullptr &&
            rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
            rows_aligned(q.dz, size, 16, p.headdim, q.dz_step_stride);
@@ -62,23 +56,29 @@ inline bool takes_any_mamba3_backward(const MambaMamba3Backward&, const DeviceLi
 }
 
 inline constexpr Mamba3BackwardKernel kMamba3BackwardKernels[] = {
-    {"siso_warpgroups", takes_mamba3_backward_siso, 2, 128, 64, 64, true, 1},
-    {"mimo4_warpgroups", takes_mamba3_backward_mimo4, 2, 128, 64, 64, true, 4},
-    {"states128", takes_mamba3_backward_128, 2 | 4, 128, 32, 32, false, 0},
-    {"states128_16_rows", takes_mamba3_backward_16_rows, 4, 128, 16, 16, false, 0},
-    {"states256", takes_any_mamba3_backward, 2 | 4, 256, 16, 16, false, 0},
+    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, warpgroup_ranks, states, rows, inner
+    {{"siso_warpgroups", "SISO (pairwise, no projections), z, no norm, no seq_idx, shared angles; N % 4 == 0, rows aligned",
+      "64 steps, 128 states, 64 columns of headdim, all heads of a group", k16Bit, 512, kMamba3BackwardSharedWarpgroups, 90},
+     takes_mamba3_backward_siso, 1, 128, 64, 64},
+    {{"mimo4_warpgroups",
+      "MIMO of rank 4 with all projections, z, no norm, no seq_idx, shared angles; N == 128, at most 32 angles, rows aligned",
+      "16 steps of 4 ranks, 128 states, 64 columns of headdim, all heads of a group", k16Bit, 512,
+      kMamba3BackwardSharedWarpgroups, 90},
+     takes_mamba3_backward_mimo4, 4, 128, 64, 64},
+    {{"states128", "N <= 128; float32: 108 KB of shared memory", "32 steps times rank, 128 states, 32 columns of headdim",
+      kAllDtypes, 256, kMamba3BackwardSharedFloat, 75},
+     takes_mamba3_backward_128, 0, 128, 32, 32},
+    {{"states128_16_rows", "N <= 128", "16 steps times rank, 128 states, 16 columns of headdim", kF32, 256,
+      kMamba3BackwardShared16Bit, 75},
+     takes_mamba3_backward_16_rows, 0, 128, 16, 16},
+    {{"states256", "", "16 steps times rank, 256 states, 16 columns of headdim", kAllDtypes, 256, kMamba3BackwardShared256, 75},
+     takes_any_mamba3_backward, 0, 256, 16, 16},
 };
+extern KernelTable mamba3_backward_table;
 
 // The number of the row that runs a call.
 inline int32_t choose_mamba3_backward(const MambaMamba3Backward& q, const DeviceLimits& device) {
-    int32_t kernel = 0;
-    for (const Mamba3BackwardKernel& row : kMamba3BackwardKernels) {
-        if ((row.dtypes & dtype_size(q.forward.dtype)) != 0 && row.takes(q, device)) {
-            return kernel;
-        }
-        ++kernel;
-    }
-    return -1;
+    return choose_kernel(mamba3_backward_table, kMamba3BackwardKernels, device.major, q.forward.dtype, q, device);
 }
 
 }  // namespace mamba

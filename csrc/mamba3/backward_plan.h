@@ -115,7 +115,7 @@ inline Mamba3BackwardPlan plan_mamba3_backward(const MambaMamba3& p, int32_t ker
     const Mamba3BackwardKernel& row = kMamba3BackwardKernels[kernel];
     Mamba3BackwardPlan plan = {};
     plan.kernel = kernel;
-    plan.warpgroups = row.warpgroups;
+    plan.warpgroups = row.warpgroup_ranks > 0;
     plan.chunks = Mamba3ChunksPlan(p, row.rows / p.rank, kMamba3BackwardArrays, plan.workspace.bytes,
                                    plan.warpgroups ? kMamba3WarpgroupRows / p.rank : 0);
     const int64_t slots = plan.chunks.chunks.slots, heads_of_group = p.nheads / p.ngroups, size = dtype_size(p.dtype);

@@ -10,6 +10,7 @@ namespace mamba {
 
 KernelTable mamba3_forward_table("mamba3_forward", kMamba3ForwardKernels);
 KernelTable mamba3_step_table("mamba3_step", kMamba3StepKernels);
+KernelTable mamba3_backward_table("mamba3_backward", kMamba3BackwardKernels);
 
 namespace {
 

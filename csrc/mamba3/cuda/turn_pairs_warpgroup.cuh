@@ -10,8 +10,7 @@ namespace mamba {
 
 // Half a warp takes a row: a lane has four columns of each 64. Rows are copied into the tiles and turned there: if they were on
 // their way to registers, they would be waited for together with whatever else is, since waiting knows few kinds of loads.
-// While they come, sines are found. The eight rows of a chunk are groups of four, or of two where angles turn all columns. All
-// columns but those of the last 64 exist.
+// While they come, sines are found. The eight rows of a chunk are groups of four, or of two where angles turn all columns.
 template <typename T, int kStates, bool kBothSides>
 struct Mamba3PairTurner {
     static constexpr bool kAwaitsCopies = false;  // see turn_mamba3_chunks
@@ -43,7 +42,7 @@ struct Mamba3PairTurner {
     int number;       // of the block's chunk
     int first_row;    // of the lane's eight
     int last_step;    // counted from the first chunk's first
-    int has_last;     // whether the lane's columns of the last piece exist
+    int columns;      // that exist from the lane's first one on
     int turns_last;   // and its angles of the last piece that has any
     bool turns_more;  // whether angles turn second pieces
 
@@ -60,7 +59,7 @@ struct Mamba3PairTurner {
         const Mamba3Chunks& chunks = launch.chunks;
         const int row0 = thread / 16 * 8, lane = thread % 16, column = 4 * lane;
         turns_more = kPieces > 1 && p.nangles > 32;
-        has_last = opaque(64 * (kPieces - 1) + column < p.dstate ? 1 : 0);
+        columns = opaque(static_cast<int>(p.dstate) - column);
         turns_last = opaque((turns_more ? 32 : 0) + 2 * lane < p.nangles ? 1 : 0);
 #pragma unroll
         for (int e = 0; e < kPieces; ++e) {
@@ -91,7 +90,7 @@ struct Mamba3PairTurner {
         last_step = static_cast<int>(block.range.begin + block.range.seqlen - first_step) - 1;
     }
 
-    __device__ __forceinline__ bool exists(int piece) const { return piece + 1 < kPieces || has_last != 0; }
+    __device__ __forceinline__ bool exists(int piece) const { return 64 * piece < columns; }
     template <bool kMore>
     __device__ __forceinline__ bool turns_piece(int piece) const {
         return kMore ? piece == 0 || turns_last != 0 : piece == 0 && turns_last != 0;

@@ -61,15 +61,13 @@ struct Mamba3StepsGateBack {
                 for (int c = 0; c < 2; ++c) {
                     const int n = 2 * c + half;
                     const auto back = [&](float row_of_y, float value, float gate, float given, float& dgate) {
-                        const float argument = gate * by_z, part = sigmoid(argument), open = argument * part;
-                        const float slope = fmaf(open, 1.0f - part, part);
-                        const float scan = fmaf(by_D, value, row_of_y), both = given * scan;
-                        const float drow = given * by_out * open, dargument = both * by_out * slope;
-                        dgate = fmaf(dargument, by_z, dgate);
-                        of_z[k] = fmaf(dargument, gate, of_z[k]);
-                        of_out[k] = fmaf(both, open, of_out[k]);
-                        of_D = fmaf(drow, value, of_D);
-                        return drow;
+                        const float scan = fmaf(by_D, value, row_of_y);
+                        const GateGradients of_gate = gate_backward(given * by_out, scan, gate * by_z);
+                        dgate = fmaf(of_gate.dargument, by_z, dgate);
+                        of_z[k] = fmaf(of_gate.dargument, gate, of_z[k]);
+                        of_out[k] = fmaf(given * scan, of_gate.value, of_out[k]);
+                        of_D = fmaf(of_gate.dy, value, of_D);
+                        return of_gate.dy;
                     };
                     const float one = back(y[2 * k + c][2 * half], v[c].x, z[c].x, dout[c].x, dz_sums[n].x);
                     const float other = back(y[2 * k + c][2 * half + 1], v[c].y, z[c].y, dout[c].y, dz_sums[n].y);

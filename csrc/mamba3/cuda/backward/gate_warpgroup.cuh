@@ -2,6 +2,7 @@
 // of z and of D. There is one rank, and neither norm nor projections.
 #pragma once
 
+#include "mamba3/cuda/backward/gate.cuh"
 #include "mamba3/cuda/finish_warpgroup.cuh"
 
 namespace mamba {
@@ -96,11 +97,10 @@ struct Mamba3GateBack {
                 const float2 input = unpack2<T>(inputs.r[0][i]), gate = unpack2<T>(gates.r[0][i]);
                 const float2 gradient = unpack2<T>(gradients[k % 2][i]);
                 float2 dgate, drow;
-                const auto back = [&](float own, float row, float gate_in, float given, float& dgate_in, float& drow_in) {
-                    const float part = sigmoid(gate_in), value = gate_in * part;
-                    const float slope = fmaf(value, 1.0f - part, part);
-                    drow_in = given * value;
-                    dgate_in = given * fmaf(finisher.D, own, row) * slope;
+                const auto back = [&](float own, float row, float argument, float given, float& dgate_in, float& drow_in) {
+                    const GateGradients gate_of = gate_backward(given, fmaf(finisher.D, own, row), argument);
+                    drow_in = gate_of.dy;
+                    dgate_in = gate_of.dargument;
                     dD = fmaf(drow_in, own, dD);
                 };
                 back(input.x, sum[i % 2 * 2], gate.x, gradient.x, dgate.x, drow.x);

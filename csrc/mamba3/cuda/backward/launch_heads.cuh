@@ -1,6 +1,7 @@
 // Launches of Mamba-3's backward scan that depend on the dtype of v, of some heads.
 #pragma once
 
+#include "common/kernel_launch.cuh"
 #include "mamba3/cuda/backward/chunk_gradients.cuh"
 #include "mamba3/cuda/backward/rows.cuh"
 #include "mamba3/cuda/backward/states.cuh"
@@ -100,32 +101,14 @@ cudaError_t launch_mamba3_backward_general(const MambaMamba3Backward& q, const M
 // Some heads of a call, by its row of the table.
 template <typename T>
 cudaError_t launch_mamba3_backward_heads(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch) {
-    switch (launch.plan.kernel) {
-#ifdef MAMBA_WARPGROUPS
-        case 0:
-            if constexpr (sizeof(T) == 2) {
-                return launch_mamba3_backward_warpgroups<T, 1>(q, launch);
-            }
-            break;
-        case 1:
-            if constexpr (sizeof(T) == 2) {
-                return launch_mamba3_backward_warpgroups<T, 4>(q, launch);
-            }
-            break;
-#endif
-        case 2:
-            return launch_mamba3_backward_general<T, Mamba3BackwardTiles<128, 32, 32>>(q, launch);
-        case 3:
-            if constexpr (sizeof(T) == 4) {
-                return launch_mamba3_backward_general<T, Mamba3BackwardTiles<128, 16, 16>>(q, launch);
-            }
-            break;
-        case 4:
-            return launch_mamba3_backward_general<T, Mamba3BackwardTiles<256, 16, 16>>(q, launch);
-        default:
-            break;
-    }
-    return cudaErrorInvalidValue;
+    return launch_row<T, kMamba3BackwardKernels>(mamba3_backward_table, launch.plan.kernel, [&](auto row) {
+        constexpr const Mamba3BackwardKernel& kRow = kMamba3BackwardKernels[decltype(row)::kRow];
+        if constexpr (kRow.warpgroup_ranks > 0) {
+            return launch_mamba3_backward_warpgroups<T, kRow.warpgroup_ranks>(q, launch);
+        } else {
+            return launch_mamba3_backward_general<T, Mamba3BackwardTiles<kRow.states, kRow.rows, kRow.inner>>(q, launch);
+        }
+    });
 }
 
 }  // namespace mamba
