@@ -24,9 +24,8 @@ constexpr int kMamba3BackwardSharedWarpgroups = 227 * 1024;
 inline bool mamba3_backward_on_warpgroups(const MambaMamba3Backward& q, const DeviceLimits& device) {
     const MambaMamba3& p = q.forward;
     const int64_t size = dtype_size(p.dtype);
-    return device.shared >= kMamba3BackwardSharedWarpgroups && p.angles_of_heads == 0 &&
-           p.z != nullptr && p.norm_weight == nullptr &&
-           rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
+    return device.shared >= kMamba3BackwardSharedWarpgroups && p.angles_of_heads == 0 && p.z != nullptr &&
+           p.norm_weight == nullptr && rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
            rows_aligned(q.dz, size, 16, p.headdim, q.dz_step_stride);
 }
 // SISO: one rank without projections, rotated neighbours.
@@ -59,20 +58,40 @@ inline constexpr Mamba3BackwardKernel kMamba3BackwardKernels[] = {
     // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, warpgroup_ranks, states, rows, inner
     {{"siso_warpgroups", "SISO (pairwise, no projections), z, no norm, no seq_idx, shared angles; N % 4 == 0, rows aligned",
       "64 steps, 128 states, 64 columns of headdim, all heads of a group", k16Bit, 512, kMamba3BackwardSharedWarpgroups, 90},
-     takes_mamba3_backward_siso, 1, 128, 64, 64},
+     takes_mamba3_backward_siso,
+     1,
+     128,
+     64,
+     64},
     {{"mimo4_warpgroups",
       "MIMO of rank 4 with all projections, z, no norm, no seq_idx, shared angles; N == 128, at most 32 angles, rows aligned",
       "16 steps of 4 ranks, 128 states, 64 columns of headdim, all heads of a group", k16Bit, 512,
       kMamba3BackwardSharedWarpgroups, 90},
-     takes_mamba3_backward_mimo4, 4, 128, 64, 64},
+     takes_mamba3_backward_mimo4,
+     4,
+     128,
+     64,
+     64},
     {{"states128", "N <= 128; float32: 108 KB of shared memory", "32 steps times rank, 128 states, 32 columns of headdim",
       kAllDtypes, 256, kMamba3BackwardSharedFloat, 75},
-     takes_mamba3_backward_128, 0, 128, 32, 32},
+     takes_mamba3_backward_128,
+     0,
+     128,
+     32,
+     32},
     {{"states128_16_rows", "N <= 128", "16 steps times rank, 128 states, 16 columns of headdim", kF32, 256,
       kMamba3BackwardShared16Bit, 75},
-     takes_mamba3_backward_16_rows, 0, 128, 16, 16},
+     takes_mamba3_backward_16_rows,
+     0,
+     128,
+     16,
+     16},
     {{"states256", "", "16 steps times rank, 256 states, 16 columns of headdim", kAllDtypes, 256, kMamba3BackwardShared256, 75},
-     takes_any_mamba3_backward, 0, 256, 16, 16},
+     takes_any_mamba3_backward,
+     0,
+     256,
+     16,
+     16},
 };
 extern KernelTable mamba3_backward_table;
 

@@ -23,7 +23,7 @@ struct Mamba3Chunk {
 
 __device__ __forceinline__ Mamba3Chunk find_chunk(const MambaMamba3& p, const Mamba3Chunks& chunks, int64_t slot) {
     const Mamba3SlotChunk found = mamba3_chunk_of_slot(p, chunks, slot);
-    return {found.sequence_index,         found.sequence.row, found.sequence.begin + found.first,
+    return {found.sequence_index,       found.sequence.row, found.sequence.begin + found.first,
             found.first / chunks.steps, found.steps,        found.first + chunks.steps >= found.sequence.seqlen};
 }
 
@@ -151,7 +151,8 @@ __device__ __forceinline__ void load_dy(const MambaMamba3& p, const Mamba3Backwa
                                             static_cast<int>(p.headdim) - row0, launch.dy_vectors);
 }
 
-// Where the rotated rows of a chunk of a launch's head begin in w.q and w.k, and the cosines and sines of its steps, (steps, S).
+// Where the rotated rows of a chunk of a launch's head begin in w.q and w.k, and the cosines and sines of its steps, (steps,
+// S).
 __device__ __forceinline__ int64_t rotated_rows(const MambaMamba3& p, const Mamba3BackwardLaunch& launch, int64_t slot,
                                                 int64_t launch_head) {
     return (slot * launch.group_heads * p.ngroups + launch_head) * launch.chunks.steps * p.rank * p.dstate;
@@ -165,8 +166,8 @@ __device__ __forceinline__ int64_t cos_sin_index(const MambaMamba3& p, const Mam
 template <typename T, int kRows, int kStates, int kThreads>
 __device__ __forceinline__ void load_rotated(const MambaMamba3& p, const Mamba3BackwardLaunch& launch, int64_t rows,
                                              const Mamba3Chunk& chunk, int64_t slot, int64_t launch_head, T* tile) {
-    load_tile<T, kRows, kStates, kThreads>(tile, launch.at<const T>(rows) + rotated_rows(p, launch, slot, launch_head), p.dstate,
-                                           chunk.steps * static_cast<int>(p.rank), static_cast<int>(p.dstate),
+    load_tile<T, kRows, kStates, kThreads>(tile, launch.at<const T>(rows) + rotated_rows(p, launch, slot, launch_head),
+                                           p.dstate, chunk.steps * static_cast<int>(p.rank), static_cast<int>(p.dstate),
                                            launch.state_vectors);
 }
 

@@ -61,7 +61,7 @@ struct Mamba3ChunkGradients {
     const Mamba3BackwardWorkspace& w;
     Shared& shared;
     const int lane, warp;
-    const int above, beside;  // a warp's 16 rows of an output, and its part of the columns
+    const int above, beside;                 // a warp's 16 rows of an output, and its part of the columns
     const int step0, pair0, state0, input0;  // its first row and columns; more warps than columns: those behind have none
     const int row_of_lane;
     const int rank, dstate, angles;
@@ -133,7 +133,8 @@ struct Mamba3ChunkGradients {
     }
 
     __device__ __forceinline__ void load_tiles() const {
-        const int64_t heads = launch.group_heads * p.ngroups, state_at = ((slot * heads + launch_head) * p.headdim + row0) * dstate;
+        const int64_t heads = launch.group_heads * p.ngroups,
+                      state_at = ((slot * heads + launch_head) * p.headdim + row0) * dstate;
         load_dy<T, kRows, kInner, kThreads>(p, launch, chunk, launch_head, row0, shared.dy);
         load_x<T, kRows, kInner, kThreads>(p, launch, chunk, head, row0, shared.x);
         load_tile<T, kInner, kStates, kThreads>(shared.state, launch.at<const T>(w.states) + state_at, dstate, columns, dstate,
@@ -265,7 +266,8 @@ struct Mamba3ChunkGradients {
         for (int j = 0; j < 2 * Wide::kWide; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int r = row_of_lane + i / 2 * 8 - (chunk.steps - 1) * rank, column = state0 + 8 * j + lane % 4 * 2 + i % 2;
+                const int r = row_of_lane + i / 2 * 8 - (chunk.steps - 1) * rank,
+                          column = state0 + 8 * j + lane % 4 * 2 + i % 2;
                 if (r >= 0 && r < rank && column < dstate) {
                     dk[j][i] += final_k[r * p.nheads * dstate + element_of_column(p, column)];
                 }
@@ -348,8 +350,8 @@ struct Mamba3ChunkGradients {
         }
     }
 
-    // The gradients of angles, over all heads that share them; dturns become sums over later steps. A thread takes an angle, the
-    // last warps first: sum_parameters gives the first ones more. adds: to those of other items and launches.
+    // The gradients of angles, over all heads that share them; dturns become sums over later steps. A thread takes an angle,
+    // the last warps first: sum_parameters gives the first ones more. adds: to those of other items and launches.
     __device__ __forceinline__ void sum_angles(bool adds) const {
         const int angle = kThreads - 1 - static_cast<int>(threadIdx.x);
         if (angle >= angles) {
@@ -440,8 +442,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
         store_rows<Gradients::Wide::kWide>(shared.dk_tile() + block.step0 * Gradients::kPitch + block.state0, Gradients::kPitch,
                                            dk, block.lane);
         if (block.input0 < Gradients::kInner) {
-            store_rows<Gradients::Inputs::kWide>(
-                shared.dx_tile() + block.step0 * Gradients::kInnerPitch + block.input0, Gradients::kInnerPitch, dx, block.lane);
+            store_rows<Gradients::Inputs::kWide>(shared.dx_tile() + block.step0 * Gradients::kInnerPitch + block.input0,
+                                                 Gradients::kInnerPitch, dx, block.lane);
         }
         __syncthreads();
         block.sum_parameters();

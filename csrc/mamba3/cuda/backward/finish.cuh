@@ -8,63 +8,45 @@ namespace mamba {
 
 constexpr int kMamba3FinishThreads = 256;
 constexpr int kMamba3FinishHeads = 32;
-constexpr int kMamba3CarryAnglesThreads = 64;  // few, for more blocks
+constexpr int kMamba3BackwardCarryThreads = 64;  // few, for more blocks
 
-// A block takes a sequence and head, whose gradient of the entering state is in dssm_state: k_state, v_state, mimo_v, and the
-// weight of the step before. A sequence without steps hands its gradients on.
-__global__ void __launch_bounds__(kMamba3FinishThreads)
-    mamba3_before_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
-    __shared__ float sums[kMamba3FinishThreads];
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
+// Of a sequence and head, whose gradient of the entering state is in dssm_state: the gradients of k_state, v_state, mimo_v and
+// of the weight of the step before. A sequence without steps passes its gradients on. sums: one of each thread.
+__device__ __forceinline__ void find_step_before(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch,
+                                                 int64_t index, float* sums) {
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
-    const int64_t index = blockIdx.x, sequence_index = index / p.nheads, head = index % p.nheads;
+    const int64_t sequence_index = index / p.nheads, head = index % p.nheads, slots = launch.chunks.slots;
     const Mamba3Sequence sequence = mamba3_sequence(p, sequence_index);
+    const bool has_steps = sequence.seqlen > 0;
     const int64_t k_row = p.nheads * p.dstate, k_first = (sequence_index * p.rank * p.nheads + head) * p.dstate;
-    if (sequence.seqlen == 0) {
-        for (int64_t i = threadIdx.x; i < p.rank * p.dstate; i += kMamba3FinishThreads) {
-            const int64_t at = k_first + i / p.dstate * k_row + i % p.dstate;
-            q.dk_state[at] = q.dfinal_k != nullptr ? q.dfinal_k[at] : 0.0f;
-        }
-        for (int64_t i = threadIdx.x; i < p.headdim; i += kMamba3FinishThreads) {
-            q.dv_state[index * p.headdim + i] = q.dfinal_v != nullptr ? q.dfinal_v[index * p.headdim + i] : 0.0f;
-        }
-        for (int64_t i = threadIdx.x; i < p.rank * p.headdim && p.mimo_v != nullptr; i += kMamba3FinishThreads) {
-            launch.at<float>(w.mimo_v)[((launch.chunks.slots + sequence_index) * p.nheads + head) * p.rank * p.headdim + i] =
-                0.0f;
-        }
-        return;
-    }
-    const float nu = weight_of_step_before(p, sequence, head);
+    const float nu = has_steps ? weight_of_step_before(p, sequence, head) : 0.0f;
     const float* const dstate_before = q.dssm_state + index * p.headdim * p.dstate;
     const float* const v = p.v_state + index * p.headdim;
     const float* const weight = p.mimo_v != nullptr ? p.mimo_v + head * p.rank * p.headdim : nullptr;
     float dnu = 0.0f;
-    for (int64_t i = threadIdx.x; i < p.rank * p.dstate; i += kMamba3FinishThreads) {
-        const int64_t r = i / p.dstate, n = i % p.dstate;
+    for (int64_t i = threadIdx.x; i < p.rank * p.dstate; i += kMamba3BackwardCarryThreads) {
+        const int64_t r = i / p.dstate, n = i % p.dstate, at = k_first + r * k_row + n;
         float along = 0.0f;
-        for (int64_t row = 0; row < p.headdim; ++row) {
+        for (int64_t row = 0; row < p.headdim && has_steps; ++row) {
             const float x = weight != nullptr ? v[row] * weight[r * p.headdim + row] : v[row];
             along = fmaf(dstate_before[row * p.dstate + n], x, along);
         }
-        const int64_t at = k_first + r * k_row + n;
-        q.dk_state[at] = nu * along;
+        q.dk_state[at] = has_steps ? nu * along : q.dfinal_k != nullptr ? q.dfinal_k[at] : 0.0f;
         dnu = fmaf(along, p.k_state[at], dnu);
     }
-    for (int64_t row = threadIdx.x; row < p.headdim; row += kMamba3FinishThreads) {
-        float dv = 0.0f;
+    for (int64_t row = threadIdx.x; row < p.headdim; row += kMamba3BackwardCarryThreads) {
+        float dv = has_steps || q.dfinal_v == nullptr ? 0.0f : q.dfinal_v[index * p.headdim + row];
         for (int64_t r = 0; r < p.rank; ++r) {
             float dx = 0.0f;
-            for (int64_t n = 0; n < p.dstate; ++n) {
+            for (int64_t n = 0; n < p.dstate && has_steps; ++n) {
                 dx = fmaf(dstate_before[row * p.dstate + n], p.k_state[k_first + r * k_row + n], dx);
             }
             dx *= nu;
             dv = weight != nullptr ? fmaf(dx, weight[r * p.headdim + row], dv) : dv + dx;
             if (weight != nullptr) {
-                launch.at<float>(
-                    w.mimo_v)[(((launch.chunks.slots + sequence_index) * p.nheads + head) * p.rank + r) * p.headdim + row] =
-                    dx * v[row];
+                const int64_t at = (((slots + sequence_index) * p.nheads + head) * p.rank + r) * p.headdim + row;
+                launch.at<float>(w.mimo_v)[at] = has_steps ? dx * v[row] : 0.0f;
             }
         }
         q.dv_state[index * p.headdim + row] = dv;
@@ -73,26 +55,19 @@ __global__ void __launch_bounds__(kMamba3FinishThreads)
     __syncthreads();
     if (threadIdx.x == 0) {
         float total = 0.0f;
-        for (int i = 0; i < kMamba3FinishThreads; ++i) {
+        for (int i = 0; i < kMamba3BackwardCarryThreads; ++i) {
             total += sums[i];
         }
         launch.at<float>(w.before)[index] = total;
     }
 }
 
-// A thread takes an angle of a sequence and head through all chunks from the last one on: what the steps of each chunk's last
-// run get from later chunks. In double: over a long sequence sums of floats lose what is small.
-__global__ void __launch_bounds__(kMamba3CarryAnglesThreads)
-    mamba3_carry_angles_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
+// What the steps of each chunk's last run get from later chunks, of an angle of a sequence and head, through all chunks from
+// the last one on. In double: over a long sequence sums of floats lose what is small.
+__device__ __forceinline__ void carry_angle(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch, int64_t index) {
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
     const int64_t of_sequence = p.nheads * p.nangles, slots = launch.chunks.slots;
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * kMamba3CarryAnglesThreads + threadIdx.x;
-    if (index >= p.sequences * of_sequence) {
-        return;
-    }
     const int64_t sequence_index = index / of_sequence, own = index % of_sequence, head = own / p.nangles;
     const Mamba3Sequence sequence = mamba3_sequence(p, sequence_index);
     const int64_t first = mamba3_slot(p, launch.chunks, sequence_index, sequence.begin);
@@ -134,6 +109,24 @@ __global__ void __launch_bounds__(kMamba3CarryAnglesThreads)
     }
 }
 
+// The first blocks take a sequence and head with a given state each, the others an angle a thread.
+__global__ void __launch_bounds__(kMamba3BackwardCarryThreads)
+    mamba3_backward_carry_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
+    __shared__ float sums[kMamba3BackwardCarryThreads];
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    const int64_t all = q.forward.sequences * q.forward.nheads, given = q.forward.ssm_state != nullptr ? all : 0;
+    const int64_t block = blockIdx.x;
+    if (block < given) {
+        find_step_before(q, launch, block, sums);
+        return;
+    }
+    const int64_t index = (block - given) * kMamba3BackwardCarryThreads + threadIdx.x;
+    if (index < all * q.forward.nangles) {
+        carry_angle(q, launch, index);
+    }
+}
+
 // Steps of a warp in the next two kernels.
 constexpr int kMamba3FinishSteps = kMamba3MostSteps / (kMamba3FinishThreads / 32);
 
@@ -152,13 +145,11 @@ __device__ __forceinline__ void sum_turned(float (&turned)[kMamba3FinishSteps], 
 }
 
 // A block takes kMamba3FinishHeads heads of a chunk, a lane each, and a warp some of its steps: adt, dt and trap.
-__global__ void __launch_bounds__(kMamba3FinishThreads, 4)
+__global__ void __launch_bounds__(kMamba3FinishThreads, 3)
     mamba3_finish_steps_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
     static_assert(kMamba3FinishHeads == 32, "a lane each");
-    constexpr int kPitch = kMamba3FinishHeads + 1;
-    __shared__ float lambdas[kMamba3MostSteps * kPitch], rests[kMamba3MostSteps * kPitch], dts[kMamba3MostSteps * kPitch];
     __shared__ __align__(16) float speeds[kMamba3MostSteps][32];  // of some angles
-    __shared__ float carry[kMamba3FinishHeads][kPitch];
+    __shared__ float carry[kMamba3FinishHeads][kMamba3FinishHeads + 1];
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     const MambaMamba3& p = q.forward;
@@ -173,29 +164,6 @@ __global__ void __launch_bounds__(kMamba3FinishThreads, 4)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_step = kMamba3FinishSteps * warp;
     const int heads = static_cast<int>(p.nheads - first_head < kMamba3FinishHeads ? p.nheads - first_head : kMamba3FinishHeads);
     const int64_t head = first_head + lane, all_steps = p.batch * p.seqlen;
-    const int64_t of_head = launch.chunks.arrays * pitch;
-    const float* const values = mamba3_values(launch.chunks, p.nheads, slot, first_head, kMamba3High);
-    constexpr int kTogether = 4;  // on their way before the first is used
-    for (int i = threadIdx.x; i < kMamba3FinishHeads * kMamba3MostSteps; i += kTogether * kMamba3FinishThreads) {
-        const int t = i % kMamba3MostSteps;
-        float lambda[kTogether], rest[kTogether], dt[kTogether];
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-            const int own = (i + j * kMamba3FinishThreads) / kMamba3MostSteps;
-            const bool exists = own < heads && t < chunk.steps;
-            const float* const from = values + own * of_head + t;
-            lambda[j] = exists ? from[kMamba3Lambda * pitch] : 0.0f;
-            rest[j] = exists ? from[kMamba3Rest * pitch] : 0.0f;
-            dt[j] = exists ? from[kMamba3Dt * pitch] : 0.0f;
-        }
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-            const int at = t * kPitch + (i + j * kMamba3FinishThreads) / kMamba3MostSteps;
-            lambdas[at] = lambda[j];
-            rests[at] = rest[j];
-            dts[at] = dt[j];
-        }
-    }
     float turned[kMamba3FinishSteps] = {};
     const float* const all_carries = launch.at<const float>(w.angle_carry) + (slot * p.nheads + first_head) * angles;
     for (int first_angle = 0; first_angle < angles; first_angle += 32) {
@@ -224,22 +192,27 @@ __global__ void __launch_bounds__(kMamba3FinishThreads, 4)
             }
         }
     }
-    __syncthreads();
     if (head >= p.nheads) {
         return;
     }
+    const float* const values = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3High) + first_step;
     const float* const start = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Start);
     const bool restarts = p.seq_idx != nullptr;
     const int last_run = restarts ? __float_as_int(start[launch.chunks.steps - 1]) : -1;
     const int64_t own_step = chunk.row * p.seqlen + chunk.first + first_step;
     const int64_t tile_terms = all_steps * p.nheads;
-    float before = 0.0f;  // what the first step hands to the one before it
+    constexpr int kTogether = 4;  // on their way before the first is used
+    float before = 0.0f;          // what the first step hands to the one before it
     for (int64_t tile = 0; tile < launch.plan.row_tiles; ++tile) {
         const float4* const terms = launch.at<const float4>(w.step_terms) + tile * tile_terms + own_step * p.nheads + head;
         before += first_step < chunk.steps && chunk.index + first_step > 0 ? (terms - p.nheads)->y : 0.0f;
     }
 #pragma unroll
-    for (int begin = 0; begin < kMamba3FinishSteps; begin += kTogether) {
+    for (int begin = 0; begin < kMamba3FinishSteps && first_step + begin < chunk.steps; begin += kTogether) {
+        float lambda[kTogether], rest[kTogether], dt[kTogether];
+        unpack<float, kTogether>(packed_load<float, kTogether>(values + kMamba3Lambda * pitch + begin), lambda);
+        unpack<float, kTogether>(packed_load<float, kTogether>(values + kMamba3Rest * pitch + begin), rest);
+        unpack<float, kTogether>(packed_load<float, kTogether>(values + kMamba3Dt * pitch + begin), dt);
         float4 sum[kTogether];
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
@@ -274,12 +247,12 @@ __global__ void __launch_bounds__(kMamba3FinishThreads, 4)
             if (run == last_run) {
                 sum[j].w = fmaf(6.28318531f, turned[begin + j], sum[j].w);
             }
-            const float lambda = lambdas[t * kPitch + lane], rest = rests[t * kPitch + lane], dt = dts[t * kPitch + lane];
             const float own = sum[j].y + sum[j].z;
             const int64_t step = own_step + begin + j, at = step * p.nheads + head;
             store_from_float(q.dadt, at, p.adt_dtype, sum[j].x);
-            store_from_float(q.ddt, at, p.dt_dtype, fmaf(lambda, own, fmaf(rest, before, sum[j].w)));
-            store_from_float(q.dtrap, step * q.dtrap_step_stride + head, p.trap_dtype, lambda * rest * dt * (own - before));
+            store_from_float(q.ddt, at, p.dt_dtype, fmaf(lambda[j], own, fmaf(rest[j], before, sum[j].w)));
+            store_from_float(q.dtrap, step * q.dtrap_step_stride + head, p.trap_dtype,
+                             lambda[j] * rest[j] * dt[j] * (own - before));
             before = sum[j].y;
         }
     }
@@ -385,13 +358,10 @@ inline cudaError_t launch_mamba3_finish(const MambaMamba3Backward& q, const Mamb
     if (!plan.whole) {
         error = launch_mamba3(mamba3_finish_matrices_kernel, slots * p.ngroups, 2, kMamba3MatricesThreads, 0, q, launch);
     }
-    if (error == cudaSuccess && p.ssm_state != nullptr) {
-        error = launch_mamba3(mamba3_before_kernel, p.sequences * p.nheads, 1, kThreads, 0, q, launch);
-    }
     if (error == cudaSuccess) {
-        const int64_t angles = p.sequences * p.nheads * p.nangles;
-        error = launch_mamba3(mamba3_carry_angles_kernel, ceil_div(angles, kMamba3CarryAnglesThreads), 1,
-                              kMamba3CarryAnglesThreads, 0, q, launch);
+        const int64_t heads = p.sequences * p.nheads, blocks = ceil_div(heads * p.nangles, kMamba3BackwardCarryThreads);
+        error = launch_mamba3(mamba3_backward_carry_kernel, blocks + (p.ssm_state != nullptr ? heads : 0), 1,
+                              kMamba3BackwardCarryThreads, 0, q, launch);
     }
     if (error == cudaSuccess) {
         const int64_t blocks = slots * ceil_div(p.nheads, kMamba3FinishHeads);

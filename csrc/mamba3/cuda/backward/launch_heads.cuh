@@ -58,9 +58,8 @@ cudaError_t launch_mamba3_backward_warpgroups(const MambaMamba3Backward& q, cons
     }
     return error != cudaSuccess
                ? error
-               : launch_mamba3(mamba3_backward_warpgroup_kernel<T, kRank>,
-                               launch.chunks.slots * p.ngroups * launch.plan.splits, 1, kMamba3BackwardThreads,
-                               static_cast<int>(sizeof(Mamba3WarpgroupShared<T>)), q, launch);
+               : launch_mamba3(mamba3_backward_warpgroup_kernel<T, kRank>, launch.chunks.slots * p.ngroups * launch.plan.splits,
+                               1, kMamba3BackwardThreads, static_cast<int>(sizeof(Mamba3WarpgroupShared<T>)), q, launch);
 }
 #endif
 
@@ -72,9 +71,9 @@ cudaError_t launch_mamba3_backward_general(const MambaMamba3Backward& q, const M
     constexpr int kStatesBytes = static_cast<int>(sizeof(States));
     constexpr int kChunkBytes = static_cast<int>(sizeof(Mamba3ChunkShared<T, Tiles>));
     constexpr int kRowsBytes = static_cast<int>(round_up(sizeof(Mamba3RowsShared<T, Tiles>), 16));
-    constexpr int kMost = Tiles::kStates > 128                     ? kMamba3BackwardShared256
+    constexpr int kMost = Tiles::kStates > 128                  ? kMamba3BackwardShared256
                           : sizeof(T) == 4 && Tiles::kRows > 16 ? kMamba3BackwardSharedFloat
-                                                                  : kMamba3BackwardShared16Bit;
+                                                                : kMamba3BackwardShared16Bit;
     const MambaMamba3& p = q.forward;
     const int rows_bytes = kRowsBytes + 4 * Tiles::kRows * mamba3_row_pitch(p.headdim, Tiles::kInner);
     static_assert(kChunkBytes <= kMost && kStatesBytes <= kMost, "the table says so");
@@ -86,7 +85,8 @@ cudaError_t launch_mamba3_backward_general(const MambaMamba3Backward& q, const M
         error = launch_mamba3(states, walks, 1, kMamba3StatesThreads, kStatesBytes, q, launch, false);
     }
     if (error == cudaSuccess) {
-        error = launch_mamba3(mamba3_rows_kernel<T, Tiles>, launch.plan.ranges * heads, 1, Tiles::kThreads, rows_bytes, q, launch);
+        error =
+            launch_mamba3(mamba3_rows_kernel<T, Tiles>, launch.plan.ranges * heads, 1, Tiles::kThreads, rows_bytes, q, launch);
     }
     if (error == cudaSuccess) {
         error = launch_mamba3(states, walks, 1, kMamba3StatesThreads, kStatesBytes, q, launch, true);

@@ -76,8 +76,8 @@ __device__ __forceinline__ void find_rows(const MambaMamba3Backward& q, const Ma
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int step0 = 16 * (warp % Inputs::kAbove), input0 = 16 * Inputs::kWide * (warp / Inputs::kAbove);
     const int headdim = static_cast<int>(p.headdim), dstate = static_cast<int>(p.dstate), rank = static_cast<int>(p.rank);
-    const T* const state = launch.at<const T>(w.states) +
-                           (slot * launch.group_heads * p.ngroups + launch_head) * p.headdim * p.dstate;
+    const T* const state =
+        launch.at<const T>(w.states) + (slot * launch.group_heads * p.ngroups + launch_head) * p.headdim * p.dstate;
 #pragma unroll 1
     for (int row0 = 0; row0 < headdim; row0 += kInner) {
         load_x<T, kRows, kInner, kThreads>(p, launch, chunk, head, row0, shared.x);

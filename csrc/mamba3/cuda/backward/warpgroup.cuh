@@ -5,8 +5,8 @@
 #pragma once
 
 #include "mamba3/cuda/backward/warpgroup_pairs.cuh"
-#include "mamba3/cuda/backward/warpgroup_store.cuh"
 #include "mamba3/cuda/backward/warpgroup_rotate.cuh"
+#include "mamba3/cuda/backward/warpgroup_store.cuh"
 
 namespace mamba {
 

@@ -7,7 +7,7 @@
 namespace mamba {
 
 constexpr int kMamba3BackwardThreads = 512;
-constexpr int kMamba3WarpgroupRank = 4;  // at most
+constexpr int kMamba3WarpgroupRank = 4;                        // at most
 using Mamba3WarpgroupSums = Mamba3BackwardTiles<128, 64, 64>;  // whose sums of steps these are
 constexpr int kMamba3WarpgroupWarps = kMamba3BackwardThreads / 32;
 
@@ -281,8 +281,8 @@ struct Mamba3Walk {
         mbarrier_wait_parity(&shared.barriers[item.number % 2], static_cast<uint32_t>(item.number / 2 % 2));
     }
 
-    // MIMO's v of an item, (steps, kInner), and mimo_v, (R, kInner). A chunk has fewer steps than SISO's: both are copied to where
-    // shared memory has room for more of these.
+    // MIMO's v of an item, (steps, kInner), and mimo_v, (R, kInner). A chunk has fewer steps than SISO's: both are copied to
+    // where shared memory has room for more of these.
     __device__ __forceinline__ T* copied_v(const Mamba3Item& item) const {
         return reinterpret_cast<T*>(shared.turned) + item.number % 2 * Shared::kBlock + (kRows >> kRankLog2) * 64;
     }
