@@ -1,7 +1,30 @@
-// chunk_gradients.cuh on Hopper, for SISO and MIMO of rank 4 as the table has them (backward_kernels.h): four
-// warpgroups with products on tensor cores that read tiles from shared memory themselves. Two have dq, half of the columns
-// each, and take pairs of rows; two have dk and dx. Between products all threads turn, and go to and from memory. The tiles of
-// the item after, a head or 64 rows of its headdim, are on their way meanwhile.
+// The gradients of a chunk (chunk_gradients.cuh) on Hopper, for SISO and for MIMO of rank 4: a block of four warpgroups walks
+// heads, or 64 rows of their headdim (items). Products are on tensor cores that read tiles from shared memory themselves. An
+// item's phases:
+//
+//  warps 0-7: dq                            warps 8-15: dk, dx
+//  G = q k^T, R = dy x^T          wgmma     dk = x dH', dx = k dH'^T                        wgmma
+//    the next item's copies begin             the next item's copies begin
+//  W G, W R as tiles, their sums            H . dH', sums with k, D dy
+//  dq = dy H                      wgmma
+//  ---- 1: the tiles of pairs are complete ----
+//  dq += W R k                    wgmma     dk += (W R)^T q, dx += (W G)^T dy               wgmma
+//  ---- 2: all tiles have been read but those of q and k ----
+//                                           dx to shared memory
+//  what angles get of q, dq back            what angles get of k, dk back
+//  ---- 3: dx and the angles' parts are there; the next item's copies have come ----
+//  all: the next item's step weights and x; sums over a warp's rows; biases; dv, mimo_v
+//  ---- 4: step weights and sums of later rows are complete ----
+//  all: q and k of the next item rotated; angles' gradients
+//  ---- 5: q and k of the next item are complete ----
+//
+// Every warp passes each of the five barriers (__syncthreads) once an item, the last item without the fifth; a block passes four
+// more before its first item, and one behind the last. The states come as bulk copies: each of the two places of an item has an
+// mbarrier, whose parity every thread waits for once an item. Warp 4, whose pairs are all of later steps, meanwhile writes the
+// sums of the item before.
+//
+// Registers: 128 a thread, all that 512 threads can have. A thread holds 32 sums over heads, 32 of the item's dq or dk, and 32
+// of pairs or dx.
 #pragma once
 
 #include "mamba3/cuda/backward/warpgroup_pairs.cuh"
