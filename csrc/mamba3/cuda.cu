@@ -2,7 +2,7 @@
 #include "common/cuda_sums.cuh"
 #include "mamba3/check.h"
 #include "mamba3/cuda/backward/launch.cuh"
-#include "mamba3/cuda/between_walks.cuh"
+#include "mamba3/cuda/forward/between_walks.cuh"
 #include "mamba3/cuda/prepare.cuh"
 #include "mamba3/launch.h"
 

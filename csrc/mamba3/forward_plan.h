@@ -16,7 +16,7 @@ struct Mamba3Forward {
     bool rows_apart;  // the scan leaves its rows in the workspace as float32, another kernel makes the output of them
     int64_t segments, chunks_a_segment;  // parts that the walk along the length is split into
     Mamba3ChunksPlan chunks;
-    int64_t ends, decays, rows;  // offsets; see forward.cuh
+    int64_t ends, decays, rows;  // offsets; see forward/general.cuh
     int64_t bytes;
 
     Mamba3Forward(const MambaMamba3& p, const DeviceLimits& device)

@@ -105,12 +105,12 @@ inline bool mamba3_walk_fits(const MambaMamba3& p, int64_t word) {
            mamba3_stride_fits(p.v_len_stride) && mamba3_stride_fits(p.q_len_stride) && mamba3_stride_fits(p.k_len_stride) &&
            mamba3_stride_fits(used_stride(rank, p.q_rank_stride)) && mamba3_stride_fits(used_stride(rank, p.k_rank_stride));
 }
-// SISO: one rank of neighbouring pairs, without projections (turn_pairs_warpgroup.cuh).
+// SISO: one rank of neighbouring pairs, without projections (forward/rotate_pairs.cuh).
 inline bool mamba3_siso_fits(const MambaMamba3& p) {
     return p.pairwise != 0 && p.rank == 1 && p.nangles % 2 == 0 && p.mimo_v == nullptr && p.mimo_z == nullptr &&
            p.mimo_out == nullptr && mamba3_walk_fits(p, 8);
 }
-// MIMO: four ranks of 128 states, of whose pairs, half of dstate apart, angles turn 32 at most (turn_steps_warpgroup.cuh).
+// MIMO: four ranks of 128 states, of whose pairs, half of dstate apart, angles turn 32 at most (forward/rotate_steps.cuh).
 inline bool mamba3_mimo_fits(const MambaMamba3& p) {
     return p.pairwise == 0 && p.rank == 4 && p.dstate == 128 && p.nangles <= 32 && mamba3_walk_fits(p, 16);
 }

@@ -118,5 +118,19 @@ __device__ __forceinline__ float2 cos_sin_of_turns(float turns) {
     sincospif(2.0f * turns, &sin, &cos);
     return make_float2(cos, sin);
 }
+// A sum of turns, one step on, and its cosine and sine by the special functions: for 16-bit factors.
+__device__ __forceinline__ float2 cos_sin_after_step(float& turns, float speed, float dt) {
+    const float sum = fmaf(speed, dt, turns);
+    turns = sum - rintf(sum);
+    return make_float2(cos_fast(turns * 6.2831853f), sin_fast(turns * 6.2831853f));
+}
+
+// The rotator of q and k: a pair of entries by an angle; with the head's bias.
+__device__ __forceinline__ float2 rotate_pair(float2 pair, float2 cos_sin) {
+    return make_float2(fmaf(pair.x, cos_sin.x, -(pair.y * cos_sin.y)), fmaf(pair.x, cos_sin.y, pair.y * cos_sin.x));
+}
+__device__ __forceinline__ float2 rotate_pair(float2 pair, float2 bias, float2 cos_sin) {
+    return rotate_pair(make_float2(pair.x + bias.x, pair.y + bias.y), cos_sin);
+}
 
 }  // namespace mamba

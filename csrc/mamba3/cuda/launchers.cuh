@@ -2,8 +2,8 @@
 #pragma once
 
 #include "mamba3/cuda/backward/launch_heads.cuh"
-#include "mamba3/cuda/launch_forward.cuh"
-#include "mamba3/cuda/step.cuh"
+#include "mamba3/cuda/forward/launch.cuh"
+#include "mamba3/cuda/step/step.cuh"
 #include "mamba3/launch.h"
 
 namespace mamba {

@@ -2,7 +2,7 @@
 // before each chunk. See Mamba3Chunks.
 #pragma once
 
-#include "mamba3/cuda/carry_turns.cuh"
+#include "mamba3/cuda/carry_angles.cuh"
 #include "mamba3/cuda/prepare_steps.cuh"
 
 namespace mamba {
@@ -43,8 +43,7 @@ __device__ __forceinline__ void add_steps(uint32_t (&turns)[kMamba3TurnHeads], c
 }
 
 // A block takes up to kMamba3PrepareHeads heads of a slot. turns gets what the chunk turns, from its last restart on; with
-// parts there are no restarts. kUsual: heads share angles, and there is no seq_idx.
-template <bool kUsual>
+// parts there are no restarts.
 __global__ void __launch_bounds__(kMamba3PrepareThreads, 4)
     mamba3_prepare_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
     MAMBA_DYNAMIC_SHARED(16, float, shared_speeds);  // (steps, S), for all heads
@@ -61,7 +60,7 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads, 4)
         return;
     }
     const int64_t first = chunk.sequence.begin + chunk.first;
-    const bool shared_angles = kUsual || p.angles_of_heads == 0;
+    const bool shared_angles = p.angles_of_heads == 0;
 
     const int chunk_steps = static_cast<int>(chunks.steps);
     const int64_t left = chunk.sequence.seqlen - chunk.first;
@@ -128,7 +127,7 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads, 4)
     for (int i = 0; i < kMamba3PrepareWarps && shared_angles; ++i) {
         lost |= inputs.lost[i];
     }
-    const Mamba3Runs<!kUsual> runs(p, chunk, existing);
+    const Mamba3Runs runs(p, chunk, existing);
     int width_log2 = 0;  // of the lanes that share a head
     while (Mamba3LaneSteps::kEach << width_log2 < chunks.pitch) {
         ++width_log2;
@@ -221,18 +220,16 @@ inline cudaError_t launch_mamba3_prepare(const MambaMamba3& p, const Mamba3Chunk
         const int64_t shared = p.angles_of_heads != 0 ? 0 : chunks.steps * p.nangles * 4;
         // Chunks of more than 128 states have half of the steps.
         static_assert(sizeof(Mamba3PrepareInputs) + kMamba3MostSteps * MAMBA_MAX_DSTATE <= 48 * 1024, "what every GPU has");
-        const bool usual = p.angles_of_heads == 0 && p.seq_idx == nullptr;
         const cudaError_t error =
-            launch_programmatic_dependent(usual ? mamba3_prepare_kernel<true> : mamba3_prepare_kernel<false>,
-                                          Grid(chunks.slots, ceil_div(p.nheads, kMamba3PrepareHeads)), kMamba3PrepareThreads,
-                                          static_cast<size_t>(shared), p.run.stream, p, chunks);
+            launch_programmatic_dependent(mamba3_prepare_kernel, Grid(chunks.slots, ceil_div(p.nheads, kMamba3PrepareHeads)),
+                                          kMamba3PrepareThreads, static_cast<size_t>(shared), p.run.stream, p, chunks);
         if (error != cudaSuccess) {
             return error;
         }
     }
     const int64_t blocks = p.sequences * p.nheads;
-    return launch_programmatic_dependent(mamba3_carry_turns_kernel, Grid(blocks), kMamba3CarryThreads, 0, p.run.stream, p,
-                                         chunks);
+    return launch_programmatic_dependent(mamba3_carry_angles_before_kernel, Grid(blocks), kMamba3CarryThreads, 0, p.run.stream,
+                                         p, chunks);
 }
 
 }  // namespace mamba

@@ -93,8 +93,7 @@ struct Mamba3PrepareShare {
     }
 };
 
-// Where runs begin among a chunk's steps, a bit each. kAny: else there is no seq_idx.
-template <bool kAny>
+// Where runs begin among a chunk's steps, a bit each.
 struct Mamba3Runs {
     uint64_t begin;   // with the step
     uint64_t behind;  // with the step behind it, which may be the next chunk's
@@ -102,7 +101,7 @@ struct Mamba3Runs {
     // Of a warp. existing: steps, up to the one behind the chunk.
     __device__ __forceinline__ Mamba3Runs(const MambaMamba3& p, const Mamba3SlotChunk& chunk, int existing)
         : begin(0), behind(0) {
-        if (!kAny || p.seq_idx == nullptr) {
+        if (p.seq_idx == nullptr) {
             return;
         }
         const int32_t* const seq_idx = p.seq_idx + chunk.sequence.row * p.seqlen + chunk.sequence.begin + chunk.first;
@@ -118,10 +117,10 @@ struct Mamba3Runs {
     // The first step of the run that has the step, -1 for a run that began before the chunk.
     __device__ __forceinline__ int start(int step) const {
         const uint64_t until = begin << (kMamba3MostSteps - 1 - step);
-        return !kAny || until == 0 ? -1 : step - __clzll(static_cast<int64_t>(until));
+        return until == 0 ? -1 : step - __clzll(static_cast<int64_t>(until));
     }
     __device__ __forceinline__ int last_start() const { return start(kMamba3MostSteps - 1); }
-    __device__ __forceinline__ bool begins_behind(int step) const { return kAny && (behind >> step & 1) != 0; }
+    __device__ __forceinline__ bool begins_behind(int step) const { return (behind >> step & 1) != 0; }
 };
 
 // Of a chunk and head: four neighbouring steps are a lane's, and `width` lanes of a warp share it.
@@ -137,8 +136,7 @@ struct Mamba3LaneSteps {
     }
 
     // adt's sums go through the lanes in double. place: this one's among them.
-    template <bool kRuns>
-    __device__ __forceinline__ void find_decays(const Mamba3Runs<kRuns>& runs, int place, int width) const {
+    __device__ __forceinline__ void find_decays(const Mamba3Runs& runs, int place, int width) const {
         double sum[kEach];
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
@@ -175,9 +173,7 @@ struct Mamba3LaneSteps {
     }
 
     // lost: a bit for each step whose speeds are not all numbers. A count of turns is never NaN, so the weights are.
-    template <bool kRuns>
-    __device__ __forceinline__ void find_weights(const Mamba3Runs<kRuns>& runs, uint64_t lost, bool turns,
-                                                 bool backward) const {
+    __device__ __forceinline__ void find_weights(const Mamba3Runs& runs, uint64_t lost, bool turns, bool backward) const {
         if (to == nullptr) {
             return;
         }

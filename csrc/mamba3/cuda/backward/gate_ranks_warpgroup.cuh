@@ -2,7 +2,7 @@
 #pragma once
 
 #include "mamba3/cuda/backward/gate_warpgroup.cuh"
-#include "mamba3/cuda/ranks_block_warpgroup.cuh"
+#include "mamba3/cuda/forward/mimo_block.cuh"
 
 namespace mamba {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "mamba3/cuda/backward/gate.cuh"
-#include "mamba3/cuda/finish_warpgroup.cuh"
+#include "mamba3/cuda/forward/warpgroup_output.cuh"
 
 namespace mamba {
 

@@ -7,8 +7,8 @@
 #include "mamba3/cuda/backward/states.cuh"
 #ifdef MAMBA_WARPGROUPS
 #include "mamba3/cuda/backward/warpgroup.cuh"
-#include "mamba3/cuda/forward_ranks_warpgroup.cuh"
-#include "mamba3/cuda/forward_warpgroup.cuh"
+#include "mamba3/cuda/forward/mimo.cuh"
+#include "mamba3/cuda/forward/warpgroup.cuh"
 #endif
 
 namespace mamba {

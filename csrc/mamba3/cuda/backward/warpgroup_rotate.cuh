@@ -61,9 +61,7 @@ __device__ __forceinline__ void turn_block(const Mamba3Walk<T, kRank>& walk, con
         const int at = Tile::at(first_step, 2 * own.lane);
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) {
-            const float sum = fmaf(angles.speed[j], steps.dt[first_row + j * kRank], turned);
-            turned = sum - rintf(sum);
-            cos_sin[j] = make_float2(cos_fast(turned * 6.2831853f), sin_fast(turned * 6.2831853f));
+            cos_sin[j] = cos_sin_after_step(turned, angles.speed[j], steps.dt[first_row + j * kRank]);
             shared.turned[(block * Shared::kBlock + (at ^ kNextRow * j)) / 2] = pack2<__half>(cos_sin[j].x, cos_sin[j].y);
         }
     }

@@ -1,7 +1,7 @@
 // The forward scan on Hopper, for 16-bit dtypes and up to 128 states: a block walks the chunks of 64 rows of one head's state,
-// as in forward.cuh, but with two warpgroups. chunks.cuh has the formulas. Backward walks the same way (Mamba3Pass).
+// as in forward/general.cuh, but with two warpgroups. chunks.cuh has the formulas. Backward walks the same way (Mamba3Pass).
 //
-//      warpgroup 0, multiplies                       warpgroup 1, rotates (make_tiles_warpgroup.cuh)
+//      warpgroup 0, multiplies                       warpgroup 1, rotates (forward/warpgroup_tiles.cuh)
 //      ----------------------------------------      --------------------------------------------------------
 //                                                    chunk 0: q, k, x, values -> stage[0]
 //   A  ------------------------- __syncthreads: chunk 0 is there ----------------------------------------
@@ -18,8 +18,8 @@
 #pragma once
 
 #include "mamba3/cuda/backward/gate_warpgroup.cuh"
-#include "mamba3/cuda/finish_warpgroup.cuh"
-#include "mamba3/cuda/state_warpgroup.cuh"
+#include "mamba3/cuda/forward/state.cuh"
+#include "mamba3/cuda/forward/warpgroup_output.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 
 namespace mamba {
@@ -374,7 +374,7 @@ __device__ __forceinline__ void prepare_walk(const MambaMamba3& p, const Mamba3B
 
 #endif
 
-// kRanks: 1, neighbouring pairs, or 4, pairs half of dstate apart, whose rows forward_ranks_warpgroup.cuh finds.
+// kRanks: 1, neighbouring pairs, or 4, pairs half of dstate apart, whose rows forward/mimo.cuh finds.
 template <typename T, int kStates, int kRanks, Mamba3Pass kPass>
 __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     mamba3_warpgroup_kernel(const MambaMamba3 p, const Mamba3WarpgroupLaunch launch) {

@@ -1,8 +1,8 @@
-// What follows the scan in forward_warpgroup.cuh: D, norm and gate of the rows of y in a warpgroup's accumulators, of one rank.
+// What follows the scan in forward/warpgroup.cuh: D, norm and gate of the rows of y in a warpgroup's accumulators, of one rank.
 // The results leave through shared memory, where z was.
 #pragma once
 
-#include "mamba3/cuda/make_tiles_warpgroup.cuh"
+#include "mamba3/cuda/forward/warpgroup_tiles.cuh"
 
 namespace mamba {
 

@@ -10,7 +10,7 @@ constexpr int kMamba3CarryThreads = 128;
 // A block for each sequence and head: the turns before each chunk, from what each turns. With final states also those of the
 // angles, of k and of v.
 __global__ void __launch_bounds__(kMamba3CarryThreads)
-    mamba3_carry_turns_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
+    mamba3_carry_angles_before_kernel(const MambaMamba3 p, const Mamba3Chunks chunks) {
     __shared__ uint32_t last_turns[MAMBA_MAX_DSTATE / 2];
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
@@ -108,7 +108,8 @@ __global__ void __launch_bounds__(kMamba3CarryThreads)
         const int partner = p.pairwise != 0 ? n ^ 1 : second ? n - half : n + half;
         const float other = load_as_float(p.k, from + partner, p.dtype) + bias[partner];
         const float2 turn = cos_sin_of_turns(turns_of_count(last_turns[angle]));
-        p.final_k[to + n] = second ? fmaf(own, turn.x, other * turn.y) : fmaf(own, turn.x, -(other * turn.y));
+        p.final_k[to + n] =
+            second ? rotate_pair(make_float2(other, own), turn).y : rotate_pair(make_float2(own, other), turn).x;
     }
     for (int64_t i = threadIdx.x; i < p.headdim; i += kMamba3CarryThreads) {
         const int64_t at = sequence.row * p.v_batch_stride + last * p.v_len_stride + head * p.v_head_stride + i;

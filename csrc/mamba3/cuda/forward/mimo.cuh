@@ -1,5 +1,5 @@
 // The usual forward scan of four ranks on Hopper: 128 states, with gate and output projection, without norm, pairs half of
-// dstate apart of which angles turn 32 at most. Two warpgroups share a block as in forward_warpgroup.cuh, but a tile's rows are
+// dstate apart of which angles turn 32 at most. Two warpgroups share a block as in forward/warpgroup.cuh, but a tile's rows are
 // all steps of the first rank, then of the next ones, and all products are transposed: y^T = H q^T + x^T M^T. So a lane has all
 // ranks of its steps and columns of headdim, and adds them up by itself; all pairs of ranks share the decays between steps; and
 // x and H are never in shared memory: they are v times a rank's weights, and the rounded state, in registers. Backward's first
@@ -7,7 +7,7 @@
 // and keeps the states.
 #pragma once
 
-#include "mamba3/cuda/multiply_ranks_warpgroup.cuh"
+#include "mamba3/cuda/forward/mimo_multiply.cuh"
 
 namespace mamba {
 
@@ -23,7 +23,7 @@ template <typename T, bool kBack>
 __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
                                                   const Mamba3Block& block, unsigned char* shared, int thread) {
     using Tiles = Mamba3RanksTiles<kBack>;
-    Mamba3StepsTurner<T, true> turner(p, launch, block, shared + Tiles::kTurnerAt, thread);
+    Mamba3StepRotator<T, true> rotator(p, launch, block, shared + Tiles::kTurnerAt, thread);
     const int64_t first = block.first_step(launch.chunks);
     int left = static_cast<int>(block.range.begin + block.range.seqlen - first);
     const T* v = static_cast<const T*>(p.v) + block.range.row * p.v_batch_stride + first * p.v_len_stride +
@@ -41,11 +41,11 @@ __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Ma
     static_assert(2 * kMamba3RankSteps == 32, "a warp's");
     const float* values = mamba3_values(launch.chunks, p.nheads, block.slot, block.head, kMamba3High);
     if (block.chunks > 0) {
-        turner.begin();
+        rotator.begin();
     }
     for (int i = 0; i < block.chunks; ++i) {
         const int stage = i % 2;
-        turner.turn_chunk(reinterpret_cast<T*>(shared + stage * 2 * Tiles::kTile), i + 1 < block.chunks, [&] {
+        rotator.turn_chunk(reinterpret_cast<T*>(shared + stage * 2 * Tiles::kTile), i + 1 < block.chunks, [&] {
             const unsigned own = static_cast<unsigned>(opaque(thread));
             const int step = own / 8, piece = own % 8;
             const bool exists = 8 * piece < block.columns && step < left;

@@ -256,18 +256,12 @@ __device__ __forceinline__ Mamba3TurnSum<T> turns_before(const typename Mamba3Tu
     return sum;
 }
 
-// A pair with its bias, turned.
-__device__ __forceinline__ float2 turned(float2 pair, float2 bias, float2 cos_sin) {
-    const float a = pair.x + bias.x, b = pair.y + bias.y;
-    return make_float2(fmaf(a, cos_sin.x, -(b * cos_sin.y)), fmaf(a, cos_sin.y, b * cos_sin.x));
-}
-
 // Then, behind a barrier, adds the biases to this warp's rows and turns them: q's and k's, or with_q = false k's alone. Rows of
 // steps that do not exist may get anything finite.
 template <typename T, int kStates, bool kWords, int kGroup>
-__device__ __forceinline__ void turn_rows(T* q_tile, T* k_tile, const typename Mamba3TurnSum<T>::Value* sums,
-                                          const Mamba3Turning& turning, const float* q_bias, const float* k_bias, int ranks,
-                                          int q_ranks, int k_ranks, bool with_q, int warp, int lane) {
+__device__ __forceinline__ void rotate_rows(T* q_tile, T* k_tile, const typename Mamba3TurnSum<T>::Value* sums,
+                                            const Mamba3Turning& turning, const float* q_bias, const float* k_bias, int ranks,
+                                            int q_ranks, int k_ranks, bool with_q, int warp, int lane) {
     constexpr int kPitch = PaddedTile<kStates>::kPitch;
     const int last = turning.first_step(warp + 1);
 #pragma unroll 1
@@ -321,7 +315,7 @@ __device__ __forceinline__ void turn_rows(T* q_tile, T* k_tile, const typename M
 #pragma unroll
                         for (int i = 0; i < kGroup; ++i) {
                             float2& pair = quads[i].pair[e];
-                            pair = turns[e] ? turned(pair, bias.pair[e], cos_sin[i][e])
+                            pair = turns[e] ? rotate_pair(pair, bias.pair[e], cos_sin[i][e])
                                             : make_float2(pair.x + bias.pair[e].x, pair.y + bias.pair[e].y);
                         }
                     }

@@ -1,7 +1,7 @@
-// A block of forward_ranks_warpgroup.cuh: its shared memory, and what ranks count.
+// A block of forward/mimo.cuh: its shared memory, and what ranks count.
 #pragma once
 
-#include "mamba3/cuda/turn_steps_warpgroup.cuh"
+#include "mamba3/cuda/forward/rotate_steps.cuh"
 
 namespace mamba {
 

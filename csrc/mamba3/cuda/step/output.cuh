@@ -1,7 +1,7 @@
 // What follows the state in a decoding step: D, norm, gate and output projection of a head's rows.
 #pragma once
 
-#include "mamba3/cuda/step_rows.cuh"
+#include "mamba3/cuda/step/rows.cuh"
 
 namespace mamba {
 

@@ -147,10 +147,9 @@ struct Mamba3StepRow {
 #pragma unroll
         for (int slot = 0; slot < kPairs; ++slot) {
             if (slot * 32 + lane < p.nangles) {
-                const float2 turn = cos_sin[slot * 32 + lane];
-                const float first = value[slot][0], second = value[slot][1];
-                value[slot][0] = fmaf(first, turn.x, -(second * turn.y));
-                value[slot][1] = fmaf(first, turn.y, second * turn.x);
+                const float2 rotated = rotate_pair(make_float2(value[slot][0], value[slot][1]), cos_sin[slot * 32 + lane]);
+                value[slot][0] = rotated.x;
+                value[slot][1] = rotated.y;
             }
         }
         each(p, lane, [&](int slot, int i, int n) {

@@ -3,7 +3,7 @@
 // parts make NaN.
 #pragma once
 
-#include "mamba3/cuda/step_rows.cuh"
+#include "mamba3/cuda/step/rows.cuh"
 #include "ssd/cuda/tensor_core.cuh"
 
 namespace mamba {

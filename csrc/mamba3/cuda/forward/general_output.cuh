@@ -2,13 +2,13 @@
 #pragma once
 
 #include "common/cuda_vector.cuh"
-#include "mamba3/cuda/walk.cuh"
+#include "mamba3/cuda/forward/walk.cuh"
 
 namespace mamba {
 
 // Whether rows of 8 elements can be accessed in vectors of 16 bytes; weights: of mimo_v, mimo_z, mimo_out and norm_weight.
 struct Mamba3FinishVectors {
-    int32_t z, out, weights, all;
+    int32_t z, out, weights;
 };
 
 // Of a tile of y's rows, in floats.
@@ -68,54 +68,7 @@ __device__ __forceinline__ void load_scan_row(float (&y)[kMamba3FinishColumns], 
     }
 }
 
-// out of the tile's steps, one row each without weights or norm, in vectors; eight neighbouring threads take a step.
-template <typename T>
-__device__ __forceinline__ void finish_plain_chunk(const MambaMamba3& p, const Mamba3Block& block,
-                                                   const Mamba3FinishTile<T>& tile) {
-    constexpr int kColumns = kMamba3FinishColumns;
-    constexpr int kStepThreads = kMamba3StateRows / kColumns;
-    const int column = threadIdx.x % kStepThreads * kColumns;
-    const int pass = static_cast<int>(blockDim.x) / kStepThreads;
-    const float D = p.D != nullptr ? p.D[block.head] : 0.0f;
-    int step = static_cast<int>(threadIdx.x) / kStepThreads;
-    const int64_t at = tile.first + step;
-    const T* z = static_cast<const T*>(p.z) + block.range.row * p.z_batch_stride + at * p.z_len_stride +
-                 block.head * p.z_head_stride + block.row0 + column;
-    T* to = static_cast<T*>(p.out) + block.range.row * p.out_batch_stride + at * p.out_len_stride +
-            block.head * p.out_head_stride + block.row0 + column;
-    const int64_t z_pass = pass * p.z_len_stride, to_pass = pass * p.out_len_stride;
-    const float* from = tile.y + step * kMamba3YPitch + column;
-    const T* x = tile.v + step * tile.v_pitch + column;
-#pragma unroll 2
-    for (; step < tile.steps; step += pass) {
-        float y[kColumns], v[kColumns];
-        Packed<T, kColumns> gate = packed_zero<T, kColumns>();
-        if (p.z != nullptr) {
-            gate = packed_load<T, kColumns>(z);
-        }
-        unpack<float, kColumns>(packed_load<float, kColumns>(from), y);
-        unpack<T, kColumns>(packed_load<T, kColumns>(x), v);
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            y[i] = fmaf(D, v[i], y[i]);
-        }
-        if (p.z != nullptr) {
-            float gates[kColumns];
-            unpack<T, kColumns>(gate, gates);
-#pragma unroll
-            for (int i = 0; i < kColumns; ++i) {
-                y[i] *= silu(gates[i]);
-            }
-        }
-        packed_store<T, kColumns>(to, pack<T, kColumns>(y));
-        z += z_pass;
-        to += to_pass;
-        from += pass * kMamba3YPitch;
-        x += pass * tile.v_pitch;
-    }
-}
-
-// out of the tile's steps, whatever there is.
+// out of the tile's steps; eight neighbouring threads take a step.
 template <typename T>
 __device__ __forceinline__ void finish_chunk(const MambaMamba3& p, const Mamba3Block& block, const Mamba3FinishTile<T>& tile,
                                              const Mamba3FinishVectors& vectors) {

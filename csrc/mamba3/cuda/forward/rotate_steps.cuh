@@ -2,7 +2,7 @@
 // tiles.
 #pragma once
 
-#include "mamba3/cuda/warpgroup_block.cuh"
+#include "mamba3/cuda/forward/warpgroup_block.cuh"
 
 namespace mamba {
 
@@ -29,10 +29,10 @@ struct Mamba3StepsShared {
 // sine and cosine of one pair in all four steps, for the whole warp. What all lanes share is the same in all of them for the
 // compiler too, which keeps it in registers of the warp: lanes have none left.
 template <typename T, bool kBothSides>
-struct Mamba3StepsTurner {
+struct Mamba3StepRotator {
     static constexpr bool kByRanks = kBothSides;       // the order of a tile's rows, else by steps
     static constexpr int kSides = kBothSides ? 2 : 1;  // else k, which goes into the state
-    static constexpr bool kAwaitsCopies = true;        // see turn_mamba3_chunks
+    static constexpr bool kAwaitsCopies = true;        // see rotate_mamba3_chunks
     static constexpr int kRanks = 4, kStates = kMamba3RankStates;
     static constexpr int kParts = kStates / 64;        // of the columns, the first of which angles turn
     static constexpr int kPartPairs = 32, kPairs = 4;  // of a part, and a lane's of it
@@ -55,7 +55,7 @@ struct Mamba3StepsTurner {
     int left;               // steps in the chunk, or more
     int angles;
 
-    __device__ __forceinline__ Mamba3StepsTurner(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launched,
+    __device__ __forceinline__ Mamba3StepRotator(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launched,
                                                  const Mamba3Block& block, unsigned char* all_shared, int thread)
         : launch(launched), angles(static_cast<int>(p.nangles)) {
         static_assert(sizeof(T) == 2, "half of dstate's elements take dstate bytes");
@@ -166,10 +166,7 @@ struct Mamba3StepsTurner {
                                   __float_as_uint(from[(kWarpSteps + 1) * kPartPairs]));
 #pragma unroll
         for (int i = 0; i < kWarpSteps; ++i) {
-            const float sum = fmaf(from[i * kPartPairs], dt[i], by);
-            by = sum - rintf(sum);
-            *reinterpret_cast<float2*>(to + i * (2 * kPartPairs)) =
-                make_float2(cos_fast(by * 6.2831853f), sin_fast(by * 6.2831853f));
+            *reinterpret_cast<float2*>(to + i * (2 * kPartPairs)) = cos_sin_after_step(by, from[i * kPartPairs], dt[i]);
         }
         __syncwarp();
     }
@@ -188,7 +185,7 @@ struct Mamba3StepsTurner {
                 const float2 by = bias[side][part][e];
                 const float2 pair =
                     e % 2 == 0 ? make_float2(one[e / 2].x, other[e / 2].x) : make_float2(one[e / 2].y, other[e / 2].y);
-                const float2 result = part == 0 ? turned(pair, by, cos_sin[e]) : make_float2(pair.x + by.x, pair.y + by.y);
+                const float2 result = part == 0 ? rotate_pair(pair, by, cos_sin[e]) : make_float2(pair.x + by.x, pair.y + by.y);
                 results[e] = pack2<T>(result.x, result.y);
             }
             *reinterpret_cast<uint4*>(to + part * (kMamba3ChunkRows * 64)) =

@@ -1,10 +1,10 @@
-// One of the two warpgroups of forward_ranks_warpgroup.cuh: it multiplies the tiles that the other one makes, and finishes the
+// One of the two warpgroups of forward/mimo.cuh: it multiplies the tiles that the other one makes, and finishes the
 // rows. Its rows are k's, or columns of headdim, so that a lane has all ranks of a step of q.
 #pragma once
 
 #include "mamba3/cuda/backward/gate_ranks_warpgroup.cuh"
-#include "mamba3/cuda/forward_tile.cuh"
-#include "mamba3/cuda/state_warpgroup.cuh"
+#include "mamba3/cuda/forward/general_tile.cuh"
+#include "mamba3/cuda/forward/state.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 
 namespace mamba {

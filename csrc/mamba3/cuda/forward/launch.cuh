@@ -2,11 +2,11 @@
 #pragma once
 
 #include "common/kernel_launch.cuh"
-#include "mamba3/cuda/forward.cuh"
+#include "mamba3/cuda/forward/general.cuh"
 #include "mamba3/launch.h"
 #ifdef MAMBA_WARPGROUPS
-#include "mamba3/cuda/forward_ranks_warpgroup.cuh"
-#include "mamba3/cuda/forward_warpgroup.cuh"
+#include "mamba3/cuda/forward/mimo.cuh"
+#include "mamba3/cuda/forward/warpgroup.cuh"
 #endif
 
 namespace mamba {
@@ -89,7 +89,6 @@ inline Mamba3ForwardLaunch mamba3_forward_launch(const MambaMamba3& p, const Mam
                                       p.mimo_out != nullptr ? 0 : p.out_rank_stride);
     launch.vectors.weights = rows_aligned(p.mimo_v, 4, 16, p.headdim) && rows_aligned(p.mimo_z, 4, 16, p.headdim) &&
                              rows_aligned(p.mimo_out, 4, 16, p.headdim) && rows_aligned(p.norm_weight, 4, 16, p.headdim);
-    launch.vectors.all = launch.vectors.z != 0 && launch.vectors.out != 0 && launch.vectors.weights != 0;
     return launch;
 }
 

@@ -1,8 +1,8 @@
-// One of the two warpgroups of forward_warpgroup.cuh rotates the rows of q and k of the next chunk. Here those of neighbouring
-// pairs and one rank (SISO), copied into the tiles and rotated there; turn_steps_warpgroup.cuh has four ranks.
+// One of the two warpgroups of forward/warpgroup.cuh rotates the rows of q and k of the next chunk. Here those of neighbouring
+// pairs and one rank (SISO), copied into the tiles and rotated there; forward/rotate_steps.cuh has four ranks.
 #pragma once
 
-#include "mamba3/cuda/warpgroup_block.cuh"
+#include "mamba3/cuda/forward/warpgroup_block.cuh"
 
 namespace mamba {
 
@@ -12,8 +12,8 @@ namespace mamba {
 // their way to registers, they would be waited for together with whatever else is, since waiting knows few kinds of loads.
 // While they come, sines are found. The eight rows of a chunk are groups of four, or of two where angles turn all columns.
 template <typename T, int kStates, bool kBothSides>
-struct Mamba3PairTurner {
-    static constexpr bool kAwaitsCopies = false;  // see turn_mamba3_chunks
+struct Mamba3PairRotator {
+    static constexpr bool kAwaitsCopies = false;  // see rotate_mamba3_chunks
     static constexpr int kMost = 4;
     template <bool kMore>                                        // angles turn second pieces, too
     static constexpr int kTogether = kMore ? kMost / 2 : kMost;  // rows of a group
@@ -53,8 +53,8 @@ struct Mamba3PairTurner {
         return static_cast<const char*>(data) + at * static_cast<int64_t>(sizeof(T));
     }
 
-    __device__ __forceinline__ Mamba3PairTurner(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launched,
-                                                const Mamba3Block& block, const float* all_biases, int thread)
+    __device__ __forceinline__ Mamba3PairRotator(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launched,
+                                                 const Mamba3Block& block, const float* all_biases, int thread)
         : launch(launched), biases(all_biases + thread % 16 * 4) {
         const Mamba3Chunks& chunks = launch.chunks;
         const int row0 = thread / 16 * 8, lane = thread % 16, column = 4 * lane;
@@ -177,7 +177,7 @@ struct Mamba3PairTurner {
 
     // Of an angle's pair of a row: its bias added, turned.
     static __device__ __forceinline__ uint32_t turn_word(uint32_t word, float bias_x, float bias_y, float2 cos_sin) {
-        const float2 pair = turned(unpack2<T>(word), make_float2(bias_x, bias_y), cos_sin);
+        const float2 pair = rotate_pair(unpack2<T>(word), make_float2(bias_x, bias_y), cos_sin);
         return pack2<T>(pair.x, pair.y);
     }
     static __device__ __forceinline__ uint32_t add_to_word(uint32_t word, float bias_x, float bias_y) {
@@ -215,11 +215,6 @@ struct Mamba3PairTurner {
             }
         }
     }
-    static __device__ __forceinline__ float2 turn_on(float& turned_by, float speed, float dt) {
-        const float sum = fmaf(speed, dt, turned_by);
-        turned_by = sum - rintf(sum);
-        return make_float2(cos_fast(turned_by * 6.2831853f), sin_fast(turned_by * 6.2831853f));
-    }
     // Turns a group's rows in the tiles of q and k, at `tile` for the lane's first one, and begins to load the speeds of the
     // next group's, in next_chunk.
     template <bool kMore>
@@ -236,8 +231,8 @@ struct Mamba3PairTurner {
         for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
             for (int e = 0; e < (kMore ? kPieces : 1); ++e) {
-                cos_sin[i / 2][i % 2][e][0] = turn_on(turned_by[e].x, speed[i][e].x, dt[i]);
-                cos_sin[i / 2][i % 2][e][1] = turn_on(turned_by[e].y, speed[i][e].y, dt[i]);
+                cos_sin[i / 2][i % 2][e][0] = cos_sin_after_step(turned_by[e].x, speed[i][e].x, dt[i]);
+                cos_sin[i / 2][i % 2][e][1] = cos_sin_after_step(turned_by[e].y, speed[i][e].y, dt[i]);
             }
         }
         __syncwarp();  // what is asked for from here on is not waited for before the next group

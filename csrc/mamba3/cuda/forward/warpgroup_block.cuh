@@ -1,9 +1,9 @@
-// What the two warpgroups of forward_warpgroup.cuh share: what a launch is told, where a block is, its shared memory.
+// What the two warpgroups of forward/warpgroup.cuh share: what a launch is told, where a block is, its shared memory.
 #pragma once
 
 #include "common/ptx_rows.cuh"
-#include "mamba3/cuda/turn_rows.cuh"
-#include "mamba3/cuda/walk.cuh"
+#include "mamba3/cuda/forward/rotate_rows.cuh"
+#include "mamba3/cuda/forward/walk.cuh"
 #include "ssd/cuda/warpgroup.cuh"
 
 namespace mamba {

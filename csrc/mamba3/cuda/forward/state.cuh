@@ -1,8 +1,8 @@
-// A state between memory and the accumulators of the forward walks. In forward_warpgroup.cuh their columns are those of its
+// A state between memory and the accumulators of the forward walks. In forward/warpgroup.cuh their columns are those of its
 // tiles: pairs lie together.
 #pragma once
 
-#include "mamba3/cuda/walk.cuh"
+#include "mamba3/cuda/forward/walk.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 
 namespace mamba {

@@ -1,9 +1,9 @@
 // Tiles of the forward scan in shared memory: what there is of a chunk's rows, M, and the rows of x; and what a launch is told.
 #pragma once
 
-#include "mamba3/cuda/finish.cuh"
-#include "mamba3/cuda/turn_rows.cuh"
-#include "mamba3/cuda/walk.cuh"
+#include "mamba3/cuda/forward/general_output.cuh"
+#include "mamba3/cuda/forward/rotate_rows.cuh"
+#include "mamba3/cuda/forward/walk.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 
 namespace mamba {

@@ -13,8 +13,8 @@
 // Without results (launch.results) q, M and y are left out.
 #pragma once
 
-#include "mamba3/cuda/forward_tile.cuh"
-#include "mamba3/cuda/state_warpgroup.cuh"
+#include "mamba3/cuda/forward/general_tile.cuh"
+#include "mamba3/cuda/forward/state.cuh"
 
 namespace mamba {
 
@@ -94,11 +94,11 @@ __device__ __forceinline__ void finish_chunk_copies(const MambaMamba3& p, const 
     const Mamba3RankRows rank_rows(launch.ranks_log2);
     const int q_ranks = static_cast<int>(p.rank) - launch.q_rank, k_ranks = static_cast<int>(p.rank) - launch.k_rank;
     if (words) {
-        turn_rows<T, kStates, true, 4>(shared.scores.q, shared.k, shared.turn_sums, turning, q_bias, k_bias, rank_rows.ranks,
-                                       q_ranks, k_ranks, launch.results != 0, warp, lane);
+        rotate_rows<T, kStates, true, 4>(shared.scores.q, shared.k, shared.turn_sums, turning, q_bias, k_bias, rank_rows.ranks,
+                                         q_ranks, k_ranks, launch.results != 0, warp, lane);
     } else {
-        turn_rows<T, kStates, false, 1>(shared.scores.q, shared.k, shared.turn_sums, turning, q_bias, k_bias, rank_rows.ranks,
-                                        q_ranks, k_ranks, launch.results != 0, warp, lane);
+        rotate_rows<T, kStates, false, 1>(shared.scores.q, shared.k, shared.turn_sums, turning, q_bias, k_bias, rank_rows.ranks,
+                                          q_ranks, k_ranks, launch.results != 0, warp, lane);
     }
     if (v_tile != shared.x) {
         const float* const weight =
@@ -170,8 +170,6 @@ template <typename T, class Layout>
 __device__ __forceinline__ void store_chunk(const MambaMamba3& p, const Mamba3ForwardLaunch& launch, const Mamba3Block& block,
                                             const Mamba3ForwardChunk<T>& chunk, const Mamba3ForwardShared<T, Layout>& shared,
                                             const T* v_tile) {
-    const bool plain =
-        p.rank == 1 && p.norm_weight == nullptr && p.mimo_v == nullptr && p.mimo_z == nullptr && p.mimo_out == nullptr;
     Mamba3FinishTile<T> tile;
     tile.y = shared.y;
     tile.v = v_tile;
@@ -183,8 +181,6 @@ __device__ __forceinline__ void store_chunk(const MambaMamba3& p, const Mamba3Fo
     tile.with_D = launch.k_rank == 0;
     if (launch.rows != nullptr) {
         store_scan_rows<T>(p, block, tile, launch.rows, launch.adds != 0);
-    } else if (plain && launch.vectors.all != 0 && block.columns >= kMamba3StateRows) {
-        finish_plain_chunk<T>(p, block, tile);
     } else {
         finish_chunk<T>(p, block, tile, launch.vectors);
     }

@@ -1,9 +1,9 @@
-// One of the two warpgroups of forward_warpgroup.cuh: it makes the tiles of a chunk, while the other one multiplies those of
+// One of the two warpgroups of forward/warpgroup.cuh: it makes the tiles of a chunk, while the other one multiplies those of
 // the chunk before. It rotates the rows of q and k on their way from memory or in the tiles, and copies those of x.
 #pragma once
 
-#include "mamba3/cuda/turn_pairs_warpgroup.cuh"
-#include "mamba3/cuda/turn_steps_warpgroup.cuh"
+#include "mamba3/cuda/forward/rotate_pairs.cuh"
+#include "mamba3/cuda/forward/rotate_steps.cuh"
 
 namespace mamba {
 
@@ -181,24 +181,24 @@ struct Mamba3ValueCopies {
 };
 
 // All of a block's chunks, one ahead of the other warpgroup.
-template <typename T, int kStates, int kRanks, bool kRows, typename Turner>
-__device__ __forceinline__ void turn_mamba3_chunks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
-                                                   const Mamba3Block& block,
-                                                   Mamba3WalkShared<T, kStates, kRanks, kRows>& shared, Turner& turner,
-                                                   int thread) {
+template <typename T, int kStates, int kRanks, bool kRows, typename Rotator>
+__device__ __forceinline__ void rotate_mamba3_chunks(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
+                                                     const Mamba3Block& block,
+                                                     Mamba3WalkShared<T, kStates, kRanks, kRows>& shared, Rotator& rotator,
+                                                     int thread) {
     Mamba3XCopies<T, kRanks> x(p, launch, block, thread);
     Mamba3ValueCopies<kRanks> values(p, launch, block, thread);
     if (block.chunks > 0) {
-        turner.begin();
+        rotator.begin();
     }
     for (int i = 0; i < block.chunks; ++i) {
         T* const x_tile = shared.x[i % 2];
-        turner.turn_chunk(reinterpret_cast<T*>(&shared.stage[i % 2]), i + 1 < block.chunks, [&] {
+        rotator.turn_chunk(reinterpret_cast<T*>(&shared.stage[i % 2]), i + 1 < block.chunks, [&] {
             x.begin(x_tile, p, launch);
             values.begin(shared.values[i % 2]);
         });
         values.from += launch.direction * launch.values_step;
-        if constexpr (!Turner::kAwaitsCopies) {  // else only those of the next chunk's rows are on their way
+        if constexpr (!Rotator::kAwaitsCopies) {  // else only those of the next chunk's rows are on their way
             cp_async_wait_group<0>();
         }
         if constexpr (kRows) {
@@ -219,12 +219,12 @@ __device__ __forceinline__ void make_mamba3_tiles(const MambaMamba3& p, const Ma
                                                   const Mamba3Block& block, Mamba3WalkShared<T, kStates, kRanks, kRows>& shared,
                                                   int thread) {
     if constexpr (kRanks == 1) {
-        Mamba3PairTurner<T, kStates, kRows> turner(p, launch, block, shared.rotate.biases, thread);
-        turn_mamba3_chunks(p, launch, block, shared, turner, thread);
+        Mamba3PairRotator<T, kStates, kRows> rotator(p, launch, block, shared.rotate.biases, thread);
+        rotate_mamba3_chunks(p, launch, block, shared, rotator, thread);
     } else {
-        static_assert(kStates == kMamba3RankStates && !kRows, "forward_ranks_warpgroup.cuh finds their rows");
-        Mamba3StepsTurner<T, false> turner(p, launch, block, shared.rotate.steps, thread);
-        turn_mamba3_chunks(p, launch, block, shared, turner, thread);
+        static_assert(kStates == kMamba3RankStates && !kRows, "forward/mimo.cuh finds their rows");
+        Mamba3StepRotator<T, false> rotator(p, launch, block, shared.rotate.steps, thread);
+        rotate_mamba3_chunks(p, launch, block, shared, rotator, thread);
     }
 }
 
