@@ -113,7 +113,8 @@ struct Mamba3StepKernel : KernelRow {
     bool (*takes)(const MambaMamba3Step& q);
     int ranks;        // whose entries are in registers together
     bool any_dtypes;  // and any rank; else those of mamba3_step_is_usual and that rank
-    bool vectors;     // states are 16-byte vectors, and the rows of all ranks are in shared memory together
+    int vectors;      // of 16 bytes that a lane has of a state's row, and the rows of all ranks are in shared memory together;
+                      // 0: states one by one, and some ranks at a time
     bool products;    // of the state on tensor cores
 };
 
@@ -140,16 +141,22 @@ inline bool mamba3_step_is_usual(const MambaMamba3Step& q) {
     return p.dtype == dtype && p.adt_dtype == dtype && p.dt_dtype == dtype && p.trap_dtype == dtype && p.angle_dtype == dtype &&
            q.weight_dtype == dtype && q.k_dtype == dtype && q.v_dtype == dtype && q.parameter_dtype == MAMBA_FLOAT32;
 }
+// Vectors of up to 256 states, or of as many as 32 lanes have of one vector each.
 inline bool takes_mamba3_step_vectors(const MambaMamba3Step& q) {
-    const int64_t vector = 16 / dtype_size(q.ssm_dtype);
-    return q.scan.dstate % vector == 0 && q.scan.dstate <= 32 * vector && pointer_is_aligned(q.state_ssm, 16) &&
+    return q.scan.dstate % (16 / dtype_size(q.ssm_dtype)) == 0 && pointer_is_aligned(q.state_ssm, 16) &&
            q.scan.rank * mamba3_step_rank_bytes(q.scan) <= kMamba3StepMostRows;
 }
+inline bool takes_mamba3_step_one_vector(const MambaMamba3Step& q) {
+    return q.scan.dstate <= 32 * (16 / dtype_size(q.ssm_dtype)) && takes_mamba3_step_vectors(q);
+}
+inline bool takes_mamba3_step_rank1_any_dtypes(const MambaMamba3Step& q) {
+    return q.scan.rank == 1 && takes_mamba3_step_one_vector(q);
+}
 inline bool takes_mamba3_step_rank1(const MambaMamba3Step& q) {
-    return q.scan.rank == 1 && mamba3_step_is_usual(q) && takes_mamba3_step_vectors(q);
+    return mamba3_step_is_usual(q) && takes_mamba3_step_rank1_any_dtypes(q);
 }
 inline bool takes_mamba3_step_rank4(const MambaMamba3Step& q) {
-    return q.scan.rank == 4 && mamba3_step_is_usual(q) && takes_mamba3_step_vectors(q);
+    return q.scan.rank == 4 && mamba3_step_is_usual(q) && takes_mamba3_step_one_vector(q);
 }
 inline bool takes_mamba3_step_products(const MambaMamba3Step& q) {
     return q.scan.dstate <= kMamba3ProductStates && takes_mamba3_step_rank4(q);
@@ -164,38 +171,47 @@ constexpr int kMamba3StepShared = 227 * 1024;
 inline constexpr Mamba3StepKernel kMamba3StepKernels[] = {
     // name, needs, shape, dtypes (of the state), threads, shared bytes, architecture; takes, ranks, any_dtypes, vectors,
     // products
-    {{"rank1", "rank 1; beside a float32 state bfloat16, else all of the state's dtype; states in 16-byte vectors",
+    {{"rank1",
+      "rank 1; beside a float32 state bfloat16, else all of the state's dtype; states in 16-byte vectors, float32 N <= 128",
       "a head of a batch entry", kAllDtypes, 128, kMamba3StepShared, 75},
      takes_mamba3_step_rank1,
      1,
      false,
-     true,
+     1,
      false},
     {{"rank4_tensor_cores", "the same of rank 4, N <= 128", "a head of a batch entry", k16Bit, 128, kMamba3StepShared, 80},
      takes_mamba3_step_products,
      4,
      false,
-     true,
+     1,
      true},
     {{"rank4", "the same of rank 4", "a head of a batch entry", kF32, 128, kMamba3StepShared, 75},
      takes_mamba3_step_rank4,
      4,
      false,
-     true,
+     1,
      false},
-    {{"vectors", "states in 16-byte vectors, N <= 128, rows of all ranks in 28 KB", "a head of a batch entry", kF32, 128,
+    {{"rank1_any_dtypes", "rank 1; states in 16-byte vectors, float32 N <= 128", "a head of a batch entry", kAllDtypes, 128,
+      kMamba3StepShared, 75},
+     takes_mamba3_step_rank1_any_dtypes,
+     1,
+     true,
+     1,
+     false},
+    {{"vectors", "states in 16-byte vectors; rows of all ranks in 28 KB", "a head of a batch entry", k16Bit, 128,
       kMamba3StepShared, 75},
      takes_mamba3_step_vectors,
      4,
      true,
-     true,
+     1,
      false},
-    {{"any", "", "a head of a batch entry", kAllDtypes, 128, kMamba3StepShared, 75},
-     takes_any_mamba3_step,
+    {{"float32_vectors", "the same", "a head of a batch entry", kF32, 128, kMamba3StepShared, 75},
+     takes_mamba3_step_vectors,
      4,
      true,
-     false,
+     2,
      false},
+    {{"any", "", "a head of a batch entry", kAllDtypes, 128, kMamba3StepShared, 75}, takes_any_mamba3_step, 4, true, 0, false},
 };
 extern KernelTable mamba3_step_table;
 

@@ -205,7 +205,8 @@ def test_rates_at_their_floor(A, A_floor, device):
     tensors = case.inputs(torch.float32, device)
     tensors["zxBCdt"][..., 100:104] = A
     found = outputs_and_gradients(case.run(mamba3_block), tensors)
-    assert found["dzxBCdt"][..., 100:104].abs().min() > 0
+    # The first step has no state to decay: its gradient is zero, but for rounding.
+    assert found["dzxBCdt"][:, 1:, 100:104].abs().min() > 0
     check(case, tensors, {torch.float32: 5e-5})
 
 

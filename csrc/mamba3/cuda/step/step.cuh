@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kMamba3StepThreads, (kMamba3StepBlocks<Rows, k
     const MambaMamba3& p = q.scan;
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const Mamba3StepDtypes dtypes = kInputs != kNoDtype ? Mamba3StepDtypes::usual(kInputs) : Mamba3StepDtypes::of(q);
-    const int rank = kInputs != kNoDtype ? kRanks : static_cast<int>(p.rank);
+    const int rank = kRanks == 1 || kInputs != kNoDtype ? kRanks : static_cast<int>(p.rank);
     const int headdim = static_cast<int>(p.headdim), dstate = static_cast<int>(p.dstate);
     const uint32_t nheads = static_cast<uint32_t>(p.nheads), group_heads = nheads / static_cast<uint32_t>(p.ngroups);
     const int64_t index = blockIdx.x, batch = blockIdx.x / nheads, head = blockIdx.x % nheads;
@@ -329,8 +329,8 @@ cudaError_t launch_mamba3_step(const MambaMamba3Step& q, int kernel, const Devic
         constexpr int32_t kInputs = row.any_dtypes ? kNoDtype : mamba3_step_inputs(kDtype<State>);
         if constexpr (row.products) {
             return launch_mamba3_step_rows<Mamba3ProductRows<State>, row.ranks, true, kInputs>(q, device.processors, row.ranks);
-        } else if constexpr (row.vectors) {
-            using Rows = StateRows<State, 16 / static_cast<int>(sizeof(State)), 4, 1>;
+        } else if constexpr (row.vectors > 0) {
+            using Rows = StateRows<State, 16 / static_cast<int>(sizeof(State)), 4 / row.vectors, row.vectors>;
             return launch_mamba3_step_rows<Rows, row.ranks, true, kInputs>(q, device.processors, q.scan.rank);
         } else {
             const int64_t fit = kMamba3StepMostRows / mamba3_step_rank_bytes(q.scan);
