@@ -138,8 +138,10 @@ MAMBA_HOST_DEVICE constexpr int32_t mamba3_step_inputs(int32_t state_dtype) {
 inline bool mamba3_step_is_usual(const MambaMamba3Step& q) {
     const MambaMamba3& p = q.scan;
     const int32_t dtype = mamba3_step_inputs(q.ssm_dtype);
+    const bool weights = q.q_weight != nullptr || q.k_weight != nullptr || p.norm_weight != nullptr;
     return p.dtype == dtype && p.adt_dtype == dtype && p.dt_dtype == dtype && p.trap_dtype == dtype && p.angle_dtype == dtype &&
-           q.weight_dtype == dtype && q.k_dtype == dtype && q.v_dtype == dtype && q.parameter_dtype == MAMBA_FLOAT32;
+           (!weights || q.weight_dtype == dtype) && q.k_dtype == dtype && q.v_dtype == dtype &&
+           q.parameter_dtype == MAMBA_FLOAT32;
 }
 // Vectors of up to 256 states, or of as many as 32 lanes have of one vector each.
 inline bool takes_mamba3_step_vectors(const MambaMamba3Step& q) {

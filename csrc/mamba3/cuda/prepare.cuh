@@ -42,6 +42,120 @@ __device__ __forceinline__ void add_steps(uint32_t (&turns)[kMamba3TurnHeads], c
     }
 }
 
+// What a chunk turns, of a warp's heads from the block's head `turn_head` on. dts: of the block's heads, as doubles. restart:
+// the first step that counts.
+struct Mamba3TurnsOfChunk {
+    const MambaMamba3& p;
+    const Mamba3Chunks& chunks;
+    const Mamba3SlotChunk& chunk;
+    int64_t slot, first_head;  // first_head: the block's
+    int heads, turn_head, restart;
+    const Mamba3HeadSteps* dts;
+    bool ordinary;
+
+    // Angle i, which heads share.
+    __device__ __forceinline__ void of_shared_angle(const float* shared_speeds, int i) const {
+        const int angles = static_cast<int>(p.nangles), part = static_cast<int>(chunks.part);
+        uint32_t turns[kMamba3TurnHeads] = {};
+        const auto store = [&](uint32_t* to) {
+#pragma unroll
+            for (int j = 0; j < kMamba3TurnHeads; ++j) {
+                if (turn_head + j < heads) {
+                    to[j * angles] = turns[j];
+                }
+            }
+        };
+        uint32_t* to = chunks.part_turns + mamba3_part_turns_index(p, chunks, slot, 0, first_head + turn_head) + i;
+        for (int step = restart; step < chunk.steps; step += part) {
+            if (chunks.parts > 1) {
+                store(to);
+                to += p.nheads * angles;
+            }
+            const int left = chunk.steps - step;
+            add_steps(turns, shared_speeds + step * angles + i, angles, dts[step] + turn_head, left < part ? left : part,
+                      ordinary);
+        }
+        store(chunks.turns + mamba3_turns_index(p, slot, first_head + turn_head) + i);
+    }
+    // Angle i of each head; its speeds, too.
+    __device__ __forceinline__ void of_own_angles(int i) const {
+        const int part = static_cast<int>(chunks.part);
+        const int64_t first = chunk.sequence.begin + chunk.first;
+        for (int j = turn_head; j < turn_head + kMamba3TurnHeads && j < heads; ++j) {
+            uint32_t turns = 0;
+            const int64_t head = first_head + j;
+            for (int step = 0; step < chunk.steps; ++step) {
+                const int64_t at = chunk.sequence.row * p.angle_batch_stride + (first + step) * p.angle_len_stride +
+                                   head * p.angle_head_stride + i;
+                const float speed = 0.5f * tanhf(load_as_float(p.angles, at, p.angle_dtype));
+                chunks.speeds[mamba3_speeds_index(p, chunk.sequence.row, first + step, head) + i] = speed;
+                if (chunks.parts > 1 && (step & (part - 1)) == 0) {
+                    chunks.part_turns[mamba3_part_turns_index(p, chunks, slot, step / part, head) + i] = turns;
+                }
+                if (step >= restart) {
+                    turns += count_of_step(speed, dts[step][j], ordinary);
+                }
+                if (speed != speed) {
+                    float* const chunk_values = mamba3_values(chunks, p.nheads, slot, head, kMamba3High) + step;
+                    chunk_values[kMamba3Gamma * chunks.pitch] = chunk_values[kMamba3Scale * chunks.pitch] = speed;
+                }
+            }
+            chunks.turns[mamba3_turns_index(p, slot, head) + i] = turns;
+        }
+    }
+};
+
+// A warp's steps of the angles that heads share, a lane an angle. As bits first, see Mamba3PrepareShare.
+struct Mamba3SharedAngles {
+    static constexpr int kOwn = kMamba3MostSteps / kMamba3PrepareWarps;
+    const MambaMamba3& p;
+    int64_t at;  // of the warp's first step
+    int warp, steps;
+    uint32_t bits[kOwn];
+
+    __device__ __forceinline__ Mamba3SharedAngles(const MambaMamba3& params, const Mamba3SlotChunk& chunk, int64_t first,
+                                                  int own_warp)
+        : p(params),
+          at(chunk.sequence.row * p.angle_batch_stride + (first + kOwn * own_warp) * p.angle_len_stride),
+          warp(own_warp),
+          steps(chunk.steps) {}
+    __device__ __forceinline__ void begin(int angle) {
+        const auto load = [&](const auto* data) {
+            const auto* own = data + at + angle;
+#pragma unroll
+            for (int j = 0; j < kOwn; ++j) {
+                bits[j] = kOwn * warp + j < steps && angle < p.nangles ? *own : 0u;
+                own += p.angle_len_stride;
+            }
+        };
+        if (p.angle_dtype == MAMBA_FLOAT32) {
+            load(static_cast<const uint32_t*>(p.angles));
+        } else {
+            load(static_cast<const uint16_t*>(p.angles));
+        }
+    }
+    // From begin(lane) on, to (steps, S). lost: of each warp, a bit for each of its steps whose speeds are not all numbers.
+    __device__ __forceinline__ void share(float* speeds, uint64_t* lost, int lane) {
+        const int angles = static_cast<int>(p.nangles);
+        uint64_t own_lost = 0;
+        for (int angle = lane; angle - lane < angles; angle += 32) {
+#pragma unroll
+            for (int j = 0; j < kOwn; ++j) {
+                const int step = kOwn * warp + j;
+                const float speed = 0.5f * tanhf(float_of_dtype(bits[j], p.angle_dtype));
+                own_lost |= static_cast<uint64_t>(__any_sync(0xffffffffu, speed != speed) ? 1 : 0) << step;
+                if (step < steps && angle < angles) {
+                    speeds[step * angles + angle] = speed;
+                }
+            }
+            begin(angle + 32);
+        }
+        if (lane == 0) {
+            lost[warp] = own_lost;
+        }
+    }
+};
+
 // A block takes up to kMamba3PrepareHeads heads of a slot. turns gets what the chunk turns, from its last restart on; with
 // parts there are no restarts.
 __global__ void __launch_bounds__(kMamba3PrepareThreads, 4)
@@ -69,27 +183,9 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads, 4)
         const int64_t at = chunk.sequence.row * batch_stride + first * len_stride + first_head * head_stride;
         return Mamba3PrepareShare(from, at, dtype, len_stride, head_stride, chunk_steps, existing, heads);
     };
-    // A warp's steps of the angles that heads share.
-    constexpr int kOwn = kMamba3MostSteps / kMamba3PrepareWarps;
-    uint32_t angle_bits[kOwn] = {};
-    const auto begin_angles = [&](int angle) {
-        const auto load = [&](const auto* data) {
-            const auto* own =
-                data + chunk.sequence.row * p.angle_batch_stride + (first + kOwn * warp) * p.angle_len_stride + angle;
-#pragma unroll
-            for (int j = 0; j < kOwn; ++j) {
-                angle_bits[j] = kOwn * warp + j < chunk.steps && angle < angles ? *own : 0u;
-                own += p.angle_len_stride;
-            }
-        };
-        if (p.angle_dtype == MAMBA_FLOAT32) {
-            load(static_cast<const uint32_t*>(p.angles));
-        } else {
-            load(static_cast<const uint16_t*>(p.angles));
-        }
-    };
+    Mamba3SharedAngles shared(p, chunk, first, warp);
     if (shared_angles) {
-        begin_angles(lane);
+        shared.begin(lane);
     }
     const Mamba3PrepareShare dt = share(p.dt, p.dt_dtype, p.dt_batch_stride, p.dt_len_stride, p.dt_head_stride);
     const Mamba3PrepareShare trap = share(p.trap, p.trap_dtype, p.trap_batch_stride, p.trap_len_stride, p.trap_head_stride);
@@ -98,22 +194,7 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads, 4)
     trap.store(inputs.others + Mamba3PrepareInputs::kSize, chunk_steps);
     adt.store(inputs.others, chunk_steps);
     if (shared_angles) {
-        uint64_t lost = 0;
-        for (int angle = lane; angle - lane < angles; angle += 32) {
-#pragma unroll
-            for (int j = 0; j < kOwn; ++j) {
-                const int step = kOwn * warp + j;
-                const float speed = 0.5f * tanhf(float_of_dtype(angle_bits[j], p.angle_dtype));
-                lost |= static_cast<uint64_t>(__any_sync(0xffffffffu, speed != speed) ? 1 : 0) << step;
-                if (step < chunk.steps && angle < angles) {
-                    shared_speeds[step * angles + angle] = speed;
-                }
-            }
-            begin_angles(angle + 32);
-        }
-        if (lane == 0) {
-            inputs.lost[warp] = lost;
-        }
+        shared.share(shared_speeds, inputs.lost, lane);
     }
     __syncthreads();
     if (shared_angles && first_head == 0) {
@@ -152,7 +233,7 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads, 4)
     }
     __syncthreads();
 
-    // As doubles, where nothing else is needed any more.
+    // As doubles, in the place of what has been read.
     Mamba3HeadSteps* const dts = reinterpret_cast<Mamba3HeadSteps*>(inputs.others);
     static_assert(sizeof(inputs.others) >= sizeof(*dts) * kMamba3MostSteps, "room");
     bool ordinary = true;
@@ -166,51 +247,12 @@ __global__ void __launch_bounds__(kMamba3PrepareThreads, 4)
     ordinary = !__any_sync(0xffffffffu, !ordinary);
     const int restart = runs.last_start() > 0 ? runs.last_start() : 0;
     __syncwarp();
-    const int part = static_cast<int>(chunks.part);
+    const Mamba3TurnsOfChunk turns = {p, chunks, chunk, slot, first_head, heads, turn_head, restart, dts, ordinary};
     for (int i = lane; i < angles; i += 32) {
         if (shared_angles) {
-            uint32_t turns[kMamba3TurnHeads] = {};
-            const auto store = [&](uint32_t* to) {
-#pragma unroll
-                for (int j = 0; j < kMamba3TurnHeads; ++j) {
-                    if (turn_head + j < heads) {
-                        to[j * angles] = turns[j];
-                    }
-                }
-            };
-            uint32_t* to = chunks.part_turns + mamba3_part_turns_index(p, chunks, slot, 0, first_head + turn_head) + i;
-            for (int step = restart; step < chunk.steps; step += part) {
-                if (chunks.parts > 1) {
-                    store(to);
-                    to += p.nheads * angles;
-                }
-                const int left = chunk.steps - step;
-                add_steps(turns, shared_speeds + step * angles + i, angles, dts[step] + turn_head, left < part ? left : part,
-                          ordinary);
-            }
-            store(chunks.turns + mamba3_turns_index(p, slot, first_head + turn_head) + i);
+            turns.of_shared_angle(shared_speeds, i);
         } else {
-            for (int j = turn_head; j < turn_head + kMamba3TurnHeads && j < heads; ++j) {
-                uint32_t turns = 0;
-                const int64_t head = first_head + j;
-                for (int step = 0; step < chunk.steps; ++step) {
-                    const int64_t at = chunk.sequence.row * p.angle_batch_stride + (first + step) * p.angle_len_stride +
-                                       head * p.angle_head_stride + i;
-                    const float speed = 0.5f * tanhf(load_as_float(p.angles, at, p.angle_dtype));
-                    chunks.speeds[mamba3_speeds_index(p, chunk.sequence.row, first + step, head) + i] = speed;
-                    if (chunks.parts > 1 && (step & (part - 1)) == 0) {
-                        chunks.part_turns[mamba3_part_turns_index(p, chunks, slot, step / part, head) + i] = turns;
-                    }
-                    if (step >= restart) {
-                        turns += count_of_step(speed, dts[step][j], ordinary);
-                    }
-                    if (speed != speed) {
-                        float* const chunk_values = mamba3_values(chunks, p.nheads, slot, head, kMamba3High) + step;
-                        chunk_values[kMamba3Gamma * chunks.pitch] = chunk_values[kMamba3Scale * chunks.pitch] = speed;
-                    }
-                }
-                chunks.turns[mamba3_turns_index(p, slot, head) + i] = turns;
-            }
+            turns.of_own_angles(i);
         }
     }
 }
