@@ -13,6 +13,10 @@
 
 namespace mamba {
 
+// Rank 1: SISO, whose pairs are neighbours; rank 4: MIMO, whose pairs are halves.
+template <typename T, int kRank>
+cudaError_t launch_mamba3_backward_warpgroups(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch);
+
 #ifdef MAMBA_WARPGROUPS
 // A walk along the chunks of some heads; see Mamba3Pass.
 inline Mamba3WarpgroupLaunch mamba3_backward_walk(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch,
@@ -40,7 +44,6 @@ inline Mamba3WarpgroupLaunch mamba3_backward_walk(const MambaMamba3Backward& q, 
     return walk;
 }
 
-// Rank 1: SISO, whose pairs are neighbours; rank 4: MIMO, whose pairs are halves.
 template <typename T, int kRank>
 cudaError_t launch_mamba3_backward_warpgroups(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch) {
     MambaMamba3 p = q.forward;

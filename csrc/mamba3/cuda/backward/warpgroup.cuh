@@ -18,10 +18,10 @@
 //  all: q and k of the next item rotated; angles' gradients
 //  ---- 5: q and k of the next item are complete ----
 //
-// Every warp passes each of the five barriers (__syncthreads) once an item, the last item without the fifth; a block passes four
-// more before its first item, and one behind the last. The states come as bulk copies: each of the two places of an item has an
-// mbarrier, whose parity every thread waits for once an item. Warp 4, whose pairs are all of later steps, meanwhile writes the
-// sums of the item before.
+// Every warp passes each of the five barriers (__syncthreads) once an item, the last item without the fifth; a block passes
+// four more before its first item, and one behind the last. The states come as bulk copies: each of the two places of an item
+// has an mbarrier, whose parity every thread waits for once an item. Warp 4, whose pairs are all of later steps, meanwhile
+// writes the sums of the item before.
 //
 // Registers: 128 a thread, all that 512 threads can have. A thread holds 32 sums over heads, 32 of the item's dq or dk, and 32
 // of pairs or dx.
