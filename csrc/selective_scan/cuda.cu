@@ -5,6 +5,11 @@
 #include "selective_scan/plan.h"
 
 namespace mamba {
+
+KernelTable scan_pipeline_table("selective_scan_forward_pipeline", kScanPipelineKernels);
+KernelTable scan_forward_table("selective_scan_forward", kScanForwardKernels);
+KernelTable scan_backward_table("selective_scan_backward", kScanBackwardKernels);
+
 namespace {
 
 cudaError_t zero_matrices(const ScanBackward& q) {
@@ -26,13 +31,6 @@ cudaError_t zero_matrices(const ScanBackward& q) {
 
 using namespace mamba;
 
-static ScanLaunchers scan_launchers(const MambaSelectiveScan& p) {
-    if (p.reverse != 0) {
-        return launchers_of<ScanLaunchersOf<true>>(p.dtype);
-    }
-    return launchers_of<ScanLaunchersOf<false>>(p.dtype);
-}
-
 int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
     const char* const function = "selective_scan_forward";
     const int32_t status = check_scan_forward(function, params);
@@ -44,12 +42,13 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
     const DeviceLimits device(p.run.device);
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
-        const ScanLaunchers launchers = scan_launchers(p);
-        const int channels = p.segments == 1 ? pipeline_channels(p, device) : 0;
-        if (channels > 0) {
-            error = launchers.pipeline(p, channels);
+        const ScanLaunchers launchers = launchers_of<ScanLaunchers>(p.dtype);
+        const bool aligned = inputs_aligned(p);
+        const int pipeline = pipeline_kernel(p, aligned, device);
+        if (pipeline >= 0) {
+            error = launchers.pipeline(p, pipeline);
         } else {
-            error = launchers.forward(p, inputs_aligned(p), forward_block(p, device.processors));
+            error = launchers.forward(p, aligned, forward_kernel(p, aligned, device));
         }
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
@@ -63,9 +62,11 @@ int32_t mamba_selective_scan_forward_carry(const MambaSelectiveScan* params) {
     }
     const MambaSelectiveScan& p = *params;
     const DeviceGuard guard(p.run.device);
-    cudaError_t error = guard.error;
+    const DeviceLimits device(p.run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
-        error = scan_launchers(p).forward_carry(p, inputs_aligned(p));
+        const bool aligned = inputs_aligned(p);
+        error = launchers_of<ScanLaunchers>(p.dtype).forward_carry(p, aligned, forward_kernel(p, aligned, device));
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }
@@ -96,15 +97,15 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
     const DeviceLimits device(p.run.device);
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
-        const int64_t slots = slots_without_atomics(p, device);
+        const int64_t slots = backward_slots(p, device);
         if (q.slots != 1 && q.slots != slots) {
             return fail(MAMBA_ERROR_INVALID, "%s: slots must be 1 or %lld, as mamba_selective_scan_plan says, got %lld",
                         function, static_cast<long long>(slots), static_cast<long long>(q.slots));
         }
         const bool aligned = inputs_aligned(p) && gradients_aligned(q);
-        error = adds_with_atomics(p, q.slots, device) ? zero_matrices(q) : cudaSuccess;
-        const auto launch = scan_launchers(p).backward;
-        error = error != cudaSuccess ? error : launch(q, aligned, backward_kind(p, device));
+        error = q.slots < slots ? zero_matrices(q) : cudaSuccess;  // atomics add to them
+        const auto launch = launchers_of<ScanLaunchers>(p.dtype).backward;
+        error = error != cudaSuccess ? error : launch(q, aligned, backward_kernel(p, aligned, device));
         error = error != cudaSuccess ? error : launch_part_sums(scan_part_sums(q), p.run.stream);
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
@@ -123,7 +124,8 @@ int32_t mamba_selective_scan_backward_carry(const MambaSelectiveScanBackward* pa
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
         const bool aligned = inputs_aligned(p) && gradients_aligned(q);
-        error = scan_launchers(p).backward_carry(q, aligned, backward_kind(p, device));
+        const auto launch = launchers_of<ScanLaunchers>(p.dtype).backward_carry;
+        error = launch(q, aligned, backward_kernel(p, aligned, device));
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }

@@ -1,29 +1,24 @@
-// What cuda.cu runs; cuda/f32.cu, f16.cu and bf16.cu compile it, one dtype of u each, and *_reverse.cu with reverse.
+// What cuda.cu runs; cuda/f32.cu, f16.cu and bf16.cu compile it, one dtype of u each.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "selective_scan/layouts.h"
 #include "selective_scan/parts.h"
 
 namespace mamba {
 
-// aligned: see inputs_aligned and gradients_aligned in plan.h.
+// kernel: the number of a row of kernels.h, see plan.h. aligned: see inputs_aligned and gradients_aligned there.
 struct ScanLaunchers {
-    cudaError_t (*forward)(const MambaSelectiveScan& p, bool aligned, BlockChannels channels);
-    // channels: of kPipelineChannels. For up to 16 states, B and C that vary, aligned rows, and no seq_idx.
-    cudaError_t (*pipeline)(const MambaSelectiveScan& p, int channels);
+    cudaError_t (*pipeline)(const MambaSelectiveScan& p, int kernel);
+    cudaError_t (*forward)(const MambaSelectiveScan& p, bool aligned, int kernel);
     // Parts of gradients remain to be added up.
-    cudaError_t (*backward)(const ScanBackward& q, bool aligned, BackwardKind kind);
+    cudaError_t (*backward)(const ScanBackward& q, bool aligned, int kernel);
     // What all segments pass on, alone.
-    cudaError_t (*forward_carry)(const MambaSelectiveScan& p, bool aligned);
-    cudaError_t (*backward_carry)(const ScanBackward& q, bool aligned, BackwardKind kind);
-};
+    cudaError_t (*forward_carry)(const MambaSelectiveScan& p, bool aligned, int kernel);
+    cudaError_t (*backward_carry)(const ScanBackward& q, bool aligned, int kernel);
 
-template <bool kReverse>
-struct ScanLaunchersOf : ScanLaunchers {
     template <typename T>
-    static ScanLaunchersOf of();
+    static ScanLaunchers of();
 };
 
 }  // namespace mamba

@@ -37,7 +37,6 @@ CUDA = {
 FURTHER = 1.7
 DISPATCH = 0.5  # cpu.cpp, cuda.cu and what else there is: seconds each
 ISAS = 3
-TWICE = "selective_scan"  # has two CUDA sources a dtype, one of them for scans in reverse
 STEP = re.compile(r"Building (CXX|CUDA) object \S*?\.dir[\\/](\w+)[\\/](?:cpu|cuda)[\\/]")
 
 
@@ -59,7 +58,7 @@ def _times(architectures: int) -> float:
 def seconds(dtypes: Sequence[str], architectures: int, cores: int) -> float:
     """Of a whole build. architectures: 0 without CUDA. cores: those that compile."""
     work = ISAS * sum(CPU.values())
-    work += _times(architectures) * len(dtypes) * (sum(CUDA.values()) + CUDA[TWICE])
+    work += _times(architectures) * len(dtypes) * sum(CUDA.values())
     # However many cores there are, one source is compiled by one process, which takes its architectures side by side.
     longest = max(CUDA.values()) if architectures else max(CPU.values())
     return max(work / cores, longest)

@@ -17,7 +17,7 @@ struct AccessIs {
 // Calls function(AccessIs<...>{}). aligned: rows begin at multiples of 16 bytes; inside: see vectors_within.
 template <class Layout, class Function>
 __device__ __forceinline__ void with_access(bool aligned, bool whole, bool inside, const Function& function) {
-    if constexpr (Layout::kWhole) {
+    if constexpr (Layout::kMamba) {
         function(AccessIs<Access::kWhole>{});
     } else if (aligned && whole) {
         function(AccessIs<Access::kWhole>{});
@@ -70,15 +70,15 @@ __device__ __forceinline__ Packed<T, kCount> load_shifted(const T* at, bool exis
     Packed<T, kCount> packed;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-        packed.word[i] = sizeof(T) == 2 ? __funnelshift_r(word[i], word[i + 1], bits) : word[i];
+        packed.word[i] = kIs16Bit<T> ? __funnelshift_r(word[i], word[i + 1], bits) : word[i];
     }
     return packed;
 }
 
-// kCount elements from `at` on, in the order of memory. Of the steps, which lie there in the opposite order with kReverse, the
+// kCount elements from `at` on, in the order of memory. Of the steps, which lie there in the opposite order with reverse, the
 // first `valid` exist (which may be negative, and but with kSteps is a multiple of kCount); the others are zero.
-template <typename T, int kCount, Access kAccess, bool kReverse>
-__device__ __forceinline__ Packed<T, kCount> load_steps(const T* at, int valid) {
+template <typename T, int kCount, Access kAccess>
+__device__ __forceinline__ Packed<T, kCount> load_steps(const T* at, int valid, bool reverse) {
     if constexpr (kAccess == Access::kWhole) {
         return packed_load<T, kCount>(at);
     } else if constexpr (kAccess == Access::kAligned) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ Packed<T, kCount> load_steps(const T* at, int valid) 
         float values[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            values[i] = (kReverse ? kCount - 1 - i : i) < valid ? to_float(at[i]) : 0.0f;
+            values[i] = (reverse ? kCount - 1 - i : i) < valid ? to_float(at[i]) : 0.0f;
         }
         return pack<T, kCount>(values);
     }
@@ -119,48 +119,48 @@ __device__ __forceinline__ void store_shifted(T* at, const Packed<T, kCount>& pa
 }
 
 // Steps in the order of memory.
-template <typename T, int kCount, bool kReverse>
-__device__ __forceinline__ Packed<T, kCount> pack_steps(const float* values) {
+template <typename T, int kCount>
+__device__ __forceinline__ Packed<T, kCount> pack_steps(const float* values, bool reverse) {
     Packed<T, kCount> packed = pack<T, kCount>(values);
-    if (kReverse) {
+    if (reverse) {
         mirror(packed);
     }
     return packed;
 }
 
 // The first `valid` of kCount steps to where load_steps has them from.
-template <typename T, int kCount, bool kReverse>
-__device__ __forceinline__ void store_steps(T* at, int valid, bool aligned, const float (&values)[kCount]) {
+template <typename T, int kCount>
+__device__ __forceinline__ void store_steps(T* at, int valid, bool aligned, bool reverse, const float (&values)[kCount]) {
     if (aligned) {
         if (valid > 0) {
-            packed_store<T, kCount>(at, pack_steps<T, kCount, kReverse>(values));
+            packed_store<T, kCount>(at, pack_steps<T, kCount>(values, reverse));
         }
         return;
     }
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (kIs16Bit<T>) {
         if (valid >= kCount) {
-            store_shifted<T, kCount>(at, pack_steps<T, kCount, kReverse>(values));
+            store_shifted<T, kCount>(at, pack_steps<T, kCount>(values, reverse));
             return;
         }
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         if (i < valid) {
-            at[kReverse ? kCount - 1 - i : i] = from_float<T>(values[i]);
+            at[reverse ? kCount - 1 - i : i] = from_float<T>(values[i]);
         }
     }
 }
 
 // Adds the steps that store_steps would overwrite.
-template <typename T, int kCount, bool kReverse>
-__device__ __forceinline__ void add_steps(const T* at, int valid, bool aligned, float (&values)[kCount]) {
+template <typename T, int kCount>
+__device__ __forceinline__ void add_steps(const T* at, int valid, bool aligned, bool reverse, float (&values)[kCount]) {
     Packed<T, kCount> packed;
     if (aligned) {
-        packed = load_steps<T, kCount, Access::kAligned, kReverse>(at, valid);
+        packed = load_steps<T, kCount, Access::kAligned>(at, valid, reverse);
     } else {
-        packed = load_steps<T, kCount, Access::kSteps, kReverse>(at, valid);
+        packed = load_steps<T, kCount, Access::kSteps>(at, valid, reverse);
     }
-    if (kReverse) {
+    if (reverse) {
         mirror(packed);
     }
     float before[kCount];

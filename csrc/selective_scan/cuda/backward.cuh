@@ -10,6 +10,7 @@
 // segment passes back (a_t g_t of its first step), as in the forward scan.
 #pragma once
 
+#include "common/kernel_launch.cuh"
 #include "selective_scan/cuda/backward_carry.cuh"
 #include "selective_scan/cuda/backward_elements.cuh"
 #include "selective_scan/cuda/backward_tile.cuh"
@@ -56,7 +57,7 @@ __device__ __forceinline__ void backward_tile(const ScanBackward& q, BackwardThr
         backward_sub_tile<Layout, Shared, kGeneral>(thread, h, shared, constants, buffer, sub * kSub, need_y, add);
         __syncthreads();
         const int sub_steps = steps - sub * kSub;
-        const int64_t sub_offset = Layout::kReverse ? offset - sub * kSub : offset + sub * kSub;
+        const int64_t sub_offset = is_reverse<Layout>(q.forward) ? offset - sub * kSub : offset + sub * kSub;
         if (!kGeneral || constants.variable_B) {
             flush(shared.dB + buffer, q.parts.dB + sub_offset, states, sub_steps, q.forward.seqlen, atomic);
         }
@@ -66,12 +67,12 @@ __device__ __forceinline__ void backward_tile(const ScanBackward& q, BackwardThr
     }
 }
 
-// kSliced: dstate is larger than the layout's slice; w then waits in shared memory and dA in its output between slices. dB and
-// dC of constants are added up in their outputs.
-template <typename T, class Layout, int kSub, int kBlocks, bool kSliced>
-__global__ void __launch_bounds__(Layout::kThreads, kBlocks)
+// Of a sliced layout w waits in shared memory and dA in its output between slices. dB and dC of constants are added up in their
+// outputs.
+template <typename T, class Layout>
+__global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     selective_scan_backward_kernel(const ScanBackward q, bool aligned, bool atomic) {
-    using Shared = BackwardShared<T, Layout, kSub, kSliced>;
+    using Shared = BackwardShared<T, Layout>;
     static_assert(Layout::kTile == MAMBA_SCAN_CHECKPOINT, "a tile starts at a checkpoint");
     MAMBA_DYNAMIC_SHARED(16, float4, raw_shared);
     Shared& shared = *reinterpret_cast<Shared*>(raw_shared);
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     const ScanBlock block = scan_block(p, Layout::kChannels, 0);
     const LaneOrder<Layout> order(threadIdx.x % 32);
     const int64_t seqlen = p.seqlen;
-    const int slices = kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
+    const int slices = Layout::kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
     const bool need_y = is_gated<Layout>(p) || p.out != nullptr;
 
     const int64_t part = block.segment * p.batch + block.batch;
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     const int lane = threadIdx.x % 32;
     thread.swizzle = swizzle(order.state(0));
     thread.state_sums = opaque(thread.own[0] + StateSums<Layout, kSumSteps>::first(lane));
-    thread.channel_sums = opaque((warp * Layout::kSlice + order.state(0)) * kSub +
+    thread.channel_sums = opaque((warp * Layout::kSlice + order.state(0)) * Layout::kSteps +
                                  (ChannelSums<Layout, kSumSteps>::first(lane) ^ thread.swizzle));
     // Calls function(c, s, whether the chain exists, its parameter's number among the block's) for the lane's chains of a
     // slice.
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             for (int s = 0; s < Layout::kStates; ++s) {
                 const int row = warp * Layout::kWarpChannels + order.channel(c);
                 const int n = slice * Layout::kSlice + order.state(s);
-                function(c, s, Layout::kWhole || (row < block.channels && n < p.dstate), row * static_cast<int>(p.dstate) + n);
+                function(c, s, Layout::kMamba || (row < block.channels && n < p.dstate), row * static_cast<int>(p.dstate) + n);
             }
         }
     };
@@ -129,9 +130,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     }
     const int64_t sum_slot = q.slots > 1 ? block.index : 0;
     const int64_t sum_base = ((sum_slot * p.batch + block.batch) * p.ngroups + block.group) * p.dstate * seqlen;
-    const SumFlush<Layout, Shared> flush(sum_base, seqlen);
-    const int32_t* seq_idx = !Layout::kUsual && p.seq_idx != nullptr ? p.seq_idx + block.batch * seqlen : nullptr;
-    const bool general = !Layout::kUsual && (!p.variable_B || !p.variable_C || seq_idx != nullptr);
+    const SumFlush<Layout, Shared> flush(sum_base, seqlen, is_reverse<Layout>(p));
+    const int32_t* seq_idx = !Layout::kMamba && p.seq_idx != nullptr ? p.seq_idx + block.batch * seqlen : nullptr;
+    const bool general = !Layout::kMamba && (!p.variable_B || !p.variable_C || seq_idx != nullptr);
     if (general && seq_idx == nullptr) {
         for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
             shared.resets[i] = 0;
@@ -148,13 +149,13 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
             thread.dA[c][s] = 0.0f;
             if (exists) {
-                if (kSliced) {
+                if (Layout::kSliced) {
                     q.parts.dA[first_part + parameter] = 0.0f;
                 }
-                if (!Layout::kUsual && !p.variable_B) {
+                if (!Layout::kMamba && !p.variable_B) {
                     q.parts.dB[first_part + parameter] = 0.0f;
                 }
-                if (!Layout::kUsual && !p.variable_C) {
+                if (!Layout::kMamba && !p.variable_C) {
                     q.parts.dC[first_part + parameter] = 0.0f;
                 }
             }
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             });
             pass_through_segments<Layout>(p, thread.w, at, p.segments - 1, -1, later);
         }
-        if (kSliced) {
+        if (Layout::kSliced) {
             for_chains(slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.w[c][s]; });
         }
     }
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     for (int64_t tile = last_tile; tile >= block.begin / Layout::kTile; --tile) {
         const int64_t first_step = tile * Layout::kTile;
         const int64_t left = block.end - first_step;
-        const int steps = Layout::kWhole || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
+        const int steps = Layout::kMamba || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
         const bool whole = steps == Layout::kTile && block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
         const bool inside = vectors_within<Layout>(first_step, p.seqlen);
         const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             }
             Chains<Layout> h;
             for_chains(slice, [&](int c, int s, bool exists, int parameter) {
-                if (kSliced) {
+                if (Layout::kSliced) {
                     thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
                     thread.w[c][s] = waiting(slice, c, s);
                 }
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                         prefetch_to_L2(from - parameters + i);
                     }
                 }
-                if (Layout::kReverse) {
+                if (is_reverse<Layout>(p)) {
                     in.mirror(is_gated<Layout>(p));
                 }
                 stage_time_and_gradient<T, Layout>(shared.dt, shared.dy, shared.bias, in, rows, p, steps);
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                     prefetch_sums(rows, q, block, place);
                 }
             }
-            if (Layout::kReverse) {
+            if (is_reverse<Layout>(p)) {
                 B_staged.mirror();
                 C_staged.mirror();
             }
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 stage_resets<Layout>(shared.resets, Layout::kTile, seq_idx, first_step, p);
             }
             __syncthreads();
-            if (kSliced && slice + 1 < slices) {
+            if (Layout::kSliced && slice + 1 < slices) {
                 with_access<Layout>(aligned, whole, inside, [&](auto access) {
                     fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
                                                         steps);
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                                                      slice > 0, atomic);
             }
 
-            if (kSliced) {
+            if (Layout::kSliced) {
                 for_chains(slice, [&](int c, int s, bool exists, int parameter) {
                     waiting(slice, c, s) = thread.w[c][s];
                     if (exists) {
@@ -285,7 +286,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         with_access<Layout>(aligned, whole, inside,
                             [&](auto access) { in.template fetch<decltype(access)::kAccess>(rows, q, place, steps); });
         __syncwarp();  // the sums of other lanes are in
-        if (Layout::kReverse) {
+        if (is_reverse<Layout>(p)) {
             in.mirror(is_gated<Layout>(p));
         }
         store_gradients<T, Layout, Shared>(q, shared, in, rows, block, place, steps, aligned);
@@ -295,9 +296,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     for (int slice = 0; slice < slices; ++slice) {
         for_chains(slice, [&](int c, int s, bool exists, int parameter) {
             if (exists && q.dinitial_state != nullptr && block.segment == 0) {
-                q.dinitial_state[first_chain + parameter] = kSliced ? waiting(slice, c, s) : thread.w[c][s];
+                q.dinitial_state[first_chain + parameter] = Layout::kSliced ? waiting(slice, c, s) : thread.w[c][s];
             }
-            if (exists && !kSliced) {
+            if (exists && !Layout::kSliced) {
                 q.parts.dA[first_part + parameter] = thread.dA[c][s];
             }
         });
@@ -323,97 +324,68 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     }
 }
 
-// Bytes of w that waits between slices.
-template <class Layout>
-constexpr size_t waiting_bytes(int64_t dstate) {
-    return static_cast<size_t>(ceil_div(dstate, Layout::kSlice)) * Layout::kEach * Layout::kStates * Layout::kThreads *
-           sizeof(float);
+template <int kRow>
+struct BackwardWalk {
+    static constexpr ScanWalk kWalk = kScanBackwardKernels[kRow].walk;
+};
+template <int kRow>
+struct BackwardCarryWalk {
+    static constexpr ScanWalk kWalk = kScanBackwardKernels[kRow].carry;
+};
+
+// What all segments from first_segment on pass back.
+template <typename T, class Layout>
+cudaError_t launch_backward_carry(const ScanBackward& q, bool aligned, int64_t first_segment) {
+    const MambaSelectiveScan& p = q.forward;
+    const auto kernel = selective_scan_backward_carry_kernel<T, Layout>;
+    const int64_t shared_bytes = waiting_bytes<Layout>(p.dstate);
+    const cudaError_t error = Layout::kSliced ? allow_shared(kernel, shared_bytes) : cudaSuccess;
+    if (error != cudaSuccess) {
+        return error;
+    }
+    return launch_kernel(kernel, scan_grid(p, Layout::kChannels, p.segments - first_segment), Layout::kThreads,
+                         static_cast<size_t>(shared_bytes), p.run.stream, q, aligned, first_segment);
 }
 
-// carry_only: what all segments pass back, and no more.
-template <typename T, class Layout, int kSub, int kBlocks, bool kSliced>
-cudaError_t launch_backward_layout(const ScanBackward& q, bool aligned, bool carry_only) {
+template <typename T, class Layout, class CarryLayout, int kMostShared>
+cudaError_t launch_backward(const ScanBackward& q, bool aligned) {
+    using Shared = BackwardShared<T, Layout>;
+    static_assert(sizeof(Shared) + waiting_bytes<Layout>(MAMBA_MAX_DSTATE) <= kMostShared, "what the table says");
+    static_assert(Layout::kSlice > 16 || !Layout::kSliced ||
+                      sizeof(Shared) + waiting_bytes<Layout>(16) == backward_sliced_shared(16, sizeof(T)),
+                  "what the table says");
     const MambaSelectiveScan& p = q.forward;
-    const auto kernel = selective_scan_backward_kernel<T, Layout, kSub, kBlocks, kSliced>;
-    const auto carry_kernel = selective_scan_backward_carry_kernel<T, Layout, kSliced>;
-    const size_t waiting = kSliced ? waiting_bytes<Layout>(p.dstate) : 0;
-    const size_t shared_bytes = sizeof(BackwardShared<T, Layout, kSub, kSliced>) + waiting;
-    static_assert(kSliced || sizeof(BackwardShared<T, Layout, kSub, kSliced>) <= kBackwardShared, "what the plan counts on");
-    const int64_t first_carried = carry_only ? 0 : 1;  // the first one passes nothing back within a call
-    const int64_t carried = p.carried && !carry_only ? 0 : p.segments - first_carried;
-    cudaError_t error = allow_shared(kernel, static_cast<int64_t>(shared_bytes));
-    if (error == cudaSuccess && carried > 0 && kSliced) {
-        error = allow_shared(carry_kernel, static_cast<int64_t>(waiting));
+    const auto kernel = selective_scan_backward_kernel<T, Layout>;
+    const int64_t shared_bytes = sizeof(Shared) + waiting_bytes<Layout>(p.dstate);
+    cudaError_t error = allow_shared(kernel, shared_bytes);
+    const bool carries = p.segments > 1 && !p.carried;
+    if (error == cudaSuccess && carries) {
+        error = launch_backward_carry<T, CarryLayout>(q, aligned, 1);  // the first one passes nothing back
     }
     if (error != cudaSuccess) {
         return error;
     }
-    const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments));
+    const int64_t blocks = scan_grid(p, Layout::kChannels, p.segments);
+    const size_t shared = static_cast<size_t>(shared_bytes);
     const bool atomic = q.slots == 1 && p.dim / p.ngroups > Layout::kChannels;
-    if (carried > 0) {
-        const unsigned carry_blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, carried));
-        error = launch_kernel(carry_kernel, carry_blocks, Layout::kThreads, waiting, p.run.stream, q, aligned, first_carried);
-        if (error != cudaSuccess || carry_only) {
-            return error;
-        }
-        return launch_programmatic_dependent(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, q, aligned, atomic);
-    }
-    return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, q, aligned, atomic);
+    return carries ? launch_programmatic_dependent(kernel, blocks, Layout::kThreads, shared, p.run.stream, q, aligned, atomic)
+                   : launch_kernel(kernel, blocks, Layout::kThreads, shared, p.run.stream, q, aligned, atomic);
 }
 
-template <typename T, bool kReverse>
-cudaError_t launch_backward_of_kind(const ScanBackward& q, bool aligned, BackwardKind kind, bool carry_only) {
-    static_assert(sizeof(BackwardShared<float, Backward16Narrow, 16, false>) <= kSmallestShared &&
-                      sizeof(BackwardShared<float, Backward32Small, 8, true>) +
-                              MAMBA_MAX_DSTATE / Backward32Small::kLanes * Backward32Small::kThreads * sizeof(float) <=
-                          kSmallestShared,
-                  "the layouts for small GPUs must fit them");
-    static_assert(sizeof(BackwardShared<T, Backward16, 8, true>) + waiting_bytes<Backward16>(MAMBA_MAX_DSTATE) ==
-                      backward16_sliced_shared(MAMBA_MAX_DSTATE, sizeof(T)),
-                  "what the plan counts on");
-    switch (kind) {
-        case BackwardKind::k8: {
-            constexpr int kBlocks = sizeof(T) == 2 ? 3 : 2;
-            return launch_backward_layout<T, Directed<Backward8, kReverse>, 16, kBlocks, false>(q, aligned, carry_only);
-        }
-        case BackwardKind::k16:
-            if constexpr (kHasUsual<T>) {
-                if (is_usual(q.forward) && fills_tiles<Backward16>(q.forward, aligned)) {
-                    using Layout = Directed<Backward16, kReverse, true, true, true>;
-                    return launch_backward_layout<T, Layout, 8, 3, false>(q, aligned, carry_only);
-                }
-            }
-            if constexpr (kHasAllUsual<T, kReverse>) {
-                if (is_usual(q.forward)) {
-                    return launch_backward_layout<T, Directed<Backward16, kReverse, true>, 8, 3, false>(q, aligned, carry_only);
-                }
-            }
-            return launch_backward_layout<T, Directed<Backward16, kReverse>, 8, 3, false>(q, aligned, carry_only);
-        case BackwardKind::k16Narrow:
-            return launch_backward_layout<T, Directed<Backward16Narrow, kReverse>, 16, 3, false>(q, aligned, carry_only);
-        case BackwardKind::k16Sliced:
-            if constexpr (kHasAllUsual<T, kReverse>) {
-                if (is_usual(q.forward) && fills_tiles<Backward16>(q.forward, aligned)) {
-                    using Layout = Directed<Backward16, kReverse, true, true, true>;
-                    return launch_backward_layout<T, Layout, 8, 2, true>(q, aligned, carry_only);
-                }
-            }
-            return launch_backward_layout<T, Directed<Backward16, kReverse>, 8, 2, true>(q, aligned, carry_only);
-        case BackwardKind::k32Sliced:
-            return launch_backward_layout<T, Directed<Backward32, kReverse>, 8, 2, true>(q, aligned, carry_only);
-        default:
-            return launch_backward_layout<T, Directed<Backward32Small, kReverse>, 8, 4, true>(q, aligned, carry_only);
-    }
+template <typename T>
+cudaError_t launch_scan_backward(const ScanBackward& q, bool aligned, int kernel) {
+    return launch_row<T, kScanBackwardKernels>(scan_backward_table, kernel, [&](auto row) {
+        constexpr int kRow = decltype(row)::kRow;
+        return launch_backward<T, LayoutOf<BackwardWalk<kRow>>, LayoutOf<BackwardCarryWalk<kRow>>,
+                               kScanBackwardKernels[kRow].shared_bytes>(q, aligned);
+    });
 }
 
-template <typename T, bool kReverse>
-cudaError_t launch_scan_backward(const ScanBackward& q, bool aligned, BackwardKind kind) {
-    return launch_backward_of_kind<T, kReverse>(q, aligned, kind, false);
-}
-
-template <typename T, bool kReverse>
-cudaError_t launch_scan_backward_carry(const ScanBackward& q, bool aligned, BackwardKind kind) {
-    return launch_backward_of_kind<T, kReverse>(q, aligned, kind, true);
+template <typename T>
+cudaError_t launch_scan_backward_carry(const ScanBackward& q, bool aligned, int kernel) {
+    return launch_row<T, kScanBackwardKernels>(scan_backward_table, kernel, [&](auto row) {
+        return launch_backward_carry<T, LayoutOf<BackwardCarryWalk<decltype(row)::kRow>>>(q, aligned, 0);
+    });
 }
 
 }  // namespace mamba

@@ -44,7 +44,7 @@ __device__ __forceinline__ void carry_tile(Chains<Layout>& w, const Chains<Layou
 
 // Fills the workspace for all segments from first_segment on: a_t g_t of the segment's first step if nothing came from later
 // ones.
-template <typename T, class Layout, bool kSliced>
+template <typename T, class Layout>
 __global__ void __launch_bounds__(Layout::kThreads)
     selective_scan_backward_carry_kernel(const ScanBackward q, bool aligned, int64_t first_segment) {
     __shared__ __align__(16) MatrixTile<T, Layout> BC;
@@ -60,9 +60,9 @@ __global__ void __launch_bounds__(Layout::kThreads)
     const BackwardRows<T, Layout> rows(q, block);
     const MatrixRows<T, Layout> matrix_rows(p, block);
     const LaneOrder<Layout> order(threadIdx.x % 32);
-    const int slices = kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
-    const int32_t* seq_idx = !Layout::kUsual && p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
-    const bool general = !Layout::kUsual && (!p.variable_C || seq_idx != nullptr);
+    const int slices = Layout::kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
+    const int32_t* seq_idx = !Layout::kMamba && p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
+    const bool general = !Layout::kMamba && (!p.variable_C || seq_idx != nullptr);
     if (general && seq_idx == nullptr) {
         for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
             resets[i] = 0;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
             w[c][s] = 0.0f;
         }
     }
-    if (kSliced) {
+    if (Layout::kSliced) {
         for (int i = threadIdx.x; i < slices * Layout::kEach * Layout::kStates * Layout::kThreads; i += Layout::kThreads) {
             waiting_w[i] = 0.0f;
         }
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
     for (int64_t tile = ceil_div(block.end, Layout::kTile) - 1; tile >= block.begin / Layout::kTile; --tile) {
         const int64_t first_step = tile * Layout::kTile;
         const int64_t left = block.end - first_step;
-        const int steps = Layout::kWhole || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
+        const int steps = Layout::kMamba || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
         const bool whole = steps == Layout::kTile && block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
         const bool inside = vectors_within<Layout>(first_step, p.seqlen);
         const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
             in.template fetch<decltype(access)::kAccess>(rows, q, place, steps);
             fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, place, steps, false, true);
         });
-        if (Layout::kReverse) {
+        if (is_reverse<Layout>(p)) {
             in.mirror(is_gated<Layout>(p));
         }
         stage_time_and_gradient<T, Layout>(dt_tile, dy_tile, bias, in, rows, p, steps);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
         }
         for (int slice = 0; slice < slices; ++slice) {
             const int first_state = slice * Layout::kSlice;
-            if (Layout::kReverse) {
+            if (is_reverse<Layout>(p)) {
                 C_staged.mirror();
             }
             __syncthreads();  // B and C have been read
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
                 stage_resets<Layout>(resets, Layout::kTile, seq_idx, first_step, p);
             }
             __syncthreads();
-            if (kSliced && slice + 1 < slices) {
+            if (Layout::kSliced && slice + 1 < slices) {
                 with_access<Layout>(aligned, whole, inside, [&](auto access) {
                     fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
                                                         steps, false, true);
@@ -130,12 +130,12 @@ __global__ void __launch_bounds__(Layout::kThreads)
 #pragma unroll
                 for (int s = 0; s < Layout::kStates; ++s) {
                     const int n = first_state + order.state(s);
-                    const bool exists = Layout::kWhole || (channel_row[c] < block.channels && n < p.dstate);
+                    const bool exists = Layout::kMamba || (channel_row[c] < block.channels && n < p.dstate);
                     const int64_t parameter = (block.first_channel + channel_row[c]) * p.dstate + n;
                     A[c][s] = exists ? decay_exponent(p.A[parameter]) : 0.0f;
                     constant_C[c][s] =
-                        !Layout::kUsual && exists && !p.variable_C ? static_cast<const float*>(p.C)[parameter] : 0.0f;
-                    if (kSliced) {
+                        !Layout::kMamba && exists && !p.variable_C ? static_cast<const float*>(p.C)[parameter] : 0.0f;
+                    if (Layout::kSliced) {
                         const int chain = (slice * Layout::kEach + c) * Layout::kStates + s;
                         w[c][s] = waiting_w[chain * Layout::kThreads + threadIdx.x];
                     }
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
 #pragma unroll
                 for (int s = 0; s < Layout::kStates; ++s) {
                     const int n = first_state + order.state(s);
-                    if (kSliced) {
+                    if (Layout::kSliced) {
                         const int chain = (slice * Layout::kEach + c) * Layout::kStates + s;
                         waiting_w[chain * Layout::kThreads + threadIdx.x] = w[c][s];
                     }

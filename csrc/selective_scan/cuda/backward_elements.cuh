@@ -61,7 +61,7 @@ __device__ __forceinline__ void prefetch_sums(const BackwardRows<T, Layout>& row
                                               const ScanBlock& block, int64_t tile) {
     const MambaSelectiveScan& p = q.forward;
     const int64_t channel = opaque(static_cast<int>(rows.first_channel));
-    const int64_t at = tile + place_in_tile<Layout>(rows.step, Layout::kVector);
+    const int64_t at = tile + rows.place;
     const auto prefetch = [&](const void* data, int64_t batch_stride, int64_t dim_stride) {
         if (data != nullptr) {
             prefetch_elements(rows, static_cast<const T*>(data) + block.batch * batch_stride + channel * dim_stride, dim_stride,
@@ -128,7 +128,7 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
         const int at = rows.row(pass) * Layout::kRow + rows.step;
         const int valid = rows.valid(pass, steps);
         const int64_t channel = rows.channel(pass);
-        const int64_t place = tile + place_in_tile<Layout>(rows.step, Layout::kVector);
+        const int64_t place = tile + rows.place;
         const float bias = shared.bias[rows.row(pass)];
         const float D = shared.D[rows.row(pass)];
         float u[Layout::kVector], dt[Layout::kVector], dy[Layout::kVector], Bg[Layout::kVector], Aq[Layout::kVector];
@@ -167,9 +167,9 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
         shared.bias_sum[pass][threadIdx.x] = bias_sum;
         shared.D_sum[pass][threadIdx.x] = D_sum;
         T* du_row = static_cast<T*>(q.du) + block.batch * q.du_batch_stride + channel * q.du_dim_stride;
-        store_steps<T, Layout::kVector, Layout::kReverse>(du_row + place, valid, Layout::kWhole || aligned, du);
+        store_steps<T, Layout::kVector>(du_row + place, valid, Layout::kMamba || aligned, rows.reverse, du);
         T* ddelta_row = static_cast<T*>(q.ddelta) + block.batch * q.ddelta_batch_stride + channel * q.ddelta_dim_stride;
-        store_steps<T, Layout::kVector, Layout::kReverse>(ddelta_row + place, valid, Layout::kWhole || aligned, ddelta);
+        store_steps<T, Layout::kVector>(ddelta_row + place, valid, Layout::kMamba || aligned, rows.reverse, ddelta);
         if (!is_gated<Layout>(p) && p.out == nullptr) {
             continue;
         }
@@ -191,16 +191,16 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
             }
             T* dz_row = static_cast<T*>(q.dz) + block.batch * q.dz_batch_stride + channel * q.dz_dim_stride;
             if (adds<Layout>(p)) {
-                add_steps<T, Layout::kVector, Layout::kReverse>(dz_row + place, valid, Layout::kWhole || aligned, dz);
+                add_steps<T, Layout::kVector>(dz_row + place, valid, Layout::kMamba || aligned, rows.reverse, dz);
             }
-            store_steps<T, Layout::kVector, Layout::kReverse>(dz_row + place, valid, Layout::kWhole || aligned, dz);
+            store_steps<T, Layout::kVector>(dz_row + place, valid, Layout::kMamba || aligned, rows.reverse, dz);
         }
         if (p.out != nullptr) {
             T* out_row = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride;
             if (adds<Layout>(p)) {
-                add_steps<T, Layout::kVector, Layout::kReverse>(out_row + place, valid, Layout::kWhole || aligned, y);
+                add_steps<T, Layout::kVector>(out_row + place, valid, Layout::kMamba || aligned, rows.reverse, y);
             }
-            store_steps<T, Layout::kVector, Layout::kReverse>(out_row + place, valid, Layout::kWhole || aligned, y);
+            store_steps<T, Layout::kVector>(out_row + place, valid, Layout::kMamba || aligned, rows.reverse, y);
         }
     }
 }

@@ -9,11 +9,11 @@ namespace mamba {
 constexpr int kSumSteps = 8;
 
 // Shared memory of one block. Rows are Layout::kRow long, those of the sums over channels kSub: their steps are swizzled, so
-// that neither those who write four of one state each nor those who read one of each meet in a bank. kSliced: x is read again
-// for the next slice, else Bg takes its place.
-template <typename T, class Layout, int kSub_, bool kSliced>
+// that neither those who write four of one state each nor those who read one of each meet in a bank. Of a sliced layout x is
+// read again for the next slice, else Bg takes its place.
+template <typename T, class Layout>
 struct BackwardShared {
-    static constexpr int kSub = kSub_;
+    static constexpr int kSub = Layout::kSteps;
     static constexpr int kSubs = Layout::kTile / kSub;
     static constexpr int kSums = Layout::kWarps * Layout::kSlice * kSub;
     static constexpr int kChains = Layout::kEach * Layout::kStates;  // states of all of a lane's channels
@@ -23,7 +23,7 @@ struct BackwardShared {
     float dy[Layout::kChannels * Layout::kRow];  // dout * silu(z)
     float y[Layout::kChannels * Layout::kRow];   // sum_n C h
     float Aq[Layout::kChannels * Layout::kRow];  // sum_n A a h g, A times log2(e)
-    float own_Bg[kSliced ? Layout::kChannels * Layout::kRow : 4];
+    float own_Bg[Layout::kSliced ? Layout::kChannels * Layout::kRow : 4];
     float h_sub[(kSubs - 1) * kChains * Layout::kThreads];  // states before each sub-tile but the last
     // Each warp's sums over its channels, twice: while all warps add up one sub-tile's, they fill the next one's.
     float dB[2 * kSums];
@@ -35,7 +35,7 @@ struct BackwardShared {
     float D_sum[Layout::kPasses][Layout::kThreads];
 
     // sum_n B g
-    __device__ __forceinline__ float* Bg() { return kSliced ? own_Bg : x; }
+    __device__ __forceinline__ float* Bg() { return Layout::kSliced ? own_Bg : x; }
 };
 
 template <class Layout>
@@ -219,11 +219,11 @@ struct SumFlush {
     int place;      // of that item in a warp's sums
     int64_t where;  // of that item in dB and dC, at the tensors' first step
 
-    __device__ __forceinline__ SumFlush(int64_t base, int64_t seqlen)
+    __device__ __forceinline__ SumFlush(int64_t base, int64_t seqlen, bool reverse)
         : state(opaque(threadIdx.x / Shared::kSub)),
           step(opaque(threadIdx.x % Shared::kSub)),
           place(opaque(state * Shared::kSub + (step ^ swizzle(state)))),
-          where(base + state * seqlen + (Layout::kReverse ? -step : step)) {}
+          where(base + state * seqlen + (reverse ? -step : step)) {}
 
     // sums: one matrix's part of shared memory; out: dB or dC at the slice's first state and the sub-tile's first step.
     __device__ __forceinline__ void operator()(const float* sums, float* out, int states, int steps, int64_t seqlen,
@@ -235,7 +235,7 @@ struct SumFlush {
             for (int warp = 0; warp < Layout::kWarps; ++warp) {
                 sum += sums[warp * Layout::kSlice * Shared::kSub + item * kItemStates * Shared::kSub + place];
             }
-            if (Layout::kWhole || (state + item * kItemStates < states && step < steps)) {
+            if (Layout::kMamba || (state + item * kItemStates < states && step < steps)) {
                 float* to = out + where + item * kItemStates * seqlen;
                 if (atomic) {
                     atomicAdd(to, sum);

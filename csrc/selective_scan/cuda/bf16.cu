@@ -2,5 +2,5 @@
 #include "selective_scan/cuda/launchers.cuh"
 
 namespace mamba {
-template ScanLaunchersOf<false> ScanLaunchersOf<false>::of<__nv_bfloat16>();
+template ScanLaunchers ScanLaunchers::of<__nv_bfloat16>();
 }  // namespace mamba

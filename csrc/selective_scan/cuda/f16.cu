@@ -2,5 +2,5 @@
 #include "selective_scan/cuda/launchers.cuh"
 
 namespace mamba {
-template ScanLaunchersOf<false> ScanLaunchersOf<false>::of<__half>();
+template ScanLaunchers ScanLaunchers::of<__half>();
 }  // namespace mamba

@@ -2,5 +2,5 @@
 #include "selective_scan/cuda/launchers.cuh"
 
 namespace mamba {
-template ScanLaunchersOf<false> ScanLaunchersOf<false>::of<float>();
+template ScanLaunchers ScanLaunchers::of<float>();
 }  // namespace mamba

@@ -4,14 +4,15 @@
 // finds what every segment passes on, a second one runs them all from the right states.
 #pragma once
 
+#include "common/kernel_launch.cuh"
 #include "selective_scan/cuda/forward_tile.cuh"
 
 namespace mamba {
 
-// kSliced: dstate is larger than the layout's slice; states then wait in shared memory between slices. kCarryOnly: fills the
+// Of a sliced layout states wait in shared memory between slices. kCarryOnly: fills the
 // workspace for the segments of its blocks.
-template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced, bool kCarryOnly>
-__global__ void __launch_bounds__(Layout::kThreads, kBlocks)
+template <typename T, class Layout, bool kCarryOnly>
+__global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     selective_scan_forward_kernel(const MambaSelectiveScan p, bool aligned) {
     __shared__ __align__(16) ForwardShared<T, Layout, kCarryOnly> tile;
     __shared__ int resets[Layout::kTile];
@@ -23,7 +24,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
         griddepcontrol_launch_dependents();
     }
     const ScanBlock block = scan_block(p, Layout::kChannels, 0);
-    const int slices = kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
+    const int slices = Layout::kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
     const int64_t parameters = p.dim * p.dstate;
     const LaneOrder<Layout> order(threadIdx.x % 32);
     ForwardThread<Layout> thread;
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
                 const int n = slice * Layout::kSlice + thread.state[s];
-                const bool exists = Layout::kFilled || (thread.row[c] < block.channels && n < p.dstate);
+                const bool exists = Layout::kMamba || (thread.row[c] < block.channels && n < p.dstate);
                 function(c, s, exists, thread.row[c] * static_cast<int>(p.dstate) + n);
             }
         }
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
         });
     };
-    if (!kSliced) {
+    if (!Layout::kSliced) {
         load_A(0);
     }
     // Where the next checkpoint goes.
@@ -75,11 +76,11 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     stage_parameter<Layout>(bias, p.delta_bias, block);
     stage_parameter<Layout>(D, p.D, block);
     const MatrixRows<T, Layout> matrix_rows(p, block);
-    const bool all_exist = Layout::kFilled || (block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0);
-    const int32_t* seq_idx = !Layout::kUsual && p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
-    const bool general = !Layout::kUsual && (!p.variable_B || !p.variable_C || seq_idx != nullptr);
+    const bool all_exist = Layout::kMamba || (block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0);
+    const int32_t* seq_idx = !Layout::kMamba && p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
+    const bool general = !Layout::kMamba && (!p.variable_B || !p.variable_C || seq_idx != nullptr);
     const bool gated = is_gated<Layout>(p);
-    const bool skips = Layout::kUsual || p.D != nullptr;
+    const bool skips = Layout::kMamba || p.D != nullptr;
     const bool add = !kCarryOnly && adds<Layout>(p);
     const bool neighbours = inputs_have_neighbours<Layout>(p, block);
     if (general && seq_idx == nullptr) {
@@ -91,8 +92,8 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     // A tile's elements, on their way into registers: small ones early, large ones, and those of lanes with eight states, where
     // they are needed (early they are up to 6 % slower). The walk of states alone has room there for those of the next tile
     // while it works at this one.
-    constexpr bool kEarly = sizeof(T) == 2 && (Layout::kStates < 8 || kSliced || kCarryOnly);
-    constexpr bool kAhead = kEarly && kCarryOnly && !kSliced;
+    constexpr bool kEarly = kIs16Bit<T> && (Layout::kStates < 8 || Layout::kSliced || kCarryOnly);
+    constexpr bool kAhead = kEarly && kCarryOnly && !Layout::kSliced;
     int steps = 0;
     bool whole = false;   // all of the tile's steps, channels and states exist
     bool inside = false;  // see vectors_within
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     TileElements<T, Layout> u, delta, z;
     const auto fetch_tile = [&](int64_t first_step) {
         const int64_t left = block.end - first_step;
-        steps = Layout::kWhole || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
+        steps = Layout::kMamba || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
         whole = steps == Layout::kTile && all_exist;
         inside = vectors_within<Layout>(first_step, p.seqlen, neighbours);
         const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             });
             pass_through_segments<Layout>(p, thread.h, at, 0, 1, static_cast<int>(block.segment));
         }
-        if (kSliced) {
+        if (Layout::kSliced) {
             for_chains(slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.h[c][s]; });
         }
     }
@@ -143,8 +144,8 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             fetch_tile(first_step);
         }
         // Not by round_up: the compiler would make other code of the whole loop. So too in backward.cuh.
-        const int rounded = (steps + kUnroll - 1) / kUnroll * kUnroll;
-        if (Layout::kReverse) {
+        const int rounded = (steps + Layout::kSteps - 1) / Layout::kSteps * Layout::kSteps;
+        if (is_reverse<Layout>(p)) {
             delta.mirror();
             u.mirror();
         }
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
 
         for (int slice = 0; slice < slices; ++slice) {
             const int first_state = slice * Layout::kSlice;
-            if (Layout::kReverse) {
+            if (is_reverse<Layout>(p)) {
                 B_staged.mirror();
                 C_staged.mirror();
             }
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 stage_resets<Layout>(resets, Layout::kTile, seq_idx, first_step, p);
             }
             __syncthreads();
-            if (kSliced && slice + 1 < slices) {
+            if (Layout::kSliced && slice + 1 < slices) {
                 with_access<Layout>(aligned, whole, inside, [&](auto access) {
                     fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
                                                         steps);
@@ -189,8 +190,8 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
             if (kAhead && next_step < block.end) {
                 fetch_tile(next_step);
             }
-            constexpr int kAll = Layout::kReverse ? Layout::kVector - 1 : 0;  // then memory's first one must exist
-            if (!kAhead && slice == 0 && next_step + rows.step + kAll < block.end) {
+            const int most = is_reverse<Layout>(p) ? Layout::kVector - 1 : 0;  // then memory's first one must exist
+            if (!kAhead && slice == 0 && next_step + rows.step + most < block.end) {
                 // What comes next is asked for into the L2 cache only: registers are scarce.
                 prefetch_elements(rows, rows.u, p.u_dim_stride, place_of<Layout>(p, next_step, Layout::kTile));
                 prefetch_elements(rows, rows.delta, p.delta_dim_stride, place_of<Layout>(p, next_step, Layout::kTile));
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                     z.template fetch<decltype(access)::kAccess>(rows, rows.z, p.z_dim_stride, place, steps);
                 });
             }
-            if (kSliced) {
+            if (Layout::kSliced) {
                 load_A(slice);
                 for_chains(slice, [&](int c, int s, bool, int) { thread.h[c][s] = waiting(slice, c, s); });
             }
@@ -217,9 +218,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                     constants.B[c][s] = exists && !p.variable_B ? static_cast<const float*>(p.B)[at] : 0.0f;
                     constants.C[c][s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[at] : 0.0f;
                 });
-                forward_tile<T, Layout, kUnroll, true, kCarryOnly>(thread, tile, constants, resets, rounded, slice > 0);
+                forward_tile<T, Layout, true, kCarryOnly>(thread, tile, constants, resets, rounded, slice > 0);
             } else {
-                forward_tile<T, Layout, kUnroll, false, kCarryOnly>(thread, tile, constants, resets, rounded, slice > 0);
+                forward_tile<T, Layout, false, kCarryOnly>(thread, tile, constants, resets, rounded, slice > 0);
             }
 
             if (kCarryOnly) {
@@ -242,7 +243,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                     }
                 });
             }
-            if (kSliced) {
+            if (Layout::kSliced) {
                 for_chains(slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.h[c][s]; });
             }
         }
@@ -252,7 +253,7 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
 
         if (!kCarryOnly) {
             __syncwarp();  // the sums of other lanes are in
-            if (Layout::kReverse && gated) {
+            if (gated && is_reverse<Layout>(p)) {
                 z.mirror();
             }
 #pragma unroll
@@ -274,9 +275,9 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
                 }
                 T* const to = out + place + pass * Layout::kPassRows * p.out_dim_stride;
                 if (add) {
-                    add_steps<T, Layout::kVector, Layout::kReverse>(to, rows.valid(pass, steps), Layout::kWhole || aligned, y);
+                    add_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kMamba || aligned, rows.reverse, y);
                 }
-                store_steps<T, Layout::kVector, Layout::kReverse>(to, rows.valid(pass, steps), Layout::kWhole || aligned, y);
+                store_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kMamba || aligned, rows.reverse, y);
             }
         }
         if (kEarly && !kAhead && next_step < block.end) {
@@ -297,105 +298,59 @@ __global__ void __launch_bounds__(Layout::kThreads, kBlocks)
     }
 }
 
-// carry_only: what all segments pass on, and no more. kSplits: whether p may have segments at all.
-template <typename T, class Layout, int kUnroll, int kBlocks, bool kSliced, bool kSplits = true>
-cudaError_t launch_forward_layout(const MambaSelectiveScan& p, bool aligned, bool carry_only) {
-    const int64_t slices = ceil_div(p.dstate, Layout::kSlice);
-    const size_t shared_bytes =
-        kSliced ? static_cast<size_t>(slices) * Layout::kEach * Layout::kStates * Layout::kThreads * sizeof(float) : 0;
-    const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, p.segments));
-    const auto kernel = selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, false>;
-    cudaError_t error = kSliced ? allow_shared(kernel, static_cast<int64_t>(shared_bytes)) : cudaSuccess;
+template <int kRow>
+struct ForwardWalk {
+    static constexpr ScanWalk kWalk = kScanForwardKernels[kRow].walk;
+};
+template <int kRow>
+struct ForwardCarryWalk {
+    static constexpr ScanWalk kWalk = kScanForwardKernels[kRow].carry;
+};
+
+// What the first `segments` segments pass on.
+template <typename T, class Layout>
+cudaError_t launch_forward_carry(const MambaSelectiveScan& p, bool aligned, int64_t segments) {
+    const auto kernel = selective_scan_forward_kernel<T, Layout, true>;
+    const int64_t shared_bytes = waiting_bytes<Layout>(p.dstate);
+    const cudaError_t error = Layout::kSliced ? allow_shared(kernel, shared_bytes) : cudaSuccess;
     if (error != cudaSuccess) {
         return error;
     }
-    if constexpr (kSplits) {
-        const auto carry_kernel = selective_scan_forward_kernel<T, Layout, kUnroll, kBlocks, kSliced, true>;
-        // The last one passes nothing on within a call.
-        const int64_t carried = carry_only ? p.segments : p.carried ? 0 : p.segments - 1;
-        if (carried > 0) {
-            const unsigned carry_blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, carried));
-            error = kSliced ? allow_shared(carry_kernel, static_cast<int64_t>(shared_bytes)) : cudaSuccess;
-            if (error == cudaSuccess) {
-                error = launch_kernel(carry_kernel, carry_blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
-            }
-            if (error != cudaSuccess || carry_only) {
-                return error;
-            }
-            return launch_programmatic_dependent(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
-        }
-    }
-    return launch_kernel(kernel, blocks, Layout::kThreads, shared_bytes, p.run.stream, p, aligned);
+    return launch_kernel(kernel, scan_grid(p, Layout::kChannels, segments), Layout::kThreads, static_cast<size_t>(shared_bytes),
+                         p.run.stream, p, aligned);
 }
 
-template <typename T, bool kReverse>
-cudaError_t launch_forward_of_dstate(const MambaSelectiveScan& p, bool aligned, BlockChannels channels, bool carry_only) {
-    const bool wide = channels == BlockChannels::kFew;
-    if (p.dstate <= Forward8::kSlice) {
-        return launch_forward_layout<T, Directed<Forward8, kReverse>, 16, 4, false>(p, aligned, carry_only);
+template <typename T, class Layout, class CarryLayout>
+cudaError_t launch_forward(const MambaSelectiveScan& p, bool aligned) {
+    const auto kernel = selective_scan_forward_kernel<T, Layout, false>;
+    const int64_t shared_bytes = waiting_bytes<Layout>(p.dstate);
+    cudaError_t error = Layout::kSliced ? allow_shared(kernel, shared_bytes) : cudaSuccess;
+    const bool carries = p.segments > 1 && !p.carried;
+    if (error == cudaSuccess && carries) {
+        error = launch_forward_carry<T, CarryLayout>(p, aligned, p.segments - 1);  // the last one passes nothing on
     }
-    if (p.dstate <= Forward16::kSlice) {
-        if (wide) {
-            return launch_forward_layout<T, Directed<Forward16Wide, kReverse>, 16, 4, false, false>(p, aligned, false);
-        }
-        if constexpr (kHasAllUsual<T, kReverse>) {
-            if (channels == BlockChannels::kMany) {
-                using Layout = Directed<Forward16Many, kReverse, true, true, true>;
-                return launch_forward_layout<T, Layout, 8, 4, false, false>(p, aligned, false);
-            }
-        }
-        if constexpr (kHasUsual<T>) {
-            if (is_usual(p) && fills_tiles<Forward16>(p, aligned)) {
-                return launch_forward_layout<T, Directed<Forward16, kReverse, true, true, true>, 8, 4, false>(p, aligned,
-                                                                                                              carry_only);
-            }
-        }
-        if constexpr (kHasAllUsual<T, kReverse>) {
-            if (is_usual(p) && fills_blocks<Forward16>(p)) {
-                using Layout = Directed<Forward16, kReverse, true, true>;
-                return launch_forward_layout<T, Layout, 8, 4, false>(p, aligned, carry_only);
-            }
-        }
-        return launch_forward_layout<T, Directed<Forward16, kReverse>, 8, 4, false>(p, aligned, carry_only);
+    if (error != cudaSuccess) {
+        return error;
     }
-    if (p.dstate <= Forward32::kSlice) {
-        return launch_forward_layout<T, Directed<Forward32, kReverse>, 8, 3, false>(p, aligned, carry_only);
-    }
-    if (p.dstate <= Forward64::kSlice) {
-        if (wide) {
-            return launch_forward_layout<T, Directed<Forward64Wide, kReverse>, 4, 3, false, false>(p, aligned, false);
-        }
-        if constexpr (kHasAllUsual<T, kReverse>) {
-            if (is_usual(p) && fills_tiles<Forward64>(p, aligned)) {
-                using Layout = Directed<Forward64, kReverse, true, true, true>;
-                if (p.segments == 1 && !carry_only) {
-                    return launch_forward_layout<T, Layout, 4, 4, false, false>(p, aligned, false);
-                }
-                return launch_forward_layout<T, Layout, 4, 3, false>(p, aligned, carry_only);
-            }
-        }
-        return launch_forward_layout<T, Directed<Forward64, kReverse>, 4, 3, false>(p, aligned, carry_only);
-    }
-    if (wide) {
-        return launch_forward_layout<T, Directed<Forward64Wide, kReverse>, 4, 3, true, false>(p, aligned, false);
-    }
-    if constexpr (kHasAllUsual<T, kReverse>) {
-        if (takes_128_states(p, aligned)) {
-            return launch_forward_layout<T, Directed<Forward128, kReverse, true, true, true>, 4, 2, false>(p, aligned,
-                                                                                                           carry_only);
-        }
-    }
-    return launch_forward_layout<T, Directed<Forward64, kReverse>, 4, 3, true>(p, aligned, carry_only);
+    const int64_t blocks = scan_grid(p, Layout::kChannels, p.segments);
+    const size_t shared = static_cast<size_t>(shared_bytes);
+    return carries ? launch_programmatic_dependent(kernel, blocks, Layout::kThreads, shared, p.run.stream, p, aligned)
+                   : launch_kernel(kernel, blocks, Layout::kThreads, shared, p.run.stream, p, aligned);
 }
 
-template <typename T, bool kReverse>
-cudaError_t launch_scan_forward(const MambaSelectiveScan& p, bool aligned, BlockChannels channels) {
-    return launch_forward_of_dstate<T, kReverse>(p, aligned, channels, false);
+template <typename T>
+cudaError_t launch_scan_forward(const MambaSelectiveScan& p, bool aligned, int kernel) {
+    return launch_row<T, kScanForwardKernels>(scan_forward_table, kernel, [&](auto row) {
+        constexpr int kRow = decltype(row)::kRow;
+        return launch_forward<T, LayoutOf<ForwardWalk<kRow>>, LayoutOf<ForwardCarryWalk<kRow>>>(p, aligned);
+    });
 }
 
-template <typename T, bool kReverse>
-cudaError_t launch_scan_forward_carry(const MambaSelectiveScan& p, bool aligned) {
-    return launch_forward_of_dstate<T, kReverse>(p, aligned, BlockChannels::kSome, true);
+template <typename T>
+cudaError_t launch_scan_forward_carry(const MambaSelectiveScan& p, bool aligned, int kernel) {
+    return launch_row<T, kScanForwardKernels>(scan_forward_table, kernel, [&](auto row) {
+        return launch_forward_carry<T, LayoutOf<ForwardCarryWalk<decltype(row)::kRow>>>(p, aligned, p.segments);
+    });
 }
 
 }  // namespace mamba

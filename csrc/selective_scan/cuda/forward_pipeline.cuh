@@ -7,15 +7,17 @@
 // forward.cuh.
 #pragma once
 
-#include "common/cuda_utils.cuh"
+#include "common/kernel_launch.cuh"
 #include "selective_scan/cuda/tile.cuh"
 
 namespace mamba {
 
-template <int kScanWarps_, int kTile_, int kQuads_, int kStates_ = 2>
+template <ScanCall kCall_, int kScanWarps_, int kTile_, int kQuads_>
 struct PipelineLayout {
-    static constexpr int kLanes = 8;          // lanes that share a channel
-    static constexpr int kStates = kStates_;  // states a lane holds: those kLanes apart, see first_state
+    static constexpr ScanCall kCall = kCall_;
+    static constexpr bool kMamba = kCall != ScanCall::kAny;
+    static constexpr int kLanes = 8;   // lanes that share a channel
+    static constexpr int kStates = 2;  // states a lane holds: those kLanes apart, see first_state
     static constexpr int kSlice = kLanes * kStates;
     static constexpr int kTile = kTile_;
     static constexpr int kRow = kTile + 4;  // floats a row: 16-byte aligned, rows four banks apart
@@ -203,7 +205,7 @@ __device__ __forceinline__ void scan_tiles(const MambaSelectiveScan& p, const Sc
     PipelineScan<T, Layout> scan;
 #pragma unroll
     for (int s = 0; s < Layout::kStates; ++s) {
-        exists[s] = Layout::kWhole || (row < block.channels && k + s * Layout::kLanes < p.dstate);
+        exists[s] = Layout::kMamba || (row < block.channels && k + s * Layout::kLanes < p.dstate);
         scan.A[s] = exists[s] ? decay_exponent(p.A[channel * p.dstate + k + s * Layout::kLanes]) : 0.0f;
         scan.h[s] = exists[s] && p.initial_state != nullptr ? p.initial_state[state + s * Layout::kLanes] : 0.0f;
     }
@@ -261,8 +263,8 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
     using Stage = PipelineStage<T, Layout>;
     const int row = element / Layout::kRowThreads;
     const int step = element % Layout::kRowThreads * Layout::kVector;
-    const int place = place_in_tile<Layout>(step, Layout::kVector);
-    const bool row_exists = Layout::kWhole || row < block.channels;
+    const int place = place_in_tile<Layout>(p, step, Layout::kVector);
+    const bool row_exists = Layout::kMamba || row < block.channels;
     const int64_t channel = block.first_channel + (row_exists ? row : 0);
     const T* const u = static_cast<const T*>(p.u) + block.batch * p.u_batch_stride + channel * p.u_dim_stride + place;
     const T* const delta =
@@ -270,7 +272,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
     const T* const z = static_cast<const T*>(p.z) + block.batch * p.z_batch_stride + channel * p.z_dim_stride + place;
     T* const out = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride + place;
     const bool gated = is_gated<Layout>(p);
-    const bool skips = Layout::kUsual || p.D != nullptr;
+    const bool skips = Layout::kMamba || p.D != nullptr;
     const bool add = adds<Layout>(p);
     Packed<T, Layout::kVector> before = packed_zero<T, Layout::kVector>();  // what the results of the tile in hand are added to
     const float bias = p.delta_bias != nullptr ? p.delta_bias[channel] : 0.0f;
@@ -284,7 +286,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
 #pragma unroll
     for (int i = 0; i < Layout::kOwnPieces; ++i) {
         const int n = piece(i) / Layout::kRowThreads;
-        state_exists[i] = Layout::kWhole || n < p.dstate;
+        state_exists[i] = Layout::kMamba || n < p.dstate;
         const int64_t state = state_exists[i] ? n : 0;
         B[i] = static_cast<const T*>(p.B) + block.batch * p.B_batch_stride + block.group * p.B_group_stride +
                state * p.B_dstate_stride + place;
@@ -292,13 +294,13 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
                state * p.C_dstate_stride + place;
     }
     const auto steps_exist = [&](int tile) {
-        return Layout::kWhole ? tile < tiles : static_cast<int64_t>(tile) * Layout::kTile + step < p.seqlen;
+        return Layout::kMamba ? tile < tiles : static_cast<int64_t>(tile) * Layout::kTile + step < p.seqlen;
     };
     const auto first_step = [](int tile) { return static_cast<int64_t>(tile) * Layout::kTile; };
     const auto tile_place = [&](int tile) { return place_of<Layout>(p, first_step(tile), Layout::kTile); };
     const auto read = [&](const T* from) {
         Packed<T, Layout::kVector> packed = packed_load<T, Layout::kVector>(from);
-        if (Layout::kReverse) {
+        if (is_reverse<Layout>(p)) {
             mirror(packed);
         }
         return packed;
@@ -377,7 +379,7 @@ __device__ __forceinline__ void pass_tiles(const MambaSelectiveScan& p, const Sc
             }
         }
         if (row_exists && steps_exist(tile)) {
-            store_steps<T, Layout::kVector, Layout::kReverse>(out + tile_place(tile), Layout::kVector, true, y);
+            store_steps<T, Layout::kVector>(out + tile_place(tile), Layout::kVector, true, is_reverse<Layout>(p), y);
         }
     };
 
@@ -432,52 +434,23 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_k
     }
 }
 
-// For up to 8 states, and for 9 to 16.
-using Pipeline12Few = PipelineLayout<3, 64, 2, 1>;
-using Pipeline32Few = PipelineLayout<8, 32, 1, 1>;
-using Pipeline12 = PipelineLayout<3, 64, 1>;
-using Pipeline16 = PipelineLayout<4, 32, 2>;
-using Pipeline32 = PipelineLayout<8, 32, 1>;
-using Pipeline40 = PipelineLayout<10, 32, 1>;
-
-template <typename T, class Layout>
-cudaError_t launch_pipeline_kernel(const MambaSelectiveScan& p) {
-    const auto kernel = selective_scan_pipeline_kernel<T, Layout>;
-    constexpr int kShared = sizeof(PipelineShared<T, Layout>);
-    static_assert(kShared == pipeline_shared(Layout::kChannels, Layout::kSlice, sizeof(T)), "what the plan counts on");
-    const cudaError_t error = allow_shared(kernel, kShared);
-    if (error != cudaSuccess) {
-        return error;
-    }
-    const unsigned blocks = static_cast<unsigned>(scan_grid(p, Layout::kChannels, 1));
-    return launch_programmatic_dependent(kernel, blocks, Layout::kThreads, kShared, p.run.stream, p);
-}
-
-template <typename T, bool kReverse, class Layout>
-cudaError_t launch_pipeline_layout(const MambaSelectiveScan& p) {
-    if constexpr (kHasAllUsual<T, kReverse> && Layout::kStates == 2) {
-        if (is_usual(p) && fills_tiles<Layout>(p, true)) {
-            return launch_pipeline_kernel<T, Directed<Layout, kReverse, true, true, true>>(p);
+template <typename T>
+cudaError_t launch_scan_pipeline(const MambaSelectiveScan& p, int kernel) {
+    return launch_row<T, kScanPipelineKernels>(scan_pipeline_table, kernel, [&](auto row) {
+        constexpr ScanPipelineKernel k = kScanPipelineKernels[decltype(row)::kRow];
+        using Layout = PipelineLayout<k.call, k.scan_warps, k.tile, k.quads>;
+        constexpr int kShared = sizeof(PipelineShared<T, Layout>);
+        static_assert(kShared == pipeline_shared(Layout::kChannels, sizeof(T)) && kShared <= k.shared_bytes &&
+                          Layout::kThreads == k.threads,
+                      "what the table says");
+        const auto pipeline = selective_scan_pipeline_kernel<T, Layout>;
+        const cudaError_t error = allow_shared(pipeline, kShared);
+        if (error != cudaSuccess) {
+            return error;
         }
-    }
-    return launch_pipeline_kernel<T, Directed<Layout, kReverse>>(p);
-}
-
-template <typename T, bool kReverse>
-cudaError_t launch_scan_pipeline(const MambaSelectiveScan& p, int channels) {
-    const bool few = p.dstate <= Pipeline12Few::kSlice;
-    switch (channels) {
-        case Pipeline12::kChannels:
-            return few ? launch_pipeline_layout<T, kReverse, Pipeline12Few>(p)
-                       : launch_pipeline_layout<T, kReverse, Pipeline12>(p);
-        case Pipeline16::kChannels:
-            return launch_pipeline_layout<T, kReverse, Pipeline16>(p);
-        case Pipeline32::kChannels:
-            return few ? launch_pipeline_layout<T, kReverse, Pipeline32Few>(p)
-                       : launch_pipeline_layout<T, kReverse, Pipeline32>(p);
-        default:
-            return launch_pipeline_layout<T, kReverse, Pipeline40>(p);
-    }
+        return launch_programmatic_dependent(pipeline, scan_grid(p, Layout::kChannels, 1), Layout::kThreads, kShared,
+                                             p.run.stream, p);
+    });
 }
 
 }  // namespace mamba

@@ -34,10 +34,10 @@ struct ForwardConstants {
     Chains<Layout> B, C;
 };
 
-// Runs `steps` (a multiple of kUnroll) steps of one tile. y is added to where add_y, else written. kGeneral: B or C may be
+// Runs `steps` (a multiple of kSteps) steps of one tile. y is added to where add_y, else written. kGeneral: B or C may be
 // constant, and the state may restart; the common case pays for neither. kCarryOnly: the states alone, no y. The sums over
 // states come last in each round: a store to shared memory would hold back the loads behind it.
-template <typename T, class Layout, int kUnroll, bool kGeneral, bool kCarryOnly>
+template <typename T, class Layout, bool kGeneral, bool kCarryOnly>
 __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, ForwardShared<T, Layout, kCarryOnly>& tile,
                                              const ForwardConstants<Layout>& constants, const int* resets, int steps,
                                              bool add_y) {
@@ -54,11 +54,11 @@ __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, Forw
     for (int s = 0; s < Layout::kStates; ++s) {
         matrix[s] = tile.BC.words + thread.state[s] * Layout::kRow;
     }
-    float* y_row = tile.y + thread.row[0] * Layout::kRow + StateSums<Layout, kUnroll>::first(lane);
-    for (int first = 0; first < steps; first += kUnroll) {
-        float y[Layout::kEach][kUnroll];
+    float* y_row = tile.y + thread.row[0] * Layout::kRow + StateSums<Layout, Layout::kSteps>::first(lane);
+    for (int first = 0; first < steps; first += Layout::kSteps) {
+        float y[Layout::kEach][Layout::kSteps];
 #pragma unroll
-        for (int part = 0; part < kUnroll; part += 4) {
+        for (int part = 0; part < Layout::kSteps; part += 4) {
             Steps4 dt[Layout::kEach], x[Layout::kEach];
 #pragma unroll
             for (int c = 0; c < Layout::kEach; ++c) {
@@ -105,15 +105,15 @@ __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, Forw
         }
         if constexpr (!kCarryOnly) {
             sum_over_states<Layout>(y_row, y, lane, add_y);
-            y_row += kUnroll;
+            y_row += Layout::kSteps;
         }
 #pragma unroll
         for (int c = 0; c < Layout::kEach; ++c) {
-            row[c] += kUnroll;
+            row[c] += Layout::kSteps;
         }
 #pragma unroll
         for (int s = 0; s < Layout::kStates; ++s) {
-            matrix[s] += kUnroll;
+            matrix[s] += Layout::kSteps;
         }
     }
 }

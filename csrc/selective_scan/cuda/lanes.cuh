@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/cuda_vector.cuh"
-#include "selective_scan/layouts.h"
+#include "selective_scan/cuda/layout.cuh"
 
 namespace mamba {
 

@@ -8,15 +8,14 @@
 
 namespace mamba {
 
-template <bool kReverse>
 template <typename T>
-ScanLaunchersOf<kReverse> ScanLaunchersOf<kReverse>::of() {
-    ScanLaunchersOf launchers;
-    launchers.forward = launch_scan_forward<T, kReverse>;
-    launchers.pipeline = launch_scan_pipeline<T, kReverse>;
-    launchers.backward = launch_scan_backward<T, kReverse>;
-    launchers.forward_carry = launch_scan_forward_carry<T, kReverse>;
-    launchers.backward_carry = launch_scan_backward_carry<T, kReverse>;
+ScanLaunchers ScanLaunchers::of() {
+    ScanLaunchers launchers;
+    launchers.pipeline = launch_scan_pipeline<T>;
+    launchers.forward = launch_scan_forward<T>;
+    launchers.backward = launch_scan_backward<T>;
+    launchers.forward_carry = launch_scan_forward_carry<T>;
+    launchers.backward_carry = launch_scan_backward_carry<T>;
     return launchers;
 }
 

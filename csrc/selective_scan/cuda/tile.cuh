@@ -52,12 +52,16 @@ __device__ __forceinline__ ScanBlock scan_block(const MambaSelectiveScan& p, int
 // Where the step `step` of the scan and the count - 1 behind it begin in a row of memory, or in a tile that begins it.
 // A block counts steps as they are scanned, whichever way it goes; only memory has them in the opposite order with `reverse`.
 template <class Layout>
-__device__ __forceinline__ int64_t place_of(const MambaSelectiveScan& p, int64_t step, int count) {
-    return Layout::kReverse ? p.seqlen - count - step : step;
+__device__ __forceinline__ bool is_reverse(const MambaSelectiveScan& p) {
+    return Layout::kMamba ? Layout::kCall == ScanCall::kMambaReverse : p.reverse != 0;
 }
 template <class Layout>
-__device__ __forceinline__ int place_in_tile(int step, int count) {
-    return Layout::kReverse ? Layout::kTile - count - step : step;
+__device__ __forceinline__ int64_t place_of(const MambaSelectiveScan& p, int64_t step, int count) {
+    return is_reverse<Layout>(p) ? p.seqlen - count - step : step;
+}
+template <class Layout>
+__device__ __forceinline__ int place_in_tile(const MambaSelectiveScan& p, int step, int count) {
+    return is_reverse<Layout>(p) ? Layout::kTile - count - step : step;
 }
 
 // Whether a tensor has elements around the rows of a batch entry, as many as vectors that hold elements of these may reach to.
@@ -70,23 +74,23 @@ template <class Layout>
 __device__ __forceinline__ bool inputs_have_neighbours(const MambaSelectiveScan& p, const ScanBlock& block) {
     return has_neighbours(p.u, p.u_batch_stride, p, block) && has_neighbours(p.delta, p.delta_batch_stride, p, block) &&
            has_neighbours(p.z, p.z_batch_stride, p, block) &&
-           has_neighbours(Layout::kUsual || p.variable_B ? p.B : nullptr, p.B_batch_stride, p, block) &&
-           has_neighbours(Layout::kUsual || p.variable_C ? p.C : nullptr, p.C_batch_stride, p, block);
+           has_neighbours(Layout::kMamba || p.variable_B ? p.B : nullptr, p.B_batch_stride, p, block) &&
+           has_neighbours(Layout::kMamba || p.variable_C ? p.C : nullptr, p.C_batch_stride, p, block);
 }
 
-// What a call has, of which a layout for usual ones (is_usual) knows that it does.
+// What a call has, of which the layouts of Mamba's calls know that it does.
 template <class Layout>
 __device__ __forceinline__ bool is_gated(const MambaSelectiveScan& p) {
-    return Layout::kUsual || p.z != nullptr;
+    return Layout::kMamba || p.z != nullptr;
 }
 template <class Layout>
 __device__ __forceinline__ bool has_softplus(const MambaSelectiveScan& p) {
-    return Layout::kUsual || p.delta_softplus != 0;
+    return Layout::kMamba || p.delta_softplus != 0;
 }
 // Whether results are added to what is there: with reverse alone.
 template <class Layout>
 __device__ __forceinline__ bool adds(const MambaSelectiveScan& p) {
-    return Layout::kReverse && p.add != 0;
+    return Layout::kCall != ScanCall::kMamba && p.add != 0;
 }
 
 inline int64_t scan_grid(const MambaSelectiveScan& p, int channels_per_block, int64_t segments) {
@@ -165,7 +169,7 @@ __device__ __forceinline__ void time_steps(float (&dt)[kCount], float bias, bool
     if (use_softplus) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            dt[i] = sizeof(T) == 2 ? softplus_short(dt[i] + bias) : softplus(dt[i] + bias);
+            dt[i] = kIs16Bit<T> ? softplus_short(dt[i] + bias) : softplus(dt[i] + bias);
         }
     } else {
 #pragma unroll
@@ -193,13 +197,13 @@ struct StagedTile {
 
     // at: the thread's first element; states, steps: how many of the tile exist.
     template <Access kAccess>
-    __device__ __forceinline__ void fetch(const T* at, int64_t dstate_stride, int states, int steps) {
+    __device__ __forceinline__ void fetch(const T* at, int64_t dstate_stride, int states, int steps, bool reverse) {
         const int left = kAccess == Access::kShifted ? Layout::kStageVector : steps - first_step();
 #pragma unroll
         for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
-            const bool exists = Layout::kFilled || first_state() + pass * kPassStates < states;
-            raw[pass] = load_steps<T, Layout::kStageVector, kAccess, Layout::kReverse>(at + pass * kPassStates * dstate_stride,
-                                                                                       exists ? left : 0);
+            const bool exists = Layout::kMamba || first_state() + pass * kPassStates < states;
+            raw[pass] = load_steps<T, Layout::kStageVector, kAccess>(at + pass * kPassStates * dstate_stride, exists ? left : 0,
+                                                                     reverse);
         }
     }
 
@@ -227,7 +231,7 @@ struct MatrixRows {
 
     __device__ __forceinline__ MatrixRows(const MambaSelectiveScan& p, const ScanBlock& block) {
         using Staged = StagedTile<T, Layout>;
-        const int place = place_in_tile<Layout>(Staged::first_step(), Layout::kStageVector);
+        const int place = place_in_tile<Layout>(p, Staged::first_step(), Layout::kStageVector);
         B = static_cast<const T*>(p.B) + block.batch * p.B_batch_stride + block.group * p.B_group_stride +
             Staged::first_state() * p.B_dstate_stride + place;
         C = static_cast<const T*>(p.C) + block.batch * p.C_batch_stride + block.group * p.C_group_stride +
@@ -241,13 +245,15 @@ __device__ __forceinline__ void fetch_BC(StagedTile<T, Layout>& B, StagedTile<T,
                                          const MatrixRows<T, Layout>& rows, int first_state, int64_t place, int steps,
                                          bool want_B = true, bool want_C = true) {
     const int states = static_cast<int>(p.dstate) - first_state;
-    if (want_B && (Layout::kUsual || p.variable_B)) {
-        B.template fetch<kAccess>(rows.B + first_state * p.B_dstate_stride + place, p.B_dstate_stride, states, steps);
+    if (want_B && (Layout::kMamba || p.variable_B)) {
+        B.template fetch<kAccess>(rows.B + first_state * p.B_dstate_stride + place, p.B_dstate_stride, states, steps,
+                                  is_reverse<Layout>(p));
     } else {
         B.clear();
     }
-    if (want_C && (Layout::kUsual || p.variable_C)) {
-        C.template fetch<kAccess>(rows.C + first_state * p.C_dstate_stride + place, p.C_dstate_stride, states, steps);
+    if (want_C && (Layout::kMamba || p.variable_C)) {
+        C.template fetch<kAccess>(rows.C + first_state * p.C_dstate_stride + place, p.C_dstate_stride, states, steps,
+                                  is_reverse<Layout>(p));
     } else {
         C.clear();
     }
@@ -257,7 +263,7 @@ __device__ __forceinline__ void fetch_BC(StagedTile<T, Layout>& B, StagedTile<T,
 // are, B in the low and C in the high half of a word.
 template <typename T, class Layout>
 struct MatrixTile {
-    static constexpr bool kPaired = sizeof(T) == 2 && Layout::kPairs;
+    static constexpr bool kPaired = kIs16Bit<T> && Layout::kPairs;
     static constexpr int kSize = Layout::kSlice * Layout::kRow;
     float words[kPaired ? kSize : 2 * kSize];
 
@@ -338,16 +344,20 @@ struct ElementRows {
     int64_t first_channel;
     int tile_row;  // row in the block's tiles
     int step;      // first step of the lane in a tile
+    int place;     // of the lane's steps in a tile of memory
+    bool reverse;
     bool exists[Layout::kPasses];
 
     __device__ __forceinline__ ElementRows(const MambaSelectiveScan& p, const ScanBlock& block) {
         const int lane = threadIdx.x % 32;
         step = lane % Layout::kRowLanes * Layout::kVector;
+        place = place_in_tile<Layout>(p, step, Layout::kVector);
+        reverse = is_reverse<Layout>(p);
         tile_row = threadIdx.x / 32 * Layout::kWarpChannels + lane / Layout::kRowLanes;
         first_channel = block.first_channel + tile_row;
 #pragma unroll
         for (int pass = 0; pass < Layout::kPasses; ++pass) {
-            exists[pass] = Layout::kFilled || row(pass) < block.channels;
+            exists[pass] = Layout::kMamba || row(pass) < block.channels;
         }
         u = at(static_cast<const T*>(p.u), block, p.u_batch_stride, p.u_dim_stride);
         delta = at(static_cast<const T*>(p.delta), block, p.delta_batch_stride, p.delta_dim_stride);
@@ -360,11 +370,11 @@ struct ElementRows {
     template <typename Element>
     __device__ __forceinline__ Element* at(Element* tensor, const ScanBlock& block, int64_t batch_stride,
                                            int64_t dim_stride) const {
-        return tensor + block.batch * batch_stride + first_channel * dim_stride + place_in_tile<Layout>(step, Layout::kVector);
+        return tensor + block.batch * batch_stride + first_channel * dim_stride + place;
     }
     // How many of the lane's elements exist in a tile of so many steps; of steps alone, in a row that exists.
     __device__ __forceinline__ int valid(int pass, int steps) const { return exists[pass] ? valid_steps(steps) : 0; }
-    __device__ __forceinline__ int valid_steps(int steps) const { return Layout::kWhole ? Layout::kVector : steps - step; }
+    __device__ __forceinline__ int valid_steps(int steps) const { return Layout::kMamba ? Layout::kVector : steps - step; }
 };
 
 // A lane's elements of a tile in one tensor. at: where they would lie if the tile began its row. tile: where that lies.
@@ -378,8 +388,8 @@ struct TileElements {
         const int left = kAccess == Access::kShifted ? Layout::kVector : rows.valid_steps(steps);
 #pragma unroll
         for (int pass = 0; pass < Layout::kPasses; ++pass) {
-            row[pass] = load_steps<T, Layout::kVector, kAccess, Layout::kReverse>(
-                at + tile + pass * Layout::kPassRows * dim_stride, rows.exists[pass] ? left : 0);
+            row[pass] = load_steps<T, Layout::kVector, kAccess>(at + tile + pass * Layout::kPassRows * dim_stride,
+                                                                rows.exists[pass] ? left : 0, rows.reverse);
         }
     }
     // From the order of memory to that of the scan, where they are not the same.

@@ -1,0 +1,373 @@
+// The CUDA scan's kernels, a row each, in order of preference: the first row that takes a call runs it.
+#pragma once
+
+#include "common/alignment.h"
+#include "common/cuda_device.h"
+#include "common/integers.h"
+#include "common/kernel_table.h"
+#include "mamba_kernels.h"
+
+namespace mamba {
+
+// The calls that a kernel is compiled for. kMamba, kMambaReverse: those of Mamba's layers (is_mamba) in one direction, whose
+// channels, states and steps fill all blocks and tiles. kAny: what a call has, and its direction, is read at run time.
+enum class ScanCall { kAny, kMamba, kMambaReverse };
+
+// How a block walks the length.
+struct ScanWalk {
+    ScanCall call;
+    int lanes;              // that share a channel
+    int states;             // of a channel in each of them
+    int channels_per_lane;  // which neighbouring lanes share
+    int tile;               // steps that are staged at once
+    int warps;
+    int steps;    // forward: whose sums over states are taken at once; backward: whose states lie in registers at once
+    int blocks;   // a multiprocessor that registers leave room for
+    bool sliced;  // takes any number of states, in slices of lanes * states
+
+    constexpr int slice() const { return lanes * states; }
+    constexpr int channels() const { return 32 / lanes * channels_per_lane * warps; }
+};
+
+struct ScanKernel : KernelRow {
+    bool (*takes)(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device);
+    ScanWalk walk;
+    ScanWalk carry;  // of the launch that finds what segments pass on; its results do not depend on how it walks
+};
+
+// One block on each multiprocessor, for the whole length: see cuda/forward_pipeline.cuh.
+struct ScanPipelineKernel : KernelRow {
+    bool (*takes)(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device);
+    ScanCall call;
+    int scan_warps;  // of 4 channels
+    int tile;
+    int quads;  // of steps that a scanning warp works at together
+};
+
+// ---- what calls have -------------------------------------------------------------------------------------------------
+
+// What every tensor needs for 16-byte accesses: its rows, and those of variable B and C, start at multiples of 16 bytes.
+inline bool inputs_aligned(const MambaSelectiveScan& p) {
+    const int64_t size = dtype_size(p.dtype);
+    const bool B = !p.variable_B || rows_aligned(p.B, size, 16, p.B_batch_stride, p.B_group_stride, p.B_dstate_stride);
+    const bool C = !p.variable_C || rows_aligned(p.C, size, 16, p.C_batch_stride, p.C_group_stride, p.C_dstate_stride);
+    return B && C && p.seqlen % 8 == 0 && rows_aligned(p.u, size, 16, p.u_batch_stride, p.u_dim_stride) &&
+           rows_aligned(p.delta, size, 16, p.delta_batch_stride, p.delta_dim_stride) &&
+           rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_dim_stride) &&
+           rows_aligned(p.out, size, 16, p.out_batch_stride, p.out_dim_stride);
+}
+
+inline bool gradients_aligned(const MambaSelectiveScanBackward& q) {
+    const int64_t size = dtype_size(q.forward.dtype);
+    return rows_aligned(q.dout, size, 16, q.dout_batch_stride, q.dout_dim_stride) &&
+           rows_aligned(q.du, size, 16, q.du_batch_stride, q.du_dim_stride) &&
+           rows_aligned(q.ddelta, size, 16, q.ddelta_batch_stride, q.ddelta_dim_stride) &&
+           rows_aligned(q.dz, size, 16, q.dz_batch_stride, q.dz_dim_stride);
+}
+
+// Whether a call has what Mamba's layers give it: 16 bits, z, D, softplus, B and C that vary, and no sequences.
+inline bool is_mamba(const MambaSelectiveScan& p) {
+    return dtype_size(p.dtype) == 2 && p.z != nullptr && p.D != nullptr && p.delta_softplus && p.variable_B && p.variable_C &&
+           p.seq_idx == nullptr;
+}
+
+// Blocks of so many channels each, without segments, and those of one batch entry and group.
+inline int64_t group_blocks(const MambaSelectiveScan& p, int channels) {
+    const int64_t blocks = ceil_div(p.dim / p.ngroups, channels);
+    return blocks > 1 ? blocks : 1;
+}
+inline int64_t scan_blocks(const MambaSelectiveScan& p, int channels) {
+    return p.batch * p.ngroups * group_blocks(p, channels);
+}
+
+// Whether a kernel of kMamba or kMambaReverse can take the call.
+inline bool fills_blocks(const MambaSelectiveScan& p, bool aligned, const ScanWalk& walk) {
+    const bool states = walk.sliced ? p.dstate % walk.slice() == 0 : p.dstate == walk.slice();
+    return is_mamba(p) && (p.reverse != 0) == (walk.call == ScanCall::kMambaReverse) && aligned && states &&
+           p.seqlen % walk.tile == 0 && p.dim / p.ngroups % walk.channels() == 0;
+}
+
+// ---- the forward scan ------------------------------------------------------------------------------------------------
+
+// Lengths below this are not split into segments: a second launch costs time too.
+constexpr int64_t kShortestSplit = 8 * MAMBA_SCAN_CHECKPOINT;
+
+//                                          call                  lanes states channels tile warps steps blocks sliced
+inline constexpr ScanWalk kForward8 = {ScanCall::kAny, 4, 2, 1, 64, 4, 16, 4, false};
+inline constexpr ScanWalk kForward16 = {ScanCall::kAny, 8, 2, 2, 64, 4, 8, 4, false};
+inline constexpr ScanWalk kForward16Few = {ScanCall::kAny, 8, 2, 1, 64, 4, 16, 4, false};
+inline constexpr ScanWalk kForward16Mamba = {ScanCall::kMamba, 8, 2, 2, 64, 4, 8, 4, false};
+inline constexpr ScanWalk kForward16Reverse = {ScanCall::kMambaReverse, 8, 2, 2, 64, 4, 8, 4, false};
+inline constexpr ScanWalk kForward16Many = {ScanCall::kMamba, 4, 4, 2, 32, 4, 8, 4, false};
+inline constexpr ScanWalk kForward64Mamba = {ScanCall::kMamba, 8, 8, 2, 32, 4, 4, 4, false};
+inline constexpr ScanWalk kForward128Mamba = {ScanCall::kMamba, 16, 8, 2, 32, 8, 4, 2, false};
+inline constexpr ScanWalk kForwardSliced = {ScanCall::kAny, 8, 8, 2, 32, 4, 4, 3, true};
+
+// Three blocks for each multiprocessor, or a call whose segments make as many (carried): it has fewer instructions a state step
+// than the kernels of fewer channels.
+inline bool has_many_channels(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
+    const bool enough = scan_blocks(p, kForward16Many.channels()) >= 3 * device.processors;
+    return fills_blocks(p, aligned, kForward16Many) && (p.segments == 1 ? enough : p.carried != 0);
+}
+
+// Blocks of 32 channels would leave the GPU half empty, and those of 16 fill it, or the length is too short to be split.
+inline bool has_few_channels(const MambaSelectiveScan& p, bool, const DeviceLimits& device) {
+    const bool few = 2 * scan_blocks(p, kForward16.channels()) < 5 * device.processors;
+    const bool fill = 2 * scan_blocks(p, kForward16Few.channels()) >= 3 * device.processors;
+    return p.segments == 1 && p.dstate > 8 && p.dstate <= 16 && few && (fill || p.seqlen < kShortestSplit);
+}
+
+inline bool is_mamba_16(const MambaSelectiveScan& p, bool aligned, const DeviceLimits&) {
+    return fills_blocks(p, aligned, kForward16Mamba);
+}
+inline bool is_mamba_16_reverse(const MambaSelectiveScan& p, bool aligned, const DeviceLimits&) {
+    return fills_blocks(p, aligned, kForward16Reverse);
+}
+inline bool is_mamba_64(const MambaSelectiveScan& p, bool aligned, const DeviceLimits&) {
+    return fills_blocks(p, aligned, kForward64Mamba);
+}
+inline bool is_mamba_128(const MambaSelectiveScan& p, bool aligned, const DeviceLimits&) {
+    return fills_blocks(p, aligned, kForward128Mamba);
+}
+inline bool has_8_states(const MambaSelectiveScan& p, bool, const DeviceLimits&) {
+    return p.dstate <= 8;
+}
+inline bool has_16_states(const MambaSelectiveScan& p, bool, const DeviceLimits&) {
+    return p.dstate <= 16;
+}
+inline bool is_any_scan(const MambaSelectiveScan&, bool, const DeviceLimits&) {
+    return true;
+}
+
+inline constexpr ScanKernel kScanForwardKernels[] = {
+    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry
+    {{"dstate16_mamba_many_channels",
+      "Mamba's call forwards; dstate 16, dim % 64 == 0, L % 32 == 0; three blocks for each multiprocessor",
+      "64 channels, tiles of 32 steps", k16Bit, 128, 0, 75},
+     has_many_channels,
+     kForward16Many,
+     kForward16Mamba},
+    {{"dstate16_few_channels", "dstate 9 to 16; few channels, and a length that is not split", "16 channels, tiles of 64 steps",
+      k16Bit, 128, 0, 75},
+     has_few_channels,
+     kForward16Few,
+     kForward16},
+    {{"dstate16_mamba", "Mamba's call forwards; dstate 16, dim % 32 == 0, L % 64 == 0", "32 channels, tiles of 64 steps",
+      k16Bit, 128, 0, 75},
+     is_mamba_16,
+     kForward16Mamba,
+     kForward16Mamba},
+    {{"dstate16_mamba_reverse", "Mamba's call in reverse; dstate 16, dim % 32 == 0, L % 64 == 0",
+      "32 channels, tiles of 64 steps", k16Bit, 128, 0, 75},
+     is_mamba_16_reverse,
+     kForward16Reverse,
+     kForward16Reverse},
+    {{"dstate64_mamba", "Mamba's call forwards; dstate 64, dim % 32 == 0, L % 32 == 0", "32 channels, tiles of 32 steps",
+      k16Bit, 128, 0, 75},
+     is_mamba_64,
+     kForward64Mamba,
+     kForward64Mamba},
+    {{"dstate128_mamba", "Mamba's call forwards; dstate 128, dim % 32 == 0, L % 32 == 0", "32 channels, tiles of 32 steps",
+      k16Bit, 256, 0, 75},
+     is_mamba_128,
+     kForward128Mamba,
+     kForward128Mamba},
+    {{"dstate8", "dstate up to 8", "32 channels, tiles of 64 steps", kAllDtypes, 128, 0, 75},
+     has_8_states,
+     kForward8,
+     kForward16},
+    {{"dstate16", "dstate up to 16", "32 channels, tiles of 64 steps", kAllDtypes, 128, 0, 75},
+     has_16_states,
+     kForward16,
+     kForward16},
+    {{"sliced", "", "32 channels, tiles of 32 steps, slices of 64 states", kAllDtypes, 128, 32768, 75},
+     is_any_scan,
+     kForwardSliced,
+     kForwardSliced},
+};
+extern KernelTable scan_forward_table;
+
+// Tiles that the pipelined forward scan has prepared when it scans one.
+constexpr int pipeline_ahead(int element_size) {
+    return element_size == 2 ? 2 : 1;
+}
+
+// The bytes of shared memory that it needs. All fit 9.0 and 10.x, all but 40 channels also 8.0, and 16 every GPU since.
+constexpr int pipeline_shared(int channels, int element_size) {
+    const int tile = channels == 12 ? 64 : 32, row = tile + 4, ahead = pipeline_ahead(element_size), slice = 16;
+    const int stage = (3 * channels + 2 * slice) * tile * element_size;  // u, delta and z, B and C
+    const int prepared = (2 * channels + 2 * slice) * row * 4;           // dt, dt * u, B and C
+    const int sums = 8 * channels * row * 4;                             // y
+    return (ahead + 3) * stage + (ahead + 1) * prepared + 2 * sums;
+}
+
+// Lengths up to this are worth the pipelined forward scan however few the channels are.
+constexpr int64_t kLongestNarrow = 1024;
+
+// Whether blocks of so many channels have a multiprocessor each. They all run for as long as one does: with fewer than two
+// thirds of the multiprocessors, segments of a long length are faster.
+template <int kChannels>
+bool is_for_pipeline(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
+    const int64_t blocks = scan_blocks(p, kChannels);
+    return p.dstate <= 16 && p.variable_B && p.variable_C && p.seq_idx == nullptr && p.seqlen > MAMBA_SCAN_CHECKPOINT &&
+           aligned && pipeline_shared(kChannels, static_cast<int>(dtype_size(p.dtype))) <= device.shared &&
+           blocks <= device.processors && (p.seqlen <= kLongestNarrow || 3 * blocks >= 2 * device.processors);
+}
+template <int kChannels>
+bool is_mamba_for_pipeline(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
+    return is_for_pipeline<kChannels>(p, aligned, device) && is_mamba(p) && !p.reverse && p.dstate == 16 &&
+           p.dim / p.ngroups % kChannels == 0 && p.seqlen % (kChannels == 12 ? 64 : 32) == 0;
+}
+
+// For calls without segments: tried before the rows above.
+inline constexpr ScanPipelineKernel kScanPipelineKernels[] = {
+    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, call, scanning warps, tile, quads
+    {{"12_channels_mamba", "Mamba's call forwards; dstate 16, dim % 12 == 0, L % 64 == 0; a block for each multiprocessor",
+      "12 channels, tiles of 64 steps", k16Bit, 384, pipeline_shared(12, 2), 80},
+     is_mamba_for_pipeline<12>,
+     ScanCall::kMamba,
+     3,
+     64,
+     1},
+    {{"12_channels", "dstate up to 16, aligned, variable B and C, no seq_idx; a block for each multiprocessor",
+      "12 channels, tiles of 64 steps", kAllDtypes, 384, pipeline_shared(12, 4), 80},
+     is_for_pipeline<12>,
+     ScanCall::kAny,
+     3,
+     64,
+     1},
+    {{"16_channels_mamba", "Mamba's call forwards; dstate 16, dim % 16 == 0, L % 32 == 0; a block for each multiprocessor",
+      "16 channels, tiles of 32 steps", k16Bit, 256, pipeline_shared(16, 2), 80},
+     is_mamba_for_pipeline<16>,
+     ScanCall::kMamba,
+     4,
+     32,
+     2},
+    {{"32_channels_mamba", "Mamba's call forwards; dstate 16, dim % 32 == 0, L % 32 == 0; a block for each multiprocessor",
+      "32 channels, tiles of 32 steps", k16Bit, 512, pipeline_shared(32, 2), 80},
+     is_mamba_for_pipeline<32>,
+     ScanCall::kMamba,
+     8,
+     32,
+     1},
+    {{"32_channels", "dstate up to 16, aligned, variable B and C, no seq_idx; a block for each multiprocessor",
+      "32 channels, tiles of 32 steps", kAllDtypes, 512, pipeline_shared(32, 4), 80},
+     is_for_pipeline<32>,
+     ScanCall::kAny,
+     8,
+     32,
+     1},
+    {{"40_channels_mamba", "Mamba's call forwards; dstate 16, dim % 40 == 0, L % 32 == 0; a block for each multiprocessor",
+      "40 channels, tiles of 32 steps", k16Bit, 640, pipeline_shared(40, 2), 80},
+     is_mamba_for_pipeline<40>,
+     ScanCall::kMamba,
+     10,
+     32,
+     1},
+};
+extern KernelTable scan_pipeline_table;
+
+// ---- the backward scan -----------------------------------------------------------------------------------------------
+
+inline constexpr ScanWalk kBackward8 = {ScanCall::kAny, 4, 2, 1, 64, 4, 16, 3, false};
+inline constexpr ScanWalk kBackward8Float32 = {ScanCall::kAny, 4, 2, 1, 64, 4, 16, 2, false};
+inline constexpr ScanWalk kBackward16 = {ScanCall::kAny, 8, 2, 2, 64, 4, 8, 3, false};
+inline constexpr ScanWalk kBackward16Few = {ScanCall::kAny, 8, 2, 1, 64, 4, 16, 3, false};
+inline constexpr ScanWalk kBackward16Mamba = {ScanCall::kMamba, 8, 2, 2, 64, 4, 8, 3, false};
+inline constexpr ScanWalk kBackward16Reverse = {ScanCall::kMambaReverse, 8, 2, 2, 64, 4, 8, 3, false};
+inline constexpr ScanWalk kBackwardSlicedMamba = {ScanCall::kMamba, 8, 2, 2, 64, 4, 8, 2, true};
+inline constexpr ScanWalk kBackwardSliced = {ScanCall::kAny, 8, 2, 2, 64, 4, 8, 2, true};
+inline constexpr ScanWalk kBackwardSmall = {ScanCall::kAny, 8, 4, 1, 64, 2, 8, 4, true};
+
+// Bytes of shared memory that a block of the rows which are not sliced needs at most, but for the one of few channels: that
+// fits the smallest GPUs too (compute capability 7.5), as does the last row.
+constexpr int kBackwardShared = 99072;
+constexpr int kSmallestShared = 65536;
+constexpr int64_t backward_sliced_shared(int64_t dstate, int64_t element_size) {
+    return (element_size == 4 ? 86016 : 81664) + ceil_div(dstate, kBackwardSliced.slice()) * 2048;
+}
+
+// Segments that a length can have, none shorter than `shortest` checkpoints.
+inline int64_t most_segments(const MambaSelectiveScan& p, int64_t shortest) {
+    return p.seqlen < kShortestSplit ? 1 : ceil_div(p.seqlen, MAMBA_SCAN_CHECKPOINT) / shortest;
+}
+
+// Fewer channels a block where there would not be two for each multiprocessor. Of float32 no more than two fit one, too few for
+// the segments of a length.
+inline bool has_few_channels_backward(const MambaSelectiveScan& p, bool, const DeviceLimits& device) {
+    const int64_t blocks = scan_blocks(p, kBackward16.channels());
+    const bool few = blocks * most_segments(p, 4) < 2 * device.processors ||
+                     (dtype_size(p.dtype) == 4 && 2 * blocks <= 3 * device.processors);
+    return p.dstate <= 16 && (few || device.shared < kBackwardShared);
+}
+inline bool has_8_states_backward(const MambaSelectiveScan& p, bool, const DeviceLimits& device) {
+    return p.dstate <= 8 && device.shared >= kBackwardShared;
+}
+inline bool has_16_states_backward(const MambaSelectiveScan& p, bool, const DeviceLimits& device) {
+    return p.dstate <= 16 && device.shared >= kBackwardShared;
+}
+inline bool is_mamba_16_backward(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
+    return has_16_states_backward(p, aligned, device) && fills_blocks(p, aligned, kBackward16Mamba);
+}
+inline bool is_mamba_16_reverse_backward(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
+    return has_16_states_backward(p, aligned, device) && fills_blocks(p, aligned, kBackward16Reverse);
+}
+inline bool fits_sliced_backward(const MambaSelectiveScan& p, bool, const DeviceLimits& device) {
+    return backward_sliced_shared(p.dstate, dtype_size(p.dtype)) <= device.shared;
+}
+inline bool is_mamba_sliced_backward(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
+    return fits_sliced_backward(p, aligned, device) && fills_blocks(p, aligned, kBackwardSlicedMamba);
+}
+
+// Channels of a block must not depend on what is aligned, which a plan does not know of gradients (see backward_slots).
+inline constexpr ScanKernel kScanBackwardKernels[] = {
+    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry
+    {{"dstate8", "dstate up to 8; 99072 bytes of shared memory", "32 channels, tiles of 64 steps", k16Bit, 128, kBackwardShared,
+      75},
+     has_8_states_backward,
+     kBackward8,
+     kBackwardSliced},
+    {{"dstate8_float32", "dstate up to 8; 99072 bytes of shared memory", "32 channels, tiles of 64 steps", kF32, 128,
+      kBackwardShared, 75},
+     has_8_states_backward,
+     kBackward8Float32,
+     kBackwardSliced},
+    {{"dstate16_few_channels", "dstate up to 16; few channels, or little shared memory", "16 channels, tiles of 64 steps",
+      kAllDtypes, 128, kSmallestShared, 75},
+     has_few_channels_backward,
+     kBackward16Few,
+     kBackwardSliced},
+    {{"dstate16_mamba", "Mamba's call forwards; dstate 16, dim % 32 == 0, L % 64 == 0", "32 channels, tiles of 64 steps",
+      k16Bit, 128, kBackwardShared, 75},
+     is_mamba_16_backward,
+     kBackward16Mamba,
+     kBackward16Mamba},
+    {{"dstate16_mamba_reverse", "Mamba's call in reverse; dstate 16, dim % 32 == 0, L % 64 == 0",
+      "32 channels, tiles of 64 steps", k16Bit, 128, kBackwardShared, 75},
+     is_mamba_16_reverse_backward,
+     kBackward16Reverse,
+     kBackward16Reverse},
+    {{"dstate16", "dstate up to 16; 99072 bytes of shared memory", "32 channels, tiles of 64 steps", kAllDtypes, 128,
+      kBackwardShared, 75},
+     has_16_states_backward,
+     kBackward16,
+     kBackwardSliced},
+    {{"sliced_mamba", "Mamba's call forwards; dstate % 16 == 0, dim % 32 == 0, L % 64 == 0",
+      "32 channels, tiles of 64 steps, slices of 16 states", k16Bit, 128,
+      static_cast<int>(backward_sliced_shared(MAMBA_MAX_DSTATE, 2)), 75},
+     is_mamba_sliced_backward,
+     kBackwardSlicedMamba,
+     kBackwardSlicedMamba},
+    {{"sliced", "81664 + 128 * dstate bytes of shared memory", "32 channels, tiles of 64 steps, slices of 16 states", k16Bit,
+      128, static_cast<int>(backward_sliced_shared(MAMBA_MAX_DSTATE, 2)), 75},
+     fits_sliced_backward,
+     kBackwardSliced,
+     kBackwardSliced},
+    {{"sliced_little_memory", "", "8 channels, tiles of 64 steps, slices of 32 states", kAllDtypes, 64, kSmallestShared, 75},
+     is_any_scan,
+     kBackwardSmall,
+     kBackwardSliced},
+};
+extern KernelTable scan_backward_table;
+
+}  // namespace mamba
