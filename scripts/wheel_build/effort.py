@@ -21,7 +21,7 @@ CPU = {
     "mamba_step": 0.6,
 }
 CUDA = {
-    "selective_scan": 41,
+    "selective_scan": 82,
     "causal_conv1d": 10,
     "state_update": 5,
     "ssd": 21,
