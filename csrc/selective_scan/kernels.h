@@ -92,16 +92,18 @@ inline bool fills_blocks(const MambaSelectiveScan& p, bool aligned, const ScanWa
 // Lengths below this are not split into segments: a second launch costs time too.
 constexpr int64_t kShortestSplit = 8 * MAMBA_SCAN_CHECKPOINT;
 
-//                                          call                  lanes states channels tile warps steps blocks sliced
-inline constexpr ScanWalk kForward8 = {ScanCall::kAny, 4, 2, 1, 64, 4, 16, 4, false};
-inline constexpr ScanWalk kForward16 = {ScanCall::kAny, 8, 2, 2, 64, 4, 8, 4, false};
-inline constexpr ScanWalk kForward16Few = {ScanCall::kAny, 8, 2, 1, 64, 4, 16, 4, false};
-inline constexpr ScanWalk kForward16Mamba = {ScanCall::kMamba, 8, 2, 2, 64, 4, 8, 4, false};
-inline constexpr ScanWalk kForward16Reverse = {ScanCall::kMambaReverse, 8, 2, 2, 64, 4, 8, 4, false};
-inline constexpr ScanWalk kForward16Many = {ScanCall::kMamba, 4, 4, 2, 32, 4, 8, 4, false};
-inline constexpr ScanWalk kForward64Mamba = {ScanCall::kMamba, 8, 8, 2, 32, 4, 4, 4, false};
-inline constexpr ScanWalk kForward128Mamba = {ScanCall::kMamba, 16, 8, 2, 32, 8, 4, 2, false};
-inline constexpr ScanWalk kForwardSliced = {ScanCall::kAny, 8, 8, 2, 32, 4, 4, 3, true};
+// clang-format off
+//                                                               lanes  states  channels  tile  warps  steps  blocks  sliced
+constexpr ScanWalk kForward8 =            {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      4,  false};
+constexpr ScanWalk kForward16 =           {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      4,  false};
+constexpr ScanWalk kForward16Few =        {ScanCall::kAny,           8,      2,        1,   64,     4,    16,      4,  false};
+constexpr ScanWalk kForward16Mamba =      {ScanCall::kMamba,         8,      2,        2,   64,     4,     8,      4,  false};
+constexpr ScanWalk kForward16Reverse =    {ScanCall::kMambaReverse,  8,      2,        2,   64,     4,     8,      4,  false};
+constexpr ScanWalk kForward16Many =       {ScanCall::kMamba,         4,      4,        2,   32,     4,     8,      4,  false};
+constexpr ScanWalk kForward64Mamba =      {ScanCall::kMamba,         8,      8,        2,   32,     4,     4,      4,  false};
+constexpr ScanWalk kForward128Mamba =     {ScanCall::kMamba,        16,      8,        2,   32,     8,     4,      2,  false};
+constexpr ScanWalk kForwardSliced =       {ScanCall::kAny,           8,      8,        2,   32,     4,     4,      3,   true};
+// clang-format on
 
 // Three blocks for each multiprocessor, or a call whose segments make as many (carried): it has fewer instructions a state step
 // than the kernels of fewer channels.
@@ -139,52 +141,29 @@ inline bool is_any_scan(const MambaSelectiveScan&, bool, const DeviceLimits&) {
     return true;
 }
 
+// clang-format off
 inline constexpr ScanKernel kScanForwardKernels[] = {
     // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry
-    {{"dstate16_mamba_many_channels",
-      "Mamba's call forwards; dstate 16, dim % 64 == 0, L % 32 == 0; three blocks for each multiprocessor",
-      "64 channels, tiles of 32 steps", k16Bit, 128, 0, 75},
-     has_many_channels,
-     kForward16Many,
-     kForward16Mamba},
-    {{"dstate16_few_channels", "dstate 9 to 16; few channels, and a length that is not split", "16 channels, tiles of 64 steps",
-      k16Bit, 128, 0, 75},
-     has_few_channels,
-     kForward16Few,
-     kForward16},
-    {{"dstate16_mamba", "Mamba's call forwards; dstate 16, dim % 32 == 0, L % 64 == 0", "32 channels, tiles of 64 steps",
-      k16Bit, 128, 0, 75},
-     is_mamba_16,
-     kForward16Mamba,
-     kForward16Mamba},
+    {{"dstate16_mamba_many_channels", "Mamba's call; dstate 16, dim % 64 == 0, L % 32 == 0; 3 blocks for each multiprocessor",
+      "64 channels, 32 steps", k16Bit, 128, 0, 75}, has_many_channels, kForward16Many, kForward16Mamba},
+    {{"dstate16_few_channels", "dstate 9 to 16; few channels, and a length that is not split",
+      "16 channels, 64 steps", k16Bit, 128, 0, 75}, has_few_channels, kForward16Few, kForward16},
+    {{"dstate16_mamba", "Mamba's call; dstate 16, dim % 32 == 0, L % 64 == 0",
+      "32 channels, 64 steps", k16Bit, 128, 0, 75}, is_mamba_16, kForward16Mamba, kForward16Mamba},
     {{"dstate16_mamba_reverse", "Mamba's call in reverse; dstate 16, dim % 32 == 0, L % 64 == 0",
-      "32 channels, tiles of 64 steps", k16Bit, 128, 0, 75},
-     is_mamba_16_reverse,
-     kForward16Reverse,
-     kForward16Reverse},
-    {{"dstate64_mamba", "Mamba's call forwards; dstate 64, dim % 32 == 0, L % 32 == 0", "32 channels, tiles of 32 steps",
-      k16Bit, 128, 0, 75},
-     is_mamba_64,
-     kForward64Mamba,
-     kForward64Mamba},
-    {{"dstate128_mamba", "Mamba's call forwards; dstate 128, dim % 32 == 0, L % 32 == 0", "32 channels, tiles of 32 steps",
-      k16Bit, 256, 0, 75},
-     is_mamba_128,
-     kForward128Mamba,
-     kForward128Mamba},
-    {{"dstate8", "dstate up to 8", "32 channels, tiles of 64 steps", kAllDtypes, 128, 0, 75},
-     has_8_states,
-     kForward8,
-     kForward16},
-    {{"dstate16", "dstate up to 16", "32 channels, tiles of 64 steps", kAllDtypes, 128, 0, 75},
-     has_16_states,
-     kForward16,
-     kForward16},
-    {{"sliced", "", "32 channels, tiles of 32 steps, slices of 64 states", kAllDtypes, 128, 32768, 75},
-     is_any_scan,
-     kForwardSliced,
-     kForwardSliced},
+      "32 channels, 64 steps", k16Bit, 128, 0, 75}, is_mamba_16_reverse, kForward16Reverse, kForward16Reverse},
+    {{"dstate64_mamba", "Mamba's call; dstate 64, dim % 32 == 0, L % 32 == 0",
+      "32 channels, 32 steps", k16Bit, 128, 0, 75}, is_mamba_64, kForward64Mamba, kForward64Mamba},
+    {{"dstate128_mamba", "Mamba's call; dstate 128, dim % 32 == 0, L % 32 == 0",
+      "32 channels, 32 steps", k16Bit, 256, 0, 75}, is_mamba_128, kForward128Mamba, kForward128Mamba},
+    {{"dstate8", "dstate up to 8",
+      "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, has_8_states, kForward8, kForward16},
+    {{"dstate16", "dstate up to 16",
+      "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, has_16_states, kForward16, kForward16},
+    {{"sliced", "",
+      "32 channels, 32 steps, 64 states", kAllDtypes, 128, 32768, 75}, is_any_scan, kForwardSliced, kForwardSliced},
 };
+// clang-format on
 extern KernelTable scan_forward_table;
 
 // Tiles that the pipelined forward scan has prepared when it scans one.
@@ -220,64 +199,45 @@ bool is_mamba_for_pipeline(const MambaSelectiveScan& p, bool aligned, const Devi
 }
 
 // For calls without segments: tried before the rows above.
+// clang-format off
 inline constexpr ScanPipelineKernel kScanPipelineKernels[] = {
     // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, call, scanning warps, tile, quads
-    {{"12_channels_mamba", "Mamba's call forwards; dstate 16, dim % 12 == 0, L % 64 == 0; a block for each multiprocessor",
-      "12 channels, tiles of 64 steps", k16Bit, 384, pipeline_shared(12, 2), 80},
-     is_mamba_for_pipeline<12>,
-     ScanCall::kMamba,
-     3,
-     64,
-     1},
-    {{"12_channels", "dstate up to 16, aligned, variable B and C, no seq_idx; a block for each multiprocessor",
-      "12 channels, tiles of 64 steps", kAllDtypes, 384, pipeline_shared(12, 4), 80},
-     is_for_pipeline<12>,
-     ScanCall::kAny,
-     3,
-     64,
-     1},
-    {{"16_channels_mamba", "Mamba's call forwards; dstate 16, dim % 16 == 0, L % 32 == 0; a block for each multiprocessor",
-      "16 channels, tiles of 32 steps", k16Bit, 256, pipeline_shared(16, 2), 80},
-     is_mamba_for_pipeline<16>,
-     ScanCall::kMamba,
-     4,
-     32,
-     2},
-    {{"32_channels_mamba", "Mamba's call forwards; dstate 16, dim % 32 == 0, L % 32 == 0; a block for each multiprocessor",
-      "32 channels, tiles of 32 steps", k16Bit, 512, pipeline_shared(32, 2), 80},
-     is_mamba_for_pipeline<32>,
-     ScanCall::kMamba,
-     8,
-     32,
-     1},
-    {{"32_channels", "dstate up to 16, aligned, variable B and C, no seq_idx; a block for each multiprocessor",
-      "32 channels, tiles of 32 steps", kAllDtypes, 512, pipeline_shared(32, 4), 80},
-     is_for_pipeline<32>,
-     ScanCall::kAny,
-     8,
-     32,
-     1},
-    {{"40_channels_mamba", "Mamba's call forwards; dstate 16, dim % 40 == 0, L % 32 == 0; a block for each multiprocessor",
-      "40 channels, tiles of 32 steps", k16Bit, 640, pipeline_shared(40, 2), 80},
-     is_mamba_for_pipeline<40>,
-     ScanCall::kMamba,
-     10,
-     32,
-     1},
+    {{"12_channels_mamba", "Mamba's call; dstate 16, dim % 12 == 0, L % 64 == 0; a block for each multiprocessor",
+      "12 channels, 64 steps", k16Bit, 384, pipeline_shared(12, 2), 80},
+      is_mamba_for_pipeline<12>, ScanCall::kMamba, 3, 64, 1},
+    {{"12_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
+      "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4), 80},
+      is_for_pipeline<12>, ScanCall::kAny, 3, 64, 1},
+    {{"16_channels_mamba", "Mamba's call; dstate 16, dim % 16 == 0, L % 32 == 0; a block for each multiprocessor",
+      "16 channels, 32 steps", k16Bit, 256, pipeline_shared(16, 2), 80},
+      is_mamba_for_pipeline<16>, ScanCall::kMamba, 4, 32, 2},
+    {{"32_channels_mamba", "Mamba's call; dstate 16, dim % 32 == 0, L % 32 == 0; a block for each multiprocessor",
+      "32 channels, 32 steps", k16Bit, 512, pipeline_shared(32, 2), 80},
+      is_mamba_for_pipeline<32>, ScanCall::kMamba, 8, 32, 1},
+    {{"32_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
+      "32 channels, 32 steps", kAllDtypes, 512, pipeline_shared(32, 4), 80},
+      is_for_pipeline<32>, ScanCall::kAny, 8, 32, 1},
+    {{"40_channels_mamba", "Mamba's call; dstate 16, dim % 40 == 0, L % 32 == 0; a block for each multiprocessor",
+      "40 channels, 32 steps", k16Bit, 640, pipeline_shared(40, 2), 80},
+      is_mamba_for_pipeline<40>, ScanCall::kMamba, 10, 32, 1},
 };
+// clang-format on
 extern KernelTable scan_pipeline_table;
 
 // ---- the backward scan -----------------------------------------------------------------------------------------------
 
-inline constexpr ScanWalk kBackward8 = {ScanCall::kAny, 4, 2, 1, 64, 4, 16, 3, false};
-inline constexpr ScanWalk kBackward8Float32 = {ScanCall::kAny, 4, 2, 1, 64, 4, 16, 2, false};
-inline constexpr ScanWalk kBackward16 = {ScanCall::kAny, 8, 2, 2, 64, 4, 8, 3, false};
-inline constexpr ScanWalk kBackward16Few = {ScanCall::kAny, 8, 2, 1, 64, 4, 16, 3, false};
-inline constexpr ScanWalk kBackward16Mamba = {ScanCall::kMamba, 8, 2, 2, 64, 4, 8, 3, false};
-inline constexpr ScanWalk kBackward16Reverse = {ScanCall::kMambaReverse, 8, 2, 2, 64, 4, 8, 3, false};
-inline constexpr ScanWalk kBackwardSlicedMamba = {ScanCall::kMamba, 8, 2, 2, 64, 4, 8, 2, true};
-inline constexpr ScanWalk kBackwardSliced = {ScanCall::kAny, 8, 2, 2, 64, 4, 8, 2, true};
-inline constexpr ScanWalk kBackwardSmall = {ScanCall::kAny, 8, 4, 1, 64, 2, 8, 4, true};
+// clang-format off
+//                                                               lanes  states  channels  tile  warps  steps  blocks  sliced
+constexpr ScanWalk kBackward8 =           {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      3,  false};
+constexpr ScanWalk kBackward8Float32 =    {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      2,  false};
+constexpr ScanWalk kBackward16 =          {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      3,  false};
+constexpr ScanWalk kBackward16Few =       {ScanCall::kAny,           8,      2,        1,   64,     4,    16,      3,  false};
+constexpr ScanWalk kBackward16Mamba =     {ScanCall::kMamba,         8,      2,        2,   64,     4,     8,      3,  false};
+constexpr ScanWalk kBackward16Reverse =   {ScanCall::kMambaReverse,  8,      2,        2,   64,     4,     8,      3,  false};
+constexpr ScanWalk kBackwardSlicedMamba = {ScanCall::kMamba,         8,      2,        2,   64,     4,     8,      2,   true};
+constexpr ScanWalk kBackwardSliced =      {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      2,   true};
+constexpr ScanWalk kBackwardSmall =       {ScanCall::kAny,           8,      4,        1,   64,     2,     8,      4,   true};
+// clang-format on
 
 // Bytes of shared memory that a block of the rows which are not sliced needs at most, but for the one of few channels: that
 // fits the smallest GPUs too (compute capability 7.5), as does the last row.
@@ -286,6 +246,7 @@ constexpr int kSmallestShared = 65536;
 constexpr int64_t backward_sliced_shared(int64_t dstate, int64_t element_size) {
     return (element_size == 4 ? 86016 : 81664) + ceil_div(dstate, kBackwardSliced.slice()) * 2048;
 }
+constexpr int kBackwardSlicedShared = static_cast<int>(backward_sliced_shared(MAMBA_MAX_DSTATE, 2));
 
 // Segments that a length can have, none shorter than `shortest` checkpoints.
 inline int64_t most_segments(const MambaSelectiveScan& p, int64_t shortest) {
@@ -320,54 +281,33 @@ inline bool is_mamba_sliced_backward(const MambaSelectiveScan& p, bool aligned, 
 }
 
 // Channels of a block must not depend on what is aligned, which a plan does not know of gradients (see backward_slots).
+// clang-format off
 inline constexpr ScanKernel kScanBackwardKernels[] = {
     // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry
-    {{"dstate8", "dstate up to 8; 99072 bytes of shared memory", "32 channels, tiles of 64 steps", k16Bit, 128, kBackwardShared,
-      75},
-     has_8_states_backward,
-     kBackward8,
-     kBackwardSliced},
-    {{"dstate8_float32", "dstate up to 8; 99072 bytes of shared memory", "32 channels, tiles of 64 steps", kF32, 128,
-      kBackwardShared, 75},
-     has_8_states_backward,
-     kBackward8Float32,
-     kBackwardSliced},
-    {{"dstate16_few_channels", "dstate up to 16; few channels, or little shared memory", "16 channels, tiles of 64 steps",
-      kAllDtypes, 128, kSmallestShared, 75},
-     has_few_channels_backward,
-     kBackward16Few,
-     kBackwardSliced},
-    {{"dstate16_mamba", "Mamba's call forwards; dstate 16, dim % 32 == 0, L % 64 == 0", "32 channels, tiles of 64 steps",
-      k16Bit, 128, kBackwardShared, 75},
-     is_mamba_16_backward,
-     kBackward16Mamba,
-     kBackward16Mamba},
+    {{"dstate8", "dstate up to 8; 99072 bytes of shared memory",
+      "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, has_8_states_backward, kBackward8, kBackwardSliced},
+    {{"dstate8_float32", "dstate up to 8; 99072 bytes of shared memory",
+      "32 channels, 64 steps", kF32, 128, kBackwardShared, 75}, has_8_states_backward, kBackward8Float32, kBackwardSliced},
+    {{"dstate16_few_channels", "dstate up to 16; few channels, or less than 99072 bytes of shared memory",
+      "16 channels, 64 steps", kAllDtypes, 128, kSmallestShared, 75}, has_few_channels_backward,
+      kBackward16Few, kBackwardSliced},
+    {{"dstate16_mamba", "Mamba's call; dstate 16, dim % 32 == 0, L % 64 == 0",
+      "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, is_mamba_16_backward, kBackward16Mamba, kBackward16Mamba},
     {{"dstate16_mamba_reverse", "Mamba's call in reverse; dstate 16, dim % 32 == 0, L % 64 == 0",
-      "32 channels, tiles of 64 steps", k16Bit, 128, kBackwardShared, 75},
-     is_mamba_16_reverse_backward,
-     kBackward16Reverse,
-     kBackward16Reverse},
-    {{"dstate16", "dstate up to 16; 99072 bytes of shared memory", "32 channels, tiles of 64 steps", kAllDtypes, 128,
-      kBackwardShared, 75},
-     has_16_states_backward,
-     kBackward16,
-     kBackwardSliced},
-    {{"sliced_mamba", "Mamba's call forwards; dstate % 16 == 0, dim % 32 == 0, L % 64 == 0",
-      "32 channels, tiles of 64 steps, slices of 16 states", k16Bit, 128,
-      static_cast<int>(backward_sliced_shared(MAMBA_MAX_DSTATE, 2)), 75},
-     is_mamba_sliced_backward,
-     kBackwardSlicedMamba,
-     kBackwardSlicedMamba},
-    {{"sliced", "81664 + 128 * dstate bytes of shared memory", "32 channels, tiles of 64 steps, slices of 16 states", k16Bit,
-      128, static_cast<int>(backward_sliced_shared(MAMBA_MAX_DSTATE, 2)), 75},
-     fits_sliced_backward,
-     kBackwardSliced,
-     kBackwardSliced},
-    {{"sliced_little_memory", "", "8 channels, tiles of 64 steps, slices of 32 states", kAllDtypes, 64, kSmallestShared, 75},
-     is_any_scan,
-     kBackwardSmall,
-     kBackwardSliced},
+      "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, is_mamba_16_reverse_backward,
+      kBackward16Reverse, kBackward16Reverse},
+    {{"dstate16", "dstate up to 16; 99072 bytes of shared memory",
+      "32 channels, 64 steps", kAllDtypes, 128, kBackwardShared, 75}, has_16_states_backward, kBackward16, kBackwardSliced},
+    {{"sliced_mamba", "Mamba's call; dstate % 16 == 0, dim % 32 == 0, L % 64 == 0",
+      "32 channels, 64 steps, 16 states", k16Bit, 128, kBackwardSlicedShared, 75}, is_mamba_sliced_backward,
+      kBackwardSlicedMamba, kBackwardSlicedMamba},
+    {{"sliced", "81664 + 128 * dstate bytes of shared memory",
+      "32 channels, 64 steps, 16 states", k16Bit, 128, kBackwardSlicedShared, 75}, fits_sliced_backward, kBackwardSliced,
+      kBackwardSliced},
+    {{"sliced_little_memory", "",
+      "8 channels, 64 steps, 32 states", kAllDtypes, 64, kSmallestShared, 75}, is_any_scan, kBackwardSmall, kBackwardSliced},
 };
+// clang-format on
 extern KernelTable scan_backward_table;
 
 }  // namespace mamba

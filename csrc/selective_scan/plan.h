@@ -35,17 +35,20 @@ inline int64_t segments_to_fill(const MambaSelectiveScan& p, int channels, int64
     return ceil_div(tiles, tiles_each);  // none is empty
 }
 
-// As many as blocks run at once, unless one pass over the whole length is faster than two. A call that goes on from what its
-// segments have passed on (carried) has done the first pass.
+// As many as blocks run at once, unless one pass over the whole length is faster than two: where a row takes the call only
+// without segments. A call that goes on from what its segments have passed on (carried) has done the first pass.
 inline int64_t forward_segments(const MambaSelectiveScan& params, const DeviceLimits& device) {
     const bool aligned = inputs_aligned(params);
     MambaSelectiveScan p = params;
     p.segments = 1;
-    if (!p.carried && (pipeline_kernel(p, aligned, device) >= 0 || has_few_channels(p, aligned, device))) {
+    const int whole = forward_kernel(p, aligned, device);
+    const bool pipelined = pipeline_kernel(p, aligned, device) >= 0;
+    p.segments = 2;  // or more
+    const int split = forward_kernel(p, aligned, device);
+    if (!p.carried && (pipelined || whole != split)) {
         return 1;
     }
-    p.segments = 2;  // or more
-    const ScanWalk& walk = kScanForwardKernels[forward_kernel(p, aligned, device)].walk;
+    const ScanWalk& walk = kScanForwardKernels[split].walk;
     return segments_to_fill(p, walk.channels(), static_cast<int64_t>(walk.blocks) * device.processors, 2);
 }
 

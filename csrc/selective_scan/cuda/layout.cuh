@@ -1,6 +1,8 @@
 // Who owns which channels, states and steps in the CUDA scan's kernels.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include "selective_scan/kernels.h"
 
 namespace mamba {
@@ -40,10 +42,27 @@ struct ScanLayout {
     static_assert(kLanes >= 4, "sums over states are transposed over four lanes");
 };
 
-// The layout of Of::kWalk.
+// A row's walk, and its carry's, as types; and the layout of such a type.
+template <const auto& kRows, int kRow>
+struct Walk {
+    static constexpr ScanWalk kWalk = kRows[kRow].walk;
+};
+template <const auto& kRows, int kRow>
+struct CarryWalk {
+    static constexpr ScanWalk kWalk = kRows[kRow].carry;
+};
 template <class Of>
 using LayoutOf = ScanLayout<Of::kWalk.call, Of::kWalk.lanes, Of::kWalk.states, Of::kWalk.channels_per_lane, Of::kWalk.tile,
                             Of::kWalk.warps, Of::kWalk.steps, Of::kWalk.blocks, Of::kWalk.sliced>;
+
+// function(0), function(1), ..., function(kCount - 1), without a loop.
+template <int kCount, class Function>
+__device__ __forceinline__ void unroll(const Function& function) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        function(i);
+    }
+}
 
 // Bytes of states that wait in shared memory between slices.
 template <class Layout>
