@@ -6,7 +6,6 @@
 
 namespace mamba {
 
-KernelTable scan_pipeline_table("selective_scan_forward_pipeline", kScanPipelineKernels);
 KernelTable scan_forward_table("selective_scan_forward", kScanForwardKernels);
 KernelTable scan_backward_table("selective_scan_backward", kScanBackwardKernels);
 
@@ -42,14 +41,8 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
     const DeviceLimits device(p.run.device);
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
-        const ScanLaunchers launchers = launchers_of<ScanLaunchers>(p.dtype);
         const bool aligned = inputs_aligned(p);
-        const int pipeline = pipeline_kernel(p, aligned, device);
-        if (pipeline >= 0) {
-            error = launchers.pipeline(p, pipeline);
-        } else {
-            error = launchers.forward(p, aligned, forward_kernel(p, aligned, device));
-        }
+        error = launchers_of<ScanLaunchers>(p.dtype).forward(p, aligned, forward_kernel(p, aligned, device));
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }
@@ -97,15 +90,16 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
     const DeviceLimits device(p.run.device);
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
-        const int64_t slots = backward_slots(p, device);
+        const bool aligned = inputs_aligned(p) && gradients_aligned(q);
+        const int kernel = backward_kernel(p, aligned, device);
+        const int64_t slots = backward_slots(p, kernel);
         if (q.slots != 1 && q.slots != slots) {
             return fail(MAMBA_ERROR_INVALID, "%s: slots must be 1 or %lld, as mamba_selective_scan_plan says, got %lld",
                         function, static_cast<long long>(slots), static_cast<long long>(q.slots));
         }
-        const bool aligned = inputs_aligned(p) && gradients_aligned(q);
         error = q.slots < slots ? zero_matrices(q) : cudaSuccess;  // atomics add to them
         const auto launch = launchers_of<ScanLaunchers>(p.dtype).backward;
-        error = error != cudaSuccess ? error : launch(q, aligned, backward_kernel(p, aligned, device));
+        error = error != cudaSuccess ? error : launch(q, aligned, kernel);
         error = error != cudaSuccess ? error : launch_part_sums(scan_part_sums(q), p.run.stream);
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);

@@ -32,16 +32,8 @@ struct ScanWalk {
 struct ScanKernel : KernelRow {
     bool (*takes)(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device);
     ScanWalk walk;
-    ScanWalk carry;  // of the launch that finds what segments pass on; its results do not depend on how it walks
-};
-
-// One block on each multiprocessor, for the whole length: see cuda/forward_pipeline.cuh.
-struct ScanPipelineKernel : KernelRow {
-    bool (*takes)(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device);
-    ScanCall call;
-    int scan_warps;  // of 4 channels
-    int tile;
-    int quads;  // of steps that a scanning warp works at together
+    ScanWalk carry;          // of the launch that finds what segments pass on; its results do not depend on how it walks
+    bool pipelined = false;  // see cuda/forward_pipeline.cuh; `warps` are those that scan
 };
 
 // ---- what calls have -------------------------------------------------------------------------------------------------
@@ -103,6 +95,12 @@ constexpr ScanWalk kForward16Many =       {ScanCall::kMamba,         4,      4, 
 constexpr ScanWalk kForward64Mamba =      {ScanCall::kMamba,         8,      8,        2,   32,     4,     4,      4,  false};
 constexpr ScanWalk kForward128Mamba =     {ScanCall::kMamba,        16,      8,        2,   32,     8,     4,      2,  false};
 constexpr ScanWalk kForwardSliced =       {ScanCall::kAny,           8,      8,        2,   32,     4,     4,      3,   true};
+constexpr ScanWalk kPipeline12 =          {ScanCall::kAny,           8,      2,        1,   64,     3,     4,      1,  false};
+constexpr ScanWalk kPipeline12Mamba =     {ScanCall::kMamba,         8,      2,        1,   64,     3,     4,      1,  false};
+constexpr ScanWalk kPipeline16Mamba =     {ScanCall::kMamba,         8,      2,        1,   32,     4,     8,      1,  false};
+constexpr ScanWalk kPipeline32 =          {ScanCall::kAny,           8,      2,        1,   32,     8,     4,      1,  false};
+constexpr ScanWalk kPipeline32Mamba =     {ScanCall::kMamba,         8,      2,        1,   32,     8,     4,      1,  false};
+constexpr ScanWalk kPipeline40Mamba =     {ScanCall::kMamba,         8,      2,        1,   32,    10,     4,      1,  false};
 // clang-format on
 
 // Three blocks for each multiprocessor, or a call whose segments make as many (carried): it has fewer instructions a state step
@@ -141,31 +139,6 @@ inline bool is_any_scan(const MambaSelectiveScan&, bool, const DeviceLimits&) {
     return true;
 }
 
-// clang-format off
-inline constexpr ScanKernel kScanForwardKernels[] = {
-    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry
-    {{"dstate16_mamba_many_channels", "Mamba's call; dstate 16, dim % 64 == 0, L % 32 == 0; 3 blocks for each multiprocessor",
-      "64 channels, 32 steps", k16Bit, 128, 0, 75}, has_many_channels, kForward16Many, kForward16Mamba},
-    {{"dstate16_few_channels", "dstate 9 to 16; few channels, and a length that is not split",
-      "16 channels, 64 steps", k16Bit, 128, 0, 75}, has_few_channels, kForward16Few, kForward16},
-    {{"dstate16_mamba", "Mamba's call; dstate 16, dim % 32 == 0, L % 64 == 0",
-      "32 channels, 64 steps", k16Bit, 128, 0, 75}, is_mamba_16, kForward16Mamba, kForward16Mamba},
-    {{"dstate16_mamba_reverse", "Mamba's call in reverse; dstate 16, dim % 32 == 0, L % 64 == 0",
-      "32 channels, 64 steps", k16Bit, 128, 0, 75}, is_mamba_16_reverse, kForward16Reverse, kForward16Reverse},
-    {{"dstate64_mamba", "Mamba's call; dstate 64, dim % 32 == 0, L % 32 == 0",
-      "32 channels, 32 steps", k16Bit, 128, 0, 75}, is_mamba_64, kForward64Mamba, kForward64Mamba},
-    {{"dstate128_mamba", "Mamba's call; dstate 128, dim % 32 == 0, L % 32 == 0",
-      "32 channels, 32 steps", k16Bit, 256, 0, 75}, is_mamba_128, kForward128Mamba, kForward128Mamba},
-    {{"dstate8", "dstate up to 8",
-      "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, has_8_states, kForward8, kForward16},
-    {{"dstate16", "dstate up to 16",
-      "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, has_16_states, kForward16, kForward16},
-    {{"sliced", "",
-      "32 channels, 32 steps, 64 states", kAllDtypes, 128, 32768, 75}, is_any_scan, kForwardSliced, kForwardSliced},
-};
-// clang-format on
-extern KernelTable scan_forward_table;
-
 // Tiles that the pipelined forward scan has prepared when it scans one.
 constexpr int pipeline_ahead(int element_size) {
     return element_size == 2 ? 2 : 1;
@@ -188,9 +161,10 @@ constexpr int64_t kLongestNarrow = 1024;
 template <int kChannels>
 bool is_for_pipeline(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
     const int64_t blocks = scan_blocks(p, kChannels);
-    return p.dstate <= 16 && p.variable_B && p.variable_C && p.seq_idx == nullptr && p.seqlen > MAMBA_SCAN_CHECKPOINT &&
-           aligned && pipeline_shared(kChannels, static_cast<int>(dtype_size(p.dtype))) <= device.shared &&
-           blocks <= device.processors && (p.seqlen <= kLongestNarrow || 3 * blocks >= 2 * device.processors);
+    return p.segments == 1 && p.dstate <= 16 && p.variable_B && p.variable_C && p.seq_idx == nullptr &&
+           p.seqlen > MAMBA_SCAN_CHECKPOINT && aligned &&
+           pipeline_shared(kChannels, static_cast<int>(dtype_size(p.dtype))) <= device.shared && blocks <= device.processors &&
+           (p.seqlen <= kLongestNarrow || 3 * blocks >= 2 * device.processors);
 }
 template <int kChannels>
 bool is_mamba_for_pipeline(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
@@ -200,29 +174,47 @@ bool is_mamba_for_pipeline(const MambaSelectiveScan& p, bool aligned, const Devi
 
 // For calls without segments: tried before the rows above.
 // clang-format off
-inline constexpr ScanPipelineKernel kScanPipelineKernels[] = {
-    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, call, scanning warps, tile, quads
-    {{"12_channels_mamba", "Mamba's call; dstate 16, dim % 12 == 0, L % 64 == 0; a block for each multiprocessor",
-      "12 channels, 64 steps", k16Bit, 384, pipeline_shared(12, 2), 80},
-      is_mamba_for_pipeline<12>, ScanCall::kMamba, 3, 64, 1},
-    {{"12_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
-      "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4), 80},
-      is_for_pipeline<12>, ScanCall::kAny, 3, 64, 1},
-    {{"16_channels_mamba", "Mamba's call; dstate 16, dim % 16 == 0, L % 32 == 0; a block for each multiprocessor",
-      "16 channels, 32 steps", k16Bit, 256, pipeline_shared(16, 2), 80},
-      is_mamba_for_pipeline<16>, ScanCall::kMamba, 4, 32, 2},
-    {{"32_channels_mamba", "Mamba's call; dstate 16, dim % 32 == 0, L % 32 == 0; a block for each multiprocessor",
-      "32 channels, 32 steps", k16Bit, 512, pipeline_shared(32, 2), 80},
-      is_mamba_for_pipeline<32>, ScanCall::kMamba, 8, 32, 1},
-    {{"32_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
-      "32 channels, 32 steps", kAllDtypes, 512, pipeline_shared(32, 4), 80},
-      is_for_pipeline<32>, ScanCall::kAny, 8, 32, 1},
-    {{"40_channels_mamba", "Mamba's call; dstate 16, dim % 40 == 0, L % 32 == 0; a block for each multiprocessor",
-      "40 channels, 32 steps", k16Bit, 640, pipeline_shared(40, 2), 80},
-      is_mamba_for_pipeline<40>, ScanCall::kMamba, 10, 32, 1},
+inline constexpr ScanKernel kScanForwardKernels[] = {
+    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry, pipelined
+    {{"pipeline_12_channels_mamba", "Mamba's call; dstate 16, dim % 12 == 0, L % 64 == 0; a block for each multiprocessor",
+      "12 channels, 64 steps", k16Bit, 384, pipeline_shared(12, 2), 80}, is_mamba_for_pipeline<12>, kPipeline12Mamba,
+      kForward16Mamba, true},
+    {{"pipeline_12_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
+      "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4), 80}, is_for_pipeline<12>, kPipeline12,
+      kForward16, true},
+    {{"pipeline_16_channels_mamba", "Mamba's call; dstate 16, dim % 16 == 0, L % 32 == 0; a block for each multiprocessor",
+      "16 channels, 32 steps", k16Bit, 256, pipeline_shared(16, 2), 80}, is_mamba_for_pipeline<16>, kPipeline16Mamba,
+      kForward16Mamba, true},
+    {{"pipeline_32_channels_mamba", "Mamba's call; dstate 16, dim % 32 == 0, L % 32 == 0; a block for each multiprocessor",
+      "32 channels, 32 steps", k16Bit, 512, pipeline_shared(32, 2), 80}, is_mamba_for_pipeline<32>, kPipeline32Mamba,
+      kForward16Mamba, true},
+    {{"pipeline_32_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
+      "32 channels, 32 steps", kAllDtypes, 512, pipeline_shared(32, 4), 80}, is_for_pipeline<32>, kPipeline32,
+      kForward16, true},
+    {{"pipeline_40_channels_mamba", "Mamba's call; dstate 16, dim % 40 == 0, L % 32 == 0; a block for each multiprocessor",
+      "40 channels, 32 steps", k16Bit, 640, pipeline_shared(40, 2), 80}, is_mamba_for_pipeline<40>, kPipeline40Mamba,
+      kForward16Mamba, true},
+    {{"dstate16_mamba_many_channels", "Mamba's call; dstate 16, dim % 64 == 0, L % 32 == 0; 3 blocks for each multiprocessor",
+      "64 channels, 32 steps", k16Bit, 128, 0, 75}, has_many_channels, kForward16Many, kForward16Mamba},
+    {{"dstate16_few_channels", "dstate 9 to 16; few channels, and a length that is not split",
+      "16 channels, 64 steps", k16Bit, 128, 0, 75}, has_few_channels, kForward16Few, kForward16},
+    {{"dstate16_mamba", "Mamba's call; dstate 16, dim % 32 == 0, L % 64 == 0",
+      "32 channels, 64 steps", k16Bit, 128, 0, 75}, is_mamba_16, kForward16Mamba, kForward16Mamba},
+    {{"dstate16_mamba_reverse", "Mamba's call in reverse; dstate 16, dim % 32 == 0, L % 64 == 0",
+      "32 channels, 64 steps", k16Bit, 128, 0, 75}, is_mamba_16_reverse, kForward16Reverse, kForward16Reverse},
+    {{"dstate64_mamba", "Mamba's call; dstate 64, dim % 32 == 0, L % 32 == 0",
+      "32 channels, 32 steps", k16Bit, 128, 0, 75}, is_mamba_64, kForward64Mamba, kForward64Mamba},
+    {{"dstate128_mamba", "Mamba's call; dstate 128, dim % 32 == 0, L % 32 == 0",
+      "32 channels, 32 steps", k16Bit, 256, 0, 75}, is_mamba_128, kForward128Mamba, kForward128Mamba},
+    {{"dstate8", "dstate up to 8",
+      "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, has_8_states, kForward8, kForward16},
+    {{"dstate16", "dstate up to 16",
+      "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, has_16_states, kForward16, kForward16},
+    {{"sliced", "",
+      "32 channels, 32 steps, 64 states", kAllDtypes, 128, 32768, 75}, is_any_scan, kForwardSliced, kForwardSliced},
 };
 // clang-format on
-extern KernelTable scan_pipeline_table;
+extern KernelTable scan_forward_table;
 
 // ---- the backward scan -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ namespace mamba {
 
 // kernel: the number of a row of kernels.h, see plan.h. aligned: see inputs_aligned and gradients_aligned there.
 struct ScanLaunchers {
-    cudaError_t (*pipeline)(const MambaSelectiveScan& p, int kernel);
     cudaError_t (*forward)(const MambaSelectiveScan& p, bool aligned, int kernel);
     // Parts of gradients remain to be added up.
     cudaError_t (*backward)(const ScanBackward& q, bool aligned, int kernel);

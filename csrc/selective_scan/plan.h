@@ -6,12 +6,6 @@
 
 namespace mamba {
 
-// The row of kScanPipelineKernels that takes a call, -1 where it is not for the pipeline.
-inline int pipeline_kernel(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
-    return p.segments == 1 ? choose_kernel(scan_pipeline_table, kScanPipelineKernels, device.major, p.dtype, p, aligned, device)
-                           : -1;
-}
-
 // The row of kScanForwardKernels.
 inline int forward_kernel(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
     return choose_kernel(scan_forward_table, kScanForwardKernels, device.major, p.dtype, p, aligned, device);
@@ -42,10 +36,9 @@ inline int64_t forward_segments(const MambaSelectiveScan& params, const DeviceLi
     MambaSelectiveScan p = params;
     p.segments = 1;
     const int whole = forward_kernel(p, aligned, device);
-    const bool pipelined = pipeline_kernel(p, aligned, device) >= 0;
     p.segments = 2;  // or more
     const int split = forward_kernel(p, aligned, device);
-    if (!p.carried && (pipelined || whole != split)) {
+    if (!p.carried && whole != split) {
         return 1;
     }
     const ScanWalk& walk = kScanForwardKernels[split].walk;
@@ -55,8 +48,8 @@ inline int64_t forward_segments(const MambaSelectiveScan& params, const DeviceLi
 // Checkpoints that a segment of the backward scan has at least where twice as many run as fit the GPU at once.
 constexpr int64_t kShortestInTwo = 8;
 
-inline int64_t backward_segments(const MambaSelectiveScan& p, const DeviceLimits& device) {
-    const ScanWalk& walk = kScanBackwardKernels[backward_kernel(p, inputs_aligned(p), device)].walk;
+inline int64_t backward_segments(const MambaSelectiveScan& p, int kernel, const DeviceLimits& device) {
+    const ScanWalk& walk = kScanBackwardKernels[kernel].walk;
     const int64_t wanted = 3 * device.processors;
     const int64_t segments = segments_to_fill(p, walk.channels(), wanted, walk.sliced ? 4 : 2);
     if (segments == 1) {
@@ -68,15 +61,16 @@ inline int64_t backward_segments(const MambaSelectiveScan& p, const DeviceLimits
 }
 
 // Parts of dB and dC with which no two blocks add to the same one.
-inline int64_t backward_slots(const MambaSelectiveScan& p, const DeviceLimits& device) {
-    return group_blocks(p, kScanBackwardKernels[backward_kernel(p, inputs_aligned(p), device)].walk.channels());
+inline int64_t backward_slots(const MambaSelectiveScan& p, int kernel) {
+    return group_blocks(p, kScanBackwardKernels[kernel].walk.channels());
 }
 
 inline MambaSelectiveScanPlan make_scan_plan(const MambaSelectiveScan& p, const DeviceLimits& device, bool deterministic) {
     MambaSelectiveScanPlan plan;
     plan.forward_segments = forward_segments(p, device);
-    plan.backward_segments = backward_segments(p, device);
-    plan.slots = deterministic ? backward_slots(p, device) : 1;
+    const int backward = backward_kernel(p, inputs_aligned(p), device);
+    plan.backward_segments = backward_segments(p, backward, device);
+    plan.slots = deterministic ? backward_slots(p, backward) : 1;
     plan.backward_workspace = scan_workspace_bytes(p, plan.backward_segments, plan.slots);
     return plan;
 }

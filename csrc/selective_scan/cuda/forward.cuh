@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/kernel_launch.cuh"
+#include "selective_scan/cuda/forward_pipeline.cuh"
 #include "selective_scan/cuda/forward_tile.cuh"
 
 namespace mamba {
@@ -295,8 +296,17 @@ template <typename T>
 cudaError_t launch_scan_forward(const MambaSelectiveScan& p, bool aligned, int kernel) {
     return launch_row<T, kScanForwardKernels>(scan_forward_table, kernel, [&](auto row) {
         constexpr int kRow = decltype(row)::kRow;
-        return launch_forward<T, LayoutOf<Walk<kScanForwardKernels, kRow>>, LayoutOf<CarryWalk<kScanForwardKernels, kRow>>>(
-            p, aligned);
+        constexpr ScanKernel k = kScanForwardKernels[kRow];
+        if constexpr (k.pipelined) {
+            using Layout = PipelineLayout<k.walk.call, k.walk.warps, k.walk.tile, k.walk.steps / 4>;
+            static_assert(Layout::kThreads == k.threads, "what the table says");
+            return launch_pipeline<T, Layout, k.shared_bytes>(p);
+        } else {
+            using Layout = LayoutOf<Walk<kScanForwardKernels, kRow>>;
+            static_assert(Layout::kThreads == k.threads && waiting_bytes<Layout>(MAMBA_MAX_DSTATE) <= k.shared_bytes,
+                          "what the table says");
+            return launch_forward<T, Layout, LayoutOf<CarryWalk<kScanForwardKernels, kRow>>>(p, aligned);
+        }
     });
 }
 

@@ -40,23 +40,17 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_k
     }
 }
 
-template <typename T>
-cudaError_t launch_scan_pipeline(const MambaSelectiveScan& p, int kernel) {
-    return launch_row<T, kScanPipelineKernels>(scan_pipeline_table, kernel, [&](auto row) {
-        constexpr ScanPipelineKernel k = kScanPipelineKernels[decltype(row)::kRow];
-        using Layout = PipelineLayout<k.call, k.scan_warps, k.tile, k.quads>;
-        constexpr int kShared = sizeof(PipelineShared<T, Layout>);
-        static_assert(kShared == pipeline_shared(Layout::kChannels, sizeof(T)) && kShared <= k.shared_bytes &&
-                          Layout::kThreads == k.threads,
-                      "what the table says");
-        const auto pipeline = selective_scan_pipeline_kernel<T, Layout>;
-        const cudaError_t error = allow_shared(pipeline, kShared);
-        if (error != cudaSuccess) {
-            return error;
-        }
-        return launch_programmatic_dependent(pipeline, scan_grid(p, Layout::kChannels, 1), Layout::kThreads, kShared,
-                                             p.run.stream, p);
-    });
+template <typename T, class Layout, int kMostShared>
+cudaError_t launch_pipeline(const MambaSelectiveScan& p) {
+    constexpr int kShared = sizeof(PipelineShared<T, Layout>);
+    static_assert(kShared == pipeline_shared(Layout::kChannels, sizeof(T)) && kShared <= kMostShared, "what the table says");
+    const auto kernel = selective_scan_pipeline_kernel<T, Layout>;
+    const cudaError_t error = allow_shared(kernel, kShared);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    return launch_programmatic_dependent(kernel, scan_grid(p, Layout::kChannels, 1), Layout::kThreads, kShared, p.run.stream,
+                                         p);
 }
 
 }  // namespace mamba

@@ -3,7 +3,6 @@
 
 #include "selective_scan/cuda/backward.cuh"
 #include "selective_scan/cuda/forward.cuh"
-#include "selective_scan/cuda/forward_pipeline.cuh"
 #include "selective_scan/launch.h"
 
 namespace mamba {
@@ -11,7 +10,6 @@ namespace mamba {
 template <typename T>
 ScanLaunchers ScanLaunchers::of() {
     ScanLaunchers launchers;
-    launchers.pipeline = launch_scan_pipeline<T>;
     launchers.forward = launch_scan_forward<T>;
     launchers.backward = launch_scan_backward<T>;
     launchers.forward_carry = launch_scan_forward_carry<T>;
