@@ -86,8 +86,8 @@ def test_split_lengths(case, dtype, device):
     check(case, dtype, device, tensors)
 
 
-# CUDA's pipelined forward scan takes these, 12, 16, 32 or 40 channels a block (of up to 8 states 12 or 32): by their
-# number and the multiprocessors. Of whole tiles, 128 blocks have a multiprocessor each.
+# CUDA's pipelined forward scan takes these, by their number and the multiprocessors: 12, 16, 32 or 40 channels a block,
+# 16 and 40 of whole tiles alone. Of whole tiles, 128 blocks have a multiprocessor each.
 PIPELINE_CASES = (
     ScanCase(1, 1, 72),
     ScanCase(2, 13, 1000, initial_state=True),
@@ -97,7 +97,8 @@ PIPELINE_CASES = (
     ScanCase(1, 3001, 200, initial_state=True),
     ScanCase(1, 4240, 72),
     ScanCase(1, 1500, 1096),
-    ScanCase(1, 1536, 128, initial_state=True),  # whole tiles
+    ScanCase(2, 24, 128, initial_state=True),  # whole tiles
+    ScanCase(1, 1536, 128, initial_state=True),
     ScanCase(2, 1024, 128),
     ScanCase(1, 4096, 128, initial_state=True),
     ScanCase(1, 5120, 128),
