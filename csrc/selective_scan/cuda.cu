@@ -59,7 +59,7 @@ int32_t mamba_selective_scan_forward_carry(const MambaSelectiveScan* params) {
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
         const bool aligned = inputs_aligned(p);
-        error = launchers_of<ScanLaunchers>(p.dtype).forward_carry(p, aligned, forward_kernel(p, aligned, device));
+        error = launchers_of<ScanLaunchers>(p.dtype).forward_carry(p, aligned, forward_carry_kernel(p, aligned, device));
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }

@@ -32,7 +32,7 @@ struct ScanWalk {
 struct ScanKernel : KernelRow {
     bool (*takes)(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device);
     ScanWalk walk;
-    ScanWalk carry;          // of the launch that finds what segments pass on; its results do not depend on how it walks
+    ScanWalk carry;          // of the launch that finds what segments pass on, for every call that the row takes
     bool pipelined = false;  // see cuda/forward_pipeline.cuh; `warps` are those that scan
 };
 
@@ -172,30 +172,29 @@ bool is_mamba_for_pipeline(const MambaSelectiveScan& p, bool aligned, const Devi
            p.dim / p.ngroups % kChannels == 0 && p.seqlen % (kChannels == 12 ? 64 : 32) == 0;
 }
 
-// For calls without segments: tried before the rows above.
 // clang-format off
 inline constexpr ScanKernel kScanForwardKernels[] = {
     // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry, pipelined
     {{"pipeline_12_channels_mamba", "Mamba's call; dstate 16, dim % 12 == 0, L % 64 == 0; a block for each multiprocessor",
       "12 channels, 64 steps", k16Bit, 384, pipeline_shared(12, 2), 80}, is_mamba_for_pipeline<12>, kPipeline12Mamba,
-      kForward16Mamba, true},
+      kForward16, true},
     {{"pipeline_12_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
       "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4), 80}, is_for_pipeline<12>, kPipeline12,
       kForward16, true},
     {{"pipeline_16_channels_mamba", "Mamba's call; dstate 16, dim % 16 == 0, L % 32 == 0; a block for each multiprocessor",
       "16 channels, 32 steps", k16Bit, 256, pipeline_shared(16, 2), 80}, is_mamba_for_pipeline<16>, kPipeline16Mamba,
-      kForward16Mamba, true},
+      kForward16, true},
     {{"pipeline_32_channels_mamba", "Mamba's call; dstate 16, dim % 32 == 0, L % 32 == 0; a block for each multiprocessor",
       "32 channels, 32 steps", k16Bit, 512, pipeline_shared(32, 2), 80}, is_mamba_for_pipeline<32>, kPipeline32Mamba,
-      kForward16Mamba, true},
+      kForward16, true},
     {{"pipeline_32_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
       "32 channels, 32 steps", kAllDtypes, 512, pipeline_shared(32, 4), 80}, is_for_pipeline<32>, kPipeline32,
       kForward16, true},
     {{"pipeline_40_channels_mamba", "Mamba's call; dstate 16, dim % 40 == 0, L % 32 == 0; a block for each multiprocessor",
       "40 channels, 32 steps", k16Bit, 640, pipeline_shared(40, 2), 80}, is_mamba_for_pipeline<40>, kPipeline40Mamba,
-      kForward16Mamba, true},
+      kForward16, true},
     {{"dstate16_mamba_many_channels", "Mamba's call; dstate 16, dim % 64 == 0, L % 32 == 0; 3 blocks for each multiprocessor",
-      "64 channels, 32 steps", k16Bit, 128, 0, 75}, has_many_channels, kForward16Many, kForward16Mamba},
+      "64 channels, 32 steps", k16Bit, 128, 0, 75}, has_many_channels, kForward16Many, kForward16},
     {{"dstate16_few_channels", "dstate 9 to 16; few channels, and a length that is not split",
       "16 channels, 64 steps", k16Bit, 128, 0, 75}, has_few_channels, kForward16Few, kForward16},
     {{"dstate16_mamba", "Mamba's call; dstate 16, dim % 32 == 0, L % 64 == 0",

@@ -11,6 +11,14 @@ inline int forward_kernel(const MambaSelectiveScan& p, bool aligned, const Devic
     return choose_kernel(scan_forward_table, kScanForwardKernels, device.major, p.dtype, p, aligned, device);
 }
 
+// Likewise for a call in segments: it finds what they pass on.
+inline int forward_carry_kernel(const MambaSelectiveScan& params, bool aligned, const DeviceLimits& device) {
+    MambaSelectiveScan p = params;
+    p.segments = 2;  // or more
+    p.carried = 0;
+    return forward_kernel(p, aligned, device);
+}
+
 // The row of kScanBackwardKernels.
 inline int backward_kernel(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
     return choose_kernel(scan_backward_table, kScanBackwardKernels, device.major, p.dtype, p, aligned, device);

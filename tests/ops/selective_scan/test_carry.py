@@ -20,6 +20,7 @@ CASES = {
     "constant_B": ScanCase(1, 6, 600, variable_B=False),
     "constant_C": ScanCase(1, 6, 600, variable_C=False),
     "ungated": ScanCase(2, 9, 90, z=False),
+    "half_a_tile": ScanCase(1, 64, 1056),  # CUDA scans it in tiles of 32 steps, and what it passes on in tiles of 64
     "empty_batch": ScanCase(0, 4, 9),
     "no_steps": ScanCase(2, 4, 0),
 }
