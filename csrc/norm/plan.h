@@ -11,9 +11,20 @@ constexpr int kNormElements = 16;  // of a row in one thread: 1024 threads hold 
 constexpr int kNormScalars = 4;    // the same where elements are accessed one by one
 constexpr int kNormBlock = 256;    // threads that short rows share
 constexpr int kNormMaxThreads = 1024;
+constexpr int kNormGatedThreads = 512;  // of the gated RMSNorm's own kernel
 // Backward has one block a multiprocessor: its threads take 128 registers each, its rows and sums most of shared memory.
 constexpr int kNormBackwardThreads = 512;
 constexpr int kNormRowsAhead = 3;  // that it copies to shared memory, at most
+
+enum class NormGate { kNone, kBefore, kAfter, kAny };  // where silu(z) is multiplied: before or after the norm
+
+inline MAMBA_HOST_DEVICE NormGate norm_gate(const MambaNorm& p) {
+    return p.z == nullptr ? NormGate::kNone : (p.norm_before_gate ? NormGate::kAfter : NormGate::kBefore);
+}
+
+inline bool is_gated_rms_norm(const MambaNorm& p) {
+    return norm_gate(p) == NormGate::kBefore && p.is_rms_norm && p.ngroups == 1 && p.bias == nullptr;
+}
 
 // How the kernels cut a problem into blocks of (lanes, block_rows) threads. A row here is one group of a row.
 struct NormLayout {

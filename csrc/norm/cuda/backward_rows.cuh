@@ -15,9 +15,8 @@ struct NormRow {
 };
 
 // Whether s, which is normalised, is not x but the sum that forward stored.
-template <bool kGated>
-__device__ __forceinline__ bool x_is_sum(const MambaNormBackward& q) {
-    return !kGated && q.forward.residual_out != nullptr;
+__device__ __forceinline__ bool x_is_sum(const MambaNormBackward& q, bool gated) {
+    return !gated && q.forward.residual_out != nullptr;
 }
 
 template <typename T>
@@ -30,16 +29,16 @@ __device__ __forceinline__ T* row_of(void* data, int64_t row, int64_t stride, in
 }
 
 // Moves `at`, in global memory, by so many rows and columns.
-template <typename T, typename Other, bool kGated>
-__device__ __forceinline__ void advance(const MambaNormBackward& q, int64_t rows, int64_t columns, NormRow& at) {
+template <typename T, typename Other>
+__device__ __forceinline__ void advance(const MambaNormBackward& q, bool gated, int64_t rows, int64_t columns, NormRow& at) {
     const MambaNorm& p = q.forward;
     at.dout = row_of<T>(at.dout, rows, q.dout_row_stride, columns);
-    if (x_is_sum<kGated>(q)) {
+    if (x_is_sum(q, gated)) {
         at.x = row_of<Other>(at.x, rows, p.residual_out_row_stride, columns);
     } else {
         at.x = row_of<T>(at.x, rows, p.x_row_stride, columns);
     }
-    at.beside = row_of<Other>(at.beside, rows, kGated ? p.z_row_stride : q.dresidual_out_row_stride, columns);
+    at.beside = row_of<Other>(at.beside, rows, gated ? p.z_row_stride : q.dresidual_out_row_stride, columns);
 }
 
 template <typename T, int kVector>
@@ -50,10 +49,10 @@ __device__ __forceinline__ void load_vector(const void* row, int i, float* value
 // ---- copies in shared memory -----------------------------------------------------------------------------------------
 
 // The wider elements lie first, so that all parts are aligned.
-template <typename T, typename Other, bool kGated>
-__device__ __forceinline__ NormRow row_in_shared(const unsigned char* copy, int size) {
+template <typename T, typename Other>
+__device__ __forceinline__ NormRow row_in_shared(const unsigned char* copy, int size, bool gated) {
     const unsigned char* x = copy + size * static_cast<int>(sizeof(Other));
-    return {x + size * static_cast<int>(kGated ? sizeof(T) : sizeof(Other)), x, copy};
+    return {x + size * static_cast<int>(gated ? sizeof(T) : sizeof(Other)), x, copy};
 }
 
 // Starts to copy this thread's vectors of a tile. No other thread reads the copies, so that a block need not meet for them.
@@ -69,18 +68,18 @@ __device__ __forceinline__ void copy_vectors(const void* to, const void* from, i
         }
     }
 }
-template <typename T, typename Other, int kVector, bool kGated>
-__device__ __forceinline__ void copy_row(const MambaNormBackward& q, const NormRow& from, int size, int step,
+template <typename T, typename Other, int kVector>
+__device__ __forceinline__ void copy_row(const MambaNormBackward& q, bool gated, const NormRow& from, int size, int step,
                                          unsigned char* copy) {
-    const NormRow to = row_in_shared<T, Other, kGated>(copy, size);
+    const NormRow to = row_in_shared<T, Other>(copy, size, gated);
     for (int tile = 0; tile < size; tile += step) {
         copy_vectors<T, kVector>(to.dout, from.dout, tile, size);
-        if (x_is_sum<kGated>(q)) {
+        if (x_is_sum(q, gated)) {
             copy_vectors<Other, kVector>(to.x, from.x, tile, size);
         } else {
             copy_vectors<T, kVector>(to.x, from.x, tile, size);
         }
-        if (kGated || q.dresidual_out != nullptr) {
+        if (gated || q.dresidual_out != nullptr) {
             copy_vectors<Other, kVector>(to.beside, from.beside, tile, size);
         }
     }

@@ -126,6 +126,18 @@ __device__ __forceinline__ void load_parameter(const void* data, int64_t index, 
     }
 }
 
+// The weights of a row's first tile.
+template <int kVector>
+__device__ __forceinline__ void load_weights(const MambaNorm& p, int64_t column, float* weights) {
+#pragma unroll
+    for (int v = 0; v < NormTile<kVector>::kVectors; ++v) {
+        const int i = vector_index<kVector>(0, v);
+        if (i < static_cast<int>(p.group_size)) {
+            load_parameter<kVector>(p.weight, column + i, p.weight_dtype, weights + v * kVector);
+        }
+    }
+}
+
 // ---- host ------------------------------------------------------------------------------------------------------------
 
 // Whether vectors of `vector` elements of every row of a tensor are aligned.

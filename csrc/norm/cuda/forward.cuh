@@ -57,52 +57,40 @@ __device__ __forceinline__ float sum_tile(const float* s, int tile, int size, fl
     return sum;
 }
 
-// Params of a usual gated norm, known when the kernel is compiled: RMSNorm of a gated x, without groups and bias. Half of the
-// instructions would ask what there is, and silu alone has as many as the memory leaves time for.
-struct UsualGatedNorm : MambaNorm {
-    static constexpr int32_t is_rms_norm = 1, norm_before_gate = 0;
-    static constexpr int64_t ngroups = 1;
-    static constexpr const void *residual = nullptr, *bias = nullptr;
-    static constexpr void* residual_out = nullptr;
-
-    static bool fits(const MambaNorm& p) {
-        return p.z != nullptr && p.is_rms_norm != 0 && p.norm_before_gate == 0 && p.ngroups == 1 && p.bias == nullptr;
-    }
-};
-
 // Threads of a block at most, and blocks of so many that a multiprocessor should hold: ptxas takes no more registers than that
 // leaves. More threads would fit newer GPUs, but then registers go to memory, which costs 4 % of the bandwidth.
-template <class Params>
-constexpr int kNormMost = kNormMaxThreads;
-template <class Params>
-constexpr int kNormResident = 1;
-template <>
-inline constexpr int kNormMost<UsualGatedNorm> = 512;
-template <>
-inline constexpr int kNormResident<UsualGatedNorm> = 3;
+template <bool kGatedRms>
+constexpr int kNormMost = kGatedRms ? kNormGatedThreads : kNormMaxThreads;
+template <bool kGatedRms>
+constexpr int kNormResident = kGatedRms ? 3 : 1;
 
-template <typename T, typename Other, int kVector, bool kLooped, class Params>
-__global__ void __launch_bounds__(kNormMost<Params>, kNormResident<Params>) norm_forward_kernel(const Params p) {
+// kGatedRms: RMSNorm of a gated x, without groups and bias. Half of the instructions would ask what there is, and silu alone
+// has as many as the memory leaves time for.
+template <typename T, typename Other, int kVector, bool kLooped, bool kGatedRms>
+__global__ void __launch_bounds__(kNormMost<kGatedRms>, kNormResident<kGatedRms>) norm_forward_kernel(const MambaNorm p) {
     constexpr int kVectors = NormTile<kVector>::kVectors;
     __shared__ RowSums<1> shared;
-    const int64_t parts = p.rows * p.ngroups;
+    const bool is_rms_norm = kGatedRms || p.is_rms_norm;
+    const bool has_bias = !kGatedRms && p.bias != nullptr;
+    const int64_t ngroups = kGatedRms ? 1 : p.ngroups;
+    const int64_t parts = p.rows * ngroups;
     int64_t part = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const bool active = part < parts;  // idle threads stay for the sums
     part = active ? part : parts - 1;
-    const int64_t row = p.ngroups == 1 ? part : part / p.ngroups;
-    const int64_t column = (part - row * p.ngroups) * p.group_size;
+    const int64_t row = ngroups == 1 ? part : part / ngroups;
+    const int64_t column = (part - row * ngroups) * p.group_size;
     const int size = static_cast<int>(p.group_size);
     const int step = kLooped ? static_cast<int>(blockDim.x) * NormTile<kVector>::kElements : size;  // one tile unless looped
     const T* x = static_cast<const T*>(p.x) + row * p.x_row_stride + column;
-    const Other* residual = static_cast<const Other*>(p.residual);
+    const Other* residual = kGatedRms ? nullptr : static_cast<const Other*>(p.residual);
     residual = residual == nullptr ? nullptr : residual + row * p.residual_row_stride + column;
     const Other* z = static_cast<const Other*>(p.z);
-    z = z == nullptr ? nullptr : z + row * p.z_row_stride + column;
+    z = !kGatedRms && z == nullptr ? nullptr : z + row * p.z_row_stride + column;
     T* out = static_cast<T*>(p.out) + row * p.out_row_stride + column;
-    Other* residual_out = static_cast<Other*>(p.residual_out);
+    Other* residual_out = kGatedRms ? nullptr : static_cast<Other*>(p.residual_out);
     residual_out = residual_out == nullptr || !active ? nullptr : residual_out + row * p.residual_out_row_stride + column;
-    const bool gate_first = z != nullptr && !p.norm_before_gate;
-    const bool gate_last = z != nullptr && p.norm_before_gate;
+    const bool gate_first = kGatedRms || (z != nullptr && !p.norm_before_gate);
+    const bool gate_last = !kGatedRms && z != nullptr && p.norm_before_gate;
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     const float inverse_size = 1.0f / static_cast<float>(size);
@@ -115,11 +103,11 @@ __global__ void __launch_bounds__(kNormMost<Params>, kNormResident<Params>) norm
         if (residual_out != nullptr) {
             store_row<Other, kVector>(residual_out, tile, size, s);
         }
-        total += p.is_rms_norm ? sum_tile<kVector, true>(s, tile, size, 0.0f) : sum_tile<kVector, false>(s, tile, size, 0.0f);
+        total += is_rms_norm ? sum_tile<kVector, true>(s, tile, size, 0.0f) : sum_tile<kVector, false>(s, tile, size, 0.0f);
     }
     sum_over_row<1>(&total, shared, 0);
     float mean = 0.0f;
-    if (!p.is_rms_norm) {
+    if (!is_rms_norm) {
         mean = total * inverse_size;
         total = 0.0f;
         for (int tile = 0; tile < size; tile += step) {
@@ -157,7 +145,7 @@ __global__ void __launch_bounds__(kNormMost<Params>, kNormResident<Params>) norm
                 for (int k = 0; k < kVector; ++k) {
                     y[k] = (y[k] - mean) * rstd * parameter[k];
                 }
-                if (p.bias != nullptr) {
+                if (has_bias) {
                     load_parameter<kVector>(p.bias, column + i, p.bias_dtype, parameter);
 #pragma unroll
                     for (int k = 0; k < kVector; ++k) {
@@ -179,32 +167,26 @@ __global__ void __launch_bounds__(kNormMost<Params>, kNormResident<Params>) norm
 
 // ---- host ------------------------------------------------------------------------------------------------------------
 
-template <typename T, typename Other, int kVector, bool kLooped, class Params>
-cudaError_t launch_norm_forward_as(const Params& p, const NormLayout& layout) {
+template <typename T, typename Other, int kVector, bool kLooped, bool kGatedRms>
+cudaError_t launch_norm_forward_as(const MambaNorm& p, const NormLayout& layout) {
     const dim3 threads(static_cast<unsigned>(layout.lanes), static_cast<unsigned>(layout.block_rows));
-    return launch_programmatic_dependent(norm_forward_kernel<T, Other, kVector, kLooped, Params>,
+    return launch_programmatic_dependent(norm_forward_kernel<T, Other, kVector, kLooped, kGatedRms>,
                                          ceil_div(p.rows * p.ngroups, layout.block_rows), threads, 0, p.run.stream, p);
 }
 
 // Vectors of 16 bytes where all tensors allow it, of a wider type two.
 template <typename T, typename Other>
 cudaError_t launch_norm_forward_beside(const MambaNorm& p, const NormLayout& layout) {
-    if constexpr (sizeof(T) == 2) {
-        if (norm_is_aligned(p, 8)) {
-            if constexpr (sizeof(Other) == 2) {
-                if (UsualGatedNorm::fits(p) && layout.lanes * layout.block_rows <= kNormMost<UsualGatedNorm>) {
-                    return launch_norm_forward_as<T, T, 8, false>(UsualGatedNorm{{p}}, layout);
-                }
-            }
-            return layout.looped ? launch_norm_forward_as<T, Other, 8, true>(p, layout)
-                                 : launch_norm_forward_as<T, Other, 8, false>(p, layout);
+    constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+    if (layout.looped || !norm_is_aligned(p, kVector)) {
+        return launch_norm_forward_as<T, Other, 1, true, false>(p, layout);
+    }
+    if constexpr (sizeof(Other) == 2) {
+        if (is_gated_rms_norm(p) && layout.lanes * layout.block_rows <= kNormGatedThreads) {
+            return launch_norm_forward_as<T, T, kVector, false, true>(p, layout);
         }
     }
-    if (norm_is_aligned(p, 4)) {
-        return layout.looped ? launch_norm_forward_as<T, Other, 4, true>(p, layout)
-                             : launch_norm_forward_as<T, Other, 4, false>(p, layout);
-    }
-    return launch_norm_forward_as<T, Other, 1, true>(p, layout);
+    return launch_norm_forward_as<T, Other, kVector, false, false>(p, layout);
 }
 
 template <typename T>

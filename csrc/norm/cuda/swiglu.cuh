@@ -5,13 +5,9 @@
 
 namespace mamba {
 
-// blockDim.x threads walk a row, blockDim.y rows a block.
+// Every kVector-th vector of a row is a thread's.
 template <typename T, int kVector, bool kBackward>
-__global__ void __launch_bounds__(kNormBlock) swiglu_kernel(const MambaSwiglu p) {
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    if (row >= p.rows) {
-        return;
-    }
+__device__ __forceinline__ void swiglu_row(const MambaSwiglu& p, int64_t row) {
     const T* x_row = static_cast<const T*>(p.xy) + row * p.xy_row_stride;
     const T* y_row = x_row + p.width;
     for (int64_t i = static_cast<int64_t>(threadIdx.x) * kVector; i < p.width;
@@ -51,32 +47,39 @@ __global__ void __launch_bounds__(kNormBlock) swiglu_kernel(const MambaSwiglu p)
     }
 }
 
-// ---- host ------------------------------------------------------------------------------------------------------------
-
-template <typename T, int kVector>
-cudaError_t launch_swiglu_vector(const MambaSwiglu& p, bool backward) {
-    const int lanes_log2 = ceil_log2(ceil_div(p.width, kVector), 0, 8);
-    static_assert(kNormBlock == 1 << 8, "a block holds at most 2^8 lanes");
-    const dim3 threads(1u << lanes_log2, static_cast<unsigned>(kNormBlock >> lanes_log2));
-    const int64_t blocks = ceil_div(p.rows, threads.y);
-    auto kernel = swiglu_kernel<T, kVector, false>;
-    if (backward) {
-        kernel = swiglu_kernel<T, kVector, true>;
+// blockDim.x threads walk a row, blockDim.y rows a block. aligned: in vectors of 16 bytes.
+template <typename T, bool kBackward>
+__global__ void __launch_bounds__(kNormBlock) swiglu_kernel(const MambaSwiglu p, const bool aligned) {
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    if (row >= p.rows) {
+        return;
     }
-    return launch_kernel(kernel, blocks, threads, 0, p.run.stream, p);
+    if (aligned) {
+        swiglu_row<T, 16 / static_cast<int>(sizeof(T)), kBackward>(p, row);
+    } else {
+        swiglu_row<T, 1, kBackward>(p, row);
+    }
 }
+
+// ---- host ------------------------------------------------------------------------------------------------------------
 
 template <typename T>
 cudaError_t launch_swiglu(const MambaSwiglu& p, bool backward) {
     constexpr int kVector = 16 / static_cast<int>(sizeof(T));
     const int64_t size = static_cast<int64_t>(sizeof(T));
-    if (p.width % kVector == 0 && norm_rows_aligned(p.xy, p.rows, p.xy_row_stride, size, kVector) &&
-        norm_rows_aligned(p.dout, p.rows, p.dout_row_stride, size, kVector) &&
-        norm_rows_aligned(p.out, p.rows, p.out_row_stride, size, kVector) &&
-        norm_rows_aligned(p.dxy, p.rows, p.dxy_row_stride, size, kVector)) {
-        return launch_swiglu_vector<T, kVector>(p, backward);
+    const bool aligned = p.width % kVector == 0 && norm_rows_aligned(p.xy, p.rows, p.xy_row_stride, size, kVector) &&
+                         norm_rows_aligned(p.dout, p.rows, p.dout_row_stride, size, kVector) &&
+                         norm_rows_aligned(p.out, p.rows, p.out_row_stride, size, kVector) &&
+                         norm_rows_aligned(p.dxy, p.rows, p.dxy_row_stride, size, kVector);
+    const int lanes_log2 = ceil_log2(ceil_div(p.width, aligned ? kVector : 1), 0, 8);
+    static_assert(kNormBlock == 1 << 8, "a block holds at most 2^8 lanes");
+    const dim3 threads(1u << lanes_log2, static_cast<unsigned>(kNormBlock >> lanes_log2));
+    const int64_t blocks = ceil_div(p.rows, threads.y);
+    auto kernel = swiglu_kernel<T, false>;
+    if (backward) {
+        kernel = swiglu_kernel<T, true>;
     }
-    return launch_swiglu_vector<T, 1>(p, backward);
+    return launch_kernel(kernel, blocks, threads, 0, p.run.stream, p, aligned);
 }
 
 }  // namespace mamba
