@@ -11,15 +11,10 @@ namespace mamba {
 constexpr int kConvThreads = 256;
 constexpr int kConvWarps = kConvThreads / 32;
 
-// The common case, for which kernels have a form without run-time branches: width 4, silu, and with lanes along time no initial
-// states. kPlain in the kernels, of which those that know sequences say so beside it.
-inline bool is_plain_or_packed(const MambaCausalConv1d& params) {
-    return params.width == kConvMaxWidth && params.silu &&
-           pointer_is_aligned(params.weight, kConvMaxWidth * dtype_size(params.weight_dtype));
-}
-
+// The common case, for which kernels have a form without run-time branches: width 4, silu, one sequence. kPlain in the kernels.
 inline bool is_plain(const MambaCausalConv1d& params) {
-    return is_plain_or_packed(params) && params.seq_idx == nullptr;
+    return params.width == kConvMaxWidth && params.silu && params.seq_idx == nullptr &&
+           pointer_is_aligned(params.weight, kConvMaxWidth * dtype_size(params.weight_dtype));
 }
 
 // The strides and the pointer of one (B, D, L) tensor.
@@ -43,7 +38,7 @@ inline bool can_vectorise_channels(const MambaCausalConv1d& params, const ConvLa
 }
 
 // Whether steps are neighbours in x, the later ones at lower addresses.
-inline bool is_backwards(const MambaCausalConv1d& params) {
+inline MAMBA_HOST_DEVICE bool is_backwards(const MambaCausalConv1d& params) {
     return params.x_len_stride == -1 && params.seqlen > 1;
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "causal_conv1d/cuda/backward_channel.cuh"
-#include "causal_conv1d/cuda/backward_strided.cuh"
 #include "causal_conv1d/cuda/backward_time.cuh"
 
 namespace mamba {
@@ -17,16 +16,29 @@ cudaError_t launch_conv_backward(const ConvBackward& params, const ConvBackwardP
         constexpr int kVector = 8 / static_cast<int>(sizeof(T));  // wider needs more registers than hide the latency
         if (can_vectorise_channels(forward, x, kVector) && can_vectorise_channels(forward, dout, kVector) &&
             can_vectorise_channels(forward, dx, kVector)) {
-            return launch_backward_channel<T, kVector>(params, plan);
+            if constexpr (sizeof(T) == 2) {
+                if (is_plain(params)) {
+                    return launch_backward_channel<T, kVector, true>(params, plan);
+                }
+            }
+            return launch_backward_channel<T, kVector, false>(params, plan);
         }
-        return launch_backward_channel<T, 1>(params, plan);
+        return launch_backward_channel<T, 1, false>(params, plan);
     }
     if (rows_lie_alike(forward, x, x) && rows_lie_alike(forward, x, dout) && rows_lie_alike(forward, x, dx)) {
+        constexpr int V = kTimeVector<T>;
         const bool aligned = rows_are_whole_vectors(forward, x);
-        return is_backwards(forward) ? launch_backward_time<T, true>(params, plan, aligned)
-                                     : launch_backward_time<T, false>(params, plan, aligned);
+        const int slack = aligned ? 0 : V - 1;
+        const int lanes_log2 = ceil_log2(ceil_div(forward.seqlen + slack, V), 0, 5);
+        if constexpr (sizeof(T) == 2) {
+            const bool states = forward.initial_states != nullptr || params.dinitial_states != nullptr;
+            if (is_plain(params) && !states && aligned && lanes_log2 == 5 && !is_backwards(forward)) {
+                return launch_backward_time<T, true>(params, plan, slack, lanes_log2);
+            }
+        }
+        return launch_backward_time<T, false>(params, plan, slack, lanes_log2);
     }
-    return launch_backward_strided<T>(params, plan);
+    return launch_backward_channel<T, 1, false>(params, plan);
 }
 
 }  // namespace mamba

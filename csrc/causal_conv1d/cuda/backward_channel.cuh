@@ -116,12 +116,11 @@ struct Known {
 // A thread takes V neighbouring channels; the block's warps share out a segment's steps and add their sums up at the end.
 // A step's dx needs g of the next kConvHalo steps, so each warp computes g that far beyond its own steps. V = 1 takes any
 // strides.
-template <typename T, int V, bool kPlain, bool kPacked>
+template <typename T, int V, bool kPlain>
 __global__ void __launch_bounds__(kConvThreads, 2)
     causal_conv1d_backward_channel(const ConvBackward params, const int segment, const unsigned segments) {
     constexpr int kRing = kChannelSteps;  // the loop below is unrolled by it, so that indices are constants
     constexpr int kValues = kConvMaxWidth + 1;
-    constexpr bool kUsual = kPlain && !kPacked;
     using Steps = typename StepsOf<T, V>::Type;
     union Memory {
         typename Steps::Shared steps;
@@ -129,7 +128,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
     };
     __shared__ Memory shared;
     const MambaCausalConv1d& forward = params.forward;
-    const ConvOptions row_options = conv_options<kPlain, kPacked>(forward);
+    const ConvOptions row_options = conv_options<kPlain>(forward);
     const int lane = threadIdx.x & 31;
     const int warp = threadIdx.x >> 5;
     const unsigned slot = blockIdx.y;
@@ -150,11 +149,11 @@ __global__ void __launch_bounds__(kConvThreads, 2)
 #pragma unroll
     for (int v = 0; v < V; ++v) {
         taps[v] = convert_taps<kPlain>(forward, raw_taps[v]);
-        if constexpr (kUsual) {
+        if constexpr (kPlain) {
             taps[v] = scaled(taps[v]);
         }
     }
-    const float unit = kUsual ? gradient_unit() : 1.0f;
+    const float unit = kPlain ? gradient_unit() : 1.0f;
     unsigned index = slot % segments;  // of the segment
     for (int64_t batch = slot / segments; active && batch < forward.batch;) {
         const int64_t segment_begin = static_cast<int64_t>(index) * segment;
@@ -248,7 +247,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                         }
                         const uint32_t mask = lag_mask >> (kMaskBits * i);
                         float gradient;
-                        if constexpr (kUsual) {
+                        if constexpr (kPlain) {
                             scaled_gradients<1>(taps[v], unit, inputs, &dout_values[v], &gradient);
                         } else {
                             gradients<1>(options, taps[v], inputs, mask, &dout_values[v], &gradient);
@@ -288,7 +287,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
                     dx += params.dx_len_stride;
                 }
             };
-            if constexpr (kUsual) {  // without bounds, in a loop of its own: a branch would keep loads before it
+            if constexpr (kPlain) {  // without bounds, in a loop of its own: a branch would keep loads before it
                 for (; start > 0 && start <= last_inner; start += kRing) {
                     steps.take(shared.steps, packed_x, packed_dout);
                     compute(PlainOptions(), Known<true>());
@@ -302,7 +301,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
             }
             ConvOptions options = row_options;
             options.masked = options.masked && (lag_mask & lead_mask) != kOneSequence<kRing>;
-            if (kUsual || (options.width == kConvMaxWidth && options.silu && !options.masked)) {
+            if (kPlain || (options.width == kConvMaxWidth && options.silu && !options.masked)) {
                 compute(PlainOptions(), Known<false>());
             } else {
                 compute(options, Known<false>());
@@ -314,7 +313,7 @@ __global__ void __launch_bounds__(kConvThreads, 2)
     __syncthreads();  // no warp needs what it has copied any more
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-        if constexpr (kUsual) {
+        if constexpr (kPlain) {
             scale_back(sums[v]);
         }
 #pragma unroll
@@ -345,19 +344,13 @@ __global__ void __launch_bounds__(kConvThreads, 2)
     }
 }
 
-template <typename T, int V>
+template <typename T, int V, bool kPlain>
 cudaError_t launch_backward_channel(const ConvBackward& params, const ConvBackwardPlan& plan) {
     const MambaCausalConv1d& forward = params.forward;
     const Grid grid(ceil_div(forward.dim, 32 * V), plan.slots);
-    auto kernel = causal_conv1d_backward_channel<T, V, false, true>;
-    if (V > 1 && is_plain_or_packed(params)) {
-        kernel = causal_conv1d_backward_channel<T, V, (V > 1), true>;
-        if (forward.seq_idx == nullptr) {
-            kernel = causal_conv1d_backward_channel<T, V, (V > 1), (V == 1)>;
-        }
-    }
-    return launch_programmatic_dependent(kernel, grid, kConvThreads, 0, forward.run.stream, params,
-                                         static_cast<int>(plan.segment), static_cast<unsigned>(plan.segments));
+    return launch_programmatic_dependent(causal_conv1d_backward_channel<T, V, kPlain>, grid, kConvThreads, 0,
+                                         forward.run.stream, params, static_cast<int>(plan.segment),
+                                         static_cast<unsigned>(plan.segments));
 }
 
 }  // namespace mamba

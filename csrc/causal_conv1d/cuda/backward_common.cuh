@@ -137,13 +137,13 @@ struct PlainOptions {
     static constexpr bool silu = true, masked = false;
 };
 
-template <bool kPlain, bool kPacked>
+template <bool kPlain>
 __device__ __forceinline__ ConvOptions conv_options(const MambaCausalConv1d& params) {
-    return {kPlain ? kConvMaxWidth : params.width, kPlain || params.silu != 0, kPacked && params.seq_idx != nullptr};
+    return {kPlain ? kConvMaxWidth : params.width, kPlain || params.silu != 0, !kPlain && params.seq_idx != nullptr};
 }
 
-inline bool is_plain_or_packed(const MambaCausalConv1dBackward& params) {
-    return is_plain_or_packed(params.forward) && params.dfinal_states == nullptr;
+inline bool is_plain(const MambaCausalConv1dBackward& params) {
+    return is_plain(params.forward) && params.dfinal_states == nullptr;
 }
 
 // g of N steps from their sums before the activation, 0 in padding, and its share of dweight and dbias.

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "causal_conv1d/cuda/forward_channel.cuh"
-#include "causal_conv1d/cuda/forward_strided.cuh"
 #include "causal_conv1d/cuda/forward_time.cuh"
 
 namespace mamba {
@@ -15,16 +14,28 @@ cudaError_t launch_conv_forward(const MambaCausalConv1d& params) {
     if (is_channel_last(params)) {
         constexpr int kVector = 4;  // more channels a thread need more registers than hide the latency
         if (can_vectorise_channels(params, x, kVector) && can_vectorise_channels(params, out, kVector)) {
-            return launch_forward_channel<T, kVector>(params);
+            if constexpr (sizeof(T) == 2) {
+                if (is_plain(params)) {
+                    return launch_forward_channel<T, kVector, true>(params);
+                }
+            }
+            return launch_forward_channel<T, kVector, false>(params);
         }
-        return launch_forward_channel<T, 1>(params);
+        return launch_forward_channel<T, 1, false>(params);
     }
     if (rows_lie_alike(params, x, x) && rows_lie_alike(params, x, out)) {
+        constexpr int V = kTimeVector<T>;
         const bool aligned = rows_are_whole_vectors(params, x);
-        return is_backwards(params) ? launch_forward_time<T, true>(params, aligned)
-                                    : launch_forward_time<T, false>(params, aligned);
+        const int slack = aligned ? 0 : V - 1;
+        const int lanes_log2 = ceil_log2(ceil_div(params.seqlen + slack, V), 0, 5);
+        if constexpr (sizeof(T) == 2) {
+            if (is_plain(params) && params.initial_states == nullptr && aligned && lanes_log2 == 5) {
+                return launch_forward_time<T, true>(params, slack, lanes_log2);
+            }
+        }
+        return launch_forward_time<T, false>(params, slack, lanes_log2);
     }
-    return launch_forward_strided<T>(params);
+    return launch_forward_channel<T, 1, false>(params);
 }
 
 }  // namespace mamba

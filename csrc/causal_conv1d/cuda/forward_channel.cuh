@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kConvThreads, kForwardChannelBlocks)
     }
 }
 
-template <typename T, int V>
+template <typename T, int V, bool kPlain>
 cudaError_t launch_forward_channel(const MambaCausalConv1d& params) {
     const int64_t vectors = ceil_div(params.dim, V);
     const DeviceLimits device(params.run.device);
@@ -146,12 +146,8 @@ cudaError_t launch_forward_channel(const MambaCausalConv1d& params) {
         conv_forward_steps(params.batch, vectors, params.seqlen, int64_t{kForwardChannelBlocks} * device.processors);
     const int64_t chunks = params.seqlen > steps ? ceil_div(params.seqlen, steps) : 1;
     const Grid grid = batch_grid(ceil_div(vectors * chunks, kConvThreads), params.batch);
-    auto kernel = causal_conv1d_forward_channel<T, V, false>;
-    if (V > 1 && is_plain(params)) {
-        kernel = causal_conv1d_forward_channel<T, V, (V > 1)>;
-    }
-    return launch_programmatic_dependent(kernel, grid, kConvThreads, 0, params.run.stream, params, steps,
-                                         static_cast<unsigned>(vectors));
+    return launch_programmatic_dependent(causal_conv1d_forward_channel<T, V, kPlain>, grid, kConvThreads, 0, params.run.stream,
+                                         params, steps, static_cast<unsigned>(vectors));
 }
 
 }  // namespace mamba

@@ -5,19 +5,23 @@
 
 namespace mamba {
 
-constexpr int kForwardTimeUnroll = 4;  // vectors in flight a lane: with 24 warps, enough to cover memory latency
+// Vectors in flight a lane: with 24 warps four are enough to cover memory latency.
+template <bool kWhole>
+constexpr int kForwardTimeUnroll = kWhole ? 4 : 2;
 
 // A group of 2^lanes_log2 lanes takes one chunk of one row, a vector of steps a lane and round. The steps before a lane's
 // own come from its neighbour's registers. `slack`: by how many steps a row's vectors may reach beyond its own length.
-// kAligned: rows begin and end at multiples of 16 bytes and fill a warp.
-template <typename T, bool kPlain, bool kAligned, bool kReverse>
+// kWhole: width 4 and silu, one sequence, no initial states, and rows that begin and end at multiples of 16 bytes and fill a
+// warp.
+template <typename T, bool kWhole>
 __global__ void __launch_bounds__(kConvThreads, 4)
     causal_conv1d_forward_time(const MambaCausalConv1d params, const int lanes_log2, const unsigned chunks, const int slack) {
     constexpr int V = kTimeVector<T>;
-    constexpr int kUnroll = kForwardTimeUnroll;
-    const int width = kPlain ? kConvMaxWidth : params.width;
-    const bool masked = !kPlain && params.seq_idx != nullptr;
-    const int lanes = kAligned ? 32 : 1 << lanes_log2;
+    constexpr int kUnroll = kForwardTimeUnroll<kWhole>;
+    const bool reverse = is_backwards(params);
+    const int width = kWhole ? kConvMaxWidth : params.width;
+    const bool masked = !kWhole && params.seq_idx != nullptr;
+    const int lanes = kWhole ? 32 : 1 << lanes_log2;
     const int lane = threadIdx.x & 31;
     const int sublane = lane & (lanes - 1);
     const bool last = sublane == lanes - 1;
@@ -25,20 +29,20 @@ __global__ void __launch_bounds__(kConvThreads, 4)
     const unsigned warp = blockIdx.x * kConvWarps + (threadIdx.x >> 5);
     const unsigned row_group = warp / chunks;
     const unsigned chunk = warp - row_group * chunks;
-    const int64_t first_channel = static_cast<int64_t>(row_group) << (kAligned ? 0 : 5 - lanes_log2);
+    const int64_t first_channel = static_cast<int64_t>(row_group) << (kWhole ? 0 : 5 - lanes_log2);
     const int64_t batch = grid_batch();
     if (first_channel >= params.dim || batch >= params.batch) {
         return;
     }
-    int64_t channel = kAligned ? first_channel : first_channel + (lane >> lanes_log2);
-    const bool active = kAligned || channel < params.dim;  // idle lanes stay for the shuffles
+    int64_t channel = kWhole ? first_channel : first_channel + (lane >> lanes_log2);
+    const bool active = kWhole || channel < params.dim;  // idle lanes stay for the shuffles
     channel = active ? channel : first_channel;
     const int64_t grid_begin = static_cast<int64_t>(chunk) * (lanes * V * kUnroll);
     const int64_t grid_left = params.seqlen + slack - grid_begin;
     const int rounds_end = static_cast<int>(grid_left < lanes * V * kUnroll ? grid_left : lanes * V * kUnroll);
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
-    const RawTaps raw_taps = load_raw_taps<kPlain>(params, channel);
+    const RawTaps raw_taps = load_raw_taps<kWhole>(params, channel);
 
     if (params.final_states != nullptr && chunk == 0 && active) {
         for (int i = sublane; i < params.width - 1; i += lanes) {
@@ -47,14 +51,14 @@ __global__ void __launch_bounds__(kConvThreads, 4)
     }
     const T* x = static_cast<const T*>(params.x) + batch * params.x_batch_stride + channel * params.x_dim_stride;
     T* out = static_cast<T*>(params.out) + batch * params.out_batch_stride + channel * params.out_dim_stride;
-    const int phase = kAligned ? 0 : row_phase<T, kReverse>(x);
+    const int phase = kWhole ? 0 : row_phase<T>(x, reverse);
     const int64_t begin = grid_begin - phase;
     // From here on steps count from `begin`; this chunk may touch first <= step < end of its vectors' steps.
     const int first = chunk == 0 ? phase : 0;
     const int64_t left = params.seqlen - begin;
     const int end = active ? static_cast<int>(left < 2 * lanes * V * kUnroll ? left : 2 * lanes * V * kUnroll) : 0;
-    x = opaque(at_step<kReverse>(x, begin));
-    out = opaque(at_step<kReverse>(out, begin));
+    x = opaque(at_step(x, begin, reverse));
+    out = opaque(at_step(out, begin, reverse));
 
     Packed<T, V> loaded[kUnroll];
     Packed<T, V> before = packed_zero<T, V>();  // the vector before the chunk, in a group's last lane
@@ -63,26 +67,26 @@ __global__ void __launch_bounds__(kConvThreads, 4)
         const int offset = (u * lanes + sublane) * V;
         loaded[u] = packed_zero<T, V>();
         if (offset >= first && offset + V <= end) {
-            loaded[u] = load_vector<kReverse>(x, offset);
+            loaded[u] = load_vector<T>(x, offset, reverse);
         }
     }
     if (last && chunk > 0 && active) {
-        before = load_vector<kReverse>(x, -V);
+        before = load_vector<T>(x, -V, reverse);
     }
-    if (!kPlain && last && chunk == 0 && active) {
+    if (!kWhole && last && chunk == 0 && active) {
         add_initial_states<T, V>(params, batch, channel, begin - V, before);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
         const int offset = (u * lanes + sublane) * V;
-        if (!kAligned && offset < end && (offset < first || offset + V > end)) {
-            loaded[u] = load_some<kReverse>(x, offset, first, end);
-            if (!kPlain) {
+        if (!kWhole && offset < end && (offset < first || offset + V > end)) {
+            loaded[u] = load_some<T>(x, offset, first, end, reverse);
+            if (!kWhole) {
                 add_initial_states<T, V>(params, batch, channel, begin + offset, loaded[u]);
             }
         }
     }
-    const ConvTaps taps = convert_taps<kPlain>(params, raw_taps);
+    const ConvTaps taps = convert_taps<kWhole>(params, raw_taps);
 
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -100,39 +104,29 @@ __global__ void __launch_bounds__(kConvThreads, 4)
             }
             float sums[V];
             convolve<V>(taps, width, inputs, masked && mask != kOneSequence<V>, mask, sums);
-            if (kPlain || params.silu) {
+            if (kWhole || params.silu) {
 #pragma unroll
                 for (int j = 0; j < V; ++j) {
                     sums[j] = silu(sums[j]);
                 }
             }
-            if (kAligned || (offset >= first && offset + V <= end)) {
-                store_vector<kReverse>(out, offset, pack<T, V>(sums));
+            if (kWhole || (offset >= first && offset + V <= end)) {
+                store_vector<T>(out, offset, reverse, pack<T, V>(sums));
             } else {
-                store_some<kReverse>(out, offset, first, end, sums);
+                store_some<T>(out, offset, first, end, reverse, sums);
             }
         }
     }
 }
 
-template <typename T, bool kReverse>
-cudaError_t launch_forward_time(const MambaCausalConv1d& params, bool aligned) {
-    constexpr int V = kTimeVector<T>;
-    const int slack = aligned ? 0 : V - 1;
-    const int lanes_log2 = ceil_log2(ceil_div(params.seqlen + slack, V), 0, 5);
-    const int64_t tile = (static_cast<int64_t>(V) << lanes_log2) * kForwardTimeUnroll;
+template <typename T, bool kWhole>
+cudaError_t launch_forward_time(const MambaCausalConv1d& params, int slack, int lanes_log2) {
+    const int64_t tile = (static_cast<int64_t>(kTimeVector<T>) << lanes_log2) * kForwardTimeUnroll<kWhole>;
     const int64_t chunks = params.seqlen + slack > tile ? ceil_div(params.seqlen + slack, tile) : 1;
     const int64_t row_groups = ceil_div(params.dim, static_cast<int64_t>(32) >> lanes_log2);
     const Grid grid = batch_grid(ceil_div(row_groups * chunks, kConvWarps), params.batch);
-    auto kernel = causal_conv1d_forward_time<T, false, false, kReverse>;
-    if (is_plain(params) && params.initial_states == nullptr) {
-        kernel = causal_conv1d_forward_time<T, true, false, kReverse>;
-        if (aligned && lanes_log2 == 5) {
-            kernel = causal_conv1d_forward_time<T, true, true, kReverse>;
-        }
-    }
-    return launch_programmatic_dependent(kernel, grid, kConvThreads, 0, params.run.stream, params, lanes_log2,
-                                         static_cast<unsigned>(chunks), slack);
+    return launch_programmatic_dependent(causal_conv1d_forward_time<T, kWhole>, grid, kConvThreads, 0, params.run.stream,
+                                         params, lanes_log2, static_cast<unsigned>(chunks), slack);
 }
 
 }  // namespace mamba

@@ -1,6 +1,6 @@
 // What the kernels with lanes along time share. A row is cut into vectors of 16 bytes at addresses that are multiples of 16,
-// wherever the row itself begins; at its two ends a vector may hold only some steps. kReverse: a row's later steps lie at lower
-// addresses. A vector is turned round in registers: in hand, its first element is always the first of its steps.
+// wherever the row itself begins; at its two ends a vector may hold only some steps. reverse: a row's later steps lie at lower
+// addresses. A vector is mirrored in registers, where its first element is always the first of its steps.
 #pragma once
 
 #include "causal_conv1d/cuda/common.cuh"
@@ -11,53 +11,46 @@ template <typename T>
 constexpr int kTimeVector = 16 / static_cast<int>(sizeof(T));
 
 // Steps between the vector boundary before a row and its first step.
-template <typename T, bool kReverse>
-__device__ __forceinline__ int row_phase(const T* row) {
+template <typename T>
+__device__ __forceinline__ int row_phase(const T* row, bool reverse) {
     const int element = static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T));
-    return (kReverse ? ~element : element) & (kTimeVector<T> - 1);
+    return (reverse ? ~element : element) & (kTimeVector<T> - 1);
 }
 
 // The address of a step that is so far behind that of `row`.
-template <bool kReverse, typename T, typename Step>
-__device__ __forceinline__ T* at_step(T* row, Step step) {
-    return kReverse ? row - step : row + step;
+template <typename T, typename Step>
+__device__ __forceinline__ T* at_step(T* row, Step step, bool reverse) {
+    return reverse ? row - step : row + step;
 }
 
+// From the order of addresses to that of steps, and back.
 template <typename T>
-__device__ __forceinline__ Packed<T, kTimeVector<T>> turned_round(const Packed<T, kTimeVector<T>>& vector) {
-    Packed<T, kTimeVector<T>> turned;
+__device__ __forceinline__ Packed<T, kTimeVector<T>> mirrored_if(bool reverse, const Packed<T, kTimeVector<T>>& vector) {
+    constexpr uint32_t kKeep = 0x3210, kMirror = sizeof(T) == 4 ? 0x7654 : 0x5476;
+    Packed<T, kTimeVector<T>> ordered;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const uint32_t word = vector.word[3 - i];
-        turned.word[i] = sizeof(T) == 4 ? word : word << 16 | word >> 16;
+        ordered.word[i] = __byte_perm(vector.word[i], vector.word[3 - i], reverse ? kMirror : kKeep);
     }
-    return turned;
+    return ordered;
 }
 
 // The vector whose first step is so far behind that of `row`.
-template <bool kReverse, typename T>
-__device__ __forceinline__ Packed<T, kTimeVector<T>> load_vector(const T* row, int offset) {
+template <typename T>
+__device__ __forceinline__ Packed<T, kTimeVector<T>> load_vector(const T* row, int offset, bool reverse) {
     constexpr int V = kTimeVector<T>;
-    if constexpr (kReverse) {
-        return turned_round<T>(packed_load<T, V>(row - offset - (V - 1)));
-    } else {
-        return packed_load<T, V>(row + offset);
-    }
+    return mirrored_if<T>(reverse, packed_load<T, V>(reverse ? row - offset - (V - 1) : row + offset));
 }
 
-template <bool kReverse, typename T>
-__device__ __forceinline__ void store_vector(T* row, int offset, const Packed<T, kTimeVector<T>>& vector) {
+template <typename T>
+__device__ __forceinline__ void store_vector(T* row, int offset, bool reverse, const Packed<T, kTimeVector<T>>& vector) {
     constexpr int V = kTimeVector<T>;
-    if constexpr (kReverse) {
-        packed_store<T, V>(row - offset - (V - 1), turned_round<T>(vector));
-    } else {
-        packed_store<T, V>(row + offset, vector);
-    }
+    packed_store<T, V>(reverse ? row - offset - (V - 1) : row + offset, mirrored_if<T>(reverse, vector));
 }
 
 // The elements first <= offset + j < end of a vector; zero elsewhere.
-template <bool kReverse, typename T>
-__device__ __forceinline__ Packed<T, kTimeVector<T>> load_some(const T* row, int offset, int first, int end) {
+template <typename T>
+__device__ __forceinline__ Packed<T, kTimeVector<T>> load_some(const T* row, int offset, int first, int end, bool reverse) {
     constexpr int V = kTimeVector<T>;
     T element[V];
     float values[V];
@@ -65,7 +58,7 @@ __device__ __forceinline__ Packed<T, kTimeVector<T>> load_some(const T* row, int
     for (int j = 0; j < V; ++j) {
         element[j] = from_float<T>(0.0f);
         if (offset + j >= first && offset + j < end) {
-            element[j] = *at_step<kReverse>(row, offset + j);
+            element[j] = *at_step(row, offset + j, reverse);
         }
     }
 #pragma unroll
@@ -75,12 +68,12 @@ __device__ __forceinline__ Packed<T, kTimeVector<T>> load_some(const T* row, int
     return pack<T, V>(values);
 }
 
-template <bool kReverse, typename T>
-__device__ __forceinline__ void store_some(T* row, int offset, int first, int end, const float* values) {
+template <typename T>
+__device__ __forceinline__ void store_some(T* row, int offset, int first, int end, bool reverse, const float* values) {
 #pragma unroll
     for (int j = 0; j < kTimeVector<T>; ++j) {
         if (offset + j >= first && offset + j < end) {
-            *at_step<kReverse>(row, offset + j) = from_float<T>(values[j]);
+            *at_step(row, offset + j, reverse) = from_float<T>(values[j]);
         }
     }
 }
