@@ -189,4 +189,41 @@ inline ConvBackwardPlan conv_backward_plan(const MambaCausalConv1d& params) {
     return conv_backward_plan_channel(batch, dim, length, 32 * 8 / dtype_size(params.dtype));
 }
 
+// ---- update ----------------------------------------------------------------------------------------------------------
+
+constexpr int kPairThreads = 128;
+constexpr int kPairEntries = 4;                                       // batch entries of a thread, where there are many
+constexpr int64_t kMostPairChannels = static_cast<int64_t>(1) << 26;  // offsets of a channel have 32 bits
+
+// Whether this is one step of four taps whose state is shifted, and pairs of channels can be moved at once everywhere but in
+// the state.
+inline bool pairs_fit(const MambaCausalConv1dUpdate& p) {
+    const int64_t size = dtype_size(p.dtype), bias_size = dtype_size(p.bias_dtype);
+    return p.seqlen == 1 && p.width == kConvMaxWidth && p.batch <= INT32_MAX && p.state_rows > 0 &&
+           p.cache_seqlens == nullptr && p.dim % 2 == 0 && p.dim <= kMostPairChannels && p.state_dtype == p.dtype &&
+           p.x_dim_stride == 1 && p.out_dim_stride == 1 &&
+           rows_aligned(p.x, size, 2 * size, used_stride(p.batch, p.x_batch_stride)) &&
+           rows_aligned(p.out, size, 2 * size, used_stride(p.batch, p.out_batch_stride)) && pointer_is_aligned(p.weight, 16) &&
+           rows_aligned(p.bias, bias_size, 2 * bias_size);
+}
+
+// A state of four steps that are neighbours: both channels' are one vector.
+inline bool pairs_fit_time_last(const MambaCausalConv1dUpdate& p) {
+    return pairs_fit(p) && p.state_len == kConvMaxWidth && p.state_len_stride == 1 && p.state_dim_stride == kConvMaxWidth &&
+           rows_aligned(p.conv_state, dtype_size(p.dtype), 16, used_stride(p.state_rows, p.state_row_stride));
+}
+
+// A state of three or four steps, whose channels are neighbours.
+inline bool pairs_fit_channel_last(const MambaCausalConv1dUpdate& p) {
+    const int64_t size = dtype_size(p.dtype);
+    return pairs_fit(p) && (p.state_len == kConvMaxWidth || p.state_len == kConvMaxWidth - 1) && p.state_dim_stride == 1 &&
+           rows_aligned(p.conv_state, size, 2 * size, used_stride(p.state_rows, p.state_row_stride), p.state_len_stride);
+}
+
+// Whether threads are enough with kPairEntries batch entries each.
+inline bool has_many_pairs(const MambaCausalConv1dUpdate& p) {
+    constexpr int64_t kManyThreads = static_cast<int64_t>(1) << 17;
+    return p.dim / 2 * ceil_div(p.batch, kPairEntries) >= kManyThreads;
+}
+
 }  // namespace mamba
