@@ -1,9 +1,14 @@
 // The causal convolution's C ABI in mamba_cuda.
 #include "causal_conv1d/check.h"
 #include "causal_conv1d/launch.h"
-#include "causal_conv1d/plan.h"
 #include "common/cuda_device.h"
 #include "common/cuda_sums.cuh"
+
+namespace mamba {
+KernelTable conv_forward_table("causal_conv1d_forward", kConvForwardKernels);
+KernelTable conv_backward_table("causal_conv1d_backward", kConvBackwardKernels);
+KernelTable conv_update_table("causal_conv1d_update", kConvUpdateKernels);
+}  // namespace mamba
 
 using namespace mamba;
 
@@ -15,8 +20,12 @@ int32_t mamba_causal_conv1d_forward(const MambaCausalConv1d* params) {
         return status;
     }
     const DeviceGuard guard(params->run.device);
-    const cudaError_t error =
-        guard.error != cudaSuccess ? guard.error : launchers_of<ConvLaunchers>(params->dtype).forward(*params);
+    const DeviceLimits device(params->run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    if (error == cudaSuccess) {
+        const int kernel = choose_kernel(conv_forward_table, kConvForwardKernels, device.major, params->dtype, *params);
+        error = launchers_of<ConvLaunchers>(params->dtype).forward(*params, kernel);
+    }
     return cuda_status(error, function, params->batch, params->dim, params->seqlen, 0);
 }
 
@@ -32,9 +41,14 @@ int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params) {
     }
     const MambaCausalConv1d& p = params->forward;
     const DeviceGuard guard(p.run.device);
+    const DeviceLimits device(p.run.device);
     const ConvBackwardPlan plan = conv_backward_plan(p);
     const ConvBackward q = conv_backward(*params, plan.slots);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : launchers_of<ConvLaunchers>(p.dtype).backward(q, plan);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    if (error == cudaSuccess) {
+        const int kernel = choose_kernel(conv_backward_table, kConvBackwardKernels, device.major, p.dtype, *params);
+        error = launchers_of<ConvLaunchers>(p.dtype).backward(q, plan, kernel);
+    }
     error = error != cudaSuccess ? error : launch_part_sums(conv_part_sums(q), p.run.stream);
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, 0);
 }
@@ -46,7 +60,11 @@ int32_t mamba_causal_conv1d_update(const MambaCausalConv1dUpdate* params) {
         return status;
     }
     const DeviceGuard guard(params->run.device);
-    const cudaError_t error =
-        guard.error != cudaSuccess ? guard.error : launchers_of<ConvLaunchers>(params->dtype).update(*params);
+    const DeviceLimits device(params->run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    if (error == cudaSuccess) {
+        const int kernel = choose_kernel(conv_update_table, kConvUpdateKernels, device.major, params->dtype, *params);
+        error = launchers_of<ConvLaunchers>(params->dtype).update(*params, kernel);
+    }
     return cuda_status(error, function, params->batch, params->dim, params->seqlen, 0);
 }

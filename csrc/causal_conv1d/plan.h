@@ -11,12 +11,6 @@ namespace mamba {
 constexpr int kConvThreads = 256;
 constexpr int kConvWarps = kConvThreads / 32;
 
-// The common case, for which kernels have a form without run-time branches: width 4, silu, one sequence. kPlain in the kernels.
-inline bool is_plain(const MambaCausalConv1d& params) {
-    return params.width == kConvMaxWidth && params.silu && params.seq_idx == nullptr &&
-           pointer_is_aligned(params.weight, kConvMaxWidth * dtype_size(params.weight_dtype));
-}
-
 // The strides and the pointer of one (B, D, L) tensor.
 struct ConvLayout {
     const void* data;
@@ -54,12 +48,40 @@ inline bool rows_lie_alike(const MambaCausalConv1d& params, const ConvLayout& re
            used_stride(params.batch, layout.batch_stride - reference.batch_stride) * size % 16 == 0;
 }
 
+inline ConvLayout conv_x(const MambaCausalConv1d& p) {
+    return {p.x, p.x_batch_stride, p.x_dim_stride, p.x_len_stride};
+}
+
 // Whether every row of x begins and ends at a multiple of 16 bytes.
 inline bool rows_are_whole_vectors(const MambaCausalConv1d& params, const ConvLayout& x) {
     const int64_t size = dtype_size(params.dtype);
     const void* const end = static_cast<const char*>(x.data) + (is_backwards(params) ? size : 0);  // one of a row's two
     return rows_aligned(end, size, 16, params.seqlen, used_stride(params.dim, x.dim_stride),
                         used_stride(params.batch, x.batch_stride));
+}
+
+// A group of 2^log2 neighbouring lanes takes a row, a vector of 16 bytes each at a time. Its vectors may reach beyond it by
+// `slack` steps.
+struct TimeLanes {
+    int log2, slack;
+};
+
+inline TimeLanes time_lanes(const MambaCausalConv1d& params) {
+    const int vector = static_cast<int>(16 / dtype_size(params.dtype));
+    const int slack = rows_are_whole_vectors(params, conv_x(params)) ? 0 : vector - 1;
+    return {ceil_log2(ceil_div(params.seqlen + slack, vector), 0, 5), slack};
+}
+
+// What most models call, for which kernels have a form without run-time branches.
+inline bool is_width4_silu(const MambaCausalConv1d& params) {
+    return params.width == kConvMaxWidth && params.silu && params.seq_idx == nullptr &&
+           pointer_is_aligned(params.weight, kConvMaxWidth * dtype_size(params.weight_dtype));
+}
+
+// Whether rows are whole vectors and fill a warp.
+inline bool rows_fill_warps(const MambaCausalConv1d& params) {
+    const TimeLanes lanes = time_lanes(params);
+    return lanes.slack == 0 && lanes.log2 == 5;
 }
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
@@ -80,6 +102,26 @@ inline int conv_forward_steps(int64_t batch, int64_t vectors, int64_t length, in
         }
     }
     return best;
+}
+
+// What the rows of kernels.h ask, in the order of their tables.
+inline bool takes_channels(const MambaCausalConv1d& p) {
+    constexpr int kVector = 4;  // more channels a thread need more registers than hide the latency
+    const ConvLayout out = {p.out, p.out_batch_stride, p.out_dim_stride, p.out_len_stride};
+    return is_channel_last(p) && can_vectorise_channels(p, conv_x(p), kVector) && can_vectorise_channels(p, out, kVector);
+}
+inline bool takes_channels_width4_silu(const MambaCausalConv1d& p) {
+    return is_width4_silu(p) && takes_channels(p);
+}
+inline bool takes_time(const MambaCausalConv1d& p) {
+    const ConvLayout x = conv_x(p), out = {p.out, p.out_batch_stride, p.out_dim_stride, p.out_len_stride};
+    return !is_channel_last(p) && rows_lie_alike(p, x, x) && rows_lie_alike(p, x, out);
+}
+inline bool takes_time_width4_silu(const MambaCausalConv1d& p) {
+    return is_width4_silu(p) && p.initial_states == nullptr && takes_time(p) && rows_fill_warps(p);
+}
+inline bool takes_any_forward(const MambaCausalConv1d&) {
+    return true;
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------------
@@ -189,6 +231,33 @@ inline ConvBackwardPlan conv_backward_plan(const MambaCausalConv1d& params) {
     return conv_backward_plan_channel(batch, dim, length, 32 * 8 / dtype_size(params.dtype));
 }
 
+inline bool takes_channels(const MambaCausalConv1dBackward& q) {
+    const MambaCausalConv1d& p = q.forward;
+    const int vector = static_cast<int>(8 / dtype_size(p.dtype));  // wider needs more registers than hide the latency
+    const ConvLayout dout = {q.dout, q.dout_batch_stride, q.dout_dim_stride, q.dout_len_stride};
+    const ConvLayout dx = {q.dx, q.dx_batch_stride, q.dx_dim_stride, q.dx_len_stride};
+    return is_channel_last(p) && can_vectorise_channels(p, conv_x(p), vector) && can_vectorise_channels(p, dout, vector) &&
+           can_vectorise_channels(p, dx, vector);
+}
+inline bool takes_channels_width4_silu(const MambaCausalConv1dBackward& q) {
+    return is_width4_silu(q.forward) && q.dfinal_states == nullptr && takes_channels(q);
+}
+inline bool takes_time(const MambaCausalConv1dBackward& q) {
+    const MambaCausalConv1d& p = q.forward;
+    const ConvLayout dout = {q.dout, q.dout_batch_stride, q.dout_dim_stride, q.dout_len_stride};
+    const ConvLayout dx = {q.dx, q.dx_batch_stride, q.dx_dim_stride, q.dx_len_stride};
+    return !is_channel_last(p) && rows_lie_alike(p, conv_x(p), conv_x(p)) && rows_lie_alike(p, conv_x(p), dout) &&
+           rows_lie_alike(p, conv_x(p), dx);
+}
+inline bool takes_time_width4_silu(const MambaCausalConv1dBackward& q) {
+    const MambaCausalConv1d& p = q.forward;
+    return is_width4_silu(p) && q.dfinal_states == nullptr && p.initial_states == nullptr && q.dinitial_states == nullptr &&
+           !is_backwards(p) && takes_time(q) && rows_fill_warps(p);
+}
+inline bool takes_any_backward(const MambaCausalConv1dBackward&) {
+    return true;
+}
+
 // ---- update ----------------------------------------------------------------------------------------------------------
 
 constexpr int kPairThreads = 128;
@@ -208,22 +277,25 @@ inline bool pairs_fit(const MambaCausalConv1dUpdate& p) {
 }
 
 // A state of four steps that are neighbours: both channels' are one vector.
-inline bool pairs_fit_time_last(const MambaCausalConv1dUpdate& p) {
+inline bool takes_pairs(const MambaCausalConv1dUpdate& p) {
     return pairs_fit(p) && p.state_len == kConvMaxWidth && p.state_len_stride == 1 && p.state_dim_stride == kConvMaxWidth &&
            rows_aligned(p.conv_state, dtype_size(p.dtype), 16, used_stride(p.state_rows, p.state_row_stride));
 }
 
 // A state of three or four steps, whose channels are neighbours.
-inline bool pairs_fit_channel_last(const MambaCausalConv1dUpdate& p) {
+inline bool takes_pairs_channel_last(const MambaCausalConv1dUpdate& p) {
     const int64_t size = dtype_size(p.dtype);
     return pairs_fit(p) && (p.state_len == kConvMaxWidth || p.state_len == kConvMaxWidth - 1) && p.state_dim_stride == 1 &&
            rows_aligned(p.conv_state, size, 2 * size, used_stride(p.state_rows, p.state_row_stride), p.state_len_stride);
 }
 
-// Whether threads are enough with kPairEntries batch entries each.
-inline bool has_many_pairs(const MambaCausalConv1dUpdate& p) {
+// The same where threads are enough with kPairEntries batch entries each.
+inline bool takes_many_pairs(const MambaCausalConv1dUpdate& p) {
     constexpr int64_t kManyThreads = static_cast<int64_t>(1) << 17;
-    return p.dim / 2 * ceil_div(p.batch, kPairEntries) >= kManyThreads;
+    return p.dim / 2 * ceil_div(p.batch, kPairEntries) >= kManyThreads && takes_pairs(p);
+}
+inline bool takes_any_update(const MambaCausalConv1dUpdate&) {
+    return true;
 }
 
 }  // namespace mamba

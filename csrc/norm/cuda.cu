@@ -4,6 +4,12 @@
 #include "norm/launch.h"
 
 namespace mamba {
+
+KernelTable norm_forward_table("norm_forward", kNormForwardKernels);
+KernelTable norm_backward_table("norm_backward", kNormBackwardKernels);
+KernelTable swiglu_forward_table("swiglu_forward", kSwigluKernels);
+KernelTable swiglu_backward_table("swiglu_backward", kSwigluKernels);
+
 namespace {
 
 // The grids have one dimension.
@@ -24,8 +30,13 @@ int32_t swiglu(const char* function, const MambaSwiglu* params, bool backward) {
         return status;
     }
     const DeviceGuard guard(params->run.device);
-    const cudaError_t error =
-        guard.error != cudaSuccess ? guard.error : launchers_of<NormLaunchers>(params->dtype).swiglu(*params, backward);
+    const DeviceLimits device(params->run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    if (error == cudaSuccess) {
+        const KernelTable& table = backward ? swiglu_backward_table : swiglu_forward_table;
+        const int kernel = choose_kernel(table, kSwigluKernels, device.major, params->dtype, *params);
+        error = launchers_of<NormLaunchers>(params->dtype).swiglu(*params, backward, kernel);
+    }
     return cuda_status(error, function, params->rows, params->width, 1, 1);
 }
 
@@ -46,8 +57,12 @@ int32_t mamba_norm_forward(const MambaNorm* params) {
         return status;
     }
     const DeviceGuard guard(params->run.device);
-    const cudaError_t error =
-        guard.error != cudaSuccess ? guard.error : launchers_of<NormLaunchers>(params->dtype).forward(*params, layout);
+    const DeviceLimits device(params->run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    if (error == cudaSuccess) {
+        const int kernel = choose_kernel(norm_forward_table, kNormForwardKernels, device.major, params->dtype, *params, layout);
+        error = launchers_of<NormLaunchers>(params->dtype).forward(*params, layout, kernel);
+    }
     return cuda_status(error, function, params->rows, params->ngroups * params->group_size, 1, 1);
 }
 
@@ -78,7 +93,11 @@ int32_t mamba_norm_backward(const MambaNormBackward* params) {
         return fail(MAMBA_ERROR_INVALID, "%s: workspace must %s NULL for %lld bytes", function,
                     plan.workspace_bytes > 0 ? "not be" : "be", static_cast<long long>(plan.workspace_bytes));
     }
-    error = error != cudaSuccess ? error : launchers_of<NormLaunchers>(p.dtype).backward(*params, plan);
+    if (error == cudaSuccess) {
+        const DeviceLimits device(p.run.device);
+        const int kernel = choose_kernel(norm_backward_table, kNormBackwardKernels, device.major, p.dtype, *params, plan);
+        error = launchers_of<NormLaunchers>(p.dtype).backward(*params, plan, kernel);
+    }
     if (error == cudaSuccess && plan.workspace_bytes > 0) {
         const float* const parts = static_cast<const float*>(params->workspace);
         const int64_t width = p.ngroups * p.group_size;

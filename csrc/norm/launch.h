@@ -1,15 +1,16 @@
 // What cuda.cu runs; cuda/f32.cu, f16.cu and bf16.cu compile it, one dtype of x each.
 #pragma once
 
-#include "norm/plan.h"
+#include "norm/kernels.h"
 
 namespace mamba {
 
+// kernel: the number of a row in the table of that direction.
 struct NormLaunchers {
-    cudaError_t (*forward)(const MambaNorm& params, const NormLayout& layout);
+    cudaError_t (*forward)(const MambaNorm& params, const NormLayout& layout, int kernel);
     // dweight and dbias remain to be added up where the plan has a workspace.
-    cudaError_t (*backward)(const MambaNormBackward& params, const NormBackwardPlan& plan);
-    cudaError_t (*swiglu)(const MambaSwiglu& params, bool backward);
+    cudaError_t (*backward)(const MambaNormBackward& params, const NormBackwardPlan& plan, int kernel);
+    cudaError_t (*swiglu)(const MambaSwiglu& params, bool backward, int kernel);
 
     template <typename T>
     static NormLaunchers of();

@@ -22,10 +22,6 @@ inline MAMBA_HOST_DEVICE NormGate norm_gate(const MambaNorm& p) {
     return p.z == nullptr ? NormGate::kNone : (p.norm_before_gate ? NormGate::kAfter : NormGate::kBefore);
 }
 
-inline bool is_gated_rms_norm(const MambaNorm& p) {
-    return norm_gate(p) == NormGate::kBefore && p.is_rms_norm && p.ngroups == 1 && p.bias == nullptr;
-}
-
 // How the kernels cut a problem into blocks of (lanes, block_rows) threads. A row here is one group of a row.
 struct NormLayout {
     int lanes;       // threads of a row: a power of two up to 32, or a multiple of 32
@@ -99,6 +95,87 @@ inline NormBackwardPlan norm_backward_plan(const MambaNorm& p) {
     const int64_t width = p.ngroups * p.group_size;
     plan.workspace_bytes = direct ? 0 : plan.slots * plan.sums * width * static_cast<int64_t>(sizeof(float));
     return plan;
+}
+
+// ---- what the rows of kernels.h ask ---------------------------------------------------------------------------------
+
+// Whether vectors of `vector` elements of every row of a tensor are aligned.
+inline bool norm_rows_aligned(const void* data, int64_t rows, int64_t row_stride, int64_t element_size, int64_t vector) {
+    const int64_t bytes = element_size * vector < 16 ? element_size * vector : 16;
+    return rows_aligned(data, element_size, bytes, used_stride(rows, row_stride));
+}
+
+// Whether the forward tensors allow vectors of so many elements.
+inline bool norm_is_aligned(const MambaNorm& p, int64_t vector) {
+    const int64_t size = dtype_size(p.dtype), other = dtype_size(p.other_dtype);
+    return p.group_size % vector == 0 && norm_rows_aligned(p.x, p.rows, p.x_row_stride, size, vector) &&
+           norm_rows_aligned(p.out, p.rows, p.out_row_stride, size, vector) &&
+           norm_rows_aligned(p.residual, p.rows, p.residual_row_stride, other, vector) &&
+           norm_rows_aligned(p.residual_out, p.rows, p.residual_out_row_stride, other, vector) &&
+           norm_rows_aligned(p.z, p.rows, p.z_row_stride, other, vector) &&
+           norm_rows_aligned(p.weight, 1, 0, dtype_size(p.weight_dtype), vector) &&
+           norm_rows_aligned(p.bias, 1, 0, dtype_size(p.bias_dtype), vector);
+}
+
+inline bool norm_backward_is_aligned(const MambaNormBackward& q, int64_t vector) {
+    const MambaNorm& p = q.forward;
+    const int64_t size = dtype_size(p.dtype), other = dtype_size(p.other_dtype);
+    return norm_is_aligned(p, vector) && norm_rows_aligned(q.dout, p.rows, q.dout_row_stride, size, vector) &&
+           norm_rows_aligned(q.dx, p.rows, q.dx_row_stride, size, vector) &&
+           norm_rows_aligned(q.dresidual_out, p.rows, q.dresidual_out_row_stride, other, vector) &&
+           norm_rows_aligned(q.dresidual, p.rows, q.dresidual_row_stride, other, vector) &&
+           norm_rows_aligned(q.dz, p.rows, q.dz_row_stride, other, vector);
+}
+
+// Whether a residual or z is float32 beside an x of 16 bits.
+inline bool has_float32_beside(const MambaNorm& p) {
+    const bool alone = p.residual == nullptr && p.residual_out == nullptr && p.z == nullptr;
+    return !alone && p.dtype != MAMBA_FLOAT32 && p.other_dtype == MAMBA_FLOAT32;
+}
+inline bool has_float32_beside(const MambaNormBackward& q) {
+    const MambaNorm& p = q.forward;
+    const bool alone = p.residual_out == nullptr && p.z == nullptr && q.dresidual_out == nullptr && q.dresidual == nullptr;
+    return !alone && p.dtype != MAMBA_FLOAT32 && p.other_dtype == MAMBA_FLOAT32;
+}
+
+inline bool has_vectors(const MambaNorm& p, const NormLayout& layout) {
+    return !layout.looped && norm_is_aligned(p, 16 / dtype_size(p.dtype));
+}
+inline bool takes_vectors(const MambaNorm& p, const NormLayout& layout) {
+    return !has_float32_beside(p) && has_vectors(p, layout);
+}
+inline bool takes_vectors_float32(const MambaNorm& p, const NormLayout& layout) {
+    return has_float32_beside(p) && has_vectors(p, layout);
+}
+inline bool takes_gated_rms_norm(const MambaNorm& p, const NormLayout& layout) {
+    return norm_gate(p) == NormGate::kBefore && p.is_rms_norm && p.ngroups == 1 && p.bias == nullptr &&
+           layout.lanes * layout.block_rows <= kNormGatedThreads && takes_vectors(p, layout);
+}
+inline bool takes_any_norm(const MambaNorm&, const NormLayout&) {
+    return true;
+}
+
+inline bool takes_tiles(const MambaNormBackward& q, const NormBackwardPlan&) {
+    return !has_float32_beside(q) && norm_backward_is_aligned(q, 16 / dtype_size(q.forward.dtype));
+}
+inline bool takes_tiles_float32(const MambaNormBackward& q, const NormBackwardPlan&) {
+    return has_float32_beside(q) && norm_backward_is_aligned(q, 16 / dtype_size(MAMBA_FLOAT32));
+}
+inline bool takes_no_gate(const MambaNormBackward& q, const NormBackwardPlan& plan) {
+    return norm_gate(q.forward) == NormGate::kNone && !plan.layout.looped && takes_tiles(q, plan);
+}
+inline bool takes_no_gate_float32(const MambaNormBackward& q, const NormBackwardPlan& plan) {
+    return norm_gate(q.forward) == NormGate::kNone && !plan.layout.looped && takes_tiles_float32(q, plan);
+}
+inline bool takes_gate_before_norm(const MambaNormBackward& q, const NormBackwardPlan& plan) {
+    return norm_gate(q.forward) == NormGate::kBefore && !plan.layout.looped && takes_tiles(q, plan);
+}
+inline bool takes_any_norm_backward(const MambaNormBackward&, const NormBackwardPlan&) {
+    return true;
+}
+
+inline bool takes_any_swiglu(const MambaSwiglu&) {
+    return true;
 }
 
 }  // namespace mamba

@@ -75,6 +75,19 @@ __device__ __forceinline__ void store_initial_gradient(const MambaCausalConv1dBa
     }
 }
 
+// The (batch, segment) items of a slot, one after the other.
+struct ConvItem {
+    int64_t batch;
+    unsigned index;  // of the segment
+
+    __device__ __forceinline__ ConvItem(unsigned slot, unsigned segments) : batch(slot / segments), index(slot % segments) {}
+    __device__ __forceinline__ void advance(unsigned slots, unsigned segments) {
+        index += slots;
+        batch += index / segments;
+        index %= segments;
+    }
+};
+
 // Partial sums of one channel: weights by lag, then the bias.
 struct ConvSums {
     float weight[kConvMaxWidth];
@@ -140,10 +153,6 @@ struct PlainOptions {
 template <bool kPlain>
 __device__ __forceinline__ ConvOptions conv_options(const MambaCausalConv1d& params) {
     return {kPlain ? kConvMaxWidth : params.width, kPlain || params.silu != 0, !kPlain && params.seq_idx != nullptr};
-}
-
-inline bool is_plain(const MambaCausalConv1dBackward& params) {
-    return is_plain(params.forward) && params.dfinal_states == nullptr;
 }
 
 // g of N steps from their sums before the activation, 0 in padding, and its share of dweight and dbias.

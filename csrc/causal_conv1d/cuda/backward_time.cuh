@@ -208,12 +208,13 @@ __global__ void __launch_bounds__(kConvThreads, kWhole ? 4 : 3)
 }
 
 template <typename T, bool kWhole>
-cudaError_t launch_backward_time(const ConvBackward& params, const ConvBackwardPlan& plan, int slack, int lanes_log2) {
+cudaError_t launch_backward_time(const ConvBackward& params, const ConvBackwardPlan& plan) {
     const MambaCausalConv1d& forward = params.forward;
-    const int64_t groups = ceil_div(forward.dim, static_cast<int64_t>(32) >> lanes_log2);
+    const TimeLanes lanes = time_lanes(forward);
+    const int64_t groups = ceil_div(forward.dim, static_cast<int64_t>(32) >> lanes.log2);
     const Grid grid(ceil_div(groups, kConvWarps), plan.slots);
-    return launch_kernel(causal_conv1d_backward_time<T, kWhole>, grid, kConvThreads, 0, forward.run.stream, params, lanes_log2,
-                         static_cast<unsigned>(plan.segment), static_cast<unsigned>(plan.segments), slack);
+    return launch_kernel(causal_conv1d_backward_time<T, kWhole>, grid, kConvThreads, 0, forward.run.stream, params, lanes.log2,
+                         static_cast<unsigned>(plan.segment), static_cast<unsigned>(plan.segments), lanes.slack);
 }
 
 }  // namespace mamba

@@ -120,13 +120,14 @@ __global__ void __launch_bounds__(kConvThreads, 4)
 }
 
 template <typename T, bool kWhole>
-cudaError_t launch_forward_time(const MambaCausalConv1d& params, int slack, int lanes_log2) {
-    const int64_t tile = (static_cast<int64_t>(kTimeVector<T>) << lanes_log2) * kForwardTimeUnroll<kWhole>;
-    const int64_t chunks = params.seqlen + slack > tile ? ceil_div(params.seqlen + slack, tile) : 1;
-    const int64_t row_groups = ceil_div(params.dim, static_cast<int64_t>(32) >> lanes_log2);
+cudaError_t launch_forward_time(const MambaCausalConv1d& params) {
+    const TimeLanes lanes = time_lanes(params);
+    const int64_t tile = (static_cast<int64_t>(kTimeVector<T>) << lanes.log2) * kForwardTimeUnroll<kWhole>;
+    const int64_t chunks = params.seqlen + lanes.slack > tile ? ceil_div(params.seqlen + lanes.slack, tile) : 1;
+    const int64_t row_groups = ceil_div(params.dim, static_cast<int64_t>(32) >> lanes.log2);
     const Grid grid = batch_grid(ceil_div(row_groups * chunks, kConvWarps), params.batch);
     return launch_programmatic_dependent(causal_conv1d_forward_time<T, kWhole>, grid, kConvThreads, 0, params.run.stream,
-                                         params, lanes_log2, static_cast<unsigned>(chunks), slack);
+                                         params, lanes.log2, static_cast<unsigned>(chunks), lanes.slack);
 }
 
 }  // namespace mamba

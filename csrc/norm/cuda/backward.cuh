@@ -1,7 +1,9 @@
 // The norm on the GPU, backward: a block walks rows of one group, so that it can add dweight and dbias up for all of them.
 #pragma once
 
+#include "common/kernel_launch.cuh"
 #include "norm/cuda/backward_gradient.cuh"
+#include "norm/kernels.h"
 
 namespace mamba {
 
@@ -168,16 +170,6 @@ __global__ void __launch_bounds__(kNormBackwardThreads, 1)
 
 // ---- host ------------------------------------------------------------------------------------------------------------
 
-inline bool norm_backward_is_aligned(const MambaNormBackward& q, int64_t vector) {
-    const MambaNorm& p = q.forward;
-    const int64_t size = dtype_size(p.dtype), other = dtype_size(p.other_dtype);
-    return norm_is_aligned(p, vector) && norm_rows_aligned(q.dout, p.rows, q.dout_row_stride, size, vector) &&
-           norm_rows_aligned(q.dx, p.rows, q.dx_row_stride, size, vector) &&
-           norm_rows_aligned(q.dresidual_out, p.rows, q.dresidual_out_row_stride, other, vector) &&
-           norm_rows_aligned(q.dresidual, p.rows, q.dresidual_row_stride, other, vector) &&
-           norm_rows_aligned(q.dz, p.rows, q.dz_row_stride, other, vector);
-}
-
 template <typename T, typename Other, int kVector, NormGate kGate, bool kLooped>
 cudaError_t launch_norm_backward_as(const MambaNormBackward& q, const NormBackwardPlan& plan) {
     const auto kernel = norm_backward_kernel<T, Other, kVector, kGate, kLooped>;
@@ -193,34 +185,26 @@ cudaError_t launch_norm_backward_as(const MambaNormBackward& q, const NormBackwa
     return launch_kernel(kernel, plan.slots * q.forward.ngroups, threads, shared_bytes, q.forward.run.stream, q, plan);
 }
 
-template <typename T, typename Other>
-cudaError_t launch_norm_backward_beside(const MambaNormBackward& q, const NormBackwardPlan& plan) {
-    constexpr int kVector = sizeof(Other) == 2 ? 8 : 4;
-    const NormGate gate = norm_gate(q.forward);
-    if (!norm_backward_is_aligned(q, kVector)) {
-        return launch_norm_backward_as<T, Other, 1, NormGate::kAny, true>(q, plan);
-    }
-    if (!plan.layout.looped && gate == NormGate::kNone) {
-        return launch_norm_backward_as<T, Other, kVector, NormGate::kNone, false>(q, plan);
-    }
-    if constexpr (sizeof(Other) == 2) {
-        if (!plan.layout.looped && gate == NormGate::kBefore) {
-            return launch_norm_backward_as<T, Other, kVector, NormGate::kBefore, false>(q, plan);
-        }
-    }
-    return launch_norm_backward_as<T, Other, kVector, NormGate::kAny, true>(q, plan);
+template <typename T, bool kFloat32Beside, int kRow>
+cudaError_t launch_norm_backward_row(const MambaNormBackward& q, const NormBackwardPlan& plan) {
+    constexpr NormBackwardKernel k = kNormBackwardKernels[kRow];
+    using Other = typename OtherOf<T, kFloat32Beside>::Type;
+    constexpr int kVector = k.vectors ? 16 / static_cast<int>(sizeof(Other)) : 1;
+    return launch_norm_backward_as<T, Other, kVector, k.gate, k.tiles>(q, plan);
 }
 
 template <typename T>
-cudaError_t launch_norm_backward(const MambaNormBackward& q, const NormBackwardPlan& plan) {
-    if constexpr (sizeof(T) == 2) {
-        const MambaNorm& p = q.forward;
-        const bool alone = p.residual_out == nullptr && p.z == nullptr && q.dresidual_out == nullptr && q.dresidual == nullptr;
-        if (alone || p.other_dtype != MAMBA_FLOAT32) {
-            return launch_norm_backward_beside<T, T>(q, plan);
+cudaError_t launch_norm_backward(const MambaNormBackward& q, const NormBackwardPlan& plan, int kernel) {
+    return launch_row<T, kNormBackwardKernels>(norm_backward_table, kernel, [&](auto row) {
+        constexpr int kRow = decltype(row)::kRow;
+        constexpr NormBeside kBeside = kNormBackwardKernels[kRow].beside;
+        if constexpr (kBeside == NormBeside::kEither) {
+            return has_float32_beside(q) ? launch_norm_backward_row<T, true, kRow>(q, plan)
+                                         : launch_norm_backward_row<T, false, kRow>(q, plan);
+        } else {
+            return launch_norm_backward_row < T, kBeside == NormBeside::kFloat32, kRow > (q, plan);
         }
-    }
-    return launch_norm_backward_beside<T, float>(q, plan);
+    });
 }
 
 }  // namespace mamba

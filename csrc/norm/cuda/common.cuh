@@ -1,10 +1,19 @@
-// What the norm's two directions share: sums over a row, a thread's part of a row, alignment.
+// What the norm's two directions share: sums over a row, a thread's part of a row.
 #pragma once
 
 #include "common/cuda_vector.cuh"
 #include "norm/plan.h"
 
 namespace mamba {
+
+template <typename T, bool kFloat32Beside>
+struct OtherOf {
+    using Type = T;
+};
+template <typename T>
+struct OtherOf<T, true> {
+    using Type = float;
+};
 
 // d silu(x) / dx, of silu(x) and sigmoid(x)
 __device__ __forceinline__ float silu_slope(float silu_x, float sigmoid_x) {
@@ -136,26 +145,6 @@ __device__ __forceinline__ void load_weights(const MambaNorm& p, int64_t column,
             load_parameter<kVector>(p.weight, column + i, p.weight_dtype, weights + v * kVector);
         }
     }
-}
-
-// ---- host ------------------------------------------------------------------------------------------------------------
-
-// Whether vectors of `vector` elements of every row of a tensor are aligned.
-inline bool norm_rows_aligned(const void* data, int64_t rows, int64_t row_stride, int64_t element_size, int64_t vector) {
-    const int64_t bytes = element_size * vector < 16 ? element_size * vector : 16;
-    return rows_aligned(data, element_size, bytes, used_stride(rows, row_stride));
-}
-
-// Whether the forward tensors allow vectors of so many elements.
-inline bool norm_is_aligned(const MambaNorm& p, int64_t vector) {
-    const int64_t size = dtype_size(p.dtype), other = dtype_size(p.other_dtype);
-    return p.group_size % vector == 0 && norm_rows_aligned(p.x, p.rows, p.x_row_stride, size, vector) &&
-           norm_rows_aligned(p.out, p.rows, p.out_row_stride, size, vector) &&
-           norm_rows_aligned(p.residual, p.rows, p.residual_row_stride, other, vector) &&
-           norm_rows_aligned(p.residual_out, p.rows, p.residual_out_row_stride, other, vector) &&
-           norm_rows_aligned(p.z, p.rows, p.z_row_stride, other, vector) &&
-           norm_rows_aligned(p.weight, 1, 0, dtype_size(p.weight_dtype), vector) &&
-           norm_rows_aligned(p.bias, 1, 0, dtype_size(p.bias_dtype), vector);
 }
 
 }  // namespace mamba

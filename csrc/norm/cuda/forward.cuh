@@ -1,7 +1,9 @@
 // The norm on the GPU, forward: each tensor is read once and written once, a row lies in registers between.
 #pragma once
 
+#include "common/kernel_launch.cuh"
 #include "norm/cuda/common.cuh"
+#include "norm/kernels.h"
 
 namespace mamba {
 
@@ -174,30 +176,26 @@ cudaError_t launch_norm_forward_as(const MambaNorm& p, const NormLayout& layout)
                                          ceil_div(p.rows * p.ngroups, layout.block_rows), threads, 0, p.run.stream, p);
 }
 
-// Vectors of 16 bytes where all tensors allow it, of a wider type two.
-template <typename T, typename Other>
-cudaError_t launch_norm_forward_beside(const MambaNorm& p, const NormLayout& layout) {
-    constexpr int kVector = 16 / static_cast<int>(sizeof(T));
-    if (layout.looped || !norm_is_aligned(p, kVector)) {
-        return launch_norm_forward_as<T, Other, 1, true, false>(p, layout);
-    }
-    if constexpr (sizeof(Other) == 2) {
-        if (is_gated_rms_norm(p) && layout.lanes * layout.block_rows <= kNormGatedThreads) {
-            return launch_norm_forward_as<T, T, kVector, false, true>(p, layout);
-        }
-    }
-    return launch_norm_forward_as<T, Other, kVector, false, false>(p, layout);
+template <typename T, bool kFloat32Beside, int kRow>
+cudaError_t launch_norm_forward_row(const MambaNorm& p, const NormLayout& layout) {
+    constexpr NormForwardKernel k = kNormForwardKernels[kRow];
+    constexpr int kVector = k.vectors ? 16 / static_cast<int>(sizeof(T)) : 1;
+    return launch_norm_forward_as<T, typename OtherOf<T, kFloat32Beside>::Type, kVector, !k.vectors, k.gated_rms_norm>(p,
+                                                                                                                       layout);
 }
 
 template <typename T>
-cudaError_t launch_norm_forward(const MambaNorm& p, const NormLayout& layout) {
-    if constexpr (sizeof(T) == 2) {
-        const bool alone = p.residual == nullptr && p.residual_out == nullptr && p.z == nullptr;
-        if (alone || p.other_dtype != MAMBA_FLOAT32) {
-            return launch_norm_forward_beside<T, T>(p, layout);
+cudaError_t launch_norm_forward(const MambaNorm& p, const NormLayout& layout, int kernel) {
+    return launch_row<T, kNormForwardKernels>(norm_forward_table, kernel, [&](auto row) {
+        constexpr int kRow = decltype(row)::kRow;
+        constexpr NormBeside kBeside = kNormForwardKernels[kRow].beside;
+        if constexpr (kBeside == NormBeside::kEither) {
+            return has_float32_beside(p) ? launch_norm_forward_row<T, true, kRow>(p, layout)
+                                         : launch_norm_forward_row<T, false, kRow>(p, layout);
+        } else {
+            return launch_norm_forward_row < T, kBeside == NormBeside::kFloat32, kRow > (p, layout);
         }
-    }
-    return launch_norm_forward_beside<T, float>(p, layout);
+    });
 }
 
 }  // namespace mamba

@@ -1,7 +1,9 @@
 // SwiGLU on the GPU, both directions: silu(x) y of the halves of a row.
 #pragma once
 
+#include "common/kernel_launch.cuh"
 #include "norm/cuda/common.cuh"
+#include "norm/kernels.h"
 
 namespace mamba {
 
@@ -63,8 +65,8 @@ __global__ void __launch_bounds__(kNormBlock) swiglu_kernel(const MambaSwiglu p,
 
 // ---- host ------------------------------------------------------------------------------------------------------------
 
-template <typename T>
-cudaError_t launch_swiglu(const MambaSwiglu& p, bool backward) {
+template <typename T, bool kBackward>
+cudaError_t launch_swiglu_as(const MambaSwiglu& p) {
     constexpr int kVector = 16 / static_cast<int>(sizeof(T));
     const int64_t size = static_cast<int64_t>(sizeof(T));
     const bool aligned = p.width % kVector == 0 && norm_rows_aligned(p.xy, p.rows, p.xy_row_stride, size, kVector) &&
@@ -75,11 +77,14 @@ cudaError_t launch_swiglu(const MambaSwiglu& p, bool backward) {
     static_assert(kNormBlock == 1 << 8, "a block holds at most 2^8 lanes");
     const dim3 threads(1u << lanes_log2, static_cast<unsigned>(kNormBlock >> lanes_log2));
     const int64_t blocks = ceil_div(p.rows, threads.y);
-    auto kernel = swiglu_kernel<T, false>;
-    if (backward) {
-        kernel = swiglu_kernel<T, true>;
-    }
-    return launch_kernel(kernel, blocks, threads, 0, p.run.stream, p, aligned);
+    return launch_kernel(swiglu_kernel<T, kBackward>, blocks, threads, 0, p.run.stream, p, aligned);
+}
+
+template <typename T>
+cudaError_t launch_swiglu(const MambaSwiglu& p, bool backward, int kernel) {
+    KernelTable& table = backward ? swiglu_backward_table : swiglu_forward_table;
+    return launch_row<T, kSwigluKernels>(
+        table, kernel, [&](auto) { return backward ? launch_swiglu_as<T, true>(p) : launch_swiglu_as<T, false>(p); });
 }
 
 }  // namespace mamba

@@ -7,7 +7,7 @@ namespace mamba {
 
 // A thread takes one (batch, channel) and reads what it needs of the state before it writes any of it.
 template <typename T>
-__global__ void __launch_bounds__(kConvThreads) causal_conv1d_update_strided(const MambaCausalConv1dUpdate params) {
+__global__ void __launch_bounds__(kConvThreads) causal_conv1d_update_any(const MambaCausalConv1dUpdate params) {
     const int64_t batch = grid_batch();
     const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (batch >= params.batch || channel >= params.dim) {
@@ -105,10 +105,10 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv1d_update_strided(con
 }
 
 template <typename T>
-cudaError_t launch_update_strided(const MambaCausalConv1dUpdate& p) {
+cudaError_t launch_update_any(const MambaCausalConv1dUpdate& p) {
     const int threads = p.dim < kConvThreads ? static_cast<int>(round_up(p.dim, 32)) : kConvThreads;
     const Grid grid = batch_grid(ceil_div(p.dim, threads), p.batch);
-    return launch_programmatic_dependent(causal_conv1d_update_strided<T>, grid, threads, 0, p.run.stream, p);
+    return launch_programmatic_dependent(causal_conv1d_update_any<T>, grid, threads, 0, p.run.stream, p);
 }
 
 }  // namespace mamba
