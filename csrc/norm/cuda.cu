@@ -51,7 +51,7 @@ int32_t mamba_norm_forward(const MambaNorm* params) {
     if (status != MAMBA_OK || params->rows == 0) {
         return status;
     }
-    const NormLayout layout = norm_layout(*params, kNormMaxThreads, kNormBlock);
+    const NormLayout layout = norm_layout(*params, 16 / dtype_size(params->dtype), kNormMaxThreads, kNormBlock);
     status = check_blocks(function, ceil_div(params->rows * params->ngroups, layout.block_rows));
     if (status != MAMBA_OK) {
         return status;

@@ -42,10 +42,10 @@ struct NormBackwardPlan {
     cudaError_t error;
 };
 
-// max_threads: of a row; block_threads: that short rows share.
-inline NormLayout norm_layout(const MambaNorm& p, int max_threads, int block_threads) {
-    // Whether vectors of four are possible; tensors that are not aligned for them take the layout as it is.
-    const int64_t elements = p.group_size % 4 == 0 ? kNormElements : kNormScalars;
+// vector: elements of an access; max_threads: of a row; block_threads: that short rows share. Tensors that are not aligned for
+// vectors take the layout as it is.
+inline NormLayout norm_layout(const MambaNorm& p, int64_t vector, int max_threads, int block_threads) {
+    const int64_t elements = p.group_size % vector == 0 ? kNormElements : kNormScalars;
     const int64_t wanted = ceil_div(p.group_size, elements);
     NormLayout layout;
     if (wanted <= 32) {
@@ -72,7 +72,7 @@ inline void share_memory(NormBackwardPlan& plan, int64_t group_size, int64_t mem
 
 inline NormBackwardPlan norm_backward_plan(const MambaNorm& p) {
     NormBackwardPlan plan;
-    plan.layout = norm_layout(p, kNormBackwardThreads, kNormBackwardThreads);
+    plan.layout = norm_layout(p, 16 / dtype_size(p.other_dtype), kNormBackwardThreads, kNormBackwardThreads);
     plan.sums = p.bias != nullptr ? 2 : 1;
     // dout, and x and z, or residual_out and dresidual_out
     plan.row_bytes = round_up(p.group_size * (dtype_size(p.dtype) + 2 * dtype_size(p.other_dtype)), 16);
