@@ -71,6 +71,35 @@ def test_backwards_in_rows_that_begin_anywhere(seqlen, first, device):
     torch.testing.assert_close(dx, dother.flip(2))
 
 
+CHANNEL_LAST_CASES = (
+    ConvCase(2, 64, 130, channel_last=True),
+    ConvCase(1, 128, 700, channel_last=True, bias=False),
+    ConvCase(2, 16, 300, seq_idx=True, channel_last=True),
+    ConvCase(2, 24, 90, initial_states=True, final_states=True, channel_last=True),
+    ConvCase(3, 12, 40, width=3, silu=False, channel_last=True),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("case", CHANNEL_LAST_CASES, ids=case_id)
+def test_gradients_whose_channels_are_neighbours_too(case, reverse, dtype, device):
+    """As in a layer, whose next operator takes rows of channels: out's gradient has the layout of x."""
+
+    def rows(function, **options):
+        def call(**arguments):
+            results = function(**arguments, **options)
+            return (results[0].mT, results[1]) if isinstance(results, tuple) else results.mT
+
+        return call
+
+    tensors = case.inputs(dtype, device)
+    found = outputs_and_gradients(rows(causal_conv1d_fn, reverse=reverse), tensors)
+    plain = outputs_and_gradients(rows(causal_conv1d_ref, reverse=reverse), tensors)
+    truth = outputs_and_gradients(rows(causal_conv1d_ref, reverse=reverse), tensors, torch.float64)
+    assert_close_to_truth(found, plain, truth)
+
+
 PADDED_CASES = [
     ConvCase(2, 24, 99, seq_idx=True),
     ConvCase(2, 8, 512, seq_idx=True),
