@@ -282,17 +282,17 @@ inline bool takes_pairs(const MambaCausalConv1dUpdate& p) {
            rows_aligned(p.conv_state, dtype_size(p.dtype), 16, used_stride(p.state_rows, p.state_row_stride));
 }
 
+// Where threads are enough with kPairEntries batch entries each, too.
+inline bool takes_many_pairs(const MambaCausalConv1dUpdate& p) {
+    constexpr int64_t kManyThreads = static_cast<int64_t>(1) << 17;
+    return p.dim / 2 * ceil_div(p.batch, kPairEntries) >= kManyThreads && takes_pairs(p);
+}
+
 // A state of three or four steps, whose channels are neighbours.
 inline bool takes_pairs_channel_last(const MambaCausalConv1dUpdate& p) {
     const int64_t size = dtype_size(p.dtype);
     return pairs_fit(p) && (p.state_len == kConvMaxWidth || p.state_len == kConvMaxWidth - 1) && p.state_dim_stride == 1 &&
            rows_aligned(p.conv_state, size, 2 * size, used_stride(p.state_rows, p.state_row_stride), p.state_len_stride);
-}
-
-// The same where threads are enough with kPairEntries batch entries each.
-inline bool takes_many_pairs(const MambaCausalConv1dUpdate& p) {
-    constexpr int64_t kManyThreads = static_cast<int64_t>(1) << 17;
-    return p.dim / 2 * ceil_div(p.batch, kPairEntries) >= kManyThreads && takes_pairs(p);
 }
 inline bool takes_any_update(const MambaCausalConv1dUpdate&) {
     return true;

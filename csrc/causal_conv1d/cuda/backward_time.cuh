@@ -68,7 +68,7 @@ struct TimeSegment {
     }
     __device__ __forceinline__ Packed<T, V> load_x(const MambaCausalConv1d& forward, int at) const {
         if (at >= readable && (kWhole || at + V <= end)) {
-            return load_vector<T>(x, at, reverse);
+            return load_vector<!kWhole, T>(x, at, reverse);
         }
         Packed<T, V> vector = kWhole ? packed_zero<T, V>() : load_some<T>(x, at, first, end, reverse);
         if (!kWhole && at >= -V && at < end) {
@@ -78,7 +78,7 @@ struct TimeSegment {
     }
     __device__ __forceinline__ Packed<T, V> load_dout(int at) const {
         if (kWhole ? at >= 0 : at >= first && at + V <= end) {
-            return load_vector<T>(dout, at, reverse);
+            return load_vector<!kWhole, T>(dout, at, reverse);
         }
         return kWhole ? packed_zero<T, V>() : load_some<T>(dout, at, first, end, reverse);
     }
@@ -140,9 +140,9 @@ __device__ __forceinline__ void store_tile(const ConvBackward& params, const Tim
     }
     if (params.add) {  // from the L2: registers are scarce
         float before[V];
-        unpack<T, V>(
-            whole ? load_vector<T>(row.dx, offset, row.reverse) : load_some<T>(row.dx, offset, row.first, row.end, row.reverse),
-            before);
+        unpack<T, V>(whole ? load_vector<!kWhole, T>(row.dx, offset, row.reverse)
+                           : load_some<T>(row.dx, offset, row.first, row.end, row.reverse),
+                     before);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
             dx[j] += before[j];
@@ -152,7 +152,7 @@ __device__ __forceinline__ void store_tile(const ConvBackward& params, const Tim
         }
     }
     if (whole) {
-        store_vector<T>(row.dx, offset, row.reverse, pack<T, V>(dx));
+        store_vector<!kWhole, T>(row.dx, offset, row.reverse, pack<T, V>(dx));
     } else {
         store_some<T>(row.dx, offset, row.first, row.end, row.reverse, dx);
     }

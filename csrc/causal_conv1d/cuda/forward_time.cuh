@@ -67,11 +67,11 @@ __global__ void __launch_bounds__(kConvThreads, 4)
         const int offset = (u * lanes + sublane) * V;
         loaded[u] = packed_zero<T, V>();
         if (offset >= first && offset + V <= end) {
-            loaded[u] = load_vector<T>(x, offset, reverse);
+            loaded[u] = load_vector<true, T>(x, offset, reverse);
         }
     }
     if (last && chunk > 0 && active) {
-        before = load_vector<T>(x, -V, reverse);
+        before = load_vector<true, T>(x, -V, reverse);
     }
     if (!kWhole && last && chunk == 0 && active) {
         add_initial_states<T, V>(params, batch, channel, begin - V, before);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kConvThreads, 4)
                 }
             }
             if (kWhole || (offset >= first && offset + V <= end)) {
-                store_vector<T>(out, offset, reverse, pack<T, V>(sums));
+                store_vector<true, T>(out, offset, reverse, pack<T, V>(sums));
             } else {
                 store_some<T>(out, offset, first, end, reverse, sums);
             }

@@ -20,7 +20,7 @@ __device__ __forceinline__ int row_phase(const T* row, bool reverse) {
 // The address of a step that is so far behind that of `row`.
 template <typename T, typename Step>
 __device__ __forceinline__ T* at_step(T* row, Step step, bool reverse) {
-    return reverse ? row - step : row + step;
+    return row + (reverse ? -step : step);
 }
 
 // From the order of addresses to that of steps, and back.
@@ -35,17 +35,28 @@ __device__ __forceinline__ Packed<T, kTimeVector<T>> mirrored_if(bool reverse, c
     return ordered;
 }
 
-// The vector whose first step is so far behind that of `row`.
-template <typename T>
+// The vector whose first step is so far behind that of `row`. kEither: reverse may be true (ptxas does not fold the
+// permutation).
+template <bool kEither, typename T>
 __device__ __forceinline__ Packed<T, kTimeVector<T>> load_vector(const T* row, int offset, bool reverse) {
     constexpr int V = kTimeVector<T>;
-    return mirrored_if<T>(reverse, packed_load<T, V>(reverse ? row - offset - (V - 1) : row + offset));
+    const Packed<T, V> vector = packed_load<T, V>(row + (reverse ? 1 - V - offset : offset));
+    if constexpr (kEither) {
+        return mirrored_if<T>(reverse, vector);
+    } else {
+        return vector;
+    }
 }
 
-template <typename T>
+template <bool kEither, typename T>
 __device__ __forceinline__ void store_vector(T* row, int offset, bool reverse, const Packed<T, kTimeVector<T>>& vector) {
     constexpr int V = kTimeVector<T>;
-    packed_store<T, V>(reverse ? row - offset - (V - 1) : row + offset, mirrored_if<T>(reverse, vector));
+    T* const at = row + (reverse ? 1 - V - offset : offset);
+    if constexpr (kEither) {
+        packed_store<T, V>(at, mirrored_if<T>(reverse, vector));
+    } else {
+        packed_store<T, V>(at, vector);
+    }
 }
 
 // The elements first <= offset + j < end of a vector; zero elsewhere.
