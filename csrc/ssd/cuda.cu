@@ -1,6 +1,9 @@
 // The C ABI of Mamba-2's scan in mamba_cuda.
 #include "ssd/check.h"
+#include "ssd/cuda/carry.cuh"
+#include "ssd/cuda/finish.cuh"
 #include "ssd/cuda/pieces.cuh"
+#include "ssd/cuda/prepare_backward.cuh"
 #include "ssd/launch.h"
 
 namespace mamba {

@@ -8,11 +8,11 @@
 
 namespace mamba {
 
-// Which of SsdLayouts (layouts.h) runs: by dstate, and in backward by the shared memory that a block may have.
-enum SsdLayoutIndex { kSsdSmall, kSsdMiddle, kSsdMiddleAhead, kSsdLarge, kSsdLittle };
+// Which kernels run: on warpgroups with up to 64 states, else by dstate up to 128 and 256 (SsdLayouts).
+enum SsdLayoutIndex { kSsdSmall, kSsdMiddle, kSsdLarge };
 
-// Shared memory a block that the backward kernels need: kSsdMiddleAhead; kSsdMiddle and kSsdSmall; the others, as all forward
-// ones but those of forward_warpgroup.cuh, fit every GPU.
+// Shared memory a block that backward kernels of 16 bits and up to 128 states need, with the next item's tiles on their way and
+// without; the others, as all forward ones but those of forward_warpgroup.cuh, fit every GPU.
 constexpr int kAheadShared = 166000;
 constexpr int kMiddleShared = 96 * 1024;
 constexpr int kEveryShared = 64 * 1024;
@@ -27,6 +27,7 @@ constexpr int kEndsASegment = 2;
 struct SsdPlan {
     SsdLayoutIndex layout;
     bool warpgroups;  // runs forward_warpgroup.cuh, or backward_warpgroup.cuh
+    bool ahead;       // backward.cuh: the next item's tiles are on their way
     int64_t steps;
     int64_t chunks;
     int64_t segments;  // parts that the walk along the length is split into, where heads are too few to fill the GPU
@@ -57,39 +58,17 @@ struct SsdSizes {
     int states, steps, rows;
 };
 
-template <class Layout>
-SsdSizes sizes_of() {
-    return {Layout::kStates, Layout::kSteps, Layout::kRows};
-}
-
 template <typename T>
 SsdSizes layout_sizes(SsdLayoutIndex layout) {
-    using Layouts = SsdLayouts<T>;
-    switch (layout) {
-        case kSsdSmall:
-            return sizes_of<typename Layouts::Small>();
-        case kSsdMiddle:
-        case kSsdMiddleAhead:
-            return sizes_of<typename Layouts::Middle>();
-        case kSsdLarge:
-            return sizes_of<typename Layouts::Large>();
-        default:
-            return sizes_of<typename Layouts::Little>();
-    }
+    using Middle = typename SsdLayouts<T>::Middle;
+    using Large = typename SsdLayouts<T>::Large;
+    return layout == kSsdLarge ? SsdSizes{Large::kStates, Large::kSteps, Large::kRows}
+                               : SsdSizes{Middle::kStates, Middle::kSteps, Middle::kRows};
 }
 
-inline SsdLayoutIndex choose_layout(const MambaSsd& p, bool backward, int shared) {
-    if (p.dstate > 128) {
-        return kSsdLarge;
-    }
-    const SsdLayoutIndex by_dstate = p.dstate <= 64 ? kSsdSmall : kSsdMiddle;
-    if (!backward || p.dtype == MAMBA_FLOAT32) {
-        return by_dstate;
-    }
-    if (shared < kMiddleShared) {
-        return kSsdLittle;
-    }
-    return by_dstate == kSsdMiddle && shared >= kAheadShared ? kSsdMiddleAhead : by_dstate;
+inline SsdLayoutIndex choose_layout(const MambaSsd& p, bool warpgroups, bool backward, int shared) {
+    const bool fits = !backward || p.dtype == MAMBA_FLOAT32 || shared >= kMiddleShared;
+    return p.dstate > 128 || !fits ? kSsdLarge : warpgroups && p.dstate <= 64 ? kSsdSmall : kSsdMiddle;
 }
 
 // Whether a call can run the warpgroup kernels on this device. Without out its alignment is no matter.
@@ -128,11 +107,8 @@ struct SsdProblem {
             return;
         }
         plan.warpgroups = choose_warpgroups(p, device, backward);
-        const bool states_alone = !backward && !out;
-        if (states_alone) {  // in one segment; else states.cuh
-            plan.warpgroups = plan.warpgroups && p.cu_seqlens == nullptr && head_blocks(p) > device.processors;
-        }
-        plan.layout = choose_layout(p, backward, device.shared);
+        plan.layout = choose_layout(p, plan.warpgroups, backward, device.shared);
+        plan.ahead = plan.layout == kSsdMiddle && p.dtype != MAMBA_FLOAT32 && device.shared >= kAheadShared;
         const SsdSizes sizes = p.dtype == MAMBA_FLOAT32 ? layout_sizes<float>(plan.layout) : layout_sizes<__half>(plan.layout);
         plan.steps = plan.warpgroups ? kWarpgroupSteps : sizes.steps;
         plan.chunks = ceil_div(p.seqlen, plan.steps);
@@ -144,9 +120,6 @@ struct SsdProblem {
             plan_backward_workspace(p, plan.warpgroups ? kForwardRows : sizes.rows, device.processors);
         } else {
             plan_forward_workspace(p, out || plan.warpgroups);
-            if (states_alone && plan.warpgroups) {
-                workspace.decays = reserve(workspace.bytes, p.batch * p.nheads * 4);
-            }
         }
     }
 

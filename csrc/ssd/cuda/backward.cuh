@@ -12,7 +12,7 @@
 
 namespace mamba {
 
-template <typename T, class Layout, bool kAhead>
+template <typename T, class Layout>
 __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const MambaSsdBackward q, const BackwardLaunch launch) {
     constexpr int kSteps = Layout::kSteps;
     constexpr int kStates = Layout::kStates;
@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
     T* const B_tile = reinterpret_cast<T*>(shared);
     T* const C_tile = B_tile + kSteps * kStride;
     T* const items_tiles = C_tile + kSteps * kStride;
-    T* const M_tile = items_tiles + (kAhead ? 2 : 1) * ItemTiles<Layout, kAhead>::kElements;
+    const bool is_ahead = launch.ahead != 0;
+    T* const M_tile = items_tiles + item_elements<Layout>(is_ahead);
     BackwardDecays<kSteps>* const decays = reinterpret_cast<BackwardDecays<kSteps>*>(M_tile + kSteps * kMStride);
     BackwardSums<Layout>& sums = *reinterpret_cast<BackwardSums<Layout>*>(decays + kDecaysKept);
 
@@ -86,10 +87,10 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         const int64_t head = group_head + (first_item + ahead) / row_tiles;
         load_steps<kSteps>(inputs, step_size(p, batch, 0, head), seq_idx, first, valid, lane);
     }
-    if (kAhead && first_item < last_item) {
+    if (is_ahead && first_item < last_item) {
         const int row0 = first_item % row_tiles * kRows;
         const int64_t head = first_item / row_tiles;
-        load_item<T, Layout, kAhead>(items_tiles, q, launch, batch, first, valid, group_head + head, row0,
+        load_item<T, Layout>(items_tiles, q, launch, batch, first, valid, group_head + head, row0,
                                      (first_state + head * launch.chunks) * state_size + row0 * p.dstate);
     }
     for (int item = first_item; item < last_item; ++item) {
@@ -103,13 +104,13 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         const T* const dstate_after = static_cast<const T*>(launch.dstates) + state_index;
         const float A = head_A(p, head);
         const BackwardDecays<kSteps>& now = decays[number % kDecaysKept];
-        T* const x_tile = items_tiles + (kAhead ? number % 2 : 0) * ItemTiles<Layout, kAhead>::kElements;
+        T* const x_tile = items_tiles + (is_ahead ? number % 2 : 0) * ItemTiles<Layout>::kElementsAhead;
         T* const dout_tile = x_tile + kSteps * kXStride;
         T* const H_tile = dout_tile + kSteps * kXStride;
-        T* const dH_tile = kAhead ? H_tile + kRows * kStride : H_tile;
+        T* const dH_tile = is_ahead ? H_tile + kRows * kStride : H_tile;
 
-        if (!kAhead) {
-            load_item<T, Layout, kAhead>(x_tile, q, launch, batch, first, valid, head, row0, state_index);
+        if (!is_ahead) {
+            load_item<T, Layout>(x_tile, q, launch, batch, first, valid, head, row0, state_index);
         }
         cp_async_commit_group();
         if (for_decays && number % kDecaysTogether == 0) {
@@ -125,10 +126,10 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         }
         cp_async_wait_group<0>();
         __syncthreads();
-        if (kAhead && item + 1 < last_item) {
+        if (is_ahead && item + 1 < last_item) {
             const int next_row0 = (item + 1) % row_tiles * kRows;
             const int64_t next = (item + 1) / row_tiles;
-            load_item<T, Layout, kAhead>(items_tiles + (number + 1) % 2 * ItemTiles<Layout, kAhead>::kElements, q, launch,
+            load_item<T, Layout>(items_tiles + (number + 1) % 2 * ItemTiles<Layout>::kElementsAhead, q, launch,
                                          batch, first, valid, group_head + next, next_row0,
                                          (first_state + next * launch.chunks) * state_size + next_row0 * p.dstate);
         }
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         }
         __syncthreads();  // M is complete; H has been read
 
-        if (!kAhead) {
+        if (!is_ahead) {
             load_tile<T, kRows, kStates, Layout::kThreads>(dH_tile, dstate_after, p.dstate, rows, dstate, launch.state_vectors);
             cp_async_commit_group();
         }
@@ -229,7 +230,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
             multiply<T, Inputs::kWide, kSteps / 16, true, false>(du, M_tile + step0, kMStride, dout_tile + input0, kXStride,
                                                                  lane);
         }
-        if (!kAhead) {
+        if (!is_ahead) {
             cp_async_wait_group<0>();
             __syncthreads();
         }

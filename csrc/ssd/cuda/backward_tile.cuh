@@ -1,8 +1,8 @@
 // What the backward kernel is made of: its tiles, how its warps share an output, and the products of a warp.
 #pragma once
 
-#include "ssd/cuda/finish.cuh"
 #include "ssd/cuda/states.cuh"
+#include "ssd/launch.h"
 
 namespace mamba {
 
@@ -74,19 +74,25 @@ struct BackwardSums {
     }
 };
 
-// The tiles of one item: x, dout, and the state before the chunk. kAhead: the gradient after the chunk has a tile of its own,
-// and there are two sets, so that the next item's are on their way; without it the gradient takes the state's place.
-template <class Layout, bool kAhead>
+// The tiles of one item: x, dout, and the state before the chunk, in whose place the gradient after the chunk comes. Or, where
+// shared memory allows, ahead: the gradient has a tile of its own, and there are two sets, so that the next item's are on their
+// way.
+template <class Layout>
 struct ItemTiles {
-    static constexpr int kElements =
-        2 * Layout::kSteps * (Layout::kRows + kTilePad) + (kAhead ? 2 : 1) * Layout::kRows * (Layout::kStates + kTilePad);
+    static constexpr int kX = Layout::kSteps * (Layout::kRows + kTilePad);
+    static constexpr int kH = Layout::kRows * (Layout::kStates + kTilePad);
+    static constexpr int kElements = 2 * kX + kH;
+    static constexpr int kElementsAhead = 2 * (kX + kH);
 };
+template <class Layout>
+__host__ __device__ constexpr int item_elements(bool ahead) {
+    return ahead ? 2 * ItemTiles<Layout>::kElementsAhead : ItemTiles<Layout>::kElements;
+}
 
-template <typename T, class Layout, bool kAhead>
-constexpr int backward_shared_bytes() {
+template <typename T, class Layout>
+constexpr int backward_shared_bytes(bool ahead) {
     constexpr int kSteps = Layout::kSteps;
-    return (2 * kSteps * (Layout::kStates + kTilePad) + (kAhead ? 2 : 1) * ItemTiles<Layout, kAhead>::kElements +
-            kSteps * (kSteps + kTilePad)) *
+    return (2 * kSteps * (Layout::kStates + kTilePad) + item_elements<Layout>(ahead) + kSteps * (kSteps + kTilePad)) *
                static_cast<int>(sizeof(T)) +
            kDecaysKept * static_cast<int>(sizeof(BackwardDecays<kSteps>)) + static_cast<int>(sizeof(BackwardSums<Layout>));
 }
@@ -265,7 +271,7 @@ __device__ __forceinline__ void store_step_gradients(float* ddt, float* dA, floa
 }
 
 // Starts to load an item's tiles into `tiles`.
-template <typename T, class Layout, bool kAhead>
+template <typename T, class Layout>
 __device__ __forceinline__ void load_item(T* tiles, const MambaSsdBackward& q, const BackwardLaunch& launch, int64_t batch,
                                           int64_t first, int valid, int64_t head, int row0, int64_t state_index) {
     constexpr int kTile = Layout::kSteps * (Layout::kRows + kTilePad);
@@ -282,7 +288,7 @@ __device__ __forceinline__ void load_item(T* tiles, const MambaSsdBackward& q, c
                                                                   q.dout_len_stride, valid, rows, launch.dout_vectors);
     load_tile<T, Layout::kRows, Layout::kStates, Layout::kThreads>(
         tiles + 2 * kTile, static_cast<const T*>(launch.states) + state_index, p.dstate, rows, dstate, launch.state_vectors);
-    if (kAhead) {
+    if (launch.ahead != 0) {
         load_tile<T, Layout::kRows, Layout::kStates, Layout::kThreads>(
             tiles + 2 * kTile + Layout::kRows * (Layout::kStates + kTilePad),
             static_cast<const T*>(launch.dstates) + state_index, p.dstate, rows, dstate, launch.state_vectors);

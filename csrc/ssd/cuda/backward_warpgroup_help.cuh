@@ -36,7 +36,7 @@ struct BackwardCopies {
                                  walk.q.dout_head_stride)) {
         const MambaSsd& p = walk.q.forward;
         const BackwardLaunch& launch = walk.launch;
-        decays = static_cast<const WarpgroupDecays*>(launch.chunk_decays) +
+        decays = static_cast<const WarpgroupDecays*>(launch.prepared.decays) +
                  (walk.batch * launch.chunks + walk.chunk) * p.nheads + walk.group_head + item.slot;
         const int64_t slot = (walk.batch * p.ngroups + walk.group) * launch.group_heads + item.slot;
         const int64_t state = ((slot * launch.row_tiles + item.tile) * launch.chunks + walk.chunk) * kSlices * Tiles::kH;

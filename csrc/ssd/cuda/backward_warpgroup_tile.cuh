@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ssd/cuda/backward_tile.cuh"
-#include "ssd/cuda/prepare_backward.cuh"
+#include "ssd/cuda/warpgroup.cuh"
 
 namespace mamba {
 
@@ -11,6 +11,7 @@ constexpr int kWarpgroupBackwardThreads = 512;
 constexpr int kHelperRegisters = 56;
 constexpr int kWalkRegisters = 152;
 static_assert(kHelperRegisters + 3 * kWalkRegisters <= 512, "a multiprocessor has 64 Ki");
+using WarpgroupDecays = BackwardDecays<kWarpgroupSteps>;
 using BlockTile = SwizzledTile<kWarpgroupSteps>;
 
 // What the gradients of a chunk's steps are made of, see store_step_gradients; and what else warpgroups pass on.

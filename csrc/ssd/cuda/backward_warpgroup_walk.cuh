@@ -81,7 +81,7 @@ struct BackwardWalk {
         griddepcontrol_wait();
         if (thread == 0) {
             constexpr int kBytes = Tiles::kB * static_cast<int>(sizeof(T));
-            const T* const C = static_cast<const T*>(launch.tiles) +
+            const T* const C = static_cast<const T*>(launch.prepared.tiles) +
                                (((batch * launch.chunks + chunk) * p.ngroups + group) * 3 + 1) * kSlices * Tiles::kB;
             mbarrier_arrive_expect_tx(shared.start_barrier, 2 * kSlices * kBytes);
             cp_async_bulk_load(shared.C, C + slice * Tiles::kB, kBytes, shared.start_barrier);

@@ -2,19 +2,10 @@
 #pragma once
 
 #include "ssd/cuda/states.cuh"
+#include "ssd/launch.h"
 
 namespace mamba {
 
-struct ForwardLaunch {
-    int64_t segments;  // that the launch has blocks for
-    int64_t chunks_a_segment;
-    float* ends;            // (ends, B, H, P, N): the state with which a segment starts, one before it; see kEndsASegment
-    float* decays;          // (ends, B, H): the product of decays up to there, for forward_warpgroup.cuh's first pass
-    const float* products;  // of ssd_products_kernel, as the next two
-    const void* tiles;
-    const void* chunk_decays;
-    int32_t x_vectors, B_vectors, C_vectors, out_vectors;  // see load_tile; not of forward_warpgroup.cuh
-};
 
 // 64 rows of one head's state, over one segment of one entry of the batch. Pointers are to the segment's sequence.
 template <typename T, int kSteps>

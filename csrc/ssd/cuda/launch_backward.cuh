@@ -5,7 +5,6 @@
 #include "ssd/cuda/launch_states.cuh"
 #ifdef MAMBA_WARPGROUPS
 #include "ssd/cuda/backward_warpgroup.cuh"
-#include "ssd/cuda/states_warpgroup.cuh"
 #endif
 
 namespace mamba {
@@ -39,6 +38,7 @@ BackwardLaunches backward_launches(const MambaSsdBackward& q, const SsdPlan& pla
     back.ends = walk.ends + ends * p.headdim * p.dstate;
     back.decays = walk.decays + ends;
     back.chunks = memory + workspace.dstates;
+    states.directions = 2;
     states.segments = plan.segments;
     states.chunks_a_segment = plan.chunks_a_segment;
 
@@ -65,7 +65,7 @@ BackwardLaunches backward_launches(const MambaSsdBackward& q, const SsdPlan& pla
 
 // For some heads of each group at a time: the states in both directions (`launch_walk`; where the length is split, first the
 // segments' ends), then the chunks (`launch_chunks`). In the end the sums over blocks.
-template <typename T, class Walk, class Chunks>
+template <class Walk, class Chunks>
 cudaError_t launch_backward_heads(const MambaSsdBackward& q, BackwardLaunches& launches, const SsdWorkspace& workspace,
                                   const Walk& launch_walk, const Chunks& launch_chunks) {
     StatesLaunch& states = launches.states;
@@ -87,28 +87,30 @@ cudaError_t launch_backward_heads(const MambaSsdBackward& q, BackwardLaunches& l
             error = launch_chunks(launches.chunks);
         }
     }
-    return error != cudaSuccess ? error : launch_finish<T>(q, launches.chunks);
+    return error != cudaSuccess ? error : launch_finish(q, launches.chunks);
 }
 
-template <typename T, class Layout, bool kAhead>
+template <typename T, class Layout>
 cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
     const MambaSsd& p = q.forward;
     BackwardLaunches launches = backward_launches<T>(q, plan, workspace);
+    launches.chunks.ahead = plan.ahead ? 1 : 0;
     launches.chunks.dx_vectors =
         rows_aligned(q.dx, sizeof(T), 8, p.headdim, q.dx_batch_stride, q.dx_len_stride, q.dx_head_stride);
-    constexpr int kShared = backward_shared_bytes<T, Layout, kAhead>();
-    constexpr int kLimit = kAhead ? kAheadShared : Layout::kWarps > 4 ? kMiddleShared : kEveryShared;
-    static_assert(kShared <= kLimit, "the plan counts on that");
-    const auto kernel = ssd_backward_kernel<T, Layout, kAhead>;
-    const cudaError_t error = allow_shared(kernel, kShared);
+    constexpr int kLimit = Layout::kWarps > 4 ? kMiddleShared : kEveryShared;
+    static_assert(backward_shared_bytes<T, Layout>(false) <= kLimit, "the plan counts on that");
+    static_assert(Layout::kWarps <= 4 || backward_shared_bytes<T, Layout>(true) <= kAheadShared, "the plan counts on that");
+    const int shared = backward_shared_bytes<T, Layout>(plan.ahead);
+    const auto kernel = ssd_backward_kernel<T, Layout>;
+    const cudaError_t error = allow_shared(kernel, shared);
     if (error != cudaSuccess) {
         return error;
     }
-    const unsigned int blocks = static_cast<unsigned int>(p.batch * plan.chunks * p.ngroups * workspace.splits);
-    return launch_backward_heads<T>(
-        q, launches, workspace, [&](const StatesLaunch& states) { return launch_states<T, Layout>(p, states, 2); },
+    const int64_t blocks = p.batch * plan.chunks * p.ngroups * workspace.splits;
+    return launch_backward_heads(
+        q, launches, workspace, [&](const StatesLaunch& states) { return launch_states<T, Layout>(p, states); },
         [&](const BackwardLaunch& launch) {
-            return launch_kernel(kernel, blocks, Layout::kThreads, kShared, p.run.stream, q, launch);
+            return launch_kernel(kernel, blocks, Layout::kThreads, shared, p.run.stream, q, launch);
         });
 }
 
@@ -120,48 +122,31 @@ cudaError_t launch_backward_warpgroups(const MambaSsdBackward& q, const SsdPlan&
     char* const memory = static_cast<char*>(p.workspace);
     BackwardLaunches launches = backward_launches<T>(q, plan, workspace);
     PrepareLaunch prepare = {};
-    prepare.tiles = memory + workspace.tiles;
-    prepare.chunk_decays = memory + workspace.chunk_decays;
-    launches.chunks.tiles = prepare.tiles;
-    launches.chunks.chunk_decays = prepare.chunk_decays;
+    prepare.prepared = {memory + workspace.tiles, 3, memory + workspace.chunk_decays, kBackwardDecaysBytes};
     prepare.chunks = plan.chunks;
+    prepare.states = kStates * kSlices;
     prepare.B_vectors = launches.chunks.B_vectors;
     prepare.C_vectors = launches.chunks.C_vectors;
+    launches.states.prepared = launches.chunks.prepared = prepare.prepared;
     launches.chunks.dx_vectors =
         rows_aligned(q.dx, sizeof(T), 16, p.headdim, q.dx_batch_stride, q.dx_len_stride, q.dx_head_stride);
 
-    constexpr int kStatesShared = StatesTiles<T, kStates>::kBytes;
     constexpr int kShared = WarpgroupBackwardShared<T, kStates, kSlices>::kBytes;
-    static_assert(2 * (kStatesShared + 1024) <= 228 * 1024 && kShared <= 227 * 1024, "two blocks and one a multiprocessor");
-    const auto states_kernel = ssd_states_warpgroup_kernel<T, kStates, kSlices>;
+    static_assert(kShared <= 227 * 1024, "one block a multiprocessor");
     const auto kernel = ssd_backward_warpgroup_kernel<T, kStates, kSlices>;
-    cudaError_t error = allow_shared(states_kernel, kStatesShared);
+    cudaError_t error = allow_shared(kernel, kShared);
     if (error == cudaSuccess) {
-        error = allow_shared(kernel, kShared);
-    }
-    const int64_t chunk_groups = p.batch * plan.chunks * p.ngroups;
-    if (error == cudaSuccess && chunk_groups > 0) {
-        constexpr int kWarps = kPrepareThreads / 32;
-        const int64_t blocks = chunk_groups + ceil_div(p.batch * plan.chunks * p.nheads, kWarps);
-        error = launch_kernel(ssd_prepare_kernel<T, kStates * kSlices>, static_cast<unsigned>(blocks), kPrepareThreads, 0,
-                              p.run.stream, p, prepare);
+        error = launch_prepare(p, prepare);
     }
     if (error != cudaSuccess) {
         return error;
     }
-    return launch_backward_heads<T>(
+    const int64_t blocks = p.batch * plan.chunks * p.ngroups * workspace.splits * kSlices;
+    return launch_backward_heads(
         q, launches, workspace,
-        [&](const StatesLaunch& states) {
-            const int64_t walked = states.ends_only ? states.segments - 1 : states.segments;
-            const int64_t blocks = p.batch * walked * 2 * states.group_heads * p.ngroups * workspace.row_tiles * kSlices;
-            const cudaError_t launched =
-                launch_programmatic_dependent(states_kernel, static_cast<unsigned>(blocks), kStatesWarpgroupThreads,
-                                              kStatesShared, p.run.stream, p, states, prepare);
-            return launched != cudaSuccess || !states.ends_only ? launched : launch_carry(p, states, 2);
-        },
+        [&](const StatesLaunch& states) { return launch_states_warpgroups<T, kStates>(p, states, kSlices); },
         [&](const BackwardLaunch& launch) {
-            return launch_programmatic_dependent(kernel, static_cast<unsigned>(chunk_groups * workspace.splits * kSlices),
-                                                 kWarpgroupBackwardThreads, kShared, p.run.stream, q, launch);
+            return launch_programmatic_dependent(kernel, blocks, kWarpgroupBackwardThreads, kShared, p.run.stream, q, launch);
         });
 }
 #endif
@@ -178,18 +163,8 @@ cudaError_t launch_ssd_backward(const MambaSsdBackward& q, const SsdPlan& plan, 
         }
     }
 #endif
-    switch (plan.layout) {
-        case kSsdSmall:
-            return launch_backward_layout<T, typename Layouts::Small, false>(q, plan, workspace);
-        case kSsdMiddle:
-            return launch_backward_layout<T, typename Layouts::Middle, false>(q, plan, workspace);
-        case kSsdMiddleAhead:
-            return launch_backward_layout<T, typename Layouts::Middle, true>(q, plan, workspace);
-        case kSsdLarge:
-            return launch_backward_layout<T, typename Layouts::Large, false>(q, plan, workspace);
-        default:
-            return launch_backward_layout<T, typename Layouts::Little, false>(q, plan, workspace);
-    }
+    return plan.layout == kSsdLarge ? launch_backward_layout<T, typename Layouts::Large>(q, plan, workspace)
+                                    : launch_backward_layout<T, typename Layouts::Middle>(q, plan, workspace);
 }
 
 }  // namespace mamba

@@ -2,7 +2,10 @@
 #pragma once
 
 #include "ssd/cuda/states.cuh"
-#include "ssd/plan.h"
+#ifdef MAMBA_WARPGROUPS
+#include "ssd/cuda/states_warpgroup.cuh"
+#endif
+#include "ssd/launch.h"
 
 namespace mamba {
 
@@ -32,39 +35,40 @@ inline StateWalk forward_walk(const MambaSsd& p, int64_t element_size) {
     return walk;
 }
 
-// Makes starts of the segments' ends, where a segment has more than one before it. directions: 1 for the forward walk alone, 2
-// for both.
-inline cudaError_t launch_carry(const MambaSsd& p, const StatesLaunch& launch, int directions) {
-    if (launch.segments <= 2) {
-        return cudaSuccess;
-    }
-    const int64_t state_size = p.headdim * p.dstate;
-    const int64_t vector = state_size % 4 == 0 ? 4 : 1;
-    const int64_t state_blocks = ceil_div(state_size / vector, kCarryThreads);
-    const int64_t blocks = state_blocks * launch.group_heads * p.ngroups * p.batch * directions;
-    auto kernel = ssd_carry_kernel<4>;
-    if (vector == 1) {
-        kernel = ssd_carry_kernel<1>;
-    }
-    return launch_programmatic_dependent(kernel, static_cast<unsigned>(blocks), kCarryThreads, 0, p.run.stream, p, launch);
-}
-
-// With ends_only also what makes starts of the ends. directions: as above.
+// With ends_only also what makes starts of the ends.
 template <typename T, class Layout>
-cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch, int directions) {
+cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch) {
     constexpr int kShared = states_shared_bytes<T, Layout>();
     static_assert(kShared <= kEveryShared, "every GPU has that");
     const auto kernel = ssd_states_kernel<T, Layout>;
-    const cudaError_t error = allow_shared(kernel, kShared);
-    if (error != cudaSuccess) {
-        return error;
+    cudaError_t error = allow_shared(kernel, kShared);
+    if (error == cudaSuccess) {
+        const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
+        const int64_t blocks = row_tiles * launch.group_heads * p.ngroups * launch.walked() * p.batch * launch.directions;
+        error = launch_kernel(kernel, blocks, kStatesThreads, kShared, p.run.stream, p, launch);
     }
-    const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
-    const int64_t walked = launch.ends_only ? launch.segments - 1 : launch.segments;
-    const int64_t blocks = row_tiles * launch.group_heads * p.ngroups * walked * p.batch * directions;
-    const cudaError_t launched =
-        launch_kernel(kernel, static_cast<unsigned>(blocks), kStatesThreads, kShared, p.run.stream, p, launch);
-    return launched != cudaSuccess || !launch.ends_only ? launched : launch_carry(p, launch, directions);
+    return error != cudaSuccess || launch.ends_only == 0 ? error : launch_carry(p, launch);
 }
+
+#ifdef MAMBA_WARPGROUPS
+// The same, on warpgroups. slices: parts of the states. p.run's device runs code for 9.0a.
+template <typename T, int kStates>
+cudaError_t launch_states_warpgroups(const MambaSsd& p, const StatesLaunch& launch, int slices) {
+    using Shared = StatesSharedMemory<T, kStates>;
+    static_assert(2 * (sizeof(Shared) + 1024) <= 228 * 1024, "two blocks a multiprocessor");
+    const auto kernel = ssd_states_warpgroup_kernel<T, kStates>;
+    cudaError_t error = allow_shared(kernel, sizeof(Shared));
+    if (error == cudaSuccess) {
+        const bool stores = launch.ends_only == 0 && launch.walks[0].chunks != nullptr;
+        const int64_t shared = stores ? static_cast<int64_t>(sizeof(Shared)) : Shared::kBytesWithoutH;
+        const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
+        const int64_t blocks =
+            p.batch * launch.walked() * launch.directions * launch.group_heads * p.ngroups * row_tiles * slices;
+        error = launch_programmatic_dependent(kernel, blocks, kStatesWarpgroupThreads, static_cast<size_t>(shared),
+                                              p.run.stream, p, launch, slices);
+    }
+    return error != cudaSuccess || launch.ends_only == 0 ? error : launch_carry(p, launch);
+}
+#endif
 
 }  // namespace mamba

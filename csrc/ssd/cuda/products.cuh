@@ -5,7 +5,7 @@
 
 #include "ssd/cuda/states.cuh"
 #include "ssd/cuda/warpgroup.cuh"
-#include "ssd/plan.h"
+#include "ssd/launch.h"
 
 namespace mamba {
 
@@ -28,14 +28,6 @@ struct ProductTiles {
     static __device__ __forceinline__ int column(int tile, int row) { return tile - row * (row + 1) / 2; }
 };
 
-struct ProductsLaunch {
-    float* products;  // (slots, G, tile, half of its columns, half of its rows, lane, 2)
-    void* tiles;      // (slots, G, 2, kSteps * kStates) of T: B as SwizzledTile, C as PairedTile; or NULL
-    void* decays;     // (slots, H) ChunkDecays, a warp each in decay_blocks() more; or NULL
-    int64_t slots;    // of chunks: chunk_slot() of the last one is below
-    int32_t B_vectors, C_vectors;
-};
-
 // Where a chunk's products lie. Packed sequences begin anywhere: an entry's chunks never reach the next entry's slots, since
 // ceil(seqlen / kSteps) <= end / kSteps - begin / kSteps + 1.
 template <int kSteps>
@@ -51,9 +43,9 @@ inline int64_t decay_blocks(const MambaSsd& p, int64_t slots) {
     return ceil_div(slots * p.nheads, kWarps);
 }
 
-template <typename T, class Layout>
-constexpr int products_shared_bytes() {
-    return 2 * Layout::kSteps * (Layout::kStates + kTilePad) * static_cast<int>(sizeof(T));
+template <typename T, int kSteps>
+constexpr int products_shared_bytes(int states) {
+    return 2 * kSteps * (states + kTilePad) * static_cast<int>(sizeof(T));
 }
 
 // Which chunk a slot holds, if any.
@@ -81,15 +73,40 @@ __device__ __forceinline__ SlotChunk chunk_of_slot(const MambaSsd& p, int64_t sl
     return found;
 }
 
-// Copies a tile of rows (PaddedTile) to memory in the order of Tile.
-template <typename T, int kRows, int kColumns, class Tile>
-__device__ __forceinline__ void copy_tile(T* to, const T* tile) {
+// Starts to copy the rows of a chunk's B or C into a tile of `pitch` elements a row, the rest of which becomes zero. vectors: as
+// for load_tile.
+template <typename T, int kSteps>
+__device__ __forceinline__ void load_rows(T* tile, const T* from, int64_t row_stride, int valid, int dstate, int states,
+                                          bool vectors) {
     constexpr int kVector = 16 / sizeof(T);
-    for (int i = threadIdx.x; i < kRows * kColumns / kVector; i += kProductsThreads) {
-        const int row = i / (kColumns / kVector);
-        const int column = i % (kColumns / kVector) * kVector;
-        *reinterpret_cast<uint4*>(to + Tile::at(row, column)) =
-            *reinterpret_cast<const uint4*>(tile + PaddedTile<kColumns>::at(row, column));
+    const int pitch = states + kTilePad;
+    const int width = vectors ? kVector : 1;
+    const int pieces = states / width;  // of a row
+    for (int i = threadIdx.x; i < kSteps * pieces; i += kProductsThreads) {
+        const int row = i / pieces;
+        const int column = (i - row * pieces) * width;
+        const bool exists = row < valid && column < dstate;
+        T* const to = tile + row * pitch + column;
+        if (vectors) {
+            cp_async<16>(to, exists ? from + row * row_stride + column : from, exists);
+        } else {
+            *to = exists ? from[row * row_stride + column] : from_float<T>(0.0f);
+        }
+    }
+}
+
+// Copies B and C to memory as forward_warpgroup.cuh wants them.
+template <typename T>
+__device__ __forceinline__ void store_tiles(T* tiles, const T* B_tile, const T* C_tile, int states) {
+    const int pieces = states / 8;
+    for (int i = threadIdx.x; i < kWarpgroupSteps * pieces; i += kProductsThreads) {
+        const int row = i / pieces;
+        const int column = (i - row * pieces) * 8;
+        const int from = row * (states + kTilePad) + column;
+        T* const C = tiles + kWarpgroupSteps * states;
+        *reinterpret_cast<uint4*>(tiles + SwizzledTile<kWarpgroupSteps>::at(row, column)) =
+            *reinterpret_cast<const uint4*>(B_tile + from);
+        *reinterpret_cast<uint4*>(C + PairedTile::at(row, column)) = *reinterpret_cast<const uint4*>(C_tile + from);
     }
 }
 
@@ -108,22 +125,21 @@ __device__ __forceinline__ void store_decays(const MambaSsd& p, const ProductsLa
         StepInputs<kSteps> inputs;
         load_steps<kSteps>(inputs, size, seq_idx, found.chunk * kSteps, steps_in<kSteps>(found.range.seqlen, found.chunk),
                            lane);
-        chunk_decays<kSteps>(static_cast<ChunkDecays<kSteps>*>(launch.decays)[index], inputs, size, head_A(p, head), lane);
+        chunk_decays<kSteps>(static_cast<ChunkDecays<kSteps>*>(launch.prepared.decays)[index], inputs, size, head_A(p, head), lane);
     }
 }
 
-template <typename T, class Layout>
+template <typename T, int kSteps>
 __global__ void __launch_bounds__(kProductsThreads) ssd_products_kernel(const MambaSsd p, const ProductsLaunch launch) {
-    constexpr int kSteps = Layout::kSteps;
-    constexpr int kStates = Layout::kStates;
-    constexpr int kStride = kStates + kTilePad;
     using Tiles = ProductTiles<kSteps>;
     MAMBA_DYNAMIC_SHARED(16, unsigned char, shared);
+    const int states = launch.states;
+    const int pitch = states + kTilePad;
     T* const B_tile = reinterpret_cast<T*>(shared);
-    T* const C_tile = B_tile + kSteps * kStride;
+    T* const C_tile = B_tile + kSteps * pitch;
 
     const int lane = threadIdx.x % 32;
-    constexpr bool kForWarpgroups = sizeof(T) == 2 && kSteps == 8 * kStepGroups;
+    constexpr bool kForWarpgroups = sizeof(T) == 2 && kSteps == kWarpgroupSteps;
     if constexpr (kForWarpgroups) {
         const int64_t product_blocks = launch.slots * p.ngroups;
         if (blockIdx.x >= product_blocks) {
@@ -137,25 +153,22 @@ __global__ void __launch_bounds__(kProductsThreads) ssd_products_kernel(const Ma
     if (!found.exists) {
         return;
     }
-    const SequenceRange& range = found.range;
-    const int valid = steps_in<kSteps>(range.seqlen, found.chunk);
+    const int64_t row = found.range.row;
+    const int valid = steps_in<kSteps>(found.range.seqlen, found.chunk);
     const int dstate = static_cast<int>(p.dstate);
-    const int64_t step = range.begin + found.chunk * kSteps;
-    load_tile<T, kSteps, kStates, kProductsThreads>(
-        B_tile, static_cast<const T*>(p.B) + range.row * p.B_batch_stride + step * p.B_len_stride + group * p.B_group_stride,
-        p.B_len_stride, valid, dstate, launch.B_vectors);
-    load_tile<T, kSteps, kStates, kProductsThreads>(
-        C_tile, static_cast<const T*>(p.C) + range.row * p.C_batch_stride + step * p.C_len_stride + group * p.C_group_stride,
-        p.C_len_stride, valid, dstate, launch.C_vectors);
+    const int64_t step = found.range.begin + found.chunk * kSteps;
+    const T* const B = static_cast<const T*>(p.B) + row * p.B_batch_stride + step * p.B_len_stride + group * p.B_group_stride;
+    const T* const C = static_cast<const T*>(p.C) + row * p.C_batch_stride + step * p.C_len_stride + group * p.C_group_stride;
+    load_rows<T, kSteps>(B_tile, B, p.B_len_stride, valid, dstate, states, launch.B_vectors != 0);
+    load_rows<T, kSteps>(C_tile, C, p.C_len_stride, valid, dstate, states, launch.C_vectors != 0);
     cp_async_commit_group();
     cp_async_wait_group<0>();
     __syncthreads();
 
     if constexpr (kForWarpgroups) {
-        if (launch.tiles != nullptr) {
-            T* const tiles = static_cast<T*>(launch.tiles) + (slot * p.ngroups + group) * 2 * kSteps * kStates;
-            copy_tile<T, kSteps, kStates, SwizzledTile<kSteps>>(tiles, B_tile);
-            copy_tile<T, kSteps, kStates, PairedTile>(tiles + kSteps * kStates, C_tile);
+        if (launch.prepared.tiles != nullptr) {
+            store_tiles<T>(static_cast<T*>(launch.prepared.tiles) + (slot * p.ngroups + group) * 2 * kSteps * states, B_tile,
+                           C_tile, states);
         }
     }
     float* const products = launch.products + (slot * p.ngroups + group) * Tiles::kSize;
@@ -167,14 +180,17 @@ __global__ void __launch_bounds__(kProductsThreads) ssd_products_kernel(const Ma
         for (int k = 0; k < 4; ++k) {
             sum[k][0] = sum[k][1] = sum[k][2] = sum[k][3] = 0.0f;
         }
+#pragma unroll 2
+        for (int column = 0; column < states; column += 32) {
 #pragma unroll
-        for (int k = 0; k < kStates / 16; ++k) {
-            Operand<T> a;
-            Operand<T> b;
-            load_a<T>(a, C_tile + 16 * i * kStride + 16 * k, kStride, lane);
-            load_b<T>(b, B_tile + 16 * j * kStride + 16 * k, kStride, lane);
-            multiply_add<T>(sum[k % 2], a, b, 0);
-            multiply_add<T>(sum[2 + k % 2], a, b, 1);
+            for (int k = 0; k < 2; ++k) {
+                Operand<T> a;
+                Operand<T> b;
+                load_a<T>(a, C_tile + 16 * i * pitch + column + 16 * k, pitch, lane);
+                load_b<T>(b, B_tile + 16 * j * pitch + column + 16 * k, pitch, lane);
+                multiply_add<T>(sum[k], a, b, 0);
+                multiply_add<T>(sum[2 + k], a, b, 1);
+            }
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

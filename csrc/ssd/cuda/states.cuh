@@ -3,31 +3,9 @@
 #pragma once
 
 #include "ssd/cuda/chunk_tile.cuh"
+#include "ssd/launch.h"
 
 namespace mamba {
-
-// One direction of the walk.
-struct StateWalk {
-    const void* x;  // (B, L, H, P): x, or dout for the gradient
-    const void* B;  // (B, L, G, N): B, or C for the gradient
-    int64_t x_batch_stride, x_len_stride, x_head_stride;
-    int64_t B_batch_stride, B_len_stride, B_group_stride;
-    int32_t x_vectors, B_vectors;
-    const float* first;  // (B, H, P, N): state that the walk starts from, or NULL
-    float* last;         // (B, H, P, N): state at its end, or NULL
-    float* ends;         // (segments - 1, B, H, P, N): each segment's state at its end from zero; float32
-    float* decays;       // (segments - 1, B, H): the product of its decays
-    void* chunks;        // (B, heads of this launch, chunks, P, N) of T: state at each chunk's start in walking order, or NULL
-};
-
-struct StatesLaunch {
-    StateWalk walks[2];   // forward, and from the end
-    int64_t first_head;   // of those in each group that this launch takes
-    int64_t group_heads;  // how many of each group it takes
-    int64_t segments;     // parts of the walk
-    int64_t chunks_a_segment;
-    int32_t ends_only;  // the first pass: ends and decays of all segments but the last
-};
 
 // Eight warps: 16 rows and half of the states each.
 constexpr int kStatesThreads = 256;
@@ -85,7 +63,7 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
     const int warp = threadIdx.x / 32;
     const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
     const int64_t heads = launch.group_heads * p.ngroups;
-    const int64_t walked = launch.ends_only ? launch.segments - 1 : launch.segments;
+    const int64_t walked = launch.ends_only != 0 ? launch.segments - 1 : launch.segments;
     int64_t block = blockIdx.x;
     const int row0 = static_cast<int>(block % row_tiles) * kForwardRows;
     block /= row_tiles;
@@ -205,65 +183,6 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
         }
     } else if (walk.last != nullptr && segment == launch.segments - 1) {
         store_state<kColumns>(walk.last + state_index, state, row, rows, column, dstate, lane);
-    }
-}
-
-constexpr int kCarryThreads = 256;
-constexpr int kCarryAtOnce = 8;  // segments whose reads are under way together
-
-// Between the two passes: from each segment's state at its end from zero to the state that the next one starts from. kVector:
-// elements of a state that a thread takes.
-template <int kVector>
-__global__ void __launch_bounds__(kCarryThreads) ssd_carry_kernel(const MambaSsd p, const StatesLaunch launch) {
-    griddepcontrol_launch_dependents();
-    griddepcontrol_wait();
-    const uint32_t state_size = static_cast<uint32_t>(p.headdim * p.dstate);
-    const uint32_t blocks = ceil_div(state_size / kVector, kCarryThreads);
-    const uint32_t group_heads = static_cast<uint32_t>(launch.group_heads);
-    const uint32_t heads = group_heads * static_cast<uint32_t>(p.ngroups);
-    const uint32_t batches = static_cast<uint32_t>(p.batch);
-    uint32_t block = blockIdx.x;
-    const uint32_t element = (block % blocks * kCarryThreads + threadIdx.x) * kVector;
-    block /= blocks;
-    const uint32_t slot = block % heads;
-    block /= heads;
-    const StateWalk& walk = launch.walks[block / batches];
-    const int64_t head =
-        static_cast<int64_t>(slot / group_heads) * (p.nheads / p.ngroups) + launch.first_head + slot % group_heads;
-    if (element >= state_size) {
-        return;
-    }
-    const int64_t row = block % batches * p.nheads + head;
-    const int64_t rows = p.batch * p.nheads;  // of a segment
-    float* at = walk.ends + row * state_size + element;
-    const float* decay_at = walk.decays + row;
-    const int64_t step = rows * state_size;
-    float state[kVector];
-    unpack<float, kVector>(packed_load<float, kVector>(at), state);
-    for (int left = static_cast<int>(launch.segments) - 2; left > 0; left -= kCarryAtOnce) {
-        float decay[kCarryAtOnce];
-        Packed<float, kVector> end[kCarryAtOnce];
-#pragma unroll
-        for (int i = 0; i < kCarryAtOnce; ++i) {
-            if (i < left) {
-                decay[i] = decay_at[(i + 1) * rows];
-                end[i] = packed_load<float, kVector>(at + (i + 1) * step);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kCarryAtOnce; ++i) {
-            if (i < left) {
-                float values[kVector];
-                unpack<float, kVector>(end[i], values);
-#pragma unroll
-                for (int k = 0; k < kVector; ++k) {
-                    state[k] = fmaf(decay[i], state[k], values[k]);
-                }
-                packed_store<float, kVector>(at + (i + 1) * step, pack<float, kVector>(state));
-            }
-        }
-        at += kCarryAtOnce * step;
-        decay_at += kCarryAtOnce * rows;
     }
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ssd/cuda/tensor_core.cuh"
+#include "ssd/layouts.h"
 
 namespace mamba {
 
@@ -41,6 +42,47 @@ struct PairedTile {
         return SwizzledTile<8 * kStepGroups>::at(8 * place_of_group(row / 8) + row % 8, column);
     }
 };
+
+static_assert(kWarpgroupSteps == 8 * kStepGroups, "PairedTile has a chunk's steps");
+
+// Where a thread's first piece of a chunk's rows lies, for load_swizzled.
+template <typename T>
+__device__ __forceinline__ const T* first_piece(const T* rows, int64_t row_stride, int thread) {
+    return rows + thread / 8 * row_stride + thread % 8 * 8;
+}
+
+// Starts to copy a chunk's `valid` steps of 64 columns, of which `columns` exist, into a SwizzledTile; the rest becomes zero.
+// at: first_piece of them.
+template <typename T, int kThreads>
+__device__ __forceinline__ void load_swizzled(T* tile, const T* at, int64_t row_stride, int valid, int columns, bool vectors,
+                                              int thread) {
+    constexpr int kTogether = kThreads / 8;  // rows
+    static_assert(kTogether % 8 == 0, "then rows of a thread lie equally far from each other");
+    const int row = thread / 8;
+    const int column = thread % 8 * 8;
+    T* const to = tile + SwizzledTile<kWarpgroupSteps>::at(row, column);
+    if (vectors && valid == kWarpgroupSteps && columns >= 64) {  // most tiles: without a branch or a choice
+#pragma unroll
+        for (int i = 0; i < kWarpgroupSteps; i += kTogether) {
+            cp_async<16>(to + i * 64, at, true);
+            at += kTogether * row_stride;
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kWarpgroupSteps; i += kTogether) {
+        const int count = row + i < valid ? columns - column : 0;
+        if (vectors) {
+            cp_async<16>(to + i * 64, at, count > 0);
+        } else {
+#pragma unroll 1
+            for (int j = 0; j < 8; ++j) {
+                to[i * 64 + j] = j < count ? at[j] : from_float<T>(0.0f);
+            }
+        }
+        at += kTogether * row_stride;
+    }
+}
 
 // Descriptors count in 16 bytes: a block of 64 columns of a tile of 64 rows, and 16 rows or 16 columns of it.
 constexpr int kBlock = 64 * 8;
