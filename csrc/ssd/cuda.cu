@@ -7,6 +7,10 @@
 #include "ssd/launch.h"
 
 namespace mamba {
+
+KernelTable ssd_forward_table("ssd_forward", kSsdForwardKernels);
+KernelTable ssd_backward_table("ssd_backward", kSsdBackwardKernels);
+
 namespace {
 
 // The grids are one-dimensional.

@@ -1,33 +1,24 @@
 // How Mamba-2's scan runs on CUDA: layout, segments of the length and workspace.
 #pragma once
 
-#include "common/alignment.h"
-#include "common/cuda_device.h"
 #include "common/integers.h"
+#include "ssd/kernels.h"
 #include "ssd/layouts.h"
 
 namespace mamba {
 
-// Which kernels run: on warpgroups with up to 64 states, else by dstate up to 128 and 256 (SsdLayouts).
-enum SsdLayoutIndex { kSsdSmall, kSsdMiddle, kSsdLarge };
-
-// Shared memory a block that backward kernels of 16 bits and up to 128 states need, with the next item's tiles on their way and
-// without; the others, as all forward ones but those of forward_warpgroup.cuh, fit every GPU.
-constexpr int kAheadShared = 166000;
-constexpr int kMiddleShared = 96 * 1024;
-constexpr int kEveryShared = 64 * 1024;
-// With that much (9.0 and 10.x) a multiprocessor holds four forward blocks, see forward_blocks.
+// With that much (9.0 and 10.x) a multiprocessor holds four blocks of the forward kernels without warpgroups, see
+// forward_blocks.
 constexpr int kRoomyShared = 200 * 1024;
 
 // forward_warpgroup.cuh finds the state at so many places of each segment's length: the pass that does so would not fill the
 // GPU with segments as long as those of the results.
 constexpr int kEndsASegment = 2;
 
-// The layout's sizes and what follows from them.
+// Which row of the table runs, and what follows from its sizes.
 struct SsdPlan {
-    SsdLayoutIndex layout;
-    bool warpgroups;  // runs forward_warpgroup.cuh, or backward_warpgroup.cuh
-    bool ahead;       // backward.cuh: the next item's tiles are on their way
+    int32_t kernel;  // of kSsdForwardKernels or kSsdBackwardKernels
+    bool ahead;      // backward.cuh: the next item's tiles are on their way
     int64_t steps;
     int64_t chunks;
     int64_t segments;  // parts that the walk along the length is split into, where heads are too few to fill the GPU
@@ -54,39 +45,6 @@ constexpr int64_t kBackwardDecaysBytes = 2064;
 constexpr int64_t kStatesBudget = int64_t{256} << 20;
 constexpr int64_t kLeastStatesBudget = int64_t{64} << 20;
 
-struct SsdSizes {
-    int states, steps, rows;
-};
-
-template <typename T>
-SsdSizes layout_sizes(SsdLayoutIndex layout) {
-    using Middle = typename SsdLayouts<T>::Middle;
-    using Large = typename SsdLayouts<T>::Large;
-    return layout == kSsdLarge ? SsdSizes{Large::kStates, Large::kSteps, Large::kRows}
-                               : SsdSizes{Middle::kStates, Middle::kSteps, Middle::kRows};
-}
-
-inline SsdLayoutIndex choose_layout(const MambaSsd& p, bool warpgroups, bool backward, int shared) {
-    const bool fits = !backward || p.dtype == MAMBA_FLOAT32 || shared >= kMiddleShared;
-    return p.dstate > 128 || !fits ? kSsdLarge : warpgroups && p.dstate <= 64 ? kSsdSmall : kSsdMiddle;
-}
-
-// Whether a call can run the warpgroup kernels on this device. Without out its alignment is no matter.
-inline bool choose_warpgroups([[maybe_unused]] const MambaSsd& p, [[maybe_unused]] const DeviceLimits& device,
-                              [[maybe_unused]] bool backward) {
-#ifdef MAMBA_WARPGROUPS
-    const int64_t size = dtype_size(p.dtype);
-    bool warpgroups = p.dtype != MAMBA_FLOAT32 && device.major == 9;  // 9.0 is the only one
-    if (!backward) {
-        warpgroups = warpgroups && rows_aligned(p.x, size, 16, p.headdim, p.x_batch_stride, p.x_len_stride, p.x_head_stride) &&
-                     rows_aligned(p.out, size, 16, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride);
-    }
-    return warpgroups;
-#else
-    return false;
-#endif
-}
-
 // Room for `bytes` more, at a multiple of 256.
 inline int64_t reserve(int64_t& total, int64_t bytes) {
     const int64_t at = total;
@@ -106,31 +64,33 @@ struct SsdProblem {
         if (error != cudaSuccess) {
             return;
         }
-        plan.warpgroups = choose_warpgroups(p, device, backward);
-        plan.layout = choose_layout(p, plan.warpgroups, backward, device.shared);
-        plan.ahead = plan.layout == kSsdMiddle && p.dtype != MAMBA_FLOAT32 && device.shared >= kAheadShared;
-        const SsdSizes sizes = p.dtype == MAMBA_FLOAT32 ? layout_sizes<float>(plan.layout) : layout_sizes<__half>(plan.layout);
-        plan.steps = plan.warpgroups ? kWarpgroupSteps : sizes.steps;
+        plan.kernel = backward ? choose_kernel(ssd_backward_table, kSsdBackwardKernels, device.major, p.dtype, p, device)
+                               : choose_kernel(ssd_forward_table, kSsdForwardKernels, device.major, p.dtype, p, device);
+        if (plan.kernel < 0) {
+            error = cudaErrorInvalidDeviceFunction;  // the general rows are switched off
+            return;
+        }
+        const SsdKernel& row = backward ? kSsdBackwardKernels[plan.kernel] : kSsdForwardKernels[plan.kernel];
+        plan.ahead = row.shared_ahead != 0 && device.shared >= row.shared_ahead;
+        plan.steps = row.steps;
         plan.chunks = ceil_div(p.seqlen, plan.steps);
-        forward_warpgroups = !backward && plan.warpgroups;
-        const bool four = !backward && out && !plan.warpgroups && device.shared >= kRoomyShared;  // blocks a multiprocessor
-        plan_segments(p, (four ? 4 : 2) * device.processors);
-        plan_ends(p, backward);
+        const int64_t ends_a_segment = !backward && row.on_warpgroups() ? kEndsASegment : 1;
+        const bool four = !backward && out && !row.on_warpgroups() && device.shared >= kRoomyShared;  // blocks a multiprocessor
+        plan_segments(p, (four ? 4 : 2) * device.processors, ends_a_segment);
+        plan_ends(p, ends_a_segment * (backward ? 2 : 1));
         if (backward) {
-            plan_backward_workspace(p, plan.warpgroups ? kForwardRows : sizes.rows, device.processors);
+            plan_backward_workspace(p, row, device.processors);
         } else {
-            plan_forward_workspace(p, out || plan.warpgroups);
+            plan_forward_workspace(p, row, out);
         }
     }
 
  private:
-    bool forward_warpgroups = false;
-
     // That a walk along a whole length has.
     static int64_t head_blocks(const MambaSsd& p) { return p.batch * p.nheads * ceil_div(p.headdim, kForwardRows); }
 
     // Splits the length where the forward kernels have less than half of the blocks that are wanted.
-    void plan_segments(const MambaSsd& p, int64_t wanted) {
+    void plan_segments(const MambaSsd& p, int64_t wanted, int64_t ends_a_segment) {
         const int64_t blocks = head_blocks(p);
         plan.segments = 1;
         if (p.cu_seqlens == nullptr && blocks > 0 && 2 * blocks <= wanted) {
@@ -138,39 +98,35 @@ struct SsdProblem {
             const int64_t segments = wanted / blocks < most ? wanted / blocks : most;
             plan.segments = segments > 1 ? segments : 1;
         }
-        plan.chunks_a_segment = round_up(ceil_div(plan.chunks, plan.segments), ends_a_segment());
+        plan.chunks_a_segment = round_up(ceil_div(plan.chunks, plan.segments), ends_a_segment);
         if (plan.chunks_a_segment > 0) {
             plan.segments = ceil_div(plan.chunks, plan.chunks_a_segment);  // none is empty
         }
     }
 
-    int64_t warpgroup_states() const { return plan.layout == kSsdSmall ? 64 : plan.layout == kSsdLarge ? 256 : 128; }
-    int64_t ends_a_segment() const { return forward_warpgroups ? kEndsASegment : 1; }
-
-    void plan_ends(const MambaSsd& p, bool backward) {
-        const int64_t ends = (plan.segments - 1) * ends_a_segment() * p.batch * p.nheads * (backward ? 2 : 1);
-        workspace.ends = reserve(workspace.bytes, ends * p.headdim * p.dstate * 4);
-        workspace.decays = reserve(workspace.bytes, ends * 4);
+    // ends: of a segment, in all directions.
+    void plan_ends(const MambaSsd& p, int64_t ends) {
+        const int64_t rows = (plan.segments - 1) * ends * p.batch * p.nheads;
+        workspace.ends = reserve(workspace.bytes, rows * p.headdim * p.dstate * 4);
+        workspace.decays = reserve(workspace.bytes, rows * 4);
     }
 
-    // products: there is a pass of ssd_products_kernel.
-    void plan_forward_workspace(const MambaSsd& p, bool products) {
+    void plan_forward_workspace(const MambaSsd& p, const SsdKernel& row, bool out) {
         int64_t& total = workspace.bytes;
-        if (products) {
+        if (out || row.on_warpgroups()) {  // there is a pass of ssd_products_kernel
             plan.slots = p.cu_seqlens == nullptr ? p.batch * plan.chunks : p.seqlen / plan.steps + p.batch;
             const int64_t tiles = plan.steps / 16 * (plan.steps / 16 + 1) / 2;
             workspace.products = reserve(total, plan.slots * p.ngroups * tiles * 256 * 4);
         }
-        if (plan.warpgroups) {
-            const int64_t states = warpgroup_states();
-            workspace.tiles = reserve(total, plan.slots * p.ngroups * 2 * plan.steps * states * dtype_size(p.dtype));
+        if (row.on_warpgroups()) {
+            workspace.tiles = reserve(total, plan.slots * p.ngroups * 2 * plan.steps * row.states * dtype_size(p.dtype));
             workspace.chunk_decays = reserve(total, plan.slots * p.nheads * kChunkDecaysBytes);
         }
     }
 
     // Blocks that share the items of a chunk and group.
-    int64_t choose_splits(int64_t chunk_groups, int64_t items, int64_t processors) const {
-        if (chunk_groups == 0 || !plan.warpgroups) {
+    int64_t choose_splits(int64_t chunk_groups, int64_t items, int64_t processors, bool on_warpgroups) const {
+        if (chunk_groups == 0 || !on_warpgroups) {
             const int64_t fill = chunk_groups > 0 ? ceil_div(4 * processors, chunk_groups) : 1;
             return fill < items ? fill : items;
         }
@@ -189,17 +145,17 @@ struct SsdProblem {
         return best;
     }
 
-    // rows: of headdim, that a backward block takes.
-    void plan_backward_workspace(const MambaSsd& p, int rows, int64_t processors) {
-        workspace.row_tiles = ceil_div(p.headdim, rows);
-        const int64_t states = plan.warpgroups ? warpgroup_states() : p.dstate;
-        const int64_t state_rows = plan.warpgroups ? workspace.row_tiles * rows : p.headdim;
+    void plan_backward_workspace(const MambaSsd& p, const SsdKernel& row, int64_t processors) {
+        const bool on_warpgroups = row.on_warpgroups();
+        workspace.row_tiles = ceil_div(p.headdim, row.rows);
+        const int64_t states = on_warpgroups ? row.states : p.dstate;
+        const int64_t state_rows = on_warpgroups ? workspace.row_tiles * row.rows : p.headdim;
         const int64_t size = dtype_size(p.dtype);
-        workspace.slices = states > 128 && plan.warpgroups ? 2 : 1;
+        workspace.slices = row.slices();
         const int64_t head_states = p.batch * p.ngroups * plan.chunks * state_rows * states * size;
         const int64_t heads_of_group = p.nheads / p.ngroups;
         const int64_t twice_x = 2 * p.batch * p.seqlen * p.nheads * p.headdim * size;
-        const int64_t budget = !plan.warpgroups ? kStatesBudget : twice_x > kLeastStatesBudget ? twice_x : kLeastStatesBudget;
+        const int64_t budget = !on_warpgroups ? kStatesBudget : twice_x > kLeastStatesBudget ? twice_x : kLeastStatesBudget;
         workspace.group_heads = heads_of_group;
         if (2 * head_states * heads_of_group > budget) {
             const int64_t fit = budget / (2 * head_states);
@@ -211,9 +167,9 @@ struct SsdProblem {
         const int64_t last_heads =
             heads_of_group - (ceil_div(heads_of_group, workspace.group_heads) - 1) * workspace.group_heads;
         const int64_t items = last_heads * workspace.row_tiles;
-        workspace.splits = choose_splits(chunk_groups, items, processors);
+        workspace.splits = choose_splits(chunk_groups, items, processors, on_warpgroups);
         int64_t& total = workspace.bytes;
-        if (plan.warpgroups) {
+        if (on_warpgroups) {
             workspace.tiles = reserve(total, chunk_groups * 3 * plan.steps * states * size);
             workspace.chunk_decays = reserve(total, p.batch * plan.chunks * p.nheads * kBackwardDecaysBytes);
         }

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         const int row0 = first_item % row_tiles * kRows;
         const int64_t head = first_item / row_tiles;
         load_item<T, Layout>(items_tiles, q, launch, batch, first, valid, group_head + head, row0,
-                                     (first_state + head * launch.chunks) * state_size + row0 * p.dstate);
+                             (first_state + head * launch.chunks) * state_size + row0 * p.dstate);
     }
     for (int item = first_item; item < last_item; ++item) {
         const int number = item - first_item;
@@ -129,9 +129,9 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         if (is_ahead && item + 1 < last_item) {
             const int next_row0 = (item + 1) % row_tiles * kRows;
             const int64_t next = (item + 1) / row_tiles;
-            load_item<T, Layout>(items_tiles + (number + 1) % 2 * ItemTiles<Layout>::kElementsAhead, q, launch,
-                                         batch, first, valid, group_head + next, next_row0,
-                                         (first_state + next * launch.chunks) * state_size + next_row0 * p.dstate);
+            load_item<T, Layout>(items_tiles + (number + 1) % 2 * ItemTiles<Layout>::kElementsAhead, q, launch, batch, first,
+                                 valid, group_head + next, next_row0,
+                                 (first_state + next * launch.chunks) * state_size + next_row0 * p.dstate);
         }
 
         if (item == first_item && pair0 < kSteps) {

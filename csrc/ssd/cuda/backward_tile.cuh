@@ -110,14 +110,6 @@ __device__ __forceinline__ float add_over_column(float value) {
     return value + __shfl_xor_sync(0xffffffffu, value, 16);
 }
 
-template <int kFragments>
-__device__ __forceinline__ void set_to_zero(float (&sum)[kFragments][4]) {
-#pragma unroll
-    for (int j = 0; j < kFragments; ++j) {
-        sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0.0f;
-    }
-}
-
 // sum (16 x 16 kWide) += A (16 x 16 kInner) B. In memory A is [row][k] (kATransposed: [k][row]), B [k][column] (kBTransposed:
 // [column][k]).
 template <typename T, int kWide, int kInner, bool kATransposed, bool kBTransposed>

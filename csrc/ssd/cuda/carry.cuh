@@ -10,7 +10,7 @@ namespace mamba {
 namespace {
 
 constexpr int kCarryThreads = 256;
-constexpr int kCarryVector = 4;   // elements of a state that a thread takes
+constexpr int kCarryVector = 4;  // elements of a state that a thread takes
 constexpr int kCarryAtOnce = 8;  // segments whose loads are under way together
 
 // count: elements that exist. aligned: all of them, at a multiple of 16 bytes.

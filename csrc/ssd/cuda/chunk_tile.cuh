@@ -225,6 +225,14 @@ __device__ __forceinline__ void chunk_decays(Decays& decays, const StepInputs<kS
 
 // ---- accumulators to and from memory -------------------------------------------------------------------------------
 
+template <int kFragments>
+__device__ __forceinline__ void set_to_zero(float (&sum)[kFragments][4]) {
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+        sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0.0f;
+    }
+}
+
 // Stores columns 0..15 of one row, of which each lane holds two in `left` (2t, 2t + 1) and two in `right` (8 + 2t, ...).
 // row: NULL for a row that does not exist. vectors: row lies at a multiple of 8 bytes (float32: 8), columns is even (16 bit:
 // a multiple of 4). The four lanes of a row must come here together.
@@ -318,6 +326,17 @@ __device__ __forceinline__ void load_state(float (&state)[kColumns / 8][4], cons
             state[j][i] = p < rows && n < dstate ? from[p * dstate + n] : 0.0f;
         }
     }
+}
+
+// The same, or zeros where there is no state.
+template <int kColumns>
+__device__ __forceinline__ void start_state(float (&state)[kColumns / 8][4], const float* from, int row, int rows, int column,
+                                            int dstate, int lane) {
+    if (from != nullptr) {
+        load_state<kColumns>(state, from, row, rows, column, dstate, lane);
+        return;
+    }
+    set_to_zero(state);
 }
 
 template <int kColumns>

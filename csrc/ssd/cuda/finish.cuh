@@ -1,4 +1,5 @@
-// The last kernel of the backward scan: adds up what its blocks left in the workspace, in a fixed order. It knows no dtype of x.
+// The last kernel of the backward scan: adds up what its blocks left in the workspace, in a fixed order. It knows no dtype of
+// x.
 #pragma once
 
 #include "ssd/cuda/chunk_tile.cuh"
@@ -29,7 +30,8 @@ __device__ __forceinline__ float add_over_block(float value, float* shared) {
 }
 
 // dD of a head, of which launch.dD has a row a chunk.
-__device__ __forceinline__ void finish_dD(const MambaSsdBackward& q, const BackwardLaunch& launch, int64_t head, float* shared) {
+__device__ __forceinline__ void finish_dD(const MambaSsdBackward& q, const BackwardLaunch& launch, int64_t head,
+                                          float* shared) {
     const MambaSsd& p = q.forward;
     const int64_t headdim = p.headdim;  // at most kFinishThreads
     const int64_t together = kFinishThreads / headdim;

@@ -6,7 +6,6 @@
 
 namespace mamba {
 
-
 // 64 rows of one head's state, over one segment of one entry of the batch. Pointers are to the segment's sequence.
 template <typename T, int kSteps>
 struct ForwardBlock {
@@ -25,6 +24,14 @@ struct ForwardBlock {
     int64_t state_size, state_index;  // of this block's first row in (B, H, P, N)
 
     __device__ __forceinline__ int chunks() const { return static_cast<int>(last_chunk - first_chunk); }
+    // The state before the segment, or NULL. ends: how many the first pass has left a segment.
+    __device__ __forceinline__ const float* start(const MambaSsd& p, const ForwardLaunch& launch, int ends) const {
+        const float* from = p.initial_state;
+        if (segment > 0) {
+            from = launch.ends + (segment * ends - 1) * p.batch * p.nheads * state_size;
+        }
+        return from == nullptr ? nullptr : from + state_index;
+    }
 
     __device__ __forceinline__ ForwardBlock(const MambaSsd& p, const ForwardLaunch& launch) {
         const uint32_t row_tiles = static_cast<uint32_t>(ceil_div(p.headdim, kForwardRows));

@@ -1,6 +1,6 @@
 // Forward on Hopper, for 16-bit dtypes and rows of x and out that lie at multiples of 16 bytes: a block walks the chunks of 64
-// rows of one head's state, as in forward.cuh, but its four warps are one warpgroup: B, C and M are read from shared memory once
-// for all of them. More than 128 states are two slices, a warpgroup each.
+// rows of one head's state, as in forward.cuh, but its four warps are one warpgroup: B, C and M are read from shared memory
+// once for all of them. More than 128 states are two slices, a warpgroup each.
 //
 // What a block does with chunk i between two of its barriers (tensor cores on the right):
 //
@@ -75,8 +75,8 @@ __device__ __forceinline__ void store_results(T* x_tile, const float (&y)[kStepG
 }
 
 // A block's copies from and to memory. Those of B, C and decays are one thread's; all threads take x, and leave results, in
-// passes of kTogether rows of the tile: an instruction so touches few rows, and all of each. The L1 cache takes a turn for every
-// one.
+// passes of kTogether rows of the tile: an instruction so touches few rows, and all of each. The L1 cache takes a turn for
+// every one.
 template <typename T, int kStates>
 struct ForwardCopies {
     using Shared = ForwardSharedMemory<T, kStates>;
@@ -328,8 +328,8 @@ __global__ void __launch_bounds__(ForwardSharedMemory<T, kStates>::kThreads, For
     constexpr int kSteps = kWarpgroupSteps;
     constexpr int kSlice = Shared::kSlice;
     constexpr bool kSliced = Shared::kSlices > 1;
-    MAMBA_DYNAMIC_SHARED(1024, unsigned char, memory);
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    MAMBA_DYNAMIC_SHARED(1024, unsigned char, warpgroup_shared);
+    Shared& shared = *reinterpret_cast<Shared*>(warpgroup_shared);
 
     // By a shuffle: else the compiler reads the slow special register again for each use.
     const int thread = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.x) % 32);
@@ -372,18 +372,8 @@ __global__ void __launch_bounds__(ForwardSharedMemory<T, kStates>::kThreads, For
     for (int i = 0; i < 2; ++i) {
         copies.begin_x(i);
     }
-    const int64_t ends_row = p.batch * p.nheads * block.state_size;
-    const float* const from =
-        block.segment > 0 ? launch.ends + (block.segment * kEndsASegment - 1) * ends_row : p.initial_state;
     float state[kSlice / 8][4];
-    if (from != nullptr) {
-        load_state<kSlice>(state, from + block.state_index, row, block.rows, slice * kSlice, dstate, lane);
-    } else {
-#pragma unroll
-        for (int j = 0; j < kSlice / 8; ++j) {
-            state[j][0] = state[j][1] = state[j][2] = state[j][3] = 0.0f;
-        }
-    }
+    start_state<kSlice>(state, block.start(p, launch, kEndsASegment), row, block.rows, slice * kSlice, dstate, lane);
     if (chunks > 0) {
         if (mixes) {
             mixer.begin_loads(0);

@@ -1,11 +1,10 @@
 // Launches of the backward scan: the states of both directions, the chunks, and the sums, some heads at a time.
 #pragma once
 
+#include "common/kernel_launch.cuh"
 #include "ssd/cuda/backward.cuh"
-#include "ssd/cuda/launch_states.cuh"
-#ifdef MAMBA_WARPGROUPS
 #include "ssd/cuda/backward_warpgroup.cuh"
-#endif
+#include "ssd/cuda/launch_states.cuh"
 
 namespace mamba {
 
@@ -91,15 +90,12 @@ cudaError_t launch_backward_heads(const MambaSsdBackward& q, BackwardLaunches& l
 }
 
 template <typename T, class Layout>
-cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
+cudaError_t launch_backward_blocks(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
     const MambaSsd& p = q.forward;
     BackwardLaunches launches = backward_launches<T>(q, plan, workspace);
     launches.chunks.ahead = plan.ahead ? 1 : 0;
     launches.chunks.dx_vectors =
         rows_aligned(q.dx, sizeof(T), 8, p.headdim, q.dx_batch_stride, q.dx_len_stride, q.dx_head_stride);
-    constexpr int kLimit = Layout::kWarps > 4 ? kMiddleShared : kEveryShared;
-    static_assert(backward_shared_bytes<T, Layout>(false) <= kLimit, "the plan counts on that");
-    static_assert(Layout::kWarps <= 4 || backward_shared_bytes<T, Layout>(true) <= kAheadShared, "the plan counts on that");
     const int shared = backward_shared_bytes<T, Layout>(plan.ahead);
     const auto kernel = ssd_backward_kernel<T, Layout>;
     const cudaError_t error = allow_shared(kernel, shared);
@@ -108,13 +104,13 @@ cudaError_t launch_backward_layout(const MambaSsdBackward& q, const SsdPlan& pla
     }
     const int64_t blocks = p.batch * plan.chunks * p.ngroups * workspace.splits;
     return launch_backward_heads(
-        q, launches, workspace, [&](const StatesLaunch& states) { return launch_states<T, Layout>(p, states); },
+        q, launches, workspace,
+        [&](const StatesLaunch& states) { return launch_states<T, Layout::kStates, Layout::kSteps>(p, states); },
         [&](const BackwardLaunch& launch) {
             return launch_kernel(kernel, blocks, Layout::kThreads, shared, p.run.stream, q, launch);
         });
 }
 
-#ifdef MAMBA_WARPGROUPS
 // p.run's device runs code for 9.0a.
 template <typename T, int kStates, int kSlices>
 cudaError_t launch_backward_warpgroups(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
@@ -149,22 +145,19 @@ cudaError_t launch_backward_warpgroups(const MambaSsdBackward& q, const SsdPlan&
             return launch_programmatic_dependent(kernel, blocks, kWarpgroupBackwardThreads, kShared, p.run.stream, q, launch);
         });
 }
-#endif
 
 template <typename T>
 cudaError_t launch_ssd_backward(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace) {
-    using Layouts = SsdLayouts<T>;
-#ifdef MAMBA_WARPGROUPS
-    if constexpr (sizeof(T) == 2) {
-        if (plan.warpgroups) {
-            return plan.layout == kSsdSmall   ? launch_backward_warpgroups<T, 64, 1>(q, plan, workspace)
-                   : plan.layout == kSsdLarge ? launch_backward_warpgroups<T, 128, 2>(q, plan, workspace)
-                                              : launch_backward_warpgroups<T, 128, 1>(q, plan, workspace);
+    return launch_row<T, kSsdBackwardKernels>(ssd_backward_table, plan.kernel, [&](auto number) {
+        constexpr SsdKernel row = kSsdBackwardKernels[decltype(number)::kRow];
+        if constexpr (row.on_warpgroups()) {
+            return launch_backward_warpgroups<T, row.states / row.slices(), row.slices()>(q, plan, workspace);
+        } else {
+            using Layout = SsdLayout<row.states, row.steps, row.rows, row.threads / 32>;
+            static_assert(backward_shared_bytes<T, Layout>(row.shared_ahead != 0) <= row.shared_bytes, "the table says so");
+            return launch_backward_blocks<T, Layout>(q, plan, workspace);
         }
-    }
-#endif
-    return plan.layout == kSsdLarge ? launch_backward_layout<T, typename Layouts::Large>(q, plan, workspace)
-                                    : launch_backward_layout<T, typename Layouts::Middle>(q, plan, workspace);
+    });
 }
 
 }  // namespace mamba

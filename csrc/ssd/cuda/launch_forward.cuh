@@ -1,11 +1,10 @@
 // Launches of the forward scan: the segments' ends, what heads share, and the results.
 #pragma once
 
+#include "common/kernel_launch.cuh"
 #include "ssd/cuda/forward.cuh"
-#include "ssd/cuda/launch_states.cuh"
-#ifdef MAMBA_WARPGROUPS
 #include "ssd/cuda/forward_warpgroup.cuh"
-#endif
+#include "ssd/cuda/launch_states.cuh"
 
 namespace mamba {
 
@@ -49,24 +48,23 @@ inline StatesLaunch forward_states(const MambaSsd& p, const SsdPlan& plan, const
     return states;
 }
 
-template <typename T, class Layout>
-cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace) {
+template <typename T, int kStates, int kSteps>
+cudaError_t launch_forward_blocks(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace) {
     StatesLaunch states = forward_states(p, plan, workspace, sizeof(T));
     if (plan.segments > 1) {
         states.ends_only = 1;
-        const cudaError_t error = launch_states<T, Layout>(p, states);
+        const cudaError_t error = launch_states<T, kStates, kSteps>(p, states);
         if (error != cudaSuccess) {
             return error;
         }
         states.ends_only = 0;
     }
     if (p.out == nullptr) {
-        return launch_states<T, Layout>(p, states);
+        return launch_states<T, kStates, kSteps>(p, states);
     }
     float* const products = reinterpret_cast<float*>(static_cast<char*>(p.workspace) + workspace.products);
     const int64_t multiplied = round_up(p.dstate, 32);
-    cudaError_t error =
-        launch_products<T, Layout::kSteps>(p, plan, products, PreparedChunks{}, static_cast<int>(multiplied));
+    cudaError_t error = launch_products<T, kSteps>(p, plan, products, PreparedChunks{}, static_cast<int>(multiplied));
     if (error != cudaSuccess) {
         return error;
     }
@@ -79,10 +77,10 @@ cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const 
     launch.x_vectors = states.walks[0].x_vectors;
     launch.B_vectors = states.walks[0].B_vectors;
     launch.C_vectors = rows_aligned(p.C, size, 16, p.dstate, p.C_batch_stride, p.C_len_stride, p.C_group_stride);
-    launch.out_vectors = rows_aligned(p.out, size, 16, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride);
-    constexpr int kShared = forward_shared_bytes<T, Layout>();
+    launch.out_vectors = rows_aligned(p.out, size, 8, p.headdim, p.out_batch_stride, p.out_len_stride, p.out_head_stride);
+    constexpr int kShared = sizeof(ForwardTiles<T, kStates, kSteps>);
     static_assert(kShared <= kEveryShared, "every GPU has that");
-    const auto kernel = ssd_forward_kernel<T, Layout>;
+    const auto kernel = ssd_forward_kernel<T, kStates, kSteps>;
     error = allow_shared(kernel, kShared);
     if (error != cudaSuccess) {
         return error;
@@ -91,7 +89,6 @@ cudaError_t launch_forward_layout(const MambaSsd& p, const SsdPlan& plan, const 
     return launch_kernel(kernel, blocks, kForwardThreads, kShared, p.run.stream, p, launch);
 }
 
-#ifdef MAMBA_WARPGROUPS
 // p.run's device runs code for 9.0a. kStates: 64, 128 or 256.
 template <typename T, int kStates>
 cudaError_t launch_forward_warpgroups(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace) {
@@ -133,22 +130,19 @@ cudaError_t launch_forward_warpgroups(const MambaSsd& p, const SsdPlan& plan, co
     const int64_t blocks = ceil_div(p.headdim, kForwardRows) * p.nheads * plan.segments * p.batch;
     return launch_programmatic_dependent(kernel, blocks, Shared::kThreads, sizeof(Shared), p.run.stream, p, launch);
 }
-#endif
 
 template <typename T>
 cudaError_t launch_ssd_forward(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace) {
-    using Layouts = SsdLayouts<T>;
-#ifdef MAMBA_WARPGROUPS
-    if constexpr (sizeof(T) == 2) {
-        if (plan.warpgroups) {
-            return plan.layout == kSsdSmall   ? launch_forward_warpgroups<T, 64>(p, plan, workspace)
-                   : plan.layout == kSsdLarge ? launch_forward_warpgroups<T, 256>(p, plan, workspace)
-                                              : launch_forward_warpgroups<T, 128>(p, plan, workspace);
+    return launch_row<T, kSsdForwardKernels>(ssd_forward_table, plan.kernel, [&](auto number) {
+        constexpr SsdKernel row = kSsdForwardKernels[decltype(number)::kRow];
+        if constexpr (row.on_warpgroups()) {
+            static_assert(sizeof(ForwardSharedMemory<T, row.states>) == row.shared_bytes, "the table says so");
+            return launch_forward_warpgroups<T, row.states>(p, plan, workspace);
+        } else {
+            static_assert(sizeof(ForwardTiles<T, row.states, row.steps>) <= row.shared_bytes, "the table says so");
+            return launch_forward_blocks<T, row.states, row.steps>(p, plan, workspace);
         }
-    }
-#endif
-    return plan.layout == kSsdLarge ? launch_forward_layout<T, typename Layouts::Large>(p, plan, workspace)
-                                    : launch_forward_layout<T, typename Layouts::Middle>(p, plan, workspace);
+    });
 }
 
 }  // namespace mamba

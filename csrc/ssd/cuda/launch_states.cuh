@@ -2,9 +2,7 @@
 #pragma once
 
 #include "ssd/cuda/states.cuh"
-#ifdef MAMBA_WARPGROUPS
 #include "ssd/cuda/states_warpgroup.cuh"
-#endif
 #include "ssd/launch.h"
 
 namespace mamba {
@@ -36,11 +34,11 @@ inline StateWalk forward_walk(const MambaSsd& p, int64_t element_size) {
 }
 
 // With ends_only also what makes starts of the ends.
-template <typename T, class Layout>
+template <typename T, int kStates, int kSteps>
 cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch) {
-    constexpr int kShared = states_shared_bytes<T, Layout>();
+    constexpr int kShared = sizeof(StatesTiles<T, kStates, kSteps>);
     static_assert(kShared <= kEveryShared, "every GPU has that");
-    const auto kernel = ssd_states_kernel<T, Layout>;
+    const auto kernel = ssd_states_kernel<T, kStates, kSteps>;
     cudaError_t error = allow_shared(kernel, kShared);
     if (error == cudaSuccess) {
         const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
@@ -50,7 +48,6 @@ cudaError_t launch_states(const MambaSsd& p, const StatesLaunch& launch) {
     return error != cudaSuccess || launch.ends_only == 0 ? error : launch_carry(p, launch);
 }
 
-#ifdef MAMBA_WARPGROUPS
 // The same, on warpgroups. slices: parts of the states. p.run's device runs code for 9.0a.
 template <typename T, int kStates>
 cudaError_t launch_states_warpgroups(const MambaSsd& p, const StatesLaunch& launch, int slices) {
@@ -69,6 +66,5 @@ cudaError_t launch_states_warpgroups(const MambaSsd& p, const StatesLaunch& laun
     }
     return error != cudaSuccess || launch.ends_only == 0 ? error : launch_carry(p, launch);
 }
-#endif
 
 }  // namespace mamba

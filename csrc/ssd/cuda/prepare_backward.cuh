@@ -38,10 +38,10 @@ __device__ __forceinline__ void prepare_tiles(const MambaSsd& p, const PrepareLa
     const int together = kPrepareThreads / pieces;
     const int column = static_cast<int>(threadIdx.x) % pieces * 8;
     const int left = static_cast<int>(p.dstate) - column;
-    const uint16_t* const B =
-        static_cast<const uint16_t*>(p.B) + batch * p.B_batch_stride + first * p.B_len_stride + group * p.B_group_stride + column;
-    const uint16_t* const C =
-        static_cast<const uint16_t*>(p.C) + batch * p.C_batch_stride + first * p.C_len_stride + group * p.C_group_stride + column;
+    const uint16_t* const B = static_cast<const uint16_t*>(p.B) + batch * p.B_batch_stride + first * p.B_len_stride +
+                              group * p.B_group_stride + column;
+    const uint16_t* const C = static_cast<const uint16_t*>(p.C) + batch * p.C_batch_stride + first * p.C_len_stride +
+                              group * p.C_group_stride + column;
     const int tile = kWarpgroupSteps * launch.states;
     uint16_t* const tiles = static_cast<uint16_t*>(launch.prepared.tiles) + index * 3 * tile;
 #pragma unroll 2
@@ -84,8 +84,7 @@ __global__ void __launch_bounds__(kPrepareThreads) ssd_prepare_kernel(const Mamb
 cudaError_t launch_prepare(const MambaSsd& p, const PrepareLaunch& launch) {
     const int64_t chunks = p.batch * launch.chunks;
     const int64_t blocks = chunks * p.ngroups + ceil_div(chunks * p.nheads, kPrepareThreads / 32);
-    return chunks == 0 ? cudaSuccess
-                       : launch_kernel(ssd_prepare_kernel, blocks, kPrepareThreads, 0, p.run.stream, p, launch);
+    return chunks == 0 ? cudaSuccess : launch_kernel(ssd_prepare_kernel, blocks, kPrepareThreads, 0, p.run.stream, p, launch);
 }
 
 }  // namespace mamba

@@ -73,8 +73,8 @@ __device__ __forceinline__ SlotChunk chunk_of_slot(const MambaSsd& p, int64_t sl
     return found;
 }
 
-// Starts to copy the rows of a chunk's B or C into a tile of `pitch` elements a row, the rest of which becomes zero. vectors: as
-// for load_tile.
+// Starts to copy the rows of a chunk's B or C into a tile of `pitch` elements a row, the rest of which becomes zero. vectors:
+// as for load_tile.
 template <typename T, int kSteps>
 __device__ __forceinline__ void load_rows(T* tile, const T* from, int64_t row_stride, int valid, int dstate, int states,
                                           bool vectors) {
@@ -125,7 +125,8 @@ __device__ __forceinline__ void store_decays(const MambaSsd& p, const ProductsLa
         StepInputs<kSteps> inputs;
         load_steps<kSteps>(inputs, size, seq_idx, found.chunk * kSteps, steps_in<kSteps>(found.range.seqlen, found.chunk),
                            lane);
-        chunk_decays<kSteps>(static_cast<ChunkDecays<kSteps>*>(launch.prepared.decays)[index], inputs, size, head_A(p, head), lane);
+        chunk_decays<kSteps>(static_cast<ChunkDecays<kSteps>*>(launch.prepared.decays)[index], inputs, size, head_A(p, head),
+                             lane);
     }
 }
 

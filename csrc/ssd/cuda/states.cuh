@@ -7,15 +7,6 @@
 
 namespace mamba {
 
-// Eight warps: 16 rows and half of the states each.
-constexpr int kStatesThreads = 256;
-
-template <typename T, class Layout>
-constexpr int states_shared_bytes() {
-    return 2 * Layout::kSteps * (kForwardRows + kTilePad + Layout::kStates + kTilePad) * static_cast<int>(sizeof(T)) +
-           kDecayChunks * static_cast<int>(sizeof(ChunkDecays<Layout::kSteps>));
-}
-
 // The steps of an entry of the batch.
 struct SequenceRange {
     int64_t row;  // of the tensors
@@ -47,142 +38,166 @@ __device__ __forceinline__ StepSize step_size(const MambaSsd& p, int64_t batch, 
     return size;
 }
 
-template <typename T, class Layout>
+// Which part of the problem a block walks. kSteps: of a chunk. slices: parts of the states, a block each.
+template <int kSteps>
+struct StatesBlock {
+    int slice, slices;
+    int64_t row_tiles, tile, heads, slot, segment, batch, group, head;
+    bool from_end;
+    SequenceRange range;
+    int64_t chunks, first_chunk;
+    int count;                      // of chunks
+    int row0, rows;                 // of headdim that exist from row0 on; may be more than kForwardRows
+    int64_t ends_row, state_index;  // elements of all states; of this block's first row in (B, H, P, N)
+
+    __device__ __forceinline__ StatesBlock(const MambaSsd& p, const StatesLaunch& launch, int slices_) : slices(slices_) {
+        row_tiles = ceil_div(p.headdim, kForwardRows);
+        heads = launch.group_heads * p.ngroups;  // of this launch
+        const int64_t walked = launch.ends_only != 0 ? launch.segments - 1 : launch.segments;
+        int64_t block = blockIdx.x;
+        slice = static_cast<int>(block % slices);
+        block /= slices;
+        tile = block % row_tiles;
+        block /= row_tiles;
+        slot = block % heads;
+        block /= heads;
+        from_end = block % launch.directions != 0;
+        block /= launch.directions;
+        segment = block % walked;
+        batch = block / walked;
+        group = slot / launch.group_heads;
+        head = group * (p.nheads / p.ngroups) + launch.first_head + slot % launch.group_heads;
+        range = sequence_range(p, batch);
+        chunks = ceil_div(range.seqlen, kSteps);
+        first_chunk = segment * launch.chunks_a_segment;
+        const int64_t left = chunks - first_chunk;
+        count = static_cast<int>(left < launch.chunks_a_segment ? left : launch.chunks_a_segment);
+        row0 = static_cast<int>(tile) * kForwardRows;
+        rows = static_cast<int>(p.headdim) - row0;
+        ends_row = p.batch * p.nheads * p.headdim * p.dstate;
+        state_index = ((batch * p.nheads + head) * p.headdim + row0) * p.dstate;
+    }
+    // In walking order.
+    __device__ __forceinline__ int64_t chunk(int i) const { return from_end ? chunks - 1 - first_chunk - i : first_chunk + i; }
+    __device__ __forceinline__ int steps(int i) const { return steps_in<kSteps>(range.seqlen, chunk(i)); }
+    // Where the walk starts: a later segment from what the carry kernel has left in the place of the one before.
+    __device__ __forceinline__ const float* start(const StatesLaunch& launch, const StateWalk& walk) const {
+        const float* from = segment == 0 ? walk.first : launch.ends_only != 0 ? nullptr : walk.ends + (segment - 1) * ends_row;
+        return from == nullptr ? nullptr : from + state_index;
+    }
+    // Where its state goes, or NULL. product: of the decays.
+    __device__ __forceinline__ float* end(const MambaSsd& p, const StatesLaunch& launch, const StateWalk& walk,
+                                          float product) const {
+        if (launch.ends_only == 0) {
+            return walk.last != nullptr && segment == launch.segments - 1 ? walk.last + state_index : nullptr;
+        }
+        if (threadIdx.x == 0 && row0 == 0 && slice == 0) {
+            walk.decays[(segment * p.batch + batch) * p.nheads + head] = product;
+        }
+        return walk.ends + segment * ends_row + state_index;
+    }
+};
+
+// Eight warps: 16 rows and half of the states each.
+constexpr int kStatesThreads = 256;
+
+// Two stages of tiles.
+template <typename T, int kStates, int kSteps>
+struct StatesTiles {
+    static constexpr int kX = kSteps * (kForwardRows + kTilePad);
+    static constexpr int kB = kSteps * (kStates + kTilePad);
+    alignas(16) T x[2][kX];
+    alignas(16) T B[2][kB];
+    ChunkDecays<kSteps> decays[kDecayChunks];
+};
+
+// The state before a chunk to memory, 16 rows and kColumns states of it a warp. to: the state's first element.
+template <typename T, int kColumns>
+__device__ __forceinline__ void store_chunk_state(T* to, const float (&state)[kColumns / 8][4], int row, int rows, int column,
+                                                  int dstate, int lane) {
+    const bool vectors = dstate % 4 == 0;
+#pragma unroll
+    for (int j = 0; j < kColumns / 16; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int p_row = row + lane / 4 + 8 * half;
+            T* const at = p_row < rows ? to + static_cast<int64_t>(p_row) * dstate + column + 16 * j : nullptr;
+            store_row<T>(at, dstate - column - 16 * j, vectors, make_float2(state[2 * j][2 * half], state[2 * j][2 * half + 1]),
+                         make_float2(state[2 * j + 1][2 * half], state[2 * j + 1][2 * half + 1]), lane);
+        }
+    }
+}
+
+template <typename T, int kStates, int kSteps>
 __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const MambaSsd p, const StatesLaunch launch) {
-    constexpr int kSteps = Layout::kSteps;
-    constexpr int kStates = Layout::kStates;
     constexpr int kColumns = kStates / 2;  // of a warp
-    constexpr int kXTile = kSteps * (kForwardRows + kTilePad);
-    constexpr int kBTile = kSteps * (kStates + kTilePad);
-    MAMBA_DYNAMIC_SHARED(16, unsigned char, shared);
-    T* const x_tiles = reinterpret_cast<T*>(shared);
-    T* const B_tiles = x_tiles + 2 * kXTile;
-    ChunkDecays<kSteps>* const decays = reinterpret_cast<ChunkDecays<kSteps>*>(B_tiles + 2 * kBTile);
+    MAMBA_DYNAMIC_SHARED(16, unsigned char, memory);
+    auto& shared = *reinterpret_cast<StatesTiles<T, kStates, kSteps>*>(memory);
 
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
-    const int64_t heads = launch.group_heads * p.ngroups;
-    const int64_t walked = launch.ends_only != 0 ? launch.segments - 1 : launch.segments;
-    int64_t block = blockIdx.x;
-    const int row0 = static_cast<int>(block % row_tiles) * kForwardRows;
-    block /= row_tiles;
-    const int64_t slot = block % heads;  // of this launch's heads
-    block /= heads;
-    const int64_t segment = block % walked;
-    block /= walked;
-    const int64_t batch = block % p.batch;
-    const bool from_end = block / p.batch != 0;
-    const StateWalk& walk = launch.walks[from_end];
-    const int64_t group = slot / launch.group_heads;
-    const int64_t head = group * (p.nheads / p.ngroups) + launch.first_head + slot % launch.group_heads;
-
-    const SequenceRange range = sequence_range(p, batch);
-    const int64_t begin = range.begin;
-    const int64_t seqlen = range.seqlen;
-    const int64_t row_batch = range.row;
-    const int64_t chunks = ceil_div(seqlen, kSteps);
-    const int64_t first_chunk = segment * launch.chunks_a_segment;
-    int64_t last_chunk = first_chunk + launch.chunks_a_segment;
-    last_chunk = last_chunk < chunks ? last_chunk : chunks;
-
-    const T* const x = static_cast<const T*>(walk.x) + row_batch * walk.x_batch_stride + begin * walk.x_len_stride +
-                       head * walk.x_head_stride + row0;
-    const T* const B = static_cast<const T*>(walk.B) + row_batch * walk.B_batch_stride + begin * walk.B_len_stride +
-                       group * walk.B_group_stride;
-    const int32_t* const seq_idx = p.seq_idx == nullptr ? nullptr : p.seq_idx + row_batch * p.seqlen + begin;
-    const StepSize size = step_size(p, row_batch, begin, head);
-    const float A = head_A(p, head);
-    const int rows = static_cast<int>(p.headdim) - row0;  // may be more than kForwardRows
+    const StatesBlock<kSteps> block(p, launch, 1);
+    const StateWalk& walk = launch.walks[block.from_end];
+    const SequenceRange& range = block.range;
+    const T* const x = static_cast<const T*>(walk.x) + range.row * walk.x_batch_stride + range.begin * walk.x_len_stride +
+                       block.head * walk.x_head_stride + block.row0;
+    const T* const B = static_cast<const T*>(walk.B) + range.row * walk.B_batch_stride + range.begin * walk.B_len_stride +
+                       block.group * walk.B_group_stride;
+    const int32_t* const seq_idx = p.seq_idx == nullptr ? nullptr : p.seq_idx + range.row * p.seqlen + range.begin;
+    const StepSize size = step_size(p, range.row, range.begin, block.head);
+    const float A = head_A(p, block.head);
     const int dstate = static_cast<int>(p.dstate);
     const int row = 16 * (warp % 4);
     const int column = warp / 4 * kColumns;
-    const int64_t state_size = p.headdim * p.dstate;
-    const int64_t state_index = (batch * p.nheads + head) * state_size + static_cast<int64_t>(row0) * dstate;
+    const bool stores = walk.chunks != nullptr && launch.ends_only == 0;
 
-    // A later segment starts from what the carry kernel has left in the place of the one before.
-    const float* from = segment == 0 ? walk.first : nullptr;
-    if (segment > 0 && !launch.ends_only) {
-        from = walk.ends + (segment - 1) * p.batch * p.nheads * state_size;
-    }
     float state[kColumns / 8][4];
-    if (from != nullptr) {
-        load_state<kColumns>(state, from + state_index, row, rows, column, dstate, lane);
-    } else {
-#pragma unroll
-        for (int j = 0; j < kColumns / 8; ++j) {
-            state[j][0] = state[j][1] = state[j][2] = state[j][3] = 0.0f;
-        }
-    }
-
+    start_state<kColumns>(state, block.start(launch, walk), row, block.rows, column, dstate, lane);
     float product = 1.0f;
     StepInputs<kSteps> inputs;  // of this warp's chunk of the next kDecayChunks
-    if (warp < kDecayChunks && first_chunk + warp < last_chunk) {
-        const int64_t chunk = from_end ? chunks - 1 - first_chunk - warp : first_chunk + warp;
-        load_steps<kSteps>(inputs, size, seq_idx, chunk * kSteps, steps_in<kSteps>(seqlen, chunk), lane);
-    }
-    for (int64_t i = first_chunk - 1; i < last_chunk; ++i) {
-        if (i + 1 < last_chunk) {  // the next chunk's tiles are on their way while this one is computed
-            const int64_t chunk = from_end ? chunks - 2 - i : i + 1;
-            const int64_t first = chunk * kSteps;
-            const int valid = steps_in<kSteps>(seqlen, chunk);
-            const int next = static_cast<int>((i + 1) % 2);
-            load_tile<T, kSteps, kForwardRows, kStatesThreads>(x_tiles + next * kXTile, x + first * walk.x_len_stride,
-                                                               walk.x_len_stride, valid, rows, walk.x_vectors);
-            load_tile<T, kSteps, kStates, kStatesThreads>(B_tiles + next * kBTile, B + first * walk.B_len_stride,
-                                                          walk.B_len_stride, valid, dstate, walk.B_vectors);
+    const auto begin_steps = [&](int i) {
+        if (warp < kDecayChunks && i < block.count) {
+            load_steps<kSteps>(inputs, size, seq_idx, block.chunk(i) * kSteps, block.steps(i), lane);
+        }
+    };
+    const auto begin_tiles = [&](int i) {
+        if (i < block.count) {
+            const int64_t first = block.chunk(i) * kSteps;
+            load_tile<T, kSteps, kForwardRows, kStatesThreads>(shared.x[i % 2], x + first * walk.x_len_stride,
+                                                               walk.x_len_stride, block.steps(i), block.rows, walk.x_vectors);
+            load_tile<T, kSteps, kStates, kStatesThreads>(shared.B[i % 2], B + first * walk.B_len_stride, walk.B_len_stride,
+                                                          block.steps(i), dstate, walk.B_vectors);
         }
         cp_async_commit_group();
-        if (i < first_chunk) {
-            continue;
-        }
-        const int phase = static_cast<int>((i - first_chunk) % kDecayChunks);
-        if (phase == 0 && warp < kDecayChunks) {
-            if (i + warp < last_chunk) {
-                chunk_decays<kSteps>(decays[warp], inputs, size, A, lane);
+    };
+    begin_steps(warp);
+    begin_tiles(0);
+    for (int i = 0; i < block.count; ++i) {
+        begin_tiles(i + 1);  // on their way while this chunk is computed
+        if (i % kDecayChunks == 0 && warp < kDecayChunks) {
+            if (i + warp < block.count) {
+                chunk_decays<kSteps>(shared.decays[warp], inputs, size, A, lane);
             }
-            if (i + kDecayChunks + warp < last_chunk) {
-                const int64_t ahead = i + kDecayChunks + warp;
-                const int64_t chunk = from_end ? chunks - 1 - ahead : ahead;
-                load_steps<kSteps>(inputs, size, seq_idx, chunk * kSteps, steps_in<kSteps>(seqlen, chunk), lane);
-            }
+            begin_steps(i + kDecayChunks + warp);
         }
         cp_async_wait_group<1>();
         __syncthreads();
-        const int now = static_cast<int>(i % 2);
-        const ChunkDecays<kSteps>& decay = decays[phase];
-        if (walk.chunks != nullptr && !launch.ends_only) {
-            const int64_t chunk = from_end ? chunks - 1 - i : i;
-            T* const to = static_cast<T*>(walk.chunks) + ((batch * heads + slot) * chunks + chunk) * state_size +
-                          static_cast<int64_t>(row0) * dstate;
-            const bool vectors = dstate % 4 == 0;
-#pragma unroll
-            for (int j = 0; j < kColumns / 16; ++j) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int p_row = row + lane / 4 + 8 * half;
-                    T* const at = p_row < rows ? to + static_cast<int64_t>(p_row) * dstate + column + 16 * j : nullptr;
-                    store_row<T>(at, dstate - column - 16 * j, vectors,
-                                 make_float2(state[2 * j][2 * half], state[2 * j][2 * half + 1]),
-                                 make_float2(state[2 * j + 1][2 * half], state[2 * j + 1][2 * half + 1]), lane);
-                }
-            }
+        const ChunkDecays<kSteps>& now = shared.decays[i % kDecayChunks];
+        if (stores) {
+            T* const to =
+                static_cast<T*>(walk.chunks) +
+                (((block.batch * block.heads + block.slot) * block.chunks + block.chunk(i)) * p.headdim + block.row0) *
+                    p.dstate;
+            store_chunk_state<T, kColumns>(to, state, row, block.rows, column, dstate, lane);
         }
-        const float* const weight = from_end ? decay.entering : decay.adding;
-        product *= decay.carry;
-        update_state<T, kColumns, kStates, kSteps>(state, x_tiles + now * kXTile + row, B_tiles + now * kBTile + column, weight,
-                                                   decay.carry, lane);
+        product *= now.carry;
+        update_state<T, kColumns, kStates, kSteps>(state, shared.x[i % 2] + row, shared.B[i % 2] + column,
+                                                   block.from_end ? now.entering : now.adding, now.carry, lane);
         __syncthreads();
     }
-
-    if (launch.ends_only) {
-        store_state<kColumns>(walk.ends + segment * p.batch * p.nheads * state_size + state_index, state, row, rows, column,
-                              dstate, lane);
-        if (threadIdx.x == 0 && row0 == 0) {
-            walk.decays[(segment * p.batch + batch) * p.nheads + head] = product;
-        }
-    } else if (walk.last != nullptr && segment == launch.segments - 1) {
-        store_state<kColumns>(walk.last + state_index, state, row, rows, column, dstate, lane);
+    float* const to = block.end(p, launch, walk, product);
+    if (to != nullptr) {
+        store_state<kColumns>(to, state, row, block.rows, column, dstate, lane);
     }
 }
 

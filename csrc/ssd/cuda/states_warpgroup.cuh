@@ -1,6 +1,6 @@
 // states.cuh on Hopper, for 16-bit dtypes, for both directions: a warpgroup has 64 rows of headdim and up to 128 states in
-// registers; 256 states are two slices, a block each. A state leaves for memory as the tile that backward_warpgroup.cuh wants, in
-// one bulk store.
+// registers; 256 states are two slices, a block each. A state leaves for memory as the tile that backward_warpgroup.cuh wants,
+// in one bulk store.
 //
 // Who does what for chunk i of `count`, between two of the block's barriers:
 //
@@ -49,61 +49,21 @@ struct StatesSharedMemory {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Which part of the problem a block walks.
-template <typename T>
-struct StatesBlock {
-    int slice, slices;
-    int64_t row_tiles, tile, heads, slot, segment, batch, group, head;
-    bool from_end;
-    SequenceRange range;
-    int64_t chunks, first_chunk;
-    int count;       // of chunks
-    int row0, rows;  // of headdim that exist from row0 on; may be more than kForwardRows
-
-    __device__ __forceinline__ StatesBlock(const MambaSsd& p, const StatesLaunch& launch, int slices_) : slices(slices_) {
-        row_tiles = ceil_div(p.headdim, kForwardRows);
-        heads = launch.group_heads * p.ngroups;  // of this launch
-        const int64_t walked = launch.ends_only != 0 ? launch.segments - 1 : launch.segments;
-        int64_t block = blockIdx.x;
-        slice = static_cast<int>(block % slices);
-        block /= slices;
-        tile = block % row_tiles;
-        block /= row_tiles;
-        slot = block % heads;
-        block /= heads;
-        from_end = launch.directions == 2 && block % 2 != 0;
-        block /= launch.directions;
-        segment = block % walked;
-        batch = block / walked;
-        group = slot / launch.group_heads;
-        head = group * (p.nheads / p.ngroups) + launch.first_head + slot % launch.group_heads;
-        range = sequence_range(p, batch);
-        chunks = ceil_div(range.seqlen, kWarpgroupSteps);
-        first_chunk = segment * launch.chunks_a_segment;
-        const int64_t left = chunks - first_chunk;
-        count = static_cast<int>(left < launch.chunks_a_segment ? left : launch.chunks_a_segment);
-        row0 = static_cast<int>(tile) * kForwardRows;
-        rows = static_cast<int>(p.headdim) - row0;
-    }
-    // In walking order.
-    __device__ __forceinline__ int64_t chunk(int i) const {
-        return from_end ? chunks - 1 - first_chunk - i : first_chunk + i;
-    }
-};
-
 // The last warp: all bulk copies, by one lane.
 template <typename T, int kStates>
 __device__ __forceinline__ void copy_states(StatesSharedMemory<T, kStates>& shared, const MambaSsd& p,
-                                            const StatesLaunch& launch, const StatesBlock<T>& block, bool stores, int lane) {
+                                            const StatesLaunch& launch, const StatesBlock<kWarpgroupSteps>& block, bool stores,
+                                            int lane) {
     using Shared = StatesSharedMemory<T, kStates>;
     constexpr int kStages = Shared::kStages;
     const int64_t first_slot = chunk_slot<kWarpgroupSteps>(p, block.batch, block.range.begin, 0);
     const int64_t tiles_step = p.ngroups * launch.prepared.tiles_a_chunk * block.slices * Shared::kB;
-    const T* const B = static_cast<const T*>(launch.prepared.tiles) + first_slot * tiles_step +
-                       ((block.group * launch.prepared.tiles_a_chunk + block.from_end) * block.slices + block.slice) * Shared::kB;
+    const T* const B =
+        static_cast<const T*>(launch.prepared.tiles) + first_slot * tiles_step +
+        ((block.group * launch.prepared.tiles_a_chunk + block.from_end) * block.slices + block.slice) * Shared::kB;
     const int64_t decays_step = p.nheads * launch.prepared.decays_bytes;
-    const char* const decays = static_cast<const char*>(launch.prepared.decays) + first_slot * decays_step +
-                               block.head * launch.prepared.decays_bytes;
+    const char* const decays =
+        static_cast<const char*>(launch.prepared.decays) + first_slot * decays_step + block.head * launch.prepared.decays_bytes;
     T* const to = static_cast<T*>(launch.walks[block.from_end].chunks) +
                   (((block.batch * block.heads + block.slot) * block.row_tiles + block.tile) * block.chunks * block.slices +
                    block.slice) *
@@ -150,23 +110,21 @@ __device__ __forceinline__ void copy_states(StatesSharedMemory<T, kStates>& shar
 // The warpgroup: the walk. Returns the product of the decays.
 template <typename T, int kStates>
 __device__ __forceinline__ float walk_states(StatesSharedMemory<T, kStates>& shared, float (&state)[kStates / 8][4],
-                                             const MambaSsd& p, const StateWalk& walk, const StatesBlock<T>& block, bool stores,
+                                             const StateWalk& walk, const StatesBlock<kWarpgroupSteps>& block, bool stores,
                                              int thread) {
     using Shared = StatesSharedMemory<T, kStates>;
     constexpr int kStages = Shared::kStages;
     using XTile = SwizzledTile<kWarpgroupSteps>;
     const int lane = thread % 32;
     const int row = thread / 32 * 16;
-    const T* const x =
-        first_piece(static_cast<const T*>(walk.x) + block.range.row * walk.x_batch_stride +
-                        block.range.begin * walk.x_len_stride + block.head * walk.x_head_stride + block.row0,
-                    walk.x_len_stride, thread);
+    const T* const x = first_piece(static_cast<const T*>(walk.x) + block.range.row * walk.x_batch_stride +
+                                       block.range.begin * walk.x_len_stride + block.head * walk.x_head_stride + block.row0,
+                                   walk.x_len_stride, thread);
     const auto begin_copies = [&](int i) {
         if (i < block.count) {
             const int64_t chunk = block.chunk(i);
             load_swizzled<T, kForwardThreads>(shared.x[i % kStages], x + chunk * kWarpgroupSteps * walk.x_len_stride,
-                                              walk.x_len_stride, steps_in<kWarpgroupSteps>(block.range.seqlen, chunk),
-                                              block.rows, walk.x_vectors, thread);
+                                              walk.x_len_stride, block.steps(i), block.rows, walk.x_vectors, thread);
         }
         cp_async_commit_group();
     };
@@ -222,13 +180,12 @@ template <typename T, int kStates>
 __global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
     ssd_states_warpgroup_kernel(const MambaSsd p, const StatesLaunch launch, int slices) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    MAMBA_DYNAMIC_SHARED(1024, unsigned char, memory);
-    auto& shared = *reinterpret_cast<StatesSharedMemory<T, kStates>*>(memory);
+    MAMBA_DYNAMIC_SHARED(1024, unsigned char, warpgroup_shared);
+    auto& shared = *reinterpret_cast<StatesSharedMemory<T, kStates>*>(warpgroup_shared);
     const int thread = threadIdx.x;
-    const StatesBlock<T> block(p, launch, slices);
+    const StatesBlock<kWarpgroupSteps> block(p, launch, slices);
     const StateWalk& walk = launch.walks[block.from_end];
-    const bool ends_only = launch.ends_only != 0;
-    const bool stores = !ends_only && walk.chunks != nullptr;
+    const bool stores = walk.chunks != nullptr && launch.ends_only == 0;
     if (thread == 0) {
         for (uint64_t& barrier : shared.arrived) {
             mbarrier_init(&barrier);
@@ -246,28 +203,12 @@ __global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
     const int row = thread / 32 * 16;
     const int column = block.slice * kStates;
     const int dstate = static_cast<int>(p.dstate);
-    const int64_t state_size = p.headdim * p.dstate;
-    const int64_t state_index = (block.batch * p.nheads + block.head) * state_size + static_cast<int64_t>(block.row0) * dstate;
-    const int64_t ends_row = p.batch * p.nheads * state_size;
-    // A later segment starts from what the carry kernel has left in the place of the one before.
-    const float* from = block.segment == 0 ? walk.first : ends_only ? nullptr : walk.ends + (block.segment - 1) * ends_row;
     float state[kStates / 8][4];
-    if (from != nullptr) {
-        load_state<kStates>(state, from + state_index, row, block.rows, column, dstate, lane);
-    } else {
-#pragma unroll
-        for (int j = 0; j < kStates / 8; ++j) {
-            state[j][0] = state[j][1] = state[j][2] = state[j][3] = 0.0f;
-        }
-    }
-    const float product = walk_states(shared, state, p, walk, block, stores, thread);
-    if (ends_only) {
-        store_state<kStates>(walk.ends + block.segment * ends_row + state_index, state, row, block.rows, column, dstate, lane);
-        if (thread == 0 && block.row0 == 0 && block.slice == 0) {
-            walk.decays[(block.segment * p.batch + block.batch) * p.nheads + block.head] = product;
-        }
-    } else if (walk.last != nullptr && block.segment == launch.segments - 1) {
-        store_state<kStates>(walk.last + state_index, state, row, block.rows, column, dstate, lane);
+    start_state<kStates>(state, block.start(launch, walk), row, block.rows, column, dstate, lane);
+    const float product = walk_states(shared, state, walk, block, stores, thread);
+    float* const to = block.end(p, launch, walk, product);
+    if (to != nullptr) {
+        store_state<kStates>(to, state, row, block.rows, column, dstate, lane);
     }
 #else
     (void)p;
