@@ -78,7 +78,7 @@ struct BackwardSums {
 // shared memory allows, ahead: the gradient has a tile of its own, and there are two sets, so that the next item's are on their
 // way.
 template <class Layout>
-struct ItemTiles {
+struct ItemSizes {
     static constexpr int kX = Layout::kSteps * (Layout::kRows + kTilePad);
     static constexpr int kH = Layout::kRows * (Layout::kStates + kTilePad);
     static constexpr int kElements = 2 * kX + kH;
@@ -86,15 +86,7 @@ struct ItemTiles {
 };
 template <class Layout>
 __host__ __device__ constexpr int item_elements(bool ahead) {
-    return ahead ? 2 * ItemTiles<Layout>::kElementsAhead : ItemTiles<Layout>::kElements;
-}
-
-template <typename T, class Layout>
-constexpr int backward_shared_bytes(bool ahead) {
-    constexpr int kSteps = Layout::kSteps;
-    return (2 * kSteps * (Layout::kStates + kTilePad) + item_elements<Layout>(ahead) + kSteps * (kSteps + kTilePad)) *
-               static_cast<int>(sizeof(T)) +
-           kDecaysKept * static_cast<int>(sizeof(BackwardDecays<kSteps>)) + static_cast<int>(sizeof(BackwardSums<Layout>));
+    return ahead ? 2 * ItemSizes<Layout>::kElementsAhead : ItemSizes<Layout>::kElements;
 }
 
 // Sum over the four lanes of a row.
@@ -259,31 +251,6 @@ __device__ __forceinline__ void store_step_gradients(float* ddt, float* dA, floa
     if (lane == 0) {
         *dA = dA_sum;
         *ddt_bias = bias_sum;
-    }
-}
-
-// Starts to load an item's tiles into `tiles`.
-template <typename T, class Layout>
-__device__ __forceinline__ void load_item(T* tiles, const MambaSsdBackward& q, const BackwardLaunch& launch, int64_t batch,
-                                          int64_t first, int valid, int64_t head, int row0, int64_t state_index) {
-    constexpr int kTile = Layout::kSteps * (Layout::kRows + kTilePad);
-    const MambaSsd& p = q.forward;
-    const int rows = static_cast<int>(p.headdim) - row0;
-    const int dstate = static_cast<int>(p.dstate);
-    load_tile<T, Layout::kSteps, Layout::kRows, Layout::kThreads>(
-        tiles, static_cast<const T*>(p.x) + batch * p.x_batch_stride + first * p.x_len_stride + head * p.x_head_stride + row0,
-        p.x_len_stride, valid, rows, launch.x_vectors);
-    load_tile<T, Layout::kSteps, Layout::kRows, Layout::kThreads>(tiles + kTile,
-                                                                  static_cast<const T*>(q.dout) + batch * q.dout_batch_stride +
-                                                                      first * q.dout_len_stride + head * q.dout_head_stride +
-                                                                      row0,
-                                                                  q.dout_len_stride, valid, rows, launch.dout_vectors);
-    load_tile<T, Layout::kRows, Layout::kStates, Layout::kThreads>(
-        tiles + 2 * kTile, static_cast<const T*>(launch.states) + state_index, p.dstate, rows, dstate, launch.state_vectors);
-    if (launch.ahead != 0) {
-        load_tile<T, Layout::kRows, Layout::kStates, Layout::kThreads>(
-            tiles + 2 * kTile + Layout::kRows * (Layout::kStates + kTilePad),
-            static_cast<const T*>(launch.dstates) + state_index, p.dstate, rows, dstate, launch.state_vectors);
     }
 }
 
