@@ -19,7 +19,7 @@ struct SsdKernel : KernelRow {
     constexpr int slices() const { return on_warpgroups() && states > 128 ? 2 : 1; }
 };
 
-// Shared memory that every GPU lets a block have, and all but those of 7.5.
+// Shared memory that every GPU lets a block have, and those from 8.0 on.
 constexpr int kEveryShared = 64 * 1024;
 constexpr int kAmpereShared = 96 * 1024;
 
@@ -44,97 +44,46 @@ inline bool has_64_states(const MambaSsd& p, const DeviceLimits&) {
 inline bool has_128_states(const MambaSsd& p, const DeviceLimits&) {
     return p.dstate <= 128;
 }
-inline bool has_128_states_and_ampere_shared(const MambaSsd& p, const DeviceLimits& device) {
-    return p.dstate <= 128 && device.shared >= kAmpereShared;
-}
 inline bool has_any_states(const MambaSsd&, const DeviceLimits&) {
     return true;
 }
 
+// clang-format off: rows
+// name, needs, shape, dtypes, threads, shared bytes, architecture; takes, states, steps, rows, shared memory ahead
 inline constexpr SsdKernel kSsdForwardKernels[] = {
-    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, states, steps, rows, shared memory ahead
-    {{"warpgroup_dstate64", "dstate <= 64; rows of x and out at multiples of 16 bytes", "64 of headdim, chunks of 64 steps",
-      k16Bit, 128, 69632, 90},
-     is_aligned_with_64_states,
-     64,
-     64,
-     64,
-     0},
-    {{"warpgroup_dstate128", "dstate <= 128; rows of x and out at multiples of 16 bytes", "64 of headdim, chunks of 64 steps",
-      k16Bit, 128, 102400, 90},
-     is_aligned_with_128_states,
-     128,
-     64,
-     64,
-     0},
-    {{"warpgroup_dstate256", "rows of x and out at multiples of 16 bytes", "64 of headdim, chunks of 64 steps", k16Bit, 256,
-      184320, 90},
-     is_aligned,
-     256,
-     64,
-     64,
-     0},
-    {{"dstate128", "dstate <= 128", "64 of headdim, chunks of 64 steps", k16Bit, 128, kEveryShared, 75},
-     has_128_states,
-     128,
-     64,
-     64,
-     0},
-    {{"dstate256", "", "64 of headdim, chunks of 32 steps", k16Bit, 128, kEveryShared, 75}, has_any_states, 256, 32, 64, 0},
-    {{"float32_dstate128", "dstate <= 128", "64 of headdim, chunks of 16 steps", kF32, 128, kEveryShared, 75},
-     has_128_states,
-     128,
-     16,
-     64,
-     0},
-    {{"float32_dstate256", "", "64 of headdim, chunks of 16 steps", kF32, 128, kEveryShared, 75},
-     has_any_states,
-     256,
-     16,
-     64,
-     0},
+    {{"warpgroup_dstate64", "dstate <= 64; rows of x and out at multiples of 16 bytes",
+      "64 of headdim, chunks of 64 steps", k16Bit, 128, 69632, 90}, is_aligned_with_64_states, 64, 64, 64, 0},
+    {{"warpgroup_dstate128", "dstate <= 128; rows of x and out at multiples of 16 bytes",
+      "64 of headdim, chunks of 64 steps", k16Bit, 128, 102400, 90}, is_aligned_with_128_states, 128, 64, 64, 0},
+    {{"warpgroup_dstate256", "rows of x and out at multiples of 16 bytes",
+      "64 of headdim, chunks of 64 steps", k16Bit, 256, 184320, 90}, is_aligned, 256, 64, 64, 0},
+    {{"dstate128", "dstate <= 128",
+      "64 of headdim, chunks of 64 steps", k16Bit, 128, kEveryShared, 75}, has_128_states, 128, 64, 64, 0},
+    {{"dstate256", "",
+      "64 of headdim, chunks of 32 steps", k16Bit, 128, kEveryShared, 75}, has_any_states, 256, 32, 64, 0},
+    {{"float32_dstate128", "dstate <= 128",
+      "64 of headdim, chunks of 16 steps", kF32, 128, kEveryShared, 75}, has_128_states, 128, 16, 64, 0},
+    {{"float32_dstate256", "",
+      "64 of headdim, chunks of 16 steps", kF32, 128, kEveryShared, 75}, has_any_states, 256, 16, 64, 0},
 };
 
 inline constexpr SsdKernel kSsdBackwardKernels[] = {
-    {{"warpgroup_dstate64", "dstate <= 64", "a chunk of 64 steps, heads of a group", k16Bit, 512, 232448, 90},
-     has_64_states,
-     64,
-     64,
-     64,
-     0},
-    {{"warpgroup_dstate128", "dstate <= 128", "a chunk of 64 steps, heads of a group", k16Bit, 512, 232448, 90},
-     has_128_states,
-     128,
-     64,
-     64,
-     0},
-    {{"warpgroup_dstate256", "", "a chunk of 64 steps, heads of a group, half of the states", k16Bit, 512, 232448, 90},
-     has_any_states,
-     256,
-     64,
-     64,
-     0},
-    {{"dstate128", "dstate <= 128; 96 KiB of shared memory a block", "a chunk of 64 steps, heads of a group", k16Bit, 256,
-      166000, 80},
-     has_128_states_and_ampere_shared,
-     128,
-     64,
-     64,
-     166000},
-    {{"dstate256", "", "a chunk of 32 steps, heads of a group", k16Bit, 128, kEveryShared, 75}, has_any_states, 256, 32, 32, 0},
-    {{"float32_dstate128", "dstate <= 128", "a chunk of 16 steps, heads of a group", kF32, 128, kEveryShared, 75},
-     has_128_states,
-     128,
-     16,
-     32,
-     0},
-    {{"float32_dstate256", "", "a chunk of 16 steps, heads of a group", kF32, 128, kEveryShared, 75},
-     has_any_states,
-     256,
-     16,
-     16,
-     0},
+    {{"warpgroup_dstate64", "dstate <= 64",
+      "a chunk of 64 steps, heads of a group", k16Bit, 512, 232448, 90}, has_64_states, 64, 64, 64, 0},
+    {{"warpgroup_dstate128", "dstate <= 128",
+      "a chunk of 64 steps, heads of a group", k16Bit, 512, 232448, 90}, has_128_states, 128, 64, 64, 0},
+    {{"warpgroup_dstate256", "dstate <= 256",
+      "a chunk of 64 steps, heads of a group, half of the states", k16Bit, 512, 232448, 90}, has_any_states, 256, 64, 64, 0},
+    {{"dstate128", "dstate <= 128",
+      "a chunk of 64 steps, heads of a group", k16Bit, 256, 166000, 80}, has_128_states, 128, 64, 64, 166000},
+    {{"dstate256", "",
+      "a chunk of 32 steps, heads of a group", k16Bit, 128, kEveryShared, 75}, has_any_states, 256, 32, 32, 0},
+    {{"float32_dstate128", "dstate <= 128",
+      "a chunk of 16 steps, heads of a group", kF32, 128, kEveryShared, 75}, has_128_states, 128, 16, 32, 0},
+    {{"float32_dstate256", "",
+      "a chunk of 16 steps, heads of a group", kF32, 128, kEveryShared, 75}, has_any_states, 256, 16, 16, 0},
 };
+// clang-format on
 
 extern KernelTable ssd_forward_table;
 extern KernelTable ssd_backward_table;

@@ -155,6 +155,8 @@ cudaError_t launch_ssd_backward(const MambaSsdBackward& q, const SsdPlan& plan, 
         } else {
             using Layout = SsdLayout<row.states, row.steps, row.rows, row.threads / 32>;
             static_assert(backward_shared_bytes<T, Layout>(row.shared_ahead != 0) <= row.shared_bytes, "the table says so");
+            static_assert(backward_shared_bytes<T, Layout>(false) <= (row.architecture < 80 ? kEveryShared : kAmpereShared),
+                          "what all GPUs have that run it");
             return launch_backward_blocks<T, Layout>(q, plan, workspace);
         }
     });

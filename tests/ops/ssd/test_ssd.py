@@ -18,6 +18,7 @@ from mamba_ssm.ops.triton.ssd_combined import (
     mamba_chunk_scan_combined,
     ssd_chunk_scan_combined_ref,
 )
+from mamba_ssm.utils import kernels
 
 # What one result may be off, relative to its largest value, beside twice plain torch's error.
 # float32: sums in another order. 16 bits: with z, backward rounds the gradient before the gate to the dtype; on the GPU
@@ -70,6 +71,25 @@ SPLIT_CASES = (
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=case_id)
 def test_split_lengths(case, dtype, device):
     check(case, dtype, device)
+
+
+# What a Hopper GPU runs only of unaligned rows, or never; all other GPUs always.
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize(
+    "case",
+    [
+        SsdCase(2, 130, 4, 72, dstate=100, groups=2, D="dim", z=True, initial_states=True),
+        SsdCase(1, 300, 2, 33, dstate=200, seq_idx=True),
+    ],
+    ids=case_id,
+)
+def test_kernels_without_warpgroups(case, dtype, cuda_kernels):
+    tables = ("ssd_forward", "ssd_backward")
+    rows = [row.id for row in kernels.kernels() if row.op in tables and row.architecture == 90]
+    with kernels.without(*rows), kernels.launched() as found:
+        check(case, dtype, cuda_kernels)
+    assert found and not {one.kernel.id for one in found}.intersection(rows)
 
 
 # 16 bits and rows at multiples of 16 bytes run other CUDA kernels on Hopper than the same rows elsewhere.
