@@ -1,7 +1,18 @@
-// Backward on Hopper, for 16-bit dtypes: backward.cuh with three warpgroups, whose products run on tensor cores that read tiles
-// from shared memory themselves. They walk a chunk's heads together: one takes pairs of steps and sums dG; one has dC in
-// registers and takes what the state before the chunk gives; one has dB and dx, and takes the gradient of the state after the
-// chunk. A fourth one helps them (backward_warpgroup_help.cuh).
+// Backward on Hopper, for 16-bit dtypes: backward.cuh with four warpgroups, whose products run on tensor cores that read tiles
+// from shared memory themselves. They walk the items of a chunk, heads or 64 rows of their headdim, and share one interval
+// between two of the block's barriers; while item n's states are taken, the pairs of item n + 1 are:
+//
+//     0: walk_for_dC              | 1: walk_for_dB              | 2: walk_pairs           | 3: help_walks
+//     ----------------------------+-----------------------------+-------------------------+---------------------------------
+//     y = C H                     | du = B dH'                  | R = x dout^T (n + 1)    | cp.async: x, dout of n + 1 + kAhead
+//     dC += (entering dout) H     | dB += (adding x) dH'        | dG, sums of pairs       | bulk copies: decays, states
+//     from_state = y . dout       | to_state = du . x           | M of n + 1 -> shared    | D of n + 1
+//     gradients of steps of n - 1 | du += M dout; dx -> memory  | dD of n + 1             | H . dH'
+//     =========================== __syncthreads(): the block's, by all four ==========================================
+//
+// Each role passes count + 3 of them: one before the first item's interval, in which the first pairs are taken, one an item,
+// and two at the end: behind the last item, and behind the sum of dG over heads, through which dC and dB then go. What comes by
+// mbarrier: B and C (BC_arrived, once), decays and states (a phase each time their stage is filled).
 #pragma once
 
 #include "ssd/cuda/backward_warpgroup_help.cuh"
@@ -13,8 +24,7 @@ namespace mamba {
 // dC, and with it each step's share of the state before the chunk; also the gradients of steps, an item behind.
 template <typename T, int kStates, int kSlices>
 __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlices>& walk) {
-    using Shared = WarpgroupBackwardShared<T, kStates, kSlices>;
-    const Shared& shared = walk.shared;
+    auto& shared = walk.shared;
     const int lane = walk.lane;
     const int warp = walk.thread / 32;
     const int row = 16 * warp;
@@ -29,7 +39,7 @@ __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlic
     };
     float dC[kStates / 8][4];
     set_to_zero(dC);
-    mbarrier_wait_parity(shared.start_barrier, 0);
+    mbarrier_wait_parity(&shared.BC_arrived, 0);
     __syncthreads();
     for (int number = 0; number < walk.count; ++number) {
         __syncthreads();  // an interval begins
@@ -122,7 +132,7 @@ struct PairedRows {
 template <typename T, int kStates, int kSlices>
 __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlices>& walk) {
     using Tiles = SliceTiles<T, kStates, kSlices>;
-    const auto& shared = walk.shared;
+    auto& shared = walk.shared;
     const int lane = walk.lane;
     const PairedRows rows(walk.thread, lane);
     const int(&s)[2] = rows.s;
@@ -133,7 +143,7 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
     const int dx_columns = walk.slice * kColumns16 * (Tiles::kColumns / 16);
     float dB[kStates / 8][4];
     set_to_zero(dB);
-    mbarrier_wait_parity(shared.start_barrier, 0);
+    mbarrier_wait_parity(&shared.BC_arrived, 0);
     BackwardItem item = walk.first;
     ItemPointer<T*> dx = walk.item_pointer(
         static_cast<T*>(walk.q.dx) + walk.batch * walk.q.dx_batch_stride + walk.chunk * kWarpgroupSteps * walk.q.dx_len_stride,
@@ -223,12 +233,12 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
 // M and what else pairs of steps give, an item ahead of the others; columns are steps t. Also dD.
 template <typename T, int kStates, int kSlices>
 __device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlices>& walk) {
-    const auto& shared = walk.shared;
+    auto& shared = walk.shared;
     const int lane = walk.lane;
     const PairedRows rows(walk.thread, lane);
     float G[8][4];  // B_s . C_t
     set_to_zero(G);
-    mbarrier_wait_parity(shared.start_barrier, 0);
+    mbarrier_wait_parity(&shared.BC_arrived, 0);
     warpgroup_fence_operand(G);
     wgmma_fence();
 #pragma unroll

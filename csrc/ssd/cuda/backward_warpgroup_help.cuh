@@ -49,7 +49,7 @@ struct BackwardCopies {
         if (number < walk.count) {
             if (thread == 0) {
                 constexpr int kDecayBytes = static_cast<int>(sizeof(WarpgroupDecays));
-                uint64_t* const barrier = &walk.shared.decay_barriers[number % Shared::kDecays];
+                uint64_t* const barrier = &walk.shared.decays_arrived[number % Shared::kDecays];
                 mbarrier_arrive_expect_tx(barrier, kDecayBytes);
                 cp_async_bulk_load(&walk.shared.decays_of(number), decays, kDecayBytes, barrier);
             }
@@ -70,7 +70,7 @@ struct BackwardCopies {
     __device__ __forceinline__ void begin_states(int number) {
         if (number < walk.count && thread == 0) {
             constexpr int kBytes = Tiles::kH * static_cast<int>(sizeof(T));
-            uint64_t* const barrier = &walk.shared.H_barriers[number % Shared::kHStages];
+            uint64_t* const barrier = &walk.shared.states_arrived[number % Shared::kHStages];
             mbarrier_arrive_expect_tx(barrier, (1 + kSlices) * kBytes);
             cp_async_bulk_load(walk.shared.H(number), states, kBytes, barrier);
             cp_async_bulk_load(walk.shared.dH(number), dstates, kSlices * kBytes, barrier);
@@ -84,8 +84,8 @@ struct BackwardCopies {
 // after.
 template <typename T, int kStates, int kSlices>
 __device__ __forceinline__ void help_walks(const BackwardWalk<T, kStates, kSlices>& walk) {
-    using Shared = WarpgroupBackwardShared<T, kStates, kSlices>;
-    const Shared& shared = walk.shared;
+    using Shared = BackwardSharedMemory<T, kStates, kSlices>;
+    Shared& shared = walk.shared;
     const MambaSsd& p = walk.q.forward;
     BackwardCopies<T, kStates, kSlices> copies(walk);
     const int thread = copies.thread;

@@ -7,7 +7,9 @@
 namespace mamba {
 
 constexpr int kWarpgroupBackwardThreads = 512;
-// Of a thread: those of the last warpgroup, which has no accumulators, and of the others.
+// Registers of a thread. A block of 512 threads starts with 128 each. Three warpgroups hold up to 64 accumulators over all
+// items and as many of one item's products, and spill with less; the last one has no accumulators, and runs with what they
+// leave.
 constexpr int kHelperRegisters = 56;
 constexpr int kWalkRegisters = 152;
 static_assert(kHelperRegisters + 3 * kWalkRegisters <= 512, "a multiprocessor has 64 Ki");
@@ -50,54 +52,44 @@ struct SliceTiles {
     static constexpr int kColumns = kForwardRows / kSlices;  // of dx
 };
 
-// In an interval between two of the block's barriers one warpgroup takes the pairs of steps of an item, a head or 64 rows of
-// its headdim, the other two the states of the item before, while the tiles of the item after are on their way.
+// A block's shared memory. Tiles come in stages: an item's x and dout are needed in two intervals (backward_warpgroup.cuh draws
+// them), its states in one, its decays in three.
 template <typename T, int kStates, int kSlices>
-struct WarpgroupBackwardShared {
+struct BackwardSharedMemory {
     using Tiles = SliceTiles<T, kStates, kSlices>;
-    static constexpr int kX = 2 * Tiles::kX;              // of x and dout
-    static constexpr int kH = (1 + kSlices) * Tiles::kH;  // of H and dH'
     static constexpr int kM = kWarpgroupSteps * kWarpgroupSteps;
     static constexpr int kXStages = kSlices == 1 ? 4 : 3;
     static constexpr int kAhead = kXStages - 2;  // intervals that x and dout come before they are needed
     static constexpr int kHStages = kSlices == 1 ? 3 : 2;
-    static constexpr int kDecays = kXStages + 1;  // an item's are read once more in the interval after
+    static constexpr int kDecays = kXStages + 1;
     static constexpr int kSums = 3;
-    static constexpr int kBarriers = 1 + kHStages + kDecays;
-    static constexpr int kBytes =
-        ((1 + kSlices) * Tiles::kB + kXStages * kX + kHStages * kH + 2 * kM) * static_cast<int>(sizeof(T)) +
-        kDecays * static_cast<int>(sizeof(WarpgroupDecays)) + kSums * static_cast<int>(sizeof(WarpgroupSums)) +
-        kBarriers * static_cast<int>(sizeof(uint64_t));
+    struct Inputs {
+        T x[Tiles::kX];  // steps x headdim; dx leaves from here
+        T dout[Tiles::kX];
+    };
+    struct States {
+        T H[Tiles::kH];  // headdim x states of the block's slice
+        T dH[kSlices * Tiles::kH];
+    };
     static_assert(Tiles::kB <= 2 * kM, "C of another slice has room in M");
 
-    T* C;        // SwizzledTile of the block's slice
-    T* B;        // PairedTile of all
-    T* x_tiles;  // steps x headdim: x, in whose place dx leaves, and dout behind it
-    T* H_tiles;  // headdim x states: H of the block's slice, and dH' of all behind it
-    T* M_tiles;  // two, steps s (PairedTile) x t; at first C of the other slice, in the end the sum of dG over heads
-    WarpgroupDecays* decays;
-    WarpgroupSums* sums;
-    uint64_t *start_barrier, *H_barriers, *decay_barriers;
+    alignas(1024) T C[Tiles::kB];            // SwizzledTile of the block's slice
+    alignas(1024) T B[kSlices * Tiles::kB];  // PairedTile of all
+    alignas(1024) Inputs inputs[kXStages];
+    alignas(1024) States states[kHStages];
+    alignas(1024)
+        T M_tiles[2 * kM];  // steps s (PairedTile) x t; at first C of the other slice, in the end the sum of dG over heads
+    WarpgroupDecays decays[kDecays];
+    WarpgroupSums sums[kSums];
+    uint64_t BC_arrived, states_arrived[kHStages], decays_arrived[kDecays];  // mbarriers
 
-    __device__ __forceinline__ explicit WarpgroupBackwardShared(unsigned char* memory) {
-        C = reinterpret_cast<T*>(memory);
-        B = C + Tiles::kB;
-        x_tiles = B + kSlices * Tiles::kB;
-        H_tiles = x_tiles + kXStages * kX;
-        M_tiles = H_tiles + kHStages * kH;
-        decays = reinterpret_cast<WarpgroupDecays*>(M_tiles + 2 * kM);
-        sums = reinterpret_cast<WarpgroupSums*>(decays + kDecays);
-        start_barrier = reinterpret_cast<uint64_t*>(sums + kSums);
-        H_barriers = start_barrier + 1;
-        decay_barriers = H_barriers + kHStages;
-    }
-    __device__ __forceinline__ T* x(int item) const { return x_tiles + item % kXStages * kX; }
-    __device__ __forceinline__ T* dout(int item) const { return x(item) + Tiles::kX; }
-    __device__ __forceinline__ T* H(int item) const { return H_tiles + item % kHStages * kH; }
-    __device__ __forceinline__ T* dH(int item) const { return H(item) + Tiles::kH; }
-    __device__ __forceinline__ T* M(int item) const { return M_tiles + item % 2 * kM; }
-    __device__ __forceinline__ WarpgroupDecays& decays_of(int item) const { return decays[item % kDecays]; }
-    __device__ __forceinline__ WarpgroupSums& sums_of(int item) const { return sums[item % kSums]; }
+    __device__ __forceinline__ T* x(int item) { return inputs[item % kXStages].x; }
+    __device__ __forceinline__ T* dout(int item) { return inputs[item % kXStages].dout; }
+    __device__ __forceinline__ T* H(int item) { return states[item % kHStages].H; }
+    __device__ __forceinline__ T* dH(int item) { return states[item % kHStages].dH; }
+    __device__ __forceinline__ T* M(int item) { return M_tiles + item % 2 * kM; }
+    __device__ __forceinline__ WarpgroupDecays& decays_of(int item) { return decays[item % kDecays]; }
+    __device__ __forceinline__ WarpgroupSums& sums_of(int item) { return sums[item % kSums]; }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -33,13 +33,13 @@ struct ItemPointer {
 // A block's chunk, and the items that it walks.
 template <typename T, int kStates, int kSlices>
 struct BackwardWalk {
-    using Shared = WarpgroupBackwardShared<T, kStates, kSlices>;
+    using Shared = BackwardSharedMemory<T, kStates, kSlices>;
     using Tiles = typename Shared::Tiles;
     static constexpr int kSteps = kWarpgroupSteps;
 
     const MambaSsdBackward& q;
     const BackwardLaunch& launch;
-    const Shared shared;
+    Shared& shared;
     int thread, lane, slice;
     int64_t split, batch, chunk, group;
     int64_t group_head;  // the first head of the launch's in this group
@@ -50,7 +50,7 @@ struct BackwardWalk {
 
     // Starts the block: B and C are on their way.
     __device__ __forceinline__ BackwardWalk(const MambaSsdBackward& q_, const BackwardLaunch& launch_, unsigned char* memory)
-        : q(q_), launch(launch_), shared(memory) {
+        : q(q_), launch(launch_), shared(*reinterpret_cast<Shared*>(memory)) {
         const MambaSsd& p = q.forward;
         // By a shuffle: else the compiler reads the slow special register again for each use.
         thread = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.x) % 32);
@@ -72,8 +72,12 @@ struct BackwardWalk {
         count = static_cast<int>(items * (split + 1) / launch.splits) - first_item;
         first = {first_item / row_tiles, first_item % row_tiles};
         if (thread == 0) {
-            for (int i = 0; i < Shared::kBarriers; ++i) {
-                mbarrier_init(shared.start_barrier + i);
+            mbarrier_init(&shared.BC_arrived);
+            for (uint64_t& barrier : shared.states_arrived) {
+                mbarrier_init(&barrier);
+            }
+            for (uint64_t& barrier : shared.decays_arrived) {
+                mbarrier_init(&barrier);
             }
         }
         fence_proxy_async();
@@ -83,11 +87,11 @@ struct BackwardWalk {
             constexpr int kBytes = Tiles::kB * static_cast<int>(sizeof(T));
             const T* const C = static_cast<const T*>(launch.prepared.tiles) +
                                (((batch * launch.chunks + chunk) * p.ngroups + group) * 3 + 1) * kSlices * Tiles::kB;
-            mbarrier_arrive_expect_tx(shared.start_barrier, 2 * kSlices * kBytes);
-            cp_async_bulk_load(shared.C, C + slice * Tiles::kB, kBytes, shared.start_barrier);
-            cp_async_bulk_load(shared.B, C + kSlices * Tiles::kB, kSlices * kBytes, shared.start_barrier);
+            mbarrier_arrive_expect_tx(&shared.BC_arrived, 2 * kSlices * kBytes);
+            cp_async_bulk_load(shared.C, C + slice * Tiles::kB, kBytes, &shared.BC_arrived);
+            cp_async_bulk_load(shared.B, C + kSlices * Tiles::kB, kSlices * kBytes, &shared.BC_arrived);
             if (kSlices > 1) {
-                cp_async_bulk_load(shared.M_tiles, C + (1 - slice) * Tiles::kB, kBytes, shared.start_barrier);
+                cp_async_bulk_load(shared.M_tiles, C + (1 - slice) * Tiles::kB, kBytes, &shared.BC_arrived);
             }
         }
     }
@@ -103,10 +107,10 @@ struct BackwardWalk {
     }
 
     __device__ __forceinline__ void wait_for_states(int number) const {
-        mbarrier_wait_parity(&shared.H_barriers[number % Shared::kHStages], number / Shared::kHStages % 2);
+        mbarrier_wait_parity(&shared.states_arrived[number % Shared::kHStages], number / Shared::kHStages % 2);
     }
     __device__ __forceinline__ void wait_for_decays(int number) const {
-        mbarrier_wait_parity(&shared.decay_barriers[number % Shared::kDecays], number / Shared::kDecays % 2);
+        mbarrier_wait_parity(&shared.decays_arrived[number % Shared::kDecays], number / Shared::kDecays % 2);
     }
 
     // Of an item's steps and of its parameters, by one warp.

@@ -127,8 +127,7 @@ cudaError_t launch_backward_warpgroups(const MambaSsdBackward& q, const SsdPlan&
     launches.chunks.dx_vectors =
         rows_aligned(q.dx, sizeof(T), 16, p.headdim, q.dx_batch_stride, q.dx_len_stride, q.dx_head_stride);
 
-    constexpr int kShared = WarpgroupBackwardShared<T, kStates, kSlices>::kBytes;
-    static_assert(kShared <= 227 * 1024, "one block a multiprocessor");
+    constexpr int kShared = sizeof(BackwardSharedMemory<T, kStates, kSlices>);
     const auto kernel = ssd_backward_warpgroup_kernel<T, kStates, kSlices>;
     cudaError_t error = allow_shared(kernel, kShared);
     if (error == cudaSuccess) {
@@ -151,6 +150,8 @@ cudaError_t launch_ssd_backward(const MambaSsdBackward& q, const SsdPlan& plan, 
     return launch_row<T, kSsdBackwardKernels>(ssd_backward_table, plan.kernel, [&](auto number) {
         constexpr SsdKernel row = kSsdBackwardKernels[decltype(number)::kRow];
         if constexpr (row.on_warpgroups()) {
+            static_assert(sizeof(BackwardSharedMemory<T, row.states / row.slices(), row.slices()>) <= row.shared_bytes,
+                          "the table says so");
             return launch_backward_warpgroups<T, row.states / row.slices(), row.slices()>(q, plan, workspace);
         } else {
             using Layout = SsdLayout<row.states, row.steps, row.rows, row.threads / 32>;
