@@ -159,18 +159,30 @@ __device__ __forceinline__ void mirror(Packed<T, N>& packed) {
     }
 }
 
-// The first `left` of N neighbours and zeros after them. vectors: accesses of up to 16 bytes are aligned.
+// The first `left` of N elements that lie `stride` apart, and zeros after them.
 template <typename T, int N>
-__device__ __forceinline__ Packed<T, N> packed_load_padded(const T* address, int64_t left, bool vectors) {
-    if (vectors && left >= N) {
-        return packed_load<T, N>(address);
-    }
+__device__ __forceinline__ Packed<T, N> packed_gather(const T* address, int64_t stride, int64_t left) {
     float values[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        values[i] = i < left ? to_float(address[i]) : 0.0f;
+        values[i] = i < left ? to_float(address[i * stride]) : 0.0f;
     }
     return pack<T, N>(values);
+}
+template <typename T, int N>
+__device__ __forceinline__ void scatter(T* address, int64_t stride, int64_t left, const float* values) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        if (i < left) {
+            address[i * stride] = from_float<T>(values[i]);
+        }
+    }
+}
+
+// The first `left` of N neighbours and zeros after them. vectors: accesses of up to 16 bytes are aligned.
+template <typename T, int N>
+__device__ __forceinline__ Packed<T, N> packed_load_padded(const T* address, int64_t left, bool vectors) {
+    return vectors && left >= N ? packed_load<T, N>(address) : packed_gather<T, N>(address, 1, left);
 }
 
 // ---- elements whose dtype is known only at run time ------------------------------------------------------------------
@@ -244,6 +256,22 @@ struct NeighbourBits {
 #pragma unroll
             for (int i = 0; i < N / 2; ++i) {
                 word[i] = packed.word[i];
+            }
+        }
+    }
+    // The first `left` of N elements that lie `stride` apart, and zeros after them.
+    __device__ __forceinline__ void gather(const void* data, int64_t index, int64_t stride, int32_t dtype, int left) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            word[i] = 0;
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const uint32_t bits = i < left ? load_bits(data, index + i * stride, dtype) : 0;
+            if (N == 1 || dtype == MAMBA_FLOAT32) {
+                word[i] = bits;
+            } else {
+                word[i / 2] |= bits << (i % 2 * 16);
             }
         }
     }

@@ -1,7 +1,12 @@
 // The decode step's C ABI in mamba_cuda.
 #include "common/cuda_device.h"
 #include "state_update/check.h"
+#include "state_update/kernels.h"
 #include "state_update/launch.h"
+
+namespace mamba {
+KernelTable state_update_table("selective_state_update", kStateUpdateKernels);
+}  // namespace mamba
 
 using namespace mamba;
 
@@ -12,7 +17,11 @@ int32_t mamba_selective_state_update(const MambaSelectiveStateUpdate* params) {
         return status;
     }
     const DeviceGuard guard(params->run.device);
-    const cudaError_t error =
-        guard.error != cudaSuccess ? guard.error : launchers_of<StateUpdateLaunchers>(params->state_dtype).update(*params);
+    const DeviceLimits device(params->run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    if (error == cudaSuccess) {
+        const int kernel = choose_kernel(state_update_table, kStateUpdateKernels, device.major, params->state_dtype, *params);
+        error = launchers_of<StateUpdateLaunchers>(params->state_dtype).update(*params, kernel, device.processors);
+    }
     return cuda_status(error, function, params->batch, params->nheads * params->headdim, 1, params->dstate);
 }

@@ -8,7 +8,7 @@
 namespace mamba {
 
 struct StateUpdateLaunchers {
-    cudaError_t (*update)(const MambaSelectiveStateUpdate& params);
+    cudaError_t (*update)(const MambaSelectiveStateUpdate& params, int kernel, int processors);  // of kStateUpdateKernels
 
     template <typename State>
     static StateUpdateLaunchers of();

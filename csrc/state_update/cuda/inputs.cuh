@@ -7,37 +7,21 @@
 
 namespace mamba {
 
-// Groups of four warps on a multiprocessor: enough to have the memory busy, and few enough to leave each thread the registers
-// for its loads.
-template <class Rows, bool kScalarA>
-constexpr int kUpdateFours = (kScalarA || sizeof(typename Rows::State) == 4 ? 3 : 2) + Rows::kWhole;
-// Warps of a block, at most: eight where whole blocks of them fit, since what neighbours read and write beside their states are
-// neighbours in memory.
-template <class Rows, bool kScalarA>
-constexpr int kUpdateWarpsLog2 = Rows::kWhole && kUpdateFours<Rows, kScalarA> % 2 == 0 ? 3 : 2;
-template <class Rows, bool kScalarA>
-constexpr int kUpdateThreads = 32 << kUpdateWarpsLog2<Rows, kScalarA>;
-
 // How the launcher shares out the work. A unit is a tile of rows of one head; a warp takes one of some batch entries.
 struct StateUpdateLayout {
     Divisor parts, units, group_heads;  // units of a head, of all heads; heads of a group
     int32_t lanes_log2;                 // that share a row
     uint32_t batches;                   // of a warp, which follow each other
+    bool vectors;                       // of 16 bytes: state, A, B and C are read so (whole tiles: always)
+    bool tied_A;                        // one A for all states of a row
 };
 
-// Params of the usual model, known when the kernel is compiled: most of a step's instructions would ask for dtypes and bounds.
-// Its inputs have the state's dtype, or bfloat16 beside a float32 state.
+// Params whose dtypes are known when the kernel is compiled, for most of a step's instructions would ask for them: inputs have
+// the state's dtype, or bfloat16 beside a float32 state, and A is float32.
 template <typename State>
-struct UsualStateUpdate : MambaSelectiveStateUpdate {
-    static constexpr int32_t x_dtype = sizeof(State) == 4 ? MAMBA_BFLOAT16 : kDtype<State>, dt_dtype = x_dtype,
+struct StateUpdateOf16BitInputs : MambaSelectiveStateUpdate {
+    static constexpr int32_t x_dtype = kDtype<State> == MAMBA_FLOAT32 ? MAMBA_BFLOAT16 : kDtype<State>, dt_dtype = x_dtype,
                              BC_dtype = x_dtype, A_dtype = MAMBA_FLOAT32;
-    static_assert(x_dtype != MAMBA_FLOAT32, "load_of_row takes 16 bits");
-
-    // tile_rows: of a warp, which has tile_states of each
-    static bool fits(const MambaSelectiveStateUpdate& p, int64_t tile_rows, int64_t tile_states) {
-        return p.x_dtype == x_dtype && p.dt_dtype == x_dtype && p.BC_dtype == x_dtype && p.A_dtype == A_dtype &&
-               p.dstate == tile_states && p.headdim % tile_rows == 0 && p.state_dim_stride == p.dstate;
-    }
 };
 
 // The rows of a warp, from `first` on, of one head. Indices have 32 bits: their products with strides have 64.
@@ -45,6 +29,7 @@ struct WarpPlace {
     uint32_t batch, batch_end, head, group, first, own;
     int rows_left;
     bool owns;  // the row `own` is this lane's to compute what there is once for it
+    bool vectors;
 
     template <class Rows>
     __device__ __forceinline__ WarpPlace(const MambaSelectiveStateUpdate& p, const StateUpdateLayout& layout,
@@ -60,6 +45,7 @@ struct WarpPlace {
         own = first + rows.own_row();
         rows_left = batch < p.batch ? static_cast<int>(p.headdim - first) : 0;
         owns = rows.own_tile() == 0 && rows.own_row() < rows_left;
+        vectors = Rows::kWhole || layout.vectors;
     }
     __device__ __forceinline__ bool has_rows() const { return rows_left > 0; }
     // Of a row that the cache does not have nothing may be touched.
@@ -67,8 +53,12 @@ struct WarpPlace {
     __device__ __forceinline__ StatePlace<State> states(const MambaSelectiveStateUpdate& p, const Rows& rows,
                                                         int64_t row) const {
         State* const states = static_cast<State*>(p.state) + row * p.state_row_stride + head * p.state_head_stride;
-        return {states + (first + rows.row_of(0)) * p.state_dim_stride, p.state_dim_stride << (5 - rows.lanes_log2),
-                p.state_dstate_stride, row >= 0 && row < p.state_rows ? rows_left : 0, static_cast<int>(p.dstate)};
+        return {states + (first + rows.row_of(0)) * p.state_dim_stride,
+                p.state_dim_stride << (5 - rows.lanes_log2),
+                p.state_dstate_stride,
+                row >= 0 && row < p.state_rows ? rows_left : 0,
+                static_cast<int>(p.dstate),
+                vectors};
     }
 };
 
@@ -82,11 +72,11 @@ struct RowBits {
     uint32_t A = 0, D = 0, dt_bias = 0;
 
     template <class Params>
-    __device__ __forceinline__ RowBits(const Params& p, const WarpPlace& warp, bool scalar_A) {
+    __device__ __forceinline__ RowBits(const Params& p, const WarpPlace& warp, bool tied_A) {
         if (!warp.owns) {
             return;
         }
-        if (scalar_A) {
+        if (tied_A) {
             A = load_bits(p.A, warp.head * p.A_head_stride + warp.own * p.A_dim_stride, p.A_dtype);
         }
         if (p.D != nullptr) {
@@ -117,9 +107,8 @@ struct RowParameters {
         return dt_softplus ? softplus(dt) : dt;
     }
     // As advance() takes it.
-    template <bool kScalarA>
-    __device__ __forceinline__ float decay(float dt) const {
-        return kScalarA ? exp2_fast(dt * kLog2e * A) : dt * kLog2e;
+    __device__ __forceinline__ float decay(float dt, bool tied_A) const {
+        return tied_A ? exp2_fast(dt * kLog2e * A) : dt * kLog2e;
     }
     template <class Params>
     __device__ __forceinline__ float output(const Params& p, float y, float x, uint32_t z_bits) const {
@@ -169,14 +158,25 @@ struct StepPlace {
     }
 };
 
-// load_bits of what each row has once. In the usual model, which alone has whole rows, that is 2 bytes where its states are 32
-// or more: by themselves these would be the smallest pieces that the memory is asked for.
+// load_bits of what each row has once. Beside whole tiles that is 2 bytes where the states are 32 or more: alone these would be
+// the smallest pieces that the memory is asked for.
 template <class Rows>
 __device__ __forceinline__ uint32_t load_of_row(const void* data, int64_t index, int32_t dtype) {
     if constexpr (Rows::kWhole) {
         return ld_global_l2_256b_u16(static_cast<const uint16_t*>(data) + index);
     } else {
         return load_bits(data, index, dtype);
+    }
+}
+
+// A lane's entries of B, of C or of a row of A: of `left` that there are. vectors: neighbours, in accesses of 16 bytes.
+template <class Rows>
+__device__ __forceinline__ void load_states(NeighbourBits<Rows::kVector>& bits, const void* data, int64_t index, int64_t stride,
+                                            int32_t dtype, bool vectors, int left) {
+    if (Rows::kWhole || vectors) {
+        bits.load(data, index, dtype, Rows::kWhole || left > 0);
+    } else {
+        bits.gather(data, index, stride, dtype, left);
     }
 }
 
@@ -197,10 +197,11 @@ struct UpdateInputs {
         }
 #pragma unroll
         for (int v = 0; v < Rows::kVectors; ++v) {
-            const int n = rows.state_of(v), distance = n - rows.state_of(0);
-            const bool valid = Rows::kWhole || n < p.dstate;
-            B[v].load(p.B, at.B + (Rows::kVector == 1 ? distance * p.B_dstate_stride : distance), p.BC_dtype, valid);
-            C[v].load(p.C, at.C + (Rows::kVector == 1 ? distance * p.C_dstate_stride : distance), p.BC_dtype, valid);
+            const int distance = rows.state_of(v) - rows.state_of(0);
+            load_states<Rows>(B[v], p.B, at.B + distance * p.B_dstate_stride, p.B_dstate_stride, p.BC_dtype, warp.vectors,
+                              static_cast<int>(p.dstate) - rows.state_of(v));
+            load_states<Rows>(C[v], p.C, at.C + distance * p.C_dstate_stride, p.C_dstate_stride, p.BC_dtype, warp.vectors,
+                              static_cast<int>(p.dstate) - rows.state_of(v));
         }
     }
     template <class Params>
@@ -227,8 +228,8 @@ struct VectorsOfA {
 #pragma unroll
             for (int v = 0; v < Rows::kVectors; ++v) {
                 const int n = rows.state_of(v);
-                bits[r][v].load(p.A, index + r * step + (Rows::kVector == 1 ? n * p.A_dstate_stride : n), p.A_dtype,
-                                Rows::kWhole || (rows.row_of(r) < warp.rows_left && n < p.dstate));
+                load_states<Rows>(bits[r][v], p.A, index + r * step + n * p.A_dstate_stride, p.A_dstate_stride, p.A_dtype,
+                                  warp.vectors, rows.row_of(r) < warp.rows_left ? static_cast<int>(p.dstate) - n : 0);
             }
         }
     }

@@ -5,14 +5,12 @@
 
 namespace mamba {
 
-template <class Rows, bool kScalarA>
-constexpr int kUpdateBlocks = (4 * kUpdateFours<Rows, kScalarA>) >> kUpdateWarpsLog2<Rows, kScalarA>;
-
 // A warp takes the rows of its unit through its batch entries. While one is computed, the next one's states and inputs are on
 // their way; what does not depend on the batch stays in registers.
-template <class Rows, bool kScalarA, class Params>
-__global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>), (kUpdateBlocks<Rows, kScalarA>))
-    selective_state_update_kernel(const Params params, const StateUpdateLayout layout) {
+template <class Rows, bool kTiedA, int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    selective_state_update_kernel(const StateUpdateOf16BitInputs<typename Rows::State> params, const StateUpdateLayout layout) {
+    static_assert(Rows::kWhole, "other tiles are steps.cuh's");
     using State = typename Rows::State;
     constexpr int kVector = Rows::kVector, kRows = Rows::kRows, kVectors = Rows::kVectors;
     const Rows rows(layout.lanes_log2);
@@ -42,9 +40,9 @@ __global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>), (kUpdateBloc
     typename Rows::Tile tile;
     place.load(rows, tile);
     UpdateInputs<Rows> step(params, warp, rows, at);
-    const RowBits bits(params, warp, kScalarA);
+    const RowBits bits(params, warp, kTiedA);
     VectorsOfA<Rows> A;
-    if (!kScalarA) {
+    if (!kTiedA) {
         A.load(params, warp, rows);
     }
     const RowParameters parameters(params, bits);
@@ -67,7 +65,7 @@ __global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>), (kUpdateBloc
         }
         const float x = float_from_bits(step.x, params.x_dtype);
         const float dt = parameters.dt(params, step.dt);
-        const float decay = parameters.template decay<kScalarA>(dt);
+        const float decay = parameters.decay(dt, kTiedA);
         float B[Rows::kStates], C[Rows::kStates], sums[kRows];
         step.to_floats(params, B, C);
 #pragma unroll
@@ -79,11 +77,10 @@ __global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>), (kUpdateBloc
             for (int v = 0; v < kVectors; ++v) {
                 float h[kVector], A_row[kVector];
                 unpack<State, kVector>(tile[r][v], h);
-                if (!kScalarA) {
+                if (!kTiedA) {
                     A.bits[r][v].to_floats(params.A_dtype, A_row);
                 }
-                const float sum = advance<kVector, kScalarA>(h, row_decay, row_dt_x, A_row, B + v * kVector, C + v * kVector);
-                sums[r] += Rows::kWhole || rows.state_of(v) < params.dstate ? sum : 0.0f;  // beyond dstate h can be NaN
+                sums[r] += advance<kVector, kTiedA>(h, row_decay, row_dt_x, A_row, B + v * kVector, C + v * kVector);
                 place.store(rows, r, v, h);
             }
         }

@@ -25,6 +25,25 @@ struct StateRing {
     __device__ __forceinline__ void load(int slot, int r, int v, const State* from) const {
         cp_async<16>(at(slot, r, v), from, true);
     }
+    // Elements that lie `stride` apart, of which `left` are there, one after the other.
+    __device__ __forceinline__ void gather(int slot, int r, int v, const State* from, int64_t stride, int left) const {
+        State* const to = reinterpret_cast<State*>(at(slot, r, v));
+#pragma unroll 1
+        for (int i = 0; i < Rows::kVector; ++i) {
+            to[i] = i < left ? from[i * stride] : from_float<State>(0.0f);
+        }
+    }
+    // What gather() takes, from registers, through the lane's place.
+    __device__ __forceinline__ void scatter(int slot, int r, int v, State* to, int64_t stride, int left,
+                                            const float* values) const {
+        State* const place = reinterpret_cast<State*>(at(slot, r, v));
+        const Packed<State, Rows::kVector> packed = pack<State, Rows::kVector>(values);
+        *reinterpret_cast<uint4*>(place) = make_uint4(packed.word[0], packed.word[1], packed.word[2], packed.word[3]);
+#pragma unroll 1
+        for (int i = 0; i < Rows::kVector && i < left; ++i) {
+            to[i * stride] = place[i];
+        }
+    }
     __device__ __forceinline__ void read(int slot, int r, int v, float* values) const {
         unpack<State, Rows::kVector>(packed_load<State, Rows::kVector>(reinterpret_cast<const State*>(at(slot, r, v))), values);
     }

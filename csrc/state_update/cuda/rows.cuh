@@ -60,12 +60,14 @@ struct StateRows {
     }
 };
 
-// Where a tile of states lies: row_of(0) at `first`, the lane's other rows `step` elements apart.
+// Where a tile of states lies: row_of(0) at `first`, the lane's other rows `step` elements apart. Without `vectors` the kVector
+// states of a lane are no aligned neighbours, or dstate is no multiple of them.
 template <typename State>
 struct StatePlace {
     State* first;
     int64_t step, dstate_stride;
     int rows_left, dstate;  // rows from the tile's first one on
+    bool vectors = true;
 
     template <class Rows>
     __device__ __forceinline__ bool holds(const Rows& rows, int r, int v) const {
@@ -76,7 +78,7 @@ struct StatePlace {
         if constexpr (Rows::kWhole) {
             return first + rows.part * Rows::kVector + (r * Rows::kVectors + v) * (32 * Rows::kVector);
         }
-        return first + r * step + rows.state_of(v) * (Rows::kVector == 1 ? dstate_stride : 1);
+        return first + r * step + rows.state_of(v) * (Rows::kVector == 1 || !vectors ? dstate_stride : 1);
     }
     template <class Rows>
     __device__ __forceinline__ void next_tile(const Rows& rows) {
@@ -104,10 +106,11 @@ struct StatePlace {
             for (int v = 0; v < Rows::kVectors; ++v) {
                 tile[r][v] = packed_zero<State, Rows::kVector>();
                 if (holds(rows, r, v)) {
-                    if constexpr (Rows::kVector > 1) {
+                    if (vectors) {
                         tile[r][v] = packed_load<State, Rows::kVector>(at(rows, r, v));
                     } else {
-                        tile[r][v].element = *at(rows, r, v);
+                        tile[r][v] =
+                            packed_gather<State, Rows::kVector>(at(rows, r, v), dstate_stride, dstate - rows.state_of(v));
                     }
                 }
             }
@@ -115,13 +118,15 @@ struct StatePlace {
     }
     template <class Rows>
     __device__ __forceinline__ void store(const Rows& rows, int r, int v, const float* values) const {
-        const Packed<State, Rows::kVector> packed = pack<State, Rows::kVector>(values);
-        if (holds(rows, r, v)) {
-            if constexpr (Rows::kVector > 1) {
-                packed_store_once<State, Rows::kVector>(at(rows, r, v), packed);
-            } else {
-                *at(rows, r, v) = packed.element;
-            }
+        if (!holds(rows, r, v)) {
+            return;
+        }
+        if constexpr (Rows::kVector == 1) {
+            *at(rows, r, v) = from_float<State>(values[0]);
+        } else if (vectors) {
+            packed_store_once<State, Rows::kVector>(at(rows, r, v), pack<State, Rows::kVector>(values));
+        } else {
+            scatter<State, Rows::kVector>(at(rows, r, v), dstate_stride, dstate - rows.state_of(v), values);
         }
     }
 };
@@ -139,14 +144,27 @@ __device__ __forceinline__ void store_rows(const Rows& rows, const StatePlace<ty
     }
 }
 
-// One step of some states of a row: h = decay h + dt_x B; returns C . h. With kScalarA `decay` is exp(dt A), else dt log2(e).
-template <int kCount, bool kScalarA>
+// One step of some states of a row: h = decay h + dt_x B; returns C . h. With kTiedA `decay` is exp(dt A), else dt log2(e).
+template <int kCount, bool kTiedA>
 __device__ __forceinline__ float advance(float* h, float decay, float dt_x, const float* A, const float* B, const float* C) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        h[i] = fmaf(kScalarA ? decay : exp2_fast(decay * A[i]), h[i], dt_x * B[i]);
+        h[i] = fmaf(kTiedA ? decay : exp2_fast(decay * A[i]), h[i], dt_x * B[i]);
         sum = fmaf(C[i], h[i], sum);
+    }
+    return sum;
+}
+
+// The same where the row may end within these states: what lies beyond `left` can be NaN, and adds nothing.
+template <int kCount>
+__device__ __forceinline__ float advance_some(float* h, float decay, float dt_x, const float* A, const float* B, const float* C,
+                                              bool tied_A, int left) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        h[i] = fmaf(tied_A ? decay : exp2_fast(decay * A[i]), h[i], dt_x * B[i]);
+        sum = i < left ? fmaf(C[i], h[i], sum) : sum;
     }
     return sum;
 }

@@ -1,4 +1,5 @@
-// Several decode steps in one call on the GPU: the state stays in registers, in float32, from the first step to the last.
+// Any number of decode steps in one call on the GPU, of any tensors: the state stays in registers, in float32, from the first
+// step to the last.
 #pragma once
 
 #include "state_update/cuda/inputs.cuh"
@@ -7,8 +8,8 @@ namespace mamba {
 
 // A warp takes one tile of rows of one head and batch through all steps. While one is computed, the next one's inputs are on
 // their way.
-template <class Rows, bool kScalarA>
-__global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>))
+template <class Rows, int kThreads>
+__global__ void __launch_bounds__(kThreads)
     selective_state_update_steps_kernel(const MambaSelectiveStateUpdate params, const StateUpdateLayout layout) {
     using State = typename Rows::State;
     constexpr int kVector = Rows::kVector, kRows = Rows::kRows, kVectors = Rows::kVectors;
@@ -17,8 +18,11 @@ __global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>))
     if (!warp.has_rows()) {
         return;
     }
-    griddepcontrol_launch_dependents();
+    if (params.state_batch_indices == nullptr) {  // the kernel before may still change it
+        warp.template states<State>(params, rows, warp.batch).prefetch(rows);
+    }
     griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const uint32_t seqlen = static_cast<uint32_t>(params.seqlen);
     const int64_t from = params.state_batch_indices != nullptr ? params.state_batch_indices[warp.batch] : int64_t{warp.batch};
     StepPlace at(params, warp, rows);
@@ -33,9 +37,9 @@ __global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>))
     typename Rows::Tile tile;
     warp.template states<State>(params, rows, from).load(rows, tile);
     UpdateInputs<Rows> step(params, warp, rows, at);
-    const RowBits row_bits(params, warp, kScalarA);
+    const RowBits row_bits(params, warp, layout.tied_A);
     VectorsOfA<Rows> A;
-    if (!kScalarA) {
+    if (!layout.tied_A) {
         A.load(params, warp, rows);
     }
     const RowParameters row(params, row_bits);
@@ -53,13 +57,14 @@ __global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>))
 #pragma unroll 1
     for (uint32_t t = 0; t < seqlen; ++t) {
         const int64_t out = at.out;
+        UpdateInputs<Rows> next = step;
         if (t + 1 < seqlen) {
             at.next_step(params);
+            next = UpdateInputs<Rows>(params, warp, rows, at);
         }
-        const UpdateInputs<Rows> next(params, warp, rows, at);
         const float x = float_from_bits(step.x, params.x_dtype);
         const float dt = row.dt(params, step.dt);
-        const float decay = row.template decay<kScalarA>(dt);
+        const float decay = row.decay(dt, layout.tied_A);
         float B[Rows::kStates], C[Rows::kStates], sums[kRows];
         step.to_floats(params, B, C);
 #pragma unroll
@@ -70,12 +75,12 @@ __global__ void __launch_bounds__((kUpdateThreads<Rows, kScalarA>))
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) {
                 const int i = v * kVector;
-                float A_row[kVector];
-                if (!kScalarA) {
+                float A_row[kVector] = {};
+                if (!layout.tied_A) {
                     A.bits[r][v].to_floats(params.A_dtype, A_row);
                 }
-                const float sum = advance<kVector, kScalarA>(h[r] + i, row_decay, row_dt_x, A_row, B + i, C + i);
-                sums[r] += rows.state_of(v) < params.dstate ? sum : 0.0f;  // beyond dstate h can be NaN
+                sums[r] += advance_some<kVector>(h[r] + i, row_decay, row_dt_x, A_row, B + i, C + i, layout.tied_A,
+                                                 static_cast<int>(params.dstate) - rows.state_of(v));
             }
         }
         const float y = row.output(params, rows.sum_to_owners(sums), x, step.z);
