@@ -2,7 +2,12 @@
 #include "common/cuda_device.h"
 #include "mamba2_step/check.h"
 #include "mamba2_step/cuda/finish.cuh"
+#include "mamba2_step/kernels.h"
 #include "mamba2_step/launch.h"
+
+namespace mamba {
+KernelTable mamba2_step_table("mamba2_step", kMamba2StepKernels);
+}  // namespace mamba
 
 using namespace mamba;
 
@@ -17,7 +22,8 @@ int32_t mamba_mamba2_step(const MambaMamba2Step* params) {
     bool together = false;
     cudaError_t error = guard.error != cudaSuccess ? guard.error : limits.error;
     if (error == cudaSuccess) {
-        error = launchers_of<Mamba2StepLaunchers>(params->state_dtype).step(*params, limits.processors, &together);
+        const int kernel = choose_kernel(mamba2_step_table, kMamba2StepKernels, limits.major, params->state_dtype, *params);
+        error = launchers_of<Mamba2StepLaunchers>(params->state_dtype).step(*params, kernel, limits.processors, &together);
     }
     if (error == cudaSuccess && !together) {
         error = launch_mamba2_finish(*params);

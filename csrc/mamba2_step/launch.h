@@ -8,8 +8,8 @@
 namespace mamba {
 
 struct Mamba2StepLaunchers {
-    // together: the step is complete without finish.cuh
-    cudaError_t (*step)(const MambaMamba2Step& params, int processors, bool* together);
+    // kernel: of kMamba2StepKernels. together: the step is complete without finish.cuh.
+    cudaError_t (*step)(const MambaMamba2Step& params, int kernel, int processors, bool* together);
 
     template <typename State>
     static Mamba2StepLaunchers of();

@@ -1,8 +1,13 @@
 // The C ABI of a Mamba layer's decode step in mamba_cuda.
 #include "common/cuda_device.h"
 #include "mamba_step/check.h"
+#include "mamba_step/kernels.h"
 #include "mamba_step/launch.h"
 #include "mamba_step/plan.h"
+
+namespace mamba {
+KernelTable mamba_step_table("mamba_step", kMambaStepKernels);
+}  // namespace mamba
 
 using namespace mamba;
 
@@ -17,7 +22,11 @@ int32_t mamba_mamba_step(const MambaMambaStep* params) {
         return status;
     }
     const DeviceGuard guard(params->run.device);
-    const cudaError_t error =
-        guard.error != cudaSuccess ? guard.error : launchers_of<MambaStepLaunchers>(params->dtype).step(*params);
+    const DeviceLimits device(params->run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    if (error == cudaSuccess) {
+        const int kernel = choose_kernel(mamba_step_table, kMambaStepKernels, device.major, params->dtype, *params);
+        error = launchers_of<MambaStepLaunchers>(params->dtype).step(*params, kernel);
+    }
     return cuda_status(error, function, params->batch, params->dim, 1, params->dstate);
 }

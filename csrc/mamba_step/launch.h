@@ -8,7 +8,7 @@
 namespace mamba {
 
 struct MambaStepLaunchers {
-    cudaError_t (*step)(const MambaMambaStep& params);
+    cudaError_t (*step)(const MambaMambaStep& params, int kernel);  // of kMambaStepKernels
 
     template <typename T>
     static MambaStepLaunchers of();

@@ -3,21 +3,17 @@
 #pragma once
 
 #include "causal_conv1d/cuda/common.cuh"
+#include "causal_conv1d/step.h"
 
 namespace mamba {
 
-// Params of the usual model, known when the kernel is compiled: the convolution has one dtype and four taps. Half of a step's
-// instructions would ask for them.
+// Params of a convolution of one dtype with four taps, known when the kernel is compiled: half of a step's instructions would
+// ask for them. has_conv_of_one_dtype (step.h): whether a call's are these.
 template <class Params, typename T>
-struct UsualConvolution : Params {
-    static constexpr int32_t width = 4;
-    static constexpr int64_t state_len = 4;
+struct ConvolutionOfOneDtype : Params {
+    static constexpr int32_t width = kConvStepTaps;
+    static constexpr int64_t state_len = kConvStepTaps;
     static constexpr int32_t dtype = kDtype<T>, conv_state_dtype = dtype, conv_weight_dtype = dtype, conv_bias_dtype = dtype;
-
-    static bool fits(const Params& p) {
-        return p.width == width && p.state_len == state_len && p.dtype == dtype && p.conv_state_dtype == dtype &&
-               p.conv_weight_dtype == dtype && (p.conv_bias == nullptr || p.conv_bias_dtype == dtype);
-    }
 };
 
 // As it lies in memory: loaded together, converted later.

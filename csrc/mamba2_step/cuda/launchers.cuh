@@ -1,9 +1,10 @@
-// Which of the kernels of a Mamba-2 layer's decode step runs, and how its rows are shared out.
+// How the kernels of a Mamba-2 layer's decode step share out the rows.
 #pragma once
 
-#include "common/alignment.h"
 #include "common/cuda_cluster.cuh"
+#include "common/kernel_launch.cuh"
 #include "mamba2_step/cuda/kernel.cuh"
+#include "mamba2_step/kernels.h"
 #include "mamba2_step/launch.h"
 
 namespace mamba {
@@ -19,7 +20,8 @@ cudaError_t launch_mamba2_step_rows(const Params& p, int processors, bool* toget
         return error;
     }
     Mamba2StepLayout layout;
-    layout.lanes_log2 = ceil_log2(ceil_div(p.dstate, Rows::kStates), ceil_log2(Rows::kRows, 0, 5), 5);
+    layout.lanes_log2 = state_lanes_log2(p.dstate, p.state_dtype, Rows::kRows, Rows::kVectors);
+    layout.vectors = Rows::kWhole || has_state_vectors(p);
     const int64_t tile_rows = Rows::kRows << (5 - layout.lanes_log2);
     const int64_t groups = p.batch * p.ngroups, group_rows = p.nheads / p.ngroups * p.headdim;
     const int64_t most_parts = ceil_div(group_rows, kStepWarps * tile_rows);  // a tile a warp
@@ -58,27 +60,16 @@ cudaError_t launch_mamba2_step_rows(const Params& p, int processors, bool* toget
 }
 
 template <typename State>
-cudaError_t launch_mamba2_step(const MambaMamba2Step& p, int processors, bool* together) {
-    constexpr int kVector = 16 / static_cast<int>(sizeof(State));
-    const int64_t state_size = static_cast<int64_t>(sizeof(State));
-    const bool vectors = p.dstate % kVector == 0 && p.state_dstate_stride == 1 &&
-                         rows_aligned(p.state, state_size, 16, used_stride(p.batch, p.state_batch_stride),
-                                      used_stride(p.nheads, p.state_head_stride), used_stride(p.headdim, p.state_dim_stride));
-    if (!vectors) {
-        return launch_mamba2_step_rows<StateRows<State, 1, 1, 8>>(p, processors, together);
-    }
-    if constexpr (32 * kVector < MAMBA_MAX_DSTATE) {
-        if (p.dstate > 32 * kVector) {
-            return launch_mamba2_step_rows<StateRows<State, kVector, 2, 2>>(p, processors, together);
+cudaError_t launch_mamba2_step(const MambaMamba2Step& p, int kernel, int processors, bool* together) {
+    return launch_row<State, kMamba2StepKernels>(mamba2_step_table, kernel, [&](auto row) {
+        constexpr Mamba2StepKernel k = kMamba2StepKernels[decltype(row)::kRow];
+        using Rows = StateRows<State, 16 / static_cast<int>(sizeof(State)), k.rows, k.vectors, k.whole_tiles>;
+        if constexpr (k.whole_tiles) {
+            return launch_mamba2_step_rows<Rows>(Mamba2StepOfOneDtype<State>{{p}}, processors, together);
+        } else {
+            return launch_mamba2_step_rows<Rows>(p, processors, together);
         }
-    }
-    using Usual = UsualMamba2Step<State>;
-    const int lanes_log2 = ceil_log2(p.dstate / kVector, 2, 5);
-    if (Usual::fits(p) && p.dstate == kVector << lanes_log2 && p.state_dim_stride == p.dstate &&
-        p.headdim % (4 << (5 - lanes_log2)) == 0) {
-        return launch_mamba2_step_rows<StateRows<State, kVector, 4, 1, true>>(Usual{{p}}, processors, together);
-    }
-    return launch_mamba2_step_rows<StateRows<State, kVector, 4, 1>>(p, processors, together);
+    });
 }
 
 template <typename State>

@@ -2,8 +2,8 @@
 // sums update.cuh adds up.
 #pragma once
 
-#include "causal_conv1d/cuda/step.cuh"
 #include "common/alignment.h"
+#include "mamba_step/cuda/params.cuh"
 #include "mamba_step/plan.h"
 #include "ssd/cuda/tensor_core.cuh"
 

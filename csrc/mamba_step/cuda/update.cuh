@@ -1,8 +1,8 @@
 // A Mamba layer's decode step, second kernel: dt_proj, the state, the output and its gate.
 #pragma once
 
-#include "causal_conv1d/cuda/step.cuh"
-#include "common/alignment.h"
+#include "mamba_step/cuda/params.cuh"
+#include "mamba_step/kernels.h"
 #include "mamba_step/plan.h"
 
 namespace mamba {
@@ -11,66 +11,31 @@ constexpr int kUpdateThreads = 256;
 constexpr int kUpdateLanes = 4;  // that share a channel
 constexpr int kUpdateChannels = kUpdateThreads / kUpdateLanes;
 constexpr int kUpdateBatch = 4;  // entries in a block, at most: they share the weights
-constexpr int kRun = 4;          // neighbouring states (or of dt's rank) in a lane
-constexpr int kStride = kRun * kUpdateLanes;
-constexpr int kWeightRuns = 4;              // of a row of dt_proj that are loaded ahead
+constexpr int kStride = kStepRun * kUpdateLanes;
+// Runs of a row of dt_proj that are loaded ahead.
+template <class Params>
+constexpr int kWeightRuns = 4;
+template <>
+inline constexpr int kWeightRuns<MambaMambaStep> = 1;
 constexpr int64_t kMostShared = 48 * 1024;  // that a block may have without asking
 
 // What the launcher found out about the tensors.
 struct StepUpdateLayout {
     int32_t batches;  // entries in a block
     int32_t groups;   // of threads that share out the slices
-    bool state_runs;  // runs of four neighbours are aligned
-    bool A_runs;
-    bool weight_runs;
+    bool runs;        // has_aligned_runs
 };
 
-// With a state of the same dtype, in whole runs.
-template <typename T>
-struct UsualMambaStep : UsualConvolution<MambaMambaStep, T> {
-    static constexpr int32_t state_dtype = kDtype<T>;
-
-    static bool fits(const MambaMambaStep& p, const StepUpdateLayout& layout) {
-        return UsualConvolution<MambaMambaStep, T>::fits(p) && p.state_dtype == state_dtype && layout.state_runs &&
-               layout.A_runs && layout.weight_runs;
-    }
-};
-template <class Params>
-constexpr bool kUsual = true;
-template <>
-inline constexpr bool kUsual<MambaMambaStep> = false;
-
-// Four neighbours as they lie in memory.
-struct RunBits {
-    uint32_t word[kRun];
-};
+// Four neighbours of `size`, as they lie in memory.
+using RunBits = NeighbourBits<kStepRun>;
 
 __device__ __forceinline__ RunBits load_run(const void* data, int64_t offset, int64_t stride, int first, int size,
                                             int32_t dtype, bool aligned) {
-    RunBits bits = {};
+    RunBits bits;
     if (aligned) {  // size is then a multiple of four
-        if (first < size) {
-            if (dtype == MAMBA_FLOAT32) {
-                const uint4 words = *reinterpret_cast<const uint4*>(static_cast<const float*>(data) + offset + first);
-                bits.word[0] = words.x;
-                bits.word[1] = words.y;
-                bits.word[2] = words.z;
-                bits.word[3] = words.w;
-            } else {
-                const uint2 words = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(data) + offset + first);
-                bits.word[0] = words.x & 0xffffu;
-                bits.word[1] = words.x >> 16;
-                bits.word[2] = words.y & 0xffffu;
-                bits.word[3] = words.y >> 16;
-            }
-        }
+        bits.load(data, offset + first, dtype, first < size);
     } else {
-#pragma unroll
-        for (int i = 0; i < kRun; ++i) {
-            if (first + i < size) {
-                bits.word[i] = load_bits(data, offset + (first + i) * stride, dtype);
-            }
-        }
+        bits.gather(data, offset + first * stride, stride, dtype, size - first);
     }
     return bits;
 }
@@ -80,17 +45,17 @@ __device__ __forceinline__ void store_run(void* data, int64_t offset, int64_t st
     if (aligned) {
         if (first < size) {
             if (dtype == MAMBA_FLOAT32) {
-                packed_store<float, kRun>(static_cast<float*>(data) + offset + first, pack<float, kRun>(values));
+                packed_store<float, kStepRun>(static_cast<float*>(data) + offset + first, pack<float, kStepRun>(values));
             } else if (dtype == MAMBA_FLOAT16) {
-                packed_store<__half, kRun>(static_cast<__half*>(data) + offset + first, pack<__half, kRun>(values));
+                packed_store<__half, kStepRun>(static_cast<__half*>(data) + offset + first, pack<__half, kStepRun>(values));
             } else {
-                packed_store<__nv_bfloat16, kRun>(static_cast<__nv_bfloat16*>(data) + offset + first,
-                                                  pack<__nv_bfloat16, kRun>(values));
+                packed_store<__nv_bfloat16, kStepRun>(static_cast<__nv_bfloat16*>(data) + offset + first,
+                                                      pack<__nv_bfloat16, kStepRun>(values));
             }
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) {
+        for (int i = 0; i < kStepRun; ++i) {
             if (first + i < size) {
                 store_from_float(data, offset + (first + i) * stride, dtype, values[i]);
             }
@@ -100,7 +65,7 @@ __device__ __forceinline__ void store_run(void* data, int64_t offset, int64_t st
 
 // Four of a row of sums in shared memory, zeros beyond `left`. kWhole: they are all there, at a multiple of 16 bytes.
 template <bool kWhole>
-__device__ __forceinline__ void load_projected(const float* row, int left, float (&values)[kRun]) {
+__device__ __forceinline__ void load_projected(const float* row, int left, float (&values)[kStepRun]) {
     if constexpr (kWhole) {
         const float4 run = *reinterpret_cast<const float4*>(row);
         values[0] = run.x;
@@ -109,7 +74,7 @@ __device__ __forceinline__ void load_projected(const float* row, int left, float
         values[3] = run.w;
     } else {
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) {
+        for (int i = 0; i < kStepRun; ++i) {
             values[i] = i < left ? row[i] : 0.0f;
         }
     }
@@ -123,69 +88,61 @@ __device__ __forceinline__ float sum_over_lanes(float value) {
     return value;
 }
 
-// kUpdateLanes lanes share a channel of up to kUpdateBatch batch entries. What does not depend on the kernel before is loaded
-// before that has ended.
-template <typename T, class Params>
-__global__ void __launch_bounds__(kUpdateThreads, 3)
-    step_update_kernel(const Params p, const StepUpdateLayout layout, int64_t slices) {
-    const bool state_runs = kUsual<Params> || layout.state_runs, A_runs = kUsual<Params> || layout.A_runs,
-               weight_runs = kUsual<Params> || layout.weight_runs;
-    static_assert(kUpdateBatch == kUpdateLanes, "a lane finishes one batch entry");
-    MAMBA_DYNAMIC_SHARED(16, float, projected);  // (groups, batches, pitch): first each group's sums, then those of all
-    const int thread = static_cast<int>(threadIdx.x);
-    const int sublane = thread % kUpdateLanes;
-    const int64_t first_batch = (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * layout.batches;
-    if (first_batch >= p.batch) {
-        return;
-    }
-    const int batches = p.batch - first_batch < layout.batches ? static_cast<int>(p.batch - first_batch) : layout.batches;
-    int64_t channel = static_cast<int64_t>(blockIdx.x) * kUpdateChannels + thread / kUpdateLanes;
-    const bool active = channel < p.dim;  // idle lanes stay for the shuffles
-    channel = active ? channel : p.dim - 1;
-    const int dstate = static_cast<int>(p.dstate), rank = static_cast<int>(p.dt_rank);
-    const int pitch = static_cast<int>(step_pitch(p));
+// A lane's place: kUpdateLanes lanes share a channel of up to kUpdateBatch batch entries.
+template <class Params>
+struct StepUpdatePlace {
+    static constexpr bool kWhole = kIsOneDtype<Params>;
 
-    RunBits state_bits[kUpdateBatch];
-    const auto state_offset = [&](int b) { return (first_batch + b) * p.state_batch_stride + channel * p.state_dim_stride; };
-    const auto load_states = [&](int first) {
+    const Params& p;
+    int64_t first_batch, channel;
+    int batches;
+    const int sublane, dstate, rank, pitch;
+    bool active, runs;  // active: of a channel; idle lanes stay for the shuffles
+
+    __device__ __forceinline__ StepUpdatePlace(const Params& p, const StepUpdateLayout& layout)
+        : p(p),
+          first_batch(grid_batch() * layout.batches),
+          channel(static_cast<int64_t>(blockIdx.x) * kUpdateChannels + threadIdx.x / kUpdateLanes),
+          sublane(static_cast<int>(threadIdx.x) % kUpdateLanes),
+          dstate(static_cast<int>(p.dstate)),
+          rank(static_cast<int>(p.dt_rank)),
+          pitch(static_cast<int>(step_pitch(p))),
+          active(channel < p.dim),
+          runs(kWhole || layout.runs) {
+        const int64_t left = p.batch - first_batch;
+        batches = left < layout.batches ? static_cast<int>(left) : layout.batches;
+        channel = active ? channel : p.dim - 1;
+    }
+    // The batch entry that this lane finishes.
+    __device__ __forceinline__ int own() const { return sublane < batches ? sublane : 0; }
+    __device__ __forceinline__ int64_t state_offset(int b) const {
+        return (first_batch + b) * p.state_batch_stride + channel * p.state_dim_stride;
+    }
+    __device__ __forceinline__ void load_states(int first, RunBits (&bits)[kUpdateBatch]) const {
 #pragma unroll
         for (int b = 0; b < kUpdateBatch; ++b) {
             if (b < batches) {
-                state_bits[b] =
-                    load_run(p.state, state_offset(b), p.state_dstate_stride, first, dstate, p.state_dtype, state_runs);
+                bits[b] = load_run(p.state, state_offset(b), p.state_dstate_stride, first, dstate, p.state_dtype, runs);
             }
         }
-    };
-    load_states(sublane * kRun);
-    RunBits A_bits = load_run(p.A_log, channel * dstate, 1, sublane * kRun, dstate, p.A_log_dtype, A_runs);
-    const int own = sublane < batches ? sublane : 0;  // the batch entry that this lane finishes
-    const int64_t xz = (first_batch + own) * p.xz_batch_stride;
-    const float z = to_float(static_cast<const T*>(p.xz)[xz + p.dim + channel]);
-    const float D = load_as_float(p.D, channel, p.D_dtype);
-    const float bias = p.dt_bias != nullptr ? load_as_float(p.dt_bias, channel, p.dt_bias_dtype) : 0.0f;
-    const int32_t dtype = p.dtype;
-    const auto load_weight = [&](int first) {
-        return load_run(p.dt_proj_weight, channel * rank, 1, first, rank, dtype, weight_runs);
-    };
-    RunBits weight_bits[kWeightRuns];
-#pragma unroll
-    for (int run = 0; run < kWeightRuns; ++run) {
-        weight_bits[run] = load_weight(run * kStride + sublane * kRun);
     }
+    __device__ __forceinline__ RunBits load_A(int first) const {
+        return load_run(p.A_log, channel * dstate, 1, first, dstate, p.A_log_dtype, runs);
+    }
+    __device__ __forceinline__ RunBits load_weight(int first) const {
+        return load_run(p.dt_proj_weight, channel * rank, 1, first, rank, p.dtype, runs);
+    }
+};
 
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    const float* const sums_in = static_cast<const float*>(p.workspace) + first_batch * slices * pitch;
-    const float* const x_in = static_cast<const float*>(p.workspace) + p.batch * slices * pitch;
-    float x[kUpdateBatch];
-#pragma unroll
-    for (int b = 0; b < kUpdateBatch; ++b) {
-        x[b] = b < batches ? x_in[(first_batch + b) * p.dim + channel] : 0.0f;
-    }
-    const int quads = pitch / 4, all_quads = batches * quads;
+// x_proj's sums of the block's batch entries (batches, pitch) in shared memory: the slices' parts in a fixed order, each group
+// of threads some of them.
+template <class Place>
+__device__ __forceinline__ void add_slices(const Place& at, const StepUpdateLayout& layout, int64_t slices, float* projected) {
+    const float* const sums = static_cast<const float*>(at.p.workspace) + at.first_batch * slices * at.pitch;
+    const int thread = static_cast<int>(threadIdx.x), quads = at.pitch / 4, all_quads = at.batches * quads;
     for (int i = thread; i < layout.groups * all_quads; i += kUpdateThreads) {
-        const int group = i / all_quads, b = i / quads - group * batches, quad = i % quads;
-        const float4* const parts = reinterpret_cast<const float4*>(sums_in + b * slices * pitch) + quad;
+        const int group = i / all_quads, b = i / quads - group * at.batches, quad = i % quads;
+        const float4* const parts = reinterpret_cast<const float4*>(sums + b * slices * at.pitch) + quad;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 8
         for (int64_t slice = group; slice < slices; slice += layout.groups) {
@@ -199,7 +156,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 3)
     }
     __syncthreads();
     if (layout.groups > 1) {
-        const int all = batches * pitch;
+        const int all = at.batches * at.pitch;
         for (int i = thread; i < all; i += kUpdateThreads) {
             float sum = projected[i];
             for (int group = 1; group < layout.groups; ++group) {
@@ -209,85 +166,133 @@ __global__ void __launch_bounds__(kUpdateThreads, 3)
         }
         __syncthreads();
     }
+}
 
-    float dt[kUpdateBatch] = {};
-    const auto add_run = [&](int first, const RunBits& weights) {
-        if (first < rank) {
+// dt += a run of dt_proj's weight times x_proj's output.
+template <class Place>
+__device__ __forceinline__ void add_weight_run(const Place& at, const float* projected, int first, const RunBits& weights,
+                                               float (&dt)[kUpdateBatch]) {
+    if (first >= at.rank) {
+        return;
+    }
+    float weight[kStepRun];
+    weights.to_floats(at.p.dtype, weight);
 #pragma unroll
-            for (int b = 0; b < kUpdateBatch; ++b) {
-                if (b < batches) {
-                    float values[kRun];
-                    load_projected<kUsual<Params>>(projected + b * pitch + first, rank - first, values);
+    for (int b = 0; b < kUpdateBatch; ++b) {
+        if (b < at.batches) {
+            float values[kStepRun];
+            load_projected<Place::kWhole>(projected + b * at.pitch + first, at.rank - first, values);
 #pragma unroll
-                    for (int i = 0; i < kRun; ++i) {
-                        dt[b] = fmaf(float_from_bits(weights.word[i], dtype), values[i], dt[b]);
-                    }
-                }
+            for (int i = 0; i < kStepRun; ++i) {
+                dt[b] = fmaf(weight[i], values[i], dt[b]);
             }
         }
-    };
-#pragma unroll
-    for (int run = 0; run < kWeightRuns; ++run) {
-        add_run(run * kStride + sublane * kRun, weight_bits[run]);
     }
-    for (int first = kWeightRuns * kStride + sublane * kRun; first < rank; first += kStride) {
-        add_run(first, load_weight(first));
+}
+
+// One step of a run of states from `first` on, of all batch entries: the state in memory, and C . h added to y.
+template <class Place>
+__device__ __forceinline__ void advance_run(const Place& at, const float* projected, int first, const RunBits& A_bits,
+                                            const RunBits (&state_bits)[kUpdateBatch], const float (&dt)[kUpdateBatch],
+                                            const float (&x)[kUpdateBatch], float (&y)[kUpdateBatch]) {
+    const auto& p = at.p;
+    float A[kStepRun];
+    A_bits.to_floats(p.A_log_dtype, A);
+#pragma unroll
+    for (int i = 0; i < kStepRun; ++i) {
+        A[i] = -kLog2e * exp2_fast(A[i] * kLog2e);
+    }
+#pragma unroll
+    for (int b = 0; b < kUpdateBatch; ++b) {
+        if (b < at.batches) {
+            float B[kStepRun], C[kStepRun], h[kStepRun];
+            state_bits[b].to_floats(p.state_dtype, h);
+            load_projected<Place::kWhole>(projected + b * at.pitch + at.rank + first, at.dstate - first, B);
+            load_projected<Place::kWhole>(projected + b * at.pitch + at.rank + at.dstate + first, at.dstate - first, C);
+#pragma unroll
+            for (int i = 0; i < kStepRun; ++i) {
+                if (Place::kWhole || first + i < at.dstate) {
+                    h[i] = fmaf(exp2_fast(dt[b] * A[i]), h[i], dt[b] * x[b] * B[i]);
+                    y[b] = fmaf(C[i], h[i], y[b]);
+                }
+            }
+            if (at.active) {
+                store_run(p.state, at.state_offset(b), p.state_dstate_stride, first, at.dstate, p.state_dtype, at.runs, h);
+            }
+        }
+    }
+}
+
+// What does not depend on the kernel before is loaded before that has ended.
+template <typename T, class Params>
+__global__ void __launch_bounds__(kUpdateThreads, 3)
+    step_update_kernel(const Params p, const StepUpdateLayout layout, int64_t slices) {
+    static_assert(kUpdateBatch == kUpdateLanes, "a lane finishes one batch entry");
+    MAMBA_DYNAMIC_SHARED(16, float, projected);  // (groups, batches, pitch): first each group's sums, then those of all
+    const StepUpdatePlace<Params> at(p, layout);
+    if (at.batches <= 0) {
+        return;
+    }
+    const int first = at.sublane * kStepRun;
+    RunBits state_bits[kUpdateBatch];
+    at.load_states(first, state_bits);
+    RunBits A_bits = at.load_A(first);
+    const T* const z_row = static_cast<const T*>(p.xz) + p.dim + at.channel;
+    const float z = to_float(z_row[(at.first_batch + at.own()) * p.xz_batch_stride]);
+    const float D = load_as_float(p.D, at.channel, p.D_dtype);
+    const float bias = p.dt_bias != nullptr ? load_as_float(p.dt_bias, at.channel, p.dt_bias_dtype) : 0.0f;
+    RunBits weight_bits[kWeightRuns<Params>];
+#pragma unroll
+    for (int run = 0; run < kWeightRuns<Params>; ++run) {
+        weight_bits[run] = at.load_weight(run * kStride + first);
+    }
+
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    const float* const x_in = static_cast<const float*>(p.workspace) + p.batch * slices * at.pitch;
+    float x[kUpdateBatch];
+#pragma unroll
+    for (int b = 0; b < kUpdateBatch; ++b) {
+        x[b] = b < at.batches ? x_in[(at.first_batch + b) * p.dim + at.channel] : 0.0f;
+    }
+    add_slices(at, layout, slices, projected);
+
+    float dt[kUpdateBatch] = {};
+#pragma unroll
+    for (int run = 0; run < kWeightRuns<Params>; ++run) {
+        add_weight_run(at, projected, run * kStride + first, weight_bits[run], dt);
+    }
+    for (int n = kWeightRuns<Params> * kStride + first; n < at.rank; n += kStride) {
+        add_weight_run(at, projected, n, at.load_weight(n), dt);
     }
 #pragma unroll
     for (int b = 0; b < kUpdateBatch; ++b) {
         dt[b] = softplus(sum_over_lanes(dt[b]) + bias);
     }
     float y[kUpdateBatch] = {};
-    for (int first = sublane * kRun; first < dstate; first += kStride) {
-        if (first >= kStride) {
-            load_states(first);
-            A_bits = load_run(p.A_log, channel * dstate, 1, first, dstate, p.A_log_dtype, A_runs);
+    for (int n = first; n < at.dstate; n += kStride) {
+        if (n >= kStride) {
+            at.load_states(n, state_bits);
+            A_bits = at.load_A(n);
         }
-        float A[kRun];
-#pragma unroll
-        for (int i = 0; i < kRun; ++i) {
-            A[i] = -kLog2e * exp2_fast(float_from_bits(A_bits.word[i], p.A_log_dtype) * kLog2e);
-        }
-#pragma unroll
-        for (int b = 0; b < kUpdateBatch; ++b) {
-            if (b < batches) {
-                float B[kRun], C[kRun], h[kRun];
-                load_projected<kUsual<Params>>(projected + b * pitch + rank + first, dstate - first, B);
-                load_projected<kUsual<Params>>(projected + b * pitch + rank + dstate + first, dstate - first, C);
-#pragma unroll
-                for (int i = 0; i < kRun; ++i) {
-                    h[i] = 0.0f;
-                    if (kUsual<Params> || first + i < dstate) {
-                        const float old = float_from_bits(state_bits[b].word[i], p.state_dtype);
-                        h[i] = fmaf(exp2_fast(dt[b] * A[i]), old, dt[b] * x[b] * B[i]);
-                        y[b] = fmaf(C[i], h[i], y[b]);
-                    }
-                }
-                if (active) {
-                    store_run(p.state, state_offset(b), p.state_dstate_stride, first, dstate, p.state_dtype, state_runs, h);
-                }
-            }
-        }
+        advance_run(at, projected, n, A_bits, state_bits, dt, x, y);
     }
     float own_y = 0.0f, own_x = 0.0f;
 #pragma unroll
     for (int b = 0; b < kUpdateBatch; ++b) {
         const float sum = sum_over_lanes(y[b]);
-        own_y = b == sublane ? sum : own_y;
-        own_x = b == sublane ? x[b] : own_x;
+        own_y = b == at.sublane ? sum : own_y;
+        own_x = b == at.sublane ? x[b] : own_x;
     }
-    if (active && sublane < batches) {
+    if (at.active && at.sublane < at.batches) {
         const float value = fmaf(D, own_x, own_y) * silu(z);
-        static_cast<T*>(p.out)[(first_batch + own) * p.out_batch_stride + channel] = from_float<T>(value);
+        static_cast<T*>(p.out)[(at.first_batch + at.own()) * p.out_batch_stride + at.channel] = from_float<T>(value);
     }
 }
 
 // ---- host ------------------------------------------------------------------------------------------------------------
 
-template <typename T>
-StepUpdateLayout step_update_layout(const MambaMambaStep& p) {
-    const int64_t size = static_cast<int64_t>(sizeof(T)), state_size = dtype_size(p.state_dtype),
-                  A_size = dtype_size(p.A_log_dtype);
+inline StepUpdateLayout step_update_layout(const MambaMambaStep& p) {
     StepUpdateLayout layout;
     const int64_t row_bytes = step_pitch(p) * static_cast<int64_t>(sizeof(float));
     static_assert((MAMBA_MAX_DT_RANK + 2 * MAMBA_MAX_DSTATE) * sizeof(float) <= kMostShared, "one batch entry fits");
@@ -295,16 +300,13 @@ StepUpdateLayout step_update_layout(const MambaMambaStep& p) {
     layout.batches = static_cast<int32_t>(p.batch < fit ? p.batch : fit);
     const int64_t groups = kUpdateThreads / (layout.batches * step_pitch(p) / 4), slices = step_slices(p);
     layout.groups = static_cast<int32_t>(groups < 1 ? 1 : groups < slices ? groups : slices);
-    layout.state_runs = p.dstate % kRun == 0 && p.state_dstate_stride == 1 &&
-                        rows_aligned(p.state, state_size, kRun * state_size, used_stride(p.batch, p.state_batch_stride),
-                                     used_stride(p.dim, p.state_dim_stride));
-    layout.A_runs = p.dstate % kRun == 0 && pointer_is_aligned(p.A_log, kRun * A_size);
-    layout.weight_runs = p.dt_rank % kRun == 0 && pointer_is_aligned(p.dt_proj_weight, kRun * size);
+    layout.runs = has_aligned_runs(p);
     return layout;
 }
 
 template <typename T, class Params>
-cudaError_t launch_step_update(const Params& p, const StepUpdateLayout& layout) {
+cudaError_t launch_step_update(const Params& p) {
+    const StepUpdateLayout layout = step_update_layout(p);
     const Grid grid = batch_grid(ceil_div(p.dim, static_cast<int64_t>(kUpdateChannels)),
                                  ceil_div(p.batch, static_cast<int64_t>(layout.batches)));
     const size_t shared = static_cast<size_t>(layout.groups * layout.batches * step_pitch(p)) * sizeof(float);

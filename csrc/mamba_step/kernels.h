@@ -1,0 +1,45 @@
+// The kernels of a Mamba layer's decode step: a row is cuda/project.cuh and then cuda/update.cuh.
+#pragma once
+
+#include "causal_conv1d/step.h"
+#include "common/alignment.h"
+#include "common/kernel_table.h"
+#include "mamba_kernels.h"
+
+namespace mamba {
+
+struct MambaStepKernel : KernelRow {
+    bool (*takes)(const MambaMambaStep& p);
+    bool one_dtype;
+};
+
+constexpr int kStepRun = 4;  // neighbouring states, or of dt's rank, in a lane of cuda/update.cuh
+
+// Whether rows of the state, of A_log and of dt_proj's weight are whole aligned runs.
+inline bool has_aligned_runs(const MambaMambaStep& p) {
+    const int64_t state_size = dtype_size(p.state_dtype);
+    return p.dstate % kStepRun == 0 && p.dt_rank % kStepRun == 0 && p.state_dstate_stride == 1 &&
+           rows_aligned(p.state, state_size, kStepRun * state_size, used_stride(p.batch, p.state_batch_stride),
+                        used_stride(p.dim, p.state_dim_stride)) &&
+           pointer_is_aligned(p.A_log, kStepRun * dtype_size(p.A_log_dtype)) &&
+           pointer_is_aligned(p.dt_proj_weight, kStepRun * dtype_size(p.dtype));
+}
+
+inline bool is_step_of_one_dtype(const MambaMambaStep& p) {
+    return p.state_dtype == p.dtype && has_conv_of_one_dtype(p) && has_aligned_runs(p);
+}
+inline bool is_any_step(const MambaMambaStep&) {
+    return true;
+}
+
+inline constexpr MambaStepKernel kMambaStepKernels[] = {
+    // name, needs, shape, dtypes (of xz), threads, shared bytes, architecture; takes, one dtype
+    {{"one_dtype", "xz, both states and convolution of one 16-bit dtype; 4 taps; dstate and dt_rank multiples of 4",
+      "64 channels x 16 batch entries, then 64 x 4", k16Bit, 256, 48 * 1024, 75},
+     is_step_of_one_dtype,
+     true},
+    {{"any_dtypes", "", "64 channels x 16 batch entries, then 64 x 4", kAllDtypes, 256, 48 * 1024, 75}, is_any_step, false},
+};
+extern KernelTable mamba_step_table;
+
+}  // namespace mamba
