@@ -2,7 +2,13 @@
 #include "common/cuda_device.h"
 #include "common/cuda_sums.cuh"
 #include "mamba3_inputs/check.h"
+#include "mamba3_inputs/kernels.h"
 #include "mamba3_inputs/launch.h"
+
+namespace mamba {
+KernelTable mamba3_inputs_forward_table("mamba3_inputs_forward", kMamba3InputsForwardKernels);
+KernelTable mamba3_inputs_backward_table("mamba3_inputs_backward", kMamba3InputsBackwardKernels);
+}  // namespace mamba
 
 using namespace mamba;
 
@@ -14,8 +20,12 @@ int32_t mamba_mamba3_inputs_forward(const MambaMamba3Inputs* params) {
     }
     const MambaMamba3Inputs& p = *params;
     const DeviceGuard guard(p.run.device);
-    const cudaError_t error =
-        guard.error != cudaSuccess ? guard.error : launchers_of<Mamba3InputsLaunchers>(p.dtype).forward(p);
+    const DeviceLimits device(p.run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    if (error == cudaSuccess) {
+        const int kernel = choose_kernel(mamba3_inputs_forward_table, kMamba3InputsForwardKernels, device.major, p.dtype, p);
+        error = launchers_of<Mamba3InputsLaunchers>(p.dtype).forward(p, kernel);
+    }
     return cuda_status(error, function, p.rows, p.nheads, p.matrices, p.dstate);
 }
 
@@ -37,8 +47,12 @@ int32_t mamba_mamba3_inputs_backward(const MambaMamba3InputsBackward* params) {
     const MambaMamba3Inputs& p = q.forward;
     const DeviceGuard guard(p.run.device);
     const Mamba3InputsWorkspace workspace(p);
-    cudaError_t error =
-        guard.error != cudaSuccess ? guard.error : launchers_of<Mamba3InputsLaunchers>(p.dtype).backward(q, workspace);
+    const DeviceLimits device(p.run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    if (error == cudaSuccess) {
+        const int kernel = choose_kernel(mamba3_inputs_backward_table, kMamba3InputsBackwardKernels, device.major, p.dtype, p);
+        error = launchers_of<Mamba3InputsLaunchers>(p.dtype).backward(q, workspace, kernel);
+    }
     if (error == cudaSuccess) {
         const float* const parts = static_cast<const float*>(q.workspace);
         PartSums sums = {};

@@ -8,8 +8,8 @@
 namespace mamba {
 
 struct Mamba3InputsLaunchers {
-    cudaError_t (*forward)(const MambaMamba3Inputs& p);
-    cudaError_t (*backward)(const MambaMamba3InputsBackward& q, const Mamba3InputsWorkspace& workspace);
+    cudaError_t (*forward)(const MambaMamba3Inputs& p, int kernel);
+    cudaError_t (*backward)(const MambaMamba3InputsBackward& q, const Mamba3InputsWorkspace& workspace, int kernel);
 
     template <typename T>
     static Mamba3InputsLaunchers of();

@@ -7,9 +7,9 @@
 namespace mamba {
 
 // A block takes some rows: of q, of k, or of the heads. A warp has a row of q or k at a time; its lanes are neighbouring heads.
-template <typename T, int kWide>
+template <typename T>
 __global__ void __launch_bounds__(kMamba3InputsThreads)
-    mamba3_inputs_backward_kernel(const MambaMamba3InputsBackward q, const Mamba3InputsWorkspace workspace) {
+    mamba3_inputs_backward_kernel(const MambaMamba3InputsBackward q, const Mamba3InputsWorkspace workspace, bool vectors) {
     __shared__ float sums[kMamba3InputsWarps][MAMBA_MAX_DSTATE];
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kMamba3InputsThreads)
         const T* const given = static_cast<const T*>(of_k != 0 ? q.dk_out : q.dq_out) + first * matrices * dstate;
         T* const to = static_cast<T*>(of_k != 0 ? q.dk : q.dq) + first * q.drow_stride;
         float weight[kMamba3InputsEach], dweight[kMamba3InputsEach];
-        load_weight<kWide>(matrix.weight, matrix.weight_dtype, dstate, lane, weight);
+        load_weight(matrix.weight, matrix.weight_dtype, dstate, lane, weight);
 #pragma unroll
         for (int j = 0; j < kMamba3InputsEach; ++j) {
             dweight[j] = 0.0f;
@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(kMamba3InputsThreads)
         for (int i = warp; i < rows * matrices; i += kMamba3InputsWarps) {
             const int row = i / matrices, column = (i - row * matrices) * dstate;
             float values[kMamba3InputsEach], gradient[kMamba3InputsEach];
-            load_columns<T, kWide>(from + row * p.row_stride + column, dstate, lane, values);
-            load_columns<T, kWide>(given + i * dstate, dstate, lane, gradient);
+            load_columns(from + row * p.row_stride + column, dstate, lane, vectors, values);
+            load_columns(given + i * dstate, dstate, lane, vectors, gradient);
             const float rstd = rstd_of_row(values, dstate, matrix.eps);
             float along = 0.0f;
 #pragma unroll
@@ -50,11 +50,11 @@ __global__ void __launch_bounds__(kMamba3InputsThreads)
             for (int j = 0; j < kMamba3InputsEach; ++j) {
                 gradient[j] = rstd * fmaf(-along, values[j], gradient[j]);
             }
-            store_columns<T, kWide>(to + row * q.drow_stride + column, dstate, lane, gradient);
+            store_columns(to + row * q.drow_stride + column, dstate, lane, vectors, gradient);
         }
-        of_columns<kWide>(dstate, lane, [&](int column, int place) {
+        of_columns(dstate, lane, [&](int column, int place) {
 #pragma unroll
-            for (int j = 0; j < kWide; ++j) {
+            for (int j = 0; j < kMamba3InputsWide; ++j) {
                 sums[warp][column + j] = dweight[place + j];
             }
         });

@@ -6,8 +6,8 @@
 
 namespace mamba {
 
-template <typename T, int kWide>
-__global__ void __launch_bounds__(kMamba3InputsThreads) mamba3_inputs_kernel(const MambaMamba3Inputs p) {
+template <typename T>
+__global__ void __launch_bounds__(kMamba3InputsThreads) mamba3_inputs_kernel(const MambaMamba3Inputs p, bool vectors) {
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     const int lane = threadIdx.x % 32;
@@ -23,20 +23,20 @@ __global__ void __launch_bounds__(kMamba3InputsThreads) mamba3_inputs_kernel(con
 #pragma unroll
         for (int of_k = 0; of_k < 2; ++of_k) {
             const T* const rows = static_cast<const T*>(of_k != 0 ? p.k : p.q);
-            load_columns<T, kWide>(rows + from + matrix * dstate, dstate, lane, values[of_k]);
+            load_columns(rows + from + matrix * dstate, dstate, lane, vectors, values[of_k]);
         }
 #pragma unroll
         for (int of_k = 0; of_k < 2; ++of_k) {
             const Mamba3InputsMatrix side(p, of_k != 0);
             const float rstd = rstd_of_row(values[of_k], dstate, side.eps);
             float weight[kMamba3InputsEach];
-            load_weight<kWide>(side.weight, side.weight_dtype, dstate, lane, weight);
+            load_weight(side.weight, side.weight_dtype, dstate, lane, weight);
 #pragma unroll
             for (int j = 0; j < kMamba3InputsEach; ++j) {
                 values[of_k][j] *= rstd * weight[j];
             }
             T* const rows = static_cast<T*>(of_k != 0 ? p.k_out : p.q_out);
-            store_columns<T, kWide>(rows + to + matrix * dstate, dstate, lane, values[of_k]);
+            store_columns(rows + to + matrix * dstate, dstate, lane, vectors, values[of_k]);
         }
     }
     constexpr int kHeads = 4;  // of a lane, at a time

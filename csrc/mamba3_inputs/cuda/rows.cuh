@@ -9,52 +9,52 @@ namespace mamba {
 constexpr int kMamba3InputsThreads = 256;
 constexpr int kMamba3InputsWarps = kMamba3InputsThreads / 32;
 constexpr int kMamba3InputsEach = MAMBA_MAX_DSTATE / 32;  // columns of a lane
+constexpr int kMamba3InputsWide = 4;                      // of them neighbours
 
-// Calls each(column, place) for the lane's columns below dstate, kWide neighbours at a time.
-template <int kWide, typename Each>
+// Calls each(column, place) for the lane's columns below dstate, kMamba3InputsWide neighbours at a time.
+template <typename Each>
 __device__ __forceinline__ void of_columns(int dstate, int lane, const Each& each) {
 #pragma unroll
-    for (int place = 0; place < kMamba3InputsEach; place += kWide) {
-        const int column = 32 * place + kWide * lane;
+    for (int place = 0; place < kMamba3InputsEach; place += kMamba3InputsWide) {
+        const int column = 32 * place + kMamba3InputsWide * lane;
         if (column < dstate) {
             each(column, place);
         }
     }
 }
 
-template <typename T, int kWide>
-__device__ __forceinline__ void load_columns(const T* row, int dstate, int lane, float (&values)[kMamba3InputsEach]) {
+// vectors: neighbours are read and written at once. Zeros beyond dstate.
+template <typename T>
+__device__ __forceinline__ void load_columns(const T* row, int dstate, int lane, bool vectors,
+                                             float (&values)[kMamba3InputsEach]) {
 #pragma unroll
     for (int i = 0; i < kMamba3InputsEach; ++i) {
         values[i] = 0.0f;
     }
-    of_columns<kWide>(dstate, lane, [&](int column, int place) {
-        if constexpr (kWide == 1) {
-            values[place] = to_float(row[column]);
-        } else {
-            unpack<T, kWide>(packed_load<T, kWide>(row + column), values + place);
-        }
+    of_columns(dstate, lane, [&](int column, int place) {
+        unpack<T, kMamba3InputsWide>(packed_load_padded<T, kMamba3InputsWide>(row + column, dstate - column, vectors),
+                                     values + place);
     });
 }
 
-template <typename T, int kWide>
-__device__ __forceinline__ void store_columns(T* row, int dstate, int lane, const float (&values)[kMamba3InputsEach]) {
-    of_columns<kWide>(dstate, lane, [&](int column, int place) {
-        if constexpr (kWide == 1) {
-            row[column] = from_float<T>(values[place]);
+template <typename T>
+__device__ __forceinline__ void store_columns(T* row, int dstate, int lane, bool vectors,
+                                              const float (&values)[kMamba3InputsEach]) {
+    of_columns(dstate, lane, [&](int column, int place) {
+        if (vectors) {
+            packed_store<T, kMamba3InputsWide>(row + column, pack<T, kMamba3InputsWide>(values + place));
         } else {
-            packed_store<T, kWide>(row + column, pack<T, kWide>(values + place));
+            scatter<T, kMamba3InputsWide>(row + column, 1, dstate - column, values + place);
         }
     });
 }
 
 // A weight, zero beyond dstate.
-template <int kWide>
 __device__ __forceinline__ void load_weight(const void* weight, int32_t dtype, int dstate, int lane,
                                             float (&values)[kMamba3InputsEach]) {
 #pragma unroll
     for (int i = 0; i < kMamba3InputsEach; ++i) {
-        const int column = 32 * (i / kWide * kWide) + kWide * lane + i % kWide;
+        const int column = 32 * (i / kMamba3InputsWide * kMamba3InputsWide) + kMamba3InputsWide * lane + i % kMamba3InputsWide;
         values[i] = column < dstate ? load_as_float(weight, column, dtype) : 0.0f;
     }
 }
