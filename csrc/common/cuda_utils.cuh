@@ -1,67 +1,17 @@
-// What every CUDA kernel and launcher shares: scalar conversion, fast math and launches.
+// What every CUDA kernel and launcher shares: dtypes, fast math and launches.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "common/dtypes.cuh"
 #include "common/integers.h"
 #include "common/ptx.cuh"
-#include "mamba_kernels.h"
 
 namespace mamba {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-
-// ---- scalars -------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float to_float(float value) {
-    return value;
-}
-__device__ __forceinline__ float to_float(__half value) {
-    return __half2float(value);
-}
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) {
-    return __bfloat162float(value);
-}
-
-template <typename T>
-__device__ __forceinline__ T from_float(float value);
-template <>
-__device__ __forceinline__ float from_float<float>(float value) {
-    return value;
-}
-template <>
-__device__ __forceinline__ __half from_float<__half>(float value) {
-    return __float2half_rn(value);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
-    return __float2bfloat16_rn(value);
-}
-
-// Its code.
-template <typename T>
-constexpr int32_t kDtype = MAMBA_FLOAT32;
-template <>
-inline constexpr int32_t kDtype<__half> = MAMBA_FLOAT16;
-template <>
-inline constexpr int32_t kDtype<__nv_bfloat16> = MAMBA_BFLOAT16;
-template <typename T>
-constexpr bool kIs16Bit = sizeof(T) == 2;
-
-// An element of a tensor whose dtype is known only at run time (weights, biases, single-step inputs).
-__device__ __forceinline__ float load_as_float(const void* data, int64_t index, int32_t dtype) {
-    if (dtype == MAMBA_FLOAT32) {
-        return static_cast<const float*>(data)[index];
-    }
-    if (dtype == MAMBA_FLOAT16) {
-        return to_float(static_cast<const __half*>(data)[index]);
-    }
-    return to_float(static_cast<const __nv_bfloat16*>(data)[index]);
-}
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 

@@ -6,32 +6,6 @@
 
 namespace mamba {
 
-// ---- two 16-bit elements in a word -----------------------------------------------------------------------------------
-
-template <typename T>
-__device__ __forceinline__ float2 unpack2(uint32_t word);
-template <>
-__device__ __forceinline__ float2 unpack2<__half>(uint32_t word) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&word));
-}
-template <>
-__device__ __forceinline__ float2 unpack2<__nv_bfloat16>(uint32_t word) {
-    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack2(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
-template <>
-__device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 // ---- N elements ------------------------------------------------------------------------------------------------------
 
 // N elements as they lie in memory; N * sizeof(T) is 4, 8 or a multiple of 16 bytes, or N is 1.
@@ -113,7 +87,7 @@ template <typename T, int N>
 __device__ __forceinline__ void unpack(const Packed<T, N>& packed, float* values) {
     if constexpr (N == 1) {
         values[0] = to_float(packed.element);
-    } else if constexpr (sizeof(T) == 4) {
+    } else if constexpr (!kIs16Bit<T>) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             values[i] = __uint_as_float(packed.word[i]);
@@ -133,7 +107,7 @@ __device__ __forceinline__ Packed<T, N> pack(const float* values) {
     Packed<T, N> packed;
     if constexpr (N == 1) {
         packed.element = from_float<T>(values[0]);
-    } else if constexpr (sizeof(T) == 4) {
+    } else if constexpr (!kIs16Bit<T>) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             packed.word[i] = __float_as_uint(values[i]);
@@ -155,7 +129,7 @@ __device__ __forceinline__ void mirror(Packed<T, N>& packed) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
         const uint32_t word = given.word[kWords - 1 - i];
-        packed.word[i] = sizeof(T) == 2 ? __byte_perm(word, word, 0x1032) : word;
+        packed.word[i] = kIs16Bit<T> ? __byte_perm(word, word, 0x1032) : word;
     }
 }
 
@@ -187,46 +161,13 @@ __device__ __forceinline__ Packed<T, N> packed_load_padded(const T* address, int
 
 // ---- elements whose dtype is known only at run time ------------------------------------------------------------------
 
-__device__ __forceinline__ void store_from_float(void* data, int64_t index, int32_t dtype, float value) {
-    if (dtype == MAMBA_FLOAT32) {
-        static_cast<float*>(data)[index] = value;
-    } else if (dtype == MAMBA_FLOAT16) {
-        static_cast<__half*>(data)[index] = from_float<__half>(value);
-    } else {
-        static_cast<__nv_bfloat16*>(data)[index] = from_float<__nv_bfloat16>(value);
-    }
-}
-
-// The same in two steps, so that several loads are under way before the first is converted: a branch on the dtype around each
-// load would put them in a row.
-__device__ __forceinline__ uint32_t load_bits(const void* data, int64_t index, int32_t dtype) {
-    return dtype == MAMBA_FLOAT32 ? static_cast<const uint32_t*>(data)[index] : static_cast<const uint16_t*>(data)[index];
-}
-__device__ __forceinline__ float float_from_bits(uint32_t bits, int32_t dtype) {
-    if (dtype == MAMBA_FLOAT32) {
-        return __uint_as_float(bits);
-    }
-    return dtype == MAMBA_FLOAT16 ? unpack2<__half>(bits).x : unpack2<__nv_bfloat16>(bits).x;
-}
-
-__device__ __forceinline__ void store_bits(void* data, int64_t index, int32_t dtype, uint32_t bits) {
-    if (dtype == MAMBA_FLOAT32) {
-        static_cast<uint32_t*>(data)[index] = bits;
-    } else {
-        static_cast<uint16_t*>(data)[index] = static_cast<uint16_t>(bits);
-    }
-}
-
 // N neighbours with accesses of up to 16 bytes; the address must be a multiple of their size.
 template <int N>
 __device__ __forceinline__ void load_vector_as_float(const void* data, int64_t index, int32_t dtype, float* values) {
-    if (dtype == MAMBA_FLOAT32) {
-        unpack<float, N>(packed_load<float, N>(static_cast<const float*>(data) + index), values);
-    } else if (dtype == MAMBA_FLOAT16) {
-        unpack<__half, N>(packed_load<__half, N>(static_cast<const __half*>(data) + index), values);
-    } else {
-        unpack<__nv_bfloat16, N>(packed_load<__nv_bfloat16, N>(static_cast<const __nv_bfloat16*>(data) + index), values);
-    }
+    with_dtype(dtype, [&](auto of) {
+        using T = typename decltype(of)::Type;
+        unpack<T, N>(packed_load<T, N>(static_cast<const T*>(data) + index), values);
+    });
 }
 
 // N neighbours of a tensor whose dtype is known only at run time, in two steps, like load_bits. As they lie in memory: a
@@ -276,19 +217,22 @@ struct NeighbourBits {
         }
     }
     __device__ __forceinline__ void to_floats(int32_t dtype, float* values) const {
-        if (N == 1 || dtype == MAMBA_FLOAT32) {
+        with_dtype(dtype, [&](auto of) {
+            using T = typename decltype(of)::Type;
+            if constexpr (N == 1 || !kIs16Bit<T>) {
 #pragma unroll
-            for (int i = 0; i < N; ++i) {
-                values[i] = float_from_bits(word[i], dtype);
-            }
-        } else {
+                for (int i = 0; i < N; ++i) {
+                    values[i] = DtypeTraits<T>::float_of_bits(word[i]);
+                }
+            } else {
 #pragma unroll
-            for (int i = 0; i + 1 < N; i += 2) {
-                const float2 pair = dtype == MAMBA_FLOAT16 ? unpack2<__half>(word[i / 2]) : unpack2<__nv_bfloat16>(word[i / 2]);
-                values[i] = pair.x;
-                values[i + 1] = pair.y;
+                for (int i = 0; i + 1 < N; i += 2) {
+                    const float2 pair = unpack2<T>(word[i / 2]);
+                    values[i] = pair.x;
+                    values[i + 1] = pair.y;
+                }
             }
-        }
+        });
     }
 };
 

@@ -2,17 +2,10 @@
 // pair is two neighbouring elements of a row, in one register.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "common/dtypes.cuh"
 #include "common/ptx.cuh"
 
 namespace mamba {
-
-template <typename T>
-inline constexpr bool kIsHalf = false;
-template <>
-inline constexpr bool kIsHalf<__half> = true;
 
 // ---- a warp ---------------------------------------------------------------------------------------------------------
 
@@ -37,11 +30,12 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
 // column g. From 8.0 on.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    if constexpr (kIsHalf<T>) {
+    if constexpr (kDtype<T> == MAMBA_FLOAT16) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     } else {
+        static_assert(kDtype<T> == MAMBA_BFLOAT16, "tensor cores take float16 and bfloat16");
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
             "%3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -105,12 +99,13 @@ __device__ __forceinline__ void fence_registers(uint32_t (&r)[4]) {
 // Begins c += a B. kRowsOfK: B (k, n) = tile[k][n], else B (k, n) = tile[n][k].
 template <typename T, int kRowsOfK>
 __device__ __forceinline__ void wgmma(float (&c)[4][4], const uint32_t (&a)[4], uint64_t b) {
-    if constexpr (kIsHalf<T>) {
+    if constexpr (kDtype<T> == MAMBA_FLOAT16) {
         asm volatile(MAMBA_WGMMA("32", "f16", MAMBA_NAMES_32, "{%16, %17, %18, %19}, %20, p, 1, 1, %21")
                      : MAMBA_C_32(c)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
                      : "memory");
     } else {
+        static_assert(kDtype<T> == MAMBA_BFLOAT16, "tensor cores take float16 and bfloat16");
         asm volatile(MAMBA_WGMMA("32", "bf16", MAMBA_NAMES_32, "{%16, %17, %18, %19}, %20, p, 1, 1, %21")
                      : MAMBA_C_32(c)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
@@ -119,12 +114,13 @@ __device__ __forceinline__ void wgmma(float (&c)[4][4], const uint32_t (&a)[4], 
 }
 template <typename T, int kRowsOfK>
 __device__ __forceinline__ void wgmma(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b) {
-    if constexpr (kIsHalf<T>) {
+    if constexpr (kDtype<T> == MAMBA_FLOAT16) {
         asm volatile(MAMBA_WGMMA("64", "f16", MAMBA_NAMES_64, "{%32, %33, %34, %35}, %36, p, 1, 1, %37")
                      : MAMBA_C_64(c)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
                      : "memory");
     } else {
+        static_assert(kDtype<T> == MAMBA_BFLOAT16, "tensor cores take float16 and bfloat16");
         asm volatile(MAMBA_WGMMA("64", "bf16", MAMBA_NAMES_64, "{%32, %33, %34, %35}, %36, p, 1, 1, %37")
                      : MAMBA_C_64(c)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
@@ -133,12 +129,13 @@ __device__ __forceinline__ void wgmma(float (&c)[8][4], const uint32_t (&a)[4], 
 }
 template <typename T, int kRowsOfK>
 __device__ __forceinline__ void wgmma(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b) {
-    if constexpr (kIsHalf<T>) {
+    if constexpr (kDtype<T> == MAMBA_FLOAT16) {
         asm volatile(MAMBA_WGMMA("128", "f16", MAMBA_NAMES_128, "{%64, %65, %66, %67}, %68, p, 1, 1, %69")
                      : MAMBA_C_64(c), MAMBA_C_16(c, 8), MAMBA_C_16(c, 10), MAMBA_C_16(c, 12), MAMBA_C_16(c, 14)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
                      : "memory");
     } else {
+        static_assert(kDtype<T> == MAMBA_BFLOAT16, "tensor cores take float16 and bfloat16");
         asm volatile(MAMBA_WGMMA("128", "bf16", MAMBA_NAMES_128, "{%64, %65, %66, %67}, %68, p, 1, 1, %69")
                      : MAMBA_C_64(c), MAMBA_C_16(c, 8), MAMBA_C_16(c, 10), MAMBA_C_16(c, 12), MAMBA_C_16(c, 14)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRowsOfK)
@@ -149,12 +146,13 @@ __device__ __forceinline__ void wgmma(float (&c)[16][4], const uint32_t (&a)[4],
 // The same with a in shared memory: A (m, k) = tile[m][k].
 template <typename T, int kRowsOfK>
 __device__ __forceinline__ void wgmma(float (&c)[4][4], uint64_t a, uint64_t b) {
-    if constexpr (kIsHalf<T>) {
+    if constexpr (kDtype<T> == MAMBA_FLOAT16) {
         asm volatile(MAMBA_WGMMA("32", "f16", MAMBA_NAMES_32, "%16, %17, p, 1, 1, 0, %18")
                      : MAMBA_C_32(c)
                      : "l"(a), "l"(b), "n"(kRowsOfK)
                      : "memory");
     } else {
+        static_assert(kDtype<T> == MAMBA_BFLOAT16, "tensor cores take float16 and bfloat16");
         asm volatile(MAMBA_WGMMA("32", "bf16", MAMBA_NAMES_32, "%16, %17, p, 1, 1, 0, %18")
                      : MAMBA_C_32(c)
                      : "l"(a), "l"(b), "n"(kRowsOfK)
@@ -163,12 +161,13 @@ __device__ __forceinline__ void wgmma(float (&c)[4][4], uint64_t a, uint64_t b) 
 }
 template <typename T, int kRowsOfK>
 __device__ __forceinline__ void wgmma(float (&c)[8][4], uint64_t a, uint64_t b) {
-    if constexpr (kIsHalf<T>) {
+    if constexpr (kDtype<T> == MAMBA_FLOAT16) {
         asm volatile(MAMBA_WGMMA("64", "f16", MAMBA_NAMES_64, "%32, %33, p, 1, 1, 0, %34")
                      : MAMBA_C_64(c)
                      : "l"(a), "l"(b), "n"(kRowsOfK)
                      : "memory");
     } else {
+        static_assert(kDtype<T> == MAMBA_BFLOAT16, "tensor cores take float16 and bfloat16");
         asm volatile(MAMBA_WGMMA("64", "bf16", MAMBA_NAMES_64, "%32, %33, p, 1, 1, 0, %34")
                      : MAMBA_C_64(c)
                      : "l"(a), "l"(b), "n"(kRowsOfK)

@@ -53,10 +53,7 @@ struct HeadRowBits {
 };
 
 __device__ __forceinline__ float rounded(float value, int32_t dtype) {
-    if (dtype == MAMBA_FLOAT32) {
-        return value;
-    }
-    return dtype == MAMBA_FLOAT16 ? to_float(from_float<__half>(value)) : to_float(from_float<__nv_bfloat16>(value));
+    return with_dtype(dtype, [&](auto of) { return to_float(from_float<typename decltype(of)::Type>(value)); });
 }
 
 // A block's rows: they follow each other, in one head or in several of a group, of one batch entry.

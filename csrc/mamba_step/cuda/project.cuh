@@ -30,7 +30,7 @@ struct RowOfWeight {
     }
     // Two neighbouring fragments: 16 channels each, of which the lane has four.
     __device__ __forceinline__ void operand(int i, Operand<T>& b) const {
-        if constexpr (sizeof(T) == 2) {
+        if constexpr (kIs16Bit<T>) {
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
                 b.r[0][pair] = packed.word[4 * i + pair];
@@ -52,7 +52,7 @@ struct FragmentOfX {
 
     __device__ __forceinline__ void set(int i, float low, float high) {
         set_pair<T>(a, i, low, high);
-        if constexpr (sizeof(T) == 2) {
+        if constexpr (kIs16Bit<T>) {
             const float2 taken = unpack2<T>(a.r[0][i]);
             set_pair<T>(rest, i, low - taken.x, high - taken.y);
         }
@@ -68,7 +68,7 @@ struct FragmentOfX {
         }
     }
     __device__ __forceinline__ void multiply(float (&c)[4], const Operand<T>& pair, int fragment) const {
-        if constexpr (sizeof(T) == 2) {
+        if constexpr (kIs16Bit<T>) {
             multiply_add<T>(c, rest, pair, fragment);
         }
         multiply_add<T>(c, a, pair, fragment);

@@ -42,25 +42,15 @@ __device__ __forceinline__ RunBits load_run(const void* data, int64_t offset, in
 
 __device__ __forceinline__ void store_run(void* data, int64_t offset, int64_t stride, int first, int size, int32_t dtype,
                                           bool aligned, const float* values) {
-    if (aligned) {
-        if (first < size) {
-            if (dtype == MAMBA_FLOAT32) {
-                packed_store<float, kStepRun>(static_cast<float*>(data) + offset + first, pack<float, kStepRun>(values));
-            } else if (dtype == MAMBA_FLOAT16) {
-                packed_store<__half, kStepRun>(static_cast<__half*>(data) + offset + first, pack<__half, kStepRun>(values));
-            } else {
-                packed_store<__nv_bfloat16, kStepRun>(static_cast<__nv_bfloat16*>(data) + offset + first,
-                                                      pack<__nv_bfloat16, kStepRun>(values));
-            }
+    with_dtype(dtype, [&](auto of) {
+        using T = typename decltype(of)::Type;
+        T* const to = static_cast<T*>(data) + offset + first * stride;
+        if (!aligned) {
+            scatter<T, kStepRun>(to, stride, size - first, values);
+        } else if (first < size) {
+            packed_store<T, kStepRun>(to, pack<T, kStepRun>(values));
         }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kStepRun; ++i) {
-            if (first + i < size) {
-                store_from_float(data, offset + (first + i) * stride, dtype, values[i]);
-            }
-        }
-    }
+    });
 }
 
 // Four of a row of sums in shared memory, zeros beyond `left`. kWhole: they are all there, at a multiple of 16 bytes.

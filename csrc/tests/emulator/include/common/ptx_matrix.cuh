@@ -1,25 +1,14 @@
 // The functions of csrc/common/ptx_matrix.cuh, for the emulator. What each promises stands there.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "common/dtypes.cuh"
 #include "common/ptx.cuh"
 
 namespace mamba {
 
 template <typename T>
-inline constexpr bool kIsHalf = false;
-template <>
-inline constexpr bool kIsHalf<__half> = true;
-
-template <typename T>
 float element_of(uint16_t bits) {
-    if constexpr (kIsHalf<T>) {
-        return __half2float({bits});
-    } else {
-        return __bfloat162float({bits});
-    }
+    return DtypeTraits<T>::float_of_bits(bits);
 }
 template <typename T>
 float element_of_pair(uint32_t pair, int i) {
