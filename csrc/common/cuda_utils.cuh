@@ -13,6 +13,8 @@ namespace mamba {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
+constexpr int kCacheLine = 128;
+
 // ---- math ----------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float sigmoid(float x) {
@@ -21,6 +23,15 @@ __device__ __forceinline__ float sigmoid(float x) {
 
 __device__ __forceinline__ float silu(float x) {
     return x * sigmoid(x);
+}
+
+// Every lane gets the sum of all.
+__device__ __forceinline__ float sum_over_warp(float value) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        value += __shfl_xor_sync(0xffffffffu, value, distance);
+    }
+    return value;
 }
 
 // log(1 + e^x) = max(x, 0) + log1p(e) with e = e^-|x|. log1p(e) / e is a polynomial that differs by less than 7e-8 of its value

@@ -23,29 +23,24 @@ inline bool has_state_vectors(const MambaMamba2Step& p) {
                         used_stride(p.nheads, p.state_head_stride), used_stride(p.headdim, p.state_dim_stride));
 }
 
-inline bool is_step_of_one_dtype(const MambaMamba2Step& p) {
+inline bool has_one_dtype(const MambaMamba2Step& p) {
     return p.dtype == p.state_dtype && has_conv_of_one_dtype(p) &&
            (p.norm_weight == nullptr || p.norm_weight_dtype == p.dtype) && has_state_vectors(p) &&
            has_whole_tiles(p.headdim, p.dstate, p.state_dim_stride, p.state_dtype, 4);
 }
-inline bool is_any_step(const MambaMamba2Step&) {
+inline bool takes_any_step(const MambaMamba2Step&) {
     return true;
 }
 
-constexpr int32_t kMamba2StepShared = 71744;  // of 1024 rows and 256 states (Mamba2StepShared), beside the ring
+inline constexpr char kMamba2StepNeeds[] =
+    "one dtype but for dt_bias, A_log, D; 4 taps; whole tiles of contiguous states; dstate a power of 2 >= 32";
+constexpr int32_t kMamba2StepShared = 71744;  // of 1024 rows and 256 states, the ring included
 
 inline constexpr Mamba2StepKernel kMamba2StepKernels[] = {
     // name, needs, shape, dtypes (of the state), threads, shared bytes, architecture; takes, rows, vectors, whole tiles
-    {{"whole_tiles",
-      "zxBCdt, both states, convolution and norm of one dtype; 4 taps; dstate a power of 2 from 32 on; contiguous states, "
-      "headdim in whole tiles",
-      "up to 1024 rows of a group", k16Bit, 256, kMamba2StepShared, 75},
-     is_step_of_one_dtype,
-     4,
-     1,
-     true},
-    {{"any_16_bit_state", "", "up to 1024 rows of a group", k16Bit, 256, kMamba2StepShared, 75}, is_any_step, 4, 1, false},
-    {{"any_float32_state", "", "up to 1024 rows of a group", kF32, 256, kMamba2StepShared, 75}, is_any_step, 2, 2, false},
+    {{"one_dtype", kMamba2StepNeeds, "<= 1024 rows of a group", k16Bit, 256, kMamba2StepShared, 75}, has_one_dtype, 4, 1, true},
+    {{"any_16_bit_state", "", "<= 1024 rows of a group", k16Bit, 256, kMamba2StepShared, 75}, takes_any_step, 4, 1, false},
+    {{"any_float32_state", "", "<= 1024 rows of a group", kF32, 256, kMamba2StepShared, 75}, takes_any_step, 2, 2, false},
 };
 extern KernelTable mamba2_step_table;
 

@@ -25,20 +25,20 @@ inline bool has_aligned_runs(const MambaMambaStep& p) {
            pointer_is_aligned(p.dt_proj_weight, kStepRun * dtype_size(p.dtype));
 }
 
-inline bool is_step_of_one_dtype(const MambaMambaStep& p) {
+inline bool has_one_dtype(const MambaMambaStep& p) {
     return p.state_dtype == p.dtype && has_conv_of_one_dtype(p) && has_aligned_runs(p);
 }
-inline bool is_any_step(const MambaMambaStep&) {
+inline bool takes_any_step(const MambaMambaStep&) {
     return true;
 }
 
+inline constexpr char kMambaStepNeeds[] = "one dtype but for dt_bias, A_log, D; 4 taps; dstate and dt_rank multiples of 4";
+inline constexpr char kMambaStepShape[] = "64 channels x 16 batch entries, then 64 x 4";
+
 inline constexpr MambaStepKernel kMambaStepKernels[] = {
     // name, needs, shape, dtypes (of xz), threads, shared bytes, architecture; takes, one dtype
-    {{"one_dtype", "xz, both states and convolution of one 16-bit dtype; 4 taps; dstate and dt_rank multiples of 4",
-      "64 channels x 16 batch entries, then 64 x 4", k16Bit, 256, 48 * 1024, 75},
-     is_step_of_one_dtype,
-     true},
-    {{"any_dtypes", "", "64 channels x 16 batch entries, then 64 x 4", kAllDtypes, 256, 48 * 1024, 75}, is_any_step, false},
+    {{"one_dtype", kMambaStepNeeds, kMambaStepShape, k16Bit, 256, 48 * 1024, 75}, has_one_dtype, true},
+    {{"any_dtypes", "", kMambaStepShape, kAllDtypes, 256, 48 * 1024, 75}, takes_any_step, false},
 };
 extern KernelTable mamba_step_table;
 

@@ -52,43 +52,32 @@ inline bool is_step_of_16_bit_inputs(const MambaSelectiveStateUpdate& p) {
 }
 
 template <int kRows>
-bool is_whole_step_of_tied_A(const MambaSelectiveStateUpdate& p) {
+bool takes_tied_A(const MambaSelectiveStateUpdate& p) {
     return is_step_of_16_bit_inputs(p) && has_tied_A(p) &&
            has_whole_tiles(p.headdim, p.dstate, p.state_dim_stride, p.state_dtype, kRows) && has_vectors(p);
 }
 template <int kRows>
-bool is_whole_step(const MambaSelectiveStateUpdate& p) {
+bool takes_full_A(const MambaSelectiveStateUpdate& p) {
     return is_step_of_16_bit_inputs(p) && !has_tied_A(p) &&
            has_whole_tiles(p.headdim, p.dstate, p.state_dim_stride, p.state_dtype, kRows) && has_vectors(p);
 }
-inline bool is_any_state_update(const MambaSelectiveStateUpdate&) {
+inline bool takes_any_update(const MambaSelectiveStateUpdate&) {
     return true;
 }
 
-inline constexpr char kWholeStepTied[] =
-    "1 step in place; x, dt, B, C of the state's 16-bit dtype (bfloat16 beside float32), float32 A, one a head; dstate a power "
-    "of 2 "
-    "from 16 bytes x 4 on; contiguous, headdim in whole tiles";
-inline constexpr char kWholeStep[] =
-    "1 step in place; x, dt, B, C of the state's 16-bit dtype (bfloat16 beside float32), float32 A; dstate a power of 2; "
-    "contiguous, "
-    "headdim in whole tiles";
+inline constexpr char kNeedsTiedA[] =
+    "1 step in place; 16-bit inputs; tied float32 A; whole tiles of contiguous states; dstate a power of 2 >= 64 bytes";
+inline constexpr char kNeedsFullA[] =
+    "1 step in place; 16-bit inputs; float32 A; whole tiles of contiguous states; dstate a power of 2 >= 16";
 
 inline constexpr StateUpdateKernel kStateUpdateKernels[] = {
-    // name, needs, shape, dtypes (of the state), threads, shared bytes, architecture; takes, rows, vectors, whole tiles, tied
-    // A,
-    // blocks
-    {{"step_tied_A", kWholeStepTied, "4 rows x 16 bytes a lane", kAllDtypes, 256, 0, 75},
-     is_whole_step_of_tied_A<4>,
-     4,
-     1,
-     true,
-     true,
-     2},
-    {{"step_16_bit_state", kWholeStep, "2 rows x 16 bytes a lane", k16Bit, 128, 0, 75}, is_whole_step<2>, 2, 1, true, false, 3},
-    {{"step_float32_state", kWholeStep, "4 rows x 16 bytes a lane", kF32, 256, 0, 75}, is_whole_step<4>, 4, 1, true, false, 2},
-    {{"steps_16_bit_state", "", "2 rows x 16 bytes a lane", k16Bit, 128, 0, 75}, is_any_state_update, 2, 1, false, false, 1},
-    {{"steps_float32_state", "", "2 rows x 32 bytes a lane", kF32, 128, 0, 75}, is_any_state_update, 2, 2, false, false, 1},
+    // name, needs, shape, dtypes (of the state), threads, shared bytes, architecture;
+    // takes, rows, vectors, whole tiles, tied A, blocks
+    {{"step_tied_A", kNeedsTiedA, "4 rows x 16 bytes a lane", kAllDtypes, 256, 0, 75}, takes_tied_A<4>, 4, 1, true, true, 2},
+    {{"step_16_bit_state", kNeedsFullA, "2 rows x 16 bytes a lane", k16Bit, 128, 0, 75}, takes_full_A<2>, 2, 1, true, false, 3},
+    {{"step_float32_state", kNeedsFullA, "4 rows x 16 bytes a lane", kF32, 256, 0, 75}, takes_full_A<4>, 4, 1, true, false, 2},
+    {{"steps_16_bit_state", "", "2 rows x 16 bytes a lane", k16Bit, 128, 0, 75}, takes_any_update, 2, 1, false, false, 1},
+    {{"steps_float32_state", "", "2 rows x 32 bytes a lane", kF32, 128, 0, 75}, takes_any_update, 2, 2, false, false, 1},
 };
 extern KernelTable state_update_table;
 

@@ -13,8 +13,6 @@ constexpr int kLinearThreads = 256;
 constexpr int kLinearWarps = kLinearThreads / 32;
 constexpr int kLinearVector = 8;                 // features in a lane
 constexpr int kLinearStep = 32 * kLinearVector;  // in a warp
-constexpr int kCacheLine = 128;
-
 // A warp takes kOutputs rows of the weight and kRows rows of x.
 template <typename T, int kRows, int kOutputs>
 __global__ void __launch_bounds__(kLinearThreads, 2) linear_kernel(const MambaLinear p, bool vectors) {
@@ -97,10 +95,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_kernel(const MambaLi
     for (int o = 0; o < kOutputs; ++o) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-            for (int distance = 16; distance > 0; distance /= 2) {
-                sums[o][r] += __shfl_xor_sync(0xffffffffu, sums[o][r], distance);
-            }
+            sums[o][r] = sum_over_warp(sums[o][r]);
         }
     }
     // Lane r writes row r.

@@ -11,19 +11,13 @@ constexpr int kFinishMaxThreads = 1024;
 static_assert(2 * MAMBA_MAX_DSTATE <= kFinishMaxThreads, "a thread for each channel of B and C");
 
 __device__ __forceinline__ float sum_over_block(float value, float* of_warp) {
-    for (int distance = 16; distance > 0; distance /= 2) {
-        value += __shfl_xor_sync(0xffffffffu, value, distance);
-    }
+    value = sum_over_warp(value);
     const int lane = static_cast<int>(threadIdx.x) & 31;
     if (lane == 0) {
         of_warp[threadIdx.x / 32] = value;
     }
     __syncthreads();
-    value = lane < static_cast<int>(blockDim.x) / 32 ? of_warp[lane] : 0.0f;
-    for (int distance = 16; distance > 0; distance /= 2) {
-        value += __shfl_xor_sync(0xffffffffu, value, distance);
-    }
-    return value;
+    return sum_over_warp(lane < static_cast<int>(blockDim.x) / 32 ? of_warp[lane] : 0.0f);
 }
 
 // A block takes one group of one batch entry. A group beyond kFinishHeld elements a thread is read again to be written.

@@ -64,10 +64,7 @@ __device__ __forceinline__ void square_mamba2_rows(const Block& block) {
         block.shared.y[row] = value;
         sum = fmaf(value, value, sum);
     }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    }
+    sum = sum_over_warp(sum);
     if (thread % 32 == 0) {
         block.shared.sums[thread / 32] = sum;
     }

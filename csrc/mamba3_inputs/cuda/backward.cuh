@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kMamba3InputsThreads)
                 gradient[j] *= weight[j];
                 along = fmaf(gradient[j], values[j], along);
             }
-            along = sum_of_warp(along) / static_cast<float>(dstate);
+            along = sum_over_warp(along) / static_cast<float>(dstate);
 #pragma unroll
             for (int j = 0; j < kMamba3InputsEach; ++j) {
                 gradient[j] = rstd * fmaf(-along, values[j], gradient[j]);

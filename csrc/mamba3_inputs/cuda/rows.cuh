@@ -59,14 +59,6 @@ __device__ __forceinline__ void load_weight(const void* weight, int32_t dtype, i
     }
 }
 
-__device__ __forceinline__ float sum_of_warp(float value) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        value += __shfl_xor_sync(0xffffffffu, value, distance);
-    }
-    return value;
-}
-
 // 1 / rms of a row.
 __device__ __forceinline__ float rstd_of_row(const float (&values)[kMamba3InputsEach], int dstate, float eps) {
     float squares = 0.0f;
@@ -74,7 +66,7 @@ __device__ __forceinline__ float rstd_of_row(const float (&values)[kMamba3Inputs
     for (int i = 0; i < kMamba3InputsEach; ++i) {
         squares = fmaf(values[i], values[i], squares);
     }
-    return rsqrtf(sum_of_warp(squares) / static_cast<float>(dstate) + eps);
+    return rsqrtf(sum_over_warp(squares) / static_cast<float>(dstate) + eps);
 }
 
 // Of q or of k.

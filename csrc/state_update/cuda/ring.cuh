@@ -5,8 +5,6 @@
 
 namespace mamba {
 
-constexpr int kCacheLine = 128;
-
 // A warp's kDepth tiles. Each lane reads what it copied itself, so that nobody waits for anybody else's copies.
 template <class Rows, int kDepth>
 struct StateRing {
