@@ -8,10 +8,14 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._torch import autocast_dtype, is_compiling, no_autocast, values_at_hand
 
 _NAME = "linear_cross_entropy"
-# Bytes of one piece's float32 logits: some thousand tokens of a vocabulary of 50,000, which keep a GPU's products busy.
-_PIECE = 1 << 28
-# Tokens of a piece at most: what they add to weight's gradient is added up in its dtype, and float16 ends at 65504.
+# A piece has at most _MANY logits: 2,000 tokens of a vocabulary of 50,000, which keep a GPU's products busy. More than
+# _FEW logits are cut into _PIECES at least, so that a small batch saves memory too.
+_MANY, _FEW, _PIECES = 100 << 20, 16 << 20, 4
+# Tokens of a piece at most: torch before 2.8 rounds what they add to weight's gradient, and float16 ends at 65504.
 _ROWS = 4096
+# The softmax takes a piece in so many parts, since it needs 8 bytes a logit, and the products of 16-bit inputs 2.
+_PARTS = 6
+_HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()  # torch 2.8, CUDA
 
 
 class _Options(typing.NamedTuple):
@@ -32,8 +36,9 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Cross entropy of the logits hidden_states weight^T, which are computed in pieces, in forward and not again.
 
-    Equal to ``F.cross_entropy((hidden_states @ weight.T).float(), labels, ...)`` up to rounding. Forward holds float32
-    logits of a piece of the tokens and the gradients of hidden_states and weight, where these are wanted.
+    Equal to ``F.cross_entropy((hidden_states @ weight.T).float(), labels, ...)`` up to rounding. Forward holds the
+    logits of a piece of the tokens, and the gradients of hidden_states and weight, where these are wanted: weight's in
+    float32.
 
     Args:
         hidden_states: (..., E), and weight: (V, E), of one floating dtype; under autocast both are cast.
@@ -105,6 +110,16 @@ def _shape(tensor):
     return f"{tuple(tensor.shape)}"
 
 
+def _cut(tokens, vocabulary):
+    """Tokens of a piece, whole tiles of 128 where there are so many, and of a part of it."""
+    logits = tokens * vocabulary
+    pieces = max(1, -(-logits // _MANY), _PIECES if logits > _FEW else 1, -(-tokens // _ROWS))
+    piece = max(1, -(-tokens // pieces))
+    piece = piece if piece <= 128 else -(-piece // 128) * 128
+    # The compiler needs no float32 copy, and takes longer for more parts.
+    return piece, piece if piece * vocabulary <= _FEW or is_compiling() else -(-piece // _PARTS)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """(rows (T, E), weight (V, E), labels (T)) -> the sum of the tokens' losses.
 
@@ -115,23 +130,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, labels, options):
         wants_rows, wants_weight = ctx.needs_input_grad[:2]
+        tokens, vocabulary = rows.shape[0], weight.shape[0]
+        piece, part = _cut(tokens, vocabulary)
         exact = torch.promote_types(rows.dtype, torch.float32)
-        total = rows.new_zeros((), dtype=exact)
+        # Pieces are added up in float32. One alone needs none, but for float16's range.
+        summed = exact if tokens > piece or rows.dtype == torch.float16 else weight.dtype
         drows = torch.empty_like(rows) if wants_rows else None
-        dweight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
-        size = max(1, min(_ROWS, _PIECE // (4 * weight.shape[0])))
+        dweight = torch.zeros_like(weight, dtype=summed) if wants_weight else None
+        counts = (labels != options.ignore_index)[:, None]
+        there = ((labels >= 0) & (labels < vocabulary))[:, None]
+        index = torch.where(there, labels[:, None], 0)
+        # Rows that are ignored have zero logits and add zero to dweight; those of a wrong label make all of it NaN.
+        used, fill = counts & there, torch.where(counts, torch.nan, 0.0).to(rows.dtype)
+        losses = []
         with no_autocast(rows):
-            for begin in range(0, rows.shape[0], size):
-                piece = rows[begin : begin + size]
-                loss, dlogits = _piece(piece, weight, labels[begin : begin + size], options, wants_rows or wants_weight)
-                total += loss
+            for begin in range(0, tokens, piece):
+                of_piece = slice(begin, begin + piece)
+                inputs = torch.where(used[of_piece], rows[of_piece], fill[of_piece])
+                logits = torch.mm(inputs, weight.t())
+                for row in range(0, logits.shape[0], part):
+                    some = slice(row, row + part)
+                    losses.append(_softmax(logits[some], index[of_piece][some], options, wants_rows or wants_weight))
                 if wants_rows:
-                    drows[begin : begin + size] = torch.mm(dlogits, weight)
+                    drows[of_piece] = torch.where(counts[of_piece], torch.mm(logits, weight), 0)
                 if wants_weight:
-                    dweight += torch.mm(dlogits.t(), piece)
+                    _add_product(dweight, logits.t(), inputs)
+                del logits  # before there are the next piece's
         ctx.save_for_backward(drows, dweight)
         ctx.dtype = weight.dtype
-        return total
+        return torch.where(counts, torch.cat(losses), 0).sum() if losses else rows.new_zeros((), dtype=exact)
 
     @staticmethod
     def backward(ctx, dtotal):
@@ -142,33 +169,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         drows, dweight = ctx.saved_tensors
         with no_autocast(dtotal):
-            # With dimensions dtotal stays float32: rounded to drows' dtype, a loss scale of 65536 would be infinite.
-            drows = None if drows is None else (drows * dtotal.reshape(1, 1)).to(drows.dtype)
-            dweight = None if dweight is None else (dweight * dtotal).to(ctx.dtype)
+            drows = None if drows is None else _scaled(drows, dtotal, drows.dtype)
+            dweight = None if dweight is None else _scaled(dweight, dtotal, ctx.dtype)
         return drows, dweight, None, None
 
 
-def _piece(rows, weight, labels, options, wants_gradient):
-    """(the sum of the losses of these rows, its gradient by the logits or None)."""
-    logits = torch.mm(rows, weight.t()).to(torch.promote_types(rows.dtype, torch.float32))
-    vocabulary = logits.shape[1]
-    counts = (labels != options.ignore_index)[:, None]
-    there = (labels >= 0) & (labels < vocabulary)
-    index = torch.where(there, labels, 0)[:, None]
-    log_sum = logits.logsumexp(1, keepdim=True)
-    smooth = options.label_smoothing
-    loss = log_sum - (1 - smooth) * logits.gather(1, index) + options.z_loss * log_sum.square()
+def _softmax(logits, index, options, wants_gradient):
+    """The losses (T, 1) of these logits (T, V), whose memory then holds the gradient of the losses' sum, if wanted."""
+    smooth, z_loss = options.label_smoothing, options.z_loss
+    log_probs = logits.log_softmax(1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    label = log_probs.gather(1, index)
+    loss = (smooth - 1) * label
     if smooth:
-        loss = loss - smooth * logits.mean(1, keepdim=True)
-    loss = torch.where(there[:, None], loss, torch.nan)  # a label that is none, which ignore_index may be, too
-    loss = torch.where(counts, loss, 0).sum()
+        loss -= smooth * log_probs.mean(1, keepdim=True)
+    if z_loss:
+        log_sum = logits.gather(1, index) - label
+        loss += z_loss * log_sum.square()
     if not wants_gradient:
-        return loss, None
-    # In the logits' memory: probabilities, then what is subtracted from them.
-    dlogits = logits.sub_(log_sum).exp_()
-    if options.z_loss:
-        dlogits *= 1 + 2 * options.z_loss * log_sum
-    if smooth:
-        dlogits -= smooth / vocabulary
-    dlogits.scatter_add_(1, index, torch.where(there[:, None], smooth - 1, torch.nan).to(dlogits.dtype))
-    return loss, torch.where(counts, dlogits, 0).to(rows.dtype)
+        return loss
+    # The label's own entry is formed apart, in float32: in bfloat16 a probability of 0.999 is 1, and its gradient 0.
+    dlabel = label.expm1()
+    if smooth or z_loss:
+        probs = log_probs.exp_()
+        if z_loss:
+            dlabel += 2 * z_loss * log_sum * label.exp()
+            probs *= 1 + 2 * z_loss * log_sum
+        dlabel += smooth - smooth / logits.shape[1]
+        torch.sub(probs, smooth / logits.shape[1], out=logits)
+    else:
+        torch.exp(log_probs, out=logits)
+    logits.scatter_(1, index, dlabel.to(logits.dtype))
+    return loss
+
+
+def _add_product(total, a, b):
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif _HAS_OUT_DTYPE and a.is_cuda and not is_compiling():
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += torch.mm(a, b)
+
+
+def _scaled(tensor, factor, dtype):
+    """In one pass. With dimensions factor stays float32: in float16 a loss scale of 65536 would be infinite."""
+    return torch.mul(tensor, factor.reshape(1, 1), out=torch.empty_like(tensor, dtype=dtype))

@@ -26,7 +26,7 @@ def where(request):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(module, "_PIECE", 4 * 50 * 7)  # 7 tokens of 50 words
+    monkeypatch.setattr(module, "_cut", lambda tokens, vocabulary: (7, 3))
 
 
 def problem(shape, dtype, device, width=24, vocabulary=50):
@@ -143,11 +143,42 @@ def test_a_loss_scale_beyond_float16(where):
     assert not drows.any()  # zero times the scale, not NaN
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
+def test_a_probability_near_one_keeps_its_gradient(dtype, where):
+    hidden, weight = torch.eye(2).to(where, dtype), torch.diag(torch.tensor([7.0, 7.0])).to(where, dtype)
+    labels = torch.arange(2, device=where)
+    found = results(linear_cross_entropy, hidden, weight, labels, {})  # probabilities of 0.9991
+    truth = results(at_once, hidden, weight, labels, {}, torch.float64)
+    torch.testing.assert_close(found["dhidden"].double(), truth["dhidden"], rtol=1e-2, atol=0)
+
+
+def test_what_is_ignored_may_be_nan(small_pieces):
+    hidden, weight, labels = problem((2, 9), torch.float32, "cpu")
+    labels[0, 3:5] = -100
+    expected = results(linear_cross_entropy, hidden, weight, labels, {})
+    with torch.no_grad():
+        hidden[0, 3:5] = torch.nan
+    found = results(linear_cross_entropy, hidden, weight, labels, {})
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("vocabulary", [16, 50280, 256000])
+@pytest.mark.parametrize("tokens", [0, 1, 100, 2048, 16384, 300_000])
+def test_what_a_piece_holds(tokens, vocabulary):
+    """Whole tiles of at most a fifth of a small batch's logits and of 200 MiB of bfloat16 ones, or a single tile."""
+    piece, part = module._cut(tokens, vocabulary)
+    assert 1 <= part <= piece and (piece <= 128 or piece % 128 == 0)
+    assert piece <= 128 or 2 * piece * vocabulary <= 210 * 2**20 + 2 * 128 * vocabulary
+    if tokens * vocabulary > 16 * 2**20:
+        assert piece <= max(128, tokens // 4 + 128)
+        assert piece <= 128 or 8 * part * vocabulary < 300 * 2**20
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_none_are_formed(context, monkeypatch):
     formed = []
-    piece = module._piece
-    monkeypatch.setattr(module, "_piece", lambda *arguments: formed.append(arguments[-1]) or piece(*arguments))
+    softmax = module._softmax
+    monkeypatch.setattr(module, "_softmax", lambda *arguments: formed.append(arguments[-1]) or softmax(*arguments))
     with context():
         linear_cross_entropy(*problem((2, 3), torch.float32, "cpu"))
     assert formed == [False]
