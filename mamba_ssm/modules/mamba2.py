@@ -24,6 +24,16 @@ from mamba_ssm.ops.mamba2_step import mamba2_step
 from mamba_ssm.ops.norm import GatedRMSNorm
 from mamba_ssm.ops.state_update import selective_state_update
 
+# The ways from u to the block's output, of which Mamba2._route picks one.
+_Route = typing.Literal[
+    "step",  # one token, from states of inference
+    "across ranks",  # this rank's part of a sequence that context_parallel cuts
+    "one node",  # all of the block as one autograd node
+    "through out_proj",  # in_proj, then one operator for all the rest
+    "up to out_proj",  # the same, and out_proj is called
+    "by parts",  # an operator each: submodules that are more than their parameters, and states of inference
+]
+
 
 class Mamba2(Mamba2Base, StatefulBlock):
     """Mamba-2 block: (B, L, d_model) -> (B, L, d_model).
@@ -80,11 +90,9 @@ class Mamba2(Mamba2Base, StatefulBlock):
     ) -> None:
         super().__init__()
         factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
-        self.d_model = d_model
-        self.d_state = d_state
-        self.d_conv = d_conv
-        self.conv_init = conv_init
-        self.expand = expand
+        flags = {"D_has_hdim": D_has_hdim, "rmsnorm": rmsnorm, "norm_before_gate": norm_before_gate}
+        flags |= {"sequence_parallel": sequence_parallel, "bias": bias, "conv_bias": conv_bias}
+        check_flags("Mamba2", **flags, use_mem_eff_path=use_mem_eff_path)
         check_process_group("Mamba2", process_group)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
@@ -92,22 +100,14 @@ class Mamba2(Mamba2Base, StatefulBlock):
         self.local_rank = 0 if process_group is None else dist.get_rank(process_group)
         d_inner = inner_width("Mamba2", expand, d_model)
         self._check_sizes(d_state, d_conv, headdim, d_inner if d_ssm is None else d_ssm, ngroups, chunk_size)
-        check_flags("Mamba2", D_has_hdim=D_has_hdim, rmsnorm=rmsnorm, norm_before_gate=norm_before_gate)
-        check_flags(
-            "Mamba2",
-            sequence_parallel=sequence_parallel,
-            bias=bias,
-            conv_bias=conv_bias,
-            use_mem_eff_path=use_mem_eff_path,
-        )
-        if d_ssm is not None and d_ssm > d_inner:
-            raise ValueError(f"Mamba2: d_ssm must be at most expand * d_model = {d_inner}, got {d_ssm}")
-        for name, size in (("expand * d_model", d_inner), ("d_ssm", d_ssm or d_inner), ("ngroups", ngroups)):
-            if size % self.world_size:
-                raise ValueError(
-                    f"Mamba2: {name} must be a multiple of the {self.world_size} ranks of process_group, got {size}"
-                )
-        # from here on: this rank's part
+        self._check_parts(d_inner, d_ssm, ngroups)
+
+        self.d_model = d_model
+        self.d_state = d_state
+        self.d_conv = d_conv
+        self.conv_init = conv_init
+        self.expand = expand
+        # this rank's part
         self.d_inner = d_inner // self.world_size
         self.d_ssm = self.d_inner if d_ssm is None else d_ssm // self.world_size
         self.ngroups = ngroups // self.world_size
@@ -122,18 +122,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
         self.use_mem_eff_path = use_mem_eff_path
         self.layer_idx = layer_idx
 
-        # in this order: MLP gate and MLP (where d_ssm < d_inner), z, x, B, C, dt
-        d_in_proj = 2 * self.d_inner + 2 * self.ngroups * d_state + self.nheads
-        if process_group is None:
-            self.in_proj = nn.Linear(d_model, d_in_proj, bias=bias, **factory)
-        else:
-            parallel: dict[str, typing.Any] = {
-                "process_group": process_group,
-                "sequence_parallel": sequence_parallel,
-                "bias": bias,
-                **factory,
-            }
-            self.in_proj = ColumnParallelLinear(d_model, d_in_proj * self.world_size, **parallel)
+        self.in_proj = self._make_in_proj(bias, factory)
         self.conv1d = self._make_conv1d(conv_bias, conv_init, factory)
         self.act = nn.SiLU()
         self._make_heads(A_init_range, (dt_min, dt_max, dt_init_floor), factory)
@@ -145,10 +134,31 @@ class Mamba2(Mamba2Base, StatefulBlock):
             self.norm = GatedRMSNorm(
                 self.d_ssm, eps=1e-5, norm_before_gate=norm_before_gate, group_size=group_size, **factory
             )
-        if process_group is None:
-            self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
-        else:
-            self.out_proj = RowParallelLinear(self.d_inner * self.world_size, d_model, **parallel)
+        self.out_proj = self._make_out_proj(bias, factory)
+
+    def _check_parts(self, d_inner: int, d_ssm: int | None, ngroups: int) -> None:
+        """Raises on sizes of all ranks that do not fit, or that the ranks cannot share."""
+        if d_ssm is not None and d_ssm > d_inner:
+            raise ValueError(f"Mamba2: d_ssm must be at most expand * d_model = {d_inner}, got {d_ssm}")
+        for name, size in (("expand * d_model", d_inner), ("d_ssm", d_ssm or d_inner), ("ngroups", ngroups)):
+            if size % self.world_size:
+                raise ValueError(
+                    f"Mamba2: {name} must be a multiple of the {self.world_size} ranks of process_group, got {size}"
+                )
+
+    def _make_in_proj(self, bias: bool, factory: dict[str, typing.Any]) -> nn.Linear:
+        # in this order: MLP gate and MLP (where d_ssm < d_inner), z, x, B, C, dt
+        d_in_proj = 2 * self.d_inner + 2 * self.ngroups * self.d_state + self.nheads
+        if self.process_group is None:
+            return nn.Linear(self.d_model, d_in_proj, bias=bias, **factory)
+        over = self.process_group, bias, self.sequence_parallel
+        return ColumnParallelLinear(self.d_model, d_in_proj * self.world_size, *over, **factory)
+
+    def _make_out_proj(self, bias: bool, factory: dict[str, typing.Any]) -> nn.Linear:
+        if self.process_group is None:
+            return nn.Linear(self.d_inner, self.d_model, bias=bias, **factory)
+        over = self.process_group, bias, self.sequence_parallel
+        return RowParallelLinear(self.d_inner * self.world_size, self.d_model, *over, **factory)
 
     def forward(
         self,
@@ -169,6 +179,54 @@ class Mamba2(Mamba2Base, StatefulBlock):
             layer's states there, one row for each of the batch or of the packed sequences; with a positive one it
             continues from these states, by a step (L = 1) or a piece.
         """
+        continues = self._check_call(u, seqlen, seq_idx, cu_seqlens, inference_params)
+        steps = u.shape[1] if seqlen is None else seqlen
+        route = self._route(infers=inference_params is not None, steps_once=continues and steps == 1)
+        if route == "across ranks":
+            group: typing.Any = self.context_parallel_group
+            others: dict[str, typing.Any] = {"process_group": self.process_group, "seqlen": seqlen}
+            packed = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+            refuse_with_context_parallel("Mamba2", **others, **packed, inference_params=inference_params)
+            return self.out_proj(self._across_ranks(self.in_proj(u), group))
+        if route == "step" or route == "one node":
+            u = u if seqlen is None else u.unflatten(0, (-1, seqlen))
+            if route == "step":
+                out = self._step_from_cache(u, typing.cast(InferenceCache, inference_params))
+            else:
+                out = self._as_one_node(u, seq_idx, cu_seqlens)
+            return out if seqlen is None else out.flatten(0, 1)
+
+        zxbcdt = self.in_proj(u)
+        if seqlen is not None:
+            zxbcdt = zxbcdt.unflatten(0, (-1, seqlen))
+        if cu_seqlens is not None:
+            cu_seqlens, seq_idx = self._packed(cu_seqlens, zxbcdt)
+        projected = route == "through out_proj"
+        if route == "by parts":
+            states = None
+            if inference_params is not None:
+                rows = zxbcdt.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+                states = self._get_states_from_cache(inference_params, rows)
+            y = self._unfused(zxbcdt, seq_idx, cu_seqlens=cu_seqlens, states=states, continues=continues)
+        else:
+            y = self._fused(zxbcdt, seq_idx, projected)
+        if seqlen is not None:
+            y = y.flatten(0, 1)
+        if not projected:
+            return self.out_proj(y)
+        if self.process_group is None:
+            return y
+        return (reduce_scatter if self.sequence_parallel else all_reduce)(y, self.process_group)
+
+    def _check_call(
+        self,
+        u: torch.Tensor,
+        seqlen: int | None,
+        seq_idx: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        inference_params: InferenceCache | None,
+    ) -> bool:
+        """Raises on arguments that do not fit each other; returns whether the call continues from states."""
         dims = 3 if seqlen is None else 2
         check_input("Mamba2", self, u, self.d_model, ("in_proj", "out_proj"), dims, seq_idx)
         if seq_idx is not None and cu_seqlens is None and inference_params is not None:
@@ -178,47 +236,27 @@ class Mamba2(Mamba2Base, StatefulBlock):
             raise ValueError(
                 "Mamba2: cu_seqlens is for the first call with inference_params, not for one that continues"
             )
-        if inference_params is not None and continues and (u.shape[1] if seqlen is None else seqlen) == 1:
-            rows = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
-            if seqlen is not None:
-                u = u.unflatten(0, (-1, seqlen))
-            cached = self._get_states_from_cache(inference_params, rows)
-            own = type(self).step is Mamba2.step  # and not a subclass's
-            out = self._step(u, *cached) if own else self.step(u, *cached)[0]
-            return out if seqlen is None else out.flatten(0, 1)
+        return continues
 
+    def _route(self, infers: bool, steps_once: bool) -> _Route:
+        """The way that a call takes: with states of inference, by one token; the rest is what the layer is made of."""
+        if steps_once:
+            return "step"
         if self.context_parallel_group is not None:
-            others: dict[str, typing.Any] = {"process_group": self.process_group, "seqlen": seqlen}
-            packed = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-            refuse_with_context_parallel("Mamba2", **others, **packed, inference_params=inference_params)
-            return self.out_proj(self._across_ranks(self.in_proj(u), self.context_parallel_group))
-        fuse = inference_params is None and self._may_fuse()
-        local = fuse and self.process_group is None
-        if local and is_plain(self.in_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear):
-            out = self._as_one_node(u if seqlen is None else u.unflatten(0, (-1, seqlen)), seq_idx, cu_seqlens)
-            return out if seqlen is None else out.flatten(0, 1)
+            return "across ranks"
+        if infers or not self._may_fuse():
+            return "by parts"
+        if not is_plain(self.out_proj, nn.Linear if self.process_group is None else RowParallelLinear):
+            return "up to out_proj"
+        if self.process_group is None and is_plain(self.in_proj, nn.Linear):
+            return "one node"
+        return "through out_proj"
 
-        zxbcdt = self.in_proj(u)
-        if seqlen is not None:
-            zxbcdt = zxbcdt.unflatten(0, (-1, seqlen))
-        if cu_seqlens is not None:
-            cu_seqlens, seq_idx = self._packed(cu_seqlens, zxbcdt)
-        project = fuse and is_plain(self.out_proj, nn.Linear if self.process_group is None else RowParallelLinear)
-        if fuse:
-            y = self._fused(zxbcdt, seq_idx, project)
-        else:
-            states = None
-            if inference_params is not None:
-                rows = zxbcdt.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-                states = self._get_states_from_cache(inference_params, rows)
-            y = self._unfused(zxbcdt, seq_idx, cu_seqlens=cu_seqlens, states=states, continues=continues)
-        if seqlen is not None:
-            y = y.flatten(0, 1)
-        if not project:
-            return self.out_proj(y)
-        if self.process_group is None:
-            return y
-        return (reduce_scatter if self.sequence_parallel else all_reduce)(y, self.process_group)
+    def _step_from_cache(self, u: torch.Tensor, inference_params: InferenceCache) -> torch.Tensor:
+        rows = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
+        cached = self._get_states_from_cache(inference_params, rows)
+        own = type(self).step is Mamba2.step  # and not a subclass's
+        return self._step(u, *cached) if own else self.step(u, *cached)[0]
 
     @torch.no_grad()
     def step(
