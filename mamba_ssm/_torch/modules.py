@@ -54,6 +54,7 @@ def weight_and_bias(module: typing.Any) -> tuple[typing.Any, typing.Any]:
     return module.weight, module.bias  # not parameters: of replicas, and those that another module holds flattened
 
 
+_TRANSFORMERS = "transformers.", "transformers_modules."
 _CALLERS = 8  # how far up module_behind looks: transformers puts functions of its own between a layer and an operator
 
 
@@ -72,15 +73,26 @@ def _is_parallel(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and hasattr(module, "process_group")
 
 
-def module_behind(weight: torch.Tensor | None) -> typing.Callable[[torch.Tensor], torch.Tensor] | None:
-    """The module to call instead of multiplying by this weight of it, or None where the weight is all of it.
+def _is_of_transformers(layer: nn.Module) -> bool:
+    """Whether transformers, or code that it has loaded from a hub, defines the layer's class or a base of it."""
+    return any(cls.__module__.startswith(_TRANSFORMERS) for cls in type(layer).__mro__)
 
-    For public functions that take the weights of projections: transformers hands them over even where a LoRA adapter
-    or a quantised layer stands around them, or hooks compute them (pruning, DeepSpeed), whose results and gradients
-    would be lost without a word. A weight does not know its module, but the layer that made the call does: it is a
-    `self` up the stack, which takes some 5 us to find. A compiler cannot follow this; there the weight counts.
+
+def module_behind(
+    projection: torch.Tensor | nn.Module | None,
+) -> typing.Callable[[torch.Tensor], torch.Tensor] | None:
+    """The module to call instead of multiplying by this weight, or None where the weight is all of it.
+
+    For public functions that take the weights of projections. They also take the module in a weight's place, which is
+    then the one to call. transformers knows nothing of this and hands weights over, even where a LoRA adapter or a
+    quantised layer stands around them, or hooks compute them (pruning, DeepSpeed), whose results and gradients would be
+    lost without a word. A weight does not know its module, but the layer that made the call does: it is a `self` up the
+    stack. The search takes some 5 us a weight, is made only in a process that has transformers loaded, and heeds only
+    its layers. A compiler cannot follow it; there the weight counts.
     """
-    if not isinstance(weight, torch.Tensor) or is_compiling():
+    if isinstance(projection, nn.Module):
+        return projection
+    if "transformers" not in sys.modules or not isinstance(projection, torch.Tensor) or is_compiling():
         return None
     frame = sys._getframe(2)
     for _ in range(_CALLERS):
@@ -88,9 +100,9 @@ def module_behind(weight: torch.Tensor | None) -> typing.Callable[[torch.Tensor]
         # asking all for f_locals takes twice as long; free: in a closure, which checkpoint calls without the layer
         if (code.co_argcount and code.co_varnames[0] == "self") or "self" in code.co_freevars:
             layer = frame.f_locals.get("self")
-            if isinstance(layer, nn.Module):
+            if isinstance(layer, nn.Module) and _is_of_transformers(layer):
                 for module in layer.children():
-                    if _weight_of(module) is weight:
+                    if _weight_of(module) is projection:
                         return None if is_plain(module, nn.Linear) or _is_parallel(module) else module
         if frame.f_back is None:
             break

@@ -1,5 +1,8 @@
 """Fused functions that are given the weights of projections: LoRA and quantised layers around these count."""
 
+import sys
+import types
+
 import pytest
 import torch
 from _helpers import mamba2_inner_inputs, mamba_inner_inputs
@@ -9,6 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, mamba_inner_ref
 from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined, mamba_split_conv1d_scan_ref
+
+
+@pytest.fixture(autouse=True)
+def transformers(monkeypatch):
+    """Loaded, as far as the look-up of layers can see."""
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
 
 
 class Lora(nn.Module):
@@ -62,7 +71,9 @@ def dense(layer):
 
 
 class Layer(nn.Module):
-    """A mixer of another package; the call goes through a function of theirs, as transformers' do."""
+    """A mixer of transformers; the call goes through a function of theirs."""
+
+    __module__ = "transformers.models.mamba.modeling_mamba"
 
     def __init__(self, function, tensors, rest, wraps):
         super().__init__()
@@ -123,6 +134,32 @@ def test_values_and_gradients(make, wraps, device):
         torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-3)
     with torch.no_grad():
         torch.testing.assert_close(layer(), expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make,wraps", CASES)
+def test_modules_in_the_place_of_weights(make, wraps, device):
+    """What any code can give, whichever layer calls."""
+    layer, reference = make(torch.float32, device, **wraps)
+    expected, found = layer(reference, dense), call_from_elsewhere(layer, lambda module: module)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def call_from_elsewhere(layer, weight):
+    weights = {key: weight(getattr(layer, name)) for key, name in layer.names.items()}
+    return layer.function(**{**layer.tensors, **weights}, **layer.rest)
+
+
+@pytest.mark.parametrize("make", [mamba, mamba2])
+def test_only_layers_of_transformers_are_looked_for(make, monkeypatch):
+    layer, _ = make(torch.float32, "cpu", out_proj=Lora)
+    fused = call_from_elsewhere(layer, lambda module: module.weight)  # the weight alone
+    assert not torch.allclose(fused, layer())
+    monkeypatch.setattr(Layer, "__module__", "elsewhere")
+    assert torch.equal(layer(), fused)
+    monkeypatch.setattr(Layer, "__module__", "transformers_modules.of_the_hub")
+    assert not torch.allclose(layer(), fused)
+    monkeypatch.delitem(sys.modules, "transformers")
+    assert torch.equal(layer(), fused)
 
 
 def pruned(layer):

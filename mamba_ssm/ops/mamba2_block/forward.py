@@ -80,7 +80,7 @@ def mamba_split_conv1d_scan_combined(
     activation: str | None = "silu",
     rmsnorm_weight: torch.Tensor | None = None,
     rmsnorm_eps: float | None = 1e-6,
-    outproj_weight: torch.Tensor | None = None,
+    outproj_weight: torch.Tensor | torch.nn.Module | None = None,
     outproj_bias: torch.Tensor | None = None,
     headdim: int | None = None,
     ngroups: int = 1,
@@ -104,9 +104,10 @@ def mamba_split_conv1d_scan_combined(
         activation: of the convolution: "silu", "swish" or None.
         rmsnorm_weight: (H P) of any of these dtypes: RMSNorm over groups of H P / G channels, with rmsnorm_eps,
             before (norm_before_gate) or after the gate silu(z). None: only the gate, and rmsnorm_eps may be None too.
-        outproj_weight: (d_model, d_mlp + H P) and outproj_bias: (d_model); None to return before the projection. Where
-            a frozen weight's module is more than the weight (LoRA, a quantised layer) and belongs to the layer that
-            calls, the module is called. Not under torch.compile.
+        outproj_weight: (d_model, d_mlp + H P) and outproj_bias: (d_model); None to return before the projection. In
+            place of the weight there may be a module that is more than it (LoRA, a quantised layer): it is called, with
+            its own bias. If a layer of transformers calls, which hands over such a module's weight, the module is
+            found and called too, but not under torch.compile.
         headdim: P; may be None if D is (H, P). ngroups: G.
         state_dtype: dtype of the returned states, float32 if None.
         reverse: convolution and scan run from the last step to the first, so that a step sees itself and what lies
@@ -130,6 +131,7 @@ def mamba_split_conv1d_scan_combined(
     out_proj = module_behind(outproj_weight)
     if out_proj is not None:
         outproj_weight = outproj_bias = None
+    outproj_weight = typing.cast(torch.Tensor | None, outproj_weight)  # and no module from here on
     if reference.on:
         of_scan: typing.Any = {"chunk_size": chunk_size, "dt_limit": dt_limit, "dt_bias": dt_bias, "A": A, "D": D}
         results: typing.Any = mamba_split_conv1d_scan_ref(

@@ -57,9 +57,9 @@ def mamba_inner_fn(
     xz: torch.Tensor,
     conv1d_weight: torch.Tensor,
     conv1d_bias: torch.Tensor | None,
-    x_proj_weight: torch.Tensor,
+    x_proj_weight: torch.Tensor | torch.nn.Module,
     delta_proj_weight: torch.Tensor,
-    out_proj_weight: torch.Tensor,
+    out_proj_weight: torch.Tensor | torch.nn.Module,
     out_proj_bias: torch.Tensor | None,
     A: torch.Tensor,
     B: torch.Tensor | None = None,
@@ -93,8 +93,9 @@ def mamba_inner_fn(
             before delta_bias, with b_c_dt_rms_eps.
         reverse: convolution and scan run from the last step to the first: a step sees itself and what lies behind it.
 
-    A frozen x_proj_weight or out_proj_weight of a module that is more than its weight (LoRA, a quantised layer) and
-    belongs to the layer that calls: the module is called, and backward keeps more. Not under torch.compile.
+    In place of x_proj_weight and out_proj_weight there may be modules that are more than a weight (LoRA, a quantised
+    layer): they are called, out_proj with its own bias, and backward keeps more. If a layer of transformers calls,
+    which hands over such a module's weight, the module is found and called too, but not under torch.compile.
 
     Returns:
         (B, L, d_model). Under autocast xz and the projections are cast to autocast's dtype; A, D and the bias of delta
@@ -106,12 +107,14 @@ def mamba_inner_fn(
         raise ValueError(f"{NAME}: checkpoint_lvl must be 0 or 1, got {checkpoint_lvl!r}")
     checks.check_tensor(NAME, "xz", xz)
     x_proj, out_proj = module_behind(x_proj_weight), module_behind(out_proj_weight)
+    # Where these are read they are no modules.
+    x_weight, out_weight = typing.cast(torch.Tensor, x_proj_weight), typing.cast(torch.Tensor, out_proj_weight)
     if x_proj is not None or out_proj is not None:
         given = pieces(
             xz,
             conv1d_weight,
             conv1d_bias,
-            x_proj or x_proj_weight,
+            x_weight if x_proj is None else x_proj,
             delta_proj_weight,
             A.shape[-1],
             B,
@@ -125,16 +128,16 @@ def mamba_inner_fn(
             reverse=reverse,
         )
         y = scan(given, A, D, delta_bias, delta_softplus, reverse).transpose(1, 2)
-        return project_out(y, out_proj_weight, out_proj_bias) if out_proj is None else out_proj(y)
+        return out_proj(y) if out_proj is not None else project_out(y, out_weight, out_proj_bias)
     if reference.on:
-        weights = conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias
+        weights = conv1d_weight, conv1d_bias, x_weight, delta_proj_weight, out_weight, out_proj_bias
         rest = delta_bias, B_proj_bias, C_proj_bias, delta_softplus, checkpoint_lvl
         norms = b_rms_weight, c_rms_weight, dt_rms_weight, b_c_dt_rms_eps
         return mamba_inner_ref(xz, *weights, A, B, C, D, *rest, *norms, reverse=reverse)
     dtype = autocast_dtype(xz)
     if dtype is not None:
-        xz, x_proj_weight, delta_proj_weight, out_proj_weight = (
-            checks.cast(tensor, dtype) for tensor in (xz, x_proj_weight, delta_proj_weight, out_proj_weight)
+        xz, x_weight, delta_proj_weight, out_weight = (
+            checks.cast(tensor, dtype) for tensor in (xz, x_weight, delta_proj_weight, out_weight)
         )
     if out_proj_bias is not None:
         out_proj_bias = checks.cast(out_proj_bias, xz.dtype)
@@ -142,9 +145,9 @@ def mamba_inner_fn(
         xz,
         conv1d_weight,
         conv1d_bias,
-        x_proj_weight,
+        x_weight,
         delta_proj_weight,
-        out_proj_weight,
+        out_weight,
         out_proj_bias,
         checks.widen(A),
         None if B is None else _given(B, dtype),
