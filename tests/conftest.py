@@ -60,7 +60,7 @@ def cuda_kernels(request, monkeypatch):
     from _helpers import cuda_library
 
     from mamba_ssm._native import loader
-    from mamba_ssm.ops._shared import plans
+    from mamba_ssm._torch import plans
 
     monkeypatch.setitem(loader.libraries, "cpu", cuda_library.emulated_functions())
     monkeypatch.setitem(loader.libraries, "cuda", cuda_library.emulated_functions())  # for utils.kernels

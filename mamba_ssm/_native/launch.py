@@ -6,7 +6,7 @@ import torch
 
 from mamba_ssm._native import abi, loader, signatures
 from mamba_ssm._native.errors import exception_for
-from mamba_ssm._torch import current_stream
+from mamba_ssm._torch import current_stream, note_call
 
 DTYPE_CODES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.bfloat16: abi.BFLOAT16}
 
@@ -60,9 +60,19 @@ def place(params: typing.Any, tensor: torch.Tensor) -> signatures.Functions:
     return functions
 
 
-def run(functions: signatures.Functions, name: str, *arguments: typing.Any) -> None:
-    """Calls a native function; raises what its error code stands for."""
-    code = functions[name](*arguments)
+def run(functions: signatures.Functions, name: str, params: typing.Any) -> None:
+    """Calls a native function that does something; raises what its error code stands for."""
+    check(functions, name, functions[name](params))
+    note_call(functions, name, params, check)
+
+
+def ask(functions: signatures.Functions, name: str, *arguments: typing.Any) -> None:
+    """The same of a function that only answers."""
+    check(functions, name, functions[name](*arguments))
+
+
+def check(functions: signatures.Functions, name: str, code: int) -> None:
+    """Raises what this function's error code stands for."""
     if code:
         raise exception_for(code, functions["last_error"]().decode(errors="replace"), name)
 

@@ -1,9 +1,9 @@
 """The one door to torch's operator machinery. Everything else in mamba_ssm uses torch's public API, and this.
 
 private.py: torch's private names and versions, and what is done without each. registration.py: how an operator is
-made. dispatch.py: how it is called. records.py: how its arguments are named. autocast.py: what autocast is doing.
-modules.py: when a submodule is no more than its parameters. determinism.py: whether results must repeat. reference.py:
-whether references run instead of kernels.
+made. dispatch.py: how it is called. plans.py: what later calls reuse. records.py: how its arguments are named.
+autocast.py: what autocast is doing. modules.py: when a submodule is no more than its parameters. determinism.py:
+whether results must repeat. reference.py: whether references run instead of kernels.
 """
 
 from mamba_ssm._torch import reference
@@ -11,19 +11,16 @@ from mamba_ssm._torch.autocast import autocast_dtype, autocast_without_cache, no
 from mamba_ssm._torch.determinism import set_deterministic_mode, use_deterministic_mode
 from mamba_ssm._torch.dispatch import (
     apply,
-    are_saved_as_given,
     call,
     call_below_autograd,
     call_in_backward,
-    likeness,
     refuse_second_derivatives,
     values_at_hand,
     wants_one_node,
     watched,
-    watched_in_backward,
-    wrote_in_place,
 )
 from mamba_ssm._torch.modules import is_plain, module_behind, parameters_of, weight_and_bias
+from mamba_ssm._torch.plans import look_at_values, note_call, wrote_in_place
 from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, DispatchMode, archive_names, current_stream, is_compiling
 from mamba_ssm._torch.records import flat, make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
@@ -33,7 +30,6 @@ __all__ = [
     "DispatchMode",
     "apply",
     "archive_names",
-    "are_saved_as_given",
     "autocast_dtype",
     "autocast_without_cache",
     "call",
@@ -44,11 +40,12 @@ __all__ = [
     "flat",
     "is_compiling",
     "is_plain",
-    "likeness",
+    "look_at_values",
     "make",
     "module_behind",
     "no_autocast",
     "no_gradients",
+    "note_call",
     "parameters_of",
     "reference",
     "refuse_second_derivatives",
@@ -62,7 +59,6 @@ __all__ = [
     "values_at_hand",
     "wants_one_node",
     "watched",
-    "watched_in_backward",
     "weight_and_bias",
     "wrote_in_place",
 ]

@@ -3,10 +3,12 @@
 import torch
 
 from mamba_ssm._torch import private, reference
+from mamba_ssm._torch.plans import are_plain
 from mamba_ssm._torch.private import is_compiling
 from mamba_ssm._torch.registration import (
     FUNCTIONS,
     IMPLEMENTATIONS,
+    PLANNED,
     no_second_derivatives,
     redispatch,
     refuse_arguments_that_are_not_dense,
@@ -16,10 +18,8 @@ from mamba_ssm._torch.registration import (
 _ALL_KNOWN = private.ALL_KNOWN
 _dispatch_modes, _transforms_active, _profiling = private.dispatch_modes, private.transforms_active, private.profiling
 _tracing_state, _key_included, _PRE_DISPATCH = private.tracing_state, private.key_included, private.PRE_DISPATCH
-_forward_ad, _saved_tensors_hooks = private.forward_ad, private.saved_tensors_hooks
-_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
-_NO_TENSORS = {type(None), bool, int, float}
-_increment_version = torch.autograd.graph.increment_version
+_forward_ad = private.forward_ad
+_TENSOR = torch.Tensor
 
 
 def call(op, *arguments):
@@ -35,9 +35,7 @@ def call(op, *arguments):
                 if isinstance(argument, _TENSOR) and argument.requires_grad:
                     function = FUNCTIONS.get(op)
                     return op(*arguments) if function is None else apply(function, *arguments)
-        if _all_plain(arguments):
-            return IMPLEMENTATIONS[op](*arguments)
-        return redispatch(op, arguments)
+        return _implementation(op, arguments)
     except (AttributeError, RuntimeError):
         refuse_arguments_that_are_not_dense(op, arguments)
         raise
@@ -52,12 +50,22 @@ def call_below_autograd(op, *arguments):
     if seen and is_compiling():
         return op(*arguments)
     try:
-        if not seen and _all_plain(arguments):
-            return IMPLEMENTATIONS[op](*arguments)
-        return redispatch(op, arguments)
+        return redispatch(op, arguments) if seen else _implementation(op, arguments)
     except (AttributeError, RuntimeError):
         refuse_arguments_that_are_not_dense(op, arguments)
         raise
+
+
+def _implementation(op, arguments):
+    """The implementation's results, by a plan where there is one; nothing watches."""
+    planned = PLANNED.get(op)
+    if planned is not None:
+        results = planned(arguments)
+        if results is not None:
+            return results
+    if are_plain(arguments):
+        return IMPLEMENTATIONS[op](*arguments)
+    return redispatch(op, arguments)
 
 
 def call_in_backward(op, *arguments):
@@ -72,13 +80,6 @@ def call_in_backward(op, *arguments):
 def _may_hide_a_dimension():
     """Whether gradients may be batched: is_grads_batched=True, jacobian(vectorize=True)."""
     return private.VMAP_MODE is None or _key_included is None or _key_included(private.VMAP_MODE)
-
-
-def are_saved_as_given():
-    """Whether the tensors that an autograd.Function saves now come back as they are: hooks (save_on_cpu, checkpointing)
-    may return others.
-    """
-    return _saved_tensors_hooks is not None and _saved_tensors_hooks(True) is None
 
 
 def apply(function, *arguments):
@@ -106,11 +107,6 @@ def watched():
     )
 
 
-def watched_in_backward():
-    """The same of a backward, where gradients may also be differentiated or batched."""
-    return torch.is_grad_enabled() or _may_hide_a_dimension() or watched()
-
-
 def values_at_hand(tensor):
     """Whether values can be looked at without a synchronisation: a CPU tensor that no tracer or transform has made.
 
@@ -121,52 +117,6 @@ def values_at_hand(tensor):
     in_transform = _transforms_active is not None and _transforms_active()
     in_mode = _dispatch_modes is not None and _dispatch_modes() != 0
     return not in_transform and not in_mode
-
-
-def _all_plain(arguments):
-    """Whether every tensor is one that the implementation may see as it is: no subclass, on CPU or CUDA, and not a view
-    whose negation is still to be done (the imaginary part of a conjugate).
-    """
-    for argument in arguments:
-        kind = type(argument)
-        if kind is _TENSOR or kind is _PARAMETER:
-            if argument.is_neg() or not (argument.is_cuda or argument.is_cpu):
-                return False
-        elif kind not in _NO_TENSORS and isinstance(argument, _TENSOR):
-            return False
-    return True
-
-
-def likeness(tensors):
-    """What kernels are called with, of tensors or None: (all that a call depends on but addresses, as a dict's key; the
-    addresses). (None, None) where an implementation may not see a tensor as it is.
-
-    Calls whose tensors are alike are alike up to addresses: what was found out for one holds for the next. A small call
-    is bound by what torch takes to say what each tensor is.
-    """
-    key, addresses = [], []
-    add = key.append
-    try:
-        for tensor in tensors:
-            if tensor is None:
-                add(None)
-                addresses.append(None)
-                continue
-            kind = type(tensor)
-            if (kind is not _TENSOR and kind is not _PARAMETER) or tensor.is_neg():
-                return None, None
-            if not (tensor.is_cuda or tensor.is_cpu):
-                return None, None
-            address = tensor.data_ptr()
-            add(tensor.shape)
-            add(tensor.stride())
-            add(tensor.dtype)
-            add(tensor.get_device())
-            add(address & 15)  # kernels read 16 bytes at once where they can
-            addresses.append(address)
-    except RuntimeError:  # a sparse or nested tensor has no strides or memory of its own
-        return None, None
-    return tuple(key), addresses
 
 
 def exported_by_dynamo():
@@ -196,9 +146,3 @@ def refuse_second_derivatives(name):
     """
     if torch.is_grad_enabled() and not is_compiling():
         raise RuntimeError(no_second_derivatives(name))
-
-
-def wrote_in_place(tensor):
-    """Bumps the version of a tensor that native code has written, so that autograd notices stale saved tensors."""
-    if not tensor.is_inference():
-        _increment_version(tensor)

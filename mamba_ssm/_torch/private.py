@@ -13,14 +13,13 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `_C._dispatch_tls_is_dispatch_key_included`, | ... a tracer before dispatch, or vmap | " |
 | `_C.DispatchKey`, `_C._parse_dispatch_key` | " | " |
 | `autograd.forward_ad._current_level` | ... forward-mode derivatives | " |
-| `_C._autograd._top_saved_tensors_default_hooks` | whether hooks change what is saved | each call is checked anew |
 | `_C._FunctionBase.apply` | an autograd.Function past torch.func | torch's own apply |
 | `_C._cuda_getCurrentRawStream` | the current stream's handle | torch.cuda.current_stream |
 | `_dynamo.symbolic_convert.InstructionTranslator` | whether torch.export is tracing | torch.compiler's word |
 | `_utils.is_compiling` | whether torch 2.2 or 2.3 is compiling | torch.compiler's word |
 | `Module._forward_hooks` and its like | whether a module has hooks | it is called as if it had |
 | `Module._parameters` | a parameter without attribute look-up | the attribute |
-| `utils._python_dispatch.TorchDispatchMode` | what scans a model runs | attention_maps raises |
+| `utils._python_dispatch.TorchDispatchMode` | what a model or a call runs | attention_maps raises; no plans |
 | `_C.PyTorchFileReader` | what a torch.save archive holds | torch >= 2.6 refuses programs itself; else no archive |
 
 tests/_torch takes each name away in turn.
@@ -63,8 +62,6 @@ PRE_DISPATCH = _find("_C.DispatchKey.PreDispatch")
 _parse_key = _find("_C._parse_dispatch_key")
 VMAP_MODE = None if _parse_key is None else _parse_key("VmapMode")
 _dual_level = _find("autograd.forward_ad._current_level")
-
-saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
 
 ALL_KNOWN = None not in (
     dispatch_modes,

@@ -12,8 +12,10 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from mamba_ssm._torch import flops, private
+from mamba_ssm._torch.plans import Planned
 
 IMPLEMENTATIONS = {}  # operator -> its implementation
+PLANNED = {}  # operator -> the same by plans, if it has them
 FUNCTIONS = {}  # operator -> its autograd.Function, if it has one
 _DECLARED = {}  # operator -> [(kind, name)] of its arguments
 _CALLED = {}  # operator -> its name in errors, which is the function's that users call
@@ -28,7 +30,7 @@ _SCHEMAS = _KEPT.setdefault("schemas", {})  # name -> schema
 _LATEST = _KEPT.setdefault("latest", {})  # (name, what torch calls it for) -> function
 
 
-def define(schema, implementation, fake, autograd=None, differentiable=True, called=None):
+def define(schema, implementation, fake, autograd=None, differentiable=True, called=None, planned=None):
     """Defines mamba_ssm::<schema> and returns its callable overload.
 
     implementation: runs on CPU and CUDA tensors. fake: same arguments, same checks, allocates outputs only.
@@ -36,7 +38,8 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
     the operator with call_below_autograd. None with differentiable=True: a derivative was never meant to be taken again
     (backward operators): the result's backward raises. differentiable=False: operators that write in place, whose
     result has no gradient; a warning says so where an input requires one. called: the operator's name in errors, where
-    it is not the schema's.
+    it is not the schema's. planned: of operators that are one native call, what their implementation reads beside its
+    arguments, as functions of none; such calls are made by plans (see plans.py).
     """
     name, arguments = re.match(r"(\w+)\((.*?)\) ->", schema).groups()
     declared = [tuple(argument.partition("=")[0].split(" ")) for argument in arguments.split(", ")]
@@ -48,6 +51,8 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
         flops.remember(getattr(torch.ops.mamba_ssm, below), [argument for _, argument in declared])
     _DECLARED[op] = declared
     IMPLEMENTATIONS[op] = implementation
+    if planned is not None and private.DispatchMode is not object:
+        PLANNED[op] = Planned(implementation, planned)
     _CALLED[op] = called or name
     if autograd is not None:
         FUNCTIONS[op] = autograd

@@ -110,4 +110,5 @@ causal_conv1d_backward_op = define(
     f"-> {returns(Gradients)}",
     _backward,
     _backward_fake,
+    planned=(),
 )

@@ -7,7 +7,7 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
-from mamba_ssm._torch import call, define, make, reference, signature, wrote_in_place
+from mamba_ssm._torch import call, define, look_at_values, make, reference, signature, wrote_in_place
 from mamba_ssm.ops._shared.indices import cache_rows
 from mamba_ssm.ops.causal_conv1d.arguments import check_conv_state, check_weight, wants_silu
 from mamba_ssm.ops.causal_conv1d.reference import causal_conv1d_update_ref
@@ -92,6 +92,7 @@ def _check(inputs):
 def _buffer_positions(cache_seqlens, conv_state_indices, state_len):
     """cache_seqlens as contiguous int32. The kernels take them modulo state_len: int64 is, before it is cut to that."""
     if cache_seqlens.is_cpu:
+        look_at_values()
         padding = [False] * len(cache_seqlens) if conv_state_indices is None else (conv_state_indices < 0).tolist()
         for seqlen, padded in zip(cache_seqlens.tolist(), padding, strict=True):
             if seqlen < 0 and not padded:
@@ -154,4 +155,5 @@ causal_conv1d_update_op = define(
     _update,
     _update_fake,
     differentiable=False,
+    planned=(),
 )

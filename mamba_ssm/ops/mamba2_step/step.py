@@ -75,4 +75,5 @@ mamba2_step_op = define(
     _step,
     _step_fake,
     differentiable=False,
+    planned=(),
 )

@@ -97,4 +97,5 @@ mamba3_block_step_op = define(
     _step,
     _step_fake,
     differentiable=False,
+    planned=(),
 )

@@ -153,4 +153,5 @@ mamba3_scan_backward_op = define(
     f"mamba3_scan_backward(Tensor dout, {signature(FinalGradients, Inputs, Options)}) -> {returns(Gradients)}",
     _backward,
     _backward_fake,
+    planned=(),
 )

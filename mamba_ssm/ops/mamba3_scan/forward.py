@@ -204,4 +204,5 @@ mamba3_scan_op = define(
     _forward_fake,
     autograd=_Mamba3Scan,
     called=NAME,
+    planned=(),
 )

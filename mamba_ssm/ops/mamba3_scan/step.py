@@ -134,4 +134,5 @@ mamba3_step_op = define(
     _step_fake,
     differentiable=False,
     called=NAME,
+    planned=(),
 )

@@ -70,4 +70,5 @@ mamba_step_op = define(
     _step,
     _step_fake,
     differentiable=False,
+    planned=(),
 )

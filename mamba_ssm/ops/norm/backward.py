@@ -103,4 +103,5 @@ add_norm_backward_op = define(
     f"add_norm_backward(Tensor dout, Tensor? dsum, {signature(Kept, Options)}) -> {returns(Gradients)}",
     _backward,
     _backward_fake,
+    planned=(),
 )

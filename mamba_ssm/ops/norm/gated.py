@@ -221,4 +221,5 @@ gated_norm_op = define(
     _forward_fake,
     autograd=_GatedNormFunction,
     called=NAME,
+    planned=(),
 )

@@ -68,4 +68,5 @@ gated_norm_backward_op = define(
     f"gated_norm_backward(Tensor dout, {signature(Inputs, Kept, Options)}) -> {returns(Gradients)}",
     _backward,
     _backward_fake,
+    planned=(),
 )

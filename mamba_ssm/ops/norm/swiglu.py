@@ -127,7 +127,7 @@ class _Swiglu(torch.autograd.Function):
         return call_in_backward(swiglu_backward_op, dout, *ctx.saved_tensors, False)[0]
 
 
-swiglu_op = define("swiglu(Tensor xy) -> Tensor", _forward, _forward_fake, autograd=_Swiglu)
+swiglu_op = define("swiglu(Tensor xy) -> Tensor", _forward, _forward_fake, autograd=_Swiglu, planned=())
 
 
 def _allocate_backward(dout, xy, want_out):
@@ -164,4 +164,5 @@ swiglu_backward_op = define(
     "swiglu_backward(Tensor dout, Tensor xy, bool want_out) -> (Tensor dxy, Tensor out)",
     _backward,
     _allocate_backward,
+    planned=(),
 )

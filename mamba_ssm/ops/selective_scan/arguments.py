@@ -9,7 +9,7 @@ import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import DTYPE_CODES, run
+from mamba_ssm._native.launch import DTYPE_CODES, ask
 from mamba_ssm._torch import make
 
 NAME = "selective_scan"  # what errors call the operators
@@ -200,7 +200,7 @@ def matrix_strides(matrix):
 def plan_of(functions, params, deterministic):
     """How the library wants to run this problem."""
     plan = abi.MambaSelectiveScanPlan()
-    run(functions, "selective_scan_plan", params, deterministic, plan)
+    ask(functions, "selective_scan_plan", params, deterministic, plan)
     return plan
 
 

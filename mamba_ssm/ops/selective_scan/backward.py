@@ -8,11 +8,8 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, pointer, run
 from mamba_ssm._torch import (
-    call_in_backward,
     define,
-    flat,
     make,
-    no_gradients,
     returns,
     signature,
     unpack,
@@ -182,15 +179,5 @@ selective_scan_backward_op = define(
     f"-> {returns(Gradients)}",
     _backward,
     _backward_fake,
+    planned=(use_deterministic_mode,),
 )
-
-
-def gradients(dout, dlast_state, inputs, checkpoints, options, need_dinitial_state):
-    """The inputs' gradients in the order of Inputs, by the operator; dout, dlast_state: None where there is none."""
-    if dout is None and dlast_state is None:
-        return no_gradients(Inputs)
-    if dout is None:
-        dout = torch.zeros_like(inputs[0])
-    wanted = make(Wanted, (need_dinitial_state, False))
-    arguments = flat(make(Inputs, inputs), make(Kept, (checkpoints,)), options, wanted)
-    return of_inputs(call_in_backward(selective_scan_backward_op, dout, dlast_state, *arguments))

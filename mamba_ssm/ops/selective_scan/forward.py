@@ -16,8 +16,8 @@ from mamba_ssm._torch import (
     autocast_dtype,
     call,
     call_below_autograd,
+    call_in_backward,
     define,
-    flat,
     make,
     no_gradients,
     reference,
@@ -36,9 +36,8 @@ from mamba_ssm.ops.selective_scan.arguments import (
     segments_of,
     split_length,
 )
-from mamba_ssm.ops.selective_scan.backward import INITIAL_STATE, gradients
+from mamba_ssm.ops.selective_scan.backward import INITIAL_STATE, of_inputs, selective_scan_backward_op
 from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
-from mamba_ssm.ops.selective_scan.repeated import repeated_scan
 
 
 class Wanted(typing.NamedTuple):
@@ -122,11 +121,9 @@ def selective_scan_fn(
     except AttributeError:  # of what is no tensor; the operator names it
         pass
     inputs = u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx
-    delta_softplus, reverse, want_last_state = bool(delta_softplus), bool(reverse), bool(return_last_state)
-    results = repeated_scan(inputs, (delta_softplus, reverse), want_last_state)
-    if results is None:
-        results = call(selective_scan_op, *inputs, delta_softplus, want_last_state, False, reverse)
-    return results[:2] if want_last_state else results[0]
+    options = bool(delta_softplus), bool(return_last_state), False, bool(reverse)
+    out, last_state, _ = call(selective_scan_op, *inputs, *options)
+    return (out, last_state) if return_last_state else out
 
 
 # ---- operator --------------------------------------------------------------------------------------------------------
@@ -183,22 +180,28 @@ class _SelectiveScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        inputs, options, wanted = unpack(arguments, Inputs, Options, Wanted)
-        keep = make(Wanted, (wanted.return_last_state, True))
-        out, last_state, checkpoints = call_below_autograd(selective_scan_op, *flat(inputs, options, keep))
+        *inputs, softplus, return_last_state, return_checkpoints, reverse = arguments
+        options = softplus, return_last_state, True, reverse
+        out, last_state, checkpoints = call_below_autograd(selective_scan_op, *inputs, *options)
         ctx.save_for_backward(*inputs, checkpoints)
-        ctx.options = options
+        ctx.options = softplus, reverse
         ctx.set_materialize_grads(False)
-        if not wanted.return_checkpoints:
+        if not return_checkpoints:
             return out, last_state, None
         ctx.mark_non_differentiable(checkpoints)
         return out, last_state, checkpoints
 
     @staticmethod
     def backward(ctx, dout, dlast_state, _):
+        if dout is None and dlast_state is None:
+            return *no_gradients(Inputs), *_NO_GRADIENTS
         *inputs, checkpoints = ctx.saved_tensors
-        need_dinitial_state = ctx.needs_input_grad[INITIAL_STATE]
-        return *gradients(dout, dlast_state, inputs, checkpoints, ctx.options, need_dinitial_state), *_NO_GRADIENTS
+        if dout is None:
+            dout = torch.zeros_like(inputs[0])
+        softplus, reverse = ctx.options
+        options = softplus, ctx.needs_input_grad[INITIAL_STATE], False, reverse
+        grads = call_in_backward(selective_scan_backward_op, dout, dlast_state, *inputs, checkpoints, *options)
+        return *of_inputs(grads), *_NO_GRADIENTS
 
 
 selective_scan_op = define(
@@ -206,4 +209,5 @@ selective_scan_op = define(
     _forward,
     _forward_fake,
     autograd=_SelectiveScan,
+    planned=(),
 )

@@ -131,4 +131,5 @@ ssd_backward_op = define(
     f"ssd_backward(Tensor dout, Tensor? dfinal_states, {signature(Ungated, Options, Wanted)}) -> {returns(Gradients)}",
     _backward,
     _backward_fake,
+    planned=(),
 )

@@ -249,4 +249,5 @@ ssd_op = define(
     _forward_fake,
     autograd=_Ssd,
     called=NAME,
+    planned=(),
 )

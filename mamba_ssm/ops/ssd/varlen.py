@@ -94,4 +94,5 @@ ssd_varlen_states_op = define(
     _varlen_states,
     _varlen_states_fake,
     called=NAME,
+    planned=(),
 )

@@ -135,6 +135,7 @@ selective_state_update_op = define(
     _update,
     _update_fake,
     differentiable=False,
+    planned=(),
 )
 _WRITTEN = "state", "intermediate_states_buffer?"
 selective_state_update_to_op = define(
@@ -143,4 +144,5 @@ selective_state_update_to_op = define(
     _update_to_fake,
     differentiable=False,
     called=NAME,
+    planned=(),
 )

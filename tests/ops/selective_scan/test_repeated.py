@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from mamba_ssm.ops._shared import plans
+from mamba_ssm._torch import plans
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, selective_scan_ref
 
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}  # both compute in float32, of 20 steps

@@ -1,0 +1,297 @@
+"""Plans: what a call did, kept for later calls like it, which then skip checks, layout and filling records.
+
+A small call is bound by the host's time. Most operators only look at their tensors, allocate, copy those whose strides
+kernels do not take, and call one native function with a struct. So the second call of a kind is recorded: what it
+allocated, and which of the struct's pointers lie in which argument or allocation. Later calls of that kind allocate the
+same, write the new addresses into a copy of the struct, and call the function. A call that did more has no plan.
+
+Calls are of one kind if all that an implementation can see is the same: options, the number of threads, what else the
+operator says that it reads, and of each tensor the shape, strides, dtype, device and alignment. An implementation that
+looks at values calls `look_at_values`. Plans hold no tensor, and threads share them. They are not used while something
+watches operators (see dispatch.watched), so that compilers and tracers never meet one. Whoever changes what native
+functions answer calls `forget`.
+"""
+
+import ctypes
+import threading
+
+import torch
+
+from mamba_ssm._torch.private import DispatchMode, current_stream
+
+_MOST = 256  # kinds of calls of one operator: the lengths of texts may all differ
+_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
+_NO_TENSORS = {type(None), bool, int, float}
+_SEEN, _NEVER = object(), object()  # of a kind that came once; of one that has no plan
+_ALIGNMENT = 16  # the most that kernels read at once
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "transpose", "unsqueeze", "view"}
+_empty_strided, _empty_like, _num_threads = torch.empty_strided, torch.empty_like, torch.get_num_threads
+_increment_version = torch.autograd.graph.increment_version
+
+_RECORDERS = {}  # thread -> its recorder, while there is one
+_TABLES = []
+
+
+class Planned:
+    """An operator's implementation, by a plan where there is one."""
+
+    def __init__(self, implementation, reads):
+        self.implementation = implementation
+        self.reads = reads  # functions of no arguments, whose results are what else the implementation depends on
+        self.plans = {}
+        _TABLES.append(self.plans)
+
+    def __call__(self, arguments):
+        """The results; None of calls that are not planned."""
+        key, addresses = [_num_threads(), arguments[0].device], []
+        for read in self.reads:
+            key.append(read())
+        for argument in arguments:
+            kind = type(argument)
+            if kind is _TENSOR or kind is _PARAMETER:
+                address = argument.data_ptr()
+                key += (
+                    argument.shape,
+                    argument.is_contiguous() or argument.stride(),
+                    argument.dtype,
+                    argument.get_device(),
+                    address % _ALIGNMENT if address else None,  # None: of what has no memory, as on the meta device
+                    argument.is_neg(),
+                )
+                addresses.append(address)
+            elif kind in _NO_TENSORS:
+                key.append(argument)
+                addresses.append(None)
+            else:
+                return None
+        key = tuple(key)
+        plan = self.plans.get(key)
+        if plan.__class__ is Plan:
+            return plan.run(arguments, addresses)
+        if plan is None and not are_plain(arguments):
+            return None
+        if plan is _SEEN:
+            results, plan = _record(self.implementation, arguments)
+        else:
+            results, plan = self.implementation(*arguments), _SEEN if plan is None else _NEVER
+        if len(self.plans) >= _MOST:
+            self.plans.clear()
+        self.plans[key] = plan
+        return results
+
+
+def are_plain(arguments):
+    """Whether every tensor is one that an implementation may see as it is: no subclass, on CPU or CUDA, and not a view
+    whose negation is still to be done (the imaginary part of a conjugate).
+    """
+    for argument in arguments:
+        kind = type(argument)
+        if kind is _TENSOR or kind is _PARAMETER:
+            if argument.is_neg() or not (argument.is_cuda or argument.is_cpu):
+                return False
+        elif kind not in _NO_TENSORS and isinstance(argument, _TENSOR):
+            return False
+    return True
+
+
+def forget():
+    """Drops all plans: for whoever changes what the native functions of a process do."""
+    for plans in _TABLES:
+        plans.clear()
+
+
+# ---- a plan ----------------------------------------------------------------------------------------------------------
+
+
+class Plan:
+    """What calls of one kind do."""
+
+    def __init__(self, call, made, arguments, results, written):
+        functions, name, params, self.check = call
+        self.function, self.where = functions[name], (functions, name)
+        self.kind, self.bytes = type(params), bytes(params)
+        self.idle = []  # structs that no call is using: threads share plans
+        self.stream = self.kind.stream.offset // 8 if arguments[0].is_cuda else None
+        self.index = arguments[0].get_device()
+        self.made = [_recipe(tensor, source, arguments) for tensor, source in made]
+        made = [tensor for tensor, _ in made]
+        self.given, self.new = _pointers(params, made, arguments)
+        self.results_of = _results_of(results, made)
+        self.written = written
+
+    def run(self, arguments, addresses):
+        try:
+            params, words = self.idle.pop()
+        except IndexError:
+            params = self.kind.from_buffer_copy(self.bytes)
+            words = memoryview(params).cast("B").cast("q")
+        if self.stream is not None:
+            words[self.stream] = current_stream(self.index)
+        for word, source, offset in self.given:
+            words[word] = addresses[source] + offset
+        made = []
+        for copied, like, shape, strides, dtype, device in self.made:
+            if copied is not None:
+                made.append(arguments[copied].contiguous())
+            elif like is not None:
+                made.append(_empty_like(arguments[like]))
+            else:
+                made.append(_empty_strided(shape, strides, dtype=dtype, device=device))
+        for word, source, offset in self.new:
+            words[word] = made[source].data_ptr() + offset
+        code = self.function(params)
+        if code:
+            self.check(*self.where, code)
+        for source in self.written:
+            if not arguments[source].is_inference():
+                _increment_version(arguments[source])
+        self.idle.append((params, words))
+        return self.results_of(made)
+
+
+class _NoPlan(Exception):
+    """Of a call that did more than allocate and call one native function."""
+
+
+def _recipe(tensor, source, arguments):
+    """(Which argument it is a contiguous copy of, which it is laid out like; None for none; then its layout.)"""
+    layout = _layout(tensor)
+    copied = None if source is None else _number_of(source, arguments)
+    for number, argument in enumerate(arguments):
+        if isinstance(argument, _TENSOR) and argument.is_contiguous() and _layout(argument) == layout:
+            return copied, number, *layout
+    return copied, None, *layout
+
+
+def _pointers(params, made, arguments):
+    """Which words of the struct hold addresses in arguments and in allocations: lists of (word, which, bytes from its
+    start).
+    """
+    given, new = [], []
+    for offset in _pointer_offsets(type(params)):
+        address = ctypes.c_void_p.from_buffer(params, offset).value
+        if offset == type(params).stream.offset or not address:
+            continue
+        found = [
+            (places, number, address - tensor.data_ptr())
+            for places, tensors in ((given, arguments), (new, made))
+            for number, tensor in enumerate(tensors)
+            if isinstance(tensor, _TENSOR) and 0 <= address - tensor.data_ptr() < max(1, _span(tensor))
+        ]
+        if len(found) != 1:  # a copy's memory, or arguments that share theirs
+            raise _NoPlan
+        places, number, distance = found[0]
+        places.append((offset // 8, number, distance))
+    return given, new
+
+
+def _span(tensor):
+    """Bytes from a tensor's first element to behind its last."""
+    if tensor.numel() == 0:
+        return 0
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()
+
+
+def _pointer_offsets(kind, start=0):
+    for name, of in kind._fields_:
+        offset = start + getattr(kind, name).offset
+        if of is ctypes.c_void_p:
+            yield offset
+        elif issubclass(of, ctypes.Structure):
+            yield from _pointer_offsets(of, offset)
+
+
+def _results_of(results, made):
+    """A function from allocations to results in the same form."""
+    if isinstance(results, _TENSOR):
+        number = _number_of(results, made)
+        return lambda made: made[number]
+    numbers = [None if result is None else _number_of(result, made) for result in results]
+    kind = type(results)
+    if kind is list:
+        return lambda made: [None if number is None else made[number] for number in numbers]
+    new = tuple.__new__
+    return lambda made: new(kind, [None if number is None else made[number] for number in numbers])
+
+
+def _number_of(tensor, tensors):
+    """Which of the tensors it is. Not by identity: what a dispatch mode sees is another object."""
+    for number, other in enumerate(tensors):
+        if isinstance(other, _TENSOR) and (other.data_ptr(), _layout(other)) == (tensor.data_ptr(), _layout(tensor)):
+            return number
+    raise _NoPlan
+
+
+def _layout(tensor):
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+# ---- recording -------------------------------------------------------------------------------------------------------
+
+
+class _Recorder(DispatchMode):
+    """Sees what torch does for an implementation, and is told what the native libraries do."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.calls, self.written, self.plain = [], [], [], True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.__name__.partition(".")[0]
+        if name in _ALLOCATIONS:
+            self.made.append((result, None))
+        elif name == "clone" and result.is_contiguous():
+            self.made.append((result, args[0]))
+        elif name not in _VIEWS:
+            self.plain = False
+        return result
+
+
+def _record(implementation, arguments):
+    """(The implementation's results, the plan or _NEVER)."""
+    thread, recorder = threading.get_ident(), _Recorder()
+    _RECORDERS[thread] = recorder
+    try:
+        with recorder:
+            results = implementation(*arguments)
+    finally:
+        del _RECORDERS[thread]
+    if not recorder.plain or len(recorder.calls) != 1:
+        return results, _NEVER
+    try:
+        numbers = {id(argument): number for number, argument in enumerate(arguments)}
+        written = [numbers[id(tensor)] for tensor in recorder.written]
+        made = [(tensor, source) for tensor, source in recorder.made if tensor.numel()]  # others have no memory
+        return results, Plan(recorder.calls[0], made, arguments, results, written)
+    except (_NoPlan, KeyError):
+        return results, _NEVER
+
+
+def note_call(functions, name, params, check):
+    """For whoever calls native functions: functions[name](params) has just been called. check(functions, name, code)
+    raises what an error code stands for.
+    """
+    if _RECORDERS:
+        recorder = _RECORDERS.get(threading.get_ident())
+        if recorder is not None:
+            recorder.calls.append((functions, name, params, check))
+
+
+def look_at_values():
+    """For implementations, of a call that depends on its tensors' values."""
+    recorder = _RECORDERS.get(threading.get_ident())
+    if recorder is not None:
+        recorder.plain = False
+
+
+def wrote_in_place(tensor):
+    """Bumps the version of a tensor that native code has written, so that autograd notices stale saved tensors."""
+    if not tensor.is_inference():
+        _increment_version(tensor)
+    if _RECORDERS:
+        recorder = _RECORDERS.get(threading.get_ident())
+        if recorder is not None:
+            recorder.written.append(tensor)

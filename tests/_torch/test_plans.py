@@ -1,0 +1,327 @@
+"""Calls by plans give what calls without plans give, in every operator that has plans, and refuse what those refuse."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from _helpers.public_ops import PUBLIC_OPS
+
+from mamba_ssm._torch import dispatch, plans
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from mamba_ssm.ops.linear.linear import linear
+from mamba_ssm.ops.mamba2_step import mamba2_step
+from mamba_ssm.ops.mamba3_block.step import mamba3_block_step
+from mamba_ssm.ops.mamba3_scan.forward import mamba3_scan
+from mamba_ssm.ops.mamba3_scan.step import mamba3_step
+from mamba_ssm.ops.mamba_step import mamba_step
+from mamba_ssm.ops.norm import rms_norm_fn, rmsnorm_fn, swiglu
+from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
+from mamba_ssm.ops.ssd.varlen import ssd_varlen_states_op
+from mamba_ssm.ops.state_update import selective_state_update
+
+TIMES = 4  # a kind of call is recorded when it comes the second time
+B, D, L, N, H, P, G, W, R, S = 2, 8, 5, 4, 2, 4, 1, 4, 2, 2
+I = H * P + 2 * G * N  # noqa: E741
+M2, M3 = 2 * H * P + 2 * G * N + H, 2 * H * P + 2 * R * G * N + 3 * H + S
+STATES = {"angle": (B, H, S), "ssm": (B, H, P, N), "k": (B, R, H, N), "v": (B, H, P)}
+
+
+class Call(NamedTuple):
+    """A function, the operators that it calls, and the shapes of its tensors."""
+
+    function: Callable[..., Any]
+    operators: tuple[str, ...]
+    shapes: dict[str, tuple[int, ...]]
+    differentiable: bool = False
+
+
+def with_states(function):
+    return lambda angle, ssm, k, v, **given: function(states=(angle, ssm, k, v), **given)
+
+
+def to_rows(**given):
+    """New states into rows of their own, and those of each step."""
+    rows = torch.tensor([2, 3], dtype=torch.int32, device=given["x"].device)
+    return selective_state_update(**given, dst_state_batch_indices=rows)
+
+
+def packed_states(x, dt, A, B, C):
+    bounds = torch.tensor([0, 2, 5], dtype=torch.int32, device=x.device)
+    options = True, 0.0, float("inf")
+    return dispatch.call(ssd_varlen_states_op, x, dt, A, B, C, None, None, bounds, *options)
+
+
+def both(name):
+    return name, f"{name}_backward"
+
+
+_STEP = {"x": (B, H, P), "dt": (B, H, P), "A": (H, P, N), "B": (B, G, N), "C": (B, G, N), "D": (H, P), "z": (B, H, P)}
+_SSD = {"x": (B, L, H, P), "dt": (B, L, H), "A": (H,), "B": (B, L, G, N), "C": (B, L, G, N)}
+_MIMO = {"D": (H,), "MIMO_V": (H, R, P), "MIMO_Z": (H, R, P), "MIMO_Out": (H, R, P)}
+_QKV = {"Q": (R, G, N), "K": (R, G, N), "V": (H, P), "ADT": (H,), "DT": (H,), "Trap": (H,), "Angles": (S,), "Z": (H, P)}
+_BIASES = {"Q_bias": (H, R, N), "K_bias": (H, R, N)}
+CALLS = {
+    "selective_scan": Call(
+        lambda **given: selective_scan_fn(**given, delta_softplus=True),
+        both("selective_scan"),
+        {"u": (B, D, L), "delta": (B, D, L), "A": (D, N), "B": (B, N, L), "C": (B, N, L), "D": (D,), "z": (B, D, L)}
+        | {"delta_bias": (D,)},
+        True,
+    ),
+    "ssd": Call(
+        lambda **given: mamba_chunk_scan_combined(**given, chunk_size=64, dt_softplus=True, return_final_states=True),
+        both("ssd"),
+        _SSD | {"D": (H,), "dt_bias": (H,), "initial_states": (B, H, P, N)},
+        True,
+    ),
+    "ssd_varlen_states": Call(
+        packed_states,
+        ("ssd_varlen_states",),
+        {name: (1, *shape[1:]) if shape[0] == B and name != "A" else shape for name, shape in _SSD.items()},
+    ),
+    "causal_conv1d": Call(
+        lambda **given: causal_conv1d_fn(**given, activation="silu"),
+        both("causal_conv1d"),
+        {"x": (B, D, L), "weight": (D, W), "bias": (D,)},
+        True,
+    ),
+    "causal_conv1d_update": Call(
+        lambda **given: causal_conv1d_update(**given, activation="silu"),
+        ("causal_conv1d_update",),
+        {"x": (B, D), "conv_state": (B, D, W), "weight": (D, W), "bias": (D,)},
+    ),
+    "selective_state_update": Call(
+        lambda **given: selective_state_update(**given, dt_softplus=True),
+        ("selective_state_update",),
+        {"state": (B, H, P, N)} | _STEP | {"dt_bias": (H, P)},
+    ),
+    "selective_state_update, several": Call(
+        selective_state_update,
+        ("selective_state_update_to",),
+        {"state": (B, D, N), "x": (B, L, D), "dt": (B, L, D), "A": (D, N), "B": (B, L, N), "C": (B, L, N)}
+        | {"intermediate_states_buffer": (B, L, D, N)},
+    ),
+    "mamba_step": Call(
+        mamba_step,
+        ("mamba_step",),
+        {"xz": (B, 2 * D), "conv_state": (B, D, W), "ssm_state": (B, D, N), "conv1d_weight": (D, W)}
+        | {"conv1d_bias": (D,), "x_proj_weight": (R + 2 * N, D), "dt_proj_weight": (D, R), "dt_bias": (D,)}
+        | {"A_log": (D, N), "D": (D,)},
+    ),
+    "mamba2_step": Call(
+        mamba2_step,
+        ("mamba2_step",),
+        {"zxbcdt": (B, M2), "conv_state": (B, I, W), "ssm_state": (B, H, P, N), "conv1d_weight": (I, W)}
+        | {"conv1d_bias": (I,), "dt_bias": (H,), "A_log": (H,), "D": (H,), "rmsnorm_weight": (H * P,)},
+    ),
+    "mamba3_block_step": Call(
+        with_states(mamba3_block_step),
+        ("mamba3_block_step",),
+        STATES
+        | {"zxBCdt": (B, M3), "dt_bias": (H,), "B_weight": (N,), "C_weight": (N,), "B_bias": (H, R, N)}
+        | {"C_bias": (H, R, N), "D": (H,), "mimo_x": (H, R, P), "mimo_z": (H, R, P), "mimo_o": (H, R, P)},
+    ),
+    "mamba3_step": Call(
+        with_states(mamba3_step),
+        ("mamba3_step",),
+        STATES | {name: (B, *shape) for name, shape in _QKV.items()} | _BIASES | _MIMO,
+    ),
+    "mamba3_scan": Call(
+        mamba3_scan,
+        both("mamba3_scan"),
+        {name: (B, L, *shape) for name, shape in _QKV.items()} | _BIASES | _MIMO,
+        True,
+    ),
+    "rms_norm_fn": Call(
+        lambda **given: rms_norm_fn(**given, prenorm=True),
+        both("add_norm"),
+        {"x": (B, L, D), "weight": (D,), "bias": (D,), "residual": (B, L, D)},
+        True,
+    ),
+    "rmsnorm_fn": Call(
+        rmsnorm_fn, both("gated_norm"), {"x": (B, L, D), "weight": (D,), "bias": (D,), "z": (B, L, D)}, True
+    ),
+    "swiglu": Call(swiglu, both("swiglu"), {"xy": (B, L, 2 * D)}, True),
+    "linear": Call(linear, ("linear",), {"x": (B, D), "weight": (N, D), "bias": (N,)}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_plans_at_first():
+    plans.forget()
+
+
+def recorded():
+    """The names of operators that have plans now."""
+    return {
+        str(op).split(".")[1]
+        for op, planned in dispatch.PLANNED.items()
+        if any(type(plan) is plans.Plan for plan in planned.plans.values())
+    }
+
+
+def draw(call, device, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.rand(*shape, generator=generator).to(device) for name, shape in call.shapes.items()}
+
+
+def results_of(function, given, differentiable=False):
+    """Results, tensors that may have been written, and gradients."""
+    with torch.no_grad():
+        results = [function(**given), [value for value in given.values() if isinstance(value, torch.Tensor)]]
+    if differentiable:
+        leaves = [tensor.detach().requires_grad_() for tensor in given.values()]
+        outs = function(**dict(zip(given, leaves, strict=True)))
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        douts = [torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape) for out in outs]
+        results.append(torch.autograd.grad(outs, leaves, douts))
+    return results
+
+
+def check(monkeypatch, function, given, device, differentiable=False):
+    found = results_of(function, copy.deepcopy(given), differentiable)
+    with monkeypatch.context() as patched:
+        patched.setattr(dispatch, "PLANNED", {})
+        expected = results_of(function, given, differentiable)
+    exact = {"rtol": 0, "atol": 0} if device == "cpu" else {"rtol": 1e-4, "atol": 1e-4}  # atomics add in any order
+    torch.testing.assert_close(found, expected, **exact)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_by_plans(monkeypatch, device, name):
+    call = CALLS[name]
+    for turn in range(TIMES):
+        check(monkeypatch, call.function, draw(call, device, turn), device, call.differentiable)
+    if device == "cpu" and name == "selective_state_update, several":
+        call = call._replace(operators=())
+    assert recorded() >= set(call.operators)
+
+
+def test_every_planned_operator_has_a_call():
+    names = {str(op).split(".")[1] for op in dispatch.PLANNED}
+    assert names == {name for call in CALLS.values() for name in call.operators}
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if not name.startswith("ssd_varlen")])
+def test_layouts_in_turns(monkeypatch, device, name):
+    """Each tensor by turns dense, every second of a larger one's elements, and 4 bytes past a multiple of 16."""
+    call = CALLS[name]
+
+    def spread(tensor):
+        return torch.zeros(*tensor.shape, 2, device=device)[..., 1].copy_(tensor)
+
+    def shifted(tensor):
+        return torch.zeros(tensor.numel() + 1, device=device)[1:].view(tensor.shape).copy_(tensor)
+
+    for turn in range(TIMES):
+        for argument in call.shapes:
+            for layout in (spread, shifted):
+                given = draw(call, device, turn)
+                given[argument] = layout(given[argument])
+                check(monkeypatch, call.function, given, device, call.differentiable)
+
+
+@pytest.mark.parametrize("name", PUBLIC_OPS)
+def test_public_operators(monkeypatch, device, name):
+    op = PUBLIC_OPS[name]
+    for turn in range(TIMES):
+        torch.manual_seed(turn)
+        given = op.arguments()
+        given = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+
+        def function(turn=turn, **given):
+            torch.manual_seed(turn)  # of dropout
+            return op.function(**given)
+
+        check(monkeypatch, function, given, device)
+
+
+def test_one_tensor_twice(monkeypatch, device):
+    """Then which of the two a pointer is for cannot be seen."""
+    call = CALLS["rms_norm_fn"]
+    for turn in range(TIMES):
+        given = draw(call, device, turn)
+        check(monkeypatch, call.function, given | {"residual": given["x"]}, device)
+        check(monkeypatch, call.function, given, device)
+
+
+def test_values_are_looked_at_in_every_call():
+    state, x = torch.zeros(4, D, N), torch.rand(B, D)
+    matrix, A = torch.rand(B, N), torch.rand(D, N)
+    for _ in range(TIMES):
+        selective_state_update(state, x, x, A, matrix, matrix, state_batch_indices=torch.tensor([3, 1]))
+        with pytest.raises(ValueError, match="less than the number of rows"):
+            selective_state_update(state, x, x, A, matrix, matrix, state_batch_indices=torch.tensor([3, 4]))
+
+
+def test_what_is_written_in_place_is_noticed(device):
+    call = CALLS["selective_state_update"]
+    for turn in range(TIMES):
+        given = draw(call, device, turn)
+        product = given["state"] * torch.ones((), device=device, requires_grad=True)
+        call.function(**given)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+def test_negated_views_and_meta_tensors():
+    xy = torch.rand(B, L, 2 * D)
+    negated = torch.view_as_complex(torch.rand(B, L, 2 * D, 2)).conj().imag
+    assert negated.is_neg()
+    for _ in range(TIMES):
+        swiglu(xy)
+        torch.testing.assert_close(swiglu(negated), swiglu(negated.resolve_neg()))
+        assert swiglu(xy.to("meta")).is_meta
+
+
+def test_native_errors_are_raised(monkeypatch):
+    """Also by calls that have a plan."""
+    call = CALLS["linear"]
+    given = draw(call, "cpu", 0)
+    for _ in range(TIMES):
+        linear(**given)
+    (planned,) = [planned for op, planned in dispatch.PLANNED.items() if "linear" in str(op)]
+    (plan,) = planned.plans.values()
+    monkeypatch.setattr(plan, "function", lambda params: 2)
+    with pytest.raises(NotImplementedError, match="linear"):
+        linear(**given)
+
+
+def test_threads_options_and_modes_are_told_apart(monkeypatch):
+    xy = torch.rand(B, L, 2 * D)
+    (planned,) = [planned for op, planned in dispatch.PLANNED.items() if str(op) == "mamba_ssm.swiglu.default"]
+    for _ in range(TIMES):
+        swiglu(xy)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        swiglu(xy)
+    finally:
+        torch.set_num_threads(before)
+    assert len(planned.plans) == 2
+    with torch.inference_mode():
+        assert swiglu(xy).is_inference()
+    assert not swiglu(xy).is_inference()
+
+
+def test_plans_are_bounded(monkeypatch):
+    monkeypatch.setattr(plans, "_MOST", 8)
+    (planned,) = [planned for op, planned in dispatch.PLANNED.items() if str(op) == "mamba_ssm.swiglu.default"]
+    for length in range(1, 30):
+        swiglu(torch.rand(length, 4))
+        assert len(planned.plans) <= 8
+
+
+def test_what_watches_sees_operators():
+    xy = torch.rand(B, L, 2 * D)
+    for _ in range(TIMES):
+        swiglu(xy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            swiglu(xy)
+    assert any("mamba_ssm::swiglu" in event.name for event in profile.events())
