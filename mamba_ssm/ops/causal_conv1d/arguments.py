@@ -4,23 +4,51 @@ Letters: B batch, D channels, L length, W width.
 """
 
 import typing
+from typing import Annotated
 
 import torch
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._native.launch import DTYPE_CODES, backwards
+from mamba_ssm._torch import make
+from mamba_ssm.ops._shared.spec import Arg, Spec, backwards_in_time
+from mamba_ssm.ops._shared.spec import fill as fill_fields
 
 NAME = "causal_conv1d"  # what errors call the operators
+_CHANNELS = Arg("same", "B, D, L", "batch dim len")
+_WEIGHT, _BIAS = Arg("", "D, W"), Arg("", "D")
 
 
 class Inputs(typing.NamedTuple):
     """The tensors that the operators take, in their order."""
 
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    seq_idx: torch.Tensor | None
-    initial_states: torch.Tensor | None
+    x: Annotated[torch.Tensor, _CHANNELS._replace(dtype="activation", code="dtype")]
+    weight: Annotated[torch.Tensor, _WEIGHT._replace(code="weight_dtype")]
+    bias: Annotated[torch.Tensor | None, _BIAS._replace(code="bias_dtype")]
+    seq_idx: Annotated[torch.Tensor | None, Arg("int32", "B, L")]
+    initial_states: Annotated[torch.Tensor | None, Arg("same", "B, D, W-1", "batch dim len", stem="initial")]
+
+
+class Results(typing.NamedTuple):
+    """Forward's; final_states is None where it is not wanted."""
+
+    out: Annotated[torch.Tensor, _CHANNELS]
+    final_states: Annotated[torch.Tensor | None, Arg("", "B, D, W-1", "batch dim len", stem="final")]
+
+
+class Incoming(typing.NamedTuple):
+    """The gradients that backward starts from."""
+
+    dout: Annotated[torch.Tensor, _CHANNELS]
+    dfinal_states: Annotated[torch.Tensor | None, Arg("", "B, D, W-1")]
+
+
+class Gradients(typing.NamedTuple):
+    """Backward's results, None for those of absent inputs."""
+
+    dx: Annotated[torch.Tensor, _CHANNELS]
+    dweight: Annotated[torch.Tensor, _WEIGHT]
+    dbias: Annotated[torch.Tensor | None, _BIAS]
+    dinitial_states: Annotated[torch.Tensor | None, Arg("", "B, D, W-1")]
 
 
 class Options(typing.NamedTuple):
@@ -42,21 +70,17 @@ class Sizes(typing.NamedTuple):
         return self.batch, self.dim, self.width - 1
 
 
+_SPEC = Spec(NAME, Inputs)
+
+
 def check(inputs):
     """Raises on any argument that the kernels do not take; returns the sizes."""
-    x, seq_idx, initial_states = inputs.x, inputs.seq_idx, inputs.initial_states
-    if x.dim() != 3 or x.dtype not in checks.FLOAT_DTYPES:
-        checks.check_dims(NAME, "x", x, 3, "(B, D, L)")
-        checks.check_activation_dtype(NAME, "x", x)
-    batch, dim, seqlen = x.shape
-    sizes = Sizes(batch, dim, seqlen, check_weight(NAME, x, dim, inputs.weight, inputs.bias))
-    if seq_idx is not None:
-        checks.check_int32(NAME, "seq_idx", seq_idx, (batch, seqlen), x, "x", "(B, L)")
-        if initial_states is not None:
-            raise ValueError(f"{NAME}: seq_idx and initial_states cannot be given together")
-    if initial_states is not None:
-        checks.check_same(NAME, "initial_states", initial_states, sizes.states, x, "x", "(B, D, W-1)")
-    return sizes
+    sizes, x = _SPEC.bind(inputs), inputs.x
+    sizes["W"] = check_weight(NAME, x, sizes["D"], inputs.weight, inputs.bias)
+    _SPEC.check(inputs, sizes)
+    if inputs.seq_idx is not None and inputs.initial_states is not None:
+        raise ValueError(f"{NAME}: seq_idx and initial_states cannot be given together")
+    return make(Sizes, [sizes[letter] for letter in "BDLW"])
 
 
 def check_weight(op, x, dim, weight, bias, x_name="x", prefix=""):
@@ -105,13 +129,8 @@ def kernel_layout(inputs, reverse=False):
     """
     if checks.all_contiguous(inputs) and not reverse:
         return inputs
-    return Inputs(
-        unit_stride(inputs.x),
-        inputs.weight.contiguous(),
-        checks.contiguous(inputs.bias),
-        in_order(inputs.seq_idx, reverse),
-        inputs.initial_states,
-    )
+    laid_out = _SPEC.layout(inputs)
+    return laid_out._replace(x=unit_stride(inputs.x), seq_idx=in_order(inputs.seq_idx, reverse))
 
 
 def in_order(seq_idx, reverse):
@@ -125,25 +144,9 @@ def unit_stride(x):
     return x if len_stride == 1 or dim_stride == 1 else x.contiguous()
 
 
-def fill(params, sizes, inputs, options):
-    """Sets the fields that forward and backward share, from tensors in kernel layout; x may be a View."""
-    x, weight, bias, initial_states = inputs.x, inputs.weight, inputs.bias, inputs.initial_states
+def fill(params, sizes, options, *records):
+    """Sets the fields of records of tensors in kernel layout; x, out and gradients of theirs may be Views."""
     if options.reverse:
-        x = backwards(x, 2, sizes.seqlen)
-        initial_states = None if initial_states is None else backwards(initial_states, 2, sizes.width - 1)
-    params.batch, params.dim, params.seqlen, params.width = sizes
-    params.silu = options.silu
-    params.dtype = DTYPE_CODES[x.dtype]
-    params.weight_dtype = DTYPE_CODES[weight.dtype]
-    params.x = x.data_ptr()
-    params.x_batch_stride, params.x_dim_stride, params.x_len_stride = x.stride()
-    params.weight = weight.data_ptr()
-    if bias is not None:
-        params.bias = bias.data_ptr()
-        params.bias_dtype = DTYPE_CODES[bias.dtype]
-    if inputs.seq_idx is not None:
-        params.seq_idx = inputs.seq_idx.data_ptr()
-    if initial_states is not None:
-        params.initial_states = initial_states.data_ptr()
-        strides = initial_states.stride()
-        params.initial_batch_stride, params.initial_dim_stride, params.initial_len_stride = strides
+        lengths = {"L": sizes.seqlen, "W-1": sizes.width - 1}
+        records = [backwards_in_time(record, lengths) for record in records]
+    fill_fields(params, sizes, options, *records)

@@ -6,10 +6,19 @@ import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import backwards, place, pointer, run
-from mamba_ssm._torch import define, returns, signature, unpack
+from mamba_ssm._native.launch import place, pointer, run
+from mamba_ssm._torch import define, make, returns, signature, unpack
 from mamba_ssm.ops._shared.gradients import empty_like
-from mamba_ssm.ops.causal_conv1d.arguments import Inputs, Options, check, fill, kernel_layout, unit_stride
+from mamba_ssm.ops.causal_conv1d.arguments import (
+    Gradients,
+    Incoming,
+    Inputs,
+    Options,
+    check,
+    fill,
+    kernel_layout,
+    unit_stride,
+)
 
 _NAME = "causal_conv1d_backward"
 
@@ -18,15 +27,6 @@ class Wanted(typing.NamedTuple):
     """Which of the results a caller wants."""
 
     need_dinitial_states: bool
-
-
-class Gradients(typing.NamedTuple):
-    """The operator's results, None for those of absent inputs."""
-
-    dx: torch.Tensor
-    dweight: torch.Tensor
-    dbias: torch.Tensor | None
-    dinitial_states: torch.Tensor | None
 
 
 def _check(dout, dfinal_states, inputs):
@@ -80,25 +80,15 @@ def launch_backward(sizes, dout, dfinal_states, inputs, options, dx, dinitial_st
     weight, bias = inputs.weight, inputs.bias
     if dfinal_states is not None:
         dfinal_states = dfinal_states.flip(2) if options.reverse else dfinal_states.contiguous()
-    if options.reverse:
-        dout, dx = backwards(dout, 2, sizes.seqlen), backwards(dx, 2, sizes.seqlen)
+    dweight, dbias = empty_like(weight), None if bias is None else empty_like(bias)
     params = abi.MambaCausalConv1dBackward()
     functions = place(params, weight)
-    fill(params, sizes, inputs, options)
+    grads = make(Gradients, (dx, dweight, dbias, dinitial_states))
+    fill(params, sizes, options, inputs, make(Incoming, (dout, dfinal_states)), grads)
     size = functions["causal_conv1d_backward_workspace"](params.forward)
     workspace = weight.new_empty(size, dtype=torch.uint8) if size else None
     params.workspace = pointer(workspace)
-    dweight = empty_like(weight)
-    dbias = None if bias is None else empty_like(bias)
-    params.dout = dout.data_ptr()
-    params.dout_batch_stride, params.dout_dim_stride, params.dout_len_stride = dout.stride()
-    params.dx = dx.data_ptr()
-    params.dx_batch_stride, params.dx_dim_stride, params.dx_len_stride = dx.stride()
-    params.dfinal_states = pointer(dfinal_states)
-    params.dinitial_states = pointer(dinitial_states)
     params.add = add
-    params.dweight = dweight.data_ptr()
-    params.dbias = pointer(dbias)
     run(functions, "causal_conv1d_backward", params)
     if options.reverse and dinitial_states is not None:
         dinitial_states.copy_(dinitial_states.flip(2))

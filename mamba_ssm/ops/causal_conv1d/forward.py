@@ -10,12 +10,13 @@ import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import backwards, place, run
+from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import (
     call,
     call_below_autograd,
     call_in_backward,
     define,
+    make,
     no_gradients,
     reference,
     signature,
@@ -25,6 +26,7 @@ from mamba_ssm.ops.causal_conv1d.arguments import (
     NAME,
     Inputs,
     Options,
+    Results,
     check,
     fill,
     kernel_layout,
@@ -126,18 +128,9 @@ def _forward_fake(*arguments):
 
 def launch_forward(sizes, inputs, options, out, final_states):
     """Runs the kernels. inputs: in kernel layout. x, out: tensors or Views (B, D, L), as unit_stride has x."""
-    if options.reverse:
-        out = backwards(out, 2, sizes.seqlen)
-        final_states = None if final_states is None else backwards(final_states, 2, sizes.width - 1)
     params = abi.MambaCausalConv1d()
     functions = place(params, inputs.weight)
-    fill(params, sizes, inputs, options)
-    params.out = out.data_ptr()
-    params.out_batch_stride, params.out_dim_stride, params.out_len_stride = out.stride()
-    if final_states is not None:
-        params.final_states = final_states.data_ptr()
-        strides = final_states.stride()
-        params.final_batch_stride, params.final_dim_stride, params.final_len_stride = strides
+    fill(params, sizes, options, inputs, make(Results, (out, final_states)))
     run(functions, "causal_conv1d_forward", params)
 
 

@@ -4,30 +4,66 @@ Letters: B batch, D channels, L length, N dstate, G groups of B and C.
 """
 
 import typing
+from typing import Annotated
 
 import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import DTYPE_CODES, ask
+from mamba_ssm._native.launch import ask
 from mamba_ssm._torch import make
+from mamba_ssm.ops._shared.spec import Arg, Spec
+from mamba_ssm.ops._shared.spec import fill as fill_fields
 
 NAME = "selective_scan"  # what errors call the operators
+_CHANNELS = Arg("same", "B, D, L", "batch dim -")
+_MATRIX = Arg("", "B, G, N, L | B, N, L | D, N", "batch group dstate - | batch dstate - | ")
+_STATE = Arg("float32", "B, D, N")
 
 
 class Inputs(typing.NamedTuple):
     """The tensors that the operators take, in their order."""
 
-    u: torch.Tensor
-    delta: torch.Tensor
-    A: torch.Tensor
-    B: torch.Tensor
-    C: torch.Tensor
-    D: torch.Tensor | None
-    z: torch.Tensor | None
-    delta_bias: torch.Tensor | None
-    initial_state: torch.Tensor | None
-    seq_idx: torch.Tensor | None
+    u: Annotated[torch.Tensor, _CHANNELS._replace(dtype="activation", code="dtype")]
+    delta: Annotated[torch.Tensor, _CHANNELS]
+    A: Annotated[torch.Tensor, Arg("float32", "D, N")]
+    B: Annotated[torch.Tensor, _MATRIX]
+    C: Annotated[torch.Tensor, _MATRIX]
+    D: Annotated[torch.Tensor | None, Arg("float32", "D")]
+    z: Annotated[torch.Tensor | None, _CHANNELS]
+    delta_bias: Annotated[torch.Tensor | None, Arg("float32", "D")]
+    initial_state: Annotated[torch.Tensor | None, _STATE]
+    seq_idx: Annotated[torch.Tensor | None, Arg("int32", "B, L")]
+
+
+class Results(typing.NamedTuple):
+    """Forward's results, None where not wanted."""
+
+    out: Annotated[torch.Tensor, _CHANNELS]
+    last_state: Annotated[torch.Tensor | None, _STATE]
+    checkpoints: Annotated[torch.Tensor | None, Arg("", "S")]  # a state every 64 steps, for backward
+
+
+class Incoming(typing.NamedTuple):
+    """The gradients that backward starts from."""
+
+    dout: Annotated[torch.Tensor, _CHANNELS]
+    dlast_state: Annotated[torch.Tensor | None, _STATE]
+
+
+class Gradients(typing.NamedTuple):
+    """Backward's results, None for those of absent inputs; with recompute_out also forward's out."""
+
+    du: Annotated[torch.Tensor, _CHANNELS]
+    ddelta: Annotated[torch.Tensor, _CHANNELS]
+    dA: Annotated[torch.Tensor, Arg("", "D, N")]
+    dB: Annotated[torch.Tensor, _MATRIX]
+    dC: Annotated[torch.Tensor, _MATRIX]
+    dD: Annotated[torch.Tensor | None, Arg("", "D")]
+    dz: Annotated[torch.Tensor | None, _CHANNELS]
+    ddelta_bias: Annotated[torch.Tensor | None, Arg("", "D")]
+    dinitial_state: Annotated[torch.Tensor | None, _STATE]
+    out: Annotated[torch.Tensor | None, _CHANNELS]
 
 
 class Options(typing.NamedTuple):
@@ -59,59 +95,32 @@ class Sizes(typing.NamedTuple):
         return self.batch * count * self.dim * self.dstate + 2
 
 
-def check(inputs):
-    """Raises on any argument that the kernels do not take; returns the sizes.
+_SPEC = Spec(NAME, Inputs)
 
-    This runs at every call, so the comparisons stand here and only a failure goes to the functions that explain it.
-    """
-    u, delta, A, B, C, z = inputs.u, inputs.delta, inputs.A, inputs.B, inputs.C, inputs.z
-    shape, dtype, device = u.shape, u.dtype, u.get_device()
-    if len(shape) != 3 or dtype not in checks.FLOAT_DTYPES:
-        checks.check_dims(NAME, "u", u, 3, "(B, D, L)")
-        checks.check_activation_dtype(NAME, "u", u)
-    batch, dim, seqlen = shape
-    if delta.shape != shape or delta.dtype != dtype or delta.get_device() != device:
-        checks.check_same(NAME, "delta", delta, shape, u, "u", "(B, D, L)")
-    dstate = A.shape[-1] if A.dim() == 2 else -1
-    check_parameters(NAME, (dim, dstate), u, "u", inputs)
-    ngroups = 1
-    if B.dim() == 4:
-        ngroups = B.shape[1]
-    elif C.dim() == 4:
-        ngroups = C.shape[1]
-    if ngroups != 1:
-        checks.check_groups(NAME, "dim (channels of u)", dim, ngroups)
-    check_matrix(NAME, "B", B, (batch, ngroups, dstate, seqlen), u, "u", dim)
-    if C.shape != B.shape or C.dtype != B.dtype or C.get_device() != B.get_device():
-        check_matrix(NAME, "C", C, (batch, ngroups, dstate, seqlen), u, "u", dim)
-    if z is not None and (z.shape != shape or z.dtype != dtype or z.get_device() != device):
-        checks.check_same(NAME, "z", z, shape, u, "u", "(B, D, L)")
-    sizes = make(Sizes, (batch, dim, seqlen, dstate, ngroups))
-    if inputs.initial_state is not None:
-        checks.check_float32(NAME, "initial_state", inputs.initial_state, sizes.state, u, "u", "(B, D, N)")
-    if inputs.seq_idx is not None:
-        checks.check_int32(NAME, "seq_idx", inputs.seq_idx, (batch, seqlen), u, "u", "(B, L)")
-    return sizes
+
+def check(inputs):
+    """Raises on any argument that the kernels do not take; returns the sizes."""
+    sizes, u = _SPEC.bind(inputs), inputs.u
+    checks.no_complex(NAME, "A", inputs.A)
+    (batch, dim, seqlen), dstate, ngroups = u.shape, sizes["N"], 1
+    checks.check_dstate(NAME, dstate, abi.MAX_DSTATE)
+    _SPEC.check(inputs, sizes)
+    for matrix in (inputs.C, inputs.B):
+        if matrix.dim() == 4:
+            ngroups = matrix.shape[1]
+    checks.check_groups(NAME, "dim (channels of u)", dim, ngroups)
+    for name, matrix in (("B", inputs.B), ("C", inputs.C)):
+        check_matrix(NAME, name, matrix, (batch, ngroups, dstate, seqlen), u, "u", dim)
+    return make(Sizes, (batch, dim, seqlen, dstate, ngroups))
 
 
 def check_parameters(op, shape_of_A, like, like_name, inputs):
     """A (D, N), D and delta_bias (D), also of operators whose other inputs are others; like: an activation."""
-    A, D, delta_bias = inputs.A, inputs.D, inputs.delta_bias
-    dim, dstate = shape_of_A
-    device = like.get_device()
-    fits = A.shape == shape_of_A and A.dtype == torch.float32 and A.get_device() == device
-    if not fits or not 1 <= dstate <= abi.MAX_DSTATE:
-        checks.no_complex(op, "A", A)
-        checks.check_dims(op, "A", A, 2, "(D, N)")
-        checks.check_float32(op, "A", A, shape_of_A, like, like_name, "(D, N)")
-        checks.check_dstate(op, dstate, abi.MAX_DSTATE)
-    shape = (dim,)
-    if D is not None and (D.shape != shape or D.dtype != torch.float32 or D.get_device() != device):
-        checks.check_float32(op, "D", D, shape, like, like_name, "(D,)")
-    if delta_bias is not None and (
-        delta_bias.shape != shape or delta_bias.dtype != torch.float32 or delta_bias.get_device() != device
-    ):
-        checks.check_float32(op, "delta_bias", delta_bias, shape, like, like_name, "(D,)")
+    checks.no_complex(op, "A", inputs.A)
+    checks.check_dims(op, "A", inputs.A, 2, "(D, N)")
+    sizes = dict(zip("DN", shape_of_A, strict=True))
+    _SPEC.check(inputs, sizes, ("A", "D", "delta_bias"), op, like, like_name)
+    checks.check_dstate(op, shape_of_A[1], abi.MAX_DSTATE)
 
 
 def check_fake(op, *records):
@@ -141,60 +150,14 @@ def check_matrix(op, name, matrix, shape, like, like_name, dim):
 
 
 def kernel_layout(inputs):
-    """The same tensors in the layout that the kernels take: stride 1 along the length, parameters contiguous."""
-    if checks.all_contiguous(inputs):
-        return inputs
-    B, C = inputs.B, inputs.C
-    layout = (
-        checks.unit_last_stride(inputs.u),
-        checks.unit_last_stride(inputs.delta),
-        inputs.A.contiguous(),
-        checks.unit_last_stride(B) if B.dim() > 2 else B.contiguous(),
-        checks.unit_last_stride(C) if C.dim() > 2 else C.contiguous(),
-        checks.contiguous(inputs.D),
-        checks.unit_last_stride(inputs.z),
-        checks.contiguous(inputs.delta_bias),
-        checks.contiguous(inputs.initial_state),
-        checks.contiguous(inputs.seq_idx),
-    )
-    return make(Inputs, layout)
+    """The same tensors in the layout that the kernels take."""
+    return _SPEC.layout(inputs)
 
 
-def fill(params, sizes, inputs, options, out, checkpoints):
-    """Sets the fields that forward and backward share, from tensors (or Views) in kernel layout."""
-    u, delta, B, C, z = inputs.u, inputs.delta, inputs.B, inputs.C, inputs.z
-    params.batch, params.dim, params.seqlen, params.dstate, params.ngroups = sizes
-    params.dtype = DTYPE_CODES[u.dtype]
-    params.delta_softplus = options.delta_softplus
-    params.reverse = options.reverse
-    set_inputs(params, [None if tensor is None else tensor.data_ptr() for tensor in inputs])
-    params.u_batch_stride, params.u_dim_stride, _ = u.stride()
-    params.delta_batch_stride, params.delta_dim_stride, _ = delta.stride()
-    params.variable_B = B.dim() > 2
-    params.B_batch_stride, params.B_group_stride, params.B_dstate_stride = matrix_strides(B)
-    params.variable_C = C.dim() > 2
-    params.C_batch_stride, params.C_group_stride, params.C_dstate_stride = matrix_strides(C)
-    if z is not None:
-        params.z_batch_stride, params.z_dim_stride, _ = z.stride()
-    if out is not None:
-        params.out = out.data_ptr()
-        params.out_batch_stride, params.out_dim_stride, _ = out.stride()
-    if checkpoints is not None:
-        params.checkpoints = checkpoints.data_ptr()
-
-
-def set_inputs(params, addresses):
-    """Sets the fields of the inputs' addresses; addresses: in the order of Inputs."""
-    params.u, params.delta, params.A, params.B, params.C, params.D, params.z, *rest = addresses
-    params.delta_bias, params.initial_state, params.seq_idx = rest
-
-
-def matrix_strides(matrix):
-    """Of batch, group and state in B, C or a gradient of one."""
-    strides = matrix.stride()
-    if len(strides) == 4:
-        return strides[:3]
-    return (strides[0], 0, strides[1]) if len(strides) == 3 else (0, 0, 0)
+def fill(params, sizes, options, inputs, *records):
+    """Sets the fields of the inputs and other records, of tensors (or Views) in kernel layout."""
+    fill_fields(params, sizes, options, inputs, *records)
+    params.variable_B, params.variable_C = inputs.B.dim() > 2, inputs.C.dim() > 2
 
 
 def plan_of(functions, params, deterministic):

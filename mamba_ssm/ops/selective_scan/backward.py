@@ -1,6 +1,7 @@
 """The backward operator of the selective scan: gradients of every input from the saved states."""
 
 import typing
+from typing import Annotated
 
 import torch
 
@@ -16,7 +17,10 @@ from mamba_ssm._torch import (
     use_deterministic_mode,
 )
 from mamba_ssm.ops._shared.gradients import empty_like
+from mamba_ssm.ops._shared.spec import Arg
 from mamba_ssm.ops.selective_scan.arguments import (
+    Gradients,
+    Incoming,
     Inputs,
     Options,
     allocate_out,
@@ -24,7 +28,6 @@ from mamba_ssm.ops.selective_scan.arguments import (
     check_fake,
     fill,
     kernel_layout,
-    matrix_strides,
     plan_of,
 )
 
@@ -35,7 +38,7 @@ INITIAL_STATE = Inputs._fields.index("initial_state")
 class Kept(typing.NamedTuple):
     """What forward has kept beside its inputs."""
 
-    checkpoints: torch.Tensor
+    checkpoints: Annotated[torch.Tensor, Arg("float32", "S")]
 
 
 class Wanted(typing.NamedTuple):
@@ -43,21 +46,6 @@ class Wanted(typing.NamedTuple):
 
     need_dinitial_state: bool
     recompute_out: bool
-
-
-class Gradients(typing.NamedTuple):
-    """The operator's results, None for those of absent inputs; with recompute_out also forward's out."""
-
-    du: torch.Tensor
-    ddelta: torch.Tensor
-    dA: torch.Tensor
-    dB: torch.Tensor
-    dC: torch.Tensor
-    dD: torch.Tensor | None
-    dz: torch.Tensor | None
-    ddelta_bias: torch.Tensor | None
-    dinitial_state: torch.Tensor | None
-    out: torch.Tensor | None
 
 
 def of_inputs(grads):
@@ -105,73 +93,43 @@ def _backward_fake(dout, dlast_state, *arguments):
     return allocate(inputs, sizes, wanted)
 
 
-def allocate(inputs, sizes, wanted, like=empty_like):
-    """The operator's results, without values. like: makes a gradient from its input."""
+def allocate(inputs, sizes, wanted):
+    """The operator's results, without values."""
     u, A, D, z, delta_bias = inputs.u, inputs.A, inputs.D, inputs.z, inputs.delta_bias
     grads = (
-        like(u),
-        like(u),
-        like(A),
-        like(inputs.B),
-        like(inputs.C),
-        None if D is None else like(D),
-        None if z is None else like(u),
-        None if delta_bias is None else like(delta_bias),
+        empty_like(u),
+        empty_like(u),
+        empty_like(A),
+        empty_like(inputs.B),
+        empty_like(inputs.C),
+        None if D is None else empty_like(D),
+        None if z is None else empty_like(u),
+        None if delta_bias is None else empty_like(delta_bias),
         A.new_empty(sizes.state) if wanted.need_dinitial_state else None,
         allocate_out(checks.unit_last_stride(u)) if wanted.recompute_out else None,
     )
     return make(Gradients, grads)
 
 
-def set_gradients(params, grads):
-    """Sets the fields of the gradients' addresses."""
-    params.du = grads.du.data_ptr()
-    params.ddelta = grads.ddelta.data_ptr()
-    params.dA = grads.dA.data_ptr()
-    params.dB = grads.dB.data_ptr()
-    params.dC = grads.dC.data_ptr()
-    params.dD = pointer(grads.dD)
-    params.dz = pointer(grads.dz)
-    params.ddelta_bias = pointer(grads.ddelta_bias)
-    params.dinitial_state = pointer(grads.dinitial_state)
-
-
 def launch_backward(sizes, dout, dlast_state, inputs, checkpoints, options, grads, carried=None, add=False):
-    """Runs the kernels, which write grads. Arguments: as of `prepare`."""
-    functions, params, workspace = prepare(sizes, dout, dlast_state, inputs, checkpoints, options, grads, carried, add)
-    run(functions, "selective_scan_backward", params)
-    del workspace  # held until here: the kernels have it now
-
-
-def prepare(sizes, dout, dlast_state, inputs, checkpoints, options, grads, carried=None, add=False):
-    """(The library's functions, the parameters of the call, the memory that it works in).
+    """Runs the kernels, which write grads.
 
     inputs: in kernel layout. dout, u, delta, B, C, z and their gradients and out may be Views with last stride 1.
     carried: the workspace, which holds what the segments pass back already (see carry.py). add: to grads.out and
     grads.dz, which hold what the other direction gave; with reverse alone.
     """
-    A, du, ddelta, dz = inputs.A, grads.du, grads.ddelta, grads.dz
     params = abi.MambaSelectiveScanBackward()
-    functions = place(params, A)
-    fill(params, sizes, inputs, options, grads.out, checkpoints)
+    functions = place(params, inputs.A)
+    fill(params, sizes, options, inputs, make(Kept, (checkpoints,)), make(Incoming, (dout, dlast_state)), grads)
     plan = plan_of(functions, params.forward, use_deterministic_mode())
     params.segments, params.slots = plan.backward_segments, plan.slots
     params.carried = carried is not None
     params.add = add
     if carried is None and plan.backward_workspace:
-        carried = A.new_empty(plan.backward_workspace, dtype=torch.uint8)
+        carried = inputs.A.new_empty(plan.backward_workspace, dtype=torch.uint8)
     params.workspace = pointer(carried)
-    params.dout = dout.data_ptr()
-    params.dout_batch_stride, params.dout_dim_stride, _ = dout.stride()
-    params.dlast_state = pointer(dlast_state)
-    set_gradients(params, grads)
-    params.du_batch_stride, params.du_dim_stride, _ = du.stride()
-    params.ddelta_batch_stride, params.ddelta_dim_stride, _ = ddelta.stride()
-    if dz is not None:
-        params.dz_batch_stride, params.dz_dim_stride, _ = dz.stride()
-    params.dB_batch_stride, params.dB_group_stride, params.dB_dstate_stride = matrix_strides(grads.dB)
-    params.dC_batch_stride, params.dC_group_stride, params.dC_dstate_stride = matrix_strides(grads.dC)
-    return functions, params, carried
+    run(functions, "selective_scan_backward", params)
+    del carried  # held until here: the kernels have it now
 
 
 selective_scan_backward_op = define(

@@ -14,10 +14,21 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import use_deterministic_mode
+from mamba_ssm.ops._shared.spec import fill as fill_fields
 from mamba_ssm.ops.carry import nothing_passed_on, passed_on
-from mamba_ssm.ops.selective_scan.arguments import Inputs, Options, allocate_out, check, fill, kernel_layout, plan_of
+from mamba_ssm.ops.selective_scan.arguments import (
+    Incoming,
+    Inputs,
+    Options,
+    Results,
+    allocate_out,
+    check,
+    fill,
+    kernel_layout,
+    plan_of,
+)
 from mamba_ssm.ops.selective_scan.backward import Kept, Wanted, of_inputs, run_backward
-from mamba_ssm.ops.selective_scan.forward import Results, launch_forward
+from mamba_ssm.ops.selective_scan.forward import launch_forward
 
 
 class Carry(typing.NamedTuple):
@@ -47,7 +58,7 @@ def launch_carry(sizes: typing.Any, inputs: typing.Any, options: Options, dout: 
         return Carry(nothing_passed_on(shape, A), shape, 0, None)
     params = abi.MambaSelectiveScanBackward()
     functions = place(params, A)
-    fill(params, sizes, inputs, options, None, None)
+    fill(params, sizes, options, inputs)
     params.carried = True  # as the call will be for which this is the plan
     plan = plan_of(functions, params.forward, use_deterministic_mode())
     params.carried = False
@@ -60,8 +71,7 @@ def launch_carry(sizes: typing.Any, inputs: typing.Any, options: Options, dout: 
     if dout is None:
         run(functions, "selective_scan_forward_carry", params.forward)
     else:
-        params.dout = dout.data_ptr()
-        params.dout_batch_stride, params.dout_dim_stride, _ = dout.stride()
+        fill_fields(params, Incoming(dout, None))
         run(functions, "selective_scan_backward_carry", params)
     states, factors = workspace[:count].view(each).transpose(0, 2).unbind(1)
     return Carry(passed_on(states[..., None], factors, from_end=dout is not None), shape, segments, workspace)

@@ -28,6 +28,7 @@ from mamba_ssm._torch import (
 from mamba_ssm.ops.selective_scan.arguments import (
     Inputs,
     Options,
+    Results,
     allocate_out,
     check,
     check_fake,
@@ -45,14 +46,6 @@ class Wanted(typing.NamedTuple):
 
     return_last_state: bool
     return_checkpoints: bool
-
-
-class Results(typing.NamedTuple):
-    """The operator's results, None where not wanted."""
-
-    out: torch.Tensor
-    last_state: torch.Tensor | None
-    checkpoints: torch.Tensor | None  # a state every 64 steps, for backward
 
 
 def selective_scan_fn(
@@ -162,10 +155,8 @@ def launch_forward(sizes, inputs, options, results, carry=None, add=False):
     """
     params = abi.MambaSelectiveScan()
     functions = place(params, inputs.A)
-    fill(params, sizes, inputs, options, results.out, results.checkpoints)
+    fill(params, sizes, options, inputs, results)
     params.add = add
-    if results.last_state is not None:
-        params.last_state = results.last_state.data_ptr()
     segments = segments_of(functions, params) if carry is None else None
     workspace = split_length(params, segments, inputs.A, carry)
     run(functions, "selective_scan_forward", params)

@@ -4,45 +4,68 @@ Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate.
 """
 
 import typing
+from typing import Annotated
 
 import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import check_range
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import DTYPE_CODES, backwards
 from mamba_ssm._torch import make
+from mamba_ssm.ops._shared.spec import Arg, Spec, backwards_in_time
+from mamba_ssm.ops._shared.spec import fill as fill_fields
 
 NAME = "mamba_chunk_scan_combined"  # what errors call the operators
+_HEADS = Arg("same", "B, L, H, P", "batch len head -")
+_DT = Arg("float", "B, L, H", "batch len head", code="dt_dtype")
+_MATRIX = Arg("same", "B, L, G, N", "batch len group -")
 
 
 class Inputs(typing.NamedTuple):
     """The tensors that the operators take, in their order."""
 
-    x: torch.Tensor
-    dt: torch.Tensor
-    A: torch.Tensor
-    B: torch.Tensor
-    C: torch.Tensor
-    D: torch.Tensor | None
-    z: torch.Tensor | None
-    dt_bias: torch.Tensor | None
-    initial_states: torch.Tensor | None
-    seq_idx: torch.Tensor | None
+    x: Annotated[torch.Tensor, _HEADS._replace(dtype="activation", code="dtype")]
+    dt: Annotated[torch.Tensor, _DT]
+    A: Annotated[torch.Tensor, Arg("float32", "H", code="A_dtype")]
+    B: Annotated[torch.Tensor, _MATRIX]
+    C: Annotated[torch.Tensor, _MATRIX]
+    D: Annotated[torch.Tensor | None, Arg("float32", "H | H, P")]
+    z: Annotated[torch.Tensor | None, _HEADS]
+    dt_bias: Annotated[torch.Tensor | None, Arg("float32", "H", code="dt_bias_dtype")]
+    initial_states: Annotated[torch.Tensor | None, Arg("float32", "B, H, P, N", field="initial_state")]
+    seq_idx: Annotated[torch.Tensor | None, Arg("int32", "B, L")]
 
 
-class Ungated(typing.NamedTuple):
-    """Inputs without z, as backward takes them: the gate's gradient is taken before."""
+Ungated = typing.NamedTuple(  # type: ignore[misc]  # backward takes no z: the gate's gradient is taken before
+    "Ungated", [(name, kind) for name, kind in Inputs.__annotations__.items() if name != "z"]
+)
 
-    x: torch.Tensor
-    dt: torch.Tensor
-    A: torch.Tensor
-    B: torch.Tensor
-    C: torch.Tensor
-    D: torch.Tensor | None
-    dt_bias: torch.Tensor | None
-    initial_states: torch.Tensor | None
-    seq_idx: torch.Tensor | None
+
+class Gradients(typing.NamedTuple):
+    """Backward's results, None for those of absent inputs."""
+
+    dx: Annotated[torch.Tensor, _HEADS]
+    ddt: Annotated[torch.Tensor, _DT._replace(code="")]
+    dA: Annotated[torch.Tensor, Arg("", "H")]
+    dB: Annotated[torch.Tensor, _MATRIX]
+    dC: Annotated[torch.Tensor, _MATRIX]
+    dD: Annotated[torch.Tensor | None, Arg("", "H | H, P")]
+    ddt_bias: Annotated[torch.Tensor | None, Arg("", "H")]
+    dinitial_states: Annotated[torch.Tensor | None, Arg("", "B, H, P, N", field="dinitial_state")]
+
+
+class Incoming(typing.NamedTuple):
+    """What backward starts from."""
+
+    dout: Annotated[torch.Tensor, _HEADS]
+    dfinal_states: Annotated[torch.Tensor | None, Arg("float32", "B, H, P, N", field="dfinal_state")]
+
+
+class Results(typing.NamedTuple):
+    """Forward's, None where not wanted."""
+
+    out: Annotated[torch.Tensor | None, _HEADS]
+    final_states: Annotated[torch.Tensor | None, Arg("", "B, H, P, N", field="final_state")]
 
 
 class Options(typing.NamedTuple):
@@ -73,30 +96,23 @@ class Sizes(typing.NamedTuple):
         return self.batch, self.nheads, self.headdim, self.dstate
 
 
+_SPEC = Spec(NAME, Inputs)
+
+
 def check(inputs, options):
     """Raises on any argument that the kernels do not take; returns the sizes."""
-    x, B, C = inputs.x, inputs.B, inputs.C
-    if x.dim() != 4 or x.dtype not in checks.FLOAT_DTYPES:
-        checks.check_dims(NAME, "x", x, 4, "(B, L, H, P)")
-        checks.check_activation_dtype(NAME, "x", x)
-    shape, dtype, device = x.shape, x.dtype, x.device
-    batch, seqlen, nheads, headdim = shape
-    if B.dim() != 4:
-        checks.check_dims(NAME, "B", B, 4, "(B, L, G, N)")
-    ngroups, dstate = B.shape[2:]
-    check_head(NAME, headdim, dstate)
-    checks.check_float(NAME, "dt", inputs.dt, (batch, seqlen, nheads), x, "x", "(B, L, H)")
-    if B.shape[:2] != shape[:2] or B.dtype != dtype or B.device != device:
-        checks.check_same(NAME, "B", B, (batch, seqlen, ngroups, dstate), x, "x", "(B, L, G, N)")
-    if ngroups != 1:
-        checks.check_groups(NAME, "nheads (heads of x)", nheads, ngroups)
-    if C.shape != B.shape or C.dtype != dtype or C.device != device:
-        checks.check_same(NAME, "C", C, B.shape, x, "x", "(B, L, G, N)")
-    if inputs.z is not None:
-        checks.check_same(NAME, "z", inputs.z, shape, x, "x", "(B, L, H, P)")
-    sizes = make(Sizes, (batch, seqlen, nheads, headdim, ngroups, dstate))
-    check_parameters(NAME, sizes, x, "x", inputs, options)
-    return sizes
+    sizes = _SPEC.bind(inputs)
+    check_head(NAME, sizes["P"], sizes["N"])
+    checks.check_groups(NAME, "nheads (heads of x)", sizes["H"], sizes["G"])
+    checks.no_complex(NAME, "A", inputs.A)
+    _SPEC.check(inputs, sizes)
+    _check_limit(NAME, options)
+    return make(Sizes, [sizes[letter] for letter in "BLHPGN"])
+
+
+def _check_limit(op, options):
+    if not options.dt_min <= options.dt_max:
+        raise ValueError(f"{op}: dt_limit must be (smallest, largest), got ({options.dt_min}, {options.dt_max})")
 
 
 def check_options(name, chunk_size, dt_limit, state_dtype):
@@ -125,32 +141,17 @@ def check_parameters(op, sizes, like, like_name, inputs, options):
     """The part of check that is not about activations, also for a block's operators, which cut these out of one tensor:
     their records have other fields too, but the same names for what is read here.
     """
-    A, D, dt_bias, A_is_log = inputs.A, inputs.D, inputs.dt_bias, options.A_is_log
-    heads, device, float32 = (sizes.nheads,), like.device, torch.float32
-    if A_is_log:
-        checks.check_float(op, "A_log", A, heads, like, like_name, "(H,)")
-        if dt_bias is not None:
-            checks.check_float(op, "dt_bias", dt_bias, heads, like, like_name, "(H,)")
-    elif A.dtype != float32 or A.shape != heads or A.device != device:
-        checks.no_complex(op, "A", A)
-        checks.check_float32(op, "A", A, heads, like, like_name, "(H,)")
-    if D is not None and (D.dtype != float32 or D.shape != heads or D.device != device):
-        shape, letters = ((sizes.nheads, sizes.headdim), "(H, P)") if D.dim() == 2 else (heads, "(H,)")
-        checks.check_float32(op, "D", D, shape, like, like_name, letters)
-    if (
-        dt_bias is not None
-        and not A_is_log
-        and (dt_bias.dtype != float32 or dt_bias.shape != heads or dt_bias.device != device)
-    ):
-        checks.check_float32(op, "dt_bias", dt_bias, heads, like, like_name, "(H,)")
-    if inputs.initial_states is not None:
-        letters = "(B, H, P, N)"
-        checks.check_float32(op, "initial_states", inputs.initial_states, sizes.states, like, like_name, letters)
-    if inputs.seq_idx is not None:
-        shape = sizes.batch, sizes.seqlen
-        checks.check_int32(op, "seq_idx", inputs.seq_idx, shape, like, like_name, "(B, L)")
-    if not options.dt_min <= options.dt_max:
-        raise ValueError(f"{op}: dt_limit must be (smallest, largest), got ({options.dt_min}, {options.dt_max})")
+    letters = {"B": sizes.batch, "L": sizes.seqlen, "H": sizes.nheads, "P": sizes.headdim, "N": sizes.dstate}
+    names = ["D", "initial_states", "seq_idx"]
+    if options.A_is_log:  # then A and dt_bias may be float16 or bfloat16 too
+        checks.check_float(op, "A_log", inputs.A, (sizes.nheads,), like, like_name, "(H,)")
+        if inputs.dt_bias is not None:
+            checks.check_float(op, "dt_bias", inputs.dt_bias, (sizes.nheads,), like, like_name, "(H,)")
+    else:
+        checks.no_complex(op, "A", inputs.A)
+        names += "A", "dt_bias"
+    _SPEC.check(inputs, letters, names, op, like, like_name)
+    _check_limit(op, options)
 
 
 def with_gate(ungated, z):
@@ -159,25 +160,17 @@ def with_gate(ungated, z):
     return make(Inputs, (x, dt, A, B, C, D, z, *others))
 
 
+def ungated(inputs):
+    """The inputs but z."""
+    return make(Ungated, inputs[:6] + inputs[7:])
+
+
 def kernel_layout(inputs, reverse=False):
-    """The same tensors in the layout that the kernels take: any strides but along the last dimension of x, z, B and C,
-    and parameters and states contiguous. seq_idx, 4 bytes a step, is the one tensor that goes to them in the order in
-    which they take the steps.
+    """The same tensors in the layout that the kernels take. seq_idx, 4 bytes a step, is the one tensor that goes to
+    them in the order in which they take the steps.
     """
-    if checks.all_contiguous(inputs) and not reverse:
-        return inputs
-    return Inputs(
-        checks.unit_last_stride(inputs.x),
-        inputs.dt,
-        checks.contiguous(inputs.A),
-        checks.unit_last_stride(inputs.B),
-        checks.unit_last_stride(inputs.C),
-        checks.contiguous(inputs.D),
-        checks.unit_last_stride(inputs.z),
-        checks.contiguous(inputs.dt_bias),
-        checks.contiguous(inputs.initial_states),
-        in_order(inputs.seq_idx, reverse),
-    )
+    inputs = _SPEC.layout(inputs)
+    return inputs._replace(seq_idx=in_order(inputs.seq_idx, reverse)) if reverse else inputs
 
 
 def in_order(seq_idx, reverse):
@@ -185,55 +178,16 @@ def in_order(seq_idx, reverse):
     return seq_idx.flip(1) if reverse and seq_idx is not None else checks.contiguous(seq_idx)
 
 
-def of_steps(tensor, sizes, options):
-    """A tensor (B, L, ...), or a View of one, with the steps in the order in which the kernels take them."""
-    return backwards(tensor, 1, sizes.seqlen) if options.reverse and tensor is not None else tensor
-
-
-def fill(params, sizes, inputs, options):
-    """Sets the fields that forward and backward share, from tensors (or Views) in kernel layout. sizes and options: as
-    for check_parameters.
+def fill(params, sizes, options, inputs, *records):
+    """Sets the fields of the inputs and other records of tensors (or Views) in kernel layout; sizes and options as for
+    check_parameters.
     """
-    A, D = inputs.A, inputs.D
-    x, dt, B, C, z = (
-        of_steps(tensor, sizes, options) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C, inputs.z)
-    )
-    params.batch = sizes.batch
-    params.seqlen = sizes.seqlen
-    params.nheads = sizes.nheads
-    params.headdim = sizes.headdim
-    params.ngroups = sizes.ngroups
-    params.dstate = sizes.dstate
-    params.dtype = DTYPE_CODES[x.dtype]
-    params.dt_dtype = DTYPE_CODES[dt.dtype]
-    params.dt_softplus = options.dt_softplus
-    params.dt_min = options.dt_min
-    params.dt_max = options.dt_max
-    params.x = x.data_ptr()
-    params.x_batch_stride, params.x_len_stride, params.x_head_stride, _ = x.stride()
-    params.dt = dt.data_ptr()
-    params.dt_batch_stride, params.dt_len_stride, params.dt_head_stride = dt.stride()
-    params.A = A.data_ptr()
-    params.A_dtype = DTYPE_CODES[A.dtype]
-    params.A_is_log = options.A_is_log
-    params.B = B.data_ptr()
-    params.B_batch_stride, params.B_len_stride, params.B_group_stride, _ = B.stride()
-    params.C = C.data_ptr()
-    params.C_batch_stride, params.C_len_stride, params.C_group_stride, _ = C.stride()
-    if D is not None:
-        params.D = D.data_ptr()
-        # Not D.stride(): a dimension of size 1 may have any.
-        params.D_head_stride, params.D_dim_stride = (1, 0) if D.dim() == 1 else (D.shape[1], 1)
-    if z is not None:
-        params.z = z.data_ptr()
-        params.z_batch_stride, params.z_len_stride, params.z_head_stride, _ = z.stride()
-    if inputs.dt_bias is not None:
-        params.dt_bias = inputs.dt_bias.data_ptr()
-        params.dt_bias_dtype = DTYPE_CODES[inputs.dt_bias.dtype]
-    if inputs.initial_states is not None:
-        params.initial_state = inputs.initial_states.data_ptr()
-    if inputs.seq_idx is not None:
-        params.seq_idx = inputs.seq_idx.data_ptr()
+    records = inputs, *records
+    if options.reverse:
+        records = [backwards_in_time(record, {"L": sizes.seqlen}) for record in records]
+    fill_fields(params, sizes, options, *records)
+    if inputs.D is not None:  # not D.stride(): a dimension of size 1 may have any
+        params.D_head_stride, params.D_dim_stride = (1, 0) if inputs.D.dim() == 1 else (inputs.D.shape[1], 1)
 
 
 def allocate_workspace(size_of, params, like):

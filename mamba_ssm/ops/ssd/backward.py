@@ -5,14 +5,14 @@ States are computed again. The gate is not part of it: the autograd.Function in 
 
 import typing
 
-import torch
-
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import place, pointer, run
+from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import define, make, returns, signature, unpack
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.ssd.arguments import (
+    Gradients,
+    Incoming,
     Inputs,
     Options,
     Ungated,
@@ -20,7 +20,7 @@ from mamba_ssm.ops.ssd.arguments import (
     check,
     fill,
     kernel_layout,
-    of_steps,
+    ungated,
     with_gate,
 )
 
@@ -31,19 +31,6 @@ class Wanted(typing.NamedTuple):
     """Which of the results a caller wants."""
 
     need_dinitial_states: bool
-
-
-class Gradients(typing.NamedTuple):
-    """The operator's results, None for those of absent inputs."""
-
-    dx: torch.Tensor
-    ddt: torch.Tensor
-    dA: torch.Tensor
-    dB: torch.Tensor
-    dC: torch.Tensor
-    dD: torch.Tensor | None
-    ddt_bias: torch.Tensor | None
-    dinitial_states: torch.Tensor | None
 
 
 def of_inputs(grads, dz):
@@ -62,16 +49,8 @@ def _check(dout, dfinal_states, inputs, options):
 
 def _allocate(sizes, inputs, wanted):
     """The operator's outputs, without values."""
-    return Gradients(
-        empty_like(inputs.x),
-        empty_like(inputs.dt),
-        empty_like(inputs.A),
-        empty_like(inputs.B),
-        empty_like(inputs.C),
-        None if inputs.D is None else empty_like(inputs.D),
-        None if inputs.dt_bias is None else empty_like(inputs.dt_bias),
-        inputs.A.new_empty(sizes.states) if wanted.need_dinitial_states else None,
-    )
+    grads = [None if tensor is None else empty_like(tensor) for tensor in ungated(inputs)[:7]]
+    return make(Gradients, (*grads, inputs.A.new_empty(sizes.states) if wanted.need_dinitial_states else None))
 
 
 def _backward(dout, dfinal_states, *arguments):
@@ -101,28 +80,10 @@ def launch_backward(sizes, dout, dfinal_states, inputs, options, grads):
     """Runs the kernels, which write grads. inputs: in kernel layout, z None. dout, x, dt, B, C and their gradients may
     be Views.
     """
-    dx, ddt, dB, dC, dout = (
-        of_steps(tensor, sizes, options) for tensor in (grads.dx, grads.ddt, grads.dB, grads.dC, dout)
-    )
     params = abi.MambaSsdBackward()
     functions = place(params, inputs.A)
-    fill(params, sizes, inputs, options)
+    fill(params, sizes, options, inputs, make(Incoming, (dout, dfinal_states)), grads)
     workspace = allocate_workspace(functions["ssd_backward_workspace"], params.forward, inputs.A)
-    params.dout = dout.data_ptr()
-    params.dout_batch_stride, params.dout_len_stride, params.dout_head_stride, _ = dout.stride()
-    params.dfinal_state = pointer(dfinal_states)
-    params.dx = dx.data_ptr()
-    params.dx_batch_stride, params.dx_len_stride, params.dx_head_stride, _ = dx.stride()
-    params.ddt = ddt.data_ptr()
-    params.ddt_batch_stride, params.ddt_len_stride, params.ddt_head_stride = ddt.stride()
-    params.dA = grads.dA.data_ptr()
-    params.dB = dB.data_ptr()
-    params.dB_batch_stride, params.dB_len_stride, params.dB_group_stride, _ = dB.stride()
-    params.dC = dC.data_ptr()
-    params.dC_batch_stride, params.dC_len_stride, params.dC_group_stride, _ = dC.stride()
-    params.dD = pointer(grads.dD)
-    params.ddt_bias = pointer(grads.ddt_bias)
-    params.dinitial_state = pointer(grads.dinitial_states)
     run(functions, "ssd_backward", params)
     del workspace  # held until here: the kernels have it now
 

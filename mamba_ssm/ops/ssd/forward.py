@@ -32,13 +32,13 @@ from mamba_ssm.ops.ssd.arguments import (
     NAME,
     Inputs,
     Options,
+    Results,
     Ungated,
     allocate_workspace,
     check,
     check_options,
     fill,
     kernel_layout,
-    of_steps,
     with_gate,
 )
 from mamba_ssm.ops.ssd.backward import Wanted as WantedGradients
@@ -194,13 +194,7 @@ def launch_forward(sizes, inputs, options, out, final_states):
     """Runs the kernels. inputs: in kernel layout; x, dt, B, C, z and out may be Views. out or final_states: or None."""
     params = abi.MambaSsd()
     functions = place(params, inputs.A)
-    fill(params, sizes, inputs, options)
-    if out is not None:
-        out = of_steps(out, sizes, options)
-        params.out = out.data_ptr()
-        params.out_batch_stride, params.out_len_stride, params.out_head_stride, _ = out.stride()
-    if final_states is not None:
-        params.final_state = final_states.data_ptr()
+    fill(params, sizes, options, inputs, make(Results, (out, final_states)))
     workspace = allocate_workspace(functions["ssd_forward_workspace"], params, inputs.A)
     run(functions, "ssd_forward", params)
     del workspace  # held until here: the kernels have it now

@@ -74,7 +74,7 @@ def _varlen_states(*arguments):
     params = abi.MambaSsd()
     functions = place(params, x)
     scan = kernel_layout(_scan_of(inputs, initial_states))
-    fill(params, sizes, scan, options)
+    fill(params, sizes, options, scan)
     cu_seqlens = inputs.cu_seqlens.contiguous()
     params.cu_seqlens = cu_seqlens.data_ptr()
     params.final_state = states.data_ptr()
