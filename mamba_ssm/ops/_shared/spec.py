@@ -174,7 +174,7 @@ def fill(params, *records):
                         setattr(params, name, stride)
 
 
-_FIELDS = {}  # (struct, record) -> what `fill` sets
+_FIELDS: dict[tuple[type, type], typing.Any] = {}  # (struct, record) -> what `fill` sets
 
 
 def _fields(struct, kind):
@@ -213,7 +213,7 @@ def backwards_in_time(record, lengths):
     """
     turned = []
     for field, tensor in zip(tensors_of(type(record)), record, strict=True):
-        shape = None if tensor is None else field.shapes[tensor.dim()]
+        shape = None if tensor is None else field.shape_of(tensor)
         steps = [dim for dim, size in enumerate(shape.sizes) if size in lengths] if shape and shape.strides else []
         turned.append(backwards(tensor, steps[0], lengths[shape.sizes[steps[0]]]) if steps else tensor)
     return make(type(record), turned)

@@ -4,29 +4,37 @@ Letters: B batch, H heads, P headdim, G groups of B and C, N dstate, I = H P + 2
 """
 
 import typing
+from typing import Annotated
 
 import torch
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._native.launch import DTYPE_CODES, pointer
+from mamba_ssm._torch import make
+from mamba_ssm.ops._shared.spec import Arg, Spec
+from mamba_ssm.ops._shared.spec import fill as fill_fields
 from mamba_ssm.ops.causal_conv1d.arguments import check_conv_state, check_weight
 from mamba_ssm.ops.ssd.arguments import check_head
 
 NAME = "mamba2_step"
+_STATE = "batch head dim dstate"
 
 
 class Inputs(typing.NamedTuple):
     """The tensors that the operator takes, in their order; the states are written in place."""
 
-    zxbcdt: torch.Tensor
-    conv_state: torch.Tensor
-    ssm_state: torch.Tensor
-    conv1d_weight: torch.Tensor
-    conv1d_bias: torch.Tensor | None
-    dt_bias: torch.Tensor
-    A_log: torch.Tensor
-    D: torch.Tensor
-    rmsnorm_weight: torch.Tensor | None
+    zxbcdt: Annotated[torch.Tensor, Arg("activation", "B, 2 H P + 2 G N + H", "batch -", field="zxBCdt", code="dtype")]
+    conv_state: Annotated[torch.Tensor, Arg("", "B, I, S", "batch dim len", code="conv_state_dtype")]
+    ssm_state: Annotated[torch.Tensor, Arg("float", "B, H, P, N", _STATE, field="state", code="state_dtype")]
+    conv1d_weight: Annotated[torch.Tensor, Arg("", "I, W", field="conv_weight", code="conv_weight_dtype")]
+    conv1d_bias: Annotated[torch.Tensor | None, Arg("", "I", field="conv_bias", code="conv_bias_dtype")]
+    dt_bias: Annotated[torch.Tensor, Arg("float", "H", code="dt_bias_dtype")]
+    A_log: Annotated[torch.Tensor, Arg("float", "H", code="A_log_dtype")]
+    D: Annotated[torch.Tensor, Arg("float", "H | H, P", code="D_dtype")]
+    rmsnorm_weight: Annotated[torch.Tensor | None, Arg("float", "H P", field="norm_weight", code="norm_weight_dtype")]
+
+
+class Results(typing.NamedTuple):
+    out: Annotated[torch.Tensor, Arg("", "B, H P", "batch -")]
 
 
 class Options(typing.NamedTuple):
@@ -50,81 +58,32 @@ class Sizes(typing.NamedTuple):
     width: int
 
 
+SPEC = Spec(NAME, Inputs)
+
+
 def check(inputs, options):
     """Raises on any argument that the kernels do not take; returns the sizes."""
-    zxbcdt, ssm_state, ngroups = inputs.zxbcdt, inputs.ssm_state, options.ngroups
-    checks.check_dims(NAME, "zxbcdt", zxbcdt, 2, "(B, 2 H P + 2 G N + H)")
-    checks.check_activation_dtype(NAME, "zxbcdt", zxbcdt)
-    checks.check_dims(NAME, "ssm_state", ssm_state, 4, "(B, H, P, N)")
-    batch, columns = zxbcdt.shape
-    _, nheads, headdim, dstate = ssm_state.shape
+    sizes, zxbcdt, ngroups = SPEC.bind(inputs), inputs.zxbcdt, options.ngroups
+    batch, nheads, headdim, dstate = (sizes[letter] for letter in "BHPN")
     checks.check_groups(NAME, f"nheads ({nheads})", nheads, ngroups)
     check_head(NAME, headdim, dstate)
-    dim = nheads * headdim
-    channels = dim + 2 * ngroups * dstate
-    if columns != dim + channels + nheads:
+    channels = nheads * headdim + 2 * ngroups * dstate
+    columns = nheads * headdim + channels + nheads
+    if zxbcdt.shape[1] != columns:
         raise ValueError(
-            f"{NAME}: zxbcdt must have 2 H P + 2 G N + H = {dim + channels + nheads} columns with H = {nheads}, "
-            f"P = {headdim}, G = {ngroups}, N = {dstate}, got {columns}"
+            f"{NAME}: zxbcdt must have 2 H P + 2 G N + H = {columns} columns with H = {nheads}, P = {headdim}, "
+            f"G = {ngroups}, N = {dstate}, got {zxbcdt.shape[1]}"
         )
-    states = batch, nheads, headdim, dstate
-    checks.check_float(NAME, "ssm_state", ssm_state, states, zxbcdt, "zxbcdt", "(B, H, P, N)")
-    checks.check_writable(NAME, "ssm_state", ssm_state)
+    SPEC.check(inputs, sizes | {"G": ngroups})
+    checks.check_writable(NAME, "ssm_state", inputs.ssm_state)
     width = check_weight(NAME, zxbcdt, channels, inputs.conv1d_weight, inputs.conv1d_bias, "zxbcdt", "conv1d_")
     state_len = check_conv_state(NAME, inputs.conv_state, batch, channels, width, zxbcdt, "zxbcdt")
-    for name, tensor in (("dt_bias", inputs.dt_bias), ("A_log", inputs.A_log)):
-        checks.check_float(NAME, name, tensor, (nheads,), zxbcdt, "zxbcdt", "(H,)")
-    D = inputs.D
-    shape, letters = ((nheads, headdim), "(H, P)") if D.dim() == 2 else ((nheads,), "(H,)")
-    checks.check_float(NAME, "D", D, shape, zxbcdt, "zxbcdt", letters)
-    if inputs.rmsnorm_weight is not None:
-        checks.check_float(NAME, "rmsnorm_weight", inputs.rmsnorm_weight, (dim,), zxbcdt, "zxbcdt", "(H P,)")
-    return Sizes(batch, nheads, headdim, ngroups, dstate, state_len, width)
-
-
-def kernel_layout(inputs):
-    """As the kernels take them: zxbcdt's rows in a piece, parameters contiguous, the states as they are."""
-    zxbcdt, conv_state, ssm_state, weight, bias, dt_bias, A_log, D, rmsnorm_weight = inputs
-    if zxbcdt.stride(1) != 1:
-        zxbcdt = zxbcdt.contiguous()
-    parameters = map(checks.contiguous, (weight, bias, dt_bias, A_log, D, rmsnorm_weight))
-    return Inputs(zxbcdt, conv_state, ssm_state, *parameters)
+    return make(Sizes, (batch, nheads, headdim, ngroups, dstate, state_len, width))
 
 
 def fill(params, sizes, inputs, options, out):
-    """Sets all fields but the run's."""
-    zxbcdt, conv_state, ssm_state, weight, bias, dt_bias, A_log, D, rmsnorm_weight = inputs
-    params.batch, params.nheads, params.headdim, params.ngroups, params.dstate, params.state_len, params.width = sizes
-    params.gate = options.gate
-    params.norm_before_gate = options.norm_before_gate
-    params.dt_min = options.dt_min
-    params.dt_max = options.dt_max
-    params.norm_eps = options.rmsnorm_eps
-    params.dtype = DTYPE_CODES[zxbcdt.dtype]
-    params.zxBCdt = zxbcdt.data_ptr()
-    params.zxBCdt_batch_stride = zxbcdt.stride(0)
-    params.conv_state = conv_state.data_ptr()
-    params.conv_state_dtype = DTYPE_CODES[conv_state.dtype]
-    strides = conv_state.stride()
-    params.conv_state_batch_stride, params.conv_state_dim_stride, params.conv_state_len_stride = strides
-    params.conv_weight = weight.data_ptr()
-    params.conv_weight_dtype = DTYPE_CODES[weight.dtype]
-    if bias is not None:
-        params.conv_bias = bias.data_ptr()
-        params.conv_bias_dtype = DTYPE_CODES[bias.dtype]
-    params.state = ssm_state.data_ptr()
-    params.state_dtype = DTYPE_CODES[ssm_state.dtype]
-    strides = ssm_state.stride()
-    params.state_batch_stride, params.state_head_stride, params.state_dim_stride, params.state_dstate_stride = strides
-    params.dt_bias = dt_bias.data_ptr()
-    params.dt_bias_dtype = DTYPE_CODES[dt_bias.dtype]
-    params.A_log = A_log.data_ptr()
-    params.A_log_dtype = DTYPE_CODES[A_log.dtype]
-    params.D = D.data_ptr()
-    params.D_dtype = DTYPE_CODES[D.dtype]
+    """Sets all fields but the run's, from tensors in kernel layout."""
+    fill_fields(params, sizes, options, inputs, Results(out))
+    D = inputs.D
     params.D_head_stride, params.D_dim_stride = D.stride() if D.dim() == 2 else (1, 0)
-    params.norm_weight = pointer(rmsnorm_weight)
-    if rmsnorm_weight is not None:
-        params.norm_weight_dtype = DTYPE_CODES[rmsnorm_weight.dtype]
-    params.out = out.data_ptr()
-    params.out_batch_stride = out.stride(0)
+    params.norm_eps = options.rmsnorm_eps

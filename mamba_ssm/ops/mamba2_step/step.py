@@ -5,7 +5,7 @@ import torch
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import call, define, reference, signature, unpack, unpack_traced, wrote_in_place
-from mamba_ssm.ops.mamba2_step.arguments import NAME, Inputs, Options, check, fill, kernel_layout
+from mamba_ssm.ops.mamba2_step.arguments import NAME, SPEC, Inputs, Options, check, fill
 from mamba_ssm.ops.mamba2_step.reference import mamba2_step_ref
 
 
@@ -56,7 +56,7 @@ def _step(*arguments):
         return out
     params = abi.MambaMamba2Step()
     functions = place(params, out)
-    inputs = kernel_layout(inputs)  # held until the call is made
+    inputs = SPEC.layout(inputs)  # held until the call is made
     fill(params, sizes, inputs, options, out)
     run(functions, NAME, params)
     wrote_in_place(inputs.conv_state)

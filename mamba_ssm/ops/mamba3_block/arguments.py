@@ -5,36 +5,52 @@ Letters: B batch, R rank, H heads, P headdim, G groups of B and C, N dstate, S a
 
 import itertools
 import typing
+from typing import Annotated
 
 import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import DTYPE_CODES, pointer
-from mamba_ssm.ops.mamba3_scan.arguments import place_states
+from mamba_ssm._native.launch import DTYPE_CODES
+from mamba_ssm._torch import make
+from mamba_ssm.ops._shared.spec import Arg, Spec
+from mamba_ssm.ops._shared.spec import fill as fill_fields
 from mamba_ssm.ops.ssd.arguments import check_head
 
 NAME = "mamba3_block_step"
 
 
+_BIAS, _PROJECTION = Arg("float", "H, R, N"), Arg("float", "H, R, P")
+
+
 class Inputs(typing.NamedTuple):
     """The tensors that the operator takes, in their order; the states are written in place."""
 
-    zxBCdt: torch.Tensor
-    angle_state: torch.Tensor
-    ssm_state: torch.Tensor
-    k_state: torch.Tensor
-    v_state: torch.Tensor
-    dt_bias: torch.Tensor
-    B_weight: torch.Tensor
-    C_weight: torch.Tensor
-    B_bias: torch.Tensor
-    C_bias: torch.Tensor
-    D: torch.Tensor | None
-    mimo_x: torch.Tensor | None
-    mimo_z: torch.Tensor | None
-    mimo_o: torch.Tensor | None
-    norm_weight: torch.Tensor | None
+    zxBCdt: Annotated[torch.Tensor, Arg("", "B, C")]
+    angle_state: Annotated[torch.Tensor, Arg("float32", "B, H, S", field="state_angle")]
+    ssm_state: Annotated[torch.Tensor, Arg("float", "B, H, P, N", field="state_ssm", code="ssm_dtype")]
+    k_state: Annotated[torch.Tensor, Arg("float", "B, R, H, N", field="state_k", code="k_dtype")]
+    v_state: Annotated[torch.Tensor, Arg("float", "B, H, P", field="state_v", code="v_dtype")]
+    dt_bias: Annotated[torch.Tensor, Arg("float", "H", code="parameter_dtype")]
+    B_weight: Annotated[torch.Tensor, Arg("float", "N", field="k_weight", code="weight_dtype")]
+    C_weight: Annotated[torch.Tensor, Arg("float", "N", field="q_weight")]
+    B_bias: Annotated[torch.Tensor, _BIAS._replace(field="k_bias")]
+    C_bias: Annotated[torch.Tensor, _BIAS._replace(field="q_bias")]
+    D: Annotated[torch.Tensor | None, Arg("float", "H")]
+    mimo_x: Annotated[torch.Tensor | None, _PROJECTION._replace(field="mimo_v")]
+    mimo_z: Annotated[torch.Tensor | None, _PROJECTION]
+    mimo_o: Annotated[torch.Tensor | None, _PROJECTION._replace(field="mimo_out")]
+    norm_weight: Annotated[torch.Tensor | None, Arg("float", "H P")]
+
+
+# As the kernels take them; zxBCdt goes in parts.
+_Parameters = typing.NamedTuple(  # type: ignore[misc]
+    "_Parameters", [(name, kind) for name, kind in Inputs.__annotations__.items() if name != "zxBCdt"]
+)
+
+
+class Out(typing.NamedTuple):
+    out: Annotated[torch.Tensor, Arg("", "B, H, P | B, R, H, P", "batch head - | batch rank head -")]
 
 
 STATE_NAMES = Inputs._fields[1:5]
@@ -71,6 +87,9 @@ class Sizes(typing.NamedTuple):
         return channels, channels, matrix, matrix, self.nheads, self.nheads, self.nheads, self.nangles
 
 
+_SPEC = Spec(NAME, Inputs)
+
+
 def check(inputs, options):
     """Raises on any argument that the kernels do not take; returns the sizes."""
     zxBCdt, ngroups = inputs.zxBCdt, options.ngroups
@@ -91,17 +110,7 @@ def check(inputs, options):
             f"{NAME}: zxBCdt must have 2 H P + 2 R G N + 3 H + S = {sum(sizes.columns)} columns with H = {nheads}, "
             f"P = {headdim}, R = {rank}, G = {ngroups}, N = {dstate}, S = {nangles}, got {zxBCdt.shape[1]}"
         )
-    shapes = {
-        "ssm_state": ((batch, nheads, headdim, dstate), "(B, H, P, N)"),
-        "k_state": ((batch, rank, nheads, dstate), "(B, R, H, N)"),
-        "v_state": ((batch, nheads, headdim), "(B, H, P)"),
-    }
-    states = batch, nheads, nangles
-    checks.check_float32(NAME, "angle_state", inputs.angle_state, states, zxBCdt, "zxBCdt", "(B, H, S)")
-    for name, (shape, letters) in (shapes | parameter_shapes(sizes)).items():
-        tensor = getattr(inputs, name)
-        if tensor is not None:
-            checks.check_float(NAME, name, tensor, shape, zxBCdt, "zxBCdt", letters)
+    _SPEC.check(inputs, dict(zip("BRHPGNS", sizes, strict=True)), like_name="zxBCdt", like=zxBCdt)
     for name in STATE_NAMES:
         checks.check_writable(NAME, name, getattr(inputs, name))
     return sizes
@@ -151,16 +160,11 @@ def kernel_layout(inputs):
 def fill(params, sizes, inputs, options, states, out):
     """Sets all fields but the run's, from kernel_layout's tensors and contiguous states."""
     zxBCdt = inputs.zxBCdt
-    params.batch, params.rank, params.nheads, params.headdim, params.ngroups, params.dstate, params.nangles = sizes
+    fill_fields(params, sizes, options, make(_Parameters, (*states, *inputs[5:])), Out(out))
     params.seqlen, params.sequences = 1, sizes.batch
     dtype = DTYPE_CODES[zxBCdt.dtype]
     params.dtype = params.adt_dtype = params.dt_dtype = params.trap_dtype = params.angle_dtype = dtype
-    params.parameter_dtype = DTYPE_CODES[inputs.dt_bias.dtype]
-    params.weight_dtype = DTYPE_CODES[inputs.B_weight.dtype]
-    params.pairwise = options.pairwise
-    params.A_softplus = options.A_softplus
-    params.A_floor = options.A_floor
-    params.k_eps, params.q_eps, params.norm_eps = options.B_eps, options.C_eps, options.norm_eps
+    params.k_eps, params.q_eps = options.B_eps, options.C_eps
     element, first, stride = zxBCdt.element_size(), zxBCdt.data_ptr(), zxBCdt.stride(0)
     z, *parts = (first + before * element for before in itertools.accumulate(sizes.columns[:-1], initial=0))
     params.v, params.k, params.q, params.dt, params.adt, params.trap, params.angles = parts
@@ -172,16 +176,6 @@ def fill(params, sizes, inputs, options, states, out):
     params.dt_head_stride = params.adt_head_stride = params.trap_head_stride = 1
     for name in ("z", "v", "q", "k", "dt", "adt", "trap", "angle"):
         setattr(params, f"{name}_batch_stride", stride)
-    params.dt_bias = inputs.dt_bias.data_ptr()
-    params.q_weight, params.k_weight = inputs.C_weight.data_ptr(), inputs.B_weight.data_ptr()
-    params.q_bias, params.k_bias = inputs.C_bias.data_ptr(), inputs.B_bias.data_ptr()
-    params.D = pointer(inputs.D)
-    params.mimo_v, params.mimo_z, params.mimo_out = map(pointer, (inputs.mimo_x, inputs.mimo_z, inputs.mimo_o))
-    params.norm_weight = pointer(inputs.norm_weight)
-    place_states(params, states)
-    params.out = out.data_ptr()
-    params.out_batch_stride, *rank_stride, params.out_head_stride, _ = out.stride()
-    params.out_rank_stride = rank_stride[0] if rank_stride else 0
 
 
 def out_shape(sizes, inputs):

@@ -5,13 +5,16 @@ those that cu_seqlens bounds). Q, K and V are what Mamba-2's scan calls C, B and
 """
 
 import typing
+from typing import Annotated
 
 import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import DTYPE_CODES, pointer
+from mamba_ssm._native.launch import DTYPE_CODES
 from mamba_ssm._torch import make, values_at_hand
+from mamba_ssm.ops._shared.spec import Arg, Spec
+from mamba_ssm.ops._shared.spec import fill as fill_fields
 
 NAME = "mamba3_scan"  # what errors call the operators
 
@@ -25,30 +28,37 @@ class States(typing.NamedTuple):
     v: torch.Tensor  # (U, H, P) the last step's V
 
 
+_QK = Arg("same", "B, L, R, G, N", "batch len rank group -")
+_HEADS = Arg("same", "B, L, H, P", "batch len head -")
+_STEPS = Arg("float", "B, L, H", "batch len head")
+_ANGLES = Arg("float", "B, L, S | B, L, H, S", "batch len - | batch len head -", field="angles", stem="angle")
+_BIAS, _PROJECTION = Arg("float32", "H, R, N"), Arg("float32", "H, R, P")
+
+
 class Inputs(typing.NamedTuple):
     """The tensors that the scan takes, in their order."""
 
-    Q: torch.Tensor  # (B, L, R, G, N)
-    K: torch.Tensor  # (B, L, R, G, N)
-    V: torch.Tensor  # (B, L, H, P)
-    ADT: torch.Tensor  # (B, L, H)
-    DT: torch.Tensor  # (B, L, H)
-    Trap: torch.Tensor  # (B, L, H)
-    Q_bias: torch.Tensor  # (H, R, N)
-    K_bias: torch.Tensor  # (H, R, N)
-    Angles: torch.Tensor  # (B, L, S), or (B, L, H, S)
-    D: torch.Tensor | None  # (H)
-    Z: torch.Tensor | None  # (B, L, H, P)
-    MIMO_V: torch.Tensor | None  # (H, R, P)
-    MIMO_Z: torch.Tensor | None  # (H, R, P)
-    MIMO_Out: torch.Tensor | None  # (H, R, P)
-    norm_weight: torch.Tensor | None  # (H, P)
-    angle_state: torch.Tensor | None  # the four of States, all or none
-    ssm_state: torch.Tensor | None
-    k_state: torch.Tensor | None
-    v_state: torch.Tensor | None
-    seq_idx: torch.Tensor | None  # (B, L)
-    cu_seqlens: torch.Tensor | None  # (U + 1)
+    Q: Annotated[torch.Tensor, _QK._replace(field="q")]
+    K: Annotated[torch.Tensor, _QK._replace(field="k")]
+    V: Annotated[torch.Tensor, _HEADS._replace(field="v", code="dtype")]
+    ADT: Annotated[torch.Tensor, _STEPS._replace(field="adt", code="adt_dtype")]
+    DT: Annotated[torch.Tensor, _STEPS._replace(field="dt", code="dt_dtype")]
+    Trap: Annotated[torch.Tensor, _STEPS._replace(field="trap", code="trap_dtype")]
+    Q_bias: Annotated[torch.Tensor, _BIAS._replace(field="q_bias")]
+    K_bias: Annotated[torch.Tensor, _BIAS._replace(field="k_bias")]
+    Angles: Annotated[torch.Tensor, _ANGLES._replace(code="angle_dtype")]
+    D: Annotated[torch.Tensor | None, Arg("float32", "H")]
+    Z: Annotated[torch.Tensor | None, _HEADS._replace(field="z")]
+    MIMO_V: Annotated[torch.Tensor | None, _PROJECTION._replace(field="mimo_v")]
+    MIMO_Z: Annotated[torch.Tensor | None, _PROJECTION._replace(field="mimo_z")]
+    MIMO_Out: Annotated[torch.Tensor | None, _PROJECTION._replace(field="mimo_out")]
+    norm_weight: Annotated[torch.Tensor | None, Arg("float32", "H, P")]
+    angle_state: Annotated[torch.Tensor | None, Arg("float32", "U, H, S")]  # the four of States, all or none
+    ssm_state: Annotated[torch.Tensor | None, Arg("float32", "U, H, P, N")]
+    k_state: Annotated[torch.Tensor | None, Arg("float32", "U, R, H, N")]
+    v_state: Annotated[torch.Tensor | None, Arg("float32", "U, H, P")]
+    seq_idx: Annotated[torch.Tensor | None, Arg("int32", "B, L")]
+    cu_seqlens: Annotated[torch.Tensor | None, Arg("", "U + 1")]
 
     @property
     def states(self):
@@ -60,6 +70,21 @@ class Inputs(typing.NamedTuple):
 
 REQUIRED = Inputs._fields[: Inputs._fields.index("D")]
 STATE_NAMES = tuple(f"{name}_state" for name in States._fields)
+
+
+class FinalStates(typing.NamedTuple):
+    """Those after the last step, and then their gradients, as the kernels' parameters have them."""
+
+    final_angle: Annotated[torch.Tensor | None, Arg("", "U, H, S")]
+    final_ssm: Annotated[torch.Tensor | None, Arg("", "U, H, P, N")]
+    final_k: Annotated[torch.Tensor | None, Arg("", "U, R, H, N")]
+    final_v: Annotated[torch.Tensor | None, Arg("", "U, H, P")]
+
+
+class Out(typing.NamedTuple):
+    """The output, of the heads or of each of their rows."""
+
+    out: Annotated[torch.Tensor, Arg("", "B, L, H, P | B, L, R, H, P", "batch len head - | batch len rank head -")]
 
 
 class Options(typing.NamedTuple):
@@ -92,6 +117,10 @@ class Sizes(typing.NamedTuple):
         )
 
 
+_SPEC = Spec(NAME, Inputs)
+_NOT_STATES = [name for name in Inputs._fields if name not in STATE_NAMES and name != "seq_idx"]
+
+
 def check(inputs, any_states=False):
     """Raises on any argument that the kernels do not take; returns the sizes. any_states: the states, but for the
     angle, may also be float16 or bfloat16.
@@ -101,48 +130,24 @@ def check(inputs, any_states=False):
     checks.check_activation_dtype(NAME, "V", V)
     checks.check_dims(NAME, "Q", Q, 5, "(B, L, R, G, N)")
     checks.check_tensor(NAME, "Angles", Angles)
-    batch, seqlen, nheads, headdim = V.shape
-    rank, ngroups, dstate = Q.shape[2:]
+    if Angles.dim() != 4:
+        checks.check_dims(NAME, "Angles", Angles, 3, "(B, L, S) or (B, L, H, S)")
+    (batch, seqlen, nheads, headdim), (rank, ngroups, dstate), nangles = V.shape, Q.shape[2:], Angles.shape[-1]
     for name, size, most in (
         ("headdim (P of V)", headdim, abi.MAX_HEADDIM),
         ("dstate (N of Q)", dstate, abi.MAX_DSTATE),
+        ("the rank (R of Q)", rank, abi.MAX_RANK),
     ):
         if not 1 <= size <= most:
             raise ValueError(f"{NAME}: {name} must lie in 1..{most}, got {size}")
-    if not 1 <= rank <= abi.MAX_RANK:
-        raise ValueError(f"{NAME}: the rank (R of Q) must lie in 1..{abi.MAX_RANK}, got {rank}")
     checks.check_groups(NAME, "nheads (heads of V)", nheads, ngroups)
-    letters = "(B, L, R, G, N)"
-    checks.check_same(NAME, "Q", Q, (batch, seqlen, rank, ngroups, dstate), V, "V", letters)
-    checks.check_same(NAME, "K", inputs.K, Q.shape, V, "V", letters)
-    for name in ("ADT", "DT", "Trap"):
-        checks.check_float(NAME, name, getattr(inputs, name), (batch, seqlen, nheads), V, "V", "(B, L, H)")
-    if Angles.dim() == 4:
-        nangles = Angles.shape[3]
-        checks.check_float(NAME, "Angles", Angles, (batch, seqlen, nheads, nangles), V, "V", "(B, L, H, S)")
-    else:
-        checks.check_dims(NAME, "Angles", Angles, 3, "(B, L, S) or (B, L, H, S)")
-        nangles = Angles.shape[2]
-        checks.check_float(NAME, "Angles", Angles, (batch, seqlen, nangles), V, "V", "(B, L, S) or (B, L, H, S)")
+    sizes = make(Sizes, (batch, seqlen, rank, nheads, headdim, ngroups, dstate, nangles, batch))
+    _SPEC.check(inputs, dict(zip("BLRHPGNSU", sizes, strict=True)), _NOT_STATES, like=V, like_name="V")
     if 2 * nangles > dstate:
         raise ValueError(f"{NAME}: each angle rotates two of the {dstate} entries of Q and K, got {nangles} angles")
-    if inputs.Z is not None:
-        checks.check_same(NAME, "Z", inputs.Z, V.shape, V, "V", "(B, L, H, P)")
-    _check_parameters(inputs, nheads, rank, headdim, dstate)
-    sequences = check_packing(NAME, V, "V", inputs)
-    sizes = make(Sizes, (batch, seqlen, rank, nheads, headdim, ngroups, dstate, nangles, sequences))
+    sizes = sizes._replace(sequences=check_packing(NAME, V, "V", inputs))
     check_states(NAME, V, "V", inputs, sizes, any_states)
     return sizes
-
-
-def _check_parameters(inputs, nheads, rank, headdim, dstate):
-    projection = (nheads, rank, headdim), "(H, R, P)"
-    bias = (nheads, rank, dstate), "(H, R, N)"
-    shapes = {"Q_bias": bias, "K_bias": bias, "D": ((nheads,), "(H,)"), "norm_weight": ((nheads, headdim), "(H, P)")}
-    for name, (shape, letters) in (shapes | dict.fromkeys(("MIMO_V", "MIMO_Z", "MIMO_Out"), projection)).items():
-        tensor = getattr(inputs, name)
-        if tensor is not None or name.endswith("bias"):
-            checks.check_float32(NAME, name, tensor, shape, inputs.V, "V", letters)
 
 
 def check_packing(op, x, x_name, inputs):
@@ -187,74 +192,14 @@ def check_states(op, x, x_name, inputs, sizes, any_states=False):
 
 
 def kernel_layout(inputs):
-    """The same tensors in the layout that the kernels take: any strides but along the last dimension of Q, K, V, Angles
-    and Z, and parameters and states contiguous.
-    """
-    if checks.all_contiguous(inputs):
-        return inputs
-    strided = {name: checks.unit_last_stride(getattr(inputs, name)) for name in ("Q", "K", "V", "Angles", "Z")}
-    any_strides = {name: getattr(inputs, name) for name in ("ADT", "DT", "Trap")}
-    return Inputs(
-        *(
-            strided[name] if name in strided else any_strides.get(name, checks.contiguous(tensor))
-            for name, tensor in zip(Inputs._fields, inputs, strict=True)
-        )
-    )
+    """The same tensors in the layout that the kernels take."""
+    return _SPEC.layout(inputs)
 
 
-def fill(params, sizes, inputs, options):
-    """Sets the fields that forward and backward share, from tensors in kernel layout."""
-    Q, K, V, Angles, Z = inputs.Q, inputs.K, inputs.V, inputs.Angles, inputs.Z
-    params.batch = sizes.batch
-    params.seqlen = sizes.seqlen
-    params.rank = sizes.rank
-    params.nheads = sizes.nheads
-    params.headdim = sizes.headdim
-    params.ngroups = sizes.ngroups
-    params.dstate = sizes.dstate
-    params.nangles = sizes.nangles
-    params.sequences = sizes.sequences
-    params.dtype = DTYPE_CODES[V.dtype]
-    params.adt_dtype = DTYPE_CODES[inputs.ADT.dtype]
-    params.dt_dtype = DTYPE_CODES[inputs.DT.dtype]
-    params.trap_dtype = DTYPE_CODES[inputs.Trap.dtype]
-    params.angle_dtype = DTYPE_CODES[Angles.dtype]
-    params.pairwise = options.pairwise
-    params.norm_eps = options.norm_eps
-    params.q = Q.data_ptr()
-    params.q_batch_stride, params.q_len_stride, params.q_rank_stride, params.q_group_stride, _ = Q.stride()
-    params.k = K.data_ptr()
-    params.k_batch_stride, params.k_len_stride, params.k_rank_stride, params.k_group_stride, _ = K.stride()
-    params.v = V.data_ptr()
-    params.v_batch_stride, params.v_len_stride, params.v_head_stride, _ = V.stride()
-    params.adt = inputs.ADT.data_ptr()
-    params.adt_batch_stride, params.adt_len_stride, params.adt_head_stride = inputs.ADT.stride()
-    params.dt = inputs.DT.data_ptr()
-    params.dt_batch_stride, params.dt_len_stride, params.dt_head_stride = inputs.DT.stride()
-    params.trap = inputs.Trap.data_ptr()
-    params.trap_batch_stride, params.trap_len_stride, params.trap_head_stride = inputs.Trap.stride()
-    params.angles = Angles.data_ptr()
-    params.angles_of_heads = Angles.dim() == 4
-    if Angles.dim() == 4:
-        params.angle_batch_stride, params.angle_len_stride, params.angle_head_stride, _ = Angles.stride()
-    else:
-        params.angle_batch_stride, params.angle_len_stride, _ = Angles.stride()
-    if Z is not None:
-        params.z = Z.data_ptr()
-        params.z_batch_stride, params.z_len_stride, params.z_head_stride, _ = Z.stride()
-    params.q_bias = inputs.Q_bias.data_ptr()
-    params.k_bias = inputs.K_bias.data_ptr()
-    params.D = pointer(inputs.D)
-    params.mimo_v = pointer(inputs.MIMO_V)
-    params.mimo_z = pointer(inputs.MIMO_Z)
-    params.mimo_out = pointer(inputs.MIMO_Out)
-    params.norm_weight = pointer(inputs.norm_weight)
-    params.angle_state = pointer(inputs.angle_state)
-    params.ssm_state = pointer(inputs.ssm_state)
-    params.k_state = pointer(inputs.k_state)
-    params.v_state = pointer(inputs.v_state)
-    params.seq_idx = pointer(inputs.seq_idx)
-    params.cu_seqlens = pointer(inputs.cu_seqlens)
+def fill(params, sizes, inputs, options, *records):
+    """Sets the fields of the inputs and other records, of tensors (or Views) in kernel layout."""
+    fill_fields(params, sizes, options, inputs, *records)
+    params.angles_of_heads = inputs.Angles.dim() == 4
 
 
 def place_states(params, states):
@@ -267,15 +212,6 @@ def place_states(params, states):
     params.state_ssm = ssm.data_ptr()
     params.state_k = k.data_ptr()
     params.state_v = v.data_ptr()
-
-
-def place_out(params, inputs, out):
-    """Sets the output's fields."""
-    params.out = out.data_ptr()
-    if inputs.MIMO_Out is None:
-        params.out_batch_stride, params.out_len_stride, params.out_rank_stride, params.out_head_stride, _ = out.stride()
-    else:
-        params.out_batch_stride, params.out_len_stride, params.out_head_stride, _ = out.stride()
 
 
 def out_shape(sizes, inputs):

@@ -1,13 +1,15 @@
 """The backward operator of Mamba-3's scan: gradients of every input, from the inputs alone."""
 
 import typing
+from typing import Annotated
 
 import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
-from mamba_ssm._native.launch import place, pointer, run
+from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import define, make, no_autocast, returns, signature, unpack
+from mamba_ssm.ops._shared.spec import Arg
 from mamba_ssm.ops.mamba3_scan.arguments import Inputs, Options, check, fill, kernel_layout, new_like, out_shape
 from mamba_ssm.ops.mamba3_scan.chunks import scan_chunks
 from mamba_ssm.ops.mamba3_scan.packed import scan_packed
@@ -19,34 +21,43 @@ MOST_CUDA_RANK = 16  # what the CUDA kernels take
 class FinalGradients(typing.NamedTuple):
     """Those of the final states; None: zero."""
 
-    dangle_final: torch.Tensor | None
-    dssm_final: torch.Tensor | None
-    dk_final: torch.Tensor | None
-    dv_final: torch.Tensor | None
+    dangle_final: Annotated[torch.Tensor | None, Arg("", "U, H, S", field="dfinal_angle")]
+    dssm_final: Annotated[torch.Tensor | None, Arg("", "U, H, P, N", field="dfinal_ssm")]
+    dk_final: Annotated[torch.Tensor | None, Arg("", "U, R, H, N", field="dfinal_k")]
+    dv_final: Annotated[torch.Tensor | None, Arg("", "U, H, P", field="dfinal_v")]
+
+
+class Incoming(typing.NamedTuple):
+    dout: Annotated[torch.Tensor, Arg("", "B, L, H, P | B, L, R, H, P", "batch len head - | batch len rank head -")]
+
+
+_QK, _BIAS, _PROJECTION = Arg("", "B, L, R, G, N"), Arg("", "H, R, N"), Arg("", "H, R, P")
+_HEADS, _STEPS = Arg("", "B, L, H, P", ". step . ."), Arg("", "B, L, H", ". step .")
+_ANGLES = Arg("", "B, L, S | B, L, H, S", ". step . | . step . .", field="dangles", stem="dangle")
 
 
 class Gradients(typing.NamedTuple):
     """The operator's results, in the order of their inputs, None for those of absent ones."""
 
-    dQ: torch.Tensor
-    dK: torch.Tensor
-    dV: torch.Tensor
-    dADT: torch.Tensor
-    dDT: torch.Tensor
-    dTrap: torch.Tensor
-    dQ_bias: torch.Tensor
-    dK_bias: torch.Tensor
-    dAngles: torch.Tensor
-    dD: torch.Tensor | None
-    dZ: torch.Tensor | None
-    dMIMO_V: torch.Tensor | None
-    dMIMO_Z: torch.Tensor | None
-    dMIMO_Out: torch.Tensor | None
-    dnorm_weight: torch.Tensor | None
-    dangle_state: torch.Tensor | None
-    dssm_state: torch.Tensor | None
-    dk_state: torch.Tensor | None
-    dv_state: torch.Tensor | None
+    dQ: Annotated[torch.Tensor, _QK._replace(field="dq")]
+    dK: Annotated[torch.Tensor, _QK._replace(field="dk")]
+    dV: Annotated[torch.Tensor, _HEADS._replace(field="dv")]
+    dADT: Annotated[torch.Tensor, Arg("", "B, L, H", field="dadt")]
+    dDT: Annotated[torch.Tensor, Arg("", "B, L, H", field="ddt")]
+    dTrap: Annotated[torch.Tensor, _STEPS._replace(field="dtrap")]
+    dQ_bias: Annotated[torch.Tensor, _BIAS._replace(field="dq_bias")]
+    dK_bias: Annotated[torch.Tensor, _BIAS._replace(field="dk_bias")]
+    dAngles: Annotated[torch.Tensor, _ANGLES]
+    dD: Annotated[torch.Tensor | None, Arg("", "H")]
+    dZ: Annotated[torch.Tensor | None, _HEADS._replace(field="dz")]
+    dMIMO_V: Annotated[torch.Tensor | None, _PROJECTION._replace(field="dmimo_v")]
+    dMIMO_Z: Annotated[torch.Tensor | None, _PROJECTION._replace(field="dmimo_z")]
+    dMIMO_Out: Annotated[torch.Tensor | None, _PROJECTION._replace(field="dmimo_out")]
+    dnorm_weight: Annotated[torch.Tensor | None, Arg("", "H, P")]
+    dangle_state: Annotated[torch.Tensor | None, Arg("", "U, H, S")]
+    dssm_state: Annotated[torch.Tensor | None, Arg("", "U, H, P, N")]
+    dk_state: Annotated[torch.Tensor | None, Arg("", "U, R, H, N")]
+    dv_state: Annotated[torch.Tensor | None, Arg("", "U, H, P")]
 
 
 def _check(dout, finals, inputs):
@@ -92,41 +103,9 @@ def launch_backward(sizes, dout, finals, inputs, options, grads):
     """
     params = abi.MambaMamba3Backward()
     functions = place(params, dout)
-    fill(params, sizes, inputs, options)
+    fill(params, sizes, inputs, options, Incoming(dout), finals, grads)
     workspace = dout.new_empty(functions["mamba3_backward_workspace"](params.forward), dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
-    params.dout = dout.data_ptr()
-    if inputs.MIMO_Out is None:
-        params.dout_batch_stride, params.dout_len_stride, params.dout_rank_stride, params.dout_head_stride, _ = (
-            dout.stride()
-        )
-    else:
-        params.dout_batch_stride, params.dout_len_stride, params.dout_head_stride, _ = dout.stride()
-    params.dfinal_angle, params.dfinal_ssm, params.dfinal_k, params.dfinal_v = map(pointer, finals)
-    params.dq = grads.dQ.data_ptr()
-    params.dk = grads.dK.data_ptr()
-    params.dv = grads.dV.data_ptr()
-    params.dv_step_stride = grads.dV.stride()[1]
-    params.dadt = grads.dADT.data_ptr()
-    params.ddt = grads.dDT.data_ptr()
-    params.dtrap = grads.dTrap.data_ptr()
-    params.dtrap_step_stride = grads.dTrap.stride()[1]
-    params.dq_bias = grads.dQ_bias.data_ptr()
-    params.dk_bias = grads.dK_bias.data_ptr()
-    params.dangles = grads.dAngles.data_ptr()
-    params.dangle_step_stride = grads.dAngles.stride()[1]
-    params.dD = pointer(grads.dD)
-    if grads.dZ is not None:
-        params.dz = grads.dZ.data_ptr()
-        params.dz_step_stride = grads.dZ.stride()[1]
-    params.dmimo_v = pointer(grads.dMIMO_V)
-    params.dmimo_z = pointer(grads.dMIMO_Z)
-    params.dmimo_out = pointer(grads.dMIMO_Out)
-    params.dnorm_weight = pointer(grads.dnorm_weight)
-    params.dangle_state = pointer(grads.dangle_state)
-    params.dssm_state = pointer(grads.dssm_state)
-    params.dk_state = pointer(grads.dk_state)
-    params.dv_state = pointer(grads.dv_state)
     run(functions, "mamba3_backward", params)
     del workspace  # held until here: the kernels have it now
 

@@ -23,8 +23,10 @@ from mamba_ssm._torch import (
 )
 from mamba_ssm.ops.mamba3_scan.arguments import (
     NAME,
+    FinalStates,
     Inputs,
     Options,
+    Out,
     States,
     check,
     check_bounds_at_hand,
@@ -32,7 +34,6 @@ from mamba_ssm.ops.mamba3_scan.arguments import (
     kernel_layout,
     new_like,
     out_shape,
-    place_out,
 )
 from mamba_ssm.ops.mamba3_scan.backward import MOST_CUDA_RANK, gradients_by_torch, mamba3_scan_backward_op
 from mamba_ssm.ops.mamba3_scan.reference import mamba3_scan_ref
@@ -159,15 +160,10 @@ def launch_forward(sizes, inputs, options, out, final_angle, final_ssm, final_k,
     """Writes out and the final states, unless these are None, of tensors or Views in kernel layout."""
     params = abi.MambaMamba3()
     functions = place(params, out)
-    fill(params, sizes, inputs, options)
-    place_out(params, inputs, out)
+    finals = final_angle, final_ssm, final_k, final_v
+    fill(params, sizes, inputs, options, Out(out), FinalStates(*finals))
     workspace = out.new_empty(functions["mamba3_forward_workspace"](params), dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
-    if final_ssm is not None:
-        params.final_angle = final_angle.data_ptr()
-        params.final_ssm = final_ssm.data_ptr()
-        params.final_k = final_k.data_ptr()
-        params.final_v = final_v.data_ptr()
     run(functions, "mamba3_forward", params)
     del workspace  # held until here: the kernels have it now
 

@@ -13,13 +13,13 @@ from mamba_ssm.ops.mamba3_scan.arguments import (
     STATE_NAMES,
     Inputs,
     Options,
+    Out,
     States,
     check,
     fill,
     kernel_layout,
     new_like,
     out_shape,
-    place_out,
     place_states,
 )
 from mamba_ssm.ops.mamba3_scan.reference import mamba3_scan_ref
@@ -122,8 +122,7 @@ def _step_fake(*arguments):
 def _launch(sizes, inputs, options, states, out):
     params = abi.MambaMamba3Step()
     functions = place(params, inputs.V)
-    fill(params, sizes, inputs, options)
-    place_out(params, inputs, out)
+    fill(params, sizes, inputs, options, Out(out))
     place_states(params, states)
     run(functions, "mamba3_step", params)
 

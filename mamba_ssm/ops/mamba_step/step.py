@@ -5,7 +5,8 @@ import torch
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import place, run
 from mamba_ssm._torch import call, define, make, reference, signature, wrote_in_place
-from mamba_ssm.ops.mamba_step.arguments import NAME, Inputs, check, fill, kernel_layout
+from mamba_ssm.ops._shared.spec import fill
+from mamba_ssm.ops.mamba_step.arguments import NAME, SPEC, Inputs, Results, check
 from mamba_ssm.ops.mamba_step.reference import mamba_step_ref
 
 
@@ -49,8 +50,8 @@ def _step(*arguments):
         return out
     params = abi.MambaMambaStep()
     functions = place(params, out)
-    inputs = kernel_layout(inputs)  # held until the call is made
-    fill(params, sizes, inputs, out)
+    inputs = SPEC.layout(inputs)  # held until the call is made
+    fill(params, sizes, inputs, Results(out))
     workspace = xz.new_empty(functions["mamba_step_workspace"](params), dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
     run(functions, NAME, params)

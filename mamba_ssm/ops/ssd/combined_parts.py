@@ -9,7 +9,7 @@ Letters: B batch, L length, H heads, P headdim, G groups of B and C, N dstate, K
 import torch
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import call, flat
+from mamba_ssm._torch import call, flat, make
 from mamba_ssm.ops.ssd.arguments import NAME, Options, Ungated, check_options
 from mamba_ssm.ops.ssd.backward import Wanted, of_inputs, ssd_backward_op
 from mamba_ssm.ops.ssd.chunks import chunk_cumsum, chunk_state, state_passing
@@ -90,7 +90,7 @@ def combined_backward(
     A, D, dt_bias, initial_states, dfinal_states = (
         checks.widen(tensor) for tensor in (A, D, dt_bias, initial_states, dfinal_states)
     )
-    ungated = Ungated(x, dt, A, B, C, D, dt_bias, initial_states, seq_idx)
+    ungated = make(Ungated, (x, dt, A, B, C, D, dt_bias, initial_states, seq_idx))
     with torch.no_grad():
         gated, dgate = out, None
         if z is not None:

@@ -18,7 +18,6 @@ from mamba_ssm.ops.state_update.arguments import (
     check,
     check_destinations,
     fill,
-    fill_buffer,
 )
 from mamba_ssm.ops.state_update.reference import selective_state_update_ref
 
@@ -100,8 +99,8 @@ def _run(inputs, options, destinations):
         return out
     params = abi.MambaSelectiveStateUpdate()
     functions = place(params, out)
-    fill(params, sizes, inputs, options, out)
     sources, (targets, buffer) = inputs.state_batch_indices, destinations
+    fill(params, sizes, inputs, options, out, buffer)
     if sources is not None:
         sources = cache_rows(NAME, "state_batch_indices", sources, state.shape[0], only_read=targets is not None)
         params.state_batch_indices = sources.data_ptr()
@@ -109,8 +108,6 @@ def _run(inputs, options, destinations):
         targets = cache_rows(NAME, "dst_state_batch_indices", targets, state.shape[0])
         check_rows_of_others(NAME, "dst_state_batch_indices", targets, sources)
         params.dst_state_batch_indices = targets.data_ptr()
-    if buffer is not None:
-        fill_buffer(params, buffer)
     run(functions, "selective_state_update", params)
     wrote_in_place(state)
     if buffer is not None:
