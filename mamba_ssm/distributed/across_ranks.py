@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import autocast_dtype, call, is_compiling, make, no_autocast, refuse_second_derivatives, unpack
+from mamba_ssm._torch import call, is_compiling, make, no_autocast, refuse_second_derivatives, unpack
 from mamba_ssm.distributed.distributed_utils import all_gather, all_gather_raw, reduce_scatter_raw
 from mamba_ssm.ops.carry import fold
 from mamba_ssm.ops.causal_conv1d.backward import causal_conv1d_backward_op
@@ -30,10 +30,7 @@ from mamba_ssm.ops.mamba2_block.arguments import Options as Mamba2Options
 from mamba_ssm.ops.mamba2_block.backward import of_inputs
 from mamba_ssm.ops.mamba3_scan import States, mamba3_scan
 from mamba_ssm.ops.mamba3_scan.parts import outer, project, rotate
-from mamba_ssm.ops.mamba_block import BlockInputs
-from mamba_ssm.ops.mamba_block import carried as mamba_part
-from mamba_ssm.ops.mamba_block.arguments import Inputs as MambaInputs
-from mamba_ssm.ops.mamba_block.block import block_gradients
+from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block_part
 from mamba_ssm.ops.selective_scan.arguments import Inputs as ScanInputs
 from mamba_ssm.ops.selective_scan.arguments import Options as ScanOptions
 from mamba_ssm.ops.selective_scan.carry import carried_backward, carried_forward, scan_carry
@@ -62,9 +59,7 @@ def _outside_graphs(function: Callable[..., typing.Any]) -> Callable[..., typing
 @_outside_graphs
 def mamba_across_ranks(inputs: BlockInputs, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     """mamba_block of this rank's part, (B, L, d_model), as one autograd node."""
-    if _wants_gradients(inputs):
-        return _Mamba.apply(process_group, *inputs)
-    return _mamba_forward(inputs, False, _Neighbours(process_group))[0]
+    return mamba_block_part(inputs, _Neighbours(process_group))
 
 
 @_outside_graphs
@@ -286,37 +281,6 @@ class _SelectiveScan(torch.autograd.Function):
         dlast = ctx.neighbours.gradient_after(carry.passed_on, carry.shape)
         *grads, _, _ = carried_backward(dout, dlast, inputs, checkpoints, ctx.options, carry)
         return None, None, *grads
-
-
-def _mamba_forward(
-    block: BlockInputs, keep: bool, neighbours: _Neighbours
-) -> tuple[torch.Tensor, MambaInputs, mamba_part.Carried]:
-    dtype = autocast_dtype(block.hidden_states)
-    with no_autocast(block.hidden_states):
-        return mamba_part.part_forward(block, dtype, keep, neighbours)
-
-
-class _Mamba(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: typing.Any, group: dist.ProcessGroup | None, *tensors: torch.Tensor | None) -> torch.Tensor:
-        ctx.neighbours, block = _Neighbours(group), make(BlockInputs, tensors)
-        out, inner, kept = _mamba_forward(block, True, ctx.neighbours)
-        (need,) = unpack(ctx.needs_input_grad[1:], BlockInputs)
-        weight = block.in_proj_weight if need.hidden_states else None
-        ctx.save_for_backward(weight, block.hidden_states if need.in_proj_weight else None, *inner, *kept)
-        return out
-
-    @staticmethod
-    def backward(ctx: typing.Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_derivatives("a gradient under context parallel")
-        weight, hidden_states, *saved = ctx.saved_tensors
-        inner, kept = unpack(saved, MambaInputs, mamba_part.Carried)
-        (need,) = unpack(ctx.needs_input_grad[1:], BlockInputs)
-        with no_autocast(dout):
-            grads = mamba_part.part_backward(dout, inner, kept, ctx.neighbours)
-            weight, hidden_states = checks.cast(weight, dout.dtype), checks.cast(hidden_states, dout.dtype)
-            grads = block_gradients(grads, inner.A, weight, hidden_states, need.in_proj_bias)
-        return None, *grads
 
 
 class _Mamba2(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """The Mamba block as one memory-saving autograd node, from its input projection's output on, or from its input on."""
 
-from mamba_ssm.ops.mamba_block.block import BlockInputs, mamba_block
+from mamba_ssm.ops.mamba_block.block import BlockInputs, mamba_block, mamba_block_part
 from mamba_ssm.ops.mamba_block.both import Direction, mamba_inner_both
 from mamba_ssm.ops.mamba_block.forward import mamba_inner_fn
 from mamba_ssm.ops.mamba_block.projections import project_in
@@ -10,6 +10,7 @@ __all__ = [
     "BlockInputs",
     "Direction",
     "mamba_block",
+    "mamba_block_part",
     "mamba_inner_both",
     "mamba_inner_fn",
     "mamba_inner_ref",

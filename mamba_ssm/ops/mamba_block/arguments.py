@@ -74,6 +74,13 @@ class Kept(typing.NamedTuple):
     delta: torch.Tensor | None  # (D, B*L), before bias and softplus
 
 
+class Before(typing.NamedTuple):
+    """What a part of a sequence starts from; None where nothing comes before."""
+
+    inputs: torch.Tensor | None  # of the convolution, (B, D, W-1)
+    state: torch.Tensor | None  # (B, D N)
+
+
 class Source(typing.NamedTuple):
     """Where B or C comes from: given, or rows of x_dbl, with a bias and a norm."""
 
@@ -203,11 +210,23 @@ def conv_inputs(xz, inputs, sizes):
     return ConvInputs(channels(xz, sizes), weight, bias, seq_idx=None, initial_states=None)
 
 
-def convolve(xz, inputs, sizes, options):
-    """The convolution's output as a matrix (D, B*L); xz: in memory (2D, B, L)."""
+def convolve(xz, inputs, sizes, options, before=None):
+    """The convolution's output (D, B*L). xz: in memory (2D, B, L); before: None, or inputs before it (B, D, W-1)."""
     out = xz.new_empty((sizes.dim, sizes.columns))
-    launch_convolution(sizes.conv1d, conv_inputs(xz, inputs, sizes), options.conv1d, channels(out, sizes), None)
+    if sizes.columns == 0:
+        return out
+    conv = conv_inputs(xz, inputs, sizes)
+    launch_convolution(sizes.conv1d, conv, options.conv1d, channels(out, sizes), None)
+    if before is not None:
+        # as if nothing came before, which the kernels do faster, and then the first steps again, from what does
+        conv = conv._replace(initial_states=before)
+        launch_convolution(first_steps(sizes), conv, options.conv1d, channels(out, sizes), None)
     return out
+
+
+def first_steps(sizes):
+    """The convolution's sizes, of the steps that see inputs before the part."""
+    return sizes.conv1d._replace(seqlen=min(sizes.width - 1, sizes.seqlen))
 
 
 def delta_of(x_dbl, inputs, sizes, eps):

@@ -11,6 +11,7 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import define, returns, signature, unpack
 from mamba_ssm.ops._shared.gradients import empty_like
+from mamba_ssm.ops.carry import nothing_passed_on
 from mamba_ssm.ops.causal_conv1d.backward import launch_backward as launch_convolution_backward
 from mamba_ssm.ops.mamba_block.arguments import (
     Inputs,
@@ -22,6 +23,7 @@ from mamba_ssm.ops.mamba_block.arguments import (
     conv_inputs,
     convolve,
     delta_of,
+    first_steps,
     matrix_of,
     scan_inputs,
     sources,
@@ -30,6 +32,7 @@ from mamba_ssm.ops.mamba_block.projections import from_columns, rms_norm_channel
 from mamba_ssm.ops.selective_scan.arguments import check_fake
 from mamba_ssm.ops.selective_scan.backward import Gradients as ScanGradients
 from mamba_ssm.ops.selective_scan.backward import launch_backward as launch_scan_backward
+from mamba_ssm.ops.selective_scan.carry import launch_carry, shape_of
 
 _NAME = "mamba_inner_backward"
 
@@ -90,17 +93,27 @@ def _check(dout, inputs, kept):
 
 def _backward(dout, *arguments):
     inputs, kept, options = unpack(arguments, Inputs, Kept, Options)
-    sizes = _check(dout, inputs, kept)
+    return gradients(dout, inputs, kept, options, _check(dout, inputs, kept))
+
+
+def gradients(dout, inputs, kept, options, sizes, neighbours=None, before=None):
+    """The operator's, on arguments that were checked. neighbours, before: those of scan_forward, of a part."""
     if sizes.columns == 0:
+        if neighbours is not None:
+            shape = shape_of(sizes.scan)
+            neighbours.gradient_after(nothing_passed_on(shape, inputs.A), shape)
+            dx = inputs.xz.new_empty((sizes.batch, sizes.dim, sizes.seqlen))
+            neighbours.add_input_gradients(torch.zeros_like(before.inputs), dx)
         return Gradients(*(None if tensor is None else torch.zeros_like(tensor) for tensor in inputs))
     xz = channel_major(inputs.xz, sizes)
     dxz = xz.new_empty((2 * sizes.dim, sizes.columns))
     dout = dout.reshape(sizes.columns, sizes.d_model)
     dy = torch.mm(inputs.out_proj_weight.t(), dout.t())
-    pending = scan_backward(dy, xz, inputs, kept, options, sizes, dxz)
+    part = {"neighbours": neighbours, "before": before}
+    pending = scan_backward(dy, xz, inputs, kept, options, sizes, dxz, **part)
     del dy
     of_out_proj = out_proj_backward(dout, dxz[: sizes.dim], inputs.out_proj_bias)
-    return finish_backward(pending, of_out_proj, xz, inputs, options, sizes, dxz)
+    return finish_backward(pending, of_out_proj, xz, inputs, options, sizes, dxz, **part)
 
 
 class Pending(typing.NamedTuple):
@@ -115,11 +128,10 @@ class Pending(typing.NamedTuple):
     grads: ScanGradients
 
 
-def scan_backward(dy, xz, inputs, kept, options, sizes, dxz, add=False, state=None, after=None):
+def scan_backward(dy, xz, inputs, kept, options, sizes, dxz, add=False, neighbours=None, before=None):
     """The scan's part. In dxz (2D, B*L) it writes the gradient of z, and the scan's output where dx will come.
 
-    add: with reverse, it adds to those of the other direction. state: before the first step. after(scan's inputs, the
-    gradient of its output): what launch_backward takes as dlast_state and as carried.
+    add: with reverse, it adds to those of the other direction. neighbours, before: as gradients takes them.
     """
     eps = options.rms_eps
     x_dbl, checkpoints = kept.x_dbl.contiguous(), kept.checkpoints.contiguous()
@@ -138,8 +150,11 @@ def scan_backward(dy, xz, inputs, kept, options, sizes, dxz, add=False, state=No
     else:
         dB, dC = empty_like(B), empty_like(C)
     du, ddelta = torch.empty_like(dy), torch.empty_like(dy)
-    scan = scan_inputs(conv_out, delta, B, C, xz, inputs, sizes, state)
-    dlast_state, carried = (None, None) if after is None else after(scan, channels(dy, sizes))
+    scan = scan_inputs(conv_out, delta, B, C, xz, inputs, sizes, None if before is None else before.state)
+    dlast_state = carried = None
+    if neighbours is not None:
+        carry = launch_carry(sizes.scan, scan, options.scan, channels(dy, sizes))
+        dlast_state, carried = neighbours.gradient_after(carry.passed_on, carry.shape), carry.workspace
     grads = ScanGradients(
         channels(du, sizes),
         channels(ddelta, sizes),
@@ -162,13 +177,8 @@ def out_proj_backward(dout, y, bias):
     return torch.mm(dout.t(), y.t()), None if bias is None else dout.sum(0)
 
 
-def finish_backward(
-    pending, of_out_proj, xz, inputs, options, sizes, dxz, add=False, convolution_backward=launch_convolution_backward
-):
-    """All gradients; writes dx into dxz, or adds it to what is there.
-
-    convolution_backward: launch_backward of the convolution, or what does more.
-    """
+def finish_backward(pending, of_out_proj, xz, inputs, options, sizes, dxz, add=False, neighbours=None, before=None):
+    """All gradients; writes dx into dxz, or adds it to what is there. neighbours, before: as gradients takes them."""
     x_dbl, conv_out, dx_dbl, (biased_B, biased_C), du, ddelta, grads = pending
     batch, seqlen, rank, eps = sizes.batch, sizes.seqlen, sizes.rank, options.rms_eps
     dt, ddt_rms_weight = x_dbl[:rank], None
@@ -185,10 +195,13 @@ def finish_backward(
     rows_of_C = _finish_rows(of_C, dx_dbl, sizes, None if both else grads.dC, biased_C, eps)
     dx_proj_weight = torch.mm(dx_dbl, conv_out.t())
     du.addmm_(inputs.x_proj_weight.t(), dx_dbl)  # du is the convolution's whole gradient from here on
-    dx = channels(dxz, sizes)
-    dconv1d_weight, dconv1d_bias = convolution_backward(
-        sizes.conv1d, channels(du, sizes), None, conv_inputs(xz, inputs, sizes), options.conv1d, dx, None, add=add
-    )
+    conv = conv_inputs(xz, inputs, sizes)
+    if neighbours is None:
+        given = channels(du, sizes), None, conv, options.conv1d, channels(dxz, sizes), None
+        dconv1d_weight, dconv1d_bias = launch_convolution_backward(sizes.conv1d, *given, add=add)
+    else:
+        given = du, conv, options.conv1d, sizes, dxz, neighbours, before.inputs
+        dconv1d_weight, dconv1d_bias = _convolution_backward_of_part(*given)
     dout_proj_weight, dout_proj_bias = of_out_proj
     return Gradients(
         dxz=from_columns(dxz, batch, seqlen),
@@ -209,6 +222,23 @@ def finish_backward(
         dc_rms_weight=rows_of_C.rms_weight,
         ddt_rms_weight=ddt_rms_weight,
     )
+
+
+def _convolution_backward_of_part(du, conv, options, sizes, dxz, neighbours, inputs_before):
+    """As convolve: with no gradient from the first steps, and then of these alone."""
+    of_first, batch, seqlen = first_steps(sizes), sizes.batch, sizes.seqlen
+    first = from_columns(du, batch, seqlen)[..., : of_first.seqlen]
+    dout = first.clone(memory_format=torch.contiguous_format)
+    first.zero_()
+    given = channels(du, sizes), None, conv, options, channels(dxz, sizes), None
+    dweight, dbias = launch_convolution_backward(sizes.conv1d, *given)
+    dx_first, dbefore = torch.empty_like(dout), torch.empty_like(inputs_before)
+    given = dout, None, conv._replace(initial_states=inputs_before), options, dx_first, dbefore
+    dweight_first, dbias_first = launch_convolution_backward(of_first, *given)
+    dx = from_columns(dxz[: sizes.dim], batch, seqlen)
+    dx[..., : of_first.seqlen] += dx_first
+    neighbours.add_input_gradients(dbefore, dx)
+    return dweight + dweight_first, None if dbias is None else dbias + dbias_first
 
 
 def _finish_rows(source, dx_dbl, sizes, grad, biased, eps):

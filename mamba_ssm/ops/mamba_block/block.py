@@ -6,6 +6,7 @@ Letters: B batch, D channels (d_inner), L length, N dstate, R rank of dt.
 import typing
 
 import torch
+import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import (
@@ -18,12 +19,14 @@ from mamba_ssm._torch import (
     unpack_traced,
     wants_one_node,
 )
-from mamba_ssm.ops.mamba_block.arguments import Inputs, Options
-from mamba_ssm.ops.mamba_block.backward import Gradients, mamba_inner_backward_op
-from mamba_ssm.ops.mamba_block.forward import mamba_inner_fn, mamba_inner_op
+from mamba_ssm.ops.carry import Neighbours
+from mamba_ssm.ops.mamba_block.arguments import Before, Inputs, Kept, Options, check
+from mamba_ssm.ops.mamba_block.backward import Gradients, gradients, mamba_inner_backward_op
+from mamba_ssm.ops.mamba_block.forward import mamba_inner_fn, mamba_inner_op, scan_forward
 from mamba_ssm.ops.mamba_block.projections import project_in, to_columns
 
 _OPTIONS = Options(delta_softplus=True, rms_eps=0.0, checkpoint_lvl=1)
+_PART_OPTIONS = _OPTIONS._replace(checkpoint_lvl=0)
 
 
 class BlockInputs(typing.NamedTuple):
@@ -50,7 +53,7 @@ def mamba_block(inputs: BlockInputs) -> torch.Tensor:
     and autograd take, not by the kernels.
     """
     if wants_one_node(inputs):
-        return apply(_MambaBlock, *inputs)
+        return apply(_MambaBlock, *inputs, None)
     xz = project_in(inputs.hidden_states, inputs.in_proj_weight, inputs.in_proj_bias)
     return mamba_inner_fn(
         xz,
@@ -64,6 +67,17 @@ def mamba_block(inputs: BlockInputs) -> torch.Tensor:
         D=inputs.D.float(),
         delta_bias=inputs.dt_bias.float(),
     )
+
+
+def mamba_block_part(inputs: BlockInputs, neighbours: Neighbours) -> torch.Tensor:
+    """mamba_block of a part of a sequence, (B, L, d_model), whose neighbouring parts lie elsewhere.
+
+    The convolution's output and delta are kept for backward, not computed again.
+    """
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        return _MambaBlock.apply(*inputs, neighbours)
+    out, *_ = _part_forward(_project(inputs, neighbours)[2], False, neighbours)
+    return out
 
 
 def inner_inputs(xz, inputs, dtype):
@@ -121,19 +135,39 @@ def block_gradients(grads, A, in_proj_weight, hidden_states, need_in_proj_bias):
     )
 
 
+def _project(inputs, neighbours):
+    """hidden_states and in_proj's weight as they are multiplied, and the inputs of the operator."""
+    hidden_states, in_proj_weight = inputs.hidden_states, inputs.in_proj_weight
+    dtype = autocast_dtype(hidden_states)
+    if dtype is not None:
+        hidden_states, in_proj_weight = checks.cast(hidden_states, dtype), checks.cast(in_proj_weight, dtype)
+    xz = project_in(hidden_states, in_proj_weight, inputs.in_proj_bias)
+    if neighbours is not None:
+        neighbours.send_inputs(xz[:, : xz.shape[1] // 2], inputs.conv1d_weight.shape[2] - 1)
+    return hidden_states, in_proj_weight, inner_inputs(xz, inputs, dtype)
+
+
+def _part_forward(inner, keep, neighbours):
+    """The part's output, and with keep what backward starts from."""
+    sizes = check(inner)
+    with no_autocast(inner.xz):
+        y, kept, before = scan_forward(inner.xz, inner, sizes, _PART_OPTIONS, keep, neighbours=neighbours)
+        out = F.linear(y.t(), inner.out_proj_weight, inner.out_proj_bias)
+    return out.view(sizes.batch, sizes.seqlen, sizes.d_model), *kept, *before
+
+
 class _MambaBlock(torch.autograd.Function):
-    """_MambaInner with the input projection in front and A_log in place of A."""
+    """_MambaInner with the input projection in front and A_log in place of A, of a whole sequence or of a part."""
 
     @staticmethod
     def forward(ctx, *arguments):
-        inputs = BlockInputs(*arguments)
-        hidden_states, in_proj_weight = inputs.hidden_states, inputs.in_proj_weight
-        dtype = autocast_dtype(hidden_states)
-        if dtype is not None:
-            hidden_states, in_proj_weight = checks.cast(hidden_states, dtype), checks.cast(in_proj_weight, dtype)
-        inner = inner_inputs(project_in(hidden_states, in_proj_weight, inputs.in_proj_bias), inputs, dtype)
-        *options, reverse = _OPTIONS
-        out, *inner_kept = call_below_autograd(mamba_inner_op, *inner, *options, True, reverse)
+        *given, ctx.neighbours = arguments
+        hidden_states, in_proj_weight, inner = _project(BlockInputs(*given), ctx.neighbours)
+        if ctx.neighbours is None:
+            *options, reverse = _OPTIONS
+            out, *inner_kept = call_below_autograd(mamba_inner_op, *inner, *options, True, reverse)
+        else:
+            out, *inner_kept = _part_forward(inner, True, ctx.neighbours)
         (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
         kept = in_proj_weight if need.hidden_states else None, hidden_states if need.in_proj_weight else None
         ctx.save_for_backward(*kept, *inner, *inner_kept)
@@ -145,6 +179,10 @@ class _MambaBlock(torch.autograd.Function):
         in_proj_weight, hidden_states, *saved = ctx.saved_tensors
         inner, (need,) = unpack_traced(saved, Inputs)[0], unpack_traced(ctx.needs_input_grad, BlockInputs)
         with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
-            grads = Gradients(*call_in_backward(mamba_inner_backward_op, dout, *saved, *_OPTIONS))
+            if ctx.neighbours is None:
+                grads = Gradients(*call_in_backward(mamba_inner_backward_op, dout, *saved, *_OPTIONS))
+            else:
+                _, kept, before = unpack_traced(saved, Inputs, Kept, Before)
+                grads = gradients(dout, inner, kept, _PART_OPTIONS, check(inner), ctx.neighbours, before)
             grads = block_gradients(grads, inner.A, in_proj_weight, hidden_states, need.in_proj_bias)
-        return tuple(grads)  # a record as such is one value to the compiler
+        return *grads, None  # of neighbours

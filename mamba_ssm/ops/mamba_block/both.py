@@ -158,7 +158,7 @@ def _forward(*arguments):
     xz = channel_major(shared.xz, sizes)
     y, kept = None, []
     for inputs, its_sizes, options in directions:
-        y, its_kept = scan_forward(xz, inputs, its_sizes, options, wanted.keep, other=y)
+        y, its_kept, _ = scan_forward(xz, inputs, its_sizes, options, wanted.keep, other=y)
         kept += [its_kept.x_dbl, its_kept.checkpoints]
     out = F.linear(y.t(), shared.out_proj_weight, shared.out_proj_bias)
     return Results(out.view(sizes.batch, sizes.seqlen, sizes.d_model), *kept)

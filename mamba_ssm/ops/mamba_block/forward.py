@@ -27,6 +27,7 @@ from mamba_ssm._torch import (
 )
 from mamba_ssm.ops.mamba_block.arguments import (
     NAME,
+    Before,
     Inputs,
     Kept,
     Options,
@@ -43,6 +44,7 @@ from mamba_ssm.ops.mamba_block.backward import Gradients, mamba_inner_backward_o
 from mamba_ssm.ops.mamba_block.composed import pieces, project_out, scan
 from mamba_ssm.ops.mamba_block.reference import mamba_inner_ref
 from mamba_ssm.ops.selective_scan.arguments import check_fake
+from mamba_ssm.ops.selective_scan.carry import launch_carry
 from mamba_ssm.ops.selective_scan.forward import Results as ScanResults
 from mamba_ssm.ops.selective_scan.forward import launch_forward as launch_scan
 
@@ -207,31 +209,41 @@ def _forward(*arguments):
     sizes = check(inputs)
     if sizes.columns == 0:
         return _allocate(inputs, sizes, options, wanted)
-    y, kept = scan_forward(channel_major(inputs.xz, sizes), inputs, sizes, options, wanted.keep)
+    y, kept, _ = scan_forward(channel_major(inputs.xz, sizes), inputs, sizes, options, wanted.keep)
     out = F.linear(y.t(), inputs.out_proj_weight, inputs.out_proj_bias)
     return Results(out.view(sizes.batch, sizes.seqlen, sizes.d_model), *kept)
 
 
-def scan_forward(xz, inputs, sizes, options, keep, other=None):
-    """The gated scan's output (D, B*L), before the output projection; and with keep what backward starts from.
+def scan_forward(xz, inputs, sizes, options, keep, other=None, neighbours=None):
+    """The gated scan's output (D, B*L), before the output projection; with keep what backward starts from; and Before.
 
     other: of the scan in the other direction; this one, with reverse, adds to it.
+    neighbours: to which a part of a sequence passes on what they need, see ops/carry.py; None: all of it is here.
     """
     eps = options.rms_eps
-    conv_out = convolve(xz, inputs, sizes, options)
+    inputs_before = state = carry = None
+    if neighbours is not None:
+        inputs_before = neighbours.inputs_before()
+    conv_out = convolve(xz, inputs, sizes, options, inputs_before)
     x_dbl = torch.mm(inputs.x_proj_weight, conv_out)
     delta = delta_of(x_dbl, inputs, sizes, eps).contiguous()
     B, C = (matrix_of(source, x_dbl, sizes, eps)[0] for source in sources(inputs, sizes))
     y = torch.empty_like(conv_out) if other is None else other
     checkpoints = _allocate_checkpoints(inputs, sizes) if keep else None
     scan = scan_inputs(conv_out, delta, B, C, xz, inputs, sizes)
-    results = ScanResults(channels(y, sizes), None, checkpoints)
-    launch_scan(sizes.scan, scan, options.scan, results, add=other is not None)
+    if neighbours is not None:
+        carry = launch_carry(sizes.scan, scan, options.scan)
+        state = neighbours.state_before(carry.passed_on, carry.shape)
+        scan = scan._replace(initial_state=state)
+    if sizes.columns:
+        results = ScanResults(channels(y, sizes), None, checkpoints)
+        launch_scan(sizes.scan, scan, options.scan, results, carry, add=other is not None)
+    before = Before(inputs_before, state)
     if not keep:
-        return y, Kept(None, None, None, None)
+        return y, Kept(None, None, None, None), before
     if options.checkpoint_lvl == 1:
         conv_out = delta = None
-    return y, Kept(x_dbl, checkpoints, conv_out, delta)
+    return y, Kept(x_dbl, checkpoints, conv_out, delta), before
 
 
 def _forward_fake(*arguments):
