@@ -4,9 +4,11 @@ import importlib
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
 import xml.etree.ElementTree
+import zlib
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,9 @@ def test_the_language_model_judges_its_own_sentences(monkeypatch):
         ("train_language_model.py", ["--plot", "no/folder/loss.svg"], "no/folder/loss.svg cannot be written"),
         ("classify_sequences.py", ["--steps", 0], "--steps must be at least 1, got 0"),
         ("classify_images.py", ["--steps", -1], "--steps must be at least 1, got -1"),
+        ("draw_attention.py", ["--steps", 0], "--steps must be at least 1, got 0"),
+        ("draw_attention.py", ["--draw", "map.jpg"], "the file must end in .png, got map.jpg"),
+        ("draw_attention.py", ["--draw", "no/folder/map.png"], "no/folder/map.png cannot be written"),
         ("stream_audio.py", ["--seconds", 2], "--seconds must be at least 3, got 2"),
         ("train_on_several_devices.py", [], "start it with torchrun"),
     ],
@@ -150,6 +155,19 @@ def test_stream_audio():
     printed = run("stream_audio.py", "--seconds", 8)
     assert [float(at) for at in re.findall(r"beep at +([\d.]+) s", printed)] == [2.0, 5.7]
     assert "2 beeps found, 2 made" in printed
+
+
+def test_draw_attention(tmp_path):
+    printed = run("draw_attention.py", "--steps", 2, "--draw", tmp_path / "map.png")
+    shares = [int(share) for share in re.findall(r"head \d: (\d+)% of what", printed)]
+    assert len(shares) == 4 and all(0 <= share <= 100 for share in shares)
+    picture = (tmp_path / "map.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", picture[16:24])
+    at = picture.index(b"IDAT")
+    lines = zlib.decompress(picture[at + 4 : at + 4 + struct.unpack(">I", picture[at - 4 : at])[0]])
+    rows = [lines[first + 1 : first + 1 + width] for first in range(0, len(lines), width + 1)]
+    assert len(rows) == height == width and rows[0][-1] == 255 and min(map(min, rows)) == 0  # causal, and scaled
 
 
 @needs_gloo
