@@ -1,4 +1,4 @@
-// What cuda.cu runs; cuda/f32.cu, f16.cu and bf16.cu compile it, one dtype of q (step: of the state) each.
+// What cuda.cu runs; cuda/kernels.cu compiles it once for each dtype of q (step: of the state).
 #pragma once
 
 #include "mamba3/backward_plan.h"

@@ -1,4 +1,4 @@
-// What cuda.cu runs; cuda/f32.cu, f16.cu and bf16.cu compile it, one dtype of the projection each.
+// What cuda.cu runs; cuda/kernels.cu compiles it once for each dtype of the projection.
 #pragma once
 
 #include <cuda_runtime.h>

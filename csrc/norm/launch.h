@@ -1,4 +1,4 @@
-// What cuda.cu runs; cuda/f32.cu, f16.cu and bf16.cu compile it, one dtype of x each.
+// What cuda.cu runs; cuda/kernels.cu compiles it once for each dtype of x.
 #pragma once
 
 #include "norm/kernels.h"

@@ -10,7 +10,7 @@ from wheel_build import effort, progress
 from wheel_build.config import read_config
 from wheel_build.plan import make_plan
 
-CUDA_STEP = "Building CUDA object CMakeFiles/mamba_cuda.dir/ssd/cuda/bf16.cu.o"
+CUDA_STEP = "Building CUDA object CMakeFiles/mamba_cuda_bf16.dir/ssd/cuda/kernels.cu.o"
 CPU_STEP = "Building CXX object CMakeFiles/mamba_cpu_avx2.dir/norm/cpu/kernels.cpp.o"
 
 
@@ -19,7 +19,7 @@ def test_every_source_has_its_time(root):
     assert set(effort.CPU) == {file.parents[1].name for file in csrc.glob("*/cpu/kernels.cpp")}
     assert set(effort.CUDA) == {folder.parent.name for folder in csrc.glob("*/cuda") if folder.parent.name != "tests"}
     for folder in effort.CUDA:
-        assert [file.name for file in (csrc / folder / "cuda").glob("f16*.cu")] == ["f16.cu"]
+        assert [file.name for file in (csrc / folder / "cuda").glob("*.cu")] == ["kernels.cu"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,6 @@
+// The linear layer's kernels, of MAMBA_DTYPE.
+#include "linear/cuda/kernel.cuh"
+
+namespace mamba {
+template LinearLaunchers LinearLaunchers::of<MAMBA_DTYPE>();
+}  // namespace mamba
