@@ -41,7 +41,7 @@ STEP = re.compile(r"Building (CXX|CUDA) object \S*?\.dir[\\/](\w+)[\\/](?:cpu|cu
 
 
 def of_step(step: str, architectures: int) -> float:
-    """Seconds of one core for a step as ninja names it: "Building CUDA object CMakeFiles/x.dir/ssd/cuda/kernels.cu.o"."""
+    """Seconds of one core for a step as ninja names it: "Building CUDA object x.dir/ssd/cuda/kernels.cu.o"."""
     found = STEP.match(step)
     if found is None:
         return DISPATCH
