@@ -115,11 +115,11 @@ def without(*ids: str) -> Iterator[None]:
     was_on = [index for index in off if _row(index).enabled]
     try:
         for index in was_on:
-            launch.run(functions, "kernel_enable", index, 0)
+            launch.ask(functions, "kernel_enable", index, 0)
         yield
     finally:
         for index in was_on:
-            launch.run(functions, "kernel_enable", index, 1)
+            launch.ask(functions, "kernel_enable", index, 1)
 
 
 def _library() -> signatures.Functions:
@@ -146,5 +146,5 @@ def _rows() -> list[tuple[int, Kernel]]:
 
 def _row(index: int) -> abi.MambaKernel:
     row = abi.MambaKernel()
-    launch.run(_library(), "kernel", index, row)
+    launch.ask(_library(), "kernel", index, row)
     return row
