@@ -13,7 +13,8 @@ HEAD = """\
 # Tables of CUDA kernels
 
 Written by `scripts/kernels_page.py` from a build; do not edit. A call runs the first kernel of its operator that takes
-it: [how to find out which](kernels.md#which-kernel-a-call-runs). `python -m mamba_ssm --kernels` prints those of your build.
+it: [how to find out which](kernels.md#which-kernel-a-call-runs). `python -m mamba_ssm --kernels` prints those of your
+build.
 
 """
 
