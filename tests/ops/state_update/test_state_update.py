@@ -38,7 +38,7 @@ def inputs(options, dtype, state_dtype, device):
         return torch.randn(*shape).to(device, dtype)
 
     if options.get("tied"):  # as Mamba-2 calls it: one A, dt, bias and D a head
-        A = -torch.rand(heads, 1, 1).to(device).expand(heads, dim, dstate)
+        A = (-torch.rand(heads, 1, 1)).to(device).expand(heads, dim, dstate)
         dt = normal(batch, heads, 1).expand(batch, heads, dim)
         dt_bias, D = (normal(heads, 1, dtype=torch.float32).expand(heads, dim) for _ in range(2))
     else:
