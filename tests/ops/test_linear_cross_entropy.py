@@ -165,12 +165,12 @@ def test_what_is_ignored_may_be_nan(small_pieces):
 @pytest.mark.parametrize("vocabulary", [16, 50280, 256000])
 @pytest.mark.parametrize("tokens", [0, 1, 100, 2048, 16384, 300_000])
 def test_what_a_piece_holds(tokens, vocabulary):
-    """Whole tiles of at most a fifth of a small batch's logits and of 200 MiB of bfloat16 ones, or a single tile."""
+    """Whole tiles, of at most half of a small batch's logits and of 400 MiB of bfloat16 ones, or a single tile."""
     piece, part = module._cut(tokens, vocabulary)
     assert 1 <= part <= piece and (piece <= 128 or piece % 128 == 0)
-    assert piece <= 128 or 2 * piece * vocabulary <= 210 * 2**20 + 2 * 128 * vocabulary
-    if tokens * vocabulary > 16 * 2**20:
-        assert piece <= max(128, tokens // 4 + 128)
+    assert piece <= 128 or 2 * piece * vocabulary <= 400 * 2**20 + 2 * 128 * vocabulary
+    if tokens * vocabulary > 32 * 2**20:
+        assert piece <= max(128, tokens // 2 + 128)
         assert piece <= 128 or 8 * part * vocabulary < 300 * 2**20
 
 
