@@ -56,6 +56,9 @@ def test_python_runs_as_typed(block, tmp_path):
             pytest.skip("this torch is built without gloo")
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes[1]]
         environment["CUDA_VISIBLE_DEVICES"] = ""  # there may be one GPU for all
+    elif oldest := re.fullmatch(r"torch (\d+)\.(\d+)", block.needs or ""):
+        if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < tuple(map(int, oldest.groups())):
+            pytest.skip(f"needs {block.needs}, and this is {torch.__version__}")
     elif block.needs and not (block.needs == "CUDA" and torch.cuda.is_available()):
         pytest.skip(f"needs {block.needs}")
     script = tmp_path / block.page.name.replace(".md", ".py")
