@@ -15,9 +15,11 @@ struct Mamba3BackwardKernel : KernelRow {
 };
 
 // Bytes of shared memory that a block needs at most; backward/launch_heads.cuh asserts them.
-constexpr int kMamba3BackwardShared16Bit = 64 * 1024;
+constexpr int kMamba3BackwardShared16Rows = 64 * 1024;  // what every GPU has
+constexpr int kMamba3BackwardShared16Bit = 66 * 1024;
 constexpr int kMamba3BackwardSharedFloat = 108 * 1024;
 constexpr int kMamba3BackwardShared256 = 88 * 1024;
+constexpr int kMamba3BackwardShared256Rows32 = 97 * 1024;
 constexpr int kMamba3BackwardSharedWarpgroups = 227 * 1024;
 
 // What both rows on warpgroups need: the gate without norm, angles that heads share, and rows at multiples of 16 bytes.
@@ -50,6 +52,9 @@ inline bool takes_mamba3_backward_128(const MambaMamba3Backward& q, const Device
 inline bool takes_mamba3_backward_16_rows(const MambaMamba3Backward& q, const DeviceLimits&) {
     return q.forward.dstate <= 128;
 }
+inline bool takes_mamba3_backward_32_rows(const MambaMamba3Backward&, const DeviceLimits& device) {
+    return device.shared >= kMamba3BackwardShared256Rows32;
+}
 inline bool takes_any_mamba3_backward(const MambaMamba3Backward&, const DeviceLimits&) {
     return true;
 }
@@ -72,7 +77,7 @@ inline constexpr Mamba3BackwardKernel kMamba3BackwardKernels[] = {
      128,
      64,
      64},
-    {{"states128", "N <= 128; float32: 108 KB of shared memory", "32 steps times rank, 128 states, 32 columns of headdim",
+    {{"states128", "N <= 128, 66 KB of shared memory, float32 108", "32 steps times rank, 128 states, 32 columns of headdim",
       kAllDtypes, 256, kMamba3BackwardSharedFloat, 75},
      takes_mamba3_backward_128,
      0,
@@ -80,12 +85,19 @@ inline constexpr Mamba3BackwardKernel kMamba3BackwardKernels[] = {
      32,
      32},
     {{"states128_16_rows", "N <= 128", "16 steps times rank, 128 states, 16 columns of headdim", kF32, 256,
-      kMamba3BackwardShared16Bit, 75},
+      kMamba3BackwardShared16Rows, 75},
      takes_mamba3_backward_16_rows,
      0,
      128,
      16,
      16},
+    {{"states256_32_rows", "97 KB of shared memory", "32 steps times rank, 256 states, 32 columns of headdim", k16Bit, 256,
+      kMamba3BackwardShared256Rows32, 75},
+     takes_mamba3_backward_32_rows,
+     0,
+     256,
+     32,
+     32},
     {{"states256", "", "16 steps times rank, 256 states, 16 columns of headdim", kAllDtypes, 256, kMamba3BackwardShared256, 75},
      takes_any_mamba3_backward,
      0,

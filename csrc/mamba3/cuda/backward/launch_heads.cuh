@@ -68,18 +68,21 @@ cudaError_t launch_mamba3_backward_warpgroups(const MambaMamba3Backward& q, cons
 
 template <typename T, class Tiles>
 cudaError_t launch_mamba3_backward_general(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch) {
-    // The states' tiles have as many rows as fit, whatever the chunk's.
-    constexpr int kStatesRows = Tiles::kStates > 128 ? 16 : 32;
+    // A tile of the states' walk has room for the chunks of several rows of the table.
+    constexpr int kStatesRows = Tiles::kStates > 128 && sizeof(T) == 4 ? 16 : 32;
     using States = Mamba3StatesShared<T, Tiles::kStates, kStatesRows>;
     constexpr int kStatesBytes = static_cast<int>(sizeof(States));
     constexpr int kChunkBytes = static_cast<int>(sizeof(Mamba3ChunkShared<T, Tiles>));
     constexpr int kRowsBytes = static_cast<int>(round_up(sizeof(Mamba3RowsShared<T, Tiles>), 16));
-    constexpr int kMost = Tiles::kStates > 128                  ? kMamba3BackwardShared256
-                          : sizeof(T) == 4 && Tiles::kRows > 16 ? kMamba3BackwardSharedFloat
-                                                                : kMamba3BackwardShared16Bit;
+    constexpr int kMost = Tiles::kStates > 128 && Tiles::kRows > 16 ? kMamba3BackwardShared256Rows32
+                          : Tiles::kStates > 128                    ? kMamba3BackwardShared256
+                          : Tiles::kRows == 16                      ? kMamba3BackwardShared16Rows
+                          : sizeof(T) == 4                          ? kMamba3BackwardSharedFloat
+                                                                    : kMamba3BackwardShared16Bit;
+    constexpr int kMostRowsBytes = kRowsBytes + 4 * Tiles::kRows * mamba3_row_pitch(MAMBA_MAX_HEADDIM, Tiles::kInner);
     const MambaMamba3& p = q.forward;
     const int rows_bytes = kRowsBytes + 4 * Tiles::kRows * mamba3_row_pitch(p.headdim, Tiles::kInner);
-    static_assert(kChunkBytes <= kMost && kStatesBytes <= kMost, "the table says so");
+    static_assert(kChunkBytes <= kMost && kStatesBytes <= kMost && kMostRowsBytes <= kMost, "the table says so");
     const int64_t heads = launch.group_heads * p.ngroups, slots = launch.chunks.slots;
     const int64_t walks = p.sequences * heads * ceil_div(p.headdim, kForwardRows);
     const auto states = mamba3_states_kernel<T, Tiles::kStates, kStatesRows>;

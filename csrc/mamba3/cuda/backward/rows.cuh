@@ -21,7 +21,7 @@ struct Mamba3RowsShared {
 };
 
 // Floats from one of a chunk's rows to the next in shared memory.
-MAMBA_HOST_DEVICE inline int mamba3_row_pitch(int64_t headdim, int inner) {
+MAMBA_HOST_DEVICE constexpr int mamba3_row_pitch(int64_t headdim, int inner) {
     return static_cast<int>(round_up(headdim, inner)) + 4;
 }
 
