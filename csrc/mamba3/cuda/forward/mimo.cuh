@@ -5,13 +5,27 @@
 // x and H are never in shared memory: they are v times a rank's weights, and the rounded state, in registers. Backward's first
 // walk is the same (kMamba3GateBack): instead of the output it finds the gradients of the scan's rows, of z, D and projections,
 // and keeps the states.
+//
+//      warpgroup 0, multiplies (mimo_multiply.cuh)     warpgroup 1, rotates (rotate_steps.cuh)
+//      -------------------------------------------     -------------------------------------------------
+//                                                      chunk 0: q, k -> stage 0; v, z, values
+//   A  ------------------------- __syncthreads: chunk 0 is there ----------------------------------------
+//      k q^T -> M^T; H q^T                             chunk 1 -> stage 1; asks for rows of chunk 2
+//   B  M^T is there (backward: and q has been read, whose place the state before the chunk takes)
+//      M x; x^T k
+//   C  backward only: the state before the chunk is there, a bulk copy takes it
+//      y: D, gate, ranks added up -> memory
+//   A  ------------------------- __syncthreads: chunk 1 is there, stage 0 is free -----------------------
+//
+// A: all 256 threads, 1 + chunks times. B and C: the named barrier of warpgroup 0, once a chunk each.
 #pragma once
 
 #include "mamba3/cuda/forward/mimo_multiply.cuh"
 
 namespace mamba {
 
-// Registers of a thread of each warpgroup; two blocks a multiprocessor.
+// Registers of a thread of each warpgroup; two blocks a multiprocessor have 128 a thread. With eight less for rotation
+// backward's walk takes 6 % longer.
 constexpr int kMamba3RanksTurnRegisters = 96;
 constexpr int kMamba3RanksMultiplyRegisters = 256 - kMamba3RanksTurnRegisters;
 constexpr int kMamba3RanksThreads = 2 * kMamba3Threads;
