@@ -114,23 +114,10 @@ inline bool mamba3_siso_fits(const MambaMamba3& p) {
 inline bool mamba3_mimo_fits(const MambaMamba3& p) {
     return p.pairwise == 0 && p.rank == 4 && p.dstate == 128 && p.nangles <= 32 && mamba3_walk_fits(p, 16);
 }
+
 // Steps of a part of a chunk, if the chunk has more: half a warp, or a warp, rotates the rows of one.
 inline int64_t mamba3_part_steps(const MambaMamba3& p) {
     return p.rank == 1 ? 8 : 4;
-}
-
-// Whether the device has what the kernels on warpgroups need: 9.0 is the only one.
-inline cudaError_t mamba3_has_warpgroups(const MambaMamba3& p, bool* has) {
-    *has = false;
-#ifdef MAMBA_WARPGROUPS
-    int major = 0;
-    const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, p.run.device);
-    *has = error == cudaSuccess && major == 9;
-    return error;
-#else
-    static_cast<void>(p);
-    return cudaSuccess;
-#endif
 }
 
 }  // namespace mamba
