@@ -10,8 +10,9 @@
 namespace mamba {
 
 // The calls that a kernel is compiled for. kMamba, kMambaReverse: those of Mamba's layers (is_mamba) in one direction, whose
-// channels, states and steps fill all blocks and tiles. kAny: what a call has, and its direction, is read at run time.
-enum class ScanCall { kAny, kMamba, kMambaReverse };
+// channels, states and steps fill all blocks and tiles. kAny: what a call has, and its direction, is read at run time;
+// kForward: likewise, of calls that are not in reverse.
+enum class ScanCall { kAny, kForward, kMamba, kMambaReverse };
 
 // How a block walks the length.
 struct ScanWalk {
@@ -79,6 +80,11 @@ inline bool fills_blocks(const MambaSelectiveScan& p, bool aligned, const ScanWa
            p.seqlen % walk.tile == 0 && p.dim / p.ngroups % walk.channels() == 0;
 }
 
+template <bool (*kTakes)(const MambaSelectiveScan&, bool, const DeviceLimits&)>
+bool is_forward_and(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
+    return !p.reverse && kTakes(p, aligned, device);
+}
+
 // ---- the forward scan ------------------------------------------------------------------------------------------------
 
 // Lengths below this are not split into segments: a second launch costs time too.
@@ -88,7 +94,9 @@ constexpr int64_t kShortestSplit = 8 * MAMBA_SCAN_CHECKPOINT;
 //                                                               lanes  states  channels  tile  warps  steps  blocks  sliced
 constexpr ScanWalk kForward8 =            {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      4,  false};
 constexpr ScanWalk kForward16 =           {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      4,  false};
+constexpr ScanWalk kForward16Forward =    {ScanCall::kForward,       8,      2,        2,   64,     4,     8,      4,  false};
 constexpr ScanWalk kForward16Few =        {ScanCall::kAny,           8,      2,        1,   64,     4,    16,      4,  false};
+constexpr ScanWalk kForward16FewForward = {ScanCall::kForward,       8,      2,        1,   64,     4,    16,      4,  false};
 constexpr ScanWalk kForward16Mamba =      {ScanCall::kMamba,         8,      2,        2,   64,     4,     8,      4,  false};
 constexpr ScanWalk kForward16Reverse =    {ScanCall::kMambaReverse,  8,      2,        2,   64,     4,     8,      4,  false};
 constexpr ScanWalk kForward16Many =       {ScanCall::kMamba,         4,      4,        2,   32,     4,     8,      4,  false};
@@ -96,6 +104,8 @@ constexpr ScanWalk kForward64Mamba =      {ScanCall::kMamba,         8,      8, 
 constexpr ScanWalk kForward128Mamba =     {ScanCall::kMamba,        16,      8,        2,   32,     8,     4,      2,  false};
 constexpr ScanWalk kForwardSliced =       {ScanCall::kAny,           8,      8,        2,   32,     4,     4,      3,   true};
 constexpr ScanWalk kPipeline12 =          {ScanCall::kAny,           8,      2,        1,   64,     3,     4,      1,  false};
+constexpr ScanWalk kPipeline12Forward =   {ScanCall::kForward,       8,      2,        1,   64,     3,     4,      1,  false};
+constexpr ScanWalk kPipeline12Of8 =       {ScanCall::kForward,       8,      1,        1,   64,     3,     8,      1,  false};
 constexpr ScanWalk kPipeline12Mamba =     {ScanCall::kMamba,         8,      2,        1,   64,     3,     4,      1,  false};
 constexpr ScanWalk kPipeline16Mamba =     {ScanCall::kMamba,         8,      2,        1,   32,     4,     8,      1,  false};
 constexpr ScanWalk kPipeline32 =          {ScanCall::kAny,           8,      2,        1,   32,     8,     4,      1,  false};
@@ -145,8 +155,8 @@ constexpr int pipeline_ahead(int element_size) {
 }
 
 // The bytes of shared memory that it needs. All fit 9.0 and 10.x, all but 40 channels also 8.0, and 16 every GPU since.
-constexpr int pipeline_shared(int channels, int element_size) {
-    const int tile = channels == 12 ? 64 : 32, row = tile + 4, ahead = pipeline_ahead(element_size), slice = 16;
+constexpr int pipeline_shared(int channels, int element_size, int slice) {
+    const int tile = channels == 12 ? 64 : 32, row = tile + 4, ahead = pipeline_ahead(element_size);
     const int stage = (3 * channels + 2 * slice) * tile * element_size;  // u, delta and z, B and C
     const int prepared = (2 * channels + 2 * slice) * row * 4;           // dt, dt * u, B and C
     const int sums = 8 * channels * row * 4;                             // y
@@ -163,8 +173,11 @@ bool is_for_pipeline(const MambaSelectiveScan& p, bool aligned, const DeviceLimi
     const int64_t blocks = scan_blocks(p, kChannels);
     return p.segments == 1 && p.dstate <= 16 && p.variable_B && p.variable_C && p.seq_idx == nullptr &&
            p.seqlen > MAMBA_SCAN_CHECKPOINT && aligned &&
-           pipeline_shared(kChannels, static_cast<int>(dtype_size(p.dtype))) <= device.shared && blocks <= device.processors &&
-           (p.seqlen <= kLongestNarrow || 3 * blocks >= 2 * device.processors);
+           pipeline_shared(kChannels, static_cast<int>(dtype_size(p.dtype)), 16) <= device.shared &&
+           blocks <= device.processors && (p.seqlen <= kLongestNarrow || 3 * blocks >= 2 * device.processors);
+}
+inline bool is_for_pipeline_12_of_8_states(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
+    return p.dstate <= 8 && !p.reverse && is_for_pipeline<12>(p, aligned, device);
 }
 template <int kChannels>
 bool is_mamba_for_pipeline(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
@@ -176,25 +189,33 @@ bool is_mamba_for_pipeline(const MambaSelectiveScan& p, bool aligned, const Devi
 inline constexpr ScanKernel kScanForwardKernels[] = {
     // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry, pipelined
     {{"pipeline_12_channels_mamba", "Mamba's call; dstate 16, dim % 12 == 0, L % 64 == 0; a block for each multiprocessor",
-      "12 channels, 64 steps", k16Bit, 384, pipeline_shared(12, 2), 80}, is_mamba_for_pipeline<12>, kPipeline12Mamba,
+      "12 channels, 64 steps", k16Bit, 384, pipeline_shared(12, 2, 16), 80}, is_mamba_for_pipeline<12>, kPipeline12Mamba,
       kForward16, true},
+    {{"pipeline_12_channels_dstate8", "forward, dstate up to 8; else as pipeline_12_channels",
+      "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4, 8), 80}, is_for_pipeline_12_of_8_states, kPipeline12Of8,
+      kForward16, true},
+    {{"pipeline_12_channels_forward", "forward; else as pipeline_12_channels",
+      "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4, 16), 80}, is_forward_and<is_for_pipeline<12>>,
+      kPipeline12Forward, kForward16, true},
     {{"pipeline_12_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
-      "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4), 80}, is_for_pipeline<12>, kPipeline12,
+      "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4, 16), 80}, is_for_pipeline<12>, kPipeline12,
       kForward16, true},
     {{"pipeline_16_channels_mamba", "Mamba's call; dstate 16, dim % 16 == 0, L % 32 == 0; a block for each multiprocessor",
-      "16 channels, 32 steps", k16Bit, 256, pipeline_shared(16, 2), 80}, is_mamba_for_pipeline<16>, kPipeline16Mamba,
+      "16 channels, 32 steps", k16Bit, 256, pipeline_shared(16, 2, 16), 80}, is_mamba_for_pipeline<16>, kPipeline16Mamba,
       kForward16, true},
     {{"pipeline_32_channels_mamba", "Mamba's call; dstate 16, dim % 32 == 0, L % 32 == 0; a block for each multiprocessor",
-      "32 channels, 32 steps", k16Bit, 512, pipeline_shared(32, 2), 80}, is_mamba_for_pipeline<32>, kPipeline32Mamba,
+      "32 channels, 32 steps", k16Bit, 512, pipeline_shared(32, 2, 16), 80}, is_mamba_for_pipeline<32>, kPipeline32Mamba,
       kForward16, true},
     {{"pipeline_32_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
-      "32 channels, 32 steps", kAllDtypes, 512, pipeline_shared(32, 4), 80}, is_for_pipeline<32>, kPipeline32,
+      "32 channels, 32 steps", kAllDtypes, 512, pipeline_shared(32, 4, 16), 80}, is_for_pipeline<32>, kPipeline32,
       kForward16, true},
     {{"pipeline_40_channels_mamba", "Mamba's call; dstate 16, dim % 40 == 0, L % 32 == 0; a block for each multiprocessor",
-      "40 channels, 32 steps", k16Bit, 640, pipeline_shared(40, 2), 80}, is_mamba_for_pipeline<40>, kPipeline40Mamba,
+      "40 channels, 32 steps", k16Bit, 640, pipeline_shared(40, 2, 16), 80}, is_mamba_for_pipeline<40>, kPipeline40Mamba,
       kForward16, true},
     {{"dstate16_mamba_many_channels", "Mamba's call; dstate 16, dim % 64 == 0, L % 32 == 0; 3 blocks for each multiprocessor",
       "64 channels, 32 steps", k16Bit, 128, 0, 75}, has_many_channels, kForward16Many, kForward16},
+    {{"dstate16_few_channels_forward", "forward; else as dstate16_few_channels",
+      "16 channels, 64 steps", kAllDtypes, 128, 0, 75}, is_forward_and<has_few_channels>, kForward16FewForward, kForward16},
     {{"dstate16_few_channels", "dstate 9 to 16; few channels, and a length that is not split",
       "16 channels, 64 steps", k16Bit, 128, 0, 75}, has_few_channels, kForward16Few, kForward16},
     {{"dstate16_mamba", "Mamba's call; dstate 16, dim % 32 == 0, L % 64 == 0",
@@ -207,6 +228,8 @@ inline constexpr ScanKernel kScanForwardKernels[] = {
       "32 channels, 32 steps", k16Bit, 256, 0, 75}, is_mamba_128, kForward128Mamba, kForward128Mamba},
     {{"dstate8", "dstate up to 8",
       "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, has_8_states, kForward8, kForward16},
+    {{"dstate16_forward", "forward, dstate up to 16",
+      "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, is_forward_and<has_16_states>, kForward16Forward, kForward16},
     {{"dstate16", "dstate up to 16",
       "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, has_16_states, kForward16, kForward16},
     {{"sliced", "",
@@ -220,9 +243,13 @@ extern KernelTable scan_forward_table;
 // clang-format off
 //                                                               lanes  states  channels  tile  warps  steps  blocks  sliced
 constexpr ScanWalk kBackward8 =           {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      3,  false};
+constexpr ScanWalk kBackward8Forward =    {ScanCall::kForward,       4,      2,        1,   64,     4,    16,      3,  false};
 constexpr ScanWalk kBackward8Float32 =    {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      2,  false};
+constexpr ScanWalk kBackward8Float32Fwd = {ScanCall::kForward,       4,      2,        1,   64,     4,    16,      2,  false};
 constexpr ScanWalk kBackward16 =          {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      3,  false};
+constexpr ScanWalk kBackward16Forward =   {ScanCall::kForward,       8,      2,        2,   64,     4,     8,      3,  false};
 constexpr ScanWalk kBackward16Few =       {ScanCall::kAny,           8,      2,        1,   64,     4,    16,      3,  false};
+constexpr ScanWalk kBackward16FewForward = {ScanCall::kForward,       8,      2,        1,   64,     4,    16,      3,  false};
 constexpr ScanWalk kBackward16Mamba =     {ScanCall::kMamba,         8,      2,        2,   64,     4,     8,      3,  false};
 constexpr ScanWalk kBackward16Reverse =   {ScanCall::kMambaReverse,  8,      2,        2,   64,     4,     8,      3,  false};
 constexpr ScanWalk kBackwardSlicedMamba = {ScanCall::kMamba,         8,      2,        2,   64,     4,     8,      2,   true};
@@ -275,10 +302,19 @@ inline bool is_mamba_sliced_backward(const MambaSelectiveScan& p, bool aligned, 
 // clang-format off
 inline constexpr ScanKernel kScanBackwardKernels[] = {
     // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry
+    {{"dstate8_forward", "forward; else as dstate8",
+      "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, is_forward_and<has_8_states_backward>,
+      kBackward8Forward, kBackwardSliced},
     {{"dstate8", "dstate up to 8; 99072 bytes of shared memory",
       "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, has_8_states_backward, kBackward8, kBackwardSliced},
+    {{"dstate8_float32_forward", "forward; else as dstate8_float32",
+      "32 channels, 64 steps", kF32, 128, kBackwardShared, 75}, is_forward_and<has_8_states_backward>,
+      kBackward8Float32Fwd, kBackwardSliced},
     {{"dstate8_float32", "dstate up to 8; 99072 bytes of shared memory",
       "32 channels, 64 steps", kF32, 128, kBackwardShared, 75}, has_8_states_backward, kBackward8Float32, kBackwardSliced},
+    {{"dstate16_few_channels_forward", "forward; else as dstate16_few_channels",
+      "16 channels, 64 steps", kAllDtypes, 128, kSmallestShared, 75}, is_forward_and<has_few_channels_backward>,
+      kBackward16FewForward, kBackwardSliced},
     {{"dstate16_few_channels", "dstate up to 16; few channels, or less than 99072 bytes of shared memory",
       "16 channels, 64 steps", kAllDtypes, 128, kSmallestShared, 75}, has_few_channels_backward,
       kBackward16Few, kBackwardSliced},
@@ -287,6 +323,9 @@ inline constexpr ScanKernel kScanBackwardKernels[] = {
     {{"dstate16_mamba_reverse", "Mamba's call in reverse; dstate 16, dim % 32 == 0, L % 64 == 0",
       "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, is_mamba_16_reverse_backward,
       kBackward16Reverse, kBackward16Reverse},
+    {{"dstate16_forward", "forward; else as dstate16",
+      "32 channels, 64 steps", kAllDtypes, 128, kBackwardShared, 75}, is_forward_and<has_16_states_backward>,
+      kBackward16Forward, kBackwardSliced},
     {{"dstate16", "dstate up to 16; 99072 bytes of shared memory",
       "32 channels, 64 steps", kAllDtypes, 128, kBackwardShared, 75}, has_16_states_backward, kBackward16, kBackwardSliced},
     {{"sliced_mamba", "Mamba's call; dstate % 16 == 0, dim % 32 == 0, L % 64 == 0",

@@ -55,7 +55,10 @@ __device__ __forceinline__ Packed<T, kCount> load_shifted(const T* at, bool exis
         if (exist) {
             vector = packed_load<T, kElements>(from + i * 4 / static_cast<int>(sizeof(T)));
         }
-        unroll<kVector>([&](int j) { word[i + j] = vector.word[j]; });
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+            word[i + j] = vector.word[j];
+        }
     }
     if constexpr (kVector == 2) {
         const int second = opaque(static_cast<int>(static_cast<uint32_t>(address) << 29) >> 31);  // all bits: they begin there
@@ -66,7 +69,10 @@ __device__ __forceinline__ Packed<T, kCount> load_shifted(const T* at, bool exis
     }
     const uint32_t bits = static_cast<uint32_t>(address) * 8;  // the low five of this count: 0 or 16
     Packed<T, kCount> packed;
-    unroll<kWords>([&](int i) { packed.word[i] = kIs16Bit<T> ? __funnelshift_r(word[i], word[i + 1], bits) : word[i]; });
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+        packed.word[i] = kIs16Bit<T> ? __funnelshift_r(word[i], word[i + 1], bits) : word[i];
+    }
     return packed;
 }
 
@@ -86,7 +92,10 @@ __device__ __forceinline__ Packed<T, kCount> load_steps(const T* at, int valid, 
         return load_shifted<T, kCount>(at, valid > 0);
     } else {
         float values[kCount];
-        unroll<kCount>([&](int i) { values[i] = (reverse ? kCount - 1 - i : i) < valid ? to_float(at[i]) : 0.0f; });
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            values[i] = (reverse ? kCount - 1 - i : i) < valid ? to_float(at[i]) : 0.0f;
+        }
         return pack<T, kCount>(values);
     }
 }
@@ -104,7 +113,10 @@ __device__ __forceinline__ void store_shifted(T* at, const Packed<T, kCount>& pa
     } else {
         words[kWords - 1] = packed.word[kWords - 1];
     }
-    unroll<kWords - 1>([&](int i) { words[i] = __funnelshift_r(packed.word[i], packed.word[i + 1], odd ? 16 : 0); });
+#pragma unroll
+    for (int i = 0; i < kWords - 1; ++i) {
+        words[i] = __funnelshift_r(packed.word[i], packed.word[i + 1], odd ? 16 : 0);
+    }
 }
 
 // Steps in the order of memory.
@@ -154,7 +166,10 @@ __device__ __forceinline__ void add_steps(const T* at, int valid, bool aligned, 
     }
     float before[kCount];
     unpack<T, kCount>(packed, before);
-    unroll<kCount>([&](int i) { values[i] += before[i]; });
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        values[i] += before[i];
+    }
 }
 
 }  // namespace mamba

@@ -17,257 +17,311 @@
 
 namespace mamba {
 
-// A thread's part of a block's walk: what it holds, and the phases of a tile. Of a sliced layout w waits in shared memory and
-// dA in its output between slices; dB and dC of constants are added up in their outputs.
-template <typename T, class Layout>
-struct BackwardScan : ScanThread<T, Layout> {
-    using Base = ScanThread<T, Layout>;
-    using Shared = BackwardShared<T, Layout>;
-    using Base::block, Base::first_chain, Base::first_parameter, Base::for_chains, Base::p, Base::parameters, Base::slices,
-        Base::steps;
-    static_assert(Layout::kTile == MAMBA_SCAN_CHECKPOINT, "a tile starts at a checkpoint");
-
-    const ScanBackward& q;
-    Shared& shared;
-    const bool atomic;
-    const int64_t first_part;  // of (part, parameter): a segment of a batch entry each
-    const BackwardRows<T, Layout> rows;
-    const SumFlush<Layout, Shared> flush;
-    BackwardThread<Layout> thread;
-    BackwardInputs<T, Layout> in;  // of the tile in hand
-
-    __device__ __forceinline__ BackwardScan(const ScanBackward& params, Shared& memory, bool aligned, bool is_atomic)
-        : Base(params.forward, aligned, reinterpret_cast<float*>(&memory) + sizeof(Shared) / sizeof(float), 0),
-          q(params),
-          shared(memory),
-          atomic(is_atomic),
-          first_part((block.segment * p.batch + block.batch) * parameters + first_parameter),
-          rows(q, block),
-          flush(first_sum(), p.seqlen, is_reverse<Layout>(p)) {
-        const int lane = threadIdx.x % 32;
-        const int warp = threadIdx.x / 32;
-        unroll<Layout::kEach>([&](int c) { thread.own[c] = opaque(this->row(c) * Layout::kRow); });
-        unroll<Layout::kStates>([&](int s) { thread.matrix[s] = opaque(this->order.state(s) * Layout::kRow); });
-        thread.swizzle = swizzle(this->order.state(0));
-        thread.state_sums = opaque(thread.own[0] + StateSums<Layout, kSumSteps>::first(lane));
-        thread.channel_sums = opaque((warp * Layout::kSlice + this->order.state(0)) * Layout::kSteps +
-                                     (ChannelSums<Layout, kSumSteps>::first(lane) ^ thread.swizzle));
-    }
-
-    // Where the block's sums begin in dB and dC of variable matrices.
-    __device__ __forceinline__ int64_t first_sum() const {
-        const int64_t slot = q.slots > 1 ? block.index : 0;
-        return ((slot * p.batch + block.batch) * p.ngroups + block.group) * p.dstate * p.seqlen;
-    }
-
-    __device__ __forceinline__ void clear_sums() {
-        unroll<Layout::kPasses>([&](int pass) {
-            shared.bias_sum[pass][threadIdx.x] = 0.0f;
-            shared.D_sum[pass][threadIdx.x] = 0.0f;
-        });
-        this->clear_resets(shared.resets);
-    }
-
-    // w behind the segment: the last state's gradient, and what later segments pass back.
-    __device__ __forceinline__ void load_gradients() {
-        for (int slice = 0; slice < slices(); ++slice) {
-            this->load_A(thread.A, slice);
-            for_chains(slice, [&](int c, int s, bool exists, int parameter) {
-                thread.w[c][s] = exists && q.dlast_state != nullptr ? q.dlast_state[first_chain + parameter] : 0.0f;
-                thread.dA[c][s] = 0.0f;
-                if (exists && Layout::kSliced) {
-                    q.parts.dA[first_part + parameter] = 0.0f;
-                }
-                if (exists && !Layout::kMamba && !p.variable_B) {
-                    q.parts.dB[first_part + parameter] = 0.0f;
-                }
-                if (exists && !Layout::kMamba && !p.variable_C) {
-                    q.parts.dC[first_part + parameter] = 0.0f;
-                }
-            });
-            const int later = static_cast<int>(p.segments - 1 - block.segment);
-            if (later > 0) {
-                griddepcontrol_wait();
-                this->pass_through_segments(thread.w, slice, p.segments - 1, -1, later);
-            }
-            this->put_away(thread.w, slice);
-        }
-    }
-
-    // The tile's loads; again without B and C, before gradients are stored.
-    template <bool kMatrices>
-    __device__ __forceinline__ void fetch_tile(int64_t first_step) {
-        const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
-        this->with_tile_access([&](auto access) {
-            in.template fetch<decltype(access)::kAccess>(rows, q, place, steps);
-            if constexpr (kMatrices) {
-                this->template fetch_matrices<decltype(access)::kAccess>(0, first_step);
-            }
-        });
-    }
-
-    // The states before the tile, in h, and what waits between slices.
-    __device__ __forceinline__ void load_chains(Chains<Layout>& h, const float* from, int slice) {
-        if (Layout::kSliced) {
-            this->load_A(thread.A, slice);
-            this->take_back(thread.w, slice);
-        }
-        for_chains(slice, [&](int c, int s, bool exists, int parameter) {
-            h[c][s] = exists && from != nullptr ? from[parameter] : 0.0f;
-        });
-    }
-    // Where they lie, null for states of zero.
-    __device__ __forceinline__ const float* states_before(int64_t tile) const {
-        if (tile > 0) {
-            const int64_t checkpoints = p.seqlen > 0 ? (p.seqlen - 1) / MAMBA_SCAN_CHECKPOINT : 0;
-            return p.checkpoints + (block.batch * checkpoints + tile - 1) * parameters + first_parameter;
-        }
-        return p.initial_state != nullptr ? p.initial_state + first_chain : nullptr;
-    }
-
-    // dt, dy and dt * u of the warp's own rows; the tile before is asked for.
-    __device__ __forceinline__ void stage_elements(int64_t tile, const float* from) {
-        const int64_t first_step = tile * Layout::kTile;
-        if (tile > 1) {
-            constexpr int kLine = 8;  // floats that one prefetch brings
-            for (int i = threadIdx.x * kLine; i < block.channels * p.dstate; i += Layout::kThreads * kLine) {
-                prefetch_to_L2(from - parameters + i);
-            }
-        }
-        if (is_reverse<Layout>(p)) {
-            in.mirror(is_gated<Layout>(p));
-        }
-        stage_time_and_gradient<T, Layout>(shared.dt, shared.dy, shared.bias, in, rows, p, steps);
-        stage_input<T, Layout>(shared.x, shared.dt, in, rows);
-        if (first_step > block.begin) {
-            prefetch_inputs(rows, q, place_of<Layout>(p, first_step - Layout::kTile, Layout::kTile));
-        }
-        if (adds<Layout>(p) && rows.step + Layout::kVector <= steps) {
-            prefetch_sums(rows, q, block, place_of<Layout>(p, first_step, Layout::kTile));
-        }
-    }
-
-    // B and C of the slice; the next slice's are on their way then.
-    __device__ __forceinline__ void stage_slice(int slice, int64_t first_step) {
-        this->stage_matrices(shared.resets, first_step, [&] { shared.BC.put(this->B_staged, this->C_staged); });
-        this->fetch_next_slice(slice, first_step);
-    }
-
-    // The states of a slice through the tile, forward and back.
-    __device__ __forceinline__ void run_states(Chains<Layout>& h, int slice, int64_t first_step) {
-        const int first_state = slice * Layout::kSlice;
-        const int64_t left = p.dstate - first_state;
-        const int states = static_cast<int>(left < Layout::kSlice ? left : Layout::kSlice);
-        const int64_t offset = first_state * p.seqlen + place_of<Layout>(p, first_step, 1);
-        BackwardConstants<Layout> constants;
-        const bool need_y = is_gated<Layout>(p) || p.out != nullptr;
-        if (this->general) {
-            this->load_constants(constants, slice);
-            for_each_chain<Layout>([&](int c, int s) { constants.dB[c][s] = constants.dC[c][s] = 0.0f; });
-            backward_tile<Layout, Shared, true>(q, thread, h, shared, constants, flush, offset, states, steps, need_y,
-                                                slice > 0, atomic);
-            for_chains(slice, [&](int c, int s, bool exists, int parameter) {
-                if (exists && !p.variable_B) {  // no other thread's: atomic because nothing waits for it
-                    atomicAdd(q.parts.dB + first_part + parameter, constants.dB[c][s]);
-                }
-                if (exists && !p.variable_C) {
-                    atomicAdd(q.parts.dC + first_part + parameter, constants.dC[c][s]);
-                }
-            });
-        } else {
-            backward_tile<Layout, Shared, false>(q, thread, h, shared, constants, flush, offset, states, steps, need_y,
-                                                 slice > 0, atomic);
-        }
-        if (Layout::kSliced) {
-            this->put_away(thread.w, slice);
-            for_chains(slice, [&](int c, int s, bool exists, int parameter) {
-                if (exists) {
-                    atomicAdd(q.parts.dA + first_part + parameter, thread.dA[c][s]);
-                }
-                thread.dA[c][s] = 0.0f;
-            });
-        }
-    }
-
-    // The gradients of the initial state and of A.
-    __device__ __forceinline__ void store_chains() {
-        for (int slice = 0; slice < slices(); ++slice) {
-            for_chains(slice, [&](int c, int s, bool exists, int parameter) {
-                if (exists && q.dinitial_state != nullptr && block.segment == 0) {
-                    q.dinitial_state[first_chain + parameter] = Layout::kSliced ? this->waiting(slice, c, s) : thread.w[c][s];
-                }
-                if (exists && !Layout::kSliced) {
-                    q.parts.dA[first_part + parameter] = thread.dA[c][s];
-                }
-            });
-        }
-    }
-
-    // The gradients of delta's bias and of D.
-    __device__ __forceinline__ void store_sums() {
-        const int64_t part = block.segment * p.batch + block.batch;
+// All sub-tiles of one tile and slice. h: the states before the tile. offset: of the slice's first state and the tile's first
+// step in dB and dC.
+template <class Layout, class Shared, bool kGeneral>
+__device__ __forceinline__ void backward_tile(const ScanBackward& q, BackwardThread<Layout>& thread, Chains<Layout>& h,
+                                              Shared& shared, BackwardConstants<Layout>& constants,
+                                              const SumFlush<Layout, Shared>& flush, int64_t offset, int states, int steps,
+                                              bool need_y, bool add, bool atomic) {
+    constexpr int kSub = Shared::kSub;
+    const int subs = (steps + kSub - 1) / kSub;  // see forward.cuh: not by ceil_div
+    float* const h_sub = shared.h_sub + threadIdx.x;
+    const auto keep = [&](int sub) {
 #pragma unroll
-        for (int pass = 0; pass < Layout::kPasses; ++pass) {
-            float bias_sum = shared.bias_sum[pass][threadIdx.x];
-            float D_sum = shared.D_sum[pass][threadIdx.x];
+        for (int c = 0; c < Layout::kEach; ++c) {
 #pragma unroll
-            for (int bit = Layout::kRowLanes / 2; bit > 0; bit /= 2) {
-                bias_sum += __shfl_xor_sync(0xffffffffu, bias_sum, bit);
-                D_sum += __shfl_xor_sync(0xffffffffu, D_sum, bit);
-            }
-            if (rows.step == 0 && rows.exists[pass]) {
-                const int64_t at = part * p.dim + rows.channel(pass);
-                if (q.parts.ddelta_bias != nullptr) {
-                    q.parts.ddelta_bias[at] = bias_sum;
-                }
-                if (q.parts.dD != nullptr) {
-                    q.parts.dD[at] = D_sum;
-                }
+            for (int s = 0; s < Layout::kStates; ++s) {
+                h_sub[(sub * Shared::kChains + c * Layout::kStates + s) * Layout::kThreads] = h[c][s];
             }
         }
+    };
+    const auto take = [&](int sub) {
+#pragma unroll
+        for (int c = 0; c < Layout::kEach; ++c) {
+#pragma unroll
+            for (int s = 0; s < Layout::kStates; ++s) {
+                h[c][s] = h_sub[(sub * Shared::kChains + c * Layout::kStates + s) * Layout::kThreads];
+            }
+        }
+    };
+    for (int sub = 0; sub < subs - 1; ++sub) {
+        keep(sub);
+        advance_sub_tile<Layout, Shared, kGeneral>(thread, h, shared, constants, sub * kSub);
     }
-};
+    for (int sub = subs - 1; sub >= 0; --sub) {
+        if (sub < subs - 1) {
+            take(sub);
+        }
+        const int buffer = sub % 2 * Shared::kSums;
+        backward_sub_tile<Layout, Shared, kGeneral>(thread, h, shared, constants, buffer, sub * kSub, need_y, add);
+        __syncthreads();
+        const int sub_steps = steps - sub * kSub;
+        const int64_t sub_offset = is_reverse<Layout>(q.forward) ? offset - sub * kSub : offset + sub * kSub;
+        if (!kGeneral || constants.variable_B) {
+            flush(shared.dB + buffer, q.parts.dB + sub_offset, states, sub_steps, q.forward.seqlen, atomic);
+        }
+        if (!kGeneral || constants.variable_C) {
+            flush(shared.dC + buffer, q.parts.dC + sub_offset, states, sub_steps, q.forward.seqlen, atomic);
+        }
+    }
+}
 
+// Of a sliced layout w waits in shared memory and dA in its output between slices. dB and dC of constants are added up in their
+// outputs.
 template <typename T, class Layout>
 __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     selective_scan_backward_kernel(const ScanBackward q, bool aligned, bool atomic) {
+    using Shared = BackwardShared<T, Layout>;
+    static_assert(Layout::kTile == MAMBA_SCAN_CHECKPOINT, "a tile starts at a checkpoint");
     MAMBA_DYNAMIC_SHARED(16, float4, raw_shared);
-    auto& shared = *reinterpret_cast<BackwardShared<T, Layout>*>(raw_shared);
-    BackwardScan<T, Layout> scan(q, shared, aligned, atomic);
+    Shared& shared = *reinterpret_cast<Shared*>(raw_shared);
+    float* waiting_w = reinterpret_cast<float*>(raw_shared) + sizeof(Shared) / sizeof(float);  // (slices, kChains, kThreads)
+
     const MambaSelectiveScan& p = q.forward;
-    const ScanBlock& block = scan.block;
-    scan.clear_sums();
+    const ScanBlock block = scan_block(p, Layout::kChannels, 0);
+    const LaneOrder<Layout> order(threadIdx.x % 32);
+    const int64_t seqlen = p.seqlen;
+    const int slices = Layout::kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
+    const bool need_y = is_gated<Layout>(p) || p.out != nullptr;
+
+    const int64_t part = block.segment * p.batch + block.batch;
+    BackwardThread<Layout> thread;
+    const int warp = threadIdx.x / 32;
+#pragma unroll
+    for (int c = 0; c < Layout::kEach; ++c) {
+        thread.own[c] = opaque((warp * Layout::kWarpChannels + order.channel(c)) * Layout::kRow);
+    }
+#pragma unroll
+    for (int s = 0; s < Layout::kStates; ++s) {
+        thread.matrix[s] = opaque(order.state(s) * Layout::kRow);
+    }
+    const int lane = threadIdx.x % 32;
+    thread.swizzle = swizzle(order.state(0));
+    thread.state_sums = opaque(thread.own[0] + StateSums<Layout, kSumSteps>::first(lane));
+    thread.channel_sums = opaque((warp * Layout::kSlice + order.state(0)) * Layout::kSteps +
+                                 (ChannelSums<Layout, kSumSteps>::first(lane) ^ thread.swizzle));
+    // Calls function(c, s, whether the chain exists, its parameter's number among the block's) for the lane's chains of a
+    // slice.
+    const auto for_chains = [&](int slice, const auto& function) {
+#pragma unroll
+        for (int c = 0; c < Layout::kEach; ++c) {
+#pragma unroll
+            for (int s = 0; s < Layout::kStates; ++s) {
+                const int row = warp * Layout::kWarpChannels + order.channel(c);
+                const int n = slice * Layout::kSlice + order.state(s);
+                function(c, s, Layout::kMamba || (row < block.channels && n < p.dstate), row * static_cast<int>(p.dstate) + n);
+            }
+        }
+    };
+    const auto waiting = [&](int slice, int c, int s) -> float& {
+        return waiting_w[(slice * Shared::kChains + c * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
+    };
+    const int64_t parameters = p.dim * p.dstate;
+    const int64_t first_parameter = block.first_channel * p.dstate;
+    const int64_t first_chain = block.batch * parameters + first_parameter;  // of (batch, parameter)
+    const int64_t first_part = part * parameters + first_parameter;          // of (part, parameter)
+    const BackwardRows<T, Layout> rows(q, block);
+    const MatrixRows<T, Layout> matrix_rows(p, block);
+#pragma unroll
+    for (int pass = 0; pass < Layout::kPasses; ++pass) {
+        shared.bias_sum[pass][threadIdx.x] = 0.0f;
+        shared.D_sum[pass][threadIdx.x] = 0.0f;
+    }
+    const int64_t sum_slot = q.slots > 1 ? block.index : 0;
+    const int64_t sum_base = ((sum_slot * p.batch + block.batch) * p.ngroups + block.group) * p.dstate * seqlen;
+    const SumFlush<Layout, Shared> flush(sum_base, seqlen, is_reverse<Layout>(p));
+    const int32_t* seq_idx = !Layout::kMamba && p.seq_idx != nullptr ? p.seq_idx + block.batch * seqlen : nullptr;
+    const bool general = !Layout::kMamba && (!p.variable_B || !p.variable_C || seq_idx != nullptr);
+    if (general && seq_idx == nullptr) {
+        for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
+            shared.resets[i] = 0;
+        }
+    }
+
     stage_parameter<Layout>(shared.bias, p.delta_bias, block);
     stage_parameter<Layout>(shared.D, p.D, block);
     __syncthreads();
-    scan.load_gradients();
 
+    for (int slice = 0; slice < slices; ++slice) {
+        for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+            thread.w[c][s] = exists && q.dlast_state != nullptr ? q.dlast_state[first_chain + parameter] : 0.0f;
+            thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
+            thread.dA[c][s] = 0.0f;
+            if (exists) {
+                if (Layout::kSliced) {
+                    q.parts.dA[first_part + parameter] = 0.0f;
+                }
+                if (!Layout::kMamba && !p.variable_B) {
+                    q.parts.dB[first_part + parameter] = 0.0f;
+                }
+                if (!Layout::kMamba && !p.variable_C) {
+                    q.parts.dC[first_part + parameter] = 0.0f;
+                }
+            }
+        });
+        const int later = static_cast<int>(p.segments - 1 - block.segment);
+        if (later > 0) {
+            griddepcontrol_wait();
+            SegmentStates<Layout> at;
+            for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                at.exists[c][s] = exists;
+                at.state[c][s] = first_chain + parameter;
+            });
+            pass_through_segments<Layout>(p, thread.w, at, p.segments - 1, -1, later);
+        }
+        if (Layout::kSliced) {
+            for_chains(slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.w[c][s]; });
+        }
+    }
+
+    const int64_t checkpoints = seqlen > 0 ? (seqlen - 1) / MAMBA_SCAN_CHECKPOINT : 0;
     const int64_t last_tile = ceil_div(block.end, Layout::kTile) - 1;
     for (int64_t tile = last_tile; tile >= block.begin / Layout::kTile; --tile) {
         const int64_t first_step = tile * Layout::kTile;
-        scan.begin_tile(first_step, false);
-        scan.template fetch_tile<true>(first_step);
-        for (int slice = 0; slice < scan.slices(); ++slice) {
-            const float* const from = scan.states_before(tile);
-            Chains<Layout> h;
-            scan.load_chains(h, from, slice);
-            if (slice == 0) {
-                scan.stage_elements(tile, from);
+        const int64_t left = block.end - first_step;
+        const int steps = Layout::kMamba || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
+        const bool whole = steps == Layout::kTile && block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
+        const bool inside = vectors_within<Layout>(first_step, p.seqlen);
+        const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
+        BackwardInputs<T, Layout> in;
+        StagedTile<T, Layout> B_staged, C_staged;
+        with_access<Layout>(aligned, whole, inside, [&](auto access) {
+            in.template fetch<decltype(access)::kAccess>(rows, q, place, steps);
+            fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, place, steps);
+        });
+
+        for (int slice = 0; slice < slices; ++slice) {
+            const int first_state = slice * Layout::kSlice;
+            const int states =
+                static_cast<int>(p.dstate - first_state < Layout::kSlice ? p.dstate - first_state : Layout::kSlice);
+            // The states before the tile.
+            const float* from = p.initial_state != nullptr ? p.initial_state + first_chain : nullptr;
+            if (tile > 0) {
+                from = p.checkpoints + (block.batch * checkpoints + tile - 1) * parameters + first_parameter;
             }
-            scan.stage_slice(slice, first_step);
-            scan.run_states(h, slice, first_step);
+            Chains<Layout> h;
+            for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                if (Layout::kSliced) {
+                    thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
+                    thread.w[c][s] = waiting(slice, c, s);
+                }
+                h[c][s] = exists && from != nullptr ? from[parameter] : 0.0f;
+            });
+            if (slice == 0) {
+                if (tile > 1) {
+                    constexpr int kLine = 8;  // floats that one prefetch brings
+                    for (int i = threadIdx.x * kLine; i < block.channels * p.dstate; i += Layout::kThreads * kLine) {
+                        prefetch_to_L2(from - parameters + i);
+                    }
+                }
+                if (is_reverse<Layout>(p)) {
+                    in.mirror(is_gated<Layout>(p));
+                }
+                stage_time_and_gradient<T, Layout>(shared.dt, shared.dy, shared.bias, in, rows, p, steps);
+                stage_input<T, Layout>(shared.x, shared.dt, in, rows);
+                if (first_step > block.begin) {
+                    prefetch_inputs(rows, q, place_of<Layout>(p, first_step - Layout::kTile, Layout::kTile));
+                }
+                if (adds<Layout>(p) && rows.step + Layout::kVector <= steps) {
+                    prefetch_sums(rows, q, block, place);
+                }
+            }
+            if (is_reverse<Layout>(p)) {
+                B_staged.mirror();
+                C_staged.mirror();
+            }
+            __syncthreads();  // B, C and the sums of the last sub-tile have been read
+            shared.BC.put(B_staged, C_staged);
+            if (seq_idx != nullptr) {
+                stage_resets<Layout>(shared.resets, Layout::kTile, seq_idx, first_step, p);
+            }
+            __syncthreads();
+            if (Layout::kSliced && slice + 1 < slices) {
+                with_access<Layout>(aligned, whole, inside, [&](auto access) {
+                    fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
+                                                        steps);
+                });
+            }
+
+            const int64_t offset = first_state * seqlen + place_of<Layout>(p, first_step, 1);
+            BackwardConstants<Layout> constants;
+            if (general) {
+                constants.variable_B = p.variable_B;
+                constants.variable_C = p.variable_C;
+                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                    constants.B[c][s] =
+                        exists && !p.variable_B ? static_cast<const float*>(p.B)[first_parameter + parameter] : 0.0f;
+                    constants.C[c][s] =
+                        exists && !p.variable_C ? static_cast<const float*>(p.C)[first_parameter + parameter] : 0.0f;
+                    constants.dB[c][s] = 0.0f;
+                    constants.dC[c][s] = 0.0f;
+                });
+                backward_tile<Layout, Shared, true>(q, thread, h, shared, constants, flush, offset, states, steps, need_y,
+                                                    slice > 0, atomic);
+                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                    if (exists && !p.variable_B) {  // no other thread's: atomic because nothing waits for it
+                        atomicAdd(q.parts.dB + first_part + parameter, constants.dB[c][s]);
+                    }
+                    if (exists && !p.variable_C) {
+                        atomicAdd(q.parts.dC + first_part + parameter, constants.dC[c][s]);
+                    }
+                });
+            } else {
+                backward_tile<Layout, Shared, false>(q, thread, h, shared, constants, flush, offset, states, steps, need_y,
+                                                     slice > 0, atomic);
+            }
+
+            if (Layout::kSliced) {
+                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                    waiting(slice, c, s) = thread.w[c][s];
+                    if (exists) {
+                        atomicAdd(q.parts.dA + first_part + parameter, thread.dA[c][s]);
+                    }
+                    thread.dA[c][s] = 0.0f;
+                });
+            }
         }
-        scan.template fetch_tile<false>(first_step);  // again: see store_gradients
-        __syncwarp();                                 // the sums of other lanes are in
+
+        with_access<Layout>(aligned, whole, inside,
+                            [&](auto access) { in.template fetch<decltype(access)::kAccess>(rows, q, place, steps); });
+        __syncwarp();  // the sums of other lanes are in
         if (is_reverse<Layout>(p)) {
-            scan.in.mirror(is_gated<Layout>(p));
+            in.mirror(is_gated<Layout>(p));
         }
-        store_gradients<T, Layout>(q, shared, scan.in, scan.rows, block, place_of<Layout>(p, first_step, Layout::kTile),
-                                   scan.steps, aligned);
+        store_gradients<T, Layout, Shared>(q, shared, in, rows, block, place, steps, aligned);
         __syncwarp();  // the rows have been read before the next tile overwrites them
     }
-    scan.store_chains();
-    scan.store_sums();
+
+    for (int slice = 0; slice < slices; ++slice) {
+        for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+            if (exists && q.dinitial_state != nullptr && block.segment == 0) {
+                q.dinitial_state[first_chain + parameter] = Layout::kSliced ? waiting(slice, c, s) : thread.w[c][s];
+            }
+            if (exists && !Layout::kSliced) {
+                q.parts.dA[first_part + parameter] = thread.dA[c][s];
+            }
+        });
+    }
+#pragma unroll
+    for (int pass = 0; pass < Layout::kPasses; ++pass) {
+        float bias_sum = shared.bias_sum[pass][threadIdx.x];
+        float D_sum = shared.D_sum[pass][threadIdx.x];
+#pragma unroll
+        for (int bit = Layout::kRowLanes / 2; bit > 0; bit /= 2) {
+            bias_sum += __shfl_xor_sync(0xffffffffu, bias_sum, bit);
+            D_sum += __shfl_xor_sync(0xffffffffu, D_sum, bit);
+        }
+        if (rows.step == 0 && rows.exists[pass]) {
+            const int64_t at = part * p.dim + rows.channel(pass);
+            if (q.parts.ddelta_bias != nullptr) {
+                q.parts.ddelta_bias[at] = bias_sum;
+            }
+            if (q.parts.dD != nullptr) {
+                q.parts.dD[at] = D_sum;
+            }
+        }
+    }
 }
 
 // What all segments from first_segment on pass back.

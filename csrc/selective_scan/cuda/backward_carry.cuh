@@ -5,49 +5,36 @@
 
 namespace mamba {
 
-template <typename T, class Layout>
-struct alignas(16) BackwardCarryShared {
-    MatrixTile<T, Layout> BC;
-    float dt[Layout::kChannels * Layout::kRow];
-    float dy[Layout::kChannels * Layout::kRow];
-    int resets[Layout::kTile];
-    float bias[Layout::kChannels];
-};
-
-template <class Layout>
-struct BackwardCarryThread {
-    Chains<Layout> w, A;  // w = a_t g_t
-    ConstantMatrices<Layout> constants;
-    float dt_sum[Layout::kEach];
-    bool restarted;
-};
-
-// Takes w back through a tile. kGeneral as in forward_tile; count_dt: once for all slices.
-template <bool kGeneral, typename T, class Layout>
-__device__ __forceinline__ void carry_tile(const ScanThread<T, Layout>& scan, BackwardCarryThread<Layout>& thread,
-                                           const BackwardCarryShared<T, Layout>& shared, bool count_dt) {
+// Takes a lane's w = a_t g_t back through a tile. kGeneral as in forward_tile; count_dt: once for all slices.
+template <typename T, class Layout, bool kGeneral>
+__device__ __forceinline__ void carry_tile(Chains<Layout>& w, const Chains<Layout>& A, const Chains<Layout>& constant_C,
+                                           float (&dt_sum)[Layout::kEach], bool& restarted, const float* dt_tile,
+                                           const float* dy_tile, const MatrixTile<T, Layout>& BC,
+                                           const LaneOrder<Layout>& order, const int (&channel_row)[Layout::kEach],
+                                           bool variable_C, const int* resets, bool count_dt) {
 #pragma unroll 2
     for (int step = Layout::kTile - 4; step >= 0; step -= 4) {
         Steps4 C[Layout::kStates];
-        unroll<Layout::kStates>(
-            [&](int s) { C[s] = shared.BC.read_one(shared.BC.words + scan.order.state(s) * Layout::kRow + step); });
+#pragma unroll
+        for (int s = 0; s < Layout::kStates; ++s) {
+            C[s] = BC.read_one(BC.words + order.state(s) * Layout::kRow + step);
+        }
 #pragma unroll
         for (int c = 0; c < Layout::kEach; ++c) {
-            const Steps4 dt = read4(shared.dt + scan.row(c) * Layout::kRow + step);
-            const Steps4 dy = read4(shared.dy + scan.row(c) * Layout::kRow + step);
+            const Steps4 dt = read4(dt_tile + channel_row[c] * Layout::kRow + step);
+            const Steps4 dy = read4(dy_tile + channel_row[c] * Layout::kRow + step);
             if (count_dt) {
-                thread.dt_sum[c] += (dt.at[0] + dt.at[1]) + (dt.at[2] + dt.at[3]);
+                dt_sum[c] += (dt.at[0] + dt.at[1]) + (dt.at[2] + dt.at[3]);
             }
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
 #pragma unroll
                 for (int j = 3; j >= 0; --j) {
-                    float& w = thread.w[c][s];
-                    const float C_now = kGeneral && !scan.p.variable_C ? thread.constants.C[c][s] : C[s].at[j];
-                    w = exp2_fast(dt.at[j] * thread.A[c][s]) * fmaf(C_now, dy.at[j], w);
+                    const float C_now = kGeneral && !variable_C ? constant_C[c][s] : C[s].at[j];
+                    w[c][s] = exp2_fast(dt.at[j] * A[c][s]) * fmaf(C_now, dy.at[j], w[c][s]);
                     if (kGeneral) {
-                        w = shared.resets[step + j] ? 0.0f : w;
-                        thread.restarted |= shared.resets[step + j] != 0;
+                        w[c][s] = resets[step + j] ? 0.0f : w[c][s];
+                        restarted |= resets[step + j] != 0;
                     }
                 }
             }
@@ -60,51 +47,123 @@ __device__ __forceinline__ void carry_tile(const ScanThread<T, Layout>& scan, Ba
 template <typename T, class Layout>
 __global__ void __launch_bounds__(Layout::kThreads)
     selective_scan_backward_carry_kernel(const ScanBackward q, bool aligned, int64_t first_segment) {
-    __shared__ BackwardCarryShared<T, Layout> shared;
-    MAMBA_DYNAMIC_SHARED(4, float, waiting_w);  // of sliced layouts
+    __shared__ __align__(16) MatrixTile<T, Layout> BC;
+    __shared__ __align__(16) float dt_tile[Layout::kChannels * Layout::kRow];
+    __shared__ __align__(16) float dy_tile[Layout::kChannels * Layout::kRow];
+    __shared__ int resets[Layout::kTile];
+    __shared__ float bias[Layout::kChannels];
+    MAMBA_DYNAMIC_SHARED(4, float, waiting_w);  // (slices, kStates, kThreads), sliced only
+
     griddepcontrol_launch_dependents();
     const MambaSelectiveScan& p = q.forward;
-    ScanThread<T, Layout> scan(p, aligned, waiting_w, first_segment);
-    const ScanBlock& block = scan.block;
+    const ScanBlock block = scan_block(p, Layout::kChannels, first_segment);
     const BackwardRows<T, Layout> rows(q, block);
-    BackwardCarryThread<Layout> thread = {};
-    for (int slice = 0; slice < scan.slices(); ++slice) {
-        scan.put_away(thread.w, slice);
+    const MatrixRows<T, Layout> matrix_rows(p, block);
+    const LaneOrder<Layout> order(threadIdx.x % 32);
+    const int slices = Layout::kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
+    const int32_t* seq_idx = !Layout::kMamba && p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
+    const bool general = !Layout::kMamba && (!p.variable_C || seq_idx != nullptr);
+    if (general && seq_idx == nullptr) {
+        for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
+            resets[i] = 0;
+        }
     }
-    scan.clear_resets(shared.resets);
-    stage_parameter<Layout>(shared.bias, p.delta_bias, block);
+    int channel_row[Layout::kEach];
+    Chains<Layout> A, w, constant_C;
+#pragma unroll
+    for (int c = 0; c < Layout::kEach; ++c) {
+        channel_row[c] = threadIdx.x / 32 * Layout::kWarpChannels + order.channel(c);
+#pragma unroll
+        for (int s = 0; s < Layout::kStates; ++s) {
+            w[c][s] = 0.0f;
+        }
+    }
+    if (Layout::kSliced) {
+        for (int i = threadIdx.x; i < slices * Layout::kEach * Layout::kStates * Layout::kThreads; i += Layout::kThreads) {
+            waiting_w[i] = 0.0f;
+        }
+    }
+    stage_parameter<Layout>(bias, p.delta_bias, block);
     __syncthreads();
+    float dt_sum[Layout::kEach] = {};
+    bool restarted = false;
 
     for (int64_t tile = ceil_div(block.end, Layout::kTile) - 1; tile >= block.begin / Layout::kTile; --tile) {
         const int64_t first_step = tile * Layout::kTile;
-        scan.begin_tile(first_step, false);
+        const int64_t left = block.end - first_step;
+        const int steps = Layout::kMamba || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
+        const bool whole = steps == Layout::kTile && block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
+        const bool inside = vectors_within<Layout>(first_step, p.seqlen);
+        const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
         BackwardInputs<T, Layout> in;
-        scan.with_tile_access([&](auto access) {
-            constexpr Access kAccess = decltype(access)::kAccess;
-            in.template fetch<kAccess>(rows, q, place_of<Layout>(p, first_step, Layout::kTile), scan.steps);
-            scan.template fetch_matrices<kAccess>(0, first_step, false, true);
+        StagedTile<T, Layout> B_staged, C_staged;
+        with_access<Layout>(aligned, whole, inside, [&](auto access) {
+            in.template fetch<decltype(access)::kAccess>(rows, q, place, steps);
+            fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, place, steps, false, true);
         });
         if (is_reverse<Layout>(p)) {
             in.mirror(is_gated<Layout>(p));
         }
-        stage_time_and_gradient<T, Layout>(shared.dt, shared.dy, shared.bias, in, rows, p, scan.steps);
+        stage_time_and_gradient<T, Layout>(dt_tile, dy_tile, bias, in, rows, p, steps);
         if (first_step > block.begin) {
             prefetch_inputs(rows, q, place_of<Layout>(p, first_step - Layout::kTile, Layout::kTile));
         }
-        for (int slice = 0; slice < scan.slices(); ++slice) {
-            scan.stage_matrices(shared.resets, first_step, [&] { shared.BC.put_one(scan.C_staged); });
-            scan.fetch_next_slice(slice, first_step, false, true);
-            scan.load_A(thread.A, slice);
-            scan.take_back(thread.w, slice);
-            if (scan.general) {
-                scan.load_constants(thread.constants, slice);
-                carry_tile<true>(scan, thread, shared, slice == 0);
-            } else {
-                carry_tile<false>(scan, thread, shared, slice == 0);
+        for (int slice = 0; slice < slices; ++slice) {
+            const int first_state = slice * Layout::kSlice;
+            if (is_reverse<Layout>(p)) {
+                C_staged.mirror();
             }
-            scan.put_away(thread.w, slice);
-            if (first_step == block.begin) {
-                scan.store_carry(thread.w, thread.A, thread.dt_sum, thread.restarted, slice);
+            __syncthreads();  // B and C have been read
+            BC.put_one(C_staged);
+            if (seq_idx != nullptr) {
+                stage_resets<Layout>(resets, Layout::kTile, seq_idx, first_step, p);
+            }
+            __syncthreads();
+            if (Layout::kSliced && slice + 1 < slices) {
+                with_access<Layout>(aligned, whole, inside, [&](auto access) {
+                    fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
+                                                        steps, false, true);
+                });
+            }
+#pragma unroll
+            for (int c = 0; c < Layout::kEach; ++c) {
+#pragma unroll
+                for (int s = 0; s < Layout::kStates; ++s) {
+                    const int n = first_state + order.state(s);
+                    const bool exists = Layout::kMamba || (channel_row[c] < block.channels && n < p.dstate);
+                    const int64_t parameter = (block.first_channel + channel_row[c]) * p.dstate + n;
+                    A[c][s] = exists ? decay_exponent(p.A[parameter]) : 0.0f;
+                    constant_C[c][s] =
+                        !Layout::kMamba && exists && !p.variable_C ? static_cast<const float*>(p.C)[parameter] : 0.0f;
+                    if (Layout::kSliced) {
+                        const int chain = (slice * Layout::kEach + c) * Layout::kStates + s;
+                        w[c][s] = waiting_w[chain * Layout::kThreads + threadIdx.x];
+                    }
+                }
+            }
+            if (general) {
+                carry_tile<T, Layout, true>(w, A, constant_C, dt_sum, restarted, dt_tile, dy_tile, BC, order, channel_row,
+                                            p.variable_C, resets, slice == 0);
+            } else {
+                carry_tile<T, Layout, false>(w, A, constant_C, dt_sum, restarted, dt_tile, dy_tile, BC, order, channel_row,
+                                             true, resets, slice == 0);
+            }
+#pragma unroll
+            for (int c = 0; c < Layout::kEach; ++c) {
+#pragma unroll
+                for (int s = 0; s < Layout::kStates; ++s) {
+                    const int n = first_state + order.state(s);
+                    if (Layout::kSliced) {
+                        const int chain = (slice * Layout::kEach + c) * Layout::kStates + s;
+                        waiting_w[chain * Layout::kThreads + threadIdx.x] = w[c][s];
+                    }
+                    if (first_step == block.begin && channel_row[c] < block.channels && n < p.dstate) {
+                        const int64_t state = (block.batch * p.dim + block.first_channel + channel_row[c]) * p.dstate + n;
+                        const int64_t at = workspace_at(p, block.segment, state);
+                        p.workspace[at] = w[c][s];
+                        p.workspace[at + p.batch * p.dim * p.dstate] = restarted ? -1.0f : exp2_fast(A[c][s] * dt_sum[c]);
+                    }
+                }
             }
         }
         __syncwarp();  // the rows have been read before the next tile overwrites them

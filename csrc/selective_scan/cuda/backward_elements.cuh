@@ -88,7 +88,10 @@ __device__ __forceinline__ void stage_time_and_gradient(float* dt_tile, float* d
         if (is_gated<Layout>(p)) {
             float z[Layout::kVector];
             in.z.read(z, pass);
-            unroll<Layout::kVector>([&](int i) { dy[i] *= silu(z[i]); });
+#pragma unroll
+            for (int i = 0; i < Layout::kVector; ++i) {
+                dy[i] *= silu(z[i]);
+            }
         }
         write_row(dt_tile + at, dt);
         write_row(dy_tile + at, dy);
@@ -105,7 +108,10 @@ __device__ __forceinline__ void stage_input(float* x_tile, const float* dt_tile,
         float dt[Layout::kVector], x[Layout::kVector];
         read_row(dt, dt_tile + at);
         in.u.read(x, pass);
-        unroll<Layout::kVector>([&](int i) { x[i] *= dt[i]; });
+#pragma unroll
+        for (int i = 0; i < Layout::kVector; ++i) {
+            x[i] *= dt[i];
+        }
         write_row(x_tile + at, x);
     }
 }
@@ -143,12 +149,21 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
         if (has_softplus<Layout>(p)) {
             float raw[Layout::kVector];
             in.delta.read(raw, pass);
-            unroll<Layout::kVector>([&](int i) { ddelta[i] *= sigmoid(raw[i] + bias); });
+#pragma unroll
+            for (int i = 0; i < Layout::kVector; ++i) {
+                ddelta[i] *= sigmoid(raw[i] + bias);
+            }
         }
         if (valid < Layout::kVector) {
-            unroll<Layout::kVector>([&](int i) { ddelta[i] = i < valid ? ddelta[i] : 0.0f; });
+#pragma unroll
+            for (int i = 0; i < Layout::kVector; ++i) {
+                ddelta[i] = i < valid ? ddelta[i] : 0.0f;
+            }
         }
-        unroll<Layout::kVector>([&](int i) { bias_sum += ddelta[i]; });
+#pragma unroll
+        for (int i = 0; i < Layout::kVector; ++i) {
+            bias_sum += ddelta[i];
+        }
         shared.bias_sum[pass][threadIdx.x] = bias_sum;
         shared.D_sum[pass][threadIdx.x] = D_sum;
         T* du_row = static_cast<T*>(q.du) + block.batch * q.du_batch_stride + channel * q.du_dim_stride;
@@ -160,7 +175,10 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
         }
         float y[Layout::kVector];
         read_row(y, shared.y + at);
-        unroll<Layout::kVector>([&](int i) { y[i] = fmaf(D, u[i], y[i]); });
+#pragma unroll
+        for (int i = 0; i < Layout::kVector; ++i) {
+            y[i] = fmaf(D, u[i], y[i]);
+        }
         if (is_gated<Layout>(p)) {
             float z[Layout::kVector], dz[Layout::kVector];
             in.z.read(z, pass);

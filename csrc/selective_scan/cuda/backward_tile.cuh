@@ -1,8 +1,7 @@
 // One tile of the CUDA backward scan: its shared memory, the passes over a sub-tile and the sums over channels.
 #pragma once
 
-#include "selective_scan/cuda/thread.cuh"
-#include "selective_scan/parts.h"
+#include "selective_scan/cuda/tile.cuh"
 
 namespace mamba {
 
@@ -51,10 +50,12 @@ struct BackwardThread {
     int swizzle;                  // of that row
 };
 
-// With their gradients.
+// B and C where they do not vary over time, and their gradients.
 template <class Layout>
-struct BackwardConstants : ConstantMatrices<Layout> {
-    Chains<Layout> dB, dC;
+struct BackwardConstants {
+    bool variable_B;
+    bool variable_C;
+    Chains<Layout> B, C, dB, dC;
 };
 
 // Runs the states forward through one sub-tile. kGeneral as in forward_tile.
@@ -64,7 +65,10 @@ __device__ __forceinline__ void advance_sub_tile(const BackwardThread<Layout>& t
 #pragma unroll
     for (int step = first; step < first + Shared::kSub; step += 4) {
         Steps4 B[Layout::kStates];
-        unroll<Layout::kStates>([&](int s) { B[s] = shared.BC.read_B(shared.BC.words + thread.matrix[s] + step); });
+#pragma unroll
+        for (int s = 0; s < Layout::kStates; ++s) {
+            B[s] = shared.BC.read_B(shared.BC.words + thread.matrix[s] + step);
+        }
 #pragma unroll
         for (int c = 0; c < Layout::kEach; ++c) {
             const Steps4 dt = read4(shared.dt + thread.own[c] + step);
@@ -112,7 +116,10 @@ __device__ __forceinline__ void backward_sub_tile(BackwardThread<Layout>& thread
 #pragma unroll
         for (int step = part; step < part + kSteps; step += 4) {
             Steps4 B[kStates], C[kStates];
-            unroll<kStates>([&](int s) { shared.BC.read(shared.BC.words + thread.matrix[s] + first + step, B[s], C[s]); });
+#pragma unroll
+            for (int s = 0; s < kStates; ++s) {
+                shared.BC.read(shared.BC.words + thread.matrix[s] + first + step, B[s], C[s]);
+            }
 #pragma unroll
             for (int c = 0; c < kEach; ++c) {
                 const Steps4 dt = read4(shared.dt + thread.own[c] + first + step);
@@ -156,7 +163,10 @@ __device__ __forceinline__ void backward_sub_tile(BackwardThread<Layout>& thread
 #pragma unroll
         for (int step = part + kSteps - 4; step >= part; step -= 4) {
             Steps4 B[kStates], C[kStates];
-            unroll<kStates>([&](int s) { shared.BC.read(shared.BC.words + thread.matrix[s] + first + step, B[s], C[s]); });
+#pragma unroll
+            for (int s = 0; s < kStates; ++s) {
+                shared.BC.read(shared.BC.words + thread.matrix[s] + first + step, B[s], C[s]);
+            }
 #pragma unroll
             for (int c = 0; c < kEach; ++c) {
                 const Steps4 dt = read4(shared.dt + thread.own[c] + first + step);
@@ -221,9 +231,10 @@ struct SumFlush {
 #pragma unroll
         for (int item = 0; item < kItems; ++item) {
             float sum = 0.0f;
-            unroll<Layout::kWarps>([&](int warp) {
+#pragma unroll
+            for (int warp = 0; warp < Layout::kWarps; ++warp) {
                 sum += sums[warp * Layout::kSlice * Shared::kSub + item * kItemStates * Shared::kSub + place];
-            });
+            }
             if (Layout::kMamba || (state + item * kItemStates < states && step < steps)) {
                 float* to = out + where + item * kItemStates * seqlen;
                 if (atomic) {
@@ -235,40 +246,5 @@ struct SumFlush {
         }
     }
 };
-
-// All sub-tiles of one tile and slice. h: the states before the tile. offset: of the slice's first state and the tile's first
-// step in dB and dC.
-template <class Layout, class Shared, bool kGeneral>
-__device__ __forceinline__ void backward_tile(const ScanBackward& q, BackwardThread<Layout>& thread, Chains<Layout>& h,
-                                              Shared& shared, BackwardConstants<Layout>& constants,
-                                              const SumFlush<Layout, Shared>& flush, int64_t offset, int states, int steps,
-                                              bool need_y, bool add, bool atomic) {
-    constexpr int kSub = Shared::kSub;
-    const int subs = (steps + kSub - 1) / kSub;  // see forward.cuh: not by ceil_div
-    float* const h_sub = shared.h_sub + threadIdx.x;
-    const auto kept = [&](int sub, int c, int s) -> float& {
-        return h_sub[(sub * Shared::kChains + c * Layout::kStates + s) * Layout::kThreads];
-    };
-    for (int sub = 0; sub < subs - 1; ++sub) {
-        for_each_chain<Layout>([&](int c, int s) { kept(sub, c, s) = h[c][s]; });
-        advance_sub_tile<Layout, Shared, kGeneral>(thread, h, shared, constants, sub * kSub);
-    }
-    for (int sub = subs - 1; sub >= 0; --sub) {
-        if (sub < subs - 1) {
-            for_each_chain<Layout>([&](int c, int s) { h[c][s] = kept(sub, c, s); });
-        }
-        const int buffer = sub % 2 * Shared::kSums;
-        backward_sub_tile<Layout, Shared, kGeneral>(thread, h, shared, constants, buffer, sub * kSub, need_y, add);
-        __syncthreads();
-        const int sub_steps = steps - sub * kSub;
-        const int64_t sub_offset = is_reverse<Layout>(q.forward) ? offset - sub * kSub : offset + sub * kSub;
-        if (!kGeneral || constants.variable_B) {
-            flush(shared.dB + buffer, q.parts.dB + sub_offset, states, sub_steps, q.forward.seqlen, atomic);
-        }
-        if (!kGeneral || constants.variable_C) {
-            flush(shared.dC + buffer, q.parts.dC + sub_offset, states, sub_steps, q.forward.seqlen, atomic);
-        }
-    }
-}
 
 }  // namespace mamba

@@ -10,197 +10,285 @@
 
 namespace mamba {
 
-// A thread's part of a block's walk: what it holds, and the phases of a tile. kCarryOnly: fills the workspace for the segments
-// of its blocks.
+// Of a sliced layout states wait in shared memory between slices. kCarryOnly: fills the
+// workspace for the segments of its blocks.
 template <typename T, class Layout, bool kCarryOnly>
-struct ForwardScan : ScanThread<T, Layout> {
-    using Base = ScanThread<T, Layout>;
-    using Base::block, Base::first_chain, Base::for_chains, Base::p, Base::slices, Base::steps;
+__global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
+    selective_scan_forward_kernel(const MambaSelectiveScan p, bool aligned) {
+    __shared__ __align__(16) ForwardShared<T, Layout, kCarryOnly> tile;
+    __shared__ int resets[Layout::kTile];
+    __shared__ float bias[Layout::kChannels];  // of delta
+    __shared__ float D[Layout::kChannels];
+    MAMBA_DYNAMIC_SHARED(4, float, waiting_h);  // (slices, a lane's chains, kThreads), sliced only
+
+    if (kCarryOnly) {
+        griddepcontrol_launch_dependents();
+    }
+    const ScanBlock block = scan_block(p, Layout::kChannels, 0);
+    const int slices = Layout::kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
+    const int64_t parameters = p.dim * p.dstate;
+    const LaneOrder<Layout> order(threadIdx.x % 32);
+    ForwardThread<Layout> thread;
+#pragma unroll
+    for (int c = 0; c < Layout::kEach; ++c) {
+        thread.row[c] = threadIdx.x / 32 * Layout::kWarpChannels + order.channel(c);
+        thread.dt_sum[c] = 0.0f;
+    }
+#pragma unroll
+    for (int s = 0; s < Layout::kStates; ++s) {
+        thread.state[s] = order.state(s);
+    }
+    thread.restarted = false;
+    // Calls function(c, s, whether the chain exists, its parameter's number among the block's) for the lane's chains of a
+    // slice.
+    const auto for_chains = [&](int slice, const auto& function) {
+#pragma unroll
+        for (int c = 0; c < Layout::kEach; ++c) {
+#pragma unroll
+            for (int s = 0; s < Layout::kStates; ++s) {
+                const int n = slice * Layout::kSlice + thread.state[s];
+                const bool exists = Layout::kMamba || (thread.row[c] < block.channels && n < p.dstate);
+                function(c, s, exists, thread.row[c] * static_cast<int>(p.dstate) + n);
+            }
+        }
+    };
+    const auto waiting = [&](int slice, int c, int s) -> float& {
+        return waiting_h[((slice * Layout::kEach + c) * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
+    };
+    const int64_t first_parameter = block.first_channel * p.dstate;
+    const int64_t first_chain = block.batch * parameters + first_parameter;  // of (batch, parameter)
+    const auto load_A = [&](int slice) {
+        for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+            thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
+        });
+    };
+    if (!Layout::kSliced) {
+        load_A(0);
+    }
+    // Where the next checkpoint goes.
+    float* checkpoint = nullptr;
+    if (!kCarryOnly && p.checkpoints != nullptr) {
+        const int64_t count = (p.seqlen - 1) / MAMBA_SCAN_CHECKPOINT;
+        checkpoint = p.checkpoints + (block.batch * count + block.begin / MAMBA_SCAN_CHECKPOINT) * parameters + first_parameter;
+    }
+
+    const ElementRows<T, Layout> rows(p, block);
+    T* const out = rows.at(static_cast<T*>(p.out), block, p.out_batch_stride, p.out_dim_stride);
+    stage_parameter<Layout>(bias, p.delta_bias, block);
+    stage_parameter<Layout>(D, p.D, block);
+    const MatrixRows<T, Layout> matrix_rows(p, block);
+    const bool all_exist = Layout::kMamba || (block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0);
+    const int32_t* seq_idx = !Layout::kMamba && p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
+    const bool general = !Layout::kMamba && (!p.variable_B || !p.variable_C || seq_idx != nullptr);
+    const bool gated = is_gated<Layout>(p);
+    const bool skips = Layout::kMamba || p.D != nullptr;
+    const bool add = !kCarryOnly && adds<Layout>(p);
+    const bool neighbours = inputs_have_neighbours<Layout>(p, block);
+    if (general && seq_idx == nullptr) {
+        for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
+            resets[i] = 0;
+        }
+    }
+
     // A tile's elements, on their way into registers: small ones early, large ones, and those of lanes with eight states, where
     // they are needed (early they are up to 6 % slower). The walk of states alone has room there for those of the next tile
     // while it works at this one.
-    static constexpr bool kEarly = kIs16Bit<T> && (Layout::kStates < 8 || Layout::kSliced || kCarryOnly);
-    static constexpr bool kAhead = kEarly && kCarryOnly && !Layout::kSliced;
-
-    ForwardShared<T, Layout, kCarryOnly>& shared;
-    const ElementRows<T, Layout> rows;
-    T* const out;
-    const bool gated, add;  // z, and `add` of the call
-    const bool neighbours;  // see vectors_within
-    float* checkpoint;      // where the next one goes, or null
-    ForwardThread<Layout> thread;
-    TileElements<T, Layout> u, delta, z;  // of the tile in hand
-
-    __device__ __forceinline__ ForwardScan(const MambaSelectiveScan& params, ForwardShared<T, Layout, kCarryOnly>& memory,
-                                           float* waiting, bool aligned)
-        : Base(params, aligned, waiting, 0),
-          shared(memory),
-          rows(p, block),
-          out(rows.at(static_cast<T*>(p.out), block, p.out_batch_stride, p.out_dim_stride)),
-          gated(is_gated<Layout>(p)),
-          add(!kCarryOnly && adds<Layout>(p)),
-          neighbours(inputs_have_neighbours<Layout>(p, block)),
-          checkpoint(nullptr) {
-        unroll<Layout::kEach>([&](int c) {
-            thread.row[c] = this->row(c);
-            thread.dt_sum[c] = 0.0f;
-        });
-        unroll<Layout::kStates>([&](int s) { thread.state[s] = this->order.state(s); });
-        thread.restarted = false;
-        if (!kCarryOnly && p.checkpoints != nullptr) {
-            const int64_t count = (p.seqlen - 1) / MAMBA_SCAN_CHECKPOINT;
-            const int64_t first = block.batch * count + block.begin / MAMBA_SCAN_CHECKPOINT;
-            checkpoint = p.checkpoints + first * this->parameters + this->first_parameter;
-        }
-        if (!Layout::kSliced) {
-            this->load_A(thread.A, 0);
-        }
-    }
-
-    // The tile's first loads: all but z, with B and C of the first slice.
-    __device__ __forceinline__ void fetch_tile(int64_t first_step) {
-        this->begin_tile(first_step, neighbours);
+    constexpr bool kEarly = kIs16Bit<T> && (Layout::kStates < 8 || Layout::kSliced || kCarryOnly);
+    constexpr bool kAhead = kEarly && kCarryOnly && !Layout::kSliced;
+    int steps = 0;
+    bool whole = false;   // all of the tile's steps, channels and states exist
+    bool inside = false;  // see vectors_within
+    StagedTile<T, Layout> B_staged, C_staged;
+    TileElements<T, Layout> u, delta, z;
+    const auto fetch_tile = [&](int64_t first_step) {
+        const int64_t left = block.end - first_step;
+        steps = Layout::kMamba || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
+        whole = steps == Layout::kTile && all_exist;
+        inside = vectors_within<Layout>(first_step, p.seqlen, neighbours);
         const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
-        this->with_tile_access([&](auto access) {
-            constexpr Access kAccess = decltype(access)::kAccess;
-            delta.template fetch<kAccess>(rows, rows.delta, p.delta_dim_stride, place, steps);
-            u.template fetch<kAccess>(rows, rows.u, p.u_dim_stride, place, steps);
-            this->template fetch_matrices<kAccess>(0, first_step, true, !kCarryOnly);
+        with_access<Layout>(aligned, whole, inside, [&](auto access) {
+            delta.template fetch<decltype(access)::kAccess>(rows, rows.delta, p.delta_dim_stride, place, steps);
+            u.template fetch<decltype(access)::kAccess>(rows, rows.u, p.u_dim_stride, place, steps);
+            fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, place, steps, true, !kCarryOnly);
         });
+    };
+    if (kEarly) {
+        fetch_tile(block.begin);
     }
+    __syncthreads();
 
-    // States before the segment: initial ones, and what earlier segments pass on. Before the tiles, not in the first of them:
-    // ptxas lets such a load share a scoreboard with that of z, and the steps of every tile would then wait for z.
-    __device__ __forceinline__ void load_states() {
-        for (int slice = 0; slice < slices(); ++slice) {
+    // Before the tiles, not in the first of them: ptxas lets such a load share a scoreboard with that of z, and the steps of
+    // every tile would then wait for z.
+    for (int slice = 0; slice < slices; ++slice) {
+        for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+            const bool given = !kCarryOnly && exists && p.initial_state != nullptr;
+            thread.h[c][s] = given ? p.initial_state[first_chain + parameter] : 0.0f;
+        });
+        if (!kCarryOnly && block.segment > 0) {
+            griddepcontrol_wait();
+            SegmentStates<Layout> at;
             for_chains(slice, [&](int c, int s, bool exists, int parameter) {
-                const bool given = !kCarryOnly && exists && p.initial_state != nullptr;
-                thread.h[c][s] = given ? p.initial_state[first_chain + parameter] : 0.0f;
+                at.exists[c][s] = exists;
+                at.state[c][s] = first_chain + parameter;
             });
-            if (!kCarryOnly && block.segment > 0) {
-                griddepcontrol_wait();
-                this->pass_through_segments(thread.h, slice, 0, 1, static_cast<int>(block.segment));
-            }
-            this->put_away(thread.h, slice);
+            pass_through_segments<Layout>(p, thread.h, at, 0, 1, static_cast<int>(block.segment));
+        }
+        if (Layout::kSliced) {
+            for_chains(slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.h[c][s]; });
         }
     }
 
-    // dt and dt * u of the warp's own rows. Steps past the end get dt = 0 and x = 0, which leaves the state as it is.
-    __device__ __forceinline__ void stage_elements() {
+    for (int64_t first_step = block.begin; first_step < block.end; first_step += Layout::kTile) {
+        const int64_t next_step = first_step + Layout::kTile;
+        const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
+        if (!kEarly) {
+            fetch_tile(first_step);
+        }
+        // Not by round_up: the compiler would make other code of the whole loop. So too in backward.cuh.
+        const int rounded = (steps + Layout::kSteps - 1) / Layout::kSteps * Layout::kSteps;
         if (is_reverse<Layout>(p)) {
             delta.mirror();
             u.mirror();
         }
+        // dt and dt * u of the warp's own rows. Steps past the end get dt = 0 and x = 0, which leaves the state as it is.
 #pragma unroll
         for (int pass = 0; pass < Layout::kPasses; ++pass) {
             const int at = rows.row(pass) * Layout::kRow + rows.step;
             float dt[Layout::kVector], x[Layout::kVector];
             delta.read(dt, pass);
             u.read(x, pass);
-            time_steps<T>(dt, shared.bias[rows.row(pass)], has_softplus<Layout>(p), rows.valid_steps(steps));
-            unroll<Layout::kVector>([&](int i) { x[i] *= dt[i]; });
-            write_row(shared.dt + at, dt);
-            write_row(shared.x + at, x);
-        }
-    }
-
-    __device__ __forceinline__ void stage_slice(int64_t first_step) {
-        this->stage_matrices(shared.resets, first_step, [&] {
-            if constexpr (kCarryOnly) {
-                shared.BC.put_one(this->B_staged);
-            } else {
-                shared.BC.put(this->B_staged, this->C_staged);
+            time_steps<T>(dt, bias[rows.row(pass)], has_softplus<Layout>(p), rows.valid_steps(steps));
+#pragma unroll
+            for (int i = 0; i < Layout::kVector; ++i) {
+                x[i] *= dt[i];
             }
-        });
-    }
+            write_row(tile.dt + at, dt);
+            write_row(tile.x + at, x);
+        }
 
-    // Loads that arrive while the slice runs: the next slice's, those of the tile's end, and what the next tile begins with.
-    __device__ __forceinline__ void fetch_ahead(int slice, int64_t first_step) {
-        const int64_t next_step = first_step + Layout::kTile;
-        const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
-        this->fetch_next_slice(slice, first_step, true, !kCarryOnly);
-        if (kAhead && next_step < block.end) {
+        for (int slice = 0; slice < slices; ++slice) {
+            const int first_state = slice * Layout::kSlice;
+            if (is_reverse<Layout>(p)) {
+                B_staged.mirror();
+                C_staged.mirror();
+            }
+            __syncthreads();  // the last tile's readers are done
+            if constexpr (kCarryOnly) {
+                tile.BC.put_one(B_staged);
+            } else {
+                tile.BC.put(B_staged, C_staged);
+            }
+            if (seq_idx != nullptr) {
+                stage_resets<Layout>(resets, Layout::kTile, seq_idx, first_step, p);
+            }
+            __syncthreads();
+            if (Layout::kSliced && slice + 1 < slices) {
+                with_access<Layout>(aligned, whole, inside, [&](auto access) {
+                    fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
+                                                        steps);
+                });
+            }
+            if (kAhead && next_step < block.end) {
+                fetch_tile(next_step);
+            }
+            const int most = is_reverse<Layout>(p) ? Layout::kVector - 1 : 0;  // then memory's first one must exist
+            if (!kAhead && slice == 0 && next_step + rows.step + most < block.end) {
+                // What comes next is asked for into the L2 cache only: registers are scarce.
+                prefetch_elements(rows, rows.u, p.u_dim_stride, place_of<Layout>(p, next_step, Layout::kTile));
+                prefetch_elements(rows, rows.delta, p.delta_dim_stride, place_of<Layout>(p, next_step, Layout::kTile));
+            }
+            if (add && slice == 0 && rows.step + Layout::kVector <= steps) {
+                prefetch_elements(rows, static_cast<const T*>(out), p.out_dim_stride, place);
+            }
+            if (!kCarryOnly && slice + 1 == slices && gated) {
+                with_access<Layout>(aligned, whole, inside, [&](auto access) {
+                    z.template fetch<decltype(access)::kAccess>(rows, rows.z, p.z_dim_stride, place, steps);
+                });
+            }
+            if (Layout::kSliced) {
+                load_A(slice);
+                for_chains(slice, [&](int c, int s, bool, int) { thread.h[c][s] = waiting(slice, c, s); });
+            }
+
+            ForwardConstants<Layout> constants;
+            if (general) {
+                constants.variable_B = p.variable_B;
+                constants.variable_C = p.variable_C;
+                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                    const int64_t at = first_parameter + parameter;
+                    constants.B[c][s] = exists && !p.variable_B ? static_cast<const float*>(p.B)[at] : 0.0f;
+                    constants.C[c][s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[at] : 0.0f;
+                });
+                forward_tile<T, Layout, true, kCarryOnly>(thread, tile, constants, resets, rounded, slice > 0);
+            } else {
+                forward_tile<T, Layout, false, kCarryOnly>(thread, tile, constants, resets, rounded, slice > 0);
+            }
+
+            if (kCarryOnly) {
+                if (next_step >= block.end) {
+                    for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                        if (exists) {
+                            const int64_t at = workspace_at(p, block.segment, first_chain + parameter);
+                            p.workspace[at] = thread.h[c][s];
+                            p.workspace[at + p.batch * parameters] =
+                                thread.restarted ? -1.0f : exp2_fast(thread.A[c][s] * thread.dt_sum[c]);
+                        }
+                    });
+                }
+            } else if (next_step < p.seqlen ? checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0
+                                            : p.last_state != nullptr) {
+                float* const to = next_step < p.seqlen ? checkpoint : p.last_state + first_chain;
+                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                    if (exists) {
+                        to[parameter] = thread.h[c][s];
+                    }
+                });
+            }
+            if (Layout::kSliced) {
+                for_chains(slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.h[c][s]; });
+            }
+        }
+        if (checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0) {
+            checkpoint += parameters;
+        }
+
+        if (!kCarryOnly) {
+            __syncwarp();  // the sums of other lanes are in
+            if (gated && is_reverse<Layout>(p)) {
+                z.mirror();
+            }
+#pragma unroll
+            for (int pass = 0; pass < Layout::kPasses; ++pass) {
+                const float skip = D[rows.row(pass)];
+                float y[Layout::kVector], other[Layout::kVector];
+                read_row(y, tile.y + rows.row(pass) * Layout::kRow + rows.step);
+                u.read(other, pass);
+#pragma unroll
+                for (int i = 0; i < Layout::kVector; ++i) {
+                    y[i] = skips ? fmaf(skip, other[i], y[i]) : y[i];
+                }
+                if (gated) {
+                    z.read(other, pass);
+#pragma unroll
+                    for (int i = 0; i < Layout::kVector; ++i) {
+                        y[i] *= silu(other[i]);
+                    }
+                }
+                T* const to = out + place + pass * Layout::kPassRows * p.out_dim_stride;
+                if (add) {
+                    add_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kMamba || aligned, rows.reverse, y);
+                }
+                store_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kMamba || aligned, rows.reverse, y);
+            }
+        }
+        if (kEarly && !kAhead && next_step < block.end) {
             fetch_tile(next_step);
         }
-        const int most = is_reverse<Layout>(p) ? Layout::kVector - 1 : 0;  // then memory's first one must exist
-        if (!kAhead && slice == 0 && next_step + rows.step + most < block.end) {
-            // What comes next is asked for into the L2 cache only: registers are scarce.
-            const int64_t next_place = place_of<Layout>(p, next_step, Layout::kTile);
-            prefetch_elements(rows, rows.u, p.u_dim_stride, next_place);
-            prefetch_elements(rows, rows.delta, p.delta_dim_stride, next_place);
-        }
-        if (add && slice == 0 && rows.step + Layout::kVector <= steps) {
-            prefetch_elements(rows, static_cast<const T*>(out), p.out_dim_stride, place);
-        }
-        if (!kCarryOnly && slice + 1 == slices() && gated) {
-            this->with_tile_access(
-                [&](auto access) { z.template fetch<decltype(access)::kAccess>(rows, rows.z, p.z_dim_stride, place, steps); });
-        }
+        __syncwarp();  // y and dt have been read before the next tile overwrites them
     }
 
-    // The states of a slice through `count` steps of the tile.
-    __device__ __forceinline__ void run_states(int slice, int count) {
-        if (Layout::kSliced) {
-            this->load_A(thread.A, slice);
-            this->take_back(thread.h, slice);
-        }
-        ConstantMatrices<Layout> constants;
-        if (this->general) {
-            this->load_constants(constants, slice);
-            forward_tile<T, Layout, true, kCarryOnly>(thread, shared, constants, count, slice > 0);
-        } else {
-            forward_tile<T, Layout, false, kCarryOnly>(thread, shared, constants, count, slice > 0);
-        }
-    }
-
-    // The states behind a tile, where somebody wants them: the next segment, backward, or the caller.
-    __device__ __forceinline__ void store_states(int slice, int64_t next_step) {
-        if (kCarryOnly) {
-            if (next_step >= block.end) {
-                this->store_carry(thread.h, thread.A, thread.dt_sum, thread.restarted, slice);
-            }
-        } else if (next_step < p.seqlen ? checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0
-                                        : p.last_state != nullptr) {
-            float* const to = next_step < p.seqlen ? checkpoint : p.last_state + first_chain;
-            for_chains(slice, [&](int c, int s, bool exists, int parameter) {
-                if (exists) {
-                    to[parameter] = thread.h[c][s];
-                }
-            });
-        }
-        this->put_away(thread.h, slice);
-    }
-
-    // out = (y + D u) silu(z) of the warp's own rows.
-    __device__ __forceinline__ void store_out(int64_t first_step) {
-        const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
-        __syncwarp();  // the sums of other lanes are in
-        if (gated && is_reverse<Layout>(p)) {
-            z.mirror();
-        }
-#pragma unroll
-        for (int pass = 0; pass < Layout::kPasses; ++pass) {
-            const float skip = shared.D[rows.row(pass)];
-            float y[Layout::kVector], other[Layout::kVector];
-            read_row(y, shared.y + rows.row(pass) * Layout::kRow + rows.step);
-            u.read(other, pass);
-            unroll<Layout::kVector>(
-                [&](int i) { y[i] = Layout::kMamba || p.D != nullptr ? fmaf(skip, other[i], y[i]) : y[i]; });
-            if (gated) {
-                z.read(other, pass);
-                unroll<Layout::kVector>([&](int i) { y[i] *= silu(other[i]); });
-            }
-            T* const to = out + place + pass * Layout::kPassRows * p.out_dim_stride;
-            if (add) {
-                add_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kMamba || this->aligned, rows.reverse, y);
-            }
-            store_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kMamba || this->aligned, rows.reverse, y);
-        }
-    }
-
-    // Of a call without steps.
-    __device__ __forceinline__ void pass_initial_state() {
-        for (int slice = 0; slice < slices(); ++slice) {
+    if (!kCarryOnly && p.seqlen == 0 && p.last_state != nullptr) {
+        for (int slice = 0; slice < slices; ++slice) {
             for_chains(slice, [&](int, int, bool exists, int parameter) {
                 if (exists) {
                     const int64_t at = first_chain + parameter;
@@ -208,56 +296,6 @@ struct ForwardScan : ScanThread<T, Layout> {
                 }
             });
         }
-    }
-};
-
-template <typename T, class Layout, bool kCarryOnly>
-__global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
-    selective_scan_forward_kernel(const MambaSelectiveScan p, bool aligned) {
-    using Scan = ForwardScan<T, Layout, kCarryOnly>;
-    __shared__ ForwardShared<T, Layout, kCarryOnly> shared;
-    MAMBA_DYNAMIC_SHARED(4, float, waiting_h);  // of sliced layouts
-    if (kCarryOnly) {
-        griddepcontrol_launch_dependents();
-    }
-    Scan scan(p, shared, waiting_h, aligned);
-    const ScanBlock& block = scan.block;
-    scan.clear_resets(shared.resets);
-    stage_parameter<Layout>(shared.bias, p.delta_bias, block);
-    stage_parameter<Layout>(shared.D, p.D, block);
-    if (Scan::kEarly) {
-        scan.fetch_tile(block.begin);
-    }
-    __syncthreads();
-    scan.load_states();
-
-    for (int64_t first_step = block.begin; first_step < block.end; first_step += Layout::kTile) {
-        const int64_t next_step = first_step + Layout::kTile;
-        if (!Scan::kEarly) {
-            scan.fetch_tile(first_step);
-        }
-        // Not by round_up: the compiler would make other code of the whole loop. So too in backward.cuh.
-        const int rounded = (scan.steps + Layout::kSteps - 1) / Layout::kSteps * Layout::kSteps;
-        scan.stage_elements();
-        for (int slice = 0; slice < scan.slices(); ++slice) {
-            scan.stage_slice(first_step);
-            scan.fetch_ahead(slice, first_step);
-            scan.run_states(slice, rounded);
-            scan.store_states(slice, next_step);
-        }
-        if (scan.checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0) {
-            scan.checkpoint += scan.parameters;
-        }
-        if (!kCarryOnly) {
-            scan.store_out(first_step);
-        }
-        if (Scan::kEarly && !Scan::kAhead && next_step < block.end) {
-            scan.fetch_tile(next_step);
-        }
-        __syncwarp();  // y and dt have been read before the next tile overwrites them
-    }
-    if (!kCarryOnly && p.seqlen == 0 && p.last_state != nullptr) {
-        scan.pass_initial_state();
     }
 }
 
@@ -298,7 +336,7 @@ cudaError_t launch_scan_forward(const MambaSelectiveScan& p, bool aligned, int k
         constexpr int kRow = decltype(row)::kRow;
         constexpr ScanKernel k = kScanForwardKernels[kRow];
         if constexpr (k.pipelined) {
-            using Layout = PipelineLayout<k.walk.call, k.walk.warps, k.walk.tile, k.walk.steps / 4>;
+            using Layout = PipelineLayout<k.walk.call, k.walk.warps, k.walk.tile, k.walk.steps / 4, k.walk.states>;
             static_assert(Layout::kThreads == k.threads, "what the table says");
             return launch_pipeline<T, Layout, k.shared_bytes>(p);
         } else {

@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) selective_scan_pipeline_k
 template <typename T, class Layout, int kMostShared>
 cudaError_t launch_pipeline(const MambaSelectiveScan& p) {
     constexpr int kShared = sizeof(PipelineShared<T, Layout>);
-    static_assert(kShared == pipeline_shared(Layout::kChannels, sizeof(T)) && kShared <= kMostShared, "what the table says");
+    static_assert(kShared == pipeline_shared(Layout::kChannels, sizeof(T), Layout::kSlice) && kShared <= kMostShared,
+                  "what the table says");
     const auto kernel = selective_scan_pipeline_kernel<T, Layout>;
     const cudaError_t error = allow_shared(kernel, kShared);
     if (error != cudaSuccess) {

@@ -1,21 +1,18 @@
 // One tile of the CUDA forward scan: what a thread holds, and the walk of its states.
 #pragma once
 
-#include "selective_scan/cuda/thread.cuh"
+#include "selective_scan/cuda/tile.cuh"
 
 namespace mamba {
 
-// A block's shared memory. In one piece, so that one address serves all of a channel's rows.
+// A tile in shared memory. In one piece, so that one address serves all of a channel's rows.
 template <typename T, class Layout, bool kCarryOnly>
-struct alignas(16) ForwardShared {
+struct ForwardShared {
     static constexpr int kRows = Layout::kChannels * Layout::kRow;
     MatrixTile<T, Layout> BC;
     float dt[kRows];
     float x[kRows];  // dt * u
     float y[kCarryOnly ? 4 : kRows];
-    int resets[Layout::kTile];      // steps before which the state restarts
-    float bias[Layout::kChannels];  // of delta
-    float D[Layout::kChannels];
 };
 
 // What one thread needs to run its states through a tile.
@@ -29,19 +26,34 @@ struct ForwardThread {
     bool restarted;               // kCarryOnly: the state has restarted
 };
 
+// B and C where they do not vary over time.
+template <class Layout>
+struct ForwardConstants {
+    bool variable_B;
+    bool variable_C;
+    Chains<Layout> B, C;
+};
+
 // Runs `steps` (a multiple of kSteps) steps of one tile. y is added to where add_y, else written. kGeneral: B or C may be
 // constant, and the state may restart; the common case pays for neither. kCarryOnly: the states alone, no y. The sums over
 // states come last in each round: a store to shared memory would hold back the loads behind it.
 template <typename T, class Layout, bool kGeneral, bool kCarryOnly>
 __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, ForwardShared<T, Layout, kCarryOnly>& tile,
-                                             const ConstantMatrices<Layout>& constants, int steps, bool add_y) {
+                                             const ForwardConstants<Layout>& constants, const int* resets, int steps,
+                                             bool add_y) {
     using Shared = ForwardShared<T, Layout, kCarryOnly>;
     [[maybe_unused]] const int lane = threadIdx.x % 32;
     // Where the present steps lie: these walk, or their addresses would be computed from the tile's each time.
     const float* row[Layout::kEach];
     const float* matrix[Layout::kStates];
-    unroll<Layout::kEach>([&](int c) { row[c] = tile.dt + thread.row[c] * Layout::kRow; });
-    unroll<Layout::kStates>([&](int s) { matrix[s] = tile.BC.words + thread.state[s] * Layout::kRow; });
+#pragma unroll
+    for (int c = 0; c < Layout::kEach; ++c) {
+        row[c] = tile.dt + thread.row[c] * Layout::kRow;
+    }
+#pragma unroll
+    for (int s = 0; s < Layout::kStates; ++s) {
+        matrix[s] = tile.BC.words + thread.state[s] * Layout::kRow;
+    }
     float* y_row = tile.y + thread.row[0] * Layout::kRow + StateSums<Layout, Layout::kSteps>::first(lane);
     for (int first = 0; first < steps; first += Layout::kSteps) {
         float y[Layout::kEach][Layout::kSteps];
@@ -57,7 +69,10 @@ __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, Forw
                 }
             }
             if (kCarryOnly && kGeneral) {
-                unroll<4>([&](int j) { thread.restarted |= tile.resets[first + part + j] != 0; });
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    thread.restarted |= resets[first + part + j] != 0;
+                }
             }
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
@@ -77,7 +92,7 @@ __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, Forw
                         if (kGeneral) {
                             B_now = constants.variable_B ? B_now : constants.B[c][s];
                             C_now = constants.variable_C ? C_now : constants.C[c][s];
-                            h = tile.resets[first + part + j] ? 0.0f : h;
+                            h = resets[first + part + j] ? 0.0f : h;
                         }
                         h = fmaf(exp2_fast(dt[c].at[j] * thread.A[c][s]), h, x[c].at[j] * B_now);
                         if (!kCarryOnly) {
@@ -92,8 +107,14 @@ __device__ __forceinline__ void forward_tile(ForwardThread<Layout>& thread, Forw
             sum_over_states<Layout>(y_row, y, lane, add_y);
             y_row += Layout::kSteps;
         }
-        unroll<Layout::kEach>([&](int c) { row[c] += Layout::kSteps; });
-        unroll<Layout::kStates>([&](int s) { matrix[s] += Layout::kSteps; });
+#pragma unroll
+        for (int c = 0; c < Layout::kEach; ++c) {
+            row[c] += Layout::kSteps;
+        }
+#pragma unroll
+        for (int s = 0; s < Layout::kStates; ++s) {
+            matrix[s] += Layout::kSteps;
+        }
     }
 }
 

@@ -31,12 +31,6 @@ __device__ __forceinline__ void read_row(float (&values)[kCount], const float* r
 template <class Layout>
 using Chains = float[Layout::kEach][Layout::kStates];
 
-// Calls function(c, s) for each of them.
-template <class Layout, class Function>
-__device__ __forceinline__ void for_each_chain(const Function& function) {
-    unroll<Layout::kEach>([&](int c) { unroll<Layout::kStates>([&](int s) { function(c, s); }); });
-}
-
 // Which of its channels and states a lane holds in which register: an order that differs between lanes, so that lanes which add
 // something up always hand each other the same register (ordered_sum).
 template <class Layout>
@@ -66,7 +60,10 @@ __device__ __forceinline__ void ordered_sum(float (&v)[kCapacity][kSteps]) {
         constexpr int kHalf = kCount / 2;
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) {
-            unroll<kSteps>([&](int t) { v[i][t] += __shfl_xor_sync(0xffffffffu, v[i + kHalf][t], kBit); });
+#pragma unroll
+            for (int t = 0; t < kSteps; ++t) {
+                v[i][t] += __shfl_xor_sync(0xffffffffu, v[i + kHalf][t], kBit);
+            }
         }
         ordered_sum<kHalf, kBit / 2>(v);
     }
@@ -111,7 +108,10 @@ struct SumsLeft {
             for (int piece = 0; piece < kLeft; piece += kPiece) {
                 float* const at = piece == 0 ? to : to + (swizzle != 0 ? -4 : 4);
                 float sums[kPiece];
-                unroll<kPiece>([&](int i) { sums[i] = add ? at[i] + v[piece + i] : v[piece + i]; });
+#pragma unroll
+                for (int i = 0; i < kPiece; ++i) {
+                    sums[i] = add ? at[i] + v[piece + i] : v[piece + i];
+                }
                 if constexpr (kPiece == 4) {
                     st_shared_v4_f32(at, sums[0], sums[1], sums[2], sums[3]);
                 } else {

@@ -5,12 +5,12 @@
 
 namespace mamba {
 
-template <ScanCall kCall_, int kScanWarps_, int kTile_, int kQuads_>
+template <ScanCall kCall_, int kScanWarps_, int kTile_, int kQuads_, int kStates_>
 struct PipelineLayout {
     static constexpr ScanCall kCall = kCall_;
-    static constexpr bool kMamba = kCall != ScanCall::kAny;
-    static constexpr int kLanes = 8;   // lanes that share a channel
-    static constexpr int kStates = 2;  // states a lane holds: those kLanes apart, see first_state
+    static constexpr bool kMamba = kCall == ScanCall::kMamba;
+    static constexpr int kLanes = 8;          // lanes that share a channel
+    static constexpr int kStates = kStates_;  // states a lane holds: those kLanes apart, see first_state
     static constexpr int kSlice = kLanes * kStates;
     static constexpr int kTile = kTile_;
     static constexpr int kRow = kTile + 4;  // floats a row: 16-byte aligned, rows four banks apart

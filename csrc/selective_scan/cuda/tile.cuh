@@ -53,7 +53,7 @@ __device__ __forceinline__ ScanBlock scan_block(const MambaSelectiveScan& p, int
 // A block counts steps as they are scanned, whichever way it goes; only memory has them in the opposite order with `reverse`.
 template <class Layout>
 __device__ __forceinline__ bool is_reverse(const MambaSelectiveScan& p) {
-    return Layout::kMamba ? Layout::kCall == ScanCall::kMambaReverse : p.reverse != 0;
+    return Layout::kCall == ScanCall::kAny ? p.reverse != 0 : Layout::kCall == ScanCall::kMambaReverse;
 }
 template <class Layout>
 __device__ __forceinline__ int64_t place_of(const MambaSelectiveScan& p, int64_t step, int count) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ bool has_softplus(const MambaSelectiveScan& p) {
 // Whether results are added to what is there: with reverse alone.
 template <class Layout>
 __device__ __forceinline__ bool adds(const MambaSelectiveScan& p) {
-    return Layout::kCall != ScanCall::kMamba && p.add != 0;
+    return (Layout::kCall == ScanCall::kAny || Layout::kCall == ScanCall::kMambaReverse) && p.add != 0;
 }
 
 inline int64_t scan_grid(const MambaSelectiveScan& p, int channels_per_block, int64_t segments) {
@@ -101,6 +101,45 @@ inline int64_t scan_grid(const MambaSelectiveScan& p, int channels_per_block, in
 // and the factor by which it multiplies what it starts with. A factor below 0 stands for a restart, which passes nothing on.
 __device__ __forceinline__ int64_t workspace_at(const MambaSelectiveScan& p, int64_t segment, int64_t state) {
     return segment * 2 * p.batch * p.dim * p.dstate + state;
+}
+
+// The numbers of a lane's states in the workspace, and whether they exist.
+template <class Layout>
+struct SegmentStates {
+    int64_t state[Layout::kEach][Layout::kStates];
+    bool exists[Layout::kEach][Layout::kStates];
+};
+
+// Takes a lane's states through `count` segments: segment, segment + step, ... Reads of several are under way at once.
+template <class Layout>
+__device__ __forceinline__ void pass_through_segments(const MambaSelectiveScan& p, Chains<Layout>& carry,
+                                                      const SegmentStates<Layout>& at, int64_t segment, int step, int count) {
+    constexpr int kAtOnce = 16 / Layout::kStates;
+#pragma unroll
+    for (int c = 0; c < Layout::kEach; ++c) {
+        for (int first = 0; first < count; first += kAtOnce) {
+            float value[kAtOnce][Layout::kStates], factor[kAtOnce][Layout::kStates];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+                for (int s = 0; s < Layout::kStates; ++s) {
+                    const int64_t from = workspace_at(p, segment + (first + i) * step, at.state[c][s]);
+                    const bool exists = first + i < count && at.exists[c][s];
+                    value[i][s] = exists ? p.workspace[from] : 0.0f;
+                    factor[i][s] = exists ? p.workspace[from + p.batch * p.dim * p.dstate] : 1.0f;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+                for (int s = 0; s < Layout::kStates; ++s) {
+                    // A carry of zero passes zero on even where the factor has overflowed, as it would step by step.
+                    const bool fresh = factor[i][s] < 0.0f || carry[c][s] == 0.0f;
+                    carry[c][s] = fresh ? value[i][s] : fmaf(factor[i][s], carry[c][s], value[i][s]);
+                }
+            }
+        }
+    }
 }
 
 // ---- tiles ---------------------------------------------------------------------------------------------------------
@@ -128,43 +167,97 @@ __device__ __forceinline__ float decay_exponent(float A) {
 template <typename T, int kCount>
 __device__ __forceinline__ void time_steps(float (&dt)[kCount], float bias, bool use_softplus, int valid) {
     if (use_softplus) {
-        unroll<kCount>([&](int i) { dt[i] = kIs16Bit<T> ? softplus_short(dt[i] + bias) : softplus(dt[i] + bias); });
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            dt[i] = kIs16Bit<T> ? softplus_short(dt[i] + bias) : softplus(dt[i] + bias);
+        }
     } else {
-        unroll<kCount>([&](int i) { dt[i] += bias; });
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            dt[i] += bias;
+        }
     }
     if (valid < kCount) {
-        unroll<kCount>([&](int i) { dt[i] = i < valid ? dt[i] : 0.0f; });
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            dt[i] = i < valid ? dt[i] : 0.0f;
+        }
     }
 }
 
-// kRows vectors of kVector elements, which are kRowsApart rows of a tensor apart, on their way from memory.
-template <typename T, int kVector, int kRows, int kRowsApart>
-struct StagedRows {
-    Packed<T, kVector> row[kRows];
+// B's or C's (slice, tile) on its way to shared memory, fetched into registers early.
+template <typename T, class Layout>
+struct StagedTile {
+    Packed<T, Layout::kStageVector> raw[Layout::kStagePasses];
 
-    // at: where the first vector lies. left: how many of each vector's steps exist, in rows for which exists(row) holds.
-    template <Access kAccess, class Exists>
-    __device__ __forceinline__ void fetch(const T* at, int64_t stride, int left, bool reverse, const Exists& exists) {
-        const int steps = kAccess == Access::kShifted ? kVector : left;
-        unroll<kRows>([&](int i) {
-            row[i] = load_steps<T, kVector, kAccess>(at + i * kRowsApart * stride, exists(i) ? steps : 0, reverse);
-        });
+    // The thread's first element of a tile, and the states between its passes.
+    static constexpr int kPassStates = Layout::kThreads * Layout::kStageVector / Layout::kTile;
+    static __device__ __forceinline__ int first_state() { return threadIdx.x * Layout::kStageVector / Layout::kTile; }
+    static __device__ __forceinline__ int first_step() { return threadIdx.x * Layout::kStageVector % Layout::kTile; }
+
+    // at: the thread's first element; states, steps: how many of the tile exist.
+    template <Access kAccess>
+    __device__ __forceinline__ void fetch(const T* at, int64_t dstate_stride, int states, int steps, bool reverse) {
+        const int left = kAccess == Access::kShifted ? Layout::kStageVector : steps - first_step();
+#pragma unroll
+        for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
+            const bool exists = Layout::kMamba || first_state() + pass * kPassStates < states;
+            raw[pass] = load_steps<T, Layout::kStageVector, kAccess>(at + pass * kPassStates * dstate_stride, exists ? left : 0,
+                                                                     reverse);
+        }
     }
+
     // From the order of memory to that of the scan, where they are not the same.
     __device__ __forceinline__ void mirror() {
-        unroll<kRows>([&](int i) { mamba::mirror(row[i]); });
+#pragma unroll
+        for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
+            mamba::mirror(raw[pass]);
+        }
     }
+
     __device__ __forceinline__ void clear() {
-        unroll<kRows>([&](int i) { row[i] = packed_zero<T, kVector>(); });
+#pragma unroll
+        for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
+            raw[pass] = packed_zero<T, Layout::kStageVector>();
+        }
     }
-    __device__ __forceinline__ void read(float (&values)[kVector], int i) const { unpack<T, kVector>(row[i], values); }
 };
 
-// A thread's part of a (slice, tile) of B or C.
-template <class Layout>
-constexpr int kStageStates = Layout::kThreads * Layout::kStageVector / Layout::kTile;  // states between its vectors
+// Where a thread's first elements of variable B and C lie, in a tile that begins memory's rows.
 template <typename T, class Layout>
-struct StagedTile : StagedRows<T, Layout::kStageVector, Layout::kStagePasses, kStageStates<Layout>> {};
+struct MatrixRows {
+    const T* B;
+    const T* C;
+
+    __device__ __forceinline__ MatrixRows(const MambaSelectiveScan& p, const ScanBlock& block) {
+        using Staged = StagedTile<T, Layout>;
+        const int place = place_in_tile<Layout>(p, Staged::first_step(), Layout::kStageVector);
+        B = static_cast<const T*>(p.B) + block.batch * p.B_batch_stride + block.group * p.B_group_stride +
+            Staged::first_state() * p.B_dstate_stride + place;
+        C = static_cast<const T*>(p.C) + block.batch * p.C_batch_stride + block.group * p.C_group_stride +
+            Staged::first_state() * p.C_dstate_stride + place;
+    }
+};
+
+// Fetches a tile of B and C; one that does not vary over time, or is not wanted, has no part in it. place: of the tile.
+template <Access kAccess, typename T, class Layout>
+__device__ __forceinline__ void fetch_BC(StagedTile<T, Layout>& B, StagedTile<T, Layout>& C, const MambaSelectiveScan& p,
+                                         const MatrixRows<T, Layout>& rows, int first_state, int64_t place, int steps,
+                                         bool want_B = true, bool want_C = true) {
+    const int states = static_cast<int>(p.dstate) - first_state;
+    if (want_B && (Layout::kMamba || p.variable_B)) {
+        B.template fetch<kAccess>(rows.B + first_state * p.B_dstate_stride + place, p.B_dstate_stride, states, steps,
+                                  is_reverse<Layout>(p));
+    } else {
+        B.clear();
+    }
+    if (want_C && (Layout::kMamba || p.variable_C)) {
+        C.template fetch<kAccess>(rows.C + first_state * p.C_dstate_stride + place, p.C_dstate_stride, states, steps,
+                                  is_reverse<Layout>(p));
+    } else {
+        C.clear();
+    }
+}
 
 // B and C of a tile in shared memory. Where the scan is bound by how much it reads from there, 16-bit elements stay as they
 // are, B in the low and C in the high half of a word.
@@ -179,10 +272,11 @@ struct MatrixTile {
     __device__ __forceinline__ void put_steps(int at, const Packed<T, kCount>& B, const Packed<T, kCount>& C) {
         float wide[kCount];
         if constexpr (kPaired) {
-            unroll<kCount / 2>([&](int i) {
+#pragma unroll
+            for (int i = 0; i < kCount / 2; ++i) {
                 wide[2 * i] = __uint_as_float(__byte_perm(B.word[i], C.word[i], 0x5410));
                 wide[2 * i + 1] = __uint_as_float(__byte_perm(B.word[i], C.word[i], 0x7632));
-            });
+            }
             write_row(words + at, wide);
         } else {
             unpack<T, kCount>(B, wide);
@@ -196,8 +290,8 @@ struct MatrixTile {
 #pragma unroll
         for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
             const int item = (pass * Layout::kThreads + threadIdx.x) * Layout::kStageVector;
-            put_steps<Layout::kStageVector>(item / Layout::kTile * Layout::kRow + item % Layout::kTile, B.row[pass],
-                                            C.row[pass]);
+            put_steps<Layout::kStageVector>(item / Layout::kTile * Layout::kRow + item % Layout::kTile, B.raw[pass],
+                                            C.raw[pass]);
         }
     }
 
@@ -219,7 +313,10 @@ struct MatrixTile {
     static __device__ __forceinline__ Steps4 read_B(const float* at) {
         Steps4 B = read4(at);
         if constexpr (kPaired) {
-            unroll<4>([&](int j) { B.at[j] = unpack2<T>(__float_as_uint(B.at[j])).x; });
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                B.at[j] = unpack2<T>(__float_as_uint(B.at[j])).x;
+            }
         }
         return B;
     }
@@ -230,7 +327,7 @@ struct MatrixTile {
         for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
             const int item = (pass * Layout::kThreads + threadIdx.x) * Layout::kStageVector;
             float wide[Layout::kStageVector];
-            matrix.read(wide, pass);
+            unpack<T, Layout::kStageVector>(matrix.raw[pass], wide);
             write_row(words + item / Layout::kTile * Layout::kRow + item % Layout::kTile, wide);
         }
     }
@@ -258,7 +355,10 @@ struct ElementRows {
         reverse = is_reverse<Layout>(p);
         tile_row = threadIdx.x / 32 * Layout::kWarpChannels + lane / Layout::kRowLanes;
         first_channel = block.first_channel + tile_row;
-        unroll<Layout::kPasses>([&](int pass) { exists[pass] = Layout::kMamba || row(pass) < block.channels; });
+#pragma unroll
+        for (int pass = 0; pass < Layout::kPasses; ++pass) {
+            exists[pass] = Layout::kMamba || row(pass) < block.channels;
+        }
         u = at(static_cast<const T*>(p.u), block, p.u_batch_stride, p.u_dim_stride);
         delta = at(static_cast<const T*>(p.delta), block, p.delta_batch_stride, p.delta_dim_stride);
         z = at(static_cast<const T*>(p.z), block, p.z_batch_stride, p.z_dim_stride);
@@ -277,16 +377,30 @@ struct ElementRows {
     __device__ __forceinline__ int valid_steps(int steps) const { return Layout::kMamba ? Layout::kVector : steps - step; }
 };
 
-// A lane's elements of a tile in one tensor.
+// A lane's elements of a tile in one tensor. at: where they would lie if the tile began its row. tile: where that lies.
 template <typename T, class Layout>
-struct TileElements : StagedRows<T, Layout::kVector, Layout::kPasses, Layout::kPassRows> {
-    // at: where they would lie if the tile began its row. tile: where that lies.
+struct TileElements {
+    Packed<T, Layout::kVector> row[Layout::kPasses];
+
     template <Access kAccess>
     __device__ __forceinline__ void fetch(const ElementRows<T, Layout>& rows, const T* at, int64_t dim_stride, int64_t tile,
                                           int steps) {
-        using Rows = StagedRows<T, Layout::kVector, Layout::kPasses, Layout::kPassRows>;
-        Rows::template fetch<kAccess>(at + tile, dim_stride, rows.valid_steps(steps), rows.reverse,
-                                      [&](int pass) { return rows.exists[pass]; });
+        const int left = kAccess == Access::kShifted ? Layout::kVector : rows.valid_steps(steps);
+#pragma unroll
+        for (int pass = 0; pass < Layout::kPasses; ++pass) {
+            row[pass] = load_steps<T, Layout::kVector, kAccess>(at + tile + pass * Layout::kPassRows * dim_stride,
+                                                                rows.exists[pass] ? left : 0, rows.reverse);
+        }
+    }
+    // From the order of memory to that of the scan, where they are not the same.
+    __device__ __forceinline__ void mirror() {
+#pragma unroll
+        for (int pass = 0; pass < Layout::kPasses; ++pass) {
+            mamba::mirror(row[pass]);
+        }
+    }
+    __device__ __forceinline__ void read(float (&values)[Layout::kVector], int pass) const {
+        unpack<T, Layout::kVector>(row[pass], values);
     }
 };
 
@@ -307,6 +421,17 @@ template <class Layout>
 __device__ __forceinline__ void stage_parameter(float* to, const float* parameter, const ScanBlock& block) {
     for (int i = threadIdx.x; i < Layout::kChannels; i += Layout::kThreads) {
         to[i] = i < block.channels && parameter != nullptr ? parameter[block.first_channel + i] : 0.0f;
+    }
+}
+
+// Marks the tile's steps at which seq_idx changes. flags has kTile entries.
+template <class Layout>
+__device__ __forceinline__ void stage_resets(int* flags, int tile, const int32_t* seq_idx, int64_t first_step,
+                                             const MambaSelectiveScan& p) {
+    for (int i = threadIdx.x; i < tile; i += blockDim.x) {
+        const int64_t step = first_step + i;
+        flags[i] =
+            step > 0 && step < p.seqlen && seq_idx[place_of<Layout>(p, step, 1)] != seq_idx[place_of<Layout>(p, step - 1, 1)];
     }
 }
 
