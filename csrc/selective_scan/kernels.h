@@ -11,8 +11,8 @@ namespace mamba {
 
 // The calls that a kernel is compiled for. kMamba, kMambaReverse: those of Mamba's layers (is_mamba) in one direction, whose
 // channels, states and steps fill all blocks and tiles. kAny: what a call has, and its direction, is read at run time;
-// kForward: likewise, of calls that are not in reverse.
-enum class ScanCall { kAny, kForward, kMamba, kMambaReverse };
+// kForward: likewise, of calls that are not in reverse. kMambaAnySize: those of Mamba's layers, not in reverse.
+enum class ScanCall { kAny, kForward, kMambaAnySize, kMamba, kMambaReverse };
 
 // How a block walks the length.
 struct ScanWalk {
@@ -95,6 +95,7 @@ constexpr int64_t kShortestSplit = 8 * MAMBA_SCAN_CHECKPOINT;
 constexpr ScanWalk kForward8 =            {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      4,  false};
 constexpr ScanWalk kForward16 =           {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      4,  false};
 constexpr ScanWalk kForward16Forward =    {ScanCall::kForward,       8,      2,        2,   64,     4,     8,      4,  false};
+constexpr ScanWalk kForward16AnySize =    {ScanCall::kMambaAnySize,  8,      2,        2,   64,     4,     8,      4,  false};
 constexpr ScanWalk kForward16Few =        {ScanCall::kAny,           8,      2,        1,   64,     4,    16,      4,  false};
 constexpr ScanWalk kForward16FewForward = {ScanCall::kForward,       8,      2,        1,   64,     4,    16,      4,  false};
 constexpr ScanWalk kForward16Mamba =      {ScanCall::kMamba,         8,      2,        2,   64,     4,     8,      4,  false};
@@ -144,6 +145,9 @@ inline bool has_8_states(const MambaSelectiveScan& p, bool, const DeviceLimits&)
 }
 inline bool has_16_states(const MambaSelectiveScan& p, bool, const DeviceLimits&) {
     return p.dstate <= 16;
+}
+inline bool is_mamba_of_16_states(const MambaSelectiveScan& p, bool, const DeviceLimits&) {
+    return is_mamba(p) && !p.reverse && p.dstate > 8 && p.dstate <= 16;
 }
 inline bool is_any_scan(const MambaSelectiveScan&, bool, const DeviceLimits&) {
     return true;
@@ -228,6 +232,8 @@ inline constexpr ScanKernel kScanForwardKernels[] = {
       "32 channels, 32 steps", k16Bit, 256, 0, 75}, is_mamba_128, kForward128Mamba, kForward128Mamba},
     {{"dstate8", "dstate up to 8",
       "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, has_8_states, kForward8, kForward16},
+    {{"dstate16_mamba_any_size", "Mamba's call, dstate 9 to 16",
+      "32 channels, 64 steps", k16Bit, 128, 0, 75}, is_mamba_of_16_states, kForward16AnySize, kForward16},
     {{"dstate16_forward", "forward, dstate up to 16",
       "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, is_forward_and<has_16_states>, kForward16Forward, kForward16},
     {{"dstate16", "dstate up to 16",
@@ -248,6 +254,7 @@ constexpr ScanWalk kBackward8Float32 =    {ScanCall::kAny,           4,      2, 
 constexpr ScanWalk kBackward8Float32Fwd = {ScanCall::kForward,       4,      2,        1,   64,     4,    16,      2,  false};
 constexpr ScanWalk kBackward16 =          {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      3,  false};
 constexpr ScanWalk kBackward16Forward =   {ScanCall::kForward,       8,      2,        2,   64,     4,     8,      3,  false};
+constexpr ScanWalk kBackward16AnySize =   {ScanCall::kMambaAnySize,  8,      2,        2,   64,     4,     8,      3,  false};
 constexpr ScanWalk kBackward16Few =       {ScanCall::kAny,           8,      2,        1,   64,     4,    16,      3,  false};
 constexpr ScanWalk kBackward16FewForward = {ScanCall::kForward,       8,      2,        1,   64,     4,    16,      3,  false};
 constexpr ScanWalk kBackward16Mamba =     {ScanCall::kMamba,         8,      2,        2,   64,     4,     8,      3,  false};
@@ -291,6 +298,9 @@ inline bool is_mamba_16_backward(const MambaSelectiveScan& p, bool aligned, cons
 inline bool is_mamba_16_reverse_backward(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
     return has_16_states_backward(p, aligned, device) && fills_blocks(p, aligned, kBackward16Reverse);
 }
+inline bool is_mamba_of_16_states_backward(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
+    return is_mamba_of_16_states(p, aligned, device) && has_16_states_backward(p, aligned, device);
+}
 inline bool fits_sliced_backward(const MambaSelectiveScan& p, bool, const DeviceLimits& device) {
     return backward_sliced_shared(p.dstate, dtype_size(p.dtype)) <= device.shared;
 }
@@ -323,6 +333,9 @@ inline constexpr ScanKernel kScanBackwardKernels[] = {
     {{"dstate16_mamba_reverse", "Mamba's call in reverse; dstate 16, dim % 32 == 0, L % 64 == 0",
       "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, is_mamba_16_reverse_backward,
       kBackward16Reverse, kBackward16Reverse},
+    {{"dstate16_mamba_any_size", "Mamba's call, dstate 9 to 16; 99072 bytes of shared memory",
+      "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, is_mamba_of_16_states_backward,
+      kBackward16AnySize, kBackwardSliced},
     {{"dstate16_forward", "forward; else as dstate16",
       "32 channels, 64 steps", kAllDtypes, 128, kBackwardShared, 75}, is_forward_and<has_16_states_backward>,
       kBackward16Forward, kBackwardSliced},

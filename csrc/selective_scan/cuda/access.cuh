@@ -18,7 +18,7 @@ struct AccessIs {
 // Calls function(AccessIs<...>{}). aligned: rows begin at multiples of 16 bytes; inside: see vectors_within.
 template <class Layout, class Function>
 __device__ __forceinline__ void with_access(bool aligned, bool whole, bool inside, const Function& function) {
-    if constexpr (Layout::kMamba) {
+    if constexpr (Layout::kWhole) {
         function(AccessIs<Access::kWhole>{});
     } else if (aligned && whole) {
         function(AccessIs<Access::kWhole>{});

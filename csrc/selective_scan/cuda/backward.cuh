@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
             for (int s = 0; s < Layout::kStates; ++s) {
                 const int row = warp * Layout::kWarpChannels + order.channel(c);
                 const int n = slice * Layout::kSlice + order.state(s);
-                function(c, s, Layout::kMamba || (row < block.channels && n < p.dstate), row * static_cast<int>(p.dstate) + n);
+                function(c, s, Layout::kWhole || (row < block.channels && n < p.dstate), row * static_cast<int>(p.dstate) + n);
             }
         }
     };
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     for (int64_t tile = last_tile; tile >= block.begin / Layout::kTile; --tile) {
         const int64_t first_step = tile * Layout::kTile;
         const int64_t left = block.end - first_step;
-        const int steps = Layout::kMamba || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
+        const int steps = Layout::kWhole || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
         const bool whole = steps == Layout::kTile && block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
         const bool inside = vectors_within<Layout>(first_step, p.seqlen);
         const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
     for (int64_t tile = ceil_div(block.end, Layout::kTile) - 1; tile >= block.begin / Layout::kTile; --tile) {
         const int64_t first_step = tile * Layout::kTile;
         const int64_t left = block.end - first_step;
-        const int steps = Layout::kMamba || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
+        const int steps = Layout::kWhole || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
         const bool whole = steps == Layout::kTile && block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0;
         const bool inside = vectors_within<Layout>(first_step, p.seqlen);
         const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
 #pragma unroll
                 for (int s = 0; s < Layout::kStates; ++s) {
                     const int n = first_state + order.state(s);
-                    const bool exists = Layout::kMamba || (channel_row[c] < block.channels && n < p.dstate);
+                    const bool exists = Layout::kWhole || (channel_row[c] < block.channels && n < p.dstate);
                     const int64_t parameter = (block.first_channel + channel_row[c]) * p.dstate + n;
                     A[c][s] = exists ? decay_exponent(p.A[parameter]) : 0.0f;
                     constant_C[c][s] =

@@ -167,9 +167,9 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
         shared.bias_sum[pass][threadIdx.x] = bias_sum;
         shared.D_sum[pass][threadIdx.x] = D_sum;
         T* du_row = static_cast<T*>(q.du) + block.batch * q.du_batch_stride + channel * q.du_dim_stride;
-        store_steps<T, Layout::kVector>(du_row + place, valid, Layout::kMamba || aligned, rows.reverse, du);
+        store_steps<T, Layout::kVector>(du_row + place, valid, Layout::kWhole || aligned, rows.reverse, du);
         T* ddelta_row = static_cast<T*>(q.ddelta) + block.batch * q.ddelta_batch_stride + channel * q.ddelta_dim_stride;
-        store_steps<T, Layout::kVector>(ddelta_row + place, valid, Layout::kMamba || aligned, rows.reverse, ddelta);
+        store_steps<T, Layout::kVector>(ddelta_row + place, valid, Layout::kWhole || aligned, rows.reverse, ddelta);
         if (!is_gated<Layout>(p) && p.out == nullptr) {
             continue;
         }
@@ -191,16 +191,16 @@ __device__ __forceinline__ void store_gradients(const ScanBackward& q, Shared& s
             }
             T* dz_row = static_cast<T*>(q.dz) + block.batch * q.dz_batch_stride + channel * q.dz_dim_stride;
             if (adds<Layout>(p)) {
-                add_steps<T, Layout::kVector>(dz_row + place, valid, Layout::kMamba || aligned, rows.reverse, dz);
+                add_steps<T, Layout::kVector>(dz_row + place, valid, Layout::kWhole || aligned, rows.reverse, dz);
             }
-            store_steps<T, Layout::kVector>(dz_row + place, valid, Layout::kMamba || aligned, rows.reverse, dz);
+            store_steps<T, Layout::kVector>(dz_row + place, valid, Layout::kWhole || aligned, rows.reverse, dz);
         }
         if (p.out != nullptr) {
             T* out_row = static_cast<T*>(p.out) + block.batch * p.out_batch_stride + channel * p.out_dim_stride;
             if (adds<Layout>(p)) {
-                add_steps<T, Layout::kVector>(out_row + place, valid, Layout::kMamba || aligned, rows.reverse, y);
+                add_steps<T, Layout::kVector>(out_row + place, valid, Layout::kWhole || aligned, rows.reverse, y);
             }
-            store_steps<T, Layout::kVector>(out_row + place, valid, Layout::kMamba || aligned, rows.reverse, y);
+            store_steps<T, Layout::kVector>(out_row + place, valid, Layout::kWhole || aligned, rows.reverse, y);
         }
     }
 }

@@ -235,7 +235,7 @@ struct SumFlush {
             for (int warp = 0; warp < Layout::kWarps; ++warp) {
                 sum += sums[warp * Layout::kSlice * Shared::kSub + item * kItemStates * Shared::kSub + place];
             }
-            if (Layout::kMamba || (state + item * kItemStates < states && step < steps)) {
+            if (Layout::kWhole || (state + item * kItemStates < states && step < steps)) {
                 float* to = out + where + item * kItemStates * seqlen;
                 if (atomic) {
                     atomicAdd(to, sum);

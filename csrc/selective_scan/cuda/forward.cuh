@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
 #pragma unroll
             for (int s = 0; s < Layout::kStates; ++s) {
                 const int n = slice * Layout::kSlice + thread.state[s];
-                const bool exists = Layout::kMamba || (thread.row[c] < block.channels && n < p.dstate);
+                const bool exists = Layout::kWhole || (thread.row[c] < block.channels && n < p.dstate);
                 function(c, s, exists, thread.row[c] * static_cast<int>(p.dstate) + n);
             }
         }
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     stage_parameter<Layout>(bias, p.delta_bias, block);
     stage_parameter<Layout>(D, p.D, block);
     const MatrixRows<T, Layout> matrix_rows(p, block);
-    const bool all_exist = Layout::kMamba || (block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0);
+    const bool all_exist = Layout::kWhole || (block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0);
     const int32_t* seq_idx = !Layout::kMamba && p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
     const bool general = !Layout::kMamba && (!p.variable_B || !p.variable_C || seq_idx != nullptr);
     const bool gated = is_gated<Layout>(p);
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     TileElements<T, Layout> u, delta, z;
     const auto fetch_tile = [&](int64_t first_step) {
         const int64_t left = block.end - first_step;
-        steps = Layout::kMamba || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
+        steps = Layout::kWhole || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
         whole = steps == Layout::kTile && all_exist;
         inside = vectors_within<Layout>(first_step, p.seqlen, neighbours);
         const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
@@ -276,9 +276,9 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
                 }
                 T* const to = out + place + pass * Layout::kPassRows * p.out_dim_stride;
                 if (add) {
-                    add_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kMamba || aligned, rows.reverse, y);
+                    add_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kWhole || aligned, rows.reverse, y);
                 }
-                store_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kMamba || aligned, rows.reverse, y);
+                store_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kWhole || aligned, rows.reverse, y);
             }
         }
         if (kEarly && !kAhead && next_step < block.end) {

@@ -12,7 +12,8 @@ template <ScanCall kCall_, int kLanes_, int kStates_, int kEach_, int kTile_, in
           bool kSliced_>
 struct ScanLayout {
     static constexpr ScanCall kCall = kCall_;
-    static constexpr bool kMamba = kCall == ScanCall::kMamba || kCall == ScanCall::kMambaReverse;
+    static constexpr bool kWhole = kCall == ScanCall::kMamba || kCall == ScanCall::kMambaReverse;  // fills all blocks and tiles
+    static constexpr bool kMamba = kWhole || kCall == ScanCall::kMambaAnySize;
     static constexpr int kLanes = kLanes_;    // lanes that share channels
     static constexpr int kStates = kStates_;  // states a lane holds: lane k has states k, k + kLanes, ...
     static constexpr int kTile = kTile_;      // time steps staged at once

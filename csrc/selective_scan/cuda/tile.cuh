@@ -201,7 +201,7 @@ struct StagedTile {
         const int left = kAccess == Access::kShifted ? Layout::kStageVector : steps - first_step();
 #pragma unroll
         for (int pass = 0; pass < Layout::kStagePasses; ++pass) {
-            const bool exists = Layout::kMamba || first_state() + pass * kPassStates < states;
+            const bool exists = Layout::kWhole || first_state() + pass * kPassStates < states;
             raw[pass] = load_steps<T, Layout::kStageVector, kAccess>(at + pass * kPassStates * dstate_stride, exists ? left : 0,
                                                                      reverse);
         }
@@ -357,7 +357,7 @@ struct ElementRows {
         first_channel = block.first_channel + tile_row;
 #pragma unroll
         for (int pass = 0; pass < Layout::kPasses; ++pass) {
-            exists[pass] = Layout::kMamba || row(pass) < block.channels;
+            exists[pass] = Layout::kWhole || row(pass) < block.channels;
         }
         u = at(static_cast<const T*>(p.u), block, p.u_batch_stride, p.u_dim_stride);
         delta = at(static_cast<const T*>(p.delta), block, p.delta_batch_stride, p.delta_dim_stride);
@@ -374,7 +374,7 @@ struct ElementRows {
     }
     // How many of the lane's elements exist in a tile of so many steps; of steps alone, in a row that exists.
     __device__ __forceinline__ int valid(int pass, int steps) const { return exists[pass] ? valid_steps(steps) : 0; }
-    __device__ __forceinline__ int valid_steps(int steps) const { return Layout::kMamba ? Layout::kVector : steps - step; }
+    __device__ __forceinline__ int valid_steps(int steps) const { return Layout::kWhole ? Layout::kVector : steps - step; }
 };
 
 // A lane's elements of a tile in one tensor. at: where they would lie if the tile began its row. tile: where that lies.
