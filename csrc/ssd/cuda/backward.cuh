@@ -14,7 +14,7 @@ namespace mamba {
 
 template <typename T, class Layout>
 __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const MambaSsdBackward q, const BackwardLaunch launch) {
-    constexpr int kSteps = Layout::kSteps;
+    static constexpr int kSteps = Layout::kSteps;
     constexpr int kStates = Layout::kStates;
     using Tiles = BackwardTiles<T, Layout>;
     using Warp = BackwardWarp<Layout>;

@@ -53,6 +53,7 @@ template <typename T, int kStates>
 cudaError_t launch_states_warpgroups(const MambaSsd& p, const StatesLaunch& launch, int slices) {
     using Shared = StatesSharedMemory<T, kStates>;
     static_assert(2 * (sizeof(Shared) + 1024) <= 228 * 1024, "two blocks a multiprocessor");
+    static_assert(3 * (Shared::kBytesWithoutH + 1024) <= 228 * 1024, "three that store no states");
     const auto kernel = ssd_states_warpgroup_kernel<T, kStates>;
     cudaError_t error = allow_shared(kernel, sizeof(Shared));
     if (error == cudaSuccess) {
@@ -61,8 +62,8 @@ cudaError_t launch_states_warpgroups(const MambaSsd& p, const StatesLaunch& laun
         const int64_t row_tiles = ceil_div(p.headdim, kForwardRows);
         const int64_t blocks =
             p.batch * launch.walked() * launch.directions * launch.group_heads * p.ngroups * row_tiles * slices;
-        error = launch_programmatic_dependent(kernel, blocks, kStatesWarpgroupThreads, static_cast<size_t>(shared),
-                                              p.run.stream, p, launch, slices);
+        error = launch_programmatic_dependent(kernel, blocks, stores ? kStatesWarpgroupThreads : kForwardThreads,
+                                              static_cast<size_t>(shared), p.run.stream, p, launch, slices);
     }
     return error != cudaSuccess || launch.ends_only == 0 ? error : launch_carry(p, launch);
 }

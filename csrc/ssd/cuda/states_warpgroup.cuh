@@ -13,7 +13,8 @@
 //     state = carry state + (weight x)^T B          |
 //
 // Both pass one __syncthreads() before the first chunk. The bulk copies have a warp of their own: a thread that waits until a
-// bulk store has read its tile waits for all its other copies too, and those of x are to be two chunks ahead.
+// bulk store has read its tile waits for all its other copies too, and those of x are to be two chunks ahead. A launch that
+// stores no states has no such warp, thread 0 begins the copies, and three blocks fit a multiprocessor.
 #pragma once
 
 #include "ssd/cuda/products.cuh"
@@ -49,45 +50,64 @@ struct StatesSharedMemory {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// The last warp: all bulk copies, by one lane.
+// The bulk copies of a block, by one thread.
 template <typename T, int kStates>
-__device__ __forceinline__ void copy_states(StatesSharedMemory<T, kStates>& shared, const MambaSsd& p,
-                                            const StatesLaunch& launch, const StatesBlock<kWarpgroupSteps>& block, bool stores,
-                                            int lane) {
+struct StatesCopies {
     using Shared = StatesSharedMemory<T, kStates>;
-    constexpr int kStages = Shared::kStages;
-    const int64_t first_slot = chunk_slot<kWarpgroupSteps>(p, block.batch, block.range.begin, 0);
-    const int64_t tiles_step = p.ngroups * launch.prepared.tiles_a_chunk * block.slices * Shared::kB;
-    const T* const B =
-        static_cast<const T*>(launch.prepared.tiles) + first_slot * tiles_step +
-        ((block.group * launch.prepared.tiles_a_chunk + block.from_end) * block.slices + block.slice) * Shared::kB;
-    const int64_t decays_step = p.nheads * launch.prepared.decays_bytes;
-    const char* const decays =
-        static_cast<const char*>(launch.prepared.decays) + first_slot * decays_step + block.head * launch.prepared.decays_bytes;
-    T* const to = static_cast<T*>(launch.walks[block.from_end].chunks) +
-                  (((block.batch * block.heads + block.slot) * block.row_tiles + block.tile) * block.chunks * block.slices +
-                   block.slice) *
-                      Shared::kH;
-    const auto begin_tiles = [&](int i) {
+    using Block = StatesBlock<kWarpgroupSteps>;
+    static constexpr int kStages = Shared::kStages;
+    Shared& shared;
+    const StatesLaunch& launch;
+    const Block& block;
+    int64_t tiles_step, decays_step;
+    const T* B;
+    const char* decays;
+
+    __device__ __forceinline__ StatesCopies(Shared& shared_, const MambaSsd& p, const StatesLaunch& launch_,
+                                            const Block& block_)
+        : shared(shared_), launch(launch_), block(block_) {
+        const PreparedChunks& prepared = launch.prepared;
+        const int64_t slot = chunk_slot<kWarpgroupSteps>(p, block.batch, block.range.begin, 0);
+        tiles_step = p.ngroups * prepared.tiles_a_chunk * block.slices * Shared::kB;
+        decays_step = p.nheads * prepared.decays_bytes;
+        B = static_cast<const T*>(prepared.tiles) + slot * tiles_step +
+            ((block.group * prepared.tiles_a_chunk + block.from_end) * block.slices + block.slice) * Shared::kB;
+        decays = static_cast<const char*>(prepared.decays) + slot * decays_step + block.head * prepared.decays_bytes;
+    }
+    // B and decays of chunk i, if there is one.
+    __device__ __forceinline__ void begin(int i) const {
         if (i < block.count) {
             constexpr int kTileBytes = Shared::kB * static_cast<int>(sizeof(T));
             constexpr int kWeightBytes = kWarpgroupSteps * static_cast<int>(sizeof(float));
             constexpr int kCarryBytes = 16;
-            const int stage = i % kStages;
             const int64_t chunk = block.chunk(i);
             const auto& from = *reinterpret_cast<const ChunkDecays<kWarpgroupSteps>*>(decays + chunk * decays_step);
-            uint64_t* const barrier = &shared.arrived[stage];
+            StateWeights& to = shared.weights[i % kStages];
+            uint64_t* const barrier = &shared.arrived[i % kStages];
             mbarrier_arrive_expect_tx(barrier, kTileBytes + kWeightBytes + kCarryBytes);
-            cp_async_bulk_load(shared.B[stage], B + chunk * tiles_step, kTileBytes, barrier);
-            cp_async_bulk_load(shared.weights[stage].weight, block.from_end ? from.entering : from.adding, kWeightBytes,
-                               barrier);
-            cp_async_bulk_load(&shared.weights[stage].carry, &from.carry, kCarryBytes, barrier);
+            cp_async_bulk_load(shared.B[i % kStages], B + chunk * tiles_step, kTileBytes, barrier);
+            cp_async_bulk_load(to.weight, block.from_end ? from.entering : from.adding, kWeightBytes, barrier);
+            cp_async_bulk_load(&to.carry, &from.carry, kCarryBytes, barrier);
         }
-    };
-    if (lane == 0) {
+    }
+    __device__ __forceinline__ void begin_first() const {
         for (int i = 0; i < kStages - 1; ++i) {
-            begin_tiles(i);
+            begin(i);
         }
+    }
+};
+
+// The last warp, of which one lane works.
+template <typename T, int kStates>
+__device__ __forceinline__ void copy_states(const StatesCopies<T, kStates>& copies, int lane) {
+    using Shared = StatesSharedMemory<T, kStates>;
+    const auto& block = copies.block;
+    T* const to = static_cast<T*>(copies.launch.walks[block.from_end].chunks) +
+                  (((block.batch * block.heads + block.slot) * block.row_tiles + block.tile) * block.chunks * block.slices +
+                   block.slice) *
+                      Shared::kH;
+    if (lane == 0) {
+        copies.begin_first();
     }
     for (int i = 0; i < block.count; ++i) {
         if (lane == 0) {
@@ -95,11 +115,9 @@ __device__ __forceinline__ void copy_states(StatesSharedMemory<T, kStates>& shar
         }
         __syncthreads();
         if (lane == 0) {
-            if (stores) {
-                cp_async_bulk_store(to + block.chunk(i) * block.slices * Shared::kH, shared.H[i % 2],
-                                    Shared::kH * static_cast<int>(sizeof(T)));
-            }
-            begin_tiles(i + kStages - 1);
+            cp_async_bulk_store(to + block.chunk(i) * block.slices * Shared::kH, copies.shared.H[i % 2],
+                                Shared::kH * static_cast<int>(sizeof(T)));
+            copies.begin(i + Shared::kStages - 1);
         }
     }
     if (lane == 0) {
@@ -107,12 +125,13 @@ __device__ __forceinline__ void copy_states(StatesSharedMemory<T, kStates>& shar
     }
 }
 
-// The warpgroup: the walk. Returns the product of the decays.
+// The warpgroup: the walk. Returns the product of the decays. stores: the last warp has the bulk copies, else thread 0.
 template <typename T, int kStates>
-__device__ __forceinline__ float walk_states(StatesSharedMemory<T, kStates>& shared, float (&state)[kStates / 8][4],
-                                             const StateWalk& walk, const StatesBlock<kWarpgroupSteps>& block, bool stores,
-                                             int thread) {
+__device__ __forceinline__ float walk_states(const StatesCopies<T, kStates>& copies, float (&state)[kStates / 8][4],
+                                             const StateWalk& walk, bool stores, int thread) {
     using Shared = StatesSharedMemory<T, kStates>;
+    Shared& shared = copies.shared;
+    const auto& block = copies.block;
     constexpr int kStages = Shared::kStages;
     using XTile = SwizzledTile<kWarpgroupSteps>;
     const int lane = thread % 32;
@@ -131,6 +150,9 @@ __device__ __forceinline__ float walk_states(StatesSharedMemory<T, kStates>& sha
     for (int i = 0; i < kStages - 1; ++i) {
         begin_copies(i);
     }
+    if (!stores && thread == 0) {
+        copies.begin_first();
+    }
     const int x_lane = XTile::at(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8);  // of ldmatrix_x4_trans
     float product = 1.0f;
     for (int i = 0; i < block.count; ++i) {
@@ -147,6 +169,9 @@ __device__ __forceinline__ float walk_states(StatesSharedMemory<T, kStates>& sha
         fence_proxy_async();
         __syncthreads();  // this chunk's x and state are there, the tiles of the one before are free
         begin_copies(i + kStages - 1);
+        if (!stores && thread == 0) {
+            copies.begin(i + kStages - 1);
+        }
         mbarrier_wait_parity(&shared.arrived[stage], i / kStages % 2);
         const StateWeights& now = shared.weights[stage];
         product *= now.carry;
@@ -194,8 +219,9 @@ __global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
     fence_proxy_async();
     __syncthreads();
     griddepcontrol_wait();
+    const StatesCopies<T, kStates> copies(shared, p, launch, block);
     if (thread >= kForwardThreads) {
-        copy_states(shared, p, launch, block, stores, thread % 32);
+        copy_states(copies, thread % 32);
         return;
     }
 
@@ -205,7 +231,7 @@ __global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
     const int dstate = static_cast<int>(p.dstate);
     float state[kStates / 8][4];
     start_state<kStates>(state, block.start(launch, walk), row, block.rows, column, dstate, lane);
-    const float product = walk_states(shared, state, walk, block, stores, thread);
+    const float product = walk_states(copies, state, walk, stores, thread);
     float* const to = block.end(p, launch, walk, product);
     if (to != nullptr) {
         store_state<kStates>(to, state, row, block.rows, column, dstate, lane);
