@@ -54,17 +54,18 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         }
     };
     load_inputs(0);
-    if (ahead && block.count > 0) {
-        load_item<T, Layout>(shared.item(0, ahead), q, launch, block, block.item(0));
-    }
-    for (int number = 0; number < block.count; ++number) {
+    const int distance = ahead ? 1 : 0;  // in items, by which tiles are loaded ahead
+    for (int number = -distance; number < block.count; ++number) {
+        if (number + distance < block.count) {
+            load_item<T, Layout>(shared.item(number + distance, ahead), q, launch, block, block.item(number + distance));
+        }
+        cp_async_commit_group();
+        if (number < 0) {
+            continue;
+        }
         const ChunkItem item = block.item(number);
         const BackwardDecays<kSteps>& now = shared.decays[number % kDecaysKept];
         const ItemTiles<T, Layout> tiles = shared.item(number, ahead);
-        if (!ahead) {
-            load_item<T, Layout>(tiles, q, launch, block, item);
-        }
-        cp_async_commit_group();
         if (number % kDecaysTogether == 0) {
             if (for_decays && number + decays_of < block.count) {
                 const int64_t head = block.item(number + decays_of).head;
@@ -73,11 +74,12 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
             }
             load_inputs(number + kDecaysTogether);
         }
-        cp_async_wait_group<0>();
-        __syncthreads();
-        if (ahead && number + 1 < block.count) {
-            load_item<T, Layout>(shared.item(number + 1, ahead), q, launch, block, block.item(number + 1));
+        if (ahead) {
+            cp_async_wait_group<1>();
+        } else {
+            cp_async_wait_group<0>();
         }
+        __syncthreads();
         if (number == 0) {
             multiply_CB(G, shared, warp);
         }

@@ -11,8 +11,8 @@
 //     =========================== __syncthreads(): the block's, by all four ==========================================
 //
 // Each role passes count + 3 of them: one before the first item's interval, in which the first pairs are taken, one an item,
-// and two at the end: behind the last item, and behind the sum of dG over heads, through which dC and dB then go. What comes by
-// mbarrier: B and C (BC_arrived, once), decays and states (a phase each time their stage is filled).
+// and two at the end: behind the last item, and behind the sum of dG over heads, through which dC and dB then go. mbarriers:
+// BC_arrived for B and C, once; decays_arrived and states_arrived, a phase each time their stage is filled.
 #pragma once
 
 #include "ssd/cuda/backward_warpgroup_help.cuh"
