@@ -1,9 +1,9 @@
 """Plans: what a call did, kept for later calls like it, which then skip checks, layout and filling records.
 
 A small call is bound by the host's time. Most operators only look at their tensors, allocate, copy those whose strides
-kernels do not take, and call one native function with a struct. So the second call of a kind is recorded: what it
-allocated, and which of the struct's pointers lie in which argument or allocation. Later calls of that kind allocate the
-same, write the new addresses into a copy of the struct, and call the function. A call that did more has no plan.
+kernels do not take, and call native functions with a struct each. So the second call of a kind is recorded: what it
+allocated, and which of a struct's pointers lie in which argument or allocation. Later calls of that kind allocate the
+same, write the new addresses into copies of the structs, and call the functions. A call that did more has no plan.
 
 Calls are of one kind if all that an implementation can see is the same: options, the number of threads, what else the
 operator says that it reads, and of each tensor the shape, strides, dtype, device and alignment. An implementation that
@@ -107,29 +107,20 @@ def forget():
 class Plan:
     """What calls of one kind do."""
 
-    def __init__(self, call, made, arguments, results, written):
-        functions, name, params, self.check = call
-        self.function, self.where = functions[name], (functions, name)
-        self.kind, self.bytes = type(params), bytes(params)
-        self.idle = []  # structs that no call is using: threads share plans
-        self.stream = self.kind.stream.offset // 8 if arguments[0].is_cuda else None
-        self.index = arguments[0].get_device()
+    def __init__(self, calls, made, arguments, results, written):
         self.made = [_recipe(tensor, source, arguments) for tensor, source in made]
         made = [tensor for tensor, _ in made]
-        self.given, self.new = _pointers(params, made, arguments)
+        self.calls = [_Call(call, made, arguments) for call in calls]
+        self.idle = []  # structs that no call is using: threads share plans
+        self.index = arguments[0].get_device()
         self.results_of = _results_of(results, made)
         self.written = written
 
     def run(self, arguments, addresses):
         try:
-            params, words = self.idle.pop()
+            structs = self.idle.pop()
         except IndexError:
-            params = self.kind.from_buffer_copy(self.bytes)
-            words = memoryview(params).cast("B").cast("q")
-        if self.stream is not None:
-            words[self.stream] = current_stream(self.index)
-        for word, source, offset in self.given:
-            words[word] = addresses[source] + offset
+            structs = [call.struct() for call in self.calls]
         made = []
         for copied, like, shape, strides, dtype, device in self.made:
             if copied is not None:
@@ -138,20 +129,42 @@ class Plan:
                 made.append(_empty_like(arguments[like]))
             else:
                 made.append(_empty_strided(shape, strides, dtype=dtype, device=device))
-        for word, source, offset in self.new:
-            words[word] = made[source].data_ptr() + offset
-        code = self.function(params)
-        if code:
-            self.check(*self.where, code)
+        stream = None if self.index < 0 else current_stream(self.index)
+        for call, (params, words) in zip(self.calls, structs, strict=True):
+            if stream is not None:
+                words[call.stream] = stream
+            for word, source, offset in call.given:
+                words[word] = addresses[source] + offset
+            for word, source, offset in call.new:
+                words[word] = made[source].data_ptr() + offset
+            code = call.function(params)
+            if code:
+                call.check(*call.where, code)
         for source in self.written:
             if not arguments[source].is_inference():
                 _increment_version(arguments[source])
-        self.idle.append((params, words))
+        self.idle.append(structs)
         return self.results_of(made)
 
 
+class _Call:
+    """A native call of a plan."""
+
+    def __init__(self, call, made, arguments):
+        functions, name, params, self.check = call
+        self.function, self.where = functions[name], (functions, name)
+        self.kind, self.bytes = type(params), bytes(params)
+        self.stream = self.kind.stream.offset // 8
+        self.given, self.new = _pointers(params, made, arguments)
+
+    def struct(self):
+        """(A copy of the parameters, their words)."""
+        params = self.kind.from_buffer_copy(self.bytes)
+        return params, memoryview(params).cast("B").cast("q")
+
+
 class _NoPlan(Exception):
-    """Of a call that did more than allocate and call one native function."""
+    """Of a call that did more than allocate and call native functions."""
 
 
 def _recipe(tensor, source, arguments):
@@ -259,13 +272,13 @@ def _record(implementation, arguments):
             results = implementation(*arguments)
     finally:
         del _RECORDERS[thread]
-    if not recorder.plain or len(recorder.calls) != 1:
+    if not recorder.plain or not recorder.calls:
         return results, _NEVER
     try:
         numbers = {id(argument): number for number, argument in enumerate(arguments)}
         written = [numbers[id(tensor)] for tensor in recorder.written]
         made = [(tensor, source) for tensor, source in recorder.made if tensor.numel()]  # others have no memory
-        return results, Plan(recorder.calls[0], made, arguments, results, written)
+        return results, Plan(recorder.calls, made, arguments, results, written)
     except (_NoPlan, KeyError):
         return results, _NEVER
 
@@ -277,7 +290,8 @@ def note_call(functions, name, params, check):
     if _RECORDERS:
         recorder = _RECORDERS.get(threading.get_ident())
         if recorder is not None:
-            recorder.calls.append((functions, name, params, check))
+            copy = type(params).from_buffer_copy(params)  # the caller may go on to change it
+            recorder.calls.append((functions, name, copy, check))
 
 
 def look_at_values():

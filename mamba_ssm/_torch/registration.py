@@ -38,8 +38,8 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
     the operator with call_below_autograd. None with differentiable=True: a derivative was never meant to be taken again
     (backward operators): the result's backward raises. differentiable=False: operators that write in place, whose
     result has no gradient; a warning says so where an input requires one. called: the operator's name in errors, where
-    it is not the schema's. planned: of operators that are one native call, what their implementation reads beside its
-    arguments, as functions of none; such calls are made by plans (see plans.py).
+    it is not the schema's. planned: of operators that only allocate and make native calls, what their implementation
+    reads beside its arguments, as functions of none; such calls are made by plans (see plans.py).
     """
     name, arguments = re.match(r"(\w+)\((.*?)\) ->", schema).groups()
     declared = [tuple(argument.partition("=")[0].split(" ")) for argument in arguments.split(", ")]

@@ -11,8 +11,11 @@ kernels take, and the struct's fields follow from it, as the schema does (_torch
 import ctypes
 import functools
 import itertools
+import operator
 import re
 import typing
+
+import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native.launch import DTYPE_CODES, backwards
@@ -26,6 +29,9 @@ _CHECKS = {
     "int32": checks.check_int32,
     "index": checks.check_index,
 }
+
+
+_EXACT = {"float32": torch.float32, "int32": torch.int32}
 
 
 class Arg(typing.NamedTuple):
@@ -58,6 +64,7 @@ class _Tensor(typing.NamedTuple):
     name: str
     arg: Arg
     optional: bool
+    exact: torch.dtype | None  # the only dtype
     binds: bool  # whether it says sizes
     first: _Shape
     shapes: dict[int, _Shape]  # by number of dimensions
@@ -71,6 +78,7 @@ class Spec:
 
     def __init__(self, op, record):
         self.op, self.record, self.tensors = op, record, tensors_of(record)
+        self.subsets = {}
 
     def bind(self, inputs):
         """{letter: size}; raises where a tensor that says sizes has another number of dimensions."""
@@ -93,14 +101,22 @@ class Spec:
         if like is None:
             like, like_name = inputs[0], self.tensors[0].name
         op, dtype, device = op or self.op, like.dtype, like.device
-        for field in self.tensors:
-            name, kind, tensor = field.name, field.arg.dtype, getattr(inputs, field.name, None)
-            if not kind or (names is not None and name not in names) or (tensor is None and field.optional):
+        fields, tensors_in = self.subsets.get(names) or self._subset(names)
+        for field, tensor in zip(fields, tensors_in(inputs), strict=True):
+            if tensor is None and field.optional:
                 continue
-            shape = field.shape_of(tensor)
-            expected = tuple([_size(text, sizes) for text in shape.sizes])
-            if tensor.dtype != dtype or tensor.shape != expected or tensor.device != device or kind[-2:] == "32":
-                _CHECKS[kind](op, name, tensor, expected, like, like_name, shape.letters)
+            shape = field.shapes.get(tensor.dim()) or field.first
+            expected = tuple([sizes[text] if text in sizes else _size(text, sizes) for text in shape.sizes])
+            if tensor.dtype != (field.exact or dtype) or tensor.shape != expected or tensor.device != device:
+                _CHECKS[field.arg.dtype](op, field.name, tensor, expected, like, like_name, shape.letters)
+
+    def _subset(self, names):
+        """The fields of these names that have a dtype, and a function that takes their tensors out of a record."""
+        fields = [field for field in self.tensors if field.arg.dtype and (names is None or field.name in names)]
+        taken = [field.name for field in fields]
+        getter = operator.attrgetter(*taken) if len(taken) > 1 else lambda inputs: [getattr(inputs, taken[0])]
+        self.subsets[names] = fields, getter
+        return self.subsets[names]
 
     def layout(self, inputs):
         """The same tensors in the layout that the kernels take."""
@@ -124,14 +140,13 @@ def tensors_of(record):
         letters = {size for shape in shapes for size in shape.sizes if re.fullmatch("[A-Z]", size)}
         binds, optional = bool(arg.dtype and letters - known), type(None) in typing.get_args(kind)
         known |= letters
-        tensors.append(_Tensor(name, arg, optional, binds, shapes[0], {len(shape.sizes): shape for shape in shapes}))
+        by_dims = {len(shape.sizes): shape for shape in shapes}
+        tensors.append(_Tensor(name, arg, optional, _EXACT.get(arg.dtype), binds, shapes[0], by_dims))
     return tensors
 
 
 def _size(text, sizes):
-    """The value of a letter, or of such as "R + 2 N" or "W-1"."""
-    if text in sizes:
-        return sizes[text]
+    """The value of such as "R + 2 N" or "W-1"."""
     total = 0
     for term in text.replace("-", "+ -").split("+"):
         factors = [int(factor) if re.fullmatch(r"-?\d+", factor) else sizes[factor] for factor in term.split()]
@@ -155,48 +170,47 @@ def fill(params, *records):
     """Sets a struct's fields from records: of tensors (or Views) in kernel layout; of sizes and options, from whatever
     has the name of a field.
     """
-    struct = type(params)
-    for record in records:
-        kind = type(record)
-        tensors, names = _FIELDS.get((struct, kind)) or _fields(struct, kind)
-        for name in names:
-            setattr(params, name, getattr(record, name))
-        for tensor, (field, code, strides) in zip(record, tensors, strict=False):
-            if tensor is None:
-                continue
-            setattr(params, field, tensor.data_ptr())
-            if code:
-                setattr(params, code, DTYPE_CODES[tensor.dtype])
-            if strides:
-                of_dims = tensor.stride()
-                for name, stride in zip(strides[len(of_dims)], of_dims, strict=False):
-                    if name:
-                        setattr(params, name, stride)
+    kinds = (type(params), *map(type, records))
+    (_FILLS.get(kinds) or _compile(kinds))(params, *records)
 
 
-_FIELDS: dict[tuple[type, type], typing.Any] = {}  # (struct, record) -> what `fill` sets
+_FILLS: dict[tuple[type, ...], typing.Any] = {}  # (struct, *records) -> what `fill` does
 
 
-def _fields(struct, kind):
-    """([(pointer, dtype code, {dimensions: strides})] of a record of tensors, [names] of another one)."""
-    tensors, names = [], []
-    if not any(hasattr(hint, "__metadata__") for hint in typing.get_type_hints(kind, include_extras=True).values()):
-        names = [name for name in _scalars(struct) if hasattr(kind, name)]
-    else:
-        for field in tensors_of(kind):
-            pointer = field.arg.field or field.name
-            stem = field.arg.stem or pointer
-            strides = {
-                dims: [None if name in "-." else f"{stem}_{name}_stride" for name in shape.strides]
-                for dims, shape in field.shapes.items()
-            }
-            wanted = [pointer, *filter(None, [field.arg.code, *(name for names in strides.values() for name in names)])]
-            for name in wanted:
-                if not hasattr(struct, name):
-                    raise AttributeError(f"{struct.__name__} has no field {name}, which {kind.__qualname__} names")
-            tensors.append((pointer, field.arg.code, strides if any(strides.values()) else None))
-    _FIELDS[struct, kind] = tensors, names
-    return tensors, names
+def _compile(kinds):
+    """The function as one would write it by hand: this is on the way of each launch, and loops take twice as long."""
+    struct, *records = kinds
+    lines = [f"def fill(params, {', '.join(f'r{number}' for number in range(len(records)))}):"]
+    for number, record in enumerate(records):
+        hints = typing.get_type_hints(record, include_extras=True)
+        if not any(hasattr(hint, "__metadata__") for hint in hints.values()):
+            lines += [f" params.{name} = r{number}.{name}" for name in _scalars(struct) if hasattr(record, name)]
+            continue
+        for index, field in enumerate(tensors_of(record)):
+            lines += [f" tensor = r{number}[{index}]", " if tensor is not None:"]
+            lines += [f"  {line}" for line in _of_tensor(field)]
+    wanted = set(re.findall(r"params\.(\w+)", "\n".join(lines)))
+    missing = sorted(name for name in wanted if not hasattr(struct, name))
+    if missing:
+        raise AttributeError(f"{struct.__name__} has no {', '.join(missing)}, which a record names")
+    found = {"codes": DTYPE_CODES}
+    exec("\n".join(lines), found)
+    _FILLS[kinds] = found["fill"]
+    return found["fill"]
+
+
+def _of_tensor(field):
+    """Lines that set a tensor's fields."""
+    arg = field.arg
+    pointer = arg.field or field.name
+    yield f"params.{pointer} = tensor.data_ptr()"
+    if arg.code:
+        yield f"params.{arg.code} = codes[tensor.dtype]"
+    for dims, shape in field.shapes.items():
+        if shape.strides:
+            names = ["_" if name in "-." else f"params.{arg.stem or pointer}_{name}_stride" for name in shape.strides]
+            guard = f"if tensor.dim() == {dims}: " if len(field.shapes) > 1 else ""
+            yield f"{guard}{', '.join(names)}{',' if len(names) == 1 else ''} = tensor.stride()"
 
 
 def _scalars(struct):

@@ -199,4 +199,5 @@ split_conv1d_scan_backward_op = define(
     f"-> {returns(Gradients)}",
     _backward,
     _backward_fake,
+    planned=(),
 )

@@ -321,6 +321,7 @@ split_conv1d_scan_op = define(
     _forward_fake,
     autograd=_SplitConv1dScan,
     called=NAME,
+    planned=(),
 )
 
 

@@ -180,4 +180,5 @@ mamba3_block_op = define(
     _forward_fake,
     autograd=_Mamba3Block,
     called=NAME,
+    planned=(),
 )

@@ -123,4 +123,5 @@ mamba3_block_backward_op = define(
     f"{_NAME}(Tensor dout, {signature(FinalGradients, Inputs, Options)}) -> {returns(Gradients)}",
     _backward,
     _backward_fake,
+    planned=(),
 )

@@ -118,7 +118,7 @@ class Sizes(typing.NamedTuple):
 
 
 _SPEC = Spec(NAME, Inputs)
-_NOT_STATES = [name for name in Inputs._fields if name not in STATE_NAMES and name != "seq_idx"]
+_NOT_STATES = tuple(name for name in Inputs._fields if name not in STATE_NAMES and name != "seq_idx")
 
 
 def check(inputs, any_states=False):

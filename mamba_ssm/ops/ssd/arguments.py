@@ -142,14 +142,14 @@ def check_parameters(op, sizes, like, like_name, inputs, options):
     their records have other fields too, but the same names for what is read here.
     """
     letters = {"B": sizes.batch, "L": sizes.seqlen, "H": sizes.nheads, "P": sizes.headdim, "N": sizes.dstate}
-    names = ["D", "initial_states", "seq_idx"]
+    names = "A", "D", "dt_bias", "initial_states", "seq_idx"
     if options.A_is_log:  # then A and dt_bias may be float16 or bfloat16 too
+        names = names[1:2] + names[3:]
         checks.check_float(op, "A_log", inputs.A, (sizes.nheads,), like, like_name, "(H,)")
         if inputs.dt_bias is not None:
             checks.check_float(op, "dt_bias", inputs.dt_bias, (sizes.nheads,), like, like_name, "(H,)")
     else:
         checks.no_complex(op, "A", inputs.A)
-        names += "A", "dt_bias"
     _SPEC.check(inputs, letters, names, op, like, like_name)
     _check_limit(op, options)
 
