@@ -20,6 +20,7 @@ from mamba_ssm._torch.dispatch import (
     watched,
 )
 from mamba_ssm._torch.modules import is_plain, module_behind, parameters_of, weight_and_bias
+from mamba_ssm._torch.plans import forget as forget_plans
 from mamba_ssm._torch.plans import look_at_values, note_call, wrote_in_place
 from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, DispatchMode, archive_names, current_stream, is_compiling
 from mamba_ssm._torch.records import flat, make, no_gradients, returns, signature, unpack, unpack_traced
@@ -38,6 +39,7 @@ __all__ = [
     "current_stream",
     "define",
     "flat",
+    "forget_plans",
     "is_compiling",
     "is_plain",
     "look_at_values",

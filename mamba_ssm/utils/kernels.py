@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from mamba_ssm._native import abi, launch, loader, signatures
 from mamba_ssm._native.errors import NativeError
+from mamba_ssm._torch import forget_plans
 
 DTYPES = ("float32", "float16", "bfloat16")  # by code
 _CODES = (abi.FLOAT32, abi.FLOAT16, abi.BFLOAT16)
@@ -116,10 +117,12 @@ def without(*ids: str) -> Iterator[None]:
     try:
         for index in was_on:
             launch.ask(functions, "kernel_enable", index, 0)
+        forget_plans()  # which may have been made for the workspace of another kernel
         yield
     finally:
         for index in was_on:
             launch.ask(functions, "kernel_enable", index, 1)
+        forget_plans()
 
 
 def _library() -> signatures.Functions:

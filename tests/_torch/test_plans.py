@@ -9,6 +9,7 @@ import pytest
 import torch
 from _helpers.public_ops import PUBLIC_OPS
 
+from mamba_ssm import Mamba2, Mamba3
 from mamba_ssm._torch import dispatch, plans
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.linear.linear import linear
@@ -53,6 +54,14 @@ def packed_states(x, dt, A, B, C):
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32, device=x.device)
     options = True, 0.0, float("inf")
     return dispatch.call(ssd_varlen_states_op, x, dt, A, B, C, None, None, bounds, *options)
+
+
+def layer(kind):
+    def function(x):
+        torch.manual_seed(0)
+        return kind(D, d_state=N, headdim=8, device=x.device)(x)
+
+    return function
 
 
 def both(name):
@@ -145,6 +154,8 @@ CALLS = {
     "rmsnorm_fn": Call(
         rmsnorm_fn, both("gated_norm"), {"x": (B, L, D), "weight": (D,), "bias": (D,), "z": (B, L, D)}, True
     ),
+    "Mamba2": Call(layer(Mamba2), both("split_conv1d_scan"), {"x": (B, L, D)}, True),
+    "Mamba3": Call(layer(Mamba3), both("mamba3_block"), {"x": (B, L, D)}, True),
     "swiglu": Call(swiglu, both("swiglu"), {"xy": (B, L, 2 * D)}, True),
     "linear": Call(linear, ("linear",), {"x": (B, D), "weight": (N, D), "bias": (N,)}),
 }
