@@ -256,7 +256,7 @@ class _Recorder(DispatchMode):
         name = function.__name__.partition(".")[0]
         if name in _ALLOCATIONS:
             self.made.append((result, None))
-        elif name == "clone" and result.is_contiguous():
+        elif name == "clone" and result.is_contiguous() and not self.calls:  # copies come first in a plan
             self.made.append((result, args[0]))
         elif name not in _VIEWS:
             self.plain = False
