@@ -42,7 +42,7 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
         const bool aligned = inputs_aligned(p);
-        error = launchers_of<ScanLaunchers>(p.dtype).forward(p, aligned, forward_kernel(p, aligned, device));
+        error = launchers_of<ScanForwardLaunchers>(p.dtype).forward(p, aligned, forward_kernel(p, aligned, device));
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }
@@ -59,7 +59,7 @@ int32_t mamba_selective_scan_forward_carry(const MambaSelectiveScan* params) {
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
         const bool aligned = inputs_aligned(p);
-        error = launchers_of<ScanLaunchers>(p.dtype).forward_carry(p, aligned, forward_carry_kernel(p, aligned, device));
+        error = launchers_of<ScanForwardLaunchers>(p.dtype).carry(p, aligned, forward_carry_kernel(p, aligned, device));
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }
@@ -98,7 +98,7 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
                         function, static_cast<long long>(slots), static_cast<long long>(q.slots));
         }
         error = q.slots < slots ? zero_matrices(q) : cudaSuccess;  // atomics add to them
-        const auto launch = launchers_of<ScanLaunchers>(p.dtype).backward;
+        const auto launch = launchers_of<ScanBackwardLaunchers>(p.dtype).backward;
         error = error != cudaSuccess ? error : launch(q, aligned, kernel);
         error = error != cudaSuccess ? error : launch_part_sums(scan_part_sums(q), p.run.stream);
     }
@@ -118,7 +118,7 @@ int32_t mamba_selective_scan_backward_carry(const MambaSelectiveScanBackward* pa
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
         const bool aligned = inputs_aligned(p) && gradients_aligned(q);
-        const auto launch = launchers_of<ScanLaunchers>(p.dtype).backward_carry;
+        const auto launch = launchers_of<ScanBackwardLaunchers>(p.dtype).carry;
         error = launch(q, aligned, backward_kernel(p, aligned, device));
     }
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);

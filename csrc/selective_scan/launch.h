@@ -1,4 +1,4 @@
-// What cuda.cu runs; cuda/kernels.cu compiles it once for each dtype of u.
+// What cuda.cu runs; cuda/forward.cu and cuda/backward.cu compile it, once for each dtype of u.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,16 +8,22 @@
 namespace mamba {
 
 // kernel: the number of a row of kernels.h, see plan.h. aligned: see inputs_aligned and gradients_aligned there.
-struct ScanLaunchers {
+struct ScanForwardLaunchers {
     cudaError_t (*forward)(const MambaSelectiveScan& p, bool aligned, int kernel);
-    // Parts of gradients remain to be added up.
-    cudaError_t (*backward)(const ScanBackward& q, bool aligned, int kernel);
     // What all segments pass on, alone.
-    cudaError_t (*forward_carry)(const MambaSelectiveScan& p, bool aligned, int kernel);
-    cudaError_t (*backward_carry)(const ScanBackward& q, bool aligned, int kernel);
+    cudaError_t (*carry)(const MambaSelectiveScan& p, bool aligned, int kernel);
 
     template <typename T>
-    static ScanLaunchers of();
+    static ScanForwardLaunchers of();
+};
+
+struct ScanBackwardLaunchers {
+    // Parts of gradients remain to be added up.
+    cudaError_t (*backward)(const ScanBackward& q, bool aligned, int kernel);
+    cudaError_t (*carry)(const ScanBackward& q, bool aligned, int kernel);
+
+    template <typename T>
+    static ScanBackwardLaunchers of();
 };
 
 }  // namespace mamba

@@ -21,7 +21,8 @@ CPU = {
     "mamba_step": 0.6,
 }
 CUDA = {
-    "selective_scan": 82,
+    "selective_scan/forward": 33,
+    "selective_scan/backward": 49,
     "causal_conv1d": 10,
     "state_update": 5,
     "ssd": 21,
@@ -37,7 +38,7 @@ CUDA = {
 FURTHER = 1.7
 DISPATCH = 0.5  # cpu.cpp, cuda.cu and what else there is: seconds each
 ISAS = 3
-STEP = re.compile(r"Building (CXX|CUDA) object \S*?\.dir[\\/](\w+)[\\/](?:cpu|cuda)[\\/]")
+STEP = re.compile(r"Building (CXX|CUDA) object \S*?\.dir[\\/](\w+)[\\/](?:cpu|cuda)[\\/](\w+)")
 
 
 def of_step(step: str, architectures: int) -> float:
@@ -45,10 +46,15 @@ def of_step(step: str, architectures: int) -> float:
     found = STEP.match(step)
     if found is None:
         return DISPATCH
-    language, folder = found.groups()
+    language, folder, name = found.groups()
     if language == "CXX":
         return CPU.get(folder, DISPATCH)
-    return CUDA.get(folder, DISPATCH) * max(1.0, _times(architectures))
+    return CUDA.get(source(folder, name), DISPATCH) * max(1.0, _times(architectures))
+
+
+def source(folder: str, name: str) -> str:
+    """The key of csrc/FOLDER/cuda/NAME.cu in CUDA."""
+    return folder if name == "kernels" else f"{folder}/{name}"
 
 
 def _times(architectures: int) -> float:

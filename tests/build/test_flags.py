@@ -65,7 +65,7 @@ def link_flags(folder, library):
     return dict(re.findall(r"^  (LINK_FLAGS|LINK_LIBRARIES) = (.*)$", block, re.MULTILINE))
 
 
-CXX, CUDA = "mamba_cpu.dir/selective_scan/cpu.cpp", "mamba_cuda_bf16.dir/selective_scan/cuda/kernels.cu"
+CXX, CUDA = "mamba_cpu.dir/selective_scan/cpu.cpp", "mamba_cuda_bf16.dir/selective_scan/cuda/forward.cu"
 AVX2, AVX512 = (f"mamba_cpu_{isa}.dir/selective_scan/cpu/kernels.cpp" for isa in ("avx2", "avx512"))
 HOST = "-Xcompiler="
 

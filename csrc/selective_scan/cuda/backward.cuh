@@ -14,6 +14,7 @@
 #include "selective_scan/cuda/backward_carry.cuh"
 #include "selective_scan/cuda/backward_elements.cuh"
 #include "selective_scan/cuda/backward_tile.cuh"
+#include "selective_scan/launch.h"
 
 namespace mamba {
 
@@ -377,6 +378,11 @@ cudaError_t launch_scan_backward_carry(const ScanBackward& q, bool aligned, int 
     return launch_row<T, kScanBackwardKernels>(scan_backward_table, kernel, [&](auto row) {
         return launch_backward_carry<T, LayoutOf<CarryWalk<kScanBackwardKernels, decltype(row)::kRow>>>(q, aligned, 0);
     });
+}
+
+template <typename T>
+ScanBackwardLaunchers ScanBackwardLaunchers::of() {
+    return {launch_scan_backward<T>, launch_scan_backward_carry<T>};
 }
 
 }  // namespace mamba

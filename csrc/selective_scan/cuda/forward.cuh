@@ -7,6 +7,7 @@
 #include "common/kernel_launch.cuh"
 #include "selective_scan/cuda/forward_pipeline.cuh"
 #include "selective_scan/cuda/forward_tile.cuh"
+#include "selective_scan/launch.h"
 
 namespace mamba {
 
@@ -353,6 +354,11 @@ cudaError_t launch_scan_forward_carry(const MambaSelectiveScan& p, bool aligned,
     return launch_row<T, kScanForwardKernels>(scan_forward_table, kernel, [&](auto row) {
         return launch_forward_carry<T, LayoutOf<CarryWalk<kScanForwardKernels, decltype(row)::kRow>>>(p, aligned, p.segments);
     });
+}
+
+template <typename T>
+ScanForwardLaunchers ScanForwardLaunchers::of() {
+    return {launch_scan_forward<T>, launch_scan_forward_carry<T>};
 }
 
 }  // namespace mamba

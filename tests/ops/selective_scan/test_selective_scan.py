@@ -16,6 +16,7 @@ from _helpers.cases import (
 )
 
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, selective_scan_ref
+from mamba_ssm.utils.kernels import without
 
 
 def scan(function, case):
@@ -113,6 +114,7 @@ PIPELINE_CASES = (
 MANY_CHANNELS = (
     ScanCase(6, 1024, 136),
     ScanCase(8, 1536, 136, initial_state=True),
+    ScanCase(6, 1536, 72, z=False),
     ScanCase(6, 1536, 205),
     ScanCase(8, 1536, 205),
     ScanCase(8, 1536, 129),  # whole tiles and a step
@@ -122,6 +124,7 @@ MANY_CHANNELS = (
     ScanCase(17, 1536, 64, reverse=True),
     ScanCase(17, 256, 96, dstate=64, initial_state=True),
     ScanCase(17, 256, 96, dstate=128, initial_state=True),
+    ScanCase(2, 32, 64, dstate=64),  # whole tiles of backward, too
     ScanCase(8, 1536, 136, initial_state=True, reverse=True),
     ScanCase(6, 1536, 205, reverse=True),
 )
@@ -138,6 +141,13 @@ def test_few_channels(case, dtype, device):
 @pytest.mark.parametrize("case", MANY_CHANNELS, ids=case_id)
 def test_many_channels(case, dtype, cuda_kernels):
     check(case, dtype, cuda_kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
+def test_backward_with_little_shared_memory(dtype, cuda_kernels):
+    with without("selective_scan_backward/sliced"):  # as where a block may have 64 KB
+        check(ScanCase(2, 12, 130, dstate=40, initial_state=True), dtype, cuda_kernels)
 
 
 @pytest.mark.parametrize("seqlen", [70, 80])  # both end within a tile
