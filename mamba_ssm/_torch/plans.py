@@ -25,6 +25,7 @@ _NO_TENSORS = {type(None), bool, int, float}
 _SEEN, _NEVER = object(), object()  # of a kind that came once; of one that has no plan
 _ALIGNMENT = 16  # the most that kernels read at once
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_COPIES = {"clone", "contiguous"}  # the latter in inference mode, where it is an operator of its own
 _VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "transpose", "unsqueeze", "view"}
 _empty_strided, _empty_like, _num_threads = torch.empty_strided, torch.empty_like, torch.get_num_threads
 _increment_version = torch.autograd.graph.increment_version
@@ -68,6 +69,9 @@ class Planned:
         key = tuple(key)
         plan = self.plans.get(key)
         if plan.__class__ is Plan:
+            for first, other, distance in plan.overlaps:
+                if addresses[other] - addresses[first] != distance:
+                    return self.implementation(*arguments)
             return plan.run(arguments, addresses)
         if plan is None and not are_plain(arguments):
             return None
@@ -110,7 +114,8 @@ class Plan:
     def __init__(self, calls, made, arguments, results, written):
         self.made = [_recipe(tensor, source, arguments) for tensor, source in made]
         made = [tensor for tensor, _ in made]
-        self.calls = [_Call(call, made, arguments) for call in calls]
+        self.overlaps = set()  # (an argument, another one in which some pointer lies too, the bytes between their starts)
+        self.calls = [_Call(call, made, arguments, self.overlaps) for call in calls]
         self.idle = []  # structs that no call is using: threads share plans
         self.index = arguments[0].get_device()
         self.results_of = _results_of(results, made)
@@ -150,12 +155,12 @@ class Plan:
 class _Call:
     """A native call of a plan."""
 
-    def __init__(self, call, made, arguments):
+    def __init__(self, call, made, arguments, overlaps):
         functions, name, params, self.check = call
         self.function, self.where = functions[name], (functions, name)
         self.kind, self.bytes = type(params), bytes(params)
         self.stream = self.kind.stream.offset // 8
-        self.given, self.new = _pointers(params, made, arguments)
+        self.given, self.new = _pointers(params, made, arguments, overlaps)
 
     def struct(self):
         """(A copy of the parameters, their words)."""
@@ -177,9 +182,12 @@ def _recipe(tensor, source, arguments):
     return copied, None, *layout
 
 
-def _pointers(params, made, arguments):
+def _pointers(params, made, arguments, overlaps):
     """Which words of the struct hold addresses in arguments and in allocations: lists of (word, which, bytes from its
     start).
+
+    An address may lie in several arguments, such as slices of one tensor. Then any of them leads to it, as long as they
+    lie to each other as now, which overlaps notes.
     """
     given, new = [], []
     for offset in _pointer_offsets(type(params)):
@@ -192,9 +200,10 @@ def _pointers(params, made, arguments):
             for number, tensor in enumerate(tensors)
             if isinstance(tensor, _TENSOR) and 0 <= address - tensor.data_ptr() < max(1, _span(tensor))
         ]
-        if len(found) != 1:  # a copy's memory, or arguments that share theirs
+        if not found or (len(found) > 1 and any(places is new for places, _, _ in found)):  # of a copy, for one
             raise _NoPlan
         places, number, distance = found[0]
+        overlaps.update((number, other, distance - of_other) for _, other, of_other in found[1:])
         places.append((offset // 8, number, distance))
     return given, new
 
@@ -256,8 +265,9 @@ class _Recorder(DispatchMode):
         name = function.__name__.partition(".")[0]
         if name in _ALLOCATIONS:
             self.made.append((result, None))
-        elif name == "clone" and result.is_contiguous() and not self.calls:  # copies come first in a plan
-            self.made.append((result, args[0]))
+        elif name in _COPIES and result.is_contiguous() and not self.calls:  # copies come first in a plan
+            if result.data_ptr() != args[0].data_ptr():
+                self.made.append((result, args[0]))
         elif name not in _VIEWS:
             self.plain = False
         return result

@@ -251,8 +251,34 @@ def test_public_operators(monkeypatch, device, name):
         check(monkeypatch, function, given, device)
 
 
+def test_slices_of_one_tensor(monkeypatch, device):
+    """B and C are mostly slices of a product: each lies within what the other spans. A plan holds for slices that lie to
+    each other alike.
+    """
+    call = CALLS["selective_scan"]
+    for turn in range(3 * TIMES):
+        given = draw(call, device, turn)
+        slices = list(torch.cat((given["B"], given["C"], given["B"]), dim=1).split(N, dim=1))
+        given["B"], given["C"] = [slices[:2], slices[1::-1], slices[::2]][turn // TIMES]
+        check(monkeypatch, call.function, given, device)
+        assert "selective_scan" in recorded() or turn < 1
+
+
+def test_copies_in_inference_mode(device):
+    """As in a layer's prefill: slices of a product whose channels are neighbours, which the kernels do not take."""
+    call = CALLS["selective_scan"]
+    for turn in range(TIMES):
+        given = draw(call, device, turn)
+        product = torch.cat((given["B"], given["C"]), dim=1).transpose(1, 2).contiguous().transpose(1, 2)
+        given["B"], given["C"] = product.split(N, dim=1)
+        with torch.inference_mode():
+            found = call.function(**given)
+        torch.testing.assert_close(found, call.function(**given), rtol=0, atol=0)
+    (plan,) = dispatch.PLANNED[torch.ops.mamba_ssm.selective_scan.default].plans.values()
+    assert type(plan) is plans.Plan
+
+
 def test_one_tensor_twice(monkeypatch, device):
-    """Then which of the two a pointer is for cannot be seen."""
     call = CALLS["rms_norm_fn"]
     for turn in range(TIMES):
         given = draw(call, device, turn)

@@ -309,7 +309,7 @@ def test_mixed_dtypes_under_autocast(device):
     same = {name: tensor.bfloat16() if name in ("B", "C", "z") else tensor for name, tensor in narrow.items()}
     assert torch.equal(out, selective_scan_fn(**same, delta_softplus=True))
     with pytest.raises(TypeError, match="B must have the dtype of u, bfloat16, got float32"):
-        selective_scan_fn(**narrow, delta_softplus=True)
+        selective_scan_fn(**{**narrow, "z": same["z"]}, delta_softplus=True)
 
 
 def test_checkpoint_and_hooks(device):
