@@ -91,7 +91,7 @@ cudaError_t launch_carry(const MambaSsd& p, const StatesLaunch& launch);
 cudaError_t launch_prepare(const MambaSsd& p, const PrepareLaunch& launch);
 cudaError_t launch_finish(const MambaSsdBackward& q, const BackwardLaunch& launch);
 
-// All other kernels; cuda/f32.cu, f16.cu and bf16.cu compile them, one dtype of x each.
+// All other kernels, which cuda/kernels.cu compiles once for each dtype of x.
 struct SsdLaunchers {
     cudaError_t (*forward)(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace);
     cudaError_t (*backward)(const MambaSsdBackward& q, const SsdPlan& plan, const SsdWorkspace& workspace);
