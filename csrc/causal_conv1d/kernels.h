@@ -71,22 +71,18 @@ struct ConvUpdateKernel : KernelRow {
     bool (*takes)(const MambaCausalConv1dUpdate& p);
     bool pairs;         // a thread takes two channels of one step
     bool channel_last;  // the state's channels are neighbours
-    int entries;        // of the batch, of a thread
 };
 
 // clang-format off
 inline constexpr ConvUpdateKernel kConvUpdateKernels[] = {
-    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, pairs, channel_last, entries
-    {{"pairs_of_four_entries", "1 step, width 4, a shifted state of 4 steps, time-last, even D; D * batch >= 2^20",
-      "256 channels, 4 batch entries", k16Bit, kPairThreads, 0, 75},
-     takes_many_pairs, true, false, kPairEntries},
+    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, pairs, channel_last
     {{"pairs", "1 step, width 4, a shifted state of 4 steps, time-last, even D", "256 channels, 1 batch entry", kAllDtypes,
       kPairThreads, 0, 75},
-     takes_pairs, true, false, 1},
+     takes_pairs, true, false},
     {{"pairs_channel_last", "1 step, width 4, a shifted state of 3 or 4 steps, channel-last, even D",
       "256 channels, 1 batch entry", kAllDtypes, kPairThreads, 0, 75},
-     takes_pairs_channel_last, true, true, 1},
-    {{"one_channel", "", "256 channels, 1 batch entry", kAllDtypes, kConvThreads, 0, 75}, takes_any_update, false, false, 1},
+     takes_pairs_channel_last, true, true},
+    {{"one_channel", "", "256 channels, 1 batch entry", kAllDtypes, kConvThreads, 0, 75}, takes_any_update, false, false},
 };
 // clang-format on
 extern KernelTable conv_update_table;

@@ -261,7 +261,6 @@ inline bool takes_any_backward(const MambaCausalConv1dBackward&) {
 // ---- update ----------------------------------------------------------------------------------------------------------
 
 constexpr int kPairThreads = 128;
-constexpr int kPairEntries = 4;                                       // batch entries of a thread, where there are many
 constexpr int64_t kMostPairChannels = static_cast<int64_t>(1) << 26;  // offsets of a channel have 32 bits
 
 // Whether this is one step of four taps whose state is shifted, and pairs of channels can be moved at once everywhere but in
@@ -280,12 +279,6 @@ inline bool pairs_fit(const MambaCausalConv1dUpdate& p) {
 inline bool takes_pairs(const MambaCausalConv1dUpdate& p) {
     return pairs_fit(p) && p.state_len == kConvMaxWidth && p.state_len_stride == 1 && p.state_dim_stride == kConvMaxWidth &&
            rows_aligned(p.conv_state, dtype_size(p.dtype), 16, used_stride(p.state_rows, p.state_row_stride));
-}
-
-// Where threads are enough with kPairEntries batch entries each, too.
-inline bool takes_many_pairs(const MambaCausalConv1dUpdate& p) {
-    constexpr int64_t kManyThreads = static_cast<int64_t>(1) << 17;
-    return p.dim / 2 * ceil_div(p.batch, kPairEntries) >= kManyThreads && takes_pairs(p);
 }
 
 // A state of three or four steps, whose channels are neighbours.

@@ -42,7 +42,7 @@ cudaError_t launch_conv_update(const MambaCausalConv1dUpdate& p, int kernel) {
     return launch_row<T, kConvUpdateKernels>(conv_update_table, kernel, [&](auto row) {
         constexpr ConvUpdateKernel k = kConvUpdateKernels[decltype(row)::kRow];
         if constexpr (k.pairs) {
-            return launch_update_pairs<T, k.channel_last, k.entries>(p);
+            return launch_update_pairs<T, k.channel_last>(p);
         } else {
             return launch_update_any<T>(p);
         }

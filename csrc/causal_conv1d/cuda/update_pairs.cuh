@@ -84,85 +84,59 @@ __device__ __forceinline__ void prefetch_pair(const MambaCausalConv1dUpdate& par
     }
 }
 
-// A thread takes two channels of kEntries batch entries, and loads all before it uses any: without a branch between, so entries
-// that are not there read what others do.
-template <typename T, bool kChannelLast, int kEntries>
+template <typename T, bool kChannelLast>
 __global__ void __launch_bounds__(kPairThreads) causal_conv1d_update_pairs(const MambaCausalConv1dUpdate params) {
     using State = PairState<T, kChannelLast>;
     const int channel = 2 * static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-    const int64_t batch = grid_batch() * kEntries;
+    const int64_t batch = grid_batch();
     if (channel >= params.dim || batch >= params.batch) {
         return;
     }
-    const int last = kEntries < params.batch - batch ? kEntries - 1 : static_cast<int>(params.batch - batch) - 1;
     griddepcontrol_launch_dependents();
-    if (kEntries == 1) {
-        prefetch_pair<State>(params, batch, channel);
-    }
+    prefetch_pair<State>(params, batch, channel);
     griddepcontrol_wait();
 
-    int rows[kEntries];
-    bool found[kEntries];
-#pragma unroll
-    for (int i = 0; i < kEntries; ++i) {
-        const int64_t entry = batch + (i < last ? i : last);
-        rows[i] = params.conv_state_indices != nullptr ? params.conv_state_indices[entry] : static_cast<int>(entry);
-        found[i] = rows[i] >= 0 && rows[i] < params.state_rows;
-    }
-    const T* const x = static_cast<const T*>(params.x) + batch * params.x_batch_stride + channel;
-    Packed<T, 2> newest_bits[kEntries];
-    State states[kEntries];
+    // All loads come before any use, without a branch between.
+    const int row = params.conv_state_indices != nullptr ? params.conv_state_indices[batch] : static_cast<int>(batch);
+    const bool found = row >= 0 && row < params.state_rows;
+    const Packed<T, 2> newest_bits =
+        packed_load<T, 2>(static_cast<const T*>(params.x) + batch * params.x_batch_stride + channel);
     NeighbourBits<2 * kConvMaxWidth> weight_bits;
     NeighbourBits<2> bias_bits;
-#pragma unroll
-    for (int i = 0; i < kEntries; ++i) {
-        newest_bits[i] = packed_load<T, 2>(x + (i < last ? i : last) * params.x_batch_stride);
-    }
     weight_bits.load(params.weight, channel * kConvMaxWidth, params.weight_dtype, true);
     bias_bits.load(params.bias, channel, params.bias_dtype, params.bias != nullptr);
-#pragma unroll
-    for (int i = 0; i < kEntries; ++i) {
-        states[i].load(State::find(params, found[i] ? rows[i] : 0, channel), params.state_len_stride);
-    }
+    State state;
+    state.load(State::find(params, found ? row : 0, channel), params.state_len_stride);
 
-    float weight[2 * kConvMaxWidth], bias[2];
+    float weight[2 * kConvMaxWidth], sums[2], newest[2], inputs[2][State::kSteps];
     weight_bits.to_floats(params.weight_dtype, weight);
-    bias_bits.to_floats(params.bias_dtype, bias);
-    T* const out = static_cast<T*>(params.out) + batch * params.out_batch_stride + channel;
+    bias_bits.to_floats(params.bias_dtype, sums);
+    unpack<T, 2>(newest_bits, newest);
+    state.get(inputs);
 #pragma unroll
-    for (int i = 0; i < kEntries; ++i) {
-        float sums[2], newest[2], inputs[2][State::kSteps];
-        unpack<T, 2>(newest_bits[i], newest);
-        states[i].get(inputs);
+    for (int c = 0; c < 2; ++c) {
+        const float* const taps = weight + c * kConvMaxWidth;
+        sums[c] = fmaf(taps[kConvHalo], newest[c], sums[c]);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const float* const taps = weight + c * kConvMaxWidth;
-            sums[c] = fmaf(taps[kConvHalo], newest[c], bias[c]);
-#pragma unroll
-            for (int lag = 1; lag < kConvMaxWidth; ++lag) {
-                sums[c] = fmaf(taps[kConvHalo - lag], inputs[c][State::kSteps - lag], sums[c]);
-            }
-            sums[c] = params.silu ? silu(sums[c]) : sums[c];
-            sums[c] = found[i] ? sums[c] : conv_without_state(rows[i]);
+        for (int lag = 1; lag < kConvMaxWidth; ++lag) {
+            sums[c] = fmaf(taps[kConvHalo - lag], inputs[c][State::kSteps - lag], sums[c]);
         }
-        states[i].shift(inputs, newest);
-        if (i <= last) {
-            if (found[i]) {
-                T* const state = State::find(params, rows[i], channel);
-                states[i].store(state, params.state_len_stride, params.state_len, newest_bits[i]);
-            }
-            packed_store<T, 2>(out + i * params.out_batch_stride, pack<T, 2>(sums));
-        }
+        sums[c] = params.silu ? silu(sums[c]) : sums[c];
+        sums[c] = found ? sums[c] : conv_without_state(row);
     }
+    state.shift(inputs, newest);
+    if (found) {
+        state.store(State::find(params, row, channel), params.state_len_stride, params.state_len, newest_bits);
+    }
+    packed_store<T, 2>(static_cast<T*>(params.out) + batch * params.out_batch_stride + channel, pack<T, 2>(sums));
 }
 
-template <typename T, bool kChannelLast, int kEntries>
+template <typename T, bool kChannelLast>
 cudaError_t launch_update_pairs(const MambaCausalConv1dUpdate& p) {
     const int64_t pairs = p.dim / 2;
     const int threads = pairs < kPairThreads ? static_cast<int>(round_up(pairs, 32)) : kPairThreads;
-    const Grid grid = batch_grid(ceil_div(pairs, threads), ceil_div(p.batch, kEntries));
-    return launch_programmatic_dependent(causal_conv1d_update_pairs<T, kChannelLast, kEntries>, grid, threads, 0, p.run.stream,
-                                         p);
+    const Grid grid = batch_grid(ceil_div(pairs, threads), p.batch);
+    return launch_programmatic_dependent(causal_conv1d_update_pairs<T, kChannelLast>, grid, threads, 0, p.run.stream, p);
 }
 
 }  // namespace mamba
