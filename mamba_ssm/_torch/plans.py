@@ -114,7 +114,7 @@ class Plan:
     def __init__(self, calls, made, arguments, results, written):
         self.made = [_recipe(tensor, source, arguments) for tensor, source in made]
         made = [tensor for tensor, _ in made]
-        self.overlaps = set()  # (an argument, another one in which some pointer lies too, the bytes between their starts)
+        self.overlaps = set()  # (an argument, another in which some pointer lies too, bytes from start to start)
         self.calls = [_Call(call, made, arguments, self.overlaps) for call in calls]
         self.idle = []  # structs that no call is using: threads share plans
         self.index = arguments[0].get_device()

@@ -252,8 +252,8 @@ def test_public_operators(monkeypatch, device, name):
 
 
 def test_slices_of_one_tensor(monkeypatch, device):
-    """B and C are mostly slices of a product: each lies within what the other spans. A plan holds for slices that lie to
-    each other alike.
+    """B and C are mostly slices of a product: each lies within what the other spans. A plan holds for slices that lie
+    to each other alike.
     """
     call = CALLS["selective_scan"]
     for turn in range(3 * TIMES):
