@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from .config import SwitchError
 
 SWITCH = "TORCH_CUDA_ARCH_LIST"
-DEFAULT = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+# GPUs of 8.6 and 8.9 run the machine code for 8.0: a compiler makes nearly the same for them.
+DEFAULT = "7.5;8.0;9.0;10.0;12.0+PTX"
 # torch's names, with torch's meaning.
 NAMED = {
     "maxwell": "5.0;5.2+PTX",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# Seconds of one core (nvcc 13.0, gcc 12) by folder of csrc. CPU: of one instruction set. CUDA: of one dtype and one
-# architecture; measured for bfloat16 and scaled, so that one architecture takes the 6.5 minutes that it took on two
-# cores. What counts is how folders compare: the time left follows the speed seen.
+# Seconds of one core (nvcc 13.0, gcc 12) by folder of csrc. CPU: of one instruction set, the mean of three. CUDA: of one
+# dtype and one architecture; measured for bfloat16, in a build that took 3.9 minutes on two cores. What counts is how
+# folders compare: the time left follows the speed seen.
 CPU = {
     "selective_scan": 10,
     "causal_conv1d": 5,
@@ -21,20 +21,20 @@ CPU = {
     "mamba_step": 0.6,
 }
 CUDA = {
-    "selective_scan/forward": 33,
-    "selective_scan/backward": 49,
-    "causal_conv1d": 10,
-    "state_update": 5,
-    "ssd": 21,
-    "mamba3": 81,
-    "mamba3_inputs": 2,
-    "norm": 12,
-    "linear": 2,
-    "mamba2_step": 3,
-    "mamba_step": 3,
+    "selective_scan/forward": 17,
+    "selective_scan/backward": 28,
+    "causal_conv1d": 6,
+    "state_update": 2.4,
+    "ssd": 15,
+    "mamba3": 34,
+    "mamba3_inputs": 1.8,
+    "norm": 5.3,
+    "linear": 1.7,
+    "mamba2_step": 2.9,
+    "mamba_step": 2.9,
 }
-# Of each architecture after the first, as a share of it: on two cores seven took 65 minutes where one takes 6.5, since
-# nvcc then runs as many compilers side by side as there are architectures.
+# Of each architecture after the first, as a share of it: on two cores seven took 65 minutes where one took 6.5 (of other
+# kernels than today's), since nvcc then runs as many compilers side by side as there are architectures.
 FURTHER = 1.7
 DISPATCH = 0.5  # cpu.cpp, cuda.cu and what else there is: seconds each
 ISAS = 3

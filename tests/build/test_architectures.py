@@ -67,8 +67,8 @@ PLANS = [
     ("native", "89-real"),
     ("native;75", "75-real 89-real"),
     # the default
-    ("", "75-real 80-real 86-real 89-real 90a-real 100-real 120-real 120-virtual"),
-    ("   ", "75-real 80-real 86-real 89-real 90a-real 100-real 120-real 120-virtual"),
+    ("", "75-real 80-real 90a-real 100-real 120-real 120-virtual"),
+    ("   ", "75-real 80-real 90a-real 100-real 120-real 120-virtual"),
 ]
 
 
@@ -131,7 +131,7 @@ def test_native_without_gpu():
 
 def test_default_is_cut_to_what_nvcc_knows_and_keeps_ptx():
     plan = plan_architectures("", CUDA_12_4, (12, 4))
-    assert plan.cmake == ["75-real", "80-real", "86-real", "89-real", "90-virtual", "90a-real"]
+    assert plan.cmake == ["75-real", "80-real", "90-virtual", "90a-real"]
     assert plan.left_out == ("10.0", "12.0")
 
 

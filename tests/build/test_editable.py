@@ -9,7 +9,7 @@ CPU_LINE = (
     "for the CPU alone: the build saw no GPU (TORCH_CUDA_ARCH_LIST=9.0, for example, is for a GPU, "
     "MAMBA_SSM_CUDA=on for all)"
 )
-ALL = ["75-real", "80-real", "86-real", "89-real", "90a-real", "100-real", "120-real", "120-virtual"]
+ALL = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
 NO_NVCC = "no nvcc"
 
 
