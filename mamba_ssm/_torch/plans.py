@@ -17,7 +17,7 @@ import threading
 
 import torch
 
-from mamba_ssm._torch.private import DispatchMode, current_stream
+from mamba_ssm._torch.private import MODES_KEEP_INFERENCE, DispatchMode, current_stream
 
 _MOST = 256  # kinds of calls of one operator: the lengths of texts may all differ
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
@@ -75,10 +75,10 @@ class Planned:
             return plan.run(arguments, addresses)
         if plan is None and not are_plain(arguments):
             return None
-        if plan is _SEEN:
+        if plan is _SEEN and (MODES_KEEP_INFERENCE or not torch.is_inference_mode_enabled()):
             results, plan = _record(self.implementation, arguments)
         else:
-            results, plan = self.implementation(*arguments), _SEEN if plan is None else _NEVER
+            results, plan = self.implementation(*arguments), plan or _SEEN
         if len(self.plans) >= _MOST:
             self.plans.clear()
         self.plans[key] = plan

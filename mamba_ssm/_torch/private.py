@@ -48,6 +48,8 @@ def _find(path):
 SINCE_2_4 = hasattr(torch, "get_autocast_dtype")
 # torch 2.6: an exported program keeps an autograd.Function as a node, and weights_only refuses TorchScript.
 EXPORT_KEEPS_NODES = LOAD_REFUSES_PROGRAMS = hasattr(torch.compiler, "set_stance")
+# torch 2.6: a dispatch mode may keep what operators return in inference mode; 2.2 and 2.4 raise.
+MODES_KEEP_INFERENCE = EXPORT_KEEPS_NODES
 # Not torch.compiler.is_compiling on torch 2.2 and 2.3: their tracer does not know it.
 is_compiling = (None if SINCE_2_4 else _find("_utils.is_compiling")) or torch.compiler.is_compiling
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# Seconds of one core (nvcc 13.0, gcc 12) by folder of csrc. CPU: of one instruction set, the mean of three. CUDA: of one
-# dtype and one architecture; measured for bfloat16, in a build that took 3.9 minutes on two cores. What counts is how
+# Seconds of one core (nvcc 13.0, gcc 12) by folder of csrc. CPU: of one instruction set, the mean of three. CUDA: of
+# one dtype and one architecture; measured for bfloat16, in a build that took 3.9 minutes on two cores. What counts is how
 # folders compare: the time left follows the speed seen.
 CPU = {
     "selective_scan": 10,
@@ -33,8 +33,8 @@ CUDA = {
     "mamba2_step": 2.9,
     "mamba_step": 2.9,
 }
-# Of each architecture after the first, as a share of it: on two cores seven took 65 minutes where one took 6.5 (of other
-# kernels than today's), since nvcc then runs as many compilers side by side as there are architectures.
+# Of each architecture after the first, as a share of it: on two cores seven took 65 minutes where one took 6.5 (with
+# other kernels than now), since nvcc then runs as many compilers side by side as there are architectures.
 FURTHER = 1.7
 DISPATCH = 0.5  # cpu.cpp, cuda.cu and what else there is: seconds each
 ISAS = 3
