@@ -112,14 +112,16 @@ class Plan:
     """What calls of one kind do."""
 
     def __init__(self, calls, made, arguments, results, written):
-        self.made = [_recipe(tensor, source, arguments) for tensor, source in made]
+        # (an argument, another that holds some of the same memory, which the plan counts as the first's, bytes from
+        # start to start): the plan is for calls with the same
+        self.overlaps = set()
+        self.made = [_recipe(tensor, source, arguments, self.overlaps) for tensor, source in made]
         made = [tensor for tensor, _ in made]
-        self.overlaps = set()  # (an argument, another in which some pointer lies too, bytes from start to start)
         self.calls = [_Call(call, made, arguments, self.overlaps) for call in calls]
         self.idle = []  # structs that no call is using: threads share plans
         self.index = arguments[0].get_device()
         self.results_of = _results_of(results, made)
-        self.written = written
+        self.written = [_argument_of(tensor, arguments, self.overlaps) for tensor in written]
 
     def run(self, arguments, addresses):
         try:
@@ -172,10 +174,10 @@ class _NoPlan(Exception):
     """Of a call that did more than allocate and call native functions."""
 
 
-def _recipe(tensor, source, arguments):
+def _recipe(tensor, source, arguments, overlaps):
     """(Which argument it is a contiguous copy of, which it is laid out like; None for none; then its layout.)"""
     layout = _layout(tensor)
-    copied = None if source is None else _number_of(source, arguments)
+    copied = None if source is None else _argument_of(source, arguments, overlaps)
     for number, argument in enumerate(arguments):
         if isinstance(argument, _TENSOR) and argument.is_contiguous() and _layout(argument) == layout:
             return copied, number, *layout
@@ -238,12 +240,29 @@ def _results_of(results, made):
     return lambda made: new(kind, [None if number is None else made[number] for number in numbers])
 
 
+def _argument_of(tensor, arguments, overlaps):
+    """Which of the arguments it is. It may have been given twice, which overlaps then notes."""
+    first, *others = _numbers_of(tensor, arguments)
+    overlaps.update((first, other, 0) for other in others)
+    return first
+
+
 def _number_of(tensor, tensors):
-    """Which of the tensors it is. Not by identity: what a dispatch mode sees is another object."""
-    for number, other in enumerate(tensors):
-        if isinstance(other, _TENSOR) and (other.data_ptr(), _layout(other)) == (tensor.data_ptr(), _layout(tensor)):
-            return number
-    raise _NoPlan
+    """Which of the tensors it is."""
+    return _numbers_of(tensor, tensors)[0]
+
+
+def _numbers_of(tensor, tensors):
+    """The same of tensors that may be one. Not by identity: what a dispatch mode sees is another object."""
+    what = tensor.data_ptr(), _layout(tensor)
+    numbers = [
+        number
+        for number, other in enumerate(tensors)
+        if isinstance(other, _TENSOR) and (other.data_ptr(), _layout(other)) == what
+    ]
+    if not numbers:
+        raise _NoPlan
+    return numbers
 
 
 def _layout(tensor):
@@ -285,11 +304,9 @@ def _record(implementation, arguments):
     if not recorder.plain or not recorder.calls:
         return results, _NEVER
     try:
-        numbers = {id(argument): number for number, argument in enumerate(arguments)}
-        written = [numbers[id(tensor)] for tensor in recorder.written]
         made = [(tensor, source) for tensor, source in recorder.made if tensor.numel()]  # others have no memory
-        return results, Plan(recorder.calls, made, arguments, results, written)
-    except (_NoPlan, KeyError):
+        return results, Plan(recorder.calls, made, arguments, results, recorder.written)
+    except _NoPlan:
         return results, _NEVER
 
 

@@ -287,6 +287,20 @@ def test_one_tensor_twice(monkeypatch, device):
         check(monkeypatch, call.function, given, device)
 
 
+def test_one_tensor_twice_that_is_copied(monkeypatch, device):
+    """One copy stands for both, in that call but not in later ones."""
+    call = CALLS["rms_norm_fn"]
+    for turn in range(2 * TIMES):
+        given = draw(call, device, turn)
+        given["x"], given["residual"] = (
+            torch.stack((given[name], given[name]), -1)[..., 1] for name in ("x", "residual")
+        )
+        if turn < TIMES:
+            given["residual"] = given["x"]
+        check(monkeypatch, call.function, given, device)
+    assert "add_norm" in recorded()
+
+
 def test_values_are_looked_at_in_every_call():
     state, x = torch.zeros(4, D, N), torch.rand(B, D)
     matrix, A = torch.rand(B, N), torch.rand(D, N)
