@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 # Seconds of one core (nvcc 13.0, gcc 12) by folder of csrc. CPU: of one instruction set, the mean of three. CUDA: of
-# one dtype and one architecture; measured for bfloat16, in a build that took 3.9 minutes on two cores. What counts is how
-# folders compare: the time left follows the speed seen.
+# bfloat16 and one architecture, in a build of all dtypes that took 3.9 minutes on two cores. What counts is how folders
+# compare: the time left follows the speed seen.
 CPU = {
     "selective_scan": 10,
     "causal_conv1d": 5,
