@@ -112,7 +112,8 @@ MAMBA_API int32_t mamba_mamba3_inputs_forward(const MambaMamba3Inputs* params);
 MAMBA_API int32_t mamba_mamba3_inputs_backward(const MambaMamba3InputsBackward* params);
 /* Bytes of MambaMamba3InputsBackward::workspace; reads the sizes and dtypes. */
 MAMBA_API int64_t mamba_mamba3_inputs_backward_workspace(const MambaMamba3Inputs* params);
-/* Bytes of MambaMamba3::workspace in each direction; they read run, sizes, dtype, and optional pointers for NULL. */
+/* Bytes of MambaMamba3::workspace in each direction; they read all but the workspace itself: ask with what the call will be
+   given, since the kernels depend on how its tensors are aligned. */
 MAMBA_API int64_t mamba_mamba3_forward_workspace(const MambaMamba3* params);
 MAMBA_API int64_t mamba_mamba3_backward_workspace(const MambaMamba3* params);
 
