@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(Layout::kThreads) ssd_backward_kernel(const Ma
         float du[Warp::kInputs][4];  // gradient of dt_s x_s
         if (!ahead) {
             load_state_after<T, Layout>(tiles, p, launch, block, item);
+            cp_async_commit_group();
         }
         multiply_outputs(du, shared, tiles, warp);
         if (!ahead) {

@@ -118,10 +118,10 @@ __device__ __forceinline__ void load_state_after(const ItemTiles<T, Layout>& til
     load_tile<T, Layout::kRows, Layout::kStates, Layout::kThreads>(tiles.dH,
                                                                    static_cast<const T*>(launch.dstates) + item.state_index,
                                                                    p.dstate, item.rows, block.dstate, launch.state_vectors);
-    cp_async_commit_group();
 }
 
-// Starts to load an item's tiles, the gradient after the chunk where it has a place.
+// Starts to load an item's tiles, the gradient after the chunk where it has a place. All of them are one group of copies, which
+// the caller commits: where items are loaded ahead, waiting for all but the last group must not wait for these.
 template <typename T, class Layout>
 __device__ __forceinline__ void load_item(const ItemTiles<T, Layout>& tiles, const MambaSsdBackward& q,
                                           const BackwardLaunch& launch, const BackwardBlock<Layout>& block,
