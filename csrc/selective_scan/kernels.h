@@ -76,7 +76,7 @@ inline int64_t scan_blocks(const MambaSelectiveScan& p, int channels) {
 // Whether a kernel of kMamba or kMambaReverse can take the call.
 inline bool fills_blocks(const MambaSelectiveScan& p, bool aligned, const ScanWalk& walk) {
     const bool states = walk.sliced ? p.dstate % walk.slice() == 0 : p.dstate == walk.slice();
-    return is_mamba(p) && (p.reverse != 0) == (walk.call == ScanCall::kMambaReverse) && aligned && states &&
+    return is_mamba(p) && (p.reverse != 0) == (walk.call == ScanCall::kMambaReverse) && aligned && states && p.seqlen > 0 &&
            p.seqlen % walk.tile == 0 && p.dim / p.ngroups % walk.channels() == 0;
 }
 

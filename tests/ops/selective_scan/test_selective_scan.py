@@ -15,6 +15,8 @@ from _helpers.cases import (
     outputs_and_gradients,
 )
 
+from mamba_ssm._native import abi
+from mamba_ssm._native.launch import place, run
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn, selective_scan_ref
 from mamba_ssm.utils.kernels import without
 
@@ -246,6 +248,20 @@ def test_empty_sizes(shape, device):
     assert results["out0"].shape == shape
     for name, grad in results.items():
         torch.testing.assert_close(grad, truth.get(name, torch.zeros_like(grad)))
+
+
+@pytest.mark.parametrize("dstate", [16, 64, 128])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_no_steps_of_a_call_like_mambas(dstate, reverse, device):
+    """Kernels whose tiles are all whole would read one, though there is nothing to read."""
+    states = torch.randn(1, 64, dstate, device=device)
+    last, A, D = torch.empty_like(states), -torch.rand(64, dstate, device=device), torch.ones(64, device=device)
+    params = abi.MambaSelectiveScan(batch=1, dim=64, seqlen=0, dstate=dstate, ngroups=1, segments=1, reverse=reverse)
+    params.dtype, params.delta_softplus, params.variable_B, params.variable_C = abi.BFLOAT16, 1, 1, 1
+    params.z = torch.empty(8, dtype=torch.bfloat16, device=device).data_ptr()  # the others NULL, as of empty tensors
+    params.A, params.D, params.initial_state, params.last_state = (x.data_ptr() for x in (A, D, states, last))
+    run(place(params, A), "selective_scan_forward", params)
+    torch.testing.assert_close(last, states, rtol=0, atol=0)
 
 
 def test_only_the_last_state_is_used(device):
