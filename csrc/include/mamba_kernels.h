@@ -67,7 +67,8 @@ MAMBA_API int32_t mamba_kernel(int32_t index, MambaKernel* kernel);
 /* How often this process has launched a kernel for this dtype; a launch that a CUDA graph captures counts, its replays do
  * not. -1 for an index or a dtype that does not exist. */
 MAMBA_API int64_t mamba_kernel_launches(int32_t index, int32_t dtype);
-/* enabled 0: calls pass over this kernel, in the whole process, until it is enabled again. One that needs nothing stays. */
+/* enabled 0: calls pass over this kernel, in the whole process, until it is enabled again. One that needs nothing stays. What a
+ * _workspace or _plan function says depends on it: no thread may be between such a question and its call meanwhile. */
 MAMBA_API int32_t mamba_kernel_enable(int32_t index, int32_t enabled);
 
 MAMBA_API int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params);

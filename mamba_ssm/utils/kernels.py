@@ -99,7 +99,8 @@ def launched() -> Iterator[list[Launch]]:
 def without(*ids: str) -> Iterator[None]:
     """Within it, calls pass over these kernels ("OP/NAME") and run the next one of the table that takes them.
 
-    To see what a kernel is worth, or whether it is the cause of a difference. For the whole process, all threads.
+    To see what a kernel is worth, or whether it is the cause of a difference. For the whole process, all threads: none
+    may be in a call while this begins or ends, since the size of its workspace depends on the kernel.
 
     Raises:
         ValueError: there is no such kernel, or it takes any call, so that some would have none without it.
