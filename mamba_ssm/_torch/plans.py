@@ -17,7 +17,7 @@ import threading
 
 import torch
 
-from mamba_ssm._torch.private import MODES_KEEP_INFERENCE, DispatchMode, current_stream
+from mamba_ssm._torch.private import MODES_KEEP_INFERENCE, DispatchMode, current_stream, pop_mode, push_mode
 
 _MOST = 256  # kinds of calls of one operator: the lengths of texts may all differ
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
@@ -296,10 +296,13 @@ def _record(implementation, arguments):
     """(The implementation's results, the plan or _NEVER)."""
     thread, recorder = threading.get_ident(), _Recorder()
     _RECORDERS[thread] = recorder
+    # Not `with recorder`: that sets variables of the whole process and then puts back what they were, which of two
+    # threads may be the other's. Told so that a mode is on for good, some versions of torch.compile give up.
+    push_mode(recorder)
     try:
-        with recorder:
-            results = implementation(*arguments)
+        results = implementation(*arguments)
     finally:
+        pop_mode(None)
         del _RECORDERS[thread]
     if not recorder.plain or not recorder.calls:
         return results, _NEVER

@@ -20,6 +20,8 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `Module._forward_hooks` and its like | whether a module has hooks | it is called as if it had |
 | `Module._parameters` | a parameter without attribute look-up | the attribute |
 | `utils._python_dispatch.TorchDispatchMode` | what a model or a call runs | attention_maps raises; no plans |
+| `_C._push_on_torch_dispatch_stack`, | ... in this thread alone | no plans |
+| `_C._pop_torch_dispatch_stack` | " | " |
 | `_C.PyTorchFileReader` | what a torch.save archive holds | torch >= 2.6 refuses programs itself; else no archive |
 
 tests/_torch takes each name away in turn.
@@ -119,6 +121,9 @@ PARAMETERS_KNOWN = hasattr(_MODULE, "_parameters")
 # ---- what runs ------------------------------------------------------------------------------------------------------
 
 DispatchMode: typing.Any = _find("utils._python_dispatch.TorchDispatchMode") or object
+push_mode: typing.Any = _find("_C._push_on_torch_dispatch_stack")
+pop_mode: typing.Any = _find("_C._pop_torch_dispatch_stack")
+MODES_KNOWN = None not in (push_mode, pop_mode) and DispatchMode is not object
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
         flops.remember(getattr(torch.ops.mamba_ssm, below), [argument for _, argument in declared])
     _DECLARED[op] = declared
     IMPLEMENTATIONS[op] = implementation
-    if planned is not None and private.DispatchMode is not object:
+    if planned is not None and private.MODES_KNOWN:
         PLANNED[op] = Planned(implementation, planned)
     _CALLED[op] = called or name
     if autograd is not None:

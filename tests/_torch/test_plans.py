@@ -1,6 +1,7 @@
 """Calls by plans give what calls without plans give, in every operator that has plans, and refuse what those refuse."""
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from _helpers.public_ops import PUBLIC_OPS
+from torch.utils import _python_dispatch
 
 from mamba_ssm import Mamba2, Mamba3
 from mamba_ssm._torch import dispatch, plans
@@ -358,6 +360,33 @@ def test_threads_options_and_modes_are_told_apart(monkeypatch):
     with torch.inference_mode():
         assert swiglu(xy).is_inference()
     assert not swiglu(xy).is_inference()
+
+
+def test_threads_that_record_at_once_leave_nothing_on():
+    """torch keeps whether a dispatch mode is on in variables of the process too, which threads would mix up."""
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+
+    def first(x):
+        first_in.set()
+        assert second_in.wait(10)
+        return x
+
+    def second(x):
+        second_in.set()
+        assert first_out.wait(10)
+        return x
+
+    def record_second():
+        assert first_in.wait(10)
+        plans._record(second, (torch.rand(2),))
+
+    other = threading.Thread(target=record_second)
+    other.start()
+    plans._record(first, (torch.rand(2),))
+    first_out.set()
+    other.join()
+    on = {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+    assert not any(on.values()), on
 
 
 def test_plans_are_bounded(monkeypatch):
