@@ -41,7 +41,7 @@ class Planned:
         self.implementation = implementation
         self.reads = reads  # functions of no arguments, whose results are what else the implementation depends on
         self.plans = {}
-        _TABLES.append(self.plans)
+        _TABLES.append(self)
 
     def __call__(self, arguments):
         """The results; None of calls that are not planned."""
@@ -66,8 +66,8 @@ class Planned:
                 addresses.append(None)
             else:
                 return None
-        key = tuple(key)
-        plan = self.plans.get(key)
+        key, plans = tuple(key), self.plans  # these plans: another thread may forget them, and then this call's too
+        plan = plans.get(key)
         if plan.__class__ is Plan:
             for first, other, distance in plan.overlaps:
                 if addresses[other] - addresses[first] != distance:
@@ -79,9 +79,9 @@ class Planned:
             results, plan = _record(self.implementation, arguments)
         else:
             results, plan = self.implementation(*arguments), plan or _SEEN
-        if len(self.plans) >= _MOST:
-            self.plans.clear()
-        self.plans[key] = plan
+        if len(plans) >= _MOST:
+            plans.clear()
+        plans[key] = plan
         return results
 
 
@@ -100,9 +100,11 @@ def are_plain(arguments):
 
 
 def forget():
-    """Drops all plans: for whoever changes what the native functions of a process do."""
-    for plans in _TABLES:
-        plans.clear()
+    """Drops all plans, and those that calls are making now: for whoever has changed what the native functions of a
+    process do.
+    """
+    for planned in _TABLES:
+        planned.plans = {}
 
 
 # ---- a plan ----------------------------------------------------------------------------------------------------------

@@ -389,6 +389,22 @@ def test_threads_that_record_at_once_leave_nothing_on():
     assert not any(on.values()), on
 
 
+def test_a_call_that_is_being_made_is_forgotten_too(monkeypatch):
+    """Its plan may have been made for what another thread has just changed."""
+    xy = torch.rand(B, L, 2 * D)
+    (planned,) = [planned for op, planned in dispatch.PLANNED.items() if str(op) == "mamba_ssm.swiglu.default"]
+    swiglu(xy)
+
+    def implementation(*arguments, call=planned.implementation):
+        results = call(*arguments)
+        plans.forget()
+        return results
+
+    monkeypatch.setattr(planned, "implementation", implementation)
+    swiglu(xy)
+    assert not planned.plans
+
+
 def test_plans_are_bounded(monkeypatch):
     monkeypatch.setattr(plans, "_MOST", 8)
     (planned,) = [planned for op, planned in dispatch.PLANNED.items() if str(op) == "mamba_ssm.swiglu.default"]
