@@ -47,7 +47,7 @@ def linear_cross_entropy(
         labels: (...) int64, what each position is to predict: 0 to V - 1, or ignore_index for none.
         label_smoothing: in [0, 1]: so much of the probability is spread evenly over the vocabulary.
         z_loss: times log(sum(exp(logits)))^2 is added for each token (PaLM, arXiv 2204.02311, section 5).
-        reduction: "mean" over the labels that are not ignored (NaN without any), or "sum".
+        reduction: "mean" over the labels that are not ignored (NaN without any, with gradients of zero), or "sum".
 
     Returns:
         The loss, a scalar: float32, or float64 of float64.
@@ -67,7 +67,10 @@ def linear_cross_entropy(
         hidden_states, weight = hidden_states.detach(), weight.detach()
     rows, labels = hidden_states.reshape(-1, weight.shape[1]), labels.reshape(-1)
     total = _LinearCrossEntropy.apply(rows, weight, labels, options)
-    return total if reduction == "sum" else total / (labels != ignore_index).sum()
+    if reduction == "sum":
+        return total
+    count = (labels != ignore_index).sum()  # of none the mean is NaN, but its gradients are zero, as torch's
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
 def _check(hidden_states, weight, labels, options, reduction):

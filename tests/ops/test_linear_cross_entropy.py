@@ -162,6 +162,15 @@ def test_what_is_ignored_may_be_nan(small_pieces):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_nothing_to_predict_changes_no_weight(dtype, where):
+    """The mean of nothing is NaN, but as with torch a step of training leaves a model as it was."""
+    hidden, weight, labels = problem((2, 9), dtype, where)
+    for function in linear_cross_entropy, at_once:
+        found = results(function, hidden, weight, torch.full_like(labels, -100), {})
+        assert found["loss"].isnan() and not found["dhidden"].any() and not found["dweight"].any()
+
+
 @pytest.mark.parametrize("vocabulary", [16, 50280, 256000])
 @pytest.mark.parametrize("tokens", [0, 1, 100, 2048, 16384, 300_000])
 def test_what_a_piece_holds(tokens, vocabulary):
