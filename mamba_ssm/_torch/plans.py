@@ -13,6 +13,7 @@ functions answer calls `forget`.
 """
 
 import ctypes
+import math
 import threading
 
 import torch
@@ -22,7 +23,8 @@ from mamba_ssm._torch.private import MODES_KEEP_INFERENCE, DispatchMode, current
 _MOST = 256  # kinds of calls of one operator: the lengths of texts may all differ
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 _NO_TENSORS = {type(None), bool, int, float}
-_SEEN, _NEVER = object(), object()  # of a kind that came once; of one that has no plan
+_NEVER = -math.inf  # how often a kind came that has no plan
+_PATIENCE = 64  # see Planned.patience
 _ALIGNMENT = 16  # the most that kernels read at once
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _COPIES = {"clone", "contiguous"}  # the latter in inference mode, where it is an operator of its own
@@ -40,7 +42,10 @@ class Planned:
     def __init__(self, implementation, reads):
         self.implementation = implementation
         self.reads = reads  # functions of no arguments, whose results are what else the implementation depends on
-        self.plans = {}
+        self.plans = {}  # kind of call -> its plan, or how often it came
+        # A kind is recorded when it has come so often. Recording costs as much as a plan saves in some 50 calls, so
+        # where there are more kinds than a table holds, it has to pay each time before the table is cleared.
+        self.patience = 1
         _TABLES.append(self)
 
     def __call__(self, arguments):
@@ -67,20 +72,21 @@ class Planned:
             else:
                 return None
         key, plans = tuple(key), self.plans  # these plans: another thread may forget them, and then this call's too
-        plan = plans.get(key)
+        plan = plans.get(key, 0)
         if plan.__class__ is Plan:
             for first, other, distance in plan.overlaps:
                 if addresses[other] - addresses[first] != distance:
                     return self.implementation(*arguments)
             return plan.run(arguments, addresses)
-        if plan is None and not are_plain(arguments):
+        if plan == 0 and not are_plain(arguments):
             return None
-        if plan is _SEEN and (MODES_KEEP_INFERENCE or not torch.is_inference_mode_enabled()):
+        if plan >= self.patience and (MODES_KEEP_INFERENCE or not torch.is_inference_mode_enabled()):
             results, plan = _record(self.implementation, arguments)
         else:
-            results, plan = self.implementation(*arguments), plan or _SEEN
-        if len(plans) >= _MOST:
+            results, plan = self.implementation(*arguments), plan + 1
+        if len(plans) >= _MOST and key not in plans:
             plans.clear()
+            self.patience = min(2 * self.patience, _PATIENCE)
         plans[key] = plan
         return results
 
@@ -104,7 +110,7 @@ def forget():
     process do.
     """
     for planned in _TABLES:
-        planned.plans = {}
+        planned.plans, planned.patience = {}, 1
 
 
 # ---- a plan ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -411,6 +412,23 @@ def test_plans_are_bounded(monkeypatch):
     for length in range(1, 30):
         swiglu(torch.rand(length, 4))
         assert len(planned.plans) <= 8
+
+
+def test_more_kinds_than_a_table_holds_are_seldom_recorded(monkeypatch):
+    """But one that comes again and again is: recording takes as long as several calls."""
+    records = []
+    monkeypatch.setattr(plans, "_record", lambda *given, record=plans._record: records.append(given) or record(*given))
+    monkeypatch.setattr(plans, "_MOST", 8)
+    (planned,) = [planned for op, planned in dispatch.PLANNED.items() if str(op) == "mamba_ssm.swiglu.default"]
+    xy, others, generator = torch.rand(B, 2 * D), [torch.rand(length, 4) for length in range(30)], Random(0)
+    for other in generator.choices(others, k=1000):
+        swiglu(other)
+    assert len(records) < 20  # of 133 without patience
+    for other in generator.choices(others, k=5):
+        for _ in range(2 * plans._PATIENCE):
+            swiglu(xy)
+        swiglu(other)
+    assert any(type(plan) is plans.Plan for plan in planned.plans.values())
 
 
 def test_what_watches_sees_operators():
