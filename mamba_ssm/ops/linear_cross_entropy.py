@@ -135,6 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, labels, options):
         wants_rows, wants_weight = ctx.needs_input_grad[:2]
+        rows, weight = rows.detach(), weight.detach()  # torch 2.4's compiler does not know that forward has no grad
         tokens, vocabulary = rows.shape[0], weight.shape[0]
         piece, part = _cut(tokens, vocabulary)
         exact = torch.promote_types(rows.dtype, torch.float32)
