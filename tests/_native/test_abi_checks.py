@@ -19,7 +19,7 @@ CALLS, SIZE_CALLS = (
     {
         name: parameters[0]._type_
         for name, (returned, parameters) in abi.FUNCTIONS.items()
-        if returned is result and parameters and parameters[0] is not ctypes.c_char_p
+        if returned is result and parameters and isinstance(parameters[0]._type_, type)  # not numbers, not texts
     }
     for result in (ctypes.c_int32, ctypes.c_int64)
 )
