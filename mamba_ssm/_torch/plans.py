@@ -287,11 +287,6 @@ class _Recorder(DispatchMode):
         super().__init__()
         self.made, self.calls, self.written, self.plain = [], [], [], True
 
-    @classmethod
-    def _should_skip_dynamo(cls):
-        """torch asks: else it loads its compiler, which takes seconds. Nothing is recorded while the compiler looks."""
-        return False
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         name = function.__name__.partition(".")[0]

@@ -120,7 +120,20 @@ PARAMETERS_KNOWN = hasattr(_MODULE, "_parameters")
 
 # ---- what runs ------------------------------------------------------------------------------------------------------
 
-DispatchMode: typing.Any = _find("utils._python_dispatch.TorchDispatchMode") or object
+_Mode: typing.Any = _find("utils._python_dispatch.TorchDispatchMode")
+DispatchMode: typing.Any = object
+if _Mode is not None:
+
+    class DispatchMode(_Mode):  # type: ignore[no-redef]
+        """torch's, without loading the compiler at the first operator: that takes seconds, and holds process groups.
+        Nothing compiles within this package's modes.
+        """
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False
+
+
 push_mode: typing.Any = _find("_C._push_on_torch_dispatch_stack")
 pop_mode: typing.Any = _find("_C._pop_torch_dispatch_stack")
 MODES_KNOWN = None not in (push_mode, pop_mode) and DispatchMode is not object
