@@ -30,32 +30,49 @@ struct ScanWalk {
     constexpr int channels() const { return 32 / lanes * channels_per_lane * warps; }
 };
 
+// The kernel that takes a walk: cuda/forward.cuh or backward.cuh; cuda/forward_pipeline.cuh, where `warps` are those that scan;
+// cuda/one_state_*.cuh, which has no segments.
+enum class ScanCode { kTiles, kPipeline, kOneState };
+
 struct ScanKernel : KernelRow {
     bool (*takes)(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device);
     ScanWalk walk;
-    ScanWalk carry;          // of the launch that finds what segments pass on, for every call that the row takes
-    bool pipelined = false;  // see cuda/forward_pipeline.cuh; `warps` are those that scan
+    ScanWalk carry;  // of the launch that finds what segments pass on, for every call that the row takes
+    ScanCode code = ScanCode::kTiles;
 };
 
 // ---- what calls have -------------------------------------------------------------------------------------------------
 
-// What every tensor needs for 16-byte accesses: its rows, and those of variable B and C, start at multiples of 16 bytes.
-inline bool inputs_aligned(const MambaSelectiveScan& p) {
+// Whether every tensor's rows, and those of variable B and C, start at multiples of so many bytes.
+inline bool inputs_start_at(const MambaSelectiveScan& p, int64_t bytes) {
     const int64_t size = dtype_size(p.dtype);
-    const bool B = !p.variable_B || rows_aligned(p.B, size, 16, p.B_batch_stride, p.B_group_stride, p.B_dstate_stride);
-    const bool C = !p.variable_C || rows_aligned(p.C, size, 16, p.C_batch_stride, p.C_group_stride, p.C_dstate_stride);
-    return B && C && p.seqlen % 8 == 0 && rows_aligned(p.u, size, 16, p.u_batch_stride, p.u_dim_stride) &&
-           rows_aligned(p.delta, size, 16, p.delta_batch_stride, p.delta_dim_stride) &&
-           rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_dim_stride) &&
-           rows_aligned(p.out, size, 16, p.out_batch_stride, p.out_dim_stride);
+    const bool B = !p.variable_B || rows_aligned(p.B, size, bytes, p.B_batch_stride, p.B_group_stride, p.B_dstate_stride);
+    const bool C = !p.variable_C || rows_aligned(p.C, size, bytes, p.C_batch_stride, p.C_group_stride, p.C_dstate_stride);
+    return B && C && rows_aligned(p.u, size, bytes, p.u_batch_stride, p.u_dim_stride) &&
+           rows_aligned(p.delta, size, bytes, p.delta_batch_stride, p.delta_dim_stride) &&
+           rows_aligned(p.z, size, bytes, p.z_batch_stride, p.z_dim_stride) &&
+           rows_aligned(p.out, size, bytes, p.out_batch_stride, p.out_dim_stride);
+}
+inline bool gradients_start_at(const MambaSelectiveScanBackward& q, int64_t bytes) {
+    const int64_t size = dtype_size(q.forward.dtype);
+    return rows_aligned(q.dout, size, bytes, q.dout_batch_stride, q.dout_dim_stride) &&
+           rows_aligned(q.du, size, bytes, q.du_batch_stride, q.du_dim_stride) &&
+           rows_aligned(q.ddelta, size, bytes, q.ddelta_batch_stride, q.ddelta_dim_stride) &&
+           rows_aligned(q.dz, size, bytes, q.dz_batch_stride, q.dz_dim_stride);
 }
 
+// For 16-byte accesses to 8 elements, and for accesses to four elements.
+inline bool inputs_aligned(const MambaSelectiveScan& p) {
+    return p.seqlen % 8 == 0 && inputs_start_at(p, 16);
+}
 inline bool gradients_aligned(const MambaSelectiveScanBackward& q) {
-    const int64_t size = dtype_size(q.forward.dtype);
-    return rows_aligned(q.dout, size, 16, q.dout_batch_stride, q.dout_dim_stride) &&
-           rows_aligned(q.du, size, 16, q.du_batch_stride, q.du_dim_stride) &&
-           rows_aligned(q.ddelta, size, 16, q.ddelta_batch_stride, q.ddelta_dim_stride) &&
-           rows_aligned(q.dz, size, 16, q.dz_batch_stride, q.dz_dim_stride);
+    return gradients_start_at(q, 16);
+}
+inline bool inputs_in_quads(const MambaSelectiveScan& p) {
+    return p.seqlen % 4 == 0 && inputs_start_at(p, 4 * dtype_size(p.dtype));
+}
+inline bool gradients_in_quads(const MambaSelectiveScanBackward& q) {
+    return gradients_start_at(q, 4 * dtype_size(q.forward.dtype));
 }
 
 // Whether a call has what Mamba's layers give it: 16 bits, z, D, softplus, B and C that vary, and no sequences.
@@ -85,6 +102,15 @@ bool is_forward_and(const MambaSelectiveScan& p, bool aligned, const DeviceLimit
     return !p.reverse && kTakes(p, aligned, device);
 }
 
+// ---- one state: a warp a channel -------------------------------------------------------------------------------------
+
+// Whether there are so many channels as keep every multiprocessor busy without segments of the length, and steps enough for the
+// lanes of a warp.
+inline bool has_one_state(const MambaSelectiveScan& p, bool, const DeviceLimits& device) {
+    return p.segments == 1 && p.dstate == 1 && p.variable_B && p.variable_C && p.z == nullptr && p.seq_idx == nullptr &&
+           p.seqlen > 160 && p.dim <= INT32_MAX && p.batch * p.dim >= 16 * device.processors;
+}
+
 // ---- the forward scan ------------------------------------------------------------------------------------------------
 
 // Lengths below this are not split into segments: a second launch costs time too.
@@ -92,6 +118,7 @@ constexpr int64_t kShortestSplit = 8 * MAMBA_SCAN_CHECKPOINT;
 
 // clang-format off
 //                                                               lanes  states  channels  tile  warps  steps  blocks  sliced
+constexpr ScanWalk kForward1 =            {ScanCall::kAny,          32,      1,        4,  256,     4,     8,      6,  false};
 constexpr ScanWalk kForward8 =            {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      4,  false};
 constexpr ScanWalk kForward16 =           {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      4,  false};
 constexpr ScanWalk kForward16Forward =    {ScanCall::kForward,       8,      2,        2,   64,     4,     8,      4,  false};
@@ -191,31 +218,33 @@ bool is_mamba_for_pipeline(const MambaSelectiveScan& p, bool aligned, const Devi
 
 // clang-format off
 inline constexpr ScanKernel kScanForwardKernels[] = {
-    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry, pipelined
+    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry, code
+    {{"dstate1", "dstate 1, variable B and C, no z or seq_idx; L > 160, 16 channels for each multiprocessor",
+      "16 channels, 256 steps", kAllDtypes, 128, 0, 75}, has_one_state, kForward1, kForward16, ScanCode::kOneState},
     {{"pipeline_12_channels_mamba", "Mamba's call; dstate 16, dim % 12 == 0, L % 64 == 0; a block for each multiprocessor",
       "12 channels, 64 steps", k16Bit, 384, pipeline_shared(12, 2, 16), 80}, is_mamba_for_pipeline<12>, kPipeline12Mamba,
-      kForward16, true},
+      kForward16, ScanCode::kPipeline},
     {{"pipeline_12_channels_dstate8", "forward, dstate up to 8; else as pipeline_12_channels",
       "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4, 8), 80}, is_for_pipeline_12_of_8_states, kPipeline12Of8,
-      kForward16, true},
+      kForward16, ScanCode::kPipeline},
     {{"pipeline_12_channels_forward", "forward; else as pipeline_12_channels",
       "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4, 16), 80}, is_forward_and<is_for_pipeline<12>>,
-      kPipeline12Forward, kForward16, true},
+      kPipeline12Forward, kForward16, ScanCode::kPipeline},
     {{"pipeline_12_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
       "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4, 16), 80}, is_for_pipeline<12>, kPipeline12,
-      kForward16, true},
+      kForward16, ScanCode::kPipeline},
     {{"pipeline_16_channels_mamba", "Mamba's call; dstate 16, dim % 16 == 0, L % 32 == 0; a block for each multiprocessor",
       "16 channels, 32 steps", k16Bit, 256, pipeline_shared(16, 2, 16), 80}, is_mamba_for_pipeline<16>, kPipeline16Mamba,
-      kForward16, true},
+      kForward16, ScanCode::kPipeline},
     {{"pipeline_32_channels_mamba", "Mamba's call; dstate 16, dim % 32 == 0, L % 32 == 0; a block for each multiprocessor",
       "32 channels, 32 steps", k16Bit, 512, pipeline_shared(32, 2, 16), 80}, is_mamba_for_pipeline<32>, kPipeline32Mamba,
-      kForward16, true},
+      kForward16, ScanCode::kPipeline},
     {{"pipeline_32_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
       "32 channels, 32 steps", kAllDtypes, 512, pipeline_shared(32, 4, 16), 80}, is_for_pipeline<32>, kPipeline32,
-      kForward16, true},
+      kForward16, ScanCode::kPipeline},
     {{"pipeline_40_channels_mamba", "Mamba's call; dstate 16, dim % 40 == 0, L % 32 == 0; a block for each multiprocessor",
       "40 channels, 32 steps", k16Bit, 640, pipeline_shared(40, 2, 16), 80}, is_mamba_for_pipeline<40>, kPipeline40Mamba,
-      kForward16, true},
+      kForward16, ScanCode::kPipeline},
     {{"dstate16_mamba_many_channels", "Mamba's call; dstate 16, dim % 64 == 0, L % 32 == 0; 3 blocks for each multiprocessor",
       "64 channels, 32 steps", k16Bit, 128, 0, 75}, has_many_channels, kForward16Many, kForward16},
     {{"dstate16_few_channels_forward", "forward; else as dstate16_few_channels",
@@ -248,6 +277,7 @@ extern KernelTable scan_forward_table;
 
 // clang-format off
 //                                                               lanes  states  channels  tile  warps  steps  blocks  sliced
+constexpr ScanWalk kBackward1 =           {ScanCall::kAny,          32,      1,        8,  256,     4,     8,      4,  false};
 constexpr ScanWalk kBackward8 =           {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      3,  false};
 constexpr ScanWalk kBackward8Forward =    {ScanCall::kForward,       4,      2,        1,   64,     4,    16,      3,  false};
 constexpr ScanWalk kBackward8Float32 =    {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      2,  false};
@@ -278,6 +308,10 @@ inline int64_t most_segments(const MambaSelectiveScan& p, int64_t shortest) {
     return p.seqlen < kShortestSplit ? 1 : ceil_div(p.seqlen, MAMBA_SCAN_CHECKPOINT) / shortest;
 }
 
+// So many blocks that a plan asks for no segments (backward_segments).
+inline bool has_one_state_backward(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
+    return has_one_state(p, aligned, device) && 2 * scan_blocks(p, kBackward1.channels()) > 3 * device.processors;
+}
 // Fewer channels a block where there would not be two for each multiprocessor. Of float32 no more than two fit one, too few for
 // the segments of a length.
 inline bool has_few_channels_backward(const MambaSelectiveScan& p, bool, const DeviceLimits& device) {
@@ -311,7 +345,10 @@ inline bool is_mamba_sliced_backward(const MambaSelectiveScan& p, bool aligned, 
 // Channels of a block must not depend on what is aligned, which a plan does not know of gradients (see backward_slots).
 // clang-format off
 inline constexpr ScanKernel kScanBackwardKernels[] = {
-    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry
+    // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry, code
+    {{"dstate1", "dstate 1, variable B and C, no z or seq_idx; L > 160, 16 channels for each multiprocessor",
+      "32 channels, 256 steps", kAllDtypes, 128, 0, 75}, has_one_state_backward, kBackward1, kBackwardSliced,
+      ScanCode::kOneState},
     {{"dstate8_forward", "forward; else as dstate8",
       "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, is_forward_and<has_8_states_backward>,
       kBackward8Forward, kBackwardSliced},

@@ -73,8 +73,10 @@ inline int64_t backward_slots(const MambaSelectiveScan& p, int kernel) {
     return group_blocks(p, kScanBackwardKernels[kernel].walk.channels());
 }
 
-inline MambaSelectiveScanPlan make_scan_plan(const MambaSelectiveScan& p, const DeviceLimits& device, bool deterministic) {
+inline MambaSelectiveScanPlan make_scan_plan(const MambaSelectiveScan& params, const DeviceLimits& device, bool deterministic) {
     MambaSelectiveScanPlan plan;
+    MambaSelectiveScan p = params;
+    p.segments = 1;  // until they are known
     plan.forward_segments = forward_segments(p, device);
     const int backward = backward_kernel(p, inputs_aligned(p), device);
     plan.backward_segments = backward_segments(p, backward, device);

@@ -138,6 +138,21 @@ def test_few_channels(case, dtype, device):
     check(case, dtype, device)
 
 
+# Which a warp scans on a GPU that they fill.
+ONE_STATE_CASES = [
+    ScanCase(3, 40, 300, dstate=1, groups=2, z=False, initial_state=True),
+    ScanCase(2, 33, 517, dstate=1, z=False, D=False),  # ends within a lane's steps
+    ScanCase(2, 37, 516, dstate=1, z=False, delta_bias=False, reverse=True),
+    ScanCase(3, 34, 259, dstate=1, z=False, initial_state=True, reverse=True),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", ONE_STATE_CASES, ids=case_id)
+def test_one_state(case, dtype, device):
+    check(case, dtype, device)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("case", MANY_CHANNELS, ids=case_id)
