@@ -2,6 +2,7 @@
 
 import torch
 
+from mamba_ssm._upstream import AutogradFunction
 from mamba_ssm.ops.mamba_block.composed import bimamba_inner_fn, mamba_inner_fn_no_out_proj
 from mamba_ssm.ops.mamba_block.forward import mamba_inner_fn
 from mamba_ssm.ops.mamba_block.reference import mamba_inner_ref, rms_norm_ref
@@ -23,16 +24,18 @@ __all__ = [
 ]
 
 
-class SelectiveScanFn:
+class SelectiveScanFn(AutogradFunction):
     """selective_scan_fn by the name of upstream's autograd.Function."""
 
     apply = staticmethod(selective_scan_fn)
+    gradients = 10
 
 
-class MambaInnerFn:
+class MambaInnerFn(AutogradFunction):
     """mamba_inner_fn by the name of upstream's autograd.Function."""
 
     apply = staticmethod(mamba_inner_fn)
+    gradients = 20
 
 
 def rms_norm_forward(

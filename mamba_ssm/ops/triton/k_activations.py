@@ -2,7 +2,7 @@
 
 import typing
 
-from mamba_ssm._upstream import kernels
+from mamba_ssm._upstream import AutogradFunction, kernels
 from mamba_ssm.ops.norm import swiglu
 from mamba_ssm.ops.norm import swiglu_backward as _swiglu_bwd
 from mamba_ssm.ops.norm import swiglu_forward as _swiglu_fwd
@@ -10,10 +10,11 @@ from mamba_ssm.ops.norm import swiglu_forward as _swiglu_fwd
 __all__ = ["SwiGLU", "_swiglu_bwd", "_swiglu_fwd", "swiglu"]
 
 
-class SwiGLU:
+class SwiGLU(AutogradFunction):
     """swiglu by the name of upstream's autograd.Function."""
 
     apply = staticmethod(swiglu)
+    gradients = 1
 
 
 if not typing.TYPE_CHECKING:

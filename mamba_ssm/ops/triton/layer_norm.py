@@ -2,7 +2,7 @@
 
 import typing
 
-from mamba_ssm._upstream import kernels
+from mamba_ssm._upstream import AutogradFunction, kernels
 from mamba_ssm.ops.norm import (
     RMSNorm,
     layer_norm_fn,
@@ -28,16 +28,18 @@ __all__ = [
 ]
 
 
-class LayerNormFn:
+class LayerNormFn(AutogradFunction):
     """layer_norm_fn by the name of upstream's autograd.Function."""
 
     apply = staticmethod(layer_norm_fn)
+    gradients = 14
 
 
-class LayerNormLinearFn:
+class LayerNormLinearFn(AutogradFunction):
     """layer_norm_linear_fn by the name of upstream's autograd.Function."""
 
     apply = staticmethod(layer_norm_linear_fn)
+    gradients = 10
 
 
 if not typing.TYPE_CHECKING:

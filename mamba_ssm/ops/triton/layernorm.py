@@ -4,6 +4,7 @@ import typing
 
 import torch
 
+from mamba_ssm._upstream import AutogradFunction
 from mamba_ssm.ops.norm import RMSNorm, layer_norm_linear_fn
 from mamba_ssm.ops.norm import layer_norm_fn as _layer_norm_fn
 from mamba_ssm.ops.norm import layer_norm_ref as _layer_norm_ref
@@ -77,7 +78,8 @@ def rms_norm_ref(
     return _layer_norm_ref(x, weight, bias, residual, eps=eps, prenorm=prenorm, upcast=upcast, is_rms_norm=True)
 
 
-class LayerNormFn:
+class LayerNormFn(AutogradFunction):
     """layer_norm_fn by the name of its autograd.Function."""
 
     apply = staticmethod(layer_norm_fn)
+    gradients = 8

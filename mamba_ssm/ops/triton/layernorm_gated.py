@@ -2,7 +2,7 @@
 
 import typing
 
-from mamba_ssm._upstream import kernels
+from mamba_ssm._upstream import AutogradFunction, kernels
 from mamba_ssm.ops.norm import GatedLayerNorm as LayerNorm
 from mamba_ssm.ops.norm import GatedRMSNorm as RMSNorm
 from mamba_ssm.ops.norm import gated_rms_norm_ref as rms_norm_ref
@@ -22,10 +22,11 @@ __all__ = [
 ]
 
 
-class LayerNormFn:
+class LayerNormFn(AutogradFunction):
     """layernorm_fn by the name of upstream's autograd.Function."""
 
     apply = staticmethod(layernorm_fn)
+    gradients = 8
 
 
 if not typing.TYPE_CHECKING:

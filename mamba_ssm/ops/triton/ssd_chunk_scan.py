@@ -4,7 +4,7 @@ import typing
 
 import torch
 
-from mamba_ssm._upstream import kernels
+from mamba_ssm._upstream import AutogradFunction, kernels
 from mamba_ssm.ops.ssd.chunk_gradients import scan_backward_dA_of_products as _chunk_scan_bwd_ddAcs_stable
 from mamba_ssm.ops.ssd.chunk_gradients import scan_backward_dA_of_states as _chunk_scan_bwd_ddAcs_prev
 from mamba_ssm.ops.ssd.chunk_gradients import scan_backward_dA_unstable as _chunk_scan_bwd_ddAcs_unstable
@@ -37,10 +37,11 @@ __all__ = [
 ]
 
 
-class ChunkScanFn:
+class ChunkScanFn(AutogradFunction):
     """chunk_scan by the name of upstream's autograd.Function."""
 
     apply = staticmethod(chunk_scan)
+    gradients = 8
 
 
 def _chunk_scan_fwd_wip(

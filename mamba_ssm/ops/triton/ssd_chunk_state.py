@@ -2,7 +2,7 @@
 
 import typing
 
-from mamba_ssm._upstream import kernels
+from mamba_ssm._upstream import AutogradFunction, kernels
 from mamba_ssm.ops.ssd.chunk_gradients import cumsum_backward as _chunk_cumsum_bwd
 from mamba_ssm.ops.ssd.chunk_gradients import state_backward_dA as _chunk_state_bwd_ddAcs_stable
 from mamba_ssm.ops.ssd.chunk_gradients import state_backward_db as _chunk_state_bwd_db
@@ -27,10 +27,11 @@ __all__ = [
 ]
 
 
-class ChunkStateFn:
+class ChunkStateFn(AutogradFunction):
     """chunk_state by the name of upstream's autograd.Function."""
 
     apply = staticmethod(chunk_state)
+    gradients = 5
 
 
 if not typing.TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 import typing
 
-from mamba_ssm._upstream import kernels
+from mamba_ssm._upstream import AutogradFunction, kernels
 from mamba_ssm.ops.mamba2_block import (
     mamba_conv1d_scan_ref,
     mamba_split_conv1d_scan_combined,
@@ -36,16 +36,18 @@ __all__ = [
 ]
 
 
-class MambaChunkScanCombinedFn:
+class MambaChunkScanCombinedFn(AutogradFunction):
     """mamba_chunk_scan_combined by the name of upstream's autograd.Function."""
 
     apply = staticmethod(mamba_chunk_scan_combined)
+    gradients = 16
 
 
-class MambaSplitConv1dScanCombinedFn:
+class MambaSplitConv1dScanCombinedFn(AutogradFunction):
     """mamba_split_conv1d_scan_combined by the name of upstream's autograd.Function."""
 
     apply = staticmethod(mamba_split_conv1d_scan_combined)
+    gradients = 19
 
 
 if not typing.TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 import typing
 
-from mamba_ssm._upstream import kernels
+from mamba_ssm._upstream import AutogradFunction, kernels
 from mamba_ssm.ops.ssd.chunk_gradients import passing_backward as _state_passing_bwd
 from mamba_ssm.ops.ssd.chunks import state_passing
 
@@ -11,10 +11,11 @@ state_passing_ref = _state_passing_fwd = state_passing
 __all__ = ["StatePassingFn", "_state_passing_bwd", "_state_passing_fwd", "state_passing", "state_passing_ref"]
 
 
-class StatePassingFn:
+class StatePassingFn(AutogradFunction):
     """state_passing by the name of upstream's autograd.Function."""
 
     apply = staticmethod(state_passing)
+    gradients = 3
 
 
 if not typing.TYPE_CHECKING:
