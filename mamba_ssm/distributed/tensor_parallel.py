@@ -231,11 +231,11 @@ class VocabParallelEmbedding(nn.Embedding):
         kwargs["padding_idx"] = padding_idx
         super().__init__(num_embeddings, *args, **kwargs)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Token ids (...) -> (..., embedding_dim)."""
         if self.process_group is None:
-            return super().forward(input_ids)
-        local = input_ids - dist.get_rank(self.process_group) * self.num_embeddings
+            return super().forward(input)
+        local = input - dist.get_rank(self.process_group) * self.num_embeddings
         elsewhere = (local < 0) | (local >= self.num_embeddings)
         embeddings = super().forward(local.masked_fill(elsewhere, 0))
         return embeddings.masked_fill(elsewhere[..., None], 0)

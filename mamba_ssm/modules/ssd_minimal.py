@@ -20,6 +20,13 @@ def segsum(x: torch.Tensor) -> torch.Tensor:
     return steps.cumsum(-2).masked_fill(above, -torch.inf)
 
 
+def segsum_unstable(x: torch.Tensor) -> torch.Tensor:
+    """segsum as differences of one running sum, which loses digits and is NaN after an infinity: for comparison."""
+    total = x.cumsum(-1)
+    above = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device).triu(1)
+    return (total[..., :, None] - total[..., None, :]).masked_fill(above, -torch.inf)
+
+
 def ssd_minimal_discrete(
     X: torch.Tensor,
     A: torch.Tensor,

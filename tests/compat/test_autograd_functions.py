@@ -115,7 +115,7 @@ def test_a_ctx_of_the_callers(case):
     ctx = Context()
     found = function.forward(ctx, *given, **options)
     for one, other in zip(several(found), expected, strict=True):
-        assert one is other is None or torch.equal(one, other) and not one.requires_grad
+        assert one is other is None or (torch.equal(one, other) and not one.requires_grad)
     handed = iter(cotangents)
     handed = [next(handed) if out is not None and out.requires_grad else None for out in expected]
     for _ in range(2):  # ctx keeps all that a second call needs

@@ -30,12 +30,12 @@ def swiglu(xy: torch.Tensor) -> torch.Tensor:
     return swiglu_ref(xy) if reference.on else call(swiglu_op, xy)
 
 
-def softplus(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + exp(x)), and x itself above 20, as torch.nn.functional.softplus; of x's shape and dtype.
+def softplus(dt: torch.Tensor) -> torch.Tensor:
+    """log(1 + exp(dt)), and dt itself above 20, as torch.nn.functional.softplus; of dt's shape and dtype.
 
     Upstream's mamba_ssm.ops.triton.softplus.softplus is the same function for use inside triton kernels.
     """
-    return F.softplus(x)
+    return F.softplus(dt)
 
 
 def swiglu_forward(xy: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

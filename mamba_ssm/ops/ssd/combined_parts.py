@@ -32,18 +32,19 @@ def combined_forward(
     cu_seqlens: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
+    state_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """mamba_chunk_scan_combined without a gradient: (out, out_x, dt, dA_cumsum, states, final_states), and with
     cu_seqlens varlen_states.
 
-    out_x: out before the gate, None without z. dt and dA_cumsum (B, H, K, Q) float32. states (B, K, H, P, N) of C's
-    dtype: those that enter each chunk.
+    out_x: out before the gate, None without z. dt and dA_cumsum (B, H, K, Q) float32. states (B, K, H, P, N): those
+    that enter each chunk, of state_dtype or, if None, C's dtype. Final states are of state_dtype, too, or float32.
     """
     rest = D, None, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit
     with torch.no_grad():
         varlen = cu_seqlens is not None
         ungated, final_states, *varlen_states = mamba_chunk_scan_combined(
-            x, dt, A, B, C, chunk_size, *rest, return_final_states=True, return_varlen_states=varlen
+            x, dt, A, B, C, chunk_size, *rest, True, return_varlen_states=varlen, state_dtype=state_dtype
         )
         out = ungated
         if z is not None:
@@ -51,7 +52,7 @@ def combined_forward(
         dA_cumsum, steps = chunk_cumsum(dt, A, chunk_size, dt_bias, dt_softplus, dt_limit)
         added = chunk_state(B, x, steps, dA_cumsum, seq_idx=seq_idx)
         initial = None if initial_states is None else initial_states.flatten(-2)
-        passed = added.flatten(-2), dA_cumsum[..., -1], initial, seq_idx, chunk_size, C.dtype
+        passed = added.flatten(-2), dA_cumsum[..., -1], initial, seq_idx, chunk_size, state_dtype or C.dtype
         states = state_passing(*passed)[0].view_as(added)
     return out, None if z is None else ungated, steps, dA_cumsum, states, final_states, *varlen_states
 
@@ -79,14 +80,15 @@ def combined_backward(
     dC: torch.Tensor | None = None,
     dz: torch.Tensor | None = None,
     recompute_output: bool = False,
+    state_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states), None for what is absent; with recompute_output also out
     after the gate.
 
     dt (B, L, H) as forward was given it. out: forward's out_x where z is given, read for dz and recompute_output alone.
-    dx, ddt, dB, dC, dz: written if they are given.
+    dx, ddt, dB, dC, dz: written if they are given. state_dtype has no effect: states are computed again, in float32.
     """
-    options = Options(bool(dt_softplus), *check_options(NAME, chunk_size, dt_limit, None))
+    options = Options(bool(dt_softplus), *check_options(NAME, chunk_size, dt_limit, state_dtype))
     A, D, dt_bias, initial_states, dfinal_states = (
         checks.widen(tensor) for tensor in (A, D, dt_bias, initial_states, dfinal_states)
     )
