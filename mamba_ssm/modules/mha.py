@@ -13,6 +13,39 @@ from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_step
 from mamba_ssm.modules.inference import AttentionCache
 
 
+def _update_kv_cache(kv: torch.Tensor, inference_params: AttentionCache, layer_idx: int) -> torch.Tensor:
+    """Writes kv (B, L, 2, kv heads, head_dim) into a layer's cache behind its seqlen_offset tokens, from row
+    batch_size_offset on; returns these rows of the cache up to the last token written, without a gradient.
+
+    Same as upstream's mamba_ssm.modules.mha._update_kv_cache.
+    """
+    row, start = getattr(inference_params, "batch_size_offset", 0), inference_params.seqlen_offset
+    cache = _kv_cache(inference_params, layer_idx, row + kv.shape[0], start + kv.shape[1])[row : row + kv.shape[0]]
+    if kv.dim() != 5 or kv.shape[2:] != cache.shape[2:]:
+        sizes = ", ".join(map(str, cache.shape[2:]))
+        raise ValueError(f"MHA: kv must have shape (B, L, {sizes}), got {tuple(kv.shape)}")
+    with torch.no_grad():
+        cache[:, start : start + kv.shape[1]] = kv
+    return cache[:, : start + kv.shape[1]]
+
+
+def _kv_cache(inference_params: AttentionCache, layer_idx: int | None, rows: int, length: int) -> torch.Tensor:
+    """A layer's kv_cache, which must hold so many rows and tokens."""
+    caches = inference_params.key_value_memory_dict
+    if layer_idx is None:
+        raise ValueError("MHA: layer_idx must be given to the constructor to use inference_params")
+    if layer_idx not in caches:
+        raise ValueError(
+            f"MHA: inference_params has no cache of layer {layer_idx}: put allocate_inference_cache's there first"
+        )
+    cache: torch.Tensor = caches[layer_idx][0]
+    if rows > cache.shape[0] or length > cache.shape[1]:
+        raise ValueError(
+            f"MHA: the cache holds {cache.shape[0]} rows of {cache.shape[1]} tokens, got {rows} rows of {length}"
+        )
+    return cache
+
+
 class MHA(nn.Module):
     """Attention with grouped key and value heads, rotary positions and a cache: (B, L, embed_dim) -> the same shape.
 
@@ -132,12 +165,8 @@ class MHA(nn.Module):
             sequence = torch.bucketize(steps, cu_seqlens[1:], right=True)
             positions = steps - cu_seqlens[sequence]
             seq_idx = sequence[None].to(torch.int32)
-        elif inference_params is None or not step:
-            positions = torch.arange(seqlen, device=x.device)
-        elif inference_params.lengths_per_sample is not None:
-            positions = inference_params.lengths_per_sample[:batch, None]
         else:
-            positions = torch.arange(seqlen, device=x.device) + inference_params.seqlen_offset
+            positions = self._positions(inference_params, batch, seqlen, x.device)
         if self.d_conv:
             qkv = self._convolve(qkv, conv_state, seq_idx, cu_seqlens, step)
         q, k, v = qkv.split([self.q_dim, self.kv_dim, self.kv_dim], dim=-1)
@@ -189,10 +218,6 @@ class MHA(nn.Module):
             if end > inference_params.max_seqlen:
                 raise ValueError(
                     f"MHA: {end} tokens do not fit inference_params.max_seqlen = {inference_params.max_seqlen}"
-                )
-            if step and x.shape[1] != 1 and inference_params.lengths_per_sample is not None:
-                raise ValueError(
-                    f"MHA: with lengths_per_sample a step takes one token, (B, 1, embed_dim), got {tuple(x.shape)}"
                 )
         return bounds
 
@@ -271,6 +296,55 @@ class MHA(nn.Module):
                 mask = torch.arange(end, device=cache.device) <= positions[:, None]
         keys, values = cache.to(dtype).unbind(dim=2)
         return keys, values, mask
+
+    # ---- what upstream's forward is made of, for code that calls it --------------------------------------------------
+
+    def _update_kv_cache(self, kv: torch.Tensor, inference_params: AttentionCache) -> torch.Tensor:
+        """Writes kv (B, L, 2, kv heads, head_dim) into this layer's cache; returns all that is there now."""
+        return _update_kv_cache(kv, inference_params, typing.cast(int, self.layer_idx))
+
+    def _update_kvcache_attention(
+        self, q: torch.Tensor, kv: torch.Tensor, inference_params: AttentionCache
+    ) -> torch.Tensor:
+        """Attention of q (B, L, heads, head_dim), of the same shape, after kv (B, L, 2, kv heads, head_dim) was written
+        into this layer's cache. Positions are forward's: lengths_per_sample, if given, in a step of one token.
+        """
+        batch, seqlen = q.shape[:2]
+        start = inference_params.seqlen_offset
+        cache = _kv_cache(inference_params, self.layer_idx, batch, start + seqlen)[:batch]
+        positions = self._positions(inference_params, batch, seqlen, q.device)
+        keys, values = kv.unbind(2)
+        self._write_cache(cache, keys, values, positions, None, None, inference_params)
+        mask = None
+        if start > 0:
+            keys, values, mask = self._read_cache(cache, positions, start + seqlen, q.dtype)
+        out = self._attend(q, keys, values, mask, causal=self.causal and mask is None and start == 0)
+        return out.unflatten(-1, (self.num_heads, self.head_dim))
+
+    def _apply_rotary_update_kvcache_attention(
+        self, q: torch.Tensor, kv: torch.Tensor, inference_params: AttentionCache
+    ) -> torch.Tensor:
+        """_update_kvcache_attention of q and keys that are still to be turned to their positions."""
+        if self.rotary_emb_dim:
+            positions = self._positions(inference_params, q.shape[0], q.shape[1], q.device)
+            keys, values = kv.unbind(2)
+            q, kv = self._rotate(q, positions), torch.stack([self._rotate(keys, positions), values], dim=2)
+        return self._update_kvcache_attention(q, kv, inference_params)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _positions(
+        self, inference_params: AttentionCache | None, batch: int, seqlen: int, device: torch.device
+    ) -> torch.Tensor:
+        """(L) of all rows, or (B, 1) in a step with lengths_per_sample."""
+        steps = torch.arange(seqlen, device=device)
+        if inference_params is None or inference_params.seqlen_offset == 0:
+            return steps
+        if inference_params.lengths_per_sample is not None:
+            if seqlen != 1:
+                raise ValueError(f"MHA: with lengths_per_sample a step takes one token, got {seqlen}")
+            return inference_params.lengths_per_sample[:batch, None]
+        return steps + inference_params.seqlen_offset
 
     def _convolve(
         self,

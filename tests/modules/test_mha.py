@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from _helpers.cases import dtype_id
 
-from mamba_ssm.modules.mha import MHA
+from mamba_ssm.modules.mha import MHA, _update_kv_cache
 from mamba_ssm.utils.generation import InferenceParams
 
 OPTIONS = [
@@ -217,7 +217,7 @@ def test_wrong_calls():
         module(x[:1], inference_params=params)
     params.seqlen_offset = 5
     params.lengths_per_sample = torch.tensor([5, 5], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"a step takes one token, \(B, 1, embed_dim\), got \(2, 3, 24\)"):
+    with pytest.raises(ValueError, match="a step takes one token, got 3"):
         module(x[:, :3], inference_params=params)
     cu_seqlens = torch.tensor([0, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match="not for a step"):
@@ -239,3 +239,54 @@ def test_compile(device):
     x = torch.randn(2, 9, 24, device=device)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[3], OPTIONS[4], {"num_heads_kv": 2}], ids=ids)
+@pytest.mark.parametrize("per_row", [False, True])
+def test_the_parts_of_upstreams_forward(options, per_row, device):
+    """A prompt, then two steps, of projections that the caller makes: as forward attends."""
+    torch.manual_seed(0)
+    module = make(options, device=device)
+    x = torch.randn(2, 7, 24, device=device)
+    lengths = torch.tensor([5, 5], dtype=torch.int32, device=device)
+    mine, theirs = (
+        InferenceParams(max_seqlen=8, max_batch_size=2, lengths_per_sample=lengths.clone() if per_row else None)
+        for _ in range(2)
+    )
+    mine.key_value_memory_dict[0] = module.allocate_inference_cache(3, 8)  # more rows than are used
+    for start, end in ((0, 5), (5, 6), (6, 7)):
+        mine.seqlen_offset = theirs.seqlen_offset = start
+        if per_row:
+            mine.lengths_per_sample.fill_(start)
+            theirs.lengths_per_sample.fill_(start)
+        q, k, v = module.in_proj(x[:, start:end]).split([module.q_dim, module.kv_dim, module.kv_dim], dim=-1)
+        q, kv = q.unflatten(-1, (4, -1)), torch.stack([k, v], 2).unflatten(-1, (-1, module.head_dim))
+        attend = module._apply_rotary_update_kvcache_attention
+        if not module.rotary_emb_dim:
+            attend = module._update_kvcache_attention
+        found = module.out_proj(attend(q, kv, mine).flatten(-2))
+        torch.testing.assert_close(found, module(x[:, start:end], inference_params=theirs))
+    torch.testing.assert_close(mine.key_value_memory_dict[0][0][:2, :7], theirs.key_value_memory_dict[0][0][:, :7])
+
+
+def test_update_kv_cache(device):
+    module = make({"num_heads_kv": 2}, device=device)
+    params = InferenceParams(max_seqlen=6, max_batch_size=3, seqlen_offset=2, batch_size_offset=1)
+    kv = torch.randn(2, 3, 2, 2, 6, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match="no cache of layer 0: put allocate_inference_cache's there"):
+        module._update_kv_cache(kv, params)
+    cache, _ = params.key_value_memory_dict[0] = module.allocate_inference_cache(3, 6)
+    seen = module._update_kv_cache(kv, params)
+    assert seen.shape == (2, 5, 2, 2, 6) and seen.data_ptr() == cache[1].data_ptr() and not seen.requires_grad
+    assert torch.equal(cache[1:, 2:5], kv.detach()) and cache[0].eq(0).all() and cache[:, 5].eq(0).all()
+    assert torch.equal(_update_kv_cache(kv, params, 0), seen)
+    params.seqlen_offset = 4
+    with pytest.raises(ValueError, match="holds 3 rows of 6 tokens, got 3 rows of 7"):
+        _update_kv_cache(kv, params, 0)
+    params.seqlen_offset, params.lengths_per_sample = 1, torch.ones(3, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"kv must have shape \(B, L, 2, 2, 6\), got \(2, 3, 2, 4, 3\)"):
+        module._update_kv_cache(kv.view(2, 3, 2, 4, 3), params)
+    with pytest.raises(ValueError, match="a step takes one token, got 3"):
+        module._update_kvcache_attention(torch.randn(2, 3, 4, 6, device=device), kv, params)
+    with pytest.raises(ValueError, match="layer_idx must be given"):
+        MHA(24, num_heads=4)._update_kv_cache(kv, params)
