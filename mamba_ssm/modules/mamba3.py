@@ -31,6 +31,7 @@ from mamba_ssm.modules._inputs import (
     is_continued,
     refuse_with_context_parallel,
 )
+from mamba_ssm.modules._mamba3_parts import UpstreamParts
 from mamba_ssm.modules._state import initial_dt_bias, mark, states_in_cache
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.activations import clamp, heavy_tail_activation
@@ -51,7 +52,7 @@ _A_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class Mamba3(nn.Module):
+class Mamba3(UpstreamParts):
     """Mamba-3 block: (B, L, d_model) -> (B, L, d_model).
 
     Args:
@@ -386,12 +387,11 @@ class Mamba3(nn.Module):
         heads, groups = (self.nheads, self.headdim), (self.mimo_rank, self.num_bc_heads, self.d_state)
         z, x = z.unflatten(-1, heads), x.unflatten(-1, heads)
         DT = F.softplus(checks.widen(dt) + checks.widen(self.dt_bias))
-        rate: torch.Tensor = clamp(_A_ACTIVATIONS[self.A_activation](checks.widen(A)), self.A_floor)
         arguments = {
             "Q": self.C_norm(C.unflatten(-1, groups)),
             "K": self.B_norm(B.unflatten(-1, groups)),
             "V": x,
-            "ADT": -rate * DT,
+            "ADT": -self._rate(A) * DT,
             "DT": DT,
             "Trap": trap,
             "Q_bias": self.C_bias,
@@ -410,6 +410,10 @@ class Mamba3(nn.Module):
         if self.is_outproj_norm:
             arguments.update(norm_weight=self.norm.weight.view(heads), norm_eps=self.norm.eps)
         return arguments, None
+
+    def _rate(self, A: torch.Tensor) -> torch.Tensor:
+        """-A, float32, of its projection."""
+        return clamp(_A_ACTIVATIONS[self.A_activation](checks.widen(A)), self.A_floor)
 
     def _finish(self, y: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
         """out_proj's input, from what the scan and the step return."""
