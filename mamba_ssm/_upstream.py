@@ -26,7 +26,7 @@ class UpstreamKernel:
     def __call__(self, *arguments: object, **options: object) -> typing.NoReturn:
         raise NotImplementedError(
             f"{self.name} is a {self.language} kernel of upstream's mamba_ssm, and this one has none: call "
-            f"{self.instead}, which runs native code"
+            f"{self.instead}, which does without"
         )
 
 

@@ -69,7 +69,7 @@ def test_a_step_of_the_parts(kind, device):
 def test_errors(device):
     module = Mamba3(16, d_state=8, headdim=8, device=device)
     row = torch.ones(1, 1, 4, 8, device=device)
-    with pytest.raises(ValueError, match="_postprocess .* is_outproj_norm=True"):
+    with pytest.raises(ValueError, match=r"_postprocess .* is_outproj_norm=True"):
         module._postprocess(row, row[0], row[0], row[0], 8)
     with pytest.raises(ValueError, match="layer_idx must be given"):
         module._get_states_from_cache(InferenceParams(8, 2), 2)

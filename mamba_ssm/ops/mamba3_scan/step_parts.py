@@ -54,6 +54,33 @@ def angle_dt_fwd(
     return (out, torch.cat(ends).to(angle.dtype)) if return_output_state else out
 
 
+def angle_dt_bwd(
+    grad_out: torch.Tensor,
+    angle: torch.Tensor,
+    dt: torch.Tensor,
+    has_init_state: bool = False,
+    chunk_size: int = 64,
+    grad_output_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradients of angle (B, L, H, S), dt (B, H, L) and, with has_init_state, init_state (U, H, S) float32, from
+    those of angle_dt_fwd's results. chunk_size has no effect.
+
+    Same as upstream's mamba_ssm.ops.triton.mamba3.angle_dt.angle_dt_bwd.
+    """
+    checks.check_dims("angle_dt_bwd", "angle", angle, 4, "(B, L, H, S)")
+    rows = angle.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    start = angle.new_zeros(rows, *angle.shape[2:], dtype=torch.float32) if has_init_state else None
+    angle, dt = (tensor.detach().requires_grad_() for tensor in (angle, dt))
+    leaves = [angle, dt] if start is None else [angle, dt, start.requires_grad_()]
+    with torch.enable_grad():
+        results = angle_dt_fwd(angle, dt, start, return_output_state=True, cu_seqlens=cu_seqlens)
+    pairs = [(out, grad) for out, grad in zip(results, (grad_out, grad_output_state), strict=True) if grad is not None]
+    outputs, cotangents = [out for out, _ in pairs], [grad.to(out.dtype) for out, grad in pairs]
+    found = torch.autograd.grad(outputs, leaves, cotangents)
+    return found[0], found[1], found[2] if has_init_state else None
+
+
 @torch.no_grad()
 def apply_rotary_qk_inference_fwd(
     q: torch.Tensor,
@@ -67,14 +94,38 @@ def apply_rotary_qk_inference_fwd(
     conjugate: bool = False,
     rotate_pairwise: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A step's q and k (B, R, H, N), with their biases (R, H, N) added and turned by the angles after the step.
-
-    angle_state, angle_proj (B, H, S), angle_proj before tanh; dt (B, H). inplace: q, k and angle_state are written.
-    conjugate: turn the other way. Returns q, k and the angles, which may be beyond 2 pi.
+    """apply_rotary_qk_inference_reference without a gradient. inplace: q, k and angle_state are written and returned.
 
     Same as upstream's mamba_ssm.ops.triton.mamba3.mamba3_mimo_rotary_step.apply_rotary_qk_inference_fwd.
     """
-    name = "apply_rotary_qk_inference_fwd"
+    given = q, k, angle_state
+    results = apply_rotary_qk_inference_reference(*given, angle_proj, dt, bias_q, bias_k, conjugate, rotate_pairwise)
+    if not inplace:
+        return results
+    for target, result in zip(given, results, strict=True):
+        target.copy_(result)
+    return given
+
+
+def apply_rotary_qk_inference_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    angle_state: torch.Tensor,
+    angle_proj: torch.Tensor,
+    dt: torch.Tensor,
+    bias_q: torch.Tensor | None = None,
+    bias_k: torch.Tensor | None = None,
+    conjugate: bool = False,
+    rotate_pairwise: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A step's q and k (B, R, H, N), with their biases (R, H, N) added and turned by the angles after the step.
+
+    angle_state, angle_proj (B, H, S), angle_proj before tanh; dt (B, H). conjugate: turn the other way. Returns q, k
+    and the angles, which may be beyond 2 pi, each in the dtype that it came in.
+
+    Same as upstream's mamba_ssm.ops.triton.mamba3.mamba3_mimo_rotary_step.apply_rotary_qk_inference_reference.
+    """
+    name = "apply_rotary_qk_inference"
     checks.check_dims(name, "q", q, 4, "(B, R, H, N)")
     checks.check_same(name, "k", k, q.shape, q, "q", "(B, R, H, N)")
     batch, rank, heads, dstate = q.shape
@@ -88,18 +139,11 @@ def apply_rotary_qk_inference_fwd(
         raise ValueError(f"{name}: each angle rotates two of the {dstate} entries of q, got {nangles} angles")
     angle = angle_state.float() + math.pi * torch.tanh(angle_proj.float()) * dt.float()[..., None]
     turn = (-angle if conjugate else angle)[:, None]
-    results = [
+    turned_q, turned_k = (
         rotate(x.float() if bias is None else x.float() + bias.float(), turn, rotate_pairwise)
         for x, bias in ((q, bias_q), (k, bias_k))
-    ]
-    results.append(angle)
-    given = q, k, angle_state
-    if inplace:
-        for target, result in zip(given, results, strict=True):
-            target.copy_(result)
-        return given
-    q, k, angle = (result.to(like.dtype) for result, like in zip(results, given, strict=True))
-    return q, k, angle
+    )
+    return turned_q.to(q.dtype), turned_k.to(k.dtype), angle.to(angle_state.dtype)
 
 
 @torch.no_grad()
