@@ -133,7 +133,7 @@ def test_a_checkout_is_healthy(start, original, site, torch_alone):
     assert done.returncode == 0, done.stdout
     assert f"files       the checkout {source}, which is not installed\n" in done.stdout
     assert (
-        "selective_scan_cuda_oflex: not on Python's path, since they are in this checkout's folder compat"
+        "selective_scan_cuda_oflex_rh: not on Python's path, since they are in this checkout's folder compat"
         in done.stdout
     )
     done = start(original, torch_alone, cwd=source)

@@ -7,7 +7,7 @@ from pathlib import Path
 from mamba_ssm._doctor.files import IS_CHECKOUT, SITE, Distribution, compare, find, installed, place
 from mamba_ssm.version import __version__
 
-_SCANS = ("selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex")
+_SCANS = tuple(f"selective_scan_cuda{kind}" for kind in ("", "_core", "_oflex", "_oflex_rh"))
 _CONVOLUTIONS = ("causal_conv1d", "causal_conv1d_cuda")
 _ONE_CONVOLUTION = "Do `pip uninstall causal-conv1d` until none is left, and install the one that you want"
 

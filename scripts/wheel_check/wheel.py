@@ -14,13 +14,14 @@ from packaging.version import Version
 from . import archive, limits
 from .archive import Unreadable
 
-# Besides the package: the doctor's own door, and CUDA modules' names of upstream and of VMamba.
+# Besides the package: the doctor's own door, and CUDA modules' names of upstream, VMamba and Spatial-Mamba.
 MODULES = (
     "_mamba_ssm_finder",
     "mamba_ssm_doctor",
     "selective_scan_cuda",
     "selective_scan_cuda_core",
     "selective_scan_cuda_oflex",
+    "selective_scan_cuda_oflex_rh",
 )
 LIB = "mamba_ssm/lib/"
 # The other distribution of this project, which is pure Python.

@@ -19,6 +19,7 @@ MODULES = (
     "selective_scan_cuda",
     "selective_scan_cuda_core",
     "selective_scan_cuda_oflex",
+    "selective_scan_cuda_oflex_rh",
 )
 CONVOLUTION = Path(__file__).resolve().parents[2] / "causal-conv1d" / "src"
 # In the manner of upstream's 1.x.

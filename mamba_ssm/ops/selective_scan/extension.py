@@ -127,7 +127,7 @@ def flexible_forward(
     """[out, x]. delta, and delta_bias with it, may have fewer rows than u, each for as many neighbouring channels; with
     out_float the output is float32, whatever u is.
     """
-    delta, delta_bias = _row_for_each_channel(u, delta, delta_bias)
+    delta, delta_bias = row_for_each_channel(u, delta, delta_bias)
     if out_float:
         u, delta, B, C = _widened(u, delta, B, C)
     return list(forward(u, delta, A, B, C, D, delta_bias, delta_softplus))
@@ -150,15 +150,15 @@ def flexible_backward(
     meaning here.
     """
     given = u, delta, A, B, C, D, delta_bias
-    delta, delta_bias = _row_for_each_channel(u, delta, delta_bias)
+    delta, delta_bias = row_for_each_channel(u, delta, delta_bias)
     if dout.dtype == torch.float32:
         u, delta, B, C = _widened(u, delta, B, C)
     grads = backward(u, delta, A, B, C, D, None, delta_bias, dout, x, delta_softplus)
     wanted = grads.du, grads.ddelta, grads.dA, grads.dB, grads.dC, grads.dD, grads.ddelta_bias
-    return [None if grad is None else _summed(grad, tensor) for grad, tensor in zip(wanted, given, strict=True)]
+    return [None if grad is None else summed(grad, tensor) for grad, tensor in zip(wanted, given, strict=True)]
 
 
-def _row_for_each_channel(u, delta, delta_bias):
+def row_for_each_channel(u, delta, delta_bias):
     for name, tensor in (("u", u), ("delta", delta)):
         checks.check_tensor(NAME, name, tensor)
         checks.check_dims(NAME, name, tensor, 3, "(B, D, L)")
@@ -176,7 +176,7 @@ def _widened(u, delta, B, C):
     return (tensor.float() for tensor in (u, delta, B, C))
 
 
-def _summed(grad, tensor):
+def summed(grad, tensor):
     """The gradient of a tensor whose rows were repeated, or widened."""
     if grad.shape != tensor.shape:
         rows = 0 if tensor.dim() == 1 else 1
