@@ -177,13 +177,21 @@ class Mamba(StatefulBlock):
         hidden_states: torch.Tensor,
         inference_params: InferenceCache | None = None,
         seq_idx: torch.Tensor | None = None,
+        *,
+        extra_emb: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """hidden_states (B, L, d_model) -> the same shape.
 
         inference_params: an object with key_value_memory_dict and seqlen_offset. With offset 0 the call fills this
             layer's states there; with a positive one it continues from these states, by a step (L = 1) or a piece.
         seq_idx: (B, L) int32; sequences packed in one row do not see each other. Not with inference_params.
+        extra_emb: None. Pan-Mamba's v3 takes it, which is another layer than this one's.
         """
+        if extra_emb is not None:
+            raise TypeError(
+                "Mamba: extra_emb is an argument of Pan-Mamba's bimamba_type='v3', and here v3 is SegMamba's, another "
+                "layer: use the Mamba of Pan-Mamba's own mamba_simple.py, which finds its functions in this package"
+            )
         check_input("Mamba", self, hidden_states, self.d_model, ("in_proj", "out_proj"), seq_idx=seq_idx)
         if self.bimamba_type != "none":
             if inference_params is not None:

@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
 from mamba_ssm import Mamba
 
@@ -37,8 +38,18 @@ def test_these_arguments_are_no_error_here():
     Mamba(16, bimamba_type="v3", nslices=4)
 
 
-@pytest.mark.parametrize("name", ["attention_mask", "extra_emb"])
-def test_these_arguments_are(name):
-    """The page says what to do in their place."""
-    assert f"got an unexpected keyword argument '{name}'" in PAGE
-    assert name not in inspect.signature(Mamba.forward).parameters
+def test_this_argument_is():
+    """The page says what to do in its place."""
+    assert "got an unexpected keyword argument 'attention_mask'" in PAGE
+    assert "attention_mask" not in inspect.signature(Mamba.forward).parameters
+
+
+@pytest.mark.parametrize("kind", ["none", "v3"])
+def test_pan_mambas_argument(kind):
+    """Its v3 cannot be told from SegMamba's when the layer is made, but when it is called."""
+    message = "extra_emb is an argument of Pan-Mamba's"
+    assert f"`{message}`" in PAGE and "got an unexpected keyword argument 'extra_emb'" in PAGE
+    layer, x = Mamba(16, bimamba_type=kind, nslices=2), torch.randn(2, 4, 16)
+    assert torch.equal(layer(x, extra_emb=None), layer(x))
+    with pytest.raises(TypeError, match=f"Mamba: {message} .* own mamba_simple.py"):
+        layer(x, extra_emb=x)
