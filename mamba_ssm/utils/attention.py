@@ -38,7 +38,9 @@ def attention_maps(
     """The matrices M of all scans that module(*inputs, **options) runs, in the order of the calls.
 
     M maps a scan's input x to its output y before the gate and the norm: it holds B, C, the steps' sizes and decays, D
-    on its diagonal, and zeros between packed sequences. What initial states add is not in it.
+    on its diagonal, and zeros between packed sequences. What initial states add is not in it. Rows and columns are the
+    scan's own steps: of the third map of Mamba(bimamba_type="v3") these go slice by slice (step i of the scan is step
+    (i % nslices) * L / nslices + i // nslices of the layer).
 
     Args:
         module: a layer or model of this package's blocks, in eval mode if it has dropout.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mamba_ssm import Mamba, Mamba2, Mamba3, MambaLMHeadModel
+from mamba_ssm import BiMamba2, Hydra, Mamba, Mamba2, Mamba3, MambaLMHeadModel
 from mamba_ssm._torch import flops
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
@@ -92,7 +92,11 @@ def test_one_step(heads, each):
 
 LAYERS = {
     "Mamba": (Mamba, {}),
+    "v1": (Mamba, {"bimamba_type": "v1"}),
     "both directions": (Mamba, {"bimamba_type": "v2"}),
+    "three directions": (Mamba, {"bimamba_type": "v3", "nslices": 5}),
+    "BiMamba2": (BiMamba2, {"headdim": 16, "d_state": 32}),
+    "Hydra": (Hydra, {"headdim": 16, "d_state": 32}),
     "Mamba2": (Mamba2, {"headdim": 16, "d_state": 32}),
     "Mamba3": (Mamba3, {"headdim": 16, "d_state": 32}),
     "Mamba3 MIMO": (Mamba3, {"headdim": 16, "d_state": 32, "is_mimo": True, "mimo_rank": 2, "chunk_size": 16}),
@@ -106,7 +110,24 @@ def test_a_training_step_is_three_times_its_forward(layer):
     x = torch.randn(BATCH, 50, WIDTH, requires_grad=True)
     with torch.no_grad():
         forward = counted(layer, x)
-    assert counted(lambda: layer(x).sum().backward()) == 3 * forward > 0
+    too_much = 0
+    if kind is Hydra:  # its depthwise convolution is torch's, whose backward torch counts as if it were a full one
+        inside = torch.randn(BATCH, layer.conv1d.in_channels, 50, requires_grad=True)
+        too_much = counted(lambda: layer.conv1d(inside).sum().backward()) - 3 * counted(layer.conv1d, inside)
+    assert counted(lambda: layer(x).sum().backward()) == 3 * forward + too_much > 0
+
+
+def test_directions_add_up():
+    """Beside the projections that they share, each of v2's and v3's directions costs what Mamba's costs."""
+    x = torch.randn(BATCH, 50, WIDTH)
+    found = {name: counted(LAYERS[name][0](WIDTH, **LAYERS[name][1]), x) for name in list(LAYERS)[:4]}
+    shared = 2 * BATCH * 50 * 6 * WIDTH**2  # in_proj makes 4 WIDTH columns, out_proj reads 2 WIDTH
+    direction = found["Mamba"] - shared
+    scan = 9 * BATCH * 50 * 2 * WIDTH * 16
+    assert found["v1"] == shared + direction + scan
+    assert found["both directions"] == shared + 2 * direction
+    # the third direction has an output projection of its own
+    assert found["three directions"] == shared + 3 * direction + 2 * BATCH * 50 * 2 * WIDTH**2
 
 
 @pytest.mark.parametrize("layer", ["Mamba", "Mamba2"])

@@ -16,6 +16,7 @@ LAYERS = {
     "Mamba": (Mamba, {"d_state": 4}, 1),
     "Mamba v1": (Mamba, {"d_state": 4, "bimamba_type": "v1"}, 2),
     "Mamba v2": (Mamba, {"d_state": 4, "bimamba_type": "v2"}, 2),
+    "Mamba v3": (Mamba, {"d_state": 4, "bimamba_type": "v3", "nslices": 3}, 3),
     "Mamba2": (Mamba2, {"d_state": 8, "headdim": 16}, 1),
     "Mamba2 groups": (Mamba2, {"d_state": 8, "headdim": 8, "ngroups": 4, "D_has_hdim": True}, 1),
     "Hydra": (Hydra, {"d_state": 8, "headdim": 16}, None),
