@@ -36,16 +36,30 @@ def dacs_segsum_ref(
     """dacs_segsum of decays of any sign; num_sequences has no effect."""
     checks.check_dims("compute_dacs_segsum", "da", da, 3, "(B, H, L)")
     places, chunks = chunk_places(da, chunk_size, cu_seqlens)
-    steps = da.shape[-1]
-    padded = da.new_zeros(*da.shape[:2], chunks * chunk_size).index_copy(-1, places, da[..., : len(places)])
-    padded = padded.unflatten(-1, (chunks, chunk_size))
-    behind = F.pad(padded[..., 1:].flip(-1).cumsum(-1).flip(-1), (0, 1))
-    segments = padded[..., None].expand(*padded.shape, chunk_size).tril(-1).cumsum(-2).tril(-1)
-    by_step = (
-        F.pad(part.flatten(-2).index_select(-1, places), (0, steps - len(places)))
-        for part in (padded.cumsum(-1), behind)
-    )
-    return typing.cast(_Three, (*by_step, segments))
+    total, behind, segments = sums_in_chunks(into_chunks(da, 2, places, chunks, chunk_size))
+    seqlen = da.shape[-1]
+    return out_of_chunks(total, 2, places, seqlen), out_of_chunks(behind, 2, places, seqlen), segments
+
+
+def sums_in_chunks(da: torch.Tensor) -> _Three:
+    """dacs_segsum of da in chunks, (..., Q), each in chunks, too."""
+    behind = F.pad(da[..., 1:].flip(-1).cumsum(-1).flip(-1), (0, 1))
+    segments = da[..., None].expand(*da.shape, da.shape[-1]).tril(-1).cumsum(-2).tril(-1)
+    return da.cumsum(-1), behind, segments
+
+
+def into_chunks(tensor: torch.Tensor, dim: int, places: torch.Tensor, chunks: int, chunk_size: int) -> torch.Tensor:
+    """The dimension of the steps as two, (K, Q); zero where a chunk has no step."""
+    shape = (*tensor.shape[:dim], chunks * chunk_size, *tensor.shape[dim + 1 :])
+    whole = tensor.new_zeros(shape).index_copy(dim, places, tensor.narrow(dim, 0, len(places)))
+    return whole.unflatten(dim, (chunks, chunk_size))
+
+
+def out_of_chunks(tensor: torch.Tensor, dim: int, places: torch.Tensor, seqlen: int) -> torch.Tensor:
+    """The reverse of into_chunks; zero behind the last sequence."""
+    steps = tensor.flatten(dim, dim + 1).index_select(dim, places)
+    rest = steps.new_zeros(*steps.shape[:dim], seqlen - len(places), *steps.shape[dim + 1 :])
+    return torch.cat([steps, rest], dim)
 
 
 def chunk_places(da: torch.Tensor, chunk_size: int, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, int]:
@@ -113,15 +127,30 @@ def trap_dt_backward(
         checks.check_float("bwd_dtrap_ddt", name, tensor, dt.shape, dt, "dt", "(B, H, L)")
     weight, step = (tensor.detach().float().requires_grad_() for tensor in (trap, dt))
     with torch.enable_grad():
-        gamma = torch.sigmoid(weight) * step
-        following = torch.sigmoid(-weight) * step
-        if cu_seqlens is not None:
-            bounds = cu_seqlens.tolist()
-            checks.check_bounds("bwd_dtrap_ddt", bounds, dt.shape[-1])
-            first = [begin for begin in bounds if begin < dt.shape[-1]]
-            starts = torch.zeros(dt.shape[-1], dtype=torch.bool)
-            starts[first] = True
-            following = following.masked_fill(starts.to(dt.device), 0)
-        factor = gamma + F.pad(following[..., 1:], (0, 1))[..., : dt.shape[-1]]
+        gamma, factor = factors(weight, step, cu_seqlens)
     dtrap, ddt = torch.autograd.grad((factor, gamma), (weight, step), (dfactor.float(), dgamma_diag.float()))
     return ddt.to(dt.dtype), dtrap.to(trap.dtype)
+
+
+def factors(
+    trap: torch.Tensor, dt: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gamma, factor) of trap before the sigmoid and dt, all (B, H, L): see trap_dt_backward."""
+    gamma, following = torch.sigmoid(trap) * dt, torch.sigmoid(-trap) * dt
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        checks.check_bounds("Mamba-3", bounds, dt.shape[-1])
+        starts = torch.zeros(dt.shape[-1], dtype=torch.bool)
+        starts[[begin for begin in bounds if begin < dt.shape[-1]]] = True
+        following = following.masked_fill(starts.to(dt.device), 0)
+    return gamma, gamma + F.pad(following[..., 1:], (0, 1))[..., : dt.shape[-1]]
+
+
+def steps_of_sums(sums: torch.Tensor, chunk_size: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """da (B, H, L) of its sums from the first step of each chunk on."""
+    checks.check_dims("Mamba-3", "the sums of da", sums, 3, "(B, H, L)")
+    places, _ = chunk_places(sums, chunk_size, cu_seqlens)
+    before = torch.cat([torch.zeros_like(sums[..., :1]), sums[..., :-1]], dim=-1)
+    first = torch.zeros(sums.shape[-1], dtype=torch.bool, device=sums.device)
+    first[: len(places)] = places % chunk_size == 0
+    return sums - before.masked_fill(first, 0)

@@ -10,7 +10,7 @@ import typing
 import torch
 
 from mamba_ssm import _checks as checks
-from mamba_ssm.ops.mamba3_scan.chunk_parts import chunk_places
+from mamba_ssm.ops.mamba3_scan.chunk_parts import steps_of_sums
 from mamba_ssm.ops.mamba3_scan.forward import mamba3_scan
 from mamba_ssm.ops.mamba3_scan.parts import per_head, rotate
 
@@ -109,7 +109,7 @@ def mimo_forward_varlen(
 
     Same as upstream's mamba_ssm.ops.tilelang.mamba3.mamba3_mimo_fwd_varlen.mamba_mimo_forward_varlen.
     """
-    adt = _decays(dA_cs, chunk_size, cu_seqlens)
+    adt = steps_of_sums(dA_cs, chunk_size, cu_seqlens)
     inputs = _Inputs(q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_o, angles, D, z)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.no_grad():
@@ -189,7 +189,7 @@ def mimo_backward_varlen(
 
     Same as upstream's mamba_ssm.ops.tilelang.mamba3.mamba3_mimo_bwd_varlen.mamba_mimo_bwd_combined_varlen.
     """
-    adt = _decays(dA_cs, chunk_size, cu_seqlens)
+    adt = steps_of_sums(dA_cs, chunk_size, cu_seqlens)
     given = _Inputs(q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_o, angles, D, z)
     copies: typing.Any = (None if tensor is None else tensor.detach().requires_grad_() for tensor in given)
     leaves = _Inputs(*copies)
@@ -197,16 +197,6 @@ def mimo_backward_varlen(
         out, _ = _scan(leaves, cu_seqlens)
     found = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], dout.to(out.dtype)))
     return tuple(None if leaf is None else next(found) for leaf in leaves)
-
-
-def _decays(dA_cs, chunk_size, cu_seqlens):
-    """The decay of each step, of sums from the first step of its chunk on."""
-    checks.check_dims(_NAME, "dA_cs", dA_cs, 3, "(B, H, L)")
-    places, _ = chunk_places(dA_cs, chunk_size, cu_seqlens)
-    before = torch.cat([torch.zeros_like(dA_cs[..., :1]), dA_cs[..., :-1]], dim=-1)
-    first = torch.zeros(dA_cs.shape[-1], dtype=torch.bool, device=dA_cs.device)
-    first[: len(places)] = places % chunk_size == 0
-    return dA_cs - before.masked_fill(first, 0)
 
 
 def _scan(inputs, cu_seqlens):

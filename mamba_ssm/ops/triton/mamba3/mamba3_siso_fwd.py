@@ -1,12 +1,11 @@
-"""Upstream's import path; the code is this package's own scan, triton is never imported."""
+"""Upstream's import path; the code is plain torch, triton is never imported."""
 
 import typing
 
 from mamba_ssm._upstream import kernels
-from mamba_ssm.ops.mamba3_scan.combined import mamba3_siso_combined
+from mamba_ssm.ops.mamba3_scan.siso_parts import siso_forward as mamba3_siso_fwd
 
-__all__ = ["mamba3_siso_combined"]
+__all__ = ["mamba3_siso_fwd"]
 
 if not typing.TYPE_CHECKING:
-    _INSTEAD = {"mamba3_siso_fwd": "mamba3_siso_combined", "mamba3_siso_fwd_kernel": "mamba3_siso_combined"}
-    __getattr__ = kernels(__name__, _INSTEAD)
+    __getattr__ = kernels(__name__, {"mamba3_siso_fwd_kernel": "mamba3_siso_fwd"})
