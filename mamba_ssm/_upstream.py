@@ -6,7 +6,7 @@ class with the same apply, forward and backward.
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -39,6 +39,13 @@ def kernels(module: str, instead: Mapping[str, str], language: str = "triton") -
         return UpstreamKernel(f"{module}.{name}", language, instead[name])
 
     return find
+
+
+def init_to_zero(names: Sequence[str]) -> Callable[[Mapping[str, torch.Tensor | None]], list[torch.Tensor]]:
+    """A function that zeroes the tensors of these names in a mapping, but those that are None; a pre-hook of triton's
+    autotuner has this form.
+    """
+    return lambda tensors: [tensor.zero_() for tensor in map(tensors.__getitem__, names) if tensor is not None]
 
 
 class AutogradFunction:

@@ -7,8 +7,10 @@ import weakref
 import pytest
 import torch
 from _helpers.cases import ScanCase
+from _helpers.mamba3_cases import STATES, Mamba3Case
 
 from mamba_ssm.ops import selective_scan_interface as interface
+from mamba_ssm.ops.tilelang.mamba3 import mamba3_mimo
 from mamba_ssm.ops.triton import (
     k_activations,
     layer_norm,
@@ -19,6 +21,7 @@ from mamba_ssm.ops.triton import (
     ssd_combined,
     ssd_state_passing,
 )
+from mamba_ssm.ops.triton.mamba3 import mamba3_siso_combined
 
 
 class Context:
@@ -59,6 +62,20 @@ def split_arguments():
     return [normal(2, 9, 24 + 10 + 4), normal(22, 3), normal(22), normal(4), decays(4), normal(4), 4]
 
 
+def mamba3_arguments(rank):
+    """In upstream's layouts, of its Function's arguments without defaults."""
+    case = Mamba3Case(2, 9, 2, 4, rank=rank, dstate=6, nangles=2, angles_of_heads=True, states=True)
+    tensors = case.inputs(torch.float32, "cpu")
+    for name in ("ADT", "DT", "Trap"):
+        tensors[name] = tensors[name].transpose(1, 2)
+    for name, dim in (("Q", 2), ("K", 2), ("Q_bias", 1), ("K_bias", 1), ("k_state", 1)):
+        tensors[name] = tensors[name] if rank else tensors[name].squeeze(dim)
+    names = ["Q", "K", "V", "ADT", "DT", "Trap", "Q_bias", "K_bias"]
+    if rank:
+        return [tensors[n] for n in (*names, "MIMO_V", "MIMO_Z", "MIMO_Out", "Angles", "D", "Z")] + [8, 4, None]
+    return [tensors[name] for name in (*names, "Angles", "D", "Z", *STATES)] + [None, 64, True]
+
+
 # class, arguments, options: what of each upstream returns a gradient for
 CASES = {
     "scan": (interface.SelectiveScanFn, scan_arguments, {"delta_softplus": True}, 10),
@@ -90,6 +107,8 @@ CASES = {
         5,
     ),
     "passing": (ssd_state_passing.StatePassingFn, lambda: [normal(2, 3, 4, 6), decays(2, 4, 3)], {}, 3),
+    "siso": (mamba3_siso_combined._Mamba3Function, lambda: mamba3_arguments(0), {}, 18),
+    "mimo": (mamba3_mimo._Mamba3Function, lambda: mamba3_arguments(2), {"return_state": True}, 19),
     "ssd": (ssd_combined.MambaChunkScanCombinedFn, ssd_arguments, {"return_final_states": True}, 16),
     "split": (ssd_combined.MambaSplitConv1dScanCombinedFn, split_arguments, {"headdim": 3}, 19),
 }  # fmt: skip
@@ -137,6 +156,13 @@ def test_results_without_a_gradient_are_reported():
     torch.testing.assert_close(y, expected)
     dx = layer_norm.LayerNormFn.backward(ctx, dy)[0]  # of the same mask
     torch.testing.assert_close(dx, torch.autograd.grad(expected, leaf, dy)[0])
+
+
+def test_states_come_together():
+    given = mamba3_arguments(0)
+    given[12] = None
+    with pytest.raises(ValueError, match="the four input states must be given together"):
+        mamba3_siso_combined._Mamba3Function.forward(Context(), *given)
 
 
 class Scaled(torch.autograd.Function):

@@ -4,7 +4,7 @@ import typing
 
 import torch
 
-from mamba_ssm._upstream import AutogradFunction, kernels
+from mamba_ssm._upstream import AutogradFunction, init_to_zero, kernels
 from mamba_ssm.ops.ssd.chunk_gradients import scan_backward_dA_of_products as _chunk_scan_bwd_ddAcs_stable
 from mamba_ssm.ops.ssd.chunk_gradients import scan_backward_dA_of_states as _chunk_scan_bwd_ddAcs_prev
 from mamba_ssm.ops.ssd.chunk_gradients import scan_backward_dA_unstable as _chunk_scan_bwd_ddAcs_unstable
@@ -34,6 +34,7 @@ __all__ = [
     "_chunk_scan_fwd_wip",
     "chunk_scan",
     "chunk_scan_ref",
+    "init_to_zero",
 ]
 
 

@@ -2,7 +2,7 @@
 
 import typing
 
-from mamba_ssm._upstream import AutogradFunction, kernels
+from mamba_ssm._upstream import AutogradFunction, init_to_zero, kernels
 from mamba_ssm.ops.ssd.chunk_gradients import cumsum_backward as _chunk_cumsum_bwd
 from mamba_ssm.ops.ssd.chunk_gradients import state_backward_dA as _chunk_state_bwd_ddAcs_stable
 from mamba_ssm.ops.ssd.chunk_gradients import state_backward_db as _chunk_state_bwd_db
@@ -24,6 +24,7 @@ __all__ = [
     "chunk_state",
     "chunk_state_ref",
     "chunk_state_varlen",
+    "init_to_zero",
 ]
 
 

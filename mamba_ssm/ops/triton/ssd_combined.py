@@ -1,11 +1,10 @@
 """Upstream's import path; the code is native, triton is never imported."""
 
 import typing
-from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from mamba_ssm._upstream import AutogradFunction, kernels
+from mamba_ssm._upstream import AutogradFunction, init_to_zero, kernels
 from mamba_ssm.ops.mamba2_block import (
     mamba_conv1d_scan_ref,
     mamba_split_conv1d_scan_combined,
@@ -75,13 +74,6 @@ def ensure_stride(inp: torch.Tensor) -> torch.Tensor:
     package's convolution takes any strides.
     """
     return inp if inp.stride(1) % 8 == 0 else inp.contiguous()
-
-
-def init_to_zero(names: Sequence[str]) -> Callable[[Mapping[str, torch.Tensor | None]], list[torch.Tensor]]:
-    """A function that zeroes the tensors of these names in a mapping, but those that are None; a pre-hook of triton's
-    autotuner has this form.
-    """
-    return lambda tensors: [tensor.zero_() for tensor in map(tensors.__getitem__, names) if tensor is not None]
 
 
 if not typing.TYPE_CHECKING:
