@@ -1,7 +1,7 @@
-"""Upstream's names for what this package does in another way: kernels in triton and autograd.Functions.
+"""Upstream's names for what this package does in another way: kernels in triton, and autograd.Functions.
 
-Code that imports such a kernel goes on, code that launches it is told what to call. An autograd.Function's name is a
-class with the same apply, forward and backward.
+A kernel can be imported; launching it is an error that says what to call. An autograd.Function is a class with the same
+apply, forward and backward.
 """
 
 import inspect
@@ -26,7 +26,7 @@ class UpstreamKernel:
     def __call__(self, *arguments: object, **options: object) -> typing.NoReturn:
         raise NotImplementedError(
             f"{self.name} is a {self.language} kernel of upstream's mamba_ssm, and this one has none: call "
-            f"{self.instead}, which does without"
+            f"{self.instead} instead"
         )
 
 
@@ -49,11 +49,11 @@ def init_to_zero(names: Sequence[str]) -> Callable[[Mapping[str, torch.Tensor | 
 
 
 class AutogradFunction:
-    """What has the name of one of upstream's autograd.Functions: apply is the public function, and forward and backward
-    are for code that calls them with a ctx of its own, an autograd.Function's or any object with save_for_backward and
+    """One of upstream's autograd.Functions by name. apply is the public function. forward and backward are for code
+    that calls them with a ctx of its own: an autograd.Function's, or any object with save_for_backward and
     saved_tensors.
 
-    apply: the function. gradients: how many arguments upstream's forward takes, as many as its backward returns.
+    gradients: how many arguments upstream's forward takes, which is how many gradients its backward returns.
     """
 
     apply: Callable[..., typing.Any]

@@ -19,18 +19,15 @@ def _update_kv_cache(kv: torch.Tensor, inference_params: AttentionCache, layer_i
 
     Same as upstream's mamba_ssm.modules.mha._update_kv_cache.
     """
-    row, start = getattr(inference_params, "batch_size_offset", 0), inference_params.seqlen_offset
-    cache = _kv_cache(inference_params, layer_idx, row + kv.shape[0], start + kv.shape[1])[row : row + kv.shape[0]]
-    if kv.dim() != 5 or kv.shape[2:] != cache.shape[2:]:
-        sizes = ", ".join(map(str, cache.shape[2:]))
-        raise ValueError(f"MHA: kv must have shape (B, L, {sizes}), got {tuple(kv.shape)}")
+    cache = _rows_of_cache(kv, inference_params, layer_idx, getattr(inference_params, "batch_size_offset", 0))
+    start, end = inference_params.seqlen_offset, inference_params.seqlen_offset + kv.shape[1]
     with torch.no_grad():
-        cache[:, start : start + kv.shape[1]] = kv
-    return cache[:, : start + kv.shape[1]]
+        cache[:, start:end] = kv
+    return cache[:, :end]
 
 
-def _kv_cache(inference_params: AttentionCache, layer_idx: int | None, rows: int, length: int) -> torch.Tensor:
-    """A layer's kv_cache, which must hold so many rows and tokens."""
+def _rows_of_cache(kv: torch.Tensor, inference_params: AttentionCache, layer_idx: int | None, row: int) -> torch.Tensor:
+    """The rows of a layer's kv_cache that kv (B, L, 2, kv heads, head_dim) is for, from `row` on."""
     caches = inference_params.key_value_memory_dict
     if layer_idx is None:
         raise ValueError("MHA: layer_idx must be given to the constructor to use inference_params")
@@ -39,11 +36,15 @@ def _kv_cache(inference_params: AttentionCache, layer_idx: int | None, rows: int
             f"MHA: inference_params has no cache of layer {layer_idx}: put allocate_inference_cache's there first"
         )
     cache: torch.Tensor = caches[layer_idx][0]
+    if kv.dim() != 5 or kv.shape[2:] != cache.shape[2:]:
+        sizes = ", ".join(map(str, cache.shape[2:]))
+        raise ValueError(f"MHA: kv must have shape (B, L, {sizes}), got {tuple(kv.shape)}")
+    rows, length = row + kv.shape[0], inference_params.seqlen_offset + kv.shape[1]
     if rows > cache.shape[0] or length > cache.shape[1]:
         raise ValueError(
             f"MHA: the cache holds {cache.shape[0]} rows of {cache.shape[1]} tokens, got {rows} rows of {length}"
         )
-    return cache
+    return cache[row:rows]
 
 
 class MHA(nn.Module):
@@ -309,9 +310,8 @@ class MHA(nn.Module):
         """Attention of q (B, L, heads, head_dim), of the same shape, after kv (B, L, 2, kv heads, head_dim) was written
         into this layer's cache. Positions are forward's: lengths_per_sample, if given, in a step of one token.
         """
-        batch, seqlen = q.shape[:2]
-        start = inference_params.seqlen_offset
-        cache = _kv_cache(inference_params, self.layer_idx, batch, start + seqlen)[:batch]
+        cache, start = _rows_of_cache(kv, inference_params, self.layer_idx, 0), inference_params.seqlen_offset
+        batch, seqlen = kv.shape[:2]
         positions = self._positions(inference_params, batch, seqlen, q.device)
         keys, values = kv.unbind(2)
         self._write_cache(cache, keys, values, positions, None, None, inference_params)

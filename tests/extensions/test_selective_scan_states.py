@@ -112,6 +112,21 @@ def test_dtypes(dtype, out_float, device):
         assert grad.dtype == leaf.dtype and grad.shape == leaf.shape
 
 
+def test_any_strides(device):
+    given = inputs(device, dstate=3, B="groups")
+    given["A"] = given["A"].t().contiguous().t()
+    for name in ("u", "delta", "B"):
+        given[name] = given[name].transpose(-1, -2).contiguous().transpose(-1, -2)
+    dout = torch.randn(2, 6, 37, 3, device=device).transpose(2, 3)
+    dense = [tensor.contiguous() for tensor in given.values()]
+    results = []
+    for u, delta, A, B, bias in (given.values(), dense):
+        out, x = selective_scan_cuda_oflex_rh.fwd(u, delta, A, B, bias, True)
+        results.append([out, *selective_scan_cuda_oflex_rh.bwd(u, delta, A, B, bias, dout, x, True)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_it_is_the_scan_before_C(device):
     given = inputs(device, dstate=4, B="groups")
     C = torch.randn_like(given["B"])
@@ -140,5 +155,7 @@ def test_errors(device):
         fwd(u, delta, A[:3], B, bias, True)
     with pytest.raises(ValueError, match=r"B must have shape .*\(B, G, N, L\) or \(B, N, L\)"):
         fwd(u, delta, A, B[..., 1:], bias, True)
+    with pytest.raises(ValueError, match=r"delta_bias must have shape .*one for each row of delta"):
+        fwd(u, delta, A, B, bias[:4], True)
     with pytest.raises(ValueError, match="delta's rows must divide"):
         fwd(u, delta[:, :4], A, B, None, True)

@@ -286,6 +286,8 @@ def test_update_kv_cache(device):
     params.seqlen_offset, params.lengths_per_sample = 1, torch.ones(3, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=r"kv must have shape \(B, L, 2, 2, 6\), got \(2, 3, 2, 4, 3\)"):
         module._update_kv_cache(kv.view(2, 3, 2, 4, 3), params)
+    with pytest.raises(ValueError, match=r"kv must have shape \(B, L, 2, 2, 6\), got \(2, 3, 4, 6\)"):
+        module._update_kvcache_attention(kv[:, :, 0], kv.flatten(2, 3), params)
     with pytest.raises(ValueError, match="a step takes one token, got 3"):
         module._update_kvcache_attention(torch.randn(2, 3, 4, 6, device=device), kv, params)
     with pytest.raises(ValueError, match="layer_idx must be given"):

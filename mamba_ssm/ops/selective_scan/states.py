@@ -62,7 +62,7 @@ def states_backward(
     if dout.shape != shape:
         raise ValueError(f"{NAME}: dout must have shape (B, D, N, L) = {shape}, got {tuple(dout.shape)}")
     checks.check_dims(NAME, "x", x, 4, "(B, D, chunks, 2N)")
-    dout = dout.view(batch, groups, channels, dstate, seqlen).transpose(2, 3).reshape(batch, dstate * dim, seqlen)
+    dout = dout.reshape(batch, groups, channels, dstate, seqlen).transpose(2, 3).reshape(batch, dstate * dim, seqlen)
     x = x if dstate == 1 else x.reshape(batch, dim * dstate, -1, 2)
     given = inputs.u, inputs.delta, inputs.A, inputs.B, _ones(inputs.A), None, None, inputs.delta_bias
     grads = backward(*given, dout.to(inputs.u.dtype), x, delta_softplus)
@@ -82,6 +82,8 @@ def _by_state(u, delta, A, B, delta_bias, wide):
     delta, delta_bias = row_for_each_channel(u, delta, delta_bias)
     checks.check_dims(NAME, "A", A, 2, "(D, N)")
     checks.check_tensor(NAME, "B", B)
+    if A.shape[0] != u.shape[1]:
+        raise ValueError(f"{NAME}: A must have the {u.shape[1]} channels of u, got shape {tuple(A.shape)}")
     (dim, dstate), groups = A.shape, B.shape[1] if B.dim() == 4 else 1
     checks.check_groups(NAME, "dim (channels of u)", dim, groups)
     sizes = groups, dstate, dim // groups
@@ -89,8 +91,8 @@ def _by_state(u, delta, A, B, delta_bias, wide):
         checks.check_same(NAME, "B", B, _shape_of_B(u, B, sizes), u, "u", "(B, G, N, L) or (B, N, L)")
     else:
         checks.check_float32(NAME, "B", B, (dim, dstate), u, "u", "(D, N)")
-    if A.shape[0] != u.shape[1]:
-        raise ValueError(f"{NAME}: A must have the {u.shape[1]} channels of u, got shape {tuple(A.shape)}")
+    if delta_bias is not None:
+        checks.check_float32(NAME, "delta_bias", delta_bias, (dim,), u, "u", "(D), or one for each row of delta")
 
     def repeated(rows, begin):
         """One for each state of a channel, which lies at dimension begin."""
@@ -99,7 +101,7 @@ def _by_state(u, delta, A, B, delta_bias, wide):
 
     def by_state(matrix):
         """(D, N) as (G N c, 1)."""
-        return matrix.view(groups, sizes[2], dstate).transpose(1, 2).reshape(-1, 1)
+        return matrix.reshape(groups, sizes[2], dstate).transpose(1, 2).reshape(-1, 1)
 
     matrix = by_state(B) if B.dim() == 2 else B.reshape(B.shape[0], groups * dstate, 1, B.shape[-1])
     u, delta = repeated(u, 1), repeated(delta, 1)
