@@ -1,7 +1,6 @@
 """Language models of Mamba blocks of all kinds and attention: upstream's constructors, state dicts and checkpoints."""
 
 import inspect
-import math
 import os
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -16,6 +15,8 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import parameter_dtype, shown, usable_device
 from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.models._fit import EMBEDDING, HEAD, check_dtypes, check_shapes, check_sizes, expected_shapes, shapes_of
+from mamba_ssm.models._initial import init_weights as _init_weights
+from mamba_ssm.models._labels import next_labels
 from mamba_ssm.models.config_mamba import MambaConfig, check_config, check_layers
 from mamba_ssm.modules.bimamba2 import BiMamba2
 from mamba_ssm.modules.block import Block, add_norm
@@ -26,6 +27,7 @@ from mamba_ssm.modules.mamba3 import Mamba3
 from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
 from mamba_ssm.modules.mlp import GatedMLP
+from mamba_ssm.modules.padding import Padding, aligned, padding_of
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.linear_cross_entropy import linear_cross_entropy
 from mamba_ssm.ops.norm import RMSNorm
@@ -108,31 +110,6 @@ def _mixer(
     return partial(cls, **options, **given)
 
 
-def _init_weights(
-    module: nn.Module,
-    n_layer: int,
-    initializer_range: float = 0.02,
-    rescale_prenorm_residual: bool = True,
-    n_residuals_per_layer: int = 1,
-) -> None:
-    """Embeddings normal, biases zero, and the projections that end in the residual scaled down by the square root of
-    their number (GPT-2, section 2.3), so that its variance does not grow with depth. For nn.Module.apply.
-    """
-    if isinstance(module, nn.Linear):
-        if module.bias is not None and not getattr(module.bias, "_no_reinit", False):
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=initializer_range)
-    if not rescale_prenorm_residual:
-        return
-    for name in ("out_proj", "fc2"):
-        weight = getattr(getattr(module, name, None), "weight", None)
-        if weight is not None:
-            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-            with torch.no_grad():
-                weight /= math.sqrt(n_residuals_per_layer * n_layer)
-
-
 def _check_device(what: str, given: torch.Tensor, name: str, weight: torch.Tensor) -> None:
     """torch takes meta tensors beside others in look-ups and products, and returns memory that nobody has written."""
     if given.device != weight.device:
@@ -207,10 +184,18 @@ class MixerModel(nn.Module):
         }
 
     def forward(
-        self, input_ids: torch.Tensor, inference_params: InferenceCache | None = None, **mixer_kwargs: typing.Any
+        self,
+        input_ids: torch.Tensor,
+        inference_params: InferenceCache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **mixer_kwargs: typing.Any,
     ) -> torch.Tensor:
         """input_ids (B, L) integers -> (B, L, d_model). mixer_kwargs go to every mixer: seq_idx (B, L) int32 for packed
         sequences, cu_seqlens (sequences + 1) int32 for Mamba-2, Mamba-3 and attention.
+
+        attention_mask: (B, L) bool or integers, 1 at tokens, 0 at padding before or behind them, as tokenizers make it:
+            each row is as if it were alone and without padding, at which the result is undefined but finite. Not with
+            seq_idx or cu_seqlens; with inference_params for the first call alone.
         """
         checks.check_tensor("MixerModel", "input_ids", input_ids)
         tokens = input_ids.dim() == 2 and input_ids.dtype in (torch.int64, torch.int32)
@@ -220,6 +205,22 @@ class MixerModel(nn.Module):
             )
         if is_plain(self.embedding, nn.Embedding):
             _check_device("MixerModel: input_ids", input_ids, "embedding.weight", self.embedding.weight)
+        if attention_mask is not None:
+            run = partial(self._run, inference_params, mixer_kwargs)
+            packed = {name: mixer_kwargs.get(name) for name in ("seq_idx", "cu_seqlens")}
+            return aligned("MixerModel", input_ids, attention_mask, inference_params, run, **packed)
+        return self._run(inference_params, mixer_kwargs, input_ids)
+
+    def _run(
+        self,
+        inference_params: InferenceCache | None,
+        mixer_kwargs: dict[str, typing.Any],
+        input_ids: torch.Tensor,
+        padding: Padding | None = None,
+    ) -> torch.Tensor:
+        """forward; input_ids were checked."""
+        if padding is not None:
+            mixer_kwargs = {**mixer_kwargs, "attention_mask": padding}
         hidden_states, residual = self.embedding(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
@@ -291,6 +292,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         num_items_in_batch: torch.Tensor | int | None = None,
+        attention_mask: torch.Tensor | None = None,
         **mixer_kwargs: typing.Any,
     ) -> CausalLMOutput | CausalLMLoss:
         """Next-token logits of each position; with labels the loss of predicting them, without any logits.
@@ -298,13 +300,16 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         Args:
             input_ids: (B, L) integers. position_ids: not used, accepted for generation code.
             inference_params: InferenceParams; with seqlen_offset 0 the states are filled, else a step is taken.
-            num_last_tokens: if positive, logits of that many last positions only.
+            num_last_tokens: if positive, logits of that many last positions only; with attention_mask of each row's
+                last tokens, behind its padding.
             labels: (B, L) int64, as a rule input_ids: a position is to predict the label of the next one, as in
                 transformers. No position predicts a label of ignore_index: give it to padding, and to the first token
                 of each packed sequence. With num_last_tokens so many last positions count.
             label_smoothing, z_loss: as for linear_cross_entropy, which computes the loss in pieces.
             num_items_in_batch: the sum of the losses is divided by it, and not by the number of labels that count: for
                 accumulating gradients of several batches.
+            attention_mask: (B, L), 1 at tokens, 0 at padding; see MixerModel.forward. Padding predicts nothing and
+                is not to be predicted, whatever its labels are.
             mixer_kwargs: go to every mixer: seq_idx (B, L) int32, cu_seqlens (sequences + 1) int32.
 
         Returns:
@@ -314,22 +319,26 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         Raises:
             ValueError: labels are not (B, L), or lm_head is more than a linear layer (it has hooks, or was replaced).
         """
+        padding = None
+        if attention_mask is not None:
+            padding = padding_of("MambaLMHeadModel", attention_mask, input_ids)
+            mixer_kwargs["attention_mask"] = padding
         hidden_states = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
+        if labels is not None:
+            labels = next_labels(input_ids, labels, ignore_index, padding)
         if num_last_tokens > 0:
+            if padding is not None:
+                hidden_states = padding.move_to_start(hidden_states)
+                labels = None if labels is None else padding.move_to_start(labels)
             hidden_states = hidden_states[:, -num_last_tokens:]
         if is_plain(self.lm_head, nn.Linear):
             _check_device("MambaLMHeadModel: the hidden states", hidden_states, "lm_head.weight", self.lm_head.weight)
         if labels is None:
             return CausalLMOutput(logits=project(self.lm_head, hidden_states))
-        checks.check_tensor("MambaLMHeadModel", "labels", labels)
-        if labels.shape != input_ids.shape:
-            shapes = f"{tuple(input_ids.shape)}, got {tuple(labels.shape)}"
-            raise ValueError(f"MambaLMHeadModel: labels must be (B, L) as input_ids, {shapes}")
-        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)[:, -hidden_states.shape[1] :]
         loss = linear_cross_entropy(
             hidden_states,
             self._head_weight(),
-            labels,
+            labels[:, -hidden_states.shape[1] :],
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             z_loss=z_loss,

@@ -15,6 +15,7 @@ from mamba_ssm._arguments import shown
 from mamba_ssm._torch import is_plain, weight_and_bias
 from mamba_ssm.modules._inputs import check_projections
 from mamba_ssm.modules._submodules import convolve
+from mamba_ssm.modules.padding import Padding
 from mamba_ssm.ops.mamba_block import Direction, mamba_inner_both, mamba_inner_fn
 from mamba_ssm.ops.selective_scan import selective_scan_fn
 
@@ -57,20 +58,23 @@ def parts_of(mixer: typing.Any, suffix: str = "") -> Parts:
     return Parts(conv1d, x_proj, dt_proj, getattr(mixer, f"A{suffix}_log"), getattr(mixer, f"D{suffix}"))
 
 
-def both_ways(mixer: typing.Any, xz: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
+def both_ways(
+    mixer: typing.Any, xz: torch.Tensor, seq_idx: torch.Tensor | None, padding: Padding | None = None
+) -> torch.Tensor:
     """A layer's output (B, L, d_model), before gamma, from its input projection's, xz (B, 2D, L)."""
     forwards = parts_of(mixer)
     if mixer.bimamba_type == "v1":
         check_projections("Mamba", mixer, xz, ("x_proj", "dt_proj"))
-        y, y_b = _scans(forwards, ((mixer.A_log, False), (mixer.A_b_log, True)), xz, seq_idx)
+        y, y_b = _scans(forwards, ((mixer.A_log, False), (mixer.A_b_log, True)), xz, seq_idx, padding)
         return mixer.out_proj((y + y_b).transpose(1, 2))
     backwards = parts_of(mixer, "_b")
     sliced = parts_of(mixer, "_s") if mixer.bimamba_type == "v3" else None
     if sliced is not None:
-        _check_slices(mixer.nslices, xz.shape[-1], seq_idx)
+        _check_slices(mixer.nslices, xz.shape[-1], seq_idx=seq_idx, attention_mask=padding)
     scale = 0.5 if mixer.if_divide_out and mixer.bimamba_type == "v2" else 1.0
     plain = forwards.plain and backwards.plain and (sliced is None or sliced.plain)
-    if mixer.use_fast_path and seq_idx is None and plain and is_plain(mixer.out_proj, nn.Linear):
+    whole = seq_idx is None and padding is None
+    if mixer.use_fast_path and whole and plain and is_plain(mixer.out_proj, nn.Linear):
         weight, bias = weight_and_bias(mixer.out_proj)
         weight = weight if scale == 1.0 else weight * scale
         out = mamba_inner_both(xz, weight, bias, forwards.parameters(), backwards.parameters())
@@ -86,7 +90,7 @@ def both_ways(mixer: typing.Any, xz: torch.Tensor, seq_idx: torch.Tensor | None)
     for suffix in ("", "_b", "_s") if sliced is not None else ("", "_b"):
         check_projections("Mamba", mixer, xz, (f"x_proj{suffix}", f"dt_proj{suffix}"))
     y, y_b = (
-        _scans(parts, ((parts.A_log, reverse),), xz, seq_idx)[0]
+        _scans(parts, ((parts.A_log, reverse),), xz, seq_idx, padding)[0]
         for parts, reverse in ((forwards, False), (backwards, True))
     )
     y = y + y_b
@@ -97,11 +101,15 @@ def both_ways(mixer: typing.Any, xz: torch.Tensor, seq_idx: torch.Tensor | None)
 
 
 def _scans(
-    parts: Parts, A_logs: tuple[tuple[torch.Tensor, bool], ...], xz: torch.Tensor, seq_idx: torch.Tensor | None
+    parts: Parts,
+    A_logs: tuple[tuple[torch.Tensor, bool], ...],
+    xz: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+    padding: Padding | None = None,
 ) -> list[torch.Tensor]:
     """For each (A_log, whether backwards) the gated scan, (B, D, L), of one convolution, which goes as the first."""
     x, z = xz.chunk(2, dim=1)
-    x = convolve(parts.conv1d, x, "silu", seq_idx, reverse=A_logs[0][1])
+    x = convolve(parts.conv1d, x, "silu", seq_idx, reverse=A_logs[0][1], padding=padding)
     dstate = parts.A_log.shape[1]
     x_dbl = parts.x_proj(x.transpose(1, 2))
     dt, B, C = torch.split(x_dbl, [x_dbl.shape[-1] - 2 * dstate, dstate, dstate], dim=-1)
@@ -133,16 +141,18 @@ def _scans(
 # ---- slices ----------------------------------------------------------------------------------------------------------
 
 
-def _check_slices(slices: int, seqlen: int, seq_idx: torch.Tensor | None) -> None:
+def _check_slices(slices: int, seqlen: int, **given: object) -> None:
     if seqlen % slices:
         raise ValueError(
             f"Mamba: with bimamba_type='v3' the length must be a multiple of nslices = {slices}, got {seqlen}: pad the "
             "input, or choose another nslices"
         )
-    if seq_idx is not None:
-        raise ValueError(
-            "Mamba: bimamba_type='v3' takes no seq_idx: slices would mix packed sequences. Give each a row"
-        )
+    for argument, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"Mamba: bimamba_type='v3' takes no {argument}: slices would mix sequences with others or with "
+                "padding. Give each a row, and rows of one length to a call"
+            )
 
 
 def _to_slices(x: torch.Tensor, slices: int, dim: int) -> torch.Tensor:

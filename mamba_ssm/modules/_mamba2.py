@@ -13,6 +13,7 @@ from mamba_ssm._torch import is_plain, reference
 from mamba_ssm.distributed.across_ranks import mamba2_across_ranks
 from mamba_ssm.modules._state import initial_dt_bias, is_shape_only, mark
 from mamba_ssm.modules._submodules import conv_widths, convolve, plain_convolution
+from mamba_ssm.modules.padding import Padding
 from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.mamba2_block import Options, mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.mamba2_block.arguments import Inputs
@@ -178,11 +179,13 @@ class Mamba2Base(nn.Module):
         states: tuple[torch.Tensor, torch.Tensor] | None = None,
         continues: bool = False,
         reverse: bool = False,
+        padding: Padding | None = None,
     ) -> torch.Tensor:
         """(B, L, d_inner), by a call of each submodule that is more than its parameters.
 
         states: conv_state and ssm_state of inference, which are written; with continues they are also gone on from.
             With cu_seqlens they have a row for each sequence.
+        padding: with its seq_idx.
         """
         conv_state, ssm_state = (None, None) if states is None else states
         if continues and ssm_state is not None:
@@ -190,7 +193,7 @@ class Mamba2Base(nn.Module):
         z0, x0, z, xBC, dt = self._split(zxbcdt)
         xBC = xBC.transpose(1, 2)
         packed = seq_idx, conv_state, continues, cu_seqlens
-        xBC = convolve(self.conv1d, xBC, self.activation, *packed, reverse=reverse).transpose(1, 2)
+        xBC = convolve(self.conv1d, xBC, self.activation, *packed, reverse=reverse, padding=padding).transpose(1, 2)
         x, B, C = self._split_xBC(xBC)
         y: typing.Any = mamba_chunk_scan_combined(
             x,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from mamba_ssm._torch import is_plain, reference
 from mamba_ssm.distributed.across_ranks import causal_conv1d_across_ranks
+from mamba_ssm.modules.padding import Padding
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 
 
@@ -27,14 +28,22 @@ def convolve(
     continues: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     reverse: bool = False,
+    padding: Padding | None = None,
 ) -> torch.Tensor:
     """x (B, D, L) through the causal depthwise convolution that conv1d holds, and the activation (None: none).
 
     conv_state: (B, D, d_conv), takes the last inputs, or None. With continues x goes on from those that it holds. With
         cu_seqlens, (sequences + 1), its rows are for the sequences that are packed in x.
     reverse: backwards in time; without conv_state.
+    padding: x counts as zero there, and the result is zero. With conv_state at the start of rows alone.
     """
-    before = None if conv_state is None else _keep_last(conv_state, x, continues, cu_seqlens)
+    if padding is not None:
+        if not is_plain(conv1d, nn.Conv1d):  # what took its place knows no padding
+            x = padding.zero(x.transpose(1, 2)).transpose(1, 2)
+            dense = convolve(conv1d, x, activation, None, conv_state, continues, reverse=reverse)
+            return padding.zero(dense.transpose(1, 2)).transpose(1, 2)
+        seq_idx = padding.seq_idx
+    before = None if conv_state is None else _keep_last(conv_state, x, continues, cu_seqlens, padding)
     if is_plain(conv1d, nn.Conv1d):
         weight, bias = conv1d.weight.squeeze(1), conv1d.bias
         out: typing.Any = causal_conv1d_fn(
@@ -74,7 +83,11 @@ def plain_convolution(conv1d: nn.Module) -> nn.Conv1d:
 
 @torch.no_grad()
 def _keep_last(
-    conv_state: torch.Tensor, x: torch.Tensor, continues: bool, cu_seqlens: torch.Tensor | None
+    conv_state: torch.Tensor,
+    x: torch.Tensor,
+    continues: bool,
+    cu_seqlens: torch.Tensor | None,
+    padding: Padding | None = None,
 ) -> torch.Tensor | None:
     """Writes the last inputs into conv_state; returns those before x, (B, D, d_conv - 1), or None."""
     if cu_seqlens is not None:
@@ -83,6 +96,8 @@ def _keep_last(
     width = conv_state.shape[-1]
     before = conv_state[..., 1:].to(x.dtype, copy=True) if continues else None
     inputs = x if before is None else torch.cat([before, x[..., -width:]], dim=-1)
+    if padding is not None:
+        inputs = x[..., -width:].masked_fill(~padding.real[:, None, -width:], 0)
     conv_state.copy_(F.pad(inputs, (width - inputs.shape[-1], 0)))  # zeros before a shorter sequence
     return before
 

@@ -10,6 +10,7 @@ from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, check_proje
 from mamba_ssm.modules._mamba2 import Mamba2Base
 from mamba_ssm.modules._state import mark
 from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.ops.norm import GatedRMSNorm
 
 _COMBINATIONS = "sum", "gate"
@@ -41,11 +42,13 @@ class _Direction(Mamba2Base):
             options = {"norm_before_gate": self.norm_before_gate, "group_size": group_size, **factory}
             self.norm = GatedRMSNorm(self.d_ssm, eps=1e-5, **options)
 
-    def _run(self, zxbcdt: torch.Tensor, seq_idx: torch.Tensor | None, reverse: bool) -> torch.Tensor:
+    def _run(
+        self, zxbcdt: torch.Tensor, seq_idx: torch.Tensor | None, padding: Padding | None, reverse: bool
+    ) -> torch.Tensor:
         """(B, L, d_inner), before the output projection."""
         if self._may_fuse():
             return self._fused(zxbcdt, seq_idx, project=False, reverse=reverse)
-        return self._unfused(zxbcdt, seq_idx, reverse=reverse)
+        return self._unfused(zxbcdt, seq_idx, reverse=reverse, padding=padding)
 
 
 class BiMamba2(_Direction):
@@ -134,11 +137,14 @@ class BiMamba2(_Direction):
         seq_idx: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         inference_params: InferenceCache | None = None,
+        attention_mask: torch.Tensor | Padding | None = None,
     ) -> torch.Tensor:
         """u (B, L, d_model) -> the same shape.
 
         seq_idx: (B, L) int32; sequences packed in one row do not see each other. cu_seqlens: (sequences + 1) int32, the
         bounds of sequences packed in a batch of 1, which says the same. inference_params: None, or an error.
+        attention_mask: (B, L) bool or integers, 1 at real steps, 0 at padding before or behind them, which gives zeros.
+            Not with seq_idx or cu_seqlens.
         """
         projections = ("in_proj", "out_proj", "gate_proj") if self.combine == "gate" else ("in_proj", "out_proj")
         check_input("BiMamba2", self, u, self.d_model, projections, seq_idx=seq_idx)
@@ -146,15 +152,26 @@ class BiMamba2(_Direction):
             check_projections("BiMamba2", self.backwards, u, ("in_proj",))
         if inference_params is not None:
             refuse_decoding("BiMamba2")
+        packed = seq_idx
         if cu_seqlens is not None:
             check_cu_seqlens("BiMamba2", cu_seqlens, u)
             positions = torch.arange(u.shape[1], device=u.device, dtype=cu_seqlens.dtype)
-            seq_idx = torch.bucketize(positions, cu_seqlens[1:], right=True, out_int32=True)[None]
+            packed = torch.bucketize(positions, cu_seqlens[1:], right=True, out_int32=True)[None]
+        if attention_mask is None:
+            return self._both(u, packed)
+
+        def run(rows: torch.Tensor, padding: Padding | None) -> torch.Tensor:
+            return self._both(rows, None if padding is None else padding.seq_idx, padding)
+
+        return masked("BiMamba2", u, attention_mask, None, run, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
+
+    def _both(self, u: torch.Tensor, seq_idx: torch.Tensor | None, padding: Padding | None = None) -> torch.Tensor:
+        """forward, whose arguments were checked. padding with its seq_idx."""
         zxbcdt = self.in_proj(u)
-        y = self._run(zxbcdt, seq_idx, reverse=False)
+        y = self._run(zxbcdt, seq_idx, padding, reverse=False)
         if not self.shared_proj:
             zxbcdt = typing.cast(nn.Module, self.backwards.in_proj)(u)
-        y_b = self.backwards._run(zxbcdt, seq_idx, reverse=True)
+        y_b = self.backwards._run(zxbcdt, seq_idx, padding, reverse=True)
         if self.combine == "sum":
             return self.out_proj(y + y_b)
         gate = torch.sigmoid(self.gate_proj(u))[..., None].to(y.dtype)

@@ -64,7 +64,8 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden_states, residual (or None in the first layer) (B, L, dim) -> the same two, to be added later.
 
-        inference_params and mixer_kwargs (seq_idx, cu_seqlens, ...) go to the mixer.
+        inference_params and mixer_kwargs (seq_idx, cu_seqlens, attention_mask, ...) go to the mixer. What comes out of
+        it is zero at padding; norms and MLP take each step alone.
         """
         checks.check_tensor("Block", "hidden_states", hidden_states)
         hidden_states, residual = self._add_norm(hidden_states, residual, self.norm)

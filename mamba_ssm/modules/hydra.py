@@ -11,6 +11,7 @@ from mamba_ssm.modules._inputs import check_input, refuse_decoding
 from mamba_ssm.modules._mamba2 import Mamba2Base
 from mamba_ssm.modules._state import mark
 from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.ops.norm import GatedRMSNorm
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
 
@@ -84,24 +85,45 @@ class Hydra(Mamba2Base):
         )
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
 
-    def forward(self, u: torch.Tensor, inference_params: InferenceCache | None = None) -> torch.Tensor:
-        """u (B, L, d_model) -> the same shape. inference_params: None, or an error."""
+    def forward(
+        self,
+        u: torch.Tensor,
+        inference_params: InferenceCache | None = None,
+        attention_mask: torch.Tensor | Padding | None = None,
+    ) -> torch.Tensor:
+        """u (B, L, d_model) -> the same shape. inference_params: None, or an error.
+
+        attention_mask: (B, L) bool or integers, 1 at real steps, 0 at padding before or behind them, which gives zeros.
+        """
         check_input("Hydra", self, u, self.d_model, ("in_proj", "conv1d", "fc_D", "out_proj"))
         if inference_params is not None:
             refuse_decoding("Hydra")
+        if attention_mask is None:
+            return self._run(u)
+        return masked("Hydra", u, attention_mask, None, self._run)
+
+    def _run(self, u: torch.Tensor, padding: Padding | None = None) -> torch.Tensor:
+        """forward; u was checked."""
         matrices = 2 * self.ngroups * self.d_state
         z, xBC, dt = self.in_proj(u).split([self.d_inner, self.d_inner + 2 * matrices, 2 * self.nheads], dim=-1)
+        if padding is not None:  # the convolution sees both sides of a step
+            xBC = padding.zero(xBC)
         xBC = self.act(self.conv1d(xBC.transpose(1, 2))).transpose(1, 2)
+        if padding is not None:
+            xBC = padding.zero(xBC)
         x, BC, BC_b = xBC.split([self.d_inner, matrices, matrices], dim=-1)
         dt, dt_b = dt.chunk(2, dim=-1)
         diagonal = self.D + self.fc_D(x)
         x = x.unflatten(-1, (self.nheads, self.headdim))
-        before = self._scan(x, dt, BC, reverse=False)[:, :-1]
-        behind = self._scan(x, dt_b, BC_b, reverse=True)[:, 1:]
+        seq_idx = None if padding is None else padding.seq_idx
+        before = self._scan(x, dt, BC, seq_idx, reverse=False)[:, :-1]
+        behind = self._scan(x, dt_b, BC_b, seq_idx, reverse=True)[:, 1:]
         y = x * diagonal[..., None].to(x.dtype) + F.pad(before, (0, 0, 0, 0, 1, 0)) + F.pad(behind, (0, 0, 0, 0, 0, 1))
         return self.out_proj(self.norm(y.flatten(2), z))
 
-    def _scan(self, x: torch.Tensor, dt: torch.Tensor, BC: torch.Tensor, reverse: bool) -> torch.Tensor:
+    def _scan(
+        self, x: torch.Tensor, dt: torch.Tensor, BC: torch.Tensor, seq_idx: torch.Tensor | None, reverse: bool
+    ) -> torch.Tensor:
         B, C = BC.unflatten(-1, (2 * self.ngroups, self.d_state)).chunk(2, dim=2)
         out: typing.Any = mamba_chunk_scan_combined(
             x,
@@ -113,6 +135,7 @@ class Hydra(Mamba2Base):
             dt_bias=self.dt_bias,
             dt_softplus=True,
             dt_limit=self.dt_limit,
+            seq_idx=seq_idx,
             reverse=reverse,
         )
         return out

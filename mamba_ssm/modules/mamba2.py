@@ -16,6 +16,7 @@ from mamba_ssm.modules._mamba2 import Mamba2Base
 from mamba_ssm.modules._state import StatefulBlock, mark
 from mamba_ssm.modules._submodules import convolve_step
 from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.ops.activations import clamp
 from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.linear import project
@@ -167,6 +168,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
         seq_idx: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         inference_params: InferenceCache | None = None,
+        attention_mask: torch.Tensor | Padding | None = None,
     ) -> torch.Tensor:
         """u (B, L, d_model), or (B * L, d_model) with seqlen = L -> the same shape.
 
@@ -178,8 +180,35 @@ class Mamba2(Mamba2Base, StatefulBlock):
         inference_params: an object with key_value_memory_dict and seqlen_offset. With offset 0 the call fills this
             layer's states there, one row for each of the batch or of the packed sequences; with a positive one it
             continues from these states, by a step (L = 1) or a piece.
+        attention_mask: (B, L) bool or integers, 1 at real steps, 0 at padding before or behind them. Padding does not
+            change states and gives zeros. Not with seq_idx, cu_seqlens or process_group; with inference_params for the
+            first call alone.
         """
         continues = self._check_call(u, seqlen, seq_idx, cu_seqlens, inference_params)
+        if attention_mask is None:
+            return self._run(u, seqlen, seq_idx, cu_seqlens, inference_params, continues)
+        excluded: dict[str, object] = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        excluded |= {"process_group": self.process_group, "context_parallel": self.context_parallel_group}
+
+        def run(rows: torch.Tensor, padding: Padding | None) -> torch.Tensor:
+            seq_idx = None if padding is None else padding.seq_idx
+            return self._run(rows, None, seq_idx, None, inference_params, continues, padding)
+
+        rows = u if seqlen is None else u.unflatten(0, (-1, seqlen))
+        out = masked("Mamba2", rows, attention_mask, inference_params, run, **excluded)
+        return out if seqlen is None else out.flatten(0, 1)
+
+    def _run(
+        self,
+        u: torch.Tensor,
+        seqlen: int | None,
+        seq_idx: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        inference_params: InferenceCache | None,
+        continues: bool,
+        padding: Padding | None = None,
+    ) -> torch.Tensor:
+        """forward, whose arguments were checked; padding with its seq_idx, without seqlen and cu_seqlens."""
         steps = u.shape[1] if seqlen is None else seqlen
         route = self._route(infers=inference_params is not None, steps_once=continues and steps == 1)
         if route == "across ranks":
@@ -207,7 +236,8 @@ class Mamba2(Mamba2Base, StatefulBlock):
             if inference_params is not None:
                 rows = zxbcdt.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
                 states = self._get_states_from_cache(inference_params, rows)
-            y = self._unfused(zxbcdt, seq_idx, cu_seqlens=cu_seqlens, states=states, continues=continues)
+            cached: dict[str, typing.Any] = {"states": states, "continues": continues}
+            y = self._unfused(zxbcdt, seq_idx, cu_seqlens=cu_seqlens, **cached, padding=padding)
         else:
             y = self._fused(zxbcdt, seq_idx, projected)
         if seqlen is not None:

@@ -10,6 +10,7 @@ from mamba_ssm._torch import is_plain
 from mamba_ssm.modules._inputs import check_input
 from mamba_ssm.modules._mamba2 import Mamba2Base
 from mamba_ssm.modules._state import mark
+from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.ops.norm import GatedRMSNorm
 
 
@@ -91,13 +92,37 @@ class Mamba2Simple(Mamba2Base):
         )
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
 
-    def forward(self, u: torch.Tensor, seq_idx: torch.Tensor | None = None) -> torch.Tensor:
-        """u (B, L, d_model) -> the same shape. seq_idx: (B, L) int32; packed sequences do not see each other."""
+    def forward(
+        self,
+        u: torch.Tensor,
+        seq_idx: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Padding | None = None,
+    ) -> torch.Tensor:
+        """u (B, L, d_model) -> the same shape. seq_idx: (B, L) int32; packed sequences do not see each other.
+
+        attention_mask: (B, L) bool or integers, 1 at real steps, 0 at padding before or behind them, which gives zeros.
+            Not with seq_idx or learnable_init_states.
+        """
         check_input("Mamba2Simple", self, u, self.d_model, ("in_proj", "out_proj"), seq_idx=seq_idx)
+        if attention_mask is None:
+            return self._run(u, seq_idx)
+        if self.learnable_init_states:
+            raise ValueError(
+                "Mamba2Simple: attention_mask is not supported with learnable_init_states, which are the states before "
+                "the first step, padding or not: give rows of one length to a call"
+            )
+
+        def run(rows: torch.Tensor, padding: Padding | None) -> torch.Tensor:
+            return self._run(rows, None if padding is None else padding.seq_idx, padding)
+
+        return masked("Mamba2Simple", u, attention_mask, None, run, seq_idx=seq_idx)
+
+    def _run(self, u: torch.Tensor, seq_idx: torch.Tensor | None, padding: Padding | None = None) -> torch.Tensor:
+        """forward; u was checked. padding with its seq_idx."""
         zxbcdt = self.in_proj(u)
         initial_states = self.init_states.expand(u.shape[0], -1, -1, -1) if self.learnable_init_states else None
         if not self._may_fuse():
-            return self.out_proj(self._unfused(zxbcdt, seq_idx, initial_states))
+            return self.out_proj(self._unfused(zxbcdt, seq_idx, initial_states, padding=padding))
         project = is_plain(self.out_proj, nn.Linear)
         y = self._fused(zxbcdt, seq_idx, project, initial_states)
         return y if project else self.out_proj(y)

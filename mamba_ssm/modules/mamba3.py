@@ -1,5 +1,6 @@
 """The Mamba-3 block (arXiv 2603.15569), SISO and MIMO, with upstream's parameter names, shapes and states."""
 
+import functools
 import itertools
 import typing
 import warnings
@@ -13,14 +14,11 @@ import torch.nn.functional as F
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import (
     check_flags,
-    check_integer,
-    check_number,
     check_process_group,
     first_few,
     inner_width,
     shown,
 )
-from mamba_ssm._native import abi
 from mamba_ssm._torch import is_plain
 from mamba_ssm.distributed.across_ranks import mamba3_scan_across_ranks
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear, SharedRMSNorm
@@ -32,8 +30,10 @@ from mamba_ssm.modules._inputs import (
     refuse_with_context_parallel,
 )
 from mamba_ssm.modules._mamba3_parts import UpstreamParts
+from mamba_ssm.modules._mamba3_settings import check_heads, check_rates, check_sizes
 from mamba_ssm.modules._state import initial_dt_bias, mark, states_in_cache
 from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.ops.activations import clamp, heavy_tail_activation
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba3_block import mamba3_block, mamba3_block_step
@@ -109,15 +109,9 @@ class Mamba3(UpstreamParts):
         if kwargs:
             warnings.warn(f"Mamba3: these arguments have no effect: {first_few(list(kwargs))}", stacklevel=2)
         factory: dict[str, typing.Any] = {"device": device, "dtype": dtype}
-        check_integer("Mamba3", "d_state", d_state, most=abi.MAX_DSTATE)
-        check_integer("Mamba3", "headdim", headdim, most=abi.MAX_HEADDIM)
-        check_integer("Mamba3", "ngroups", ngroups)
-        check_integer("Mamba3", "mimo_rank", mimo_rank, most=abi.MAX_RANK)
-        check_number("Mamba3", "A_floor", A_floor, least=0)
-        check_number("Mamba3", "rope_fraction", rope_fraction, least=0)
+        check_sizes(d_state, headdim, ngroups, mimo_rank)
+        check_rates(A_floor, rope_fraction)
         check_flags("Mamba3", is_outproj_norm=is_outproj_norm, is_mimo=is_mimo, sequence_parallel=sequence_parallel)
-        if rope_fraction > 1:
-            raise ValueError(f"Mamba3: rope_fraction must be at most 1, got {rope_fraction!r}")
         if A_activation not in list(_A_ACTIVATIONS):
             raise ValueError(
                 f"Mamba3: A_activation must be one of {', '.join(map(repr, _A_ACTIVATIONS))}, got {shown(A_activation)}"
@@ -140,19 +134,7 @@ class Mamba3(UpstreamParts):
         self.world_size = world = 1 if process_group is None else dist.get_world_size(process_group)
         self.local_rank = 0 if process_group is None else dist.get_rank(process_group)
         d_inner = inner_width("Mamba3", expand, d_model)
-        if d_inner % headdim:
-            raise ValueError(f"Mamba3: expand * d_model must be a multiple of headdim ({headdim}), got {d_inner}")
-        nheads = d_inner // headdim
-        if nheads % ngroups:
-            raise ValueError(f"Mamba3: ngroups must divide the {nheads} heads, got {ngroups}")
-        if nheads % world:
-            raise ValueError(
-                f"Mamba3: the heads must be a multiple of the {world} ranks of process_group, got {nheads}"
-            )
-        if ngroups > 1 and ngroups % world:
-            raise ValueError(
-                f"Mamba3: ngroups must be 1 or a multiple of the {world} ranks of process_group, got {ngroups}"
-            )
+        nheads = check_heads(d_inner, headdim, ngroups, world)
         # from here on: this rank's part
         self.d_inner, self.nheads = d_inner // world, nheads // world
         B_and_C_shared = ngroups == 1
@@ -209,6 +191,7 @@ class Mamba3(UpstreamParts):
         seq_idx: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         inference_params: InferenceCache | None = None,
+        attention_mask: torch.Tensor | Padding | None = None,
     ) -> torch.Tensor:
         """u (B, L, d_model) -> the same shape.
 
@@ -220,8 +203,27 @@ class Mamba3(UpstreamParts):
         inference_params: an object with key_value_memory_dict and seqlen_offset. With offset 0 the call fills this
             layer's states there, one row for each of the batch or of the packed sequences; with a positive one it
             continues from these states, by a step (L = 1) or a piece.
+        attention_mask: (B, L) bool or integers, 1 at real steps, 0 at padding before or behind them. Padding does not
+            change states and gives zeros. Not with seq_idx, cu_seqlens or process_group; with inference_params for the
+            first call alone.
         """
         check_input("Mamba3", self, u, self.d_model, ("in_proj", "out_proj"), seq_idx=seq_idx)
+        if attention_mask is None:
+            return self._run(inference_params, seq_idx, cu_seqlens, u)
+        excluded: dict[str, object] = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        excluded |= {"process_group": self.process_group, "context_parallel": self.context_parallel_group}
+        run = functools.partial(self._run, inference_params, None, None)
+        return masked("Mamba3", u, attention_mask, inference_params, run, **excluded)
+
+    def _run(
+        self,
+        inference_params: InferenceCache | None,
+        seq_idx: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        u: torch.Tensor,
+        padding: Padding | None = None,
+    ) -> torch.Tensor:
+        """forward; u was checked."""
         continues = is_continued("Mamba3", inference_params)
         if cu_seqlens is not None:
             if continues:
@@ -238,6 +240,8 @@ class Mamba3(UpstreamParts):
             arguments, z = self._arguments(self.in_proj(u))
             y = mamba3_scan_across_ranks(arguments, self.context_parallel_group)
             return self.out_proj(self._finish(y, z))
+        if padding is not None:
+            seq_idx = padding.seq_idx  # padding is a sequence of its own
         if inference_params is None:
             return self.out_proj(self._scan(self.in_proj(u), seq_idx=seq_idx, cu_seqlens=cu_seqlens)[0])
         batch = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
@@ -249,9 +253,11 @@ class Mamba3(UpstreamParts):
             return self._one_token(u.squeeze(1), States(*states)).unsqueeze(1)
         initial_states = States(*(state.to(torch.float32, copy=True) for state in states)) if continues else None
         packing: dict[str, typing.Any] = {"initial_states": initial_states, "cu_seqlens": cu_seqlens}
-        y, finals = self._scan(self.in_proj(u), **packing, return_final_states=True)
+        y, finals = self._scan(self.in_proj(u), **packing, seq_idx=seq_idx, return_final_states=True)
         with torch.no_grad():
             for state, final in zip(states, typing.cast(States, finals), strict=True):
+                if padding is not None:  # a row of nothing else ends with padding's states
+                    final = final.masked_fill(~padding.real.any(1).view(-1, *(1,) * (final.dim() - 1)), 0)
                 state.copy_(final)
         return self.out_proj(y)
 

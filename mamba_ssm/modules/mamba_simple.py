@@ -1,5 +1,6 @@
 """The Mamba-1 block (Mamba, arXiv 2312.00752, figure 3), with upstream's parameter names, shapes and states."""
 
+import functools
 import math
 import typing
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, is_shape_on
 from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_across_ranks, convolve_step
 from mamba_ssm.modules.block import Block as _Block
 from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, project_in
 from mamba_ssm.ops.mamba_step import mamba_step
@@ -177,6 +179,7 @@ class Mamba(StatefulBlock):
         hidden_states: torch.Tensor,
         inference_params: InferenceCache | None = None,
         seq_idx: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Padding | None = None,
         *,
         extra_emb: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -185,6 +188,8 @@ class Mamba(StatefulBlock):
         inference_params: an object with key_value_memory_dict and seqlen_offset. With offset 0 the call fills this
             layer's states there; with a positive one it continues from these states, by a step (L = 1) or a piece.
         seq_idx: (B, L) int32; sequences packed in one row do not see each other. Not with inference_params.
+        attention_mask: (B, L) bool or integers, 1 at real steps, 0 at padding before or behind them. Padding does not
+            change states and gives zeros. Not with seq_idx; with inference_params for the first call alone.
         extra_emb: None. Pan-Mamba's v3 takes it, which is another layer than this one's.
         """
         if extra_emb is not None:
@@ -193,6 +198,20 @@ class Mamba(StatefulBlock):
                 "layer: use the Mamba of Pan-Mamba's own mamba_simple.py, which finds its functions in this package"
             )
         check_input("Mamba", self, hidden_states, self.d_model, ("in_proj", "out_proj"), seq_idx=seq_idx)
+        if attention_mask is not None:
+            run = functools.partial(self._run, inference_params, None)
+            excluded = {"seq_idx": seq_idx, "context_parallel": self.context_parallel_group}
+            return masked("Mamba", hidden_states, attention_mask, inference_params, run, **excluded)
+        return self._run(inference_params, seq_idx, hidden_states)
+
+    def _run(
+        self,
+        inference_params: InferenceCache | None,
+        seq_idx: torch.Tensor | None,
+        hidden_states: torch.Tensor,
+        padding: Padding | None = None,
+    ) -> torch.Tensor:
+        """forward; hidden_states were checked."""
         if self.bimamba_type != "none":
             if inference_params is not None:
                 self._check_causal()
@@ -200,7 +219,7 @@ class Mamba(StatefulBlock):
                 raise ValueError(
                     f"Mamba: context_parallel is for causal layers, got {self.bimamba_type!r} as bimamba_type"
                 )
-            return self._scaled(both_ways(self, self._project_in(hidden_states), seq_idx))
+            return self._scaled(both_ways(self, self._project_in(hidden_states), seq_idx, padding))
         if inference_params is not None and seq_idx is not None:
             raise ValueError("Mamba: seq_idx and inference_params cannot be given together")
         continues = is_continued("Mamba", inference_params)
@@ -209,7 +228,7 @@ class Mamba(StatefulBlock):
             if type(self).step is not Mamba.step:  # a subclass's
                 return self.step(hidden_states, *states)[0]
             return self._scaled(self._step(hidden_states, *states))
-        return self._scaled(self._forwards(hidden_states, inference_params, continues, seq_idx))
+        return self._scaled(self._forwards(hidden_states, inference_params, continues, seq_idx, padding))
 
     def _scaled(self, out: torch.Tensor) -> torch.Tensor:
         return out * self.gamma.to(out.dtype) if self.layer_scale else out
@@ -224,6 +243,7 @@ class Mamba(StatefulBlock):
         inference_params: InferenceCache | None,
         continues: bool,
         seq_idx: torch.Tensor | None,
+        padding: Padding | None,
     ) -> torch.Tensor:
         """forward in one direction, before gamma, of no single step."""
         conv_state = ssm_state = None
@@ -233,12 +253,14 @@ class Mamba(StatefulBlock):
         if self.context_parallel_group is not None:
             refuse_with_context_parallel("Mamba", inference_params=inference_params, seq_idx=seq_idx)
             return self._across_ranks(hidden_states, self.context_parallel_group)
-        if self.use_fast_path and conv_state is None and seq_idx is None and self._is_plain():
+        whole = conv_state is None and seq_idx is None and padding is None
+        if self.use_fast_path and whole and self._is_plain():
             return self._fast_path(hidden_states)
         xz = self._project_in(hidden_states)
         A = -torch.exp(self.A_log.float())
         x, z = xz.chunk(2, dim=1)
-        x = convolve(self.conv1d, x, self.activation, seq_idx, conv_state, continues)
+        # behind it x is zero at padding, which then adds nothing to the state: the scan need not know of it
+        x = convolve(self.conv1d, x, self.activation, seq_idx, conv_state, continues, padding=padding)
         check_projections("Mamba", self, x, ("x_proj", "dt_proj"))
         x_dbl = self.x_proj(x.transpose(1, 2))
         dt, B, C = torch.split(x_dbl, [self.dt_rank, self.d_state, self.d_state], dim=-1)

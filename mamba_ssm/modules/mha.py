@@ -1,5 +1,6 @@
 """Causal attention for hybrid models, on torch's scaled_dot_product_attention; upstream's parameter names."""
 
+import functools
 import itertools
 import typing
 
@@ -11,6 +12,7 @@ from mamba_ssm._arguments import check_flags, check_integer, check_number
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued
 from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_step
 from mamba_ssm.modules.inference import AttentionCache
+from mamba_ssm.modules.padding import Padding, masked, roll
 
 
 def _update_kv_cache(kv: torch.Tensor, inference_params: AttentionCache, layer_idx: int) -> torch.Tensor:
@@ -138,6 +140,7 @@ class MHA(nn.Module):
         inference_params: AttentionCache | None = None,
         seq_idx: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Padding | None = None,
     ) -> torch.Tensor:
         """x (B, L, embed_dim) -> the same shape.
 
@@ -148,7 +151,26 @@ class MHA(nn.Module):
         seq_idx: (B, L) int32, packed sequences: a position sees its own only. Not with inference_params.
         cu_seqlens: (sequences + 1) int32, where each sequence packed in x (1, total, embed_dim) starts, and where the
             last ends; with inference_params each sequence fills a row of the cache. The mask is (total, total).
+        attention_mask: (B, L) bool or integers, 1 at real steps, 0 at padding before or behind them, which no step sees
+            and which gives zeros. Not with seq_idx or cu_seqlens. With inference_params for the first call alone:
+            positions count real steps, so these need lengths_per_sample for the steps that follow.
         """
+        if attention_mask is None:
+            return self._run(inference_params, seq_idx, cu_seqlens, x)
+        check_input("MHA", self, x, self.embed_dim, ("in_proj", "out_proj"), in_torch=True)
+        run = functools.partial(self._run, inference_params, None, None)
+        packed = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        return masked("MHA", x, attention_mask, inference_params, run, **packed)
+
+    def _run(
+        self,
+        inference_params: AttentionCache | None,
+        seq_idx: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        x: torch.Tensor,
+        padding: Padding | None = None,
+    ) -> torch.Tensor:
+        """forward; padding without seq_idx and cu_seqlens, and in a cache at the start of rows."""
         step = is_continued("MHA", inference_params)
         bounds = self._check(x, inference_params, seq_idx, cu_seqlens, step)
         batch, seqlen, _ = x.shape
@@ -166,10 +188,13 @@ class MHA(nn.Module):
             sequence = torch.bucketize(steps, cu_seqlens[1:], right=True)
             positions = steps - cu_seqlens[sequence]
             seq_idx = sequence[None].to(torch.int32)
+        elif padding is not None:
+            seq_idx = padding.seq_idx
+            positions = (padding.real.cumsum(1) - 1).clamp(min=0)
         else:
             positions = self._positions(inference_params, batch, seqlen, x.device)
         if self.d_conv:
-            qkv = self._convolve(qkv, conv_state, seq_idx, cu_seqlens, step)
+            qkv = self._convolve(qkv, conv_state, seq_idx, cu_seqlens, step, padding)
         q, k, v = qkv.split([self.q_dim, self.kv_dim, self.kv_dim], dim=-1)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_heads_kv, self.head_dim))
@@ -179,7 +204,10 @@ class MHA(nn.Module):
 
         mask = None
         if inference_params is not None and cache is not None:
-            self._write_cache(cache, k, v, positions, sequence, bounds, inference_params)
+            if padding is None:
+                self._write_cache(cache, k, v, positions, sequence, bounds, inference_params)
+            else:
+                self._write_real(cache, k, v, padding, inference_params)
             if step:
                 k, v, mask = self._read_cache(cache, positions, inference_params.seqlen_offset + seqlen, q.dtype)
         if seq_idx is not None:  # never in a step
@@ -284,6 +312,27 @@ class MHA(nn.Module):
         else:
             cache[:, start : start + new.shape[1]] = new
 
+    @torch.no_grad()
+    def _write_real(
+        self,
+        cache: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        padding: Padding,
+        inference_params: AttentionCache,
+    ) -> None:
+        """Keys and values of real steps to their positions, from 0 on; those of padding behind them, where a step's
+        mask hides them until later steps write there.
+        """
+        if inference_params.lengths_per_sample is None:
+            raise ValueError(
+                "MHA: attention_mask with inference_params needs lengths_per_sample, since rows then have positions of "
+                "their own: set it to attention_mask.sum(1, dtype=torch.int32), and add 1 after each step"
+            )
+        cache.zero_()  # a mask hides what earlier sequences left there, but not a NaN
+        new = roll(padding.zero(torch.stack([k, v], dim=2)), padding.lengths())
+        cache[:, : new.shape[1]] = new.to(cache.dtype)
+
     def _read_cache(
         self, cache: torch.Tensor, positions: torch.Tensor, end: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -353,11 +402,13 @@ class MHA(nn.Module):
         seq_idx: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
         step: bool,
+        padding: Padding | None,
     ) -> torch.Tensor:
         if conv_state is not None and step and qkv.shape[1] == 1:
             with torch.no_grad():
                 return convolve_step(self.conv1d, qkv.squeeze(1), conv_state, None).unsqueeze(1)
-        return convolve(self.conv1d, qkv.transpose(1, 2), None, seq_idx, conv_state, step, cu_seqlens).transpose(1, 2)
+        packed = seq_idx, conv_state, step, cu_seqlens
+        return convolve(self.conv1d, qkv.transpose(1, 2), None, *packed, padding=padding).transpose(1, 2)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x (B, L, heads, head_dim) at positions (L) or (B, L), the first rotary_emb_dim dimensions turned.

@@ -9,7 +9,7 @@ import torch.nn as nn
 from mamba_ssm._torch import autocast_dtype, autocast_without_cache, reference
 from mamba_ssm.utils._inference_params import InferenceParams
 
-Step: typing.TypeAlias = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+Step: typing.TypeAlias = Callable[[torch.Tensor, torch.Tensor, int | torch.Tensor], torch.Tensor]
 
 
 class DecodingCGCache:
@@ -108,9 +108,9 @@ def capture_graph(
     n_warmups: int = 2,
 ) -> Step:
     """Captures a step of the model, on a GPU, as a CUDA graph: run(input_ids (B, 1), position_ids (B, 1), offset) ->
-    logits. inference_params holds the states that it reads and writes, and lengths_per_sample (B) int32; these may not
-    be replaced. The model's weights may change in place, also those that autocast casts: the graph casts them again.
-    update_graph_cache makes all of this.
+    logits. offset: an integer, or (B) integers where rows differ. inference_params holds the states that it reads and
+    writes, and lengths_per_sample (B) int32; these may not be replaced. The model's weights may change in place, also
+    those that autocast casts: the graph casts them again. update_graph_cache makes all of this.
 
     Same as upstream's mamba_ssm.utils.generation.capture_graph.
     """
@@ -146,10 +146,10 @@ def capture_graph(
     inference_params.seqlen_offset = before
 
     @torch.inference_mode()
-    def run(new_input_ids: torch.Tensor, new_position_ids: torch.Tensor, seqlen: int) -> torch.Tensor:
+    def run(new_input_ids: torch.Tensor, new_position_ids: torch.Tensor, seqlen: int | torch.Tensor) -> torch.Tensor:
         input_ids.copy_(new_input_ids)
         position_ids.copy_(new_position_ids)
-        lengths.fill_(seqlen)
+        lengths.copy_(seqlen) if isinstance(seqlen, torch.Tensor) else lengths.fill_(seqlen)
         graph.replay()
         return logits.clone()
 

@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from mamba_ssm.utils._graphs import DecodingCGCache, capture_graph, update_graph_cache
 from mamba_ssm.utils._inference_params import InferenceParams
+from mamba_ssm.utils._prompts import prompts_of
 from mamba_ssm.utils.sampling import (
     check_sampling,
     modify_logit_for_repetition_penalty,
@@ -70,6 +71,7 @@ def decode(
     enable_timing: bool = False,
     output_scores: bool = False,
     streamer: Streamer | None = None,
+    attention_mask: torch.Tensor | None = None,
 ) -> GenerationOutput:
     """Continues input_ids (B, L) up to max_length tokens, the prompt included.
 
@@ -88,14 +90,18 @@ def decode(
             model that is not on a GPU decodes without, and a warning says so.
         enable_timing: print the time of the whole call. output_scores: keep the logits of each new token.
         streamer: put(tokens on the CPU) is called with the prompt and each step's tokens (B), then end().
+        attention_mask: (B, L) bool or integers, 1 at tokens, 0 at padding before or behind them: each row is continued
+            as if it were alone and without padding. The model is then called with attention_mask=, its padding before
+            the tokens, at the first call.
 
     Returns:
         GenerationOutput: sequences (B, length), scores: a tuple of (B, vocabulary, not padded) before penalty and
         filters, or None.
 
     Raises:
-        ValueError: an argument is out of its range; a token is not in the vocabulary (on a GPU, to look at them is one
-        synchronisation a call).
+        ValueError: an argument is out of its range; a token is not in the vocabulary; attention_mask has a row without
+        tokens, or padding between them (on a GPU, to look at them is one synchronisation a call, and one more for
+        attention_mask).
 
     Same as upstream's mamba_ssm.utils.generation.decode, which returns transformers' classes with these fields.
     """
@@ -118,6 +124,7 @@ def decode(
                 f"generate: teacher_outputs must have input_ids' {input_ids.shape[0]} rows, got "
                 f"{teacher_outputs.shape[0]}"
             )
+    prompts = prompts_of(input_ids, attention_mask)
     device = next(model.parameters()).device
     batch, prompt = input_ids.shape
     if cg and device.type != "cuda":
@@ -133,27 +140,31 @@ def decode(
         cache.select(batch)
     else:
         inference_params = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
+        if prompts.skipped is not None:
+            inference_params.lengths_per_sample = torch.zeros(batch, dtype=torch.int32, device=input_ids.device)
     timer = _Timer(device) if enable_timing else None
     if streamer is not None:
         streamer.put(input_ids.cpu())
     sequences = input_ids.new_empty(batch, max_length)
     sequences[:, :prompt] = input_ids
     position_ids = torch.empty(batch, 1, dtype=torch.long, device=input_ids.device)
-    scores, end, tokens = [], prompt, input_ids
+    scores, end, tokens = [], prompt, prompts.tokens
     ended = None
     if eos_token_id is not None:
         eos = _eos_tokens(eos_token_id, input_ids.device)
         ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     while end < max_length:
         offset = inference_params.seqlen_offset
+        place = prompts.positions(offset)
+        position_ids[:, 0] = place
+        one: dict[str, typing.Any] = {"inference_params": inference_params, "num_last_tokens": 1}
         if offset == 0:
-            logits = model(tokens, position_ids=None, inference_params=inference_params, num_last_tokens=1).logits
+            logits = model(tokens, position_ids=None, **one, **prompts.first_call).logits
         elif cache is not None:
-            logits = cache.run(tokens, position_ids.fill_(offset), offset)
+            logits = cache.run(tokens, position_ids, place)
         else:
-            logits = model(
-                tokens, position_ids=position_ids.fill_(offset), inference_params=inference_params, num_last_tokens=1
-            ).logits
+            inference_params.lengths_per_sample = place if isinstance(place, torch.Tensor) else None
+            logits = model(tokens, position_ids=position_ids, **one).logits
         logits = logits.squeeze(1)
         inference_params.seqlen_offset = end
         if output_scores:
@@ -162,7 +173,8 @@ def decode(
             token = teacher_outputs[:, end]
         else:
             if repetition_penalty != 1.0:  # before the vocabulary is cut: the prompt may hold any token
-                logits = modify_logit_for_repetition_penalty(logits.clone(), sequences[:, :end], repetition_penalty)
+                seen = torch.cat([prompts.seen, sequences[:, prompt:end]], dim=1)
+                logits = modify_logit_for_repetition_penalty(logits.clone(), seen, repetition_penalty)
             token = sample(logits[:, :vocab_size], top_k, top_p, min_p, temperature)
             if ended is not None:
                 token = torch.where(ended, eos[0], token)
@@ -291,7 +303,7 @@ class GenerationMixin:
 
         Returns sequences (B, length), or with return_dict_in_generate a GenerationOutput(sequences, scores). The other
         arguments are decode's: repetition_penalty, eos_token_id, teacher_outputs, vocab_size, cg, enable_timing,
-        streamer.
+        streamer, attention_mask (prompts of different lengths).
 
         Raises: TypeError: there is no such argument. ValueError: as decode.
         """

@@ -216,7 +216,7 @@ def test_wrong_arguments(options, message):
     [
         ({"topk": 5}, "did you mean 'top_k'?"),
         ({"temprature": 1.0}, "did you mean 'temperature'?"),
-        ({"q": 1}, "takes cg,"),
+        ({"q": 1}, "takes attention_mask, cg,"),
     ],
     ids=str,
 )
