@@ -240,8 +240,9 @@ class Mamba3(UpstreamParts):
             arguments, z = self._arguments(self.in_proj(u))
             y = mamba3_scan_across_ranks(arguments, self.context_parallel_group)
             return self.out_proj(self._finish(y, z))
-        if padding is not None:
-            seq_idx = padding.seq_idx  # padding is a sequence of its own
+        # at padding u is zero, and so is what in_proj makes of it: the scan needs no seq_idx, which wgmma kernels lack
+        if padding is not None and not (is_plain(self.in_proj, nn.Linear) and self.in_proj.bias is None):
+            seq_idx = padding.seq_idx
         if inference_params is None:
             return self.out_proj(self._scan(self.in_proj(u), seq_idx=seq_idx, cu_seqlens=cu_seqlens)[0])
         batch = u.shape[0] * (self.world_size if self.sequence_parallel else 1)

@@ -1,6 +1,7 @@
 """attention_mask: rows of different lengths in one batch, padded to one length, as transformers' tokenizers make them.
 
-Padding never reaches a state: the convolution takes it as zero (a negative seq_idx), and the scans restart behind it.
+Padding never reaches a state: a layer's input is zero there, and so is what the convolution makes of it (a negative
+seq_idx). A scan that would see something else restarts at the first real step (the same seq_idx).
 Letters: B batch, L length.
 """
 
@@ -81,7 +82,9 @@ def padding_of(
             f"{name}: attention_mask must be of bool or integers, 1 for a real step and 0 for padding, got "
             f"{checks.short(attention_mask.dtype)}"
         )
-    if x.dim() < 2 or attention_mask.shape != x.shape[:2]:
+    if x.dim() < 2:
+        raise ValueError(f"{name}: the input of an attention_mask must be (B, L, ...), got {tuple(x.shape)}")
+    if attention_mask.shape != x.shape[:2]:
         expected, given = tuple(x.shape[:2]), tuple(attention_mask.shape)
         raise ValueError(f"{name}: attention_mask must have shape (B, L) = {expected} like the input, got {given}")
     if attention_mask.device != x.device:
@@ -120,11 +123,12 @@ def masked(
     run: Callable[[torch.Tensor, Padding | None], torch.Tensor],
     **others: object,
 ) -> torch.Tensor:
-    """A layer's output of x (B, L, ...), run(x, padding), with zeros at padding. Otherwise as aligned."""
+    """A layer's output of x (B, L, ...), run(x, padding), with zeros at padding, which x may hold anything at, NaN too,
+    and whose gradient is zero. Otherwise as aligned.
+    """
 
     def zeroed(x: torch.Tensor, padding: Padding | None) -> torch.Tensor:
-        out = run(x, padding)
-        return out if padding is None else padding.zero(out)
+        return run(x, None) if padding is None else padding.zero(run(padding.zero(x), padding))
 
     return aligned(name, x, attention_mask, inference_params, zeroed, **others)
 
