@@ -27,7 +27,7 @@ from mamba_ssm.modules.mamba3 import Mamba3
 from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
 from mamba_ssm.modules.mlp import GatedMLP
-from mamba_ssm.modules.padding import Padding, aligned, padding_of
+from mamba_ssm.modules.padding import Padding, masked, padding_of
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.linear_cross_entropy import linear_cross_entropy
 from mamba_ssm.ops.norm import RMSNorm
@@ -208,7 +208,7 @@ class MixerModel(nn.Module):
         if attention_mask is not None:
             run = partial(self._run, inference_params, mixer_kwargs)
             packed = {name: mixer_kwargs.get(name) for name in ("seq_idx", "cu_seqlens")}
-            return aligned("MixerModel", input_ids, attention_mask, inference_params, run, **packed)
+            return masked("MixerModel", input_ids, attention_mask, inference_params, run, packed, zero=False)
         return self._run(inference_params, mixer_kwargs, input_ids)
 
     def _run(

@@ -1,5 +1,6 @@
 """A Mamba-2 block that sees a sequence from both ends, with Mamba2's parameter names."""
 
+import functools
 import typing
 
 import torch
@@ -158,15 +159,13 @@ class BiMamba2(_Direction):
             positions = torch.arange(u.shape[1], device=u.device, dtype=cu_seqlens.dtype)
             packed = torch.bucketize(positions, cu_seqlens[1:], right=True, out_int32=True)[None]
         if attention_mask is None:
-            return self._both(u, packed)
+            return self._both(packed, u)
+        run = functools.partial(self._both, None)
+        return masked("BiMamba2", u, attention_mask, None, run, {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens})
 
-        def run(rows: torch.Tensor, padding: Padding | None) -> torch.Tensor:
-            return self._both(rows, None if padding is None else padding.seq_idx, padding)
-
-        return masked("BiMamba2", u, attention_mask, None, run, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
-
-    def _both(self, u: torch.Tensor, seq_idx: torch.Tensor | None, padding: Padding | None = None) -> torch.Tensor:
-        """forward, whose arguments were checked. padding with its seq_idx."""
+    def _both(self, seq_idx: torch.Tensor | None, u: torch.Tensor, padding: Padding | None = None) -> torch.Tensor:
+        """forward, whose arguments were checked."""
+        seq_idx = seq_idx if padding is None else padding.seq_idx
         zxbcdt = self.in_proj(u)
         y = self._run(zxbcdt, seq_idx, padding, reverse=False)
         if not self.shared_proj:

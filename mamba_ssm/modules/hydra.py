@@ -100,7 +100,7 @@ class Hydra(Mamba2Base):
             refuse_decoding("Hydra")
         if attention_mask is None:
             return self._run(u)
-        return masked("Hydra", u, attention_mask, None, self._run)
+        return masked("Hydra", u, attention_mask, None, self._run, {})
 
     def _run(self, u: torch.Tensor, padding: Padding | None = None) -> torch.Tensor:
         """forward; u was checked."""

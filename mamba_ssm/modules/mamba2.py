@@ -1,5 +1,6 @@
 """The Mamba-2 block (Mamba-2, arXiv 2405.21060, section 7), with upstream's parameter names, shapes and states."""
 
+import functools
 import typing
 
 import torch
@@ -186,29 +187,26 @@ class Mamba2(Mamba2Base, StatefulBlock):
         """
         continues = self._check_call(u, seqlen, seq_idx, cu_seqlens, inference_params)
         if attention_mask is None:
-            return self._run(u, seqlen, seq_idx, cu_seqlens, inference_params, continues)
+            return self._run(seqlen, seq_idx, cu_seqlens, inference_params, continues, u)
         excluded: dict[str, object] = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         excluded |= {"process_group": self.process_group, "context_parallel": self.context_parallel_group}
-
-        def run(rows: torch.Tensor, padding: Padding | None) -> torch.Tensor:
-            seq_idx = None if padding is None else padding.seq_idx
-            return self._run(rows, None, seq_idx, None, inference_params, continues, padding)
-
+        run = functools.partial(self._run, None, None, None, inference_params, continues)
         rows = u if seqlen is None else u.unflatten(0, (-1, seqlen))
-        out = masked("Mamba2", rows, attention_mask, inference_params, run, **excluded)
+        out = masked("Mamba2", rows, attention_mask, inference_params, run, excluded)
         return out if seqlen is None else out.flatten(0, 1)
 
     def _run(
         self,
-        u: torch.Tensor,
         seqlen: int | None,
         seq_idx: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
         inference_params: InferenceCache | None,
         continues: bool,
+        u: torch.Tensor,
         padding: Padding | None = None,
     ) -> torch.Tensor:
-        """forward, whose arguments were checked; padding with its seq_idx, without seqlen and cu_seqlens."""
+        """forward, whose arguments were checked; padding without seqlen, seq_idx and cu_seqlens."""
+        seq_idx = seq_idx if padding is None else padding.seq_idx
         steps = u.shape[1] if seqlen is None else seqlen
         route = self._route(infers=inference_params is not None, steps_once=continues and steps == 1)
         if route == "across ranks":

@@ -1,5 +1,6 @@
 """The Mamba-2 block without inference, tensor parallelism or a choice of norm, with upstream's parameter names."""
 
+import functools
 import typing
 
 import torch
@@ -105,20 +106,19 @@ class Mamba2Simple(Mamba2Base):
         """
         check_input("Mamba2Simple", self, u, self.d_model, ("in_proj", "out_proj"), seq_idx=seq_idx)
         if attention_mask is None:
-            return self._run(u, seq_idx)
+            return self._run(seq_idx, u)
         if self.learnable_init_states:
             raise ValueError(
                 "Mamba2Simple: attention_mask is not supported with learnable_init_states, which are the states before "
                 "the first step, padding or not: give rows of one length to a call"
             )
 
-        def run(rows: torch.Tensor, padding: Padding | None) -> torch.Tensor:
-            return self._run(rows, None if padding is None else padding.seq_idx, padding)
+        run = functools.partial(self._run, None)
+        return masked("Mamba2Simple", u, attention_mask, None, run, {"seq_idx": seq_idx})
 
-        return masked("Mamba2Simple", u, attention_mask, None, run, seq_idx=seq_idx)
-
-    def _run(self, u: torch.Tensor, seq_idx: torch.Tensor | None, padding: Padding | None = None) -> torch.Tensor:
-        """forward; u was checked. padding with its seq_idx."""
+    def _run(self, seq_idx: torch.Tensor | None, u: torch.Tensor, padding: Padding | None = None) -> torch.Tensor:
+        """forward; u was checked."""
+        seq_idx = seq_idx if padding is None else padding.seq_idx
         zxbcdt = self.in_proj(u)
         initial_states = self.init_states.expand(u.shape[0], -1, -1, -1) if self.learnable_init_states else None
         if not self._may_fuse():

@@ -213,7 +213,7 @@ class Mamba3(UpstreamParts):
         excluded: dict[str, object] = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         excluded |= {"process_group": self.process_group, "context_parallel": self.context_parallel_group}
         run = functools.partial(self._run, inference_params, None, None)
-        return masked("Mamba3", u, attention_mask, inference_params, run, **excluded)
+        return masked("Mamba3", u, attention_mask, inference_params, run, excluded)
 
     def _run(
         self,

@@ -201,7 +201,7 @@ class Mamba(StatefulBlock):
         if attention_mask is not None:
             run = functools.partial(self._run, inference_params, None)
             excluded = {"seq_idx": seq_idx, "context_parallel": self.context_parallel_group}
-            return masked("Mamba", hidden_states, attention_mask, inference_params, run, **excluded)
+            return masked("Mamba", hidden_states, attention_mask, inference_params, run, excluded)
         return self._run(inference_params, seq_idx, hidden_states)
 
     def _run(

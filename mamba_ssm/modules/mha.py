@@ -160,7 +160,7 @@ class MHA(nn.Module):
         check_input("MHA", self, x, self.embed_dim, ("in_proj", "out_proj"), in_torch=True)
         run = functools.partial(self._run, inference_params, None, None)
         packed = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        return masked("MHA", x, attention_mask, inference_params, run, **packed)
+        return masked("MHA", x, attention_mask, inference_params, run, packed)
 
     def _run(
         self,

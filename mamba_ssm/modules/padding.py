@@ -49,6 +49,10 @@ class Padding(typing.NamedTuple):
         """x (B, L, ...) with the padding of each row before its real steps."""
         return x if self.starts or x.shape[1] == 0 else roll(x, self.behind())
 
+    def move_back(self, x: torch.Tensor) -> torch.Tensor:
+        """The reverse of move_to_start."""
+        return x if self.starts or x.shape[1] == 0 else roll(x, -self.behind())
+
     def at_start(self) -> "Padding":
         """Of what move_to_start returns."""
         real, seq_idx, valid, fill = map(self.move_to_start, (self.real, self.seq_idx, self.valid, self.fill))
@@ -121,30 +125,15 @@ def masked(
     attention_mask: torch.Tensor | Padding,
     inference_params: InferenceCache | None,
     run: Callable[[torch.Tensor, Padding | None], torch.Tensor],
-    **others: object,
-) -> torch.Tensor:
-    """A layer's output of x (B, L, ...), run(x, padding), with zeros at padding, which x may hold anything at, NaN too,
-    and whose gradient is zero. Otherwise as aligned.
-    """
-
-    def zeroed(x: torch.Tensor, padding: Padding | None) -> torch.Tensor:
-        return run(x, None) if padding is None else padding.zero(run(padding.zero(x), padding))
-
-    return aligned(name, x, attention_mask, inference_params, zeroed, **others)
-
-
-def aligned(
-    name: str,
-    x: torch.Tensor,
-    attention_mask: torch.Tensor | Padding,
-    inference_params: InferenceCache | None,
-    run: Callable[[torch.Tensor, Padding | None], torch.Tensor],
-    **others: object,
+    others: Mapping[str, object],
+    zero: bool = True,
 ) -> torch.Tensor:
     """run(x, padding) of x (B, L, ...). others: see padding_of, whose errors it raises.
 
     With inference_params run gets padding at the start of rows alone, so that the states after the last step are those
     after the last real one; what it returns is rolled back.
+
+    zero: x and the result are zero at padding, and so are their gradients, whatever x holds there, NaN too.
     """
     padding = padding_of(name, attention_mask, x, others)
     if is_continued(name, inference_params):
@@ -154,9 +143,11 @@ def aligned(
         )
     if padding is None:
         return run(x, None)
-    if inference_params is None or padding.starts or x.shape[1] == 0:
-        return run(x, padding)
-    return roll(run(padding.move_to_start(x), padding.at_start()), -padding.behind())
+    given = padding
+    if inference_params is not None:
+        x, padding = given.move_to_start(x), given.at_start()
+    out = padding.zero(run(padding.zero(x), padding)) if zero else run(x, padding)
+    return out if inference_params is None else given.move_back(out)
 
 
 def roll(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
