@@ -12,13 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._arguments import (
-    check_flags,
-    check_process_group,
-    first_few,
-    inner_width,
-    shown,
-)
+from mamba_ssm._arguments import check_flags, check_process_group, first_few, inner_width, shown
 from mamba_ssm._torch import is_plain
 from mamba_ssm.distributed.across_ranks import mamba3_scan_across_ranks
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear, SharedRMSNorm

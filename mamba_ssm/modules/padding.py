@@ -97,9 +97,10 @@ def padding_of(
     runs = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
     wrong = (runs > 1) | (real & (attention_mask != 1)).any(1)
     if synchronize or values_at_hand(attention_mask):
-        if wrong.any():
+        any_wrong, all_real = torch.stack([wrong.any(), real.all()]).tolist()
+        if any_wrong:
             _refuse(name, attention_mask, int(wrong.nonzero()[0]))
-        if real.all():
+        if all_real:
             return None
     fill = x.new_zeros((), dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype())
     fill = torch.where(wrong, torch.full_like(fill, float("nan")), fill)[:, None].expand(real.shape).contiguous()

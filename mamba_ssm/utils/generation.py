@@ -100,7 +100,7 @@ def decode(
 
     Raises:
         ValueError: an argument is out of its range; a token is not in the vocabulary; attention_mask has a row without
-        tokens, or padding between them (on a GPU, to look at them is one synchronisation a call, and one more for
+        tokens, or padding between them (on a GPU, to look at them is one synchronisation a call, and two more for
         attention_mask).
 
     Same as upstream's mamba_ssm.utils.generation.decode, which returns transformers' classes with these fields.
@@ -163,7 +163,8 @@ def decode(
         elif cache is not None:
             logits = cache.run(tokens, position_ids, place)
         else:
-            inference_params.lengths_per_sample = place if isinstance(place, torch.Tensor) else None
+            if inference_params.lengths_per_sample is not None:
+                inference_params.lengths_per_sample.copy_(position_ids[:, 0])
             logits = model(tokens, position_ids=position_ids, **one).logits
         logits = logits.squeeze(1)
         inference_params.seqlen_offset = end
