@@ -28,8 +28,8 @@ void check_conv_operands(Check& check, const Params& p) {
 
 inline void check_conv_inputs(Check& check, const MambaCausalConv1d& p) {
     check_conv_operands(check, p);
-    check.that(p.seq_idx == nullptr || (p.initial_states == nullptr && p.final_states == nullptr), MAMBA_ERROR_INVALID,
-               "seq_idx cannot be given together with initial_states or final_states");
+    check.that(p.seq_idx == nullptr || p.final_states == nullptr, MAMBA_ERROR_INVALID,
+               "seq_idx cannot be given together with final_states");
 }
 
 inline int32_t check_conv_forward(const char* function, const MambaCausalConv1d* params) {
@@ -50,8 +50,8 @@ inline int32_t check_conv_backward(const char* function, const MambaCausalConv1d
     }
     const MambaCausalConv1d& p = params->forward;
     check_conv_inputs(check, p);
-    check.that(p.seq_idx == nullptr || (params->dinitial_states == nullptr && params->dfinal_states == nullptr),
-               MAMBA_ERROR_INVALID, "seq_idx cannot be given together with dinitial_states or dfinal_states");
+    check.that(p.seq_idx == nullptr || params->dfinal_states == nullptr, MAMBA_ERROR_INVALID,
+               "seq_idx cannot be given together with dfinal_states");
     check.pointer("dout", params->dout, conv_has_elements(p));
     check.pointer("dx", params->dx, conv_has_elements(p));
     check.pointer("dweight", params->dweight, p.dim > 0);

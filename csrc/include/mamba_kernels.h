@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 12
+#define MAMBA_ABI_VERSION 13
 
 /* What the library is and where it runs. */
 typedef struct MambaLibraryInfo {

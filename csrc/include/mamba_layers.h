@@ -7,7 +7,8 @@
 
 /* out_{d,l} = silu?(bias_d + sum_w weight_{d,w} x_{d, l-(W-1)+w}): causal depthwise convolution. x and out have either
  * stride_l == 1 or stride_d == 1. With seq_idx, taps that lie in another sequence count as zero; where it is negative, x is
- * padding and out 0. */
+ * padding and out 0. Inputs before step 0 belong to step 0's sequence: a later sequence does not see initial_states, and in a
+ * row that begins with padding no step does. */
 typedef struct MambaCausalConv1d {
     MambaRun run;
     int64_t batch, dim, seqlen;
@@ -20,7 +21,7 @@ typedef struct MambaCausalConv1d {
     const void* x;              /* (B, D, L) */
     const void* weight;         /* (D, W) contiguous */
     const void* bias;           /* (D), optional */
-    const int32_t* seq_idx;     /* (B, L), optional; not together with initial_states or final_states */
+    const int32_t* seq_idx;     /* (B, L), optional; not together with final_states */
     const void* initial_states; /* (B, D, W-1), optional: the inputs before step 0 */
     void* out;                  /* (B, D, L) */
     void* final_states;         /* (B, D, W-1), optional; forward only: the last W-1 inputs */

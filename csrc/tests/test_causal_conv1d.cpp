@@ -20,8 +20,9 @@ struct ConvCase {
     int64_t batch = 1, dim = 1, seqlen = 1;
     int32_t width = 4;
     bool silu = true, bias = true, seq_idx = false, initial = false, final = false;
-    bool add = false;       // dx holds something before
-    bool infinity = false;  // some of x are; forward only
+    bool padding_first = false;  // with seq_idx, in every other row
+    bool add = false;            // dx holds something before
+    bool infinity = false;       // some of x are; forward only
     bool x_channels_last = false, out_channels_last = false, dout_transposed = false;
     int64_t gap = 0, lead = -1;
     int32_t threads = 1;
@@ -54,7 +55,7 @@ struct ConvData {
             x.set(HUGE_VAL, c.batch - 1, c.dim / 2, t);
         }
         for (int64_t b = 0; b < c.batch; ++b) {
-            int32_t id = 0;
+            int32_t id = c.padding_first && b % 2 == 0 ? 2 : 0;
             for (int64_t t = 0; t < c.seqlen; ++t) {
                 id += t > 0 && (testing::random_below(t % 40 < 10 ? 2 : 25) == 0 || t == 128);
                 seq_idx.push_back(id % 4 == 2 ? -1 - id : id);
@@ -128,8 +129,9 @@ struct ConvData {
     double input(int64_t b, int64_t d, int64_t t) const {
         return t >= 0 ? x.get(b, d, t) : c.initial && t >= 1 - c.width ? initial.get(b, d, c.width - 1 + t) : 0.0;
     }
+    // Inputs before step 0 are of its sequence.
     bool same_sequence(int64_t b, int64_t s, int64_t t) const {
-        return !c.seq_idx || (s >= 0 && seq_idx[b * c.seqlen + s] == seq_idx[b * c.seqlen + t]);
+        return !c.seq_idx || seq_idx[b * c.seqlen + (s < 0 ? 0 : s)] == seq_idx[b * c.seqlen + t];
     }
     bool is_padding(int64_t b, int64_t t) const { return c.seq_idx && seq_idx[b * c.seqlen + t] < 0; }
     double before_activation(int64_t b, int64_t d, int64_t t) const {
@@ -146,11 +148,11 @@ struct ConvData {
 
 static void run_case(const ConvCase& c) {
     begin_case(
-        "conv dtype=%d/%d/%d B=%d D=%d L=%d W=%d silu=%d bias=%d seq=%d init=%d final=%d inf=%d layout=%d%d%d gap=%d lead=%d "
+        "conv dtype=%d/%d/%d B=%d D=%d L=%d W=%d silu=%d bias=%d seq=%d%d init=%d final=%d inf=%d layout=%d%d%d gap=%d lead=%d "
         "threads=%d",
         c.dtype, c.weight_dtype, c.bias_dtype, static_cast<int>(c.batch), static_cast<int>(c.dim), static_cast<int>(c.seqlen),
-        c.width, c.silu, c.bias, c.seq_idx, c.initial, c.final, c.infinity, c.x_channels_last, c.out_channels_last,
-        c.dout_transposed, static_cast<int>(c.gap), static_cast<int>(c.lead), c.threads);
+        c.width, c.silu, c.bias, c.seq_idx, c.padding_first, c.initial, c.final, c.infinity, c.x_channels_last,
+        c.out_channels_last, c.dout_transposed, static_cast<int>(c.gap), static_cast<int>(c.lead), c.threads);
     ConvData x(c);
     const MambaCausalConv1d p = x.forward();
     if (!expect_ok(mamba_causal_conv1d_forward(&p))) {
@@ -235,7 +237,8 @@ static void test_table() {
                     c.gap = layouts != 2 ? 0 : turn % 3 == 0 ? 8 : 3;
                     c.lead = variant == 1 ? 1 : variant == 2 ? 8 : 0;
                     c.seq_idx = variant == 2;
-                    c.initial = variant == 3 || (variant == 1 && turn % 3 == 0);
+                    c.initial = variant == 3 || (variant == 1 && turn % 3 == 0) || (variant == 2 && turn / 4 % 2 == 0);
+                    c.padding_first = turn / 8 % 2 == 0;
                     c.final = variant == 3 || (variant == 0 && turn % 3 == 1);
                     c.infinity = variant == 0 && turn % 16 == 0;
                     c.add = turn % 3 == 2;
@@ -264,6 +267,7 @@ static void test_width_4() {
                 c.seq_idx = variant >= 4;
                 c.gap = variant == 3 ? 16 : 0;
                 c.lead = variant == 2 ? 3 : 0;
+                c.initial = variant == 5;
                 c.final = variant < 4 && turn % 4 == 1;
                 c.infinity = variant < 4 && turn % 7 == 3;
                 c.add = turn % 3 != 0;
@@ -321,9 +325,13 @@ static void test_errors() {
     p.weight = nullptr;
     refuse("weight is NULL");
     p.seq_idx = x.seq_idx.data();
-    p.initial_states = x.initial.data();
-    refuse("seq_idx");
+    p.final_states = x.final.data();
+    refuse("seq_idx cannot be given together with final_states");
     MambaCausalConv1dBackward q = x.backward();
+    q.forward.seq_idx = x.seq_idx.data();
+    q.dfinal_states = x.dfinal.data();
+    expect_error(mamba_causal_conv1d_backward(&q), MAMBA_ERROR_INVALID, "seq_idx cannot be given together with dfinal_states");
+    q = x.backward();
     q.workspace = q.workspace == nullptr ? x.out.data() : nullptr;
     expect_error(mamba_causal_conv1d_backward(&q), MAMBA_ERROR_INVALID, "workspace must");
     q = x.backward();

@@ -23,7 +23,7 @@ MAX_HEADDIM = 256
 MAX_RANK = 64
 MAX_DT_RANK = 8192
 MAX_NORM_GROUP = 1073741824
-ABI_VERSION = 12
+ABI_VERSION = 13
 
 
 def _fields(text: str, /, **structs: typing.Any) -> list[tuple[str, typing.Any]]:

@@ -260,6 +260,9 @@ CONV_CASES = (
     ConvCase(2, 24, 99, seq_idx=True),
     ConvCase(2, 8, 512, seq_idx=True),
     ConvCase(3, 13, 40, width=3, seq_idx=True, channel_last=True, silu=False),
+    ConvCase(4, 9, 61, seq_idx=True, initial_states=True),
+    ConvCase(3, 8, 1, width=3, seq_idx=True, initial_states=True),
+    ConvCase(3, 16, 300, seq_idx=True, channel_last=True, initial_states=True),
     ConvCase(2, 8, 256, initial_states=True),
     ConvCase(1, 8, 3, final_states=True),
 )

@@ -63,7 +63,7 @@ def _conv():
 
 
 def _conv_packed():
-    return ConvCase(2, 8, 9, seq_idx=True).inputs(F32, "cpu")
+    return ConvCase(2, 8, 9, seq_idx=True, initial_states=True).inputs(F32, "cpu")
 
 
 def _conv_update():

@@ -124,7 +124,7 @@ OTHERS = [
     ("selective_scan_plan", {"dstate": 257}, abi.ERROR_UNSUPPORTED, "dstate must be in [1, 256], got 257"),
     ("causal_conv1d_forward", {"width": 1}, abi.ERROR_INVALID, "width must be in [2, 4], got 1"),
     ("causal_conv1d_forward", {"width": 5}, abi.ERROR_UNSUPPORTED, "width must be in [2, 4], got 5"),
-    ("causal_conv1d_forward", {"seq_idx": 1, "initial_states": 1}, abi.ERROR_INVALID, "seq_idx cannot be given"),
+    ("causal_conv1d_forward", {"seq_idx": 1, "final_states": 1}, abi.ERROR_INVALID, "seq_idx cannot be given"),
     ("causal_conv1d_forward", {"bias": 1, "bias_dtype": 7}, abi.ERROR_INVALID, "bias: dtype code 7"),
     ("causal_conv1d_backward", {"seq_idx": 1, "dfinal_states": 1}, abi.ERROR_INVALID, "seq_idx cannot be given"),
     ("causal_conv1d_backward", {"workspace": 1}, abi.ERROR_INVALID, "workspace must be NULL for 0 bytes"),

@@ -91,7 +91,7 @@ CONV_ERRORS = [
     ("bias", lambda t: t[1:], ValueError, r"bias must have shape \(D,\) = \(8,\), got \(7,\)"),
     ("initial_states", lambda t: t.half(), TypeError, "initial_states must have the dtype of x, float32, got float16"),
     ("initial_states", lambda t: t[..., 1:], ValueError, r"initial_states must have shape \(B, D, W-1\) = \(2, 8, 3\)"),
-    ("seq_idx", lambda t: torch.zeros(2, 9, dtype=torch.int32), ValueError, "seq_idx and initial_states cannot"),
+    ("seq_idx", lambda t: torch.zeros(2, 9, dtype=torch.int32), ValueError, "seq_idx and final states cannot"),
     ("activation", lambda t: "relu", ValueError, "activation must be None, 'silu' or 'swish', got 'relu'"),
 ]
 

@@ -40,6 +40,8 @@ def opcheck_rows(device, grad):
     )
     yield ops.causal_conv1d.default, (x, weight, bias, None, states, True, True)
     yield ops.causal_conv1d.default, (x, weight, None, None, None, False, False)
+    seq_idx = (torch.arange(20, device=device) // 8).to(torch.int32).repeat(2, 1)
+    yield ops.causal_conv1d.default, (x, weight, bias, seq_idx, states, False, True)
     yield from norm_rows(device, grad)
     if grad:
         return
@@ -49,7 +51,8 @@ def opcheck_rows(device, grad):
         dlast = last if tensors is full else None
         options = (True, tensors is full, tensors is full, *reverse)
         yield ops.selective_scan_backward.default, (out, dlast, *ordered(tensors), checkpoints, *options)
-    yield ops.causal_conv1d_backward.default, (x, None, x, weight, bias, None, states, True, True)
+    for packed in None, seq_idx:
+        yield ops.causal_conv1d_backward.default, (x, None, x, weight, bias, packed, states, True, True)
     state, step = torch.randn(2, 6, 4, device=device), torch.randn(2, 6, device=device)
     yield ops.causal_conv1d_update.default, (step, state, weight, bias, None, None, True)
     A, B = -torch.rand(6, 4, device=device), torch.randn(2, 4, device=device)
@@ -116,10 +119,15 @@ def test_compile(backend, dynamic, device, request):
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
 
 
-def test_compile_conv(device):
-    run = torch.compile(lambda **t: causal_conv1d_fn(**t)[0] * 2, backend="aot_eager", fullgraph=True)
-    tensors = ConvCase(2, 6, 20, initial_states=True, final_states=True).inputs(torch.float32, device)
-    expected = outputs_and_gradients(lambda **t: causal_conv1d_fn(**t)[0] * 2, tensors)
+@pytest.mark.parametrize("options", [{"final_states": True}, {"seq_idx": True}], ids=str)
+def test_compile_conv(options, device):
+    def doubled(**tensors):
+        results = causal_conv1d_fn(**tensors)
+        return 2 * (results[0] if isinstance(results, tuple) else results)
+
+    run = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+    tensors = ConvCase(2, 6, 20, initial_states=True, **options).inputs(torch.float32, device)
+    expected = outputs_and_gradients(doubled, tensors)
     for name, value in outputs_and_gradients(run, tensors).items():
         torch.testing.assert_close(value, expected[name])
 

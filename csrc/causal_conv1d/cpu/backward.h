@@ -48,7 +48,7 @@ MAMBA_INLINE void convolve_back(const Taps& taps, const float* x, const float* g
             if (!kSequences || (step + lag < after && seq_idx[step + lag] == seq_idx[step])) {
                 dx_step = fma(taps.tap[lag], load(grad + (step + lag) * kLanes), dx_step);
             }
-            if (!kSequences || (first_step + step >= lag && seq_idx[step - lag] == seq_idx[step])) {
+            if (!kSequences || sequence_before(seq_idx, first_step, step, lag) == seq_idx[step]) {
                 s.tap[lag] = fma(grad_step, load(x + (step - lag) * kLanes), s.tap[lag]);
             }
         }
@@ -91,11 +91,17 @@ inline void store_dinitial(const MambaCausalConv1dBackward& q, const Taps& taps,
                            int64_t channel, int lanes) {
     const MambaCausalConv1d& p = q.forward;
     const int history = p.width - 1;
+    const int32_t* const seq_idx = p.seq_idx != nullptr ? p.seq_idx + batch * p.seqlen : nullptr;
+    const auto sees_initial = [&](int step) {
+        return seq_idx == nullptr || (step < p.seqlen && seq_idx[step] >= 0 && seq_idx[step] == seq_idx[0]);
+    };
     alignas(64) float rows[kHistoryTile];
     for (int back = 1; back <= history; ++back) {  // the input `back` steps before step 0
         Vec sum = zero();
         for (int lag = back; lag <= history; ++lag) {
-            sum = fma(taps.tap[lag], load(grad + (lag - back) * kLanes), sum);
+            if (sees_initial(lag - back)) {
+                sum = fma(taps.tap[lag], load(grad + (lag - back) * kLanes), sum);
+            }
         }
         store(rows + (history - back) * kLanes, sum);
     }

@@ -30,6 +30,12 @@ inline Taps load_taps(const void* weight, int32_t weight_dtype, const void* bias
     return taps;
 }
 
+// The sequence of the input `lag` steps before `step`, both counted from a tile whose first step is the row's first_step.
+// Inputs before the row's first step belong to its sequence.
+inline int32_t sequence_before(const int32_t* seq_idx, int64_t first_step, int step, int lag) {
+    return seq_idx[first_step + step >= lag ? step - lag : -first_step];
+}
+
 // out[step] = bias + sum of taps, before the activation. x points at the tile's first input; earlier inputs lie before it.
 // With seq_idx (at the tile's first step; first_step counts the steps before it) taps of another sequence are left out, not
 // multiplied by zero: a NaN there must not reach this sequence. Padding, whose seq_idx is negative, gets 0.
@@ -40,7 +46,7 @@ MAMBA_INLINE void convolve_steps(const Taps& taps, const float* x, const int32_t
         const bool padding = kSequences && seq_idx[step] < 0;
         Vec sum = padding ? zero() : taps.bias;
         for (int lag = 0; lag < kWidth && !padding; ++lag) {
-            if (!kSequences || (first_step + step >= lag && seq_idx[step - lag] == seq_idx[step])) {
+            if (!kSequences || sequence_before(seq_idx, first_step, step, lag) == seq_idx[step]) {
                 sum = fma(taps.tap[lag], load(x + (step - lag) * kLanes), sum);
             }
         }

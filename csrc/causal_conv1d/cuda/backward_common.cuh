@@ -7,10 +7,11 @@
 
 namespace mamba {
 
-// g at any step from memory; zero beyond the row's end and in padding.
+// g at any step from memory, as the input `lag` steps before receives it; zero beyond the row's end, in padding, and where that
+// input is of another sequence.
 template <typename T>
 __device__ __forceinline__ float conv_gradient(const MambaCausalConv1dBackward& params, int64_t batch, int64_t channel,
-                                               int64_t step, const ConvTaps& taps) {
+                                               int64_t step, const ConvTaps& taps, int lag = 0) {
     const MambaCausalConv1d& forward = params.forward;
     if (step >= forward.seqlen) {
         return 0.0f;
@@ -20,7 +21,7 @@ __device__ __forceinline__ float conv_gradient(const MambaCausalConv1dBackward& 
     uint32_t mask = 0;
     if (forward.seq_idx != nullptr) {
         mask = sequence_mask<1, false>(forward.seq_idx + batch * forward.seqlen, step, forward.seqlen);
-        if (!mask_has(mask, 0, 0)) {
+        if (!mask_has(mask, 0, lag)) {
             return 0.0f;
         }
     }
@@ -61,17 +62,19 @@ __device__ __forceinline__ float final_state_gradient(const MambaCausalConv1dBac
 template <typename T>
 __device__ __forceinline__ void store_initial_gradient(const MambaCausalConv1dBackward& params, int64_t batch, int64_t channel,
                                                        const ConvTaps& taps) {
-    const int states = params.forward.width - 1;
+    const MambaCausalConv1d& forward = params.forward;
+    const int states = forward.width - 1;
+    const bool unseen = forward.seq_idx != nullptr && forward.seqlen > 0 && forward.seq_idx[batch * forward.seqlen] < 0;
     for (int i = 0; i < states; ++i) {
         const int64_t step = i - states;
         float sum = final_state_gradient<T>(params, batch, channel, step);
 #pragma unroll
         for (int k = 1; k <= kConvHalo; ++k) {
-            if (k < params.forward.width && step + k >= 0) {
-                sum = fmaf(taps.weight[k], conv_gradient<T>(params, batch, channel, step + k, taps), sum);
+            if (k < forward.width && step + k >= 0 && !unseen) {
+                sum = fmaf(taps.weight[k], conv_gradient<T>(params, batch, channel, step + k, taps, k), sum);
             }
         }
-        static_cast<T*>(params.dinitial_states)[(batch * params.forward.dim + channel) * states + i] = from_float<T>(sum);
+        static_cast<T*>(params.dinitial_states)[(batch * forward.dim + channel) * states + i] = from_float<T>(sum);
     }
 }
 

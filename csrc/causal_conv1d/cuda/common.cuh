@@ -137,7 +137,8 @@ __device__ __forceinline__ uint32_t sequence_mask(const int32_t* seq_idx, int64_
 #pragma unroll
     for (int i = 0; i < N + kConvHalo; ++i) {
         const int64_t step = first + i;
-        index[i] = seq_idx[step < 0 ? 0 : (step < seqlen ? step : seqlen - 1)];  // clamped: inputs and gradients there are 0
+        // Inputs before the row are its first sequence's; what is beyond the end contributes zero.
+        index[i] = seq_idx[step < 0 ? 0 : (step < seqlen ? step : seqlen - 1)];
     }
     bool one = index[0] >= 0;  // nearly always: then bits one by one would be a waste
 #pragma unroll

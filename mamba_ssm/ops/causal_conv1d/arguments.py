@@ -78,8 +78,6 @@ def check(inputs):
     sizes, x = _SPEC.bind(inputs), inputs.x
     sizes["W"] = check_weight(NAME, x, sizes["D"], inputs.weight, inputs.bias)
     _SPEC.check(inputs, sizes)
-    if inputs.seq_idx is not None and inputs.initial_states is not None:
-        raise ValueError(f"{NAME}: seq_idx and initial_states cannot be given together")
     return make(Sizes, [sizes[letter] for letter in "BDLW"])
 
 

@@ -61,13 +61,15 @@ def causal_conv1d_fn(
         x: (B, D, L) float32, float16 or bfloat16; either the length or the channels contiguous in memory.
         weight: (D, W), W 2..4, and bias: (D); of any of these dtypes.
         seq_idx: (B, L) int32; taps that lie in another sequence count as zero. Where it is negative, x is padding: out
-            and the gradient of x are zero there, whatever x holds. Not with initial or final states.
-        initial_states: (B, D, W-1) of x's dtype, the inputs before the first; zero if None.
+            and the gradient of x are zero there, whatever x holds. Not with final states.
+        initial_states: (B, D, W-1) of x's dtype, the inputs before the first; zero if None. With seq_idx the row's
+            first sequence alone sees them, and nothing does if the row begins with padding.
         return_final_states: also return the last W-1 inputs, (B, D, W-1) of x's dtype.
         final_states_out: (B, D, W-1) of x's dtype, to write them into.
         activation: None, "silu" or "swish".
         reverse: run backwards in time, so that a step sees itself and the W-1 that follow. The initial states are then
-            the inputs after the last step, the final states the first W-1 inputs, both in the order of time.
+            the inputs after the last step, the final states the first W-1 inputs, both in the order of time. With
+            seq_idx the initial states are of the last step's sequence.
 
     Returns:
         out (B, D, L) of x's dtype and memory layout; with return_final_states (out, final_states).

@@ -28,13 +28,14 @@ def causal_conv1d_ref(
     width, seqlen = weight.shape[1], x.shape[2]
     beyond = x.new_zeros(*x.shape[:2], width - 1) if initial_states is None else initial_states.to(x.dtype)
     padded = torch.cat([x, beyond] if reverse else [beyond, x], dim=2)
-    padding = (0, width - 1) if reverse else (width - 1, 0)
+    steps = torch.arange(seqlen, device=x.device)
     out = x.new_zeros(x.shape, dtype=dtype)
     for tap in range(width):
         first = width - 1 - tap if reverse else tap
         part = padded[:, :, first : first + seqlen].to(dtype)
         if seq_idx is not None:
-            there = F.pad(seq_idx, padding, value=-(2**31))[:, first : first + seqlen]
+            seen = steps + (first if reverse else first - (width - 1))
+            there = seq_idx[:, seen.clamp(0, seqlen - 1)]  # inputs beyond the row are of the sequence at its end
             same = (there == seq_idx) & (seq_idx >= 0)
             part = torch.where(same[:, None], part, torch.zeros_like(part))
         out = out + part * weight[:, tap, None].to(dtype)

@@ -1,6 +1,7 @@
 """causal_conv1d_fn, causal_conv1d_update and causal_conv1d_varlen_states against their references."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -98,6 +99,53 @@ def test_gradients_whose_channels_are_neighbours_too(case, reverse, dtype, devic
     plain = outputs_and_gradients(rows(causal_conv1d_ref, reverse=reverse), tensors)
     truth = outputs_and_gradients(rows(causal_conv1d_ref, reverse=reverse), tensors, torch.float64)
     assert_close_to_truth(found, plain, truth)
+
+
+def one_sequence_at_a_time(*, seq_idx, initial_states, reverse=False, **arguments):
+    """The reference of each sequence alone: the one at the row's beginning goes on from the states, padding is zero."""
+    x, rows = arguments.pop("x"), []
+    for b in range(x.shape[0]):
+        _, lengths = seq_idx[b].unique_consecutive(return_counts=True)
+        bounds = [0, *lengths.cumsum(0).tolist()]
+        begins = len(bounds) - 2 if reverse else 0
+        parts = []
+        for i, (start, end) in enumerate(itertools.pairwise(bounds)):
+            part, states = x[b : b + 1, :, start:end], initial_states[b : b + 1] if i == begins else None
+            out = causal_conv1d_ref(part, initial_states=states, reverse=reverse, **arguments)
+            parts.append(out if seq_idx[b, start] >= 0 else torch.zeros_like(out))
+        rows.append(torch.cat(parts, dim=2))
+    return torch.cat(rows)
+
+
+PACKED_STATE_CASES = [
+    ConvCase(5, 9, 61, seq_idx=True, initial_states=True),
+    ConvCase(5, 8, 37, width=3, silu=False, bias=False, seq_idx=True, initial_states=True, channel_last=True),
+    ConvCase(4, 16, 2, seq_idx=True, initial_states=True, channel_last=True),
+    ConvCase(3, 7, 1, width=2, seq_idx=True, initial_states=True),
+    ConvCase(3, 8, 272, seq_idx=True, initial_states=True),
+    ConvCase(3, 5, 272, seq_idx=True, initial_states=True, channel_last=True),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("case", PACKED_STATE_CASES, ids=case_id)
+def test_initial_states_are_of_the_sequence_at_the_beginning(case, reverse, dtype, device):
+    """In a row that begins with padding they are of none: not even a NaN reaches a result, and their gradient is 0."""
+    tensors = {**case.inputs(dtype, device), "reverse": reverse}
+    del tensors["return_final_states"]
+    seq_idx = tensors["seq_idx"]
+    seq_idx[seq_idx % 4 == 2] = -1
+    seq_idx[0] = 3  # one sequence
+    first = slice(-5, None) if reverse else slice(0, 5)
+    seq_idx[1, first], seq_idx[2, -1 if reverse else 0] = -7, 99  # padding; a sequence of one step
+    hidden = {**tensors, "initial_states": tensors["initial_states"].clone()}
+    hidden["initial_states"][1] = torch.nan
+    found = outputs_and_gradients(causal_conv1d_fn, hidden)
+    assert found["dinitial_states"][1].eq(0).all()
+    assert found["dinitial_states"][0].ne(0).all() or case.seqlen < case.width - 1
+    plain = outputs_and_gradients(causal_conv1d_ref, tensors)
+    assert_close_to_truth(found, plain, outputs_and_gradients(one_sequence_at_a_time, tensors, torch.float64))
 
 
 PADDED_CASES = [
