@@ -39,7 +39,7 @@ def source_files(root: Path) -> dict[str, Path]:
 
 
 def package_version(root: Path) -> str:
-    """That of the package whose functions these are, and mamba_ssm's as a label: 1.6.1+mamba.2.4.0."""
+    """That of the package whose functions these are, and mamba_ssm's as a label: 1.7.0+mamba.2.4.0."""
     text = (root / FOLDER / "src" / NAME / "__init__.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if match is None:

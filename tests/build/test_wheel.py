@@ -235,7 +235,7 @@ def test_second_build_is_byte_identical_and_compiles_nothing(wheel, source, tmp_
 
 def test_the_other_wheel(wheel, source, sdist_wheel, tmp_path):
     """causal-conv1d, by setup.py in the checkout and in the sdist, and by its own backend."""
-    name = f"causal_conv1d-1.6.1+mamba.{base_version(source)}-py3-none-any.whl"
+    name = f"causal_conv1d-1.7.0+mamba.{base_version(source)}-py3-none-any.whl"
     assert sorted(path.name for path in (source / "dist").iterdir()) == [name, wheel.name]
     made = (source / "dist" / name).read_bytes()
     assert (sdist_wheel.parent / name).read_bytes() == made

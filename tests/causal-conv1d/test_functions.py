@@ -8,7 +8,13 @@ from _helpers.cases import ConvCase, assert_close_to_truth, outputs_and_gradient
 
 import causal_conv1d
 import causal_conv1d_cuda
-from causal_conv1d import causal_conv1d_fn, causal_conv1d_interface, causal_conv1d_update, causal_conv1d_varlen
+from causal_conv1d import (
+    causal_conv1d_fn,
+    causal_conv1d_interface,
+    causal_conv1d_update,
+    causal_conv1d_varlen,
+    cpp_functions,
+)
 from causal_conv1d.cpp_functions import (
     causal_conv1d_bwd_function,
     causal_conv1d_fwd_function,
@@ -22,27 +28,26 @@ def names(function):
 
 
 def test_names_and_places_of_arguments():
-    assert causal_conv1d.__version__ == "1.6.1"
+    assert causal_conv1d.__version__ == "1.7.0"
     assert names(causal_conv1d_fn) == (
         ["x", "weight", "bias", "seq_idx", "initial_states", "return_final_states", "final_states_out", "activation"]
     )
     assert names(causal_conv1d_interface.causal_conv1d_ref) == (
-        ["x", "weight", "bias", "initial_states", "return_final_states", "final_states_out", "activation"]
+        ["x", "weight", "bias", "initial_states", "return_final_states", "final_states_out", "activation", "seq_idx"]
     )
     assert names(causal_conv1d_update)[:6] == ["x", "conv_state", "weight", "bias", "activation", "cache_seqlens"]
     assert names(causal_conv1d_varlen.causal_conv1d_varlen_states) == ["x", "cu_seqlens", "state_len"]
 
 
+@pytest.mark.parametrize("option", ["final_states", "seq_idx"])
 @pytest.mark.parametrize("channel_last", [False, True])
-def test_values_and_gradients(channel_last, device):
-    tensors = ConvCase(2, 6, 70, channel_last=channel_last, initial_states=True, final_states=True).inputs(
-        torch.float32, device
-    )
+def test_values_and_gradients(channel_last, option, device):
+    case = ConvCase(2, 6, 70, channel_last=channel_last, initial_states=True, **{option: True})
+    tensors = case.inputs(torch.float32, device)
     found = outputs_and_gradients(causal_conv1d_fn, tensors)
     plain = outputs_and_gradients(ours.causal_conv1d_ref, tensors)
     truth = outputs_and_gradients(ours.causal_conv1d_ref, tensors, torch.float64)
     assert_close_to_truth(found, plain, truth)
-    del tensors["seq_idx"]
     torch.testing.assert_close(causal_conv1d_interface.causal_conv1d_ref(**tensors), causal_conv1d_fn(**tensors))
 
 
@@ -160,6 +165,27 @@ def test_cpp_functions(problem):
     state, other, x = p.initial.clone(), p.initial.clone(), p.x[:, :, 0].contiguous()
     found = causal_conv1d_update_function(x, state, p.weight, p.bias, False, None, None)
     close([found, state], [ours.causal_conv1d_update_ref(x, other, p.weight, p.bias), other])
+
+
+def test_cpp_functions_that_write_into_given_tensors(problem):
+    """By name, as causal-conv1d's own code calls its operators: packed sequences, the first of which has a state."""
+    p = problem
+    out = torch.full_like(p.x, 7.0)
+    packed = {"bias": p.bias, "seq_idx": p.seq_idx, "initial_states": p.initial, "silu_activation": True}
+    assert cpp_functions._causal_conv1d_fwd_cpp(p.x, p.weight, out=out, final_states_out=None, **packed) is None
+    given = [torch.full_like(t, 7.0) for t in (*p.three, p.initial)]
+    grads = dict(zip(("dx", "dweight", "dbias", "dinitial_states"), given, strict=True))
+    backward = {**packed, **grads, "dout": p.dout, "dfinal_states": None}
+    assert cpp_functions._causal_conv1d_bwd_cpp(p.x, p.weight, **backward) is None
+    leaves = [t.clone().requires_grad_() for t in (*p.three, p.initial)]
+    expected = ours.causal_conv1d_ref(*leaves[:3], p.seq_idx, leaves[3], activation="silu")
+    close([out, *given], [expected, *torch.autograd.grad(expected, leaves, p.dout)])
+    state, other, x = p.initial.clone(), p.initial.clone(), p.x[:, :, 0].contiguous()
+    out = torch.empty_like(x)
+    step = {"out": out, "silu_activation": False, "cache_seqlens": None, "conv_state_indices": None}
+    assert cpp_functions._causal_conv1d_update_cpp(x, state, p.weight, p.bias, **step) is None
+    close([out, state], [ours.causal_conv1d_update_ref(x, other, p.weight, p.bias), other])
+    assert cpp_functions.LIBRARY_NAME == "DaoAILab"
 
 
 def test_errors_say_what_is_wrong(problem):

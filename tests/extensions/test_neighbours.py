@@ -42,12 +42,12 @@ def site(tmp_path):
 def both(site):
     """With this project's causal-conv1d."""
     install_convolution(site)
-    record(site, "causal_conv1d", f"1.6.1+mamba.{__version__}", *(site / "causal_conv1d").glob("*.py"))
+    record(site, "causal_conv1d", f"1.7.0+mamba.{__version__}", *(site / "causal_conv1d").glob("*.py"))
     return site
 
 
 def test_nothing_to_say(both):
-    whose = f"1.6.1+mamba.{__version__}, this project's: {both / 'causal_conv1d' / '__init__.py'}"
+    whose = f"1.7.0+mamba.{__version__}, this project's: {both / 'causal_conv1d' / '__init__.py'}"
     assert report(both) == [[], [], whose]
 
 
@@ -94,9 +94,9 @@ def test_a_copy_over_this_package(site):
 def test_the_compiled_package(site):
     module = site / "causal_conv1d" / "__init__.py"
     module.parent.mkdir()
-    module.write_text("__version__ = '1.6.2'\n")
-    record(site, "causal_conv1d", "1.6.2", module)
-    assert report(site) == [[], [], f"1.6.2, another project's: {module}"]
+    module.write_text("__version__ = '1.7.1'\n")
+    record(site, "causal_conv1d", "1.7.1", module)
+    assert report(site) == [[], [], f"1.7.1, another project's: {module}"]
 
 
 def test_none(site):
@@ -113,7 +113,7 @@ def test_one_that_nobody_has_installed(site, tmp_path, name):
     assert whose == f"of unknown origin: {module}"
 
 
-@pytest.mark.parametrize("version", ["1.6.2", f"1.6.1+mamba.{__version__}"])
+@pytest.mark.parametrize("version", ["1.7.1", f"1.7.0+mamba.{__version__}"])
 def test_one_before_the_installed_one(site, tmp_path, version):
     install_convolution(site)
     record(site, "causal_conv1d", version, *(site / "causal_conv1d").glob("*.py"))
@@ -127,10 +127,10 @@ def test_one_before_the_installed_one(site, tmp_path, version):
 def test_the_compiled_package_over_ours(both):
     """Its files over ours, then its library alone beside ours."""
     ours = (both / "causal_conv1d" / "__init__.py").read_bytes()
-    (both / "causal_conv1d" / "__init__.py").write_text("__version__ = '1.6.1'\n")
+    (both / "causal_conv1d" / "__init__.py").write_text("__version__ = '1.7.0'\n")
     (problem,), _ = examine(both)
     assert problem.startswith(
-        f"causal-conv1d 1.6.1+mamba.{__version__} in {both} is not as installed: changed: causal_conv1d/"
+        f"causal-conv1d 1.7.0+mamba.{__version__} in {both} is not as installed: changed: causal_conv1d/"
     )
     assert "Do `pip uninstall causal-conv1d` until none is left" in problem
     (both / "causal_conv1d" / "__init__.py").write_bytes(ours)
@@ -138,18 +138,18 @@ def test_the_compiled_package_over_ours(both):
     library.write_bytes(b"")
     (problem,), _ = examine(both)
     assert problem.startswith(
-        f"causal_conv1d_cuda is {library}, which is found before that of causal-conv1d 1.6.1+mamba"
+        f"causal_conv1d_cuda is {library}, which is found before that of causal-conv1d 1.7.0+mamba"
     )
 
 
 def test_ours_over_the_compiled_package(site):
     module = site / "causal_conv1d" / "__init__.py"
     module.parent.mkdir()
-    module.write_text("__version__ = '1.6.1'\n")
-    record(site, "causal_conv1d", "1.6.1", module)
+    module.write_text("__version__ = '1.7.0'\n")
+    record(site, "causal_conv1d", "1.7.0", module)
     install_convolution(site)
     (problem,), _ = examine(site)
-    assert problem.startswith(f"causal-conv1d 1.6.1 in {site} is not as installed: changed: causal_conv1d/__init__.py")
+    assert problem.startswith(f"causal-conv1d 1.7.0 in {site} is not as installed: changed: causal_conv1d/__init__.py")
 
 
 def test_two_in_two_folders(both, tmp_path):
@@ -157,13 +157,13 @@ def test_two_in_two_folders(both, tmp_path):
     record(other, "causal_conv1d", "1.5.2")
     problems, _ = examine(both, other)
     (problem,) = problems
-    assert "causal-conv1d is installed 2 times: 1.6.1+mamba." in problem
+    assert "causal-conv1d is installed 2 times: 1.7.0+mamba." in problem
     assert f"{os.sep}site and 1.5.2 in {other}" in problem
 
 
 def test_of_another_mamba_ssm(site):
-    record(site, "causal_conv1d", "1.6.1+mamba.1.0.0")
+    record(site, "causal_conv1d", "1.7.0+mamba.1.0.0")
     (problem,), _ = examine(site)
     assert problem.startswith(
-        f"causal-conv1d 1.6.1+mamba.1.0.0 is a part of mamba_ssm 1.0.0, and this is {__version__}"
+        f"causal-conv1d 1.7.0+mamba.1.0.0 is a part of mamba_ssm 1.0.0, and this is {__version__}"
     )

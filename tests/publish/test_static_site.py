@@ -72,9 +72,9 @@ def test_folder_without_a_server(site, environment):
 
 
 def test_the_convolution_brings_the_mamba_ssm_of_its_version(site, environment, base):
-    status, printed = environment.pip("--dry-run", "--index-url", (site / "cpu").as_uri(), "causal-conv1d==1.6.1")
+    status, printed = environment.pip("--dry-run", "--index-url", (site / "cpu").as_uri(), "causal-conv1d==1.7.0")
     assert status == 0, printed
-    assert f"causal-conv1d-1.6.1+mamba.{base} mamba_ssm-{base}+cpu" in printed.replace("mamba-ssm", "mamba_ssm")
+    assert f"causal-conv1d-1.7.0+mamba.{base} mamba_ssm-{base}+cpu" in printed.replace("mamba-ssm", "mamba_ssm")
 
 
 def test_environment_sees_what_extras_require(environment_of, tmp_path, monkeypatch):
@@ -167,14 +167,14 @@ def test_public_index_beside_ours(site, public, environment, programs):
 
 
 def test_causal_conv1d_from_two_indexes(site, environment, programs, base, tmp_path):
-    """What docs/publishing.md says of them: upstream's 1.6.2 is higher. A pinned label or one index is safe."""
+    """What docs/publishing.md says of them: a later one is higher. A pinned label or one index is safe."""
     theirs = tmp_path / "public" / "causal-conv1d"
-    made = wheels.plain(theirs, "causal_conv1d", "1.6.2")
+    made = wheels.plain(theirs, "causal_conv1d", "1.7.1")
     (theirs / "index.html").write_text(f'<!DOCTYPE html><a href="{made.name}">{made.name}</a>')
     with StaticSite(site) as ours, StaticSite(tmp_path / "public") as public:
-        words, label = ["--dry-run", "--no-deps"], f"1.6.1+mamba.{base}"
+        words, label = ["--dry-run", "--no-deps"], f"1.7.0+mamba.{base}"
         both = [*words, "--index-url", public.url, "--extra-index-url", f"{ours.url}cpu/"]
-        assert "Would install causal-conv1d-1.6.2\n" in environment.pip(*both, "causal-conv1d")[1].replace("_", "-")
+        assert "Would install causal-conv1d-1.7.1\n" in environment.pip(*both, "causal-conv1d")[1].replace("_", "-")
         pinned = environment.pip(*both, f"causal-conv1d=={label}")[1]
         alone = environment.pip(*words, "--index-url", f"{ours.url}cpu/", "causal-conv1d")[1]
         assert all(f"Would install causal-conv1d-{label}\n" in printed.replace("_", "-") for printed in (pinned, alone))

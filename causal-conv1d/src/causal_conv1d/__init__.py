@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 # Whose functions these are. The distribution's version goes on with +mamba and mamba_ssm's.
-__version__ = "1.6.1"
+__version__ = "1.7.0"
 __all__ = ["__version__", "causal_conv1d_fn", "causal_conv1d_update"]
 
 if not typing.TYPE_CHECKING:

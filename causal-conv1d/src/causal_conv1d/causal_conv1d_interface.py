@@ -35,8 +35,9 @@ def causal_conv1d_ref(
     return_final_states: bool = False,
     final_states_out: torch.Tensor | None = None,
     activation: str | None = None,
+    seq_idx: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The same as causal_conv1d_fn in plain torch, without seq_idx."""
+    """The same as causal_conv1d_fn in plain torch, with seq_idx in last place."""
     return ours.causal_conv1d_ref(
-        x, weight, bias, None, initial_states, return_final_states, final_states_out, activation
+        x, weight, bias, seq_idx, initial_states, return_final_states, final_states_out, activation
     )
