@@ -1,5 +1,7 @@
 """transformers takes this package's kernels unasked: the same logits, gradients and tokens as without it."""
 
+import socket
+
 import pytest
 import torch
 from benchmark.transformers_models import CONVOLUTIONS, OLDEST, TINY, model_pair
@@ -10,11 +12,12 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST
 if not transformers.utils.is_torch_available():
     pytest.skip("this transformers does not take this torch", allow_module_level=True)
 
-MAMBA1 = ("mamba", "falcon_mamba", "jamba")
+MAMBA1 = ("mamba", "falcon_mamba", "jamba", "zamba")
 FUSED = {kind: "mamba_inner_fn" if kind in MAMBA1 else "mamba_split_conv1d_scan_combined" for kind in TINY}
 SCAN = {kind: "selective_scan_fn" if kind in MAMBA1 else "mamba_chunk_scan_combined" for kind in TINY}
-# Jamba norms B, C and dt by weights of its own between the pieces, which the fused function does not take.
-FUSED["jamba"] = "selective_scan_fn"
+# Jamba norms B, C and dt by weights of its own between the pieces, Zamba has projections for each head: the fused
+# function takes neither.
+FUSED["jamba"] = FUSED["zamba"] = "selective_scan_fn"
 PACKAGES = {"scan": ("mamba_ssm",), "scan and convolution": ("mamba_ssm", "causal_conv1d")}
 with_and_without_convolution = pytest.mark.parametrize("packages", PACKAGES.values(), ids=PACKAGES)
 
@@ -59,7 +62,7 @@ def test_logits_and_gradients(kind, training, packages, device):
     ours, theirs, calls = pair(kind, device, packages=packages)
     found, expected = (results(model.train(training), tokens(device, padded=not training)) for model in (ours, theirs))
     assert calls[FUSED[kind] if training else SCAN[kind]] > 0, calls
-    if not training or kind == "jamba":
+    if FUSED[kind] == SCAN[kind] or not training:
         assert (calls["causal_conv1d_fn"] > 0) == ("causal_conv1d" in packages), calls
     assert_close(found[0], expected[0], 1e-4)  # float32 sums in another order
     assert len(found[1]) == len(expected[1]) > 10
@@ -94,6 +97,33 @@ def test_no_warning_of_plain_torch_with_the_convolution(kind, monkeypatch):
         ours.eval().generate(**tokens("cpu", 7), max_new_tokens=2, do_sample=False)
         warned = any("reference PyTorch implementation" in line for line in said)
         assert warned == ("causal_conv1d" not in packages), said
+
+
+class NoNetwork(AssertionError):
+    pass
+
+
+@pytest.mark.skipif(
+    not transformers.utils.is_kernels_available(),
+    reason="needs the package kernels, of a version that this transformers takes",
+)
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_beside_the_package_kernels(kind, monkeypatch):
+    """Nothing is fetched from the hub unless use_kernels asks for it, and nothing for the CPU even then."""
+
+    def lookup(host, *_, **__):
+        raise NoNetwork(host)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    ours, theirs, calls = pair(kind, "cpu", packages=PACKAGES["scan and convolution"])
+    expected, _ = results(theirs.eval(), tokens("cpu"))
+    for use_kernels in (False, True):
+        calls.clear()
+        if use_kernels:
+            ours.set_use_kernels(True)
+        found, _ = results(ours.eval(), tokens("cpu"))
+        assert calls[SCAN[kind]] > 0 and calls["causal_conv1d_fn"] > 0, calls
+        assert_close(found, expected, 1e-4)
 
 
 @pytest.mark.parametrize("kind", TINY)
@@ -138,8 +168,10 @@ def test_bfloat16(kind, device):
     ours, theirs, _ = pair(kind, device, torch.bfloat16)
     training = kind != "falcon_mamba"
     found, expected = (results(model.train(training), tokens(device, padded=not training)) for model in (ours, theirs))
-    # each of some tens of intermediate results is rounded to 8 bits, by the two in other places
-    assert_close(found[0], expected[0], 0.1)
+    truth, _ = results(theirs.float(), tokens(device, padded=not training))
+    # Each of some tens of intermediate results is rounded to 8 bits, by the two in other places: as far from the truth.
+    ours_off, theirs_off = ((logits.float() - truth).square().mean().sqrt() for logits in (found[0], expected[0]))
+    assert ours_off <= 2 * theirs_off, (ours_off, theirs_off)
     assert all(gradient.isfinite().all() for gradient in found[1])
     ours.eval().generate(**tokens(device, 7), max_new_tokens=3, do_sample=False)
 

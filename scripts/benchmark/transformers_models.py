@@ -104,6 +104,19 @@ TINY = {
             **_ATTENTION,
         },
     ),
+    "zamba": (
+        "ZambaForCausalLM",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "n_mamba_heads": 2,
+            "mamba_d_state": 8,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+        },
+    ),
     "zamba2": (
         "Zamba2ForCausalLM",
         {
