@@ -24,8 +24,9 @@ class UpstreamKernel:
         self()
 
     def __call__(self, *arguments: object, **options: object) -> typing.NoReturn:
+        package = self.name.partition(".")[0]
         raise NotImplementedError(
-            f"{self.name} is a {self.language} kernel of upstream's mamba_ssm, and this one has none: call "
+            f"{self.name} is a {self.language} kernel of upstream's {package}, and this one has none: call "
             f"{self.instead} instead"
         )
 

@@ -188,6 +188,32 @@ def test_cpp_functions_that_write_into_given_tensors(problem):
     assert cpp_functions.LIBRARY_NAME == "DaoAILab"
 
 
+class Context:
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_the_autograd_function_with_a_ctx_of_the_callers(states, problem):
+    p, function, ctx = problem, causal_conv1d_interface.CausalConv1dFn, Context()
+    given = *p.three, None, p.initial if states else None, states, None, "silu"
+    out, final, gradients = p.expected(True, states=states)
+    found = function.forward(ctx, *given)
+    close(found if states else [found], [out, final] if states else [out])
+    grads = function.backward(ctx, p.dout, *([p.dfinal] if states else []))
+    assert len(grads) == 8
+    close([grad for grad in grads if grad is not None], gradients)
+    applied = function.apply(*given)
+    close(applied if states else [applied], [out, final] if states else [out])
+
+
+def test_a_kernel_in_triton_says_what_to_call(problem):
+    kernel = causal_conv1d_varlen._causal_conv1d_varlen_states
+    message = r"kernel of upstream's causal_conv1d.*: call causal_conv1d_varlen_states"
+    with pytest.raises(NotImplementedError, match=message):
+        kernel[(1, 1, 1)](problem.x)
+
+
 def test_errors_say_what_is_wrong(problem):
     p = problem
     with pytest.raises(TypeError, match=r"causal_conv1d_fwd takes 4, 5, 7 or 8 arguments.* and got 6"):

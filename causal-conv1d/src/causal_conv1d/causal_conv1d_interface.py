@@ -2,6 +2,7 @@
 
 import torch
 
+from mamba_ssm._upstream import AutogradFunction
 from mamba_ssm.ops import causal_conv1d as ours
 
 
@@ -21,6 +22,13 @@ def causal_conv1d_fn(
     return ours.causal_conv1d_fn(
         x, weight, bias, seq_idx, initial_states, return_final_states, final_states_out, activation
     )
+
+
+class CausalConv1dFn(AutogradFunction):
+    """causal_conv1d_fn by the name of causal-conv1d's autograd.Function."""
+
+    apply = staticmethod(causal_conv1d_fn)
+    gradients = 8
 
 
 causal_conv1d_update = ours.causal_conv1d_update
