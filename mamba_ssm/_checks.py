@@ -51,14 +51,19 @@ def cure_of_devices(layer_is_meta, input_is_meta):
     return "move the input or the layer with .to(device)"
 
 
-def check_float32(op, name, tensor, shape, like, like_name, letters):
-    """tensor has this shape, is float32 and on the device of like."""
-    if tensor.dtype != torch.float32:
-        raise _dtype_error(op, name, tensor, "float32")
+def check_is(op, name, tensor, dtype, shape, like, like_name, letters):
+    """tensor has this dtype and shape, and is on the device of like."""
+    if tensor.dtype != dtype:
+        raise _dtype_error(op, name, tensor, short(dtype))
     if tensor.shape != shape:
         raise _shape_error(op, name, tensor, shape, letters)
     if tensor.device != like.device:
         raise _device_error(op, name, tensor, like, like_name)
+
+
+def check_float32(op, name, tensor, shape, like, like_name, letters):
+    """tensor has this shape, is float32 and on the device of like."""
+    check_is(op, name, tensor, torch.float32, shape, like, like_name, letters)
 
 
 def check_float(op, name, tensor, shape, like, like_name, letters):
@@ -73,12 +78,7 @@ def check_float(op, name, tensor, shape, like, like_name, letters):
 
 def check_int32(op, name, tensor, shape, like, like_name, letters):
     """tensor has this shape, is int32 and on the device of like."""
-    if tensor.dtype != torch.int32:
-        raise _dtype_error(op, name, tensor, "int32")
-    if tensor.shape != shape:
-        raise _shape_error(op, name, tensor, shape, letters)
-    if tensor.device != like.device:
-        raise _device_error(op, name, tensor, like, like_name)
+    check_is(op, name, tensor, torch.int32, shape, like, like_name, letters)
 
 
 def check_index(op, name, tensor, shape, like, like_name, letters):

@@ -174,14 +174,18 @@ typedef struct MambaMambaStep {
     int64_t state_batch_stride, state_dim_stride, state_dstate_stride;
 } MambaMambaStep;
 
-/* out = x weight^T + bias, for few rows: weight is read once for 8 of them. Elements of a row of x and of out have stride 1. */
+/* out = x weight^T + bias, for few rows: weight is read once for 8 of them. Elements of a row of x and of out have stride 1.
+ * An int8 weight has scales: weight_{o,i} = scales_{o, i / MAMBA_INT8_BLOCK} int8_{o,i}. */
 typedef struct MambaLinear {
     MambaRun run;
     int64_t rows, in_features, out_features;
-    int32_t dtype; /* of x, weight, out */
+    int32_t dtype;        /* of x, out */
+    int32_t weight_dtype; /* dtype or MAMBA_INT8 */
     int32_t bias_dtype;
+    int32_t reserved;
     const void* x;      /* (R, in) */
     const void* weight; /* (out, in) contiguous */
+    const void* scales; /* (out, ceil(in / MAMBA_INT8_BLOCK)) float16, contiguous; for int8 alone */
     const void* bias;   /* (out) contiguous, optional */
     void* out;          /* (R, out) */
     int64_t x_row_stride, out_row_stride;

@@ -18,6 +18,10 @@
 #define MAMBA_FLOAT32 0
 #define MAMBA_FLOAT16 1
 #define MAMBA_BFLOAT16 2
+#define MAMBA_INT8 3 /* a weight of linear, with scales */
+
+/* Weights along in_features that share a scale; the last of a row may be fewer. */
+#define MAMBA_INT8_BLOCK 32
 
 /* The forward scan stores the state every so many steps for the backward scan to start from. */
 #define MAMBA_SCAN_CHECKPOINT 64

@@ -62,6 +62,7 @@ int32_t mamba_linear(const MambaLinear* params) {
     const MambaLinear& p = *params;
     Projection projection = {};
     projection.weight = p.weight;
+    projection.scales = p.scales;
     projection.x = p.x;
     projection.bias = p.bias;
     projection.out = p.out;
@@ -70,7 +71,8 @@ int32_t mamba_linear(const MambaLinear* params) {
     projection.outputs = p.out_features;
     projection.x_stride = p.x_row_stride;
     projection.out_stride = p.out_row_stride;
-    projection.weight_dtype = projection.x_dtype = projection.out_dtype = p.dtype;
+    projection.x_dtype = projection.out_dtype = p.dtype;
+    projection.weight_dtype = p.weight_dtype;
     projection.bias_dtype = p.bias_dtype;
     return run_projection(p.run, isa, projection)
                ? MAMBA_OK

@@ -23,7 +23,7 @@ static void run_case(int64_t rows, int64_t features, int64_t outputs, int32_t dt
     p.rows = rows;
     p.in_features = features;
     p.out_features = outputs;
-    p.dtype = dtype;
+    p.dtype = p.weight_dtype = dtype;
     p.bias_dtype = bias.dtype;
     p.x = x.data();
     p.weight = weight.data();

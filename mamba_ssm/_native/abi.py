@@ -17,6 +17,8 @@ ERROR_MEMORY = 7
 FLOAT32 = 0
 FLOAT16 = 1
 BFLOAT16 = 2
+INT8 = 3
+INT8_BLOCK = 32
 SCAN_CHECKPOINT = 64
 MAX_DSTATE = 256
 MAX_HEADDIM = 256
@@ -312,8 +314,8 @@ class MambaLinear(Structure):
         """
         MambaRun: run;
         i64: rows, in_features, out_features;
-        i32: dtype, bias_dtype;
-        ptr: x, weight, bias, out;
+        i32: dtype, weight_dtype, bias_dtype, reserved;
+        ptr: x, weight, scales, bias, out;
         i64: x_row_stride, out_row_stride
         """,
         MambaRun=MambaRun,

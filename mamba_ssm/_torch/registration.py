@@ -1,8 +1,8 @@
 """Registers operators with torch.library: one pattern for all of them.
 
 An operator has a schema, an implementation for CPU and CUDA, a fake, and an Autograd kernel that costs little when no
-gradient is needed. Absent optional tensors are None on the way in and on the way out. Its last arguments may be flags
-that are False by default: the dispatcher drops trailing defaults, and here they are given again.
+gradient is needed. Absent optional tensors are None on the way in and on the way out. Its last arguments may be
+False or None by default: the dispatcher drops trailing defaults, and here they are given again.
 """
 
 import re
@@ -82,10 +82,11 @@ def _impl(name, key, function):
     if known:
         return
 
-    count = _SCHEMAS[name].partition(") ->")[0].count(", ") + 1
+    declared = _SCHEMAS[name].partition(") ->")[0].split(", ")
+    defaults = [None if argument.endswith("=None") else False for argument in declared]
 
     def latest(*arguments):
-        return _LATEST[name, key](*arguments, *(False,) * (count - len(arguments)))
+        return _LATEST[name, key](*arguments, *defaults[len(arguments) :])
 
     if key == "fake":
         # impl_abstract: before torch 2.4

@@ -5,9 +5,10 @@
 
 namespace mamba {
 
-// out[r][o] = weight[o] . x[r] + bias[o]. x_dtype: float32, or that of the weight.
+// out[r][o] = weight[o] . x[r] + bias[o].
 struct Projection {
     const void* weight;  // (outputs, features) contiguous
+    const void* scales;  // of an int8 weight
     const void* x;
     const void* bias;  // optional
     void* out;

@@ -27,6 +27,36 @@ inline float dot(const W* weight, const float* x, int64_t size) {
     return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
+// A row of an int8 weight: a partial sum for each scale.
+inline float dot_int8(const Projection& p, int64_t output, const float* x) {
+    const int64_t blocks = ceil_div(p.features, MAMBA_INT8_BLOCK);
+    const Half* const scales = static_cast<const Half*>(p.scales) + output * blocks;
+    const int8_t* const weight = static_cast<const int8_t*>(p.weight) + output * p.features;
+    Vec total = zero();
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t first = block * MAMBA_INT8_BLOCK, left = p.features - first;
+        float values[MAMBA_INT8_BLOCK] = {};
+        const int count = left < MAMBA_INT8_BLOCK ? static_cast<int>(left) : MAMBA_INT8_BLOCK;
+        for (int i = 0; i < count; ++i) {
+            values[i] = static_cast<float>(weight[first + i]);
+        }
+        Vec partial = zero();
+        for (int i = 0; i < count; i += kLanes) {
+            partial = fma(load(values + i), load_partial(x + first + i, block_lanes(count - i)), partial);
+        }
+        total = fma(partial, set1(sum(load_partial(scales + block, 1))), total);
+    }
+    return sum(total);
+}
+
+template <typename W>
+inline float dot_output(const Projection& p, int64_t output, const float* x, W*) {
+    return dot(static_cast<const W*>(p.weight) + output * p.features, x, p.features);
+}
+inline float dot_output(const Projection& p, int64_t output, const float* x, int8_t*) {
+    return dot_int8(p, output, x);
+}
+
 template <typename W>
 inline void project_as(const Projection& p, const float* x, int64_t begin, int64_t end) {
     float values[kLanes];
@@ -35,7 +65,7 @@ inline void project_as(const Projection& p, const float* x, int64_t begin, int64
         const Vec bias = p.bias != nullptr ? load_lanes(p.bias_dtype, p.bias, first, 1, count) : zero();
         for (int64_t row = 0; row < p.rows; ++row) {  // the weight's block of rows stays in the cache
             for (int i = 0; i < count; ++i) {
-                values[i] = dot(static_cast<const W*>(p.weight) + (first + i) * p.features, x + row * p.features, p.features);
+                values[i] = dot_output(p, first + i, x + row * p.features, static_cast<W*>(nullptr));
             }
             const Vec sums = load_partial(values, count) + bias;
             store_lanes(p.out_dtype, p.out, row * p.out_stride + first, 1, count, sums);
@@ -46,6 +76,9 @@ inline void project_as(const Projection& p, const float* x, int64_t begin, int64
 inline void project_outputs(const Projection& p, const float* x, int64_t begin, int64_t end) {
     if (p.weight_dtype == MAMBA_FLOAT32) {
         project_as<float>(p, x, begin, end);
+    }
+    if (p.weight_dtype == MAMBA_INT8) {
+        project_as<int8_t>(p, x, begin, end);
     }
 #ifndef MAMBA_DISABLE_HALF
     if (p.weight_dtype == MAMBA_FLOAT16) {

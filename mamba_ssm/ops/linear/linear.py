@@ -25,14 +25,21 @@ class Inputs(typing.NamedTuple):
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
+    scales: torch.Tensor | None = None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x (R, in), weight (out, in) of x's dtype, bias (out) of any -> x weight^T + bias, (R, out).
 
-    float32, float16 or bfloat16. There is no gradient: backward raises.
+    float32, float16 or bfloat16. There is no gradient: backward raises. weight may be int8 with scales (out, ceil(in /
+    32)) float16: it then stands for weight[o, i] * scales[o, i // 32] (the numbers of GGUF's Q8_0).
     """
-    return call(linear_op, x, weight, bias)
+    return call(linear_op, x, weight, bias, scales)
 
 
 def project(projection: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -67,14 +74,21 @@ def _is_few_rows(x):
 
 def _check(inputs):
     """Raises on any argument that the kernels do not take; returns the sizes."""
-    x, weight, bias = inputs
+    x, weight, bias, scales = inputs
     if x.dim() != 2 or weight.dim() != 2:
         checks.check_dims(NAME, "x", x, 2, "(R, in)")
         checks.check_dims(NAME, "weight", weight, 2, "(out, in)")
     checks.check_activation_dtype(NAME, "x", x)
     rows, in_features = x.shape
     out_features = weight.shape[0]
-    checks.check_same(NAME, "weight", weight, (out_features, in_features), x, "x", "(out, in)")
+    if scales is None:
+        if weight.dtype == torch.int8:
+            raise TypeError(f"{NAME}: an int8 weight needs scales, float16 of shape (out, ceil(in / 32)), got None")
+        checks.check_same(NAME, "weight", weight, (out_features, in_features), x, "x", "(out, in)")
+    else:
+        checks.check_is(NAME, "weight", weight, torch.int8, (out_features, in_features), x, "x", "(out, in)")
+        blocks = -(-in_features // abi.INT8_BLOCK)
+        checks.check_is(NAME, "scales", scales, torch.float16, (out_features, blocks), x, "x", "(out, ceil(in / 32))")
     if bias is not None:
         checks.check_float(NAME, "bias", bias, (out_features,), x, "x", "(out,)")
     return rows, in_features, out_features
@@ -83,20 +97,23 @@ def _check(inputs):
 def _linear(*arguments):
     inputs = make(Inputs, arguments)
     rows, in_features, out_features = _check(inputs)
-    x, weight, bias = inputs
+    x, weight, bias, scales = inputs
     out = x.new_empty(rows, out_features)
     if out.numel() == 0:
         return out
     if x.stride(1) != 1:
         x = x.contiguous()
-    weight, bias = weight.contiguous(), checks.contiguous(bias)
+    weight, bias, scales = weight.contiguous(), checks.contiguous(bias), checks.contiguous(scales)
     params = abi.MambaLinear()
     functions = place(params, out)
     params.rows, params.in_features, params.out_features = rows, in_features, out_features
-    params.dtype = DTYPE_CODES[x.dtype]
+    params.dtype = params.weight_dtype = DTYPE_CODES[x.dtype]
     params.x = x.data_ptr()
     params.x_row_stride = x.stride(0)
     params.weight = weight.data_ptr()
+    if scales is not None:
+        params.weight_dtype = abi.INT8
+        params.scales = scales.data_ptr()
     if bias is not None:
         params.bias = bias.data_ptr()
         params.bias_dtype = DTYPE_CODES[bias.dtype]

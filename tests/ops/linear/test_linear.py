@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 from _helpers.cases import DTYPES, assert_close_to_truth, dtype_id
 
-from mamba_ssm.ops.linear import linear, project
+from mamba_ssm.ops.linear import dequantize, linear, linear_ref, project
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 # rows, in, out
@@ -26,6 +26,26 @@ def test_against_float64(sizes, dtype, device):
         found = {"out": linear(x, weight, bias)}
         assert found["out"].dtype == dtype
         assert_close_to_truth(found, run(x, weight, bias), run(x, weight, bias, torch.float64))
+
+
+def quantized(outputs, features, device):
+    """A weight of int8 that uses the whole range, and its scales."""
+    weight = torch.randint(-127, 128, (outputs, features), dtype=torch.int8)
+    scales = torch.rand(outputs, -(-features // 32)).half() / 64
+    return weight.to(device), scales.to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("sizes", [*SIZES, (1, 31, 3), (2, 33, 1), (7, 48, 5), (9, 64, 20)], ids=str)
+def test_int8(sizes, dtype):
+    rows, features, outputs = sizes
+    x = torch.randn(rows, features).to(dtype)
+    weight, scales = quantized(outputs, features, "cpu")
+    for bias in (None, torch.randn(outputs)):
+        found = linear(x, weight, bias, scales)
+        assert found.dtype == dtype and found.shape == (rows, outputs)
+        truth = linear_ref(x.double(), dequantize(weight, scales).double(), None if bias is None else bias.double())
+        torch.testing.assert_close(found.double(), truth, rtol=1e-2, atol=1e-2 * features**0.5)
 
 
 def test_strides_and_addresses(device):
@@ -66,6 +86,9 @@ def test_opcheck(device):
     tensors = torch.randn(2, 12, device=device), torch.randn(5, 12, device=device)
     for bias in (None, torch.randn(5, device=device)):
         torch.library.opcheck(torch.ops.mamba_ssm.linear.default, (*tensors, bias))
+    if device == "cpu":
+        weight, scales = quantized(5, 12, device)
+        torch.library.opcheck(torch.ops.mamba_ssm.linear.default, (tensors[0], weight, None, scales))
 
 
 def test_project_is_the_module(device):
@@ -109,10 +132,22 @@ def test_project_of_float64_and_of_an_open_number_of_rows():
         ({"weight": torch.randn(5, 11)}, ValueError, r"weight must have shape \(out, in\)"),
         ({"weight": torch.randn(5, 12).half()}, TypeError, "weight must have the dtype of x, float32"),
         ({"bias": torch.randn(4)}, ValueError, r"bias must have shape \(out,\)"),
+        ({"weight": torch.zeros(5, 12, dtype=torch.int8)}, TypeError, "an int8 weight needs scales, float16"),
+        ({"scales": torch.ones(5, 1).half()}, TypeError, "weight must be int8, got float32"),
+        (
+            {"weight": torch.zeros(5, 12, dtype=torch.int8), "scales": torch.ones(5, 1)},
+            TypeError,
+            "scales must be float16, got float32",
+        ),
+        (
+            {"weight": torch.zeros(5, 12, dtype=torch.int8), "scales": torch.ones(5, 2).half()},
+            ValueError,
+            r"scales must have shape \(out, ceil\(in / 32\)\) = \(5, 1\), got \(5, 2\)",
+        ),
     ],
 )
 def test_wrong_arguments(change, error, words, device):
-    arguments = {"x": torch.randn(2, 12), "weight": torch.randn(5, 12), "bias": None, **change}
+    arguments = {"x": torch.randn(2, 12), "weight": torch.randn(5, 12), "bias": None, "scales": None, **change}
     arguments = {name: None if value is None else value.to(device) for name, value in arguments.items()}
     with pytest.raises(error, match=f"linear: {words}"):
         linear(**arguments)
