@@ -6,6 +6,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__x86_64__) || defined(_M_X64)
+#include <xmmintrin.h>
+#endif
+
 #ifndef MAMBA_ISA
 #error "MAMBA_ISA is not defined: compile this file with -DMAMBA_ISA=generic, avx2 or avx512 (csrc/CMakeLists.txt does)"
 #endif
@@ -47,6 +51,28 @@ struct Bfloat16 {
 
 namespace mamba {
 namespace MAMBA_ISA {
+
+MAMBA_INLINE void prefetch(const void* data) {
+#if defined(__x86_64__) || defined(_M_X64)
+    _mm_prefetch(static_cast<const char*>(data), _MM_HINT_T0);
+#else
+    (void)data;
+#endif
+}
+
+// 2 * kLanes elements: those of bfloat16 at even places and those at odd ones, of other types the first half and the second.
+template <typename T>
+MAMBA_INLINE void load_pair(const T* data, Vec& first, Vec& second) {
+    first = load(data);
+    second = load(data + kLanes);
+}
+// The first count < 2 * kLanes elements; the other lanes are zero.
+template <typename T>
+MAMBA_INLINE void load_pair_partial(const T* data, int count, Vec& first, Vec& second) {
+    T copy[2 * kLanes] = {};
+    memcpy(copy, data, static_cast<size_t>(count) * sizeof(T));
+    load_pair(copy, first, second);
+}
 
 MAMBA_INLINE Vec operator+(Vec a, Vec b) {
     return add(a, b);

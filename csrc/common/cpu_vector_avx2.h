@@ -85,6 +85,9 @@ MAMBA_INLINE Vec load(const Bfloat16* data) {
     const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data)));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16))};
 }
+MAMBA_INLINE Vec load(const int8_t* data) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(data))))};
+}
 MAMBA_INLINE void store(float* data, Vec a) {
     _mm256_storeu_ps(data, a.v);
 }
@@ -114,6 +117,28 @@ MAMBA_INLINE void store_partial(T* data, Vec a, int count) {
     T copy[kLanes];
     store(copy, a);
     memcpy(data, copy, static_cast<size_t>(count) * sizeof(T));
+}
+
+MAMBA_INLINE void load_pair(const Bfloat16* data, Vec& first, Vec& second) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
+    first = {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16))};
+    second = {_mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+
+// 32 weights of int8 as 16 bits.
+struct Int8Block {
+    __m256i low, high;
+};
+MAMBA_INLINE Int8Block load_block(const int8_t* data) {
+    const __m128i* const halves = reinterpret_cast<const __m128i*>(data);
+    return {_mm256_cvtepi8_epi16(_mm_loadu_si128(halves)), _mm256_cvtepi8_epi16(_mm_loadu_si128(halves + 1))};
+}
+// Their products with 32 integers, exact, summed up in the lanes.
+MAMBA_INLINE Vec multiply_block(Int8Block block, const int16_t* x) {
+    const __m256i* const halves = reinterpret_cast<const __m256i*>(x);
+    const __m256i low = _mm256_madd_epi16(block.low, _mm256_loadu_si256(halves));
+    const __m256i high = _mm256_madd_epi16(block.high, _mm256_loadu_si256(halves + 1));
+    return {_mm256_cvtepi32_ps(_mm256_add_epi32(low, high))};
 }
 
 // The 8 x 8 matrix whose rows are rows[0..7], transposed: first 4 x 4 pieces within 128 bits, then the pieces.

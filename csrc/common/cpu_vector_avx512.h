@@ -100,6 +100,9 @@ MAMBA_INLINE __m256i vec_to_bits(Vec a, Bfloat16) {
 MAMBA_INLINE Vec load(const float* data) {
     return {_mm512_loadu_ps(data)};
 }
+MAMBA_INLINE Vec load(const int8_t* data) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data))))};
+}
 template <typename T>
 MAMBA_INLINE Vec load(const T* data) {
     return bits_to_vec(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)), T{});
@@ -129,6 +132,29 @@ MAMBA_INLINE void store_partial(float* data, Vec a, int count) {
 template <typename T>
 MAMBA_INLINE void store_partial(T* data, Vec a, int count) {
     _mm256_mask_storeu_epi16(data, first_lanes(count), vec_to_bits(a, T{}));
+}
+
+MAMBA_INLINE void split_pairs(__m512i pairs, Vec& even, Vec& odd) {
+    even = {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))};
+    odd = {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+MAMBA_INLINE void load_pair(const Bfloat16* data, Vec& first, Vec& second) {
+    split_pairs(_mm512_loadu_si512(data), first, second);
+}
+MAMBA_INLINE void load_pair_partial(const Bfloat16* data, int count, Vec& first, Vec& second) {
+    split_pairs(_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << count) - 1u), data), first, second);
+}
+
+// 32 weights of int8 as 16 bits.
+struct Int8Block {
+    __m512i v;
+};
+MAMBA_INLINE Int8Block load_block(const int8_t* data) {
+    return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)))};
+}
+// Their products with 32 integers, exact, summed up in the lanes.
+MAMBA_INLINE Vec multiply_block(Int8Block block, const int16_t* x) {
+    return {_mm512_cvtepi32_ps(_mm512_madd_epi16(block.v, _mm512_loadu_si512(x)))};
 }
 
 // The 16 x 16 matrix whose rows are rows[0..15], transposed: first 4 x 4 pieces within 128 bits, then the pieces.

@@ -129,6 +129,9 @@ MAMBA_INLINE void split_exponent(Vec w, Vec& exponent, Vec& mantissa, Vec& inver
 MAMBA_INLINE float to_float(float value) {
     return value;
 }
+MAMBA_INLINE float to_float(int8_t value) {
+    return static_cast<float>(value);
+}
 MAMBA_INLINE float to_float(Bfloat16 value) {
     return bits_float(static_cast<uint32_t>(value.bits) << 16);
 }
@@ -191,6 +194,37 @@ MAMBA_INLINE Vec load(const T* data) {
 template <typename T>
 MAMBA_INLINE void store(T* data, Vec a) {
     store_partial(data, a, kLanes);
+}
+
+MAMBA_INLINE void load_pair(const Bfloat16* data, Vec& first, Vec& second) {
+    uint32_t pairs[kLanes];
+    memcpy(pairs, data, sizeof(pairs));
+    for (int i = 0; i < kLanes; ++i) {
+        first.v[i] = bits_float(pairs[i] << 16);
+        second.v[i] = bits_float(pairs[i] & 0xffff0000u);
+    }
+}
+
+// 32 weights of int8 as 16 bits.
+struct Int8Block {
+    int16_t v[32];
+};
+MAMBA_INLINE Int8Block load_block(const int8_t* data) {
+    Int8Block block;
+    for (int i = 0; i < 32; ++i) {
+        block.v[i] = data[i];
+    }
+    return block;
+}
+// Their products with 32 integers, exact, summed up in the lanes.
+MAMBA_INLINE Vec multiply_block(const Int8Block& block, const int16_t* x) {
+    Vec sums = zero();
+    int32_t total = 0;
+    for (int i = 0; i < 32; ++i) {
+        total += static_cast<int32_t>(block.v[i]) * static_cast<int32_t>(x[i]);
+    }
+    sums.v[0] = static_cast<float>(total);
+    return sums;
 }
 
 // The matrix whose rows are rows[0..kLanes-1], transposed.

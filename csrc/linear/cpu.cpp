@@ -6,21 +6,22 @@
 namespace mamba {
 namespace {
 
-// Products that one thread finishes in about 100 us, several times what starting a thread costs.
-constexpr int64_t kWorkPerThread = 1 << 19;
+// Products that one thread finishes in about 20 us, several times what handing work to a thread costs.
+constexpr int64_t kWorkPerThread = 1 << 17;
+constexpr int64_t kOutputBlock = 16;  // outputs that a share is made of: whole vectors, whole cache lines
 
 struct ProjectionJob {
     const Projection* projection;
     const LinearKernels* kernels;
-    const float* x;
-    int64_t shares;
+    ProjectionInput x;
+    int64_t blocks, shares;
 };
 
 void run_projection_share(void* context, int64_t share) {
     const ProjectionJob& job = *static_cast<const ProjectionJob*>(context);
-    const int64_t outputs = job.projection->outputs;
-    job.kernels->project(*job.projection, job.x, share_begin(outputs, job.shares, share),
-                         share_begin(outputs, job.shares, share + 1));
+    const int64_t end = share_begin(job.blocks, job.shares, share + 1) * kOutputBlock;
+    job.kernels->project(*job.projection, job.x, share_begin(job.blocks, job.shares, share) * kOutputBlock,
+                         end < job.projection->outputs ? end : job.projection->outputs);
 }
 
 }  // namespace
@@ -29,17 +30,14 @@ bool run_projection(const MambaRun& run, Isa isa, const Projection& projection) 
     ProjectionJob job = {};
     job.projection = &projection;
     job.kernels = &kernels_of(isa, generic::linear_kernels, avx2::linear_kernels, avx512::linear_kernels);
+    job.blocks = ceil_div(projection.outputs, kOutputBlock);
     job.shares = worthwhile_threads(run, projection.rows * projection.outputs * projection.features, kWorkPerThread);
-    job.shares = job.shares < projection.outputs ? job.shares : projection.outputs;
-    const bool ready = projection.x_dtype == MAMBA_FLOAT32 && projection.x_stride == projection.features;
-    const Scratch scratch(ready ? 1 : projection.rows * projection.features + 1);
+    job.shares = job.shares < job.blocks ? job.shares : job.blocks;
+    const Scratch scratch(input_floats(projection) + 1);
     if (scratch.get() == nullptr) {
         return false;
     }
-    if (!ready) {
-        job.kernels->widen(projection, scratch.get());
-    }
-    job.x = ready ? static_cast<const float*>(projection.x) : scratch.get();
+    job.x = job.kernels->prepare(projection, scratch.get());
     run_shares(job.shares, run_projection_share, &job);
     return true;
 }

@@ -6,7 +6,7 @@
 
 namespace mamba {
 
-// False without memory for x as floats, which is not needed where it is contiguous floats already.
+// False without memory for x as floats.
 bool run_projection(const MambaRun& run, Isa isa, const Projection& projection);
 
 }  // namespace mamba

@@ -1,4 +1,6 @@
 // linear of both libraries against double-precision sums, over sizes, strides and dtypes.
+#include <vector>
+
 #include "tests/testing.h"
 
 using testing::begin_case;
@@ -43,6 +45,52 @@ static void run_case(int64_t rows, int64_t features, int64_t outputs, int32_t dt
     });
 }
 
+// A weight of int8, whose scales are read as they are; x in float32.
+static void run_int8_case(int64_t rows, int64_t features, int64_t outputs, int turn) {
+    begin_case("linear int8 R=%d in=%d out=%d", static_cast<int>(rows), static_cast<int>(features), static_cast<int>(outputs));
+    const int64_t blocks = (features + MAMBA_INT8_BLOCK - 1) / MAMBA_INT8_BLOCK;
+    Tensor x(MAMBA_FLOAT32, {rows, features}, turn % 2 ? 5 : 0), out(MAMBA_FLOAT32, {rows, outputs}, turn % 2 ? 3 : 0);
+    Tensor scales(MAMBA_FLOAT16, {outputs, blocks});
+    x.fill_random(1.0);
+    scales.fill_random(0.01);
+    std::vector<int8_t> weight(static_cast<size_t>(outputs * features));
+    for (size_t i = 0; i < weight.size(); ++i) {
+        weight[i] = static_cast<int8_t>(static_cast<int>(i * 2654435761u >> 7 & 255u) - 128);
+    }
+    MambaLinear p;
+    memset(&p, 0, sizeof(p));
+    p.run.num_threads = 1 + turn % 3;
+    p.rows = rows;
+    p.in_features = features;
+    p.out_features = outputs;
+    p.weight_dtype = MAMBA_INT8;
+    p.x = x.data();
+    p.weight = weight.data();
+    p.scales = scales.data();
+    p.out = out.data();
+    p.x_row_stride = x.stride[0];
+    p.out_row_stride = out.stride[0];
+    if (!expect_ok(mamba_linear(&p))) {
+        return;
+    }
+    expect_close("out", out, 1e-4, [&](int64_t r, int64_t o, int64_t, int64_t) {
+        double sum = 0.0;
+        for (int64_t i = 0; i < features; ++i) {
+            sum += scales.get(o, i / MAMBA_INT8_BLOCK) * weight[static_cast<size_t>(o * features + i)] * x.get(r, i);
+        }
+        return sum;
+    });
+}
+
+static void test_int8() {
+    const int64_t sizes[][3] = {{1, 1, 1},  {1, 31, 5},  {1, 32, 1}, {1, 33, 40}, {2, 48, 17},  {3, 768, 33},
+                                {4, 64, 9}, {5, 100, 3}, {8, 96, 8}, {9, 33, 21}, {1, 2500, 19}};
+    int turn = 0;
+    for (const auto& size : sizes) {
+        run_int8_case(size[0], size[1], size[2], turn++);
+    }
+}
+
 static void test_errors() {
     begin_case("linear errors");
     MambaLinear p;
@@ -71,6 +119,9 @@ static void test_table() {
 int main(int argc, char** argv) {
     return testing::run_tests(argc, argv, [] {
         test_table();
+#ifndef MAMBA_TEST_CUDA
+        test_int8();
+#endif
         test_errors();
     });
 }

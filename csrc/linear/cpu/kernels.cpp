@@ -6,7 +6,7 @@
 namespace mamba {
 namespace MAMBA_ISA {
 
-extern const LinearKernels linear_kernels = {project_outputs, widen_x};
+extern const LinearKernels linear_kernels = {prepare_input, project_outputs};
 
 }  // namespace MAMBA_ISA
 }  // namespace mamba
