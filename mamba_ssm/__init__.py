@@ -25,6 +25,7 @@ if not (sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("mamba_ssm"
     from mamba_ssm.modules.mamba2 import Mamba2
     from mamba_ssm.modules.mamba3 import Mamba3
     from mamba_ssm.modules.mamba_simple import Mamba
+    from mamba_ssm.modules.quantized import quantize
     from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, selective_scan_fn
     from mamba_ssm.utils.hf import CheckpointError
     from mamba_ssm.version import __version__
@@ -39,5 +40,6 @@ __all__ = [
     "MambaLMHeadModel",
     "__version__",
     "mamba_inner_fn",
+    "quantize",
     "selective_scan_fn",
 ]

@@ -16,9 +16,6 @@ int32_t mamba_linear(const MambaLinear* params) {
     if (status != MAMBA_OK || linear_is_empty(*params)) {
         return status;
     }
-    if (params->weight_dtype == MAMBA_INT8) {
-        return fail(MAMBA_ERROR_UNSUPPORTED, "%s: mamba_cuda has no kernel for an int8 weight; dequantise it", function);
-    }
     const DeviceGuard guard(params->run.device);
     const DeviceLimits device(params->run.device);
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;

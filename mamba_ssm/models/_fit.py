@@ -12,6 +12,7 @@ from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.utils.hf import CheckpointError
 
 EMBEDDING, HEAD = "backbone.embedding.weight", "lm_head.weight"
+WEIGHT, SCALES = ".weight", ".scales"  # of an int8 weight, beside it
 _LAYER = re.compile(r"backbone\.layers\.(\d+)\..+", re.DOTALL)
 
 Shapes = dict[str, tuple[int, ...]]
@@ -20,6 +21,11 @@ Shapes = dict[str, tuple[int, ...]]
 def shapes_of(state: Mapping[str, torch.Tensor]) -> Shapes:
     """{name: shape} of a state dict."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def of_weight(name: str) -> tuple[str, str]:
+    """The state-dict names of a weight and of its scales, which it has if it is int8."""
+    return name, name.removesuffix(WEIGHT) + SCALES
 
 
 def check_dtypes(state: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -98,6 +104,20 @@ def check_shapes(expected: Shapes, found: Shapes, path: Path) -> None:
     if any(problems.values()):
         text = "; ".join(f"{kind}: {first_few(names)}" for kind, names in problems.items() if names)
         raise CheckpointError(f"{path} does not fit its config.json: {text}")
+
+
+def check_tied(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """The head's weight is the embedding's, where state has both.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    for one, other in zip(of_weight(HEAD), of_weight(EMBEDDING), strict=True):
+        head, embedding = state.get(one), state.get(other)
+        if EMBEDDING not in state or HEAD not in state or head is embedding:
+            continue  # a subclass may have others
+        if head is None or embedding is None or head.dtype != embedding.dtype or not torch.equal(head, embedding):
+            raise CheckpointError(f"{path}: {one} differs from {other}, but config.json has tie_embeddings: true")
 
 
 def _embedding_shape(config: MambaConfig) -> tuple[int, int]:

@@ -14,9 +14,27 @@ import torch.nn as nn
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import parameter_dtype, shown, usable_device
 from mamba_ssm._torch import is_plain, weight_and_bias
-from mamba_ssm.models._fit import EMBEDDING, HEAD, check_dtypes, check_shapes, check_sizes, expected_shapes, shapes_of
+from mamba_ssm.models._fit import (
+    EMBEDDING,
+    HEAD,
+    check_dtypes,
+    check_shapes,
+    check_sizes,
+    check_tied,
+    expected_shapes,
+    of_weight,
+    shapes_of,
+)
 from mamba_ssm.models._initial import init_weights as _init_weights
 from mamba_ssm.models._labels import next_labels
+from mamba_ssm.models._quantized import (
+    INT8,
+    QUANTIZATION,
+    quantized_names,
+    shapes_of_scales,
+    take_quantization,
+    without_quantized,
+)
 from mamba_ssm.models.config_mamba import MambaConfig, check_config, check_layers
 from mamba_ssm.modules.bimamba2 import BiMamba2
 from mamba_ssm.modules.block import Block, add_norm
@@ -28,6 +46,13 @@ from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
 from mamba_ssm.modules.mlp import GatedMLP
 from mamba_ssm.modules.padding import Padding, masked, padding_of
+from mamba_ssm.modules.quantized import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    is_quantized,
+    quantizable,
+    replace_by_quantized,
+)
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.linear_cross_entropy import linear_cross_entropy
 from mamba_ssm.ops.norm import RMSNorm
@@ -124,6 +149,8 @@ class MixerModel(nn.Module):
     (initializer_range=0.02, rescale_prenorm_residual=True). State-dict names: embedding, layers.{i}, norm_f.
     """
 
+    quantizable = ("embedding",)
+
     def __init__(
         self,
         d_model: int,
@@ -199,11 +226,12 @@ class MixerModel(nn.Module):
         """
         checks.check_tensor("MixerModel", "input_ids", input_ids)
         tokens = input_ids.dim() == 2 and input_ids.dtype in (torch.int64, torch.int32)
-        if not tokens and is_plain(self.embedding, nn.Embedding):  # another module takes what it will
+        plain = is_plain(self.embedding, nn.Embedding) or is_plain(self.embedding, QuantizedEmbedding)
+        if not tokens and plain:  # another module takes what it will
             raise ValueError(
                 f"MixerModel: input_ids must be int64 (B, L), got {input_ids.dtype} of {tuple(input_ids.shape)}"
             )
-        if is_plain(self.embedding, nn.Embedding):
+        if plain:
             _check_device("MixerModel: input_ids", input_ids, "embedding.weight", self.embedding.weight)
         if attention_mask is not None:
             run = partial(self._run, inference_params, mixer_kwargs)
@@ -237,6 +265,8 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
 
     Same as upstream's mamba_ssm.models.mixer_seq_simple.MambaLMHeadModel; state-dict names backbone.*, lm_head.weight.
     """
+
+    quantizable = ("lm_head",)
 
     def __init__(
         self,
@@ -272,8 +302,13 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
 
     def tie_weights(self) -> None:
         """lm_head.weight is the embedding's from now on, if the configuration says so."""
-        if check_config(self.config).tie_embeddings:
-            self.lm_head.weight = self.backbone.embedding.weight
+        if not check_config(self.config).tie_embeddings:
+            return
+        embedding = self.backbone.embedding
+        if isinstance(embedding, QuantizedEmbedding):
+            typing.cast(QuantizedLinear, self.lm_head).share_weight(embedding.weight, embedding.scales)
+        else:
+            self.lm_head.weight = embedding.weight
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: typing.Any
@@ -337,7 +372,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
             return CausalLMOutput(logits=project(self.lm_head, hidden_states))
         loss = linear_cross_entropy(
             hidden_states,
-            self._head_weight(),
+            self._head_weight(hidden_states.dtype),
             labels[:, -hidden_states.shape[1] :],
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
@@ -346,8 +381,10 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         )
         return CausalLMLoss(loss if num_items_in_batch is None else loss / num_items_in_batch)
 
-    def _head_weight(self) -> torch.Tensor:
-        """Of a head that is its weight and no more: a loss without logits calls no module."""
+    def _head_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """Of a head that is its weight and no more, int8 as dtype: a loss without logits calls no module."""
+        if is_plain(self.lm_head, QuantizedLinear) and self.lm_head.bias is None:
+            return self.lm_head.dequantize(dtype)
         if not is_plain(self.lm_head, nn.Linear):
             what = "hooks or another forward" if isinstance(self.lm_head, nn.Linear) else type(self.lm_head).__name__
         else:
@@ -384,28 +421,40 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         """
         device, dtype = usable_device("from_pretrained", device), parameter_dtype("from_pretrained", dtype)
         source = f"config.json of {str(pretrained_model_name)!r}"
-        config = MambaConfig.from_dict(load_config_hf(pretrained_model_name), source)
+        values = load_config_hf(pretrained_model_name)
+        quantization = take_quantization(values, source)
+        config = MambaConfig.from_dict(values, source)
         path = find_weights(pretrained_model_name)
         state = read_weights(path)  # on the CPU as they are; copied to each parameter's device and dtype
         if config.tie_embeddings and EMBEDDING in state:
-            state.setdefault(HEAD, state[EMBEDDING])  # which may be left out
+            for one, other in zip(of_weight(HEAD), of_weight(EMBEDDING), strict=True):  # which may be left out
+                if other in state:
+                    state.setdefault(one, state[other])
+            check_tied(state, path)
+        quantized = quantized_names(state, path) if quantization else []
         standard = cls.__init__ is MambaLMHeadModel.__init__
         if standard:
-            check_dtypes(state, path)
+            check_dtypes(without_quantized(state, quantized), path)
             check_sizes(config, state, path)
             try:
                 expected = expected_shapes(config, partial(_layer_without_memory, config))
             except (ValueError, RuntimeError) as error:  # of a block, or of torch where sizes multiply to too much
                 reason, _, _ = str(error).partition("\n")
                 raise CheckpointError(f"{source}: {reason}") from error
-            check_shapes(expected, shapes_of(state), path)
+            check_shapes({**expected, **shapes_of_scales(expected, quantized)}, shapes_of(state), path)
         model = cls(config, device=device, dtype=dtype, **kwargs)
+        known = quantizable(model) if quantized else {}
+        for name in quantized:
+            if name not in known:
+                raise CheckpointError(f"{path}: {name} is none of the layers that can be int8")
+            replace_by_quantized(model, name)
+        if quantized:
+            model.tie_weights()
         if not standard:  # only the model tells what its own constructor adds
             own = model.state_dict()
-            check_dtypes({name: state[name] for name in own if name in state and own[name].is_floating_point()}, path)
+            floats = {name: state[name] for name in own if name in state and own[name].is_floating_point()}
+            check_dtypes(without_quantized(floats, quantized), path)
             check_shapes(shapes_of(own), shapes_of(state), path)
-        if config.tie_embeddings:
-            _check_tied(state, path)
         model.load_state_dict(state)
         return model
 
@@ -416,10 +465,13 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         config = check_config(self.config)
         state = self.state_dict()
         if safe_serialization and config.tie_embeddings:
-            del state["lm_head.weight"]  # safetensors holds each tensor once
+            for name in of_weight(HEAD):
+                state.pop(name, None)  # safetensors holds each tensor once
         further = fields(self.config) if is_dataclass(self.config) else ()  # those of a subclass of MambaConfig
         own = {known.name: getattr(self.config, known.name) for known in further}
-        write_checkpoint(save_directory, {**own, **asdict(config)}, state, safe_serialization)
+        quantized = any(map(is_quantized, quantizable(self).values()))
+        quantization = {QUANTIZATION: INT8} if quantized else {}
+        write_checkpoint(save_directory, {**own, **asdict(config), **quantization}, state, safe_serialization)
 
 
 def _layer_without_memory(config: MambaConfig, layer_idx: int) -> Block:
@@ -433,11 +485,3 @@ def _layer_without_memory(config: MambaConfig, layer_idx: int) -> Block:
         layer_idx=layer_idx,
         device="meta",
     )
-
-
-def _check_tied(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    embedding, head = state.get(EMBEDDING), state.get(HEAD)
-    if embedding is None or head is None or head is embedding:
-        return  # a subclass may have others
-    if head.dtype != embedding.dtype or not torch.equal(head, embedding):
-        raise CheckpointError(f"{path}: {HEAD} differs from {EMBEDDING}, but config.json has tie_embeddings: true")

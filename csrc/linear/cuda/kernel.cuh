@@ -1,18 +1,13 @@
 // A linear layer of few rows on the GPU, which takes as long as reading the weight does: x weight^T + bias.
 #pragma once
 
-#include "common/alignment.h"
-#include "common/cuda_vector.cuh"
-#include "common/kernel_launch.cuh"
-#include "linear/kernels.h"
-#include "linear/launch.h"
+#include "linear/cuda/sums.cuh"
 
 namespace mamba {
 
-constexpr int kLinearThreads = 256;
-constexpr int kLinearWarps = kLinearThreads / 32;
 constexpr int kLinearVector = 8;                 // features in a lane
 constexpr int kLinearStep = 32 * kLinearVector;  // in a warp
+
 // A warp takes kOutputs rows of the weight and kRows rows of x.
 template <typename T, int kRows, int kOutputs>
 __global__ void __launch_bounds__(kLinearThreads, 2) linear_kernel(const MambaLinear p, bool vectors) {
@@ -91,55 +86,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_kernel(const MambaLi
             }
         }
     }
-#pragma unroll
-    for (int o = 0; o < kOutputs; ++o) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            sums[o][r] = sum_over_warp(sums[o][r]);
-        }
-    }
-    // Lane r writes row r.
-#pragma unroll
-    for (int o = 0; o < kOutputs; ++o) {
-        float value = 0.0f;
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            value = lane == r ? sums[o][r] : value;
-        }
-        if (lane < rows && o < outputs) {
-            if (p.bias != nullptr) {
-                value += load_as_float(p.bias, first_output + o, p.bias_dtype);
-            }
-            static_cast<T*>(p.out)[(first_row + lane) * p.out_row_stride + first_output + o] = from_float<T>(value);
-        }
-    }
-}
-
-// ---- host ------------------------------------------------------------------------------------------------------------
-
-template <typename T, int kRows, int kOutputs>
-cudaError_t launch_linear_as(const MambaLinear& p) {
-    const int64_t size = static_cast<int64_t>(sizeof(T));
-    const bool vectors = rows_aligned(p.weight, size, 16, used_stride(p.out_features, p.in_features)) &&
-                         rows_aligned(p.x, size, 16, used_stride(p.rows, p.x_row_stride));
-    const int64_t block_outputs = kLinearWarps * kOutputs, block_rows = kRows;
-    const Grid grid = batch_grid(ceil_div(p.out_features, block_outputs), ceil_div(p.rows, block_rows));
-    return launch_programmatic_dependent(linear_kernel<T, kRows, kOutputs>, grid, kLinearThreads, 0, p.run.stream, p, vectors);
-}
-
-template <typename T>
-cudaError_t launch_linear(const MambaLinear& p, int kernel) {
-    return launch_row<T, kLinearKernels>(linear_table, kernel, [&](auto row) {
-        constexpr LinearKernel k = kLinearKernels[decltype(row)::kRow];
-        return launch_linear_as<T, k.rows, k.outputs>(p);
-    });
-}
-
-template <typename T>
-LinearLaunchers LinearLaunchers::of() {
-    LinearLaunchers launchers;
-    launchers.linear = launch_linear<T>;
-    return launchers;
+    store_linear_sums<T>(p, sums, first_row, rows, first_output, outputs);
 }
 
 }  // namespace mamba

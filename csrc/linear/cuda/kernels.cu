@@ -1,5 +1,5 @@
 // The linear layer's kernels, of MAMBA_DTYPE.
-#include "linear/cuda/kernel.cuh"
+#include "linear/cuda/launch.cuh"
 
 namespace mamba {
 template LinearLaunchers LinearLaunchers::of<MAMBA_DTYPE>();

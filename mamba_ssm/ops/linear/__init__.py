@@ -1,6 +1,16 @@
-"""A linear layer of few rows, as decoding has: it takes as long as reading the weight does."""
+"""A linear layer of few rows, as decoding has: it takes as long as reading the weight does. And weights of int8."""
 
 from mamba_ssm.ops.linear.linear import linear, project
+from mamba_ssm.ops.linear.quantized import dequantize_weight, quantize_weight, quantized_linear, scales_shape
 from mamba_ssm.ops.linear.reference import dequantize, linear_ref
 
-__all__ = ["dequantize", "linear", "linear_ref", "project"]
+__all__ = [
+    "dequantize",
+    "dequantize_weight",
+    "linear",
+    "linear_ref",
+    "project",
+    "quantize_weight",
+    "quantized_linear",
+    "scales_shape",
+]

@@ -17,6 +17,7 @@ NAME = "linear"
 # Rows up to which linear() is faster than torch's product; on a CPU for 16 bits alone, at which torch is slow.
 _FEW_ROWS_CUDA = 4
 _FEW_ROWS_CPU = 8
+_FEW_ROWS_QUANTIZED = 8
 
 
 class Inputs(typing.NamedTuple):
@@ -47,7 +48,7 @@ def project(projection: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
     A projection that is more than an nn.Linear's parameters is called, and so is one that may need a gradient.
     """
-    if torch.is_grad_enabled() or reference.on or not _is_few_rows(x) or not is_plain(projection, torch.nn.Linear):
+    if torch.is_grad_enabled() or reference.on or not is_few_rows(x) or not is_plain(projection, torch.nn.Linear):
         return projection(x)
     weight, bias = weight_and_bias(projection)
     if x.dtype != weight.dtype or autocast_dtype(x) is not None:
@@ -57,13 +58,18 @@ def project(projection: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
 
-def _is_few_rows(x):
-    """Whether linear() is faster for so many rows. A size that an export keeps open is not asked: that would fix it."""
+def is_few_rows(x: torch.Tensor, quantized: bool = False) -> bool:
+    """Whether linear() is faster for so many rows. A size that an export keeps open is not asked: that would fix it.
+
+    quantized: by an int8 weight, which torch's product would have to be dequantised for.
+    """
     dtype = x.dtype
-    if x.is_cuda and dtype in checks.FLOAT_DTYPES:
-        most = _FEW_ROWS_CUDA
-    elif x.is_cpu and dtype in checks.FLOAT_DTYPES and dtype != torch.float32:
-        most = _FEW_ROWS_CPU
+    if dtype not in checks.FLOAT_DTYPES:
+        return False
+    if x.is_cuda:
+        most = _FEW_ROWS_QUANTIZED if quantized else _FEW_ROWS_CUDA
+    elif x.is_cpu and (quantized or dtype != torch.float32):
+        most = _FEW_ROWS_QUANTIZED if quantized else _FEW_ROWS_CPU
     else:
         return False
     for size in x.shape:
