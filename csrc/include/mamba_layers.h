@@ -161,7 +161,8 @@ typedef struct MambaMambaStep {
     void* conv_state;           /* (B, D, S) */
     const void* conv_weight;    /* (D, W) contiguous */
     const void* conv_bias;      /* (D), optional */
-    const void* x_proj_weight;  /* (R + 2 N, D) contiguous */
+    const void* x_proj_weight;  /* (R + 2 N, D) contiguous; int8 with x_proj_scales */
+    const void* x_proj_scales;  /* (R + 2 N, ceil(D / MAMBA_INT8_BLOCK)) float16 contiguous, as MambaLinear's; optional */
     const void* dt_proj_weight; /* (D, R) contiguous */
     const void* dt_bias;        /* (D) contiguous, optional */
     void* state;                /* (B, D, N) */

@@ -112,8 +112,12 @@ int32_t mamba_mamba_step(const MambaMambaStep* params) {
     if (status != MAMBA_OK) {
         return status;
     }
-    const Projection x_proj = projection_of(p, p.x_proj_weight, scratch.x, p.dim, p.dim, scratch.projected, outputs);
+    Projection x_proj = projection_of(p, p.x_proj_weight, scratch.x, p.dim, p.dim, scratch.projected, outputs);
     const Projection dt_proj = projection_of(p, p.dt_proj_weight, scratch.projected, p.dt_rank, outputs, scratch.dt, p.dim);
+    if (p.x_proj_scales != nullptr) {
+        x_proj.weight_dtype = MAMBA_INT8;
+        x_proj.scales = p.x_proj_scales;
+    }
     if (!run_projection(p.run, isa, x_proj) || !run_projection(p.run, isa, dt_proj)) {
         return no_memory(function, p);
     }

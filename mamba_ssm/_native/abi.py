@@ -299,8 +299,8 @@ class MambaMambaStep(Structure):
         i64: batch, dim, dt_rank, dstate, state_len;
         i32: width, dtype, conv_state_dtype, conv_weight_dtype, conv_bias_dtype, state_dtype, dt_bias_dtype,
              A_log_dtype, D_dtype, reserved;
-        ptr: xz, conv_state, conv_weight, conv_bias, x_proj_weight, dt_proj_weight, dt_bias, state, A_log, D, out,
-             workspace;
+        ptr: xz, conv_state, conv_weight, conv_bias, x_proj_weight, x_proj_scales, dt_proj_weight, dt_bias, state,
+             A_log, D, out, workspace;
         i64: xz_batch_stride, out_batch_stride, conv_state_batch_stride, conv_state_dim_stride, conv_state_len_stride,
              state_batch_stride, state_dim_stride, state_dstate_stride
         """,

@@ -430,7 +430,6 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
             for one, other in zip(of_weight(HEAD), of_weight(EMBEDDING), strict=True):  # which may be left out
                 if other in state:
                     state.setdefault(one, state[other])
-            check_tied(state, path)
         quantized = quantized_names(state, path) if quantization else []
         standard = cls.__init__ is MambaLMHeadModel.__init__
         if standard:
@@ -442,6 +441,8 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
                 reason, _, _ = str(error).partition("\n")
                 raise CheckpointError(f"{source}: {reason}") from error
             check_shapes({**expected, **shapes_of_scales(expected, quantized)}, shapes_of(state), path)
+        if config.tie_embeddings:
+            check_tied(state, path)
         model = cls(config, device=device, dtype=dtype, **kwargs)
         known = quantizable(model) if quantized else {}
         for name in quantized:

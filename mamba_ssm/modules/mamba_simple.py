@@ -27,6 +27,7 @@ from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_across
 from mamba_ssm.modules.block import Block as _Block
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
+from mamba_ssm.modules.quantized import QuantizedLinear
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, project_in
 from mamba_ssm.ops.mamba_step import mamba_step
@@ -363,7 +364,8 @@ class Mamba(StatefulBlock):
         """step's output, before gamma; its arguments were checked."""
         xz = project(self.in_proj, hidden_states.squeeze(1))
         x_proj, dt_proj, conv1d = self.x_proj, self.dt_proj, self.conv1d
-        plain = is_plain(x_proj, nn.Linear) and is_plain(dt_proj, nn.Linear) and is_plain(conv1d, nn.Conv1d)
+        plain = is_plain(x_proj, nn.Linear) or is_plain(x_proj, QuantizedLinear)
+        plain = plain and is_plain(dt_proj, nn.Linear) and is_plain(conv1d, nn.Conv1d)
         if plain and x_proj.bias is None and self.dt_rank <= abi.MAX_DT_RANK:
             y = self._step_inside(xz, conv_state, ssm_state)
         else:
@@ -374,8 +376,10 @@ class Mamba(StatefulBlock):
         """(B, d_inner), by one operator."""
         conv1d_weight, conv1d_bias = weight_and_bias(self.conv1d)
         x_proj_weight, (dt_proj_weight, dt_bias) = self.x_proj.weight, weight_and_bias(self.dt_proj)
+        scales = self.x_proj.scales if isinstance(self.x_proj, QuantizedLinear) else None
         if autocast_dtype(xz) is not None:  # as it does for a linear layer
-            x_proj_weight, dt_proj_weight = x_proj_weight.to(xz.dtype), dt_proj_weight.to(xz.dtype)
+            x_proj_weight = x_proj_weight if scales is not None else x_proj_weight.to(xz.dtype)
+            dt_proj_weight = dt_proj_weight.to(xz.dtype)
         return mamba_step(
             xz,
             conv_state,
@@ -387,6 +391,7 @@ class Mamba(StatefulBlock):
             dt_bias,
             self.A_log,
             self.D,
+            scales,
         )
 
     def _step_by_parts(self, xz: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:

@@ -1,38 +1,12 @@
 // A linear layer of few rows whose weight is int8: read as it lies in memory, dequantised in registers.
 #pragma once
 
+#include "common/cuda_int8.cuh"
 #include "linear/cuda/sums.cuh"
 
 namespace mamba {
 
-constexpr int kInt8Vector = 16;  // features in a lane: half of what shares a scale
-constexpr int kInt8Step = 32 * kInt8Vector;
-static_assert(MAMBA_INT8_BLOCK % kInt8Vector == 0, "a lane's features have one scale");
-
-// 16 weights as they lie in memory; zeros beyond the first `left`.
-__device__ __forceinline__ uint4 load_int8(const int8_t* address, int64_t left, bool vectors) {
-    if (vectors && left >= kInt8Vector) {
-        return *reinterpret_cast<const uint4*>(address);
-    }
-    uint32_t word[4] = {};
-#pragma unroll
-    for (int i = 0; i < kInt8Vector; ++i) {
-        if (i < left) {
-            word[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(address[i])) << (i % 4 * 8);
-        }
-    }
-    return make_uint4(word[0], word[1], word[2], word[3]);
-}
-
-// Four weights of a word. The bytes, moved to 0..255, become the last bits of 2^23: an I2F of each would take four times as long.
-__device__ __forceinline__ void unpack_int8(uint32_t word, float (&values)[4]) {
-    constexpr uint32_t kTwo23 = 0x4b000000u;
-    const uint32_t moved = word ^ 0x80808080u;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        values[i] = __uint_as_float(__byte_perm(moved, kTwo23, 0x7440 + i)) - 8388736.0f;  // 2^23 + 128
-    }
-}
+constexpr int kInt8Step = 32 * kInt8Vector;  // features in a warp
 
 // Four of a lane's 16 elements of x.
 template <typename T>
@@ -53,7 +27,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_int8_kernel(const Ma
     const int lane = static_cast<int>(threadIdx.x) & 31;
     const int64_t first_output = (static_cast<int64_t>(blockIdx.x) * kLinearWarps + threadIdx.x / 32) * kOutputs;
     const int64_t first_row = (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * kRows;
-    const int64_t features = p.in_features, blocks = ceil_div(features, static_cast<int64_t>(MAMBA_INT8_BLOCK));
+    const int64_t features = p.in_features, blocks = scales_of_row(features);
     const int outputs = p.out_features - first_output < kOutputs ? static_cast<int>(p.out_features - first_output) : kOutputs;
     const int rows = p.rows - first_row < kRows ? static_cast<int>(p.rows - first_row) : kRows;
     const int8_t* const weight = static_cast<const int8_t*>(p.weight) + first_output * features;
@@ -76,7 +50,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_int8_kernel(const Ma
     }
     float sums[kOutputs][kRows] = {};
     for (int64_t begin = lane * kInt8Vector; begin < features; begin += kAhead * kInt8Step) {
-        uint4 w_bits[kAhead][kOutputs];
+        Int8Bits w_bits[kAhead][kOutputs];
         float scale[kAhead][kOutputs];
         Packed<T, kInt8Vector> x_bits[kAhead][kRows];
 #pragma unroll
@@ -105,12 +79,11 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_int8_kernel(const Ma
 #pragma unroll
                 for (int o = 0; o < kOutputs; ++o) {
                     if (o < outputs) {
-                        const uint32_t words[4] = {w_bits[step][o].x, w_bits[step][o].y, w_bits[step][o].z, w_bits[step][o].w};
                         float partial[kRows] = {};
 #pragma unroll
                         for (int quarter = 0; quarter < 4; ++quarter) {
                             float w[4];
-                            unpack_int8(words[quarter], w);
+                            unpack_int8(w_bits[step][o].word[quarter], w);
 #pragma unroll
                             for (int r = 0; r < kRows; ++r) {
                                 if (r < rows) {

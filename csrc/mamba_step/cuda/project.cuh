@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/alignment.h"
+#include "common/cuda_int8.cuh"
 #include "mamba_step/cuda/params.cuh"
 #include "mamba_step/plan.h"
 #include "ssd/cuda/tensor_core.cuh"
@@ -14,6 +15,7 @@ constexpr int kProjectWarps = kProjectThreads / 32;
 constexpr int kProjectItems = kTileBatch * kTileChannels / kProjectThreads;  // of the convolution in a thread
 constexpr int kLaneChannels = kTileChannels / 4;                             // of a tile: four lanes share a row of a fragment
 constexpr int kPitch = kTileChannels + 4;
+static_assert(kLaneChannels == kInt8Vector, "a lane's channels of an int8 weight are one access");
 
 // Four lanes hold a row's channels of a tile, kLaneChannels neighbours each: the order in which a product sums is free, if it
 // is the same for both sides. Pair i of these: channels 2 i and 2 i + 1.
@@ -27,6 +29,33 @@ struct RowOfWeight {
         } else {
             packed = packed_zero<T, kLaneChannels>();
         }
+    }
+    // Of an int8 weight: the bits until dequantize() turns them into elements of T, and their scale behind them.
+    __device__ __forceinline__ void load_int8(const int8_t* row, const __half* scale, int64_t left, bool vectors) {
+        Int8Bits bits = {};
+        float own_scale = 0.0f;
+        if (left > 0) {
+            bits = mamba::load_int8(row, left, vectors);
+            own_scale = __half2float(*scale);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            packed.word[i] = bits.word[i];
+        }
+        packed.word[4] = __float_as_uint(own_scale);
+    }
+    __device__ __forceinline__ void dequantize() {
+        float values[kLaneChannels];
+#pragma unroll
+        for (int quarter = 0; quarter < 4; ++quarter) {
+            float four[4];
+            unpack_int8(packed.word[quarter], four);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                values[4 * quarter + i] = four[i] * __uint_as_float(packed.word[4]);
+            }
+        }
+        packed = pack<T, kLaneChannels>(values);
     }
     // Two neighbouring fragments: 16 channels each, of which the lane has four.
     __device__ __forceinline__ void operand(int i, Operand<T>& b) const {
@@ -93,10 +122,11 @@ __global__ void __launch_bounds__(kProjectThreads) step_project_kernel(const Par
     // Those of the lane's batch entries g and g + 8; the places for a row of the weight belong to one lane.
     float* const sums_out = static_cast<float*>(p.workspace) + ((first_batch + g) * slices + blockIdx.x) * pitch;
 
+    const bool is_int8 = p.x_proj_scales != nullptr;
     // The kernel before may still run: the weight comes closer, but is not read, since that kernel may write it.
     for (int64_t row = thread; row < outputs; row += kProjectThreads) {
-        const T* const weight = static_cast<const T*>(p.x_proj_weight) + row * p.dim;
-        prefetch_to_L2(weight + blockIdx.x * tiles * kTileChannels);
+        const int64_t first = row * p.dim + blockIdx.x * tiles * kTileChannels;
+        prefetch_to_L2(static_cast<const char*>(p.x_proj_weight) + first * static_cast<int64_t>(is_int8 ? 1 : sizeof(T)));
     }
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
@@ -121,7 +151,14 @@ __global__ void __launch_bounds__(kProjectThreads) step_project_kernel(const Par
         const T* const weight = static_cast<const T*>(p.x_proj_weight) + lane_channel;
         const auto load_weight = [&](int64_t row) {
             RowOfWeight<T> loaded;
-            loaded.load(weight + row * p.dim, row < outputs ? p.dim - lane_channel : 0, vectors);
+            const int64_t left = row < outputs ? p.dim - lane_channel : 0;
+            if (is_int8) {
+                const __half* const scales = static_cast<const __half*>(p.x_proj_scales) + row * scales_of_row(p.dim);
+                loaded.load_int8(static_cast<const int8_t*>(p.x_proj_weight) + row * p.dim + lane_channel,
+                                 scales + lane_channel / MAMBA_INT8_BLOCK, left, vectors);
+            } else {
+                loaded.load(weight + row * p.dim, left, vectors);
+            }
             return loaded;
         };
         RowOfWeight<T> next = load_weight(warp * 8 + g);
@@ -151,8 +188,11 @@ __global__ void __launch_bounds__(kProjectThreads) step_project_kernel(const Par
 
         // A warp takes eight rows of the weight at a time.
         for (int64_t first_row = warp * 8; first_row < outputs; first_row += kProjectWarps * 8) {
-            const RowOfWeight<T> rows = next;
+            RowOfWeight<T> rows = next;
             next = load_weight(first_row + kProjectWarps * 8 + g);
+            if (is_int8) {
+                rows.dequantize();
+            }
             float sums[4] = {};
 #pragma unroll
             for (int i = 0; i < kTileChannels / 32; ++i) {
@@ -181,7 +221,8 @@ __global__ void __launch_bounds__(kProjectThreads) step_project_kernel(const Par
 
 template <typename T, class Params>
 cudaError_t launch_step_project(const Params& p) {
-    const bool vectors = rows_aligned(p.x_proj_weight, static_cast<int64_t>(sizeof(T)), 16, p.dim);
+    const int64_t size = p.x_proj_scales != nullptr ? 1 : static_cast<int64_t>(sizeof(T));
+    const bool vectors = rows_aligned(p.x_proj_weight, size, 16, p.dim);
     const Grid grid = batch_grid(step_slices(p), ceil_div(p.batch, static_cast<int64_t>(kTileBatch)));
     return launch_programmatic_dependent(step_project_kernel<T, Params>, grid, kProjectThreads, 0, p.run.stream, p,
                                          slice_tiles(p), vectors);

@@ -1,6 +1,6 @@
 """A Mamba layer's decoding step: its arguments as records, their checks, and the kernels' parameters.
 
-Letters: B batch, D channels, R dt_rank, N dstate, W width, S steps in conv_state.
+Letters: B batch, D channels, R dt_rank, N dstate, W width, S steps in conv_state, K = ceil(D / 32).
 """
 
 import typing
@@ -25,11 +25,12 @@ class Inputs(typing.NamedTuple):
     ssm_state: Annotated[torch.Tensor, Arg("float", "B, D, N", "batch dim dstate", field="state", code="state_dtype")]
     conv1d_weight: Annotated[torch.Tensor, Arg("", "D, W", field="conv_weight", code="conv_weight_dtype")]
     conv1d_bias: Annotated[torch.Tensor | None, Arg("", "D", field="conv_bias", code="conv_bias_dtype")]
-    x_proj_weight: Annotated[torch.Tensor, Arg("same", "R + 2 N, D")]
+    x_proj_weight: Annotated[torch.Tensor, Arg("", "R + 2 N, D")]
     dt_proj_weight: Annotated[torch.Tensor, Arg("same", "D, R")]
     dt_bias: Annotated[torch.Tensor | None, Arg("float", "D", code="dt_bias_dtype")]
     A_log: Annotated[torch.Tensor, Arg("float", "D, N", code="A_log_dtype")]
     D: Annotated[torch.Tensor, Arg("float", "D", code="D_dtype")]
+    x_proj_scales: Annotated[torch.Tensor | None, Arg("", "R + 2 N, K")] = None
 
 
 class Results(typing.NamedTuple):
@@ -58,7 +59,19 @@ def check(inputs):
     if not 1 <= dt_rank <= abi.MAX_DT_RANK:
         raise ValueError(f"{NAME}: dt_rank must lie in 1..{abi.MAX_DT_RANK}, got {dt_rank}")
     SPEC.check(inputs, sizes)
+    _check_x_proj(inputs, (dt_rank + 2 * dstate, dim))
     checks.check_writable(NAME, "ssm_state", inputs.ssm_state)
     width = check_weight(NAME, xz, dim, inputs.conv1d_weight, inputs.conv1d_bias, "xz", "conv1d_")
     state_len = check_conv_state(NAME, inputs.conv_state, batch, dim, width, xz, "xz")
     return make(Sizes, (batch, dim, dt_rank, dstate, state_len, width))
+
+
+def _check_x_proj(inputs, shape):
+    """x_proj_weight is of xz's dtype, or int8 with scales."""
+    xz, weight, scales = inputs.xz, inputs.x_proj_weight, inputs.x_proj_scales
+    if scales is None:
+        checks.check_same(NAME, "x_proj_weight", weight, shape, xz, "xz", "(R + 2 N, D)")
+        return
+    checks.check_is(NAME, "x_proj_weight", weight, torch.int8, shape, xz, "xz", "(R + 2 N, D)")
+    blocks = shape[0], -(-shape[1] // abi.INT8_BLOCK)
+    checks.check_is(NAME, "x_proj_scales", scales, torch.float16, blocks, xz, "xz", "(R + 2 N, ceil(D / 32))")

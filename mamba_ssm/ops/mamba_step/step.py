@@ -21,6 +21,7 @@ def mamba_step(
     dt_bias: torch.Tensor | None,
     A_log: torch.Tensor,
     D: torch.Tensor,
+    x_proj_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What a Mamba layer does with one token between in_proj and out_proj; writes the new states into both states.
 
@@ -31,12 +32,14 @@ def mamba_step(
         conv1d_weight: (D, W), W 2..4, and conv1d_bias: (D), or None; silu follows.
         x_proj_weight: (R + 2 N, D) and dt_proj_weight: (D, R), of xz's dtype.
         dt_bias: (D), dt_proj's bias, or None. A_log: (D, N), where A is -exp(A_log). D: (D).
+        x_proj_scales: None, or (R + 2 N, ceil(D / 32)) float16 for an int8 x_proj_weight, as for linear.
 
     Returns:
         (B, D) of xz's dtype. There is no gradient: the result and the new states are detached,
         and a warning says so where an input requires one and grad mode is on.
     """
     tensors = xz, conv_state, ssm_state, conv1d_weight, conv1d_bias, x_proj_weight, dt_proj_weight, dt_bias, A_log, D
+    tensors = *tensors, x_proj_scales
     if reference.on:
         return mamba_step_ref(*tensors)
     return call(mamba_step_op, *tensors)
