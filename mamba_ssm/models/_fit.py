@@ -9,10 +9,10 @@ import torch.nn as nn
 
 from mamba_ssm._arguments import PARAMETER_DTYPES, first_few, shown
 from mamba_ssm.models.config_mamba import MambaConfig
+from mamba_ssm.modules.quantized import of_weight
 from mamba_ssm.utils.hf import CheckpointError
 
 EMBEDDING, HEAD = "backbone.embedding.weight", "lm_head.weight"
-WEIGHT, SCALES = ".weight", ".scales"  # of an int8 weight, beside it
 _LAYER = re.compile(r"backbone\.layers\.(\d+)\..+", re.DOTALL)
 
 Shapes = dict[str, tuple[int, ...]]
@@ -21,11 +21,6 @@ Shapes = dict[str, tuple[int, ...]]
 def shapes_of(state: Mapping[str, torch.Tensor]) -> Shapes:
     """{name: shape} of a state dict."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-def of_weight(name: str) -> tuple[str, str]:
-    """The state-dict names of a weight and of its scales, which it has if it is int8."""
-    return name, name.removesuffix(WEIGHT) + SCALES
 
 
 def check_dtypes(state: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from mamba_ssm._arguments import first_few, shown
-from mamba_ssm.models._fit import SCALES, WEIGHT, Shapes
+from mamba_ssm.models._fit import Shapes
+from mamba_ssm.modules.quantized import SCALES, WEIGHT
 from mamba_ssm.ops.linear import scales_shape
 from mamba_ssm.utils.hf import CheckpointError
 

@@ -6,7 +6,6 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -22,7 +21,6 @@ from mamba_ssm.models._fit import (
     check_sizes,
     check_tied,
     expected_shapes,
-    of_weight,
     shapes_of,
 )
 from mamba_ssm.models._initial import init_weights as _init_weights
@@ -50,6 +48,7 @@ from mamba_ssm.modules.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
     is_quantized,
+    of_weight,
     quantizable,
     replace_by_quantized,
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from mamba_ssm._torch import is_plain
 from mamba_ssm.ops.linear import dequantize_weight, quantize_weight, quantized_linear, scales_shape
 
+WEIGHT, SCALES = ".weight", ".scales"  # of state-dict names
 _Model = typing.TypeVar("_Model", bound=nn.Module)
 
 
@@ -73,7 +74,9 @@ class QuantizedLinear(_Quantized, nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         self._make_weight((out_features, in_features), device)
         self.bias: nn.Parameter | None  # type: ignore[assignment]
-        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        )
 
     @classmethod
     def like(cls, linear: nn.Linear) -> "QuantizedLinear":
@@ -174,6 +177,11 @@ def quantizable(model: nn.Module) -> dict[str, typing.Any]:
             if module is not None:
                 found[f"{prefix}.{name}" if prefix else name] = module
     return found
+
+
+def of_weight(name: str) -> tuple[str, str]:
+    """The state-dict names of a weight and of its scales, which it has if it is int8."""
+    return name, name.removesuffix(WEIGHT) + SCALES
 
 
 def is_quantized(module: nn.Module) -> bool:
