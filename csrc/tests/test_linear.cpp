@@ -1,6 +1,4 @@
 // linear of both libraries against double-precision sums, over sizes, strides and dtypes.
-#include <vector>
-
 #include "tests/testing.h"
 
 using testing::begin_case;
@@ -45,17 +43,19 @@ static void run_case(int64_t rows, int64_t features, int64_t outputs, int32_t dt
     });
 }
 
-// A weight of int8, whose scales are read as they are; x in float32.
-static void run_int8_case(int64_t rows, int64_t features, int64_t outputs, int turn) {
-    begin_case("linear int8 R=%d in=%d out=%d", static_cast<int>(rows), static_cast<int>(features), static_cast<int>(outputs));
-    const int64_t blocks = (features + MAMBA_INT8_BLOCK - 1) / MAMBA_INT8_BLOCK;
-    Tensor x(MAMBA_FLOAT32, {rows, features}, turn % 2 ? 5 : 0), out(MAMBA_FLOAT32, {rows, outputs}, turn % 2 ? 3 : 0);
-    Tensor scales(MAMBA_FLOAT16, {outputs, blocks});
+// A weight of int8, whose scales are read as they are.
+static void run_int8_case(int64_t rows, int64_t features, int64_t outputs, int32_t dtype, int turn) {
+    begin_case("linear int8 %d dtype=%d R=%d in=%d out=%d", turn, dtype, static_cast<int>(rows), static_cast<int>(features),
+               static_cast<int>(outputs));
+    const int64_t gap = turn % 3 == 1 ? 3 : turn % 3 == 2 ? 8 : 0, blocks = (features + 31) / 32;
+    Tensor x(dtype, {rows, features}, gap), out(dtype, {rows, outputs}, gap);
+    Tensor scales(MAMBA_FLOAT16, {outputs, blocks}), bias(MAMBA_FLOAT32, {outputs});
+    testing::Memory<int8_t> weight(static_cast<size_t>(outputs * features) + 1, 0);
     x.fill_random(1.0);
-    scales.fill_random(0.01);
-    std::vector<int8_t> weight(static_cast<size_t>(outputs * features));
-    for (size_t i = 0; i < weight.size(); ++i) {
-        weight[i] = static_cast<int8_t>(static_cast<int>(i * 2654435761u >> 7 & 255u) - 128);
+    scales.fill_random(0.01 / sqrt(static_cast<double>(features + 1)));
+    bias.fill_random(1.0);
+    for (int64_t i = 0; i < outputs * features; ++i) {
+        weight.data()[i] = static_cast<int8_t>((i * 89 + turn) % 255 - 127);
     }
     MambaLinear p;
     memset(&p, 0, sizeof(p));
@@ -63,20 +63,23 @@ static void run_int8_case(int64_t rows, int64_t features, int64_t outputs, int t
     p.rows = rows;
     p.in_features = features;
     p.out_features = outputs;
+    p.dtype = dtype;
     p.weight_dtype = MAMBA_INT8;
+    p.bias_dtype = bias.dtype;
     p.x = x.data();
     p.weight = weight.data();
     p.scales = scales.data();
+    p.bias = bias.data();
     p.out = out.data();
     p.x_row_stride = x.stride[0];
     p.out_row_stride = out.stride[0];
     if (!expect_ok(mamba_linear(&p))) {
         return;
     }
-    expect_close("out", out, 1e-4, [&](int64_t r, int64_t o, int64_t, int64_t) {
-        double sum = 0.0;
+    expect_close("out", out, 4e-6, [&](int64_t r, int64_t o, int64_t, int64_t) {
+        double sum = bias.get(o);
         for (int64_t i = 0; i < features; ++i) {
-            sum += scales.get(o, i / MAMBA_INT8_BLOCK) * weight[static_cast<size_t>(o * features + i)] * x.get(r, i);
+            sum += scales.get(o, i / 32) * weight.data()[o * features + i] * x.get(r, i);
         }
         return sum;
     });
@@ -87,7 +90,9 @@ static void test_int8() {
                                 {4, 64, 9}, {5, 100, 3}, {8, 96, 8}, {9, 33, 21}, {1, 2500, 19}};
     int turn = 0;
     for (const auto& size : sizes) {
-        run_int8_case(size[0], size[1], size[2], turn++);
+        for (int32_t dtype = MAMBA_FLOAT32; dtype <= MAMBA_BFLOAT16; ++dtype, ++turn) {
+            run_int8_case(size[0], size[1], size[2], dtype, turn);
+        }
     }
 }
 
@@ -119,9 +124,7 @@ static void test_table() {
 int main(int argc, char** argv) {
     return testing::run_tests(argc, argv, [] {
         test_table();
-#ifndef MAMBA_TEST_CUDA
         test_int8();
-#endif
         test_errors();
     });
 }

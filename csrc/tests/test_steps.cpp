@@ -165,6 +165,24 @@ static void run_mamba2(const int64_t* size, int32_t dtype, int turn) {
     conv.expect_state();
 }
 
+// x_proj's weight as int8 with scales.
+struct Int8Weight {
+    int64_t columns;
+    testing::Memory<int8_t> values;
+    Tensor scales;
+
+    Int8Weight(int64_t rows, int64_t columns_)
+        : columns(columns_), values(static_cast<size_t>(rows * columns_)), scales(MAMBA_FLOAT16, {rows, (columns_ + 31) / 32}) {
+        scales.fill_random(0.01 / sqrt(static_cast<double>(columns)));
+        for (size_t i = 0; i < values.size(); ++i) {
+            values[i] = static_cast<int8_t>(static_cast<int>(i * 89 % 255) - 127);
+        }
+    }
+    double get(int64_t row, int64_t column) const {
+        return values[static_cast<size_t>(row * columns + column)] * scales.get(row, column / 32);
+    }
+};
+
 static void run_mamba(const int64_t* size, int32_t dtype, int turn) {
     const int64_t B = size[0], D = size[1], R = size[2], N = size[3];
     begin_case("mamba_step %d dtype=%d B=%d D=%d R=%d N=%d", turn, dtype, static_cast<int>(B), static_cast<int>(D),
@@ -178,6 +196,14 @@ static void run_mamba(const int64_t* size, int32_t dtype, int turn) {
     }
     x_proj.fill_random(1.0 / sqrt(static_cast<double>(D)));
     dt_proj.fill_random(1.0 / sqrt(static_cast<double>(R)));
+    Int8Weight int8(R + 2 * N, D);
+    const bool is_int8 = turn % 3 == 2;
+    if (is_int8) {
+#ifndef MAMBA_TEST_CUDA  // whose tensor cores take it rounded to dtype
+        x_proj = Tensor(MAMBA_FLOAT32, {R + 2 * N, D});
+#endif
+        x_proj.for_each([&](int64_t o, int64_t d, int64_t, int64_t) { x_proj.set(int8.get(o, d), o, d); });
+    }
     conv.run(rows, 0);
     Tensor want_state = state;
     std::vector<double> want;
@@ -212,7 +238,8 @@ static void run_mamba(const int64_t* size, int32_t dtype, int turn) {
     p.state_dtype = state.dtype;
     p.dt_bias_dtype = p.A_log_dtype = p.D_dtype = dtype;
     p.xz = rows.data();
-    p.x_proj_weight = x_proj.data();
+    p.x_proj_weight = is_int8 ? int8.values.data() : x_proj.data();
+    p.x_proj_scales = is_int8 ? int8.scales.data() : nullptr;
     p.dt_proj_weight = dt_proj.data();
     p.dt_bias = dt_bias.data();
     p.state = state.data();

@@ -1,5 +1,7 @@
-"""Reading GGUF files (versions 2 and 3, little endian). The package gguf has a reader too, but it believes the lengths that
-a file states, so a damaged one can keep it busy without end. Here every length is compared with what is left of the file.
+"""Reading GGUF files (versions 2 and 3, little endian).
+
+The package gguf has a reader too, but it believes the lengths that a file states, so a damaged one can keep it busy
+without end. Here every length is compared with what is left of the file.
 """
 
 import os
@@ -80,8 +82,8 @@ class GGUFFile:
             found = tensor._replace(offset=start + tensor.offset)
             if found.offset + found.size > self._size:
                 raise self.error(
-                    f"is cut off: {first_few([tensor.name])} ends at byte {found.offset + found.size}, and the file has "
-                    f"{self._size}; get it again"
+                    f"is cut off: {first_few([tensor.name])} ends at byte {found.offset + found.size}, and the file "
+                    f"has {self._size}; get it again"
                 )
             self.tensors[tensor.name] = found
 

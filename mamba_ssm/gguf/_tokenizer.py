@@ -1,4 +1,4 @@
-"""tokenizer.json as llama.cpp's tokenizer.ggml.* keys, and back: byte-level BPE, as GPT-NeoX's, which Mamba's checkpoints use."""
+"""tokenizer.json as llama.cpp's tokenizer.ggml.* keys, and back: byte-level BPE, which Mamba's checkpoints use."""
 
 import json
 import typing
@@ -41,11 +41,27 @@ class Tokenizer(typing.NamedTuple):
             for i, (token, kind) in enumerate(kinds)
             if kind in (_CONTROL, _USER_DEFINED)
         ]
-        bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        bytes_of: dict[str, typing.Any] = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        }
         vocabulary = {token: i for i, (token, kind) in enumerate(kinds) if kind != _UNUSED}
-        model = {"type": "BPE", "vocab": vocabulary, "merges": self.merges, "dropout": None, "unk_token": None}
+        model: dict[str, typing.Any] = {
+            "type": "BPE",
+            "vocab": vocabulary,
+            "merges": self.merges,
+            "dropout": None,
+            "unk_token": None,
+        }
         model |= {"continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False}
-        whole = {"version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": bytes_of}
+        whole: dict[str, typing.Any] = {
+            "version": "1.0",
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": bytes_of,
+        }
         whole |= {"post_processor": None, "decoder": bytes_of, "model": model, "truncation": None, "padding": None}
         return json.dumps(whole, ensure_ascii=False)
 
@@ -97,8 +113,9 @@ def tokenizer_of_file(file: GGUFFile) -> Tokenizer | None:
     get = file.metadata.get
     if get("tokenizer.ggml.model") != "gpt2":
         return None
-    lists = [get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type", "merges")]
-    tokens, types, merges = lists
+    tokens: typing.Any = get("tokenizer.ggml.tokens")
+    types: typing.Any = get("tokenizer.ggml.token_type")
+    merges: typing.Any = get("tokenizer.ggml.merges")
     if types is None and isinstance(tokens, list):
         types = [_NORMAL] * len(tokens)
     for name, items, kind in (("tokens", tokens, str), ("token_type", types, int), ("merges", merges, str)):

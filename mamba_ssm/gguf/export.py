@@ -45,8 +45,8 @@ def export_model(
     Args:
         file: to write; it is replaced when the new one is whole.
         type: of embedding, head and projections: "f32", "f16", "bf16" or "q8_0", by default q8_0 for a model that was
-            quantised, else the embedding's dtype. All other tensors are float32. Weights of quantize() become q8_0 as they
-            are, and others by the same rounding.
+            quantised, else the embedding's dtype. All other tensors are float32. Weights of quantize() become q8_0 as
+            they are, others are rounded as quantize() does.
         tokenizer: see export_folder; None: the file has none, and llama.cpp takes tokens by number.
 
     Returns:

@@ -55,8 +55,8 @@ def load_model(
 
 
 def load_tokenizer(file: str | os.PathLike[str]) -> str | None:
-    """The tokenizer of a GGUF file as the contents of a tokenizer.json, which tokenizers.Tokenizer.from_str reads; None if
-    the file has none of byte-level BPE.
+    """The byte-level BPE tokenizer of a GGUF file as the contents of a tokenizer.json, for tokenizers.Tokenizer.from_str;
+    None if the file has none, or one of another kind.
 
     Raises: CheckpointError: as load_model.
     """
@@ -72,7 +72,7 @@ def _load(file: GGUFFile, device: torch.device | None, dtype: torch.dtype | None
     config = config_of(sizes, tied, _vocabulary(file, sizes))
     if dtype is None:
         kinds = {file.tensors[entry.theirs].type for entry in listed if entry.matrix}
-        dtype = DTYPES.get(*kinds, torch.float32) if len(kinds) == 1 else torch.float32
+        dtype = DTYPES.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
     try:
         model = MambaLMHeadModel(config, device=device, dtype=dtype)
     except ValueError as error:  # sizes that no kernel takes
@@ -121,14 +121,15 @@ def _sizes(file: GGUFFile) -> Sizes:
     )
     if sizes.d_inner != EXPAND * sizes.d_model:
         raise file.error(
-            f"{architecture}.ssm.inner_size must be {EXPAND} times embedding_length, got {sizes.d_inner} and {sizes.d_model}"
+            f"{architecture}.ssm.inner_size must be {EXPAND} times embedding_length, got {sizes.d_inner} and "
+            f"{sizes.d_model}"
         )
     if sizes.n_layer > len(file.tensors):
         raise file.error(f"{architecture}.block_count is {sizes.n_layer}, and the file has {len(file.tensors)} tensors")
     if architecture == "mamba2" and (sizes.d_inner % sizes.dt_rank or sizes.d_inner % sizes.ngroups):
         raise file.error(
-            f"{architecture}.ssm.time_step_rank (heads) and ssm.group_count must divide inner_size = {sizes.d_inner}, got "
-            f"{sizes.dt_rank} and {sizes.ngroups}"
+            f"{architecture}.ssm.time_step_rank (heads) and ssm.group_count must divide inner_size = {sizes.d_inner}, "
+            f"got {sizes.dt_rank} and {sizes.ngroups}"
         )
     epsilon = file.metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon")
     if not isinstance(epsilon, float) or abs(epsilon - EPSILON) > 1e-3 * EPSILON:

@@ -54,12 +54,12 @@ class _Quantized(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *problems)
 
 
-class QuantizedLinear(_Quantized, nn.Linear):
+class QuantizedLinear(_Quantized, nn.Linear):  # type: ignore[misc]  # weight is theirs too
     """nn.Linear of an int8 weight: (..., in_features) -> (..., out_features), in the input's dtype.
 
-    State-dict names: weight, int8 (out, in); scales, float16 (out, ceil(in / 32)); bias (out), if there is one. A weight
-    is weight * scale of its 32 neighbours, the numbers of a Q8_0 block of llama.cpp. Weight and scales have no gradients
-    and keep their dtypes in .to(dtype). An nn.Linear for isinstance, so that peft puts LoRA on it.
+    State-dict names: weight, int8 (out, in); scales, float16 (out, ceil(in / 32)); bias (out), if there is one. A
+    weight counts weight * scale of its 32 neighbours: the numbers of a Q8_0 block of llama.cpp. Weight and scales have
+    no gradients and keep their dtypes in .to(dtype). isinstance says nn.Linear, so that peft puts LoRA on it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class QuantizedLinear(_Quantized, nn.Linear):
         return f"{super().extra_repr()}, weight=int8"
 
 
-class QuantizedEmbedding(_Quantized, nn.Embedding):
+class QuantizedEmbedding(_Quantized, nn.Embedding):  # type: ignore[misc]
     """nn.Embedding of an int8 weight: integers (...) -> (..., embedding_dim) of `dtype`, which .to(dtype) changes.
 
     State-dict names: weight, int8 (num_embeddings, embedding_dim); scales, float16 (num_embeddings, ceil(dim / 32)).

@@ -21,8 +21,8 @@ def scales_shape(weight_shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """weight (out, in), floating -> int8 (out, in) and float16 scales (out, ceil(in / 32)).
 
-    A block's scale is its largest magnitude / 127. Weights are divided by it before it is rounded to float16, and rounded
-    to the nearest integer, halves away from zero: what llama.cpp's quantize_row_q8_0_ref does.
+    A block's scale is its largest magnitude / 127. Weights are divided by it before it is rounded to float16, and then
+    rounded to the nearest integer, halves away from zero: what llama.cpp's quantize_row_q8_0_ref does.
 
     Raises:
         ValueError: a weight is not finite, or beyond 127 times float16's largest number.

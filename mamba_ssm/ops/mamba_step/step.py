@@ -38,8 +38,10 @@ def mamba_step(
         (B, D) of xz's dtype. There is no gradient: the result and the new states are detached,
         and a warning says so where an input requires one and grad mode is on.
     """
-    tensors = xz, conv_state, ssm_state, conv1d_weight, conv1d_bias, x_proj_weight, dt_proj_weight, dt_bias, A_log, D
-    tensors = *tensors, x_proj_scales
+    tensors = (
+        *(xz, conv_state, ssm_state, conv1d_weight, conv1d_bias, x_proj_weight, dt_proj_weight, dt_bias, A_log, D),
+        x_proj_scales,
+    )
     if reference.on:
         return mamba_step_ref(*tensors)
     return call(mamba_step_op, *tensors)

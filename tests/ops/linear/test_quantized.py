@@ -1,0 +1,142 @@
+"""Weights of int8: how they are rounded, and the product by them for few rows and many, with its gradients."""
+
+import pytest
+import torch
+from _helpers.cases import DTYPES, dtype_id
+
+from mamba_ssm.ops.linear import dequantize_weight, linear, quantize_weight, quantized_linear
+from mamba_ssm.utils.reference import plain_torch
+
+TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+# rows, in, out: both kernels of mamba_cuda, whole vectors and not, and more rows than an operator takes
+SIZES = [(1, 768, 100), (1, 1, 1), (1, 1537, 33), (2, 70, 65), (4, 512, 9), (5, 2080, 17), (8, 264, 130), (19, 96, 33)]
+
+
+def weight_of(out_features, in_features, device="cpu", scale=1.0):
+    weight, scales = quantize_weight(torch.randn(out_features, in_features) * scale)
+    return weight.to(device), scales.to(device)
+
+
+def test_a_weight_is_rounded_as_q8_0_is():
+    gguf = pytest.importorskip("gguf")
+    numpy = pytest.importorskip("numpy")
+    weight = torch.randn(40, 96)
+    weight[3, 32:64] = 0
+    weight[4] *= 1e-6  # scales below float16's normal numbers
+    weight[5, :32] = torch.arange(32) * 2.0 + 1
+    weight[5, 0] = 2 * 127  # then halves
+    values, scales = quantize_weight(weight)
+    blocks = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0).reshape(40, 3, 34)
+    assert numpy.array_equal(blocks[..., 2:].view(numpy.int8).reshape(40, 96), values.numpy())
+    assert numpy.array_equal(blocks[..., :2].copy().view(numpy.float16).reshape(40, 3), scales.numpy())
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=dtype_id)
+@pytest.mark.parametrize("in_features", [1, 32, 45, 96])
+def test_errors_of_rounding(in_features, dtype):
+    """At most half a step of a scale, 1/254 of a block's largest weight, and the roundings of the scale and of dtype."""
+    weight = torch.randn(7, in_features, dtype=torch.float64)
+    values, scales = quantize_weight(weight)
+    assert values.dtype == torch.int8 and scales.dtype == torch.float16
+    assert values.shape == weight.shape and scales.shape == (7, -(-in_features // 32))
+    found = dequantize_weight(values, scales, dtype)
+    assert found.dtype == dtype and found.shape == weight.shape
+    largest = torch.nn.functional.pad(weight, (0, -in_features % 32)).unflatten(1, (-1, 32)).abs().amax(2)
+    bound = largest.repeat_interleave(32, 1)[:, :in_features] * (0.5 / 127 + 2**-11 + torch.finfo(dtype).eps / 2)
+    assert ((found.double() - weight).abs() <= 1.001 * bound).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e7])
+def test_weights_that_no_scale_holds(value):
+    with pytest.raises(ValueError, match=r"weights must be finite and below 8.32e\+06"):
+        quantize_weight(torch.tensor([[1.0, value]]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_against_float64(sizes, dtype, device):
+    """Each output is a sum of float32 products, rounded once; above 8 rows torch's, of the weight rounded to dtype."""
+    rows, in_features, out_features = sizes
+    weight, scales = weight_of(out_features, in_features, device, in_features**-0.5)
+    x = torch.randn(rows, in_features).to(device, dtype)
+    exact = dequantize_weight(weight, scales, torch.float64)
+    eps = torch.finfo(dtype).eps
+    for bias in (None, torch.randn(out_features, device=device), torch.randn(out_features).to(device, dtype)):
+        expected = x.double() @ exact.T + (0 if bias is None else bias.double())
+        magnitudes = x.double().abs() @ exact.abs().T + (0 if bias is None else bias.double().abs())
+        found = quantized_linear(x, weight, scales, bias)
+        assert found.dtype == dtype
+        rounding = 1e-6 * magnitudes + eps * expected.abs()
+        assert ((found.double() - expected).abs() <= rounding + (2 * eps * magnitudes if rows > 8 else 0)).all()
+        if rows <= 8:
+            assert torch.equal(found, linear(x, weight, bias, scales))
+
+
+def test_shapes_and_layouts(device):
+    weight, scales = weight_of(20, 96, device)
+    x = torch.randn(2, 3, 96, device=device)
+    expected = x @ dequantize_weight(weight, scales, torch.float32).T
+    for same in (x, x.repeat(1, 1, 2)[..., :96], x.transpose(0, 1).contiguous().transpose(0, 1)):
+        torch.testing.assert_close(quantized_linear(same, weight, scales), expected, rtol=1e-4, atol=1e-4)
+    for shape in ((96,), (0, 96), (2, 0, 96), (5, 4, 96)):
+        assert quantized_linear(torch.ones(shape, device=device), weight, scales).shape == (*shape[:-1], 20)
+    moved = torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(20, 96)
+    torch.testing.assert_close(quantized_linear(x, moved, scales), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_nan_stays_in_its_row(device):
+    weight, scales = weight_of(9, 300, device)
+    x = torch.randn(4, 300, device=device)
+    x[1, 299] = float("nan")
+    out = quantized_linear(x, weight, scales)
+    assert out[1].isnan().all() and not out[[0, 2, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("rows", [2, 30])
+def test_gradients_are_those_of_the_dequantised_weight(rows, device):
+    weight, scales = weight_of(10, 40, device)
+    x = torch.randn(rows, 40, device=device, requires_grad=True)
+    bias = torch.randn(10, device=device, requires_grad=True)
+    slope = torch.randn(rows, 10, device=device)
+    found = torch.autograd.grad(quantized_linear(x, weight, scales, bias), (x, bias), slope)
+    plain = torch.nn.functional.linear(x, dequantize_weight(weight, scales, torch.float32), bias)
+    for ours, theirs in zip(found, torch.autograd.grad(plain, (x, bias), slope), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        out = quantized_linear(x, weight, scales, bias)
+    assert out.dtype == torch.bfloat16
+    (of_x,) = torch.autograd.grad(out.float().sum(), x)
+    assert of_x.dtype == torch.float32
+    with plain_torch():
+        wide = x.detach().double().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: quantized_linear(x, weight, scales), wide)
+
+
+def test_compiled_and_traced(device):
+    if TORCH < (2, 4):
+        pytest.skip("torch before 2.4 compiles few autograd.Functions")
+    weight, scales = weight_of(10, 40, device)
+    run = torch.compile(quantized_linear, backend="aot_eager", fullgraph=True)
+    for rows in (2, 30):
+        x = torch.randn(rows, 40, device=device)
+        torch.testing.assert_close(run(x, weight, scales), quantized_linear(x, weight, scales))
+        given = x.clone().requires_grad_()
+        run(given, weight, scales).sum().backward()
+        expected = dequantize_weight(weight, scales, torch.float32).sum(0).expand(rows, 40)
+        torch.testing.assert_close(given.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "x,error,words",
+    [
+        (torch.ones(2, 39), ValueError, r"x must be \(..., in\) with weight's in = 40, got \(2, 39\)"),
+        (torch.ones(()), ValueError, r"x must be \(..., in\)"),
+        (torch.ones(2, 40, dtype=torch.int64), TypeError, "x must be floating-point, got int64"),
+        (torch.ones(2, 40, device="meta"), ValueError, "x must be on cpu like weight, got meta"),
+        ([1.0], TypeError, "x must be a"),
+    ],
+    ids=["width", "scalar", "integers", "device", "list"],
+)
+def test_wrong_arguments(x, error, words):
+    with pytest.raises(error, match=words):
+        quantized_linear(x, *weight_of(10, 40))
