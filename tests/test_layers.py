@@ -21,6 +21,7 @@ LAYERS = [
     {"distributed"},
     {"modules", "utils"},
     {"models"},
+    {"gguf"},
     {"_doctor"},
 ]
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))

@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from mamba_ssm import MambaLMHeadModel
+from mamba_ssm.gguf import export_model
+from mamba_ssm.models.config_mamba import MambaConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -130,12 +134,34 @@ def test_the_language_model_judges_its_own_sentences(monkeypatch):
         ("draw_attention.py", ["--draw", "no/folder/map.png"], "no/folder/map.png cannot be written"),
         ("stream_audio.py", ["--seconds", 2], "--seconds must be at least 3, got 2"),
         ("train_on_several_devices.py", [], "start it with torchrun"),
+        ("generate_text.py", ["--tokens", 1], "--tokens must be at least 2, got 1"),
+        ("generate_text.py", ["--threads", 0], "--threads must be at least 1, got 0"),
+        ("generate_text.py", ["--prompt", ""], "--prompt must not be empty"),
+        ("generate_text.py", ["--top-k", -1], "top_k must be an integer, 0 (off) or more, got -1"),
+        ("generate_text.py", ["./no-such-folder"], "there is no folder './no-such-folder'"),
+        ("generate_text.py", ["no-such.gguf"], "there is no file 'no-such.gguf'"),
     ],
 )
 def test_a_wrong_argument_gets_one_line_before_anything_is_trained(name, words, message):
     if ".svg" in message:
         pytest.importorskip("matplotlib")
     assert message in run(name, *words, status=2)
+
+
+def test_generate_text(tmp_path):
+    model = MambaLMHeadModel(MambaConfig(d_model=32, n_layer=1, vocab_size=300, ssm_cfg={"layer": "Mamba1"}))
+    model.save_pretrained(tmp_path)
+    words = "--tokens", 4, "--prompt", "7 299", "--top-k", 1
+    printed = run("generate_text.py", tmp_path, *words, "--quantize", "--threads", 1)
+    assert re.search(
+        r"as int8: 0\.\d MB\n4 tokens behind a prompt of 2, \d+ tokens a second\n\n7 299( \d+){4}\n", printed
+    )
+    refused = run("generate_text.py", tmp_path, status=2)
+    assert "the model has no tokenizer: --prompt must be numbers of tokens, got 'Once upon a time'" in refused
+    pytest.importorskip("gguf")
+    export_model(model, tmp_path / "model.gguf")
+    again = run("generate_text.py", tmp_path / "model.gguf", *words)
+    assert again.split("\n\n")[1] == run("generate_text.py", tmp_path, *words).split("\n\n")[1]
 
 
 @pytest.mark.parametrize("name", ["classify_sequences.py", "classify_images.py"])

@@ -1,5 +1,6 @@
 """The pages that people read: every block of code runs as typed, every link leads somewhere."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -59,6 +60,9 @@ def test_python_runs_as_typed(block, tmp_path):
     elif oldest := re.fullmatch(r"torch (\d+)\.(\d+)", block.needs or ""):
         if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < tuple(map(int, oldest.groups())):
             pytest.skip(f"needs {block.needs}, and this is {torch.__version__}")
+    elif package := re.fullmatch(r"the package (\w+)", block.needs or ""):
+        if importlib.util.find_spec(package[1]) is None:
+            pytest.skip(f"needs {block.needs}")
     elif block.needs and not (block.needs == "CUDA" and torch.cuda.is_available()):
         pytest.skip(f"needs {block.needs}")
     script = tmp_path / block.page.name.replace(".md", ".py")

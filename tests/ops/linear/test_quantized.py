@@ -34,7 +34,7 @@ def test_a_weight_is_rounded_as_q8_0_is():
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=dtype_id)
 @pytest.mark.parametrize("in_features", [1, 32, 45, 96])
 def test_errors_of_rounding(in_features, dtype):
-    """At most half a step of a scale, 1/254 of a block's largest weight, and the roundings of the scale and of dtype."""
+    """At most half a step of a scale, 1/254 of a block's largest weight, and the roundings of scale and dtype."""
     weight = torch.randn(7, in_features, dtype=torch.float64)
     values, scales = quantize_weight(weight)
     assert values.dtype == torch.int8 and scales.dtype == torch.float16
