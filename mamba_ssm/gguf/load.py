@@ -55,7 +55,7 @@ def load_model(
 
 
 def load_tokenizer(file: str | os.PathLike[str]) -> str | None:
-    """The byte-level BPE tokenizer of a GGUF file as the contents of a tokenizer.json, for tokenizers.Tokenizer.from_str;
+    """The byte-level BPE tokenizer of a GGUF file as a tokenizer.json has it, for tokenizers.Tokenizer.from_str;
     None if the file has none, or one of another kind.
 
     Raises: CheckpointError: as load_model.

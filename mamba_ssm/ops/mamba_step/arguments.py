@@ -69,6 +69,7 @@ def check(inputs):
 def _check_x_proj(inputs, shape):
     """x_proj_weight is of xz's dtype, or int8 with scales."""
     xz, weight, scales = inputs.xz, inputs.x_proj_weight, inputs.x_proj_scales
+    checks.check_tensor(NAME, "x_proj_weight", weight)
     if scales is None:
         checks.check_same(NAME, "x_proj_weight", weight, shape, xz, "xz", "(R + 2 N, D)")
         return

@@ -6,6 +6,7 @@ import pytest
 import torch
 from _helpers.cases import DTYPES, assert_close_to_truth, case_id, dtype_id
 
+from mamba_ssm.ops.linear import dequantize_weight, quantize_weight
 from mamba_ssm.ops.mamba_step import mamba_step, mamba_step_ref
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -87,6 +88,22 @@ def test_mixed_dtypes(state_dtype, weight_dtype, device):
     compare(Case(2, 128, 8).inputs(torch.bfloat16, state_dtype, weight_dtype, device))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4], CASES[7], CASES[8]], ids=case_id)
+def test_int8_weight_of_x_proj(case, dtype, device):
+    """Plain torch takes it rounded to dtype, as the GPU's tensor cores do."""
+    arguments = case.inputs(dtype, dtype, dtype, device)
+    weight, scales = quantize_weight(arguments["x_proj_weight"])
+    found = run(mamba_step, {**arguments, "x_proj_weight": weight, "x_proj_scales": scales})
+    rounded, exact = (dequantize_weight(weight, scales, of) for of in (dtype, torch.float64))
+    plain = run(mamba_step_ref, {**arguments, "x_proj_weight": rounded})
+    assert_close_to_truth(found, plain, run(mamba_step_ref, {**arguments, "x_proj_weight": exact}, torch.float64))
+    assert torch.equal(
+        run(mamba_step_ref, {**arguments, "x_proj_weight": weight, "x_proj_scales": scales})["out"],
+        run(mamba_step_ref, {**arguments, "x_proj_weight": dequantize_weight(weight, scales, torch.float32)})["out"],
+    )
+
+
 def test_strided_views(device):
     arguments = Case(3, 72, 8).inputs(torch.float32, torch.float32, torch.float32, device)
     expected = run(mamba_step, arguments)
@@ -149,3 +166,20 @@ def test_wrong_arguments(name, change, error, words, device):
     arguments[name] = change(arguments[name])
     with pytest.raises(error, match=words):
         mamba_step(**arguments)
+
+
+@pytest.mark.parametrize(
+    "change,error,words",
+    [
+        ({"x_proj_weight": torch.randn(40, 128)}, TypeError, "x_proj_weight must be int8, got float32"),
+        ({"x_proj_scales": torch.ones(40, 3).half()}, ValueError, r"x_proj_scales must have shape \(R \+ 2 N, ceil"),
+        ({"x_proj_scales": torch.ones(40, 4)}, TypeError, "x_proj_scales must be float16, got float32"),
+        ({"x_proj_scales": None}, TypeError, "x_proj_weight must have the dtype of xz, float32, got int8"),
+        ({"x_proj_weight": None}, TypeError, "x_proj_weight must be a"),
+    ],
+)
+def test_wrong_int8_arguments(change, error, words):
+    arguments = Case(2, 128, 8).inputs(torch.float32, torch.float32, torch.float32, "cpu")
+    weight, scales = quantize_weight(arguments["x_proj_weight"])
+    with pytest.raises(error, match=words):
+        mamba_step(**{**arguments, "x_proj_weight": weight, "x_proj_scales": scales, **change})
