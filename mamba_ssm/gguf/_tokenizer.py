@@ -118,6 +118,7 @@ def tokenizer_of_file(file: GGUFFile) -> Tokenizer | None:
     merges: typing.Any = get("tokenizer.ggml.merges")
     if types is None and isinstance(tokens, list):
         types = [_NORMAL] * len(tokens)
+    types = list(types) if isinstance(types, memoryview) else types
     for name, items, kind in (("tokens", tokens, str), ("token_type", types, int), ("merges", merges, str)):
         if not isinstance(items, list) or not all(isinstance(item, kind) for item in items):
             raise file.error(f"is damaged: tokenizer.ggml.{name} must be a list of {kind.__name__}")

@@ -148,7 +148,7 @@ class MixerModel(nn.Module):
     (initializer_range=0.02, rescale_prenorm_residual=True). State-dict names: embedding, layers.{i}, norm_f.
     """
 
-    quantizable = ("embedding",)
+    int8_weights = ("embedding",)
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
     Same as upstream's mamba_ssm.models.mixer_seq_simple.MambaLMHeadModel; state-dict names backbone.*, lm_head.weight.
     """
 
-    quantizable = ("lm_head",)
+    int8_weights = ("lm_head",)
 
     def __init__(
         self,

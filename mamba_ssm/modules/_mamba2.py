@@ -28,7 +28,7 @@ class Mamba2Base(nn.Module):
     Letters: B batch, L length, H heads, P headdim, G groups of B and C, N d_state.
     """
 
-    quantizable = "in_proj", "out_proj"
+    int8_weights = "in_proj", "out_proj"
     supports_context_parallel = False
     d_state: int
     d_conv: int

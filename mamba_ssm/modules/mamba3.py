@@ -69,7 +69,7 @@ class Mamba3(UpstreamParts):
             on every rank.
     """
 
-    quantizable = "in_proj", "out_proj"
+    int8_weights = "in_proj", "out_proj"
     context_parallel_group: "dist.ProcessGroup | None" = None  # which mamba_ssm.distributed.context_parallel sets
 
     def __init__(

@@ -56,7 +56,7 @@ class Mamba(StatefulBlock):
         init_layer_scale: the output is scaled by a parameter gamma (d_model) that starts there; None: no gamma.
     """
 
-    quantizable = "in_proj", "x_proj", "x_proj_b", "x_proj_s", "out_proj"
+    int8_weights = "in_proj", "x_proj", "x_proj_b", "x_proj_s", "out_proj"
     context_parallel_group: "dist.ProcessGroup | None" = None  # which mamba_ssm.distributed.context_parallel sets
     conv1d: nn.Conv1d
     x_proj: nn.Linear

@@ -67,7 +67,7 @@ class MHA(nn.Module):
     mamba_ssm.modules.mha.MHA; +: seq_idx and cu_seqlens, packed sequences.
     """
 
-    quantizable = "in_proj", "out_proj"
+    int8_weights = "in_proj", "out_proj"
     supports_context_parallel = False
 
     def __init__(

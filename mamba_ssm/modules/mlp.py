@@ -22,7 +22,7 @@ class GatedMLP(nn.Module):
     fc1 gives (y, gate) in this order. Same as upstream's mamba_ssm.modules.mlp.GatedMLP.
     """
 
-    quantizable = "fc1", "fc2"
+    int8_weights = "fc1", "fc2"
     in_features: int | None = None  # of a module pickled whole before it was kept: fc1 checks
 
     def __init__(

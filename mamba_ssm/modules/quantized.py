@@ -169,10 +169,10 @@ def quantize(model: _Model) -> _Model:
 
 
 def quantizable(model: nn.Module) -> dict[str, typing.Any]:
-    """{name: module} of what quantize replaces, or has replaced: layers list their own in `quantizable`."""
+    """{name: module} of what quantize replaces, or has replaced: layers list their own in `int8_weights`."""
     found = {}
     for prefix, owner in model.named_modules():
-        for name in getattr(owner, "quantizable", ()):
+        for name in getattr(owner, "int8_weights", ()):
             module = owner._modules.get(name)
             if module is not None:
                 found[f"{prefix}.{name}" if prefix else name] = module
