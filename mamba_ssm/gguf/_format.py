@@ -119,10 +119,10 @@ class GGUFFile:
             return [self._string() for _ in range(count)]
         if kind not in _SCALARS:
             raise self.error(f"is damaged: {kind} is no type of an array's elements")
-        self._check_count("numbers", count, struct.calcsize(f"<{_SCALARS[kind]}"))
-        return memoryview(self._bytes(count * struct.calcsize(f"<{_SCALARS[kind]}"))).cast(
-            _SCALARS[kind]
-        )  # no list: it may be long
+        letter: typing.Any = _SCALARS[kind]
+        self._check_count("numbers", count, struct.calcsize(f"<{letter}"))
+        data = self._bytes(count * struct.calcsize(f"<{letter}"))
+        return memoryview(data).cast(letter)  # no list: it may be long
 
     def _tensor_info(self) -> Tensor:
         name = self._string()
