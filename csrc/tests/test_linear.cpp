@@ -43,7 +43,7 @@ static void run_case(int64_t rows, int64_t features, int64_t outputs, int32_t dt
     });
 }
 
-// A weight of int8, whose scales are read as they are.
+// A weight of int8, whose scales are read as they are. mamba_cpu rounds x to 16 bits.
 static void run_int8_case(int64_t rows, int64_t features, int64_t outputs, int32_t dtype, int turn) {
     begin_case("linear int8 %d dtype=%d R=%d in=%d out=%d", turn, dtype, static_cast<int>(rows), static_cast<int>(features),
                static_cast<int>(outputs));
@@ -55,7 +55,7 @@ static void run_int8_case(int64_t rows, int64_t features, int64_t outputs, int32
     scales.fill_random(0.01 / sqrt(static_cast<double>(features + 1)));
     bias.fill_random(1.0);
     for (int64_t i = 0; i < outputs * features; ++i) {
-        weight.data()[i] = static_cast<int8_t>((i * 89 + turn) % 255 - 127);
+        weight.data()[i] = static_cast<int8_t>((i * 89 + turn) % 256 - 128);
     }
     MambaLinear p;
     memset(&p, 0, sizeof(p));
@@ -76,7 +76,7 @@ static void run_int8_case(int64_t rows, int64_t features, int64_t outputs, int32
     if (!expect_ok(mamba_linear(&p))) {
         return;
     }
-    expect_close("out", out, 4e-6, [&](int64_t r, int64_t o, int64_t, int64_t) {
+    expect_close("out", out, 1e-4, [&](int64_t r, int64_t o, int64_t, int64_t) {
         double sum = bias.get(o);
         for (int64_t i = 0; i < features; ++i) {
             sum += scales.get(o, i / 32) * weight.data()[o * features + i] * x.get(r, i);

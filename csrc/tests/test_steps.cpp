@@ -68,9 +68,9 @@ struct Convolution {
     }
 };
 
-static void expect_state(const Tensor& state, const Tensor& want) {
+static void expect_state(const Tensor& state, const Tensor& want, double arithmetic = kArithmetic) {
     // a 16-bit state may be rounded the other way where float32 and double lie on either side of a tie
-    const double tie = state.dtype == MAMBA_FLOAT32 ? kArithmetic : 2 * testing::rounding(state.dtype);
+    const double tie = state.dtype == MAMBA_FLOAT32 ? arithmetic : 2 * testing::rounding(state.dtype);
     expect_close("state", state, tie, [&](int64_t i, int64_t j, int64_t k, int64_t l) { return want.get(i, j, k, l); });
 }
 
@@ -257,8 +257,10 @@ static void run_mamba(const int64_t* size, int32_t dtype, int turn) {
     if (!expect_ok(mamba_mamba_step(&p))) {
         return;
     }
-    expect_close("out", out, kArithmetic, [&](int64_t b, int64_t d, int64_t, int64_t) { return want[b * D + d]; });
-    expect_state(state, want_state);
+    // with an int8 weight mamba_cpu rounds x_proj's input to 16 bits
+    const double arithmetic = is_int8 && !testing::kCuda ? 3e-4 : kArithmetic;
+    expect_close("out", out, arithmetic, [&](int64_t b, int64_t d, int64_t, int64_t) { return want[b * D + d]; });
+    expect_state(state, want_state, arithmetic);
     conv.expect_state();
 }
 

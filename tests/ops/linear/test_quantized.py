@@ -67,6 +67,8 @@ def test_against_float64(sizes, dtype, device):
         found = quantized_linear(x, weight, scales, bias)
         assert found.dtype == dtype
         rounding = 1e-6 * magnitudes + eps * expected.abs()
+        if device == "cpu":  # which rounds x of up to 4 rows to within 2^-16 of its block's largest element
+            rounding += 2**-16 * x.double().abs().amax(1, keepdim=True) * exact.abs().sum(1)
         assert ((found.double() - expected).abs() <= rounding + (2 * eps * magnitudes if rows > 8 else 0)).all()
         if rows <= 8:
             assert torch.equal(found, linear(x, weight, bias, scales))

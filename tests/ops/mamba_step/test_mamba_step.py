@@ -91,13 +91,16 @@ def test_mixed_dtypes(state_dtype, weight_dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4], CASES[7], CASES[8]], ids=case_id)
 def test_int8_weight_of_x_proj(case, dtype, device):
-    """Plain torch takes it rounded to dtype, as the GPU's tensor cores do."""
+    """Plain torch takes it rounded to dtype, as the GPU's tensor cores do. The CPU rounds x to within 2^-16 of the
+    largest of 32, which the state multiplies.
+    """
     arguments = case.inputs(dtype, dtype, dtype, device)
     weight, scales = quantize_weight(arguments["x_proj_weight"])
     found = run(mamba_step, {**arguments, "x_proj_weight": weight, "x_proj_scales": scales})
     rounded, exact = (dequantize_weight(weight, scales, of) for of in (dtype, torch.float64))
     plain = run(mamba_step_ref, {**arguments, "x_proj_weight": rounded})
-    assert_close_to_truth(found, plain, run(mamba_step_ref, {**arguments, "x_proj_weight": exact}, torch.float64))
+    truth = run(mamba_step_ref, {**arguments, "x_proj_weight": exact}, torch.float64)
+    assert_close_to_truth(found, plain, truth, atol=3e-4 if device == "cpu" else 2e-5)
     assert torch.equal(
         run(mamba_step_ref, {**arguments, "x_proj_weight": weight, "x_proj_scales": scales})["out"],
         run(mamba_step_ref, {**arguments, "x_proj_weight": dequantize_weight(weight, scales, torch.float32)})["out"],
