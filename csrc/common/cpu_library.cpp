@@ -3,8 +3,8 @@
 #include <string.h>
 
 #include <new>
-#include <thread>
 
+#include "common/cpu_pool.h"
 #include "common/cpu_runtime.h"
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -146,48 +146,29 @@ int64_t share_begin(int64_t total, int64_t shares, int64_t share) {
     return total / shares * share + (share < rest ? share : rest);
 }
 
-static void run_one_share(void (*task)(void*, int64_t), void* context, int64_t share) {
+namespace {
+struct Task {
+    void (*run)(void*, int64_t);
+    void* context;
+};
+
+void run_share(void* context, int64_t share) {
+    const Task& task = *static_cast<const Task*>(context);
 #ifdef MAMBA_X86
     const unsigned int flush_to_zero_and_denormals_are_zero = 0x8040;
     const unsigned int mode = _mm_getcsr();
     _mm_setcsr(mode | flush_to_zero_and_denormals_are_zero);
-    task(context, share);
+    task.run(task.context, share);
     _mm_setcsr(mode);
 #else
-    task(context, share);
+    task.run(task.context, share);
 #endif
 }
-
-namespace {
-// What a thread runs. A type of our own rather than std::thread's variadic call keeps the instantiation out of the exports.
-struct ThreadTask {
-    void (*task)(void*, int64_t);
-    void* context;
-    int64_t share;
-    void operator()() const { run_one_share(task, context, share); }
-};
 }  // namespace
 
 void run_shares(int64_t shares, void (*task)(void* context, int64_t share), void* context) {
-    std::thread* threads = shares > 1 ? new (std::nothrow) std::thread[static_cast<size_t>(shares - 1)] : nullptr;
-    int64_t started = 1;
-    if (threads != nullptr) {
-        try {
-            for (; started < shares; ++started) {
-                threads[started - 1] = std::thread(ThreadTask{task, context, started});
-            }
-        } catch (...) {
-            // no more threads to be had (std::system_error, std::bad_alloc): the calling thread takes what is left
-        }
-    }
-    run_one_share(task, context, 0);
-    for (int64_t share = started; share < shares; ++share) {
-        run_one_share(task, context, share);
-    }
-    for (int64_t share = 1; share < started; ++share) {
-        threads[share - 1].join();
-    }
-    delete[] threads;
+    Task wrapped = {task, context};
+    run_on_pool(shares, run_share, &wrapped);
 }
 
 Scratch::Scratch(int64_t floats)

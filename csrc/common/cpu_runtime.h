@@ -1,4 +1,4 @@
-// What the CPU entry points share: which instruction set to run, and threads that live only as long as a call.
+// What the CPU entry points share: which instruction set to run, and threads.
 #pragma once
 
 #include <stdint.h>
@@ -26,9 +26,8 @@ const Kernels& kernels_of(Isa isa, const Kernels& generic, const Kernels& avx2, 
 // Threads worth starting for `work` (in inner steps of the op, `work_per_thread` of which outweigh starting a thread).
 int64_t worthwhile_threads(const MambaRun& run, int64_t work, int64_t work_per_thread);
 
-// Runs task(context, share) for share = 0 .. shares - 1, the first on the calling thread, and returns when all are done.
-// Denormals count as zero meanwhile: states that decay would otherwise end in arithmetic many times slower. Where a
-// thread cannot be had, its share runs on the calling thread.
+// Runs task(context, share) for share = 0 .. shares - 1, on the calling thread and those of a pool, and returns when all are
+// done. Denormals count as zero meanwhile: states that decay would otherwise end in arithmetic many times slower.
 void run_shares(int64_t shares, void (*task)(void* context, int64_t share), void* context);
 
 // Cut `total` into `shares` parts that differ by at most one; the first element of part `share`.
