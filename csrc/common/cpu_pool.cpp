@@ -13,7 +13,7 @@
 #include <thread>
 
 #if !defined(_WIN32)
-#include <pthread.h>
+#include <pthread.h>  // NOLINT(msvc): the branch for other systems
 #endif
 #if defined(__x86_64__) || defined(_M_X64)
 #include <xmmintrin.h>

@@ -7,8 +7,8 @@
 #include "tests/testing.h"
 
 #if !defined(_WIN32)
-#include <sys/wait.h>
-#include <unistd.h>
+#include <sys/wait.h>  // NOLINT(msvc): the branch for other systems
+#include <unistd.h>    // NOLINT(msvc): the same
 #endif
 
 using testing::begin_case;

@@ -46,6 +46,25 @@ struct StateRow {
     int64_t offset, stride;
 };
 
+// update_row where from and to are rows of neighbours, whole vectors of them, and A is one value or a row of floats: as
+// decode steps have them. A: NULL where there is one decay for all.
+template <typename S>
+inline float update_plain_row(const void* from, void* to, const float* A, Vec decay, Vec log_decay, Vec input, int64_t dstate,
+                              const GroupTables& tables) {
+    const S* const old_states = static_cast<const S*>(from);
+    S* const new_states = static_cast<S*>(to);
+    Vec y = zero();
+    for (int64_t n = 0; n < dstate; n += kLanes) {
+        if (A != nullptr) {
+            decay = exp2(log_decay * load(A + n));
+        }
+        const Vec h = fma(decay, load(old_states + n), input * load(tables.B + n));
+        store(new_states + n, h);
+        y = fma(h, load(tables.C + n), y);
+    }
+    return sum(y);
+}
+
 // Advances one row of states and returns C . state, from the new states before they are rounded to a dtype. They go to `to` and
 // to `copy`.
 inline float update_row(const MambaSelectiveStateUpdate& p, const StateRow& from, const StateRow& to, const StateRow& copy,
@@ -56,6 +75,27 @@ inline float update_row(const MambaSelectiveStateUpdate& p, const StateRow& from
     Vec decay = zero(), y = zero();
     if (one_decay) {
         decay = exp2(log_decay * load_lanes(p.A_dtype, p.A, A_offset, 0, kLanes));
+    }
+    const bool plain_A = one_decay || (p.A_dtype == MAMBA_FLOAT32 && p.A_dstate_stride == 1);
+    if (plain_A && p.dstate % kLanes == 0 && copy.data == nullptr && to.data != nullptr && from.stride == 1 && to.stride == 1 &&
+        from.dtype == to.dtype) {
+        const float* const A = one_decay ? nullptr : static_cast<const float*>(p.A) + A_offset;
+        const int64_t width = from.dtype == MAMBA_FLOAT32 ? 4 : 2;
+        const void* const old_row = static_cast<const char*>(from.data) + from.offset * width;
+        void* const new_row = static_cast<char*>(to.data) + to.offset * width;
+        if (from.dtype == MAMBA_FLOAT32) {
+            return update_plain_row<float>(old_row, new_row, A, decay, log_decay, input, p.dstate, tables);
+        }
+#ifndef MAMBA_DISABLE_HALF
+        if (from.dtype == MAMBA_FLOAT16) {
+            return update_plain_row<Half>(old_row, new_row, A, decay, log_decay, input, p.dstate, tables);
+        }
+#endif
+#ifndef MAMBA_DISABLE_BF16
+        if (from.dtype == MAMBA_BFLOAT16) {
+            return update_plain_row<Bfloat16>(old_row, new_row, A, decay, log_decay, input, p.dstate, tables);
+        }
+#endif
     }
     for (int64_t n = 0; n < p.dstate; n += kLanes) {
         const int count = block_lanes(p.dstate - n);

@@ -1,7 +1,7 @@
 """A linear layer of few rows, as decoding has.
 
-On a GPU it starts while the kernel before it ends, and lets the next one do so; on a CPU a weight of 16 bits is widened
-in registers, where torch's product for one row takes many times as long.
+On a GPU it starts while the kernel before it ends, and lets the next one do so; on a CPU a weight of 16 or 8 bits is
+widened in registers, and read once for 8 rows.
 """
 
 import typing
@@ -14,10 +14,10 @@ from mamba_ssm._native.launch import DTYPE_CODES, place, run
 from mamba_ssm._torch import autocast_dtype, call, define, is_plain, make, reference, signature, weight_and_bias
 
 NAME = "linear"
-# Rows up to which linear() is faster than torch's product; on a CPU for 16 bits alone, at which torch is slow.
+# Rows up to which linear() is faster than torch's product.
 _FEW_ROWS_CUDA = 4
+_FEW_ROWS_CUDA_INT8 = 8
 _FEW_ROWS_CPU = 8
-_FEW_ROWS_QUANTIZED = 8
 
 
 class Inputs(typing.NamedTuple):
@@ -67,9 +67,9 @@ def is_few_rows(x: torch.Tensor, quantized: bool = False) -> bool:
     if dtype not in checks.FLOAT_DTYPES:
         return False
     if x.is_cuda:
-        most = _FEW_ROWS_QUANTIZED if quantized else _FEW_ROWS_CUDA
-    elif x.is_cpu and (quantized or dtype != torch.float32):
-        most = _FEW_ROWS_QUANTIZED if quantized else _FEW_ROWS_CPU
+        most = _FEW_ROWS_CUDA_INT8 if quantized else _FEW_ROWS_CUDA
+    elif x.is_cpu:
+        most = _FEW_ROWS_CPU
     else:
         return False
     for size in x.shape:
