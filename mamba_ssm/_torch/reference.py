@@ -5,6 +5,7 @@ import os
 import typing
 
 on = os.environ.get("MAMBA_SSM_REFERENCE", "") == "1"
+exporting = False  # while on: the scans and the convolution of sequences are still operators of this package
 
 
 @contextlib.contextmanager
@@ -22,3 +23,15 @@ def plain_torch(enabled: bool = True) -> typing.Iterator[None]:
         yield
     finally:
         on = before
+
+
+@contextlib.contextmanager
+def for_exporter() -> typing.Iterator[None]:
+    """plain_torch in which selective_scan, ssd and causal_conv1d stay operators, which the exporter translates."""
+    global exporting
+    before, exporting = exporting, True
+    try:
+        with plain_torch():
+            yield
+    finally:
+        exporting = before

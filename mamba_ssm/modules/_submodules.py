@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm._torch import is_plain, reference
+from mamba_ssm._torch import is_compiling, is_plain, reference
 from mamba_ssm.distributed.across_ranks import causal_conv1d_across_ranks
 from mamba_ssm.modules.padding import Padding
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
@@ -95,6 +95,11 @@ def _keep_last(
         return None
     width = conv_state.shape[-1]
     before = conv_state[..., 1:].to(x.dtype, copy=True) if continues else None
+    if (
+        before is not None and is_compiling()
+    ):  # whose program is for all lengths: no size here may depend on a shorter x
+        conv_state.copy_(torch.cat([before, x], dim=-1)[..., -width:])
+        return before
     inputs = x if before is None else torch.cat([before, x[..., -width:]], dim=-1)
     if padding is not None:
         inputs = x[..., -width:].masked_fill(~padding.real[:, None, -width:], 0)

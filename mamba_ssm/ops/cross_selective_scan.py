@@ -48,7 +48,7 @@ def cross_selective_scan(
         TypeError: a dtype is wrong, or A is complex. ValueError: a shape or a device is wrong.
         NativeError (a RuntimeError): the kernel library cannot be loaded or does not support this device or dtype.
     """
-    if reference.on:
+    if reference.on and not reference.exporting:
         return cross_selective_scan_ref(x, x_proj_weight, dt_proj_weight, A, D, dt_bias, delta_softplus)
     required = {"x": x, "x_proj_weight": x_proj_weight, "dt_proj_weight": dt_proj_weight, "A": A}
     for name, tensor in required.items():

@@ -19,7 +19,7 @@ PAGES = sorted(
 )
 # Three backticks and a language, perhaps indented in a list, perhaps after a line that says what the block needs.
 FENCE = re.compile(
-    r"^(?:<!-- needs: (?P<needs>.+) -->\n)?(?P<indent> *)```(?P<language>\S*)\n(?P<code>.*?)^ *```$", re.M | re.S
+    r"^(?:<!-- needs: (?P<needs>[^\n]+) -->\n)?(?P<indent> *)```(?P<language>\S*)\n(?P<code>.*?)^ *```$", re.M | re.S
 )
 
 
@@ -57,15 +57,16 @@ def test_python_runs_as_typed(block, tmp_path):
             pytest.skip("this torch is built without gloo")
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes[1]]
         environment["CUDA_VISIBLE_DEVICES"] = ""  # there may be one GPU for all
-    elif oldest := re.fullmatch(r"torch (\d+)\.(\d+)", block.needs or ""):
-        if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < tuple(map(int, oldest.groups())):
+    elif oldest := re.fullmatch(r"torch (\d+)\.(\d+)((?:, \w+)*)", block.needs or ""):
+        if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < tuple(map(int, oldest.groups()[:2])):
             pytest.skip(f"needs {block.needs}, and this is {torch.__version__}")
+        for package in re.findall(r"\w+", oldest[3]):
+            pytest.importorskip(package)
     elif package := re.fullmatch(r"the package (\w+)", block.needs or ""):
-        if importlib.util.find_spec(package[1]) is None:
-            pytest.skip(f"needs {block.needs}")
+        pytest.importorskip(package[1])
     elif block.needs and not (block.needs == "CUDA" and torch.cuda.is_available()):
         pytest.skip(f"needs {block.needs}")
-    script = tmp_path / block.page.name.replace(".md", ".py")
+    script = tmp_path / f"{block.page.stem}_md.py"  # onnx.py would be in the way of the package
     script.write_text("\n" * (block.line - 1) + block.code, encoding="utf-8")  # a traceback names the page's line
     command.append(str(script))
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)

@@ -81,7 +81,7 @@ def causal_conv1d_fn(
     is an addition.
     """
     silu = wants_silu(NAME, activation)
-    if reference.on:
+    if reference.on and not reference.exporting:
         states = initial_states, return_final_states, final_states_out
         return causal_conv1d_ref(x, weight, bias, seq_idx, *states, activation, reverse=reverse)
     want_states = bool(return_final_states) or final_states_out is not None

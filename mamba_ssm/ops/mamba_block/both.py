@@ -26,9 +26,8 @@ from mamba_ssm._torch import (
 )
 from mamba_ssm.ops.mamba_block.arguments import Inputs, Kept, Options, channel_major, check
 from mamba_ssm.ops.mamba_block.backward import finish_backward, out_proj_backward, scan_backward
-from mamba_ssm.ops.mamba_block.forward import scan_forward
+from mamba_ssm.ops.mamba_block.forward import mamba_inner_fn, scan_forward
 from mamba_ssm.ops.mamba_block.projections import from_columns
-from mamba_ssm.ops.mamba_block.reference import mamba_inner_ref
 from mamba_ssm.ops.selective_scan.arguments import check_fake
 
 
@@ -77,7 +76,7 @@ def mamba_inner_both(
     """
     if reference.on:
         y, y_b = (
-            mamba_inner_ref(xz, *of[:4], out_proj_weight, None, of.A, None, None, of.D, of.delta_bias, reverse=reverse)
+            mamba_inner_fn(xz, *of[:4], out_proj_weight, None, of.A, D=of.D, delta_bias=of.delta_bias, reverse=reverse)
             for of, reverse in ((forwards, False), (backwards, True))
         )
         return y + y_b if out_proj_bias is None else y + y_b + out_proj_bias

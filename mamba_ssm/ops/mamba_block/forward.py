@@ -111,7 +111,7 @@ def mamba_inner_fn(
     x_proj, out_proj = module_behind(x_proj_weight), module_behind(out_proj_weight)
     # Where these are read they are no modules.
     x_weight, out_weight = typing.cast(torch.Tensor, x_proj_weight), typing.cast(torch.Tensor, out_proj_weight)
-    if x_proj is not None or out_proj is not None:
+    if x_proj is not None or out_proj is not None or reference.exporting:
         given = pieces(
             xz,
             conv1d_weight,

@@ -90,7 +90,7 @@ def selective_scan_fn(
     Same as upstream's mamba_ssm.ops.selective_scan_interface.selective_scan_fn, except that complex A needs
     plain_torch, and initial_state, seq_idx, reverse and the gradient of last_state are additions.
     """
-    if reference.on:
+    if reference.on and not reference.exporting:
         rest = delta_softplus, return_last_state, initial_state, seq_idx
         return selective_scan_ref(u, delta, A, B, C, D, z, delta_bias, *rest, reverse=reverse)
     try:  # written out: this is a good part of a small call

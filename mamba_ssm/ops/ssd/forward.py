@@ -138,7 +138,7 @@ def mamba_chunk_scan_combined(
             f"{NAME}: return_varlen_states is for scans forwards in time, got reverse=True: ask for final states of "
             "one sequence after the other"
         )
-    if reference.on:
+    if reference.on and not reference.exporting:
         given = D, z, dt_bias, dt_softplus, initial_states, seq_idx, (dt_min, dt_max)
         results = ssd_by_reference(x, dt, A, B, C, *given, cu_seqlens if return_varlen_states else None, reverse)
         out, final_states, *varlen = results if state_dtype is None else (results[0], *_to(results[1:], state_dtype))
