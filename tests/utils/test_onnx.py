@@ -9,12 +9,13 @@ from mamba_ssm import BiMamba2, Mamba, Mamba2, Mamba3, MambaLMHeadModel, selecti
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.ops.selective_scan.reference import selective_scan_ref
 from mamba_ssm.ops.ssd.reference import ssd_chunk_scan_combined_ref
-from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined
 from mamba_ssm.utils.onnx import export
 
 MISSING = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
 OLD = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 7)
-needs_onnx = pytest.mark.skipif(bool(MISSING) or OLD, reason=f"torch 2.7 or newer, and missing: {', '.join(MISSING)}")
+REASON = "needs torch 2.7" if OLD else f"not installed: {', '.join(MISSING)}"
+needs_onnx = pytest.mark.skipif(bool(MISSING) or OLD, reason=REASON)
 QUIET = {"verbose": False, "external_data": False}
 # Both compute in float32, but add in another order; logits and outputs here are of size 1.
 ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
@@ -128,11 +129,25 @@ def test_operators_in_a_module_of_ones_own(runtime_operators, tmp_path):
             torch.testing.assert_close(one.double(), other, rtol=3e-5, atol=3e-5 * float(other.abs().max()))
 
 
+class Split(torch.nn.Module):
+    """A Mamba-2 block by the function that forks call."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Mamba2(16, d_state=4, headdim=8)
+
+    def forward(self, x):
+        of = self.block
+        weights = of.conv1d.weight.squeeze(1), of.conv1d.bias, of.dt_bias, -torch.exp(of.A_log.float()), of.D
+        options = {"rmsnorm_weight": of.norm.weight, "outproj_weight": of.out_proj.weight, "headdim": 8}
+        return mamba_split_conv1d_scan_combined(of.in_proj(x), *weights, 64, **options)
+
+
 @needs_onnx
 def test_blocks_in_16_bits_and_in_both_directions(tmp_path):
     """float16 outside of the scans; layers that see a sequence from both ends."""
     mixed = torch.nn.Sequential(
-        Mamba(16, d_state=4, bimamba_type="v2"), BiMamba2(16, d_state=4, headdim=8), Mamba2(16, d_state=4, headdim=8)
+        Mamba(16, d_state=4, bimamba_type="v2"), BiMamba2(16, d_state=4, headdim=8), Split()
     ).half()
     shapes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)
     export(mixed, tmp_path / "mixed.onnx", (torch.randn(2, 9, 16).half(),), dynamic_shapes=shapes, **QUIET)

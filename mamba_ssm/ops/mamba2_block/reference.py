@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_ref
+from mamba_ssm._torch import reference
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_ref
 from mamba_ssm.ops.mamba2_block.arguments import NAME
 from mamba_ssm.ops.norm import gated_rms_norm_ref
+from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
 from mamba_ssm.ops.ssd.reference import ssd_chunk_scan_combined_ref
 
 
@@ -42,26 +44,29 @@ def mamba_conv1d_scan_ref(
     headdim = typing.cast(torch.Tensor, D).shape[1] if headdim is None else headdim
     dim = nheads * headdim
     dstate = (xBC.shape[2] - dim) // (2 * ngroups)
-    conv_out = causal_conv1d_ref(
+    # while exporting these two are operators
+    convolve = causal_conv1d_fn if reference.exporting else causal_conv1d_ref
+    scan = mamba_chunk_scan_combined if reference.exporting else ssd_chunk_scan_combined_ref
+    conv_out = convolve(
         xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx=seq_idx, activation=activation, reverse=reverse
     )
     xBC = typing.cast(torch.Tensor, conv_out).transpose(1, 2)
     x, B, C = xBC.split([dim, ngroups * dstate, ngroups * dstate], dim=-1)
     heads, groups = (nheads, headdim), (ngroups, dstate)
-    out, final_states = ssd_chunk_scan_combined_ref(
+    out, final_states = typing.cast(typing.Any, scan)(
         x.unflatten(-1, heads),
         dt,
         A,
         B.unflatten(-1, groups),
         C.unflatten(-1, groups),
         chunk_size,
-        D,
-        None if z is None else z.unflatten(-1, heads),
-        dt_bias,
-        dt_softplus,
-        initial_states,
-        seq_idx,
-        dt_limit,
+        D=D,
+        z=None if z is None else z.unflatten(-1, heads),
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        initial_states=initial_states,
+        seq_idx=seq_idx,
+        dt_limit=dt_limit,
         return_final_states=True,
         reverse=reverse,
     )
