@@ -95,9 +95,8 @@ def _keep_last(
         return None
     width = conv_state.shape[-1]
     before = conv_state[..., 1:].to(x.dtype, copy=True) if continues else None
-    if (
-        before is not None and is_compiling()
-    ):  # whose program is for all lengths: no size here may depend on a shorter x
+    if before is not None and is_compiling():
+        # An exported program is for all lengths: no size may depend on whether x is shorter than width.
         conv_state.copy_(torch.cat([before, x], dim=-1)[..., -width:])
         return before
     inputs = x if before is None else torch.cat([before, x[..., -width:]], dim=-1)

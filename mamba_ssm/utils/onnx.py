@@ -59,8 +59,9 @@ def export(
     _check_model(model)
     from mamba_ssm.utils import _onnx_scans
 
+    exported = model
     if args is None:
-        model, args, named = _with_example(model, states)
+        exported, args, named = _with_example(model, states)
         options = {**named, **options}
     elif states:
         raise ValueError(f"{_NAME}: states=True makes the inputs itself, got args too: leave one of them out")
@@ -70,17 +71,20 @@ def export(
         torch.ops.mamba_ssm.causal_conv1d.default: _onnx_scans.causal_conv1d(runtime_operators),
     }
     options["custom_translation_table"] = {**mine, **(options.get("custom_translation_table") or {})}
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     try:
         with reference.for_exporter(), torch.no_grad():
-            return torch.onnx.export(model.eval(), args, file, dynamo=True, **options)
+            return torch.onnx.export(exported.eval(), args, file, dynamo=True, **options)
     except torch.onnx.OnnxExporterError as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, _onnx_scans.CannotExport):
             cause = cause.__cause__
-        raise (error if cause is None else cause) from None
+        if cause is None:
+            raise
+        raise cause from None
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
 
 
 def _check_environment() -> None:
@@ -113,11 +117,12 @@ def _check_model(model: nn.Module) -> None:
 def _with_example(model: nn.Module, states: bool) -> tuple[nn.Module, tuple[typing.Any, ...], dict[str, typing.Any]]:
     """(module, args, options of torch.onnx.export) of a language model or a block."""
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
-    parameter = next(model.parameters())
     if isinstance(model, GenerationMixin):
-        x, name, out = torch.zeros(2, 9, dtype=torch.int64, device=parameter.device), "input_ids", "logits"
+        device = next(model.parameters()).device
+        x, name, out = torch.zeros(2, 9, dtype=torch.int64, device=device), "input_ids", "logits"
     elif isinstance(model, (Mamba, Mamba2)):
-        x = torch.zeros(2, 9, model.d_model, dtype=parameter.dtype, device=parameter.device)
+        weight = model.in_proj.weight
+        x = torch.zeros(2, 9, model.d_model, dtype=weight.dtype, device=weight.device)
         name, out = "hidden_states", "out"
     else:
         raise TypeError(

@@ -1,6 +1,5 @@
 """The pages that people read: every block of code runs as typed, every link leads somewhere."""
 
-import importlib.util
 import os
 import re
 import shutil

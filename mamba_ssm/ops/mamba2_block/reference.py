@@ -44,7 +44,7 @@ def mamba_conv1d_scan_ref(
     headdim = typing.cast(torch.Tensor, D).shape[1] if headdim is None else headdim
     dim = nheads * headdim
     dstate = (xBC.shape[2] - dim) // (2 * ngroups)
-    # while exporting these two are operators
+    # Operators while exporting, as for a caller of the two public functions.
     convolve = causal_conv1d_fn if reference.exporting else causal_conv1d_ref
     scan = mamba_chunk_scan_combined if reference.exporting else ssd_chunk_scan_combined_ref
     conv_out = convolve(
