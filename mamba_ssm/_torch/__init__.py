@@ -1,13 +1,15 @@
 """The one door to torch's operator machinery. Everything else in mamba_ssm uses torch's public API, and this.
 
 private.py: torch's private names and versions, and what is done without each. registration.py: how an operator is
-made. dispatch.py: how it is called. plans.py: what later calls reuse. records.py: how its arguments are named.
+made. derivatives.py: which derivatives it has beside the first. dispatch.py: how it is called. plans.py: what later
+calls reuse. records.py: how its arguments are named.
 autocast.py: what autocast is doing. modules.py: when a submodule is no more than its parameters. determinism.py:
 whether results must repeat. reference.py: whether references run instead of kernels.
 """
 
-from mamba_ssm._torch import reference
+from mamba_ssm._torch import derivatives, reference
 from mamba_ssm._torch.autocast import autocast_dtype, autocast_without_cache, no_autocast
+from mamba_ssm._torch.derivatives import Again
 from mamba_ssm._torch.determinism import set_deterministic_mode, use_deterministic_mode
 from mamba_ssm._torch.dispatch import (
     apply,
@@ -28,6 +30,7 @@ from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
 
 __all__ = [
     "LOAD_REFUSES_PROGRAMS",
+    "Again",
     "DispatchMode",
     "apply",
     "archive_names",
@@ -38,6 +41,7 @@ __all__ = [
     "call_in_backward",
     "current_stream",
     "define",
+    "derivatives",
     "flat",
     "forget_plans",
     "is_compiling",

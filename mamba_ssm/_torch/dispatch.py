@@ -2,7 +2,7 @@
 
 import torch
 
-from mamba_ssm._torch import private, reference
+from mamba_ssm._torch import derivatives, private, reference
 from mamba_ssm._torch.plans import are_plain
 from mamba_ssm._torch.private import is_compiling
 from mamba_ssm._torch.registration import (
@@ -28,7 +28,7 @@ def call(op, *arguments):
     Whatever may need the dispatcher (a dual tensor, torch.func, a tracer, a profiler) takes the usual way.
     """
     if watched():
-        return op(*arguments)
+        return derivatives.run(op, arguments) if _derived_by_formula(arguments) else op(*arguments)
     try:
         if torch.is_grad_enabled():
             for argument in arguments:
@@ -39,6 +39,17 @@ def call(op, *arguments):
     except (AttributeError, RuntimeError):
         refuse_arguments_that_are_not_dense(op, arguments)
         raise
+
+
+def _derived_by_formula(arguments):
+    """Whether the kernels' autograd nodes do not have the derivative that is asked for: a transform of torch.func is
+    active, or a tensor carries a tangent.
+    """
+    if is_compiling():
+        return False
+    if _transforms_active is not None and _transforms_active():
+        return True
+    return private.forward_mode_active() and any(derivatives.has_tangent(given) for given in arguments)
 
 
 def call_below_autograd(op, *arguments):

@@ -9,9 +9,8 @@ import re
 import warnings
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 
-from mamba_ssm._torch import flops, private
+from mamba_ssm._torch import derivatives, flops, private
 from mamba_ssm._torch.plans import Planned
 
 IMPLEMENTATIONS = {}  # operator -> its implementation
@@ -35,8 +34,8 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
 
     implementation: runs on CPU and CUDA tensors. fake: same arguments, same checks, allocates outputs only.
     autograd: an autograd.Function that takes the operator's arguments and returns its outputs; its forward calls
-    the operator with call_below_autograd. None with differentiable=True: a derivative was never meant to be taken again
-    (backward operators): the result's backward raises. differentiable=False: operators that write in place, whose
+    the operator with call_below_autograd. None with differentiable=True (backward operators): the result's backward is
+    what derivatives.extend_backward says, else it raises. differentiable=False: operators that write in place, whose
     result has no gradient; a warning says so where an input requires one. called: the operator's name in errors, where
     it is not the schema's. planned: of operators that only allocate and make native calls, what their implementation
     reads beside its arguments, as functions of none; such calls are made by plans (see plans.py).
@@ -112,14 +111,14 @@ else:
 
 def no_second_derivatives(name):
     return (
-        f"{name} cannot be differentiated: second derivatives (create_graph=True) of mamba_ssm's "
-        "operators are not implemented; the plain torch references (*_ref) have them"
+        f"{name} cannot be differentiated: it has no second derivative (create_graph=True) by kernels; within "
+        "mamba_ssm.utils.reference.plain_torch() it has"
     )
 
 
 def _autograd_kernel(name, op, function, differentiable):
     if function is None and differentiable:
-        function = _without_derivative(name, op)
+        function = _differentiated_again(name, op)
 
     def kernel(*arguments):
         if torch.is_grad_enabled():
@@ -127,8 +126,9 @@ def _autograd_kernel(name, op, function, differentiable):
                 if isinstance(argument, torch.Tensor) and argument.requires_grad:
                     if private.transforms_active is not None and private.transforms_active():
                         raise RuntimeError(
-                            f"mamba_ssm::{name} does not work with torch.func transforms (grad, vjp, jacrev, ...): use "
-                            "torch.autograd.grad or .backward(), or the plain torch reference (*_ref)"
+                            f"mamba_ssm::{name} does not work with torch.func transforms (grad, vjp, jacrev, ...): "
+                            "call the public function, or use torch.autograd.grad or .backward(), or call within "
+                            "mamba_ssm.utils.reference.plain_torch()"
                         )
                     _refuse_dual_tensors(name, arguments)
                     return function.apply(*arguments) if differentiable else _detached(name, op, arguments)
@@ -165,17 +165,25 @@ def _detached(name, op, arguments):
     return out
 
 
-def _without_derivative(name, op):
-    class WithoutDerivative(torch.autograd.Function):
+def _differentiated_again(name, op):
+    class Again(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
+            ctx.is_tensor = [isinstance(given, torch.Tensor) for given in arguments]
+            ctx.others = [None if tensor else given for given, tensor in zip(arguments, ctx.is_tensor, strict=True)]
+            ctx.save_for_backward(*derivatives.taken(arguments, ctx.is_tensor))
+            ctx.set_materialize_grads(False)
             return redispatch(op, arguments)
 
         @staticmethod
         def backward(ctx, *grads):
-            raise RuntimeError(no_second_derivatives(f"mamba_ssm::{name}"))
+            second = derivatives.SECOND.get(op)
+            if second is None:
+                raise RuntimeError(no_second_derivatives(f"mamba_ssm::{name}"))
+            arguments = derivatives.filled(ctx.others, ctx.is_tensor, ctx.saved_tensors)
+            return tuple(second(arguments, ctx.needs_input_grad, grads))
 
-    return WithoutDerivative
+    return Again
 
 
 def _refuse_dual_tensors(name, arguments):
@@ -183,10 +191,10 @@ def _refuse_dual_tensors(name, arguments):
     if not private.forward_mode_active():
         return
     for argument in arguments:
-        if isinstance(argument, torch.Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
+        if derivatives.has_tangent(argument):
             raise NotImplementedError(
-                f"mamba_ssm::{name} has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp): use "
-                "reverse mode, or the plain torch reference (*_ref)"
+                f"mamba_ssm::{name} has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp): call "
+                "the public function, or use reverse mode, or call within mamba_ssm.utils.reference.plain_torch()"
             )
 
 

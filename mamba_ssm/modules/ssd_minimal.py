@@ -4,20 +4,11 @@ Within a block the scan is a masked matrix product; one state a block carries it
 """
 
 import torch
-import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
+from mamba_ssm.ops.ssd.formula import scan_in_chunks, segsum
 
-
-def segsum(x: torch.Tensor) -> torch.Tensor:
-    """x (..., T) -> (..., T, T): sums of x[j+1..i] at [i, j], 0 on the diagonal, -inf above it.
-
-    Adds each segment up separately: differences of one running sum would lose digits.
-    """
-    size = x.shape[-1]
-    steps = x[..., None].expand(*x.shape, size).tril(-1)
-    above = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
-    return steps.cumsum(-2).masked_fill(above, -torch.inf)
+__all__ = ["segsum", "ssd_minimal_discrete"]
 
 
 def segsum_unstable(x: torch.Tensor) -> torch.Tensor:
@@ -54,32 +45,12 @@ def ssd_minimal_discrete(
             raise TypeError(f"ssd_minimal_discrete: {name} must have X's dtype, {X.dtype}, got {tensor.dtype}")
     if not isinstance(block_len, int) or block_len < 1:
         raise ValueError(f"ssd_minimal_discrete: block_len must be a positive integer, got {block_len!r}")
-    batch, seqlen, nheads, headdim = X.shape
+    batch, _, nheads, headdim = X.shape
     if nheads % B.shape[2] or nheads % C.shape[2]:
         raise ValueError(
             f"ssd_minimal_discrete: X's {nheads} heads must be a multiple of the groups of B and C, got "
             f"{B.shape[2]} and {C.shape[2]}"
         )
-    B, C = (matrix.repeat_interleave(nheads // matrix.shape[2], dim=2) for matrix in (B, C))
-    fill = -seqlen % block_len  # steps with X = 0 and A = 0 change nothing
-
-    def blocks(x: torch.Tensor) -> torch.Tensor:
-        return F.pad(x, (0, 0) * (x.dim() - 2) + (0, fill)).unflatten(1, (-1, block_len))
-
-    X, A, B, C = (blocks(x) for x in (X, A, B, C))
-    A = A.permute(0, 3, 1, 2)  # (B, H, blocks, block_len)
-    summed = A.cumsum(-1)
-
-    within = torch.exp(segsum(A))
-    Y = torch.einsum("bclhn,bcshn,bhcls,bcshp->bclhp", C, B, within, X)
-
-    to_end = torch.exp(summed[..., -1:] - summed)
-    added = torch.einsum("bclhn,bhcl,bclhp->bchpn", B, to_end, X)  # to the state, by each block
-    if initial_states is None:
-        initial_states = added.new_zeros(batch, nheads, headdim, B.shape[-1])
-    added = torch.cat([initial_states.reshape(batch, 1, nheads, headdim, -1), added], dim=1)
-    between = torch.exp(segsum(F.pad(summed[..., -1], (1, 0))))  # from the start of a block to that of a later one
-    states = torch.einsum("bhzc,bchpn->bzhpn", between, added)
-
-    Y = Y + torch.einsum("bclhn,bchpn,bhcl->bclhp", C, states[:, :-1], torch.exp(summed))
-    return Y.flatten(1, 2)[:, :seqlen], states[:, -1]
+    if initial_states is not None:
+        initial_states = initial_states.reshape(batch, nheads, headdim, B.shape[-1])
+    return scan_in_chunks(X, A, B, C, block_len, initial_states)

@@ -5,7 +5,6 @@ import torch
 from _helpers.cases import ConvCase, ScanCase, outputs_and_gradients
 
 import mamba_ssm
-from mamba_ssm import Mamba, Mamba2, Mamba3
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mamba_ssm.ops.triton.k_activations import swiglu
@@ -164,52 +163,6 @@ def test_compile_in_place_operators(device):
         x = torch.randn(2, 6, device=device)
         torch.testing.assert_close(compiled(x, *states[:2]), step(x, *states[2:]))
         torch.testing.assert_close(states[:2], states[2:])
-
-
-def test_second_derivatives_raise(device):
-    for function, tensors in (
-        (lambda t: selective_scan_fn(**t), scan_arguments(device, grad=True)),
-        (lambda t: causal_conv1d_fn(**t), ConvCase(2, 6, 20).inputs(torch.float32, device)),
-        (lambda t: layer_norm_fn(t["x"], t["w"], None), {name: torch.randn(8, device=device) for name in "xw"}),
-        (lambda t: rmsnorm_fn(t["x"], t["w"], None), {name: torch.randn(8, device=device) for name in "xw"}),
-        (lambda t: swiglu(t["x"]), {"x": torch.randn(8, device=device)}),
-    ):
-        leaves = [t.requires_grad_() for t in tensors.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        first = torch.autograd.grad(function(tensors).square().sum(), leaves, create_graph=True)
-        with pytest.raises(RuntimeError, match=r"second derivatives .* are not implemented"):
-            torch.autograd.grad(first[0].sum(), leaves)
-
-
-def test_forward_mode_raises(device):
-    tensors = scan_arguments(device)
-    with torch.autograd.forward_ad.dual_level():
-        u = torch.autograd.forward_ad.make_dual(tensors["u"], torch.ones_like(tensors["u"]))
-        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-            selective_scan_fn(**{**tensors, "u": u})
-        selective_scan_fn(**tensors)
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda u: selective_scan_fn(**{**tensors, "u": u}), (tensors["u"],), (tensors["u"],))
-
-
-def test_functional_transforms(device):
-    tensors = scan_arguments(device)
-
-    def run(u):
-        return selective_scan_fn(**{**tensors, "u": u})
-
-    with pytest.raises(RuntimeError, match=r"does not work with torch\.func transforms"):
-        torch.func.grad(lambda u: run(u).sum())(tensors["u"])
-    many = torch.randn(3, *tensors["u"].shape, device=device)
-    with pytest.raises(RuntimeError, match=r"does not work with torch\.func transforms"):
-        torch.func.grad(lambda u: torch.func.vmap(run)(u).sum())(many)
-    torch.testing.assert_close(torch.func.vmap(run)(many), torch.stack([run(u) for u in many]))
-
-
-@pytest.mark.parametrize("block", [Mamba, Mamba2, Mamba3])
-def test_functional_transforms_of_a_block(block, device):
-    layer = block(16, d_state=8, device=device, **({} if block is Mamba else {"headdim": 8}))
-    with pytest.raises(RuntimeError, match=r"does not work with torch\.func transforms"):
-        torch.func.grad(lambda x: layer(x).sum())(torch.randn(2, 5, 16, device=device))
 
 
 def in_place_operators(device):

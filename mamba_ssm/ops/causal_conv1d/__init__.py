@@ -1,5 +1,6 @@
 """Causal depthwise convolution in the functions of the causal-conv1d package, built in."""
 
+from mamba_ssm.ops.causal_conv1d import formula as _formula  # noqa: F401  (further derivatives)
 from mamba_ssm.ops.causal_conv1d.arguments import wants_silu
 from mamba_ssm.ops.causal_conv1d.forward import causal_conv1d_fn
 from mamba_ssm.ops.causal_conv1d.reference import (

@@ -55,7 +55,7 @@ def causal_conv1d_fn(
     *,
     reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Causal depthwise convolution along the last dimension, differentiable once.
+    """Causal depthwise convolution along the last dimension, differentiable.
 
     Args:
         x: (B, D, L) float32, float16 or bfloat16; either the length or the channels contiguous in memory.

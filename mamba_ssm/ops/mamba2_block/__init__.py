@@ -1,5 +1,6 @@
 """The Mamba-2 block as one memory-saving autograd node, from its input projection's output on, or from its input on."""
 
+from mamba_ssm.ops.mamba2_block import formula as _formula  # noqa: F401  (further derivatives)
 from mamba_ssm.ops.mamba2_block.arguments import Options
 from mamba_ssm.ops.mamba2_block.block import BlockInputs, mamba2_block
 from mamba_ssm.ops.mamba2_block.forward import mamba_split_conv1d_scan_combined

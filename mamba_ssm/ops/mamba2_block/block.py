@@ -12,13 +12,14 @@ import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import (
+    Again,
     apply,
     autocast_dtype,
     call,
     call_below_autograd,
+    is_compiling,
     no_autocast,
     no_gradients,
-    refuse_second_derivatives,
     unpack_traced,
     wants_one_node,
 )
@@ -51,10 +52,19 @@ def mamba2_block(inputs: BlockInputs, options: Options) -> torch.Tensor:
     """
     if wants_one_node(inputs):
         return apply(_Mamba2Block, *inputs, *options)
-    zxbcdt = F.linear(inputs.hidden_states, inputs.in_proj_weight, inputs.in_proj_bias)
+    return _by_operator(None, inputs, options)
+
+
+def _by_operator(dtype, inputs, options):
+    """mamba2_block by its operator's own node; dtype: cast to this one, as autocast would."""
+    given = inputs.hidden_states, inputs.in_proj_weight, inputs.in_proj_bias, inputs.outproj_weight
+    if dtype is not None:
+        given = (checks.cast(tensor, dtype) for tensor in given)
+    hidden_states, in_proj_weight, in_proj_bias, outproj_weight = given
+    zxbcdt = F.linear(hidden_states, in_proj_weight, in_proj_bias)
     *others, reverse = options
     out, _, _, _ = call(split_conv1d_scan_op, *_inner(zxbcdt, inputs), *others, False, False, reverse)
-    return F.linear(out, inputs.outproj_weight, _bias_of(inputs.outproj_bias, out))
+    return F.linear(out, outproj_weight, _bias_of(inputs.outproj_bias, out))
 
 
 def _inner(zxbcdt, inputs):
@@ -98,6 +108,8 @@ class _Mamba2Block(torch.autograd.Function):
             *options, reverse = ctx.options
             gated, y, rstd, _ = call_below_autograd(split_conv1d_scan_op, *inner, *options, False, True, reverse)
             out = F.linear(gated, outproj_weight, _bias_of(inputs.outproj_bias, gated))
+        if not is_compiling():
+            ctx.again = Again(inputs, hidden_states)
         (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
         kept = in_proj_weight if need.hidden_states else None, hidden_states if need.in_proj_weight else None
         ctx.save_for_backward(*kept, outproj_weight, y, rstd, *inner)
@@ -105,8 +117,14 @@ class _Mamba2Block(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        refuse_second_derivatives("the gradient of Mamba2")
         in_proj_weight, hidden_states, outproj_weight, *saved = ctx.saved_tensors
+        if torch.is_grad_enabled() and not is_compiling():
+            needed = ctx.needs_input_grad[: len(BlockInputs._fields)]
+
+            def layer(*given):
+                return _by_operator(outproj_weight.dtype, BlockInputs(*given), ctx.options)
+
+            return *ctx.again.gradients(layer, needed, hidden_states, dout), *no_gradients(Options)
         (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
         need_out_proj = need.outproj_weight, need.outproj_bias
         with no_autocast(dout):

@@ -119,7 +119,7 @@ def mamba_split_conv1d_scan_combined(
         A NaN of zxbcdt stays in its row of out and, on the CPU, behind its step; on CUDA it may reach all of its tile
         of up to 64 steps.
 
-    Differentiable once in every floating-point argument. Kept for backward are the arguments, and with rmsnorm_weight
+    Differentiable in every floating-point argument. Kept for backward are the arguments, and with rmsnorm_weight
     the scan's output (B, L, H P) in zxbcdt's dtype and 1 / rms (B, L, G) float32; the rest is computed again.
 
     Same as upstream's mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined.

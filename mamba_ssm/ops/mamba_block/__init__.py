@@ -1,5 +1,6 @@
 """The Mamba block as one memory-saving autograd node, from its input projection's output on, or from its input on."""
 
+from mamba_ssm.ops.mamba_block import formula as _formula  # noqa: F401  (further derivatives)
 from mamba_ssm.ops.mamba_block.block import BlockInputs, mamba_block, mamba_block_part
 from mamba_ssm.ops.mamba_block.both import Direction, mamba_inner_both
 from mamba_ssm.ops.mamba_block.forward import mamba_inner_fn

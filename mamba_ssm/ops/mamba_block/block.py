@@ -3,6 +3,7 @@
 Letters: B batch, D channels (d_inner), L length, N dstate, R rank of dt.
 """
 
+import functools
 import typing
 
 import torch
@@ -10,10 +11,13 @@ import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import (
+    Again,
     apply,
     autocast_dtype,
+    call,
     call_below_autograd,
     call_in_backward,
+    is_compiling,
     no_autocast,
     refuse_second_derivatives,
     unpack_traced,
@@ -147,6 +151,15 @@ def _project(inputs, neighbours):
     return hidden_states, in_proj_weight, inner_inputs(xz, inputs, dtype)
 
 
+def _by_operator(dtype, *given):
+    """The layer's output in dtype where a gradient of it is differentiated."""
+    inputs = BlockInputs(*given)
+    hidden_states, in_proj_weight = inputs.hidden_states, checks.cast(inputs.in_proj_weight, dtype)
+    inner = inner_inputs(project_in(hidden_states, in_proj_weight, inputs.in_proj_bias), inputs, dtype)
+    *options, reverse = _OPTIONS
+    return call(mamba_inner_op, *inner, *options, False, reverse)[0]
+
+
 def _part_forward(inner, keep, neighbours):
     """The part's output, and with keep what backward starts from."""
     sizes = check(inner)
@@ -163,6 +176,8 @@ class _MambaBlock(torch.autograd.Function):
     def forward(ctx, *arguments):
         *given, ctx.neighbours = arguments
         hidden_states, in_proj_weight, inner = _project(BlockInputs(*given), ctx.neighbours)
+        if not is_compiling():
+            ctx.again = Again(given, hidden_states)
         if ctx.neighbours is None:
             *options, reverse = _OPTIONS
             out, *inner_kept = call_below_autograd(mamba_inner_op, *inner, *options, True, reverse)
@@ -175,8 +190,12 @@ class _MambaBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        refuse_second_derivatives("the gradient of Mamba")
         in_proj_weight, hidden_states, *saved = ctx.saved_tensors
+        if torch.is_grad_enabled() and not is_compiling():
+            if ctx.neighbours is not None:
+                refuse_second_derivatives("a gradient under context parallel")
+            dtype, needed = saved[0].dtype, ctx.needs_input_grad[:-1]  # that of xz, as autocast had it
+            return *ctx.again.gradients(functools.partial(_by_operator, dtype), needed, hidden_states, dout), None
         inner, (need,) = unpack_traced(saved, Inputs)[0], unpack_traced(ctx.needs_input_grad, BlockInputs)
         with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
             if ctx.neighbours is None:

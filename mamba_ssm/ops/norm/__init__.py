@@ -1,5 +1,6 @@
 """LayerNorm and RMSNorm, with the residual's addition (forward, backward) or a gate (gated*); SwiGLU and softplus."""
 
+from mamba_ssm.ops.norm import formula as _formula  # noqa: F401  (further derivatives)
 from mamba_ssm.ops.norm.forward import RMSNorm, layer_norm_fn, layer_norm_linear_fn, rms_norm_fn
 from mamba_ssm.ops.norm.gated import LayerNorm as GatedLayerNorm
 from mamba_ssm.ops.norm.gated import RMSNorm as GatedRMSNorm

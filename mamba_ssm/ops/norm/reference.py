@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from mamba_ssm.ops._shared.reference import convert, working_dtype
 
 
-def _normalize(x, weight, bias, eps, is_rms_norm):
+def normalize(x, weight, bias, eps, is_rms_norm):
     """Over the last dimension, in x's dtype."""
     if not is_rms_norm:
         x = x - x.mean(-1, keepdim=True)
@@ -58,9 +58,9 @@ def layer_norm_ref(
     if residual is not None:
         total = total + residual.to(dtype)
     total = total.to(sum_dtype)
-    outputs = [_normalize(total.to(dtype), weight, bias, eps, is_rms_norm).to(x.dtype)]
+    outputs = [normalize(total.to(dtype), weight, bias, eps, is_rms_norm).to(x.dtype)]
     if weight1 is not None:
-        outputs.append(_normalize(total.to(dtype), weight1, bias1, eps, is_rms_norm).to(x.dtype))
+        outputs.append(normalize(total.to(dtype), weight1, bias1, eps, is_rms_norm).to(x.dtype))
     if prenorm:
         outputs.append(total)
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
@@ -97,7 +97,7 @@ def gated_norm_ref(
     width = wide.shape[-1]
     groups = (1, width) if group_size is None or width == 0 else (width // group_size, group_size)
     weight, bias = weight.unflatten(0, groups), None if bias is None else bias.unflatten(0, groups)
-    wide = _normalize(wide.unflatten(-1, groups), weight, bias, eps, is_rms_norm).flatten(-2)
+    wide = normalize(wide.unflatten(-1, groups), weight, bias, eps, is_rms_norm).flatten(-2)
     if z is not None and norm_before_gate:
         wide = wide * F.silu(z)
     return wide.to(x.dtype)

@@ -64,7 +64,7 @@ def selective_scan_fn(
     *,
     reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Selective scan along the last dimension, differentiable once in every floating-point argument.
+    """Selective scan along the last dimension, differentiable in every floating-point argument.
 
     Args:
         u, delta, z: (B, D, L) of one dtype: float32, float16 or bfloat16. z gates the output with silu(z).

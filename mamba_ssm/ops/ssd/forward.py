@@ -74,7 +74,7 @@ def mamba_chunk_scan_combined(
     *,
     reverse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Mamba-2's scan along the length, differentiable once in every floating-point argument.
+    """Mamba-2's scan along the length, differentiable in every floating-point argument.
 
     Args:
         x, z: (B, L, H, P) of one dtype: float32, float16 or bfloat16. z gates the output with silu(z). P is 1..256.

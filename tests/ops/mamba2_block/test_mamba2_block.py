@@ -175,17 +175,6 @@ def test_stale_tensors_are_noticed(name, device):
         out.sum().backward()
 
 
-def test_second_derivatives_raise(device):
-    tensors = trainable(torch.float32, device, seqlen=9)
-    names = "hidden_states", "in_proj_weight", "A_log"
-    for frozen in ((), ("in_proj_weight",), ("hidden_states",), ("in_proj_weight", "A_log")):
-        leaves = [tensors[name].requires_grad_(name not in frozen) for name in names]
-        leaves = [leaf for leaf in leaves if leaf.requires_grad]
-        # a linear loss: nothing but the node itself stands in the way
-        with pytest.raises(RuntimeError, match=r"second derivatives .* are not implemented"):
-            torch.autograd.grad(block(**tensors).sum(), leaves, create_graph=True)
-
-
 def test_bias_of_another_dtype(device):
     tensors = block_inputs(torch.bfloat16, device)
     expected = block(**tensors)

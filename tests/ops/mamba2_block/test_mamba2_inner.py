@@ -10,6 +10,7 @@ from mamba_ssm.ops.triton.ssd_combined import (
     mamba_split_conv1d_scan_combined,
     mamba_split_conv1d_scan_ref,
 )
+from mamba_ssm.utils.reference import plain_torch
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -216,14 +217,22 @@ def test_opcheck(options, A_is_log, device):
     torch.library.opcheck(op.split_conv1d_scan.default, (*wanted, *rest, True, False))
 
 
-def test_second_derivatives_raise(device):
-    tensors, fixed = inputs(torch.float32, device, seqlen=9)
-    zxbcdt = tensors["zxbcdt"].requires_grad_()
-    (first,) = torch.autograd.grad(
-        mamba_split_conv1d_scan_combined(**tensors, **fixed).square().sum(), zxbcdt, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match=r"second derivatives .* are not implemented"):
-        torch.autograd.grad(first.sum(), zxbcdt)
+@pytest.mark.parametrize("project", [False, True])
+def test_second_derivatives(project, device):
+    tensors, fixed = inputs(torch.float32, device, seqlen=9, project=project)
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def second(tensors):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors.values()]
+        out = mamba_split_conv1d_scan_combined(**dict(zip(tensors, leaves, strict=True)), **fixed)
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in first), leaves)
+
+    found = second(tensors)
+    with plain_torch():
+        expected = second({name: tensor.double() for name, tensor in tensors.items()})
+    for one, other in zip(found, expected, strict=True):  # sums of squares of sums in float32
+        assert (one - other).abs().max() <= 1e-4 * other.abs().max()
 
 
 def test_conv1d_scan_ref():

@@ -123,18 +123,6 @@ def test_stale_tensors_are_noticed(name, device):
         out.sum().backward()
 
 
-def test_second_derivatives_raise(device):
-    tensors = {name: tensor.requires_grad_() for name, tensor in block_inputs(torch.float32, device, seqlen=9).items()}
-    x, weight, A_log = (tensors[name] for name in ("hidden_states", "in_proj_weight", "A_log"))
-    for frozen in ((), (weight,), (x,), (weight, A_log)):
-        for tensor in (x, weight, A_log):
-            tensor.requires_grad_(all(tensor is not other for other in frozen))
-        leaves = [tensor for tensor in (x, weight, A_log) if tensor.requires_grad]
-        # a linear loss: nothing but the node itself stands in the way
-        with pytest.raises(RuntimeError, match=r"second derivatives .* are not implemented"):
-            torch.autograd.grad(mamba_block(**tensors).sum(), leaves, create_graph=True)
-
-
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
 def test_checkpointing(reentrant, device):
     tensors = {name: tensor.requires_grad_() for name, tensor in block_inputs(torch.float32, device).items()}

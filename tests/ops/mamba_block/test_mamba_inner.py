@@ -9,6 +9,7 @@ from _helpers.mamba_inner_inputs import D_MODEL, DIM, inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, mamba_inner_ref
+from mamba_ssm.utils.reference import plain_torch
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -257,12 +258,23 @@ def test_backward_operator_checks_its_arguments(device):
         op(dout, xz, *rest, x_dbl, checkpoints, conv_out, delta[..., 1:], softplus, eps, level)
 
 
-def test_second_derivatives_raise(device):
-    tensors = inputs(torch.float32, device, seqlen=9)
-    xz = tensors.pop("xz").requires_grad_()
-    (first,) = torch.autograd.grad(mamba_inner_fn(xz, **tensors).square().sum(), xz, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"second derivatives .* are not implemented"):
-        torch.autograd.grad(first.sum(), xz)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_second_derivatives(reverse, device):
+    tensors = inputs(torch.float32, device, seqlen=9, proj_bias=True, rms=True)
+
+    def second(tensors):
+        tensors = {name: tensor if tensor is None else tensor.detach() for name, tensor in tensors.items()}
+        leaves = [tensor.requires_grad_() for tensor in tensors.values() if tensor is not None]
+        first = torch.autograd.grad(
+            mamba_inner_fn(**tensors, reverse=reverse).square().sum(), leaves, create_graph=True
+        )
+        return torch.autograd.grad(sum(grad.square().sum() for grad in first), leaves)
+
+    found = second(tensors)
+    with plain_torch():
+        expected = second({name: tensor if tensor is None else tensor.double() for name, tensor in tensors.items()})
+    for one, other in zip(found, expected, strict=True):  # sums of squares of sums in float32
+        assert (one - other).abs().max() <= 1e-4 * other.abs().max()
 
 
 def test_clear_errors(device):

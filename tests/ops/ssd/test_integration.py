@@ -82,29 +82,6 @@ def test_compile_packed(device):
         torch.testing.assert_close(compiled(bounds, **tensors), run(bounds, **tensors), **CLOSE)
 
 
-def test_second_derivatives_raise(device):
-    tensors = full(device, grad=True)
-    leaves = [t for t in tensors.values() if t.requires_grad]
-    out = mamba_chunk_scan_combined(**tensors, chunk_size=64)
-    first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"second derivatives .* are not implemented"):
-        torch.autograd.grad(first[0].sum(), leaves)
-
-
-def test_forward_mode_and_functional_transforms(device):
-    tensors = lean(device)
-
-    def run(x):
-        return mamba_chunk_scan_combined(**{**tensors, "x": x}, chunk_size=64)
-
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(run, (tensors["x"],), (tensors["x"],))
-    with pytest.raises(RuntimeError, match=r"does not work with torch\.func transforms"):
-        torch.func.grad(lambda x: run(x).sum())(tensors["x"])
-    many = torch.randn(3, *tensors["x"].shape, device=device)
-    torch.testing.assert_close(torch.func.vmap(run)(many), torch.stack([run(x) for x in many]))
-
-
 def test_batched_gradients(device):
     """is_grads_batched hides a dimension of the gradients from the operator."""
     tensors = full(device, grad=True)
