@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from mamba_ssm._torch import is_compiling, is_plain, reference
 from mamba_ssm.distributed.across_ranks import causal_conv1d_across_ranks
 from mamba_ssm.modules.padding import Padding
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
+from mamba_ssm.ops.causal_conv1d import (
+    causal_conv1d_fn,
+    causal_conv1d_step,
+    causal_conv1d_update,
+    causal_conv1d_varlen_states,
+)
 
 
 def conv_widths() -> tuple[int, float]:
@@ -112,6 +117,16 @@ def convolve_step(conv1d: nn.Module, x: torch.Tensor, conv_state: torch.Tensor, 
         return causal_conv1d_update(x, conv_state, conv1d.weight.squeeze(1), conv1d.bias, activation)
     conv_state.copy_(torch.cat([conv_state[..., 1:], x[..., None]], dim=-1))
     return _activate(conv1d(conv_state.to(x.dtype))[..., conv_state.shape[-1] - 1], activation)
+
+
+def convolve_differentiable_step(
+    conv1d: nn.Module, x: torch.Tensor, conv_state: torch.Tensor, activation: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """convolve_step that returns (out, new state) and leaves conv_state as it is."""
+    if is_plain(conv1d, nn.Conv1d):
+        return causal_conv1d_step(x, conv_state, conv1d.weight.squeeze(1), conv1d.bias, activation)
+    conv_state = torch.cat([conv_state[..., 1:], x[..., None].to(conv_state.dtype)], dim=-1)
+    return _activate(conv1d(conv_state.to(x.dtype))[..., conv_state.shape[-1] - 1], activation), conv_state
 
 
 def _activate(x: torch.Tensor, activation: str | None) -> torch.Tensor:

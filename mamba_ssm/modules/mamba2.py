@@ -15,7 +15,7 @@ from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParal
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued, refuse_with_context_parallel
 from mamba_ssm.modules._mamba2 import Mamba2Base
 from mamba_ssm.modules._state import StatefulBlock, mark
-from mamba_ssm.modules._submodules import convolve_step
+from mamba_ssm.modules._submodules import convolve_differentiable_step, convolve_step
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.ops.activations import clamp
@@ -24,7 +24,7 @@ from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block
 from mamba_ssm.ops.mamba2_step import mamba2_step
 from mamba_ssm.ops.norm import GatedRMSNorm
-from mamba_ssm.ops.state_update import selective_state_update
+from mamba_ssm.ops.state_update import selective_state_step, selective_state_update
 
 # The ways from u to the block's output, of which Mamba2._route picks one.
 _Route = typing.Literal[
@@ -294,11 +294,26 @@ class Mamba2(Mamba2Base, StatefulBlock):
 
         conv_state (B, channels, d_conv), ssm_state (B, H, headdim, d_state). No gradient is recorded.
         """
+        self._check_step(hidden_states, conv_state, ssm_state)
+        return self._step(hidden_states, conv_state, ssm_state), conv_state, ssm_state
+
+    def differentiable_step(
+        self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """step to train through (recurrent training, reinforcement learning): the results have gradients, the states
+        among them are new, and the given ones are left as they are.
+        """
+        self._check_step(hidden_states, conv_state, ssm_state)
+        z0, x0, z, xBC, dt = self._split(self.in_proj(hidden_states.squeeze(1)))
+        xBC, conv_state = convolve_differentiable_step(self.conv1d, xBC, conv_state, self.activation)
+        y, ssm_state = selective_state_step(ssm_state, *self._step_inputs(xBC, dt, z))
+        return self.out_proj(self._norm_and_mlp(y.flatten(1), z, z0, x0)).unsqueeze(1), conv_state, ssm_state
+
+    def _check_step(self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> None:
         check_input("Mamba2", self, hidden_states, self.d_model, ("in_proj", "out_proj"))
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba2: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
         self._check_states(conv_state, ssm_state)
-        return self._step(hidden_states, conv_state, ssm_state), conv_state, ssm_state
 
     @torch.no_grad()
     def _step(self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
@@ -343,20 +358,17 @@ class Mamba2(Mamba2Base, StatefulBlock):
         """(B, d_inner), by a call of the convolution, which is more than its parameters."""
         z0, x0, z, xBC, dt = self._split(zxbcdt)
         xBC = convolve_step(self.conv1d, xBC, conv_state, self.activation)
+        y = selective_state_update(ssm_state, *self._step_inputs(xBC, dt, z))
+        return self._norm_and_mlp(y.flatten(1), z, z0, x0)
+
+    def _step_inputs(self, xBC: torch.Tensor, dt: torch.Tensor, z: torch.Tensor) -> typing.Any:
+        """What the update of the state takes: x, dt, A, B, C, D, z."""
         x, B, C = self._split_xBC(xBC)
         heads = (self.nheads, self.headdim)
         dt = clamp(F.softplus(dt.float() + self.dt_bias.float()), *self.dt_limit)
-        y = selective_state_update(
-            ssm_state,
-            x,
-            dt[:, :, None].expand(x.shape),
-            self._A()[:, None, None].expand(*heads, self.d_state),
-            B,
-            C,
-            self._D() if self.D_has_hdim else self.D[:, None].expand(heads),
-            z=None if self.rmsnorm else z.unflatten(-1, heads),
-        )
-        return self._norm_and_mlp(y.flatten(1), z, z0, x0)
+        dt, A = dt[:, :, None].expand(x.shape), self._A()[:, None, None].expand(*heads, self.d_state)
+        D = self._D() if self.D_has_hdim else self.D[:, None].expand(heads)
+        return x, dt, A, B, C, D, None if self.rmsnorm else z.unflatten(-1, heads)
 
     def _as_one_node(
         self, u: torch.Tensor, seq_idx: torch.Tensor | None, cu_seqlens: torch.Tensor | None

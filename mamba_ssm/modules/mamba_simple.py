@@ -23,7 +23,13 @@ from mamba_ssm.modules._inputs import (
     refuse_with_context_parallel,
 )
 from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, is_shape_only, mark
-from mamba_ssm.modules._submodules import conv_widths, convolve, convolve_across_ranks, convolve_step
+from mamba_ssm.modules._submodules import (
+    conv_widths,
+    convolve,
+    convolve_across_ranks,
+    convolve_differentiable_step,
+    convolve_step,
+)
 from mamba_ssm.modules.block import Block as _Block
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
@@ -32,7 +38,7 @@ from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, project_in
 from mamba_ssm.ops.mamba_step import mamba_step
 from mamba_ssm.ops.selective_scan import selective_scan_fn
-from mamba_ssm.ops.state_update import selective_state_update
+from mamba_ssm.ops.state_update import selective_state_step, selective_state_update
 
 
 class Mamba(StatefulBlock):
@@ -352,12 +358,30 @@ class Mamba(StatefulBlock):
 
         conv_state (B, d_inner, d_conv), ssm_state (B, d_inner, d_state). No gradient is recorded.
         """
+        self._check_step(hidden_states, conv_state, ssm_state)
+        return self._scaled(self._step(hidden_states, conv_state, ssm_state)), conv_state, ssm_state
+
+    def differentiable_step(
+        self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """step to train through (recurrent training, reinforcement learning): the results have gradients, the states
+        among them are new, and the given ones are left as they are.
+        """
+        self._check_step(hidden_states, conv_state, ssm_state)
+        x, z = self.in_proj(hidden_states.squeeze(1)).chunk(2, dim=-1)
+        x, conv_state = convolve_differentiable_step(self.conv1d, x, conv_state, self.activation)
+        dt, B, C = torch.split(self.x_proj(x), [self.dt_rank, self.d_state, self.d_state], dim=-1)
+        dt, dt_bias = self._project_dt(dt)
+        A = -torch.exp(self.A_log.float())
+        y, ssm_state = selective_state_step(ssm_state, x, dt, A, B, C, self.D, z, dt_bias, dt_softplus=True)
+        return self._scaled(self.out_proj(y).unsqueeze(1)), conv_state, ssm_state
+
+    def _check_step(self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> None:
         self._check_causal()
         check_input("Mamba", self, hidden_states, self.d_model, ("in_proj", "out_proj"))
         if hidden_states.shape[1] != 1:
             raise ValueError(f"Mamba: a step takes one token, (B, 1, d_model), got {tuple(hidden_states.shape)}")
         self._check_states(conv_state, ssm_state)
-        return self._scaled(self._step(hidden_states, conv_state, ssm_state)), conv_state, ssm_state
 
     @torch.no_grad()
     def _step(self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,14 @@ from mamba_ssm.ops.causal_conv1d.reference import (
     causal_conv1d_update_ref,
     causal_conv1d_varlen_states_ref,
 )
+from mamba_ssm.ops.causal_conv1d.step import causal_conv1d_step
 from mamba_ssm.ops.causal_conv1d.update import causal_conv1d_update
 from mamba_ssm.ops.causal_conv1d.varlen import causal_conv1d_varlen_states
 
 __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_ref",
+    "causal_conv1d_step",
     "causal_conv1d_update",
     "causal_conv1d_update_ref",
     "causal_conv1d_varlen_states",

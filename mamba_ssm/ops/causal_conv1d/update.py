@@ -59,7 +59,7 @@ def causal_conv1d_update(
 
     Returns:
         out of x's shape and dtype, without a gradient: out and the new state are detached, and a warning says so where
-        an input requires one and grad mode is on.
+        an input requires one and grad mode is on. causal_conv1d_step returns the new state instead, with a gradient.
 
     Same as causal_conv1d.causal_conv1d_update of the causal-conv1d package.
     """

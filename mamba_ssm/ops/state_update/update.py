@@ -61,7 +61,7 @@ def selective_state_update(
 
     Returns:
         out of x's shape and dtype, without a gradient: out and the new state are detached, and a warning says so where
-        an input requires one and grad mode is on.
+        an input requires one and grad mode is on. selective_state_step returns the new state instead, with a gradient.
 
     Same as upstream's mamba_ssm.ops.triton.selective_state_update.selective_state_update; several steps and what
     follows state_batch_indices are new beside it.
