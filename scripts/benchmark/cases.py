@@ -26,6 +26,8 @@ CASES = {
             Scan(8, 2048, 4096, 16, "float32"),
             Scan(1, 131072, 1536, 16, "float32"),
             Scan(1, 2048, 1536, 16, "float32"),
+            Scan(16, 3136, 768, 1, "float32", groups=4, gated=False),  # VMamba: one state a channel, no z
+            Scan(64, 196, 3072, 1, groups=4, gated=False),
             Scan(1, 16, 16, 16, "float32", passes=SMALL),
         ],
         "ssd": [
@@ -34,6 +36,7 @@ CASES = {
             Ssd(1, 16384, 64, 64, 128),
             Ssd(2, 4096, 80, 64, 128),
             Ssd(4, 2048, 32, 128, 256),
+            Ssd(1, 4096, 24, 128, 256),  # Falcon-H1's
         ],
         "block": [Block("Mamba", *sizes) for sizes in MAMBA_BLOCKS],
         "mamba2": [

@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Scan(Case):
-    """Selective scan with z, D, delta_bias, softplus and one group of variable B and C."""
+    """Selective scan with D, delta_bias, softplus and variable B and C; z where it is gated."""
 
     problem: ClassVar[str] = "scan"
     batch: int
@@ -57,18 +57,21 @@ class Scan(Case):
     dstate: int
     dtype: str = "bfloat16"
     passes: tuple = ("fwd", "bwd")
+    groups: int = 1
+    gated: bool = True
 
     @property
     def name(self):
-        return f"B{self.batch} L{self.seqlen} D{self.dim} N{self.dstate} {self.dtype}"
+        groups, without = f" G{self.groups}" if self.groups > 1 else "", "" if self.gated else " without z"
+        return f"B{self.batch} L{self.seqlen} D{self.dim} N{self.dstate}{groups} {self.dtype}{without}"
 
     def work(self, which):
         if which not in ("fwd", "bwd"):
             return None
         steps = self.batch * self.seqlen
         # u, delta, z, out and B, C; backward reads u, delta, z, dout and B, C, and writes a gradient of each input
-        wide, narrow = (4, 2) if which == "fwd" else (7, 4)
-        moved = steps * (wide * self.dim + narrow * self.dstate) * BYTES[self.dtype]
+        wide, narrow = (3 + self.gated, 2) if which == "fwd" else (5 + 2 * self.gated, 4)
+        moved = steps * (wide * self.dim + narrow * self.groups * self.dstate) * BYTES[self.dtype]
         return Work(bytes=moved, exponentials=steps * self.dim * self.dstate)
 
 

@@ -283,26 +283,32 @@ def linear_recurrence(a, b):
 def scan_and_gradients(inputs, dout, row, elements=1 << 27):
     """The scan of batch entry `row` in float64 with softplus, and its gradients for dout: {name: tensor}.
 
-    Channels go through in groups of at most `elements` states.
+    B and C (batch, N, L) or (batch, G, N, L), with or without z. At most `elements` states are computed at once.
     """
-    u, delta, z, dout = (tensor[row].double() for tensor in (inputs["u"], inputs["delta"], inputs["z"], dout))
+    if inputs["B"].dim() == 4:
+        return _of_groups(inputs, dout, row, elements)
+    u, delta, dout = (tensor[row].double() for tensor in (inputs["u"], inputs["delta"], dout))
+    z = inputs["z"][row].double() if "z" in inputs else None
     B, C = inputs["B"][row].double(), inputs["C"][row].double()
     A, D, bias = (inputs[name].double() for name in ("A", "D", "delta_bias"))
     dim, seqlen = u.shape
-    results = {name: torch.empty_like(u) for name in ("out", "u", "delta", "z")}
+    results = {name: torch.empty_like(u) for name in ("out", "u", "delta", *(("z",) if z is not None else ()))}
     results.update(A=torch.empty_like(A), B=torch.zeros_like(B), C=torch.zeros_like(C))
     results.update(D=torch.empty_like(D), delta_bias=torch.empty_like(bias))
     step = max(1, elements // (seqlen * A.shape[1]))
     for first in range(0, dim, step):
         part = slice(first, first + step)
         raw = delta[part] + bias[part, None]
-        dt, gate = F.softplus(raw, threshold=60.0), torch.sigmoid(z[part])
+        dt = F.softplus(raw, threshold=60.0)
         decay = torch.exp(dt[:, None] * A[part, :, None])
         h = linear_recurrence(decay.clone(), (dt * u[part])[:, None] * B)
         y = (h * C).sum(1) + D[part, None] * u[part]
-        results["out"][part] = y * z[part] * gate
-        results["z"][part] = dout[part] * y * gate * (1 + z[part] * (1 - gate))
-        dy = dout[part] * z[part] * gate
+        out, dy = y, dout[part]
+        if z is not None:
+            gate = torch.sigmoid(z[part])
+            out, dy = y * z[part] * gate, dout[part] * z[part] * gate
+            results["z"][part] = dout[part] * y * gate * (1 + z[part] * (1 - gate))
+        results["out"][part] = out
         results["C"] += (dy[:, None] * h).sum(0)
         # the gradient with respect to h_t runs backwards through the decay of step t + 1
         later = torch.cat([decay[..., 1:], torch.zeros_like(decay[..., :1])], -1).flip(-1)
@@ -318,3 +324,19 @@ def scan_and_gradients(inputs, dout, row, elements=1 << 27):
         results["D"][part] = (dy * u[part]).sum(-1)
         results["delta_bias"][part] = results["delta"][part].sum(-1)
     return results
+
+
+def _of_groups(inputs, dout, row, elements):
+    """scan_and_gradients, a group of channels with its B and C after the other."""
+    groups, channels = inputs["B"].shape[1], inputs["A"].shape[0] // inputs["B"].shape[1]
+    found = []
+    for group in range(groups):
+        part = slice(group * channels, (group + 1) * channels)
+        own = {
+            name: tensor[part] if name in ("A", "D", "delta_bias") else tensor[:, part]
+            for name, tensor in inputs.items()
+        }
+        own.update(B=inputs["B"][:, group], C=inputs["C"][:, group])
+        found.append(scan_and_gradients(own, dout[:, part], row, elements))
+    combine = {"B": torch.stack, "C": torch.stack}
+    return {name: combine.get(name, torch.cat)([results[name] for results in found]) for name in found[0]}

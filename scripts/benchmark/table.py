@@ -7,7 +7,8 @@ COLUMNS = 120
 
 EXPLANATIONS = {
     # what is measured
-    "case": "the problem's sizes: B batch, L length, D channels, N dstate, H heads, P headdim, d d_model; its dtype",
+    "case": "the problem's sizes: B batch, L length, D channels, N dstate, G groups, H heads, P headdim, d d_model; "
+    "its dtype",
     "pass": "fwd forward, bwd backward, no grad: forward under torch.no_grad(); step: one of decoding or training; "
     "graph: as a CUDA graph; generate: greedy, prompt included",
     "kernels": "best: this processor's best instruction set; avx2: as on a processor without AVX-512",

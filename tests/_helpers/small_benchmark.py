@@ -39,7 +39,11 @@ def shrink(cases):
 
     f32, model = "float32", {"d_model": 64, "n_layer": 2}
     cases.CASES["cpu"] = {
-        "scan": [Scan(1, 40, 8, 4, f32), Scan(1, 16, 16, 16, f32, passes=cases.SMALL)],
+        "scan": [
+            Scan(1, 40, 8, 4, f32),
+            Scan(2, 40, 8, 1, f32, groups=4, gated=False),
+            Scan(1, 16, 16, 16, f32, passes=cases.SMALL),
+        ],
         "ssd": [Ssd(2, 70, 2, 8, 16, f32)],
         "block": [Block("Mamba", 1, 40, 64, dtype=f32, passes=("fwd", "fwd+bwd"))],
         "mamba2": [Block("Mamba2", 1, 40, 64, 32, 16, dtype=f32, passes=("fwd", "fwd+bwd"))],

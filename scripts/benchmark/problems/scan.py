@@ -13,7 +13,9 @@ OF_DTYPE = ("u", "delta", "B", "C", "z")  # the others are float32
 def inputs(case, device, seed=0):
     """Keyword arguments of selective_scan_fn but for delta_softplus, as a trained layer would see them."""
     normal, dtype = normals(device, seed), dtype_of(case)
-    wide, narrow = (case.batch, case.dim, case.seqlen), (case.batch, case.dstate, case.seqlen)
+    groups = (case.groups,) if case.groups > 1 else ()
+    wide, narrow = (case.batch, case.dim, case.seqlen), (case.batch, *groups, case.dstate, case.seqlen)
+    gate = {"z": normal(*wide, dtype=dtype)} if case.gated else {}
     return {
         "u": normal(*wide, dtype=dtype),
         "delta": normal(*wide, dtype=dtype, scale=0.5),
@@ -21,7 +23,7 @@ def inputs(case, device, seed=0):
         "B": normal(*narrow, dtype=dtype),
         "C": normal(*narrow, dtype=dtype),
         "D": normal(case.dim),
-        "z": normal(*wide, dtype=dtype),
+        **gate,
         "delta_bias": normal(case.dim, scale=0.5) - 4.0,
     }
 
