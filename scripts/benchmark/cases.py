@@ -7,6 +7,7 @@ CPU_THREADS = 2
 SMALL = ("no grad", "fwd+bwd")
 MAMBA_BLOCKS = [(8, 2048, 768), (8, 2048, 2048), (1, 16384, 2048), (16, 1024, 512), (1, 512, 768), (1, 513, 768)]
 MAMBA2_BLOCKS = MAMBA_BLOCKS[:-1]
+LAYERS, MODES = ("Mamba2", "Mamba1", "Mamba3"), ("eager", "compiled", "captured")  # of training steps
 
 CASES = {
     "cuda": {
@@ -73,7 +74,12 @@ CASES = {
         ],
         "norm": [Norm(kind, 16384, width) for kind in ("add", "gated") for width in (1536, 4096, 8192)],
         "decode": [Decode(layer, batch) for layer in ("Mamba2", "Mamba1") for batch in (1, 64, 256)],
-        "train": [Train(layer, 4, 2048) for layer in ("Mamba2", "Mamba1")],
+        # eager first; of compiling 48 layers one line: a section of minutes would be one of twice as many
+        "train": [
+            *(Train(layer, 4, 2048, mode=mode) for mode in MODES for layer in LAYERS),
+            *(Train(layer, 4, 2048, 1024, 48, mode) for mode in ("eager", "captured") for layer in LAYERS),
+            Train("Mamba2", 4, 2048, 1024, 48, "compiled"),
+        ],
     },
     "cpu": {
         "scan": [Scan(1, 1024, 256, 16, "float32"), Scan(1, 16, 16, 16, "float32", passes=SMALL)],
@@ -98,7 +104,7 @@ CASES = {
             for layer in ("Mamba2", "Mamba1")
             for dtype in ("float32", "bfloat16")
         ],
-        "train": [Train("Mamba2", 1, 128, d_model=256, n_layer=4, passes=("step",))],
+        "train": [Train("Mamba2", 1, 128, 256, 4, mode, passes=("step",)) for mode in ("eager", "compiled")],
     },
 }
 

@@ -98,7 +98,7 @@ def tables(name, records, device, with_peer):
     beside = records[0]["beside"]  # the same for all cases of a section
     sides = ["ours", beside] if with_peer or beside != "peer" else ["ours"]
     kinds = [
-        (name, _time_rows, ("gpu", "call")),
+        (name, _time_rows, ("gpu", "busy", "call")),
         (f"{name}: tokens a second", _token_rows, ("tokens",)),
         (f"{name}: memory of a training step", _memory_rows, ("memory",)),
     ]
@@ -125,7 +125,8 @@ def ratio(measured, beside="peer"):
 
 def share_of_limit(record, which, measured):
     """The least possible time / ours, "host-bound" where the GPU waited for the host, None where there is no limit."""
-    limit, own = record["limits"].get(which), measured.get("gpu", measured.get("call", {})).get("ours")
+    limit = record["limits"].get(which)
+    own = next((measured[mode] for mode in ("gpu", "busy", "call") if mode in measured), {}).get("ours")
     if not limit or not own:
         return None
     return "host-bound" if own["dry"] else limit["seconds"] / own["seconds"]
@@ -136,10 +137,15 @@ def _time_rows(record, which, measured, device, sides):
     for mode, title in (("gpu", "GPU"), ("call", "call")):
         if mode == "gpu" and device == "cpu":
             continue
+        times = measured.get(mode, measured.get("busy", {}) if mode == "gpu" else {})
         for side in sides:
-            row[f"{title} {side} ms"] = _scaled(measured.get(mode, {}), side, "seconds", 1e3)
+            row[f"{title} {side} ms"] = _scaled(times, side, "seconds", 1e3)
         for beside in sides[1:]:
-            row[f"{title} x"] = ratio(measured.get(mode, {}), beside)
+            row[f"{title} x"] = ratio(times, beside)
+    if record.get("tokens of a step"):
+        for side in sides:
+            seconds = _scaled(measured["call"], side, "seconds", 1.0)
+            row[f"{side} tokens/s"] = seconds and record["tokens of a step"] / seconds
     limit = record["limits"].get(which)
     if device == "cuda":
         row["limit"] = limit["by"] if limit else None
@@ -163,13 +169,14 @@ def _memory_rows(record, which, measured, device, sides):
         for side in sides:
             row[f"{what} {side} MB"] = _scaled(memory, side, what, 1.0)
         for beside in sides[1:]:
-            both = "ours" in memory and beside in memory
-            row[f"{what} ours / {beside}"] = memory["ours"][what] / memory[beside][what] if both else None
+            ours, theirs = (memory.get(side, {}).get(what) for side in ("ours", beside))
+            row[f"{what} ours / {beside}"] = ours / theirs if ours and theirs else None
     return row
 
 
 def _scaled(measured, side, what, scale):
-    return measured[side][what] * scale if side in measured else None
+    found = measured.get(side, {}).get(what)
+    return None if found is None else found * scale
 
 
 def kernels(records):
@@ -188,6 +195,6 @@ def section(sides, cases, device, ceilings, quick=False):
     for case in cases[:1] if quick else cases:
         record = measure(sides, case, device, quick)
         record["limits"] = limits(case, ceilings)
-        record["tokens"] = case.tokens
+        record["tokens"], record["tokens of a step"] = case.tokens, case.tokens_of_step
         records.append(record)
     return records

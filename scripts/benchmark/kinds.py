@@ -27,6 +27,7 @@ class Case:
 
     problem: ClassVar[str]  # the module of problems/ that makes it
     tokens: ClassVar[int | None] = None  # that a call of mode "tokens" makes
+    tokens_of_step: ClassVar[int | None] = None  # that a call of mode "call" takes, where it is told
     beside: ClassVar[str] = "peer"  # the name of what it is compared with
 
     def other(self):

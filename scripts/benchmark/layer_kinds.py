@@ -108,7 +108,10 @@ def lm_weights(layer, d_model, n_layer, vocabulary=50280):
 
 @dataclass(frozen=True)
 class Train(Case):
-    """A training step of a language model: float32 parameters, bfloat16 autocast, cross entropy, AdamW."""
+    """A training step of a language model: float32 parameters, bfloat16 autocast, cross entropy, AdamW.
+
+    mode: eager; compiled: the loss by torch.compile; captured: forward, backward and optimizer as one CUDA graph.
+    """
 
     problem: ClassVar[str] = "train"
     layer: str
@@ -116,15 +119,20 @@ class Train(Case):
     seqlen: int
     d_model: int = 768
     n_layer: int = 24
+    mode: str = "eager"
     passes: tuple = ("step", "memory")
 
     @property
     def name(self):
-        return f"{self.layer} {self.n_layer} layers d{self.d_model} B{self.batch} L{self.seqlen}"
+        return f"{self.layer} {self.n_layer} layers d{self.d_model} B{self.batch} L{self.seqlen} {self.mode}"
+
+    @property
+    def tokens_of_step(self):
+        return self.batch * self.seqlen
 
     def modes(self, which, device):
         """A step has more kernels than the GPU's queue holds: that it was kept full could not be said."""
-        return tuple(mode for mode in super().modes(which, device) if mode != "gpu")
+        return tuple("busy" if mode == "gpu" else mode for mode in super().modes(which, device))
 
     def work(self, which):
         per_step, exponentials = layer_work(self.layer, self.d_model)

@@ -70,7 +70,7 @@ def _ratios(measured):
 
 def _share(record, which, measured):
     share = comparison.share_of_limit(record, which, measured)
-    return {"gpu" if "gpu" in measured else "call": share} if isinstance(share, float) else {}
+    return {"gpu" if {"gpu", "busy"} & measured.keys() else "call": share} if isinstance(share, float) else {}
 
 
 def draw(path, lines, title, with_peer=True):

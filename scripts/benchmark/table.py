@@ -15,7 +15,8 @@ EXPLANATIONS = {
     "threads": "how many threads ours may use; 1: what counts is the processor's time of one thread",
     "load": "the machine's load average after the measurement; above the number of threads: others disturbed it",
     # both sides in turns: medians
-    "GPU ours ms": "the GPU's time alone, its queue kept full, milliseconds",
+    "GPU ours ms": "the GPU's time alone, its queue kept full, milliseconds; of training steps: the time in which it "
+    "was busy, by torch's profiler",
     "GPU peer ms": "the peer's, measured in the same run in turns with ours",
     "GPU one way ms": "that of our layer which sees its input from one end only, in the same run in turns",
     "GPU four copies ms": "that of our selective scan over four copies of the images, in the same run in turns",
@@ -28,13 +29,14 @@ EXPLANATIONS = {
     "call x": "peer (one way, four copies) / ours: times as fast",
     "limit": "what limits the call on this machine: copy bandwidth, exponentials (exp) or tensor cores",
     "of limit": "share of that limit that ours reaches, each input read and each output written once",
-    "ours tokens/s": "tokens a second, all rows of the batch together",
+    "ours tokens/s": "tokens a second, all rows of the batch together; of training steps: by call ours ms",
     "peer tokens/s": "the peer's",
     "x": "ours / peer",
     "kept ours MB": "what forward keeps for backward, megabytes",
     "kept peer MB": "the peer's",
     "kept ours / peer": "below 1: ours keeps less",
-    "peak ours MB": "the most that a step needs at once beside parameters and inputs, megabytes",
+    "peak ours MB": "the most that a step needs at once beside parameters and inputs, megabytes; captured: what its "
+    "graph reserved for itself",
     "peak peer MB": "the peer's",
     "peak ours / peer": "below 1: ours needs less",
     # one sequence on one device and over all

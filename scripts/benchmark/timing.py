@@ -1,12 +1,14 @@
-"""Timing inside a process: the two modes on a GPU, the one on a CPU, and the machine's ceilings."""
+"""Timing inside a process: the modes on a GPU, the one on a CPU, and the machine's ceilings."""
 
 import itertools
+import math
 import statistics
 import time
 
 import progress
 import torch
 from problems.common import tensor_bytes
+from torch.autograd import DeviceType
 
 WARM_UP = 3
 BUDGET = 1.0  # seconds that one round of repetitions may take; at least one is made
@@ -14,11 +16,16 @@ SHORT = 1e-3  # seconds: shorter calls are timed several at once, or the events 
 MOST_AT_ONCE = 32  # the GPU's queue holds about a thousand kernels, and the host waits where it is full
 LEAD = 2.0  # times the host's time for a call that the GPU is kept from beginning it
 MOST_LEAD = 0.25  # seconds
+PROFILED = 2  # calls of a round: reading what the profiler recorded takes longer than a call
 SLEEP_CYCLES = 2e9  # a second's, at the highest clock or above
 
 
 class Stopwatch:
-    """Times calls that take turns; mode "gpu": only the GPU's time; any other: the host's too, from an idle GPU on."""
+    """Times calls that take turns.
+
+    Mode "gpu": only the GPU's time, its queue kept full; "busy": the same of a call that its queue does not hold, by
+    torch's profiler; any other: the host's time too, from an idle GPU on.
+    """
 
     def __init__(self, calls, mode, device):
         self.turns = itertools.cycle(calls)
@@ -45,6 +52,8 @@ class Stopwatch:
         """(seconds of each repetition, whether the GPU had to wait for the host)."""
         cost = self.whole * self.at_once + (self.lead if self.mode == "gpu" else 0.0)
         repeats = max(1, min(repeats, int(BUDGET / cost)))
+        if self.mode == "busy":
+            return [self._busy() for _ in range(min(PROFILED, repeats))], False
         if self.mode != "gpu" or self.device == "cpu":
             return [self._from_idle() for _ in range(repeats)], False
         while True:
@@ -69,6 +78,18 @@ class Stopwatch:
         stop.synchronize()
         return start.elapsed_time(stop) * 1e-3
 
+    def _busy(self):
+        """Seconds in which the GPU worked at a call, gaps between its kernels left out."""
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            next(self.turns)()
+            torch.cuda.synchronize()
+        return covered(
+            (event.time_range.start, event.time_range.end)
+            for event in profiler.events()
+            if event.device_type == DeviceType.CUDA and not _is_annotation(event)
+        )
+
     def _kept_full(self):
         """(seconds of a call, whether the queue ran dry): the GPU sleeps until the host has queued all of it."""
         calls = [next(self.turns) for _ in range(self.at_once)]
@@ -90,6 +111,22 @@ def _times(function, most):
     while len(results) < most and time.perf_counter() - start < BUDGET / 2:
         results.append(function())
     return results
+
+
+def _is_annotation(event):
+    """The GPU's track also has ranges such as the optimizer's step, gaps included; before torch 2.6 unmarked."""
+    return getattr(event, "is_user_annotation", False) or event.name.startswith(("Optimizer.", "ProfilerStep"))
+
+
+def covered(intervals):
+    """The seconds that intervals (start, end), in microseconds, cover together; where they overlap, once."""
+    total, last = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    if not total:
+        raise RuntimeError("torch's profiler recorded no kernels: the GPU's time alone cannot be told")
+    return total * 1e-6
 
 
 def ceilings():

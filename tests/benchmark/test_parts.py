@@ -1,6 +1,8 @@
 """Parts of the benchmark that as a whole need a GPU: modes, limits, tables, plot, on given figures and clocks."""
 
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,6 +125,84 @@ def test_a_table_of_long_headings_stays_narrow_and_needs_every_column_explained(
     assert lines[0] == "## title" and len({line.count("|") for line in lines[2:]}) == 1 and "1234" in lines[-1]
     with pytest.raises(KeyError, match="unheard"):
         module.table("title", [{"case": "", "unheard of": 1}])
+
+
+def test_a_training_step_has_the_gpus_time_beside_the_wall_clocks_and_tokens_a_second(flat):
+    comparison, layers = load("comparison"), load("layer_kinds")
+    case = layers.Train("Mamba3", 4, 2048, mode="captured")
+    assert case.measurements("cuda") == [("step", "busy"), ("step", "call"), ("memory", "memory")]
+    assert case.measurements("cpu") == [("step", "call")]
+    times = {mode: {"ours": {"seconds": seconds, "dry": False}} for mode, seconds in (("busy", 0.03), ("call", 0.04))}
+    given = {"case": case.name, "beside": "peer", "passes": {"step": times}, "failed": {}}
+    given |= {"limits": {"step": {"seconds": 0.015, "by": "tensor"}}, "tokens of a step": case.tokens_of_step}
+    given["passes"]["memory"] = {"memory": {"ours": {"kept": None, "peak": 120.0}}}
+    (_, (row,)), (_, (memory,)) = comparison.tables("train", [given], "cuda", False)
+    assert (row["GPU ours ms"], row["call ours ms"], row["of limit"]) == pytest.approx((30, 40, 0.5))
+    assert row["ours tokens/s"] == pytest.approx(4 * 2048 / 0.04)
+    assert (memory["kept ours MB"], memory["peak ours MB"]) == (None, 120.0)
+    for title, shown in (("train", row), ("memory", memory)):
+        load("table").table(title, [shown])
+
+
+@pytest.fixture
+def training(flat, monkeypatch):
+    """prepare of a small training step, its compiler and its graph replaced by what works on any CPU."""
+    train, layers, side = load("problems/train"), load("layer_kinds"), load("side")
+    compiler = torch.compile
+    monkeypatch.setattr(train.torch, "compile", lambda function: compiler(function, backend="aot_eager"))
+
+    def captured(step, replayed=None):
+        for _ in range(train.WARM_UP):
+            step()
+        call = replayed or (lambda: step())
+        call.pool_bytes = 5e6
+        return call
+
+    monkeypatch.setattr(train, "captured", captured)
+    monkeypatch.setattr(train.torch.optim, "AdamW", lambda parameters, lr, **_: torch.optim.Adam(parameters, lr))
+
+    def prepare(mode):
+        return train.prepare(layers.Train("Mamba2", 2, 16, 64, 1, mode), "cpu", side.Side())
+
+    prepare.train, prepare.captured = train, captured
+    return prepare
+
+
+@pytest.mark.parametrize("mode", ["compiled", "captured"])
+def test_a_training_step_of_each_mode_is_compared_with_eager_ones(training, mode):
+    calls = training(mode)
+    first, second = (calls["step"][0]() for _ in range(2))
+    assert second < first
+    if mode == "captured":
+        assert calls["memory"]() == {"kept": None, "peak": 5.0}
+
+
+def test_a_replay_that_trains_nothing_is_refused(training, monkeypatch):
+    value = torch.tensor(10.8)
+    monkeypatch.setattr(training.train, "captured", lambda step: training.captured(step, lambda: value))
+    with pytest.raises(Exception, match="losses of steps: relative error"):
+        training("captured")
+
+
+def test_the_gpu_is_busy_where_any_kernel_runs(flat, monkeypatch):
+    timing = load("timing")
+    assert timing.covered([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == pytest.approx(6e-6)
+    cuda, cpu = timing.DeviceType.CUDA, timing.DeviceType.CPU
+
+    def event(start, end, kind=cuda, name="kernel", **more):
+        return SimpleNamespace(time_range=SimpleNamespace(start=start, end=end), device_type=kind, name=name, **more)
+
+    events = [event(0, 1000), event(3000, 4000), event(0, 9000, cpu), event(0, 9000, name="Optimizer.step#AdamW.step")]
+    events.append(event(0, 9000, is_user_annotation=True))
+    found = nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(timing.torch.profiler, "profile", lambda activities: found)
+    SimulatedGpu().install(monkeypatch, timing)
+    watch = timing.Stopwatch([lambda: None], "busy", "cuda")
+    watch.whole = 1e-3
+    assert watch.times(5) == ([pytest.approx(2e-3)] * timing.PROFILED, False)
+    events.clear()
+    with pytest.raises(RuntimeError, match="recorded no kernels"):
+        watch.times(5)
 
 
 class SimulatedGpu:

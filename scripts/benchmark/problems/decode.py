@@ -7,7 +7,7 @@ import references
 import torch
 
 from problems.common import dtype_of
-from problems.language_model import make, random_tokens
+from problems.language_model import captured, make, random_tokens
 
 VALIDATED_ROWS, VALIDATED_STEPS = 2, 8
 
@@ -54,20 +54,6 @@ def _step(model, case, side, tokens):
     return step
 
 
-def _graph(step):
-    """The step as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graph.logits = step()  # which it writes at every replay
-    return graph.replay
-
-
 def prepare(case, device, side):
     model = make(case, device, side, dtype_of(case))
     tokens = random_tokens(case, device, max(case.prompt, VALIDATED_STEPS))
@@ -78,5 +64,5 @@ def prepare(case, device, side):
     generate = partial(model.generate, prompt, case.prompt + case.new)
     calls = {"step": [step], "generate": [generate]}
     if graphs:
-        calls |= {"step, graph": [_graph(step)], "generate, graph": [partial(generate, cg=True)]}
+        calls |= {"step, graph": [captured(step)], "generate, graph": [partial(generate, cg=True)]}
     return calls
