@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mamba_ssm import MambaLMHeadModel
@@ -102,6 +103,31 @@ def test_train_language_model(tmp_path, ending):
         assert len(re.findall(r">\d<", picture)) >= 4  # ticks of the loss
 
 
+@pytest.mark.gpu
+def test_a_captured_step_trains_the_language_model(cuda):
+    printed = run("train_language_model.py", "--steps", 100, "--graph")
+    first, last = map(float, re.search(r"loss: ([\d.]+) at first, ([\d.]+) at last", printed).groups())
+    assert last < 0.5 * first
+
+
+def test_what_a_graph_would_replay_trains_with_batches_and_rates_in_place(monkeypatch):
+    """captured in a stand-in: each call must read the step's two tensors anew, and give its loss in the same tensor."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("train_language_model")
+    loss = torch.zeros(())
+
+    def captured(step):
+        return lambda: loss.copy_(step())
+
+    monkeypatch.setattr(example, "captured", captured)
+    config = example.MambaConfig(d_model=16, n_layer=1, vocab_size=256, ssm_cfg={"layer": "Mamba2", "headdim": 16})
+    found = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        found.append(example.train(example.MambaLMHeadModel(config), example.read([]), 4, graph))
+    assert found[0] == found[1] and found[0][3] < found[0][0]
+
+
 def test_the_language_model_judges_its_own_sentences(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     example = importlib.import_module("train_language_model")
@@ -122,6 +148,7 @@ def test_the_language_model_judges_its_own_sentences(monkeypatch):
     ("name", "words", "message"),
     [
         ("train_language_model.py", ["--steps", 0], "--steps must be at least 1, got 0"),
+        ("train_language_model.py", ["--graph"], "--graph needs an NVIDIA GPU"),
         ("train_language_model.py", ["--prompt", ""], "--prompt must not be empty"),
         ("train_language_model.py", ["no such file"], "No such file or directory: 'no such file'"),
         ("train_language_model.py", [os.devnull], "the text has 0 bytes; it takes more than 129"),
@@ -145,6 +172,8 @@ def test_the_language_model_judges_its_own_sentences(monkeypatch):
 def test_a_wrong_argument_gets_one_line_before_anything_is_trained(name, words, message):
     if ".svg" in message:
         pytest.importorskip("matplotlib")
+    if "GPU" in message and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
     assert message in run(name, *words, status=2)
 
 
