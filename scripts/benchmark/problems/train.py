@@ -17,7 +17,7 @@ from problems.memory import memory_of_training
 
 VALIDATED_ROWS, VALIDATED_STEPS = 1, 32
 GRADIENT_LIMIT = 0.1  # of all gradients together: bfloat16 in every layer, forward and backward
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 3e-4
 COMPARED = 3  # steps of a compiled or captured model beside those of the eager one
 LOSS_LIMIT, DECREASE_LIMIT = 0.01, 0.1  # the compiler rounds elsewhere; the decrease shows that the steps were taken
 
