@@ -144,7 +144,7 @@ def _time_rows(record, which, measured, device, sides):
             row[f"{title} x"] = ratio(times, beside)
     if record.get("tokens of a step"):
         for side in sides:
-            seconds = _scaled(measured["call"], side, "seconds", 1.0)
+            seconds = _scaled(measured.get("call", {}), side, "seconds", 1.0)
             row[f"{side} tokens/s"] = seconds and record["tokens of a step"] / seconds
     limit = record["limits"].get(which)
     if device == "cuda":

@@ -120,7 +120,7 @@ class Train(Case):
     d_model: int = 768
     n_layer: int = 24
     mode: str = "eager"
-    passes: tuple = ("step", "memory")
+    passes: tuple = ("memory", "step")
 
     @property
     def name(self):
@@ -131,8 +131,12 @@ class Train(Case):
         return self.batch * self.seqlen
 
     def modes(self, which, device):
-        """A step has more kernels than the GPU's queue holds: that it was kept full could not be said."""
-        return tuple("busy" if mode == "gpu" else mode for mode in super().modes(which, device))
+        """A step has more kernels than the GPU's queue holds: that it was kept full could not be said.
+
+        The profiler, which other machines may lack, comes last.
+        """
+        modes = ("call", "busy") if which == "step" else super().modes(which, device)
+        return modes if device == "cuda" else tuple(mode for mode in modes if mode == "call")
 
     def work(self, which):
         per_step, exponentials = layer_work(self.layer, self.d_model)
