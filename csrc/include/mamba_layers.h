@@ -231,12 +231,13 @@ typedef struct MambaNormBackward {
     int64_t dout_row_stride, dresidual_out_row_stride, dx_row_stride, dresidual_row_stride, dz_row_stride;
 } MambaNormBackward;
 
-/* out = silu(x) y of the halves x, y of each row of xy; in backward dxy, and out once more. Elements of a row have stride 1. */
+/* out = silu(x) y of the halves x, y of each row of xy, or y, x with gate_last; in backward dxy, and out once more. Elements of
+ * a row have stride 1. */
 typedef struct MambaSwiglu {
     MambaRun run;
     int64_t rows, width; /* width of a half */
     int32_t dtype;       /* of all */
-    int32_t reserved;
+    int32_t gate_last;
     const void* xy;   /* (R, 2 width) */
     const void* dout; /* (R, width), backward only */
     void* out;        /* (R, width); backward: optional */

@@ -72,6 +72,7 @@ inline int32_t check_swiglu(const char* function, const MambaSwiglu* params, boo
     check.at_least(0, "rows", p.rows);
     check.at_least(0, "width", p.width);
     check.dtype("xy", p.dtype);
+    check.range(0, 1, "gate_last", p.gate_last);
     if (check.ok() && !swiglu_is_empty(p)) {
         check.pointer("xy", p.xy);
         check.pointer("out", p.out, !backward);

@@ -356,7 +356,7 @@ class MambaSwiglu(Structure):
         """
         MambaRun: run;
         i64: rows, width;
-        i32: dtype, reserved;
+        i32: dtype, gate_last;
         ptr: xy, dout, out, dxy;
         i64: xy_row_stride, dout_row_stride, out_row_stride, dxy_row_stride
         """,

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import check_flags, check_integer
 from mamba_ssm.modules._inputs import check_projections
+from mamba_ssm.ops.linear import project
+from mamba_ssm.ops.norm import swiglu
 
 
 class GatedMLP(nn.Module):
@@ -59,5 +61,7 @@ class GatedMLP(nn.Module):
                 f"{tuple(x.shape)}"
             )
         check_projections("GatedMLP", self, x, ("fc1", "fc2"), in_torch=True)
+        if self.activation is F.silu and x.dtype in checks.FLOAT_DTYPES and not torch.is_grad_enabled():
+            return project(self.fc2, swiglu(project(self.fc1, x), gate_last=True))
         y, gate = self.fc1(x).chunk(2, dim=-1)
         return self.fc2(y * self.activation(gate))

@@ -8,13 +8,14 @@ namespace MAMBA_ISA {
 
 template <typename T>
 void swiglu_rows(const MambaSwiglu& p, bool backward, int64_t begin, int64_t end) {
+    const int64_t x_begin = p.gate_last ? p.width : 0, y_begin = p.gate_last ? 0 : p.width;
     for (int64_t row = begin; row < end; ++row) {
-        const T* x_row = row_at<const T>(p.xy, row, p.xy_row_stride, 0);
+        const T* xy = row_at<const T>(p.xy, row, p.xy_row_stride, 0);
         const T* dout = backward ? row_at<const T>(p.dout, row, p.dout_row_stride, 0) : nullptr;
         T* dxy = backward ? row_at<T>(p.dxy, row, p.dxy_row_stride, 0) : nullptr;
         T* out = row_at<T>(p.out, row, p.out_row_stride, 0);
         for (int64_t i = 0; i < p.width; i += kLanes) {
-            const Vec x = load_row(x_row, i, p.width), y = load_row(x_row + p.width, i, p.width);
+            const Vec x = load_row(xy + x_begin, i, p.width), y = load_row(xy + y_begin, i, p.width);
             Vec slope = zero();
             const Vec gate = backward ? silu(x, slope) : silu(x);
             if (out != nullptr) {
@@ -22,8 +23,8 @@ void swiglu_rows(const MambaSwiglu& p, bool backward, int64_t begin, int64_t end
             }
             if (backward) {
                 const Vec gradient = load_row(dout, i, p.width);
-                store_row(dxy, i, p.width, gradient * y * slope);
-                store_row(dxy + p.width, i, p.width, gradient * gate);
+                store_row(dxy + x_begin, i, p.width, gradient * y * slope);
+                store_row(dxy + y_begin, i, p.width, gradient * gate);
             }
         }
     }

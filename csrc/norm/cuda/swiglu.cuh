@@ -10,15 +10,16 @@ namespace mamba {
 // Every kVector-th vector of a row is a thread's.
 template <typename T, int kVector, bool kBackward>
 __device__ __forceinline__ void swiglu_row(const MambaSwiglu& p, int64_t row) {
-    const T* x_row = static_cast<const T*>(p.xy) + row * p.xy_row_stride;
-    const T* y_row = x_row + p.width;
+    const int64_t x_begin = p.gate_last ? p.width : 0;
+    const int64_t y_begin = p.gate_last ? 0 : p.width;
+    const T* xy_row = static_cast<const T*>(p.xy) + row * p.xy_row_stride;
     for (int64_t i = static_cast<int64_t>(threadIdx.x) * kVector; i < p.width;
          i += static_cast<int64_t>(blockDim.x) * kVector) {
         float x[kVector];
         float y[kVector];
         float out[kVector];
-        const Packed<T, kVector> x_bits = packed_load<T, kVector>(x_row + i);
-        const Packed<T, kVector> y_bits = packed_load<T, kVector>(y_row + i);
+        const Packed<T, kVector> x_bits = packed_load<T, kVector>(xy_row + x_begin + i);
+        const Packed<T, kVector> y_bits = packed_load<T, kVector>(xy_row + y_begin + i);
         if constexpr (kBackward) {
             const T* dout_row = static_cast<const T*>(p.dout) + row * p.dout_row_stride;
             T* dxy_row = static_cast<T*>(p.dxy) + row * p.dxy_row_stride;
@@ -33,8 +34,8 @@ __device__ __forceinline__ void swiglu_row(const MambaSwiglu& p, int64_t row) {
                 x[k] = dout[k] * y[k] * silu_slope(x[k]);
                 y[k] = dout[k] * gate;
             }
-            packed_store<T, kVector>(dxy_row + i, pack<T, kVector>(x));
-            packed_store<T, kVector>(dxy_row + p.width + i, pack<T, kVector>(y));
+            packed_store<T, kVector>(dxy_row + x_begin + i, pack<T, kVector>(x));
+            packed_store<T, kVector>(dxy_row + y_begin + i, pack<T, kVector>(y));
         } else {
             unpack<T, kVector>(x_bits, x);
             unpack<T, kVector>(y_bits, y);

@@ -117,7 +117,9 @@ def gated_rms_norm_ref(
     return gated_norm_ref(x, weight, bias, z, eps, group_size, norm_before_gate, upcast, is_rms_norm=True)
 
 
-def swiglu_ref(xy: torch.Tensor) -> torch.Tensor:
-    """silu(x) * y of the two halves of xy's last dimension."""
+def swiglu_ref(xy: torch.Tensor, gate_last: bool = False) -> torch.Tensor:
+    """silu(x) * y of the two halves of xy's last dimension, x the first unless gate_last."""
     x, y = xy.to(working_dtype(xy)).chunk(2, dim=-1)
+    if gate_last:
+        x, y = y, x
     return (F.silu(x) * y).to(xy.dtype)

@@ -13,11 +13,12 @@ from mamba_ssm.ops.norm.reference import swiglu_ref
 _NAME = "swiglu"
 
 
-def swiglu(xy: torch.Tensor) -> torch.Tensor:
+def swiglu(xy: torch.Tensor, gate_last: bool = False) -> torch.Tensor:
     """silu(x) * y, where x and y are the halves of xy's last dimension.
 
     Args:
         xy: (..., 2 N) float32, float16 or bfloat16.
+        gate_last: the halves are y and x.
 
     Returns:
         (..., N) of xy's dtype.
@@ -27,7 +28,7 @@ def swiglu(xy: torch.Tensor) -> torch.Tensor:
 
     Same as upstream's mamba_ssm.ops.triton.k_activations.swiglu.
     """
-    return swiglu_ref(xy) if reference.on else call(swiglu_op, xy)
+    return swiglu_ref(xy, gate_last) if reference.on else call(swiglu_op, xy, bool(gate_last))
 
 
 def softplus(dt: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ def swiglu_backward(
     Returns dxy; with recompute_output (dxy, swiglu(xy)), the latter in out if it is given. Upstream's _swiglu_bwd.
     """
     with torch.no_grad():
-        gradient, result = call(swiglu_backward_op, dout, xy, bool(recompute_output))
+        gradient, result = call(swiglu_backward_op, dout, xy, bool(recompute_output), False)
         dxy = gradient if dxy is None else _copy_into("dxy", dxy, gradient)
         if not recompute_output:
             return dxy
@@ -82,8 +83,9 @@ def _check(xy):
     return *xy.shape[:-1], xy.shape[-1] // 2
 
 
-def _fill(params, xy):
+def _fill(params, xy, gate_last):
     """Sizes and xy; returns xy as the kernels read it."""
+    params.gate_last = gate_last
     params.rows = xy.numel() // xy.shape[-1]
     params.width = xy.shape[-1] // 2
     params.dtype = DTYPE_CODES[xy.dtype]
@@ -92,23 +94,23 @@ def _fill(params, xy):
     return xy
 
 
-def _forward(xy):
+def _forward(xy, gate_last):
     out = xy.new_empty(_check(xy))
-    launch_forward(xy, out)
+    launch_forward(xy, out, gate_last)
     return out
 
 
-def _forward_fake(xy):
+def _forward_fake(xy, gate_last):
     return xy.new_empty(_check(xy))
 
 
-def launch_forward(xy, out):
+def launch_forward(xy, out, gate_last=False):
     """Runs the kernel. out may be cut out of a larger contiguous tensor."""
     if out.numel() == 0:
         return
     params = abi.MambaSwiglu()
     functions = place(params, xy)
-    xy = _fill(params, xy)
+    xy = _fill(params, xy, gate_last)
     params.out = out.data_ptr()
     _, params.out_row_stride = common.in_rows(out)
     run(functions, "swiglu_forward", params)
@@ -118,38 +120,41 @@ class _Swiglu(torch.autograd.Function):
     """Saves xy."""
 
     @staticmethod
-    def forward(ctx, xy):
+    def forward(ctx, xy, gate_last):
         ctx.save_for_backward(xy)
-        return call_below_autograd(swiglu_op, xy)
+        ctx.gate_last = gate_last
+        return call_below_autograd(swiglu_op, xy, gate_last)
 
     @staticmethod
     def backward(ctx, dout):
-        return call_in_backward(swiglu_backward_op, dout, *ctx.saved_tensors, False)[0]
+        return call_in_backward(swiglu_backward_op, dout, *ctx.saved_tensors, False, ctx.gate_last)[0], None
 
 
-swiglu_op = define("swiglu(Tensor xy) -> Tensor", _forward, _forward_fake, autograd=_Swiglu, planned=())
+swiglu_op = define(
+    "swiglu(Tensor xy, bool gate_last=False) -> Tensor", _forward, _forward_fake, autograd=_Swiglu, planned=()
+)
 
 
-def _allocate_backward(dout, xy, want_out):
+def _allocate_backward(dout, xy, want_out, gate_last):
     shape = _check(xy)
     checks.check_same(_NAME + "_backward", "dout", dout, shape, xy, "xy", "(..., N)")
     dxy = torch.empty_like(xy, memory_format=torch.contiguous_format)
     return dxy, xy.new_empty(shape) if want_out else None
 
 
-def _backward(dout, xy, want_out):
-    dxy, out = _allocate_backward(dout, xy, want_out)
-    launch_backward(dout, xy, dxy, out)
+def _backward(dout, xy, want_out, gate_last):
+    dxy, out = _allocate_backward(dout, xy, want_out, gate_last)
+    launch_backward(dout, xy, dxy, out, gate_last)
     return dxy, out
 
 
-def launch_backward(dout, xy, dxy, out):
+def launch_backward(dout, xy, dxy, out, gate_last=False):
     """Runs the kernel. dxy and out (None: not wanted) may be cut out of larger contiguous tensors."""
     if dout.numel() == 0:
         return
     params = abi.MambaSwiglu()
     functions = place(params, xy)
-    xy = _fill(params, xy)
+    xy = _fill(params, xy, gate_last)
     dout, params.dout_row_stride = common.in_rows(dout)
     params.dout = dout.data_ptr()
     params.dxy = dxy.data_ptr()
@@ -161,7 +166,7 @@ def launch_backward(dout, xy, dxy, out):
 
 
 swiglu_backward_op = define(
-    "swiglu_backward(Tensor dout, Tensor xy, bool want_out) -> (Tensor dxy, Tensor out)",
+    "swiglu_backward(Tensor dout, Tensor xy, bool want_out, bool gate_last=False) -> (Tensor dxy, Tensor out)",
     _backward,
     _allocate_backward,
     planned=(),

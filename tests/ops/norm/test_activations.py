@@ -1,5 +1,7 @@
 """SwiGLU against its reference, softplus against torch's."""
 
+from functools import partial
+
 import pytest
 import torch
 from _helpers.cases import DTYPES, assert_close_to_truth, dtype_id, outputs_and_gradients
@@ -9,14 +11,16 @@ from mamba_ssm.ops.triton.k_activations import _swiglu_bwd, _swiglu_fwd, swiglu
 from mamba_ssm.ops.triton.softplus import softplus
 
 
+@pytest.mark.parametrize("gate_last", [False, True], ids=["gate first", "gate last"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("shape", [(2,), (3, 6), (2, 5, 128), (300, 14), (2, 2, 4098), (3, 16384), (0, 8), (2, 0)])
-def test_swiglu(shape, dtype, device):
+def test_swiglu(shape, dtype, gate_last, device):
     tensors = {"xy": 3 * torch.randn(*shape).to(device, dtype)}
-    found = outputs_and_gradients(swiglu, tensors)
+    found = outputs_and_gradients(partial(swiglu, gate_last=gate_last), tensors)
     assert found["out0"].dtype == dtype
-    plain = outputs_and_gradients(swiglu_ref, tensors)
-    assert_close_to_truth(found, plain, outputs_and_gradients(swiglu_ref, tensors, torch.float64))
+    reference = partial(swiglu_ref, gate_last=gate_last)
+    plain = outputs_and_gradients(reference, tensors)
+    assert_close_to_truth(found, plain, outputs_and_gradients(reference, tensors, torch.float64))
 
 
 def test_swiglu_of_views(device):
