@@ -30,6 +30,8 @@ int64_t mamba_struct_size(const char* name) {
     };
     static const Entry entries[] = {
         {"MambaRun", sizeof(MambaRun)},
+        {"MambaCall", sizeof(MambaCall)},
+        {"MambaSequence", sizeof(MambaSequence)},
         {"MambaSelectiveScan", sizeof(MambaSelectiveScan)},
         {"MambaSelectiveScanPlan", sizeof(MambaSelectiveScanPlan)},
         {"MambaSelectiveScanBackward", sizeof(MambaSelectiveScanBackward)},

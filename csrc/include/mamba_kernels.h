@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 13
+#define MAMBA_ABI_VERSION 14
 
 /* What the library is and where it runs. */
 typedef struct MambaLibraryInfo {
@@ -70,6 +70,10 @@ MAMBA_API int64_t mamba_kernel_launches(int32_t index, int32_t dtype);
 /* enabled 0: calls pass over this kernel, in the whole process, until it is enabled again. One that needs nothing stays. What a
  * _workspace or _plan function says depends on it: no thread may be between such a question and its call meanwhile. */
 MAMBA_API int32_t mamba_kernel_enable(int32_t index, int32_t enabled);
+
+/* Makes the calls in their order up to the first that fails, and returns its code: a decode step is a hundred small calls, each
+ * of which costs a caller in Python more than it computes. */
+MAMBA_API int32_t mamba_run_sequence(const MambaSequence* params);
 
 MAMBA_API int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params);
 MAMBA_API int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params);

@@ -43,4 +43,16 @@ typedef struct MambaRun {
     int32_t num_threads; /* most CPU threads to use, >= 1 */
 } MambaRun;
 
+/* A function of the same library that takes one params struct and returns a code, and what it is called with. */
+typedef struct MambaCall {
+    void* function; /* its address */
+    const void* params;
+} MambaCall;
+
+/* Calls to make one after the other. */
+typedef struct MambaSequence {
+    int64_t count;
+    const MambaCall* calls; /* (count) */
+} MambaSequence;
+
 #endif /* MAMBA_TYPES_H */

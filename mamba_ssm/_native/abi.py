@@ -25,7 +25,7 @@ MAX_HEADDIM = 256
 MAX_RANK = 64
 MAX_DT_RANK = 8192
 MAX_NORM_GROUP = 1073741824
-ABI_VERSION = 13
+ABI_VERSION = 14
 
 
 def _fields(text: str, /, **structs: typing.Any) -> list[tuple[str, typing.Any]]:
@@ -40,6 +40,14 @@ def _fields(text: str, /, **structs: typing.Any) -> list[tuple[str, typing.Any]]
 
 class MambaRun(Structure):
     _fields_ = _fields("ptr: stream; i32: device, num_threads")
+
+
+class MambaCall(Structure):
+    _fields_ = _fields("ptr: function, params")
+
+
+class MambaSequence(Structure):
+    _fields_ = _fields("i64: count; ptr: calls")
 
 
 class MambaSelectiveScan(Structure):
@@ -380,6 +388,8 @@ class MambaKernel(Structure):
 
 STRUCTS = (
     MambaRun,
+    MambaCall,
+    MambaSequence,
     MambaSelectiveScan,
     MambaSelectiveScanPlan,
     MambaSelectiveScanBackward,
@@ -414,6 +424,7 @@ FUNCTIONS = {
     "kernel": (c_int32, [c_int32, POINTER(MambaKernel)]),
     "kernel_launches": (c_int64, [c_int32, c_int32]),
     "kernel_enable": (c_int32, [c_int32, c_int32]),
+    "run_sequence": (c_int32, [POINTER(MambaSequence)]),
     "selective_scan_forward": (c_int32, [POINTER(MambaSelectiveScan)]),
     "selective_scan_backward": (c_int32, [POINTER(MambaSelectiveScanBackward)]),
     "selective_scan_plan": (c_int32, [POINTER(MambaSelectiveScan), c_int32, POINTER(MambaSelectiveScanPlan)]),

@@ -2,9 +2,9 @@
 
 private.py: torch's private names and versions, and what is done without each. registration.py: how an operator is
 made. derivatives.py: which derivatives it has beside the first. dispatch.py: how it is called. plans.py: what later
-calls reuse. records.py: how its arguments are named.
-autocast.py: what autocast is doing. modules.py: when a submodule is no more than its parameters. determinism.py:
-whether results must repeat. reference.py: whether references run instead of kernels.
+calls reuse. recording.py: the same of several operators. snapshots.py: whether a model has changed. records.py: how an
+operator's arguments are named. autocast.py: what autocast is doing. modules.py: when a submodule is no more than its
+parameters. determinism.py: whether results must repeat. reference.py: whether references run instead of kernels.
 """
 
 from mamba_ssm._torch import derivatives, reference
@@ -16,6 +16,7 @@ from mamba_ssm._torch.dispatch import (
     call,
     call_below_autograd,
     call_in_backward,
+    functions_watched,
     refuse_second_derivatives,
     values_at_hand,
     wants_one_node,
@@ -25,15 +26,20 @@ from mamba_ssm._torch.modules import is_plain, module_behind, parameters_of, wei
 from mamba_ssm._torch.plans import forget as forget_plans
 from mamba_ssm._torch.plans import look_at_values, note_call, wrote_in_place
 from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, DispatchMode, archive_names, current_stream, is_compiling
+from mamba_ssm._torch.recording import Recorded, plans_forgotten, pointer_offsets, record_calls, span
 from mamba_ssm._torch.records import flat, make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
+from mamba_ssm._torch.snapshots import Snapshot, are_plain, places_of
 
 __all__ = [
     "LOAD_REFUSES_PROGRAMS",
     "Again",
     "DispatchMode",
+    "Recorded",
+    "Snapshot",
     "apply",
     "archive_names",
+    "are_plain",
     "autocast_dtype",
     "autocast_without_cache",
     "call",
@@ -44,6 +50,7 @@ __all__ = [
     "derivatives",
     "flat",
     "forget_plans",
+    "functions_watched",
     "is_compiling",
     "is_plain",
     "look_at_values",
@@ -53,12 +60,17 @@ __all__ = [
     "no_gradients",
     "note_call",
     "parameters_of",
+    "places_of",
+    "plans_forgotten",
+    "pointer_offsets",
+    "record_calls",
     "reference",
     "refuse_second_derivatives",
     "refuse_what_is_no_dense_tensor",
     "returns",
     "set_deterministic_mode",
     "signature",
+    "span",
     "unpack",
     "unpack_traced",
     "use_deterministic_mode",

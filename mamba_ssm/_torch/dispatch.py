@@ -118,6 +118,13 @@ def watched():
     )
 
 
+def functions_watched():
+    """Whether something sees torch's functions as they are called, which not even watched operators show: a torch
+    function mode; or torch does not say.
+    """
+    return private.function_modes is None or private.function_modes() != 0
+
+
 def values_at_hand(tensor):
     """Whether values can be looked at without a synchronisation: a CPU tensor that no tracer or transform has made.
 

@@ -28,10 +28,24 @@ _PATIENCE = 64  # see Planned.patience
 _ALIGNMENT = 16  # the most that kernels read at once
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _COPIES = {"clone", "contiguous"}  # the latter in inference mode, where it is an operator of its own
-_VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "transpose", "unsqueeze", "view"}
+_VIEWS = {
+    "alias",
+    "as_strided",
+    "detach",
+    "expand",
+    "permute",
+    "select",
+    "slice",
+    "squeeze",
+    "transpose",
+    "unsqueeze",
+    "view",
+}
+_VIEWS_IF_POSSIBLE = {"flatten", "reshape"}  # in inference mode, where they are operators of their own
 _empty_strided, _empty_like, _num_threads = torch.empty_strided, torch.empty_like, torch.get_num_threads
 _increment_version = torch.autograd.graph.increment_version
 
+FORGOTTEN = [0]  # how often forget was called
 _RECORDERS = {}  # thread -> its recorder, while there is one
 _TABLES = []
 
@@ -107,8 +121,9 @@ def are_plain(arguments):
 
 def forget():
     """Drops all plans, and those that calls are making now: for whoever has changed what the native functions of a
-    process do.
+    process do. Sequences compare FORGOTTEN.
     """
+    FORGOTTEN[0] += 1
     for planned in _TABLES:
         planned.plans, planned.patience = {}, 1
 
@@ -200,7 +215,7 @@ def _pointers(params, made, arguments, overlaps):
     lie to each other as now, which overlaps notes.
     """
     given, new = [], []
-    for offset in _pointer_offsets(type(params)):
+    for offset in pointer_offsets(type(params)):
         address = ctypes.c_void_p.from_buffer(params, offset).value
         if offset == type(params).stream.offset or not address:
             continue
@@ -208,7 +223,7 @@ def _pointers(params, made, arguments, overlaps):
             (places, number, address - tensor.data_ptr())
             for places, tensors in ((given, arguments), (new, made))
             for number, tensor in enumerate(tensors)
-            if isinstance(tensor, _TENSOR) and 0 <= address - tensor.data_ptr() < max(1, _span(tensor))
+            if isinstance(tensor, _TENSOR) and 0 <= address - tensor.data_ptr() < max(1, span(tensor))
         ]
         if not found or (len(found) > 1 and any(places is new for places, _, _ in found)):  # of a copy, for one
             raise _NoPlan
@@ -218,7 +233,7 @@ def _pointers(params, made, arguments, overlaps):
     return given, new
 
 
-def _span(tensor):
+def span(tensor):
     """Bytes from a tensor's first element to behind its last."""
     if tensor.numel() == 0:
         return 0
@@ -226,13 +241,13 @@ def _span(tensor):
     return (reach + 1) * tensor.element_size()
 
 
-def _pointer_offsets(kind, start=0):
+def pointer_offsets(kind, start=0):
     for name, of in kind._fields_:
         offset = start + getattr(kind, name).offset
         if of is ctypes.c_void_p:
             yield offset
         elif issubclass(of, ctypes.Structure):
-            yield from _pointer_offsets(of, offset)
+            yield from pointer_offsets(of, offset)
 
 
 def _results_of(results, made):
@@ -280,7 +295,7 @@ def _layout(tensor):
 # ---- recording -------------------------------------------------------------------------------------------------------
 
 
-class _Recorder(DispatchMode):
+class Recorder(DispatchMode):
     """Sees what torch does for an implementation, and is told what the native libraries do."""
 
     def __init__(self):
@@ -295,6 +310,8 @@ class _Recorder(DispatchMode):
         elif name in _COPIES and result.is_contiguous() and not self.calls:  # copies come first in a plan
             if result.data_ptr() != args[0].data_ptr():
                 self.made.append((result, args[0]))
+        elif name in _VIEWS_IF_POSSIBLE and result.data_ptr() == args[0].data_ptr():
+            pass
         elif name not in _VIEWS:
             self.plain = False
         return result
@@ -302,16 +319,8 @@ class _Recorder(DispatchMode):
 
 def _record(implementation, arguments):
     """(The implementation's results, the plan or _NEVER)."""
-    thread, recorder = threading.get_ident(), _Recorder()
-    _RECORDERS[thread] = recorder
-    # Not `with recorder`: that sets variables of the whole process and then puts back what they were, which of two
-    # threads may be the other's. Told so that a mode is on for good, some versions of torch.compile give up.
-    push_mode(recorder)
-    try:
-        results = implementation(*arguments)
-    finally:
-        pop_mode(None)
-        del _RECORDERS[thread]
+    recorder = Recorder()
+    results = run_recorded(recorder, implementation, arguments)
     if not recorder.plain or not recorder.calls:
         return results, _NEVER
     try:
@@ -319,6 +328,20 @@ def _record(implementation, arguments):
         return results, Plan(recorder.calls, made, arguments, results, recorder.written)
     except _NoPlan:
         return results, _NEVER
+
+
+def run_recorded(recorder, function, arguments):
+    """function(*arguments), seen by the recorder, of which a thread has one."""
+    thread = threading.get_ident()
+    _RECORDERS[thread] = recorder
+    # Not `with recorder`: that sets variables of the whole process and then puts back what they were, which of two
+    # threads may be the other's. Told so that a mode is on for good, some versions of torch.compile give up.
+    push_mode(recorder)
+    try:
+        return function(*arguments)
+    finally:
+        pop_mode(None)
+        del _RECORDERS[thread]
 
 
 def note_call(functions, name, params, check):

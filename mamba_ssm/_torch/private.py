@@ -18,7 +18,9 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `_dynamo.symbolic_convert.InstructionTranslator` | whether torch.export is tracing | torch.compiler's word |
 | `_utils.is_compiling` | whether torch 2.2 or 2.3 is compiling | torch.compiler's word |
 | `Module._forward_hooks` and its like | whether a module has hooks | it is called as if it had |
-| `Module._parameters` | a parameter without attribute look-up | the attribute |
+| `Module._parameters` | a parameter without attribute look-up | the attribute; no recorded steps |
+| `nn.modules.module._has_any_global_hook` | whether all modules have hooks | no recorded steps |
+| `_C._len_torch_function_stack` | whether a torch function mode is active | no recorded steps |
 | `utils._python_dispatch.TorchDispatchMode` | what a model or a call runs | attention_maps raises; no plans |
 | `_C._push_on_torch_dispatch_stack`, | ... in this thread alone | no plans |
 | `_C._pop_torch_dispatch_stack` | " | " |
@@ -58,6 +60,7 @@ is_compiling = (None if SINCE_2_4 else _find("_utils.is_compiling")) or torch.co
 # ---- what is active; None: this torch does not say -------------------------------------------------------------------
 
 dispatch_modes = _find("_C._len_torch_dispatch_stack")
+function_modes = _find("_C._len_torch_function_stack")
 transforms_active = _find("_C._are_functorch_transforms_active")
 tracing_state = _find("_C._get_tracing_state")
 profiling = _find("autograd._profiler_enabled")
@@ -116,7 +119,8 @@ HOOKS_KNOWN = all(
     hasattr(_MODULE, hooks)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 )
-PARAMETERS_KNOWN = hasattr(_MODULE, "_parameters")
+PARAMETERS_KNOWN = hasattr(_MODULE, "_parameters") and hasattr(_MODULE, "_buffers")
+has_global_hooks = _find("nn.modules.module._has_any_global_hook")
 
 # ---- what runs ------------------------------------------------------------------------------------------------------
 

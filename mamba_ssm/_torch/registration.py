@@ -81,8 +81,7 @@ def _impl(name, key, function):
     if known:
         return
 
-    declared = _SCHEMAS[name].partition(") ->")[0].split(", ")
-    defaults = [None if argument.endswith("=None") else False for argument in declared]
+    defaults = _defaults(name)
 
     def latest(*arguments):
         return _LATEST[name, key](*arguments, *defaults[len(arguments) :])
@@ -93,6 +92,18 @@ def _impl(name, key, function):
         register_fake(f"mamba_ssm::{name}", latest, lib=_LIBRARY)
     else:
         _LIBRARY.impl(name, latest, key)
+
+
+def _defaults(name):
+    """What the dispatcher leaves out of an operator's last arguments, with something in the place of the others."""
+    declared = _SCHEMAS[name].partition(") ->")[0].split(", ")
+    return [None if argument.endswith("=None") else False for argument in declared]
+
+
+def run_implementation(op, arguments):
+    """What torch's dispatcher runs for an operator of this package, of the arguments that a dispatch mode gets."""
+    name = op.name().removeprefix("mamba_ssm::")
+    return _LATEST[name, "CPU"](*arguments, *_defaults(name)[len(arguments) :])
 
 
 if private.below_autograd is None:

@@ -13,6 +13,7 @@ import torch.nn as nn
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import parameter_dtype, shown, usable_device
 from mamba_ssm._torch import is_plain, weight_and_bias
+from mamba_ssm.models._decoding import recorded_step
 from mamba_ssm.models._fit import (
     EMBEDDING,
     HEAD,
@@ -223,6 +224,14 @@ class MixerModel(nn.Module):
             each row is as if it were alone and without padding, at which the result is undefined but finite. Not with
             seq_idx or cu_seqlens; with inference_params for the first call alone.
         """
+        self._check_tokens(input_ids)
+        if attention_mask is not None:
+            run = partial(self._run, inference_params, mixer_kwargs)
+            packed = {name: mixer_kwargs.get(name) for name in ("seq_idx", "cu_seqlens")}
+            return masked("MixerModel", input_ids, attention_mask, inference_params, run, packed, zero=False)
+        return self._run(inference_params, mixer_kwargs, input_ids)
+
+    def _check_tokens(self, input_ids: torch.Tensor) -> None:
         checks.check_tensor("MixerModel", "input_ids", input_ids)
         tokens = input_ids.dim() == 2 and input_ids.dtype in (torch.int64, torch.int32)
         plain = is_plain(self.embedding, nn.Embedding) or is_plain(self.embedding, QuantizedEmbedding)
@@ -232,11 +241,6 @@ class MixerModel(nn.Module):
             )
         if plain:
             _check_device("MixerModel: input_ids", input_ids, "embedding.weight", self.embedding.weight)
-        if attention_mask is not None:
-            run = partial(self._run, inference_params, mixer_kwargs)
-            packed = {name: mixer_kwargs.get(name) for name in ("seq_idx", "cu_seqlens")}
-            return masked("MixerModel", input_ids, attention_mask, inference_params, run, packed, zero=False)
-        return self._run(inference_params, mixer_kwargs, input_ids)
 
     def _run(
         self,
@@ -248,11 +252,26 @@ class MixerModel(nn.Module):
         """forward; input_ids were checked."""
         if padding is not None:
             mixer_kwargs = {**mixer_kwargs, "attention_mask": padding}
-        hidden_states, residual = self.embedding(input_ids), None
+        return self._mix(self.embedding(input_ids), inference_params, mixer_kwargs)
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The first part of a step, which _mix ends."""
+        self._check_tokens(input_ids)
+        hidden_states: torch.Tensor = self.embedding(input_ids)
+        return hidden_states
+
+    def _mix(
+        self,
+        hidden_states: torch.Tensor,
+        inference_params: InferenceCache | None,
+        mixer_kwargs: Mapping[str, typing.Any],
+    ) -> torch.Tensor:
+        residual = None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
         options = self.fused_add_norm, self.residual_in_fp32
-        return add_norm(hidden_states, residual, self.norm_f, *options, prenorm=False)
+        normed: torch.Tensor = add_norm(hidden_states, residual, self.norm_f, *options, prenorm=False)
+        return normed
 
 
 class MambaLMHeadModel(nn.Module, GenerationMixin):
@@ -315,6 +334,10 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         """{layer index: empty states} of a batch, of dtype or of each layer's own."""
         return self.backbone.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
+    def _check_head(self, hidden_states: torch.Tensor) -> None:
+        if is_plain(self.lm_head, nn.Linear):
+            _check_device("MambaLMHeadModel: the hidden states", hidden_states, "lm_head.weight", self.lm_head.weight)
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -353,6 +376,10 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         Raises:
             ValueError: labels are not (B, L), or lm_head is more than a linear layer (it has hooks, or was replaced).
         """
+        if inference_params is not None and labels is None and attention_mask is None and not mixer_kwargs:
+            logits = recorded_step(self, input_ids, inference_params) if type(self.backbone) is MixerModel else None
+            if logits is not None:
+                return CausalLMOutput(logits=logits)
         padding = None
         if attention_mask is not None:
             padding = padding_of("MambaLMHeadModel", attention_mask, input_ids)
@@ -365,8 +392,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
                 hidden_states = padding.move_to_start(hidden_states)
                 labels = None if labels is None else padding.move_to_start(labels)
             hidden_states = hidden_states[:, -num_last_tokens:]
-        if is_plain(self.lm_head, nn.Linear):
-            _check_device("MambaLMHeadModel: the hidden states", hidden_states, "lm_head.weight", self.lm_head.weight)
+        self._check_head(hidden_states)
         if labels is None:
             return CausalLMOutput(logits=project(self.lm_head, hidden_states))
         loss = linear_cross_entropy(

@@ -53,6 +53,7 @@ SIZES = {
     abi.MambaMamba3Inputs: {"rows": 2, "matrices": 2, "dstate": 4, "nheads": 4},
     abi.MambaNorm: {"rows": 2, "ngroups": 2, "group_size": 4},
     abi.MambaSwiglu: {"rows": 2, "width": 4},
+    abi.MambaSequence: {"count": 0},
 }
 SIZES[abi.MambaSelectiveScanBackward] = {**SIZES[abi.MambaSelectiveScan], "slots": 1}
 SIZES[abi.MambaCausalConv1dBackward] = SIZES[abi.MambaCausalConv1d]
@@ -64,6 +65,7 @@ SIZES[abi.MambaMamba3InputsBackward] = SIZES[abi.MambaMamba3Inputs]
 SIZES[abi.MambaNormBackward] = SIZES[abi.MambaNorm]
 # What a call with these sizes cannot do without.
 POINTERS = {
+    "run_sequence": "",
     "selective_scan_forward": "u delta A B C out",
     "selective_scan_backward": "u delta A B C checkpoints dout du ddelta dA dB dC",
     "selective_scan_forward_carry": "u delta A B C workspace",
@@ -112,6 +114,8 @@ PAIRS = [
 ]
 # Function, what differs from a good call (1 for a pointer: not NULL), error code, words.
 OTHERS = [
+    ("run_sequence", {"count": 1}, abi.ERROR_INVALID, "calls is NULL"),
+    ("run_sequence", {"count": 1, "calls": 1}, abi.ERROR_INVALID, "function is NULL"),
     ("selective_scan_forward", {"dstate": 257}, abi.ERROR_UNSUPPORTED, "dstate must be in [1, 256], got 257"),
     ("selective_scan_forward", {"ngroups": 3}, abi.ERROR_INVALID, "ngroups must divide dim, got ngroups=3 dim=4"),
     ("selective_scan_forward", {"segments": 2}, abi.ERROR_INVALID, "workspace is NULL"),

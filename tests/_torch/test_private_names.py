@@ -44,6 +44,15 @@ for block in Mamba(16, d_state=4), Mamba2(16, d_state=4, headdim=8):
     assert x.grad.isfinite().all() and x.grad.abs().max() > 0
     block(x.detach())
 
+from mamba_ssm import MambaLMHeadModel
+from mamba_ssm.models.config_mamba import MambaConfig
+
+config = MambaConfig(d_model=16, n_layer=1, vocab_size=16, ssm_cfg={{"layer": "Mamba2", "headdim": 16}})
+model = MambaLMHeadModel(config, dtype=torch.bfloat16)
+tokens = model.generate(torch.zeros(1, 2, dtype=torch.long), 8)
+model.backbone.layers[0].register_forward_hook(lambda *_: None)  # no recorded steps
+assert torch.equal(model.generate(torch.zeros(1, 2, dtype=torch.long), 8), tokens)
+
 try:  # values on the CPU are checked, whatever torch says
     Mamba2(16, d_state=4, headdim=8)(torch.randn(1, 7, 16), cu_seqlens=torch.tensor([0, 6, 4], dtype=torch.int32))
 except ValueError as error:

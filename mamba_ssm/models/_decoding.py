@@ -1,0 +1,126 @@
+"""A language model's decoding step on the CPU by one native call: what CUDA graphs are on a GPU.
+
+A step is the same native calls for each token, and calling them from Python takes longer than a small layer computes.
+So the second step with the same states is recorded from the embedding's output to the logits, and later ones repeat
+its calls on the same memory (mamba_ssm._native.sequences). A step is repeated only where the model's modules would do
+the same again: nothing watches them, they are this package's and torch's own without hooks, and neither they nor the
+memory of parameters and states has changed since (mamba_ssm._torch.snapshots), which is looked at before each step.
+Values in that memory may change. Else, and where a step is more than native calls (attention, many rows), the modules
+are called as ever.
+
+Recordings belong to inference_params, one for each, and go with them or with the model, so that neither a copy nor a
+pickle of a model ever holds one, and threads that decode with states of their own share nothing.
+"""
+
+import typing
+import weakref
+from functools import partial
+
+import torch
+import torch.nn as nn
+
+from mamba_ssm._native.sequences import Sequence, record
+from mamba_ssm._torch import (
+    Snapshot,
+    are_plain,
+    autocast_dtype,
+    functions_watched,
+    places_of,
+    reference,
+    watched,
+    wrote_in_place,
+)
+from mamba_ssm.ops.linear import project
+
+_PAUSE = 16  # steps by modules before a model that has changed, or could not be recorded, is tried again
+
+_SESSIONS: "dict[int, _Session]" = {}  # id of inference_params -> what is known of its steps
+
+
+def recorded_step(model: typing.Any, input_ids: torch.Tensor, inference_params: typing.Any) -> torch.Tensor | None:
+    """The logits (B, 1, vocabulary) of one token; None where the model's modules have to be called.
+
+    model: a MambaLMHeadModel with a MixerModel as its backbone.
+    """
+    if watched() or torch.is_grad_enabled() or reference.on or functions_watched():
+        return None
+    if type(input_ids) is not torch.Tensor or not input_ids.is_cpu or input_ids.dim() != 2 or input_ids.shape[1] != 1:
+        return None
+    if not inference_params.seqlen_offset > 0 or autocast_dtype(input_ids) is not None:
+        return None
+    session = _SESSIONS.get(id(inference_params))
+    if session is None or session.owner() is not inference_params or session.model() is not model:
+        session = _begin(model, inference_params)
+    return None if session is None else session.step(model, input_ids, inference_params)
+
+
+def _begin(model: nn.Module, inference_params: typing.Any) -> "_Session | None":
+    """A session that ends with its model or its inference_params."""
+    key = id(inference_params)
+
+    def forget(_: object, pop: typing.Any = _SESSIONS.pop) -> None:  # bound: the interpreter may be ending
+        pop(key, None)
+
+    try:
+        session = _Session(weakref.ref(inference_params, forget), weakref.ref(model, forget))
+    except TypeError:  # an object that is not told of when it goes
+        return None
+    _SESSIONS[key] = session
+    return session
+
+
+class _Session:
+    """The steps of one model with one cache."""
+
+    def __init__(self, owner: "weakref.ref[typing.Any]", model: "weakref.ref[nn.Module]") -> None:
+        self.owner, self.model = owner, model
+        self.snapshot: Snapshot | None = None
+        self.states: typing.Any = None  # where they are, and how many threads compute
+        self.sequence: Sequence | None = None
+        self.pause = 0
+
+    def step(self, model: typing.Any, input_ids: torch.Tensor, inference_params: typing.Any) -> torch.Tensor | None:
+        if self.pause:
+            self.pause -= 1
+            return None
+        tensors = _tensors_in(inference_params.key_value_memory_dict)
+        if tensors is None:
+            self.pause = _PAUSE
+            return None
+        states = torch.get_num_threads(), input_ids.shape[0], places_of(tensors)
+        if self.snapshot is None or not self.snapshot.holds(model):
+            self.pause = 0 if self.snapshot is None else _PAUSE
+            self.snapshot, self.states = Snapshot(model), None
+        if states != self.states:
+            self.states, self.sequence = states, None
+            if not self.snapshot.usable or not are_plain(tensors):
+                self.pause = _PAUSE
+            return None
+        hidden_states = model.backbone._embed(input_ids)
+        if self.sequence is None or not self.sequence.takes(hidden_states):
+            known = [*self.snapshot.tensors, *tensors]
+            logits, self.sequence = record(partial(_logits_of, model, inference_params), hidden_states, known)
+            self.pause = _PAUSE if self.sequence is None else 0
+            return logits
+        logits = self.sequence.run(hidden_states)
+        for state in tensors:
+            wrote_in_place(state)
+        return logits
+
+
+def _tensors_in(cache: typing.Any) -> list[torch.Tensor] | None:
+    """The states of all layers; None where they are not tuples of tensors."""
+    found: list[torch.Tensor] = []
+    for states in cache.values():
+        if type(states) is not tuple:
+            return None
+        found += states
+    return found if all(isinstance(state, torch.Tensor) for state in found) else None
+
+
+def _logits_of(model: typing.Any, inference_params: typing.Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """What comes after the embedding."""
+    hidden_states = model.backbone._mix(hidden_states, inference_params, {})
+    model._check_head(hidden_states)
+    logits: torch.Tensor = project(model.lm_head, hidden_states)
+    return logits
