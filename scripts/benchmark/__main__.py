@@ -1,13 +1,14 @@
 """Measures the package on this machine, and beside it another package with the same import paths.
 
 python scripts/benchmark [--device cuda|cpu] [--peer DIR[:DIR]] [--only scan,block]
-    [--json FILE] [--markdown FILE] [--plot FILE.svg] [--without OP/KERNEL,...]
+    [--json FILE] [--markdown FILE] [--plot FILE.svg] [--without OP/KERNEL,...] [--threads 1,2]
 
 The peer is what is found first on that import path: upstream's mamba_ssm and causal_conv1d, or another version of this
 package. Both sides run in turns, each in its own process, on the same inputs, in two modes: GPU keeps the GPU's queue
 full, so that only its own time counts; call finds the GPU idle, so that the host's time counts too. Every result is
 compared with a float64 reference before it is timed; a wrong one of ours is exit code 1. No figures of another day or
-machine take part. On a CPU without --peer the comparison is with plain torch, in the same run.
+machine take part. On a CPU without --peer the comparison is with plain torch, in the same run; --only decode also
+compares with llama.cpp where xllamacpp and gguf are installed.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import time
 import traceback
 
+import beside_llama_cpp
 import cases
 import comparison
 import progress
@@ -62,6 +64,12 @@ def parse(arguments):
         "(`python -m mamba_ssm --kernels` lists them)",
     )
     parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="of one step of a case (120)")
+    parser.add_argument(
+        "--threads",
+        metavar="N,...",
+        default="1,2",
+        help="numbers of threads for the comparison with llama.cpp (1,2)",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     parser.add_argument("--markdown", metavar="FILE", help="also write the tables there")
     parser.add_argument(
@@ -73,6 +81,8 @@ def parse(arguments):
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device")
     options.peer = _peer(parser, options.peer)
+    if not all(number.isdecimal() and int(number) for number in options.threads.split(",")):
+        parser.error(f"--threads: positive integers with commas between, got {options.threads!r}")
     options.sections = _sections(parser, options)
     if options.plot and not options.plot.endswith((".svg", ".png")):
         parser.error(f"--plot: the file must end in .svg or .png, got {options.plot}")
@@ -123,7 +133,14 @@ def _measure(name, options, sides, machine):
     failed = [(record["case"], side, why) for record in records for side, why in record["failed"].items()]
     progress.clear()
     print(*comparison.kernels(records), sep="\n")
-    return {"records": records}, comparison.tables(name, records, options.device, bool(options.peer)), failed
+    found, tables = {"records": records}, comparison.tables(name, records, options.device, bool(options.peer))
+    if name == "decode" and options.device == "cpu" and not options.peer:
+        if not beside_llama_cpp.installed():
+            print("llama.cpp (xllamacpp, gguf) is not installed: the comparison with it is left out")
+        elif not options.quick:
+            found["llama.cpp"] = beside_llama_cpp.measure([int(number) for number in options.threads.split(",")])
+            tables.append(("decode beside llama.cpp", found["llama.cpp"]))
+    return found, tables, failed
 
 
 def _described(facts, words):

@@ -127,6 +127,8 @@ PLAIN_SSDS = [
     Ssd(1, 2048, 24, 64, 16, "float32"),
 ]
 PLAIN_MAMBA3S = [Mamba3Scan(1, 2048, 24, dtype=dtype) for dtype in ("float32", "bfloat16")]
+# the 130M size, and what llama.cpp calls the dtypes of its weights
+BESIDE_LLAMA_CPP = {"layers": ("Mamba1", "Mamba2"), "types": ("f32", "bf16", "q8_0")}
 PLAIN_BLOCK = Block("Mamba2", 1, 1024, 512, dtype="float32")
 
 # transformers' models, small enough that their own path takes seconds

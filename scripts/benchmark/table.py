@@ -39,6 +39,15 @@ EXPLANATIONS = {
     "graph reserved for itself",
     "peak peer MB": "the peer's",
     "peak ours / peer": "below 1: ours needs less",
+    # beside llama.cpp: medians of wall-clock time, in turns
+    "step x": "llama.cpp / ours, one token after a prompt of 512: times as fast",
+    "step ms": "one token, all of the model, milliseconds",
+    "llama.cpp step ms": "llama.cpp's",
+    "prefill x": "the same of the prompt of 512 tokens",
+    "prefill ms": "the prompt of 512 tokens, milliseconds",
+    "llama.cpp prefill ms": "llama.cpp's",
+    "batch of 8 x": "tokens a second of a batch of 8 / those of a batch of 1, both ours",
+    "apart": "the greatest difference of both sides' logits, of the greatest logit",
     # one sequence on one device and over all
     "devices": "GPUs, or processes with a thread each",
     "one device ms": "a call with the whole sequence on one of them, from idle, median milliseconds",

@@ -155,6 +155,7 @@ def test_arguments_that_cannot_work(tmp_path):
         ("--peer", tmp_path): f"neither mamba_ssm nor causal_conv1d lies in {tmp_path}",
         ("--only", "scan,skan"): "on cpu the sections are scan, ",
         ("--plot", "speed.pdf"): "must end in .svg or .png, got speed.pdf",
+        ("--threads", "1,0"): "--threads: positive integers with commas between, got '1,0'",
     }
     code = f"""
 import runpy, sys
