@@ -11,9 +11,8 @@ from mamba_ssm._native import abi
 from mamba_ssm._torch import Recorded, plans_forgotten, pointer_offsets, record_calls, span
 
 _ALIGNMENT = 64  # of a tensor that torch allocates on the CPU
-_Words: typing.TypeAlias = (
-    "tuple[memoryview, int, int]"  # a struct, which of its words, bytes behind the tensor's start
-)
+# a struct, which of its words holds an address, and how many bytes behind the tensor's start that is
+_Words: typing.TypeAlias = "tuple[memoryview, int, int]"
 
 
 class _NoSequenceError(Exception):

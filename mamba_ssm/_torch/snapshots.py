@@ -39,7 +39,7 @@ class Snapshot:
         try:
             if [module.__dict__ for module in self._modules] != self._contents:
                 return False
-        except (RuntimeError, ValueError):  # of another tensor or array, of which == has no single answer
+        except (RuntimeError, TypeError, ValueError):  # a tensor or array is another, and == gives no single answer
             return False
         return (
             list(map(type, self._modules)) == self._types
