@@ -93,8 +93,7 @@ def check_same(chat, other, count=4):
 def test_steps_are_those_of_the_modules(kind, dtype, batch, grad_mode, replays):
     chat, other = (Chat(model, batch) for model in make(kind, dtype))
     check_same(chat, other, 8)
-    if dtype != torch.float32:  # which is torch's product where that is faster
-        assert len(replays) == 6, "the first step is called, the second recorded"
+    assert len(replays) == 6, "the first step is called, the second recorded"
 
 
 @pytest.mark.skipif(not MODES_KEEP_INFERENCE, reason="this torch records nothing in inference mode")

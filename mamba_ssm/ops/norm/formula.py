@@ -66,10 +66,10 @@ def _gated_norm_gradients(dout, x, weight, bias, z, mean, rstd, group_size, norm
     return tuple(derivatives.vjp(norm, (x, weight, bias, z), (dout,)))
 
 
-def _swiglu_gradients(dout, xy, want_out):
+def _swiglu_gradients(dout, xy, want_out, gate_last):
     """The backward operator's results."""
-    (dxy,) = derivatives.vjp(lambda xy: (swiglu_ref(xy),), (xy,), (dout,))
-    return dxy, swiglu_ref(xy) if want_out else None
+    (dxy,) = derivatives.vjp(lambda xy: (swiglu_ref(xy, gate_last),), (xy,), (dout,))
+    return dxy, swiglu_ref(xy, gate_last) if want_out else None
 
 
 derivatives.extend(add_norm_op, _add_norm)

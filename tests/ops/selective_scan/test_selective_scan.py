@@ -129,6 +129,8 @@ MANY_CHANNELS = (
     ScanCase(2, 32, 64, dstate=64),  # whole tiles of backward, too
     ScanCase(8, 1536, 136, initial_state=True, reverse=True),
     ScanCase(6, 1536, 205, reverse=True),
+    ScanCase(8, 800, 196, dstate=1, groups=4, z=False),
+    ScanCase(7, 1000, 261, dstate=1, z=False, softplus=False, initial_state=True, reverse=True),
 )
 
 
