@@ -6,9 +6,12 @@ A chunk has at most the sequence's length: a decoding step computes one step, no
 Letters: B batch, L length, D channels, H heads, P headdim, G groups of B and C, R = D / G or H / G, N dstate, Q chunk.
 """
 
-from onnxscript import FLOAT, graph, script
-from onnxscript import opset18 as op
-from onnxscript.values import Opset
+try:
+    from onnxscript import FLOAT, graph, script
+    from onnxscript import opset18 as op
+    from onnxscript.values import Opset
+except ImportError as error:
+    raise ImportError('mamba_ssm.utils.onnx needs onnxscript: pip install "mamba_ssm[onnx]"') from error
 
 _FUNCTIONS = Opset("mamba_ssm", 1)
 _RUNTIME = Opset("com.microsoft", 1)

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from .wheel import BUILD_INFO, CONVOLUTION, MODULES, Wheel
 
-EXTRAS = ("hub", "safetensors", "test", "plot", "publish", "release")
+EXTRAS = ("hub", "safetensors", "gguf", "onnx", "test", "plot", "publish", "release")
 TAGS = {
     "mamba_ssm": ("py3-none-linux_x86_64", "py3-none-manylinux_2_28_x86_64", "py3-none-win_amd64"),
     CONVOLUTION: ("py3-none-any",),
