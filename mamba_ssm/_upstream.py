@@ -90,8 +90,15 @@ class AutogradFunction:
     @classmethod
     def backward(cls, ctx: typing.Any, *grads: torch.Tensor | None) -> typing.Any:
         """The gradients of forward's arguments in their order, None for those that have none. They have no gradient
-        themselves. grads: of forward's results; those left out, or None, are zero.
+        themselves: with the ctx of a torch.autograd.Function, create_graph=True raises RuntimeError. grads: of
+        forward's results; those left out, or None, are zero.
         """
+        # With another ctx grad mode may be on without a meaning.
+        if torch.is_grad_enabled() and isinstance(ctx, torch.autograd.function.BackwardCFunction):
+            raise RuntimeError(
+                f"{cls.__name__}.backward has no second derivative (create_graph=True) within another "
+                f"autograd.Function: call {cls.__name__}.apply in place of the Function"
+            )
         wanted, differentiable = ctx.of_mamba_ssm
         saved = ctx.saved_tensors
         inputs, outputs = saved[: len(wanted)], saved[len(wanted) :]

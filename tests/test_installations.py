@@ -261,9 +261,8 @@ def test_many_changed_and_added_files(problems, site):
     (site / "mamba_ssm" / "ops" / "a.pyc").touch()
     (problem,) = problems(site)
     assert problem.startswith(f"{len(files) + 5} files are not as installed")
-    assert (
-        "changed: mamba_ssm/models/__init__.py, mamba_ssm/models/_fit.py, mamba_ssm/models/config_mamba.py" in problem
-    )
+    first = ", ".join(f"mamba_ssm/models/{path.name}" for path in files[:3])
+    assert f"changed: {first} and {len(files) - 3} more" in problem
     assert "not of it: mamba_ssm/ops/a.py, mamba_ssm/ops/b.py, mamba_ssm/ops/c.py and 2 more" in problem
 
 

@@ -10,7 +10,9 @@ _DICTS = {*_HOOKS, "_parameters", "_buffers", "_modules"}  # others are about st
 
 
 class Snapshot:
-    """All that decides what a call of a model's submodules computes, but values of tensors and inputs.
+    """What decides what a call of a model's submodules computes, but values of tensors and inputs: the modules, what
+    they hold, hooks, and forward, __call__ and step of their classes. Not seen is code that was put in the place of
+    other functions and methods in the midst of decoding, and what was changed inside a list or an object of no tensor.
 
     The model itself is not held: who deletes it gets its memory back when the snapshot is dropped.
 
@@ -89,7 +91,9 @@ def _content_of(module):
 def _is_usable(module):
     return (
         type(module).__module__.startswith(_KNOWN)
-        and "forward" not in module.__dict__
+        and not any(
+            callable(held) and callable(getattr(type(module), name, None)) for name, held in module.__dict__.items()
+        )
         and not any(getattr(module, hooks) for hooks in _HOOKS)
     )
 

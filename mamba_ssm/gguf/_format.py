@@ -86,6 +86,9 @@ class GGUFFile:
                     f"has {self._size}; get it again"
                 )
             self.tensors[tensor.name] = found
+        size = sum(tensor.size for tensor in listed)
+        if size > self._size - start:
+            raise self.error(f"is damaged: its {self._size - start} bytes of tensors are {size}, so some overlap")
 
     def _unpack(self, letters: str) -> tuple[typing.Any, ...]:
         layout = struct.Struct(f"<{letters}")

@@ -44,7 +44,10 @@ def recorded_step(model: typing.Any, input_ids: torch.Tensor, inference_params: 
     """
     if watched() or torch.is_grad_enabled() or reference.on or functions_watched():
         return None
-    if type(input_ids) is not torch.Tensor or not input_ids.is_cpu or input_ids.dim() != 2 or input_ids.shape[1] != 1:
+    if type(input_ids) is not torch.Tensor or input_ids.dim() != 2 or input_ids.shape[1] != 1:
+        return None
+    if not input_ids.is_cpu:
+        _SESSIONS.pop(id(inference_params), None)  # it would keep the parameters that the model had on the CPU
         return None
     if not inference_params.seqlen_offset > 0 or autocast_dtype(input_ids) is not None:
         return None
@@ -87,7 +90,8 @@ class _Session:
         if tensors is None:
             self.pause = _PAUSE
             return None
-        states = torch.get_num_threads(), input_ids.shape[0], places_of(tensors)
+        layers = list(inference_params.key_value_memory_dict)
+        states = torch.get_num_threads(), input_ids.shape[0], layers, places_of(tensors)
         if self.snapshot is None or not self.snapshot.holds(model):
             self.pause = 0 if self.snapshot is None else _PAUSE
             self.snapshot, self.states = Snapshot(model), None

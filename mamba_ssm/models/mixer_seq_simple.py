@@ -313,7 +313,8 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
                 return CausalLMOutput(logits=logits)
         padding = None
         if attention_mask is not None:
-            padding = padding_of("MambaLMHeadModel", attention_mask, input_ids)
+            packed = {name: mixer_kwargs.get(name) for name in ("seq_idx", "cu_seqlens")}
+            padding = padding_of("MambaLMHeadModel", attention_mask, input_ids, packed)
             mixer_kwargs["attention_mask"] = padding
         hidden_states = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
         if labels is not None:

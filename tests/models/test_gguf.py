@@ -183,6 +183,15 @@ def set_value(key, value, layout="<I"):
     return change
 
 
+def overlapping(data):
+    """All tensors at the beginning of what is left of a file."""
+    changed = bytearray(data)
+    for name in re.finditer(rb"(?:token_embd|output_norm|blk\.\d\.\w+)(?:\.weight|\.bias)?(?=[\1\2]\0\0\0)", data):
+        (dims,) = struct.unpack_from("<I", data, name.end())
+        struct.pack_into("<Q", changed, name.end() + 4 + 8 * dims + 4, 0)
+    return bytes(changed[: len(data) * 4 // 5])
+
+
 def test_no_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file"):
         load_model(tmp_path / "none.gguf")
@@ -199,6 +208,7 @@ def test_no_file(tmp_path):
         (lambda data: data[:16] + struct.pack("<Q", 2**60) + data[24:], f"promises {2**60} metadata fields"),
         (lambda data: data[:24] + struct.pack("<Q", 2**63) + data[32:], f"promises {2**63} more than it has"),
         (lambda data: data[:-1], "is cut off: blk.1.ssm_out.weight"),
+        (overlapping, "so some overlap"),
         (
             lambda data: data.replace(b"\x00mamba", b"\x00llama", 1),
             "has the architecture 'llama', and mamba and mamba2",

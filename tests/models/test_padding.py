@@ -85,6 +85,8 @@ def test_wrong_calls():
         model(tokens, attention_mask=mask[:, :5])
     with pytest.raises(ValueError, match="attention_mask and seq_idx cannot be given together"):
         model(tokens, attention_mask=mask, seq_idx=torch.zeros_like(tokens, dtype=torch.int32))
+    with pytest.raises(ValueError, match="attention_mask and seq_idx cannot be given together"):  # without padding, too
+        model(tokens, attention_mask=torch.ones_like(mask), seq_idx=torch.zeros_like(tokens, dtype=torch.int32))
     with pytest.raises(TypeError, match=r"must be a torch\.Tensor, got list"):
         model([[1, 2]], attention_mask=mask)
     with pytest.raises(ValueError, match=r"the input of an attention_mask must be \(B, L, \.\.\.\), got \(12,\)"):

@@ -231,6 +231,13 @@ def new_cache(chat):
     chat.params.key_value_memory_dict = chat.model.allocate_inference_cache(1, 100)
 
 
+def states_of_other_layers(chat):
+    cache = chat.params.key_value_memory_dict
+    first, second = cache[0], cache[1]
+    cache.clear()
+    cache[1], cache[0] = first, second
+
+
 def start_again(chat):
     chat.params.reset(100, 1)
     chat.call(3)
@@ -273,6 +280,7 @@ CHANGES = [
     other_states,
     states_in_place,
     new_cache,
+    states_of_other_layers,
     start_again,
     several_tokens,
     layers_swapped,
@@ -280,7 +288,7 @@ CHANGES = [
 ]
 # how many of 4 steps after the change are recorded ones; of others none, for a while
 REPEATED = dict.fromkeys((other_weights, no_gradients_wanted, states_in_place, start_again, several_tokens), 4)
-REPEATED |= dict.fromkeys((other_states, new_cache), 2)
+REPEATED |= dict.fromkeys((other_states, new_cache, states_of_other_layers), 2)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

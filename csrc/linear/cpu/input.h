@@ -34,6 +34,9 @@ inline bool quantize_block(const float* x, int16_t* integers, float* scale) {
     for (int i = 0; i < kLanes; ++i) {
         most = lanes[i] > most ? lanes[i] : most;
     }
+    if (sum(not_finite) != 0.0f || (most > 0.0f && most <= kSmall)) {
+        return false;
+    }
     *scale = most / kLargest;
     const Vec inverse = set1(most > 0.0f ? kLargest / most : 0.0f);
     for (int i = 0; i < kFeatureBlock; i += kLanes) {
@@ -42,7 +45,7 @@ inline bool quantize_block(const float* x, int16_t* integers, float* scale) {
             integers[i + lane] = static_cast<int16_t>(lanes[lane]);
         }
     }
-    return sum(not_finite) == 0.0f && (most == 0.0f || most > kSmall);
+    return true;
 }
 
 inline ProjectionInput prepare_input(const Projection& p, float* scratch) {
