@@ -63,7 +63,9 @@ mamba_flags(GNU "LINK" LINKER:--gc-sections LINKER:--as-needed)
 mamba_flags(GNU "LINK" LINKER:--no-undefined) # a missing kernel is an error now, not when it is called
 mamba_flags(GNU "LINK" "LINKER:--version-script=${CMAKE_CURRENT_SOURCE_DIR}/exports.map") # cudart's symbols stay inside
 mamba_flags(GNU "LINK" LINKER:--build-id=sha1)
-mamba_flags(GNU "LINK" LINKER:-z,nodelete) # dlclose would unmap what mamba_cpu's threads run
+if(NOT WIN32) # MinGW's linker has no -z
+    mamba_flags(GNU "LINK" LINKER:-z,nodelete) # dlclose would unmap what mamba_cpu's threads run
+endif()
 if(NOT MAMBA_DEBUG)
     mamba_flags(GNU "LINK" LINKER:--strip-all)
 endif()
