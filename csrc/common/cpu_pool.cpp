@@ -47,6 +47,15 @@ bool spin_until(Condition condition) {
     return false;
 }
 
+// What condition.wait(lock, ready) is. gcc 12 gives that function a symbol which wheels for glibc 2.28 may not need; to wait
+// until a time has none.
+template <class Ready>
+void wait_for(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, Ready ready) {
+    while (!ready()) {
+        condition.wait_until(lock, std::chrono::system_clock::now() + std::chrono::hours(1));
+    }
+}
+
 // Held for a few instructions at a time. A holder that the system has put aside is waited for without using its processor.
 class SpinLock {
  public:
@@ -90,7 +99,7 @@ class Pool {
         }
         ++callers_asleep_;
         std::unique_lock<std::mutex> lock(mutex_);
-        job_done_.wait(lock, done);
+        wait_for(job_done_, lock, done);
         --callers_asleep_;
     }
 
@@ -196,7 +205,7 @@ class Pool {
             if (!spin_until(some_open)) {
                 ++threads_asleep_;
                 std::unique_lock<std::mutex> lock(mutex_);
-                job_added_.wait(lock, some_open);
+                wait_for(job_added_, lock, some_open);
                 --threads_asleep_;
             }
             int64_t share = 0;
