@@ -5,13 +5,15 @@ They come from formulas: functions of an operator's arguments that return its re
 others that have such derivatives. extend and extend_backward give them to an operator that is defined.
 """
 
+import functools
+
 import torch
 import torch.autograd.forward_ad as forward_ad
 
 from mamba_ssm._torch import private
 from mamba_ssm._torch.autocast import no_autocast
 
-TRANSFORMED = {}  # forward operator -> the same for use in forward mode and under torch.func
+FORMULAS = {}  # forward operator -> (its formula, of_operators), see extend
 SECOND = {}  # backward operator -> gradients of its arguments, from them, which are needed, and those of its results
 
 
@@ -21,7 +23,7 @@ def extend(op, formula, of_operators=False):
     of_operators: the formula is made of this package's operators, which have both themselves; else it is plain torch,
     and the results and first gradients still come from kernels.
     """
-    TRANSFORMED[op] = formula if of_operators else _transformable(op, formula)
+    FORMULAS[op] = formula, of_operators
 
 
 def extend_backward(op, formula=None, second=None):
@@ -31,7 +33,8 @@ def extend_backward(op, formula=None, second=None):
 
 def run(op, arguments):
     """op(*arguments) where a transform of torch.func is active or a tensor carries a tangent."""
-    return TRANSFORMED.get(op, op)(*arguments)
+    formula, of_operators = FORMULAS.get(op, (op, True))
+    return (formula if of_operators else _transformable(op, formula))(*arguments)
 
 
 def has_tangent(given):
@@ -131,6 +134,7 @@ class Again:
 # ---- torch.func ------------------------------------------------------------------------------------------------------
 
 
+@functools.cache  # made when it is first used, not at import
 def _transformable(op, formula):
     """op for torch.func: an autograd.Function with a setup_context, a jvp and a vmap, and one for its gradient.
 

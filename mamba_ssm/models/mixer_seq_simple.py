@@ -12,7 +12,7 @@ import torch.nn as nn
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import parameter_dtype, usable_device
 from mamba_ssm._torch import is_plain, weight_and_bias
-from mamba_ssm.models._create_block import create_block
+from mamba_ssm.models._create_block import create_block as create_block  # where upstream has it
 from mamba_ssm.models._decoding import recorded_step
 from mamba_ssm.models._fit import (
     EMBEDDING,

@@ -131,3 +131,15 @@ def convolve_differentiable_step(
 
 def _activate(x: torch.Tensor, activation: str | None) -> torch.Tensor:
     return x if activation is None else F.silu(x)
+
+
+def project_channels(projection: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """projection of x (B, D, L) as (B, out, L), in memory too: each channel's time line stays contiguous."""
+    if is_plain(projection, nn.Linear) and projection.bias is None:
+        return times_channels(projection.weight, x)
+    return projection(x.transpose(1, 2)).transpose(1, 2)
+
+
+def times_channels(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """weight (out, D) times x (B, D, L). Not by matmul, which would transpose x in memory."""
+    return torch.bmm(weight.expand(x.shape[0], -1, -1), x)

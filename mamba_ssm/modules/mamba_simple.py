@@ -3,7 +3,6 @@
 import functools
 import math
 import typing
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from mamba_ssm._native import abi
 from mamba_ssm._torch import autocast_dtype, is_plain, weight_and_bias
 from mamba_ssm.distributed.across_ranks import mamba_across_ranks, selective_scan_across_ranks
 from mamba_ssm.modules._bimamba import both_ways, type_of
+from mamba_ssm.modules._block_without_mlp import Block as Block  # where it was in 1.x
 from mamba_ssm.modules._inputs import (
     check_input,
     check_projections,
@@ -29,8 +29,9 @@ from mamba_ssm.modules._submodules import (
     convolve_across_ranks,
     convolve_differentiable_step,
     convolve_step,
+    project_channels,
+    times_channels,
 )
-from mamba_ssm.modules.block import Block as _Block
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.modules.quantized import QuantizedLinear
@@ -300,9 +301,9 @@ class Mamba(StatefulBlock):
             return mamba_across_ranks(self._block_inputs(hidden_states), group)
         x, z = self._project_in(hidden_states).chunk(2, dim=1)
         x = convolve_across_ranks(self.conv1d, x, self.activation, group)
-        dt, B, C = _project_channels(self.x_proj, x).split([self.dt_rank, self.d_state, self.d_state], dim=1)
+        dt, B, C = project_channels(self.x_proj, x).split([self.dt_rank, self.d_state, self.d_state], dim=1)
         plain = is_plain(self.dt_proj, nn.Linear)  # then the scan adds the bias, in float32
-        dt = _times_channels(self.dt_proj.weight, dt) if plain else _project_channels(self.dt_proj, dt)
+        dt = times_channels(self.dt_proj.weight, dt) if plain else project_channels(self.dt_proj, dt)
         x, B, C, z = (tensor.to(dt.dtype) for tensor in (x, B, C, z))
         A, dt_bias = -torch.exp(self.A_log.float()), self.dt_proj.bias if plain else None
         y = selective_scan_across_ranks(x, dt, A, B, C, self.D, z, dt_bias, True, group)
@@ -439,29 +440,3 @@ class Mamba(StatefulBlock):
 
     def _ssm_state_shape(self) -> tuple[int, ...]:
         return self.d_inner, self.d_state
-
-
-def _project_channels(projection: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """projection of x (B, D, L) as (B, out, L), in memory too: each channel's time line stays contiguous."""
-    if is_plain(projection, nn.Linear) and projection.bias is None:
-        return _times_channels(projection.weight, x)
-    return projection(x.transpose(1, 2)).transpose(1, 2)
-
-
-def _times_channels(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """weight (out, D) times x (B, D, L). Not by matmul, which would transpose x in memory."""
-    return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
-
-
-class Block(_Block):
-    """modules.block.Block without an MLP, with the arguments that it had at this path in mamba_ssm 1.x."""
-
-    def __init__(
-        self,
-        dim: int,
-        mixer_cls: Callable[[int], nn.Module],
-        norm_cls: Callable[[int], nn.Module] = nn.LayerNorm,
-        fused_add_norm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> None:
-        super().__init__(dim, mixer_cls, nn.Identity, norm_cls, fused_add_norm, residual_in_fp32)

@@ -1,11 +1,10 @@
 """A linear layer of few rows, as decoding has: it takes as long as reading the weight does. And weights of int8."""
 
 from mamba_ssm.ops.linear.linear import linear, project
-from mamba_ssm.ops.linear.quantized import dequantize_weight, quantize_weight, quantized_linear, scales_shape
-from mamba_ssm.ops.linear.reference import dequantize, linear_ref
+from mamba_ssm.ops.linear.quantized import quantize_weight, quantized_linear, scales_shape
+from mamba_ssm.ops.linear.reference import dequantize_weight, linear_ref
 
 __all__ = [
-    "dequantize",
     "dequantize_weight",
     "linear",
     "linear_ref",

@@ -4,11 +4,10 @@ import torch
 import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._native import abi
 from mamba_ssm._torch import autocast_dtype, reference
 from mamba_ssm.ops.linear.linear import is_few_rows, linear
+from mamba_ssm.ops.linear.reference import BLOCK, dequantize_weight
 
-BLOCK = abi.INT8_BLOCK  # weights that share a scale
 _LARGEST = 127
 _NAME = "quantized_linear"
 
@@ -43,14 +42,6 @@ def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         whole += (2 * (scaled - whole)).trunc()
         values = whole.flatten(1)[:, : weight.shape[1]].to(torch.int8)
     return values.contiguous(), stored
-
-
-def dequantize_weight(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """int8 (..., in) and float16 scales (..., ceil(in / 32)) -> (..., in) of dtype, rounded once."""
-    wide = scales.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    if weight.shape[-1] % BLOCK == 0:
-        return (weight.unflatten(-1, (-1, BLOCK)) * wide[..., None]).to(dtype).flatten(-2)
-    return (weight * wide.repeat_interleave(BLOCK, dim=-1)[..., : weight.shape[-1]]).to(dtype)
 
 
 def quantized_linear(

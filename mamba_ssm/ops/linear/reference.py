@@ -2,10 +2,17 @@
 
 import torch
 
+from mamba_ssm._native import abi
 
-def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """weight (out, in) int8, scales (out, ceil(in / 32)) float16 -> weight[o, i] * scales[o, i // 32], float32."""
-    return weight.float() * scales.float().repeat_interleave(32, dim=1)[:, : weight.shape[1]]
+BLOCK = abi.INT8_BLOCK  # weights that share a scale
+
+
+def dequantize_weight(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """int8 (..., in) and float16 scales (..., ceil(in / 32)) -> (..., in) of dtype, rounded once."""
+    wide = scales.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    if weight.shape[-1] % BLOCK == 0:
+        return (weight.unflatten(-1, (-1, BLOCK)) * wide[..., None]).to(dtype).flatten(-2)
+    return (weight * wide.repeat_interleave(BLOCK, dim=-1)[..., : weight.shape[-1]]).to(dtype)
 
 
 def linear_ref(
@@ -16,6 +23,6 @@ def linear_ref(
 ) -> torch.Tensor:
     """linear() in plain torch, of any float dtype of x, to which an int8 weight is rounded once dequantised."""
     if scales is not None:
-        weight = dequantize(weight, scales).to(x.dtype)
+        weight = dequantize_weight(weight, scales, x.dtype)
     out = x @ weight.T
     return out if bias is None else (out + bias.to(torch.promote_types(x.dtype, bias.dtype))).to(x.dtype)
