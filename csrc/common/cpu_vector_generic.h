@@ -216,7 +216,7 @@ MAMBA_INLINE Int8Block load_block(const int8_t* data) {
     }
     return block;
 }
-// Their products with 32 integers, exact, summed up in the lanes.
+// Their products with 32 integers, summed up exactly and then rounded to a float.
 MAMBA_INLINE Vec multiply_block(const Int8Block& block, const int16_t* x) {
     Vec sums = zero();
     int32_t total = 0;
