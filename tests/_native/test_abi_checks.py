@@ -278,7 +278,7 @@ def test_wrong_sizes_of_workspaces(answers):
 
 @pytest.mark.parametrize("kind,expected", [("cpu", abi.OK), ("cuda", abi.ERROR_DRIVER)])
 def test_the_rest_of_those_calls_is_right(kind, expected):
-    """On the CPU they succeed; mamba_cuda lets them pass and then finds no GPU, which a sequence of no calls never seeks."""
+    """On the CPU they succeed; mamba_cuda lets them pass and then finds no GPU, unless there is nothing to call."""
     for name, (code, message) in ask(kind)["good"].items():
         assert code == (abi.OK if name == "run_sequence" else expected), (name, message)
 
