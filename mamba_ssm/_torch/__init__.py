@@ -8,7 +8,7 @@ parameters. determinism.py: whether results must repeat. reference.py: whether r
 """
 
 from mamba_ssm._torch import derivatives, reference
-from mamba_ssm._torch.autocast import autocast_dtype, autocast_without_cache, no_autocast
+from mamba_ssm._torch.autocast import autocast_dtype, autocast_state, autocast_without_cache, no_autocast
 from mamba_ssm._torch.derivatives import Again
 from mamba_ssm._torch.determinism import set_deterministic_mode, use_deterministic_mode
 from mamba_ssm._torch.dispatch import (
@@ -17,12 +17,13 @@ from mamba_ssm._torch.dispatch import (
     call_below_autograd,
     call_in_backward,
     functions_watched,
+    planned,
     refuse_second_derivatives,
     values_at_hand,
     wants_one_node,
     watched,
 )
-from mamba_ssm._torch.modules import is_plain, module_behind, parameters_of, weight_and_bias
+from mamba_ssm._torch.modules import is_bare, is_plain, module_behind, parameters_of, weight_and_bias
 from mamba_ssm._torch.plans import forget as forget_plans
 from mamba_ssm._torch.plans import look_at_values, note_call, wrote_in_place
 from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, DispatchMode, archive_names, current_stream, is_compiling
@@ -41,6 +42,7 @@ __all__ = [
     "archive_names",
     "are_plain",
     "autocast_dtype",
+    "autocast_state",
     "autocast_without_cache",
     "call",
     "call_below_autograd",
@@ -51,6 +53,7 @@ __all__ = [
     "flat",
     "forget_plans",
     "functions_watched",
+    "is_bare",
     "is_compiling",
     "is_plain",
     "look_at_values",
@@ -61,6 +64,7 @@ __all__ = [
     "note_call",
     "parameters_of",
     "places_of",
+    "planned",
     "plans_forgotten",
     "pointer_offsets",
     "record_calls",

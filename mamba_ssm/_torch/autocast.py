@@ -28,6 +28,15 @@ def autocast_dtype(tensor):
     return None
 
 
+def autocast_state():
+    """What else torch's products depend on than their operands."""
+    if not SINCE_2_4:
+        on, on_cpu = torch.is_autocast_enabled(), torch.is_autocast_cpu_enabled()
+        return on and torch.get_autocast_gpu_dtype(), on_cpu and torch.get_autocast_cpu_dtype()
+    on, on_cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    return on and torch.get_autocast_dtype("cuda"), on_cpu and torch.get_autocast_dtype("cpu")
+
+
 def no_autocast(tensor):
     """Context in which autocast changes nothing. Compilers trace backward under forward's autocast: nothing to do."""
     if is_compiling() or autocast_dtype(tensor) is None:

@@ -109,8 +109,8 @@ class Again:
     __slots__ = "is_cast", "parameters", "versions"
 
     def __init__(self, inputs, kept):
-        """kept: the first input as the node may keep it."""
-        self.is_cast = kept is not inputs[0]
+        """kept: the first input as the node keeps it, or None."""
+        self.is_cast = kept is not None and kept is not inputs[0]
         self.parameters = inputs[1:]
         self.versions = [0 if tensor is None else tensor._version for tensor in self.parameters]
 

@@ -3,7 +3,7 @@
 import torch
 
 from mamba_ssm._torch import derivatives, private, reference
-from mamba_ssm._torch.plans import are_plain
+from mamba_ssm._torch.plans import Planned, are_plain
 from mamba_ssm._torch.private import is_compiling
 from mamba_ssm._torch.registration import (
     FUNCTIONS,
@@ -86,6 +86,24 @@ def call_in_backward(op, *arguments):
     if _may_hide_a_dimension():
         return redispatch(op, arguments)
     return call_below_autograd(op, *arguments)
+
+
+def planned(name, implementation, reads=()):
+    """A function of several operators and torch's products by plans, as an autograd.Function's forward calls it: with
+    gradients off. Its arguments are tensors and settings. It calls operators by call_below_autograd, or, if it serves
+    a backward, by call_in_backward. name: of its plans. reads: see registration.define.
+    """
+    if private.MODES_KNOWN:
+        PLANNED[name] = Planned(implementation, reads)
+
+    def run(*arguments):
+        known = PLANNED.get(name)
+        if known is None or watched() or torch.is_grad_enabled() or _may_hide_a_dimension():
+            return implementation(*arguments)
+        results = known(arguments)
+        return implementation(*arguments) if results is None else results
+
+    return run
 
 
 def _may_hide_a_dimension():

@@ -9,6 +9,7 @@ import torch.nn as nn
 from mamba_ssm._torch.autocast import traced_by_old_torch
 from mamba_ssm._torch.private import HOOKS_KNOWN as _HOOKS_KNOWN
 from mamba_ssm._torch.private import PARAMETERS_KNOWN as _PARAMETERS_KNOWN
+from mamba_ssm._torch.private import has_global_hooks as _has_global_hooks
 from mamba_ssm._torch.private import is_compiling
 
 _Module = typing.TypeVar("_Module", bound=nn.Module)
@@ -32,6 +33,11 @@ def is_plain(module: nn.Module, cls: type[_Module]) -> typing.TypeGuard[_Module]
     weight = module._parameters.get("weight") if _PARAMETERS_KNOWN else getattr(module, "weight", None)
     own_arithmetic = type(weight) is not nn.Parameter and hasattr(weight, "__tensor_flatten__")
     return "forward" not in module.__dict__ and not own_arithmetic
+
+
+def is_bare(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Whether nobody would see a call of module but cls.forward itself: whether its caller may do that one's work."""
+    return is_plain(module, cls) and _has_global_hooks is not None and not _has_global_hooks()
 
 
 def parameters_of(module: nn.Module, name: str) -> dict[str, nn.Parameter | None]:

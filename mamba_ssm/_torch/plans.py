@@ -1,9 +1,10 @@
 """Plans: what a call did, kept for later calls like it, which then skip checks, layout and filling records.
 
-A small call is bound by the host's time. Most operators only look at their tensors, allocate, copy those whose strides
-kernels do not take, and call native functions with a struct each. So the second call of a kind is recorded: what it
-allocated, and which of a struct's pointers lie in which argument or allocation. Later calls of that kind allocate the
-same, write the new addresses into copies of the structs, and call the functions. A call that did more has no plan.
+A small call is bound by the host's time. Most operators only look at their tensors, allocate, and call native functions
+with a struct each, or torch for a product. So the second call of a kind is recorded: what it allocated, which functions
+of torch it called, and which of a struct's pointers lie in which tensor. Later calls of that kind do the same with
+their tensors, writing addresses into copies of the structs. A call that did more has no plan. What a call allocates is
+given back after the last step that uses it.
 
 Calls are of one kind if all that an implementation can see is the same: options, the number of threads, what else the
 operator says that it reads, and of each tensor the shape, strides, dtype, device and alignment. An implementation that
@@ -12,13 +13,23 @@ watches operators (see dispatch.watched), so that compilers and tracers never me
 functions answer calls `forget`.
 """
 
+import contextlib
 import ctypes
 import math
 import threading
+import typing
 
 import torch
 
-from mamba_ssm._torch.private import MODES_KEEP_INFERENCE, DispatchMode, current_stream, pop_mode, push_mode
+from mamba_ssm._torch.private import (
+    MODES_KEEP_INFERENCE,
+    DispatchMode,
+    below_autograd,
+    current_stream,
+    pop_mode,
+    push_mode,
+)
+from mamba_ssm._torch.registry import run_implementation
 
 _MOST = 256  # kinds of calls of one operator: the lengths of texts may all differ
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
@@ -27,8 +38,24 @@ _NEVER = -math.inf  # how often a kind came that has no plan
 _PATIENCE = 64  # see Planned.patience
 _ALIGNMENT = 16  # the most that kernels read at once
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_COPIES = {"clone", "contiguous"}  # the latter in inference mode, where it is an operator of its own
+# What an implementation may have torch compute: dispatched name -> the function that does it again.
+_FUNCTIONS = {
+    "_to_copy.default": lambda x, **to: x.to(copy=True, **to),
+    "addmm.default": torch.addmm,
+    "addmm_.default": torch.Tensor.addmm_,
+    "clone.default": torch.clone,
+    "copy_.default": torch.Tensor.copy_,
+    "exp.default": torch.exp,
+    "linear.default": torch.nn.functional.linear,
+    "matmul.default": torch.matmul,
+    "mm.default": torch.mm,
+    "mm.out": torch.mm,
+    "mul.Tensor": torch.mul,
+    "neg.default": torch.neg,
+    "sum.dim_IntList": torch.sum,
+}
 _VIEWS = {
+    "_unsafe_view",
     "alias",
     "as_strided",
     "detach",
@@ -37,12 +64,13 @@ _VIEWS = {
     "select",
     "slice",
     "squeeze",
+    "t",
     "transpose",
     "unsqueeze",
     "view",
 }
-_VIEWS_IF_POSSIBLE = {"flatten", "reshape"}  # in inference mode, where they are operators of their own
-_empty_strided, _empty_like, _num_threads = torch.empty_strided, torch.empty_like, torch.get_num_threads
+_empty_strided, _empty_like, _as_strided = torch.empty_strided, torch.empty_like, torch.as_strided
+_num_threads = torch.get_num_threads
 _increment_version = torch.autograd.graph.increment_version
 
 FORGOTTEN = [0]  # how often forget was called
@@ -63,7 +91,9 @@ class Planned:
         _TABLES.append(self)
 
     def __call__(self, arguments):
-        """The results; None of calls that are not planned."""
+        """The results; None of calls that are not planned. Of a function, not of an operator, a result may be an
+        argument or a part of one.
+        """
         key, addresses = [_num_threads(), arguments[0].device], []
         for read in self.reads:
             key.append(read())
@@ -80,7 +110,7 @@ class Planned:
                     argument.is_neg(),
                 )
                 addresses.append(address)
-            elif kind in _NO_TENSORS:
+            elif kind in _NO_TENSORS or kind is tuple:  # of settings
                 key.append(argument)
                 addresses.append(None)
             else:
@@ -132,105 +162,245 @@ def forget():
 
 
 class Plan:
-    """What calls of one kind do."""
+    """What calls of one kind do, with numbered tensors: the arguments, then those that a call makes, in order."""
 
-    def __init__(self, calls, made, arguments, results, written):
+    def __init__(self, steps, arguments, results, written):
+        found = _Tensors(arguments)
+        self.steps = [found.step_of(step) for step in steps]
+        self.calls = [step for step in self.steps if type(step) is Call]
         # (an argument, another that holds some of the same memory, which the plan counts as the first's, bytes from
         # start to start): the plan is for calls with the same
-        self.overlaps = set()
-        self.made = [_recipe(tensor, source, arguments, self.overlaps) for tensor, source in made]
-        made = [tensor for tensor, _ in made]
-        self.calls = [_Call(call, made, arguments, self.overlaps) for call in calls]
-        self.idle = []  # structs that no call is using: threads share plans
         self.index = arguments[0].get_device()
-        self.results_of = _results_of(results, made)
-        self.written = [_argument_of(tensor, arguments, self.overlaps) for tensor in written]
+        self.results_of = found.results_of(results)
+        self.written = [found.number_of(tensor, len(arguments)) for tensor in written]
+        self.overlaps = found.overlaps
+        self.idle = []  # structs that no call is using: threads share plans
+        _give_back(self.steps, len(arguments), set(found.kept))
 
     def run(self, arguments, addresses):
         try:
             structs = self.idle.pop()
         except IndexError:
             structs = [call.struct() for call in self.calls]
-        made = []
-        for copied, like, shape, strides, dtype, device in self.made:
-            if copied is not None:
-                made.append(arguments[copied].contiguous())
-            elif like is not None:
-                made.append(_empty_like(arguments[like]))
-            else:
-                made.append(_empty_strided(shape, strides, dtype=dtype, device=device))
+        tensors, pending = list(arguments), iter(structs)
         stream = None if self.index < 0 else current_stream(self.index)
-        for call, (params, words) in zip(self.calls, structs, strict=True):
-            if stream is not None:
-                words[call.stream] = stream
-            for word, source, offset in call.given:
-                words[word] = addresses[source] + offset
-            for word, source, offset in call.new:
-                words[word] = made[source].data_ptr() + offset
-            code = call.function(params)
-            if code:
-                call.check(*call.where, code)
-        for source in self.written:
-            if not arguments[source].is_inference():
-                _increment_version(arguments[source])
+        for step in self.steps:
+            step.run(tensors, addresses, pending, stream)
+            for number in step.last:
+                tensors[number] = None
+        for number in self.written:
+            if not arguments[number].is_inference():
+                _increment_version(arguments[number])
         self.idle.append(structs)
-        return self.results_of(made)
+        return self.results_of(tensors)
 
 
-class _Call:
-    """A native call of a plan."""
+def _give_back(steps, first, kept):
+    """Says of each step which tensors, from the first number that was made on, no later one and no result needs."""
+    seen = set(kept)
+    for step in reversed(steps):
+        step.last = tuple(number for number in step.numbers if number >= first and number not in seen)
+        seen.update(step.last)
 
-    def __init__(self, call, made, arguments, overlaps):
+
+class Allocation:
+    """A step: a new tensor, like another or of this layout."""
+
+    def __init__(self, number, like, layout):
+        self.numbers = {number}
+        self.like, self.layout = like, layout
+
+    def run(self, tensors, addresses, structs, stream):
+        if self.like is not None:
+            made = _empty_like(tensors[self.like])
+        else:
+            shape, strides, dtype, device = self.layout
+            made = _empty_strided(shape, strides, dtype=dtype, device=device)
+        tensors.append(made)
+        addresses.append(made.data_ptr())
+
+
+class Function:
+    """A step: a function of torch, whose result may be a new tensor."""
+
+    def __init__(self, function, operands, named, numbers, is_new):
+        self.function, self.operands, self.named = function, operands, named
+        self.numbers, self.is_new = numbers, is_new
+
+    def run(self, tensors, addresses, structs, stream):
+        given = [operand.of(tensors) for operand in self.operands]
+        result = self.function(*given, **{name: operand.of(tensors) for name, operand in self.named})
+        if self.is_new:
+            tensors.append(result)
+            addresses.append(result.data_ptr())
+
+
+class Call:
+    """A step: a native call."""
+
+    def __init__(self, call, pointers):
         functions, name, params, self.check = call
         self.function, self.where = functions[name], (functions, name)
         self.kind, self.bytes = type(params), bytes(params)
         self.stream = self.kind.stream.offset // 8
-        self.given, self.new = _pointers(params, made, arguments, overlaps)
+        self.pointers = pointers  # (word, which tensor's, bytes from its start)
+        self.numbers = {number for _, number, _ in pointers}
 
     def struct(self):
         """(A copy of the parameters, their words)."""
         params = self.kind.from_buffer_copy(self.bytes)
         return params, memoryview(params).cast("B").cast("q")
 
+    def run(self, tensors, addresses, structs, stream):
+        params, words = next(structs)
+        if stream is not None:
+            words[self.stream] = stream
+        for word, number, offset in self.pointers:
+            words[word] = addresses[number] + offset
+        code = self.function(params)
+        if code:
+            self.check(*self.where, code)
+
+
+class Constant:
+    """What is no tensor, as an operand."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def of(self, tensors):
+        return self.value
+
+
+class Whole:
+    """A numbered tensor, as an operand or a result."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def of(self, tensors):
+        return tensors[self.number]
+
+
+class Part:
+    """Some of a numbered tensor's elements, the first of them so many behind its own."""
+
+    def __init__(self, number, shape, strides, distance):
+        self.number, self.shape, self.strides, self.distance = number, shape, strides, distance
+
+    def of(self, tensors):
+        tensor = tensors[self.number]
+        return _as_strided(tensor, self.shape, self.strides, tensor.storage_offset() + self.distance)
+
 
 class _NoPlan(Exception):
-    """Of a call that did more than allocate and call native functions."""
+    """Of a call that did more than allocate, compute with torch's functions above, and call native functions."""
 
 
-def _recipe(tensor, source, arguments, overlaps):
-    """(Which argument it is a contiguous copy of, which it is laid out like; None for none; then its layout.)"""
-    layout = _layout(tensor)
-    copied = None if source is None else _argument_of(source, arguments, overlaps)
-    for number, argument in enumerate(arguments):
-        if isinstance(argument, _TENSOR) and argument.is_contiguous() and _layout(argument) == layout:
-            return copied, number, *layout
-    return copied, None, *layout
+class _Tensors:
+    """The numbered tensors of a call that is made into a plan."""
 
+    def __init__(self, arguments):
+        self.tensors = list(arguments)
+        self.arguments = len(arguments)
+        self.overlaps = set()  # see Plan
+        self.kept = []  # numbers of results
 
-def _pointers(params, made, arguments, overlaps):
-    """Which words of the struct hold addresses in arguments and in allocations: lists of (word, which, bytes from its
-    start).
+    def step_of(self, step):
+        if type(step) is not Done:
+            return Call(step, [*self._pointers(step[2])])
+        function, operands, named, result = step
+        if function is None:
+            number = self._add(result)
+            return Allocation(number, self._like(result), _layout(result))
+        operands, named = [*map(self._operand, operands)], [(name, self._operand(named[name])) for name in named]
+        numbers = {operand.number for operand in (*operands, *(of for _, of in named)) if hasattr(operand, "number")}
+        is_new = not any(_holds(tensor, result.data_ptr()) for tensor in self.tensors)
+        if is_new:
+            numbers.add(self._add(result))
+        return Function(function, operands, named, numbers, is_new)
 
-    An address may lie in several arguments, such as slices of one tensor. Then any of them leads to it, as long as they
-    lie to each other as now, which overlaps notes.
-    """
-    given, new = [], []
-    for offset in pointer_offsets(type(params)):
-        address = ctypes.c_void_p.from_buffer(params, offset).value
-        if offset == type(params).stream.offset or not address:
-            continue
-        found = [
-            (places, number, address - tensor.data_ptr())
-            for places, tensors in ((given, arguments), (new, made))
-            for number, tensor in enumerate(tensors)
-            if isinstance(tensor, _TENSOR) and 0 <= address - tensor.data_ptr() < max(1, span(tensor))
-        ]
-        if not found or (len(found) > 1 and any(places is new for places, _, _ in found)):  # of a copy, for one
+    def results_of(self, results):
+        """A function from tensors to results in the same form."""
+        if isinstance(results, _TENSOR):
+            return self._result(results).of
+        kept = [None if result is None else self._result(result) for result in results]
+        kind = type(results)
+        if kind is list:
+            return lambda tensors: [None if result is None else result.of(tensors) for result in kept]
+        new = tuple.__new__
+        return lambda tensors: new(kind, [None if result is None else result.of(tensors) for result in kept])
+
+    def number_of(self, tensor, end=None):
+        """Which of the first so many tensors it is. It may have been given twice, which overlaps then notes."""
+        layout = tensor.data_ptr(), _layout(tensor)
+        first, *others = [
+            number
+            for number, other in enumerate(self.tensors[:end])
+            if isinstance(other, _TENSOR) and (other.data_ptr(), _layout(other)) == layout
+        ] or [None]
+        if first is None:
             raise _NoPlan
-        places, number, distance = found[0]
-        overlaps.update((number, other, distance - of_other) for _, other, of_other in found[1:])
-        places.append((offset // 8, number, distance))
-    return given, new
+        self.overlaps.update((first, other, 0) for other in others)
+        return first
+
+    def _result(self, tensor):
+        result = self._operand(tensor)
+        self.kept.append(result.number)
+        return result
+
+    def _operand(self, given):
+        if not isinstance(given, _TENSOR):
+            if isinstance(given, (list, tuple)) and any(isinstance(one, _TENSOR) for one in given):
+                raise _NoPlan
+            return Constant(given)
+        number, distance = self._find(given.data_ptr())
+        base = self.tensors[number]
+        if given.dtype != base.dtype or given.device != base.device or distance % given.element_size():
+            raise _NoPlan
+        if distance == 0 and _layout(given) == _layout(base):
+            return Whole(number)
+        return Part(number, tuple(given.shape), given.stride(), distance // given.element_size())
+
+    def _pointers(self, params):
+        """(Which word of the struct, which tensor's address, bytes from its start)."""
+        for offset in pointer_offsets(type(params)):
+            address = ctypes.c_void_p.from_buffer(params, offset).value
+            if offset != type(params).stream.offset and address:
+                yield offset // 8, *self._find(address)
+
+    def _find(self, address):
+        """(Which tensor an address lies in, bytes from its start).
+
+        It may lie in several arguments, such as slices of one tensor. Then any of them leads to it, as long as they lie
+        to each other as now, which overlaps notes.
+        """
+        found = [
+            (number, address - tensor.data_ptr())
+            for number, tensor in enumerate(self.tensors)
+            if _holds(tensor, address)
+        ]
+        if not found or (len(found) > 1 and found[-1][0] >= self.arguments):
+            raise _NoPlan
+        (first, distance), *others = found
+        self.overlaps.update((first, other, distance - of_other) for other, of_other in others)
+        return first, distance
+
+    def _add(self, tensor):
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def _like(self, tensor):
+        """A dense argument of the same layout, whose layout need not be spelled out."""
+        layout = _layout(tensor)
+        for number, argument in enumerate(self.tensors[: self.arguments]):
+            if isinstance(argument, _TENSOR) and argument.is_contiguous() and _layout(argument) == layout:
+                return number
+        return None
+
+
+def _holds(tensor, address):
+    return isinstance(tensor, _TENSOR) and 0 <= address - tensor.data_ptr() < max(1, span(tensor))
 
 
 def span(tensor):
@@ -250,44 +420,6 @@ def pointer_offsets(kind, start=0):
             yield from pointer_offsets(of, offset)
 
 
-def _results_of(results, made):
-    """A function from allocations to results in the same form."""
-    if isinstance(results, _TENSOR):
-        number = _number_of(results, made)
-        return lambda made: made[number]
-    numbers = [None if result is None else _number_of(result, made) for result in results]
-    kind = type(results)
-    if kind is list:
-        return lambda made: [None if number is None else made[number] for number in numbers]
-    new = tuple.__new__
-    return lambda made: new(kind, [None if number is None else made[number] for number in numbers])
-
-
-def _argument_of(tensor, arguments, overlaps):
-    """Which of the arguments it is. It may have been given twice, which overlaps then notes."""
-    first, *others = _numbers_of(tensor, arguments)
-    overlaps.update((first, other, 0) for other in others)
-    return first
-
-
-def _number_of(tensor, tensors):
-    """Which of the tensors it is."""
-    return _numbers_of(tensor, tensors)[0]
-
-
-def _numbers_of(tensor, tensors):
-    """The same of tensors that may be one. Not by identity: what a dispatch mode sees is another object."""
-    what = tensor.data_ptr(), _layout(tensor)
-    numbers = [
-        number
-        for number, other in enumerate(tensors)
-        if isinstance(other, _TENSOR) and (other.data_ptr(), _layout(other)) == what
-    ]
-    if not numbers:
-        raise _NoPlan
-    return numbers
-
-
 def _layout(tensor):
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
@@ -295,37 +427,59 @@ def _layout(tensor):
 # ---- recording -------------------------------------------------------------------------------------------------------
 
 
+class Done(typing.NamedTuple):
+    """What torch did: a function of those above, or None for an allocation, its arguments and its result."""
+
+    function: typing.Any
+    given: tuple
+    named: dict
+    result: torch.Tensor
+
+
 class Recorder(DispatchMode):
-    """Sees what torch does for an implementation, and is told what the native libraries do."""
+    """Sees what torch does for an implementation, in operators inside too, and is told what the native libraries do."""
 
     def __init__(self):
         super().__init__()
-        self.made, self.calls, self.written, self.plain = [], [], [], True
+        self.steps = []  # Done, and native calls: (the library's functions, a name in them, the struct, check)
+        self.written, self.plain = [], True
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        name = function.__name__.partition(".")[0]
-        if name in _ALLOCATIONS:
-            self.made.append((result, None))
-        elif name in _COPIES and result.is_contiguous() and not self.calls:  # copies come first in a plan
-            if result.data_ptr() != args[0].data_ptr():
-                self.made.append((result, args[0]))
-        elif name in _VIEWS_IF_POSSIBLE and result.data_ptr() == args[0].data_ptr():
-            pass
-        elif name not in _VIEWS:
+        kwargs = kwargs or {}
+        if function.namespace == "mamba_ssm":
+            return self._inside(run_implementation, function, args)
+        name = function.__name__
+        kind = name.partition(".")[0]
+        if kind not in _ALLOCATIONS and kind not in _VIEWS and name not in _FUNCTIONS:
+            # below autograd and in inference mode contiguous, reshape or linear are not yet what they are made of
+            result = self._inside(function.decompose, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
             self.plain = False
+        result = function(*args, **kwargs)
+        if kind in _ALLOCATIONS:
+            self.steps.append(Done(None, (), {}, result))
+        elif name in _FUNCTIONS:
+            self.steps.append(Done(_FUNCTIONS[name], args, kwargs, result))
         return result
+
+    def _inside(self, function, *args, **kwargs):
+        push_mode(self)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            pop_mode(None)
 
 
 def _record(implementation, arguments):
     """(The implementation's results, the plan or _NEVER)."""
     recorder = Recorder()
-    results = run_recorded(recorder, implementation, arguments)
-    if not recorder.plain or not recorder.calls:
+    with contextlib.nullcontext() if below_autograd is None else below_autograd():  # where linear is one function
+        results = run_recorded(recorder, implementation, arguments)
+    if not recorder.plain or all(type(step) is Done for step in recorder.steps):
         return results, _NEVER
     try:
-        made = [(tensor, source) for tensor, source in recorder.made if tensor.numel()]  # others have no memory
-        return results, Plan(recorder.calls, made, arguments, results, recorder.written)
+        return results, Plan(recorder.steps, arguments, results, recorder.written)
     except _NoPlan:
         return results, _NEVER
 
@@ -352,7 +506,7 @@ def note_call(functions, name, params, check):
         recorder = _RECORDERS.get(threading.get_ident())
         if recorder is not None:
             copy = type(params).from_buffer_copy(params)  # the caller may go on to change it
-            recorder.calls.append((functions, name, copy, check))
+            recorder.steps.append((functions, name, copy, check))
 
 
 def look_at_values():

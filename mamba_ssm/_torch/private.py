@@ -19,7 +19,7 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `_utils.is_compiling` | whether torch 2.2 or 2.3 is compiling | torch.compiler's word |
 | `Module._forward_hooks` and its like | whether a module has hooks | it is called as if it had |
 | `Module._parameters` | a parameter without attribute look-up | the attribute; no recorded steps |
-| `nn.modules.module._has_any_global_hook` | whether all modules have hooks | no recorded steps |
+| `nn.modules.module._has_any_global_hook` | whether all modules have hooks | no recorded steps, more autograd nodes |
 | `_C._len_torch_function_stack` | whether a torch function mode is active | no recorded steps |
 | `utils._python_dispatch.TorchDispatchMode` | what a model or a call runs | attention_maps raises; no plans |
 | `_C._push_on_torch_dispatch_stack`, | ... in this thread alone | no plans |

@@ -9,8 +9,7 @@ import typing
 import torch
 
 from mamba_ssm._torch import plans
-from mamba_ssm._torch.private import MODES_KEEP_INFERENCE, MODES_KNOWN, pop_mode, push_mode
-from mamba_ssm._torch.registration import run_implementation
+from mamba_ssm._torch.private import MODES_KEEP_INFERENCE, MODES_KNOWN
 
 pointer_offsets, span = plans.pointer_offsets, plans.span
 
@@ -28,28 +27,16 @@ def record_calls(function, argument):
     """(function(argument), Recorded), or with None where it did more than allocate, view and make native calls."""
     if not MODES_KNOWN or (torch.is_inference_mode_enabled() and not MODES_KEEP_INFERENCE):
         return function(argument), None
-    recorder = _Recorder()
+    recorder = plans.Recorder()
     result = plans.run_recorded(recorder, function, (argument,))
-    copies = any(source is not None for _, source in recorder.made)
-    if copies or not recorder.plain or not recorder.calls:
+    done = [step for step in recorder.steps if type(step) is plans.Done]
+    calls = [step for step in recorder.steps if type(step) is not plans.Done]
+    if not recorder.plain or not calls or any(step.function is not None for step in done):
         return result, None
-    made = [tensor for tensor, _ in recorder.made if tensor.numel()]  # others have no memory
-    return result, Recorded(recorder.calls, made)
+    made = [step.result for step in done if step.result.numel()]  # others have no memory
+    return result, Recorded(calls, made)
 
 
 def plans_forgotten():
     """How often plans were dropped: what was recorded before the last time is to be dropped too."""
     return plans.FORGOTTEN[0]
-
-
-class _Recorder(plans.Recorder):
-    """Sees what operators do inside, too."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace != "mamba_ssm":
-            return super().__torch_dispatch__(function, types, args, kwargs)
-        push_mode(self)
-        try:
-            return run_implementation(function, args)
-        finally:
-            pop_mode(None)

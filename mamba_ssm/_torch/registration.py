@@ -12,21 +12,14 @@ import torch
 
 from mamba_ssm._torch import derivatives, flops, private
 from mamba_ssm._torch.plans import Planned
+from mamba_ssm._torch.registry import LATEST, LIBRARY, SCHEMAS, defaults_of
 
 IMPLEMENTATIONS = {}  # operator -> its implementation
-PLANNED = {}  # operator -> the same by plans, if it has them
+PLANNED = {}  # operator, or name of a function of several, -> its implementation by plans, if it has them
 FUNCTIONS = {}  # operator -> its autograd.Function, if it has one
 _DECLARED = {}  # operator -> [(kind, name)] of its arguments
 _CALLED = {}  # operator -> its name in errors, which is the function's that users call
 _BELOW = {}  # operator -> the same without an Autograd kernel, on a torch that cannot skip it
-
-# torch lets no operator be defined twice in a process. So that the package can be imported again when its modules were
-# deleted from sys.modules, these outlive it: torch calls the latest import's functions.
-_KEPT = vars(torch.ops.mamba_ssm)
-_LIBRARY = _KEPT.get("library") or torch.library.Library("mamba_ssm", "DEF")
-_KEPT["library"] = _LIBRARY
-_SCHEMAS = _KEPT.setdefault("schemas", {})  # name -> schema
-_LATEST = _KEPT.setdefault("latest", {})  # (name, what torch calls it for) -> function
 
 
 def define(schema, implementation, fake, autograd=None, differentiable=True, called=None, planned=None):
@@ -60,14 +53,14 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
 
 
 def _define(name, schema, implementation, fake):
-    if _SCHEMAS.setdefault(name, schema) != schema:
+    if SCHEMAS.setdefault(name, schema) != schema:
         raise ImportError(
             f"another version of mamba_ssm was imported before in this process, whose operator {name} has other "
             "arguments: restart Python"
         )
     if not hasattr(torch.ops.mamba_ssm, name):
         pt2_compliant = {"tags": (torch.Tag.pt2_compliant_tag,)} if hasattr(torch.Tag, "pt2_compliant_tag") else {}
-        _LIBRARY.define(schema, **pt2_compliant)
+        LIBRARY.define(schema, **pt2_compliant)
     _impl(name, "CPU", implementation)
     _impl(name, "CUDA", implementation)
     _impl(name, "fake", fake)
@@ -76,34 +69,22 @@ def _define(name, schema, implementation, fake):
 
 def _impl(name, key, function):
     """Has torch call function for mamba_ssm::name: from its dispatcher under key, or as its fake."""
-    known = (name, key) in _LATEST
-    _LATEST[name, key] = function
+    known = (name, key) in LATEST
+    LATEST[name, key] = function
     if known:
         return
 
-    defaults = _defaults(name)
+    defaults = defaults_of(name)
 
     def latest(*arguments):
-        return _LATEST[name, key](*arguments, *defaults[len(arguments) :])
+        return LATEST[name, key](*arguments, *defaults[len(arguments) :])
 
     if key == "fake":
         # impl_abstract: before torch 2.4
         register_fake = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
-        register_fake(f"mamba_ssm::{name}", latest, lib=_LIBRARY)
+        register_fake(f"mamba_ssm::{name}", latest, lib=LIBRARY)
     else:
-        _LIBRARY.impl(name, latest, key)
-
-
-def _defaults(name):
-    """What the dispatcher leaves out of an operator's last arguments, with something in the place of the others."""
-    declared = _SCHEMAS[name].partition(") ->")[0].split(", ")
-    return [None if argument.endswith("=None") else False for argument in declared]
-
-
-def run_implementation(op, arguments):
-    """What torch's dispatcher runs for an operator of this package, of the arguments that a dispatch mode gets."""
-    name = op.name().removeprefix("mamba_ssm::")
-    return _LATEST[name, "CPU"](*arguments, *_defaults(name)[len(arguments) :])
+        LIBRARY.impl(name, latest, key)
 
 
 if private.below_autograd is None:

@@ -7,8 +7,9 @@ import torch
 import torch.nn as nn
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import is_plain
+from mamba_ssm._torch import is_compiling, is_plain
 from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.ops.block_node import Norm
 from mamba_ssm.ops.norm import RMSNorm, layer_norm_fn
 
 
@@ -68,12 +69,32 @@ class Block(nn.Module):
         it is zero at padding; norms and MLP take each step alone.
         """
         checks.check_tensor("Block", "hidden_states", hidden_states)
-        hidden_states, residual = self._add_norm(hidden_states, residual, self.norm)
-        hidden_states = self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs)
+        together = None
+        if residual is not None and inference_params is None and not any_given(mixer_kwargs):
+            together = self._norm_and_mix(hidden_states, residual)
+        if together is not None:
+            hidden_states, residual = together
+        else:
+            hidden_states, residual = self._add_norm(hidden_states, residual, self.norm)
+            hidden_states = self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs)
         if self.mlp is not None:
             hidden_states, residual = self._add_norm(hidden_states, residual, self.norm2)
             hidden_states = self.mlp(hidden_states)
         return hidden_states, residual
+
+    def _norm_and_mix(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The mixer's output and the new residual as one autograd node; None where the two have to be called."""
+        # of the type: a module around the mixer, such as FSDP, passes attributes on
+        after_norm, norm = getattr(type(self.mixer), "after_norm", None), self.norm
+        if after_norm is None or not self.fused_add_norm or not is_fusible(norm) or is_compiling():
+            return None
+        if residual.dtype not in (hidden_states.dtype, torch.float32):
+            return None
+        given = Norm(residual, norm.weight, norm.bias, float(norm.eps), isinstance(norm, RMSNorm))
+        together: tuple[torch.Tensor, torch.Tensor] | None = after_norm(self.mixer, given, hidden_states)
+        return together
 
     def _add_norm(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None, norm: nn.Module
@@ -87,6 +108,16 @@ class Block(nn.Module):
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
 
+def any_given(options: dict[str, typing.Any]) -> bool:
+    """Whether any is not None."""
+    return any(option is not None for option in options.values())
+
+
+def is_fusible(norm: nn.Module) -> typing.TypeGuard[RMSNorm | nn.LayerNorm]:
+    """Whether norm is no more than its parameters, so that a kernel or a node may take these."""
+    return is_plain(norm, RMSNorm) or (is_plain(norm, nn.LayerNorm) and norm.weight is not None)
+
+
 def add_norm(
     hidden_states: torch.Tensor,
     residual: torch.Tensor | None,
@@ -96,7 +127,7 @@ def add_norm(
     prenorm: bool = True,
 ) -> typing.Any:
     """norm(hidden_states + residual), with prenorm and the sum; residual None counts as zero."""
-    if fused and (is_plain(norm, RMSNorm) or (is_plain(norm, nn.LayerNorm) and norm.weight is not None)):
+    if fused and is_fusible(norm):
         return layer_norm_fn(
             hidden_states,
             norm.weight,

@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm._arguments import check_flags, check_process_group, check_range, inner_width
-from mamba_ssm._torch import is_plain, weight_and_bias
+from mamba_ssm._torch import is_bare, is_plain, wants_one_node, weight_and_bias
 from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from mamba_ssm.modules._inputs import check_cu_seqlens, check_input, is_continued, refuse_with_context_parallel
@@ -19,9 +19,10 @@ from mamba_ssm.modules._submodules import convolve_differentiable_step, convolve
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.ops.activations import clamp
+from mamba_ssm.ops.block_node import Norm
 from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.linear import project
-from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block
+from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block, mamba2_node
 from mamba_ssm.ops.mamba2_step import mamba2_step
 from mamba_ssm.ops.norm import GatedRMSNorm
 from mamba_ssm.ops.state_update import selective_state_step, selective_state_update
@@ -370,15 +371,24 @@ class Mamba2(Mamba2Base, StatefulBlock):
         D = self._D() if self.D_has_hdim else self.D[:, None].expand(heads)
         return x, dt, A, B, C, D, None if self.rmsnorm else z.unflatten(-1, heads)
 
+    def after_norm(self, norm: Norm, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(forward(norm(u + residual)), the sum), as one autograd node; None where that cannot be."""
+        if not is_bare(self, Mamba2) or self._route(infers=False, steps_once=False) != "one node":
+            return None
+        check_input("Mamba2", self, u, self.d_model, ("in_proj", "out_proj"))
+        inputs = self._block_inputs(u, None)
+        return mamba2_node.after_norm(norm, inputs, self._options()) if wants_one_node(inputs) else None
+
     def _as_one_node(
         self, u: torch.Tensor, seq_idx: torch.Tensor | None, cu_seqlens: torch.Tensor | None
     ) -> torch.Tensor:
         """The whole block in one autograd node, from parameters of projections that are nothing more than that."""
         if cu_seqlens is not None:
             _, seq_idx = self._packed(cu_seqlens, u)
-        norm_weight, norm_eps = self._norm_weight_and_eps()
-        dt_min, dt_max = self.dt_limit
-        inputs = BlockInputs(
+        return mamba2_block(self._block_inputs(u, seq_idx), self._options())
+
+    def _block_inputs(self, u: torch.Tensor, seq_idx: torch.Tensor | None) -> BlockInputs:
+        return BlockInputs(
             u,
             *weight_and_bias(self.in_proj),
             *weight_and_bias(self.out_proj),
@@ -387,19 +397,21 @@ class Mamba2(Mamba2Base, StatefulBlock):
             self.A_log,
             self._D(),
             seq_idx,
-            norm_weight,
+            self._norm_weight_and_eps()[0],
         )
-        options = Options(
+
+    def _options(self) -> Options:
+        dt_min, dt_max = self.dt_limit
+        return Options(
             self.headdim,
             self.ngroups,
             float(dt_min),
             float(dt_max),
             wants_silu("Mamba2", self.activation),
-            norm_eps,
+            self._norm_weight_and_eps()[1],
             self.norm_before_gate,
             A_is_log=True,
         )
-        return mamba2_block(inputs, options)
 
     def _packed(self, cu_seqlens: torch.Tensor, zxbcdt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cu_seqlens as int32, and the seq_idx that it stands for."""

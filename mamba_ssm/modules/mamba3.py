@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import check_flags, check_process_group, first_few, inner_width, shown
-from mamba_ssm._torch import is_plain
+from mamba_ssm._torch import is_bare, is_plain, wants_one_node, weight_and_bias
 from mamba_ssm.distributed.across_ranks import mamba3_scan_across_ranks
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear, SharedRMSNorm
 from mamba_ssm.modules._inputs import (
@@ -29,8 +29,9 @@ from mamba_ssm.modules._state import initial_dt_bias, mark, states_in_cache
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.ops.activations import clamp, heavy_tail_activation
+from mamba_ssm.ops.block_node import Norm
 from mamba_ssm.ops.linear import project
-from mamba_ssm.ops.mamba3_block import mamba3_block, mamba3_block_step
+from mamba_ssm.ops.mamba3_block import LayerInputs, Options, mamba3_block, mamba3_block_step, mamba3_layer, mamba3_node
 from mamba_ssm.ops.mamba3_scan import MOST_CUDA_RANK, States, mamba3_scan, mamba3_step
 from mamba_ssm.ops.norm import GatedRMSNorm, RMSNorm
 
@@ -239,6 +240,8 @@ class Mamba3(UpstreamParts):
         if padding is not None and not (is_plain(self.in_proj, nn.Linear) and self.in_proj.bias is None):
             seq_idx = padding.seq_idx
         if inference_params is None:
+            if self._is_one_node(u):
+                return mamba3_layer(*self._inputs_and_options(u, seq_idx, cu_seqlens))
             return self.out_proj(self._scan(self.in_proj(u), seq_idx=seq_idx, cu_seqlens=cu_seqlens)[0])
         batch = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
         rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -311,6 +314,31 @@ class Mamba3(UpstreamParts):
             for shape, kind in zip(shapes, dtypes, strict=True)
         )
         return angle, ssm, k, v
+
+    def after_norm(self, norm: Norm, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(forward(norm(u + residual)), the sum), as one autograd node; None where that cannot be."""
+        if not is_bare(self, Mamba3) or self.context_parallel_group is not None or not self._is_one_node(u):
+            return None
+        check_input("Mamba3", self, u, self.d_model, ("in_proj", "out_proj"))
+        return mamba3_node.after_norm(norm, *self._inputs_and_options(u, None, None))
+
+    def _is_one_node(self, u: torch.Tensor) -> bool:
+        """Whether the whole layer is one autograd node: projections and norms are no more than their parameters."""
+        if self._calls_norm() or not self._is_fused() or (u.is_cuda and self.mimo_rank > MOST_CUDA_RANK):
+            return False
+        plain = is_plain(self.in_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
+        return plain and wants_one_node((u, *self.parameters()))
+
+    def _inputs_and_options(
+        self, u: torch.Tensor, seq_idx: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+    ) -> tuple[LayerInputs, Options]:
+        projections = *weight_and_bias(self.in_proj), *weight_and_bias(self.out_proj)
+        given = self._parameters_and_options()
+        inputs: dict[str, typing.Any] = {name: given.get(name) for name in LayerInputs._fields[5:-2]}
+        options = {name: given[name] for name in Options._fields if name in given}
+        options = {"headdim": self.headdim, "norm_eps": 0.0} | options
+        inputs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        return LayerInputs(u, *projections, **inputs), Options(**options)
 
     # ---- from in_proj's output to out_proj's input -------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from mamba_ssm._arguments import check_flags, check_integer, check_number, inner_width, shown
 from mamba_ssm._native import abi
-from mamba_ssm._torch import autocast_dtype, is_plain, weight_and_bias
+from mamba_ssm._torch import autocast_dtype, is_bare, is_plain, wants_one_node, weight_and_bias
 from mamba_ssm.distributed.across_ranks import mamba_across_ranks, selective_scan_across_ranks
 from mamba_ssm.modules._bimamba import both_ways, type_of
 from mamba_ssm.modules._block_without_mlp import Block as Block  # where it was in 1.x
@@ -35,8 +35,9 @@ from mamba_ssm.modules._submodules import (
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.modules.quantized import QuantizedLinear
+from mamba_ssm.ops.block_node import Norm
 from mamba_ssm.ops.linear import project
-from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, project_in
+from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, mamba_node, project_in
 from mamba_ssm.ops.mamba_step import mamba_step
 from mamba_ssm.ops.selective_scan import selective_scan_fn
 from mamba_ssm.ops.state_update import selective_state_step, selective_state_update
@@ -314,6 +315,18 @@ class Mamba(StatefulBlock):
         projections = self.x_proj, self.dt_proj, self.out_proj
         plain = is_plain(self.conv1d, nn.Conv1d) and all(is_plain(module, nn.Linear) for module in projections)
         return plain and self.x_proj.bias is None
+
+    def after_norm(self, norm: Norm, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(forward(norm(hidden_states + residual)), the sum), as one autograd node; None where that cannot be."""
+        if not (is_bare(self, Mamba) and self.bimamba_type == "none" and not self.layer_scale):
+            return None
+        check_input("Mamba", self, hidden_states, self.d_model, ("in_proj", "out_proj"))
+        if self.context_parallel_group is not None or not self.use_fast_path:
+            return None
+        if not (self._is_plain() and is_plain(self.in_proj, nn.Linear)):
+            return None
+        inputs = self._block_inputs(hidden_states)
+        return mamba_node.after_norm(norm, inputs) if wants_one_node(inputs) else None
 
     def _fast_path(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if is_plain(self.in_proj, nn.Linear):

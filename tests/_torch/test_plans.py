@@ -4,25 +4,31 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from _helpers.public_ops import PUBLIC_OPS
+from torch import nn
 from torch.utils import _python_dispatch
 
-from mamba_ssm import Mamba2, Mamba3
+from mamba_ssm import Mamba, Mamba2, Mamba3
 from mamba_ssm._torch import dispatch, plans
 from mamba_ssm._torch.private import MODES_KEEP_INFERENCE
+from mamba_ssm.modules.block import Block
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.linear.linear import linear
+from mamba_ssm.ops.mamba2_block import mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.mamba2_step import mamba2_step
+from mamba_ssm.ops.mamba3_block import mamba3_block
 from mamba_ssm.ops.mamba3_block.step import mamba3_block_step
 from mamba_ssm.ops.mamba3_scan.forward import mamba3_scan
 from mamba_ssm.ops.mamba3_scan.step import mamba3_step
+from mamba_ssm.ops.mamba_block import mamba_inner_fn
 from mamba_ssm.ops.mamba_step import mamba_step
-from mamba_ssm.ops.norm import rms_norm_fn, rmsnorm_fn, swiglu
+from mamba_ssm.ops.norm import RMSNorm, rms_norm_fn, rmsnorm_fn, swiglu
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
 from mamba_ssm.ops.ssd.varlen import ssd_varlen_states_op
@@ -60,10 +66,21 @@ def packed_states(x, dt, A, B, C):
     return dispatch.call(ssd_varlen_states_op, x, dt, A, B, C, None, None, bounds, *options)
 
 
-def layer(kind):
+def block(kind, **sizes):
     def function(x):
         torch.manual_seed(0)
-        return kind(D, d_state=N, headdim=8, device=x.device)(x)
+        return kind(D, d_state=N, device=x.device, **sizes)(x)
+
+    return function
+
+
+def layer(kind, **sizes):
+    """As the second one of a language model, whose norm is part of its node."""
+
+    def function(x, residual):
+        torch.manual_seed(0)
+        mixer = partial(kind, d_state=N, device=x.device, **sizes)
+        return Block(D, mixer, nn.Identity, partial(RMSNorm, device=x.device), fused_add_norm=True)(x, residual)
 
     return function
 
@@ -77,6 +94,7 @@ _SSD = {"x": (B, L, H, P), "dt": (B, L, H), "A": (H,), "B": (B, L, G, N), "C": (
 _MIMO = {"D": (H,), "MIMO_V": (H, R, P), "MIMO_Z": (H, R, P), "MIMO_Out": (H, R, P)}
 _QKV = {"Q": (R, G, N), "K": (R, G, N), "V": (H, P), "ADT": (H,), "DT": (H,), "Trap": (H,), "Angles": (S,), "Z": (H, P)}
 _BIASES = {"Q_bias": (H, R, N), "K_bias": (H, R, N)}
+_STREAM = {"x": (B, L, D), "residual": (B, L, D)}
 CALLS = {
     "selective_scan": Call(
         lambda **given: selective_scan_fn(**given, delta_softplus=True),
@@ -158,8 +176,33 @@ CALLS = {
     "rmsnorm_fn": Call(
         rmsnorm_fn, both("gated_norm"), {"x": (B, L, D), "weight": (D,), "bias": (D,), "z": (B, L, D)}, True
     ),
-    "Mamba2": Call(layer(Mamba2), both("split_conv1d_scan"), {"x": (B, L, D)}, True),
-    "Mamba3": Call(layer(Mamba3), both("mamba3_block"), {"x": (B, L, D)}, True),
+    "mamba_inner_fn": Call(
+        mamba_inner_fn,
+        both("mamba_inner"),
+        {"xz": (B, 2 * D, L), "conv1d_weight": (D, 1, W), "conv1d_bias": (D,), "x_proj_weight": (R + 2 * N, D)}
+        | {"delta_proj_weight": (D, R), "out_proj_weight": (D, D), "out_proj_bias": (D,), "A": (D, N)},
+        True,
+    ),
+    "mamba_split_conv1d_scan_combined": Call(
+        lambda **given: mamba_split_conv1d_scan_combined(**given, chunk_size=64, headdim=P),
+        both("split_conv1d_scan"),
+        {"zxbcdt": (B, L, M2), "conv1d_weight": (I, W), "conv1d_bias": (I,), "dt_bias": (H,), "A": (H,), "D": (H,)}
+        | {"rmsnorm_weight": (H * P,)},
+        True,
+    ),
+    "mamba3_block": Call(
+        lambda **given: mamba3_block(**given, headdim=P),
+        both("mamba3_block"),
+        {"zxBCdt": (B, L, M3), "dt_bias": (H,), "B_weight": (N,), "C_weight": (N,), "B_bias": (H, R, N)}
+        | {"C_bias": (H, R, N), "D": (H,), "mimo_x": (H, R, P), "mimo_z": (H, R, P), "mimo_o": (H, R, P)},
+        True,
+    ),
+    "Mamba": Call(block(Mamba), both("mamba_node"), {"x": (B, L, D)}, True),
+    "Mamba2": Call(block(Mamba2, headdim=8), both("mamba2_node"), {"x": (B, L, D)}, True),
+    "Mamba3": Call(block(Mamba3, headdim=8), both("mamba3_node"), {"x": (B, L, D)}, True),
+    "Mamba, layer": Call(layer(Mamba), both("mamba_layer_node"), _STREAM, True),
+    "Mamba2, layer": Call(layer(Mamba2, headdim=8), both("mamba2_layer_node"), _STREAM, True),
+    "Mamba3, layer": Call(layer(Mamba3, headdim=8), both("mamba3_layer_node"), _STREAM, True),
     "swiglu": Call(swiglu, both("swiglu"), {"xy": (B, L, 2 * D)}, True),
     "linear": Call(linear, ("linear",), {"x": (B, D), "weight": (N, D), "bias": (N,)}),
 }
@@ -170,10 +213,14 @@ def _no_plans_at_first():
     plans.forget()
 
 
+def name_of(op):
+    return op if isinstance(op, str) else str(op).split(".")[1]
+
+
 def recorded():
     """The names of operators that have plans now."""
     return {
-        str(op).split(".")[1]
+        name_of(op)
         for op, planned in dispatch.PLANNED.items()
         if any(type(plan) is plans.Plan for plan in planned.plans.values())
     }
@@ -217,7 +264,7 @@ def test_calls_by_plans(monkeypatch, device, name):
 
 
 def test_every_planned_operator_has_a_call():
-    names = {str(op).split(".")[1] for op in dispatch.PLANNED}
+    names = {name_of(op) for op in dispatch.PLANNED}
     assert names == {name for call in CALLS.values() for name in call.operators}
 
 

@@ -12,17 +12,14 @@ import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import (
-    Again,
-    apply,
     autocast_dtype,
     call,
     call_below_autograd,
-    is_compiling,
     no_autocast,
-    no_gradients,
     unpack_traced,
     wants_one_node,
 )
+from mamba_ssm.ops.block_node import Block, BlockNode
 from mamba_ssm.ops.mamba2_block.arguments import Inputs, Options
 from mamba_ssm.ops.mamba2_block.forward import inner_gradients, split_conv1d_scan_op
 
@@ -47,16 +44,16 @@ class BlockInputs(typing.NamedTuple):
 def mamba2_block(inputs: BlockInputs, options: Options) -> torch.Tensor:
     """A layer's output (B, L, d_model): mamba_split_conv1d_scan_combined with the input projection in front.
 
-    options: with A_is_log=True. One autograd node, which keeps what the two would: a training step of a small block is
-    bound by the time that Python and autograd take, not by the kernels.
+    options: with A_is_log=True. One autograd node, which keeps what the two would.
     """
     if wants_one_node(inputs):
-        return apply(_Mamba2Block, *inputs, *options)
-    return _by_operator(None, inputs, options)
+        return mamba2_node(inputs, options)
+    return _by_operators(None, *inputs, *options)
 
 
-def _by_operator(dtype, inputs, options):
+def _by_operators(dtype, *arguments):
     """mamba2_block by its operator's own node; dtype: cast to this one, as autocast would."""
+    inputs, options = unpack_traced(arguments, BlockInputs, Options)
     given = inputs.hidden_states, inputs.in_proj_weight, inputs.in_proj_bias, inputs.outproj_weight
     if dtype is not None:
         given = (checks.cast(tensor, dtype) for tensor in given)
@@ -91,66 +88,54 @@ def _bias_of(bias, like):
     return None if bias is None else checks.cast(bias, like.dtype)
 
 
-class _Mamba2Block(torch.autograd.Function):
-    """_Mamba2Inner with the input projection in front and A_log in place of A."""
+# ---- the node --------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def forward(ctx, *arguments):
-        inputs, ctx.options = unpack_traced(arguments, BlockInputs, Options)
-        hidden_states, in_proj_weight, in_proj_bias = inputs.hidden_states, inputs.in_proj_weight, inputs.in_proj_bias
-        outproj_weight, dtype = inputs.outproj_weight, autocast_dtype(hidden_states)
-        if dtype is not None:
-            hidden_states, in_proj_weight, in_proj_bias, outproj_weight = (
-                checks.cast(tensor, dtype) for tensor in (hidden_states, in_proj_weight, in_proj_bias, outproj_weight)
-            )
-        with no_autocast(hidden_states):
-            inner = _inner(F.linear(hidden_states, in_proj_weight, in_proj_bias), inputs)
-            *options, reverse = ctx.options
-            gated, y, rstd, _ = call_below_autograd(split_conv1d_scan_op, *inner, *options, False, True, reverse)
-            out = F.linear(gated, outproj_weight, _bias_of(inputs.outproj_bias, gated))
-        if not is_compiling():
-            ctx.again = Again(inputs, hidden_states)
-        (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
-        kept = in_proj_weight if need.hidden_states else None, hidden_states if need.in_proj_weight else None
-        ctx.save_for_backward(*kept, outproj_weight, y, rstd, *inner)
-        return out
 
-    @staticmethod
-    def backward(ctx, dout):
-        in_proj_weight, hidden_states, outproj_weight, *saved = ctx.saved_tensors
-        if torch.is_grad_enabled() and not is_compiling():
-            needed = ctx.needs_input_grad[: len(BlockInputs._fields)]
-
-            def layer(*given):
-                return _by_operator(outproj_weight.dtype, BlockInputs(*given), ctx.options)
-
-            return *ctx.again.gradients(layer, needed, hidden_states, dout), *no_gradients(Options)
-        (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
-        need_out_proj = need.outproj_weight, need.outproj_bias
-        with no_autocast(dout):
-            *dout_proj, inner = inner_gradients(
-                dout, None, outproj_weight, saved, ctx.options, *need_out_proj, need_initial_states=False
-            )
-            batch, seqlen, width = inner.zxbcdt.shape
-            rows = inner.zxbcdt.view(batch * seqlen, width)
-            dhidden_states = din_proj_weight = None
-            if in_proj_weight is not None:
-                dhidden_states = torch.mm(rows, in_proj_weight).view(batch, seqlen, in_proj_weight.shape[1])
-            if hidden_states is not None:
-                columns = hidden_states.reshape(batch * seqlen, hidden_states.shape[2])
-                din_proj_weight = torch.mm(rows.t(), columns)
-            din_proj_bias = rows.sum(0) if need.in_proj_bias else None
-        grads = BlockInputs(  # autograd takes each to its input's dtype
-            dhidden_states,
-            din_proj_weight,
-            din_proj_bias,
-            *dout_proj,
-            inner.conv1d_weight.unsqueeze(1),
-            inner.conv1d_bias,
-            inner.dt_bias,
-            inner.A,  # the operator took A_log
-            inner.D,
-            None,
-            inner.rmsnorm_weight,
+def _forward(*arguments):
+    *tensors, options, need = arguments
+    inputs, need = BlockInputs(*tensors), BlockInputs(*need)
+    hidden_states, in_proj_weight, in_proj_bias = inputs.hidden_states, inputs.in_proj_weight, inputs.in_proj_bias
+    outproj_weight, dtype = inputs.outproj_weight, autocast_dtype(hidden_states)
+    if dtype is not None:
+        hidden_states, in_proj_weight, in_proj_bias, outproj_weight = (
+            checks.cast(tensor, dtype) for tensor in (hidden_states, in_proj_weight, in_proj_bias, outproj_weight)
         )
-        return *grads, *no_gradients(Options)
+    with no_autocast(hidden_states):
+        inner = _inner(F.linear(hidden_states, in_proj_weight, in_proj_bias), inputs)
+        *options, reverse = options
+        gated, y, rstd, _ = call_below_autograd(split_conv1d_scan_op, *inner, *options, False, True, reverse)
+        out = F.linear(gated, outproj_weight, _bias_of(inputs.outproj_bias, gated))
+    kept = hidden_states if need.in_proj_weight else None, in_proj_weight if need.hidden_states else None
+    return out, *kept, outproj_weight, y, rstd, *inner
+
+
+def _backward(dout, hidden_states, in_proj_weight, outproj_weight, *arguments):
+    *saved, options, need = arguments
+    need = BlockInputs(*need)
+    need_out_proj = need.outproj_weight, need.outproj_bias
+    *dout_proj, inner = inner_gradients(
+        dout, None, outproj_weight, saved, options, *need_out_proj, need_initial_states=False
+    )
+    batch, seqlen, width = inner.zxbcdt.shape
+    rows = inner.zxbcdt.view(batch * seqlen, width)
+    dhidden_states = din_proj_weight = None
+    if in_proj_weight is not None:
+        dhidden_states = torch.matmul(inner.zxbcdt, in_proj_weight)
+    if hidden_states is not None:
+        din_proj_weight = torch.mm(rows.t(), hidden_states.reshape(batch * seqlen, hidden_states.shape[2]))
+    return BlockInputs(  # autograd takes each to its input's dtype
+        dhidden_states,
+        din_proj_weight,
+        rows.sum(0) if need.in_proj_bias else None,
+        *dout_proj,
+        inner.conv1d_weight.unsqueeze(1),
+        inner.conv1d_bias,
+        inner.dt_bias,
+        inner.A,  # the operator took A_log
+        inner.D,
+        None,
+        inner.rmsnorm_weight,
+    )
+
+
+mamba2_node = BlockNode(Block("mamba2", _forward, _backward, _by_operators, len(BlockInputs._fields)))

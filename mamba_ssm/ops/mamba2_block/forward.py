@@ -370,7 +370,7 @@ def inner_gradients(dout, dstates, outproj_weight, saved, options, need_weight, 
     """
     batch, seqlen, d_model = dout.shape
     rows = dout.reshape(batch * seqlen, d_model)
-    dgated = torch.mm(rows, outproj_weight).view(batch, seqlen, outproj_weight.shape[1])
+    dgated = torch.matmul(dout, outproj_weight)
     *options, reverse = options
     arguments = dgated, dstates, *saved, *options, need_initial_states, need_weight, reverse
     grads, out = of_inputs(call_in_backward(split_conv1d_scan_backward_op, *arguments))

@@ -9,7 +9,7 @@ import typing
 import torch
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import define, returns, signature, unpack
+from mamba_ssm._torch import autocast_state, define, returns, signature, unpack, use_deterministic_mode
 from mamba_ssm.ops._shared.gradients import empty_like
 from mamba_ssm.ops.carry import nothing_passed_on
 from mamba_ssm.ops.causal_conv1d.backward import launch_backward as launch_convolution_backward
@@ -274,4 +274,5 @@ mamba_inner_backward_op = define(
     f"mamba_inner_backward(Tensor dout, {signature(Inputs, Kept, Options)}) -> {returns(Gradients)}",
     _backward,
     _backward_fake,
+    planned=(autocast_state, use_deterministic_mode),
 )

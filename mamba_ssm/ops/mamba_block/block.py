@@ -3,7 +3,6 @@
 Letters: B batch, D channels (d_inner), L length, N dstate, R rank of dt.
 """
 
-import functools
 import typing
 
 import torch
@@ -11,18 +10,16 @@ import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import (
-    Again,
-    apply,
     autocast_dtype,
     call,
     call_below_autograd,
     call_in_backward,
-    is_compiling,
     no_autocast,
     refuse_second_derivatives,
     unpack_traced,
     wants_one_node,
 )
+from mamba_ssm.ops.block_node import Block, BlockNode
 from mamba_ssm.ops.carry import Neighbours
 from mamba_ssm.ops.mamba_block.arguments import Before, Inputs, Kept, Options, check
 from mamba_ssm.ops.mamba_block.backward import Gradients, gradients, mamba_inner_backward_op
@@ -53,11 +50,10 @@ class BlockInputs(typing.NamedTuple):
 def mamba_block(inputs: BlockInputs) -> torch.Tensor:
     """A layer's output (B, L, d_model): mamba_inner_fn with the input projection in front.
 
-    One autograd node, which keeps what the two would: a training step of a small block is bound by the time that Python
-    and autograd take, not by the kernels.
+    One autograd node, which keeps what the two would.
     """
     if wants_one_node(inputs):
-        return apply(_MambaBlock, *inputs, None)
+        return mamba_node(inputs)
     xz = project_in(inputs.hidden_states, inputs.in_proj_weight, inputs.in_proj_bias)
     return mamba_inner_fn(
         xz,
@@ -79,7 +75,7 @@ def mamba_block_part(inputs: BlockInputs, neighbours: Neighbours) -> torch.Tenso
     The convolution's output and delta are kept for backward, not computed again.
     """
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        return _MambaBlock.apply(*inputs, neighbours)
+        return _MambaBlockPart.apply(*inputs, neighbours)
     out, *_ = _part_forward(_project(inputs, neighbours)[2], False, neighbours)
     return out
 
@@ -151,10 +147,10 @@ def _project(inputs, neighbours):
     return hidden_states, in_proj_weight, inner_inputs(xz, inputs, dtype)
 
 
-def _by_operator(dtype, *given):
+def _by_operators(dtype, *given):
     """The layer's output in dtype where a gradient of it is differentiated."""
     inputs = BlockInputs(*given)
-    hidden_states, in_proj_weight = inputs.hidden_states, checks.cast(inputs.in_proj_weight, dtype)
+    hidden_states, in_proj_weight = (checks.cast(tensor, dtype) for tensor in given[:2])
     inner = inner_inputs(project_in(hidden_states, in_proj_weight, inputs.in_proj_bias), inputs, dtype)
     *options, reverse = _OPTIONS
     return call(mamba_inner_op, *inner, *options, False, reverse)[0]
@@ -169,39 +165,51 @@ def _part_forward(inner, keep, neighbours):
     return out.view(sizes.batch, sizes.seqlen, sizes.d_model), *kept, *before
 
 
-class _MambaBlock(torch.autograd.Function):
-    """_MambaInner with the input projection in front and A_log in place of A, of a whole sequence or of a part."""
+# ---- the node --------------------------------------------------------------------------------------------------------
+
+
+def _forward(*arguments):
+    *tensors, _, need = arguments
+    inputs, need = BlockInputs(*tensors), BlockInputs(*need)
+    hidden_states, in_proj_weight, inner = _project(inputs, None)
+    *options, reverse = _OPTIONS
+    out, *kept = call_below_autograd(mamba_inner_op, *inner, *options, True, reverse)
+    return out, *_kept(hidden_states, in_proj_weight, need), *inner, *kept
+
+
+def _kept(hidden_states, in_proj_weight, need):
+    return hidden_states if need.in_proj_weight else None, in_proj_weight if need.hidden_states else None
+
+
+def _backward(dout, hidden_states, in_proj_weight, *arguments):
+    *saved, _, need = arguments
+    inner, kept = unpack_traced(saved, Inputs, Kept)
+    grads = Gradients(*call_in_backward(mamba_inner_backward_op, dout, *inner, *kept, *_OPTIONS))
+    return block_gradients(grads, inner.A, in_proj_weight, hidden_states, BlockInputs(*need).in_proj_bias)
+
+
+mamba_node = BlockNode(Block("mamba", _forward, _backward, _by_operators, len(BlockInputs._fields)))
+
+
+class _MambaBlockPart(torch.autograd.Function):
+    """The same of a part of a sequence."""
 
     @staticmethod
     def forward(ctx, *arguments):
         *given, ctx.neighbours = arguments
-        hidden_states, in_proj_weight, inner = _project(BlockInputs(*given), ctx.neighbours)
-        if not is_compiling():
-            ctx.again = Again(given, hidden_states)
-        if ctx.neighbours is None:
-            *options, reverse = _OPTIONS
-            out, *inner_kept = call_below_autograd(mamba_inner_op, *inner, *options, True, reverse)
-        else:
-            out, *inner_kept = _part_forward(inner, True, ctx.neighbours)
         (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
-        kept = in_proj_weight if need.hidden_states else None, hidden_states if need.in_proj_weight else None
-        ctx.save_for_backward(*kept, *inner, *inner_kept)
+        hidden_states, in_proj_weight, inner = _project(BlockInputs(*given), ctx.neighbours)
+        out, *kept = _part_forward(inner, True, ctx.neighbours)
+        ctx.save_for_backward(*_kept(hidden_states, in_proj_weight, need), *inner, *kept)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        in_proj_weight, hidden_states, *saved = ctx.saved_tensors
-        if torch.is_grad_enabled() and not is_compiling():
-            if ctx.neighbours is not None:
-                refuse_second_derivatives("a gradient under context parallel")
-            dtype, needed = saved[0].dtype, ctx.needs_input_grad[:-1]  # that of xz, as autocast had it
-            return *ctx.again.gradients(functools.partial(_by_operator, dtype), needed, hidden_states, dout), None
-        inner, (need,) = unpack_traced(saved, Inputs)[0], unpack_traced(ctx.needs_input_grad, BlockInputs)
+        refuse_second_derivatives("a gradient under context parallel")
+        hidden_states, in_proj_weight, *saved = ctx.saved_tensors
+        inner, kept, before = unpack_traced(saved, Inputs, Kept, Before)
+        (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
         with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
-            if ctx.neighbours is None:
-                grads = Gradients(*call_in_backward(mamba_inner_backward_op, dout, *saved, *_OPTIONS))
-            else:
-                _, kept, before = unpack_traced(saved, Inputs, Kept, Before)
-                grads = gradients(dout, inner, kept, _PART_OPTIONS, check(inner), ctx.neighbours, before)
+            grads = gradients(dout, inner, kept, _PART_OPTIONS, check(inner), ctx.neighbours, before)
             grads = block_gradients(grads, inner.A, in_proj_weight, hidden_states, need.in_proj_bias)
         return *grads, None  # of neighbours

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import (
     autocast_dtype,
+    autocast_state,
     call,
     call_below_autograd,
     call_in_backward,
@@ -282,4 +283,5 @@ mamba_inner_op = define(
     _forward_fake,
     autograd=_MambaInner,
     called=NAME,
+    planned=(autocast_state,),
 )
