@@ -1,10 +1,11 @@
 """The one door to torch's operator machinery. Everything else in mamba_ssm uses torch's public API, and this.
 
-private.py: torch's private names and versions, and what is done without each. registration.py: how an operator is
-made. derivatives.py: which derivatives it has beside the first. dispatch.py: how it is called. plans.py: what later
-calls reuse. recording.py: the same of several operators. snapshots.py: whether a model has changed. records.py: how an
-operator's arguments are named. autocast.py: what autocast is doing. modules.py: when a submodule is no more than its
-parameters. determinism.py: whether results must repeat. reference.py: whether references run instead of kernels.
+private.py: torch's private names and versions, and what is done without each. registration.py: how an operator is made,
+registry.py: what torch keeps of it. derivatives.py: which derivatives it has beside the first. dispatch.py: how it is
+called. recording.py: what a call does. plans.py: what later calls reuse of that. snapshots.py: whether a model has
+changed. records.py: how an operator's arguments are named. autocast.py: what autocast is doing. modules.py: when a
+submodule is no more than its parameters. determinism.py: whether results must repeat. reference.py: whether references
+run instead of kernels.
 """
 
 from mamba_ssm._torch import derivatives, reference
@@ -25,9 +26,17 @@ from mamba_ssm._torch.dispatch import (
 )
 from mamba_ssm._torch.modules import is_bare, is_plain, module_behind, parameters_of, weight_and_bias
 from mamba_ssm._torch.plans import forget as forget_plans
-from mamba_ssm._torch.plans import look_at_values, note_call, wrote_in_place
+from mamba_ssm._torch.plans import forgotten as plans_forgotten
 from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, DispatchMode, archive_names, current_stream, is_compiling
-from mamba_ssm._torch.recording import Recorded, plans_forgotten, pointer_offsets, record_calls, span
+from mamba_ssm._torch.recording import (
+    Recorded,
+    look_at_values,
+    note_call,
+    pointer_offsets,
+    record_calls,
+    span,
+    wrote_in_place,
+)
 from mamba_ssm._torch.records import flat, make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
 from mamba_ssm._torch.snapshots import Snapshot, are_plain, places_of

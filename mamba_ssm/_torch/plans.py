@@ -16,20 +16,11 @@ functions answer calls `forget`.
 import contextlib
 import ctypes
 import math
-import threading
-import typing
 
 import torch
 
-from mamba_ssm._torch.private import (
-    MODES_KEEP_INFERENCE,
-    DispatchMode,
-    below_autograd,
-    current_stream,
-    pop_mode,
-    push_mode,
-)
-from mamba_ssm._torch.registry import run_implementation
+from mamba_ssm._torch.private import MODES_KEEP_INFERENCE, below_autograd, current_stream
+from mamba_ssm._torch.recording import Done, Recorder, pointer_offsets, run_recorded, span
 
 _MOST = 256  # kinds of calls of one operator: the lengths of texts may all differ
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
@@ -37,44 +28,11 @@ _NO_TENSORS = {type(None), bool, int, float}
 _NEVER = -math.inf  # how often a kind came that has no plan
 _PATIENCE = 64  # see Planned.patience
 _ALIGNMENT = 16  # the most that kernels read at once
-_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-# What an implementation may have torch compute: dispatched name -> the function that does it again.
-_FUNCTIONS = {
-    "_to_copy.default": lambda x, **to: x.to(copy=True, **to),
-    "addmm.default": torch.addmm,
-    "addmm_.default": torch.Tensor.addmm_,
-    "clone.default": torch.clone,
-    "copy_.default": torch.Tensor.copy_,
-    "exp.default": torch.exp,
-    "linear.default": torch.nn.functional.linear,
-    "matmul.default": torch.matmul,
-    "mm.default": torch.mm,
-    "mm.out": torch.mm,
-    "mul.Tensor": torch.mul,
-    "neg.default": torch.neg,
-    "sum.dim_IntList": torch.sum,
-}
-_VIEWS = {
-    "_unsafe_view",
-    "alias",
-    "as_strided",
-    "detach",
-    "expand",
-    "permute",
-    "select",
-    "slice",
-    "squeeze",
-    "t",
-    "transpose",
-    "unsqueeze",
-    "view",
-}
 _empty_strided, _empty_like, _as_strided = torch.empty_strided, torch.empty_like, torch.as_strided
 _num_threads = torch.get_num_threads
 _increment_version = torch.autograd.graph.increment_version
 
 FORGOTTEN = [0]  # how often forget was called
-_RECORDERS = {}  # thread -> its recorder, while there is one
 _TABLES = []
 
 
@@ -156,6 +114,24 @@ def forget():
     FORGOTTEN[0] += 1
     for planned in _TABLES:
         planned.plans, planned.patience = {}, 1
+
+
+def _record(implementation, arguments):
+    """(The implementation's results, the plan or _NEVER)."""
+    recorder = Recorder()
+    with contextlib.nullcontext() if below_autograd is None else below_autograd():  # where linear is one function
+        results = run_recorded(recorder, implementation, arguments)
+    if not recorder.plain or all(type(step) is Done for step in recorder.steps):
+        return results, _NEVER
+    try:
+        return results, Plan(recorder.steps, arguments, results, recorder.written)
+    except _NoPlan:
+        return results, _NEVER
+
+
+def forgotten():
+    """How often plans were dropped: what was recorded before the last time is to be dropped too."""
+    return FORGOTTEN[0]
 
 
 # ---- a plan ----------------------------------------------------------------------------------------------------------
@@ -403,124 +379,5 @@ def _holds(tensor, address):
     return isinstance(tensor, _TENSOR) and 0 <= address - tensor.data_ptr() < max(1, span(tensor))
 
 
-def span(tensor):
-    """Bytes from a tensor's first element to behind its last."""
-    if tensor.numel() == 0:
-        return 0
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()
-
-
-def pointer_offsets(kind, start=0):
-    for name, of in kind._fields_:
-        offset = start + getattr(kind, name).offset
-        if of is ctypes.c_void_p:
-            yield offset
-        elif issubclass(of, ctypes.Structure):
-            yield from pointer_offsets(of, offset)
-
-
 def _layout(tensor):
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-
-
-# ---- recording -------------------------------------------------------------------------------------------------------
-
-
-class Done(typing.NamedTuple):
-    """What torch did: a function of those above, or None for an allocation, its arguments and its result."""
-
-    function: typing.Any
-    given: tuple
-    named: dict
-    result: torch.Tensor
-
-
-class Recorder(DispatchMode):
-    """Sees what torch does for an implementation, in operators inside too, and is told what the native libraries do."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = []  # Done, and native calls: (the library's functions, a name in them, the struct, check)
-        self.written, self.plain = [], True
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function.namespace == "mamba_ssm":
-            return self._inside(run_implementation, function, args)
-        name = function.__name__
-        kind = name.partition(".")[0]
-        if kind not in _ALLOCATIONS and kind not in _VIEWS and name not in _FUNCTIONS:
-            # below autograd and in inference mode contiguous, reshape or linear are not yet what they are made of
-            result = self._inside(function.decompose, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
-            self.plain = False
-        result = function(*args, **kwargs)
-        if kind in _ALLOCATIONS:
-            self.steps.append(Done(None, (), {}, result))
-        elif name in _FUNCTIONS:
-            self.steps.append(Done(_FUNCTIONS[name], args, kwargs, result))
-        return result
-
-    def _inside(self, function, *args, **kwargs):
-        push_mode(self)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            pop_mode(None)
-
-
-def _record(implementation, arguments):
-    """(The implementation's results, the plan or _NEVER)."""
-    recorder = Recorder()
-    with contextlib.nullcontext() if below_autograd is None else below_autograd():  # where linear is one function
-        results = run_recorded(recorder, implementation, arguments)
-    if not recorder.plain or all(type(step) is Done for step in recorder.steps):
-        return results, _NEVER
-    try:
-        return results, Plan(recorder.steps, arguments, results, recorder.written)
-    except _NoPlan:
-        return results, _NEVER
-
-
-def run_recorded(recorder, function, arguments):
-    """function(*arguments), seen by the recorder, of which a thread has one."""
-    thread = threading.get_ident()
-    _RECORDERS[thread] = recorder
-    # Not `with recorder`: that sets variables of the whole process and then puts back what they were, which of two
-    # threads may be the other's. Told so that a mode is on for good, some versions of torch.compile give up.
-    push_mode(recorder)
-    try:
-        return function(*arguments)
-    finally:
-        pop_mode(None)
-        del _RECORDERS[thread]
-
-
-def note_call(functions, name, params, check):
-    """For whoever calls native functions: functions[name](params) has just been called. check(functions, name, code)
-    raises what an error code stands for.
-    """
-    if _RECORDERS:
-        recorder = _RECORDERS.get(threading.get_ident())
-        if recorder is not None:
-            copy = type(params).from_buffer_copy(params)  # the caller may go on to change it
-            recorder.steps.append((functions, name, copy, check))
-
-
-def look_at_values():
-    """For implementations, of a call that depends on its tensors' values."""
-    recorder = _RECORDERS.get(threading.get_ident())
-    if recorder is not None:
-        recorder.plain = False
-
-
-def wrote_in_place(tensor):
-    """Bumps the version of a tensor that native code has written, so that autograd notices stale saved tensors."""
-    if not tensor.is_inference():
-        _increment_version(tensor)
-    if _RECORDERS:
-        recorder = _RECORDERS.get(threading.get_ident())
-        if recorder is not None:
-            recorder.written.append(tensor)

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import is_compiling, is_plain
+from mamba_ssm._torch import is_compiling, is_plain, weight_and_bias
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.ops.block_node import Norm
 from mamba_ssm.ops.norm import RMSNorm, layer_norm_fn
@@ -92,7 +92,7 @@ class Block(nn.Module):
             return None
         if residual.dtype not in (hidden_states.dtype, torch.float32):
             return None
-        given = Norm(residual, norm.weight, norm.bias, float(norm.eps), isinstance(norm, RMSNorm))
+        given = Norm(residual, *weight_and_bias(norm), float(norm.eps), isinstance(norm, RMSNorm))
         together: tuple[torch.Tensor, torch.Tensor] | None = after_norm(self.mixer, given, hidden_states)
         return together
 
