@@ -126,7 +126,8 @@ class Again:
             reason = "autocast has cast its input" if self.is_cast else "in_proj.weight is frozen"
             raise RuntimeError(
                 f"the gradient of this layer cannot be differentiated (create_graph=True) where {reason}, since it has "
-                "not kept the input: set use_fast_path=False (Mamba) or use_mem_eff_path=False (Mamba2)"
+                "not kept the input: set use_fast_path=False (Mamba) or use_mem_eff_path=False (Mamba2); Mamba3's "
+                "gradient cannot be in any case"
             )
         return through(lambda *inputs: (function(*inputs),), (first, *self.parameters), needed, (cotangent,))
 

@@ -97,11 +97,11 @@ def planned(name, implementation, reads=()):
         PLANNED[name] = Planned(implementation, reads)
 
     def run(*arguments):
-        known = PLANNED.get(name)
-        if known is None or watched() or torch.is_grad_enabled() or _may_hide_a_dimension():
-            return implementation(*arguments)
-        results = known(arguments)
-        return implementation(*arguments) if results is None else results
+        if not watched() and name in PLANNED and not torch.is_grad_enabled() and not _may_hide_a_dimension():
+            results = PLANNED[name](arguments)
+            if results is not None:
+                return results
+        return implementation(*arguments)
 
     return run
 
