@@ -2,10 +2,10 @@
 
 private.py: torch's private names and versions, and what is done without each. registration.py: how an operator is made,
 registry.py: what torch keeps of it. derivatives.py: which derivatives it has beside the first. dispatch.py: how it is
-called. recording.py: what a call does. plans.py: what later calls reuse of that. snapshots.py: whether a model has
-changed. records.py: how an operator's arguments are named. autocast.py: what autocast is doing. modules.py: when a
-submodule is no more than its parameters. determinism.py: whether results must repeat. reference.py: whether references
-run instead of kernels.
+called. watching.py: who sees that. recording.py: what a call does. plans.py: what later calls reuse of that.
+snapshots.py: whether a model has changed. records.py: how an operator's arguments are named. autocast.py: what autocast
+is doing. modules.py: when a submodule is no more than its parameters. determinism.py: whether results must repeat.
+reference.py: whether references run instead of kernels.
 """
 
 from mamba_ssm._torch import derivatives, reference
@@ -17,12 +17,9 @@ from mamba_ssm._torch.dispatch import (
     call,
     call_below_autograd,
     call_in_backward,
-    functions_watched,
     planned,
     refuse_second_derivatives,
-    values_at_hand,
     wants_one_node,
-    watched,
 )
 from mamba_ssm._torch.modules import is_bare, is_plain, module_behind, parameters_of, weight_and_bias
 from mamba_ssm._torch.plans import forget as forget_plans
@@ -40,6 +37,7 @@ from mamba_ssm._torch.recording import (
 from mamba_ssm._torch.records import flat, make, no_gradients, returns, signature, unpack, unpack_traced
 from mamba_ssm._torch.registration import define, refuse_what_is_no_dense_tensor
 from mamba_ssm._torch.snapshots import Snapshot, are_plain, places_of
+from mamba_ssm._torch.watching import functions_watched, values_at_hand, watched
 
 __all__ = [
     "LOAD_REFUSES_PROGRAMS",

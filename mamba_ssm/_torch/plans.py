@@ -9,7 +9,7 @@ given back after the last step that uses it.
 Calls are of one kind if all that an implementation can see is the same: options, the number of threads, what else the
 operator says that it reads, and of each tensor the shape, strides, dtype, device and alignment. An implementation that
 looks at values calls `look_at_values`. Plans hold no tensor, and threads share them. They are not used while something
-watches operators (see dispatch.watched), so that compilers and tracers never meet one. Whoever changes what native
+watches operators (see watching.py), so that compilers and tracers never meet one. Whoever changes what native
 functions answer calls `forget`.
 """
 

@@ -13,6 +13,7 @@ import torch
 from mamba_ssm._torch import derivatives, flops, private
 from mamba_ssm._torch.plans import Planned
 from mamba_ssm._torch.registry import LATEST, LIBRARY, SCHEMAS, defaults_of
+from mamba_ssm._torch.watching import watched
 
 IMPLEMENTATIONS = {}  # operator -> its implementation
 PLANNED = {}  # operator, or name of a function of several, -> its implementation by plans, if it has them
@@ -35,21 +36,35 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
     """
     name, arguments = re.match(r"(\w+)\((.*?)\) ->", schema).groups()
     declared = [tuple(argument.partition("=")[0].split(" ")) for argument in arguments.split(", ")]
-    op = _define(name, schema, implementation, fake)
+    by_plan = Planned(implementation, planned) if planned is not None and private.MODES_KNOWN else None
+    kernel = implementation if by_plan is None else _kernel(by_plan)
+    op = _define(name, schema, kernel, fake)
     flops.remember(getattr(torch.ops.mamba_ssm, name), [argument for _, argument in declared])
     if private.below_autograd is None:
         below = f"{name}_below_autograd"
-        _BELOW[op] = _define(below, schema.replace(name, below, 1), implementation, fake)
+        _BELOW[op] = _define(below, schema.replace(name, below, 1), kernel, fake)
         flops.remember(getattr(torch.ops.mamba_ssm, below), [argument for _, argument in declared])
     _DECLARED[op] = declared
     IMPLEMENTATIONS[op] = implementation
-    if planned is not None and private.MODES_KNOWN:
-        PLANNED[op] = Planned(implementation, planned)
+    if by_plan is not None:
+        PLANNED[op] = by_plan
     _CALLED[op] = called or name
     if autograd is not None:
         FUNCTIONS[op] = autograd
     _impl(name, "Autograd", _autograd_kernel(name, op, autograd, differentiable))
     return op
+
+
+def _kernel(by_plan):
+    """What torch's dispatcher runs, as compiled programs have it do: the implementation, by its plans if nothing
+    watches.
+    """
+
+    def kernel(*arguments):
+        results = None if watched() else by_plan(arguments)
+        return by_plan.implementation(*arguments) if results is None else results
+
+    return kernel
 
 
 def _define(name, schema, implementation, fake):
