@@ -31,7 +31,9 @@ from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.ops.activations import clamp, heavy_tail_activation
 from mamba_ssm.ops.block_node import Norm
 from mamba_ssm.ops.linear import project
-from mamba_ssm.ops.mamba3_block import LayerInputs, Options, mamba3_block, mamba3_block_step, mamba3_layer, mamba3_node
+from mamba_ssm.ops.mamba3_block import mamba3_block, mamba3_block_step
+from mamba_ssm.ops.mamba3_block.block_arguments import Options
+from mamba_ssm.ops.mamba3_block.layer import LayerInputs, mamba3_layer, mamba3_node
 from mamba_ssm.ops.mamba3_scan import MOST_CUDA_RANK, States, mamba3_scan, mamba3_step
 from mamba_ssm.ops.norm import GatedRMSNorm, RMSNorm
 
