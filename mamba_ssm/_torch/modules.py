@@ -37,7 +37,7 @@ def is_plain(module: nn.Module, cls: type[_Module]) -> typing.TypeGuard[_Module]
 
 def is_bare(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Whether nobody would see a call of module but cls.forward itself: whether its caller may do that one's work."""
-    return is_plain(module, cls) and _has_global_hooks is not None and not _has_global_hooks()
+    return is_plain(module, cls) and not _has_global_hooks()
 
 
 def parameters_of(module: nn.Module, name: str) -> dict[str, nn.Parameter | None]:

@@ -19,7 +19,7 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `_utils.is_compiling` | whether torch 2.2 or 2.3 is compiling | torch.compiler's word |
 | `Module._forward_hooks` and its like | whether a module has hooks | it is called as if it had |
 | `Module._parameters` | a parameter without attribute look-up | the attribute; no recorded steps |
-| `nn.modules.module._has_any_global_hook` | whether all modules have hooks | no recorded steps, more autograd nodes |
+| `nn.modules.module._global_forward_hooks`, ... | whether all modules have hooks | no recorded steps, more nodes |
 | `_C._len_torch_function_stack` | whether a torch function mode is active | no recorded steps |
 | `utils._python_dispatch.TorchDispatchMode` | what a model or a call runs | attention_maps raises; no plans |
 | `_C._push_on_torch_dispatch_stack`, | ... in this thread alone | no plans |
@@ -120,7 +120,16 @@ HOOKS_KNOWN = all(
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 )
 PARAMETERS_KNOWN = hasattr(_MODULE, "_parameters") and hasattr(_MODULE, "_buffers")
-has_global_hooks = _find("nn.modules.module._has_any_global_hook")
+_GLOBAL_HOOKS = [
+    _find(f"nn.modules.module._global_{kind}_hooks") for kind in ("backward_pre", "backward", "forward_pre", "forward")
+]
+GLOBAL_HOOKS_KNOWN = None not in _GLOBAL_HOOKS
+
+
+def has_global_hooks():
+    """Whether torch has hooks that see all modules, or does not say."""
+    return not GLOBAL_HOOKS_KNOWN or any(_GLOBAL_HOOKS)
+
 
 # ---- what runs ------------------------------------------------------------------------------------------------------
 
