@@ -35,6 +35,7 @@ int64_t mamba_struct_size(const char* name) {
         {"MambaSelectiveScan", sizeof(MambaSelectiveScan)},
         {"MambaSelectiveScanPlan", sizeof(MambaSelectiveScanPlan)},
         {"MambaSelectiveScanBackward", sizeof(MambaSelectiveScanBackward)},
+        {"MambaSelectiveScanDoubleBackward", sizeof(MambaSelectiveScanDoubleBackward)},
         {"MambaCausalConv1d", sizeof(MambaCausalConv1d)},
         {"MambaCausalConv1dBackward", sizeof(MambaCausalConv1dBackward)},
         {"MambaCausalConv1dUpdate", sizeof(MambaCausalConv1dUpdate)},

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 14
+#define MAMBA_ABI_VERSION 15
 
 /* What the library is and where it runs. */
 typedef struct MambaLibraryInfo {
@@ -77,6 +77,8 @@ MAMBA_API int32_t mamba_run_sequence(const MambaSequence* params);
 
 MAMBA_API int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params);
 MAMBA_API int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params);
+/* In mamba_cpu alone: mamba_cuda returns MAMBA_ERROR_UNSUPPORTED, and Python has it in torch operators. */
+MAMBA_API int32_t mamba_selective_scan_double_backward(const MambaSelectiveScanDoubleBackward* params);
 /* Fills plan from params as for the forward call, but for segments, workspace, last_state and checkpoints: alignment counts
  * too. deterministic 1: as many slots as it takes to need no atomics. */
 MAMBA_API int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t deterministic,

@@ -75,6 +75,32 @@ typedef struct MambaSelectiveScanBackward {
     int64_t dC_batch_stride, dC_group_stride, dC_dstate_stride; /* of a variable C; the same */
 } MambaSelectiveScanBackward;
 
+/* The scan's second derivative: the tangents of its results and gradients, from those of its inputs and of dout. All float32
+ * and contiguous, shapes as above. Nothing is written where the batch or dim is 0. */
+typedef struct MambaSelectiveScanDoubleBackward {
+    MambaSelectiveScan
+        forward; /* variable B and C; no softplus, bias, D, z, workspace, checkpoints or last_state. out: required */
+    const float* dout;
+    const float* dlast_state; /* optional */
+    const float* u_tangent;
+    const float* delta_tangent;
+    const float* A_tangent;
+    const float* B_tangent;
+    const float* C_tangent;
+    const float* initial_state_tangent; /* optional */
+    const float* dout_tangent;
+    int64_t slots; /* what mamba_selective_scan_plan said */
+    float* ddelta; /* no tangent: the gradient itself */
+    float* out_tangent;
+    float* last_state_tangent;
+    float* du_tangent;
+    float* ddelta_tangent;
+    float* dA_tangent; /* (B, D, N): to be summed over B */
+    float* dB_tangent; /* (slots, B, G, N, L), zeros before the call: to be summed over slots */
+    float* dC_tangent; /* like dB_tangent */
+    float* dinitial_state_tangent;
+} MambaSelectiveScanDoubleBackward;
+
 /* Mamba-2's scan (state space duality): h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T;  out_t = (h_t C_t + D x_t) silu(z_t);
  * dt_t = clamp(softplus?(dt_t + dt_bias), dt_min, dt_max). H / G neighbouring heads share a group of B and C.
  * The last dimension (P or N) of x, z, out, B and C has stride 1. float32 where the type says float. */

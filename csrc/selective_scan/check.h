@@ -104,6 +104,45 @@ inline int32_t check_scan_backward(const char* function, const MambaSelectiveSca
     return check.status();
 }
 
+inline int32_t check_scan_double_backward(const char* function, const MambaSelectiveScanDoubleBackward* params) {
+    Check check(function);
+    check.pointer("params", params);
+    if (!check.ok()) {
+        return check.status();
+    }
+    const MambaSelectiveScanDoubleBackward& q = *params;
+    const MambaSelectiveScan& p = q.forward;
+    check_scan_inputs(check, p);
+    if (!check.ok() || scan_is_empty(p)) {
+        return check.status();
+    }
+    check.that(p.dtype == MAMBA_FLOAT32, MAMBA_ERROR_UNSUPPORTED, "u must be float32, got %s", dtype_name(p.dtype));
+    check.that(p.variable_B && p.variable_C, MAMBA_ERROR_UNSUPPORTED, "B and C must vary, got variable_B=%d variable_C=%d",
+               static_cast<int>(p.variable_B), static_cast<int>(p.variable_C));
+    const bool bare = !p.delta_softplus && p.D == nullptr && p.z == nullptr && p.delta_bias == nullptr && !p.add;
+    check.that(bare, MAMBA_ERROR_UNSUPPORTED, "delta_softplus and add must be 0, D, z and delta_bias NULL");
+    check.at_least(1, "seqlen", p.seqlen);
+    check.at_least(1, "slots", q.slots);
+    check.pointer("out", p.out);
+    check.pointer("dout", q.dout);
+    check.pointer("u_tangent", q.u_tangent);
+    check.pointer("delta_tangent", q.delta_tangent);
+    check.pointer("A_tangent", q.A_tangent);
+    check.pointer("B_tangent", q.B_tangent);
+    check.pointer("C_tangent", q.C_tangent);
+    check.pointer("dout_tangent", q.dout_tangent);
+    check.pointer("ddelta", q.ddelta);
+    check.pointer("out_tangent", q.out_tangent);
+    check.pointer("last_state_tangent", q.last_state_tangent);
+    check.pointer("du_tangent", q.du_tangent);
+    check.pointer("ddelta_tangent", q.ddelta_tangent);
+    check.pointer("dA_tangent", q.dA_tangent);
+    check.pointer("dB_tangent", q.dB_tangent);
+    check.pointer("dC_tangent", q.dC_tangent);
+    check.pointer("dinitial_state_tangent", q.dinitial_state_tangent);
+    return check.status();
+}
+
 // The inputs of a carry call are those of the call that it goes before.
 inline void check_scan_carry(Check& check, const MambaSelectiveScan& p) {
     check_scan_inputs(check, p);

@@ -65,13 +65,40 @@ int32_t check_segments(const char* function, const MambaSelectiveScan& p) {
     return check.status();
 }
 
+int32_t check_slots(const char* function, const Partition& partition, int64_t slots) {
+    Check check(function);
+    check.that(slots >= partition.slots(), MAMBA_ERROR_INVALID,
+               "slots must be %lld, as mamba_selective_scan_plan says, got %lld", static_cast<long long>(partition.slots()),
+               static_cast<long long>(slots));
+    return check.status();
+}
+
 struct ScanJob {
-    const MambaSelectiveScan* forward;
-    const ScanBackward* backward;  // null: run the forward scan
-    bool carry_only;
-    const ScanKernels* kernels;
+    const MambaSelectiveScan* forward = nullptr;
+    const ScanBackward* backward = nullptr;  // neither this nor the next: run the forward scan
+    const MambaSelectiveScanDoubleBackward* double_backward = nullptr;
+    bool carry_only = false;
+    const ScanKernels* kernels = nullptr;
     Partition partition;
-    std::atomic<bool> out_of_memory;
+    std::atomic<bool> out_of_memory{false};
+
+    int64_t scratch_floats(int64_t channels) const {
+        if (double_backward != nullptr) {
+            return kernels->double_backward_scratch(*forward, channels);
+        }
+        const bool gradients = backward != nullptr && !carry_only;
+        return (gradients ? kernels->backward_scratch : kernels->forward_scratch)(*forward, channels);
+    }
+
+    void run(const ScanSegment& segment, float* scratch) const {
+        if (double_backward != nullptr) {
+            kernels->double_backward(*double_backward, segment, scratch);
+        } else if (backward != nullptr) {
+            (carry_only ? kernels->backward_carry : kernels->backward)(*backward, segment, scratch);
+        } else {
+            (carry_only ? kernels->forward_carry : kernels->forward)(*forward, segment, scratch);
+        }
+    }
 };
 
 void run_scan_share(void* context, int64_t share) {
@@ -79,9 +106,7 @@ void run_scan_share(void* context, int64_t share) {
     const Partition& part = job.partition;
     const int64_t begin = part.first_unit(share), end = part.first_unit(share + 1);
     const int64_t most_blocks = end - begin < part.blocks_per_group ? end - begin : part.blocks_per_group;
-    const bool gradients = job.backward != nullptr && !job.carry_only;
-    const auto scratch_floats = gradients ? job.kernels->backward_scratch : job.kernels->forward_scratch;
-    const Scratch scratch(scratch_floats(*job.forward, most_blocks * part.lanes));
+    const Scratch scratch(job.scratch_floats(most_blocks * part.lanes));
     if (scratch.get() == nullptr) {
         job.out_of_memory = true;
         return;
@@ -98,11 +123,7 @@ void run_scan_share(void* context, int64_t share) {
         segment.channel = segment.group * part.group_channels + first;
         segment.channels = (blocks_end < part.group_channels ? blocks_end : part.group_channels) - first;
         segment.slot = slot;
-        if (job.backward != nullptr) {
-            (job.carry_only ? job.kernels->backward_carry : job.kernels->backward)(*job.backward, segment, scratch.get());
-        } else {
-            (job.carry_only ? job.kernels->forward_carry : job.kernels->forward)(*job.forward, segment, scratch.get());
-        }
+        job.run(segment, scratch.get());
         unit = segment_end;
         slot = 0;
     }
@@ -110,7 +131,6 @@ void run_scan_share(void* context, int64_t share) {
 
 int32_t run_job(ScanJob& job, const char* function) {
     const MambaSelectiveScan& p = *job.forward;
-    job.out_of_memory = false;
     run_shares(job.partition.shares, run_scan_share, &job);
     if (job.out_of_memory) {
         return fail(MAMBA_ERROR_MEMORY, "%s: no memory for scratch space with batch=%lld dim=%lld seqlen=%lld dstate=%lld",
@@ -156,8 +176,6 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
     }
     ScanJob job;
     job.forward = params;
-    job.backward = nullptr;
-    job.carry_only = false;
     job.kernels = &scan_kernels(isa);
     job.partition = make_partition(*params, job.kernels->lanes, kForwardWorkPerThread);
     return run_job(job, function);
@@ -180,13 +198,11 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
     ScanJob job;
     job.forward = &p;
     job.backward = &q;
-    job.carry_only = false;
     job.kernels = &scan_kernels(isa);
     job.partition = make_partition(p, job.kernels->lanes, kBackwardWorkPerThread);
-    const int64_t slots = job.partition.slots();
-    if ((p.variable_B || p.variable_C) && params->slots < slots) {
-        return fail(MAMBA_ERROR_INVALID, "%s: slots must be %lld, as mamba_selective_scan_plan says, got %lld", function,
-                    static_cast<long long>(slots), static_cast<long long>(params->slots));
+    status = p.variable_B || p.variable_C ? check_slots(function, job.partition, params->slots) : MAMBA_OK;
+    if (status != MAMBA_OK) {
+        return status;
     }
     // Not every slot has a share of each batch entry and group.
     const size_t matrix_bytes = static_cast<size_t>(q.slots * p.batch * p.ngroups * p.dstate * p.seqlen) * sizeof(float);
@@ -202,6 +218,28 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
         job.kernels->add_parts(sums.of[i]);
     }
     return status;
+}
+
+int32_t mamba_selective_scan_double_backward(const MambaSelectiveScanDoubleBackward* params) {
+    const char* const function = "selective_scan_double_backward";
+    int32_t status = check_scan_double_backward(function, params);
+    if (status != MAMBA_OK || scan_is_empty(params->forward)) {
+        return status;
+    }
+    const MambaSelectiveScan& p = params->forward;
+    Isa isa;
+    status = check_segments(function, p);
+    status = status != MAMBA_OK ? status : begin_call(function, p.run, &isa);
+    if (status != MAMBA_OK) {
+        return status;
+    }
+    ScanJob job;
+    job.forward = &p;
+    job.double_backward = params;
+    job.kernels = &scan_kernels(isa);
+    job.partition = make_partition(p, job.kernels->lanes, kBackwardWorkPerThread);
+    status = check_slots(function, job.partition, params->slots);
+    return status != MAMBA_OK ? status : run_job(job, function);
 }
 
 int32_t mamba_selective_scan_plan(const MambaSelectiveScan* params, int32_t, MambaSelectiveScanPlan* plan) {

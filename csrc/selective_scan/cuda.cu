@@ -105,6 +105,15 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
     return cuda_status(error, function, p.batch, p.dim, p.seqlen, p.dstate);
 }
 
+int32_t mamba_selective_scan_double_backward(const MambaSelectiveScanDoubleBackward* params) {
+    const char* const function = "selective_scan_double_backward";
+    const int32_t status = check_scan_double_backward(function, params);
+    if (status != MAMBA_OK || scan_is_empty(params->forward)) {
+        return status;
+    }
+    return fail(MAMBA_ERROR_UNSUPPORTED, "%s: mamba_cuda has no kernel for it, mamba_cpu has", function);
+}
+
 int32_t mamba_selective_scan_backward_carry(const MambaSelectiveScanBackward* params) {
     const char* const function = "selective_scan_backward_carry";
     const int32_t status = check_scan_backward_carry(function, params);

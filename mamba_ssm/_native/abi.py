@@ -25,7 +25,7 @@ MAX_HEADDIM = 256
 MAX_RANK = 64
 MAX_DT_RANK = 8192
 MAX_NORM_GROUP = 1073741824
-ABI_VERSION = 14
+ABI_VERSION = 15
 
 
 def _fields(text: str, /, **structs: typing.Any) -> list[tuple[str, typing.Any]]:
@@ -85,6 +85,21 @@ class MambaSelectiveScanBackward(Structure):
         ptr: du, ddelta, dz, dA, dB, dC, dD, ddelta_bias, dinitial_state;
         i64: du_batch_stride, du_dim_stride, ddelta_batch_stride, ddelta_dim_stride, dz_batch_stride, dz_dim_stride,
              dB_batch_stride, dB_group_stride, dB_dstate_stride, dC_batch_stride, dC_group_stride, dC_dstate_stride
+        """,
+        MambaSelectiveScan=MambaSelectiveScan,
+    )
+
+
+class MambaSelectiveScanDoubleBackward(Structure):
+    _anonymous_ = ("forward",)
+    _fields_ = _fields(
+        """
+        MambaSelectiveScan: forward;
+        ptr: dout, dlast_state, u_tangent, delta_tangent, A_tangent, B_tangent, C_tangent, initial_state_tangent,
+             dout_tangent;
+        i64: slots;
+        ptr: ddelta, out_tangent, last_state_tangent, du_tangent, ddelta_tangent, dA_tangent, dB_tangent, dC_tangent,
+             dinitial_state_tangent
         """,
         MambaSelectiveScan=MambaSelectiveScan,
     )
@@ -393,6 +408,7 @@ STRUCTS = (
     MambaSelectiveScan,
     MambaSelectiveScanPlan,
     MambaSelectiveScanBackward,
+    MambaSelectiveScanDoubleBackward,
     MambaSsd,
     MambaSsdBackward,
     MambaSsdCarry,
@@ -427,6 +443,7 @@ FUNCTIONS = {
     "run_sequence": (c_int32, [POINTER(MambaSequence)]),
     "selective_scan_forward": (c_int32, [POINTER(MambaSelectiveScan)]),
     "selective_scan_backward": (c_int32, [POINTER(MambaSelectiveScanBackward)]),
+    "selective_scan_double_backward": (c_int32, [POINTER(MambaSelectiveScanDoubleBackward)]),
     "selective_scan_plan": (c_int32, [POINTER(MambaSelectiveScan), c_int32, POINTER(MambaSelectiveScanPlan)]),
     "selective_scan_forward_carry": (c_int32, [POINTER(MambaSelectiveScan)]),
     "selective_scan_backward_carry": (c_int32, [POINTER(MambaSelectiveScanBackward)]),

@@ -79,6 +79,11 @@ def _selective_scan(given):
     return _scan(batch, seqlen, dim, given["A"].shape[1])
 
 
+def _selective_scan_double(given):
+    """Half of selective_scan_double_backward: the tangent of each product, of forward and backward, is two products."""
+    return 3 * _selective_scan(given)
+
+
 def _causal_conv1d(given):
     return 2 * given["x"].numel() * given["weight"].shape[-1]
 
@@ -182,6 +187,7 @@ FORMULAS = {
     "mamba_inner_both": _mamba_inner_both,
     "mamba_step": _mamba_step,
     "selective_scan": _selective_scan,
+    "selective_scan_double": _selective_scan_double,
     "selective_state_update": _selective_state_update,
     "selective_state_update_to": _selective_state_update,
     "split_conv1d_scan": _split_conv1d_scan,

@@ -56,6 +56,7 @@ SIZES = {
     abi.MambaSequence: {"count": 0},
 }
 SIZES[abi.MambaSelectiveScanBackward] = {**SIZES[abi.MambaSelectiveScan], "slots": 1}
+SIZES[abi.MambaSelectiveScanDoubleBackward] = SIZES[abi.MambaSelectiveScanBackward]
 SIZES[abi.MambaCausalConv1dBackward] = SIZES[abi.MambaCausalConv1d]
 SIZES[abi.MambaSsdBackward] = SIZES[abi.MambaSsd]
 SIZES[abi.MambaSsdCarry] = {"batch": 2, "pieces": 2, "nheads": 2, "state_size": 4}
@@ -68,6 +69,9 @@ POINTERS = {
     "run_sequence": "",
     "selective_scan_forward": "u delta A B C out",
     "selective_scan_backward": "u delta A B C checkpoints dout du ddelta dA dB dC",
+    "selective_scan_double_backward": "u delta A B C out dout u_tangent delta_tangent A_tangent B_tangent C_tangent "
+    "dout_tangent ddelta out_tangent last_state_tangent du_tangent ddelta_tangent dA_tangent dB_tangent dC_tangent "
+    "dinitial_state_tangent",
     "selective_scan_forward_carry": "u delta A B C workspace",
     "selective_scan_backward_carry": "u delta A B C workspace dout",
     "selective_scan_plan": "",
@@ -124,6 +128,16 @@ OTHERS = [
     ("selective_scan_backward", {"variable_C": 1, "dC_dstate_stride": 81}, abi.ERROR_UNSUPPORTED, "must be contiguous"),
     ("selective_scan_forward", {"add": 1}, abi.ERROR_UNSUPPORTED, "add needs reverse"),
     ("selective_scan_backward", {"add": 1}, abi.ERROR_UNSUPPORTED, "add needs reverse"),
+    ("selective_scan_double_backward", {"variable_B": 0}, abi.ERROR_UNSUPPORTED, "must vary, got variable_B=0"),
+    ("selective_scan_double_backward", {"dtype": abi.BFLOAT16}, abi.ERROR_UNSUPPORTED, "must be float32, got bfloat16"),
+    (
+        "selective_scan_double_backward",
+        {"delta_softplus": 1},
+        abi.ERROR_UNSUPPORTED,
+        "delta_softplus and add must be 0",
+    ),
+    ("selective_scan_double_backward", {"D": 1}, abi.ERROR_UNSUPPORTED, "D, z and delta_bias NULL"),
+    ("selective_scan_double_backward", {"seqlen": 0}, abi.ERROR_INVALID, "seqlen must be at least 1, got 0"),
     ("selective_scan_forward_carry", {"seqlen": 0}, abi.ERROR_INVALID, "seqlen must be at least 1, got 0"),
     ("selective_scan_plan", {"dstate": 257}, abi.ERROR_UNSUPPORTED, "dstate must be in [1, 256], got 257"),
     ("causal_conv1d_forward", {"width": 1}, abi.ERROR_INVALID, "width must be in [2, 4], got 1"),
@@ -160,6 +174,8 @@ def good_call(name):
         fields["out"] = 1  # with neither out nor final_state there is nothing to do
     if name in ("ssd_backward", "mamba3_backward", "mamba_step"):
         fields["workspace"] = 1
+    if name == "selective_scan_double_backward":
+        fields["variable_B"] = fields["variable_C"] = 1
     return fields
 
 
@@ -278,9 +294,14 @@ def test_wrong_sizes_of_workspaces(answers):
 
 @pytest.mark.parametrize("kind,expected", [("cpu", abi.OK), ("cuda", abi.ERROR_DRIVER)])
 def test_the_rest_of_those_calls_is_right(kind, expected):
-    """On the CPU they succeed; mamba_cuda lets them pass and then finds no GPU, unless there is nothing to call."""
+    """On the CPU they succeed; mamba_cuda lets them pass and then finds no GPU. Two calls never seek one: a sequence of
+    no calls, and the one that it has no kernel for.
+    """
+    others = {"run_sequence": abi.OK}
+    if kind == "cuda":
+        others["selective_scan_double_backward"] = abi.ERROR_UNSUPPORTED
     for name, (code, message) in ask(kind)["good"].items():
-        assert code == (abi.OK if name == "run_sequence" else expected), (name, message)
+        assert code == others.get(name, expected), (name, message)
 
 
 def test_structs_of_zeros(answers):

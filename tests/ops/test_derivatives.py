@@ -12,7 +12,8 @@ from _helpers.cases import ConvCase, ScanCase, SsdCase
 from mamba_ssm.ops._shared.recurrence import Recurrence, _recur_in_pieces, recur_
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
 from mamba_ssm.ops.norm import layer_norm_fn, layernorm_fn, rmsnorm_fn, swiglu
-from mamba_ssm.ops.selective_scan import second_backward, selective_scan_fn
+from mamba_ssm.ops.selective_scan import double_backward, double_blocks, selective_scan_fn
+from mamba_ssm.ops.selective_scan.double_blocks import in_blocks
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined
 from mamba_ssm.utils.reference import plain_torch
 
@@ -21,7 +22,8 @@ CLOSE = 1e-5
 
 def scan(softplus=True, last=True, **options):
     def inputs():
-        return ScanCase(2, 6, options.pop("seqlen", 37), softplus=False, **options).inputs(torch.float32, "cpu")
+        sizes = {"batch": 2, "dim": 6, "seqlen": 37}
+        return ScanCase(**{**sizes, **options}, softplus=False).inputs(torch.float32, "cpu")
 
     def run(reverse=False, **tensors):
         return selective_scan_fn(**tensors, delta_softplus=softplus, return_last_state=last, reverse=reverse)
@@ -62,6 +64,8 @@ CASES = {
     "scan_backwards": lambda: backwards(scan(initial_state=True, seq_idx=True)),
     "scan_bare": lambda: bare_scan(last=False),
     "scan_bare_state": lambda: backwards(bare_scan(initial_state=True, groups=3)),
+    "scan_of_constants": lambda: scan(seqlen=9, dstate=4, variable_B=False, groups=2),
+    "scan_of_tiles": lambda: scan(seqlen=150, dstate=3, seq_idx=True, initial_state=True),
     "scan_one_step": lambda: scan(seqlen=1),
     "conv": lambda: conv(initial_states=True),
     "conv_backwards": lambda: conv(width=3, reverse=True),
@@ -193,14 +197,32 @@ def test_double_backward_in_sixteen_bits(dtype, device):
     assert_close(found, expected, bound=16 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("block", [1, 100, 400])
+@pytest.mark.parametrize("block", [1, 100, 400, 1 << 26])
 @pytest.mark.parametrize("name", ["scan", "scan_backwards"])
 def test_blocks_of_steps_and_channels(name, block, monkeypatch):
+    """What runs on CUDA, on the CPU."""
     run, tensors = CASES[name]()
     expected = second_derivatives(run, tensors)
-    monkeypatch.setattr(second_backward, "_BLOCK", block)
-    monkeypatch.setattr(second_backward, "_STEPS", 3)
+    monkeypatch.setattr(double_backward, "on_cpu", lambda given, found, _, reverse: in_blocks(given, found, reverse))
+    monkeypatch.setattr(double_blocks, "_BLOCK", block)
+    monkeypatch.setattr(double_blocks, "_STEPS", 3)
     assert_close(second_derivatives(run, tensors), [tensor.double() for tensor in expected])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_second_derivatives_of_the_scan_by_threads(reverse):
+    """Threads share out channels of one group, so that the gradients of B and C are sums of several parts."""
+    run, tensors = bare_scan(seqlen=300, dstate=7, dim=70, batch=3, seq_idx=True, initial_state=True)
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        found = second_derivatives(lambda **given: run(reverse=reverse, **given), tensors)
+    finally:
+        torch.set_num_threads(threads)
+    with plain_torch():
+        expected = second_derivatives(lambda **given: run(reverse=reverse, **given), double(tensors))
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", ["scan", "conv", "rms_norm", "ssd"])

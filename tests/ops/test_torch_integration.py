@@ -50,6 +50,11 @@ def opcheck_rows(device, grad):
         dlast = last if tensors is full else None
         options = (True, tensors is full, tensors is full, *reverse)
         yield ops.selective_scan_backward.default, (out, dlast, *ordered(tensors), checkpoints, *options)
+    bare = [full[name] for name in ("u", "delta", "A", "B", "C", "initial_state")]
+    tangents = [torch.randn_like(tensor) for tensor in (*bare, full["u"])]
+    for reverse, dlast, packed in ((False, None, None), (True, last, full["seq_idx"])):
+        arguments = (*bare, packed, out, dlast, *tangents, reverse)
+        yield ops.selective_scan_double_backward.default, arguments
     for packed in None, seq_idx:
         yield ops.causal_conv1d_backward.default, (x, None, x, weight, bias, packed, states, True, True)
     state, step = torch.randn(2, 6, 4, device=device), torch.randn(2, 6, device=device)

@@ -17,8 +17,10 @@ struct ScanKernels {
     // Floats of scratch memory that a segment of `channels` channels needs.
     int64_t (*forward_scratch)(const MambaSelectiveScan& params, int64_t channels);
     int64_t (*backward_scratch)(const MambaSelectiveScan& params, int64_t channels);
+    int64_t (*double_backward_scratch)(const MambaSelectiveScan& params, int64_t channels);
     void (*forward)(const MambaSelectiveScan& params, const ScanSegment& segment, float* scratch);
     void (*backward)(const ScanBackward& params, const ScanSegment& segment, float* scratch);
+    void (*double_backward)(const MambaSelectiveScanDoubleBackward& params, const ScanSegment& segment, float* scratch);
     void (*add_parts)(const PartSum& sum);
     // What the whole length passes on, alone; with forward's scratch memory.
     void (*forward_carry)(const MambaSelectiveScan& params, const ScanSegment& segment, float* scratch);
