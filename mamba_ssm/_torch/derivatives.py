@@ -42,9 +42,16 @@ def has_tangent(given):
     return isinstance(given, torch.Tensor) and forward_ad.unpack_dual(given).tangent is not None
 
 
+def is_vectorized():
+    """Whether gradients hide a dimension, as with is_grads_batched=True."""
+    return (
+        private.VMAP_MODE is not None and private.key_included is not None and private.key_included(private.VMAP_MODE)
+    )
+
+
 def refuse_vectorized(name):
-    """For second derivatives that cannot run where gradients hide a dimension."""
-    if private.VMAP_MODE is not None and private.key_included is not None and private.key_included(private.VMAP_MODE):
+    """For second derivatives that cannot run there."""
+    if is_vectorized():
         raise RuntimeError(
             f"{name}: second derivatives do not go with is_grads_batched=True and vectorize=True: use torch.func, such "
             "as torch.func.hessian"

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from mamba_ssm._torch import call
+from mamba_ssm.ops._shared.gradients import silu_derivatives
 from mamba_ssm.ops._shared.reference import convert
 from mamba_ssm.ops.selective_scan.arguments import Inputs
 from mamba_ssm.ops.selective_scan.double_backward import Tangents, double_backward_op
@@ -89,12 +90,8 @@ class _Gate:
     def __init__(self, dout, z, z_tangent):
         self.dout, self.dy, self.dy_tangent, self.slope = dout, dout, torch.zeros_like(dout), None
         if z is not None:
-            s = torch.sigmoid(z)
-            self.silu = z * s
-            rest = 1 - s
-            self.slope = torch.addcmul(s, self.silu, rest)
-            self.slope_tangent = (z * (1 - 2 * s)).add_(2).mul_(s).mul_(rest).mul_(z_tangent)
-            self.silu_tangent = self.slope * z_tangent
+            self.silu, self.slope, curve = silu_derivatives(z)
+            self.silu_tangent, self.slope_tangent = self.slope * z_tangent, curve.mul_(z_tangent)
             self.dy, self.dy_tangent = dout * self.silu, dout * self.silu_tangent
 
     def out_tangent(self, y, y_tangent):
