@@ -17,7 +17,7 @@ import torch
 
 from mamba_ssm.ops._shared.recurrence import recur_
 
-# States of a block, of which eight copies live at a time: enough to fill a GPU.
+# States of a block, of which seven copies live at a time: enough to fill a GPU.
 _BLOCK = 1 << 26
 _STEPS = 16  # the fewest of a block, but for short sequences
 
@@ -48,7 +48,7 @@ def in_blocks(given, found, reverse):
     def steps(tensor, *sizes):
         """(B, D, L) or (B, G, N, L) as (L, M, ...), in the order of the scan."""
         tensor = tensor.reshape(-1, seqlen).t()
-        return (tensor.flip(0) if reverse else tensor.contiguous()).view(seqlen, entries, *sizes)
+        return (tensor.flip(0) if reverse else tensor).contiguous().view(seqlen, entries, *sizes)
 
     def rows(tensor):
         """A state, or A, as (M, N, d)."""
@@ -130,7 +130,7 @@ def _run(part, steps):
     """Writes the results of some channels, so many steps at a time; returns the change of the last state."""
     blocks = [part.at(slice(t, t + steps)) for t in range(0, len(part.weight), steps)]
     starts = [(part.given.initial_state, part.change.initial_state)]
-    space = part.given.A.new_empty(8, steps + 1, *part.given.A.shape)
+    space = part.given.A.new_empty(7, steps + 1, *part.given.A.shape)
     for block in blocks:
         states = _states(block, *starts[-1], space)
         starts.append((states.h[-1].clone(), states.dh[-1].clone()))
