@@ -16,7 +16,7 @@ except ImportError as error:
 _FUNCTIONS = Opset("mamba_ssm", 1)
 _RUNTIME = Opset("com.microsoft", 1)
 _CHUNK_MAMBA1 = 16  # log2 of it rounds, which _scan_chunks writes down
-_CHUNK_MAMBA2 = 64
+_CHUNK_MAMBA2 = 32
 _FLOAT, _BOOL = 1, 9  # of onnx.TensorProto
 _Tensor = FLOAT[...]
 _Pair = tuple[_Tensor, _Tensor]  # which torch's exporter counts the outputs by
