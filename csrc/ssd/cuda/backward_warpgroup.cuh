@@ -66,8 +66,7 @@ __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlic
             ldmatrix_x4(weighted[k].r[0], columns_on(dout_tile, k));
             weight_rows<T>(weighted[k], entering[0], entering[1]);
         }
-        warpgroup_fence_operand(dC);
-        warpgroup_fence_operand(weighted);
+        warpgroup_fence_operands(dC, weighted);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {  // exp(cs_t) H^T dout_t
@@ -83,8 +82,7 @@ __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlic
             sums.from_state[t[1]] = entering[1] * dot[1];
         }
         wgmma_wait_group<0>();
-        warpgroup_fence_operand(dC);
-        warpgroup_fence_operand(weighted);
+        warpgroup_fence_operands(dC, weighted);
         if (number > 0) {  // now that there are registers
             store_gradients(number - 1);
         }
@@ -99,8 +97,7 @@ __device__ __forceinline__ void walk_for_dC(const BackwardWalk<T, kStates, kSlic
                           shared.M_tiles + BlockTile::at(16 * k + lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8));
     }
     const uint64_t B = tile_descriptor(shared.B + walk.slice * SliceTiles<T, kStates, kSlices>::kB, kBlock * 16);
-    warpgroup_fence_operand(dC);
-    warpgroup_fence_operand(dG);
+    warpgroup_fence_operands(dC, dG);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -177,8 +174,7 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
             ldmatrix_x4(weighted[k].r[0], columns_on(shared.x(number) + rows.of_lane, k));
             weight_rows<T>(weighted[k], adding[0], adding[1]);
         }
-        warpgroup_fence_operand(dB);
-        warpgroup_fence_operand(weighted);
+        warpgroup_fence_operands(dB, weighted);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {  // exp(cs_last - cs_s) dt_s dH'^T x_s
@@ -202,9 +198,7 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
         }
         wgmma_commit_group();
         wgmma_wait_group<0>();
-        warpgroup_fence_operand(du);
-        warpgroup_fence_operand(dB);
-        warpgroup_fence_operand(weighted);
+        warpgroup_fence_operands(du, dB, weighted);
         scale_rows(du, dt[0], dt[1]);
         walk.store_dx(number, dx.at, walk.rows_of(item), du, rows.group, rows.s_of_lane);
         dx.advance(item.advance(walk.row_tiles));
@@ -217,8 +211,7 @@ __device__ __forceinline__ void walk_for_dB(const BackwardWalk<T, kStates, kSlic
         ldmatrix_x4(dG[k].r[0], shared.M_tiles + BlockTile::at(16 * rows.warp + lane % 16, 16 * k + lane / 16 * 8));
     }
     const uint64_t C = tile_descriptor(shared.C, kBlock * 16);
-    warpgroup_fence_operand(dB);
-    warpgroup_fence_operand(dG);
+    warpgroup_fence_operands(dB, dG);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -270,8 +263,7 @@ __device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlice
         }
         float R[8][4];  // x_s . dout_t
         set_to_zero(R);
-        warpgroup_fence_operand(R);
-        warpgroup_fence_operand(x);
+        warpgroup_fence_operands(R, x);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -280,8 +272,7 @@ __device__ __forceinline__ void walk_pairs(const BackwardWalk<T, kStates, kSlice
         wgmma_commit_group();
         walk.wait_for_decays(number);
         wgmma_wait_group<0>();
-        warpgroup_fence_operand(R);
-        warpgroup_fence_operand(x);
+        warpgroup_fence_operands(R, x);
         Operand<T> M[4];
         mix_pairs<T>(M, dG, R, G, shared.decays_of(number), shared.sums_of(number), walk.slice == 0, rows.s, rows.warp, lane);
 #pragma unroll

@@ -231,12 +231,8 @@ struct ForwardProducts {
             a_from_accumulators<T>(H[k], state[2 * k], state[2 * k + 1]);
         }
         scale_rows(state, now.carry, now.carry);
-#pragma unroll
-        for (int j = 0; j < kStepGroups; ++j) {
-            y[j][0] = y[j][1] = y[j][2] = y[j][3] = 0.0f;
-        }
-        warpgroup_fence_operand(y);
-        warpgroup_fence_operand(H);
+        set_to_zero(y);
+        warpgroup_fence_operands(y, H);
         mbarrier_wait_parity(&shared.tiles_arrived[i % 2], i / 2 % 2);
         wgmma_fence();
 #pragma unroll
@@ -251,8 +247,7 @@ struct ForwardProducts {
             weight_a<T>(weighted[k], now.adding + 16 * k, lane);
         }
         // H' = exp(cs_last) H + (exp(cs_last - cs) dt x)^T B
-        warpgroup_fence_operand(state);
-        warpgroup_fence_operand(weighted);
+        warpgroup_fence_operands(state, weighted);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTiles; ++k) {
@@ -265,8 +260,7 @@ struct ForwardProducts {
             entering[j] = *reinterpret_cast<const float2*>(&now.entering[8 * group_at_place(j) + lane % 4 * 2]);
         }
         wgmma_wait_group<1>();
-        warpgroup_fence_operand(y);
-        warpgroup_fence_operand(H);
+        warpgroup_fence_operands(y, H);
 #pragma unroll
         for (int j = 0; j < kStepGroups; ++j) {  // exp(cs_t) H C_t
             y[j][0] *= entering[j].x;
@@ -279,8 +273,7 @@ struct ForwardProducts {
         for (int k = 0; k < kOwn; ++k) {
             own_x[k] = slice == 0 ? x[k] : x[(k + kOwn) % kTiles];
         }
-        warpgroup_fence_operand(y);
-        warpgroup_fence_operand(own_x);
+        warpgroup_fence_operands(y, own_x);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kOwn; ++k) {  // x^T M^T
@@ -290,10 +283,7 @@ struct ForwardProducts {
     }
     __device__ __forceinline__ void wait(float (&state)[kSlice / 8][4]) {
         wgmma_wait_group<0>();
-        warpgroup_fence_operand(y);
-        warpgroup_fence_operand(own_x);
-        warpgroup_fence_operand(state);
-        warpgroup_fence_operand(weighted);
+        warpgroup_fence_operands(y, own_x, state, weighted);
     }
     // Of two slices: the second one's part of the results goes to the first one.
     __device__ __forceinline__ void add_slices(Shared& shared, int slice, int thread) {

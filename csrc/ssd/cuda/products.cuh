@@ -177,10 +177,7 @@ __global__ void __launch_bounds__(kProductsThreads) ssd_products_kernel(const Ma
         const int i = Tiles::row(tile);
         const int j = Tiles::column(tile, i);
         float sum[4][4];  // two sums of each half, so that products need not wait for each other
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            sum[k][0] = sum[k][1] = sum[k][2] = sum[k][3] = 0.0f;
-        }
+        set_to_zero(sum);
 #pragma unroll 2
         for (int column = 0; column < states; column += 32) {
 #pragma unroll

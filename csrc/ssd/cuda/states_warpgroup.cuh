@@ -182,8 +182,7 @@ __device__ __forceinline__ float walk_states(const StatesCopies<T, kStates>& cop
             weight_a<T>(weighted[k], now.weight + 16 * k, lane);
         }
         scale_rows(state, now.carry, now.carry);
-        warpgroup_fence_operand(state);
-        warpgroup_fence_operand(weighted);
+        warpgroup_fence_operands(state, weighted);
         wgmma_fence();
         const uint64_t B = tile_descriptor(shared.B[stage], kBlock * 16);
 #pragma unroll
@@ -192,8 +191,7 @@ __device__ __forceinline__ float walk_states(const StatesCopies<T, kStates>& cop
         }
         wgmma_commit_group();
         wgmma_wait_group<0>();
-        warpgroup_fence_operand(state);
-        warpgroup_fence_operand(weighted);
+        warpgroup_fence_operands(state, weighted);
     }
     return product;
 }

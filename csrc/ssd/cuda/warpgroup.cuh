@@ -124,6 +124,10 @@ __device__ __forceinline__ void warpgroup_fence_operand(Operand<T> (&values)[kCo
         fence_registers(values[i].r[0]);
     }
 }
+template <typename... Operands>
+__device__ __forceinline__ void warpgroup_fence_operands(Operands&... operands) {
+    (warpgroup_fence_operand(operands), ...);
+}
 
 #endif
 

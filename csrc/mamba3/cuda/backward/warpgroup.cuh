@@ -50,8 +50,7 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
         float G[4][4], R[4][4];
         set_to_zero(G);
         set_to_zero(R);
-        warpgroup_fence_operand(G);
-        warpgroup_fence_operand(R);
+        warpgroup_fence_operands(G, R);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
@@ -65,8 +64,7 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
         wgmma_commit_group();
         begin_copies();
         wgmma_wait_group<0>();
-        warpgroup_fence_operand(G);
-        warpgroup_fence_operand(R);
+        warpgroup_fence_operands(G, R);
         const int s0 = 32 * part.half;
         if (s0 >= part.row + 16) {  // a step's rows lie within 16
             mix_nothing<T>(shared, item, part);
@@ -196,8 +194,7 @@ __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Ma
     __syncthreads();  // what is of pairs is complete
     const uint64_t slopes = block_descriptor(shared.slopes_transposed), weights = block_descriptor(shared.weights_transposed);
     const uint64_t q_block = block_descriptor(shared.q + part.half * kTileBlock);
-    warpgroup_fence_operand(dk);
-    warpgroup_fence_operand(dx);
+    warpgroup_fence_operands(dk, dx);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -209,8 +206,7 @@ __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Ma
     }
     wgmma_commit_group();
     wgmma_wait_group<0>();
-    warpgroup_fence_operand(dk);
-    warpgroup_fence_operand(dx);
+    warpgroup_fence_operands(dk, dx);
 }
 
 // The gradient of the final k, which is the last step's.

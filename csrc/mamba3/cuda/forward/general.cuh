@@ -199,10 +199,7 @@ __device__ __forceinline__ void load_first_state(float (&state)[kStates / 8][4],
     if (from != nullptr) {
         load_state<kStates>(state, from, row, block.columns, 0, dstate, lane);
     } else {
-#pragma unroll
-        for (int j = 0; j < kStates / 8; ++j) {
-            state[j][0] = state[j][1] = state[j][2] = state[j][3] = 0.0f;
-        }
+        set_to_zero(state);
     }
     if (has_initial && block.chunks > 0) {
         const int ranks = 1 << launch.ranks_log2, left = static_cast<int>(p.rank) - launch.k_rank;

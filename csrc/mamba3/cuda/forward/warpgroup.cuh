@@ -34,14 +34,6 @@ constexpr int kMamba3WarpgroupThreads = 2 * kMamba3Threads;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-template <int kCount>
-__device__ __forceinline__ void clear(float (&values)[kCount][4]) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-        values[j][0] = values[j][1] = values[j][2] = values[j][3] = 0.0f;
-    }
-}
-
 // M (row t, row s) is (q_t . k_s) weighted by what s adds to t, for the warp's 16 rows t, as operands of 16 rows s each; those
 // behind the warp's own are zero. The weights are found while the tensor cores multiply. From rows of the tiles of 16 before
 // the warp's own, the decay is that to the tile's last row, and from there on: neither overflows unless the decay of some pair
@@ -132,7 +124,7 @@ struct Mamba3WalkState {
         if (from != nullptr) {
             load_pair_state<kPairwise>(h, from, row, block.columns, static_cast<int>(p.dstate), lane);
         } else {
-            clear(h);
+            set_to_zero(h);
         }
         if (first && p.ssm_state != nullptr && block.chunks > 0) {
             add_pairs_before<kPairwise>(h, p, block, 0, static_cast<int>(p.rank), row, lane);
@@ -158,7 +150,7 @@ struct Mamba3WalkState {
 // Begins sum += a b^T over kStates columns; a, b: descriptors of tiles of 64 rows.
 template <typename T, int kStates>
 __device__ __forceinline__ void begin_product_of_states(float (&sum)[8][4], uint64_t a, uint64_t b) {
-    clear(sum);
+    set_to_zero(sum);
     warpgroup_fence_operand(sum);
     wgmma_fence();
 #pragma unroll
@@ -186,8 +178,7 @@ __device__ __forceinline__ void weigh_x(Operand<T> (&weighted)[kMamba3ChunkRows 
 template <typename T, int kGroups>
 __device__ __forceinline__ void begin_product_of_rows(float (&sum)[kGroups][4], Operand<T> (&a)[kMamba3ChunkRows / 16],
                                                       uint64_t b) {
-    warpgroup_fence_operand(sum);
-    warpgroup_fence_operand(a);
+    warpgroup_fence_operands(sum, a);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kMamba3ChunkRows / 16; ++k) {
@@ -251,8 +242,7 @@ __device__ __forceinline__ void multiply_mamba3_rows(const MambaMamba3& p, const
         begin_product_of_rows(y, M, x);                    // M x
         begin_product_of_rows(state.h, weighted, k_rows);  // H' = carry H + x^T k
         wgmma_wait_group<1>();
-        warpgroup_fence_operand(y);
-        warpgroup_fence_operand(M);
+        warpgroup_fence_operands(y, M);
         cp_async_wait_group<0>();
         __syncwarp();
         const T* const own_x = x_tile + own_rows();
@@ -271,8 +261,7 @@ __device__ __forceinline__ void multiply_mamba3_rows(const MambaMamba3& p, const
         }
         finisher.next_chunk();
         wgmma_wait_group<0>();
-        warpgroup_fence_operand(state.h);
-        warpgroup_fence_operand(weighted);
+        warpgroup_fence_operands(state.h, weighted);
         if (kBack && threadIdx.x == 0) {
             cp_async_bulk_wait_group_read();
         }
@@ -320,8 +309,7 @@ __device__ __forceinline__ void multiply_mamba3_states(const MambaMamba3& p, con
         scale_rows(state.h, carry, carry);
         begin_product_of_rows(state.h, weighted, tile_descriptor(shared.stage[i % 2].k, kBlock * 16));
         wgmma_wait_group<0>();
-        warpgroup_fence_operand(state.h);
-        warpgroup_fence_operand(weighted);
+        warpgroup_fence_operands(state.h, weighted);
         if (from_end) {
             if (threadIdx.x == 0) {
                 cp_async_bulk_wait_group_read();
