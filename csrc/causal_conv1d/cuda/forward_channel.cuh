@@ -8,6 +8,16 @@ namespace mamba {
 
 constexpr int kForwardChannelBlocks = 3;  // on a multiprocessor
 
+// The states after the last step, of V channels.
+template <typename T, int V>
+__device__ __forceinline__ void store_final_states(const MambaCausalConv1d& params, int64_t batch, int64_t channel) {
+    for (int i = 0; i < params.width - 1; ++i) {
+        for (int v = 0; v < V; ++v) {
+            store_final_state<T>(params, batch, channel + v, i);
+        }
+    }
+}
+
 // A thread takes V neighbouring channels and walks `steps` steps of time with the window in registers. The next kUnroll
 // steps are on their way while these are computed. V = 1 takes any strides.
 template <typename T, int V, bool kPlain>
@@ -127,11 +137,7 @@ __global__ void __launch_bounds__(kConvThreads, kForwardChannelBlocks)
     }
 
     if (params.final_states != nullptr && chunk == 0) {
-        for (int i = 0; i < params.width - 1; ++i) {
-            for (int v = 0; v < V; ++v) {
-                store_final_state<T>(params, batch, channel + v, i);
-            }
-        }
+        store_final_states<T, V>(params, batch, channel);
     }
 }
 

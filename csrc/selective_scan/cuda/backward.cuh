@@ -136,9 +136,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     const int32_t* seq_idx = !Layout::kMamba && p.seq_idx != nullptr ? p.seq_idx + block.batch * seqlen : nullptr;
     const bool general = !Layout::kMamba && (!p.variable_B || !p.variable_C || seq_idx != nullptr);
     if (general && seq_idx == nullptr) {
-        for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
-            shared.resets[i] = 0;
-        }
+        clear_resets<Layout>(shared.resets);
     }
 
     stage_parameter<Layout>(shared.bias, p.delta_bias, block);

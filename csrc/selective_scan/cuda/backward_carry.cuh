@@ -42,6 +42,13 @@ __device__ __forceinline__ void carry_tile(Chains<Layout>& w, const Chains<Layou
     }
 }
 
+template <class Layout>
+__device__ __forceinline__ void clear_waiting(float* waiting, int slices) {
+    for (int i = threadIdx.x; i < slices * Layout::kEach * Layout::kStates * Layout::kThreads; i += Layout::kThreads) {
+        waiting[i] = 0.0f;
+    }
+}
+
 // Fills the workspace for all segments from first_segment on: a_t g_t of the segment's first step if nothing came from later
 // ones.
 template <typename T, class Layout>
@@ -64,9 +71,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
     const int32_t* seq_idx = !Layout::kMamba && p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
     const bool general = !Layout::kMamba && (!p.variable_C || seq_idx != nullptr);
     if (general && seq_idx == nullptr) {
-        for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
-            resets[i] = 0;
-        }
+        clear_resets<Layout>(resets);
     }
     int channel_row[Layout::kEach];
     Chains<Layout> A, w, constant_C;
@@ -79,9 +84,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
         }
     }
     if (Layout::kSliced) {
-        for (int i = threadIdx.x; i < slices * Layout::kEach * Layout::kStates * Layout::kThreads; i += Layout::kThreads) {
-            waiting_w[i] = 0.0f;
-        }
+        clear_waiting<Layout>(waiting_w, slices);
     }
     stage_parameter<Layout>(bias, p.delta_bias, block);
     __syncthreads();

@@ -12,6 +12,41 @@
 
 namespace mamba {
 
+// Calls function(c, s, whether the chain exists, its parameter's number among the block's) for the lane's chains of a slice.
+template <class Layout, class Function>
+__device__ __forceinline__ void for_chains(const MambaSelectiveScan& p, const ScanBlock& block,
+                                           const ForwardThread<Layout>& thread, int slice, const Function& function) {
+#pragma unroll
+    for (int c = 0; c < Layout::kEach; ++c) {
+#pragma unroll
+        for (int s = 0; s < Layout::kStates; ++s) {
+            const int n = slice * Layout::kSlice + thread.state[s];
+            const bool exists = Layout::kWhole || (thread.row[c] < block.channels && n < p.dstate);
+            function(c, s, exists, thread.row[c] * static_cast<int>(p.dstate) + n);
+        }
+    }
+}
+
+template <typename T, class Layout, bool kCarryOnly>
+__device__ __forceinline__ void stage_matrices(MatrixTile<T, Layout>& BC, StagedTile<T, Layout>& B, StagedTile<T, Layout>& C,
+                                               int* resets, const int32_t* seq_idx, int64_t first_step,
+                                               const MambaSelectiveScan& p) {
+    if (is_reverse<Layout>(p)) {
+        B.mirror();
+        C.mirror();
+    }
+    __syncthreads();  // the last tile's readers are done
+    if constexpr (kCarryOnly) {
+        BC.put_one(B);
+    } else {
+        BC.put(B, C);
+    }
+    if (seq_idx != nullptr) {
+        stage_resets<Layout>(resets, Layout::kTile, seq_idx, first_step, p);
+    }
+    __syncthreads();
+}
+
 // Of a sliced layout states wait in shared memory between slices. kCarryOnly: fills the
 // workspace for the segments of its blocks.
 template <typename T, class Layout, bool kCarryOnly>
@@ -30,37 +65,14 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     const int slices = Layout::kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
     const int64_t parameters = p.dim * p.dstate;
     const LaneOrder<Layout> order(threadIdx.x % 32);
-    ForwardThread<Layout> thread;
-#pragma unroll
-    for (int c = 0; c < Layout::kEach; ++c) {
-        thread.row[c] = threadIdx.x / 32 * Layout::kWarpChannels + order.channel(c);
-        thread.dt_sum[c] = 0.0f;
-    }
-#pragma unroll
-    for (int s = 0; s < Layout::kStates; ++s) {
-        thread.state[s] = order.state(s);
-    }
-    thread.restarted = false;
-    // Calls function(c, s, whether the chain exists, its parameter's number among the block's) for the lane's chains of a
-    // slice.
-    const auto for_chains = [&](int slice, const auto& function) {
-#pragma unroll
-        for (int c = 0; c < Layout::kEach; ++c) {
-#pragma unroll
-            for (int s = 0; s < Layout::kStates; ++s) {
-                const int n = slice * Layout::kSlice + thread.state[s];
-                const bool exists = Layout::kWhole || (thread.row[c] < block.channels && n < p.dstate);
-                function(c, s, exists, thread.row[c] * static_cast<int>(p.dstate) + n);
-            }
-        }
-    };
+    ForwardThread<Layout> thread(order);
     const auto waiting = [&](int slice, int c, int s) -> float& {
         return waiting_h[((slice * Layout::kEach + c) * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
     };
     const int64_t first_parameter = block.first_channel * p.dstate;
     const int64_t first_chain = block.batch * parameters + first_parameter;  // of (batch, parameter)
     const auto load_A = [&](int slice) {
-        for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+        for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
             thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
         });
     };
@@ -87,9 +99,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     const bool add = !kCarryOnly && adds<Layout>(p);
     const bool neighbours = inputs_have_neighbours<Layout>(p, block);
     if (general && seq_idx == nullptr) {
-        for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
-            resets[i] = 0;
-        }
+        clear_resets<Layout>(resets);
     }
 
     // A tile's elements, on their way into registers: small ones early, large ones, and those of lanes with eight states, where
@@ -122,21 +132,21 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     // Before the tiles, not in the first of them: ptxas lets such a load share a scoreboard with that of z, and the steps of
     // every tile would then wait for z.
     for (int slice = 0; slice < slices; ++slice) {
-        for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+        for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
             const bool given = !kCarryOnly && exists && p.initial_state != nullptr;
             thread.h[c][s] = given ? p.initial_state[first_chain + parameter] : 0.0f;
         });
         if (!kCarryOnly && block.segment > 0) {
             griddepcontrol_wait();
             SegmentStates<Layout> at;
-            for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+            for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
                 at.exists[c][s] = exists;
                 at.state[c][s] = first_chain + parameter;
             });
             pass_through_segments<Layout>(p, thread.h, at, 0, 1, static_cast<int>(block.segment));
         }
         if (Layout::kSliced) {
-            for_chains(slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.h[c][s]; });
+            for_chains(p, block, thread, slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.h[c][s]; });
         }
     }
 
@@ -170,20 +180,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
 
         for (int slice = 0; slice < slices; ++slice) {
             const int first_state = slice * Layout::kSlice;
-            if (is_reverse<Layout>(p)) {
-                B_staged.mirror();
-                C_staged.mirror();
-            }
-            __syncthreads();  // the last tile's readers are done
-            if constexpr (kCarryOnly) {
-                tile.BC.put_one(B_staged);
-            } else {
-                tile.BC.put(B_staged, C_staged);
-            }
-            if (seq_idx != nullptr) {
-                stage_resets<Layout>(resets, Layout::kTile, seq_idx, first_step, p);
-            }
-            __syncthreads();
+            stage_matrices<T, Layout, kCarryOnly>(tile.BC, B_staged, C_staged, resets, seq_idx, first_step, p);
             if (Layout::kSliced && slice + 1 < slices) {
                 with_access<Layout>(aligned, whole, inside, [&](auto access) {
                     fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
@@ -209,14 +206,14 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
             }
             if (Layout::kSliced) {
                 load_A(slice);
-                for_chains(slice, [&](int c, int s, bool, int) { thread.h[c][s] = waiting(slice, c, s); });
+                for_chains(p, block, thread, slice, [&](int c, int s, bool, int) { thread.h[c][s] = waiting(slice, c, s); });
             }
 
             ForwardConstants<Layout> constants;
             if (general) {
                 constants.variable_B = p.variable_B;
                 constants.variable_C = p.variable_C;
-                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
                     const int64_t at = first_parameter + parameter;
                     constants.B[c][s] = exists && !p.variable_B ? static_cast<const float*>(p.B)[at] : 0.0f;
                     constants.C[c][s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[at] : 0.0f;
@@ -228,7 +225,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
 
             if (kCarryOnly) {
                 if (next_step >= block.end) {
-                    for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                    for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
                         if (exists) {
                             const int64_t at = workspace_at(p, block.segment, first_chain + parameter);
                             p.workspace[at] = thread.h[c][s];
@@ -240,14 +237,14 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
             } else if (next_step < p.seqlen ? checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0
                                             : p.last_state != nullptr) {
                 float* const to = next_step < p.seqlen ? checkpoint : p.last_state + first_chain;
-                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
                     if (exists) {
                         to[parameter] = thread.h[c][s];
                     }
                 });
             }
             if (Layout::kSliced) {
-                for_chains(slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.h[c][s]; });
+                for_chains(p, block, thread, slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.h[c][s]; });
             }
         }
         if (checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0) {
@@ -291,7 +288,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
 
     if (!kCarryOnly && p.seqlen == 0 && p.last_state != nullptr) {
         for (int slice = 0; slice < slices; ++slice) {
-            for_chains(slice, [&](int, int, bool exists, int parameter) {
+            for_chains(p, block, thread, slice, [&](int, int, bool exists, int parameter) {
                 if (exists) {
                     const int64_t at = first_chain + parameter;
                     p.last_state[at] = p.initial_state != nullptr ? p.initial_state[at] : 0.0f;

@@ -24,6 +24,19 @@ struct ForwardThread {
     int state[Layout::kStates];   // of the lane in the slice
     float dt_sum[Layout::kEach];  // kCarryOnly: sum of dt, over which the segment's decays multiply to exp2(A dt_sum)
     bool restarted;               // kCarryOnly: the state has restarted
+
+    __device__ __forceinline__ explicit ForwardThread(const LaneOrder<Layout>& order) {
+#pragma unroll
+        for (int c = 0; c < Layout::kEach; ++c) {
+            row[c] = threadIdx.x / 32 * Layout::kWarpChannels + order.channel(c);
+            dt_sum[c] = 0.0f;
+        }
+#pragma unroll
+        for (int s = 0; s < Layout::kStates; ++s) {
+            state[s] = order.state(s);
+        }
+        restarted = false;
+    }
 };
 
 // B and C where they do not vary over time.

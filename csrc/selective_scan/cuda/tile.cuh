@@ -424,6 +424,13 @@ __device__ __forceinline__ void stage_parameter(float* to, const float* paramete
     }
 }
 
+template <class Layout>
+__device__ __forceinline__ void clear_resets(int* flags) {
+    for (int i = threadIdx.x; i < Layout::kTile; i += Layout::kThreads) {
+        flags[i] = 0;
+    }
+}
+
 // Marks the tile's steps at which seq_idx changes. flags has kTile entries.
 template <class Layout>
 __device__ __forceinline__ void stage_resets(int* flags, int tile, const int32_t* seq_idx, int64_t first_step,
