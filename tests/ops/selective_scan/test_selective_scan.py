@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from _helpers import by_turns
 from _helpers.cases import (
     DTYPES,
     REVERSE_CASES,
@@ -77,8 +78,7 @@ SPLIT_CASES = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
-@pytest.mark.parametrize("case", SPLIT_CASES, ids=case_id)
+@by_turns.parameters(SPLIT_CASES, (torch.float32, torch.bfloat16))
 def test_split_lengths(case, dtype, device):
     tensors = case.inputs(dtype, device)
     tensors["delta"] -= 1  # so that a state outlives a segment
@@ -134,8 +134,7 @@ MANY_CHANNELS = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("case", PIPELINE_CASES, ids=case_id)
+@by_turns.parameters(PIPELINE_CASES)
 def test_few_channels(case, dtype, device):
     check(case, dtype, device)
 

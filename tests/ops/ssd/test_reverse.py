@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from _helpers import by_turns
 from _helpers.cases import DTYPES, SSD_CASES, SsdCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
 
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined, ssd_chunk_scan_combined_ref
@@ -27,15 +28,24 @@ def by_flipping(**arguments):
     return out.flip(1), states
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("case", SSD_CASES + LONG_CASES, ids=case_id)
-def test_values_and_gradients(case, dtype, device):
+def check(case, dtype, device):
     tensors = case.inputs(dtype, device)
     backwards = {"reverse": True, "return_final_states": True, **case.options()}
     found = outputs_and_gradients(functools.partial(mamba_chunk_scan_combined, **backwards), tensors)
     plain = outputs_and_gradients(functools.partial(ssd_chunk_scan_combined_ref, **backwards), tensors)
     truth = outputs_and_gradients(functools.partial(by_flipping, **case.options()), tensors, torch.float64)
     assert_close_to_truth(found, plain, truth, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", SSD_CASES, ids=case_id)
+def test_values_and_gradients(case, dtype, device):
+    check(case, dtype, device)
+
+
+@by_turns.parameters(LONG_CASES)
+def test_split_lengths(case, dtype, device):
+    check(case, dtype, device)
 
 
 def test_no_steps(device):

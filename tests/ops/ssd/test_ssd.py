@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from _helpers import by_turns
 from _helpers.cases import (
     DTYPES,
     SSD_CASES,
@@ -67,8 +68,7 @@ SPLIT_CASES = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("case", SPLIT_CASES, ids=case_id)
+@by_turns.parameters(SPLIT_CASES)
 def test_split_lengths(case, dtype, device):
     check(case, dtype, device)
 
