@@ -66,7 +66,7 @@ def link_flags(folder, library):
 
 
 CXX, CUDA = "mamba_cpu.dir/selective_scan/cpu.cpp", "mamba_cuda_bf16.dir/selective_scan/cuda/forward.cu"
-AVX2, AVX512 = (f"mamba_cpu_{isa}.dir/selective_scan/cpu/kernels.cpp" for isa in ("avx2", "avx512"))
+GENERIC, AVX2, AVX512 = (f"mamba_cpu_{isa}.dir/selective_scan/cpu/kernels.cpp" for isa in ("generic", "avx2", "avx512"))
 HOST = "-Xcompiler="
 
 # compiler, object, the flags it must be compiled with
@@ -82,6 +82,7 @@ ROWS = [
     ("MSVC", CUDA, f"{HOST}-O2 {HOST}-MT -DNDEBUG"),
     ("MSVC", CUDA, "-D_USE_MATH_DEFINES -DWIN32_LEAN_AND_MEAN -DNOMINMAX -D_CRT_SECURE_NO_WARNINGS"),
     ("GNU", CXX, "-std=c++17 -O3 -DNDEBUG -fPIC -fvisibility=hidden -Wall -Wextra -ffunction-sections"),
+    ("GNU", GENERIC, "-O2 --param=sccvn-max-alias-queries-per-access=50"),
     ("GNU", AVX2, "-mavx2 -mfma -mf16c -O3"),
     ("GNU", AVX512, "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -O3"),
     ("GNU", CUDA, f"-std=c++17 -O3 -DNDEBUG {HOST}-fPIC {HOST}-fvisibility=hidden {HOST}-Wall {HOST}-Wextra"),
