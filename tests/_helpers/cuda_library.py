@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mamba_ssm._native import loader, signatures
+from mamba_ssm._native import abi, loader, signatures
 
 EMULATED = os.environ.get("MAMBA_EMULATED_CUDA")
 
@@ -14,6 +14,14 @@ EMULATED = os.environ.get("MAMBA_EMULATED_CUDA")
 @functools.cache
 def emulated_functions():
     return signatures.bind(ctypes.CDLL(EMULATED))
+
+
+@functools.cache
+def emulates_float16():
+    """AddressSanitizer's build has none, to be compiled sooner."""
+    facts = abi.MambaLibraryInfo()
+    assert emulated_functions()["library_info"](facts) == 0
+    return bool(facts.supports_float16)
 
 
 def functions_or_skip():
