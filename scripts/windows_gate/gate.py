@@ -122,7 +122,8 @@ def build_cuda(plan: Plan, cache: Path) -> str:
 
 def build_cpu(plan: Plan, cache: Path) -> str:
     """All CPU sources and the native tests by mingw-w64."""
-    arguments = [word for word in cmake.arguments(plan, {}) if word.startswith("-DMAMBA_DISABLE")]
+    passed = ("-DMAMBA_DISABLE", "-DCMAKE_CXX_FLAGS")
+    arguments = [word for word in cmake.arguments(plan, {}) if word.startswith(passed)]
     folder = configure(plan, cache, CPU, "windows-mingw.cmake", [*arguments, "-DMAMBA_BUILD_TESTS=ON"])
     text = build(plan, folder, cache, "all")
     return f"{len(compile_commands(folder))} compilations by mingw-w64, native tests among them; {text}"
