@@ -155,8 +155,20 @@ inline void store_tile(int32_t dtype, void* data, int64_t offset, int64_t lane_s
 
 // One row of a tile, as a vector: element lane at data + offset + lane * stride; zero from `lanes` on.
 inline Vec load_lanes(int32_t dtype, const void* data, int64_t offset, int64_t stride, int lanes) {
-    if (dtype == MAMBA_FLOAT32 && stride == 1 && lanes == kLanes) {
-        return load(static_cast<const float*>(data) + offset);
+    if (stride == 1 && lanes == kLanes) {
+        if (dtype == MAMBA_FLOAT32) {
+            return load(static_cast<const float*>(data) + offset);
+        }
+#ifndef MAMBA_DISABLE_HALF
+        if (dtype == MAMBA_FLOAT16) {
+            return load(static_cast<const Half*>(data) + offset);
+        }
+#endif
+#ifndef MAMBA_DISABLE_BF16
+        if (dtype == MAMBA_BFLOAT16) {
+            return load(static_cast<const Bfloat16*>(data) + offset);
+        }
+#endif
     }
     float row[kLanes] = {};
     load_tile(dtype, data, offset, stride, 0, lanes, 1, row);
@@ -164,9 +176,23 @@ inline Vec load_lanes(int32_t dtype, const void* data, int64_t offset, int64_t s
 }
 
 inline void store_lanes(int32_t dtype, void* data, int64_t offset, int64_t stride, int lanes, Vec value) {
-    if (dtype == MAMBA_FLOAT32 && stride == 1 && lanes == kLanes) {
-        store(static_cast<float*>(data) + offset, value);
-        return;
+    if (stride == 1 && lanes == kLanes) {
+        if (dtype == MAMBA_FLOAT32) {
+            store(static_cast<float*>(data) + offset, value);
+            return;
+        }
+#ifndef MAMBA_DISABLE_HALF
+        if (dtype == MAMBA_FLOAT16) {
+            store(static_cast<Half*>(data) + offset, value);
+            return;
+        }
+#endif
+#ifndef MAMBA_DISABLE_BF16
+        if (dtype == MAMBA_BFLOAT16) {
+            store(static_cast<Bfloat16*>(data) + offset, value);
+            return;
+        }
+#endif
     }
     float row[kLanes];
     store(row, value);

@@ -54,6 +54,18 @@ MAMBA_INLINE float sum(Vec a) {
     return _mm_cvtss_f32(s);
 }
 
+// The sums of 8 vectors, each in the lane of its vector's place.
+MAMBA_INLINE Vec sum_each(const Vec* rows) {
+    __m256 halves[4];
+    for (int i = 0; i < 4; ++i) {
+        const __m256 a = rows[i].v, b = rows[i + 4].v;
+        halves[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    const __m256 pair01 = _mm256_add_ps(_mm256_unpacklo_ps(halves[0], halves[1]), _mm256_unpackhi_ps(halves[0], halves[1]));
+    const __m256 pair23 = _mm256_add_ps(_mm256_unpacklo_ps(halves[2], halves[3]), _mm256_unpackhi_ps(halves[2], halves[3]));
+    return {_mm256_add_ps(_mm256_shuffle_ps(pair01, pair23, 0x44), _mm256_shuffle_ps(pair01, pair23, 0xee))};
+}
+
 // x = whole + fraction, |fraction| <= 1/2, with x held where scale_by_power needs it: 2^-127 comes out as 0, 2^128 as infinity.
 MAMBA_INLINE void split_power(Vec x, Vec& whole, Vec& fraction) {
     const Vec limited = minimum(set1(128.0f), maximum(set1(-127.0f), x));
@@ -123,6 +135,26 @@ MAMBA_INLINE void load_pair(const Bfloat16* data, Vec& first, Vec& second) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
     first = {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16))};
     second = {_mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+
+// Of the elements of a, then b: those at even places and those at odd ones. And the reverse.
+MAMBA_INLINE void split_alternate(Vec a, Vec b, Vec& even, Vec& odd) {
+    const __m256d evens = _mm256_castps_pd(_mm256_shuffle_ps(a.v, b.v, 0x88));
+    const __m256d odds = _mm256_castps_pd(_mm256_shuffle_ps(a.v, b.v, 0xdd));
+    even = {_mm256_castpd_ps(_mm256_permute4x64_pd(evens, 0xd8))};
+    odd = {_mm256_castpd_ps(_mm256_permute4x64_pd(odds, 0xd8))};
+}
+MAMBA_INLINE void join_alternate(Vec even, Vec odd, Vec& a, Vec& b) {
+    const __m256 low = _mm256_unpacklo_ps(even.v, odd.v), high = _mm256_unpackhi_ps(even.v, odd.v);
+    a = {_mm256_permute2f128_ps(low, high, 0x20)};
+    b = {_mm256_permute2f128_ps(low, high, 0x31)};
+}
+
+// Integer-valued lanes within 16 bits.
+MAMBA_INLINE void store_integers(int16_t* data, Vec a) {
+    const __m256i integers = _mm256_cvtps_epi32(a.v);
+    const __m128i packed = _mm_packs_epi32(_mm256_castsi256_si128(integers), _mm256_extracti128_si256(integers, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(data), packed);
 }
 
 // 32 weights of int8 as 16 bits.

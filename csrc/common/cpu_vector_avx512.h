@@ -60,6 +60,25 @@ MAMBA_INLINE float sum(Vec a) {
     return _mm512_reduce_add_ps(a.v);
 }
 
+// The sums of 16 vectors, each in the lane of its vector's place.
+MAMBA_INLINE Vec sum_each(const Vec* rows) {
+    __m512 halves[8], quarters[4];
+    for (int i = 0; i < 8; ++i) {
+        const int row = i < 4 ? i : i + 4;
+        const __m512 a = rows[row].v, b = rows[row + 4].v;
+        halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+    for (int i = 0; i < 4; ++i) {
+        const __m512 a = halves[i], b = halves[i + 4];
+        quarters[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+    const __m512 pair01 =
+        _mm512_add_ps(_mm512_unpacklo_ps(quarters[0], quarters[1]), _mm512_unpackhi_ps(quarters[0], quarters[1]));
+    const __m512 pair23 =
+        _mm512_add_ps(_mm512_unpacklo_ps(quarters[2], quarters[3]), _mm512_unpackhi_ps(quarters[2], quarters[3]));
+    return {_mm512_add_ps(_mm512_shuffle_ps(pair01, pair23, 0x44), _mm512_shuffle_ps(pair01, pair23, 0xee))};
+}
+
 // x = whole + fraction, |fraction| <= 1/2. The reduce instruction has no inf - inf: infinities get fraction 0.
 MAMBA_INLINE void split_power(Vec x, Vec& whole, Vec& fraction) {
     whole = round_nearest(x);
@@ -143,6 +162,23 @@ MAMBA_INLINE void load_pair(const Bfloat16* data, Vec& first, Vec& second) {
 }
 MAMBA_INLINE void load_pair_partial(const Bfloat16* data, int count, Vec& first, Vec& second) {
     split_pairs(_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << count) - 1u), data), first, second);
+}
+
+// Of the elements of a, then b: those at even places and those at odd ones. And the reverse.
+MAMBA_INLINE void split_alternate(Vec a, Vec b, Vec& even, Vec& odd) {
+    const __m512i places = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    even = {_mm512_permutex2var_ps(a.v, places, b.v)};
+    odd = {_mm512_permutex2var_ps(a.v, _mm512_add_epi32(places, _mm512_set1_epi32(1)), b.v)};
+}
+MAMBA_INLINE void join_alternate(Vec even, Vec odd, Vec& a, Vec& b) {
+    const __m512i places = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    a = {_mm512_permutex2var_ps(even.v, places, odd.v)};
+    b = {_mm512_permutex2var_ps(even.v, _mm512_add_epi32(places, _mm512_set1_epi32(8)), odd.v)};
+}
+
+// Integer-valued lanes within 16 bits.
+MAMBA_INLINE void store_integers(int16_t* data, Vec a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a.v)));
 }
 
 // 32 weights of int8 as 16 bits.

@@ -98,6 +98,15 @@ MAMBA_INLINE float sum(Vec a) {
     return total;
 }
 
+// The sums of kLanes vectors, each in the lane of its vector's place.
+inline Vec sum_each(const Vec* rows) {
+    Vec sums;
+    for (int i = 0; i < kLanes; ++i) {
+        sums.v[i] = sum(rows[i]);
+    }
+    return sums;
+}
+
 // x = whole + fraction, |fraction| <= 1/2, with x held where scale_by_power needs it: 2^-127 comes out as 0, 2^128 as infinity.
 MAMBA_INLINE void split_power(Vec x, Vec& whole, Vec& fraction) {
     const Vec limited = minimum(set1(128.0f), maximum(set1(-127.0f), x));
@@ -202,6 +211,29 @@ MAMBA_INLINE void load_pair(const Bfloat16* data, Vec& first, Vec& second) {
     for (int i = 0; i < kLanes; ++i) {
         first.v[i] = bits_float(pairs[i] << 16);
         second.v[i] = bits_float(pairs[i] & 0xffff0000u);
+    }
+}
+
+// Of the elements of a, then b: those at even places and those at odd ones. And the reverse.
+inline void split_alternate(Vec a, Vec b, Vec& even, Vec& odd) {
+    for (int i = 0; i < kLanes; ++i) {
+        const Vec& from = 2 * i < kLanes ? a : b;
+        even.v[i] = from.v[2 * i % kLanes];
+        odd.v[i] = from.v[2 * i % kLanes + 1];
+    }
+}
+inline void join_alternate(Vec even, Vec odd, Vec& a, Vec& b) {
+    for (int i = 0; i < kLanes; ++i) {
+        Vec& to = 2 * i < kLanes ? a : b;
+        to.v[2 * i % kLanes] = even.v[i];
+        to.v[2 * i % kLanes + 1] = odd.v[i];
+    }
+}
+
+// Integer-valued lanes within 16 bits.
+MAMBA_INLINE void store_integers(int16_t* data, Vec a) {
+    for (int i = 0; i < kLanes; ++i) {
+        data[i] = static_cast<int16_t>(a.v[i]);
     }
 }
 

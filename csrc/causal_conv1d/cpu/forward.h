@@ -74,6 +74,83 @@ inline void update_state(const MambaCausalConv1dUpdate& p, const StepsAt& x, con
     copy_steps(x, p.seqlen - kept + before_end, state, 0, kept - before_end, lanes);
 }
 
+// Four steps of a block of kLanes channels, as a decode step of width 4 has them.
+template <typename T>
+MAMBA_INLINE void load_four_steps(const T* data, int64_t dim_stride, int64_t len_stride, Vec* steps) {
+    if (dim_stride == 1) {
+        for (int i = 0; i < 4; ++i) {
+            steps[i] = load(data + i * len_stride);
+        }
+        return;
+    }
+    Vec evens[2], odds[2];
+    split_alternate(load(data), load(data + kLanes), evens[0], odds[0]);
+    split_alternate(load(data + 2 * kLanes), load(data + 3 * kLanes), evens[1], odds[1]);
+    split_alternate(evens[0], evens[1], steps[0], steps[2]);
+    split_alternate(odds[0], odds[1], steps[1], steps[3]);
+}
+
+template <typename T>
+MAMBA_INLINE void store_four_steps(T* data, int64_t dim_stride, int64_t len_stride, const Vec* steps) {
+    if (dim_stride == 1) {
+        for (int i = 0; i < 4; ++i) {
+            store(data + i * len_stride, steps[i]);
+        }
+        return;
+    }
+    Vec evens[2], odds[2], joined[4];
+    join_alternate(steps[0], steps[2], evens[0], evens[1]);
+    join_alternate(steps[1], steps[3], odds[0], odds[1]);
+    join_alternate(evens[0], odds[0], joined[0], joined[1]);
+    join_alternate(evens[1], odds[1], joined[2], joined[3]);
+    for (int i = 0; i < 4; ++i) {
+        store(data + i * kLanes, joined[i]);
+    }
+}
+
+// conv_update for one step of kLanes channels with a shifted state of four, neighbours in one of its dimensions.
+template <typename State, typename Weight>
+inline void update_four(const MambaCausalConv1dUpdate& p, int64_t batch, int64_t row, int64_t channel) {
+    State* const state = static_cast<State*>(p.conv_state) + row * p.state_row_stride + channel * p.state_dim_stride;
+    Vec steps[5], taps[4];
+    load_four_steps(state, p.state_dim_stride, p.state_len_stride, steps);
+    load_four_steps(static_cast<const Weight*>(p.weight) + channel * 4, 4, 1, taps);
+    steps[4] = load_lanes(p.dtype, p.x, batch * p.x_batch_stride + channel * p.x_dim_stride, p.x_dim_stride, kLanes);
+    store_four_steps(state, p.state_dim_stride, p.state_len_stride, steps + 1);
+    Vec sum = p.bias != nullptr ? load_lanes(p.bias_dtype, p.bias, channel, 1, kLanes) : zero();
+    for (int lag = 0; lag < 4; ++lag) {
+        sum = fma(taps[3 - lag], steps[4 - lag], sum);
+    }
+    const Vec out = p.silu ? sum * sigmoid(sum) : sum;
+    store_lanes(p.dtype, p.out, batch * p.out_batch_stride + channel * p.out_dim_stride, p.out_dim_stride, kLanes, out);
+}
+
+// Whether update_four runs this block, which it then has.
+inline bool updated_four(const MambaCausalConv1dUpdate& p, int64_t batch, int64_t row, int64_t channel) {
+    const bool neighbours = p.state_dim_stride == 1 || (p.state_dim_stride == 4 && p.state_len_stride == 1);
+    if (p.width != 4 || p.seqlen != 1 || p.state_len != 4 || p.cache_seqlens != nullptr || !neighbours ||
+        p.dim - channel < kLanes || p.state_dtype != p.weight_dtype) {
+        return false;
+    }
+    if (p.state_dtype == MAMBA_FLOAT32) {
+        update_four<float, float>(p, batch, row, channel);
+        return true;
+    }
+#ifndef MAMBA_DISABLE_HALF
+    if (p.state_dtype == MAMBA_FLOAT16) {
+        update_four<Half, Half>(p, batch, row, channel);
+        return true;
+    }
+#endif
+#ifndef MAMBA_DISABLE_BF16
+    if (p.state_dtype == MAMBA_BFLOAT16) {
+        update_four<Bfloat16, Bfloat16>(p, batch, row, channel);
+        return true;
+    }
+#endif
+    return false;
+}
+
 inline void conv_update(const MambaCausalConv1dUpdate& p, int64_t batch, int64_t channel) {
     alignas(64) float x_tile[kHistoryTile + kTile];
     alignas(64) float out[kTile];
@@ -86,6 +163,9 @@ inline void conv_update(const MambaCausalConv1dUpdate& p, int64_t batch, int64_t
             store_tile(p.dtype, p.out, out_offset + start * p.out_len_stride, p.out_dim_stride, p.out_len_stride, lanes,
                        tile_steps(p.seqlen - start), out);
         }
+        return;
+    }
+    if (updated_four(p, batch, row, channel)) {
         return;
     }
     const Taps taps = load_taps(p.weight, p.weight_dtype, p.bias, p.bias_dtype, p.width, channel, lanes);

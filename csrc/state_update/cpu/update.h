@@ -39,82 +39,103 @@ inline void load_group(const MambaSelectiveStateUpdate& p, int64_t batch, int64_
     tables.group = group;
 }
 
-// Where a row of states lies; data NULL: nowhere.
-struct StateRow {
+// Where the rows of states of a block lie; data NULL: nowhere.
+struct StateRows {
     void* data;
     int32_t dtype;
-    int64_t offset, stride;
+    int64_t offset, row_stride, stride;
 };
 
-// update_row where from and to are rows of neighbours, whole vectors of them, and A is one value or a row of floats: as
-// decode steps have them. A: NULL where there is one decay for all.
+// What the rows of a block have one of each.
+struct RowInputs {
+    alignas(64) float log_decay[kLanes];  // dt, to be multiplied by A: the logarithm to base 2 of the decay
+    alignas(64) float decay[kLanes];      // where a row has one decay for all of its states
+    alignas(64) float dt_x[kLanes];
+};
+
+// Rows whose elements are neighbours, whole vectors of them, as decode steps have them. A: NULL where a row has one decay.
 template <typename S>
-inline float update_plain_row(const void* from, void* to, const float* A, Vec decay, Vec log_decay, Vec input, int64_t dstate,
-                              const GroupTables& tables) {
-    const S* const old_states = static_cast<const S*>(from);
-    S* const new_states = static_cast<S*>(to);
-    Vec y = zero();
-    for (int64_t n = 0; n < dstate; n += kLanes) {
-        if (A != nullptr) {
-            decay = exp2(log_decay * load(A + n));
+inline void update_plain_rows(const StateRows& from, const StateRows& to, const float* A, int64_t A_row_stride,
+                              const RowInputs& rows, int lanes, int64_t dstate, const GroupTables& tables, Vec* y) {
+    constexpr int64_t kAhead = 4096 / sizeof(S);  // of the elements that are fetched into the cache meanwhile
+    for (int lane = 0; lane < lanes; ++lane) {
+        const S* const old_states = static_cast<const S*>(from.data) + from.offset + lane * from.row_stride;
+        S* const new_states = static_cast<S*>(to.data) + to.offset + lane * to.row_stride;
+        const Vec log_decay = set1(rows.log_decay[lane]), input = set1(rows.dt_x[lane]);
+        Vec decay = set1(rows.decay[lane]), total = zero();
+        for (int64_t n = 0; n < dstate; n += kLanes) {
+            prefetch(old_states + n + kAhead);
+            if (A != nullptr) {
+                decay = exp2(log_decay * load(A + lane * A_row_stride + n));
+            }
+            const Vec h = fma(decay, load(old_states + n), input * load(tables.B + n));
+            store(new_states + n, h);
+            total = fma(h, load(tables.C + n), total);
         }
-        const Vec h = fma(decay, load(old_states + n), input * load(tables.B + n));
-        store(new_states + n, h);
-        y = fma(h, load(tables.C + n), y);
+        y[lane] = total;
     }
-    return sum(y);
 }
 
-// Advances one row of states and returns C . state, from the new states before they are rounded to a dtype. They go to `to` and
-// to `copy`.
-inline float update_row(const MambaSelectiveStateUpdate& p, const StateRow& from, const StateRow& to, const StateRow& copy,
-                        int64_t A_offset, float dt, float dt_x, const GroupTables& tables) {
-    const Vec log_decay = set1(dt * kLog2e), input = set1(dt_x);
-    // Mamba-2 has one A a head, given with stride 0: one exponential for all states
-    const bool one_decay = p.A_dstate_stride == 0;
-    Vec decay = zero(), y = zero();
-    if (one_decay) {
-        decay = exp2(log_decay * load_lanes(p.A_dtype, p.A, A_offset, 0, kLanes));
+// Rows of any kind, which go to `to` and to `copy`.
+inline void update_any_rows(const MambaSelectiveStateUpdate& p, const StateRows& from, const StateRows& to,
+                            const StateRows& copy, int64_t A_offset, const RowInputs& rows, int lanes,
+                            const GroupTables& tables, Vec* y) {
+    for (int lane = 0; lane < lanes; ++lane) {
+        const Vec log_decay = set1(rows.log_decay[lane]), input = set1(rows.dt_x[lane]);
+        const int64_t from_row = from.offset + lane * from.row_stride, to_row = to.offset + lane * to.row_stride;
+        const int64_t copy_row = copy.offset + lane * copy.row_stride;
+        Vec decay = set1(rows.decay[lane]), total = zero();
+        for (int64_t n = 0; n < p.dstate; n += kLanes) {
+            const int count = block_lanes(p.dstate - n);
+            if (p.A_dstate_stride != 0) {
+                const int64_t A_n = A_offset + lane * p.A_dim_stride + n * p.A_dstate_stride;
+                decay = exp2(log_decay * load_lanes(p.A_dtype, p.A, A_n, p.A_dstate_stride, count));
+            }
+            Vec h = load_lanes(from.dtype, from.data, from_row + n * from.stride, from.stride, count);
+            h = fma(decay, h, input * load(tables.B + n));
+            if (to.data != nullptr) {
+                store_lanes(to.dtype, to.data, to_row + n * to.stride, to.stride, count, h);
+            }
+            if (copy.data != nullptr) {
+                store_lanes(copy.dtype, copy.data, copy_row + n * copy.stride, copy.stride, count, h);
+            }
+            const Vec C = load(tables.C + n);
+            total = count == kLanes ? fma(h, C, total) : total + keep_lanes(h * C, count);
+        }
+        y[lane] = total;
     }
+}
+
+// Advances the states of a block's rows and returns C . state, from the new states before they are rounded to a dtype.
+inline Vec update_rows(const MambaSelectiveStateUpdate& p, const StateRows& from, const StateRows& to, const StateRows& copy,
+                       int64_t A_offset, const RowInputs& rows, int lanes, const GroupTables& tables) {
+    Vec y[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+        y[lane] = zero();
+    }
+    const bool one_decay = p.A_dstate_stride == 0;
     const bool plain_A = one_decay || (p.A_dtype == MAMBA_FLOAT32 && p.A_dstate_stride == 1);
-    if (plain_A && p.dstate % kLanes == 0 && copy.data == nullptr && to.data != nullptr && from.stride == 1 && to.stride == 1 &&
-        from.dtype == to.dtype) {
-        const float* const A = one_decay ? nullptr : static_cast<const float*>(p.A) + A_offset;
-        const int64_t width = from.dtype == MAMBA_FLOAT32 ? 4 : 2;
-        const void* const old_row = static_cast<const char*>(from.data) + from.offset * width;
-        void* const new_row = static_cast<char*>(to.data) + to.offset * width;
-        if (from.dtype == MAMBA_FLOAT32) {
-            return update_plain_row<float>(old_row, new_row, A, decay, log_decay, input, p.dstate, tables);
-        }
+    const bool plain = plain_A && p.dstate % kLanes == 0 && copy.data == nullptr && to.data != nullptr && from.stride == 1 &&
+                       to.stride == 1 && from.dtype == to.dtype;
+    const float* const A = one_decay || !plain ? nullptr : static_cast<const float*>(p.A) + A_offset;
+    if (plain && from.dtype == MAMBA_FLOAT32) {
+        update_plain_rows<float>(from, to, A, p.A_dim_stride, rows, lanes, p.dstate, tables, y);
+        return sum_each(y);
+    }
 #ifndef MAMBA_DISABLE_HALF
-        if (from.dtype == MAMBA_FLOAT16) {
-            return update_plain_row<Half>(old_row, new_row, A, decay, log_decay, input, p.dstate, tables);
-        }
+    if (plain && from.dtype == MAMBA_FLOAT16) {
+        update_plain_rows<Half>(from, to, A, p.A_dim_stride, rows, lanes, p.dstate, tables, y);
+        return sum_each(y);
+    }
 #endif
 #ifndef MAMBA_DISABLE_BF16
-        if (from.dtype == MAMBA_BFLOAT16) {
-            return update_plain_row<Bfloat16>(old_row, new_row, A, decay, log_decay, input, p.dstate, tables);
-        }
+    if (plain && from.dtype == MAMBA_BFLOAT16) {
+        update_plain_rows<Bfloat16>(from, to, A, p.A_dim_stride, rows, lanes, p.dstate, tables, y);
+        return sum_each(y);
+    }
 #endif
-    }
-    for (int64_t n = 0; n < p.dstate; n += kLanes) {
-        const int count = block_lanes(p.dstate - n);
-        if (!one_decay) {
-            const int64_t A_n = A_offset + n * p.A_dstate_stride;
-            decay = exp2(log_decay * load_lanes(p.A_dtype, p.A, A_n, p.A_dstate_stride, count));
-        }
-        Vec h = load_lanes(from.dtype, from.data, from.offset + n * from.stride, from.stride, count);
-        h = fma(decay, h, input * load(tables.B + n));
-        if (to.data != nullptr) {
-            store_lanes(to.dtype, to.data, to.offset + n * to.stride, to.stride, count, h);
-        }
-        if (copy.data != nullptr) {
-            store_lanes(copy.dtype, copy.data, copy.offset + n * copy.stride, copy.stride, count, h);
-        }
-        const Vec C = load(tables.C + n);
-        y = count == kLanes ? fma(h, C, y) : y + keep_lanes(h * C, count);
-    }
-    return sum(y);
+    update_any_rows(p, from, to, copy, A_offset, rows, lanes, tables, y);
+    return sum_each(y);
 }
 
 // Rows `first` and following of one head: the lanes of a vector for what there is once for a row.
@@ -123,8 +144,8 @@ struct Block {
     int lanes;
 };
 
-inline void update_step(const MambaSelectiveStateUpdate& p, const Block& b, int64_t step, const StateRow* from,
-                        const StateRow* to, GroupTables& tables) {
+inline void update_step(const MambaSelectiveStateUpdate& p, const Block& b, int64_t step, const StateRows& from,
+                        const StateRows& to, GroupTables& tables) {
     load_group(p, b.batch, step, b.head / (p.nheads / p.ngroups), tables);
     const int64_t x_offset =
         b.batch * p.x_batch_stride + step * p.x_len_stride + b.head * p.x_head_stride + b.first * p.x_dim_stride;
@@ -140,18 +161,19 @@ inline void update_step(const MambaSelectiveStateUpdate& p, const Block& b, int6
         Vec slope;
         dt = softplus(dt, slope);
     }
-    alignas(64) float dt_rows[kLanes], dt_x_rows[kLanes], y_rows[kLanes] = {};
-    store(dt_rows, dt);
-    store(dt_x_rows, dt * x);
-    for (int lane = 0; lane < b.lanes; ++lane) {
-        const int64_t row = b.first + lane;
-        StateRow copy = {p.step_states, p.state_dtype, 0, p.step_states_dstate_stride};
-        copy.offset = b.batch * p.step_states_batch_stride + step * p.step_states_len_stride +
-                      b.head * p.step_states_head_stride + row * p.step_states_dim_stride;
-        y_rows[lane] = update_row(p, from[lane], to[lane], copy, b.head * p.A_head_stride + row * p.A_dim_stride, dt_rows[lane],
-                                  dt_x_rows[lane], tables);
+    const int64_t A_offset = b.head * p.A_head_stride + b.first * p.A_dim_stride;
+    const Vec log_decay = dt * set1(kLog2e);
+    RowInputs rows;
+    store(rows.log_decay, log_decay);
+    store(rows.dt_x, dt * x);
+    store(rows.decay, zero());
+    if (p.A_dstate_stride == 0) {  // Mamba-2 has one A a head: one exponential for all states
+        store(rows.decay, exp2(log_decay * load_lanes(p.A_dtype, p.A, A_offset, p.A_dim_stride, b.lanes)));
     }
-    Vec y = load(y_rows);
+    const int64_t copy_offset = b.batch * p.step_states_batch_stride + step * p.step_states_len_stride +
+                                b.head * p.step_states_head_stride + b.first * p.step_states_dim_stride;
+    const StateRows copy = {p.step_states, p.state_dtype, copy_offset, p.step_states_dim_stride, p.step_states_dstate_stride};
+    Vec y = update_rows(p, from, to, copy, A_offset, rows, b.lanes, tables);
     if (p.D != nullptr) {
         const Vec D = load_lanes(p.D_dtype, p.D, b.head * p.D_head_stride + b.first * p.D_dim_stride, p.D_dim_stride, b.lanes);
         y = fma(D, x, y);
@@ -180,13 +202,12 @@ inline void update_block(const MambaSelectiveStateUpdate& p, const Block& b, Gro
     const int64_t to = p.dst_state_batch_indices != nullptr ? p.dst_state_batch_indices[b.batch] : from;
     // Between steps the states are float32, here.
     alignas(64) float between[kLanes][MAMBA_MAX_DSTATE];
-    StateRow old_rows[kLanes], new_rows[kLanes], between_rows[kLanes];
-    for (int lane = 0; lane < b.lanes; ++lane) {
-        const int64_t offset = b.head * p.state_head_stride + (b.first + lane) * p.state_dim_stride;
-        old_rows[lane] = {p.state, p.state_dtype, from * p.state_row_stride + offset, p.state_dstate_stride};
-        new_rows[lane] = {to < 0 ? nullptr : p.state, p.state_dtype, to * p.state_row_stride + offset, p.state_dstate_stride};
-        between_rows[lane] = {between[lane], MAMBA_FLOAT32, 0, 1};
-    }
+    const StateRows between_rows = {between, MAMBA_FLOAT32, 0, MAMBA_MAX_DSTATE, 1};
+    const int64_t offset = b.head * p.state_head_stride + b.first * p.state_dim_stride;
+    const StateRows old_rows = {p.state, p.state_dtype, from * p.state_row_stride + offset, p.state_dim_stride,
+                                p.state_dstate_stride};
+    const StateRows new_rows = {to < 0 ? nullptr : p.state, p.state_dtype, to * p.state_row_stride + offset, p.state_dim_stride,
+                                p.state_dstate_stride};
     for (int64_t step = 0; step < p.seqlen; ++step) {
         update_step(p, b, step, step == 0 ? old_rows : between_rows, step + 1 == p.seqlen ? new_rows : between_rows, tables);
     }
