@@ -89,6 +89,16 @@ static Isa detect_isa() {
 #endif
 }
 
+bool has_vnni(Isa isa) {
+#ifdef MAMBA_X86
+    static const bool found = (cpuid(7).ecx & (1u << 11)) != 0;
+    return isa == Isa::avx512 && found;
+#else
+    (void)isa;
+    return false;
+#endif
+}
+
 struct IsaChoice {
     Isa isa;
     bool known, available;

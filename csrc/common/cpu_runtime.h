@@ -14,6 +14,9 @@ enum class Isa { generic, avx2, avx512 };
 // Fails when that variable holds something else, or more than the CPU has.
 int32_t choose_isa(Isa* isa);
 
+// Whether kernels of this instruction set may use AVX-512 VNNI beside it.
+bool has_vnni(Isa isa);
+
 // What a call that passed its op's checks still needs: a thread to run on, and an instruction set.
 int32_t begin_call(const char* function, const MambaRun& run, Isa* isa);
 

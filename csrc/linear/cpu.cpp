@@ -26,7 +26,9 @@ void run_projection_share(void* context, int64_t share) {
 
 }  // namespace
 
-bool run_projection(const MambaRun& run, Isa isa, const Projection& projection) {
+bool run_projection(const MambaRun& run, Isa isa, const Projection& wanted) {
+    Projection projection = wanted;
+    projection.has_vnni = has_vnni(isa);
     ProjectionJob job = {};
     job.projection = &projection;
     job.kernels = &kernels_of(isa, generic::linear_kernels, avx2::linear_kernels, avx512::linear_kernels);

@@ -9,13 +9,11 @@ namespace MAMBA_ISA {
 
 // Of a bfloat16 weight, load_pair gives the elements at even places, then those at odd ones.
 inline void order_as_pairs(float* x, int64_t count) {
-    float copy[2 * kLanes];
     for (int64_t first = 0; first < count; first += 2 * kLanes) {
-        memcpy(copy, x + first, sizeof(copy));
-        for (int i = 0; i < kLanes; ++i) {
-            x[first + i] = copy[2 * i];
-            x[first + kLanes + i] = copy[2 * i + 1];
-        }
+        Vec even, odd;
+        split_alternate(load(x + first), load(x + first + kLanes), even, odd);
+        store(x + first, even);
+        store(x + first + kLanes, odd);
     }
 }
 
@@ -40,10 +38,7 @@ inline bool quantize_block(const float* x, int16_t* integers, float* scale) {
     *scale = most / kLargest;
     const Vec inverse = set1(most > 0.0f ? kLargest / most : 0.0f);
     for (int i = 0; i < kFeatureBlock; i += kLanes) {
-        store(lanes, round_nearest(load(x + i) * inverse));
-        for (int lane = 0; lane < kLanes; ++lane) {
-            integers[i + lane] = static_cast<int16_t>(lanes[lane]);
-        }
+        store_integers(integers + i, round_nearest(load(x + i) * inverse));
     }
     return true;
 }
@@ -60,15 +55,21 @@ inline ProjectionInput prepare_input(const Projection& p, float* scratch) {
             order_as_pairs(floats, x.pitch);
         }
     }
-    if (p.weight_dtype != MAMBA_INT8 || p.rows > kMostIntegerRows) {
+    fill_zero(scratch + p.rows * x.pitch, (input_rows(p) - p.rows) * x.pitch);
+    if (!takes_integers(p)) {
         return x;
     }
-    const int64_t count = p.rows * x.pitch;
+    const int64_t count = input_rows(p) * x.pitch;
     float* const scales = scratch + count;
     int16_t* const integers = reinterpret_cast<int16_t*>(scales + count / kFeatureBlock);
     for (int64_t i = 0; i < count; i += kFeatureBlock) {
         if (!quantize_block(scratch + i, integers + i, scales + i / kFeatureBlock)) {
             return x;
+        }
+        for (int quad = 0; takes_vnni(p) && quad < kFeatureBlock; quad += 4) {
+            const int16_t second = integers[i + quad + 1];
+            integers[i + quad + 1] = integers[i + quad + 2];
+            integers[i + quad + 2] = second;
         }
     }
     x.integers = integers;

@@ -14,22 +14,40 @@ struct Projection {
     void* out;
     int64_t rows, features, outputs, x_stride, out_stride;
     int32_t weight_dtype, x_dtype, bias_dtype, out_dtype;
+    bool has_vnni;  // AVX-512 is chosen, and the CPU has VNNI beside it
 };
 
 // x as the kernels read it: rows of `pitch` numbers, a whole number of blocks of kFeatureBlock, with zeros at the end.
 struct ProjectionInput {
-    const float* floats;      // in the order of load_pair
-    const int16_t* integers;  // with an int8 weight, or null: x is scales times these, a scale for each block
-    const float* scales;      // (rows, pitch / kFeatureBlock)
+    const float* floats;  // in the order of load_pair
+    // With an int8 weight, or null: x is scales times these, a scale for each block. For VNNI each four elements a, b, c, d lie
+    // as a, c, b, d.
+    const int16_t* integers;
+    const float* scales;  // (rows, pitch / kFeatureBlock)
     int64_t pitch;
 };
 
 constexpr int kFeatureBlock = MAMBA_INT8_BLOCK;
-constexpr int64_t kMostIntegerRows = 4;  // with more, widening the weight to floats is faster
+constexpr int64_t kMostIntegerRows = 4;  // without VNNI: with more, widening the weight to floats is faster
+
+// One row waits for memory whatever multiplies it.
+inline bool takes_vnni(const Projection& p) {
+    return p.weight_dtype == MAMBA_INT8 && p.has_vnni && p.rows > 1;
+}
+
+inline bool takes_integers(const Projection& p) {
+    return p.weight_dtype == MAMBA_INT8 && (takes_vnni(p) || p.rows <= kMostIntegerRows);
+}
+
+// Rows of x with those of zeros that fill up a last tile of 8, which more than 4 take, or of 4, which 3 take.
+inline int64_t input_rows(const Projection& p) {
+    const int64_t rest = p.rows % 8;
+    return rest > 4 ? p.rows + 8 - rest : rest == 3 ? p.rows + 1 : p.rows;
+}
 
 inline int64_t input_floats(const Projection& p) {
-    const int64_t floats = p.rows * ((p.features + kFeatureBlock - 1) / kFeatureBlock * kFeatureBlock);
-    return p.weight_dtype == MAMBA_INT8 && p.rows <= kMostIntegerRows ? floats + floats / kFeatureBlock + floats / 2 : floats;
+    const int64_t floats = input_rows(p) * ((p.features + kFeatureBlock - 1) / kFeatureBlock * kFeatureBlock);
+    return takes_integers(p) ? floats + floats / kFeatureBlock + floats / 2 : floats;
 }
 
 struct LinearKernels {

@@ -6,13 +6,13 @@
 namespace mamba {
 namespace MAMBA_ISA {
 
-constexpr int kMostTileRows = 4;
+constexpr int kMostTileRows = MAMBA_ISA_LEVEL == 2 ? 8 : 4;  // as many as registers hold the sums of
 constexpr int kMostTileOutputs = 4;
 constexpr int kCacheLine = 64;
 
-// Rows of the weight in a tile: as many as registers hold the sums of.
+// Rows of the weight in a tile.
 constexpr int tile_outputs(int rows) {
-    return MAMBA_ISA_LEVEL == 2 ? 4 : MAMBA_ISA_LEVEL == 1 ? (rows == 4 ? 2 : 4) : rows == 4 ? 1 : 2;
+    return MAMBA_ISA_LEVEL == 2 ? (rows == 8 ? 2 : 4) : MAMBA_ISA_LEVEL == 1 ? (rows == 4 ? 2 : 4) : rows == 4 ? 1 : 2;
 }
 
 struct TilePlace {
@@ -20,6 +20,7 @@ struct TilePlace {
     const ProjectionInput* x;
     int64_t row;
     int64_t outputs[kMostTileOutputs];  // which; an output may be there twice
+    int64_t begin, end;                 // of the features, begin a multiple of kFeatureBlock
     int64_t ahead;                      // bytes from what is read to what is fetched into the cache meanwhile
 };
 
@@ -28,11 +29,35 @@ typedef float TileSums[kMostTileRows][kMostTileOutputs];
 
 template <int kRows, int kOutputs>
 MAMBA_INLINE void store_sums(const Vec (&totals)[kRows][kOutputs], TileSums sums) {
+    constexpr int kCount = kRows * kOutputs;
+    Vec flat[kCount];
+    float values[kCount];
     for (int r = 0; r < kRows; ++r) {
         for (int o = 0; o < kOutputs; ++o) {
-            sums[r][o] = sum(totals[r][o]);
+            flat[r * kOutputs + o] = totals[r][o];
         }
     }
+    int i = 0;
+    for (; i + kLanes <= kCount; i += kLanes) {
+        store(values + i, sum_each(flat + i));
+    }
+    for (; i < kCount; ++i) {
+        values[i] = sum(flat[i]);
+    }
+    for (int r = 0; r < kRows; ++r) {
+        for (int o = 0; o < kOutputs; ++o) {
+            sums[r][o] = values[r * kOutputs + o];
+        }
+    }
+}
+
+// A vector that several products take. gcc would load it from memory for each of them.
+MAMBA_INLINE Vec load_once(const float* data) {
+    Vec value = load(data);
+#if defined(__GNUC__) && MAMBA_ISA_LEVEL > 0
+    __asm__("" : "+v"(value.v));  // NOLINT(msvc): the branch for other compilers
+#endif
+    return value;
 }
 
 // A weight of floats of any width.
@@ -51,26 +76,45 @@ struct FloatWeight {
             }
         }
         Vec first, second;
-        int64_t i = 0;
-        for (; i + kFeatureBlock <= features; i += kFeatureBlock) {
+        int64_t i = at.begin;
+        for (; i + kFeatureBlock <= at.end; i += kFeatureBlock) {
             for (int o = 0; o < kOutputs; ++o) {
                 for (int line = 0; line < kFeatureBlock * static_cast<int>(sizeof(W)); line += kCacheLine) {
                     prefetch(reinterpret_cast<const char*>(weight[o] + i) + at.ahead + line);
                 }
             }
             for (int part = 0; part < kFeatureBlock; part += 2 * kLanes) {
+                const float* const x_part = x + i + part;
+                if (kRows > kOutputs) {  // the fewer vectors stay in registers
+                    Vec firsts[kOutputs], seconds[kOutputs];
+                    for (int o = 0; o < kOutputs; ++o) {
+                        load_pair(weight[o] + i + part, firsts[o], seconds[o]);
+                    }
+                    for (int r = 0; r < kRows; ++r) {
+                        const Vec x_first = load_once(x_part + r * pitch), x_second = load_once(x_part + r * pitch + kLanes);
+                        for (int o = 0; o < kOutputs; ++o) {
+                            totals[r][o] = fma(seconds[o], x_second, fma(firsts[o], x_first, totals[r][o]));
+                        }
+                    }
+                    continue;
+                }
+                Vec x_first[kRows], x_second[kRows];
+                for (int r = 0; r < kRows; ++r) {
+                    x_first[r] = load_once(x_part + r * pitch);
+                    x_second[r] = load_once(x_part + r * pitch + kLanes);
+                }
                 for (int o = 0; o < kOutputs; ++o) {
                     load_pair(weight[o] + i + part, first, second);
                     for (int r = 0; r < kRows; ++r) {
                         Vec& other = kRows == 1 ? others[r][o] : totals[r][o];
-                        totals[r][o] = fma(first, load(x + r * pitch + i + part), totals[r][o]);
-                        other = fma(second, load(x + r * pitch + i + part + kLanes), other);
+                        totals[r][o] = fma(first, x_first[r], totals[r][o]);
+                        other = fma(second, x_second[r], other);
                     }
                 }
             }
         }
-        for (; i < features; i += 2 * kLanes) {
-            const int64_t left = features - i;
+        for (; i < at.end; i += 2 * kLanes) {
+            const int64_t left = at.end - i;
             for (int o = 0; o < kOutputs; ++o) {
                 if (left < 2 * kLanes) {
                     load_pair_partial(weight[o] + i, static_cast<int>(left), first, second);
@@ -138,8 +182,9 @@ struct Int8Weight {
         constexpr int kScaleRows = kIntegers ? kRows : 1;
         float scales[kScaleRows][kOutputs][kScaleBlocks + kLanes];
         int8_t copy[kFeatureBlock];
-        for (int64_t begin = 0; begin < blocks; begin += kScaleBlocks) {
-            const int count = blocks - begin < kScaleBlocks ? static_cast<int>(blocks - begin) : kScaleBlocks;
+        const int64_t end = (at.end + kFeatureBlock - 1) / kFeatureBlock;
+        for (int64_t begin = at.begin / kFeatureBlock; begin < end; begin += kScaleBlocks) {
+            const int count = end - begin < kScaleBlocks ? static_cast<int>(end - begin) : kScaleBlocks;
             for (int o = 0; o < kOutputs; ++o) {
                 for (int r = 0; r < kScaleRows; ++r) {
                     const float* const x_scales = kIntegers ? at.x->scales + (at.row + r) * blocks + begin : nullptr;
@@ -148,6 +193,7 @@ struct Int8Weight {
             }
             for (int block = 0; block < count; ++block) {
                 const int64_t first = (begin + block) * kFeatureBlock, x_first = at.row * pitch + first;
+                Vec wide[kOutputs][kFeatureBlock / kLanes];
                 for (int o = 0; o < kOutputs; ++o) {
                     prefetch(reinterpret_cast<const char*>(weight[o] + first) + at.ahead);
                     const int8_t* const data = block_at(weight[o], first, features, copy);
@@ -159,14 +205,16 @@ struct Int8Weight {
                         }
                         continue;
                     }
-                    Vec wide[kFeatureBlock / kLanes];
                     for (int i = 0; i < kFeatureBlock / kLanes; ++i) {
-                        wide[i] = load(data + i * kLanes) * set1(scales[0][o][block]);
+                        wide[o][i] = load(data + i * kLanes) * set1(scales[0][o][block]);
                     }
-                    for (int r = 0; r < kRows; ++r) {
-                        const float* const x = at.x->floats + x_first + r * pitch;
-                        for (int i = 0; i < kFeatureBlock / kLanes; ++i) {
-                            totals[r][o] = fma(wide[i], load(x + i * kLanes), totals[r][o]);
+                }
+                for (int r = 0; r < kRows && !kIntegers; ++r) {
+                    const float* const x = at.x->floats + x_first + r * pitch;
+                    for (int i = 0; i < kFeatureBlock / kLanes; ++i) {
+                        const Vec x_part = load_once(x + i * kLanes);
+                        for (int o = 0; o < kOutputs; ++o) {
+                            totals[r][o] = fma(wide[o][i], x_part, totals[r][o]);
                         }
                     }
                 }

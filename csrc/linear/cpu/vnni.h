@@ -1,0 +1,142 @@
+// A weight of int8 times up to 8 rows of x as integers, with AVX-512 VNNI: a lane for each of 16 outputs.
+#pragma once
+
+#include "linear/cpu/tiles.h"
+
+#if MAMBA_ISA_LEVEL == 2
+
+// What else is compiled for AVX-512 runs on CPUs without VNNI. cl takes any intrinsic anywhere.
+#if defined(__GNUC__) || defined(__clang__)
+#define MAMBA_VNNI __attribute__((target("avx512vnni"))) /* NOLINT(msvc): the branch for other compilers */
+#else
+#define MAMBA_VNNI
+#endif
+
+namespace mamba {
+namespace MAMBA_ISA {
+
+// As a float, which is broadcast from memory: gcc would load two pairs at once as an integer, and move each from there.
+MAMBA_INLINE __m512i broadcast_pair(const int16_t* pair) {
+    float bits;
+    memcpy(&bits, pair, sizeof(bits));
+    return _mm512_castps_si512(_mm512_set1_ps(bits));
+}
+
+// Of 16 rows of the weight the block at this offset: columns[i] has elements 4i to 4i + 3 of row `lane` in that lane.
+MAMBA_INLINE void transpose_blocks(const int8_t* const* rows, int64_t offset, __m512i* columns) {
+    __m512i pairs[8], quads[8];
+    for (int i = 0; i < 8; ++i) {
+        const int row = i < 4 ? i : i + 4;
+        const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[row] + offset));
+        const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[row + 4] + offset));
+        columns[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(columns[i], columns[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32(columns[i], columns[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        quads[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+        quads[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+        quads[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+        quads[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        columns[i] = _mm512_shuffle_i32x4(quads[i], quads[i + 4], 0x88);
+        columns[i + 4] = _mm512_shuffle_i32x4(quads[i], quads[i + 4], 0xdd);
+    }
+}
+
+// The weight's scales of blocks [begin, begin + count), count <= kScaleBlocks, as rows of floats with a lane for each output.
+inline void transpose_scales(const TilePlace& at, const int64_t* outputs, int64_t begin, int count, float* scales) {
+    const int64_t blocks = at.x->pitch / kFeatureBlock;
+    for (int i = 0; i < count; i += kLanes) {
+        const int lanes = block_lanes(count - i);
+        Vec rows[kLanes];
+        for (int o = 0; o < kLanes; ++o) {
+            const Half* const from = static_cast<const Half*>(at.p->scales) + outputs[o] * blocks + begin + i;
+            rows[o] = lanes == kLanes ? load(from) : load_partial(from, lanes);
+        }
+        transpose(rows);
+        for (int block = 0; block < kLanes; ++block) {
+            store(scales + (i + block) * kLanes, rows[block]);
+        }
+    }
+}
+
+// Four elements of each output times those of kRows rows of x. Shifts widen them where they lie: those at even places, those at
+// odd.
+template <int kRows>
+MAMBA_VNNI MAMBA_INLINE void multiply_quads(__m512i quads, const int16_t* x, int64_t pitch, __m512i* evens, __m512i* odds) {
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(quads, 8), 8);
+    const __m512i odd = _mm512_srai_epi16(quads, 8);
+    for (int r = 0; r < kRows; ++r) {
+        evens[r] = _mm512_dpwssd_epi32(evens[r], even, broadcast_pair(x + r * pitch));
+        odds[r] = _mm512_dpwssd_epi32(odds[r], odd, broadcast_pair(x + r * pitch + 2));
+    }
+}
+
+// Outputs [first, first + count) of kRows rows; sums[row][output].
+template <int kRows>
+MAMBA_VNNI inline void project_vnni(const TilePlace& at, int64_t first, int count, float (*sums)[kLanes]) {
+    const int64_t features = at.p->features, pitch = at.x->pitch, blocks = pitch / kFeatureBlock;
+    const int8_t* const weight = static_cast<const int8_t*>(at.p->weight);
+    const int16_t* const x = at.x->integers + at.row * pitch;
+    const float* const x_scales = at.x->scales + at.row * blocks;
+    int64_t outputs[kLanes];
+    const int8_t* rows[kLanes];
+    for (int o = 0; o < kLanes; ++o) {
+        outputs[o] = first + (o < count ? o : count - 1);
+        rows[o] = weight + outputs[o] * features;
+    }
+    const char* const next = reinterpret_cast<const char*>(weight + (first + kLanes) * features);
+    Vec totals[kRows];
+    for (int r = 0; r < kRows; ++r) {
+        totals[r] = zero();
+    }
+    alignas(64) float scales[kScaleBlocks * kLanes];
+    int8_t copies[kLanes][kFeatureBlock];
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t scale_block = block % kScaleBlocks;
+        if (scale_block == 0) {
+            const int64_t left = blocks - block;
+            transpose_scales(at, outputs, block, left < kScaleBlocks ? static_cast<int>(left) : kScaleBlocks, scales);
+        }
+        int64_t offset = block * kFeatureBlock;
+        if (features - offset < kFeatureBlock) {
+            for (int o = 0; o < kLanes; ++o) {
+                rows[o] = block_at(rows[o], offset, features, copies[o]);
+            }
+            offset = 0;
+        }
+        for (int line = 0; line < kLanes * kFeatureBlock; line += kCacheLine) {
+            prefetch(next + block * kLanes * kFeatureBlock + line);
+        }
+        __m512i columns[kFeatureBlock / 4], products[kRows], others[kRows];  // so that one sum need not wait for the last
+        transpose_blocks(rows, offset, columns);
+        for (int r = 0; r < kRows; ++r) {
+            products[r] = others[r] = _mm512_setzero_si512();
+        }
+        const int16_t* const x_block = x + block * kFeatureBlock;
+        for (int half = 0; half < 2; ++half) {  // in a loop of all 8, gcc would copy each sum
+            const __m512i* const quads = columns + 4 * half;
+            multiply_quads<kRows>(quads[0], x_block + 16 * half, pitch, products, others);
+            multiply_quads<kRows>(quads[1], x_block + 16 * half + 4, pitch, products, others);
+            multiply_quads<kRows>(quads[2], x_block + 16 * half + 8, pitch, products, others);
+            multiply_quads<kRows>(quads[3], x_block + 16 * half + 12, pitch, products, others);
+        }
+        const Vec scale = load(scales + scale_block * kLanes);
+        for (int r = 0; r < kRows; ++r) {
+            const Vec product = {_mm512_cvtepi32_ps(_mm512_add_epi32(products[r], others[r]))};
+            totals[r] = fma(product, scale * set1(x_scales[r * blocks + block]), totals[r]);
+        }
+    }
+    for (int r = 0; r < kRows; ++r) {
+        store(sums[r], totals[r]);
+    }
+}
+
+}  // namespace MAMBA_ISA
+}  // namespace mamba
+
+#endif
