@@ -56,20 +56,32 @@ inline int64_t step_scratch(const MambaMamba3& p, const Mamba3Layout& layout) {
 }
 
 // h = decay (h + nu sum_r x_before_r k_before_r^T) + gamma sum_r x_r k_r^T, and y_r = h q_r from it before it is rounded.
-template <typename T>
-inline void step_state(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu, StepScratch& s,
-                       T* state) {
-    const int64_t N = p.dstate, pitch_N = row_pitch(N), pitch_P = layout.pitch_P;
+// kRank: p.rank, or 0 for any.
+template <typename T, int kRank>
+inline void step_rows(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu, StepScratch& s,
+                      T* state) {
+    constexpr int64_t kAhead = 4096 / sizeof(T);  // of the elements that are fetched into the cache meanwhile
+    const int64_t N = p.dstate, pitch_N = row_pitch(N), pitch_P = layout.pitch_P, rank = kRank > 0 ? kRank : p.rank;
     for (int64_t row = 0; row < p.headdim; ++row) {
         T* h = state + row * N;
-        fill_zero(s.sums, p.rank * kLanes);
+        Vec totals[kRank > 0 ? kRank : 1], x[kRank > 0 ? kRank : 1], before[kRank > 0 ? kRank : 1];
+        for (int r = 0; r < kRank; ++r) {
+            totals[r] = zero();
+            x[r] = set1(gamma * s.x[r * pitch_P + row]);
+            before[r] = set1(nu * s.x_before[r * pitch_P + row]);
+        }
+        if (kRank == 0) {
+            fill_zero(s.sums, rank * kLanes);
+        }
         for (int64_t n = 0; n < N; n += kLanes) {
             const int lanes = block_lanes(N - n);
+            prefetch(h + n + kAhead);
             Vec added = zero(), kept = lanes == kLanes ? load(h + n) : load_partial(h + n, lanes);
-            for (int64_t r = 0; r < p.rank; ++r) {
-                const Vec x = set1(gamma * s.x[r * pitch_P + row]), before = set1(nu * s.x_before[r * pitch_P + row]);
-                added = fma(x, load(s.k_row + r * pitch_N + n), added);
-                kept = fma(before, load(s.k_before + r * pitch_N + n), kept);
+            for (int64_t r = 0; r < rank; ++r) {
+                const Vec x_r = kRank > 0 ? x[r] : set1(gamma * s.x[r * pitch_P + row]);
+                const Vec before_r = kRank > 0 ? before[r] : set1(nu * s.x_before[r * pitch_P + row]);
+                added = fma(x_r, load(s.k_row + r * pitch_N + n), added);
+                kept = fma(before_r, load(s.k_before + r * pitch_N + n), kept);
             }
             const Vec value = fma(set1(decay), kept, added);
             if (lanes == kLanes) {
@@ -77,14 +89,30 @@ inline void step_state(const MambaMamba3& p, const Mamba3Layout& layout, float d
             } else {
                 store_partial(h + n, value, lanes);
             }
-            for (int64_t r = 0; r < p.rank; ++r) {
-                float* total = s.sums + r * kLanes;
-                store(total, fma(value, load(s.q_row + r * pitch_N + n), load(total)));
+            for (int64_t r = 0; r < rank; ++r) {
+                const Vec q = load(s.q_row + r * pitch_N + n);
+                if (kRank > 0) {
+                    totals[r] = fma(value, q, totals[r]);
+                } else {
+                    store(s.sums + r * kLanes, fma(value, q, load(s.sums + r * kLanes)));
+                }
             }
         }
-        for (int64_t r = 0; r < p.rank; ++r) {
-            s.y[r * pitch_P + row] = sum(load(s.sums + r * kLanes));
+        for (int64_t r = 0; r < rank; ++r) {
+            s.y[r * pitch_P + row] = sum(kRank > 0 ? totals[r] : load(s.sums + r * kLanes));
         }
+    }
+}
+
+template <typename T>
+inline void step_state(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu, StepScratch& s,
+                       T* state) {
+    if (p.rank == 1) {
+        step_rows<T, 1>(p, layout, decay, gamma, nu, s, state);
+    } else if (p.rank == 4) {
+        step_rows<T, 4>(p, layout, decay, gamma, nu, s, state);
+    } else {
+        step_rows<T, 0>(p, layout, decay, gamma, nu, s, state);
     }
 }
 
