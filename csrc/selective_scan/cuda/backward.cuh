@@ -69,6 +69,119 @@ __device__ __forceinline__ void backward_tile(const ScanBackward& q, BackwardThr
     }
 }
 
+// Calls function(c, s, whether the chain exists, its parameter's number among the block's) for the lane's chains of a slice.
+template <class Layout, class Function>
+__device__ __forceinline__ void for_chains(const MambaSelectiveScan& p, const ScanBlock& block, const LaneOrder<Layout>& order,
+                                           int slice, const Function& function) {
+    const int warp = threadIdx.x / 32;
+#pragma unroll
+    for (int c = 0; c < Layout::kEach; ++c) {
+#pragma unroll
+        for (int s = 0; s < Layout::kStates; ++s) {
+            const int row = warp * Layout::kWarpChannels + order.channel(c);
+            const int n = slice * Layout::kSlice + order.state(s);
+            function(c, s, Layout::kWhole || (row < block.channels && n < p.dstate), row * static_cast<int>(p.dstate) + n);
+        }
+    }
+}
+
+// The gradients of delta_bias and D: the lanes' sums of each row.
+template <typename T, class Layout, class Shared>
+__device__ __forceinline__ void store_channel_sums(const ScanBackward& q, const Shared& shared,
+                                                   const BackwardRows<T, Layout>& rows, int64_t part) {
+#pragma unroll
+    for (int pass = 0; pass < Layout::kPasses; ++pass) {
+        float bias_sum = shared.bias_sum[pass][threadIdx.x];
+        float D_sum = shared.D_sum[pass][threadIdx.x];
+#pragma unroll
+        for (int bit = Layout::kRowLanes / 2; bit > 0; bit /= 2) {
+            bias_sum += __shfl_xor_sync(0xffffffffu, bias_sum, bit);
+            D_sum += __shfl_xor_sync(0xffffffffu, D_sum, bit);
+        }
+        if (rows.step == 0 && rows.exists[pass]) {
+            const int64_t at = part * q.forward.dim + rows.channel(pass);
+            if (q.parts.ddelta_bias != nullptr) {
+                q.parts.ddelta_bias[at] = bias_sum;
+            }
+            if (q.parts.dD != nullptr) {
+                q.parts.dD[at] = D_sum;
+            }
+        }
+    }
+}
+
+template <class Layout>
+__device__ __forceinline__ void load_constants(BackwardConstants<Layout>& constants, const MambaSelectiveScan& p,
+                                               const ScanBlock& block, const LaneOrder<Layout>& order, int slice,
+                                               int64_t first_parameter) {
+    constants.variable_B = p.variable_B;
+    constants.variable_C = p.variable_C;
+    for_chains(p, block, order, slice, [&](int c, int s, bool exists, int parameter) {
+        constants.B[c][s] = exists && !p.variable_B ? static_cast<const float*>(p.B)[first_parameter + parameter] : 0.0f;
+        constants.C[c][s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[first_parameter + parameter] : 0.0f;
+        constants.dB[c][s] = 0.0f;
+        constants.dC[c][s] = 0.0f;
+    });
+}
+
+// The states before the tile before this one, to the L2 cache.
+template <class Layout>
+__device__ __forceinline__ void prefetch_states(const float* from, int64_t count) {
+    constexpr int kLine = 8;  // floats that one prefetch brings
+    for (int i = threadIdx.x * kLine; i < count; i += Layout::kThreads * kLine) {
+        prefetch_to_L2(from + i);
+    }
+}
+
+// The gradients of B and C where they do not vary over time.
+template <class Layout>
+__device__ __forceinline__ void add_constants(const ScanBackward& q, const BackwardConstants<Layout>& constants,
+                                              const ScanBlock& block, const LaneOrder<Layout>& order, int slice,
+                                              int64_t first_part) {
+    for_chains(q.forward, block, order, slice, [&](int c, int s, bool exists, int parameter) {
+        if (exists && !q.forward.variable_B) {  // no other thread's: atomic because nothing waits for it
+            atomicAdd(q.parts.dB + first_part + parameter, constants.dB[c][s]);
+        }
+        if (exists && !q.forward.variable_C) {
+            atomicAdd(q.parts.dC + first_part + parameter, constants.dC[c][s]);
+        }
+    });
+}
+
+// A slice's gradients after the last step of the segment: those of the last state, or what later segments pass back.
+template <class Layout>
+__device__ __forceinline__ void begin_slice(BackwardThread<Layout>& thread, const ScanBackward& q, const ScanBlock& block,
+                                            const LaneOrder<Layout>& order, int slice, int64_t first_chain,
+                                            int64_t first_parameter, int64_t first_part) {
+    const MambaSelectiveScan& p = q.forward;
+    for_chains(p, block, order, slice, [&](int c, int s, bool exists, int parameter) {
+        thread.w[c][s] = exists && q.dlast_state != nullptr ? q.dlast_state[first_chain + parameter] : 0.0f;
+        thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
+        thread.dA[c][s] = 0.0f;
+        if (exists) {
+            if (Layout::kSliced) {
+                q.parts.dA[first_part + parameter] = 0.0f;
+            }
+            if (!Layout::kMamba && !p.variable_B) {
+                q.parts.dB[first_part + parameter] = 0.0f;
+            }
+            if (!Layout::kMamba && !p.variable_C) {
+                q.parts.dC[first_part + parameter] = 0.0f;
+            }
+        }
+    });
+    const int later = static_cast<int>(p.segments - 1 - block.segment);
+    if (later > 0) {
+        griddepcontrol_wait();
+        SegmentStates<Layout> at;
+        for_chains(p, block, order, slice, [&](int c, int s, bool exists, int parameter) {
+            at.exists[c][s] = exists;
+            at.state[c][s] = first_chain + parameter;
+        });
+        pass_through_segments<Layout>(p, thread.w, at, p.segments - 1, -1, later);
+    }
+}
+
 // Of a sliced layout w waits in shared memory and dA in its output between slices. dB and dC of constants are added up in their
 // outputs.
 template <typename T, class Layout>
@@ -103,19 +216,6 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     thread.state_sums = opaque(thread.own[0] + StateSums<Layout, kSumSteps>::first(lane));
     thread.channel_sums = opaque((warp * Layout::kSlice + order.state(0)) * Layout::kSteps +
                                  (ChannelSums<Layout, kSumSteps>::first(lane) ^ thread.swizzle));
-    // Calls function(c, s, whether the chain exists, its parameter's number among the block's) for the lane's chains of a
-    // slice.
-    const auto for_chains = [&](int slice, const auto& function) {
-#pragma unroll
-        for (int c = 0; c < Layout::kEach; ++c) {
-#pragma unroll
-            for (int s = 0; s < Layout::kStates; ++s) {
-                const int row = warp * Layout::kWarpChannels + order.channel(c);
-                const int n = slice * Layout::kSlice + order.state(s);
-                function(c, s, Layout::kWhole || (row < block.channels && n < p.dstate), row * static_cast<int>(p.dstate) + n);
-            }
-        }
-    };
     const auto waiting = [&](int slice, int c, int s) -> float& {
         return waiting_w[(slice * Shared::kChains + c * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
     };
@@ -144,34 +244,9 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     __syncthreads();
 
     for (int slice = 0; slice < slices; ++slice) {
-        for_chains(slice, [&](int c, int s, bool exists, int parameter) {
-            thread.w[c][s] = exists && q.dlast_state != nullptr ? q.dlast_state[first_chain + parameter] : 0.0f;
-            thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
-            thread.dA[c][s] = 0.0f;
-            if (exists) {
-                if (Layout::kSliced) {
-                    q.parts.dA[first_part + parameter] = 0.0f;
-                }
-                if (!Layout::kMamba && !p.variable_B) {
-                    q.parts.dB[first_part + parameter] = 0.0f;
-                }
-                if (!Layout::kMamba && !p.variable_C) {
-                    q.parts.dC[first_part + parameter] = 0.0f;
-                }
-            }
-        });
-        const int later = static_cast<int>(p.segments - 1 - block.segment);
-        if (later > 0) {
-            griddepcontrol_wait();
-            SegmentStates<Layout> at;
-            for_chains(slice, [&](int c, int s, bool exists, int parameter) {
-                at.exists[c][s] = exists;
-                at.state[c][s] = first_chain + parameter;
-            });
-            pass_through_segments<Layout>(p, thread.w, at, p.segments - 1, -1, later);
-        }
+        begin_slice<Layout>(thread, q, block, order, slice, first_chain, first_parameter, first_part);
         if (Layout::kSliced) {
-            for_chains(slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.w[c][s]; });
+            for_chains(p, block, order, slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.w[c][s]; });
         }
     }
 
@@ -201,7 +276,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
                 from = p.checkpoints + (block.batch * checkpoints + tile - 1) * parameters + first_parameter;
             }
             Chains<Layout> h;
-            for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+            for_chains(p, block, order, slice, [&](int c, int s, bool exists, int parameter) {
                 if (Layout::kSliced) {
                     thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
                     thread.w[c][s] = waiting(slice, c, s);
@@ -210,10 +285,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
             });
             if (slice == 0) {
                 if (tile > 1) {
-                    constexpr int kLine = 8;  // floats that one prefetch brings
-                    for (int i = threadIdx.x * kLine; i < block.channels * p.dstate; i += Layout::kThreads * kLine) {
-                        prefetch_to_L2(from - parameters + i);
-                    }
+                    prefetch_states<Layout>(from - parameters, block.channels * p.dstate);
                 }
                 if (is_reverse<Layout>(p)) {
                     in.mirror(is_gated<Layout>(p));
@@ -227,16 +299,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
                     prefetch_sums(rows, q, block, place);
                 }
             }
-            if (is_reverse<Layout>(p)) {
-                B_staged.mirror();
-                C_staged.mirror();
-            }
-            __syncthreads();  // B, C and the sums of the last sub-tile have been read
-            shared.BC.put(B_staged, C_staged);
-            if (seq_idx != nullptr) {
-                stage_resets<Layout>(shared.resets, Layout::kTile, seq_idx, first_step, p);
-            }
-            __syncthreads();
+            stage_matrices<T, Layout, false>(shared.BC, B_staged, C_staged, shared.resets, seq_idx, first_step, p);
             if (Layout::kSliced && slice + 1 < slices) {
                 with_access<Layout>(aligned, whole, inside, [&](auto access) {
                     fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
@@ -247,33 +310,17 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
             const int64_t offset = first_state * seqlen + place_of<Layout>(p, first_step, 1);
             BackwardConstants<Layout> constants;
             if (general) {
-                constants.variable_B = p.variable_B;
-                constants.variable_C = p.variable_C;
-                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
-                    constants.B[c][s] =
-                        exists && !p.variable_B ? static_cast<const float*>(p.B)[first_parameter + parameter] : 0.0f;
-                    constants.C[c][s] =
-                        exists && !p.variable_C ? static_cast<const float*>(p.C)[first_parameter + parameter] : 0.0f;
-                    constants.dB[c][s] = 0.0f;
-                    constants.dC[c][s] = 0.0f;
-                });
+                load_constants(constants, p, block, order, slice, first_parameter);
                 backward_tile<Layout, Shared, true>(q, thread, h, shared, constants, flush, offset, states, steps, need_y,
                                                     slice > 0, atomic);
-                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
-                    if (exists && !p.variable_B) {  // no other thread's: atomic because nothing waits for it
-                        atomicAdd(q.parts.dB + first_part + parameter, constants.dB[c][s]);
-                    }
-                    if (exists && !p.variable_C) {
-                        atomicAdd(q.parts.dC + first_part + parameter, constants.dC[c][s]);
-                    }
-                });
+                add_constants(q, constants, block, order, slice, first_part);
             } else {
                 backward_tile<Layout, Shared, false>(q, thread, h, shared, constants, flush, offset, states, steps, need_y,
                                                      slice > 0, atomic);
             }
 
             if (Layout::kSliced) {
-                for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+                for_chains(p, block, order, slice, [&](int c, int s, bool exists, int parameter) {
                     waiting(slice, c, s) = thread.w[c][s];
                     if (exists) {
                         atomicAdd(q.parts.dA + first_part + parameter, thread.dA[c][s]);
@@ -294,7 +341,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     }
 
     for (int slice = 0; slice < slices; ++slice) {
-        for_chains(slice, [&](int c, int s, bool exists, int parameter) {
+        for_chains(p, block, order, slice, [&](int c, int s, bool exists, int parameter) {
             if (exists && q.dinitial_state != nullptr && block.segment == 0) {
                 q.dinitial_state[first_chain + parameter] = Layout::kSliced ? waiting(slice, c, s) : thread.w[c][s];
             }
@@ -303,25 +350,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
             }
         });
     }
-#pragma unroll
-    for (int pass = 0; pass < Layout::kPasses; ++pass) {
-        float bias_sum = shared.bias_sum[pass][threadIdx.x];
-        float D_sum = shared.D_sum[pass][threadIdx.x];
-#pragma unroll
-        for (int bit = Layout::kRowLanes / 2; bit > 0; bit /= 2) {
-            bias_sum += __shfl_xor_sync(0xffffffffu, bias_sum, bit);
-            D_sum += __shfl_xor_sync(0xffffffffu, D_sum, bit);
-        }
-        if (rows.step == 0 && rows.exists[pass]) {
-            const int64_t at = part * p.dim + rows.channel(pass);
-            if (q.parts.ddelta_bias != nullptr) {
-                q.parts.ddelta_bias[at] = bias_sum;
-            }
-            if (q.parts.dD != nullptr) {
-                q.parts.dD[at] = D_sum;
-            }
-        }
-    }
+    store_channel_sums<T, Layout>(q, shared, rows, part);
 }
 
 // What all segments from first_segment on pass back.

@@ -113,15 +113,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
         }
         for (int slice = 0; slice < slices; ++slice) {
             const int first_state = slice * Layout::kSlice;
-            if (is_reverse<Layout>(p)) {
-                C_staged.mirror();
-            }
-            __syncthreads();  // B and C have been read
-            BC.put_one(C_staged);
-            if (seq_idx != nullptr) {
-                stage_resets<Layout>(resets, Layout::kTile, seq_idx, first_step, p);
-            }
-            __syncthreads();
+            stage_matrices<T, Layout, true>(BC, C_staged, B_staged, resets, seq_idx, first_step, p);
             if (Layout::kSliced && slice + 1 < slices) {
                 with_access<Layout>(aligned, whole, inside, [&](auto access) {
                     fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,

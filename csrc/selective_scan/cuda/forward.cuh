@@ -27,28 +27,66 @@ __device__ __forceinline__ void for_chains(const MambaSelectiveScan& p, const Sc
     }
 }
 
-template <typename T, class Layout, bool kCarryOnly>
-__device__ __forceinline__ void stage_matrices(MatrixTile<T, Layout>& BC, StagedTile<T, Layout>& B, StagedTile<T, Layout>& C,
-                                               int* resets, const int32_t* seq_idx, int64_t first_step,
-                                               const MambaSelectiveScan& p) {
-    if (is_reverse<Layout>(p)) {
-        B.mirror();
-        C.mirror();
-    }
-    __syncthreads();  // the last tile's readers are done
-    if constexpr (kCarryOnly) {
-        BC.put_one(B);
-    } else {
-        BC.put(B, C);
-    }
-    if (seq_idx != nullptr) {
-        stage_resets<Layout>(resets, Layout::kTile, seq_idx, first_step, p);
-    }
-    __syncthreads();
+template <class Layout>
+__device__ __forceinline__ void load_constants(ForwardConstants<Layout>& constants, const MambaSelectiveScan& p,
+                                               const ScanBlock& block, const ForwardThread<Layout>& thread, int slice,
+                                               int64_t first_parameter) {
+    constants.variable_B = p.variable_B;
+    constants.variable_C = p.variable_C;
+    for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
+        const int64_t at = first_parameter + parameter;
+        constants.B[c][s] = exists && !p.variable_B ? static_cast<const float*>(p.B)[at] : 0.0f;
+        constants.C[c][s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[at] : 0.0f;
+    });
 }
 
-// Of a sliced layout states wait in shared memory between slices. kCarryOnly: fills the
-// workspace for the segments of its blocks.
+// Where a lane's chain of a slice waits in shared memory.
+template <class Layout>
+__device__ __forceinline__ float& waiting_place(float* waiting, int slice, int c, int s) {
+    return waiting[((slice * Layout::kEach + c) * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
+}
+
+template <class Layout>
+__device__ __forceinline__ void store_states(float* to, const ForwardThread<Layout>& thread, const MambaSelectiveScan& p,
+                                             const ScanBlock& block, int slice) {
+    for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
+        if (exists) {
+            to[parameter] = thread.h[c][s];
+        }
+    });
+}
+
+// y becomes y + D u, times silu(z). other: u, whose registers z takes.
+template <typename T, class Layout>
+__device__ __forceinline__ void skip_and_gate(float (&y)[Layout::kVector], float (&other)[Layout::kVector], float D,
+                                              const TileElements<T, Layout>& z, int pass, bool skips, bool gated) {
+#pragma unroll
+    for (int i = 0; i < Layout::kVector; ++i) {
+        y[i] = skips ? fmaf(D, other[i], y[i]) : y[i];
+    }
+    if (gated) {
+        z.read(other, pass);
+#pragma unroll
+        for (int i = 0; i < Layout::kVector; ++i) {
+            y[i] *= silu(other[i]);
+        }
+    }
+}
+
+// Of a sequence without steps.
+template <class Layout>
+__device__ __forceinline__ void pass_initial_states(const ForwardThread<Layout>& thread, const MambaSelectiveScan& p,
+                                                    const ScanBlock& block, int slice, int64_t first_chain) {
+    for_chains(p, block, thread, slice, [&](int, int, bool exists, int parameter) {
+        if (exists) {
+            const int64_t at = first_chain + parameter;
+            p.last_state[at] = p.initial_state != nullptr ? p.initial_state[at] : 0.0f;
+        }
+    });
+}
+
+// Of a sliced layout states wait in shared memory between slices. kCarryOnly: fills the workspace for the segments of its
+// blocks.
 template <typename T, class Layout, bool kCarryOnly>
 __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     selective_scan_forward_kernel(const MambaSelectiveScan p, bool aligned) {
@@ -66,9 +104,6 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     const int64_t parameters = p.dim * p.dstate;
     const LaneOrder<Layout> order(threadIdx.x % 32);
     ForwardThread<Layout> thread(order);
-    const auto waiting = [&](int slice, int c, int s) -> float& {
-        return waiting_h[((slice * Layout::kEach + c) * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
-    };
     const int64_t first_parameter = block.first_channel * p.dstate;
     const int64_t first_chain = block.batch * parameters + first_parameter;  // of (batch, parameter)
     const auto load_A = [&](int slice) {
@@ -146,7 +181,8 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
             pass_through_segments<Layout>(p, thread.h, at, 0, 1, static_cast<int>(block.segment));
         }
         if (Layout::kSliced) {
-            for_chains(p, block, thread, slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.h[c][s]; });
+            for_chains(p, block, thread, slice,
+                       [&](int c, int s, bool, int) { waiting_place<Layout>(waiting_h, slice, c, s) = thread.h[c][s]; });
         }
     }
 
@@ -206,18 +242,13 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
             }
             if (Layout::kSliced) {
                 load_A(slice);
-                for_chains(p, block, thread, slice, [&](int c, int s, bool, int) { thread.h[c][s] = waiting(slice, c, s); });
+                for_chains(p, block, thread, slice,
+                           [&](int c, int s, bool, int) { thread.h[c][s] = waiting_place<Layout>(waiting_h, slice, c, s); });
             }
 
             ForwardConstants<Layout> constants;
             if (general) {
-                constants.variable_B = p.variable_B;
-                constants.variable_C = p.variable_C;
-                for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
-                    const int64_t at = first_parameter + parameter;
-                    constants.B[c][s] = exists && !p.variable_B ? static_cast<const float*>(p.B)[at] : 0.0f;
-                    constants.C[c][s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[at] : 0.0f;
-                });
+                load_constants(constants, p, block, thread, slice, first_parameter);
                 forward_tile<T, Layout, true, kCarryOnly>(thread, tile, constants, resets, rounded, slice > 0);
             } else {
                 forward_tile<T, Layout, false, kCarryOnly>(thread, tile, constants, resets, rounded, slice > 0);
@@ -236,15 +267,11 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
                 }
             } else if (next_step < p.seqlen ? checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0
                                             : p.last_state != nullptr) {
-                float* const to = next_step < p.seqlen ? checkpoint : p.last_state + first_chain;
-                for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
-                    if (exists) {
-                        to[parameter] = thread.h[c][s];
-                    }
-                });
+                store_states(next_step < p.seqlen ? checkpoint : p.last_state + first_chain, thread, p, block, slice);
             }
             if (Layout::kSliced) {
-                for_chains(p, block, thread, slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.h[c][s]; });
+                for_chains(p, block, thread, slice,
+                           [&](int c, int s, bool, int) { waiting_place<Layout>(waiting_h, slice, c, s) = thread.h[c][s]; });
             }
         }
         if (checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0) {
@@ -262,17 +289,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
                 float y[Layout::kVector], other[Layout::kVector];
                 read_row(y, tile.y + rows.row(pass) * Layout::kRow + rows.step);
                 u.read(other, pass);
-#pragma unroll
-                for (int i = 0; i < Layout::kVector; ++i) {
-                    y[i] = skips ? fmaf(skip, other[i], y[i]) : y[i];
-                }
-                if (gated) {
-                    z.read(other, pass);
-#pragma unroll
-                    for (int i = 0; i < Layout::kVector; ++i) {
-                        y[i] *= silu(other[i]);
-                    }
-                }
+                skip_and_gate(y, other, skip, z, pass, skips, gated);
                 T* const to = out + place + pass * Layout::kPassRows * p.out_dim_stride;
                 if (add) {
                     add_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kWhole || aligned, rows.reverse, y);
@@ -288,12 +305,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
 
     if (!kCarryOnly && p.seqlen == 0 && p.last_state != nullptr) {
         for (int slice = 0; slice < slices; ++slice) {
-            for_chains(p, block, thread, slice, [&](int, int, bool exists, int parameter) {
-                if (exists) {
-                    const int64_t at = first_chain + parameter;
-                    p.last_state[at] = p.initial_state != nullptr ? p.initial_state[at] : 0.0f;
-                }
-            });
+            pass_initial_states(thread, p, block, slice, first_chain);
         }
     }
 }
