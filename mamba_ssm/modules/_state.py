@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._arguments import is_number, shown
+from mamba_ssm._arguments import check_number, is_number, shown
 from mamba_ssm.modules.inference import InferenceCache
 
 
@@ -99,3 +99,21 @@ def initial_dt_bias(
         return dt
     dt = torch.exp(dt * (high - low) + low).clamp(min=dt_init_floor)
     return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+
+
+def init_dt_proj(
+    dt_proj: nn.Linear, dt_min: float, dt_max: float, dt_init: str, dt_scale: float, dt_init_floor: float
+) -> None:
+    """Where Mamba's dt_proj, of dt_rank features, starts: softplus(its bias) log-uniform in [dt_min, dt_max]."""
+    check_number("Mamba", "dt_scale", dt_scale, least=0)
+    std = dt_proj.in_features**-0.5 * dt_scale
+    if dt_init == "constant":
+        nn.init.constant_(dt_proj.weight, std)
+    elif dt_init == "random":
+        nn.init.uniform_(dt_proj.weight, -std, std)
+    else:
+        raise ValueError(f"Mamba: dt_init must be 'random' or 'constant', got {shown(dt_init)}")
+    bias = dt_proj.bias
+    with torch.no_grad():
+        bias.copy_(initial_dt_bias(dt_proj.out_features, dt_min, dt_max, dt_init_floor, bias.device))
+    mark(bias, "_no_reinit")

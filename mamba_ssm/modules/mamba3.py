@@ -25,6 +25,7 @@ from mamba_ssm.modules._inputs import (
 )
 from mamba_ssm.modules._mamba3_parts import UpstreamParts
 from mamba_ssm.modules._mamba3_settings import check_heads, check_rates, check_sizes
+from mamba_ssm.modules._mamba3_states import Mamba3States
 from mamba_ssm.modules._state import initial_dt_bias, mark, states_in_cache
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
@@ -49,7 +50,7 @@ _A_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class Mamba3(UpstreamParts):
+class Mamba3(UpstreamParts, Mamba3States):
     """Mamba-3 block: (B, L, d_model) -> (B, L, d_model).
 
     Args:
@@ -293,30 +294,6 @@ class Mamba3(UpstreamParts):
         """step's output (B, d_model); its arguments were checked."""
         return project(self.out_proj, self._step(project(self.in_proj, row), states))
 
-    def allocate_inference_cache(
-        self,
-        batch_size: int,
-        max_seqlen: int,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        inplace_state: object = None,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Zero states of a batch: angle and ssm_state in float32, k_state and v_state of dtype or in_proj's."""
-        # in_proj may be quantised, and elsewhere (offloading) until it is called
-        weight = getattr(self.in_proj, "weight", None)
-        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-            weight = self.C_norm.weight
-        known = dtype or weight.dtype
-        dtypes = torch.float32, torch.float32, known, known
-        device = self.dt_bias.device if device is None else device
-        shapes = self._state_shapes()
-        angle, ssm, k, v = (
-            torch.zeros(batch_size, *shape, device=device, dtype=kind)
-            for shape, kind in zip(shapes, dtypes, strict=True)
-        )
-        return angle, ssm, k, v
-
     def after_norm(self, norm: Norm, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(forward(norm(u + residual)), the sum), as one autograd node; None where that cannot be."""
         if not is_bare(self, Mamba3) or self.context_parallel_group is not None or not self._is_one_node(u):
@@ -456,23 +433,3 @@ class Mamba3(UpstreamParts):
             if self.is_mimo:
                 return (y * self.mimo_o.transpose(0, 1)).sum(-3).to(y.dtype).flatten(-2)
         return y.flatten(-2) if self.is_mimo else y.squeeze(-3).flatten(-2)
-
-    # ---- states ------------------------------------------------------------------------------------------------------
-
-    def _state_shapes(self) -> States:
-        """Of one row of the batch."""
-        heads, shapes = self.nheads, typing.cast(typing.Any, States)
-        return shapes(
-            (heads, self.num_rope_angles),
-            (heads, self.headdim, self.d_state),
-            (self.mimo_rank, heads, self.d_state),
-            (heads, self.headdim),
-        )
-
-    def _check_states(self, *states: torch.Tensor) -> None:
-        """Before one is written."""
-        for name, state, shape in zip(States._fields, states, self._state_shapes(), strict=True):
-            checks.check_tensor("Mamba3", f"{name}_state", state)
-            if state.shape[1:] != shape:
-                sizes = ", ".join(map(str, shape))
-                raise ValueError(f"Mamba3: {name}_state must have shape (B, {sizes}), got {tuple(state.shape)}")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mamba_ssm._arguments import check_flags, check_integer, check_number, inner_width, shown
+from mamba_ssm._arguments import check_flags, check_integer, check_number, inner_width
 from mamba_ssm._native import abi
 from mamba_ssm._torch import autocast_dtype, is_bare, is_plain, wants_one_node, weight_and_bias
 from mamba_ssm.distributed.across_ranks import mamba_across_ranks, selective_scan_across_ranks
@@ -22,7 +22,7 @@ from mamba_ssm.modules._inputs import (
     refuse_decoding,
     refuse_with_context_parallel,
 )
-from mamba_ssm.modules._state import StatefulBlock, initial_dt_bias, is_shape_only, mark
+from mamba_ssm.modules._state import StatefulBlock, init_dt_proj, is_shape_only, mark
 from mamba_ssm.modules._submodules import (
     conv_widths,
     convolve,
@@ -151,7 +151,7 @@ class Mamba(StatefulBlock):
         setattr(self, f"x_proj{suffix}", x_proj)
         dt_proj = nn.Linear(self.dt_rank, channels, bias=True, **factory)
         setattr(self, f"dt_proj{suffix}", dt_proj)
-        self._init_dt(dt_proj, *of_dt)
+        init_dt_proj(dt_proj, *of_dt)
 
     def _add_A_log(self, suffix: str, device: typing.Any) -> None:
         logs = torch.empty(self.d_inner, self.d_state, dtype=torch.float32, device=device)
@@ -166,23 +166,6 @@ class Mamba(StatefulBlock):
         D = nn.Parameter(torch.ones(self.d_inner, device=device, dtype=torch.float32))
         mark(D, "_no_weight_decay")
         setattr(self, f"D{suffix}", D)
-
-    def _init_dt(
-        self, dt_proj: nn.Linear, dt_min: float, dt_max: float, dt_init: str, dt_scale: float, dt_init_floor: float
-    ) -> None:
-        """softplus(dt_proj.bias) starts log-uniform in [dt_min, dt_max]."""
-        check_number("Mamba", "dt_scale", dt_scale, least=0)
-        std = self.dt_rank**-0.5 * dt_scale
-        if dt_init == "constant":
-            nn.init.constant_(dt_proj.weight, std)
-        elif dt_init == "random":
-            nn.init.uniform_(dt_proj.weight, -std, std)
-        else:
-            raise ValueError(f"Mamba: dt_init must be 'random' or 'constant', got {shown(dt_init)}")
-        bias = dt_proj.bias
-        with torch.no_grad():
-            bias.copy_(initial_dt_bias(self.d_inner, dt_min, dt_max, dt_init_floor, bias.device))
-        mark(bias, "_no_reinit")
 
     def forward(
         self,

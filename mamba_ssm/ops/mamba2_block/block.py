@@ -19,6 +19,7 @@ from mamba_ssm._torch import (
     unpack_traced,
     wants_one_node,
 )
+from mamba_ssm.ops._shared.gradients import linear_gradients
 from mamba_ssm.ops.block_node import Block, BlockNode
 from mamba_ssm.ops.mamba2_block.arguments import Inputs, Options
 from mamba_ssm.ops.mamba2_block.forward import inner_gradients, split_conv1d_scan_op
@@ -116,17 +117,8 @@ def _backward(dout, hidden_states, in_proj_weight, outproj_weight, *arguments):
     *dout_proj, inner = inner_gradients(
         dout, None, outproj_weight, saved, options, *need_out_proj, need_initial_states=False
     )
-    batch, seqlen, width = inner.zxbcdt.shape
-    rows = inner.zxbcdt.view(batch * seqlen, width)
-    dhidden_states = din_proj_weight = None
-    if in_proj_weight is not None:
-        dhidden_states = torch.matmul(inner.zxbcdt, in_proj_weight)
-    if hidden_states is not None:
-        din_proj_weight = torch.mm(rows.t(), hidden_states.reshape(batch * seqlen, hidden_states.shape[2]))
     return BlockInputs(  # autograd takes each to its input's dtype
-        dhidden_states,
-        din_proj_weight,
-        rows.sum(0) if need.in_proj_bias else None,
+        *linear_gradients(inner.zxbcdt, hidden_states, in_proj_weight, need.in_proj_bias),
         *dout_proj,
         inner.conv1d_weight.unsqueeze(1),
         inner.conv1d_bias,

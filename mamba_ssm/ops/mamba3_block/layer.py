@@ -19,6 +19,7 @@ from mamba_ssm._torch import (
     unpack_traced,
     wants_one_node,
 )
+from mamba_ssm.ops._shared.gradients import linear_gradients
 from mamba_ssm.ops.block_node import Block, BlockNode
 from mamba_ssm.ops.mamba3_block.block import mamba3_block_op
 from mamba_ssm.ops.mamba3_block.block_arguments import Inputs, Options
@@ -99,26 +100,14 @@ def _forward(*arguments):
 def _backward(dout, hidden_states, in_proj_weight, out_proj_weight, y, *arguments):
     *saved, options, need = arguments
     inner, options, need = Inputs(*saved), Options(*options), LayerInputs(*need)
-    batch, seqlen, width = inner.zxBCdt.shape
-    rows = dout.reshape(batch * seqlen, dout.shape[2])
-    dy = torch.matmul(dout, out_proj_weight)
-    heads = dy.shape[2] // options.headdim, options.headdim
+    dy, *dout_proj = linear_gradients(dout, y, out_proj_weight, need.out_proj_bias)
+    batch, seqlen, width = dy.shape
+    heads = width // options.headdim, options.headdim
     dy = dy.view(batch, seqlen, *(heads if inner.mimo_o is not None else (1, *heads)))
     grads = Gradients(*call_in_backward(mamba3_block_backward_op, dy, *_NO_STATES, *inner, *options))
-    dzxBCdt = grads.dzxBCdt.view(batch * seqlen, width)
-    dhidden_states = din_proj_weight = dout_proj_weight = None
-    if in_proj_weight is not None:
-        dhidden_states = torch.matmul(grads.dzxBCdt, in_proj_weight)
-    if hidden_states is not None:
-        din_proj_weight = torch.mm(dzxBCdt.t(), hidden_states.reshape(batch * seqlen, hidden_states.shape[2]))
-    if y is not None:
-        dout_proj_weight = torch.mm(rows.t(), y.view(batch * seqlen, y.shape[2]))
     return LayerInputs(  # autograd takes each to its input's dtype
-        dhidden_states,
-        din_proj_weight,
-        dzxBCdt.sum(0) if need.in_proj_bias else None,
-        dout_proj_weight,
-        rows.sum(0) if need.out_proj_bias else None,
+        *linear_gradients(grads.dzxBCdt, hidden_states, in_proj_weight, need.in_proj_bias),
+        *dout_proj,
         *grads[1 : -len(_NO_STATES)],
         seq_idx=None,
         cu_seqlens=None,
