@@ -27,22 +27,39 @@ DeviceLimits::DeviceLimits(int32_t device) : processors(0), shared(0), major(0),
 namespace {
 // The last refusal of allow_shared on this thread, for the message: bytes asked for, and what a block may have.
 thread_local int64_t refused_shared, most_shared;
+
+// What allow_shared has let a kernel have on a device.
+struct Allowed {
+    const void* kernel;
+    int device;
+    int64_t bytes;
+};
+
+// The place of a kernel on a device, or else one for it. Asking the driver takes as long as a launch, so kernels share no
+// place before all that lie near it are taken.
+Allowed& allowed(const void* kernel, int device) {
+    constexpr uintptr_t kPlaces = 256, kTried = 16;
+    static thread_local Allowed places[kPlaces];
+    const uintptr_t first = reinterpret_cast<uintptr_t>(kernel) / 16;
+    for (uintptr_t i = 0; i < kTried; ++i) {
+        Allowed& place = places[(first + i) % kPlaces];
+        if (place.kernel == nullptr || (place.kernel == kernel && place.device == device)) {
+            return place;
+        }
+    }
+    return places[first % kPlaces];
+}
 }  // namespace
 
 cudaError_t allow_shared(const void* kernel, int64_t bytes) {
-    struct Asked {
-        const void* kernel;
-        int device;
-        int64_t bytes;
-    };
-    // Kernels that share a place push each other out, and are asked for again.
-    constexpr uintptr_t kPlaces = 64;
-    static thread_local Asked places[kPlaces];
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
-    Asked& asked = places[reinterpret_cast<uintptr_t>(kernel) / 16 % kPlaces];
-    if (error != cudaSuccess || (asked.kernel == kernel && asked.device == device && asked.bytes >= bytes)) {
+    if (error != cudaSuccess) {
         return error;
+    }
+    Allowed& place = allowed(kernel, device);
+    if (place.kernel == kernel && place.device == device && place.bytes >= bytes) {
+        return cudaSuccess;
     }
     // The limit is the process's. So every thread sets the same, all that there is: none finds less than it was told.
     const DeviceLimits limits(device);
@@ -56,9 +73,9 @@ cudaError_t allow_shared(const void* kernel, int64_t bytes) {
             return cudaErrorLaunchOutOfResources;
         }
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-    }
-    if (error == cudaSuccess) {
-        asked = {kernel, device, bytes};
+        if (error == cudaSuccess) {
+            place = {kernel, device, most};
+        }
     }
     return error;
 }

@@ -4,7 +4,8 @@ A small call is bound by the host's time. Most operators only look at their tens
 with a struct each, or torch for a product. So the second call of a kind is recorded: what it allocated, which functions
 of torch it called, and which of a struct's pointers lie in which tensor. Later calls of that kind do the same with
 their tensors, writing addresses into copies of the structs. A call that did more has no plan. What a call allocates is
-given back after the last step that uses it.
+given back after the last step that uses it; what only native functions see is one allocation, in which tensors that are
+not needed at the same time share memory.
 
 Calls are of one kind if all that an implementation can see is the same: options, the number of threads, what else the
 operator says that it reads, and of each tensor the shape, strides, dtype, device and alignment. An implementation that
@@ -28,6 +29,7 @@ _NO_TENSORS = {type(None), bool, int, float}
 _NEVER = -math.inf  # how often a kind came that has no plan
 _PATIENCE = 64  # see Planned.patience
 _ALIGNMENT = 16  # the most that kernels read at once
+_ROOM = 512  # bytes: allocations begin at a multiple of this, as torch's on CUDA
 _empty_strided, _empty_like, _as_strided = torch.empty_strided, torch.empty_like, torch.as_strided
 _num_threads = torch.get_num_threads
 _increment_version = torch.autograd.graph.increment_version
@@ -152,6 +154,7 @@ class Plan:
         self.overlaps = found.overlaps
         self.idle = []  # structs that no call is using: threads share plans
         _give_back(self.steps, len(arguments), set(found.kept))
+        _allocate_together(self.steps, arguments[0].device)
 
     def run(self, arguments, addresses):
         try:
@@ -171,6 +174,42 @@ class Plan:
         return self.results_of(tensors)
 
 
+def _allocate_together(steps, device):
+    """Makes parts of one allocation of those that only native calls use and no result needs. Allocating takes longer
+    than most native functions do on the host.
+    """
+    ends = {number: end for end, step in enumerate(steps) for number in step.last}  # of lifetimes
+    for step in steps:
+        if type(step) is Function:
+            for number in step.numbers:
+                ends.pop(number, None)
+    parts = []  # (position, number, first byte, behind the last)
+    for position, step in enumerate(steps):
+        if type(step) is Allocation and step.number in ends and step.bytes and step.device == device:
+            parts.append((position, step.number, *_room(parts, position, ends, step.bytes)))
+    if len(parts) < 2:
+        return
+    first, whole, *_ = parts[0]
+    size = max(end for *_, end in parts)
+    steps[first] = Allocation(whole, None, ((size,), (1,), torch.uint8, device))
+    for position, number, begin, _ in parts[1:]:
+        steps[position] = Within(number, whole, begin)
+    last = max(ends[number] for _, number, *_ in parts)
+    for step in steps:
+        step.last = tuple(number for number in step.last if number != whole)
+    steps[last].last += (whole,)
+
+
+def _room(parts, position, ends, size):
+    """(begin, end) of so many bytes, the lowest that no part holds which is still needed at this position."""
+    begin = 0
+    for other, end in sorted((begin, end) for _, number, begin, end in parts if ends[number] >= position):
+        if other - begin >= size:
+            break
+        begin = max(begin, -(-end // _ROOM) * _ROOM)
+    return begin, begin + size
+
+
 def _give_back(steps, first, kept):
     """Says of each step which tensors, from the first number that was made on, no later one and no result needs."""
     seen = set(kept)
@@ -182,9 +221,11 @@ def _give_back(steps, first, kept):
 class Allocation:
     """A step: a new tensor, like another or of this layout."""
 
-    def __init__(self, number, like, layout):
-        self.numbers = {number}
-        self.like, self.layout = like, layout
+    last = ()
+
+    def __init__(self, number, like, layout, size=0):
+        self.number, self.numbers = number, {number}
+        self.like, self.layout, self.bytes, self.device = like, layout, size, layout[-1]
 
     def run(self, tensors, addresses, structs, stream):
         if self.like is not None:
@@ -194,6 +235,19 @@ class Allocation:
             made = _empty_strided(shape, strides, dtype=dtype, device=device)
         tensors.append(made)
         addresses.append(made.data_ptr())
+
+
+class Within:
+    """A step: a part of an allocation, which no function of torch sees."""
+
+    last = ()
+
+    def __init__(self, number, whole, begin):
+        self.number, self.numbers, self.whole, self.begin = number, {number}, whole, begin
+
+    def run(self, tensors, addresses, structs, stream):
+        tensors.append(None)
+        addresses.append(addresses[self.whole] + self.begin)
 
 
 class Function:
@@ -288,7 +342,7 @@ class _Tensors:
         function, operands, named, result = step
         if function is None:
             number = self._add(result)
-            return Allocation(number, self._like(result), _layout(result))
+            return Allocation(number, self._like(result), _layout(result), span(result))
         operands, named = [*map(self._operand, operands)], [(name, self._operand(named[name])) for name in named]
         numbers = {operand.number for operand in (*operands, *(of for _, of in named)) if hasattr(operand, "number")}
         is_new = not any(_holds(tensor, result.data_ptr()) for tensor in self.tensors)

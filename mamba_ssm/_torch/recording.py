@@ -25,6 +25,7 @@ _FUNCTIONS = {
     "linear.default": torch.nn.functional.linear,
     "matmul.default": torch.matmul,
     "mm.default": torch.mm,
+    "mm.dtype": lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype),
     "mm.out": torch.mm,
     "mul.Tensor": torch.mul,
     "neg.default": torch.neg,

@@ -28,7 +28,7 @@ from mamba_ssm.ops.norm.forward import add_norm_op
 
 class Block(typing.NamedTuple):
     """What a block's node is made of: functions of its tensors, of which the first is its input (B, L, d_model), and of
-    its settings, a tuple. need: a tuple of a bool a tensor, whether its gradient is wanted.
+    its settings, a tuple. need: of each tensor its dtype where its gradient is wanted, else None.
     """
 
     name: str
@@ -78,14 +78,15 @@ def _block_node(block):
 
     def forward(ctx, *arguments):
         tensors, ctx.settings = arguments[:count], arguments[count:]
-        out, *kept = planned_forward(*tensors, ctx.settings, ctx.needs_input_grad[:count])
+        ctx.dtypes = _dtypes(tensors)
+        out, *kept = planned_forward(*tensors, ctx.settings, _need(ctx))
         if not is_compiling():
             ctx.again = Again(tensors, kept[0])
         ctx.save_for_backward(*kept)
         return out
 
     def backward(ctx, dout):
-        kept, need = ctx.saved_tensors, ctx.needs_input_grad[:count]
+        kept, need = ctx.saved_tensors, _need(ctx)
         if torch.is_grad_enabled() and not is_compiling():
 
             def again(*tensors):
@@ -111,12 +112,12 @@ def _layer_node(block):
         normed, total, mean, rstd = call_below_autograd(
             add_norm_op, x, residual, weight, bias, eps, True, False, is_rms_norm, True
         )
-        out, *kept = block.forward(normed, *others, tuple(settings), (True, *need[4:]))
+        out, *kept = block.forward(normed, *others, tuple(settings), (normed.dtype, *need[4:]))
         return out, total, mean, rstd, *kept
 
     def normed_backward(dout, dtotal, total, weight, bias, mean, rstd, *arguments):
         *kept, (_, is_rms_norm, *settings), need = arguments
-        dnormed, *grads = block.backward(dout, *kept, tuple(settings), (True, *need[4:]))
+        dnormed, *grads = block.backward(dout, *kept, tuple(settings), (dout.dtype, *need[4:]))
         dx, dresidual, dweight, dbias = call_in_backward(
             add_norm_backward_op, dnormed, dtotal, total, weight, bias, mean, rstd, is_rms_norm
         )
@@ -127,15 +128,15 @@ def _layer_node(block):
 
     def forward(ctx, *arguments):
         tensors, ctx.settings = arguments[:count], arguments[count:]
-        out, total, mean, rstd, *kept = planned_forward(*tensors, ctx.settings, ctx.needs_input_grad[:count])
+        ctx.dtypes = _dtypes(tensors)
+        out, total, mean, rstd, *kept = planned_forward(*tensors, ctx.settings, _need(ctx))
         ctx.again = Again((total, *tensors[2:]), total)
-        ctx.x_dtype = tensors[0].dtype
         ctx.save_for_backward(total, tensors[2], tensors[3], mean, rstd, *kept)
         ctx.set_materialize_grads(False)
         return out, total
 
     def backward(ctx, dout, dtotal):
-        need, nothing = ctx.needs_input_grad[:count], (None,) * len(ctx.settings)
+        need, nothing = _need(ctx), (None,) * len(ctx.settings)
         if dout is None:  # the output was not used
             return dtotal, dtotal, *(None,) * (count - 2), *nothing
         if torch.is_grad_enabled():
@@ -146,6 +147,15 @@ def _layer_node(block):
         return dx, dx if dresidual is None else dresidual, *grads, *nothing  # None: of x's dtype
 
     return _function(f"{block.name}_layer_node", forward, backward)
+
+
+def _dtypes(tensors):
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+def _need(ctx):
+    """Of each tensor that forward was given its dtype where its gradient is wanted, else None."""
+    return tuple(dtype if wanted else None for wanted, dtype in zip(ctx.needs_input_grad, ctx.dtypes, strict=False))
 
 
 def _function(name, forward, backward):
@@ -159,7 +169,7 @@ def _differentiable_gradients(ctx, block, dout, dtotal, need):
     eps, is_rms_norm, *settings = ctx.settings
 
     def again(total, weight, bias, *others):
-        normed = layer_norm_fn(total, weight, bias, eps=eps, is_rms_norm=is_rms_norm).to(ctx.x_dtype)
+        normed = layer_norm_fn(total, weight, bias, eps=eps, is_rms_norm=is_rms_norm).to(ctx.dtypes[0])
         return block.by_operators(dout.dtype, normed, *others, *settings)
 
     of_sum, *grads = ctx.again.gradients(again, (True, *need[2:]), ctx.saved_tensors[0], dout)

@@ -299,3 +299,35 @@ def test_what_watches_sees_operators():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             swiglu(xy)
     assert any("mamba_ssm::swiglu" in event.name for event in profile.events())
+
+
+class _Native(plans.Call):
+    """A native call in name only, of these numbered tensors."""
+
+    def __init__(self, *numbers):
+        self.numbers = set(numbers)
+
+
+def test_memory_that_native_calls_share():
+    """What is needed at the same time lies apart."""
+    random, device = Random(0), torch.device("cpu")
+    for _ in range(50):
+        steps, sizes = [], {}
+        for number in range(8):
+            sizes[number] = random.randint(1, 4000)
+            steps.append(plans.Allocation(number, None, ((sizes[number],), (1,), torch.uint8, device), sizes[number]))
+            steps.append(_Native(*random.sample(range(number + 1), min(2, number + 1))))
+        plans._give_back(steps, 0, set())
+        first = {step.number: at for at, step in enumerate(steps) if type(step) is plans.Allocation}
+        last = {number: at for at, step in enumerate(steps) for number in step.last}
+        plans._allocate_together(steps, device)
+        whole, *others = [step for step in steps if type(step) is plans.Allocation]
+        begins = {0: 0} | {step.number: step.begin for step in steps if type(step) is plans.Within}
+        assert not others and begins.keys() == sizes.keys() and whole.number == 0
+        assert [step.last for step in steps if 0 in step.last] == [steps[max(last.values())].last]
+        for one in sizes:
+            assert begins[one] % 512 == 0 and begins[one] + sizes[one] <= whole.layout[0][0]
+            for other in range(one):
+                together = first[one] <= last[other] and first[other] <= last[one]
+                apart = begins[one] >= begins[other] + sizes[other] or begins[other] >= begins[one] + sizes[one]
+                assert apart or not together

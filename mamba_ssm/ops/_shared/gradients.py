@@ -1,6 +1,10 @@
-"""Memory for gradients."""
+"""Gradients: memory for them, and those of a linear layer."""
 
 import torch
+
+from mamba_ssm._torch import is_compiling
+
+HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()  # torch 2.8, CUDA
 
 
 def empty_like(tensor, dtype=None):
@@ -15,11 +19,18 @@ def silu_derivatives(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     return silu, torch.addcmul(s, silu, rest), (z * (1 - 2 * s)).add_(2).mul_(s).mul_(rest)
 
 
-def linear_gradients(dout, x, weight, need_bias):
+def linear_gradients(dout, x, weight, need_bias, weight_dtype):
     """Gradients of x, weight and bias in F.linear(x, weight, bias), x (B, L, features). None: that of weight without x,
-    that of x without weight, and that of bias unless need_bias.
+    that of x without weight, and that of bias unless need_bias. weight_dtype: see product.
     """
     rows = dout.reshape(-1, dout.shape[-1])
     dx = None if weight is None else torch.matmul(dout, weight)
-    dweight = None if x is None else torch.mm(rows.t(), x.reshape(-1, x.shape[-1]))
+    dweight = None if x is None else product(rows.t(), x.reshape(-1, x.shape[-1]), weight_dtype)
     return dx, dweight, rows.sum(0) if need_bias else None
+
+
+def product(a, b, dtype):
+    """a b, in dtype if torch can: a parameter's gradient under autocast, which would be rounded and then cast."""
+    if dtype is torch.float32 and a.dtype is not dtype and HAS_OUT_DTYPE and a.is_cuda and not is_compiling():
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b)

@@ -118,7 +118,9 @@ def _backward(dout, hidden_states, in_proj_weight, outproj_weight, *arguments):
         dout, None, outproj_weight, saved, options, *need_out_proj, need_initial_states=False
     )
     return BlockInputs(  # autograd takes each to its input's dtype
-        *linear_gradients(inner.zxbcdt, hidden_states, in_proj_weight, need.in_proj_bias),
+        *linear_gradients(
+            inner.zxbcdt, hidden_states, in_proj_weight, need.in_proj_bias, weight_dtype=need.in_proj_weight
+        ),
         *dout_proj,
         inner.conv1d_weight.unsqueeze(1),
         inner.conv1d_bias,

@@ -27,6 +27,7 @@ from mamba_ssm._torch import (
     unpack_traced,
     wants_one_node,
 )
+from mamba_ssm.ops._shared.gradients import product
 from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.mamba2_block.arguments import (
     NAME,
@@ -356,8 +357,10 @@ class _Mamba2Inner(torch.autograd.Function):
             dout = inputs.zxbcdt.new_zeros((batch, seqlen, outproj_weight.shape[0]))
         need_out_proj, need = unpack_traced(ctx.needs_input_grad, OutProj, Inputs)
         with no_autocast(dout):
+            need_weight = outproj_weight.dtype if need_out_proj.outproj_weight else None
+            need_bias = need_out_proj.outproj_bias
             doutproj_weight, doutproj_bias, grads = inner_gradients(
-                dout, dstates, outproj_weight, saved, ctx.options, *need_out_proj, need.initial_states
+                dout, dstates, outproj_weight, saved, ctx.options, need_weight, need_bias, need.initial_states
             )
         return doutproj_weight, doutproj_bias, *grads, *no_gradients(Options), None
 
@@ -365,14 +368,16 @@ class _Mamba2Inner(torch.autograd.Function):
 def inner_gradients(dout, dstates, outproj_weight, saved, options, need_weight, need_bias, need_initial_states):
     """Gradients of outproj_weight and outproj_bias (where need_weight, need_bias) and of the operator's inputs.
 
-    dout: of the projection's output. saved: Kept and Inputs, flat. All that is saved has forward's dtype: no autocast
-    may be on.
+    need_weight: the gradient's dtype, see product; or None. dout: of the projection's output. saved: Kept and Inputs,
+    flat. All that is saved has forward's dtype: no autocast may be on.
     """
     batch, seqlen, d_model = dout.shape
     rows = dout.reshape(batch * seqlen, d_model)
     dgated = torch.matmul(dout, outproj_weight)
     *options, reverse = options
-    arguments = dgated, dstates, *saved, *options, need_initial_states, need_weight, reverse
+    arguments = dgated, dstates, *saved, *options, need_initial_states, need_weight is not None, reverse
     grads, out = of_inputs(call_in_backward(split_conv1d_scan_backward_op, *arguments))
-    dweight = torch.mm(rows.t(), out.view(batch * seqlen, out.shape[2])) if need_weight else None
+    dweight = None
+    if need_weight is not None:
+        dweight = product(rows.t(), out.view(batch * seqlen, out.shape[2]), need_weight)
     return dweight, rows.sum(0) if need_bias else None, grads

@@ -100,13 +100,15 @@ def _forward(*arguments):
 def _backward(dout, hidden_states, in_proj_weight, out_proj_weight, y, *arguments):
     *saved, options, need = arguments
     inner, options, need = Inputs(*saved), Options(*options), LayerInputs(*need)
-    dy, *dout_proj = linear_gradients(dout, y, out_proj_weight, need.out_proj_bias)
+    dy, *dout_proj = linear_gradients(dout, y, out_proj_weight, need.out_proj_bias, weight_dtype=need.out_proj_weight)
     batch, seqlen, width = dy.shape
     heads = width // options.headdim, options.headdim
     dy = dy.view(batch, seqlen, *(heads if inner.mimo_o is not None else (1, *heads)))
     grads = Gradients(*call_in_backward(mamba3_block_backward_op, dy, *_NO_STATES, *inner, *options))
     return LayerInputs(  # autograd takes each to its input's dtype
-        *linear_gradients(grads.dzxBCdt, hidden_states, in_proj_weight, need.in_proj_bias),
+        *linear_gradients(
+            grads.dzxBCdt, hidden_states, in_proj_weight, need.in_proj_bias, weight_dtype=need.in_proj_weight
+        ),
         *dout_proj,
         *grads[1 : -len(_NO_STATES)],
         seq_idx=None,

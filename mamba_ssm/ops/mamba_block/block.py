@@ -19,6 +19,7 @@ from mamba_ssm._torch import (
     unpack_traced,
     wants_one_node,
 )
+from mamba_ssm.ops._shared.gradients import product
 from mamba_ssm.ops.block_node import Block, BlockNode
 from mamba_ssm.ops.carry import Neighbours
 from mamba_ssm.ops.mamba_block.arguments import Before, Inputs, Kept, Options, check
@@ -108,9 +109,10 @@ def inner_inputs(xz, inputs, dtype):
     )
 
 
-def block_gradients(grads, A, in_proj_weight, hidden_states, need_in_proj_bias):
+def block_gradients(grads, A, in_proj_weight, hidden_states, need):
     """The gradients under the names of a block's inputs, from those of the operator. in_proj_weight is None where the
-    gradient of hidden_states is not wanted, and hidden_states where that of in_proj_weight is not.
+    gradient of hidden_states is not wanted, and hidden_states where that of in_proj_weight is not. need: of each
+    input whether its gradient is wanted, or in which dtype.
     """
     batch, _, seqlen = grads.dxz.shape
     dxz = to_columns(grads.dxz)
@@ -118,11 +120,12 @@ def block_gradients(grads, A, in_proj_weight, hidden_states, need_in_proj_bias):
     if in_proj_weight is not None:
         dhidden_states = torch.mm(dxz.t(), in_proj_weight).view(batch, seqlen, in_proj_weight.shape[1])
     if hidden_states is not None:
-        din_proj_weight = torch.mm(dxz, hidden_states.reshape(batch * seqlen, hidden_states.shape[2]))
+        rows = hidden_states.reshape(batch * seqlen, hidden_states.shape[2])
+        din_proj_weight = product(dxz, rows, need.in_proj_weight)
     return BlockInputs(  # autograd takes each to its input's dtype
         hidden_states=dhidden_states,
         in_proj_weight=din_proj_weight,
-        in_proj_bias=dxz.sum(1) if need_in_proj_bias else None,
+        in_proj_bias=dxz.sum(1) if need.in_proj_bias else None,
         conv1d_weight=grads.dconv1d_weight,
         conv1d_bias=grads.dconv1d_bias,
         x_proj_weight=grads.dx_proj_weight,
@@ -185,7 +188,7 @@ def _backward(dout, hidden_states, in_proj_weight, *arguments):
     *saved, _, need = arguments
     inner, kept = unpack_traced(saved, Inputs, Kept)
     grads = Gradients(*call_in_backward(mamba_inner_backward_op, dout, *inner, *kept, *_OPTIONS))
-    return block_gradients(grads, inner.A, in_proj_weight, hidden_states, BlockInputs(*need).in_proj_bias)
+    return block_gradients(grads, inner.A, in_proj_weight, hidden_states, BlockInputs(*need))
 
 
 mamba_node = BlockNode(Block("mamba", _forward, _backward, _by_operators, len(BlockInputs._fields)))
@@ -211,5 +214,5 @@ class _MambaBlockPart(torch.autograd.Function):
         (need,) = unpack_traced(ctx.needs_input_grad, BlockInputs)
         with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
             grads = gradients(dout, inner, kept, _PART_OPTIONS, check(inner), ctx.neighbours, before)
-            grads = block_gradients(grads, inner.A, in_proj_weight, hidden_states, need.in_proj_bias)
+            grads = block_gradients(grads, inner.A, in_proj_weight, hidden_states, need)
         return *grads, None  # of neighbours
