@@ -7,7 +7,8 @@ CPU_THREADS = 2
 SMALL = ("no grad", "fwd+bwd")
 MAMBA_BLOCKS = [(8, 2048, 768), (8, 2048, 2048), (1, 16384, 2048), (16, 1024, 512), (1, 512, 768), (1, 513, 768)]
 MAMBA2_BLOCKS = MAMBA_BLOCKS[:-1]
-LAYERS, MODES = ("Mamba2", "Mamba1", "Mamba3"), ("eager", "compiled", "captured")  # of training steps
+LAYERS = ("Mamba2", "Mamba1", "Mamba3")
+MODES = ("eager", "compiled", "reduce-overhead", "captured")  # of training steps
 
 CASES = {
     "cuda": {

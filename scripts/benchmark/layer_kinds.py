@@ -110,7 +110,8 @@ def lm_weights(layer, d_model, n_layer, vocabulary=50280):
 class Train(Case):
     """A training step of a language model: float32 parameters, bfloat16 autocast, cross entropy, AdamW.
 
-    mode: eager; compiled: the loss by torch.compile; captured: forward, backward and optimizer as one CUDA graph.
+    mode: eager; compiled, reduce-overhead: the loss by torch.compile, in its default mode or in this one, which replays
+    CUDA graphs; captured: forward, backward and optimizer as one CUDA graph.
     """
 
     problem: ClassVar[str] = "train"

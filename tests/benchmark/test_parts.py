@@ -149,7 +149,7 @@ def training(flat, monkeypatch):
     """prepare of a small training step, its compiler and its graph replaced by what works on any CPU."""
     train, layers, side = load("problems/train"), load("layer_kinds"), load("side")
     compiler = torch.compile
-    monkeypatch.setattr(train.torch, "compile", lambda function: compiler(function, backend="aot_eager"))
+    monkeypatch.setattr(train.torch, "compile", lambda function, mode: compiler(function, backend="aot_eager"))
 
     def captured(step, replayed=None):
         for _ in range(train.WARM_UP):
@@ -168,7 +168,7 @@ def training(flat, monkeypatch):
     return prepare
 
 
-@pytest.mark.parametrize("mode", ["compiled", "captured"])
+@pytest.mark.parametrize("mode", ["compiled", "reduce-overhead", "captured"])
 def test_a_training_step_of_each_mode_is_compared_with_eager_ones(training, mode):
     calls = training(mode)
     first, second = (calls["step"][0]() for _ in range(2))

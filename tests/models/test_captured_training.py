@@ -100,6 +100,22 @@ def test_a_captured_step_trains_as_an_eager_one(kind, scaled, cuda):
     assert expected[-2:].mean() < expected[:2].mean() - 10 * CLOSE["atol"]  # so that it shows whether steps were taken
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_compilers_graphs_train_as_eager_steps(kind, cuda):
+    model = make(kind, cuda)
+    ours, theirs = Training(model, False), Training(copy.deepcopy(model), False)
+    torch.compiler.reset()
+    ours.model = torch.compile(model, mode="reduce-overhead")
+
+    def step():
+        torch.compiler.cudagraph_mark_step_begin()
+        return ours.step()
+
+    found, expected = ours.losses(step, 0), theirs.losses(theirs.step, 0)
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_the_step_that_would_be_captured_trains(kind, scaled):
     training = Training(make(kind, "cpu"), scaled)
