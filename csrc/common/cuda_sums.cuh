@@ -8,7 +8,7 @@ namespace mamba {
 namespace {
 
 constexpr int kSumThreads = 256;
-constexpr int kSumAhead = 8;  // parts that a thread reads at once: to wait for them is most of the kernel's time
+constexpr int kSumUnroll = 4;  // elements a thread, so that finding its row costs little
 
 // Threads that share an element, each with some of its parts: a power of two.
 MAMBA_HOST_DEVICE inline int sum_lanes(int64_t count) {
@@ -26,39 +26,42 @@ __global__ void __launch_bounds__(kSumThreads) add_parts_kernel(const __grid_con
     const int columns = kSumThreads / lanes;
     const int column = static_cast<int>(threadIdx.x) % columns, lane = static_cast<int>(threadIdx.x) / columns;
     const unsigned block = blockIdx.x - (index > 0 ? sums.end[index - 1] : 0);
-    const unsigned tiles = static_cast<unsigned>(ceil_div(p.row, columns));
+    const unsigned tiles = static_cast<unsigned>(ceil_div(p.row, columns * kSumUnroll));
     const unsigned row = block / tiles;
-    const int64_t element = static_cast<int64_t>(block - row * tiles) * columns + column;
-    const bool there = element < p.row;
-    const float* parts = p.parts + row * p.row + element;
+    const int64_t begin = static_cast<int64_t>(block - row * tiles) * (columns * kSumUnroll) + column;
+    const float* parts = p.parts + row * p.row;
     griddepcontrol_wait();
-    float sum = 0.0f;
-    for (int64_t first = lane; first < p.count; first += lanes * kSumAhead) {
-        float values[kSumAhead];
+    float sum[kSumUnroll] = {};
+    for (int64_t part = lane; part < p.count; part += lanes) {
 #pragma unroll
-        for (int i = 0; i < kSumAhead; ++i) {
-            const int64_t part = first + i * lanes;
-            values[i] = there && part < p.count ? parts[part * p.rows * p.row] : 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < kSumAhead; ++i) {
-            sum += values[i];
+        for (int i = 0; i < kSumUnroll; ++i) {
+            if (begin + i * columns < p.row) {
+                sum[i] += parts[part * p.rows * p.row + begin + i * columns];
+            }
         }
     }
-    shared[threadIdx.x] = sum;
-    __syncthreads();
-    if (!there || lane > 0) {
-        return;
-    }
-#pragma unroll 8
-    for (int k = 1; k < lanes; ++k) {
-        sum += shared[k * columns + column];
+    if (lanes > 1) {
+#pragma unroll
+        for (int i = 0; i < kSumUnroll; ++i) {
+            __syncthreads();
+            shared[threadIdx.x] = sum[i];
+            __syncthreads();
+            sum[i] = 0.0f;
+            for (int k = 0; k < lanes && lane == i; ++k) {  // lane i adds up element i
+                sum[i] += shared[k * columns + column];
+            }
+        }
     }
     const unsigned inner = row % static_cast<unsigned>(p.inner), outer = row / static_cast<unsigned>(p.inner);
     const unsigned middle = outer % static_cast<unsigned>(p.middle);
     const int64_t first =
-        outer / static_cast<unsigned>(p.middle) * p.outer_stride + middle * p.middle_stride + inner * p.inner_stride;
-    store_from_float(p.sum, first + element, p.dtype, sum);
+        outer / static_cast<unsigned>(p.middle) * p.outer_stride + middle * p.middle_stride + inner * p.inner_stride + begin;
+#pragma unroll
+    for (int i = 0; i < kSumUnroll; ++i) {
+        if (begin + i * columns < p.row && (lanes == 1 || lane == i)) {
+            store_from_float(p.sum, first + i * columns, p.dtype, sum[i]);
+        }
+    }
 }
 
 // The kernel ahead of it in the stream writes the parts.
@@ -66,7 +69,7 @@ cudaError_t launch_part_sums(PartSums sums, void* stream) {
     int64_t blocks = 0;
     for (int i = 0; i < sums.count; ++i) {
         const PartSum& p = sums.of[i];
-        blocks += p.rows * ceil_div(p.row, kSumThreads / sum_lanes(p.count));
+        blocks += p.rows * ceil_div(p.row, kSumThreads / sum_lanes(p.count) * kSumUnroll);
         sums.end[i] = static_cast<unsigned>(blocks);
     }
     return blocks == 0 ? cudaSuccess : launch_programmatic_dependent(add_parts_kernel, blocks, kSumThreads, 0, stream, sums);
