@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 
+from _helpers import programs
 from mamba_ssm import Mamba2, Mamba3
 from mamba_ssm.distributed import distributed_utils as utils
 from mamba_ssm.distributed import tensor_parallel as tp
@@ -355,7 +356,8 @@ CHECKS = {
 
 def spawn(world, folder, backend="gloo", device="cpu", names=None, checks=__name__):
     """Runs the CHECKS of a module (those called names, or all), with a process for each rank: each rank's results."""
-    mp.spawn(run_checks, (world, str(folder), backend, device, names, checks), nprocs=world)
+    given = world, str(folder), backend, device, names, checks
+    mp.start_processes(run_checks, given, nprocs=world, start_method=programs.START_METHOD)
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
 
 

@@ -1,12 +1,11 @@
 """A torch without one of the private names that mamba_ssm._torch looks up: operators compute and differentiate."""
 
 import ast
-import multiprocessing
 from pathlib import Path
 
 import pytest
 import torch
-from _helpers import missing_name
+from _helpers import missing_name, programs
 
 import mamba_ssm
 from mamba_ssm._torch import private
@@ -15,16 +14,11 @@ from mamba_ssm._torch import private
 NAMES = [name for name in private.LOOKED_UP if name != "_C._FunctionBase.apply"]
 
 
-# Processes that start with torch imported, of which mamba_ssm knows nothing yet. Windows has no fork.
-START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-multiprocessing.set_forkserver_preload(["torch._dynamo"])  # torch.func imports it
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_without(name):
     if private._find(name) is None:
         pytest.skip("this torch has no such name")
-    torch.multiprocessing.start_processes(missing_name.check, (name,), start_method=START_METHOD)
+    torch.multiprocessing.start_processes(missing_name.check, (name,), start_method=programs.START_METHOD)
 
 
 def private_uses(path):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from _helpers import programs
 
 from mamba_ssm import MambaLMHeadModel
 from mamba_ssm.gguf import export_model
@@ -23,9 +24,9 @@ from mamba_ssm.models.config_mamba import MambaConfig
 ROOT = Path(__file__).resolve().parents[2]
 
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # torch's own threads wait for each other on a busy machine
-# the docs' output is a CPU's, and there may be fewer GPUs than processes
-WITHOUT_GPU = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
+# Torch's own threads wait for each other on a busy machine. The docs' output is a CPU's, and there may be fewer GPUs
+# than processes.
+WITHOUT_GPU = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 TORCHRUN = "-m", "torch.distributed.run", "--standalone"
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch is built without gloo"
@@ -34,9 +35,12 @@ needs_gloo = pytest.mark.skipif(
 
 def run(name, *words, launcher=(), status=0):
     """What an example prints, on one thread; its last line on stderr where it fails."""
-    command = [sys.executable, *launcher, str(ROOT / "examples" / name), *map(str, words)]
-    environment = WITHOUT_GPU if launcher else ENVIRONMENT
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    script = ROOT / "examples" / name
+    if launcher:
+        command = [sys.executable, *launcher, str(script), *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=WITHOUT_GPU)
+    else:
+        done = programs.run_script(script, *words)
     assert done.returncode == status, done.stderr
     if status:
         assert "Traceback" not in done.stderr
@@ -244,7 +248,7 @@ def test_train_on_several_devices(options):
 
 @needs_gloo
 def test_processes_that_cannot_share_a_sequence():
-    launcher = *TORCHRUN, "--nproc-per-node", "1"
-    command = [sys.executable, *launcher, str(ROOT / "examples/train_on_several_devices.py"), "--context", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=WITHOUT_GPU)
+    as_torchrun = {**WITHOUT_GPU, "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"}
+    done = programs.run_script(ROOT / "examples/train_on_several_devices.py", "--context", 3, environ=as_torchrun)
+    assert done.returncode == 2
     assert "--context must divide the 1 processes and the length 32, got 3" in done.stderr

@@ -1,0 +1,65 @@
+"""Programs of Python that tests run, each in a process of its own that has imported torch: that takes longer than most
+of them do. A process starts as a fork of one that has imported torch and nothing of this package.
+
+Windows has no fork, and the forks of a process that has looked for a GPU cannot use it: there each imports torch anew.
+"""
+
+import functools
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from _helpers import parallel
+
+CAN_FORK = "forkserver" in multiprocessing.get_all_start_methods() and not parallel.has_gpu()
+START_METHOD = "forkserver" if CAN_FORK else "spawn"  # also for torch.multiprocessing.start_processes
+multiprocessing.set_forkserver_preload(["torch._dynamo"])  # which much of torch imports
+
+
+def run_script(path, *words, cwd=None, environ=None, timeout=300):
+    """As subprocess.run with `python path words...`, on one thread: what it returned, printed and said on stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [os.path.join(folder, name) for name in ("stdout", "stderr")]
+        environ = dict(os.environ if environ is None else environ)
+        given = str(path), list(map(str, words)), str(cwd or os.getcwd()), environ, _path_of_python(), outputs
+        process = multiprocessing.get_context(START_METHOD).Process(target=_run, args=given)
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired([path, *words], timeout)
+        texts = [Path(output).read_text(encoding="utf-8") for output in outputs]
+    return subprocess.CompletedProcess([path, *words], process.exitcode, *texts)
+
+
+@functools.cache
+def _path_of_python():
+    """sys.path where nobody adds to it, as pytest does; "" is the program's folder."""
+    code = "import sys; print(*sys.path, sep='\\n')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split("\n")[
+        :-1
+    ]
+
+
+def _run(path, words, cwd, environ, python_path, outputs):
+    """In the new process."""
+    for number, output in enumerate(outputs, 1):
+        file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8")
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.path[:] = [entry or os.path.dirname(path) for entry in python_path]
+    sys.argv = [path, *words]
+    import torch  # after its variables are set, where it is not there yet
+
+    torch.set_num_threads(1)
+    runpy.run_path(path, run_name="__main__")
