@@ -1,14 +1,18 @@
-"""Cases for CUDA's kernels: their shapes tell the CPU's kernels little, and the reference takes long."""
+"""Cases that run on CUDA in all dtypes, and on the CPU in one of them: its kernels are the same code for each."""
 
 import pytest
 
 from _helpers.cases import DTYPES, case_id, dtype_id
 
 
-def parameters(cases, dtypes=DTYPES):
-    """Parametrizes a test's case, dtype and device: on CUDA each case in all dtypes, on the CPU in one, by turns."""
+def parameters(cases, dtypes=DTYPES, for_cuda=False):
+    """Parametrizes a test's case, dtype and device: on CUDA each case in all dtypes, on the CPU in one, by turns.
+
+    for_cuda: of cases whose shapes are those of CUDA's kernels, every third runs on the CPU: the reference takes long.
+    """
     names = ("case", "dtype", "device")
-    on_cpu = [(case, dtypes[turn % len(dtypes)], "cpu") for turn, case in enumerate(cases)]
+    chosen = cases[::3] if for_cuda else cases
+    on_cpu = [(case, dtypes[turn % len(dtypes)], "cpu") for turn, case in enumerate(chosen)]
     on_cuda = [(case, dtype, "cuda") for case in cases for dtype in dtypes]
     params = [
         pytest.param(

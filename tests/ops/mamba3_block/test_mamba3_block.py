@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from _helpers import by_turns
 from _helpers.cases import (
     DTYPES,
     assert_close_to_truth,
@@ -137,8 +138,7 @@ def check(case, tensors, tolerance):
     assert_close_to_truth(found, plain, truth, tolerance[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@by_turns.parameters(CASES)
 def test_values_and_gradients(case, dtype, device, kernels):
     check(case, case.inputs(dtype, device), CUDA_TOLERANCE if kernels == "cuda" else TOLERANCE)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from _helpers import by_turns
 from _helpers.cases import (
     DTYPES,
     assert_close_to_truth,
@@ -37,8 +38,7 @@ def check(case, dtype, device, tolerance):
     assert_close_to_truth(found, plain, truth, tolerance[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("case", MAMBA3_CASES, ids=case_id)
+@by_turns.parameters(MAMBA3_CASES)
 def test_values_and_gradients(case, dtype, device, kernels):
     if kernels == "cuda" and device == "cpu" and case.rank > MOST_CUDA_RANK:
         pytest.skip("no backward kernel has this rank; torch's operators take its place for tensors of a real GPU")

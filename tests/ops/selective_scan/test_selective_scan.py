@@ -78,7 +78,7 @@ SPLIT_CASES = (
 )
 
 
-@by_turns.parameters(SPLIT_CASES, (torch.float32, torch.bfloat16))
+@by_turns.parameters(SPLIT_CASES, (torch.float32, torch.bfloat16), for_cuda=True)
 def test_split_lengths(case, dtype, device):
     tensors = case.inputs(dtype, device)
     tensors["delta"] -= 1  # so that a state outlives a segment
@@ -134,7 +134,7 @@ MANY_CHANNELS = (
 )
 
 
-@by_turns.parameters(PIPELINE_CASES)
+@by_turns.parameters(PIPELINE_CASES, for_cuda=True)
 def test_few_channels(case, dtype, device):
     check(case, dtype, device)
 

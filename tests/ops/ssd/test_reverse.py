@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from _helpers import by_turns
-from _helpers.cases import DTYPES, SSD_CASES, SsdCase, assert_close_to_truth, case_id, dtype_id, outputs_and_gradients
+from _helpers.cases import SSD_CASES, SsdCase, assert_close_to_truth, outputs_and_gradients
 
 from mamba_ssm.ops.ssd import mamba_chunk_scan_combined, ssd_chunk_scan_combined_ref
 
@@ -37,13 +37,12 @@ def check(case, dtype, device):
     assert_close_to_truth(found, plain, truth, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("case", SSD_CASES, ids=case_id)
+@by_turns.parameters(SSD_CASES)
 def test_values_and_gradients(case, dtype, device):
     check(case, dtype, device)
 
 
-@by_turns.parameters(LONG_CASES)
+@by_turns.parameters(LONG_CASES, for_cuda=True)
 def test_split_lengths(case, dtype, device):
     check(case, dtype, device)
 
