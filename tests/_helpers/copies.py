@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import mamba_ssm
+from _helpers.programs import run_code
 
 SITE = Path(mamba_ssm.__file__).parents[1]
 COMPAT = SITE / "compat" if (SITE / "compat").is_dir() else SITE  # a checkout, or where a wheel was installed
@@ -104,6 +105,9 @@ def install_convolution(folder):
 def python(path, *words):
     """What Python prints with these folders first on its path."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    done = subprocess.run([sys.executable, *words], env=environ, cwd=path[0], capture_output=True, text=True)
+    if words[0] == "-c":
+        done = run_code(words[1], cwd=path[0], environ=environ)
+    else:
+        done = subprocess.run([sys.executable, *words], env=environ, cwd=path[0], capture_output=True, text=True)
     assert not done.stderr, done.stderr
     return done.stdout

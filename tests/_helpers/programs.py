@@ -4,7 +4,6 @@ of them do. A process starts as a fork of one that has imported torch and nothin
 Windows has no fork, and the forks of a process that has looked for a GPU cannot use it: there each imports torch anew.
 """
 
-import functools
 import multiprocessing
 import os
 import runpy
@@ -20,33 +19,43 @@ START_METHOD = "forkserver" if CAN_FORK else "spawn"  # also for torch.multiproc
 multiprocessing.set_forkserver_preload(["torch._dynamo"])  # which much of torch imports
 
 
-def run_script(path, *words, cwd=None, environ=None, timeout=300):
-    """As subprocess.run with `python path words...`, on one thread: what it returned, printed and said on stderr."""
+def run_script(path, *words, **options):
+    """As subprocess.run with `python path words...`, on one thread: what it returned, printed and said on stderr.
+
+    options: cwd and environ, this process' own by default; timeout in seconds.
+    """
+    return _start(str(path), None, words, **options)
+
+
+def run_code(code, *words, **options):
+    """The same of `python -c code words...`."""
+    return _start("-c", code, words, **options)
+
+
+def _start(path, code, words, cwd=None, environ=None, timeout=300):
+    environ = dict(os.environ if environ is None else environ)
     with tempfile.TemporaryDirectory() as folder:
         outputs = [os.path.join(folder, name) for name in ("stdout", "stderr")]
-        environ = dict(os.environ if environ is None else environ)
-        given = str(path), list(map(str, words)), str(cwd or os.getcwd()), environ, _path_of_python(), outputs
+        argv = [path, *map(str, words)]
+        given = argv, code, str(cwd or os.getcwd()), environ, _path_of_python(environ), outputs
         process = multiprocessing.get_context(START_METHOD).Process(target=_run, args=given)
         process.start()
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired([path, *words], timeout)
+            raise subprocess.TimeoutExpired(argv, timeout)
         texts = [Path(output).read_text(encoding="utf-8") for output in outputs]
-    return subprocess.CompletedProcess([path, *words], process.exitcode, *texts)
+    return subprocess.CompletedProcess(argv, process.exitcode, *texts)
 
 
-@functools.cache
-def _path_of_python():
-    """sys.path where nobody adds to it, as pytest does; "" is the program's folder."""
-    code = "import sys; print(*sys.path, sep='\\n')"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split("\n")[
-        :-1
-    ]
+def _path_of_python(environ):
+    """sys.path where nobody adds to it, as pytest does; "" is for the program's folder."""
+    command = [sys.executable, "-c", "import sys; print(*sys.path, sep='\\n')"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout.split("\n")[:-1]
 
 
-def _run(path, words, cwd, environ, python_path, outputs):
+def _run(argv, code, cwd, environ, python_path, outputs):
     """In the new process."""
     for number, output in enumerate(outputs, 1):
         file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -57,9 +66,12 @@ def _run(path, words, cwd, environ, python_path, outputs):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
-    sys.path[:] = [entry or os.path.dirname(path) for entry in python_path]
-    sys.argv = [path, *words]
+    sys.path[:] = [entry or os.path.dirname(argv[0]) for entry in python_path]  # "" again for code: the folder it is in
+    sys.argv = argv
     import torch  # after its variables are set, where it is not there yet
 
     torch.set_num_threads(1)
-    runpy.run_path(path, run_name="__main__")
+    if code is None:
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

@@ -3,11 +3,10 @@
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from _helpers.programs import run_code
 from _helpers.small_benchmark import FOLDER, benchmark
 
 import mamba_ssm
@@ -167,7 +166,7 @@ for words in {[["--device", "cpu", *map(str, words)] for words in expected]!r}:
     except SystemExit as error:
         print("exit", error.code)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = run_code(code)
     assert done.stdout.split("\n") == ["exit 2"] * len(expected) + [""], done.stderr
     for said in expected.values():
         assert said in done.stderr
@@ -201,7 +200,7 @@ def test_progress_of_a_process_of_its_own_is_shown_and_its_error_told(tmp_path):
         f"print(plain.in_own_process('small', None, {str(child)!r}))\n"
         f"plain.in_own_process('small', 'avx2', {str(child)!r}, 'fail')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = run_code(code)
     assert done.stdout == "[1]\n"
     assert "s] cpu: small: step 1\n" in done.stderr
     assert done.stderr.splitlines()[-2:] == ["RuntimeError: small with MAMBA_SSM_CPU_ISA=avx2 failed:", "step 1"]
