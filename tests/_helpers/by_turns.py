@@ -1,4 +1,4 @@
-"""Cases that run on CUDA in all dtypes, and on the CPU in one of them: its kernels are the same code for each."""
+"""Cases that run on CUDA in all dtypes and on the CPU in one, by turns: a CPU kernel is one template for all dtypes."""
 
 import pytest
 

@@ -85,7 +85,11 @@ def test_library_that_its_commit_does_not_make(checkout, gate, tmp_path, monkeyp
     """A real CPU-only wheel passes. One whose library and all its hashes were changed differs from what is built."""
     monkeypatch.setenv("MAMBA_SSM_CUDA", "off")
     monkeypatch.setenv("CMAKE_ARGS", "-DCMAKE_CXX_FLAGS_RELEASE=-O0")
+    for name in ("MM_DISABLE_HALF", "MM_DISABLE_BF16"):
+        monkeypatch.setenv(name, "1")
     subprocess.run([sys.executable, "setup.py", "bdist_wheel"], cwd=checkout, check=True, capture_output=True)
+    for name in ("MM_DISABLE_HALF", "MM_DISABLE_BF16"):
+        monkeypatch.delenv(name)
     (made,) = (checkout / "dist").glob("mamba_ssm-*.whl")
     monkeypatch.setenv("MAMBA_SSM_CUDA", "on")  # the wheel's own switches are taken
     status, printed, received = gate.upload(made, "--rebuild")
