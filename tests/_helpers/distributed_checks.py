@@ -357,7 +357,7 @@ CHECKS = {
 def spawn(world, folder, backend="gloo", device="cpu", names=None, checks=__name__):
     """Runs the CHECKS of a module (those called names, or all), with a process for each rank: each rank's results."""
     given = world, str(folder), backend, device, names, checks
-    mp.start_processes(run_checks, given, nprocs=world, start_method=programs.START_METHOD)
+    mp.start_processes(run_checks, given, nprocs=world, start_method=programs.start_method())
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
 
 

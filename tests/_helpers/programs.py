@@ -14,9 +14,13 @@ from pathlib import Path
 
 from _helpers import parallel
 
-CAN_FORK = "forkserver" in multiprocessing.get_all_start_methods() and not parallel.has_gpu()
-START_METHOD = "forkserver" if CAN_FORK else "spawn"  # also for torch.multiprocessing.start_processes
 multiprocessing.set_forkserver_preload(["torch._dynamo"])  # which much of torch imports
+
+
+def start_method():
+    """Of multiprocessing, and of torch.multiprocessing.start_processes."""
+    forks = "forkserver" in multiprocessing.get_all_start_methods() and not parallel.has_gpu()
+    return "forkserver" if forks else "spawn"
 
 
 def run_script(path, *words, **options):
@@ -38,7 +42,7 @@ def _start(path, code, words, cwd=None, environ=None, timeout=300):
         outputs = [os.path.join(folder, name) for name in ("stdout", "stderr")]
         argv = [path, *map(str, words)]
         given = argv, code, str(cwd or os.getcwd()), environ, _path_of_python(environ), outputs
-        process = multiprocessing.get_context(START_METHOD).Process(target=_run, args=given)
+        process = multiprocessing.get_context(start_method()).Process(target=_run, args=given)
         process.start()
         process.join(timeout)
         if process.exitcode is None:

@@ -18,7 +18,7 @@ NAMES = [name for name in private.LOOKED_UP if name != "_C._FunctionBase.apply"]
 def test_without(name):
     if private._find(name) is None:
         pytest.skip("this torch has no such name")
-    torch.multiprocessing.start_processes(missing_name.check, (name,), start_method=programs.START_METHOD)
+    torch.multiprocessing.start_processes(missing_name.check, (name,), start_method=programs.start_method())
 
 
 def private_uses(path):
