@@ -248,9 +248,7 @@ void run_step_share(void* context, int64_t share) {
         job.out_of_memory = true;
         return;
     }
-    for (int64_t unit = begin; unit < end; ++unit) {
-        job.kernels->step(*job.params, job.layout, unit / p.nheads, unit % p.nheads, scratch.get());
-    }
+    job.kernels->step(*job.params, job.layout, begin, end, scratch.get());
 }
 
 int32_t run_step(const MambaMamba3Step& q, const Mamba3Kernels& kernels) {

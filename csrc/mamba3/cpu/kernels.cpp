@@ -9,7 +9,7 @@ namespace MAMBA_ISA {
 
 extern const Mamba3Kernels mamba3_kernels = {mamba3::forward_scratch, mamba3::backward_scratch, mamba3::sum_floats,
                                              mamba3::step_scratch,    mamba3::forward,          mamba3::backward,
-                                             mamba3::finish,          mamba3::finish_head,      mamba3::step_head};
+                                             mamba3::finish,          mamba3::finish_head,      mamba3::step_heads};
 
 }  // namespace MAMBA_ISA
 }  // namespace mamba

@@ -53,8 +53,8 @@ struct Mamba3Kernels {
     // Adds slots up: the gradients of one head's parameters.
     void (*finish_head)(const MambaMamba3Backward& params, const Mamba3Layout& layout, const Mamba3Space& space, int64_t head,
                         float* scratch);
-    // One head of a decoding step.
-    void (*step)(const MambaMamba3Step& params, const Mamba3Layout& layout, int64_t batch, int64_t head, float* scratch);
+    // Heads [begin, end) of a decoding step, counted through the batch.
+    void (*step)(const MambaMamba3Step& params, const Mamba3Layout& layout, int64_t begin, int64_t end, float* scratch);
 };
 
 namespace generic {

@@ -1,4 +1,4 @@
-// One decoding step of a head of Mamba-3, its states in place: the state's rows are read and written once, where they lie.
+// A decoding step of heads of Mamba-3, their states in place: the state's rows are read and written once, where they lie.
 #pragma once
 
 #include "mamba3/cpu/output.h"
@@ -8,13 +8,14 @@ namespace MAMBA_ISA {
 namespace mamba3 {
 
 struct StepScratch {
-    float *raw, *q, *k;               // (R, width)
+    float *group_q, *group_k;         // (R, width), behind their norms, before bias and turn: of all heads of a group
+    float *q, *k;                     // (R, width)
     float* weights;                   // (width)
     float *q_row, *k_row, *k_before;  // (R, N), as in memory
     float *v, *v_before, *z;          // (P)
     float *x, *x_before, *y;          // (R, P)
     float* angles;                    // (2, turned)
-    float* sums;                      // (R, lanes)
+    float* sums;                      // (R, lanes, lanes)
     TurnTiles turns;
     Parameters parameters;
     int64_t floats;
@@ -23,7 +24,7 @@ struct StepScratch {
 inline StepScratch carve_step(const MambaMamba3& p, const Mamba3Layout& layout, float* base) {
     Carver carver = {base, 0};
     StepScratch s;
-    float** const by_width[] = {&s.raw, &s.q, &s.k};
+    float** const by_width[] = {&s.group_q, &s.group_k, &s.q, &s.k};
     s.weights = carver.take(layout.width);
     float** const by_N[] = {&s.q_row, &s.k_row, &s.k_before};
     float** const by_P[] = {&s.v, &s.v_before, &s.z};
@@ -45,7 +46,7 @@ inline StepScratch carve_step(const MambaMamba3& p, const Mamba3Layout& layout, 
         *tile = carver.take(layout.turned);
     }
     s.angles = carver.take(2 * layout.turned);
-    s.sums = carver.take(p.rank * kLanes);
+    s.sums = carver.take(p.rank * kLanes * kLanes);
     s.parameters = carve_parameters(p, layout, carver);
     s.floats = carver.used;
     return s;
@@ -55,58 +56,78 @@ inline int64_t step_scratch(const MambaMamba3& p, const Mamba3Layout& layout) {
     return carve_step(p, layout, nullptr).floats;
 }
 
-// h = decay (h + nu sum_r x_before_r k_before_r^T) + gamma sum_r x_r k_r^T, and y_r = h q_r from it before it is rounded.
-// kRank: p.rank, or 0 for any.
+// A row of the state: h = decay (h + nu sum_r x_before_r k_before_r^T) + gamma sum_r x_r k_r^T. sums: a vector for each r, which
+// sum up to h q_r from it before it is rounded. kRank: p.rank, or 0 for any.
 template <typename T, int kRank>
-inline void step_rows(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu, StepScratch& s,
-                      T* state) {
+MAMBA_INLINE void step_row(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu,
+                           const StepScratch& s, int64_t row, T* h, float* sums) {
     constexpr int64_t kAhead = 4096 / sizeof(T);  // of the elements that are fetched into the cache meanwhile
     const int64_t N = p.dstate, pitch_N = row_pitch(N), pitch_P = layout.pitch_P, rank = kRank > 0 ? kRank : p.rank;
-    for (int64_t row = 0; row < p.headdim; ++row) {
-        T* h = state + row * N;
-        Vec totals[kRank > 0 ? kRank : 1], x[kRank > 0 ? kRank : 1], before[kRank > 0 ? kRank : 1];
-        for (int r = 0; r < kRank; ++r) {
-            totals[r] = zero();
-            x[r] = set1(gamma * s.x[r * pitch_P + row]);
-            before[r] = set1(nu * s.x_before[r * pitch_P + row]);
+    Vec totals[kRank > 0 ? kRank : 1], x[kRank > 0 ? kRank : 1], before[kRank > 0 ? kRank : 1];
+    for (int r = 0; r < kRank; ++r) {
+        totals[r] = zero();
+        x[r] = set1(gamma * s.x[r * pitch_P + row]);
+        before[r] = set1(nu * s.x_before[r * pitch_P + row]);
+    }
+    for (int64_t r = 0; r < rank && kRank == 0; ++r) {
+        store(sums + r * kLanes * kLanes, zero());
+    }
+    for (int64_t n = 0; n < N; n += kLanes) {
+        const int lanes = block_lanes(N - n);
+        prefetch(h + n + kAhead);
+        Vec added = zero(), kept = lanes == kLanes ? load(h + n) : load_partial(h + n, lanes);
+        for (int64_t r = 0; r < rank; ++r) {
+            const Vec x_r = kRank > 0 ? x[r] : set1(gamma * s.x[r * pitch_P + row]);
+            const Vec before_r = kRank > 0 ? before[r] : set1(nu * s.x_before[r * pitch_P + row]);
+            added = fma(x_r, load(s.k_row + r * pitch_N + n), added);
+            kept = fma(before_r, load(s.k_before + r * pitch_N + n), kept);
         }
-        if (kRank == 0) {
-            fill_zero(s.sums, rank * kLanes);
-        }
-        for (int64_t n = 0; n < N; n += kLanes) {
-            const int lanes = block_lanes(N - n);
-            prefetch(h + n + kAhead);
-            Vec added = zero(), kept = lanes == kLanes ? load(h + n) : load_partial(h + n, lanes);
-            for (int64_t r = 0; r < rank; ++r) {
-                const Vec x_r = kRank > 0 ? x[r] : set1(gamma * s.x[r * pitch_P + row]);
-                const Vec before_r = kRank > 0 ? before[r] : set1(nu * s.x_before[r * pitch_P + row]);
-                added = fma(x_r, load(s.k_row + r * pitch_N + n), added);
-                kept = fma(before_r, load(s.k_before + r * pitch_N + n), kept);
-            }
-            const Vec value = fma(set1(decay), kept, added);
-            if (lanes == kLanes) {
-                store(h + n, value);
-            } else {
-                store_partial(h + n, value, lanes);
-            }
-            for (int64_t r = 0; r < rank; ++r) {
-                const Vec q = load(s.q_row + r * pitch_N + n);
-                if (kRank > 0) {
-                    totals[r] = fma(value, q, totals[r]);
-                } else {
-                    store(s.sums + r * kLanes, fma(value, q, load(s.sums + r * kLanes)));
-                }
-            }
+        const Vec value = fma(set1(decay), kept, added);
+        if (lanes == kLanes) {
+            store(h + n, value);
+        } else {
+            store_partial(h + n, value, lanes);
         }
         for (int64_t r = 0; r < rank; ++r) {
-            s.y[r * pitch_P + row] = sum(kRank > 0 ? totals[r] : load(s.sums + r * kLanes));
+            const Vec q = load(s.q_row + r * pitch_N + n);
+            if (kRank > 0) {
+                totals[r] = fma(value, q, totals[r]);
+            } else {
+                float* const total = sums + r * kLanes * kLanes;
+                store(total, fma(value, q, load(total)));
+            }
+        }
+    }
+    for (int r = 0; r < kRank; ++r) {
+        store(sums + r * kLanes * kLanes, totals[r]);
+    }
+}
+
+template <typename T, int kRank>
+inline void step_rows(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu,
+                      const StepScratch& s, T* state) {
+    for (int64_t first = 0; first < p.headdim; first += kLanes) {
+        const int rows = block_lanes(p.headdim - first);
+        if (rows < kLanes) {
+            fill_zero(s.sums, p.rank * kLanes * kLanes);
+        }
+        for (int i = 0; i < rows; ++i) {
+            const int64_t row = first + i;
+            step_row<T, kRank>(p, layout, decay, gamma, nu, s, row, state + row * p.dstate, s.sums + i * kLanes);
+        }
+        for (int64_t r = 0; r < p.rank; ++r) {
+            Vec sums[kLanes];
+            for (int i = 0; i < kLanes; ++i) {
+                sums[i] = load(s.sums + (r * kLanes + i) * kLanes);
+            }
+            store(s.y + r * layout.pitch_P + first, sum_each(sums));
         }
     }
 }
 
 template <typename T>
-inline void step_state(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu, StepScratch& s,
-                       T* state) {
+inline void step_state(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu,
+                       const StepScratch& s, T* state) {
     if (p.rank == 1) {
         step_rows<T, 1>(p, layout, decay, gamma, nu, s, state);
     } else if (p.rank == 4) {
@@ -139,7 +160,6 @@ inline void norm_rows(const MambaMamba3Step& q, const Mamba3Layout& layout, cons
     if (weight == nullptr) {
         return;
     }
-    fill_zero(weights, layout.width);
     load_matrix(layout, q.weight_dtype, weight, 0, 0, 1, weights, layout.width);
     for (int64_t r = 0; r < q.scan.rank; ++r) {
         float* row = rows + r * layout.width;
@@ -150,35 +170,38 @@ inline void norm_rows(const MambaMamba3Step& q, const Mamba3Layout& layout, cons
     }
 }
 
-inline void step_head(const MambaMamba3Step& q, const Mamba3Layout& layout, int64_t batch, int64_t head, float* scratch) {
-    MambaMamba3 p = q.scan;
-    StepRate rate;
-    if (q.dt_bias != nullptr) {
-        rate = step_rate(q, batch, head);
-        p.adt = &rate.adt;
-        p.dt = &rate.dt;
-        p.adt_dtype = p.dt_dtype = MAMBA_FLOAT32;
-        p.adt_batch_stride = p.adt_head_stride = p.dt_batch_stride = p.dt_head_stride = 0;
+// q and k of a group's heads.
+inline void load_step_group(const MambaMamba3Step& q, const Mamba3Layout& layout, const Chunk& chunk, int64_t group,
+                            const StepScratch& s) {
+    fill_zero(s.group_q, chunk.rows * layout.width);  // a norm has written NaN between the parts, if its row had one
+    load_q(q.scan, layout, chunk, group, s.group_q);
+    norm_rows(q, layout, q.q_weight, q.q_eps, s.weights, s.group_q);
+    fill_zero(s.group_k, chunk.rows * layout.width);
+    load_k(q.scan, layout, chunk, group, s.group_k);
+    norm_rows(q, layout, q.k_weight, q.k_eps, s.weights, s.group_k);
+}
+
+// A matrix of parameters of a head: the processor does not expect it, after all of a state.
+inline void prefetch_parameters(const void* data, int32_t dtype, int64_t head, int64_t count) {
+    const int64_t bytes = count * (dtype == MAMBA_FLOAT32 ? 4 : 2);
+    for (int64_t i = 0; i < bytes && data != nullptr; i += 64) {
+        prefetch(static_cast<const char*>(data) + head * bytes + i);
     }
-    StepScratch s = carve_step(p, layout, scratch);
-    const int rank = static_cast<int>(p.rank);
-    const int64_t row = batch * p.nheads + head, group = head / (p.nheads / p.ngroups), pitch_N = row_pitch(p.dstate);
-    const Chunk chunk = {batch, 0, 1, rank, true};
+}
+
+// p: q.scan with ADT and DT. Of the group's q and k, in scratch memory, a head has its own bias and turn.
+inline void step_head(const MambaMamba3Step& q, const MambaMamba3& p, const Mamba3Layout& layout, const Chunk& chunk,
+                      int64_t head, StepScratch& s) {
+    const int rank = chunk.rows;
+    const int64_t batch = chunk.row, row = batch * p.nheads + head, pitch_N = row_pitch(p.dstate);
     Steps steps;
     find_steps(p, chunk, head, steps);
     load_angles(p, layout, q.state_angle + row * p.nangles, s.angles);
     find_turns(p, layout, chunk, head, steps, s.angles, s.turns);
     store_angles(p, layout, s.angles, q.state_angle + row * p.nangles);
     load_parameters(p, layout, head, s.parameters, q.parameter_dtype, q.weight_dtype);
-    fill_zero(s.raw, rank * layout.width);
-    load_q(p, layout, chunk, group, s.raw);
-    norm_rows(q, layout, q.q_weight, q.q_eps, s.weights, s.raw);
-    turn_rows(p, layout, chunk, s.raw, s.parameters.q_bias, s.turns, s.q);
-    load_k(p, layout, chunk, group, s.raw);
-    norm_rows(q, layout, q.k_weight, q.k_eps, s.weights, s.raw);
-    turn_rows(p, layout, chunk, s.raw, s.parameters.k_bias, s.turns, s.k);
-    fill_zero(s.q_row, rank * pitch_N);
-    fill_zero(s.k_row, rank * pitch_N);
+    turn_rows(p, layout, chunk, s.group_q, s.parameters.q_bias, s.turns, s.q);
+    turn_rows(p, layout, chunk, s.group_k, s.parameters.k_bias, s.turns, s.k);
     store_matrix(layout, MAMBA_FLOAT32, s.q_row, 0, pitch_N, rank, s.q, layout.width);
     store_matrix(layout, MAMBA_FLOAT32, s.k_row, 0, pitch_N, rank, s.k, layout.width);
     const int64_t k_offset = (batch * p.rank * p.nheads + head) * p.dstate, k_stride = p.nheads * p.dstate;
@@ -189,8 +212,17 @@ inline void step_head(const MambaMamba3Step& q, const Mamba3Layout& layout, int6
     store_rows(q.v_dtype, q.state_v, row * p.headdim, p.headdim, p.headdim, 1, s.v);
     project_rows(p, layout, s.v, s.parameters.mimo_v, 1, s.x);
     project_rows(p, layout, s.v_before, s.parameters.mimo_v, 1, s.x_before);
+    if (head + 1 < p.nheads) {
+        const void* const of_states[] = {p.q_bias, p.k_bias};
+        const void* const of_rows[] = {p.mimo_v, p.mimo_z, p.mimo_out};
+        for (const void* data : of_states) {
+            prefetch_parameters(data, q.parameter_dtype, head + 1, p.rank * p.dstate);
+        }
+        for (const void* data : of_rows) {
+            prefetch_parameters(data, q.parameter_dtype, head + 1, p.rank * p.headdim);
+        }
+    }
 
-    fill_zero(s.y, rank * layout.pitch_P);
     const float decay = steps.carried, gamma = steps.gamma[0], nu = steps.rest[0] * steps.dt[0];
     const int64_t state = row * p.headdim * p.dstate;
     if (q.ssm_dtype == MAMBA_FLOAT32) {
@@ -212,6 +244,33 @@ inline void step_head(const MambaMamba3Step& q, const Mamba3Layout& layout, int6
     finish_rows(p, layout, s.parameters, 1, s.x, s.z, s.y);
     const int64_t out = batch * p.out_batch_stride + head * p.out_head_stride;
     store_rows(p.dtype, p.out, out, p.out_rank_stride, p.headdim, p.mimo_out != nullptr ? 1 : rank, s.y);
+}
+
+// Heads [begin, end), counted through the batch.
+inline void step_heads(const MambaMamba3Step& q, const Mamba3Layout& layout, int64_t begin, int64_t end, float* scratch) {
+    MambaMamba3 p = q.scan;
+    StepRate rate;
+    if (q.dt_bias != nullptr) {
+        p.adt = &rate.adt;
+        p.dt = &rate.dt;
+        p.adt_dtype = p.dt_dtype = MAMBA_FLOAT32;
+        p.adt_batch_stride = p.adt_head_stride = p.dt_batch_stride = p.dt_head_stride = 0;
+    }
+    StepScratch s = carve_step(p, layout, scratch);
+    fill_zero(scratch, s.floats);
+    int64_t loaded = -1;
+    for (int64_t unit = begin; unit < end; ++unit) {
+        const int64_t batch = unit / p.nheads, head = unit % p.nheads, group = head / (p.nheads / p.ngroups);
+        const Chunk chunk = {batch, 0, 1, static_cast<int>(p.rank), true};
+        if (loaded != batch * p.ngroups + group) {
+            loaded = batch * p.ngroups + group;
+            load_step_group(q, layout, chunk, group, s);
+        }
+        if (q.dt_bias != nullptr) {
+            rate = step_rate(q, batch, head);
+        }
+        step_head(q, p, layout, chunk, head, s);
+    }
 }
 
 }  // namespace mamba3

@@ -78,25 +78,65 @@ inline Chunk find_chunk(const MambaMamba3& p, const Run& run, int64_t index) {
 
 // ---- tiles -----------------------------------------------------------------------------------------------------------
 
+// The entries of pairs of neighbours that rows of q, k or a bias begin with: first ones and second ones at once.
+inline void load_pairs(const Mamba3Layout& layout, int32_t dtype, const void* data, int64_t offset, int64_t row_stride,
+                       int rows, float* tile, int64_t pitch) {
+    for (int64_t i = 0; i < layout.count[0]; i += kLanes) {
+        const int64_t left = 2 * (layout.count[0] - i);
+        for (int row = 0; row < rows; ++row) {
+            const int64_t at = offset + row * row_stride + 2 * i;
+            const Vec a = load_lanes(dtype, data, at, 1, block_lanes(left));
+            const Vec b = left > kLanes ? load_lanes(dtype, data, at + kLanes, 1, block_lanes(left - kLanes)) : zero();
+            Vec first, second;
+            split_alternate(a, b, first, second);
+            store(tile + row * pitch + layout.column[0] + i, first);
+            store(tile + row * pitch + layout.column[1] + i, second);
+        }
+    }
+}
+
+inline void store_pairs(const Mamba3Layout& layout, int32_t dtype, void* data, int64_t offset, int64_t row_stride, int rows,
+                        const float* tile, int64_t pitch) {
+    for (int64_t i = 0; i < layout.count[0]; i += kLanes) {
+        const int64_t left = 2 * (layout.count[0] - i);
+        for (int row = 0; row < rows; ++row) {
+            const int64_t at = offset + row * row_stride + 2 * i;
+            const float* const from = tile + row * pitch + i;
+            Vec a, b;
+            join_alternate(load(from + layout.column[0]), load(from + layout.column[1]), a, b);
+            store_lanes(dtype, data, at, 1, block_lanes(left), a);
+            if (left > kLanes) {
+                store_lanes(dtype, data, at + kLanes, 1, block_lanes(left - kLanes), b);
+            }
+        }
+    }
+}
+
 // Rows of q or k, of a bias or of a state of k. Columns between the parts are left alone.
 inline void load_matrix(const Mamba3Layout& layout, int32_t dtype, const void* data, int64_t offset, int64_t row_stride,
                         int rows, float* tile, int64_t pitch) {
-    for (int part = 0; part < 4; ++part) {
-        const int64_t step = layout.stride[part];
+    const bool pairs = layout.stride[0] == 2;
+    if (pairs) {
+        load_pairs(layout, dtype, data, offset, row_stride, rows, tile, pitch);
+    }
+    for (int part = pairs ? 2 : 0; part < 4; ++part) {
         for (int64_t i = 0; i < layout.count[part]; i += kLanes) {
-            load_tile(dtype, data, offset + layout.begin[part] + i * step, step, row_stride,
-                      block_lanes(layout.count[part] - i), rows, tile + layout.column[part] + i, static_cast<int>(pitch));
+            load_tile(dtype, data, offset + layout.begin[part] + i, 1, row_stride, block_lanes(layout.count[part] - i), rows,
+                      tile + layout.column[part] + i, static_cast<int>(pitch));
         }
     }
 }
 
 inline void store_matrix(const Mamba3Layout& layout, int32_t dtype, void* data, int64_t offset, int64_t row_stride, int rows,
                          const float* tile, int64_t pitch) {
-    for (int part = 0; part < 4; ++part) {
-        const int64_t step = layout.stride[part];
+    const bool pairs = layout.stride[0] == 2;
+    if (pairs) {
+        store_pairs(layout, dtype, data, offset, row_stride, rows, tile, pitch);
+    }
+    for (int part = pairs ? 2 : 0; part < 4; ++part) {
         for (int64_t i = 0; i < layout.count[part]; i += kLanes) {
-            store_tile(dtype, data, offset + layout.begin[part] + i * step, step, row_stride,
-                       block_lanes(layout.count[part] - i), rows, tile + layout.column[part] + i, static_cast<int>(pitch));
+            store_tile(dtype, data, offset + layout.begin[part] + i, 1, row_stride, block_lanes(layout.count[part] - i), rows,
+                       tile + layout.column[part] + i, static_cast<int>(pitch));
         }
     }
 }
