@@ -6,23 +6,81 @@
 namespace mamba {
 namespace MAMBA_ISA {
 
-// Steps as rows of `columns` floats, from memory where a row's elements are neighbours.
-inline void load_rows(int32_t dtype, const void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
-                      float* tile) {
-    const int64_t pitch = row_pitch(columns);
-    for (int64_t column = 0; column < columns; column += kLanes) {
-        load_tile(dtype, data, offset + column, 1, len_stride, block_lanes(columns - column), steps, tile + column,
-                  static_cast<int>(pitch));
+template <typename T>
+inline void load_rows_as(const T* data, int64_t len_stride, int64_t columns, int steps, float* tile, int64_t pitch) {
+    for (int step = 0; step < steps; ++step) {
+        const T* const from = data + step * len_stride;
+        float* const to = tile + step * pitch;
+        int64_t column = 0;
+        for (; column + kLanes <= columns; column += kLanes) {
+            store(to + column, load(from + column));
+        }
+        if (column < columns) {
+            store(to + column, load_partial(from + column, static_cast<int>(columns - column)));
+        }
     }
 }
 
+template <typename T>
+inline void store_rows_as(T* data, int64_t len_stride, int64_t columns, int steps, const float* tile, int64_t pitch) {
+    for (int step = 0; step < steps; ++step) {
+        T* const to = data + step * len_stride;
+        const float* const from = tile + step * pitch;
+        int64_t column = 0;
+        for (; column + kLanes <= columns; column += kLanes) {
+            store(to + column, load(from + column));
+        }
+        if (column < columns) {
+            store_partial(to + column, load(from + column), static_cast<int>(columns - column));
+        }
+    }
+}
+
+// Steps as rows of `columns` floats and zeros up to a whole vector, from memory where a row's elements are neighbours.
+inline void load_rows(int32_t dtype, const void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
+                      float* tile, int64_t pitch) {
+    if (dtype == MAMBA_FLOAT32) {
+        load_rows_as(static_cast<const float*>(data) + offset, len_stride, columns, steps, tile, pitch);
+        return;
+    }
+#ifndef MAMBA_DISABLE_HALF
+    if (dtype == MAMBA_FLOAT16) {
+        load_rows_as(static_cast<const Half*>(data) + offset, len_stride, columns, steps, tile, pitch);
+        return;
+    }
+#endif
+#ifndef MAMBA_DISABLE_BF16
+    if (dtype == MAMBA_BFLOAT16) {
+        load_rows_as(static_cast<const Bfloat16*>(data) + offset, len_stride, columns, steps, tile, pitch);
+    }
+#endif
+}
+inline void load_rows(int32_t dtype, const void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
+                      float* tile) {
+    load_rows(dtype, data, offset, len_stride, columns, steps, tile, row_pitch(columns));
+}
+
+inline void store_rows(int32_t dtype, void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
+                       const float* tile, int64_t pitch) {
+    if (dtype == MAMBA_FLOAT32) {
+        store_rows_as(static_cast<float*>(data) + offset, len_stride, columns, steps, tile, pitch);
+        return;
+    }
+#ifndef MAMBA_DISABLE_HALF
+    if (dtype == MAMBA_FLOAT16) {
+        store_rows_as(static_cast<Half*>(data) + offset, len_stride, columns, steps, tile, pitch);
+        return;
+    }
+#endif
+#ifndef MAMBA_DISABLE_BF16
+    if (dtype == MAMBA_BFLOAT16) {
+        store_rows_as(static_cast<Bfloat16*>(data) + offset, len_stride, columns, steps, tile, pitch);
+    }
+#endif
+}
 inline void store_rows(int32_t dtype, void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
                        const float* tile) {
-    const int64_t pitch = row_pitch(columns);
-    for (int64_t column = 0; column < columns; column += kLanes) {
-        store_tile(dtype, data, offset + column, 1, len_stride, block_lanes(columns - column), steps, tile + column,
-                   static_cast<int>(pitch));
-    }
+    store_rows(dtype, data, offset, len_stride, columns, steps, tile, row_pitch(columns));
 }
 
 // A matrix of floats (rows, columns) from memory with this pitch, transposed: tile[column][row], pitch of its own.

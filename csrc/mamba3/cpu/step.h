@@ -12,6 +12,7 @@ struct StepScratch {
     float *q, *k;                     // (R, width)
     float* weights;                   // (width)
     float *q_row, *k_row, *k_before;  // (R, N), as in memory
+    float* vectors;                   // (N / lanes, 3, R, lanes): k_row, k_before, q_row
     float *v, *v_before, *z;          // (P)
     float *x, *x_before, *y;          // (R, P)
     float* angles;                    // (2, turned)
@@ -45,6 +46,7 @@ inline StepScratch carve_step(const MambaMamba3& p, const Mamba3Layout& layout, 
     for (float** tile : by_turn) {
         *tile = carver.take(layout.turned);
     }
+    s.vectors = carver.take(3 * p.rank * row_pitch(p.dstate));
     s.angles = carver.take(2 * layout.turned);
     s.sums = carver.take(p.rank * kLanes * kLanes);
     s.parameters = carve_parameters(p, layout, carver);
@@ -56,13 +58,14 @@ inline int64_t step_scratch(const MambaMamba3& p, const Mamba3Layout& layout) {
     return carve_step(p, layout, nullptr).floats;
 }
 
-// A row of the state: h = decay (h + nu sum_r x_before_r k_before_r^T) + gamma sum_r x_r k_r^T. sums: a vector for each r, which
-// sum up to h q_r from it before it is rounded. kRank: p.rank, or 0 for any.
+// A row of the state: h = decay (h + nu sum_r x_before_r k_before_r^T) + gamma sum_r x_r k_r^T. sums: for each r a vector
+// whose lanes sum up to h q_r, from h before it is rounded. kRank: p.rank, or 0 for any.
 template <typename T, int kRank>
 MAMBA_INLINE void step_row(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu,
                            const StepScratch& s, int64_t row, T* h, float* sums) {
     constexpr int64_t kAhead = 4096 / sizeof(T);  // of the elements that are fetched into the cache meanwhile
-    const int64_t N = p.dstate, pitch_N = row_pitch(N), pitch_P = layout.pitch_P, rank = kRank > 0 ? kRank : p.rank;
+    const int64_t N = p.dstate, pitch_P = layout.pitch_P, rank = kRank > 0 ? kRank : p.rank;
+    const float *k = s.vectors, *k_before = k + rank * kLanes, *q = k_before + rank * kLanes;
     Vec totals[kRank > 0 ? kRank : 1], x[kRank > 0 ? kRank : 1], before[kRank > 0 ? kRank : 1];
     for (int r = 0; r < kRank; ++r) {
         totals[r] = zero();
@@ -72,15 +75,15 @@ MAMBA_INLINE void step_row(const MambaMamba3& p, const Mamba3Layout& layout, flo
     for (int64_t r = 0; r < rank && kRank == 0; ++r) {
         store(sums + r * kLanes * kLanes, zero());
     }
-    for (int64_t n = 0; n < N; n += kLanes) {
+    for (int64_t n = 0, at = 0; n < N; n += kLanes, at += 3 * rank * kLanes) {
         const int lanes = block_lanes(N - n);
         prefetch(h + n + kAhead);
         Vec added = zero(), kept = lanes == kLanes ? load(h + n) : load_partial(h + n, lanes);
         for (int64_t r = 0; r < rank; ++r) {
             const Vec x_r = kRank > 0 ? x[r] : set1(gamma * s.x[r * pitch_P + row]);
             const Vec before_r = kRank > 0 ? before[r] : set1(nu * s.x_before[r * pitch_P + row]);
-            added = fma(x_r, load(s.k_row + r * pitch_N + n), added);
-            kept = fma(before_r, load(s.k_before + r * pitch_N + n), kept);
+            added = fma(x_r, load(k + at + r * kLanes), added);
+            kept = fma(before_r, load(k_before + at + r * kLanes), kept);
         }
         const Vec value = fma(set1(decay), kept, added);
         if (lanes == kLanes) {
@@ -89,17 +92,31 @@ MAMBA_INLINE void step_row(const MambaMamba3& p, const Mamba3Layout& layout, flo
             store_partial(h + n, value, lanes);
         }
         for (int64_t r = 0; r < rank; ++r) {
-            const Vec q = load(s.q_row + r * pitch_N + n);
+            const Vec q_r = load(q + at + r * kLanes);
             if (kRank > 0) {
-                totals[r] = fma(value, q, totals[r]);
+                totals[r] = fma(value, q_r, totals[r]);
             } else {
                 float* const total = sums + r * kLanes * kLanes;
-                store(total, fma(value, q, load(total)));
+                store(total, fma(value, q_r, load(total)));
             }
         }
     }
     for (int r = 0; r < kRank; ++r) {
         store(sums + r * kLanes * kLanes, totals[r]);
+    }
+}
+
+// What a row of the state is multiplied with, in the order in which it is read.
+inline void join_vectors(const MambaMamba3& p, const StepScratch& s) {
+    const int64_t pitch_N = row_pitch(p.dstate);
+    float* to = s.vectors;
+    for (int64_t n = 0; n < p.dstate; n += kLanes) {
+        const float* const rows[] = {s.k_row, s.k_before, s.q_row};
+        for (const float* from : rows) {
+            for (int64_t r = 0; r < p.rank; ++r, to += kLanes) {
+                store(to, load(from + r * pitch_N + n));
+            }
+        }
     }
 }
 
@@ -181,12 +198,28 @@ inline void load_step_group(const MambaMamba3Step& q, const Mamba3Layout& layout
     norm_rows(q, layout, q.k_weight, q.k_eps, s.weights, s.group_k);
 }
 
-// A matrix of parameters of a head: the processor does not expect it, after all of a state.
-inline void prefetch_parameters(const void* data, int32_t dtype, int64_t head, int64_t count) {
-    const int64_t bytes = count * (dtype == MAMBA_FLOAT32 ? 4 : 2);
-    for (int64_t i = 0; i < bytes && data != nullptr; i += 64) {
-        prefetch(static_cast<const char*>(data) + head * bytes + i);
+inline void prefetch_elements(const void* data, int32_t dtype, int64_t first, int64_t count) {
+    const int64_t size = dtype == MAMBA_FLOAT32 ? 4 : 2;
+    for (int64_t i = 0; i < count * size && data != nullptr; i += 64) {
+        prefetch(static_cast<const char*>(data) + first * size + i);
     }
+}
+
+// What a head reads beside its state, which the processor does not expect so far from the last head's.
+inline void prefetch_head(const MambaMamba3Step& q, int64_t batch, int64_t head) {
+    const MambaMamba3& p = q.scan;
+    const int64_t matrix = p.rank * p.dstate, rows = p.rank * p.headdim;
+    prefetch_elements(p.q_bias, q.parameter_dtype, head * matrix, matrix);
+    prefetch_elements(p.k_bias, q.parameter_dtype, head * matrix, matrix);
+    prefetch_elements(p.mimo_v, q.parameter_dtype, head * rows, rows);
+    prefetch_elements(p.mimo_z, q.parameter_dtype, head * rows, rows);
+    prefetch_elements(p.mimo_out, q.parameter_dtype, head * rows, rows);
+    for (int64_t r = 0; r < p.rank; ++r) {
+        prefetch_elements(q.state_k, q.k_dtype, ((batch * p.rank + r) * p.nheads + head) * p.dstate, p.dstate);
+    }
+    const int64_t row = batch * p.nheads + head;
+    prefetch_elements(q.state_v, q.v_dtype, row * p.headdim, p.headdim);
+    prefetch_elements(q.state_angle, MAMBA_FLOAT32, row * p.nangles, p.nangles);
 }
 
 // p: q.scan with ADT and DT. Of the group's q and k, in scratch memory, a head has its own bias and turn.
@@ -212,15 +245,9 @@ inline void step_head(const MambaMamba3Step& q, const MambaMamba3& p, const Mamb
     store_rows(q.v_dtype, q.state_v, row * p.headdim, p.headdim, p.headdim, 1, s.v);
     project_rows(p, layout, s.v, s.parameters.mimo_v, 1, s.x);
     project_rows(p, layout, s.v_before, s.parameters.mimo_v, 1, s.x_before);
-    if (head + 1 < p.nheads) {
-        const void* const of_states[] = {p.q_bias, p.k_bias};
-        const void* const of_rows[] = {p.mimo_v, p.mimo_z, p.mimo_out};
-        for (const void* data : of_states) {
-            prefetch_parameters(data, q.parameter_dtype, head + 1, p.rank * p.dstate);
-        }
-        for (const void* data : of_rows) {
-            prefetch_parameters(data, q.parameter_dtype, head + 1, p.rank * p.headdim);
-        }
+    join_vectors(p, s);
+    if (row + 1 < p.batch * p.nheads) {
+        prefetch_head(q, (row + 1) / p.nheads, (row + 1) % p.nheads);
     }
 
     const float decay = steps.carried, gamma = steps.gamma[0], nu = steps.rest[0] * steps.dt[0];

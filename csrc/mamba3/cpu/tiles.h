@@ -120,10 +120,8 @@ inline void load_matrix(const Mamba3Layout& layout, int32_t dtype, const void* d
         load_pairs(layout, dtype, data, offset, row_stride, rows, tile, pitch);
     }
     for (int part = pairs ? 2 : 0; part < 4; ++part) {
-        for (int64_t i = 0; i < layout.count[part]; i += kLanes) {
-            load_tile(dtype, data, offset + layout.begin[part] + i, 1, row_stride, block_lanes(layout.count[part] - i), rows,
-                      tile + layout.column[part] + i, static_cast<int>(pitch));
-        }
+        load_rows(dtype, data, offset + layout.begin[part], row_stride, layout.count[part], rows, tile + layout.column[part],
+                  pitch);
     }
 }
 
@@ -134,10 +132,8 @@ inline void store_matrix(const Mamba3Layout& layout, int32_t dtype, void* data, 
         store_pairs(layout, dtype, data, offset, row_stride, rows, tile, pitch);
     }
     for (int part = pairs ? 2 : 0; part < 4; ++part) {
-        for (int64_t i = 0; i < layout.count[part]; i += kLanes) {
-            store_tile(dtype, data, offset + layout.begin[part] + i, 1, row_stride, block_lanes(layout.count[part] - i), rows,
-                       tile + layout.column[part] + i, static_cast<int>(pitch));
-        }
+        store_rows(dtype, data, offset + layout.begin[part], row_stride, layout.count[part], rows, tile + layout.column[part],
+                   pitch);
     }
 }
 
