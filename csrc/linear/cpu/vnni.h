@@ -15,11 +15,19 @@
 namespace mamba {
 namespace MAMBA_ISA {
 
-// As a float, which is broadcast from memory: gcc would load two pairs at once as an integer, and move each from there.
-MAMBA_INLINE __m512i broadcast_pair(const int16_t* pair) {
-    float bits;
+// sum plus the products of two elements of each output with a pair of x, which is broadcast from memory. gcc would do that in
+// an instruction of its own.
+MAMBA_VNNI MAMBA_INLINE __m512i add_products(__m512i sum, __m512i weight, const int16_t* pair) {
+#if defined(__GNUC__)
+    __asm__("vpdpwssd %2%{1to16%}, %1, %0" /* NOLINT(msvc): the branch for other compilers */
+            : "+v"(sum)
+            : "v"(weight), "m"(*reinterpret_cast<const int16_t(*)[2]>(pair)));
+    return sum;
+#else
+    int32_t bits;
     memcpy(&bits, pair, sizeof(bits));
-    return _mm512_castps_si512(_mm512_set1_ps(bits));
+    return _mm512_dpwssd_epi32(sum, weight, _mm512_set1_epi32(bits));
+#endif
 }
 
 // Of 16 rows of the weight the block at this offset: columns[i] has elements 4i to 4i + 3 of row `lane` in that lane.
@@ -47,6 +55,21 @@ MAMBA_INLINE void transpose_blocks(const int8_t* const* rows, int64_t offset, __
     }
 }
 
+// The same of a block by its number. Of the last one, which may be short, copies with zeros.
+inline void load_columns(const int8_t* const* rows, int64_t block, int64_t features, __m512i* columns) {
+    const int64_t first = block * kFeatureBlock;
+    if (features - first >= kFeatureBlock) {
+        transpose_blocks(rows, first, columns);
+        return;
+    }
+    int8_t copies[kLanes][kFeatureBlock];
+    const int8_t* places[kLanes];
+    for (int o = 0; o < kLanes; ++o) {
+        places[o] = block_at(rows[o], first, features, copies[o]);
+    }
+    transpose_blocks(places, 0, columns);
+}
+
 // The weight's scales of blocks [begin, begin + count), count <= kScaleBlocks, as rows of floats with a lane for each output.
 inline void transpose_scales(const TilePlace& at, const int64_t* outputs, int64_t begin, int count, float* scales) {
     const int64_t blocks = at.x->pitch / kFeatureBlock;
@@ -71,8 +94,8 @@ MAMBA_VNNI MAMBA_INLINE void multiply_quads(__m512i quads, const int16_t* x, int
     const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(quads, 8), 8);
     const __m512i odd = _mm512_srai_epi16(quads, 8);
     for (int r = 0; r < kRows; ++r) {
-        evens[r] = _mm512_dpwssd_epi32(evens[r], even, broadcast_pair(x + r * pitch));
-        odds[r] = _mm512_dpwssd_epi32(odds[r], odd, broadcast_pair(x + r * pitch + 2));
+        evens[r] = add_products(evens[r], even, x + r * pitch);
+        odds[r] = add_products(odds[r], odd, x + r * pitch + 2);
     }
 }
 
@@ -95,25 +118,23 @@ MAMBA_VNNI inline void project_vnni(const TilePlace& at, int64_t first, int coun
         totals[r] = zero();
     }
     alignas(64) float scales[kScaleBlocks * kLanes];
-    int8_t copies[kLanes][kFeatureBlock];
+    // A block is transposed while the one before it is multiplied: the processor looks ahead about as far.
+    __m512i both[2][kFeatureBlock / 4];
+    load_columns(rows, 0, features, both[0]);
     for (int64_t block = 0; block < blocks; ++block) {
         const int64_t scale_block = block % kScaleBlocks;
         if (scale_block == 0) {
             const int64_t left = blocks - block;
             transpose_scales(at, outputs, block, left < kScaleBlocks ? static_cast<int>(left) : kScaleBlocks, scales);
         }
-        int64_t offset = block * kFeatureBlock;
-        if (features - offset < kFeatureBlock) {
-            for (int o = 0; o < kLanes; ++o) {
-                rows[o] = block_at(rows[o], offset, features, copies[o]);
-            }
-            offset = 0;
-        }
         for (int line = 0; line < kLanes * kFeatureBlock; line += kCacheLine) {
             prefetch(next + block * kLanes * kFeatureBlock + line);
         }
-        __m512i columns[kFeatureBlock / 4], products[kRows], others[kRows];  // so that one sum need not wait for the last
-        transpose_blocks(rows, offset, columns);
+        if (block + 1 < blocks) {
+            load_columns(rows, block + 1, features, both[(block + 1) % 2]);
+        }
+        const __m512i* const columns = both[block % 2];
+        __m512i products[kRows], others[kRows];  // so that one sum need not wait for the last
         for (int r = 0; r < kRows; ++r) {
             products[r] = others[r] = _mm512_setzero_si512();
         }
