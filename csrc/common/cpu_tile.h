@@ -171,6 +171,10 @@ inline Vec load_lanes(int32_t dtype, const void* data, int64_t offset, int64_t s
 #endif
     }
     float row[kLanes] = {};
+    if (stride == 0 && lanes == kLanes) {
+        load_tile(dtype, data, offset, 1, 0, 1, 1, row);
+        return set1(row[0]);
+    }
     load_tile(dtype, data, offset, stride, 0, lanes, 1, row);
     return load(row);
 }

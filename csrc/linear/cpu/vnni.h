@@ -120,7 +120,9 @@ MAMBA_VNNI inline void project_vnni(const TilePlace& at, int64_t first, int coun
     alignas(64) float scales[kScaleBlocks * kLanes];
     // A block is transposed while the one before it is multiplied: the processor looks ahead about as far.
     __m512i both[2][kFeatureBlock / 4];
-    load_columns(rows, 0, features, both[0]);
+    if (blocks > 0) {
+        load_columns(rows, 0, features, both[0]);
+    }
     for (int64_t block = 0; block < blocks; ++block) {
         const int64_t scale_block = block % kScaleBlocks;
         if (scale_block == 0) {
