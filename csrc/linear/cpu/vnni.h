@@ -102,6 +102,7 @@ MAMBA_VNNI MAMBA_INLINE void multiply_quads(__m512i quads, const int16_t* x, int
 // Outputs [first, first + count) of kRows rows; sums[row][output].
 template <int kRows>
 MAMBA_VNNI inline void project_vnni(const TilePlace& at, int64_t first, int count, float (*sums)[kLanes]) {
+    constexpr int kHalf = kLanes * kFeatureBlock / 2;  // bytes of the weight
     const int64_t features = at.p->features, pitch = at.x->pitch, blocks = pitch / kFeatureBlock;
     const int8_t* const weight = static_cast<const int8_t*>(at.p->weight);
     const int16_t* const x = at.x->integers + at.row * pitch;
@@ -112,7 +113,7 @@ MAMBA_VNNI inline void project_vnni(const TilePlace& at, int64_t first, int coun
         outputs[o] = first + (o < count ? o : count - 1);
         rows[o] = weight + outputs[o] * features;
     }
-    const char* const next = reinterpret_cast<const char*>(weight + (first + kLanes) * features);
+    const int8_t* const next = weight + (first + kLanes) * features;
     Vec totals[kRows];
     for (int r = 0; r < kRows; ++r) {
         totals[r] = zero();
@@ -129,9 +130,6 @@ MAMBA_VNNI inline void project_vnni(const TilePlace& at, int64_t first, int coun
             const int64_t left = blocks - block;
             transpose_scales(at, outputs, block, left < kScaleBlocks ? static_cast<int>(left) : kScaleBlocks, scales);
         }
-        for (int line = 0; line < kLanes * kFeatureBlock; line += kCacheLine) {
-            prefetch(next + block * kLanes * kFeatureBlock + line);
-        }
         if (block + 1 < blocks) {
             load_columns(rows, block + 1, features, both[(block + 1) % 2]);
         }
@@ -147,6 +145,9 @@ MAMBA_VNNI inline void project_vnni(const TilePlace& at, int64_t first, int coun
             multiply_quads<kRows>(quads[1], x_block + 16 * half + 4, pitch, products, others);
             multiply_quads<kRows>(quads[2], x_block + 16 * half + 8, pitch, products, others);
             multiply_quads<kRows>(quads[3], x_block + 16 * half + 12, pitch, products, others);
+            for (int line = 0; line < kHalf; line += kCacheLine) {  // few at a time, or what is loaded would wait for them
+                prefetch(next + (2 * block + half) * kHalf + line);
+            }
         }
         const Vec scale = load(scales + scale_block * kLanes);
         for (int r = 0; r < kRows; ++r) {
