@@ -6,6 +6,7 @@ import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import autocast_dtype, is_compiling, no_autocast, values_at_hand
+from mamba_ssm.ops._shared.gradients import HAS_OUT_DTYPE
 
 _NAME = "linear_cross_entropy"
 # A piece has at most _MANY logits: 4,000 tokens of a vocabulary of 50,000, which keep a GPU's products busy. More than
@@ -17,7 +18,6 @@ _NARROW = 4
 _ROWS = 4096
 # The softmax takes a piece in so many parts, since it needs 8 bytes a logit, and the products of 16-bit inputs 2.
 _PARTS = 8
-_HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()  # torch 2.8, CUDA
 
 
 class _Options(typing.NamedTuple):
@@ -213,7 +213,7 @@ def _softmax(logits, index, options, wants_gradient):
 def _add_product(total, a, b):
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    elif _HAS_OUT_DTYPE and a.is_cuda and not is_compiling():
+    elif HAS_OUT_DTYPE and a.is_cuda and not is_compiling():
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += torch.mm(a, b)
