@@ -54,6 +54,7 @@ int64_t mamba_struct_size(const char* name) {
         {"MambaNorm", sizeof(MambaNorm)},
         {"MambaNormBackward", sizeof(MambaNormBackward)},
         {"MambaSwiglu", sizeof(MambaSwiglu)},
+        {"MambaCrossEntropy", sizeof(MambaCrossEntropy)},
         {"MambaLibraryInfo", sizeof(MambaLibraryInfo)},
         {"MambaKernel", sizeof(MambaKernel)},
     };

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 15
+#define MAMBA_ABI_VERSION 16
 
 /* What the library is and where it runs. */
 typedef struct MambaLibraryInfo {
@@ -130,6 +130,8 @@ MAMBA_API int32_t mamba_norm_backward(const MambaNormBackward* params);
 MAMBA_API int64_t mamba_norm_backward_workspace(const MambaNorm* params);
 MAMBA_API int32_t mamba_swiglu_forward(const MambaSwiglu* params);
 MAMBA_API int32_t mamba_swiglu_backward(const MambaSwiglu* params);
+
+MAMBA_API int32_t mamba_cross_entropy(const MambaCrossEntropy* params);
 
 #ifdef __cplusplus
 }

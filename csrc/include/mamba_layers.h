@@ -245,4 +245,22 @@ typedef struct MambaSwiglu {
     int64_t xy_row_stride, dout_row_stride, out_row_stride, dxy_row_stride;
 } MambaSwiglu;
 
+/* The cross entropy of each row l of logits and its label y, and in place of the row the gradient of the losses' sum:
+ * lse = log sum_j exp(l_j); loss = -(1 - s) (l_y - lse) - s (mean_j l_j - lse) + z lse^2 with s = label_smoothing, z = z_loss;
+ * gradient_j = exp(l_j - lse) (1 + 2 z lse) - s / V, and less 1 - s for j = y. A row whose label is ignore_index is not read:
+ * loss and gradient are 0. One whose label is neither that nor in 0 .. V - 1 has NaN for both. Elements of a row have stride 1.
+ * Letters: R rows, V vocabulary. */
+typedef struct MambaCrossEntropy {
+    MambaRun run;
+    int64_t rows, vocabulary; /* vocabulary at most 2^30 */
+    int64_t ignore_index;
+    int32_t dtype;    /* of logits */
+    int32_t gradient; /* 0: logits are only read */
+    float label_smoothing, z_loss;
+    void* logits;          /* (R, V) */
+    const int64_t* labels; /* (R) */
+    float* losses;         /* (R) */
+    int64_t logits_row_stride;
+} MambaCrossEntropy;
+
 #endif /* MAMBA_LAYERS_H */

@@ -25,7 +25,7 @@ MAX_HEADDIM = 256
 MAX_RANK = 64
 MAX_DT_RANK = 8192
 MAX_NORM_GROUP = 1073741824
-ABI_VERSION = 15
+ABI_VERSION = 16
 
 
 def _fields(text: str, /, **structs: typing.Any) -> list[tuple[str, typing.Any]]:
@@ -387,6 +387,21 @@ class MambaSwiglu(Structure):
     )
 
 
+class MambaCrossEntropy(Structure):
+    _anonymous_ = ("run",)
+    _fields_ = _fields(
+        """
+        MambaRun: run;
+        i64: rows, vocabulary, ignore_index;
+        i32: dtype, gradient;
+        f32: label_smoothing, z_loss;
+        ptr: logits, labels, losses;
+        i64: logits_row_stride
+        """,
+        MambaRun=MambaRun,
+    )
+
+
 class MambaLibraryInfo(Structure):
     _fields_ = _fields(
         """
@@ -427,6 +442,7 @@ STRUCTS = (
     MambaNorm,
     MambaNormBackward,
     MambaSwiglu,
+    MambaCrossEntropy,
     MambaLibraryInfo,
     MambaKernel,
 )
@@ -474,4 +490,5 @@ FUNCTIONS = {
     "norm_backward_workspace": (c_int64, [POINTER(MambaNorm)]),
     "swiglu_forward": (c_int32, [POINTER(MambaSwiglu)]),
     "swiglu_backward": (c_int32, [POINTER(MambaSwiglu)]),
+    "cross_entropy": (c_int32, [POINTER(MambaCrossEntropy)]),
 }

@@ -176,6 +176,7 @@ FORMULAS = {
     "add_norm": _element_by_element,
     "causal_conv1d": _causal_conv1d,
     "causal_conv1d_update": _causal_conv1d,
+    "cross_entropy": _element_by_element,
     "gated_norm": _element_by_element,
     "linear": _linear,
     "mamba2_step": _mamba2_step,

@@ -1,12 +1,11 @@
 """A head's product and the cross entropy of its logits, in pieces, so that the logits of all tokens never exist."""
 
-import typing
-
 import torch
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import autocast_dtype, is_compiling, no_autocast, values_at_hand
 from mamba_ssm.ops._shared.gradients import HAS_OUT_DTYPE
+from mamba_ssm.ops.cross_entropy import Inputs, Options, cross_entropy_
 
 _NAME = "linear_cross_entropy"
 # A piece has at most _MANY logits: 4,000 tokens of a vocabulary of 50,000, which keep a GPU's products busy. More than
@@ -16,14 +15,6 @@ _MANY, _FEW = 200 << 20, 32 << 20
 _NARROW = 4
 # Tokens of a piece at most: torch before 2.8 rounds what they add to weight's gradient, and float16 ends at 65504.
 _ROWS = 4096
-# The softmax takes a piece in so many parts, since it needs 8 bytes a logit, and the products of 16-bit inputs 2.
-_PARTS = 8
-
-
-class _Options(typing.NamedTuple):
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
 
 
 def linear_cross_entropy(
@@ -58,7 +49,9 @@ def linear_cross_entropy(
 
     There are no second derivatives, and no torch.func transforms: F.cross_entropy of the logits has both.
     """
-    options = _Options(ignore_index, label_smoothing, z_loss)
+    ignore_index = checks.check_integer(_NAME, "ignore_index", ignore_index)
+    label_smoothing = checks.check_number(_NAME, "label_smoothing", label_smoothing)
+    options = Options(ignore_index, label_smoothing, checks.check_number(_NAME, "z_loss", z_loss))
     _check(hidden_states, weight, labels, options, reduction)
     dtype = autocast_dtype(hidden_states)
     if dtype is not None:
@@ -116,13 +109,11 @@ def _shape(tensor):
 
 
 def _cut(tokens, vocabulary):
-    """Tokens of a piece, whole tiles of 128 where there are so many, and of a part of it."""
+    """Tokens of a piece, whole tiles of 128 where there are so many."""
     logits = tokens * vocabulary
     pieces = max(1, -(-logits // _MANY), 2 if logits > _FEW else 1, -(-tokens // _ROWS))
     piece = max(1, -(-tokens // pieces))
-    piece = piece if piece <= 128 else -(-piece // 128) * 128
-    # The compiler needs no float32 copy, and takes longer for more parts.
-    return piece, piece if 2 * piece * vocabulary <= _FEW or is_compiling() else -(-piece // _PARTS)
+    return piece if piece <= 128 else -(-piece // 128) * 128
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -137,34 +128,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_rows, wants_weight = ctx.needs_input_grad[:2]
         rows, weight = rows.detach(), weight.detach()  # torch 2.4's compiler does not know that forward has no grad
         tokens, vocabulary = rows.shape[0], weight.shape[0]
-        piece, part = _cut(tokens, vocabulary)
+        piece = _cut(tokens, vocabulary)
         exact = torch.promote_types(rows.dtype, torch.float32)
         narrow = tokens <= piece or (rows.dtype == torch.bfloat16 and tokens <= _NARROW * piece)
         summed = weight.dtype if narrow and rows.dtype != torch.float16 else exact  # float16 ends at 65504
         drows = torch.empty_like(rows) if wants_rows else None
         dweight = torch.zeros_like(weight, dtype=summed) if wants_weight else None
-        counts = (labels != options.ignore_index)[:, None]
-        there = ((labels >= 0) & (labels < vocabulary))[:, None]
-        index = torch.where(there, labels[:, None], 0)
-        # Rows that are ignored have zero logits and add zero to dweight; those of a wrong label make all of it NaN.
-        used, fill = counts & there, torch.where(counts, torch.nan, 0.0).to(rows.dtype)
-        gains = []
+        losses = rows.new_empty(tokens, dtype=exact)
+        ignored = (labels == options.ignore_index)[:, None]
         with no_autocast(rows):
             for begin in range(0, tokens, piece):
                 of_piece = slice(begin, begin + piece)
-                inputs = torch.where(used[of_piece], rows[of_piece], fill[of_piece])
+                inputs = rows[of_piece]
                 logits = torch.mm(inputs, weight.t())
-                for row in range(0, logits.shape[0], part):
-                    some = slice(row, row + part)
-                    gains.append(_softmax(logits[some], index[of_piece][some], options, wants_rows or wants_weight))
+                cross_entropy_(Inputs(logits, losses[of_piece], labels[of_piece]), options, wants_rows or wants_weight)
                 if wants_rows:
-                    drows[of_piece] = torch.where(counts[of_piece], torch.mm(logits, weight), 0)
-                if wants_weight:
-                    _add_product(dweight, logits.t(), inputs)
+                    drows[of_piece] = torch.mm(logits, weight)
+                if wants_weight:  # what is ignored may be NaN, and its gradient of zero times that too
+                    _add_product(dweight, logits.t(), inputs.masked_fill(ignored[of_piece], 0))
                 del logits  # before there are the next piece's
         ctx.save_for_backward(drows, dweight)
         ctx.dtype = weight.dtype
-        return torch.where(counts, -torch.cat(gains), 0).sum() if gains else rows.new_zeros((), dtype=exact)
+        return losses.sum()
 
     @staticmethod
     def backward(ctx, dtotal):
@@ -178,36 +163,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             drows = None if drows is None else _scaled(drows, dtotal, drows.dtype)
             dweight = None if dweight is None else _scaled(dweight, dtotal, ctx.dtype)
         return drows, dweight, None, None
-
-
-def _softmax(logits, index, options, wants_gradient):
-    """Minus the losses (T, 1) of these logits (T, V), whose memory then holds the gradient of their sum, if wanted."""
-    smooth, z_loss = options.label_smoothing, options.z_loss
-    log_probs = logits.log_softmax(1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    label = log_probs.gather(1, index)
-    gain = label
-    if smooth:
-        gain = (1 - smooth) * label + smooth * log_probs.mean(1, keepdim=True)
-    if z_loss:
-        log_sum = logits.gather(1, index) - label
-        gain = gain - z_loss * log_sum.square()
-    if not wants_gradient:
-        return gain
-    # The label's own entry is formed apart, in float32: in bfloat16 a probability of 0.999 is 1, and its gradient 0.
-    dlabel = torch.empty_like(label, dtype=logits.dtype)
-    if smooth or z_loss:
-        entry = label.expm1()
-        probs = log_probs.exp_()
-        if z_loss:
-            entry += 2 * z_loss * log_sum * label.exp()
-            probs *= 1 + 2 * z_loss * log_sum
-        torch.add(entry, smooth - smooth / logits.shape[1], out=dlabel)
-        torch.sub(probs, smooth / logits.shape[1], out=logits)
-    else:
-        torch.expm1(label, out=dlabel)
-        torch.exp(log_probs, out=logits)
-    logits.scatter_(1, index, dlabel)
-    return gain
 
 
 def _add_product(total, a, b):

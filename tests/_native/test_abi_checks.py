@@ -53,6 +53,7 @@ SIZES = {
     abi.MambaMamba3Inputs: {"rows": 2, "matrices": 2, "dstate": 4, "nheads": 4},
     abi.MambaNorm: {"rows": 2, "ngroups": 2, "group_size": 4},
     abi.MambaSwiglu: {"rows": 2, "width": 4},
+    abi.MambaCrossEntropy: {"rows": 2, "vocabulary": 4},
     abi.MambaSequence: {"count": 0},
 }
 SIZES[abi.MambaSelectiveScanBackward] = {**SIZES[abi.MambaSelectiveScan], "slots": 1}
@@ -95,6 +96,7 @@ POINTERS = {
     "norm_backward": "x weight mean rstd dout dx dweight",
     "swiglu_forward": "xy out",
     "swiglu_backward": "xy dout dxy",
+    "cross_entropy": "logits labels losses",
 }
 # what that plan is asked for; copies of gradients that are not written
 UNREAD = {("selective_scan_plan", "segments"), ("selective_scan_backward_carry", "slots")}
@@ -163,6 +165,9 @@ OTHERS = [
     ("norm_forward", {"group_size": 2**30 + 1}, abi.ERROR_UNSUPPORTED, "group_size must be in [1, 1073741824]"),
     ("norm_forward", {"other_dtype": 2}, abi.ERROR_INVALID, "must be float32 or of x's dtype, float32, got bfloat16"),
     ("norm_forward", {"z": 1, "residual": 1}, abi.ERROR_INVALID, "z cannot be given together with residual"),
+    ("cross_entropy", {"vocabulary": 0}, abi.ERROR_INVALID, "vocabulary must be in [1, 1073741824], got 0"),
+    ("cross_entropy", {"vocabulary": 2**31}, abi.ERROR_UNSUPPORTED, "vocabulary must be in [1, 1073741824]"),
+    ("cross_entropy", {"gradient": 2}, abi.ERROR_UNSUPPORTED, "gradient must be in [0, 1], got 2"),
     ("norm_backward", {"dbias": 1}, abi.ERROR_INVALID, "dbias is given without bias"),
 ]
 

@@ -294,6 +294,7 @@ def test_all_operators_are_registered():
         "selective_scan",
         "causal_conv1d",
         "causal_conv1d_update",
+        "cross_entropy",
         "selective_state_update",
         "selective_state_update_to",
     )
