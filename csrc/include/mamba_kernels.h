@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define MAMBA_ABI_VERSION 16
+#define MAMBA_ABI_VERSION 17
 
 /* What the library is and where it runs. */
 typedef struct MambaLibraryInfo {

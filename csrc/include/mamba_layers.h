@@ -176,19 +176,27 @@ typedef struct MambaMambaStep {
 } MambaMambaStep;
 
 /* out = x weight^T + bias, for few rows: weight is read once for 8 of them. Elements of a row of x and of out have stride 1.
- * An int8 weight has scales: weight_{o,i} = scales_{o, i / MAMBA_INT8_BLOCK} int8_{o,i}. */
+ * An int8 weight has scales: weight_{o,i} = scales_{o, i / MAMBA_INT8_BLOCK} int8_{o,i}.
+ * norm_weight: x stands for MambaNorm's RMSNorm of x + residual, and residual_out gets the sum. mamba_cuda alone takes it, for
+ * 1 row and an int8 weight: in_features a multiple of 16 and at most MAMBA_MAX_LINEAR_NORM, all of it 16-byte aligned.
+ * mamba_cuda may read an int8 weight before kernels of its own ahead in the stream have ended: none of them writes int8. */
 typedef struct MambaLinear {
     MambaRun run;
     int64_t rows, in_features, out_features;
     int32_t dtype;        /* of x, out */
     int32_t weight_dtype; /* dtype or MAMBA_INT8 */
     int32_t bias_dtype;
-    int32_t reserved;
-    const void* x;      /* (R, in) */
-    const void* weight; /* (out, in) contiguous */
-    const void* scales; /* (out, ceil(in / MAMBA_INT8_BLOCK)) float16, contiguous; for int8 alone */
-    const void* bias;   /* (out) contiguous, optional */
-    void* out;          /* (R, out) */
+    int32_t norm_weight_dtype;
+    int32_t residual_dtype; /* of residual, residual_out: dtype or float32 */
+    float norm_eps;
+    const void* x;           /* (R, in) */
+    const void* weight;      /* (out, in) contiguous */
+    const void* scales;      /* (out, ceil(in / MAMBA_INT8_BLOCK)) float16, contiguous; for int8 alone */
+    const void* bias;        /* (out) contiguous, optional */
+    const void* norm_weight; /* (in), optional */
+    const void* residual;    /* (R, in), optional, with norm_weight alone */
+    void* residual_out;      /* (R, in), required where norm_weight is; not residual's memory */
+    void* out;               /* (R, out) */
     int64_t x_row_stride, out_row_stride;
 } MambaLinear;
 

@@ -35,6 +35,7 @@
 #define MAMBA_MAX_DT_RANK 8192
 /* Largest group_size of norm. */
 #define MAMBA_MAX_NORM_GROUP 1073741824
+#define MAMBA_MAX_LINEAR_NORM 2048
 
 /* Where to run. mamba_cuda reads stream and device, mamba_cpu reads num_threads. */
 typedef struct MambaRun {

@@ -50,7 +50,7 @@ using namespace mamba;
 
 int32_t mamba_linear(const MambaLinear* params) {
     const char* const function = "linear";
-    int32_t status = check_linear(function, params);
+    int32_t status = check_linear(function, params, false);
     if (status != MAMBA_OK || linear_is_empty(*params)) {
         return status;
     }

@@ -12,7 +12,7 @@ using namespace mamba;
 
 int32_t mamba_linear(const MambaLinear* params) {
     const char* const function = "linear";
-    const int32_t status = check_linear(function, params);
+    const int32_t status = check_linear(function, params, true);
     if (status != MAMBA_OK || linear_is_empty(*params)) {
         return status;
     }
@@ -21,7 +21,10 @@ int32_t mamba_linear(const MambaLinear* params) {
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(linear_table, kLinearKernels, device.major, params->dtype, *params);
-        error = launchers_of<LinearLaunchers>(params->dtype).linear(*params, kernel);
+        if (kernel < 0 && params->norm_weight != nullptr) {
+            return fail(MAMBA_ERROR_UNSUPPORTED, "%s: a norm needs the kernel int8_one_row, which is off", function);
+        }
+        error = launchers_of<LinearLaunchers>(params->dtype).linear(*params, kernel, device.processors);
     }
     return cuda_status(error, function, params->rows, params->out_features, params->in_features, 0);
 }

@@ -1,6 +1,7 @@
 // The linear layer's kernels, for few rows.
 #pragma once
 
+#include "common/alignment.h"
 #include "common/kernel_table.h"
 #include "mamba_kernels.h"
 
@@ -13,11 +14,15 @@ struct LinearKernel : KernelRow {
     int outputs;      // rows of the weight, likewise
 };
 
+constexpr int kMostInt8Row = 8192;  // features of the row in shared memory
+constexpr int64_t kMostInt8Outputs = 1 << 30;
+
 inline bool has_int8_one_row(const MambaLinear& p) {
-    return p.weight_dtype == MAMBA_INT8 && p.rows == 1;
+    return p.weight_dtype == MAMBA_INT8 && p.rows == 1 && p.out_features <= kMostInt8Outputs && p.in_features % 16 == 0 &&
+           p.in_features <= kMostInt8Row && pointer_is_aligned(p.weight, 16) && pointer_is_aligned(p.x, 16);
 }
 inline bool has_int8(const MambaLinear& p) {
-    return p.weight_dtype == MAMBA_INT8;
+    return p.weight_dtype == MAMBA_INT8 && p.norm_weight == nullptr;
 }
 inline bool has_one_row(const MambaLinear& p) {
     return p.weight_dtype != MAMBA_INT8 && p.rows == 1;
@@ -28,7 +33,12 @@ inline bool has_any_rows(const MambaLinear& p) {
 
 inline constexpr LinearKernel kLinearKernels[] = {
     // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, takes_int8, rows, outputs
-    {{"int8_one_row", "int8 weight, 1 row", "8 outputs, all features", kAllDtypes, 256, 0, 75}, has_int8_one_row, true, 1, 1},
+    {{"int8_one_row", "int8 weight, 1 row of a multiple of 16 and at most 8192 features, 16-byte rows",
+      "8 or 16 outputs at a time, all features", kAllDtypes, 256, kMostInt8Row * 4, 75},
+     has_int8_one_row,
+     true,
+     1,
+     1},
     {{"int8_four_rows", "int8 weight", "4 rows, 16 outputs, all features", kAllDtypes, 256, 0, 75}, has_int8, true, 4, 2},
     {{"one_row", "1 row, 16-bit", "8 outputs, all features", k16Bit, 256, 0, 75}, has_one_row, false, 1, 1},
     {{"four_rows", "", "4 rows, 16 outputs, all features", kAllDtypes, 256, 0, 75}, has_any_rows, false, 4, 2},

@@ -8,7 +8,8 @@
 namespace mamba {
 
 struct LinearLaunchers {
-    cudaError_t (*linear)(const MambaLinear& params, int kernel);  // of kLinearKernels
+    // kernel: of kLinearKernels. processors: of the GPU.
+    cudaError_t (*linear)(const MambaLinear& params, int kernel, int processors);
 
     template <typename T>
     static LinearLaunchers of();

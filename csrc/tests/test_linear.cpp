@@ -85,9 +85,76 @@ static void run_int8_case(int64_t rows, int64_t features, int64_t outputs, int32
     });
 }
 
+// A norm before it, as mamba_cuda takes one.
+static void run_norm_case(int64_t features, int64_t outputs, int32_t dtype, int turn) {
+    begin_case("linear norm %d dtype=%d in=%d out=%d", turn, dtype, static_cast<int>(features), static_cast<int>(outputs));
+    const int32_t residual_dtype = turn % 2 ? dtype : MAMBA_FLOAT32;
+    Tensor x(dtype, {1, features}), residual(residual_dtype, {1, features}), sum(residual_dtype, {1, features});
+    Tensor norm_weight(turn % 3 ? dtype : MAMBA_FLOAT32, {features}), out(dtype, {1, outputs});
+    Tensor scales(MAMBA_FLOAT16, {outputs, (features + 31) / 32});
+    testing::Memory<int8_t> weight(static_cast<size_t>(outputs * features), 0);
+    x.fill_random(1.0);
+    residual.fill_random(2.0);
+    norm_weight.fill_random(1.0);
+    scales.fill_random(0.01 / sqrt(static_cast<double>(features)));
+    for (int64_t i = 0; i < outputs * features; ++i) {
+        weight.data()[i] = static_cast<int8_t>((i * 89 + turn) % 256 - 128);
+    }
+    MambaLinear p;
+    memset(&p, 0, sizeof(p));
+    p.run.num_threads = 1;
+    p.rows = 1;
+    p.in_features = features;
+    p.out_features = outputs;
+    p.dtype = dtype;
+    p.weight_dtype = MAMBA_INT8;
+    p.norm_weight_dtype = norm_weight.dtype;
+    p.residual_dtype = residual_dtype;
+    p.norm_eps = 1e-5f;
+    p.x = x.data();
+    p.weight = weight.data();
+    p.scales = scales.data();
+    p.norm_weight = norm_weight.data();
+    p.residual = turn % 4 == 3 ? nullptr : residual.data();
+    p.residual_out = sum.data();
+    p.out = out.data();
+    if (!expect_ok(mamba_linear(&p))) {
+        return;
+    }
+    expect_close("residual_out", sum, 1e-6, [&](int64_t, int64_t i, int64_t, int64_t) {
+        return x.get(0, i) + (p.residual != nullptr ? residual.get(0, i) : 0.0);
+    });
+    double squares = 0.0;  // of the sum as it was rounded
+    for (int64_t i = 0; i < features; ++i) {
+        squares += sum.get(0, i) * sum.get(0, i);
+    }
+    const double rstd = 1.0 / sqrt(squares / static_cast<double>(features) + 1e-5);
+    // The norm's result is rounded to dtype before it is multiplied.
+    expect_close("out", out, dtype == MAMBA_FLOAT32 ? 1e-5 : 4e-3, [&](int64_t, int64_t o, int64_t, int64_t) {
+        double product = 0.0;
+        for (int64_t i = 0; i < features; ++i) {
+            product += scales.get(o, i / 32) * weight.data()[o * features + i] * sum.get(0, i) * rstd * norm_weight.get(i);
+        }
+        return product;
+    });
+}
+
+static void test_norm() {
+#ifdef MAMBA_TEST_CUDA
+    const int64_t sizes[][2] = {{16, 1}, {48, 17}, {768, 40}, {784, 9}, {2048, 33}};
+    int turn = 0;
+    for (const auto& size : sizes) {
+        for (int32_t dtype = MAMBA_FLOAT32; dtype <= MAMBA_BFLOAT16; ++dtype, ++turn) {
+            run_norm_case(size[0], size[1], dtype, turn);
+        }
+    }
+#endif
+}
+
 static void test_int8() {
-    const int64_t sizes[][3] = {{1, 1, 1},  {1, 31, 5},  {1, 32, 1}, {1, 33, 40}, {2, 48, 17},  {3, 768, 33},
-                                {4, 64, 9}, {5, 100, 3}, {8, 96, 8}, {9, 33, 21}, {1, 2500, 19}};
+    const int64_t sizes[][3] = {{1, 1, 1},     {1, 31, 5},   {1, 32, 1},   {1, 33, 40},   {2, 48, 17},
+                                {3, 768, 33},  {4, 64, 9},   {5, 100, 3},  {8, 96, 8},    {9, 33, 21},
+                                {1, 2500, 19}, {1, 768, 37}, {1, 1536, 9}, {1, 32, 6400}, {1, 4112, 5}};
     int turn = 0;
     for (const auto& size : sizes) {
         for (int32_t dtype = MAMBA_FLOAT32; dtype <= MAMBA_BFLOAT16; ++dtype, ++turn) {
@@ -106,6 +173,13 @@ static void test_errors() {
     p.rows = -1;
     expect_error(mamba_linear(&p), MAMBA_ERROR_INVALID, "rows must be at least 0, got -1");
     expect_error(mamba_linear(nullptr), MAMBA_ERROR_INVALID, "params is NULL");
+    p.rows = 2;
+    p.norm_weight = &p;
+#ifdef MAMBA_TEST_CUDA
+    expect_error(mamba_linear(&p), MAMBA_ERROR_UNSUPPORTED, "a norm needs 1 row and an int8 weight, got 2 rows");
+#else
+    expect_error(mamba_linear(&p), MAMBA_ERROR_UNSUPPORTED, "a norm before it is in mamba_cuda alone");
+#endif
 }
 
 static void test_table() {
@@ -125,6 +199,7 @@ int main(int argc, char** argv) {
     return testing::run_tests(argc, argv, [] {
         test_table();
         test_int8();
+        test_norm();
         test_errors();
     });
 }

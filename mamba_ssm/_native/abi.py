@@ -25,7 +25,8 @@ MAX_HEADDIM = 256
 MAX_RANK = 64
 MAX_DT_RANK = 8192
 MAX_NORM_GROUP = 1073741824
-ABI_VERSION = 16
+MAX_LINEAR_NORM = 2048
+ABI_VERSION = 17
 
 
 def _fields(text: str, /, **structs: typing.Any) -> list[tuple[str, typing.Any]]:
@@ -337,8 +338,9 @@ class MambaLinear(Structure):
         """
         MambaRun: run;
         i64: rows, in_features, out_features;
-        i32: dtype, weight_dtype, bias_dtype, reserved;
-        ptr: x, weight, scales, bias, out;
+        i32: dtype, weight_dtype, bias_dtype, norm_weight_dtype, residual_dtype;
+        f32: norm_eps;
+        ptr: x, weight, scales, bias, norm_weight, residual, residual_out, out;
         i64: x_row_stride, out_row_stride
         """,
         MambaRun=MambaRun,

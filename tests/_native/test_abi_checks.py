@@ -202,7 +202,7 @@ def wrong_calls():
         ]
         calls += [[name, {**good, field: 0}, abi.ERROR_INVALID, f"{field} is NULL"] for field in POINTERS[name].split()]
         optional = {"bias_dtype": "bias", "D_dtype": "D", "dt_bias_dtype": "dt_bias"}
-        optional.update(conv_bias_dtype="conv_bias", norm_weight_dtype="norm_weight")
+        optional.update(conv_bias_dtype="conv_bias", norm_weight_dtype="norm_weight", residual_dtype="norm_weight")
         for field in dtype_fields(struct):
             given = {optional[field]: 1} if field in optional else {}
             words = "residual and z" if field == "other_dtype" else "dtype code 7 is none of"

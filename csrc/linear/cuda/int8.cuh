@@ -1,4 +1,4 @@
-// A linear layer of few rows whose weight is int8: read as it lies in memory, dequantised in registers.
+// A linear layer of few rows whose weight is int8: read as it lies in memory, dequantised in registers. int8_row.cuh: of one.
 #pragma once
 
 #include "common/cuda_int8.cuh"
@@ -23,7 +23,6 @@ __device__ __forceinline__ void unpack_quarter(const Packed<T, kInt8Vector>& pac
 // A warp takes kOutputs rows of the weight and kRows rows of x.
 template <typename T, int kRows, int kOutputs>
 __global__ void __launch_bounds__(kLinearThreads, 2) linear_int8_kernel(const MambaLinear p, bool vectors) {
-    constexpr int kAhead = kRows == 1 ? 3 : 1;  // steps whose loads are under way together
     const int lane = static_cast<int>(threadIdx.x) & 31;
     const int64_t first_output = (static_cast<int64_t>(blockIdx.x) * kLinearWarps + threadIdx.x / 32) * kOutputs;
     const int64_t first_row = (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * kRows;
@@ -49,58 +48,46 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_int8_kernel(const Ma
         return;
     }
     float sums[kOutputs][kRows] = {};
-    for (int64_t begin = lane * kInt8Vector; begin < features; begin += kAhead * kInt8Step) {
-        Int8Bits w_bits[kAhead][kOutputs];
-        float scale[kAhead][kOutputs];
-        Packed<T, kInt8Vector> x_bits[kAhead][kRows];
+    for (int64_t feature = lane * kInt8Vector; feature < features; feature += kInt8Step) {
+        Int8Bits w_bits[kOutputs];
+        float scale[kOutputs];
+        Packed<T, kInt8Vector> x_bits[kRows];
 #pragma unroll
-        for (int step = 0; step < kAhead; ++step) {
-            const int64_t feature = begin + step * kInt8Step;
-            if (feature < features) {
+        for (int o = 0; o < kOutputs; ++o) {
+            if (o < outputs) {
+                w_bits[o] = load_int8(weight + o * features + feature, features - feature, vectors);
+                scale[o] = __half2float(scales[o * blocks + feature / MAMBA_INT8_BLOCK]);
+            }
+        }
 #pragma unroll
-                for (int o = 0; o < kOutputs; ++o) {
-                    if (o < outputs) {
-                        w_bits[step][o] = load_int8(weight + o * features + feature, features - feature, vectors);
-                        scale[step][o] = __half2float(scales[o * blocks + feature / MAMBA_INT8_BLOCK]);
+        for (int r = 0; r < kRows; ++r) {
+            if (r < rows) {
+                x_bits[r] = packed_load_padded<T, kInt8Vector>(x + r * p.x_row_stride + feature, features - feature, vectors);
+            }
+        }
+#pragma unroll
+        for (int o = 0; o < kOutputs; ++o) {
+            if (o < outputs) {
+                float partial[kRows] = {};
+#pragma unroll
+                for (int quarter = 0; quarter < 4; ++quarter) {
+                    float w[4];
+                    unpack_int8(w_bits[o].word[quarter], w);
+#pragma unroll
+                    for (int r = 0; r < kRows; ++r) {
+                        if (r < rows) {
+                            float values[4];
+                            unpack_quarter<T>(x_bits[r], quarter, values);
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) {
+                                partial[r] = fmaf(w[i], values[i], partial[r]);
+                            }
+                        }
                     }
                 }
 #pragma unroll
                 for (int r = 0; r < kRows; ++r) {
-                    if (r < rows) {
-                        x_bits[step][r] =
-                            packed_load_padded<T, kInt8Vector>(x + r * p.x_row_stride + feature, features - feature, vectors);
-                    }
-                }
-            }
-        }
-#pragma unroll
-        for (int step = 0; step < kAhead; ++step) {
-            if (begin + step * kInt8Step < features) {
-#pragma unroll
-                for (int o = 0; o < kOutputs; ++o) {
-                    if (o < outputs) {
-                        float partial[kRows] = {};
-#pragma unroll
-                        for (int quarter = 0; quarter < 4; ++quarter) {
-                            float w[4];
-                            unpack_int8(w_bits[step][o].word[quarter], w);
-#pragma unroll
-                            for (int r = 0; r < kRows; ++r) {
-                                if (r < rows) {
-                                    float values[4];
-                                    unpack_quarter<T>(x_bits[step][r], quarter, values);
-#pragma unroll
-                                    for (int i = 0; i < 4; ++i) {
-                                        partial[r] = fmaf(w[i], values[i], partial[r]);
-                                    }
-                                }
-                            }
-                        }
-#pragma unroll
-                        for (int r = 0; r < kRows; ++r) {
-                            sums[o][r] = fmaf(scale[step][o], partial[r], sums[o][r]);
-                        }
-                    }
+                    sums[o][r] = fmaf(scale[o], partial[r], sums[o][r]);
                 }
             }
         }
