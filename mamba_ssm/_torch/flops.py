@@ -179,6 +179,7 @@ FORMULAS = {
     "cross_entropy": _element_by_element,
     "gated_norm": _element_by_element,
     "linear": _linear,
+    "normed_linear": _linear,
     "mamba2_step": _mamba2_step,
     "mamba3_block": _mamba3_block,
     "mamba3_block_step": _mamba3_block_step,

@@ -9,6 +9,7 @@ import torch.nn as nn
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import is_compiling, is_plain, weight_and_bias
 from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.modules.quantized import QuantizedLinear, StepNorm
 from mamba_ssm.ops.block_node import Norm
 from mamba_ssm.ops.norm import RMSNorm, layer_norm_fn
 
@@ -70,8 +71,11 @@ class Block(nn.Module):
         """
         checks.check_tensor("Block", "hidden_states", hidden_states)
         together = None
-        if residual is not None and inference_params is None and not any_given(mixer_kwargs):
-            together = self._norm_and_mix(hidden_states, residual)
+        if not any_given(mixer_kwargs):
+            if inference_params is not None:
+                together = self._norm_and_step(hidden_states, residual, inference_params)
+            elif residual is not None:
+                together = self._norm_and_mix(hidden_states, residual)
         if together is not None:
             hidden_states, residual = together
         else:
@@ -94,6 +98,20 @@ class Block(nn.Module):
             return None
         given = Norm(residual, *weight_and_bias(norm), float(norm.eps), isinstance(norm, RMSNorm))
         together: tuple[torch.Tensor, torch.Tensor] | None = after_norm(self.mixer, given, hidden_states)
+        return together
+
+    def _norm_and_step(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor | None, inference_params: InferenceCache
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The same of a step from the cache, whose norm and in_proj are one kernel."""
+        if not self.fused_add_norm or type(getattr(self.mixer, "in_proj", None)) is not QuantizedLinear:
+            return None
+        step_after_norm, norm = getattr(type(self.mixer), "step_after_norm", None), self.norm
+        if step_after_norm is None or not is_plain(norm, RMSNorm):
+            return None
+        given = StepNorm(residual, norm.weight, float(norm.eps), self.residual_in_fp32)
+        together: tuple[torch.Tensor, torch.Tensor] | None
+        together = step_after_norm(self.mixer, given, hidden_states, inference_params)
         return together
 
     def _add_norm(

@@ -34,7 +34,7 @@ from mamba_ssm.modules._submodules import (
 )
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
-from mamba_ssm.modules.quantized import QuantizedLinear
+from mamba_ssm.modules.quantized import QuantizedLinear, StepNorm, project_normed
 from mamba_ssm.ops.block_node import Norm
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, mamba_node, project_in
@@ -299,6 +299,19 @@ class Mamba(StatefulBlock):
         plain = is_plain(self.conv1d, nn.Conv1d) and all(is_plain(module, nn.Linear) for module in projections)
         return plain and self.x_proj.bias is None
 
+    def step_after_norm(
+        self, norm: StepNorm, hidden_states: torch.Tensor, inference_params: InferenceCache
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(forward(norm(hidden_states + residual)), the sum) of one row's step if in_proj takes the norm, else None."""
+        if not is_bare(self, Mamba) or self.bimamba_type != "none" or type(self).step is not Mamba.step:
+            return None
+        continues = is_continued("Mamba", inference_params)
+        projected = project_normed(self.in_proj, norm, hidden_states) if continues else None
+        if projected is None:
+            return None
+        xz, total = projected
+        return self._scaled(self._step_after(xz, *self._get_states_from_cache(inference_params, 1))), total
+
     def after_norm(self, norm: Norm, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(forward(norm(hidden_states + residual)), the sum), as one autograd node; None where that cannot be."""
         if not (is_bare(self, Mamba) and self.bimamba_type == "none" and not self.layer_scale):
@@ -383,7 +396,10 @@ class Mamba(StatefulBlock):
     @torch.no_grad()
     def _step(self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
         """step's output, before gamma; its arguments were checked."""
-        xz = project(self.in_proj, hidden_states.squeeze(1))
+        return self._step_after(project(self.in_proj, hidden_states.squeeze(1)), conv_state, ssm_state)
+
+    def _step_after(self, xz: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
+        """The same of in_proj's output."""
         x_proj, dt_proj, conv1d = self.x_proj, self.dt_proj, self.conv1d
         plain = is_plain(x_proj, nn.Linear) or is_plain(x_proj, QuantizedLinear)
         plain = plain and is_plain(dt_proj, nn.Linear) and is_plain(conv1d, nn.Conv1d)

@@ -8,7 +8,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mamba_ssm._torch import is_plain
-from mamba_ssm.ops.linear import dequantize_weight, quantize_weight, quantized_linear, scales_shape
+from mamba_ssm.ops.linear import (
+    dequantize_weight,
+    normed_linear,
+    quantize_weight,
+    quantized_linear,
+    scales_shape,
+    takes_norm,
+)
 
 WEIGHT, SCALES = ".weight", ".scales"  # of state-dict names
 _Model = typing.TypeVar("_Model", bound=nn.Module)
@@ -129,6 +136,31 @@ class QuantizedEmbedding(_Quantized, nn.Embedding):  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, weight=int8, dtype={self.dtype}"
+
+
+class StepNorm(typing.NamedTuple):
+    """What a layer has in front of its block's step: the residual stream, and an RMSNorm's weight and eps."""
+
+    residual: torch.Tensor | None
+    weight: torch.Tensor
+    eps: float
+    residual_in_fp32: bool  # of the sum where there is no residual
+
+
+def project_normed(projection: nn.Module, norm: StepNorm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """projection(rms_norm(x + residual)), (1, out), and the sum of x (1, 1, in), by one kernel; None if none can."""
+    residual = norm.residual
+    if x.dim() != 3 or not is_plain(projection, QuantizedLinear):
+        return None
+    if not takes_norm(x, residual, norm.weight, projection.weight):
+        return None
+    given = x[0], residual if residual is None else residual[0], norm.weight
+    of_projection = projection.weight, projection.scales, projection.bias
+    try:
+        out, total = normed_linear(*given, *of_projection, norm.eps, norm.residual_in_fp32)
+    except NotImplementedError:  # utils.kernels.without has turned the kernel off
+        return None
+    return out, total[None]
 
 
 def quantize(model: _Model) -> _Model:

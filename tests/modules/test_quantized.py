@@ -15,6 +15,7 @@ from mamba_ssm import CheckpointError, Mamba, Mamba2, MambaLMHeadModel, quantize
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.modules.quantized import QuantizedEmbedding, QuantizedLinear
 from mamba_ssm.utils.generation import InferenceParams
+from mamba_ssm.utils.kernels import launched, without
 
 LAYERS = {
     "Mamba1": {},
@@ -303,6 +304,27 @@ def test_meta_device():
     model = quantize(MambaLMHeadModel(model_of().config, device="meta"))
     assert model.lm_head.weight.is_meta
     assert model(tokens_of(1, 3).to("meta")).logits.shape == (1, 3, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", ["Mamba1", "Mamba2", "Mamba2 mlp"])
+def test_the_norm_before_a_steps_in_proj(layer, cuda):
+    """One kernel has both for one row, and tokens are those of the two; more rows, and gradients, have two."""
+    model, prompt = quantize(model_of(layer).to(cuda, torch.bfloat16)), tokens_of(1, 5).to(cuda)
+    with launched() as found:
+        one = model.generate(prompt, max_length=12, return_dict_in_generate=True, output_scores=True)
+    norms = sum(launch.launches for launch in found if launch.kernel.id.startswith("norm"))
+    with without("linear/int8_one_row"), launched() as found:
+        two = model.generate(
+            one.sequences[:, :5], 12, teacher_outputs=one.sequences, output_scores=True, return_dict_in_generate=True
+        )
+    # 6 steps have a norm less in each of the two layers that are no attention
+    assert sum(launch.launches for launch in found if launch.kernel.id.startswith("norm")) - norms == 6 * 2
+    torch.testing.assert_close(torch.stack(one.scores), torch.stack(two.scores), rtol=0, atol=0.02)
+    cache = InferenceParams(max_seqlen=8, max_batch_size=1)
+    model(prompt, inference_params=cache)
+    cache.seqlen_offset = 5
+    assert model(prompt[:, :1], inference_params=cache).logits.requires_grad
 
 
 @pytest.mark.gpu

@@ -4,12 +4,16 @@ import pytest
 import torch
 from _helpers.cases import DTYPES, dtype_id
 
-from mamba_ssm.ops.linear import dequantize_weight, linear, quantize_weight, quantized_linear
+from mamba_ssm.ops.linear import dequantize_weight, linear, normed_linear, quantize_weight, quantized_linear
+from mamba_ssm.ops.norm import rms_norm_fn
+from mamba_ssm.utils.kernels import without
 from mamba_ssm.utils.reference import plain_torch
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-# rows, in, out: both kernels of mamba_cuda, whole vectors and not, and more rows than an operator takes
-SIZES = [(1, 768, 100), (1, 1, 1), (1, 1537, 33), (2, 70, 65), (4, 512, 9), (5, 2080, 17), (8, 264, 130), (19, 96, 33)]
+# rows, in, out: all kernels of mamba_cuda, whole vectors and not, outputs beyond those that blocks begin with, and more
+# rows than the operator takes
+SIZES = [(1, 768, 100), (1, 1536, 33), (1, 32, 6400), (1, 4112, 20), (1, 8208, 3), (1, 16, 1), (1, 1, 1)]
+SIZES += [(1, 1537, 33), (2, 70, 65), (4, 512, 9), (5, 2080, 17), (8, 264, 130), (19, 96, 33)]
 
 
 def weight_of(out_features, in_features, device="cpu", scale=1.0):
@@ -72,6 +76,75 @@ def test_against_float64(sizes, dtype, device):
         assert ((found.double() - expected).abs() <= rounding + (2 * eps * magnitudes if rows > 8 else 0)).all()
         if rows <= 8:
             assert torch.equal(found, linear(x, weight, bias, scales))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("sizes", [(16, 1), (768, 40), (784, 100), (1536, 9), (2048, 33)], ids=str)
+def test_after_a_norm(sizes, dtype, cuda_kernels):
+    """The norm, rounded as that operator rounds it, and the layer."""
+    in_features, out_features = sizes
+    weight, scales = weight_of(out_features, in_features, cuda_kernels, in_features**-0.5)
+    x = torch.randn(1, in_features).to(cuda_kernels, dtype)
+    for residual_dtype, norm_dtype in ((torch.float32, dtype), (dtype, torch.float32), (None, dtype)):
+        residual = None if residual_dtype is None else torch.randn(1, in_features).to(cuda_kernels, residual_dtype) * 3
+        norm_weight = torch.rand(in_features).to(cuda_kernels, norm_dtype)
+        for bias, sum_in_fp32 in ((None, True), (torch.randn(out_features, device=cuda_kernels), False)):
+            out, total = normed_linear(x, residual, norm_weight, weight, scales, bias, 1e-5, sum_in_fp32)
+            options = {"residual": residual, "eps": 1e-5, "prenorm": True, "residual_in_fp32": sum_in_fp32}
+            normed, expected_total = rms_norm_fn(x, norm_weight, None, **options)
+            assert torch.equal(total, expected_total) and total.dtype == expected_total.dtype and out.dtype == dtype
+            exact = dequantize_weight(weight, scales, torch.float64)
+            expected = normed.double() @ exact.T + (0 if bias is None else bias.double())
+            magnitudes = normed.double().abs() @ exact.abs().T + (0 if bias is None else bias.double().abs())
+            # the sums of squares differ in their order, so an element of the norm may be rounded the other way
+            error = (1e-6 + torch.finfo(dtype).eps / 4) * magnitudes + torch.finfo(dtype).eps * expected.abs()
+            assert ((out.double() - expected).abs() <= error).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change,error,words",
+    [
+        ({"x": torch.randn(2, 32), "residual": torch.randn(2, 32)}, NotImplementedError, "a norm needs 1 row"),
+        ({"x": torch.zeros(1, 33)[:, 1:]}, NotImplementedError, "must be 16-byte aligned with a norm"),
+        ({"norm_weight": torch.ones(31)}, ValueError, r"norm_weight must have shape \(in,\)"),
+        ({"residual": torch.randn(1, 32).half()}, TypeError, "residual must have the dtype of x, float32"),
+        ({"scales": torch.ones(5, 1)}, TypeError, "scales must be float16, got float32"),
+    ],
+    ids=["rows", "address", "shape", "residual", "scales"],
+)
+def test_wrong_arguments_after_a_norm(change, error, words, cuda_kernels):
+    weight, scales = weight_of(5, 32)
+    arguments = {"x": torch.randn(1, 32), "residual": torch.randn(1, 32), "norm_weight": torch.ones(32)}
+    arguments |= {"weight": weight, "scales": scales, "bias": None, **change}
+    tensors = {name: None if value is None else value.to(cuda_kernels) for name, value in arguments.items()}
+    if arguments["x"].storage_offset():  # which a copy to a device does not keep
+        tensors["x"] = torch.zeros(1, 33, device=cuda_kernels)[:, 1:]
+    with pytest.raises(error, match=words):
+        normed_linear(**tensors, eps=1e-5)
+
+
+@pytest.mark.gpu
+def test_without_its_kernel(cuda_kernels):
+    """One row goes to the kernel of several; a norm has no other."""
+    weight, scales = weight_of(5, 32, cuda_kernels)
+    x = torch.randn(1, 32, device=cuda_kernels)
+    expected = linear(x, weight, None, scales)
+    with without("linear/int8_one_row"):
+        torch.testing.assert_close(linear(x, weight, None, scales), expected)
+        with pytest.raises(NotImplementedError, match="a norm needs the kernel int8_one_row, which is off"):
+            normed_linear(x, None, torch.ones(32, device=cuda_kernels), weight, scales, None, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(TORCH < (2, 4), reason="torch before 2.4 has no opcheck")
+def test_opcheck_after_a_norm(cuda_kernels):
+    weight, scales = weight_of(5, 32, cuda_kernels)
+    x, norm_weight = torch.randn(1, 32, device=cuda_kernels), torch.ones(32, device=cuda_kernels)
+    for residual, bias in ((None, None), (x.clone(), norm_weight[:5].clone())):
+        arguments = x, residual, norm_weight, weight, scales, bias, 1e-5, True
+        torch.library.opcheck(torch.ops.mamba_ssm.normed_linear.default, arguments)
 
 
 def test_shapes_and_layouts(device):
