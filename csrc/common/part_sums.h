@@ -22,7 +22,7 @@ static inline PartSum part_sum(const float* parts, int64_t count, void* sum, int
     return {parts, count, sum, dtype, size, 1, 1, 1, 0, 0, 0};
 }
 
-constexpr int kMostSums = 5;
+constexpr int kMostSums = 7;
 struct PartSums {
     PartSum of[kMostSums];
     unsigned end[kMostSums];  // of each one's blocks

@@ -45,15 +45,10 @@ cudaError_t add_up_parameters(const MambaMamba3Backward& q, const Mamba3Backward
     const int64_t parts = mamba3_projection_parts(p, plan);
     sums.add(part_sum(at(w.mimo_z), parts, p.mimo_z != nullptr ? q.dmimo_z : nullptr, MAMBA_FLOAT32, projection));
     sums.add(part_sum(at(w.mimo_out), parts, p.mimo_out != nullptr ? q.dmimo_out : nullptr, MAMBA_FLOAT32, projection));
-    const cudaError_t error = launch_part_sums(sums, p.run.stream);
-    if (error != cudaSuccess) {
-        return error;
-    }
-    PartSums others = {};
-    others.add(part_sum(at(w.norm), plan.ranges * p.rank, p.norm_weight != nullptr ? q.dnorm_weight : nullptr, MAMBA_FLOAT32,
-                        p.nheads * p.headdim));
-    others.add(part_sum(at(w.D), mamba3_D_parts(p, plan), p.D != nullptr ? q.dD : nullptr, MAMBA_FLOAT32, p.nheads));
-    return launch_part_sums(others, p.run.stream);
+    sums.add(part_sum(at(w.norm), plan.ranges * p.rank, p.norm_weight != nullptr ? q.dnorm_weight : nullptr, MAMBA_FLOAT32,
+                      p.nheads * p.headdim));
+    sums.add(part_sum(at(w.D), mamba3_D_parts(p, plan), p.D != nullptr ? q.dD : nullptr, MAMBA_FLOAT32, p.nheads));
+    return launch_part_sums(sums, p.run.stream);
 }
 
 }  // namespace
