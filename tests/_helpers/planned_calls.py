@@ -11,7 +11,7 @@ from mamba_ssm import Mamba, Mamba2, Mamba3
 from mamba_ssm._torch import dispatch
 from mamba_ssm.modules.block import Block
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-from mamba_ssm.ops.linear.linear import linear
+from mamba_ssm.ops.linear import linear, normed_linear, quantize_weight, quantized_linear, takes_norm
 from mamba_ssm.ops.mamba2_block import mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.mamba2_step import mamba2_step
 from mamba_ssm.ops.mamba3_block import mamba3_block
@@ -55,6 +55,15 @@ def packed_states(x, dt, A, B, C):
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32, device=x.device)
     options = True, 0.0, float("inf")
     return dispatch.call(ssd_varlen_states_op, x, dt, A, B, C, None, None, bounds, *options)
+
+
+def after_norm(x, residual, norm_weight, weight):
+    """An int8 layer, which takes the norm on GPUs alone and without gradients."""
+    weight, scales = quantize_weight(weight)
+    if takes_norm(x, residual, norm_weight, weight):
+        return normed_linear(x, residual, norm_weight, weight, scales, None, 1e-5)
+    normed, total = rms_norm_fn(x, norm_weight, None, residual=residual, prenorm=True)
+    return quantized_linear(normed, weight, scales, None), total
 
 
 def block(kind, **sizes):
@@ -196,4 +205,7 @@ CALLS = {
     "Mamba3, layer": Call(layer(Mamba3, headdim=8), both("mamba3_layer_node"), _STREAM, True),
     "swiglu": Call(swiglu, both("swiglu"), {"xy": (B, L, 2 * D)}, True),
     "linear": Call(linear, ("linear",), {"x": (B, D), "weight": (N, D), "bias": (N,)}),
+    "normed_linear": Call(
+        after_norm, ("normed_linear",), {"x": (1, 32), "residual": (1, 32), "norm_weight": (32,), "weight": (D, 32)}
+    ),
 }

@@ -70,7 +70,7 @@ def test_calls_by_plans(monkeypatch, device, name):
     call = CALLS[name]
     for turn in range(TIMES):
         check(monkeypatch, call.function, draw(call, device, turn), device, call.differentiable)
-    if device == "cpu" and name == "selective_state_update, several":
+    if device == "cpu" and name in ("selective_state_update, several", "normed_linear"):
         call = call._replace(operators=())
     assert recorded() >= set(call.operators)
 
@@ -198,7 +198,7 @@ def test_native_errors_are_raised(monkeypatch):
     given = draw(call, "cpu", 0)
     for _ in range(TIMES):
         linear(**given)
-    (planned,) = [planned for op, planned in dispatch.PLANNED.items() if "linear" in str(op)]
+    (planned,) = [planned for op, planned in dispatch.PLANNED.items() if name_of(op) == "linear"]
     (plan,) = planned.plans.values()
     monkeypatch.setattr(plan.calls[0], "function", lambda params: 2)
     with pytest.raises(NotImplementedError, match="linear"):
