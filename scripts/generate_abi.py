@@ -124,7 +124,7 @@ def argument(words: str, known: list[str]) -> str:
     kind = words.rpartition(" ")[0].removeprefix("const ")
     if kind.removesuffix("*") in known:
         return f"POINTER({kind.removesuffix('*')})"
-    return {"char*": "c_char_p", "int32_t": "c_int32"}[kind]
+    return {"char*": "c_char_p", "int32_t": "c_int32", "void*": "c_void_p", "void**": "POINTER(c_void_p)"}[kind]
 
 
 def read_headers(folder: Path = ROOT / "csrc" / "include") -> str:

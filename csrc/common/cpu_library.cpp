@@ -209,3 +209,27 @@ int32_t mamba_library_info(MambaLibraryInfo* info) {
     strncpy(info->isa, mamba::isa_name(isa), sizeof(info->isa) - 1);
     return MAMBA_OK;
 }
+
+static int32_t no_graphs(const char* function) {
+    return mamba::fail(MAMBA_ERROR_UNSUPPORTED, "%s: there are graphs in mamba_cuda alone", function);
+}
+
+int32_t mamba_graph_stream(int32_t, void**) {
+    return no_graphs("graph_stream");
+}
+
+int32_t mamba_graph_begin(int32_t, void*) {
+    return no_graphs("graph_begin");
+}
+
+int32_t mamba_graph_end(int32_t, void*, void**) {
+    return no_graphs("graph_end");
+}
+
+int32_t mamba_graph_launch(int32_t, void*, void*) {
+    return no_graphs("graph_launch");
+}
+
+int32_t mamba_graph_free(void*) {
+    return no_graphs("graph_free");
+}

@@ -75,6 +75,16 @@ MAMBA_API int32_t mamba_kernel_enable(int32_t index, int32_t enabled);
  * of which costs a caller in Python more than it computes. */
 MAMBA_API int32_t mamba_run_sequence(const MambaSequence* params);
 
+/* In mamba_cuda alone; mamba_cpu returns MAMBA_ERROR_UNSUPPORTED. What is launched on a stream of graph_stream between begin
+ * and end does not run, but becomes a CUDA graph. Each begin has its end, also where something failed: it then gives NULL. A
+ * graph launches the same on the same memory, on any stream; not by two threads at once, and UNSUPPORTED where the stream's
+ * work is being recorded for another graph. */
+MAMBA_API int32_t mamba_graph_stream(int32_t device, void** stream);
+MAMBA_API int32_t mamba_graph_begin(int32_t device, void* stream);
+MAMBA_API int32_t mamba_graph_end(int32_t device, void* stream, void** graph);
+MAMBA_API int32_t mamba_graph_launch(int32_t device, void* graph, void* stream);
+MAMBA_API int32_t mamba_graph_free(void* graph);
+
 MAMBA_API int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params);
 MAMBA_API int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params);
 /* In mamba_cpu alone: mamba_cuda returns MAMBA_ERROR_UNSUPPORTED, and Python has it in torch operators. */

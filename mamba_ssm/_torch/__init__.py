@@ -2,10 +2,11 @@
 
 private.py: torch's private names and versions, and what is done without each. registration.py: how an operator is made,
 registry.py: what torch keeps of it. derivatives.py: which derivatives it has beside the first. dispatch.py: how it is
-called. watching.py: who sees that. recording.py: what a call does. plans.py: what later calls reuse of that.
-snapshots.py: whether a model has changed. records.py: how an operator's arguments are named. autocast.py: what autocast
-is doing. modules.py: when a submodule is no more than its parameters. determinism.py: whether results must repeat.
-reference.py: whether references run instead of kernels.
+called. watching.py: who sees that. recording.py: what a call does. plans.py: what later calls reuse of that, by the
+steps of plan_steps.py, in memory as plan_memory.py lays it out, launched as graphs.py says. snapshots.py: whether a
+model has changed. records.py: how an operator's arguments are named. autocast.py: what autocast is doing. modules.py:
+when a submodule is no more than its parameters. determinism.py: whether results must repeat. reference.py: whether
+references run instead of kernels.
 """
 
 from mamba_ssm._torch import derivatives, reference
@@ -21,6 +22,7 @@ from mamba_ssm._torch.dispatch import (
     refuse_second_derivatives,
     wants_one_node,
 )
+from mamba_ssm._torch.graphs import no_graphs
 from mamba_ssm._torch.modules import is_bare, is_plain, module_behind, parameters_of, weight_and_bias
 from mamba_ssm._torch.plans import forget as forget_plans
 from mamba_ssm._torch.plans import forgotten as plans_forgotten
@@ -68,6 +70,7 @@ __all__ = [
     "module_behind",
     "no_autocast",
     "no_gradients",
+    "no_graphs",
     "note_call",
     "parameters_of",
     "places_of",

@@ -15,6 +15,8 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `autograd.forward_ad._current_level` | ... forward-mode derivatives | " |
 | `_C._FunctionBase.apply` | an autograd.Function past torch.func | torch's own apply |
 | `_C._cuda_getCurrentRawStream` | the current stream's handle | torch.cuda.current_stream |
+| `_C._get_cublas_allow_tf32` and its like | what products depend on | no graphs of plans |
+| `_C._cuda_beginAllocateCurrentThreadToPool` | whether torch.cuda.use_mem_pool is a thread's own | no graphs of plans |
 | `_dynamo.symbolic_convert.InstructionTranslator` | whether torch.export is tracing | torch.compiler's word |
 | `_utils.is_compiling` | whether torch 2.2 or 2.3 is compiling | torch.compiler's word |
 | `Module._forward_hooks` and its like | whether a module has hooks | it is called as if it had |
@@ -111,6 +113,28 @@ def _public_stream(index):
 
 
 current_stream = _find("_C._cuda_getCurrentRawStream") or _public_stream
+
+# torch 2.8: a pool of memory that takes one thread's allocations.
+POOLS_KNOWN = _find("_C._cuda_beginAllocateCurrentThreadToPool") is not None and hasattr(torch.cuda, "MemPool")
+_PRODUCT_SETTINGS = [
+    _find(f"_C._get_{name}")
+    for name in (
+        "cublas_allow_tf32",
+        "cublas_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_bf16_reduced_precision_reduction",
+        "blas_preferred_backend",
+    )
+]
+POOLS_KNOWN = POOLS_KNOWN and None not in _PRODUCT_SETTINGS
+
+
+def product_settings():
+    """What torch's products depend on beside their tensors; None if its settings contradict each other."""
+    try:
+        return tuple([setting() for setting in _PRODUCT_SETTINGS])
+    except RuntimeError:
+        return None
+
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 

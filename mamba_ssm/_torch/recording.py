@@ -31,6 +31,36 @@ _FUNCTIONS = {
     "neg.default": torch.neg,
     "sum.dim_IntList": torch.sum,
 }
+
+
+def _product_into(x, weight, bias=None, *, out):
+    rows, out = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    torch.mm(rows, weight, out=out) if bias is None else torch.addmm(bias, rows, weight, out=out)
+
+
+# The same into memory that there is.
+_INTO = {
+    _FUNCTIONS["_to_copy.default"]: lambda x, dtype, out: out.copy_(x),
+    torch.addmm: torch.addmm,
+    torch.clone: lambda x, memory_format=None, *, out: out.copy_(x),
+    torch.exp: torch.exp,
+    torch.nn.functional.linear: lambda x, weight, bias=None, *, out: _product_into(x, weight.t(), bias, out=out),
+    torch.matmul: _product_into,
+    torch.mm: torch.mm,
+    _FUNCTIONS["mm.dtype"]: lambda a, b, dtype, out: torch.mm(a, b, out_dtype=dtype, out=out),
+    torch.mul: torch.mul,
+    torch.neg: torch.neg,
+    torch.sum: torch.sum,
+}
+
+
+def into_memory(function, operands):
+    """The function that does the same into memory that there is, `out`; None if there is none."""
+    if function is torch.matmul and operands[1].dim() != 2:
+        return None
+    return _INTO.get(function)
+
+
 _VIEWS = {
     "_unsafe_view",
     "alias",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from mamba_ssm._native import abi, launch, loader, signatures
 from mamba_ssm._native.errors import NativeError
-from mamba_ssm._torch import forget_plans
+from mamba_ssm._torch import forget_plans, no_graphs
 
 DTYPES = ("float32", "float16", "bfloat16")  # by code
 _CODES = (abi.FLOAT32, abi.FLOAT16, abi.BFLOAT16)
@@ -62,7 +62,8 @@ def kernels() -> list[Kernel]:
 def launches() -> list[Launch]:
     """What this process has launched so far, in all threads: kernels that were launched at least once.
 
-    A CUDA graph counts when it is captured, not when it is replayed; with torch.compile, a call counts as without.
+    A CUDA graph counts when it is captured, not when it is replayed. After some steps of a training its layers are
+    replayed, except within :func:`launched`. With torch.compile, a call counts as without.
 
     Raises:
         NativeError: as :func:`kernels`.
@@ -88,7 +89,8 @@ def launched() -> Iterator[list[Launch]]:
     """
     found: list[Launch] = []
     before = {(one.kernel, one.dtype): one.launches for one in launches()}
-    yield found
+    with no_graphs():
+        yield found
     for one in launches():
         times = one.launches - before.get((one.kernel, one.dtype), 0)
         if times:

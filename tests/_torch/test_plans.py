@@ -11,7 +11,7 @@ from _helpers.planned_calls import CALLS, B, D, L, N
 from _helpers.public_ops import PUBLIC_OPS
 from torch.utils import _python_dispatch
 
-from mamba_ssm._torch import dispatch, plans
+from mamba_ssm._torch import dispatch, plan_memory, plan_steps, plans
 from mamba_ssm._torch.private import MODES_KEEP_INFERENCE
 from mamba_ssm.ops.linear.linear import linear
 from mamba_ssm.ops.norm import swiglu
@@ -315,14 +315,16 @@ def test_memory_that_native_calls_share():
         steps, sizes = [], {}
         for number in range(8):
             sizes[number] = random.randint(1, 4000)
-            steps.append(plans.Allocation(number, None, ((sizes[number],), (1,), torch.uint8, device), sizes[number]))
+            steps.append(
+                plan_steps.Allocation(number, None, ((sizes[number],), (1,), torch.uint8, device), sizes[number])
+            )
             steps.append(_Native(*random.sample(range(number + 1), min(2, number + 1))))
-        plans._give_back(steps, 0, set())
-        first = {step.number: at for at, step in enumerate(steps) if type(step) is plans.Allocation}
+        plan_memory.give_back(steps, 0, set())
+        first = {step.number: at for at, step in enumerate(steps) if type(step) is plan_steps.Allocation}
         last = {number: at for at, step in enumerate(steps) for number in step.last}
-        plans._allocate_together(steps, device)
-        whole, *others = [step for step in steps if type(step) is plans.Allocation]
-        begins = {0: 0} | {step.number: step.begin for step in steps if type(step) is plans.Within}
+        plan_memory.allocate_together(steps, device)
+        whole, *others = [step for step in steps if type(step) is plan_steps.Allocation]
+        begins = {0: 0} | {step.number: step.begin for step in steps if type(step) is plan_steps.Within}
         assert not others and begins.keys() == sizes.keys() and whole.number == 0
         assert [step.last for step in steps if 0 in step.last] == [steps[max(last.values())].last]
         for one in sizes:

@@ -88,6 +88,30 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t)
     memset(memory, value, bytes);
     return cudaSuccess;
 }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned) {
+    return cudaErrorNotSupported;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) {
+    return cudaErrorNotSupported;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+    return cudaErrorNotSupported;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) {
+    return cudaErrorNotSupported;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t*, cudaGraph_t, unsigned long long) {
+    return cudaErrorNotSupported;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
+    return cudaErrorNotSupported;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t) {
+    return cudaErrorNotSupported;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) {
+    return cudaErrorNotSupported;
+}
 cudaError_t cudaFree(void* memory) {
     free(memory);
     return cudaSuccess;
