@@ -1,5 +1,7 @@
 """How operators are called: past the dispatcher where nothing needs it, which costs as much as a small kernel."""
 
+import functools
+
 import torch
 
 from mamba_ssm._torch import derivatives, private, reference
@@ -143,3 +145,22 @@ def refuse_second_derivatives(name):
     """
     if torch.is_grad_enabled() and not is_compiling():
         raise RuntimeError(no_second_derivatives(name))
+
+
+def outside_graphs(function):
+    """torch.compiler.disable(function), made at the first call that is compiled.
+
+    It loads the compiler, which takes a second and, with a process group there, keeps that group beyond
+    destroy_process_group: gloo's threads then run when the process ends, and may abort it.
+    """
+    made = []
+
+    @functools.wraps(function)
+    def outside(*arguments):
+        if not made:
+            if not is_compiling():
+                return function(*arguments)
+            made.append(torch.compiler.disable(function))
+        return made[0](*arguments)
+
+    return outside

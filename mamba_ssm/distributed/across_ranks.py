@@ -9,17 +9,15 @@ Parts may have different lengths, also 0 and less than the convolution's width.
 
 from __future__ import annotations  # ProcessGroup is not there in a torch built without distributed
 
-import functools
 import math
 import typing
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import call, is_compiling, make, no_autocast, refuse_second_derivatives, unpack
+from mamba_ssm._torch import call, make, no_autocast, outside_graphs, refuse_second_derivatives, unpack
 from mamba_ssm.distributed.distributed_utils import all_gather, all_gather_raw, reduce_scatter_raw
 from mamba_ssm.ops.carry import fold
 from mamba_ssm.ops.causal_conv1d.backward import causal_conv1d_backward_op
@@ -36,33 +34,13 @@ from mamba_ssm.ops.selective_scan.arguments import Options as ScanOptions
 from mamba_ssm.ops.selective_scan.carry import carried_backward, carried_forward, scan_carry
 
 
-def _outside_graphs(function: Callable[..., typing.Any]) -> Callable[..., typing.Any]:
-    """torch.compiler.disable(function), made at the first call that is compiled.
-
-    It loads the compiler, which takes a second and, with a process group there, keeps that group beyond
-    destroy_process_group: gloo's threads then run when the process ends, and may abort it.
-    """
-
-    made: list[Callable[..., typing.Any]] = []
-
-    @functools.wraps(function)
-    def outside(*arguments: typing.Any) -> typing.Any:
-        if not made:
-            if not is_compiling():
-                return function(*arguments)
-            made.append(torch.compiler.disable(function))
-        return made[0](*arguments)
-
-    return outside
-
-
-@_outside_graphs
+@outside_graphs
 def mamba_across_ranks(inputs: BlockInputs, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     """mamba_block of this rank's part, (B, L, d_model), as one autograd node."""
     return mamba_block_part(inputs, _Neighbours(process_group))
 
 
-@_outside_graphs
+@outside_graphs
 def causal_conv1d_across_ranks(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -74,7 +52,7 @@ def causal_conv1d_across_ranks(
     return _Convolution.apply(process_group, wants_silu("causal_conv1d", activation), x, weight, bias)
 
 
-@_outside_graphs
+@outside_graphs
 def selective_scan_across_ranks(
     u: torch.Tensor,
     delta: torch.Tensor,
@@ -92,7 +70,7 @@ def selective_scan_across_ranks(
     return _SelectiveScan.apply(process_group, bool(delta_softplus), u, delta, A, B, C, D, z, delta_bias)
 
 
-@_outside_graphs
+@outside_graphs
 def mamba2_across_ranks(
     inputs: Mamba2Inputs, options: Mamba2Options, gate: bool, process_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
@@ -108,7 +86,7 @@ def mamba2_across_ranks(
     return mamba2_part.part_forward(inputs, options, gate, _Neighbours(process_group))[0]
 
 
-@_outside_graphs
+@outside_graphs
 def mamba3_scan_across_ranks(
     arguments: typing.Mapping[str, typing.Any], process_group: dist.ProcessGroup | None
 ) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import parameter_dtype, usable_device
-from mamba_ssm._torch import is_plain, weight_and_bias
+from mamba_ssm._torch import is_plain
 from mamba_ssm.models._create_block import create_block as create_block  # where upstream has it
 from mamba_ssm.models._decoding import recorded_step
 from mamba_ssm.models._fit import (
@@ -25,7 +25,7 @@ from mamba_ssm.models._fit import (
     shapes_of,
 )
 from mamba_ssm.models._initial import init_weights as _init_weights
-from mamba_ssm.models._labels import next_labels
+from mamba_ssm.models._labels import head_weight, next_labels
 from mamba_ssm.models._quantized import (
     INT8,
     QUANTIZATION,
@@ -305,7 +305,8 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
             float32 scalar, whose logits are None.
 
         Raises:
-            ValueError: labels are not (B, L), or lm_head is more than a linear layer (it has hooks, or was replaced).
+            ValueError: labels are not (B, L), or lm_head is neither a linear layer nor a ColumnParallelLinear with
+                sequence_parallel=False, or is more than that (it has a bias or hooks).
         """
         if inference_params is not None and labels is None and attention_mask is None and not mixer_kwargs:
             logits = recorded_step(self, input_ids, inference_params) if type(self.backbone) is MixerModel else None
@@ -327,32 +328,18 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         self._check_head(hidden_states)
         if labels is None:
             return CausalLMOutput(logits=project(self.lm_head, hidden_states))
+        weight, group = head_weight(self.lm_head, hidden_states.dtype)
         loss = linear_cross_entropy(
             hidden_states,
-            self._head_weight(hidden_states.dtype),
+            weight,
             labels[:, -hidden_states.shape[1] :],
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             reduction="mean" if num_items_in_batch is None else "sum",
+            process_group=group,
         )
         return CausalLMLoss(loss if num_items_in_batch is None else loss / num_items_in_batch)
-
-    def _head_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """Of a head that is its weight and no more, int8 as dtype: a loss without logits calls no module."""
-        if is_plain(self.lm_head, QuantizedLinear) and self.lm_head.bias is None:
-            return self.lm_head.dequantize(dtype)
-        if not is_plain(self.lm_head, nn.Linear):
-            what = "hooks or another forward" if isinstance(self.lm_head, nn.Linear) else type(self.lm_head).__name__
-        else:
-            weight, bias = weight_and_bias(self.lm_head)
-            if bias is None:
-                return weight
-            what = "a bias"
-        raise ValueError(
-            "MambaLMHeadModel: with labels lm_head must be an nn.Linear without bias, hooks or another forward, got "
-            f"{what}: leave labels out and take the cross entropy of the logits"
-        )
 
     @classmethod
     def from_pretrained(

@@ -1,8 +1,11 @@
 """The cross entropy of rows of logits, and its gradient in their place, for ops/linear_cross_entropy.py."""
 
+from __future__ import annotations  # ProcessGroup is not there in a torch built without distributed
+
 import typing
 
 import torch
+import torch.distributed as dist
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
@@ -28,7 +31,15 @@ class Options(typing.NamedTuple):
     z_loss: float
 
 
-def cross_entropy_(inputs: Inputs, options: Options, want_gradient: bool) -> None:
+class VocabularyPart(typing.NamedTuple):
+    """What this rank's logits are of a vocabulary of `size` words: from `first` on."""
+
+    first: int
+    size: int
+    group: dist.ProcessGroup
+
+
+def cross_entropy_(inputs: Inputs, options: Options, want_gradient: bool, part: VocabularyPart | None = None) -> None:
     """Writes each row's loss, and if wanted the gradient of the losses' sum in place of the logits.
 
     lse = log(sum_j exp(l_j)) of a row l with label y, s = label_smoothing, z = z_loss:
@@ -42,33 +53,48 @@ def cross_entropy_(inputs: Inputs, options: Options, want_gradient: bool) -> Non
     Args:
         inputs: logits (R, V) float32, float16 or bfloat16, with rows of neighbours; float64 runs in torch operators.
             losses (R) contiguous, float32, or float64 of float64. labels (R) int64.
+        part: the rows are divided over the ranks of a group, and torch operators compute them: each rank has some of a
+            row's logits and all of its label and loss.
     """
-    if reference.on or inputs.logits.dtype == torch.float64:
-        _in_torch(inputs, options, want_gradient)
+    if part is not None or reference.on or inputs.logits.dtype == torch.float64:
+        _in_torch(inputs, options, want_gradient, part)
     else:
         call(_cross_entropy_op, *inputs, *options, want_gradient)
 
 
-def _in_torch(inputs, options, want_gradient):
-    """The same in torch operators."""
+def _in_torch(inputs, options, want_gradient, part):
+    """The same in torch operators. Nothing is computed from lse where l - max will do, as in the kernels."""
     (logits, losses, labels), smooth, z_loss = inputs, options.label_smoothing, options.z_loss
-    vocabulary = logits.shape[1]
-    ignored, labels = (labels == options.ignore_index)[:, None], labels[:, None]
-    used = ~ignored & (labels >= 0) & (labels < vocabulary)
-    otherwise = torch.where(ignored, 0.0, torch.nan).to(losses.dtype)
-    index = torch.where(used, labels, 0)
-    log_sum = logits.to(losses.dtype).logsumexp(1, keepdim=True)
-    log_probs = logits.log_softmax(1, dtype=losses.dtype)
-    label = log_probs.gather(1, index)
-    loss = z_loss * log_sum.square() - (1 - smooth) * label
-    if smooth:
-        loss -= smooth * log_probs.mean(1, keepdim=True)
-    losses.copy_(torch.where(used, loss, otherwise)[:, 0])
+    here = logits.shape[1]
+    first, vocabulary, group = (0, here, None) if part is None else part
+    labels = labels[:, None]
+    ignored = labels == options.ignore_index
+    wrong = ~ignored & ((labels < 0) | (labels >= vocabulary))
+    mine = (labels >= first) & (labels < first + here)
+    index = torch.where(mine, labels - first, 0)
+    largest = logits.amax(1, keepdim=True).to(losses.dtype).clamp(min=torch.finfo(losses.dtype).min)
+    if group is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    x = logits - largest
+    logit = torch.where(mine, x.gather(1, index), 0.0)
+    above = x.sum(1, keepdim=True) if smooth else torch.zeros_like(logit)
+    exponentials = x.exp_()
+    sums = torch.cat([exponentials.sum(1, keepdim=True), logit, above], 1)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    total, logit, above = sums.split(1, 1)
+    log_sum = total.log()
+    log_prob, lse = logit - log_sum, largest + log_sum
+    loss = z_loss * lse.square() - (1 - smooth) * log_prob
+    if smooth:  # zero times a mean of -inf is NaN
+        loss -= smooth * (above / vocabulary - log_sum)
+    losses.copy_(loss.masked_fill_(wrong, torch.nan).masked_fill_(ignored, 0)[:, 0])
     if want_gradient:
-        slope, share = 2 * z_loss * log_sum, smooth / vocabulary
-        entry = label.expm1() + slope * label.exp() + smooth - share
-        gradient = (log_probs.exp() * (1 + slope) - share).scatter(1, index, entry)
-        logits.copy_(torch.where(used, gradient, otherwise))
+        slope, share = 2 * z_loss * lse, smooth / vocabulary
+        entry = log_prob.expm1() + slope * log_prob.exp() + smooth - share
+        gradient = exponentials.mul_((1 + slope) / total).sub_(share)
+        gradient.scatter_(1, index, torch.where(mine, entry, gradient.gather(1, index)))
+        logits.copy_(gradient.masked_fill_(wrong, torch.nan).masked_fill_(ignored, 0))
 
 
 def _check(inputs):

@@ -1,11 +1,17 @@
 """A head's product and the cross entropy of its logits, in pieces, so that the logits of all tokens never exist."""
 
+from __future__ import annotations  # ProcessGroup is not there in a torch built without distributed
+
+import weakref
+
 import torch
+import torch.distributed as dist
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import autocast_dtype, is_compiling, no_autocast, values_at_hand
+from mamba_ssm._arguments import check_process_group
+from mamba_ssm._torch import autocast_dtype, is_compiling, no_autocast, outside_graphs, values_at_hand
 from mamba_ssm.ops._shared.gradients import HAS_OUT_DTYPE
-from mamba_ssm.ops.cross_entropy import Inputs, Options, cross_entropy_
+from mamba_ssm.ops.cross_entropy import Inputs, Options, VocabularyPart, cross_entropy_
 
 _NAME = "linear_cross_entropy"
 # A piece has at most _MANY logits: 4,000 tokens of a vocabulary of 50,000, which keep a GPU's products busy. More than
@@ -26,6 +32,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
+    process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Cross entropy of the logits hidden_states weight^T, which are computed in pieces, in forward and not again.
 
@@ -39,6 +46,10 @@ def linear_cross_entropy(
         label_smoothing: in [0, 1]: so much of the probability is spread evenly over the vocabulary.
         z_loss: times log(sum(exp(logits)))^2 is added for each token (PaLM, arXiv 2204.02311, section 5).
         reduction: "mean" over the labels that are not ignored (NaN without any, with gradients of zero), or "sum".
+        process_group: weight is this rank's (V / ranks, E) part of the rows, as ColumnParallelLinear and
+            VocabParallelEmbedding have it, while hidden_states and labels are whole and the same on all ranks. So are
+            the loss and the gradient of hidden_states, which backward sums over the ranks. All ranks call forward and
+            backward.
 
     Returns:
         The loss, a scalar: float32, or float64 of float64.
@@ -52,25 +63,28 @@ def linear_cross_entropy(
     ignore_index = checks.check_integer(_NAME, "ignore_index", ignore_index)
     label_smoothing = checks.check_number(_NAME, "label_smoothing", label_smoothing)
     options = Options(ignore_index, label_smoothing, checks.check_number(_NAME, "z_loss", z_loss))
-    _check(hidden_states, weight, labels, options, reduction)
+    check_process_group(_NAME, process_group)
+    ranks = 1 if process_group is None else dist.get_world_size(process_group)
+    _check(hidden_states, weight, labels, options, reduction, ranks)
     dtype = autocast_dtype(hidden_states)
     if dtype is not None:
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
     if not torch.is_grad_enabled():  # an autograd.Function is told of gradients all the same
         hidden_states, weight = hidden_states.detach(), weight.detach()
     rows, labels = hidden_states.reshape(-1, weight.shape[1]), labels.reshape(-1)
-    total = _LinearCrossEntropy.apply(rows, weight, labels, options)
+    sum_of = _LinearCrossEntropy.apply if process_group is None else _across_ranks
+    total = sum_of(rows, weight, labels, options, process_group)
     if reduction == "sum":
         return total
     count = (labels != ignore_index).sum()  # of none the mean is NaN, but its gradients are zero, as torch's
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
-def _check(hidden_states, weight, labels, options, reduction):
+def _check(hidden_states, weight, labels, options, reduction, ranks):
     for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("labels", labels)):
         checks.check_tensor(_NAME, name, tensor)
     checks.check_dims(_NAME, "weight", weight, 2, "(V, E)")
-    vocabulary, width = weight.shape
+    vocabulary, width = ranks * weight.shape[0], weight.shape[1]
     if vocabulary == 0:
         raise ValueError(f"{_NAME}: weight must be (V, E) with V of at least 1, got {_shape(weight)}")
     if hidden_states.dim() == 0 or hidden_states.shape[-1] != width:
@@ -117,18 +131,18 @@ def _cut(tokens, vocabulary):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """(rows (T, E), weight (V, E), labels (T)) -> the sum of the tokens' losses.
+    """(rows (T, E), weight (V, E), labels (T)) -> the sum of the tokens' losses. part: weight's, if it is one.
 
     The gradients of that sum are formed beside it, while a piece's logits are there. Of the sum, and not of the mean:
     divided by the count, a rare token's probability would be too small for float16.
     """
 
     @staticmethod
-    def forward(ctx, rows, weight, labels, options):
+    def forward(ctx, rows, weight, labels, options, part):
         wants_rows, wants_weight = ctx.needs_input_grad[:2]
         rows, weight = rows.detach(), weight.detach()  # torch 2.4's compiler does not know that forward has no grad
         tokens, vocabulary = rows.shape[0], weight.shape[0]
-        piece = _cut(tokens, vocabulary)
+        piece = _cut(tokens, vocabulary if part is None else 3 * vocabulary)  # with float32 logits beside its own
         exact = torch.promote_types(rows.dtype, torch.float32)
         narrow = tokens <= piece or (rows.dtype == torch.bfloat16 and tokens <= _NARROW * piece)
         summed = weight.dtype if narrow and rows.dtype != torch.float16 else exact  # float16 ends at 65504
@@ -141,14 +155,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 of_piece = slice(begin, begin + piece)
                 inputs = rows[of_piece]
                 logits = torch.mm(inputs, weight.t())
-                cross_entropy_(Inputs(logits, losses[of_piece], labels[of_piece]), options, wants_rows or wants_weight)
+                want_gradient = wants_rows or wants_weight
+                cross_entropy_(Inputs(logits, losses[of_piece], labels[of_piece]), options, want_gradient, part)
                 if wants_rows:
                     drows[of_piece] = torch.mm(logits, weight)
                 if wants_weight:  # what is ignored may be NaN, and its gradient of zero times that too
                     _add_product(dweight, logits.t(), inputs.masked_fill(ignored[of_piece], 0))
                 del logits  # before there are the next piece's
         ctx.save_for_backward(drows, dweight)
-        ctx.dtype = weight.dtype
+        ctx.dtype, ctx.part = weight.dtype, part
         return losses.sum()
 
     @staticmethod
@@ -162,7 +177,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with no_autocast(dtotal):
             drows = None if drows is None else _scaled(drows, dtotal, drows.dtype)
             dweight = None if dweight is None else _scaled(dweight, dtotal, ctx.dtype)
-        return drows, dweight, None, None
+            if drows is not None and ctx.part is not None:
+                dist.all_reduce(drows, group=ctx.part.group)
+        return drows, dweight, None, None, None
+
+
+# The sizes that weight is known to have on all ranks of a group.
+_same_sizes: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+
+
+@outside_graphs
+def _across_ranks(rows, weight, labels, options, process_group):
+    """_LinearCrossEntropy of parts of one size: of others, ranks would cut the tokens into other pieces, and hang."""
+    size, same = weight.shape[0], _same_sizes.setdefault(process_group, set())
+    if size not in same:
+        extremes = torch.tensor([size, -size], device=weight.device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, process_group)
+        most, least = extremes.tolist()
+        if most != -least:
+            raise ValueError(
+                f"{_NAME}: with process_group every rank's weight must have as many rows, got {size} on this one and "
+                f"{-least} to {most} on all: pad the vocabulary to a multiple of the ranks"
+            )
+        same.add(size)
+    ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+    part = VocabularyPart(rank * size, ranks * size, process_group)
+    return _LinearCrossEntropy.apply(rows, weight, labels, options, part)
 
 
 def _add_product(total, a, b):

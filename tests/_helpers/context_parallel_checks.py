@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from _helpers.distributed_checks import leaf, same
+from _helpers.ranks import leaf, same
 from mamba_ssm import Mamba, Mamba2, Mamba3, MambaLMHeadModel
 from mamba_ssm.distributed.context_parallel import context_parallel, split_sequence
 from mamba_ssm.models.config_mamba import MambaConfig

@@ -1,36 +1,17 @@
 """What each rank of tests/distributed runs: parallel layers against the whole layer, computed by every rank."""
 
-import datetime
-import importlib
-import json
-import os
-import traceback
 import types
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
 
-from _helpers import programs
+from _helpers import divided_vocabulary_checks
+from _helpers.ranks import leaf, mine, same
 from mamba_ssm import Mamba2, Mamba3
 from mamba_ssm.distributed import distributed_utils as utils
 from mamba_ssm.distributed import tensor_parallel as tp
-
-
-def same(*shape, seed=0):
-    """The same random tensor on every rank, on the default device."""
-    values = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-    return values.to(torch.empty(0).device)
-
-
-def mine(tensor, dim=0):
-    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()]
-
-
-def leaf(tensor):
-    return tensor.detach().clone().requires_grad_()
 
 
 def check_gradients(block, whole, part):
@@ -351,40 +332,5 @@ CHECKS = {
     "mamba3_mimo_inference": lambda: mamba3_inference("mimo", False),
     "mamba3_inference_sequence_parallel": lambda: mamba3_inference("mimo", True),
     "mamba3_sizes": mamba3_sizes,
+    **divided_vocabulary_checks.CHECKS,
 }
-
-
-def spawn(world, folder, backend="gloo", device="cpu", names=None, checks=__name__):
-    """Runs the CHECKS of a module (those called names, or all), with a process for each rank: each rank's results."""
-    given = world, str(folder), backend, device, names, checks
-    mp.start_processes(run_checks, given, nprocs=world, start_method=programs.start_method())
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
-
-
-def run_checks(rank, world, folder, backend, device, names, checks):
-    """In a process of its own: writes {check: None or what went wrong}."""
-    checks = importlib.import_module(checks).CHECKS
-    torch.set_num_threads(1)
-    torch.set_default_device(device)
-    store = dist.FileStore(os.path.join(folder, "store"), world)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
-    results = {}
-    for name in names or checks:
-        try:
-            checks[name]()
-            results[name] = None
-        except Exception:
-            results[name] = traceback.format_exc()
-        if not all(_everyone_has(results[name] is None)):
-            results[name] = results[name] or "failed on another rank"
-    with open(os.path.join(folder, f"{rank}.json"), "w", encoding="utf-8") as file:
-        json.dump(results, file)
-    dist.barrier()  # so that gloo's threads hold no tensor while Python ends: that may abort the process
-    dist.destroy_process_group()
-
-
-def _everyone_has(fact):
-    """Also keeps the ranks in step after a failure."""
-    facts = [None] * dist.get_world_size()
-    dist.all_gather_object(facts, fact)
-    return facts

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from _helpers import context_parallel_checks, distributed_checks
+from _helpers import context_parallel_checks, ranks
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch is built without gloo"
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 def results(request, tmp_path_factory):
     """Each rank's results."""
     folder = tmp_path_factory.mktemp("ranks")
-    return distributed_checks.spawn(request.param, folder, checks=context_parallel_checks.__name__)
+    return ranks.spawn(request.param, folder, checks=context_parallel_checks.__name__)
 
 
 @pytest.mark.parametrize("check", context_parallel_checks.CHECKS)
@@ -54,5 +54,5 @@ def test_nccl_on_one_gpu(cuda, tmp_path):
     if not dist.is_nccl_available():
         pytest.skip("this torch is built without NCCL")
     names = ("mamba", "mamba2", "mamba3", "mamba2_groups", "language_model_mamba2")
-    (result,) = distributed_checks.spawn(1, tmp_path, "nccl", "cuda", names, context_parallel_checks.__name__)
+    (result,) = ranks.spawn(1, tmp_path, "nccl", "cuda", names, context_parallel_checks.__name__)
     assert result == dict.fromkeys(names), result

@@ -5,7 +5,8 @@ The processes of one size start once and run every check; each check is then a t
 
 import pytest
 import torch.distributed as dist
-from _helpers.distributed_checks import CHECKS, spawn
+from _helpers.distributed_checks import CHECKS
+from _helpers.ranks import spawn
 
 from mamba_ssm.distributed.distributed_utils import get_dim_for_local_rank
 
@@ -32,6 +33,7 @@ def test_nccl_on_one_gpu(cuda, tmp_path):
     if not dist.is_nccl_available():
         pytest.skip("this torch is built without NCCL")
     names = ("linear_layers", "linear_layers_sequence_parallel", "mamba2", "mamba2_sequence_parallel", "mamba3")
+    names += ("loss_of_a_divided_vocabulary", "language_model")
     (result,) = spawn(1, tmp_path, "nccl", "cuda", names)
     assert result == dict.fromkeys(names), result
 

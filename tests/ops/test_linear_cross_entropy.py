@@ -187,9 +187,9 @@ def test_what_a_piece_holds(tokens, vocabulary):
 def test_without_gradients_none_are_formed(context, monkeypatch):
     formed = []
 
-    def noted(inputs, options, want_gradient):
+    def noted(inputs, options, want_gradient, part):
         formed.append(want_gradient)
-        return cross_entropy_(inputs, options, want_gradient)
+        return cross_entropy_(inputs, options, want_gradient, part)
 
     monkeypatch.setattr(module, "cross_entropy_", noted)
     with context():
