@@ -208,62 +208,58 @@ struct ScanReference {
         }
     }
 
-    double B_at(const ScanData& x, int64_t b, int64_t d, int64_t n, int64_t t) const {
-        return c.variable_B ? x.B.get(b, group_of(d), n, t) : x.B.get(d, n);
-    }
-    double C_at(const ScanData& x, int64_t b, int64_t d, int64_t n, int64_t t) const {
-        return c.variable_C ? x.C.get(b, group_of(d), n, t) : x.C.get(d, n);
-    }
-
+    // Each value is read once for all states, or all steps: a tensor's index and dtype take longer than the arithmetic.
     void run_channel(const ScanData& x, int64_t b, int64_t d) {
-        const int64_t L = c.seqlen;
+        const int64_t L = c.seqlen, g = group_of(d);
         const auto place = [&](int64_t t) { return c.reverse ? L - 1 - t : t; };  // of a step in memory
-        Values dt(L), slope(L), y(L), dy(L), h(static_cast<size_t>(L + 1) * c.dstate, 0.0), ddt(L, 0.0);
+        Values u(L), dt(L), slope(L), y(L), dy(L), h(L + 1), ddt(L, 0.0), a(L), B(L), C(L);
+        std::vector<char> restarts(L);
         for (int64_t t = 0; t < L; ++t) {
             const double raw = x.delta.get(b, d, place(t)) + (c.bias ? x.bias.get(d) : 0.0);
+            u[t] = x.u.get(b, d, place(t));
             dt[t] = c.softplus && raw <= 20 ? log1p(exp(raw)) : raw;
             slope[t] = c.softplus && raw <= 20 ? testing::sigmoid(raw) : 1.0;
-            y[t] = c.D ? x.D.get(d) * x.u.get(b, d, place(t)) : 0.0;
+            y[t] = c.D ? x.D.get(d) * u[t] : 0.0;
             const double z = c.z ? x.z.get(b, d, place(t)) : 0.0;
             dy[t] = x.dout.get(b, d, place(t)) * (c.z ? z * testing::sigmoid(z) : 1.0);
+            restarts[t] = c.seq_idx && t > 0 && x.seq_idx[b * L + place(t)] != x.seq_idx[b * L + place(t - 1)];
         }
-        const auto restarts = [&](int64_t t) {
-            return c.seq_idx && t > 0 && x.seq_idx[b * L + place(t)] != x.seq_idx[b * L + place(t - 1)];
-        };
         for (int64_t n = 0; n < c.dstate; ++n) {
             const double A = x.A.get(d, n);
-            double* states = h.data() + n * (L + 1);
-            states[0] = c.initial ? x.initial.get(b, d, n) : 0.0;
+            h[0] = c.initial ? x.initial.get(b, d, n) : 0.0;
             for (int64_t t = 0; t < L; ++t) {
-                const double before = restarts(t) ? 0.0 : states[t];
-                states[t + 1] = exp(dt[t] * A) * before + dt[t] * B_at(x, b, d, n, place(t)) * x.u.get(b, d, place(t));
-                y[t] += C_at(x, b, d, n, place(t)) * states[t + 1];
+                a[t] = exp(dt[t] * A);
+                B[t] = c.variable_B ? x.B.get(b, g, n, place(t)) : x.B.get(d, n);
+                C[t] = c.variable_C ? x.C.get(b, g, n, place(t)) : x.C.get(d, n);
+                h[t + 1] = a[t] * (restarts[t] ? 0.0 : h[t]) + dt[t] * B[t] * u[t];
+                y[t] += C[t] * h[t + 1];
                 if ((t + 1) % MAMBA_SCAN_CHECKPOINT == 0 && t + 1 < L) {
                     const int64_t chunk = t / MAMBA_SCAN_CHECKPOINT, chunks = (L - 1) / MAMBA_SCAN_CHECKPOINT;
-                    checkpoints[((b * chunks + chunk) * c.dim + d) * c.dstate + n] = states[t + 1];
+                    checkpoints[((b * chunks + chunk) * c.dim + d) * c.dstate + n] = h[t + 1];
                 }
             }
-            last[state(b, d, n)] = states[L];
-            double g = c.last ? x.dlast.get(b, d, n) : 0.0;
+            last[state(b, d, n)] = h[L];
+            double* const dB_row = dB.data() + (c.variable_B ? group(b, g, n, 0) : parameter(d, n));
+            double* const dC_row = dC.data() + (c.variable_C ? group(b, g, n, 0) : parameter(d, n));
+            double passed = c.last ? x.dlast.get(b, d, n) : 0.0;
             for (int64_t t = L - 1; t >= 0; --t) {
-                const double B = B_at(x, b, d, n, place(t)), u = x.u.get(b, d, place(t)), a = exp(dt[t] * A);
-                const double dh = g + C_at(x, b, d, n, place(t)) * dy[t], before = restarts(t) ? 0.0 : states[t];
-                dC[c.variable_C ? group(b, group_of(d), n, place(t)) : parameter(d, n)] += dy[t] * states[t + 1];
-                dB[c.variable_B ? group(b, group_of(d), n, place(t)) : parameter(d, n)] += dh * dt[t] * u;
-                du[row(b, d, place(t))] += dh * dt[t] * B;
-                ddt[t] += dh * (u * B + A * a * before);
-                dA[parameter(d, n)] += dh * dt[t] * a * before;
-                g = restarts(t) ? 0.0 : dh * a;
+                const double dh = passed + C[t] * dy[t], before = restarts[t] ? 0.0 : h[t];
+                dC_row[c.variable_C ? place(t) : 0] += dy[t] * h[t + 1];
+                dB_row[c.variable_B ? place(t) : 0] += dh * dt[t] * u[t];
+                du[row(b, d, place(t))] += dh * dt[t] * B[t];
+                ddt[t] += dh * (u[t] * B[t] + A * a[t] * before);
+                dA[parameter(d, n)] += dh * dt[t] * a[t] * before;
+                passed = restarts[t] ? 0.0 : dh * a[t];
             }
-            dinitial[state(b, d, n)] = g;
+            dinitial[state(b, d, n)] = passed;
         }
         for (int64_t t = 0; t < L; ++t) {
-            const double u = x.u.get(b, d, place(t)), z = c.z ? x.z.get(b, d, place(t)) : 0.0, s = testing::sigmoid(z);
+            const double z = c.z ? x.z.get(b, d, place(t)) : 0.0, s = testing::sigmoid(z);
             out[row(b, d, place(t))] = c.z ? y[t] * z * s : y[t];
             dz[row(b, d, place(t))] = x.dout.get(b, d, place(t)) * y[t] * s * (1.0 + z * (1.0 - s));
             du[row(b, d, place(t))] += c.D ? dy[t] * x.D.get(d) : 0.0;
             ddelta[row(b, d, place(t))] = ddt[t] * slope[t];
-            dD[d] += dy[t] * u;
+            dD[d] += dy[t] * u[t];
             dbias[d] += ddt[t] * slope[t];
         }
     }

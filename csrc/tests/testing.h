@@ -100,6 +100,20 @@ inline int64_t element_size(int32_t dtype) {
     return dtype == MAMBA_FLOAT32 ? 4 : 2;
 }
 
+// 2^exponent, a normal double. From its bits: with ldexp, decoding took up to half of the time of a test.
+inline double power_of_2(int exponent) {
+    const uint64_t bits = static_cast<uint64_t>(exponent + 1023) << 52;
+    double value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+// The exponent of a finite double; of zero and subnormal ones below that of any other.
+inline int exponent_of(double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return static_cast<int>(bits >> 52 & 0x7ff) - 1023;
+}
+
 // The value of a 16-bit float with that many fraction bits, whose exponent bias is that of IEEE formats.
 inline double decode16(uint16_t bits, int fraction_bits) {
     const int exponent_bits = 15 - fraction_bits, bias = (1 << (exponent_bits - 1)) - 1;
@@ -109,9 +123,9 @@ inline double decode16(uint16_t bits, int fraction_bits) {
     if (exponent == (1 << exponent_bits) - 1) {
         value = fraction != 0 ? NAN : HUGE_VAL;
     } else if (exponent == 0) {
-        value = ldexp(fraction, 1 - bias - fraction_bits);
+        value = fraction * power_of_2(1 - bias - fraction_bits);
     } else {
-        value = ldexp(fraction + (1 << fraction_bits), exponent - bias - fraction_bits);
+        value = (fraction + (1 << fraction_bits)) * power_of_2(exponent - bias - fraction_bits);
     }
     return bits & 0x8000 ? -value : value;
 }
@@ -127,11 +141,11 @@ inline uint16_t encode16(double value, int fraction_bits) {
     if (isinf(size)) {
         return static_cast<uint16_t>(sign | infinity);
     }
-    int exponent = size > 0 ? ilogb(size) : 1 - bias;
-    exponent = exponent < 1 - bias ? 1 - bias : exponent;
+    const int own = exponent_of(size), exponent = own < 1 - bias ? 1 - bias : own;
     // counts units in the last place from zero, so that a carry runs into the exponent as it should
-    const double units = nearbyint(ldexp(size, fraction_bits - exponent));
-    const double bits = units + ldexp(exponent - (1 - bias), fraction_bits);
+    const double whole = power_of_2(52);  // a double has no fraction from here on
+    const double units = size * power_of_2(fraction_bits - exponent) + whole - whole;
+    const double bits = units + static_cast<double>(exponent - (1 - bias)) * (1 << fraction_bits);
     return static_cast<uint16_t>(sign | (bits < infinity ? static_cast<int>(bits) : infinity));
 }
 
