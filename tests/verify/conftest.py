@@ -19,12 +19,26 @@ def real_wheel(tmp_path_factory, request):
     for name in ("setuptools", "cmake", "ninja"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed here")
-    source = tmp_path_factory.mktemp("build") / "source"
+    import fcntl
+
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # one wheel for all processes of this run
+    with open(folder / "real_wheel.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list((folder / "real_wheel").glob("dist/mamba_ssm-*.whl")):
+            _build(folder / "real_wheel", request.config.rootpath)
+    (found,) = (folder / "real_wheel").glob("dist/mamba_ssm-*.whl")
+    return found
+
+
+def _build(source, root):
+    shutil.rmtree(source, ignore_errors=True)  # of a process that failed
     ignored = shutil.ignore_patterns("lib", "__pycache__", "*.egg-info")
     for name in ("causal-conv1d", "compat", "csrc", "mamba_ssm", "scripts"):
-        shutil.copytree(request.config.rootpath / name, source / name, ignore=ignored)
+        shutil.copytree(root / name, source / name, ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(request.config.rootpath / name, source)
+        shutil.copy(root / name, source)
     switches = {"MAMBA_RELEASE": "1", "MAMBA_SSM_CUDA": "off", "CMAKE_ARGS": "-DCMAKE_CXX_FLAGS_RELEASE=-O0"}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAMBA", "MM_", "CMAKE"))}
     command = [sys.executable, "setup.py", "bdist_wheel"]
@@ -32,8 +46,6 @@ def real_wheel(tmp_path_factory, request):
         command, cwd=source, env=clean | switches, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    (found,) = (source / "dist").glob("mamba_ssm-*.whl")
-    return found
 
 
 @pytest.fixture(scope="session")
