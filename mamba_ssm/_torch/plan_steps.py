@@ -172,12 +172,16 @@ class Tensors:
         new = tuple.__new__
         return lambda tensors: new(kind, [None if result is None else result.of(tensors) for result in kept])
 
-    def number_of(self, tensor, end=None):
-        """Which of the first so many tensors it is. It may have been given twice, which overlaps then notes."""
+    def has_made(self, tensor):
+        """Whether it is memory of the call's own."""
+        return self._find(tensor.data_ptr())[0] >= self.arguments
+
+    def argument_of(self, tensor):
+        """Which argument it is. It may have been given twice, which overlaps then notes."""
         layout = tensor.data_ptr(), layout_of(tensor)
         first, *others = [
             number
-            for number, other in enumerate(self.tensors[:end])
+            for number, other in enumerate(self.tensors[: self.arguments])
             if isinstance(other, _TENSOR) and (other.data_ptr(), layout_of(other)) == layout
         ] or [None]
         if first is None:

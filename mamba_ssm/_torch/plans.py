@@ -149,7 +149,7 @@ class Plan:
         device = arguments[0].device
         self.index = arguments[0].get_device()
         self.results_of = found.results_of(results)
-        self.written = [found.number_of(tensor, len(arguments)) for tensor in written]
+        self.written = [found.argument_of(tensor) for tensor in written if not found.has_made(tensor)]
         # (an argument, another that holds some of the same memory, which the plan counts as the first's, bytes from
         # start to start): the plan is for calls with the same
         self.overlaps = found.overlaps

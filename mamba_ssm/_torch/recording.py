@@ -20,16 +20,21 @@ _FUNCTIONS = {
     "addmm.default": torch.addmm,
     "addmm_.default": torch.Tensor.addmm_,
     "clone.default": torch.clone,
+    "addmm.dtype_out": torch.addmm,
     "copy_.default": torch.Tensor.copy_,
+    "eq.Scalar": torch.eq,
     "exp.default": torch.exp,
     "linear.default": torch.nn.functional.linear,
+    "masked_fill.Scalar": torch.masked_fill,
     "matmul.default": torch.matmul,
     "mm.default": torch.mm,
     "mm.dtype": lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype),
     "mm.out": torch.mm,
     "mul.Tensor": torch.mul,
     "neg.default": torch.neg,
+    "sum.default": torch.sum,
     "sum.dim_IntList": torch.sum,
+    "zeros_like.default": torch.zeros_like,
 }
 
 
@@ -43,14 +48,17 @@ _INTO = {
     _FUNCTIONS["_to_copy.default"]: lambda x, dtype, out: out.copy_(x),
     torch.addmm: torch.addmm,
     torch.clone: lambda x, memory_format=None, *, out: out.copy_(x),
+    torch.eq: torch.eq,
     torch.exp: torch.exp,
     torch.nn.functional.linear: lambda x, weight, bias=None, *, out: _product_into(x, weight.t(), bias, out=out),
+    torch.masked_fill: lambda x, mask, value, out: out.copy_(x).masked_fill_(mask, value),
     torch.matmul: _product_into,
     torch.mm: torch.mm,
     _FUNCTIONS["mm.dtype"]: lambda a, b, dtype, out: torch.mm(a, b, out_dtype=dtype, out=out),
     torch.mul: torch.mul,
     torch.neg: torch.neg,
-    torch.sum: torch.sum,
+    torch.sum: lambda x, dim=(), keepdim=False, *, out, **named: torch.sum(x, dim, keepdim, out=out, **named),
+    torch.zeros_like: lambda x, out, **named: out.zero_(),
 }
 
 

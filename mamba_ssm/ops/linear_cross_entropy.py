@@ -9,7 +9,15 @@ import torch.distributed as dist
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import check_process_group
-from mamba_ssm._torch import autocast_dtype, is_compiling, no_autocast, outside_graphs, values_at_hand
+from mamba_ssm._torch import (
+    autocast_dtype,
+    is_compiling,
+    no_autocast,
+    outside_graphs,
+    planned,
+    reference,
+    values_at_hand,
+)
 from mamba_ssm.ops._shared.gradients import HAS_OUT_DTYPE
 from mamba_ssm.ops.cross_entropy import Inputs, Options, VocabularyPart, cross_entropy_
 
@@ -143,28 +151,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows, weight = rows.detach(), weight.detach()  # torch 2.4's compiler does not know that forward has no grad
         tokens, vocabulary = rows.shape[0], weight.shape[0]
         piece = _cut(tokens, vocabulary if part is None else 3 * vocabulary)  # with float32 logits beside its own
-        exact = torch.promote_types(rows.dtype, torch.float32)
         narrow = tokens <= piece or (rows.dtype == torch.bfloat16 and tokens <= _NARROW * piece)
-        summed = weight.dtype if narrow and rows.dtype != torch.float16 else exact  # float16 ends at 65504
-        drows = torch.empty_like(rows) if wants_rows else None
-        dweight = torch.zeros_like(weight, dtype=summed) if wants_weight else None
-        losses = rows.new_empty(tokens, dtype=exact)
-        ignored = (labels == options.ignore_index)[:, None]
+        summed = weight.dtype if narrow and rows.dtype != torch.float16 else _exact(rows)  # float16 ends at 65504
+        wants = wants_rows, wants_weight
         with no_autocast(rows):
-            for begin in range(0, tokens, piece):
-                of_piece = slice(begin, begin + piece)
-                inputs = rows[of_piece]
-                logits = torch.mm(inputs, weight.t())
-                want_gradient = wants_rows or wants_weight
-                cross_entropy_(Inputs(logits, losses[of_piece], labels[of_piece]), options, want_gradient, part)
-                if wants_rows:
-                    drows[of_piece] = torch.mm(logits, weight)
-                if wants_weight:  # what is ignored may be NaN, and its gradient of zero times that too
-                    _add_product(dweight, logits.t(), inputs.masked_fill(ignored[of_piece], 0))
-                del logits  # before there are the next piece's
+            if part is not None or reference.on:
+                total, drows, dweight = _form(rows, weight, labels, options, (piece, summed), wants, part)
+            else:
+                total, drows, dweight = _form_by_plan(rows, weight, labels, tuple(options), (piece, summed), wants)
         ctx.save_for_backward(drows, dweight)
         ctx.dtype, ctx.part = weight.dtype, part
-        return losses.sum()
+        return total
 
     @staticmethod
     def backward(ctx, dtotal):
@@ -180,6 +177,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if drows is not None and ctx.part is not None:
                 dist.all_reduce(drows, group=ctx.part.group)
         return drows, dweight, None, None, None
+
+
+def _exact(rows):
+    """The dtype of losses."""
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
+def _form(rows, weight, labels, options, manner, wants, part=None):
+    """(The sum of the losses, its gradients of rows and weight, None where they are not wanted).
+
+    manner: so many tokens at once, and the dtype in which weight's gradient is added up.
+    """
+    options, (piece, summed), (wants_rows, wants_weight) = Options(*options), manner, wants
+    drows = torch.empty_like(rows) if wants_rows else None
+    dweight = torch.zeros_like(weight, dtype=summed) if wants_weight else None
+    losses = rows.new_empty(rows.shape[0], dtype=_exact(rows))
+    ignored = (labels == options.ignore_index)[:, None]
+    for begin in range(0, rows.shape[0], piece):
+        of_piece = slice(begin, begin + piece)
+        inputs = rows[of_piece]
+        logits = torch.mm(inputs, weight.t())
+        cross_entropy_(Inputs(logits, losses[of_piece], labels[of_piece]), options, wants_rows or wants_weight, part)
+        if wants_rows:
+            _product_into(drows[of_piece], logits, weight)
+        if wants_weight:  # what is ignored may be NaN, and its gradient of zero times that too
+            _add_product(dweight, logits.t(), inputs.masked_fill(ignored[of_piece], 0))
+        del logits  # before there are the next piece's
+    return losses.sum(), drows, dweight
+
+
+_form_by_plan = planned("linear_cross_entropy", _form)
 
 
 # The sizes that weight is known to have on all ranks of a group.
@@ -203,6 +231,13 @@ def _across_ranks(rows, weight, labels, options, process_group):
     ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     part = VocabularyPart(rank * size, ranks * size, process_group)
     return _LinearCrossEntropy.apply(rows, weight, labels, options, part)
+
+
+def _product_into(out, a, b):
+    if is_compiling():
+        out.copy_(torch.mm(a, b))
+    else:
+        torch.mm(a, b, out=out)
 
 
 def _add_product(total, a, b):

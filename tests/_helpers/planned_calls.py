@@ -12,6 +12,7 @@ from mamba_ssm._torch import dispatch
 from mamba_ssm.modules.block import Block
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.linear import linear, normed_linear, quantize_weight, quantized_linear, takes_norm
+from mamba_ssm.ops.linear_cross_entropy import linear_cross_entropy
 from mamba_ssm.ops.mamba2_block import mamba_split_conv1d_scan_combined
 from mamba_ssm.ops.mamba2_step import mamba2_step
 from mamba_ssm.ops.mamba3_block import mamba3_block
@@ -204,6 +205,14 @@ CALLS = {
     "Mamba2, layer": Call(layer(Mamba2, headdim=8), both("mamba2_layer_node"), _STREAM, True),
     "Mamba3, layer": Call(layer(Mamba3, headdim=8), both("mamba3_layer_node"), _STREAM, True),
     "swiglu": Call(swiglu, both("swiglu"), {"xy": (B, L, 2 * D)}, True),
+    "linear_cross_entropy": Call(
+        lambda hidden_states, weight: linear_cross_entropy(
+            hidden_states, weight, torch.arange(B * L, device=weight.device).view(B, L) % N, ignore_index=1
+        ),
+        ("linear_cross_entropy",),
+        {"hidden_states": (B, L, D), "weight": (N, D)},
+        True,
+    ),
     "linear": Call(linear, ("linear",), {"x": (B, D), "weight": (N, D), "bias": (N,)}),
     "normed_linear": Call(
         after_norm, ("normed_linear",), {"x": (1, 32), "residual": (1, 32), "norm_weight": (32,), "weight": (D, 32)}

@@ -15,6 +15,7 @@ from mamba_ssm._torch import dispatch, graphs, no_graphs, plans, private
 from mamba_ssm.utils.kernels import launched
 
 NODES = [name for name, call in CALLS.items() if any(operator.endswith("node") for operator in call.operators)]
+OTHERS = ["linear_cross_entropy"]
 TIMES = 6  # addresses that come the second time become a graph, and an allocator takes a step or two to come to rest
 ATOMICS = {"rtol": 1e-4, "atol": 1e-4}  # float32; they add in any order
 
@@ -45,7 +46,7 @@ def without_graphs(function, given):
 
 
 @pytest.mark.skipif(not private.POOLS_KNOWN, reason="torch before 2.8 has no pools of memory of one thread")
-@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("name", NODES + OTHERS)
 def test_all_memory_before_the_first_launch(monkeypatch, name):
     """On the CPU, where nothing becomes a graph, a plan that takes its memory so does what others do."""
     laid_out = []
@@ -65,7 +66,7 @@ def test_all_memory_before_the_first_launch(monkeypatch, name):
     call = CALLS[name]
     for turn in range(4):
         check(monkeypatch, call.function, draw(call, "cpu", turn), "cpu", call.differentiable)
-    assert len(laid_out) >= 2  # forward and backward
+    assert len(laid_out) >= (2 if name in NODES else 1)  # forward and backward
 
 
 @pytest.mark.gpu
@@ -80,7 +81,7 @@ def test_graphs_follow_their_inputs(name, cuda):
         found = [tensor.cpu() for tensor in gradients(call.function, given)]
         expected = [tensor.cpu() for tensor in without_graphs(call.function, given)]
         torch.testing.assert_close(found, expected, **ATOMICS)
-    assert graphs_made() or name not in NODES
+    assert graphs_made() or name not in NODES + OTHERS
 
 
 def layer(device, kind=Mamba2, width=64):
