@@ -53,6 +53,9 @@ class Function:
         self.function, self.operands, self.named, self.numbers = function, operands, named, numbers
         self.made = made  # the Allocation that it does by itself, if it does
         self._into = function_into
+        out = dict(named).get("out", operands[0])
+        # Which tensor it writes, if it makes none: its version goes up with the function, but not with a graph.
+        self.wrote = getattr(out, "number", None) if made is None else None
 
     def run(self, tensors, addresses, structs, stream):
         given = [operand.of(tensors) for operand in self.operands]

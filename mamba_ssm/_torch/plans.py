@@ -22,7 +22,7 @@ import torch
 
 from mamba_ssm._torch import graphs
 from mamba_ssm._torch.plan_memory import Layout, allocate_together, give_back
-from mamba_ssm._torch.plan_steps import Allocation, Call, NoPlan, Tensors
+from mamba_ssm._torch.plan_steps import Allocation, Call, Function, NoPlan, Tensors
 from mamba_ssm._torch.private import MODES_KEEP_INFERENCE, below_autograd, current_stream
 from mamba_ssm._torch.recording import Done, Recorder, run_recorded
 
@@ -160,6 +160,7 @@ class Plan:
         self.layout = self.graphs = None
         if graphs.wanted(steps, device):
             self.layout = Layout(steps, kept, device)
+            self.written += {step.wrote for step in steps if type(step) is Function} & set(range(len(arguments)))
             self.graphs = graphs.Graphs(self.calls[0], device)
             steps = [step.into() for step in steps if type(step) is not Allocation]
             for step in steps:

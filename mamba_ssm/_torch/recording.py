@@ -32,9 +32,7 @@ _FUNCTIONS = {
     "mm.out": torch.mm,
     "mul.Tensor": torch.mul,
     "neg.default": torch.neg,
-    "sum.default": torch.sum,
     "sum.dim_IntList": torch.sum,
-    "zeros_like.default": torch.zeros_like,
 }
 
 
@@ -57,8 +55,7 @@ _INTO = {
     _FUNCTIONS["mm.dtype"]: lambda a, b, dtype, out: torch.mm(a, b, out_dtype=dtype, out=out),
     torch.mul: torch.mul,
     torch.neg: torch.neg,
-    torch.sum: lambda x, dim=(), keepdim=False, *, out, **named: torch.sum(x, dim, keepdim, out=out, **named),
-    torch.zeros_like: lambda x, out, **named: out.zero_(),
+    torch.sum: torch.sum,
 }
 
 

@@ -151,14 +151,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows, weight = rows.detach(), weight.detach()  # torch 2.4's compiler does not know that forward has no grad
         tokens, vocabulary = rows.shape[0], weight.shape[0]
         piece = _cut(tokens, vocabulary if part is None else 3 * vocabulary)  # with float32 logits beside its own
+        exact = torch.promote_types(rows.dtype, torch.float32)
         narrow = tokens <= piece or (rows.dtype == torch.bfloat16 and tokens <= _NARROW * piece)
-        summed = weight.dtype if narrow and rows.dtype != torch.float16 else _exact(rows)  # float16 ends at 65504
-        wants = wants_rows, wants_weight
+        summed = weight.dtype if narrow and rows.dtype != torch.float16 else exact  # float16 ends at 65504
+        drows = torch.empty_like(rows) if wants_rows else None
+        dweight = torch.zeros_like(weight, dtype=summed) if wants_weight else None
+        losses = rows.new_empty(tokens, dtype=exact)
         with no_autocast(rows):
-            if part is not None or reference.on:
-                total, drows, dweight = _form(rows, weight, labels, options, (piece, summed), wants, part)
-            else:
-                total, drows, dweight = _form_by_plan(rows, weight, labels, tuple(options), (piece, summed), wants)
+            for begin in range(0, tokens, piece):
+                of_piece = slice(begin, begin + piece)
+                of_rows = rows[of_piece], labels[of_piece], losses[of_piece], drows[of_piece] if wants_rows else None
+                if part is not None or reference.on:
+                    _form(*of_rows, weight, dweight, options, part)
+                else:
+                    _form_by_plan(*of_rows, weight, dweight, tuple(options))
+        total = losses.sum()
         ctx.save_for_backward(drows, dweight)
         ctx.dtype, ctx.part = weight.dtype, part
         return total
@@ -179,32 +186,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return drows, dweight, None, None, None
 
 
-def _exact(rows):
-    """The dtype of losses."""
-    return torch.promote_types(rows.dtype, torch.float32)
-
-
-def _form(rows, weight, labels, options, manner, wants, part=None):
-    """(The sum of the losses, its gradients of rows and weight, None where they are not wanted).
-
-    manner: so many tokens at once, and the dtype in which weight's gradient is added up.
-    """
-    options, (piece, summed), (wants_rows, wants_weight) = Options(*options), manner, wants
-    drows = torch.empty_like(rows) if wants_rows else None
-    dweight = torch.zeros_like(weight, dtype=summed) if wants_weight else None
-    losses = rows.new_empty(rows.shape[0], dtype=_exact(rows))
-    ignored = (labels == options.ignore_index)[:, None]
-    for begin in range(0, rows.shape[0], piece):
-        of_piece = slice(begin, begin + piece)
-        inputs = rows[of_piece]
-        logits = torch.mm(inputs, weight.t())
-        cross_entropy_(Inputs(logits, losses[of_piece], labels[of_piece]), options, wants_rows or wants_weight, part)
-        if wants_rows:
-            _product_into(drows[of_piece], logits, weight)
-        if wants_weight:  # what is ignored may be NaN, and its gradient of zero times that too
-            _add_product(dweight, logits.t(), inputs.masked_fill(ignored[of_piece], 0))
-        del logits  # before there are the next piece's
-    return losses.sum(), drows, dweight
+def _form(rows, labels, losses, drows, weight, dweight, options, part=None):
+    """Writes a piece's losses and, where there is memory for them, the gradients of their sum: weight's is added."""
+    logits = torch.mm(rows, weight.t())
+    want_gradient = drows is not None or dweight is not None
+    cross_entropy_(Inputs(logits, losses, labels), Options(*options), want_gradient, part)
+    if drows is not None:
+        _product_into(drows, logits, weight)
+    if dweight is not None:  # what is ignored may be NaN, and its gradient of zero times that too
+        ignored = labels == Options(*options).ignore_index
+        _add_product(dweight, logits.t(), rows.masked_fill(ignored[:, None], 0))
+    return ()
 
 
 _form_by_plan = planned("linear_cross_entropy", _form)
