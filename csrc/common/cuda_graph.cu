@@ -13,6 +13,18 @@ static int32_t graph_status(cudaError_t error, const char* function) {
                 cudaGetErrorString(error), function);
 }
 
+// What other threads record is not disturbed by what this one makes and frees.
+class Undisturbed {
+ public:
+    Undisturbed() : mode_(cudaStreamCaptureModeRelaxed) { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    ~Undisturbed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    Undisturbed(const Undisturbed&) = delete;
+    Undisturbed& operator=(const Undisturbed&) = delete;
+
+ private:
+    cudaStreamCaptureMode mode_;
+};
+
 int32_t mamba_graph_stream(int32_t device, void** stream) {
     Check check("graph_stream");
     check.pointer("stream", stream);
@@ -20,6 +32,7 @@ int32_t mamba_graph_stream(int32_t device, void** stream) {
         return check.status();
     }
     const DeviceGuard guard(device);
+    const Undisturbed undisturbed;
     cudaStream_t made = nullptr;
     const cudaError_t error =
         guard.error != cudaSuccess ? guard.error : cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking);
@@ -43,6 +56,7 @@ int32_t mamba_graph_end(int32_t device, void* stream, void** graph) {
         return check.status();
     }
     const DeviceGuard guard(device);
+    const Undisturbed undisturbed;
     cudaGraph_t recorded = nullptr;
     cudaGraphExec_t made = nullptr;
     cudaError_t error = cudaStreamEndCapture(static_cast<cudaStream_t>(stream), &recorded);
@@ -78,5 +92,9 @@ int32_t mamba_graph_launch(int32_t device, void* graph, void* stream) {
 int32_t mamba_graph_free(void* graph) {
     Check check("graph_free");
     check.pointer("graph", graph);
-    return check.ok() ? graph_status(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)), "graph_free") : check.status();
+    if (!check.ok()) {
+        return check.status();
+    }
+    const Undisturbed undisturbed;
+    return graph_status(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)), "graph_free");
 }

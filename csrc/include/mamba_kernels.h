@@ -78,7 +78,8 @@ MAMBA_API int32_t mamba_run_sequence(const MambaSequence* params);
 /* In mamba_cuda alone; mamba_cpu returns MAMBA_ERROR_UNSUPPORTED. What is launched on a stream of graph_stream between begin
  * and end does not run, but becomes a CUDA graph. Each begin has its end, also where something failed: it then gives NULL. A
  * graph launches the same on the same memory, on any stream; not by two threads at once, and UNSUPPORTED where the stream's
- * work is being recorded for another graph. */
+ * work is being recorded for another graph. What else the work depends on, such as a library's workspace, is the caller's
+ * affair. */
 MAMBA_API int32_t mamba_graph_stream(int32_t device, void** stream);
 MAMBA_API int32_t mamba_graph_begin(int32_t device, void* stream);
 MAMBA_API int32_t mamba_graph_end(int32_t device, void* stream, void** graph);

@@ -23,7 +23,7 @@ from mamba_ssm._torch.dispatch import (
     refuse_second_derivatives,
     wants_one_node,
 )
-from mamba_ssm._torch.graphs import no_graphs
+from mamba_ssm._torch.graphs import no_cuda_graphs
 from mamba_ssm._torch.modules import is_bare, is_plain, module_behind, parameters_of, weight_and_bias
 from mamba_ssm._torch.plans import forget as forget_plans
 from mamba_ssm._torch.plans import forgotten as plans_forgotten
@@ -70,8 +70,8 @@ __all__ = [
     "make",
     "module_behind",
     "no_autocast",
+    "no_cuda_graphs",
     "no_gradients",
-    "no_graphs",
     "note_call",
     "outside_graphs",
     "parameters_of",

@@ -54,7 +54,7 @@ class Function:
         self.made = made  # the Allocation that it does by itself, if it does
         self._into = function_into
         out = dict(named).get("out", operands[0])
-        # Which tensor it writes, if it makes none: its version goes up with the function, but not with a graph.
+        # Which tensor it writes, if it makes none. The function raises its version, a graph does not, so plans do.
         self.wrote = getattr(out, "number", None) if made is None else None
 
     def run(self, tensors, addresses, structs, stream):

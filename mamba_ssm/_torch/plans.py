@@ -158,7 +158,7 @@ class Plan:
         give_back(steps, len(arguments), kept)
         self.calls = [step for step in steps if type(step) is Call]
         self.layout = self.graphs = None
-        if graphs.wanted(steps, device):
+        if graphs.wanted(steps, arguments):
             self.layout = Layout(steps, kept, device)
             self.written += {step.wrote for step in steps if type(step) is Function} & set(range(len(arguments)))
             self.graphs = graphs.Graphs(self.calls[0], device)

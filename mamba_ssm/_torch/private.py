@@ -15,7 +15,8 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `autograd.forward_ad._current_level` | ... forward-mode derivatives | " |
 | `_C._FunctionBase.apply` | an autograd.Function past torch.func | torch's own apply |
 | `_C._cuda_getCurrentRawStream` | the current stream's handle | torch.cuda.current_stream |
-| `_C._get_cublas_allow_tf32` and its like | what products depend on | no graphs of plans |
+| `_C._get_cublas_allow_tf32`, | what products depend on | no graphs of plans |
+| `_C._get_fp32_precision_getter` and its like | " | " |
 | `_C._cuda_beginAllocateCurrentThreadToPool` | whether torch.cuda.use_mem_pool is a thread's own | no graphs of plans |
 | `_dynamo.symbolic_convert.InstructionTranslator` | whether torch.export is tracing | torch.compiler's word |
 | `_utils.is_compiling` | whether torch 2.2 or 2.3 is compiling | torch.compiler's word |
@@ -31,7 +32,9 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 tests/_torch takes each name away in turn.
 """
 
+import os
 import typing
+from functools import partial
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -115,25 +118,29 @@ def _public_stream(index):
 current_stream = _find("_C._cuda_getCurrentRawStream") or _public_stream
 
 # torch 2.8: a pool of memory that takes one thread's allocations.
-POOLS_KNOWN = _find("_C._cuda_beginAllocateCurrentThreadToPool") is not None and hasattr(torch.cuda, "MemPool")
+_POOLS_KNOWN = _find("_C._cuda_beginAllocateCurrentThreadToPool") is not None and hasattr(torch.cuda, "MemPool")
+# torch 2.9. Where its newer setting was made alone, to read allow_tf32 raises.
+_fp32_precision = _find("_C._get_fp32_precision_getter")
 _PRODUCT_SETTINGS = [
-    _find(f"_C._get_{name}")
-    for name in (
-        "cublas_allow_tf32",
-        "cublas_allow_fp16_reduced_precision_reduction",
-        "cublas_allow_bf16_reduced_precision_reduction",
-        "blas_preferred_backend",
-    )
+    _find("_C._get_cublas_allow_tf32") if _fp32_precision is None else partial(_fp32_precision, "cuda", "matmul"),
+    _find("_C._get_cublas_allow_fp16_reduced_precision_reduction"),
+    _find("_C._get_cublas_allow_bf16_reduced_precision_reduction"),
+    _find("_C._get_blas_preferred_backend"),
 ]
-POOLS_KNOWN = POOLS_KNOWN and None not in _PRODUCT_SETTINGS
+_newer = _find("_C._get_cublas_allow_fp16_accumulation"), _find("_C._get_sm_carveout_experimental")
+GRAPHS_KNOWN = _POOLS_KNOWN and None not in _PRODUCT_SETTINGS
+_PRODUCT_SETTINGS += [setting for setting in _newer if setting is not None]
 
 
 def product_settings():
-    """What torch's products depend on beside their tensors; None if its settings contradict each other."""
-    try:
-        return tuple([setting() for setting in _PRODUCT_SETTINGS])
-    except RuntimeError:
-        return None
+    """What torch's products on a GPU depend on beside their tensors."""
+    return tuple([setting() for setting in _PRODUCT_SETTINGS])
+
+
+def allocates_natively():
+    """Whether torch's own caching allocator gives memory on GPUs, which alone has pools."""
+    cached = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
+    return cached and torch.cuda.get_allocator_backend() == "native"
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------

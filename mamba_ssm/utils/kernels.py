@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from mamba_ssm._native import abi, launch, loader, signatures
 from mamba_ssm._native.errors import NativeError
-from mamba_ssm._torch import forget_plans, no_graphs
+from mamba_ssm._torch import forget_plans, no_cuda_graphs
 
 DTYPES = ("float32", "float16", "bfloat16")  # by code
 _CODES = (abi.FLOAT32, abi.FLOAT16, abi.BFLOAT16)
@@ -89,7 +89,7 @@ def launched() -> Iterator[list[Launch]]:
     """
     found: list[Launch] = []
     before = {(one.kernel, one.dtype): one.launches for one in launches()}
-    with no_graphs():
+    with no_cuda_graphs():
         yield found
     for one in launches():
         times = one.launches - before.get((one.kernel, one.dtype), 0)

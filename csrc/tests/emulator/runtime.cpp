@@ -94,6 +94,9 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned) {
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) {
     return cudaErrorNotSupported;
 }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
+    return cudaErrorNotSupported;
+}
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
     return cudaErrorNotSupported;
 }
