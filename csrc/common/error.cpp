@@ -43,6 +43,7 @@ int64_t mamba_struct_size(const char* name) {
         {"MambaMamba2Step", sizeof(MambaMamba2Step)},
         {"MambaMambaStep", sizeof(MambaMambaStep)},
         {"MambaLinear", sizeof(MambaLinear)},
+        {"MambaDequantize", sizeof(MambaDequantize)},
         {"MambaSsd", sizeof(MambaSsd)},
         {"MambaSsdBackward", sizeof(MambaSsdBackward)},
         {"MambaSsdCarry", sizeof(MambaSsdCarry)},

@@ -200,6 +200,20 @@ typedef struct MambaLinear {
     int64_t x_row_stride, out_row_stride;
 } MambaLinear;
 
+/* out = rows of an int8 weight as numbers, each rounded once: all of them, or those that indices name. A row whose index is not
+ * in 0 .. weight_rows - 1 is NaN. Letters: R rows, N features. */
+typedef struct MambaDequantize {
+    MambaRun run;
+    int64_t rows, features;
+    int64_t weight_rows; /* without indices as many as rows */
+    int32_t dtype;       /* of out */
+    int32_t index_bytes; /* 4 or 8, with indices */
+    const void* weight;  /* (weight_rows, N) int8, contiguous */
+    const void* scales;  /* (weight_rows, ceil(N / MAMBA_INT8_BLOCK)) float16, contiguous */
+    const void* indices; /* (R), optional */
+    void* out;           /* (R, N) contiguous */
+} MambaDequantize;
+
 /* out = (s - mean(s)) rstd weight + bias over each of a row's ngroups groups of neighbours, rstd = 1 / sqrt(var(s) + eps).
  * s = x + residual, rounded to other_dtype; or, with z, s = x silu(z) (norm_before_gate 0), or s = x and out is multiplied by
  * silu(z) (norm_before_gate 1). is_rms_norm: no mean, rstd = 1 / sqrt(mean(s^2) + eps). The elements of a row have stride 1.

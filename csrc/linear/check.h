@@ -60,4 +60,33 @@ inline int32_t check_linear(const char* function, const MambaLinear* params, boo
     return check.status();
 }
 
+inline bool dequantize_is_empty(const MambaDequantize& p) {
+    return p.rows == 0 || p.features == 0;
+}
+
+inline int32_t check_dequantize(const char* function, const MambaDequantize* params) {
+    Check check(function);
+    check.pointer("params", params);
+    if (!check.ok()) {
+        return check.status();
+    }
+    const MambaDequantize& p = *params;
+    check.at_least(0, "rows", p.rows);
+    check.at_least(0, "features", p.features);
+    check.at_least(0, "weight_rows", p.weight_rows);
+    check.dtype("out", p.dtype);
+    check.that(p.indices == nullptr || p.index_bytes == 4 || p.index_bytes == 8, MAMBA_ERROR_INVALID,
+               "index_bytes must be 4 or 8, got %d", static_cast<int>(p.index_bytes));
+    check.that(p.indices != nullptr || p.weight_rows == p.rows, MAMBA_ERROR_INVALID,
+               "weight_rows must be rows = %lld without indices, got %lld", static_cast<long long>(p.rows),
+               static_cast<long long>(p.weight_rows));
+    if (!check.ok() || dequantize_is_empty(p)) {
+        return check.status();
+    }
+    check.pointer("weight", p.weight, p.weight_rows > 0);
+    check.pointer("scales", p.scales, p.weight_rows > 0);
+    check.pointer("out", p.out);
+    return check.status();
+}
+
 }  // namespace mamba

@@ -1,4 +1,4 @@
-// linear of mamba_cpu: checks, the choice of instruction set, and the split of the work over threads.
+// linear and dequantize of mamba_cpu: checks, the choice of instruction set, and the split of the work over threads.
 #include "linear/cpu.h"
 
 #include "linear/check.h"
@@ -24,6 +24,22 @@ void run_projection_share(void* context, int64_t share) {
                          end < job.projection->outputs ? end : job.projection->outputs);
 }
 
+struct DequantizeJob {
+    const MambaDequantize* params;
+    const LinearKernels* kernels;
+    int64_t shares;
+};
+
+void run_dequantize_share(void* context, int64_t share) {
+    const DequantizeJob& job = *static_cast<const DequantizeJob*>(context);
+    const int64_t rows = job.params->rows;
+    job.kernels->dequantize(*job.params, share_begin(rows, job.shares, share), share_begin(rows, job.shares, share + 1));
+}
+
+const LinearKernels& linear_kernels_of(Isa isa) {
+    return kernels_of(isa, generic::linear_kernels, avx2::linear_kernels, avx512::linear_kernels);
+}
+
 }  // namespace
 
 bool run_projection(const MambaRun& run, Isa isa, const Projection& wanted) {
@@ -31,7 +47,7 @@ bool run_projection(const MambaRun& run, Isa isa, const Projection& wanted) {
     projection.has_vnni = has_vnni(isa);
     ProjectionJob job = {};
     job.projection = &projection;
-    job.kernels = &kernels_of(isa, generic::linear_kernels, avx2::linear_kernels, avx512::linear_kernels);
+    job.kernels = &linear_kernels_of(isa);
     job.blocks = ceil_div(projection.outputs, kOutputBlock);
     job.shares = worthwhile_threads(run, projection.rows * projection.outputs * projection.features, kWorkPerThread);
     job.shares = job.shares < job.blocks ? job.shares : job.blocks;
@@ -77,4 +93,22 @@ int32_t mamba_linear(const MambaLinear* params) {
     return run_projection(p.run, isa, projection)
                ? MAMBA_OK
                : fail(MAMBA_ERROR_MEMORY, "%s: no memory for %lld rows", function, static_cast<long long>(p.rows));
+}
+
+int32_t mamba_dequantize(const MambaDequantize* params) {
+    const char* const function = "dequantize";
+    int32_t status = check_dequantize(function, params);
+    if (status != MAMBA_OK || dequantize_is_empty(*params)) {
+        return status;
+    }
+    Isa isa;
+    status = begin_call(function, params->run, &isa);
+    if (status != MAMBA_OK) {
+        return status;
+    }
+    const MambaDequantize& p = *params;
+    const int64_t threads = worthwhile_threads(p.run, p.rows * p.features, kWorkPerThread);
+    DequantizeJob job = {params, &linear_kernels_of(isa), threads < p.rows ? threads : p.rows};
+    run_shares(job.shares, run_dequantize_share, &job);
+    return MAMBA_OK;
 }

@@ -6,6 +6,7 @@
 
 namespace mamba {
 KernelTable linear_table("linear", kLinearKernels);
+KernelTable dequantize_table("dequantize", kDequantizeKernels);
 }  // namespace mamba
 
 using namespace mamba;
@@ -27,4 +28,20 @@ int32_t mamba_linear(const MambaLinear* params) {
         error = launchers_of<LinearLaunchers>(params->dtype).linear(*params, kernel, device.processors);
     }
     return cuda_status(error, function, params->rows, params->out_features, params->in_features, 0);
+}
+
+int32_t mamba_dequantize(const MambaDequantize* params) {
+    const char* const function = "dequantize";
+    const int32_t status = check_dequantize(function, params);
+    if (status != MAMBA_OK || dequantize_is_empty(*params)) {
+        return status;
+    }
+    const DeviceGuard guard(params->run.device);
+    const DeviceLimits device(params->run.device);
+    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    if (error == cudaSuccess) {
+        const int kernel = choose_kernel(dequantize_table, kDequantizeKernels, device.major, params->dtype, *params);
+        error = launchers_of<LinearLaunchers>(params->dtype).dequantize(*params, kernel);
+    }
+    return cuda_status(error, function, params->rows, params->features, 1, 1);
 }

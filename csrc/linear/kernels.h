@@ -1,4 +1,4 @@
-// The linear layer's kernels, for few rows.
+// The linear layer's kernels, for few rows, and what dequantises its weights.
 #pragma once
 
 #include "common/alignment.h"
@@ -44,5 +44,21 @@ inline constexpr LinearKernel kLinearKernels[] = {
     {{"four_rows", "", "4 rows, 16 outputs, all features", kAllDtypes, 256, 0, 75}, has_any_rows, false, 4, 2},
 };
 extern KernelTable linear_table;
+
+constexpr int kDequantizeThreads = 256;
+
+struct DequantizeKernel : KernelRow {
+    bool (*takes)(const MambaDequantize& p);
+};
+
+inline bool takes_any_dequantize(const MambaDequantize&) {
+    return true;
+}
+
+inline constexpr DequantizeKernel kDequantizeKernels[] = {
+    // name, needs, shape, dtypes (of out), threads, shared bytes, architecture; takes
+    {{"row", "", "a row", kAllDtypes, kDequantizeThreads, 0, 75}, takes_any_dequantize},
+};
+extern KernelTable dequantize_table;
 
 }  // namespace mamba

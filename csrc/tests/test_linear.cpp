@@ -1,4 +1,4 @@
-// linear of both libraries against double-precision sums, over sizes, strides and dtypes.
+// linear and dequantize of both libraries against double-precision sums, over sizes, strides and dtypes.
 #include "tests/testing.h"
 
 using testing::begin_case;
@@ -163,6 +163,58 @@ static void test_int8() {
     }
 }
 
+// Rows that indices of 4 or 8 bytes name, some of no row, or all rows.
+static void run_dequantize_case(int64_t rows, int64_t features, int32_t dtype, int index_bytes) {
+    begin_case("dequantize dtype=%d R=%d in=%d index=%d", dtype, static_cast<int>(rows), static_cast<int>(features),
+               index_bytes);
+    const int64_t blocks = (features + 31) / 32, weight_rows = index_bytes > 0 ? 7 : rows;
+    Tensor scales(MAMBA_FLOAT16, {weight_rows, blocks}), out(dtype, {rows, features});
+    testing::Memory<int8_t> weight(static_cast<size_t>(weight_rows * features) + 1, 0);
+    testing::Memory<int32_t> short_indices(static_cast<size_t>(rows) + 1, 0);
+    testing::Memory<int64_t> long_indices(static_cast<size_t>(rows) + 1, 0);
+    scales.fill_random(0.01);
+    for (int64_t i = 0; i < weight_rows * features; ++i) {
+        weight.data()[i] = static_cast<int8_t>(i * 89 % 256 - 128);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+        long_indices.data()[r] = r % 5 == 3 ? -1 - r : r % 5 == 4 ? weight_rows + r : r * 3 % weight_rows;
+        short_indices.data()[r] = static_cast<int32_t>(long_indices.data()[r]);
+    }
+    MambaDequantize p;
+    memset(&p, 0, sizeof(p));
+    p.run.num_threads = 2;
+    p.rows = rows;
+    p.features = features;
+    p.weight_rows = weight_rows;
+    p.dtype = dtype;
+    p.index_bytes = index_bytes;
+    p.weight = weight.data();
+    p.scales = scales.data();
+    p.indices = index_bytes == 8   ? static_cast<const void*>(long_indices.data())
+                : index_bytes == 4 ? short_indices.data()
+                                   : nullptr;
+    p.out = out.data();
+    if (!expect_ok(mamba_dequantize(&p))) {
+        return;
+    }
+    expect_close("out", out, 1e-7, [&](int64_t r, int64_t i, int64_t, int64_t) {
+        const int64_t row = index_bytes > 0 ? long_indices.data()[r] : r;
+        return row < 0 || row >= weight_rows ? static_cast<double>(NAN)
+                                             : static_cast<double>(weight.data()[row * features + i]) * scales.get(row, i / 32);
+    });
+}
+
+static void test_dequantize() {
+    const int64_t sizes[][2] = {{1, 768}, {1, 1}, {6, 31}, {7, 33}, {0, 8}, {3, 0}, {40, 4100}, {9, 2080}};
+    for (const auto& size : sizes) {
+        for (int32_t dtype = MAMBA_FLOAT32; dtype <= MAMBA_BFLOAT16; ++dtype) {
+            for (int index_bytes = 0; index_bytes <= 8; index_bytes += 4) {
+                run_dequantize_case(size[0], size[1], dtype, index_bytes);
+            }
+        }
+    }
+}
+
 static void test_errors() {
     begin_case("linear errors");
     MambaLinear p;
@@ -200,6 +252,7 @@ int main(int argc, char** argv) {
         test_table();
         test_int8();
         test_norm();
+        test_dequantize();
         test_errors();
     });
 }

@@ -347,6 +347,19 @@ class MambaLinear(Structure):
     )
 
 
+class MambaDequantize(Structure):
+    _anonymous_ = ("run",)
+    _fields_ = _fields(
+        """
+        MambaRun: run;
+        i64: rows, features, weight_rows;
+        i32: dtype, index_bytes;
+        ptr: weight, scales, indices, out
+        """,
+        MambaRun=MambaRun,
+    )
+
+
 class MambaNorm(Structure):
     _anonymous_ = ("run",)
     _fields_ = _fields(
@@ -441,6 +454,7 @@ STRUCTS = (
     MambaMamba2Step,
     MambaMambaStep,
     MambaLinear,
+    MambaDequantize,
     MambaNorm,
     MambaNormBackward,
     MambaSwiglu,
@@ -479,6 +493,7 @@ FUNCTIONS = {
     "mamba_step": (c_int32, [POINTER(MambaMambaStep)]),
     "mamba_step_workspace": (c_int64, [POINTER(MambaMambaStep)]),
     "linear": (c_int32, [POINTER(MambaLinear)]),
+    "dequantize": (c_int32, [POINTER(MambaDequantize)]),
     "ssd_forward": (c_int32, [POINTER(MambaSsd)]),
     "ssd_backward": (c_int32, [POINTER(MambaSsdBackward)]),
     "ssd_forward_workspace": (c_int64, [POINTER(MambaSsd)]),

@@ -177,6 +177,7 @@ FORMULAS = {
     "causal_conv1d": _causal_conv1d,
     "causal_conv1d_update": _causal_conv1d,
     "cross_entropy": _element_by_element,
+    "dequantize": _element_by_element,
     "gated_norm": _element_by_element,
     "linear": _linear,
     "normed_linear": _linear,

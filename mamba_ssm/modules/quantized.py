@@ -5,11 +5,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from mamba_ssm._torch import is_plain
 from mamba_ssm.ops.linear import (
-    dequantize_weight,
+    dequantize,
     normed_linear,
     quantize_weight,
     quantized_linear,
@@ -38,7 +37,7 @@ class _Quantized(nn.Module):
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight (out, in) in a floating dtype: a new tensor."""
-        return dequantize_weight(self.weight, self.scales, dtype)
+        return dequantize(self.weight, self.scales, dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> typing.Any:
         scales = self.scales.data
@@ -128,7 +127,7 @@ class QuantizedEmbedding(_Quantized, nn.Embedding):  # type: ignore[misc]
         return made.train(embedding.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return dequantize_weight(F.embedding(input, self.weight), F.embedding(input, self.scales), self.dtype)
+        return dequantize(self.weight, self.scales, self.dtype, input)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> typing.Any:
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype

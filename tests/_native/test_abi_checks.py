@@ -54,6 +54,7 @@ SIZES = {
     abi.MambaNorm: {"rows": 2, "ngroups": 2, "group_size": 4},
     abi.MambaSwiglu: {"rows": 2, "width": 4},
     abi.MambaCrossEntropy: {"rows": 2, "vocabulary": 4},
+    abi.MambaDequantize: {"rows": 2, "features": 4, "weight_rows": 2},
     abi.MambaSequence: {"count": 0},
 }
 SIZES[abi.MambaSelectiveScanBackward] = {**SIZES[abi.MambaSelectiveScan], "slots": 1}
@@ -83,6 +84,7 @@ POINTERS = {
     "mamba2_step": "zxBCdt conv_state conv_weight state dt_bias A_log D out",
     "mamba_step": "xz conv_state conv_weight x_proj_weight dt_proj_weight state A_log D out",
     "linear": "x weight out",
+    "dequantize": "weight scales out",
     "ssd_forward": "x dt A B C",
     "ssd_backward": "x dt A B C dout dx ddt dA dB dC",
     "ssd_carry": "passed factors",
@@ -168,6 +170,8 @@ OTHERS = [
     ("cross_entropy", {"vocabulary": 0}, abi.ERROR_INVALID, "vocabulary must be in [1, 1073741824], got 0"),
     ("cross_entropy", {"vocabulary": 2**31}, abi.ERROR_UNSUPPORTED, "vocabulary must be in [1, 1073741824]"),
     ("cross_entropy", {"gradient": 2}, abi.ERROR_UNSUPPORTED, "gradient must be in [0, 1], got 2"),
+    ("dequantize", {"weight_rows": 3}, abi.ERROR_INVALID, "weight_rows must be rows = 2 without indices, got 3"),
+    ("dequantize", {"indices": 1, "index_bytes": 2}, abi.ERROR_INVALID, "index_bytes must be 4 or 8, got 2"),
     ("norm_backward", {"dbias": 1}, abi.ERROR_INVALID, "dbias is given without bias"),
 ]
 

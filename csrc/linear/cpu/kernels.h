@@ -55,6 +55,8 @@ struct LinearKernels {
     ProjectionInput (*prepare)(const Projection& p, float* scratch);
     // Outputs [begin, end) of all rows.
     void (*project)(const Projection& p, const ProjectionInput& x, int64_t begin, int64_t end);
+    // Rows [begin, end) of the result.
+    void (*dequantize)(const MambaDequantize& p, int64_t begin, int64_t end);
 };
 
 namespace generic {

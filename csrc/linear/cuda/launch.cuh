@@ -3,6 +3,7 @@
 
 #include "common/alignment.h"
 #include "common/kernel_launch.cuh"
+#include "linear/cuda/dequantize.cuh"
 #include "linear/cuda/int8.cuh"
 #include "linear/cuda/int8_row.cuh"
 #include "linear/cuda/kernel.cuh"
@@ -60,6 +61,7 @@ template <typename T>
 LinearLaunchers LinearLaunchers::of() {
     LinearLaunchers launchers;
     launchers.linear = launch_linear<T>;
+    launchers.dequantize = launch_dequantize<T>;
     return launchers;
 }
 

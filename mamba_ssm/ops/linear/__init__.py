@@ -1,11 +1,13 @@
 """A linear layer of few rows, as decoding has: it takes as long as reading the weight does. And weights of int8."""
 
+from mamba_ssm.ops.linear.dequantize import dequantize
 from mamba_ssm.ops.linear.linear import linear, project
 from mamba_ssm.ops.linear.normed import normed_linear, takes_norm
 from mamba_ssm.ops.linear.quantized import quantize_weight, quantized_linear, scales_shape
 from mamba_ssm.ops.linear.reference import dequantize_weight, linear_ref
 
 __all__ = [
+    "dequantize",
     "dequantize_weight",
     "linear",
     "linear_ref",

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._torch import autocast_dtype, reference
+from mamba_ssm.ops.linear.dequantize import dequantize
 from mamba_ssm.ops.linear.linear import is_few_rows, linear
-from mamba_ssm.ops.linear.reference import BLOCK, dequantize_weight
+from mamba_ssm.ops.linear.reference import BLOCK
 
 _LARGEST = 127
 _NAME = "quantized_linear"
@@ -73,7 +74,7 @@ def quantized_linear(
 
 
 def _product(x, weight, scales, bias):
-    return F.linear(x, dequantize_weight(weight, scales, x.dtype), None if bias is None else bias.to(x.dtype))
+    return F.linear(x, dequantize(weight, scales, x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 class _Product(torch.autograd.Function):
@@ -90,7 +91,7 @@ class _Product(torch.autograd.Function):
         weight, scales = ctx.saved_tensors
         of_x = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_x = gradient @ dequantize_weight(weight, scales, gradient.dtype)
+            of_x = gradient @ dequantize(weight, scales, gradient.dtype)
         if ctx.needs_input_grad[3]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
         return of_x, None, None, of_bias

@@ -4,7 +4,14 @@ import pytest
 import torch
 from _helpers.cases import DTYPES, dtype_id
 
-from mamba_ssm.ops.linear import dequantize_weight, linear, normed_linear, quantize_weight, quantized_linear
+from mamba_ssm.ops.linear import (
+    dequantize,
+    dequantize_weight,
+    linear,
+    normed_linear,
+    quantize_weight,
+    quantized_linear,
+)
 from mamba_ssm.ops.norm import rms_norm_fn
 from mamba_ssm.utils.kernels import without
 from mamba_ssm.utils.reference import plain_torch
@@ -145,6 +152,59 @@ def test_opcheck_after_a_norm(cuda_kernels):
     for residual, bias in ((None, None), (x.clone(), norm_weight[:5].clone())):
         arguments = x, residual, norm_weight, weight, scales, bias, 1e-5, True
         torch.library.opcheck(torch.ops.mamba_ssm.normed_linear.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=dtype_id)
+@pytest.mark.parametrize("in_features", [1, 45, 96, 4128])
+def test_dequantized_rows(in_features, dtype, device):
+    """A product of 8 and 11 bits is exact in float32, so that every number is rounded once: equal bits."""
+    weight, scales = weight_of(7, in_features, device)
+    weight[0, 0] = -128
+    exact = dequantize_weight(weight, scales, torch.float64)
+    assert torch.equal(dequantize(weight, scales, dtype), exact.to(dtype))
+    moved = torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(7, in_features)
+    assert torch.equal(dequantize(moved, scales.t().contiguous().t(), dtype), exact.to(dtype))
+    rows = torch.randint(7, (5, 4), device=device)
+    for indices in (rows, rows.int(), rows.t(), rows[0, 0], rows[:0]):
+        assert torch.equal(dequantize(weight, scales, dtype, indices), exact[indices.long()].to(dtype))
+
+
+def test_indices_of_no_row(device):
+    weight, scales = weight_of(7, 40, device)
+    for index in (-1, 7, 2**40):
+        indices = torch.tensor([1, index, 2], device=device)
+        if device == "cpu":
+            with pytest.raises(IndexError, match=rf"dequantize: indices must be in 0..6, got {index}"):
+                dequantize(weight, scales, torch.float32, indices)
+        else:
+            out = dequantize(weight, scales, torch.float32, indices)
+            assert out[1].isnan().all() and not out[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize(
+    "change,error,words",
+    [
+        ({"indices": torch.ones(2)}, TypeError, "indices must be int32 or int64, got float32"),
+        ({"indices": torch.ones(2, dtype=torch.int64, device="meta")}, ValueError, "indices must be on"),
+        ({"weight": torch.ones(7, 40)}, TypeError, "weight must be int8, got float32"),
+        ({"scales": torch.ones(7, 1).half()}, ValueError, r"scales must have shape \(out, ceil\(in / 32\)\)"),
+    ],
+    ids=["dtype", "device", "weight", "scales"],
+)
+def test_wrong_arguments_of_dequantize(change, error, words):
+    weight, scales = weight_of(7, 40)
+    with pytest.raises(error, match=words):
+        dequantize(**{"weight": weight, "scales": scales, "dtype": torch.float32, **change})
+
+
+@pytest.mark.skipif(TORCH < (2, 4), reason="torch before 2.4 has no opcheck")
+def test_opcheck_and_compiled_dequantize(device):
+    weight, scales = weight_of(7, 40, device)
+    for indices in (None, torch.tensor([[1, 2, 6]], device=device)):
+        torch.library.opcheck(torch.ops.mamba_ssm.dequantize.default, (weight, scales, indices, 2))
+        compiled = torch.compile(dequantize, backend="aot_eager", fullgraph=True)
+        expected = dequantize(weight, scales, torch.bfloat16, indices)
+        assert torch.equal(compiled(weight, scales, torch.bfloat16, indices), expected)
 
 
 def test_shapes_and_layouts(device):
