@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 
 from mamba_ssm._arguments import shown
+from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.modules.bimamba2 import BiMamba2
 from mamba_ssm.modules.block import Block
 from mamba_ssm.modules.hydra import Hydra
@@ -80,3 +81,16 @@ def _mixer(
         if needed and argument.name not in options:
             raise ValueError(f"{source}: {cls.__name__} needs {argument.name!r}, got {shown(options)}")
     return partial(cls, **options, **given)
+
+
+def layer_without_memory(config: MambaConfig, layer_idx: int) -> Block:
+    """A layer with the names and shapes of MixerModel's."""
+    options = config.ssm_cfg, config.attn_layer_idx, config.attn_cfg
+    return create_block(
+        config.d_model,
+        config.d_intermediate,
+        *options,
+        rms_norm=config.rms_norm,
+        layer_idx=layer_idx,
+        device="meta",
+    )

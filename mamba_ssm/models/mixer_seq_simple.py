@@ -13,6 +13,7 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import parameter_dtype, usable_device
 from mamba_ssm._torch import is_plain
 from mamba_ssm.models._create_block import create_block as create_block  # where upstream has it
+from mamba_ssm.models._create_block import layer_without_memory
 from mamba_ssm.models._decoding import recorded_step
 from mamba_ssm.models._fit import (
     EMBEDDING,
@@ -31,6 +32,7 @@ from mamba_ssm.models._quantized import (
     QUANTIZATION,
     quantized_names,
     shapes_of_scales,
+    step_by_int8_head,
     take_quantization,
     without_quantized,
 )
@@ -197,9 +199,20 @@ class MixerModel(nn.Module):
         inference_params: InferenceCache | None,
         mixer_kwargs: Mapping[str, typing.Any],
     ) -> torch.Tensor:
+        return self._last_norm(*self._through_layers(hidden_states, inference_params, mixer_kwargs))
+
+    def _through_layers(
+        self,
+        hidden_states: torch.Tensor,
+        inference_params: InferenceCache | None,
+        mixer_kwargs: Mapping[str, typing.Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         residual = None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
+        return hidden_states, residual
+
+    def _last_norm(self, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         options = self.fused_add_norm, self.residual_in_fp32
         normed: torch.Tensor = add_norm(hidden_states, residual, self.norm_f, *options, prenorm=False)
         return normed
@@ -309,7 +322,10 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
                 sequence_parallel=False, or is more than that (it has a bias or hooks).
         """
         if inference_params is not None and labels is None and attention_mask is None and not mixer_kwargs:
-            logits = recorded_step(self, input_ids, inference_params) if type(self.backbone) is MixerModel else None
+            logits = None
+            if type(self.backbone) is MixerModel:
+                logits = recorded_step(self, input_ids, inference_params)
+                logits = step_by_int8_head(self, input_ids, inference_params) if logits is None else logits
             if logits is not None:
                 return CausalLMOutput(logits=logits)
         padding = None
@@ -380,7 +396,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
             check_dtypes(without_quantized(state, quantized), path)
             check_sizes(config, state, path)
             try:
-                expected = expected_shapes(config, partial(_layer_without_memory, config))
+                expected = expected_shapes(config, partial(layer_without_memory, config))
             except (ValueError, RuntimeError) as error:  # of a block, or of torch where sizes multiply to too much
                 reason, _, _ = str(error).partition("\n")
                 raise CheckpointError(f"{source}: {reason}") from error
@@ -417,16 +433,3 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         quantized = any(map(is_quantized, quantizable(self).values()))
         quantization = {QUANTIZATION: INT8} if quantized else {}
         write_checkpoint(save_directory, {**own, **asdict(config), **quantization}, state, safe_serialization)
-
-
-def _layer_without_memory(config: MambaConfig, layer_idx: int) -> Block:
-    """A layer with the names and shapes of MixerModel's."""
-    options = config.ssm_cfg, config.attn_layer_idx, config.attn_cfg
-    return create_block(
-        config.d_model,
-        config.d_intermediate,
-        *options,
-        rms_norm=config.rms_norm,
-        layer_idx=layer_idx,
-        device="meta",
-    )
