@@ -8,8 +8,7 @@ namespace MAMBA_ISA {
 
 // What a chunk's exponents get their gradients from, one value a step.
 struct ExponentTerms {
-    alignas(64) float to[kChunk];       // sum over earlier steps of the run
-    alignas(64) float from[kChunk];     // sum over later steps of the run
+    alignas(64) float within[kChunk];   // sum over pairs of steps of a run, one earlier, the other later or this one
     alignas(64) float entered[kChunk];  // of the entering state
     alignas(64) float left[kChunk];     // to the leaving state
     double carried;                     // of the entering to the leaving state
@@ -28,17 +27,18 @@ MAMBA_INLINE Vec keep_steps(Vec value, Vec step, float low, float high) {
     return select_greater(step, set1(high + 0.5f), zero(), select_greater(set1(low - 0.5f), step, zero(), value));
 }
 
-// From C . B and x . dy: weights for dx, this head's part of the gradient of C . B, and the terms within runs.
+// From C . B and x . dy: weights for dx, this head's part of the gradient of C . B, and the terms within runs. Each pair is
+// added where it belongs: as differences of whole sums, strong decays would leave little but roundings.
 inline void chunk_weights(const Chunk& chunk, const Decays& decays, const SsdBackwardScratch& s, ExponentTerms& terms) {
     alignas(64) float steps[kChunk];
+    alignas(64) float since[kChunk] = {};  // of a step as the earlier one of a pair, with all later ones from `to` on
     for (int step = 0; step < kChunk; ++step) {
         steps[step] = static_cast<float>(step);
-        terms.from[step] = 0.0f;
     }
     for (int r = 0; r < chunk.count; ++r) {
         const ChunkRun run = chunk.runs[r];
         const float low = static_cast<float>(run.begin);
-        for (int to = run.begin; to < run.end; ++to) {
+        for (int to = run.end - 1; to >= run.begin; --to) {
             const float high = static_cast<float>(to);
             Vec total = zero();
             for (int from = run.begin / kLanes * kLanes; from < run.end; from += kLanes) {
@@ -53,11 +53,11 @@ inline void chunk_weights(const Chunk& chunk, const Decays& decays, const SsdBac
                 store(s.weights + i, keep_steps(weight, step, low, high));
                 const Vec slope = keep_steps(decay * dt * x_dy, step, low, high);
                 store(s.dproducts + i, load(s.dproducts + i) + slope);
-                const Vec term = keep_steps(weight * dt * x_dy, step, low, high - 1.0f);
-                total = total + term;
-                store(terms.from + from, load(terms.from + from) + term);
+                const Vec sums = load(since + from) + keep_steps(weight * dt * x_dy, step, low, high - 1.0f);
+                store(since + from, sums);
+                total = total + keep_steps(sums, step, low, high - 1.0f);
             }
-            terms.to[to] = sum(total);
+            terms.within[to] = sum(total);
         }
     }
 }
@@ -67,13 +67,8 @@ inline void finish_steps(const MambaSsdBackward& q, const Chunk& chunk, int64_t 
                          const Decays& decays, const ExponentTerms& terms, float* direct, float* sums) {
     const MambaSsd& p = q.forward;
     double exponent[kChunk];
-    for (int r = 0; r < chunk.count; ++r) {
-        const ChunkRun run = chunk.runs[r];
-        double crossing = 0.0;
-        for (int step = run.end - 1; step >= run.begin; --step) {
-            crossing += static_cast<double>(terms.to[step]) - static_cast<double>(terms.from[step]);
-            exponent[step] = step > run.begin ? crossing : 0.0;
-        }
+    for (int step = 0; step < chunk.steps; ++step) {
+        exponent[step] = static_cast<double>(terms.within[step]);
     }
     if (enters) {
         double later = 0.0;

@@ -34,14 +34,14 @@ def scan(function, case):
     return run
 
 
-def check(case, dtype, device, tensors=None):
+def check(case, dtype, device, tensors=None, atol=None):
     tensors = tensors or case.inputs(dtype, device)
     found = outputs_and_gradients(scan(mamba_chunk_scan_combined, case), tensors)
     plain = outputs_and_gradients(scan(ssd_chunk_scan_combined_ref, case), tensors)
     truth = outputs_and_gradients(scan(ssd_chunk_scan_combined_ref, case), tensors, torch.float64)
     assert found["out0"].dtype == dtype
     assert found["out1"].dtype == torch.float32
-    assert_close_to_truth(found, plain, truth, TOLERANCE[dtype])
+    assert_close_to_truth(found, plain, truth, TOLERANCE[dtype] if atol is None else atol)
 
 
 def assert_same(found, expected, dtype):
@@ -211,12 +211,14 @@ def test_gradient_of_some_arguments_only(device):
     assert tensors["x"].grad is None
 
 
-def test_strong_decay_keeps_its_accuracy(device):
+def test_strong_decay_keeps_its_accuracy(device, kernels):
     """Exponents are sums over a chunk, here of thousands: between near steps they must still differ as they should."""
     case = SsdCase(1, 128, 2, 16, D="", dt_bias=False, softplus=False)
-    tensors = case.inputs(torch.float32, device)
-    tensors["A"] = torch.tensor([-400.0, -30.0], device=device)
-    check(case, torch.float32, device, tensors)
+    for seed in range(3) if kernels == "cpu" else [0]:
+        tensors = case.inputs(torch.float32, device, seed=seed)
+        tensors["A"] = torch.tensor([-400.0, -30.0], device=device)
+        # the CPU adds up what belongs to dA alone
+        check(case, torch.float32, device, tensors, 1e-6 if kernels == "cpu" else None)
     quiet = slice(40, 64)  # after them hardly anything decays
     tensors["dt"][:, quiet] = 1e-3
     out = mamba_chunk_scan_combined(**tensors, **case.options())[:, quiet]
