@@ -4,12 +4,15 @@ import torch
 import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import autocast_dtype, reference
+from mamba_ssm._torch import autocast_dtype, reference, watched
 from mamba_ssm.ops.linear.dequantize import dequantize
 from mamba_ssm.ops.linear.linear import is_few_rows, linear
 from mamba_ssm.ops.linear.reference import BLOCK
 
 _LARGEST = 127
+# Numbers of a weight that are dequantised at a time on the CPU. A whole head's copy would be new memory in each call,
+# whose pages the system clears one by one.
+_PIECE = 1 << 21
 _NAME = "quantized_linear"
 
 
@@ -51,7 +54,7 @@ def quantized_linear(
     """x (..., in), floating, and a weight as quantize_weight gives it -> x weight^T + bias, (..., out), of x's dtype.
 
     A few rows of x are multiplied by the 8-bit weight, more by a copy of it in x's dtype, which lasts as long as the
-    call. Gradients are those of x and bias; backward makes the copy anew.
+    call, on the CPU piece by piece. Gradients are those of x and bias; backward makes the copy anew.
     """
     checks.check_tensor(_NAME, "x", x)
     if not x.is_floating_point():
@@ -74,7 +77,25 @@ def quantized_linear(
 
 
 def _product(x, weight, scales, bias):
+    rows = max(1, _PIECE // max(1, weight.shape[1]))
+    if x.is_cpu and weight.shape[0] > rows and not (reference.on or watched()):
+        return _product_by_pieces(x, weight, scales, bias, rows)
     return F.linear(x, dequantize(weight, scales, x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _product_by_pieces(x, weight, scales, bias, rows):
+    """The same with a copy of so many rows of the weight at a time."""
+    out_features, in_features = weight.shape
+    flat = x.reshape(-1, in_features)
+    out = x.new_empty(flat.shape[0], out_features)
+    for first in range(0, out_features, rows):
+        piece = slice(first, first + rows)
+        copy = dequantize(weight[piece], scales[piece], x.dtype).t()
+        if bias is None:
+            torch.mm(flat, copy, out=out[:, piece])
+        else:
+            torch.addmm(bias[piece].to(x.dtype), flat, copy, out=out[:, piece])
+    return out.view(*x.shape[:-1], out_features)
 
 
 class _Product(torch.autograd.Function):
