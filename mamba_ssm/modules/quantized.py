@@ -102,7 +102,8 @@ class QuantizedLinear(_Quantized, nn.Linear):  # type: ignore[misc]  # weight is
 class QuantizedEmbedding(_Quantized, nn.Embedding):  # type: ignore[misc]
     """nn.Embedding of an int8 weight: integers (...) -> (..., embedding_dim) of `dtype`, which .to(dtype) changes.
 
-    State-dict names: weight, int8 (num_embeddings, embedding_dim); scales, float16 (num_embeddings, ceil(dim / 32)).
+    State-dict names: weight, int8 (num_embeddings, embedding_dim); scales, float16 (num_embeddings, ceil(dim / 32)). An
+    index beyond num_embeddings raises IndexError on the CPU; on CUDA its row is NaN.
     """
 
     def __init__(
