@@ -7,9 +7,11 @@ Windows has no fork, and the forks of a process that has looked for a GPU cannot
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from _helpers import parallel
@@ -34,6 +36,25 @@ def run_script(path, *words, **options):
 def run_code(code, *words, **options):
     """The same of `python -c code words...`."""
     return _start("-c", code, words, **options)
+
+
+def run_ranks(path, count, *words, **options):
+    """As torchrun on one machine with `path words...`: what each rank returned, printed and said. torchrun is a process
+    more, and with it each imports torch anew.
+    """
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    group = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    group["TORCHELASTIC_RUN_ID"] = "none"
+    environ = options.pop("environ", os.environ)
+
+    def run(rank):
+        own = {name: str(value) for name, value in {**group, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        return run_script(path, *words, environ={**environ, **own}, **options)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
 
 
 def _start(path, code, words, cwd=None, environ=None, timeout=300):

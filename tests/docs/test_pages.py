@@ -51,11 +51,11 @@ def blocks(language):
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python_runs_as_typed(block, tmp_path):
     """Alone, in an empty folder; a block that is for both devices takes the GPU by itself where there is one."""
-    launcher = ()
+    ranks = 0
     if processes := re.fullmatch(r"torchrun, (\d) processes", block.needs or ""):
         if not (dist.is_available() and dist.is_gloo_available()):
             pytest.skip("this torch is built without gloo")
-        launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes[1]
+        ranks = int(processes[1])
     elif oldest := re.fullmatch(r"torch (\d+)\.(\d+)((?:, \w+)*)", block.needs or ""):
         if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < tuple(map(int, oldest.groups()[:2])):
             pytest.skip(f"needs {block.needs}, and this is {torch.__version__}")
@@ -67,13 +67,12 @@ def test_python_runs_as_typed(block, tmp_path):
         pytest.skip(f"needs {block.needs}")
     script = tmp_path / f"{block.page.stem}_md.py"  # onnx.py would be in the way of the package
     script.write_text("\n" * (block.line - 1) + block.code, encoding="utf-8")  # a traceback names the page's line
-    if launcher:
+    if ranks:
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # there may be one GPU for all
-        command = [sys.executable, *launcher, str(script)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environ)
+        done = programs.run_ranks(script, ranks, cwd=tmp_path, environ=environ)
     else:
-        done = programs.run_script(script, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+        done = [programs.run_script(script, cwd=tmp_path)]
+    assert [each.returncode for each in done] == [0] * len(done), [each.stderr for each in done]
 
 
 @pytest.mark.parametrize("block", blocks("bash"))
