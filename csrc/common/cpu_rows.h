@@ -39,21 +39,10 @@ inline void store_rows_as(T* data, int64_t len_stride, int64_t columns, int step
 // Steps as rows of `columns` floats and zeros up to a whole vector, from memory where a row's elements are neighbours.
 inline void load_rows(int32_t dtype, const void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
                       float* tile, int64_t pitch) {
-    if (dtype == MAMBA_FLOAT32) {
-        load_rows_as(static_cast<const float*>(data) + offset, len_stride, columns, steps, tile, pitch);
-        return;
-    }
-#ifndef MAMBA_DISABLE_HALF
-    if (dtype == MAMBA_FLOAT16) {
-        load_rows_as(static_cast<const Half*>(data) + offset, len_stride, columns, steps, tile, pitch);
-        return;
-    }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    if (dtype == MAMBA_BFLOAT16) {
-        load_rows_as(static_cast<const Bfloat16*>(data) + offset, len_stride, columns, steps, tile, pitch);
-    }
-#endif
+    with_type(dtype, [&](auto type) MAMBA_INLINE_LAMBDA {
+        using T = typename decltype(type)::type;
+        load_rows_as(static_cast<const T*>(data) + offset, len_stride, columns, steps, tile, pitch);
+    });
 }
 inline void load_rows(int32_t dtype, const void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
                       float* tile) {
@@ -62,21 +51,10 @@ inline void load_rows(int32_t dtype, const void* data, int64_t offset, int64_t l
 
 inline void store_rows(int32_t dtype, void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
                        const float* tile, int64_t pitch) {
-    if (dtype == MAMBA_FLOAT32) {
-        store_rows_as(static_cast<float*>(data) + offset, len_stride, columns, steps, tile, pitch);
-        return;
-    }
-#ifndef MAMBA_DISABLE_HALF
-    if (dtype == MAMBA_FLOAT16) {
-        store_rows_as(static_cast<Half*>(data) + offset, len_stride, columns, steps, tile, pitch);
-        return;
-    }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    if (dtype == MAMBA_BFLOAT16) {
-        store_rows_as(static_cast<Bfloat16*>(data) + offset, len_stride, columns, steps, tile, pitch);
-    }
-#endif
+    with_type(dtype, [&](auto type) MAMBA_INLINE_LAMBDA {
+        using T = typename decltype(type)::type;
+        store_rows_as(static_cast<T*>(data) + offset, len_stride, columns, steps, tile, pitch);
+    });
 }
 inline void store_rows(int32_t dtype, void* data, int64_t offset, int64_t len_stride, int64_t columns, int steps,
                        const float* tile) {

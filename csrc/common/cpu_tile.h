@@ -13,6 +13,28 @@ inline int block_lanes(int64_t left) {
     return left < kLanes ? static_cast<int>(left) : kLanes;
 }
 
+// visit(Type<T>()) for the T that a dtype stores. Checks have refused a dtype that this build does not have.
+template <typename T>
+struct Type {
+    using type = T;
+};
+template <class Visit>
+MAMBA_INLINE void with_type(int32_t dtype, const Visit& visit) {
+    if (dtype == MAMBA_FLOAT32) {
+        visit(Type<float>());
+    }
+#ifndef MAMBA_DISABLE_HALF
+    if (dtype == MAMBA_FLOAT16) {
+        visit(Type<Half>());
+    }
+#endif
+#ifndef MAMBA_DISABLE_BF16
+    if (dtype == MAMBA_BFLOAT16) {
+        visit(Type<Bfloat16>());
+    }
+#endif
+}
+
 inline void fill_zero(float* data, int64_t floats) {
     memset(data, 0, static_cast<size_t>(floats) * sizeof(float));
 }
@@ -115,60 +137,30 @@ inline void store_tile_as(TileOut<T> to, int lanes, int steps, const float* tile
 // tile[step * pitch + lane] for step < steps; lanes from `lanes` on are zero. offset is in elements.
 inline void load_tile(int32_t dtype, const void* data, int64_t offset, int64_t lane_stride, int64_t step_stride, int lanes,
                       int steps, float* tile, int pitch = kLanes) {
-    if (dtype == MAMBA_FLOAT32) {
-        load_tile_as<float>({static_cast<const float*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile, pitch);
-        return;
-    }
-#ifndef MAMBA_DISABLE_HALF
-    if (dtype == MAMBA_FLOAT16) {
-        load_tile_as<Half>({static_cast<const Half*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile, pitch);
-        return;
-    }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    if (dtype == MAMBA_BFLOAT16) {
-        load_tile_as<Bfloat16>({static_cast<const Bfloat16*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile,
-                               pitch);
-    }
-#endif
+    with_type(dtype, [&](auto type) MAMBA_INLINE_LAMBDA {
+        using T = typename decltype(type)::type;
+        load_tile_as<T>({static_cast<const T*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile, pitch);
+    });
 }
 
 // The reverse of load_tile: rounds to nearest even and leaves lanes from `lanes` on alone.
 inline void store_tile(int32_t dtype, void* data, int64_t offset, int64_t lane_stride, int64_t step_stride, int lanes,
                        int steps, const float* tile, int pitch = kLanes) {
-    if (dtype == MAMBA_FLOAT32) {
-        store_tile_as<float>({static_cast<float*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile, pitch);
-        return;
-    }
-#ifndef MAMBA_DISABLE_HALF
-    if (dtype == MAMBA_FLOAT16) {
-        store_tile_as<Half>({static_cast<Half*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile, pitch);
-        return;
-    }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    if (dtype == MAMBA_BFLOAT16) {
-        store_tile_as<Bfloat16>({static_cast<Bfloat16*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile, pitch);
-    }
-#endif
+    with_type(dtype, [&](auto type) MAMBA_INLINE_LAMBDA {
+        using T = typename decltype(type)::type;
+        store_tile_as<T>({static_cast<T*>(data) + offset, lane_stride, step_stride}, lanes, steps, tile, pitch);
+    });
 }
 
 // One row of a tile, as a vector: element lane at data + offset + lane * stride; zero from `lanes` on.
 inline Vec load_lanes(int32_t dtype, const void* data, int64_t offset, int64_t stride, int lanes) {
     if (stride == 1 && lanes == kLanes) {
-        if (dtype == MAMBA_FLOAT32) {
-            return load(static_cast<const float*>(data) + offset);
-        }
-#ifndef MAMBA_DISABLE_HALF
-        if (dtype == MAMBA_FLOAT16) {
-            return load(static_cast<const Half*>(data) + offset);
-        }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-        if (dtype == MAMBA_BFLOAT16) {
-            return load(static_cast<const Bfloat16*>(data) + offset);
-        }
-#endif
+        Vec row = zero();
+        with_type(dtype, [&](auto type) MAMBA_INLINE_LAMBDA {
+            using T = typename decltype(type)::type;
+            row = load(static_cast<const T*>(data) + offset);
+        });
+        return row;
     }
     float row[kLanes] = {};
     if (stride == 0 && lanes == kLanes) {
@@ -181,22 +173,11 @@ inline Vec load_lanes(int32_t dtype, const void* data, int64_t offset, int64_t s
 
 inline void store_lanes(int32_t dtype, void* data, int64_t offset, int64_t stride, int lanes, Vec value) {
     if (stride == 1 && lanes == kLanes) {
-        if (dtype == MAMBA_FLOAT32) {
-            store(static_cast<float*>(data) + offset, value);
-            return;
-        }
-#ifndef MAMBA_DISABLE_HALF
-        if (dtype == MAMBA_FLOAT16) {
-            store(static_cast<Half*>(data) + offset, value);
-            return;
-        }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-        if (dtype == MAMBA_BFLOAT16) {
-            store(static_cast<Bfloat16*>(data) + offset, value);
-            return;
-        }
-#endif
+        with_type(dtype, [&](auto type) MAMBA_INLINE_LAMBDA {
+            using T = typename decltype(type)::type;
+            store(static_cast<T*>(data) + offset, value);
+        });
+        return;
     }
     float row[kLanes];
     store(row, value);

@@ -16,8 +16,10 @@
 
 #if defined(_MSC_VER)
 #define MAMBA_INLINE __forceinline
+#define MAMBA_INLINE_LAMBDA  // after its parameters; __forceinline cannot stand there
 #else
 #define MAMBA_INLINE inline __attribute__((always_inline)) /* NOLINT(msvc): the branch for other compilers */
+#define MAMBA_INLINE_LAMBDA __attribute__((always_inline)) /* NOLINT(msvc): as above */
 #endif
 
 #define MAMBA_ISA_LEVEL_generic 0

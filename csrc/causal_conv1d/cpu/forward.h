@@ -132,23 +132,11 @@ inline bool updated_four(const MambaCausalConv1dUpdate& p, int64_t batch, int64_
         p.dim - channel < kLanes || p.state_dtype != p.weight_dtype) {
         return false;
     }
-    if (p.state_dtype == MAMBA_FLOAT32) {
-        update_four<float, float>(p, batch, row, channel);
-        return true;
-    }
-#ifndef MAMBA_DISABLE_HALF
-    if (p.state_dtype == MAMBA_FLOAT16) {
-        update_four<Half, Half>(p, batch, row, channel);
-        return true;
-    }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    if (p.state_dtype == MAMBA_BFLOAT16) {
-        update_four<Bfloat16, Bfloat16>(p, batch, row, channel);
-        return true;
-    }
-#endif
-    return false;
+    with_type(p.state_dtype, [&](auto type) MAMBA_INLINE_LAMBDA {
+        using T = typename decltype(type)::type;
+        update_four<T, T>(p, batch, row, channel);
+    });
+    return true;
 }
 
 inline void conv_update(const MambaCausalConv1dUpdate& p, int64_t batch, int64_t channel) {

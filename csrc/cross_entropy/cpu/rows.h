@@ -141,19 +141,8 @@ inline void cross_entropy_rows(const MambaCrossEntropy& p, int64_t begin, int64_
 }
 
 inline void cross_entropy(const MambaCrossEntropy& p, int64_t begin, int64_t end) {
-    if (p.dtype == MAMBA_FLOAT32) {
-        cross_entropy_rows<float>(p, begin, end);
-    }
-#ifndef MAMBA_DISABLE_HALF
-    if (p.dtype == MAMBA_FLOAT16) {
-        cross_entropy_rows<Half>(p, begin, end);
-    }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    if (p.dtype == MAMBA_BFLOAT16) {
-        cross_entropy_rows<Bfloat16>(p, begin, end);
-    }
-#endif
+    with_type(p.dtype,
+              [&](auto type) MAMBA_INLINE_LAMBDA { cross_entropy_rows<typename decltype(type)::type>(p, begin, end); });
 }
 
 }  // namespace MAMBA_ISA

@@ -252,19 +252,9 @@ inline void step_head(const MambaMamba3Step& q, const MambaMamba3& p, const Mamb
 
     const float decay = steps.carried, gamma = steps.gamma[0], nu = steps.rest[0] * steps.dt[0];
     const int64_t state = row * p.headdim * p.dstate;
-    if (q.ssm_dtype == MAMBA_FLOAT32) {
-        step_state(p, layout, decay, gamma, nu, s, static_cast<float*>(q.state_ssm) + state);
-    }
-#ifndef MAMBA_DISABLE_HALF
-    if (q.ssm_dtype == MAMBA_FLOAT16) {
-        step_state(p, layout, decay, gamma, nu, s, static_cast<Half*>(q.state_ssm) + state);
-    }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    if (q.ssm_dtype == MAMBA_BFLOAT16) {
-        step_state(p, layout, decay, gamma, nu, s, static_cast<Bfloat16*>(q.state_ssm) + state);
-    }
-#endif
+    with_type(q.ssm_dtype, [&](auto type) MAMBA_INLINE_LAMBDA {
+        step_state(p, layout, decay, gamma, nu, s, static_cast<typename decltype(type)::type*>(q.state_ssm) + state);
+    });
     if (p.z != nullptr) {
         load_rows(p.dtype, p.z, z_offset(p, chunk, head), p.z_len_stride, p.headdim, 1, s.z);
     }

@@ -107,29 +107,15 @@ inline void norm_add_shares(const MambaNormBackward& q, int64_t shares, int64_t 
     }
 }
 
-template <typename T>
-inline void norm_backward_beside(const MambaNormBackward& q, int64_t begin, int64_t end, float* scratch) {
-    if (q.forward.other_dtype == MAMBA_FLOAT32) {
-        norm_backward_rows<T, float>(q, begin, end, scratch);
-    } else {
-        norm_backward_rows<T, T>(q, begin, end, scratch);
-    }
-}
-
 inline void norm_backward(const MambaNormBackward& q, int64_t begin, int64_t end, float* scratch) {
-    if (q.forward.dtype == MAMBA_FLOAT32) {
-        norm_backward_rows<float, float>(q, begin, end, scratch);
-    }
-#ifndef MAMBA_DISABLE_HALF
-    if (q.forward.dtype == MAMBA_FLOAT16) {
-        norm_backward_beside<Half>(q, begin, end, scratch);
-    }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    if (q.forward.dtype == MAMBA_BFLOAT16) {
-        norm_backward_beside<Bfloat16>(q, begin, end, scratch);
-    }
-#endif
+    with_type(q.forward.dtype, [&](auto type) MAMBA_INLINE_LAMBDA {
+        using T = typename decltype(type)::type;
+        if (q.forward.other_dtype == MAMBA_FLOAT32) {
+            norm_backward_rows<T, float>(q, begin, end, scratch);
+        } else {
+            norm_backward_rows<T, T>(q, begin, end, scratch);
+        }
+    });
 }
 
 }  // namespace MAMBA_ISA

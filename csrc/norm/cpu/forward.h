@@ -72,29 +72,15 @@ void norm_forward_rows(const MambaNorm& p, int64_t begin, int64_t end, float* sc
     }
 }
 
-template <typename T>
-inline void norm_forward_beside(const MambaNorm& p, int64_t begin, int64_t end, float* scratch) {
-    if (p.other_dtype == MAMBA_FLOAT32) {
-        norm_forward_rows<T, float>(p, begin, end, scratch);
-    } else {
-        norm_forward_rows<T, T>(p, begin, end, scratch);
-    }
-}
-
 inline void norm_forward(const MambaNorm& p, int64_t begin, int64_t end, float* scratch) {
-    if (p.dtype == MAMBA_FLOAT32) {
-        norm_forward_rows<float, float>(p, begin, end, scratch);
-    }
-#ifndef MAMBA_DISABLE_HALF
-    if (p.dtype == MAMBA_FLOAT16) {
-        norm_forward_beside<Half>(p, begin, end, scratch);
-    }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    if (p.dtype == MAMBA_BFLOAT16) {
-        norm_forward_beside<Bfloat16>(p, begin, end, scratch);
-    }
-#endif
+    with_type(p.dtype, [&](auto type) MAMBA_INLINE_LAMBDA {
+        using T = typename decltype(type)::type;
+        if (p.other_dtype == MAMBA_FLOAT32) {
+            norm_forward_rows<T, float>(p, begin, end, scratch);
+        } else {
+            norm_forward_rows<T, T>(p, begin, end, scratch);
+        }
+    });
 }
 
 }  // namespace MAMBA_ISA

@@ -31,19 +31,8 @@ void swiglu_rows(const MambaSwiglu& p, bool backward, int64_t begin, int64_t end
 }
 
 inline void swiglu(const MambaSwiglu& p, bool backward, int64_t begin, int64_t end) {
-    if (p.dtype == MAMBA_FLOAT32) {
-        swiglu_rows<float>(p, backward, begin, end);
-    }
-#ifndef MAMBA_DISABLE_HALF
-    if (p.dtype == MAMBA_FLOAT16) {
-        swiglu_rows<Half>(p, backward, begin, end);
-    }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    if (p.dtype == MAMBA_BFLOAT16) {
-        swiglu_rows<Bfloat16>(p, backward, begin, end);
-    }
-#endif
+    with_type(p.dtype,
+              [&](auto type) MAMBA_INLINE_LAMBDA { swiglu_rows<typename decltype(type)::type>(p, backward, begin, end); });
 }
 
 inline void swiglu_forward(const MambaSwiglu& p, int64_t begin, int64_t end) {

@@ -118,22 +118,12 @@ inline Vec update_rows(const MambaSelectiveStateUpdate& p, const StateRows& from
     const bool plain = plain_A && p.dstate % kLanes == 0 && copy.data == nullptr && to.data != nullptr && from.stride == 1 &&
                        to.stride == 1 && from.dtype == to.dtype;
     const float* const A = one_decay || !plain ? nullptr : static_cast<const float*>(p.A) + A_offset;
-    if (plain && from.dtype == MAMBA_FLOAT32) {
-        update_plain_rows<float>(from, to, A, p.A_dim_stride, rows, lanes, p.dstate, tables, y);
+    if (plain) {
+        with_type(from.dtype, [&](auto type) MAMBA_INLINE_LAMBDA {
+            update_plain_rows<typename decltype(type)::type>(from, to, A, p.A_dim_stride, rows, lanes, p.dstate, tables, y);
+        });
         return sum_each(y);
     }
-#ifndef MAMBA_DISABLE_HALF
-    if (plain && from.dtype == MAMBA_FLOAT16) {
-        update_plain_rows<Half>(from, to, A, p.A_dim_stride, rows, lanes, p.dstate, tables, y);
-        return sum_each(y);
-    }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    if (plain && from.dtype == MAMBA_BFLOAT16) {
-        update_plain_rows<Bfloat16>(from, to, A, p.A_dim_stride, rows, lanes, p.dstate, tables, y);
-        return sum_each(y);
-    }
-#endif
     update_any_rows(p, from, to, copy, A_offset, rows, lanes, tables, y);
     return sum_each(y);
 }
