@@ -81,7 +81,7 @@ def call_in_backward(op, *arguments):
     """op(*arguments) in the backward of an autograd.Function; its Autograd kernel matters only to create_graph=True."""
     if is_compiling() or torch.is_grad_enabled():
         return op(*arguments)
-    if _may_hide_a_dimension():
+    if may_be_batched():
         return redispatch(op, arguments)
     return call_below_autograd(op, *arguments)
 
@@ -95,7 +95,7 @@ def planned(name, implementation, reads=()):
         PLANNED[name] = Planned(implementation, reads)
 
     def run(*arguments):
-        if not watched() and name in PLANNED and not torch.is_grad_enabled() and not _may_hide_a_dimension():
+        if not watched() and name in PLANNED and not torch.is_grad_enabled() and not may_be_batched():
             results = PLANNED[name](arguments)
             if results is not None:
                 return results
@@ -104,7 +104,7 @@ def planned(name, implementation, reads=()):
     return run
 
 
-def _may_hide_a_dimension():
+def may_be_batched():
     """Whether gradients may be batched: is_grads_batched=True, jacobian(vectorize=True)."""
     return private.VMAP_MODE is None or private.key_included is None or private.key_included(private.VMAP_MODE)
 

@@ -47,8 +47,8 @@ def cross_entropy_(inputs: Inputs, options: Options, want_gradient: bool, part: 
         loss       = -(1 - s) (l_y - lse) - s (mean_j l_j - lse) + z lse^2
         gradient_j = exp(l_j - lse) (1 + 2 z lse) - s / V - [j = y] (1 - s)
 
-    A row whose label is ignore_index is not read: loss and gradient are 0. One whose label is neither that nor in
-    0..V - 1 has NaN for both, as one has that holds a NaN.
+    A row whose label is ignore_index has a loss and gradient of 0, whatever is in it. One whose label is neither that
+    nor in 0..V - 1 has NaN for both, as one has that holds a NaN.
 
     Args:
         inputs: logits (R, V) float32, float16 or bfloat16, with rows of neighbours; float64 runs in torch operators.

@@ -12,6 +12,7 @@ from mamba_ssm._arguments import check_process_group
 from mamba_ssm._torch import (
     autocast_dtype,
     is_compiling,
+    may_be_batched,
     no_autocast,
     outside_graphs,
     planned,
@@ -182,6 +183,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             drows = None if drows is None else _scaled(drows, dtotal, drows.dtype)
             dweight = None if dweight is None else _scaled(dweight, dtotal, ctx.dtype)
             if drows is not None and ctx.part is not None:
+                if not is_compiling() and may_be_batched():
+                    raise RuntimeError(f"{_NAME}: with process_group gradients cannot be batched: take one at a time")
                 dist.all_reduce(drows, group=ctx.part.group)
         return drows, dweight, None, None, None
 
@@ -202,27 +205,45 @@ def _form(rows, labels, losses, drows, weight, dweight, options, part=None):
 _form_by_plan = planned("linear_cross_entropy", _form)
 
 
-# The sizes that weight is known to have on all ranks of a group.
-_same_sizes: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+# The (rows of weight, tokens) that all ranks of a group were found to have.
+_alike: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
 @outside_graphs
 def _across_ranks(rows, weight, labels, options, process_group):
-    """_LinearCrossEntropy of parts of one size: of others, ranks would cut the tokens into other pieces, and hang."""
-    size, same = weight.shape[0], _same_sizes.setdefault(process_group, set())
-    if size not in same:
-        extremes = torch.tensor([size, -size], device=weight.device)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, process_group)
+    """_LinearCrossEntropy of parts of one size, for the same tokens: else ranks would cut these into other pieces, and
+    hang, or add up the losses of different ones.
+    """
+    sizes = weight.shape[0], labels.shape[0]
+    extremes = _compare(sizes, labels, process_group)
+    known = _alike.setdefault(process_group, set())
+    if values_at_hand(labels) or sizes not in known:  # a GPU is waited for where sizes are new
         most, least = extremes.tolist()
-        if most != -least:
-            raise ValueError(
-                f"{_NAME}: with process_group every rank's weight must have as many rows, got {size} on this one and "
-                f"{-least} to {most} on all: pad the vocabulary to a multiple of the ranks"
+        for index, (what, cure) in enumerate(
+            (
+                ("every rank's weight must have as many rows", "pad the vocabulary to a multiple of the ranks"),
+                ("every rank must have as many tokens", "give all ranks the same batch"),
+                ("every rank must have the same labels, of which a checksum is", "give all ranks the same batch"),
             )
-        same.add(size)
+        ):
+            if most[index] != -least[index]:
+                mine = f"{-least[index]} to {most[index]} on all"
+                mine = f"{sizes[index]} on this one and {mine}" if index < len(sizes) else mine
+                raise ValueError(f"{_NAME}: with process_group {what}, got {mine}: {cure}")
+        known.add(sizes)
     ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    part = VocabularyPart(rank * size, ranks * size, process_group)
-    return _LinearCrossEntropy.apply(rows, weight, labels, options, part)
+    part = VocabularyPart(rank * sizes[0], ranks * sizes[0], process_group)
+    total = _LinearCrossEntropy.apply(rows, weight, labels, options, part)
+    return total * torch.where((extremes[0] == -extremes[1]).all(), 1.0, torch.nan).to(total.dtype)
+
+
+def _compare(sizes, labels, process_group):
+    """(2, 3): the most of both sizes and of a checksum of labels over all ranks, and the most of their negatives."""
+    places = torch.arange(1, labels.shape[0] + 1, device=labels.device)
+    mine = torch.stack([labels.new_full((), sizes[0]), labels.new_full((), sizes[1]), (labels * places).sum()])
+    extremes = torch.stack([mine, -mine])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, process_group)
+    return extremes
 
 
 def _product_into(out, a, b):
@@ -243,4 +264,7 @@ def _add_product(total, a, b):
 
 def _scaled(tensor, factor, dtype):
     """In one pass. With dimensions factor stays float32: in float16 a loss scale of 65536 would be infinite."""
-    return torch.mul(tensor, factor.reshape(1, 1), out=torch.empty_like(tensor, dtype=dtype))
+    factor = factor.reshape(1, 1)
+    if not is_compiling() and may_be_batched():  # out= has no batching rule
+        return (tensor * factor).to(dtype)
+    return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.nn as nn
 
+from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear
 from mamba_ssm.utils._graphs import DecodingCGCache, capture_graph, update_graph_cache
 from mamba_ssm.utils._inference_params import InferenceParams
 from mamba_ssm.utils._prompts import prompts_of
@@ -309,6 +310,12 @@ class GenerationMixin:
         Raises: TypeError: there is no such argument. ValueError: as decode.
         """
         _refuse_unknown(kwargs)
+        head = getattr(self, "lm_head", None)
+        if isinstance(head, ColumnParallelLinear) and head.process_group is not None and head.process_group.size() > 1:
+            raise ValueError(
+                "generate: lm_head has this rank's part of the vocabulary: take a model whose head is whole, with the "
+                "ranks' weights gathered"
+            )
         output = decode(
             input_ids,
             typing.cast(nn.Module, self),

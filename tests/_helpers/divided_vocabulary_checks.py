@@ -68,9 +68,18 @@ def loss_of_wrong_parts():
     if not hidden.is_cuda:
         with pytest.raises(ValueError, match=f"labels must lie in 0..{4 * world - 1}, .* got {4 * world}"):
             pieces.linear_cross_entropy(hidden, weight, labels, process_group=group)
+    zeros = torch.zeros_like(labels)
+    pieces.linear_cross_entropy(hidden, weight, zeros, process_group=group)  # sizes that are known
     rows = 3 if rank == 0 else 4
     with pytest.raises(ValueError, match=f"must have as many rows, got {rows} on this one and 3 to 4 on all"):
-        pieces.linear_cross_entropy(hidden, weight[:rows], torch.zeros_like(labels), process_group=group)
+        pieces.linear_cross_entropy(hidden, weight[:rows], zeros, process_group=group)
+    with pytest.raises(ValueError, match=f"must have as many tokens, got {rows - 1} on this one and 2 to 3 on all"):
+        pieces.linear_cross_entropy(hidden[: rows - 1], weight, zeros[: rows - 1], process_group=group)
+    if not hidden.is_cuda:
+        with pytest.raises(ValueError, match=r"must have the same labels, .* give all ranks the same batch"):
+            pieces.linear_cross_entropy(hidden, weight, zeros + rank, process_group=group)
+    else:
+        assert pieces.linear_cross_entropy(hidden, weight, zeros + rank, process_group=group).isnan()
     with pytest.raises(ValueError, match=r"process_group must be a process group .* got 'tp'"):
         pieces.linear_cross_entropy(hidden, weight, labels, process_group="tp")
 

@@ -257,3 +257,12 @@ def test_a_wrong_label_on_a_gpu_makes_the_loss_nan(cuda):
 def test_the_same_where_values_are_not_at_hand(monkeypatch):
     monkeypatch.setattr(module, "values_at_hand", lambda tensor: False)
     test_a_wrong_label_on_a_gpu_makes_the_loss_nan("cpu")
+
+
+def test_batched_gradients(device):
+    hidden, weight = torch.randn(5, 8, device=device, requires_grad=True), torch.randn(7, 8, device=device)
+    loss = linear_cross_entropy(hidden, weight, torch.arange(5, device=device))
+    scales = torch.tensor([1.0, -2.0], device=device)
+    (found,) = torch.autograd.grad(loss, hidden, scales, retain_graph=True, is_grads_batched=True)
+    (one,) = torch.autograd.grad(loss, hidden)
+    torch.testing.assert_close(found, scales[:, None, None] * one)
