@@ -191,13 +191,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _form(rows, labels, losses, drows, weight, dweight, options, part=None):
     """Writes a piece's losses and, where there is memory for them, the gradients of their sum: weight's is added."""
-    logits = torch.mm(rows, weight.t())
+    options, logits = Options(*options), torch.mm(rows, weight.t())
     want_gradient = drows is not None or dweight is not None
-    cross_entropy_(Inputs(logits, losses, labels), Options(*options), want_gradient, part)
+    cross_entropy_(Inputs(logits, losses, labels), options, want_gradient, part)
     if drows is not None:
         _product_into(drows, logits, weight)
     if dweight is not None:  # what is ignored may be NaN, and its gradient of zero times that too
-        ignored = labels == Options(*options).ignore_index
+        ignored = labels == options.ignore_index
         _add_product(dweight, logits.t(), rows.masked_fill(ignored[:, None], 0))
     return ()
 

@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "common/cpu_tile.h"
 #include "linear/cpu/tiles.h"
 #include "linear/dequantize.h"
 
@@ -50,19 +51,7 @@ inline void dequantize_as(const MambaDequantize& p, int64_t begin, int64_t end) 
 }
 
 inline void dequantize(const MambaDequantize& p, int64_t begin, int64_t end) {
-    if (p.dtype == MAMBA_FLOAT32) {
-        dequantize_as<float>(p, begin, end);
-    }
-#ifndef MAMBA_DISABLE_HALF
-    if (p.dtype == MAMBA_FLOAT16) {
-        dequantize_as<Half>(p, begin, end);
-    }
-#endif
-#ifndef MAMBA_DISABLE_BF16
-    if (p.dtype == MAMBA_BFLOAT16) {
-        dequantize_as<Bfloat16>(p, begin, end);
-    }
-#endif
+    with_type(p.dtype, [&](auto type) MAMBA_INLINE_LAMBDA { dequantize_as<typename decltype(type)::type>(p, begin, end); });
 }
 
 }  // namespace MAMBA_ISA
