@@ -12,6 +12,7 @@
 
 #include "common/kernel_launch.cuh"
 #include "selective_scan/cuda/backward_carry.cuh"
+#include "selective_scan/cuda/backward_chains.cuh"
 #include "selective_scan/cuda/backward_elements.cuh"
 #include "selective_scan/cuda/backward_tile.cuh"
 #include "selective_scan/cuda/one_state_backward.cuh"
@@ -69,19 +70,12 @@ __device__ __forceinline__ void backward_tile(const ScanBackward& q, BackwardThr
     }
 }
 
-// Calls function(c, s, whether the chain exists, its parameter's number among the block's) for the lane's chains of a slice.
-template <class Layout, class Function>
-__device__ __forceinline__ void for_chains(const MambaSelectiveScan& p, const ScanBlock& block, const LaneOrder<Layout>& order,
-                                           int slice, const Function& function) {
-    const int warp = threadIdx.x / 32;
+template <class Layout, class Shared>
+__device__ __forceinline__ void clear_channel_sums(Shared& shared) {
 #pragma unroll
-    for (int c = 0; c < Layout::kEach; ++c) {
-#pragma unroll
-        for (int s = 0; s < Layout::kStates; ++s) {
-            const int row = warp * Layout::kWarpChannels + order.channel(c);
-            const int n = slice * Layout::kSlice + order.state(s);
-            function(c, s, Layout::kWhole || (row < block.channels && n < p.dstate), row * static_cast<int>(p.dstate) + n);
-        }
+    for (int pass = 0; pass < Layout::kPasses; ++pass) {
+        shared.bias_sum[pass][threadIdx.x] = 0.0f;
+        shared.D_sum[pass][threadIdx.x] = 0.0f;
     }
 }
 
@@ -110,20 +104,6 @@ __device__ __forceinline__ void store_channel_sums(const ScanBackward& q, const 
     }
 }
 
-template <class Layout>
-__device__ __forceinline__ void load_constants(BackwardConstants<Layout>& constants, const MambaSelectiveScan& p,
-                                               const ScanBlock& block, const LaneOrder<Layout>& order, int slice,
-                                               int64_t first_parameter) {
-    constants.variable_B = p.variable_B;
-    constants.variable_C = p.variable_C;
-    for_chains(p, block, order, slice, [&](int c, int s, bool exists, int parameter) {
-        constants.B[c][s] = exists && !p.variable_B ? static_cast<const float*>(p.B)[first_parameter + parameter] : 0.0f;
-        constants.C[c][s] = exists && !p.variable_C ? static_cast<const float*>(p.C)[first_parameter + parameter] : 0.0f;
-        constants.dB[c][s] = 0.0f;
-        constants.dC[c][s] = 0.0f;
-    });
-}
-
 // The states before the tile before this one, to the L2 cache.
 template <class Layout>
 __device__ __forceinline__ void prefetch_states(const float* from, int64_t count) {
@@ -133,52 +113,41 @@ __device__ __forceinline__ void prefetch_states(const float* from, int64_t count
     }
 }
 
-// The gradients of B and C where they do not vary over time.
-template <class Layout>
-__device__ __forceinline__ void add_constants(const ScanBackward& q, const BackwardConstants<Layout>& constants,
-                                              const ScanBlock& block, const LaneOrder<Layout>& order, int slice,
-                                              int64_t first_part) {
-    for_chains(q.forward, block, order, slice, [&](int c, int s, bool exists, int parameter) {
-        if (exists && !q.forward.variable_B) {  // no other thread's: atomic because nothing waits for it
-            atomicAdd(q.parts.dB + first_part + parameter, constants.dB[c][s]);
-        }
-        if (exists && !q.forward.variable_C) {
-            atomicAdd(q.parts.dC + first_part + parameter, constants.dC[c][s]);
-        }
-    });
+// dt, dt * u and dy of a tile, from inputs that are in the order of memory; the next tile to the L2 cache.
+template <typename T, class Layout, class Shared>
+__device__ __forceinline__ void stage_inputs(Shared& shared, BackwardInputs<T, Layout>& in, const BackwardRows<T, Layout>& rows,
+                                             const ScanBackward& q, const ScanBlock& block, int64_t first_step, int64_t place,
+                                             int steps) {
+    const MambaSelectiveScan& p = q.forward;
+    if (is_reverse<Layout>(p)) {
+        in.mirror(is_gated<Layout>(p));
+    }
+    stage_time_and_gradient<T, Layout>(shared.dt, shared.dy, shared.bias, in, rows, p, steps);
+    stage_input<T, Layout>(shared.x, shared.dt, in, rows);
+    if (first_step > block.begin) {
+        prefetch_inputs(rows, q, place_of<Layout>(p, first_step - Layout::kTile, Layout::kTile));
+    }
+    if (adds<Layout>(p) && rows.step + Layout::kVector <= steps) {
+        prefetch_sums(rows, q, block, place);
+    }
 }
 
-// A slice's gradients after the last step of the segment: those of the last state, or what later segments pass back.
-template <class Layout>
-__device__ __forceinline__ void begin_slice(BackwardThread<Layout>& thread, const ScanBackward& q, const ScanBlock& block,
-                                            const LaneOrder<Layout>& order, int slice, int64_t first_chain,
-                                            int64_t first_parameter, int64_t first_part) {
-    const MambaSelectiveScan& p = q.forward;
-    for_chains(p, block, order, slice, [&](int c, int s, bool exists, int parameter) {
-        thread.w[c][s] = exists && q.dlast_state != nullptr ? q.dlast_state[first_chain + parameter] : 0.0f;
-        thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
-        thread.dA[c][s] = 0.0f;
-        if (exists) {
-            if (Layout::kSliced) {
-                q.parts.dA[first_part + parameter] = 0.0f;
-            }
-            if (!Layout::kMamba && !p.variable_B) {
-                q.parts.dB[first_part + parameter] = 0.0f;
-            }
-            if (!Layout::kMamba && !p.variable_C) {
-                q.parts.dC[first_part + parameter] = 0.0f;
-            }
-        }
-    });
-    const int later = static_cast<int>(p.segments - 1 - block.segment);
-    if (later > 0) {
-        griddepcontrol_wait();
-        SegmentStates<Layout> at;
-        for_chains(p, block, order, slice, [&](int c, int s, bool exists, int parameter) {
-            at.exists[c][s] = exists;
-            at.state[c][s] = first_chain + parameter;
-        });
-        pass_through_segments<Layout>(p, thread.w, at, p.segments - 1, -1, later);
+// A slice of a tile. general: B or C is constant, or the state may restart; first_part: of the gradients of constants.
+template <class Layout, class Shared>
+__device__ __forceinline__ void run_slice(const ScanBackward& q, BackwardThread<Layout>& thread, Chains<Layout>& h,
+                                          Shared& shared, const SumFlush<Layout, Shared>& flush, const ScanBlock& block,
+                                          const LaneOrder<Layout>& order, int slice, int64_t first_parameter,
+                                          int64_t first_part, int64_t offset, int states, int steps, bool general, bool need_y,
+                                          bool atomic) {
+    BackwardConstants<Layout> constants;
+    if (general) {
+        load_constants(constants, q.forward, block, order, slice, first_parameter);
+        backward_tile<Layout, Shared, true>(q, thread, h, shared, constants, flush, offset, states, steps, need_y, slice > 0,
+                                            atomic);
+        add_constants(q, constants, block, order, slice, first_part);
+    } else {
+        backward_tile<Layout, Shared, false>(q, thread, h, shared, constants, flush, offset, states, steps, need_y, slice > 0,
+                                             atomic);
     }
 }
 
@@ -199,37 +168,16 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     const int64_t seqlen = p.seqlen;
     const int slices = Layout::kSliced ? static_cast<int>(ceil_div(p.dstate, Layout::kSlice)) : 1;
     const bool need_y = is_gated<Layout>(p) || p.out != nullptr;
-
     const int64_t part = block.segment * p.batch + block.batch;
     BackwardThread<Layout> thread;
-    const int warp = threadIdx.x / 32;
-#pragma unroll
-    for (int c = 0; c < Layout::kEach; ++c) {
-        thread.own[c] = opaque((warp * Layout::kWarpChannels + order.channel(c)) * Layout::kRow);
-    }
-#pragma unroll
-    for (int s = 0; s < Layout::kStates; ++s) {
-        thread.matrix[s] = opaque(order.state(s) * Layout::kRow);
-    }
-    const int lane = threadIdx.x % 32;
-    thread.swizzle = swizzle(order.state(0));
-    thread.state_sums = opaque(thread.own[0] + StateSums<Layout, kSumSteps>::first(lane));
-    thread.channel_sums = opaque((warp * Layout::kSlice + order.state(0)) * Layout::kSteps +
-                                 (ChannelSums<Layout, kSumSteps>::first(lane) ^ thread.swizzle));
-    const auto waiting = [&](int slice, int c, int s) -> float& {
-        return waiting_w[(slice * Shared::kChains + c * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
-    };
+    find_places(thread, order);
     const int64_t parameters = p.dim * p.dstate;
     const int64_t first_parameter = block.first_channel * p.dstate;
     const int64_t first_chain = block.batch * parameters + first_parameter;  // of (batch, parameter)
     const int64_t first_part = part * parameters + first_parameter;          // of (part, parameter)
     const BackwardRows<T, Layout> rows(q, block);
     const MatrixRows<T, Layout> matrix_rows(p, block);
-#pragma unroll
-    for (int pass = 0; pass < Layout::kPasses; ++pass) {
-        shared.bias_sum[pass][threadIdx.x] = 0.0f;
-        shared.D_sum[pass][threadIdx.x] = 0.0f;
-    }
+    clear_channel_sums<Layout>(shared);
     const int64_t sum_slot = q.slots > 1 ? block.index : 0;
     const int64_t sum_base = ((sum_slot * p.batch + block.batch) * p.ngroups + block.group) * p.dstate * seqlen;
     const SumFlush<Layout, Shared> flush(sum_base, seqlen, is_reverse<Layout>(p));
@@ -246,7 +194,8 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     for (int slice = 0; slice < slices; ++slice) {
         begin_slice<Layout>(thread, q, block, order, slice, first_chain, first_parameter, first_part);
         if (Layout::kSliced) {
-            for_chains(p, block, order, slice, [&](int c, int s, bool, int) { waiting(slice, c, s) = thread.w[c][s]; });
+            for_chains(p, block, order, slice,
+                       [&](int c, int s, bool, int) { waiting_place<Layout>(waiting_w, slice, c, s) = thread.w[c][s]; });
         }
     }
 
@@ -279,7 +228,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
             for_chains(p, block, order, slice, [&](int c, int s, bool exists, int parameter) {
                 if (Layout::kSliced) {
                     thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
-                    thread.w[c][s] = waiting(slice, c, s);
+                    thread.w[c][s] = waiting_place<Layout>(waiting_w, slice, c, s);
                 }
                 h[c][s] = exists && from != nullptr ? from[parameter] : 0.0f;
             });
@@ -287,17 +236,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
                 if (tile > 1) {
                     prefetch_states<Layout>(from - parameters, block.channels * p.dstate);
                 }
-                if (is_reverse<Layout>(p)) {
-                    in.mirror(is_gated<Layout>(p));
-                }
-                stage_time_and_gradient<T, Layout>(shared.dt, shared.dy, shared.bias, in, rows, p, steps);
-                stage_input<T, Layout>(shared.x, shared.dt, in, rows);
-                if (first_step > block.begin) {
-                    prefetch_inputs(rows, q, place_of<Layout>(p, first_step - Layout::kTile, Layout::kTile));
-                }
-                if (adds<Layout>(p) && rows.step + Layout::kVector <= steps) {
-                    prefetch_sums(rows, q, block, place);
-                }
+                stage_inputs(shared, in, rows, q, block, first_step, place, steps);
             }
             stage_matrices<T, Layout, false>(shared.BC, B_staged, C_staged, shared.resets, seq_idx, first_step, p);
             if (Layout::kSliced && slice + 1 < slices) {
@@ -308,25 +247,11 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
             }
 
             const int64_t offset = first_state * seqlen + place_of<Layout>(p, first_step, 1);
-            BackwardConstants<Layout> constants;
-            if (general) {
-                load_constants(constants, p, block, order, slice, first_parameter);
-                backward_tile<Layout, Shared, true>(q, thread, h, shared, constants, flush, offset, states, steps, need_y,
-                                                    slice > 0, atomic);
-                add_constants(q, constants, block, order, slice, first_part);
-            } else {
-                backward_tile<Layout, Shared, false>(q, thread, h, shared, constants, flush, offset, states, steps, need_y,
-                                                     slice > 0, atomic);
-            }
+            run_slice(q, thread, h, shared, flush, block, order, slice, first_parameter, first_part, offset, states, steps,
+                      general, need_y, atomic);
 
             if (Layout::kSliced) {
-                for_chains(p, block, order, slice, [&](int c, int s, bool exists, int parameter) {
-                    waiting(slice, c, s) = thread.w[c][s];
-                    if (exists) {
-                        atomicAdd(q.parts.dA + first_part + parameter, thread.dA[c][s]);
-                    }
-                    thread.dA[c][s] = 0.0f;
-                });
+                end_slice(thread, waiting_w, q, block, order, slice, first_part);
             }
         }
 
@@ -341,14 +266,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     }
 
     for (int slice = 0; slice < slices; ++slice) {
-        for_chains(p, block, order, slice, [&](int c, int s, bool exists, int parameter) {
-            if (exists && q.dinitial_state != nullptr && block.segment == 0) {
-                q.dinitial_state[first_chain + parameter] = Layout::kSliced ? waiting(slice, c, s) : thread.w[c][s];
-            }
-            if (exists && !Layout::kSliced) {
-                q.parts.dA[first_part + parameter] = thread.dA[c][s];
-            }
-        });
+        store_chain_gradients(thread, waiting_w, q, block, order, slice, first_chain, first_part);
     }
     store_channel_sums<T, Layout>(q, shared, rows, part);
 }

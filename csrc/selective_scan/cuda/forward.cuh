@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/kernel_launch.cuh"
+#include "selective_scan/cuda/forward_elements.cuh"
 #include "selective_scan/cuda/forward_pipeline.cuh"
 #include "selective_scan/cuda/forward_tile.cuh"
 #include "selective_scan/cuda/one_state_forward.cuh"
@@ -40,10 +41,26 @@ __device__ __forceinline__ void load_constants(ForwardConstants<Layout>& constan
     });
 }
 
-// Where a lane's chain of a slice waits in shared memory.
 template <class Layout>
-__device__ __forceinline__ float& waiting_place(float* waiting, int slice, int c, int s) {
-    return waiting[((slice * Layout::kEach + c) * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
+__device__ __forceinline__ void load_decays(ForwardThread<Layout>& thread, const MambaSelectiveScan& p, const ScanBlock& block,
+                                            int slice, int64_t first_parameter) {
+    for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
+        thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
+    });
+}
+
+// A slice's states to where they wait, and back.
+template <class Layout>
+__device__ __forceinline__ void put_states(float* waiting, const MambaSelectiveScan& p, const ScanBlock& block,
+                                           const ForwardThread<Layout>& thread, int slice) {
+    for_chains(p, block, thread, slice,
+               [&](int c, int s, bool, int) { waiting_place<Layout>(waiting, slice, c, s) = thread.h[c][s]; });
+}
+template <class Layout>
+__device__ __forceinline__ void take_states(float* waiting, const MambaSelectiveScan& p, const ScanBlock& block,
+                                            ForwardThread<Layout>& thread, int slice) {
+    for_chains(p, block, thread, slice,
+               [&](int c, int s, bool, int) { thread.h[c][s] = waiting_place<Layout>(waiting, slice, c, s); });
 }
 
 template <class Layout>
@@ -56,33 +73,86 @@ __device__ __forceinline__ void store_states(float* to, const ForwardThread<Layo
     });
 }
 
-// y becomes y + D u, times silu(z). other: u, whose registers z takes.
-template <typename T, class Layout>
-__device__ __forceinline__ void skip_and_gate(float (&y)[Layout::kVector], float (&other)[Layout::kVector], float D,
-                                              const TileElements<T, Layout>& z, int pass, bool skips, bool gated) {
-#pragma unroll
-    for (int i = 0; i < Layout::kVector; ++i) {
-        y[i] = skips ? fmaf(D, other[i], y[i]) : y[i];
-    }
-    if (gated) {
-        z.read(other, pass);
-#pragma unroll
-        for (int i = 0; i < Layout::kVector; ++i) {
-            y[i] *= silu(other[i]);
-        }
-    }
-}
-
 // Of a sequence without steps.
 template <class Layout>
 __device__ __forceinline__ void pass_initial_states(const ForwardThread<Layout>& thread, const MambaSelectiveScan& p,
-                                                    const ScanBlock& block, int slice, int64_t first_chain) {
-    for_chains(p, block, thread, slice, [&](int, int, bool exists, int parameter) {
+                                                    const ScanBlock& block, int slices, int64_t first_chain) {
+    for (int slice = 0; slice < slices; ++slice) {
+        for_chains(p, block, thread, slice, [&](int, int, bool exists, int parameter) {
+            if (exists) {
+                const int64_t at = first_chain + parameter;
+                p.last_state[at] = p.initial_state != nullptr ? p.initial_state[at] : 0.0f;
+            }
+        });
+    }
+}
+
+// The first of the block's checkpoints.
+__device__ __forceinline__ float* first_checkpoint(const MambaSelectiveScan& p, const ScanBlock& block, int64_t parameters,
+                                                   int64_t first_parameter) {
+    const int64_t count = (p.seqlen - 1) / MAMBA_SCAN_CHECKPOINT;
+    return p.checkpoints + (block.batch * count + block.begin / MAMBA_SCAN_CHECKPOINT) * parameters + first_parameter;
+}
+
+// The states that the block starts from.
+template <class Layout, bool kCarryOnly>
+__device__ __forceinline__ void start_states(ForwardThread<Layout>& thread, const MambaSelectiveScan& p, const ScanBlock& block,
+                                             int slice, int64_t first_chain) {
+    for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
+        const bool given = !kCarryOnly && exists && p.initial_state != nullptr;
+        thread.h[c][s] = given ? p.initial_state[first_chain + parameter] : 0.0f;
+    });
+    if (!kCarryOnly && block.segment > 0) {
+        griddepcontrol_wait();
+        SegmentStates<Layout> at;
+        for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
+            at.exists[c][s] = exists;
+            at.state[c][s] = first_chain + parameter;
+        });
+        pass_through_segments<Layout>(p, thread.h, at, 0, 1, static_cast<int>(block.segment));
+    }
+}
+
+// What the segment passes on, to the workspace.
+template <class Layout>
+__device__ __forceinline__ void pass_on_states(const ForwardThread<Layout>& thread, const MambaSelectiveScan& p,
+                                               const ScanBlock& block, int slice, int64_t parameters, int64_t first_chain) {
+    for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
         if (exists) {
-            const int64_t at = first_chain + parameter;
-            p.last_state[at] = p.initial_state != nullptr ? p.initial_state[at] : 0.0f;
+            const int64_t at = workspace_at(p, block.segment, first_chain + parameter);
+            p.workspace[at] = thread.h[c][s];
+            p.workspace[at + p.batch * parameters] = thread.restarted ? -1.0f : exp2_fast(thread.A[c][s] * thread.dt_sum[c]);
         }
     });
+}
+
+// The states after a tile that ends before next_step, where they are wanted.
+template <class Layout, bool kCarryOnly>
+__device__ __forceinline__ void keep_states(const ForwardThread<Layout>& thread, const MambaSelectiveScan& p,
+                                            const ScanBlock& block, int slice, int64_t next_step, float* checkpoint,
+                                            int64_t parameters, int64_t first_chain) {
+    if (kCarryOnly) {
+        if (next_step >= block.end) {
+            pass_on_states(thread, p, block, slice, parameters, first_chain);
+        }
+    } else if (next_step < p.seqlen ? checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0
+                                    : p.last_state != nullptr) {
+        store_states(next_step < p.seqlen ? checkpoint : p.last_state + first_chain, thread, p, block, slice);
+    }
+}
+
+// A slice's states through a tile. general: see forward_tile.
+template <typename T, class Layout, bool kCarryOnly>
+__device__ __forceinline__ void run_tile(ForwardThread<Layout>& thread, ForwardShared<T, Layout, kCarryOnly>& tile,
+                                         const MambaSelectiveScan& p, const ScanBlock& block, int slice,
+                                         int64_t first_parameter, const int* resets, int steps, bool general) {
+    ForwardConstants<Layout> constants;
+    if (general) {
+        load_constants(constants, p, block, thread, slice, first_parameter);
+        forward_tile<T, Layout, true, kCarryOnly>(thread, tile, constants, resets, steps, slice > 0);
+    } else {
+        forward_tile<T, Layout, false, kCarryOnly>(thread, tile, constants, resets, steps, slice > 0);
+    }
 }
 
 // Of a sliced layout states wait in shared memory between slices. kCarryOnly: fills the workspace for the segments of its
@@ -106,19 +176,13 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     ForwardThread<Layout> thread(order);
     const int64_t first_parameter = block.first_channel * p.dstate;
     const int64_t first_chain = block.batch * parameters + first_parameter;  // of (batch, parameter)
-    const auto load_A = [&](int slice) {
-        for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
-            thread.A[c][s] = exists ? decay_exponent(p.A[first_parameter + parameter]) : 0.0f;
-        });
-    };
     if (!Layout::kSliced) {
-        load_A(0);
+        load_decays(thread, p, block, 0, first_parameter);
     }
     // Where the next checkpoint goes.
     float* checkpoint = nullptr;
     if (!kCarryOnly && p.checkpoints != nullptr) {
-        const int64_t count = (p.seqlen - 1) / MAMBA_SCAN_CHECKPOINT;
-        checkpoint = p.checkpoints + (block.batch * count + block.begin / MAMBA_SCAN_CHECKPOINT) * parameters + first_parameter;
+        checkpoint = first_checkpoint(p, block, parameters, first_parameter);
     }
 
     const ElementRows<T, Layout> rows(p, block);
@@ -129,35 +193,20 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     const bool all_exist = Layout::kWhole || (block.channels == Layout::kChannels && p.dstate % Layout::kSlice == 0);
     const int32_t* seq_idx = !Layout::kMamba && p.seq_idx != nullptr ? p.seq_idx + block.batch * p.seqlen : nullptr;
     const bool general = !Layout::kMamba && (!p.variable_B || !p.variable_C || seq_idx != nullptr);
-    const bool gated = is_gated<Layout>(p);
-    const bool skips = Layout::kMamba || p.D != nullptr;
-    const bool add = !kCarryOnly && adds<Layout>(p);
     const bool neighbours = inputs_have_neighbours<Layout>(p, block);
     if (general && seq_idx == nullptr) {
         clear_resets<Layout>(resets);
     }
 
-    // A tile's elements, on their way into registers: small ones early, large ones, and those of lanes with eight states, where
-    // they are needed (early they are up to 6 % slower). The walk of states alone has room there for those of the next tile
-    // while it works at this one.
+    // Small elements are fetched early, large ones, and those of lanes with eight states, where they are needed (early they are
+    // up to 6 % slower). The walk of states alone has room for those of the next tile while it works at this one.
     constexpr bool kEarly = kIs16Bit<T> && (Layout::kStates < 8 || Layout::kSliced || kCarryOnly);
     constexpr bool kAhead = kEarly && kCarryOnly && !Layout::kSliced;
-    int steps = 0;
-    bool whole = false;   // all of the tile's steps, channels and states exist
-    bool inside = false;  // see vectors_within
-    StagedTile<T, Layout> B_staged, C_staged;
-    TileElements<T, Layout> u, delta, z;
+    TileExtent extent;
+    ForwardInputs<T, Layout, kCarryOnly> in;
     const auto fetch_tile = [&](int64_t first_step) {
-        const int64_t left = block.end - first_step;
-        steps = Layout::kWhole || left > Layout::kTile ? Layout::kTile : static_cast<int>(left);
-        whole = steps == Layout::kTile && all_exist;
-        inside = vectors_within<Layout>(first_step, p.seqlen, neighbours);
-        const int64_t place = place_of<Layout>(p, first_step, Layout::kTile);
-        with_access<Layout>(aligned, whole, inside, [&](auto access) {
-            delta.template fetch<decltype(access)::kAccess>(rows, rows.delta, p.delta_dim_stride, place, steps);
-            u.template fetch<decltype(access)::kAccess>(rows, rows.u, p.u_dim_stride, place, steps);
-            fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, 0, place, steps, true, !kCarryOnly);
-        });
+        extent = tile_extent<Layout>(p, block, first_step, all_exist, neighbours);
+        in.fetch(p, rows, matrix_rows, place_of<Layout>(p, first_step, Layout::kTile), extent, aligned);
     };
     if (kEarly) {
         fetch_tile(block.begin);
@@ -167,22 +216,9 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     // Before the tiles, not in the first of them: ptxas lets such a load share a scoreboard with that of z, and the steps of
     // every tile would then wait for z.
     for (int slice = 0; slice < slices; ++slice) {
-        for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
-            const bool given = !kCarryOnly && exists && p.initial_state != nullptr;
-            thread.h[c][s] = given ? p.initial_state[first_chain + parameter] : 0.0f;
-        });
-        if (!kCarryOnly && block.segment > 0) {
-            griddepcontrol_wait();
-            SegmentStates<Layout> at;
-            for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
-                at.exists[c][s] = exists;
-                at.state[c][s] = first_chain + parameter;
-            });
-            pass_through_segments<Layout>(p, thread.h, at, 0, 1, static_cast<int>(block.segment));
-        }
+        start_states<Layout, kCarryOnly>(thread, p, block, slice, first_chain);
         if (Layout::kSliced) {
-            for_chains(p, block, thread, slice,
-                       [&](int c, int s, bool, int) { waiting_place<Layout>(waiting_h, slice, c, s) = thread.h[c][s]; });
+            put_states(waiting_h, p, block, thread, slice);
         }
     }
 
@@ -193,85 +229,35 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
             fetch_tile(first_step);
         }
         // Not by round_up: the compiler would make other code of the whole loop. So too in backward.cuh.
-        const int rounded = (steps + Layout::kSteps - 1) / Layout::kSteps * Layout::kSteps;
-        if (is_reverse<Layout>(p)) {
-            delta.mirror();
-            u.mirror();
-        }
-        // dt and dt * u of the warp's own rows. Steps past the end get dt = 0 and x = 0, which leaves the state as it is.
-#pragma unroll
-        for (int pass = 0; pass < Layout::kPasses; ++pass) {
-            const int at = rows.row(pass) * Layout::kRow + rows.step;
-            float dt[Layout::kVector], x[Layout::kVector];
-            delta.read(dt, pass);
-            u.read(x, pass);
-            time_steps<T>(dt, bias[rows.row(pass)], has_softplus<Layout>(p), rows.valid_steps(steps));
-#pragma unroll
-            for (int i = 0; i < Layout::kVector; ++i) {
-                x[i] *= dt[i];
-            }
-            write_row(tile.dt + at, dt);
-            write_row(tile.x + at, x);
-        }
+        const int rounded = (extent.steps + Layout::kSteps - 1) / Layout::kSteps * Layout::kSteps;
+        in.stage(tile, bias, rows, p, extent.steps);
 
         for (int slice = 0; slice < slices; ++slice) {
-            const int first_state = slice * Layout::kSlice;
-            stage_matrices<T, Layout, kCarryOnly>(tile.BC, B_staged, C_staged, resets, seq_idx, first_step, p);
+            stage_matrices<T, Layout, kCarryOnly>(tile.BC, in.B, in.C, resets, seq_idx, first_step, p);
             if (Layout::kSliced && slice + 1 < slices) {
-                with_access<Layout>(aligned, whole, inside, [&](auto access) {
-                    fetch_BC<decltype(access)::kAccess>(B_staged, C_staged, p, matrix_rows, first_state + Layout::kSlice, place,
-                                                        steps);
-                });
+                in.fetch_slice(p, matrix_rows, (slice + 1) * Layout::kSlice, place, extent, aligned);
             }
             if (kAhead && next_step < block.end) {
                 fetch_tile(next_step);
             }
-            const int most = is_reverse<Layout>(p) ? Layout::kVector - 1 : 0;  // then memory's first one must exist
-            if (!kAhead && slice == 0 && next_step + rows.step + most < block.end) {
-                // What comes next is asked for into the L2 cache only: registers are scarce.
-                prefetch_elements(rows, rows.u, p.u_dim_stride, place_of<Layout>(p, next_step, Layout::kTile));
-                prefetch_elements(rows, rows.delta, p.delta_dim_stride, place_of<Layout>(p, next_step, Layout::kTile));
+            if (!kAhead && slice == 0) {
+                prefetch_tile(rows, p, block, next_step);  // not into registers, which are scarce
             }
-            if (add && slice == 0 && rows.step + Layout::kVector <= steps) {
+            if (!kCarryOnly && adds<Layout>(p) && slice == 0 && rows.step + Layout::kVector <= extent.steps) {
                 prefetch_elements(rows, static_cast<const T*>(out), p.out_dim_stride, place);
             }
-            if (!kCarryOnly && slice + 1 == slices && gated) {
-                with_access<Layout>(aligned, whole, inside, [&](auto access) {
-                    z.template fetch<decltype(access)::kAccess>(rows, rows.z, p.z_dim_stride, place, steps);
-                });
+            if (!kCarryOnly && slice + 1 == slices && is_gated<Layout>(p)) {
+                in.fetch_gate(p, rows, place, extent, aligned);
             }
             if (Layout::kSliced) {
-                load_A(slice);
-                for_chains(p, block, thread, slice,
-                           [&](int c, int s, bool, int) { thread.h[c][s] = waiting_place<Layout>(waiting_h, slice, c, s); });
+                load_decays(thread, p, block, slice, first_parameter);
+                take_states(waiting_h, p, block, thread, slice);
             }
 
-            ForwardConstants<Layout> constants;
-            if (general) {
-                load_constants(constants, p, block, thread, slice, first_parameter);
-                forward_tile<T, Layout, true, kCarryOnly>(thread, tile, constants, resets, rounded, slice > 0);
-            } else {
-                forward_tile<T, Layout, false, kCarryOnly>(thread, tile, constants, resets, rounded, slice > 0);
-            }
-
-            if (kCarryOnly) {
-                if (next_step >= block.end) {
-                    for_chains(p, block, thread, slice, [&](int c, int s, bool exists, int parameter) {
-                        if (exists) {
-                            const int64_t at = workspace_at(p, block.segment, first_chain + parameter);
-                            p.workspace[at] = thread.h[c][s];
-                            p.workspace[at + p.batch * parameters] =
-                                thread.restarted ? -1.0f : exp2_fast(thread.A[c][s] * thread.dt_sum[c]);
-                        }
-                    });
-                }
-            } else if (next_step < p.seqlen ? checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0
-                                            : p.last_state != nullptr) {
-                store_states(next_step < p.seqlen ? checkpoint : p.last_state + first_chain, thread, p, block, slice);
-            }
+            run_tile(thread, tile, p, block, slice, first_parameter, resets, rounded, general);
+            keep_states<Layout, kCarryOnly>(thread, p, block, slice, next_step, checkpoint, parameters, first_chain);
             if (Layout::kSliced) {
-                for_chains(p, block, thread, slice,
-                           [&](int c, int s, bool, int) { waiting_place<Layout>(waiting_h, slice, c, s) = thread.h[c][s]; });
+                put_states(waiting_h, p, block, thread, slice);
             }
         }
         if (checkpoint != nullptr && next_step % MAMBA_SCAN_CHECKPOINT == 0) {
@@ -279,23 +265,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
         }
 
         if (!kCarryOnly) {
-            __syncwarp();  // the sums of other lanes are in
-            if (gated && is_reverse<Layout>(p)) {
-                z.mirror();
-            }
-#pragma unroll
-            for (int pass = 0; pass < Layout::kPasses; ++pass) {
-                const float skip = D[rows.row(pass)];
-                float y[Layout::kVector], other[Layout::kVector];
-                read_row(y, tile.y + rows.row(pass) * Layout::kRow + rows.step);
-                u.read(other, pass);
-                skip_and_gate(y, other, skip, z, pass, skips, gated);
-                T* const to = out + place + pass * Layout::kPassRows * p.out_dim_stride;
-                if (add) {
-                    add_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kWhole || aligned, rows.reverse, y);
-                }
-                store_steps<T, Layout::kVector>(to, rows.valid(pass, steps), Layout::kWhole || aligned, rows.reverse, y);
-            }
+            in.finish(tile, D, rows, p, out, place, extent.steps, aligned);
         }
         if (kEarly && !kAhead && next_step < block.end) {
             fetch_tile(next_step);
@@ -304,9 +274,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     }
 
     if (!kCarryOnly && p.seqlen == 0 && p.last_state != nullptr) {
-        for (int slice = 0; slice < slices; ++slice) {
-            pass_initial_states(thread, p, block, slice, first_chain);
-        }
+        pass_initial_states(thread, p, block, slices, first_chain);
     }
 }
 

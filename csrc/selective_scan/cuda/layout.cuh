@@ -65,7 +65,11 @@ __device__ __forceinline__ void unroll(const Function& function) {
     }
 }
 
-// Bytes of states that wait in shared memory between slices.
+// Where a lane's chain waits in shared memory between slices, and how many bytes all of a block's chains take.
+template <class Layout>
+__device__ __forceinline__ float& waiting_place(float* waiting, int slice, int c, int s) {
+    return waiting[((slice * Layout::kEach + c) * Layout::kStates + s) * Layout::kThreads + threadIdx.x];
+}
 template <class Layout>
 constexpr int64_t waiting_bytes(int64_t dstate) {
     return Layout::kSliced ? ceil_div(dstate, Layout::kSlice) * Layout::kEach * Layout::kStates * Layout::kThreads * 4 : 0;
