@@ -2,7 +2,7 @@
 #include "causal_conv1d/check.h"
 #include "causal_conv1d/launch.h"
 #include "common/cuda_device.h"
-#include "common/cuda_sums.cuh"
+#include "common/cuda_sums.h"
 
 namespace mamba {
 KernelTable conv_forward_table("causal_conv1d_forward", kConvForwardKernels);

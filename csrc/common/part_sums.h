@@ -1,5 +1,5 @@
 // Gradients of parameters are sums over a whole batch: kernels leave float32 parts of them in the workspace, whose sum is the
-// last step of an op's backward (cuda_sums.cuh, cpu_sums.h).
+// last step of an op's backward (cuda_sums.cu, cpu_sums.h).
 #pragma once
 
 #include <stdint.h>

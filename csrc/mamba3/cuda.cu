@@ -1,5 +1,5 @@
 // The C ABI of Mamba-3's scan in mamba_cuda.
-#include "common/cuda_sums.cuh"
+#include "common/cuda_sums.h"
 #include "mamba3/check.h"
 #include "mamba3/cuda/backward/launch.cuh"
 #include "mamba3/cuda/forward/between_walks.cuh"

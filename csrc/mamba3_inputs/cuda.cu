@@ -1,6 +1,6 @@
 // The C ABI of what Mamba-3's scan takes in mamba_cuda.
 #include "common/cuda_device.h"
-#include "common/cuda_sums.cuh"
+#include "common/cuda_sums.h"
 #include "mamba3_inputs/check.h"
 #include "mamba3_inputs/kernels.h"
 #include "mamba3_inputs/launch.h"

@@ -1,5 +1,5 @@
 // The C ABI of norm and SwiGLU in mamba_cuda.
-#include "common/cuda_sums.cuh"
+#include "common/cuda_sums.h"
 #include "norm/check.h"
 #include "norm/launch.h"
 

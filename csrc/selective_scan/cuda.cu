@@ -1,5 +1,5 @@
 // The scan's C ABI in mamba_cuda.
-#include "common/cuda_sums.cuh"
+#include "common/cuda_sums.h"
 #include "selective_scan/check.h"
 #include "selective_scan/launch.h"
 #include "selective_scan/plan.h"

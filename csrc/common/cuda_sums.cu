@@ -1,8 +1,7 @@
-// The sums of part_sums.h on CUDA: one launch for all gradients of an op, parts in a fixed order. An op's cuda.cu compiles it.
-#pragma once
+// The sums of part_sums.h on CUDA: one launch for all gradients of an op, parts in a fixed order.
+#include "common/cuda_sums.h"
 
 #include "common/cuda_vector.cuh"
-#include "common/part_sums.h"
 
 namespace mamba {
 namespace {
@@ -64,7 +63,8 @@ __global__ void __launch_bounds__(kSumThreads) add_parts_kernel(const __grid_con
     }
 }
 
-// The kernel ahead of it in the stream writes the parts.
+}  // namespace
+
 cudaError_t launch_part_sums(PartSums sums, void* stream) {
     int64_t blocks = 0;
     for (int i = 0; i < sums.count; ++i) {
@@ -75,5 +75,4 @@ cudaError_t launch_part_sums(PartSums sums, void* stream) {
     return blocks == 0 ? cudaSuccess : launch_programmatic_dependent(add_parts_kernel, blocks, kSumThreads, 0, stream, sums);
 }
 
-}  // namespace
 }  // namespace mamba
