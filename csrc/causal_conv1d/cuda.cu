@@ -19,9 +19,8 @@ int32_t mamba_causal_conv1d_forward(const MambaCausalConv1d* params) {
         (params->seqlen == 0 && params->final_states == nullptr)) {
         return status;
     }
-    const DeviceGuard guard(params->run.device);
-    const DeviceLimits device(params->run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(params->run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(conv_forward_table, kConvForwardKernels, device.major, params->dtype, *params);
         error = launchers_of<ConvLaunchers>(params->dtype).forward(*params, kernel);
@@ -40,11 +39,10 @@ int32_t mamba_causal_conv1d_backward(const MambaCausalConv1dBackward* params) {
         return status;
     }
     const MambaCausalConv1d& p = params->forward;
-    const DeviceGuard guard(p.run.device);
-    const DeviceLimits device(p.run.device);
+    const CallDevice device(p.run.device);
     const ConvBackwardPlan plan = conv_backward_plan(p);
     const ConvBackward q = conv_backward(*params, plan.slots);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(conv_backward_table, kConvBackwardKernels, device.major, p.dtype, *params);
         error = launchers_of<ConvLaunchers>(p.dtype).backward(q, plan, kernel);
@@ -59,9 +57,8 @@ int32_t mamba_causal_conv1d_update(const MambaCausalConv1dUpdate* params) {
     if (status != MAMBA_OK || !conv_has_elements(*params)) {
         return status;
     }
-    const DeviceGuard guard(params->run.device);
-    const DeviceLimits device(params->run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(params->run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(conv_update_table, kConvUpdateKernels, device.major, params->dtype, *params);
         error = launchers_of<ConvLaunchers>(params->dtype).update(*params, kernel);

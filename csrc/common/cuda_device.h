@@ -44,6 +44,15 @@ struct DeviceLimits {
     explicit DeviceLimits(int32_t device);
 };
 
+// The device of a call: current for the scope.
+struct CallDevice : DeviceLimits {
+    const DeviceGuard guard;
+
+    explicit CallDevice(int32_t device) : DeviceLimits(device), guard(device) {
+        error = guard.error != cudaSuccess ? guard.error : error;
+    }
+};
+
 // An op's table of launchers for a dtype that passed the checks. Its of<T>() is compiled in one file a dtype.
 template <class Launchers>
 Launchers launchers_of([[maybe_unused]] int32_t dtype) {

@@ -16,9 +16,8 @@ int32_t mamba_cross_entropy(const MambaCrossEntropy* params) {
     if (status != MAMBA_OK || params->rows == 0) {
         return status;
     }
-    const DeviceGuard guard(params->run.device);
-    const DeviceLimits device(params->run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(params->run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(cross_entropy_table, kCrossEntropyKernels, device.major, params->dtype, *params);
         error = launchers_of<CrossEntropyLaunchers>(params->dtype).cross_entropy(*params, kernel);

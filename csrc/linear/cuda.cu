@@ -17,9 +17,8 @@ int32_t mamba_linear(const MambaLinear* params) {
     if (status != MAMBA_OK || linear_is_empty(*params)) {
         return status;
     }
-    const DeviceGuard guard(params->run.device);
-    const DeviceLimits device(params->run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(params->run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(linear_table, kLinearKernels, device.major, params->dtype, *params);
         if (kernel < 0 && params->norm_weight != nullptr) {

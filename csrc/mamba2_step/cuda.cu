@@ -17,10 +17,9 @@ int32_t mamba_mamba2_step(const MambaMamba2Step* params) {
     if (status != MAMBA_OK || mamba2_step_is_empty(*params)) {
         return status;
     }
-    const DeviceGuard guard(params->run.device);
-    const DeviceLimits limits(params->run.device);
+    const CallDevice limits(params->run.device);
     bool together = false;
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : limits.error;
+    cudaError_t error = limits.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(mamba2_step_table, kMamba2StepKernels, limits.major, params->state_dtype, *params);
         error = launchers_of<Mamba2StepLaunchers>(params->state_dtype).step(*params, kernel, limits.processors, &together);

@@ -71,9 +71,8 @@ int32_t mamba_mamba3_forward(const MambaMamba3* params) {
         return status;
     }
     const MambaMamba3& p = *params;
-    const DeviceGuard guard(p.run.device);
-    const DeviceLimits device(p.run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(p.run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const Mamba3Forward plan(p, device);
         status = check_forward_call(function, p, plan);
@@ -101,9 +100,8 @@ int32_t mamba_mamba3_backward(const MambaMamba3Backward* params) {
     if (!check.ok()) {
         return check.status();
     }
-    const DeviceGuard guard(p.run.device);
-    const DeviceLimits device(p.run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(p.run.device);
+    cudaError_t error = device.error;
     Mamba3BackwardPlan plan = {};
     if (error == cudaSuccess) {
         plan = plan_mamba3_backward(p, choose_mamba3_backward(*params, device), device);
@@ -133,9 +131,8 @@ int32_t mamba_mamba3_step(const MambaMamba3Step* params) {
         return status;
     }
     const MambaMamba3& p = params->scan;
-    const DeviceGuard guard(p.run.device);
-    const DeviceLimits device(p.run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(p.run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(mamba3_step_table, kMamba3StepKernels, device.major, params->ssm_dtype, *params);
         error = launchers_of<Mamba3Launchers>(params->ssm_dtype).step(*params, kernel, device);

@@ -19,9 +19,8 @@ int32_t mamba_mamba3_inputs_forward(const MambaMamba3Inputs* params) {
         return status;
     }
     const MambaMamba3Inputs& p = *params;
-    const DeviceGuard guard(p.run.device);
-    const DeviceLimits device(p.run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(p.run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(mamba3_inputs_forward_table, kMamba3InputsForwardKernels, device.major, p.dtype, p);
         error = launchers_of<Mamba3InputsLaunchers>(p.dtype).forward(p, kernel);
@@ -45,10 +44,9 @@ int32_t mamba_mamba3_inputs_backward(const MambaMamba3InputsBackward* params) {
     }
     const MambaMamba3InputsBackward& q = *params;
     const MambaMamba3Inputs& p = q.forward;
-    const DeviceGuard guard(p.run.device);
+    const CallDevice device(p.run.device);
     const Mamba3InputsWorkspace workspace(p);
-    const DeviceLimits device(p.run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(mamba3_inputs_backward_table, kMamba3InputsBackwardKernels, device.major, p.dtype, p);
         error = launchers_of<Mamba3InputsLaunchers>(p.dtype).backward(q, workspace, kernel);

@@ -21,9 +21,8 @@ int32_t mamba_mamba_step(const MambaMambaStep* params) {
     if (status != MAMBA_OK || mamba_step_is_empty(*params)) {
         return status;
     }
-    const DeviceGuard guard(params->run.device);
-    const DeviceLimits device(params->run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(params->run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(mamba_step_table, kMambaStepKernels, device.major, params->dtype, *params);
         error = launchers_of<MambaStepLaunchers>(params->dtype).step(*params, kernel);

@@ -29,9 +29,8 @@ int32_t swiglu(const char* function, const MambaSwiglu* params, bool backward) {
     if (status != MAMBA_OK) {
         return status;
     }
-    const DeviceGuard guard(params->run.device);
-    const DeviceLimits device(params->run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(params->run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const KernelTable& table = backward ? swiglu_backward_table : swiglu_forward_table;
         const int kernel = choose_kernel(table, kSwigluKernels, device.major, params->dtype, *params);
@@ -56,9 +55,8 @@ int32_t mamba_norm_forward(const MambaNorm* params) {
     if (status != MAMBA_OK) {
         return status;
     }
-    const DeviceGuard guard(params->run.device);
-    const DeviceLimits device(params->run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(params->run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(norm_forward_table, kNormForwardKernels, device.major, params->dtype, *params, layout);
         error = launchers_of<NormLaunchers>(params->dtype).forward(*params, layout, kernel);

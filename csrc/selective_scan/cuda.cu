@@ -37,9 +37,8 @@ int32_t mamba_selective_scan_forward(const MambaSelectiveScan* params) {
         return status;
     }
     const MambaSelectiveScan& p = *params;
-    const DeviceGuard guard(p.run.device);
-    const DeviceLimits device(p.run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(p.run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const bool aligned = inputs_aligned(p);
         error = launchers_of<ScanForwardLaunchers>(p.dtype).forward(p, aligned, forward_kernel(p, aligned, device));
@@ -54,9 +53,8 @@ int32_t mamba_selective_scan_forward_carry(const MambaSelectiveScan* params) {
         return status;
     }
     const MambaSelectiveScan& p = *params;
-    const DeviceGuard guard(p.run.device);
-    const DeviceLimits device(p.run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(p.run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const bool aligned = inputs_aligned(p);
         error = launchers_of<ScanForwardLaunchers>(p.dtype).carry(p, aligned, forward_carry_kernel(p, aligned, device));
@@ -86,9 +84,8 @@ int32_t mamba_selective_scan_backward(const MambaSelectiveScanBackward* params) 
     }
     const ScanBackward q = scan_backward(*params);
     const MambaSelectiveScan& p = q.forward;
-    const DeviceGuard guard(p.run.device);
-    const DeviceLimits device(p.run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(p.run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const bool aligned = inputs_aligned(p) && gradients_aligned(q);
         const int kernel = backward_kernel(p, aligned, device);
@@ -122,9 +119,8 @@ int32_t mamba_selective_scan_backward_carry(const MambaSelectiveScanBackward* pa
     }
     const ScanBackward q = scan_backward(*params);
     const MambaSelectiveScan& p = q.forward;
-    const DeviceGuard guard(p.run.device);
-    const DeviceLimits device(p.run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(p.run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const bool aligned = inputs_aligned(p) && gradients_aligned(q);
         const auto launch = launchers_of<ScanBackwardLaunchers>(p.dtype).carry;

@@ -16,9 +16,8 @@ int32_t mamba_selective_state_update(const MambaSelectiveStateUpdate* params) {
     if (status != MAMBA_OK || state_update_is_empty(*params)) {
         return status;
     }
-    const DeviceGuard guard(params->run.device);
-    const DeviceLimits device(params->run.device);
-    cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
+    const CallDevice device(params->run.device);
+    cudaError_t error = device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(state_update_table, kStateUpdateKernels, device.major, params->state_dtype, *params);
         error = launchers_of<StateUpdateLaunchers>(params->state_dtype).update(*params, kernel, device.processors);
