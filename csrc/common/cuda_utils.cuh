@@ -25,6 +25,15 @@ __device__ __forceinline__ float silu(float x) {
     return x * sigmoid(x);
 }
 
+// d silu(x) / dx, of silu(x) and sigmoid(x)
+__device__ __forceinline__ float silu_slope(float silu_x, float sigmoid_x) {
+    return fmaf(silu_x, 1.0f - sigmoid_x, sigmoid_x);
+}
+__device__ __forceinline__ float silu_slope(float x) {
+    const float s = sigmoid(x);
+    return silu_slope(x * s, s);
+}
+
 // Every lane gets the sum of all.
 __device__ __forceinline__ float sum_over_warp(float value) {
 #pragma unroll
@@ -59,6 +68,12 @@ __device__ __forceinline__ float softplus_short(float x) {
     series = fmaf(e, series, -0.4993613647f);
     series = fmaf(e, series, 0.9999915982f);
     return fmaf(e, series, fmaxf(x, 0.0f));
+}
+
+// What a step gives where the cache has no row of states. Padding is zero. A row beyond the cache cannot be reported from a
+// kernel: NaN shows it, and nothing is overwritten.
+__device__ __forceinline__ float output_without_state(int64_t row) {
+    return row < 0 ? 0.0f : __int_as_float(0x7fffffff);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -125,7 +140,7 @@ inline cudaLaunchConfig_t launch_config(const Grid& grid, dim3 block, size_t sha
 }
 
 // What kernel<<<grid, block, shared_bytes, stream>>>(arguments...) does, in plain C++. Every kernel is launched by this
-// function or by launch_programmatic_dependent.
+// function or by one of the next two.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), const Grid& grid, dim3 block, size_t shared_bytes, void* stream,
                           const Arguments&... arguments) {
@@ -138,22 +153,40 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const Grid& grid, dim3 
 
 // Launches a kernel that calls griddepcontrol_wait before it touches what the kernel ahead of it in the stream writes.
 // Its blocks start early on GPUs that can do that; elsewhere, or compiled for older ones, it is an ordinary launch.
+// `cluster` neighbouring blocks form a cluster, one of them none; has_clusters says whether more may.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_programmatic_dependent(void (*kernel)(Parameters...), const Grid& grid, dim3 block, size_t shared_bytes,
-                                          void* stream, const Arguments&... arguments) {
+cudaError_t launch_clusters(void (*kernel)(Parameters...), unsigned cluster, const Grid& grid, dim3 block, size_t shared_bytes,
+                            void* stream, const Arguments&... arguments) {
     bool starts_early = false;
     const cudaError_t error =
         grid.fits() ? supports_programmatic_dependent_launch(kernel, &starts_early) : cudaErrorInvalidConfiguration;
     if (error != cudaSuccess) {
         return error;
     }
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    unsigned count = 0;
+    if (starts_early) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count].val.programmaticStreamSerializationAllowed = 1;
+        ++count;
+    }
+    if (cluster > 1) {
+        attributes[count].id = cudaLaunchAttributeClusterDimension;
+        attributes[count].val.clusterDim.x = cluster;
+        attributes[count].val.clusterDim.y = 1;
+        attributes[count].val.clusterDim.z = 1;
+        ++count;
+    }
     cudaLaunchConfig_t config = launch_config(grid, block, shared_bytes, stream);
-    config.attrs = &early;
-    config.numAttrs = starts_early ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = count;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+// The same without clusters.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_programmatic_dependent(void (*kernel)(Parameters...), const Grid& grid, dim3 block, size_t shared_bytes,
+                                          void* stream, const Arguments&... arguments) {
+    return launch_clusters(kernel, 1, grid, block, shared_bytes, stream, arguments...);
 }
 
 }  // namespace mamba

@@ -87,18 +87,6 @@ __device__ __forceinline__ int64_t grid_batch() {
     return static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
 }
 
-// What an update gives where conv_state has no row. Padding is zero. A row beyond the cache cannot be reported from here: NaN
-// shows it, and nothing is overwritten.
-__device__ __forceinline__ float conv_without_state(int64_t row) {
-    return row < 0 ? 0.0f : __int_as_float(0x7fffffff);
-}
-
-// d silu(x) / dx
-__device__ __forceinline__ float silu_slope(float value) {
-    const float s = sigmoid(value);
-    return s * fmaf(value, 1.0f - s, 1.0f);
-}
-
 // The input at any step: steps before 0 come from initial_states, or are zero.
 template <typename T>
 __device__ __forceinline__ float conv_input(const MambaCausalConv1d& params, int64_t batch, int64_t channel, int64_t step) {

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv1d_update_any(const M
     const int64_t row = params.conv_state_indices != nullptr ? params.conv_state_indices[batch] : batch;
     if (row < 0 || row >= params.state_rows) {
         for (int64_t t = 0; t < params.seqlen; ++t) {
-            out[t * params.out_len_stride] = from_float<T>(conv_without_state(row));
+            out[t * params.out_len_stride] = from_float<T>(output_without_state(row));
         }
         return;
     }

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kPairThreads) causal_conv1d_update_pairs(const
             sums[c] = fmaf(taps[kConvHalo - lag], inputs[c][State::kSteps - lag], sums[c]);
         }
         sums[c] = params.silu ? silu(sums[c]) : sums[c];
-        sums[c] = found ? sums[c] : conv_without_state(row);
+        sums[c] = found ? sums[c] : output_without_state(row);
     }
     state.shift(inputs, newest);
     if (found) {

@@ -18,9 +18,9 @@ __global__ void __launch_bounds__(kMamba3CarryThreads)
     const int64_t head = index % p.nheads;
     const int64_t sequence_index = index / p.nheads;
     const int angles = static_cast<int>(p.nangles);
-    const Mamba3Sequence sequence = mamba3_sequence(p, sequence_index);
+    const SequenceRange sequence = sequence_range(p, sequence_index);
     const int64_t count = ceil_div(sequence.seqlen, chunks.steps);
-    const int64_t slot = mamba3_slot(p, chunks, sequence_index, sequence.begin);
+    const int64_t slot = slot_of_sequence(p, chunks.steps, sequence_index, sequence.begin);
     // A warp takes the next few chunks, a lane an angle of them: warps exchange what these turn.
     constexpr int kOwn = 8, kWarps = kMamba3CarryThreads / 32;
     __shared__ uint32_t turned_by[kWarps][32];

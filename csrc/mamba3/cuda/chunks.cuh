@@ -9,58 +9,27 @@
 #pragma once
 
 #include "common/cuda_vector.cuh"
-#include "common/integers.h"
+#include "common/sequences.cuh"
 #include "mamba3/plan.h"
 
 namespace mamba {
 
 // ---- sequences and chunks --------------------------------------------------------------------------------------------
 
-struct Mamba3Sequence {
-    int64_t row;            // of the tensors
-    int64_t begin, seqlen;  // its steps in there
-};
-
-// Whatever is in cu_seqlens, memory beyond the row is not touched.
-__device__ __forceinline__ Mamba3Sequence mamba3_sequence(const MambaMamba3& p, int64_t sequence) {
-    if (p.cu_seqlens == nullptr) {
-        return {sequence, 0, p.seqlen};
-    }
-    const int64_t begin = p.cu_seqlens[sequence] < 0 ? 0 : p.cu_seqlens[sequence];
-    const int64_t end = p.cu_seqlens[sequence + 1] > p.seqlen ? p.seqlen : p.cu_seqlens[sequence + 1];
-    return {0, begin, end > begin ? end - begin : 0};
-}
-
-// Where a chunk's values lie. Packed sequences begin anywhere: their chunks never reach the next one's slots, since
-// ceil(seqlen / steps) <= end / steps - begin / steps + 1.
-__device__ __forceinline__ int64_t mamba3_slot(const MambaMamba3& p, const Mamba3Chunks& chunks, int64_t sequence,
-                                               int64_t begin) {
-    return p.cu_seqlens == nullptr ? sequence * ceil_div(p.seqlen, chunks.steps) : begin / chunks.steps + sequence;
-}
-
 // Which chunk a slot holds, if any.
 struct Mamba3SlotChunk {
-    Mamba3Sequence sequence;
+    SequenceRange sequence;
     int64_t sequence_index;
     int64_t first;  // step of the sequence
     int steps;      // 0: the slot is empty
 };
 __device__ __forceinline__ Mamba3SlotChunk mamba3_chunk_of_slot(const MambaMamba3& p, const Mamba3Chunks& chunks,
                                                                 int64_t slot) {
-    int64_t sequence = 0;
-    if (p.cu_seqlens == nullptr) {
-        sequence = slot / ceil_div(p.seqlen, chunks.steps);
-    } else {  // the last sequence whose slots begin here or earlier
-        int64_t end = p.sequences;
-        while (end - sequence > 1) {
-            const int64_t middle = (sequence + end) / 2;
-            (mamba3_slot(p, chunks, middle, mamba3_sequence(p, middle).begin) <= slot ? sequence : end) = middle;
-        }
-    }
+    const int64_t sequence = sequence_of_slot(p, chunks.steps, p.sequences, slot);
     Mamba3SlotChunk found;
-    found.sequence = mamba3_sequence(p, sequence);
+    found.sequence = sequence_range(p, sequence);
     found.sequence_index = sequence;
-    found.first = (slot - mamba3_slot(p, chunks, sequence, found.sequence.begin)) * chunks.steps;
+    found.first = (slot - slot_of_sequence(p, chunks.steps, sequence, found.sequence.begin)) * chunks.steps;
     const int64_t left = found.sequence.seqlen - found.first;
     found.steps = static_cast<int>(found.first < 0 || left < 0 ? 0 : left < chunks.steps ? left : chunks.steps);
     return found;

@@ -15,15 +15,6 @@ struct OtherOf<T, true> {
     using Type = float;
 };
 
-// d silu(x) / dx, of silu(x) and sigmoid(x)
-__device__ __forceinline__ float silu_slope(float silu_x, float sigmoid_x) {
-    return fmaf(silu_x, 1.0f - sigmoid_x, sigmoid_x);
-}
-__device__ __forceinline__ float silu_slope(float x) {
-    const float s = sigmoid(x);
-    return silu_slope(x * s, s);
-}
-
 // ---- sums over a row -------------------------------------------------------------------------------------------------
 
 // Partial sums of the warps, twice: a call uses one half while slow threads still read the other.

@@ -102,6 +102,20 @@ __device__ __forceinline__ float add_over_column(float value) {
     return value + __shfl_xor_sync(0xffffffffu, value, 16);
 }
 
+// The sums of the lanes after this one, and of those before it.
+__device__ __forceinline__ void sum_over_other_lanes(float& after, float& before, int lane) {
+    const float own_after = after, own_before = before;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const float later = __shfl_down_sync(0xffffffffu, after, distance);
+        const float earlier = __shfl_up_sync(0xffffffffu, before, distance);
+        after += lane + distance < 32 ? later : 0.0f;
+        before += lane >= distance ? earlier : 0.0f;
+    }
+    after -= own_after;
+    before -= own_before;
+}
+
 // sum (16 x 16 kWide) += A (16 x 16 kInner) B. In memory A is [row][k] (kATransposed: [k][row]), B [k][column] (kBTransposed:
 // [column][k]).
 template <typename T, int kWide, int kInner, bool kATransposed, bool kBTransposed>
@@ -215,17 +229,7 @@ __device__ __forceinline__ void store_step_gradients(float* ddt, float* dA, floa
         after_sum += after[i];
         before_sum += before[i];
     }
-    const float after_mine = after_sum;
-    const float before_mine = before_sum;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const float later = __shfl_down_sync(0xffffffffu, after_sum, distance);
-        const float earlier = __shfl_up_sync(0xffffffffu, before_sum, distance);
-        after_sum += lane + distance < 32 ? later : 0.0f;
-        before_sum += lane >= distance ? earlier : 0.0f;
-    }
-    after_sum -= after_mine;    // of the lanes after this one
-    before_sum -= before_mine;  // of the lanes before it
+    sum_over_other_lanes(after_sum, before_sum, lane);
     float dA_sum = 0.0f;
     float bias_sum = 0.0f;
     float values[kEach];

@@ -312,18 +312,34 @@ __device__ __forceinline__ void store_pair<float>(float* pair, float low, float 
     *reinterpret_cast<float2*>(pair) = make_float2(low, high);
 }
 
+// The row of a tile of those on and below the diagonal of kRows x kRows tiles, which are counted row by row.
+template <int kRows>
+__device__ __forceinline__ int row_of_triangle(int tile) {
+    int i = 0;
+#pragma unroll
+    for (int row = 1; row < kRows; ++row) {
+        i += tile >= row * (row + 1) / 2 ? 1 : 0;
+    }
+    return i;
+}
+
+// Which element of a row of the state an accumulator's column holds.
+struct SameElement {
+    __device__ __forceinline__ int operator()(int column) const { return column; }
+};
+
 // A warp's 16 x kColumns elements of a float32 state (P, N), from (row, column) on, as accumulators: columns 8 j + 2 t, ... of
 // rows g and g + 8 in state[j].
-template <int kColumns>
+template <int kColumns, class Element = SameElement>
 __device__ __forceinline__ void load_state(float (&state)[kColumns / 8][4], const float* from, int row, int rows, int column,
-                                           int dstate, int lane) {
+                                           int dstate, int lane, const Element& element = Element()) {
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int p = row + lane / 4 + i / 2 * 8;
             const int n = column + 8 * j + lane % 4 * 2 + i % 2;
-            state[j][i] = p < rows && n < dstate ? from[p * dstate + n] : 0.0f;
+            state[j][i] = p < rows && n < dstate ? from[p * dstate + element(n)] : 0.0f;
         }
     }
 }
@@ -339,9 +355,9 @@ __device__ __forceinline__ void start_state(float (&state)[kColumns / 8][4], con
     set_to_zero(state);
 }
 
-template <int kColumns>
+template <int kColumns, class Element = SameElement>
 __device__ __forceinline__ void store_state(float* to, const float (&state)[kColumns / 8][4], int row, int rows, int column,
-                                            int dstate, int lane) {
+                                            int dstate, int lane, const Element& element = Element()) {
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
@@ -349,7 +365,7 @@ __device__ __forceinline__ void store_state(float* to, const float (&state)[kCol
             const int p = row + lane / 4 + i / 2 * 8;
             const int n = column + 8 * j + lane % 4 * 2 + i % 2;
             if (p < rows && n < dstate) {
-                to[p * dstate + n] = state[j][i];
+                to[p * dstate + element(n)] = state[j][i];
             }
         }
     }

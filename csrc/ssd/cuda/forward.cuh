@@ -224,8 +224,9 @@ __global__ void __launch_bounds__(kForwardThreads, forward_blocks<kStates>())
     start_state<kStates>(state, from, row, rows, 0, dstate, lane);
 
     const float* products =
-        launch.products + (chunk_slot<kSteps>(p, block.batch, block.begin, block.first_chunk) * p.ngroups + block.group) *
-                              ProductTiles<kSteps>::kSize;
+        launch.products +
+        ((slot_of_sequence(p, kSteps, block.batch, block.begin) + block.first_chunk) * p.ngroups + block.group) *
+            ProductTiles<kSteps>::kSize;
     for (int64_t chunk = block.first_chunk; chunk < block.last_chunk; ++chunk) {
         const int64_t first = chunk * kSteps;
         const int valid = steps_in<kSteps>(block.seqlen, chunk);

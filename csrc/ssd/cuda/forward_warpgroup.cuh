@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(ForwardSharedMemory<T, kStates>::kThreads, For
     __syncthreads();
     griddepcontrol_wait();
 
-    const int64_t slot = chunk_slot<kSteps>(p, block.batch, block.begin, block.first_chunk);
+    const int64_t slot = slot_of_sequence(p, kSteps, block.batch, block.begin) + block.first_chunk;
     ForwardCopies<T, kStates> copies(shared, p, launch, block, slot, thread);
     ForwardMixer<T, kStates> mixer(shared, p, launch, block, slot, warp, lane);
     for (int i = 0; i < 2; ++i) {

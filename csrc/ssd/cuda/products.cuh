@@ -17,23 +17,9 @@ struct ProductTiles {
     static constexpr int kCount = kTiles * (kTiles + 1) / 2;
     static constexpr int kSize = kCount * 256;  // float32 elements of a chunk and group
 
-    static __device__ __forceinline__ int row(int tile) {
-        int i = 0;
-#pragma unroll
-        for (int row = 1; row < kTiles; ++row) {
-            i += tile >= row * (row + 1) / 2 ? 1 : 0;
-        }
-        return i;
-    }
+    static __device__ __forceinline__ int row(int tile) { return row_of_triangle<kTiles>(tile); }
     static __device__ __forceinline__ int column(int tile, int row) { return tile - row * (row + 1) / 2; }
 };
-
-// Where a chunk's products lie. Packed sequences begin anywhere: an entry's chunks never reach the next entry's slots, since
-// ceil(seqlen / kSteps) <= end / kSteps - begin / kSteps + 1.
-template <int kSteps>
-__device__ __forceinline__ int64_t chunk_slot(const MambaSsd& p, int64_t batch, int64_t begin, int64_t chunk) {
-    return (p.cu_seqlens == nullptr ? batch * ceil_div(p.seqlen, kSteps) : begin / kSteps + batch) + chunk;
-}
 
 constexpr int kProductsThreads = 256;
 static_assert(sizeof(ChunkDecays<64>) == kChunkDecaysBytes, "what the plan reserves");
@@ -57,18 +43,9 @@ struct SlotChunk {
 template <int kSteps>
 __device__ __forceinline__ SlotChunk chunk_of_slot(const MambaSsd& p, int64_t slot) {
     SlotChunk found;
-    found.batch = 0;
-    if (p.cu_seqlens == nullptr) {
-        found.batch = slot / ceil_div(p.seqlen, kSteps);
-    } else {  // the last entry whose slots begin here or earlier
-        int64_t end = p.batch;
-        while (end - found.batch > 1) {
-            const int64_t middle = (found.batch + end) / 2;
-            (chunk_slot<kSteps>(p, middle, sequence_range(p, middle).begin, 0) <= slot ? found.batch : end) = middle;
-        }
-    }
+    found.batch = sequence_of_slot(p, kSteps, p.batch, slot);
     found.range = sequence_range(p, found.batch);
-    found.chunk = slot - chunk_slot<kSteps>(p, found.batch, found.range.begin, 0);
+    found.chunk = slot - slot_of_sequence(p, kSteps, found.batch, found.range.begin);
     found.exists = found.chunk >= 0 && found.chunk * kSteps < found.range.seqlen;
     return found;
 }

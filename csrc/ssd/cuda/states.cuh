@@ -2,26 +2,11 @@
 // kernel, and, walked from the end, the gradient of the state after each chunk (the same sums with dout for x, C for B).
 #pragma once
 
+#include "common/sequences.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
 #include "ssd/launch.h"
 
 namespace mamba {
-
-// The steps of an entry of the batch.
-struct SequenceRange {
-    int64_t row;  // of the tensors
-    int64_t begin, seqlen;
-};
-
-// With cu_seqlens an entry is a part of the one row; whatever is in there, memory beyond the row is not touched.
-__device__ __forceinline__ SequenceRange sequence_range(const MambaSsd& p, int64_t batch) {
-    if (p.cu_seqlens == nullptr) {
-        return {batch, 0, p.seqlen};
-    }
-    const int64_t begin = p.cu_seqlens[batch] < 0 ? 0 : p.cu_seqlens[batch];
-    const int64_t end = p.cu_seqlens[batch + 1] > p.seqlen ? p.seqlen : p.cu_seqlens[batch + 1];
-    return {0, begin, end > begin ? end - begin : 0};
-}
 
 // Which step size a head has at its row's first step.
 __device__ __forceinline__ StepSize step_size(const MambaSsd& p, int64_t batch, int64_t first, int64_t head) {

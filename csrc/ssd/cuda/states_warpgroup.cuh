@@ -67,7 +67,7 @@ struct StatesCopies {
                                             const Block& block_)
         : shared(shared_), launch(launch_), block(block_) {
         const PreparedChunks& prepared = launch.prepared;
-        const int64_t slot = chunk_slot<kWarpgroupSteps>(p, block.batch, block.range.begin, 0);
+        const int64_t slot = slot_of_sequence(p, kWarpgroupSteps, block.batch, block.range.begin);
         tiles_step = p.ngroups * prepared.tiles_a_chunk * block.slices * Shared::kB;
         decays_step = p.nheads * prepared.decays_bytes;
         B = static_cast<const T*>(prepared.tiles) + slot * tiles_step +

@@ -62,11 +62,6 @@ struct WarpPlace {
     }
 };
 
-// Padding is zero. A row beyond the cache cannot be reported from here: NaN shows it, and nothing is overwritten.
-__device__ __forceinline__ float output_without_state(int64_t row) {
-    return row < 0 ? 0.0f : __int_as_float(0x7fffffff);
-}
-
 // The parameters of the lane's own row, as they lie in memory: loaded together, converted later.
 struct RowBits {
     uint32_t A = 0, D = 0, dt_bias = 0;

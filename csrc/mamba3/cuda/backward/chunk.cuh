@@ -189,7 +189,7 @@ __device__ __forceinline__ int64_t head_of_launch(const MambaMamba3& p, const Ma
 }
 
 // What of the step before a sequence is in its first state: (1 - lambda) dt of the sequence's first step.
-__device__ __forceinline__ float weight_of_step_before(const MambaMamba3& p, const Mamba3Sequence& sequence, int64_t head) {
+__device__ __forceinline__ float weight_of_step_before(const MambaMamba3& p, const SequenceRange& sequence, int64_t head) {
     const float dt = load_as_float(
         p.dt, sequence.row * p.dt_batch_stride + sequence.begin * p.dt_len_stride + head * p.dt_head_stride, p.dt_dtype);
     const float trap = load_as_float(

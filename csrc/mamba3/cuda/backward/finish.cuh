@@ -17,7 +17,7 @@ __device__ __forceinline__ void find_step_before(const MambaMamba3Backward& q, c
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
     const int64_t sequence_index = index / p.nheads, head = index % p.nheads, slots = launch.chunks.slots;
-    const Mamba3Sequence sequence = mamba3_sequence(p, sequence_index);
+    const SequenceRange sequence = sequence_range(p, sequence_index);
     const bool has_steps = sequence.seqlen > 0;
     const int64_t k_row = p.nheads * p.dstate, k_first = (sequence_index * p.rank * p.nheads + head) * p.dstate;
     const float nu = has_steps ? weight_of_step_before(p, sequence, head) : 0.0f;
@@ -69,8 +69,8 @@ __device__ __forceinline__ void carry_angle(const MambaMamba3Backward& q, const 
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
     const int64_t of_sequence = p.nheads * p.nangles, slots = launch.chunks.slots;
     const int64_t sequence_index = index / of_sequence, own = index % of_sequence, head = own / p.nangles;
-    const Mamba3Sequence sequence = mamba3_sequence(p, sequence_index);
-    const int64_t first = mamba3_slot(p, launch.chunks, sequence_index, sequence.begin);
+    const SequenceRange sequence = sequence_range(p, sequence_index);
+    const int64_t first = slot_of_sequence(p, launch.chunks.steps, sequence_index, sequence.begin);
     const float* const totals = launch.at<const float>(w.angle_totals) + own;
     float* const carry = launch.at<float>(w.angle_carry) + own;
     double sum = q.dfinal_angle != nullptr ? static_cast<double>(q.dfinal_angle[index]) : 0.0;

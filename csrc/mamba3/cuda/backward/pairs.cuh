@@ -159,16 +159,7 @@ __device__ __forceinline__ void store_step_terms(float4* terms, int64_t stride, 
         later += ends[i];
         earlier += passes[i];
     }
-    const float own_later = later, own_earlier = earlier;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const float below = __shfl_down_sync(0xffffffffu, later, distance);
-        const float above = __shfl_up_sync(0xffffffffu, earlier, distance);
-        later += lane + distance < 32 ? below : 0.0f;
-        earlier += lane >= distance ? above : 0.0f;
-    }
-    later -= own_later;      // of the lanes behind this one
-    earlier -= own_earlier;  // of those before it
+    sum_over_other_lanes(later, earlier, lane);
     float suffix[kEach];
 #pragma unroll
     for (int i = kEach - 1; i >= 0; --i) {

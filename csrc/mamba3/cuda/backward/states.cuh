@@ -17,9 +17,8 @@ struct Mamba3StatesShared {
 
 // Adds to rows `row` and `row` + 8 of a state what the step before a sequence leaves in them for its first step.
 template <int kGroups>
-__device__ __forceinline__ void add_step_before(float (&state)[kGroups][4], const MambaMamba3& p,
-                                                const Mamba3Sequence& sequence, int64_t sequence_index, int64_t head, int row,
-                                                int first_column) {
+__device__ __forceinline__ void add_step_before(float (&state)[kGroups][4], const MambaMamba3& p, const SequenceRange& sequence,
+                                                int64_t sequence_index, int64_t head, int row, int first_column) {
     const float nu = weight_of_step_before(p, sequence, head);
 #pragma unroll 1
     for (int64_t r = 0; r < p.rank; ++r) {
@@ -63,9 +62,9 @@ __global__ void __launch_bounds__(kMamba3StatesThreads, kStates > 128 ? 1 : 2)
     const int row0 = static_cast<int>(blockIdx.x % row_tiles) * kForwardRows;
     const int64_t launch_head = blockIdx.x / row_tiles % heads, sequence_index = blockIdx.x / row_tiles / heads;
     const int64_t head = head_of_launch(p, launch, launch_head), index = sequence_index * p.nheads + head;
-    const Mamba3Sequence sequence = mamba3_sequence(p, sequence_index);
+    const SequenceRange sequence = sequence_range(p, sequence_index);
     const int64_t chunks = ceil_div(sequence.seqlen, launch.chunks.steps);
-    const int64_t first_slot = mamba3_slot(p, launch.chunks, sequence_index, sequence.begin);
+    const int64_t first_slot = slot_of_sequence(p, launch.chunks.steps, sequence_index, sequence.begin);
     const int rows = static_cast<int>(p.headdim) - row0;  // may be more than kForwardRows
     const int dstate = static_cast<int>(p.dstate);
     const int row = 16 * (warp % 4), column = warp / 4 * kColumns;

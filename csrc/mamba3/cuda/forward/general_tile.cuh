@@ -55,14 +55,7 @@ struct Mamba3MixTiles {
         const bool lower = i >= kTiles / 2;
         return 16 * ((lower ? kTiles - 1 - i : i) * kPitch + (lower ? j : kTiles - i + j));
     }
-    static __device__ __forceinline__ int row(int tile) {
-        int i = 0;
-#pragma unroll
-        for (int row = 1; row < kTiles; ++row) {
-            i += tile >= row * (row + 1) / 2 ? 1 : 0;
-        }
-        return i;
-    }
+    static __device__ __forceinline__ int row(int tile) { return row_of_triangle<kTiles>(tile); }
 };
 
 // Shared memory of a block. The rows of y take the place of q and M. Behind it v's steps, where x's rows are not v's.

@@ -17,36 +17,21 @@ __device__ __forceinline__ int element_of_pair_column(int column, int dstate) {
 template <bool kPairwise, int kGroups>
 __device__ __forceinline__ void load_pair_state(float (&state)[kGroups][4], const float* from, int row, int rows, int dstate,
                                                 int lane) {
-#pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int own = row + lane / 4 + i / 2 * 8, column = 8 * j + lane % 4 * 2 + i % 2;
-            state[j][i] =
-                own < rows && column < dstate ? from[own * dstate + element_of_pair_column<kPairwise>(column, dstate)] : 0.0f;
-        }
-    }
+    load_state<8 * kGroups>(state, from, row, rows, 0, dstate, lane,
+                            [&](int column) { return element_of_pair_column<kPairwise>(column, dstate); });
 }
 template <bool kPairwise, int kGroups>
 __device__ __forceinline__ void store_pair_state(float* to, const float (&state)[kGroups][4], int row, int rows, int dstate,
                                                  int lane) {
-#pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int own = row + lane / 4 + i / 2 * 8, column = 8 * j + lane % 4 * 2 + i % 2;
-            if (own < rows && column < dstate) {
-                to[own * dstate + element_of_pair_column<kPairwise>(column, dstate)] = state[j][i];
-            }
-        }
-    }
+    store_state<8 * kGroups>(to, state, row, rows, 0, dstate, lane,
+                             [&](int column) { return element_of_pair_column<kPairwise>(column, dstate); });
 }
 
 // Adds the step before a sequence's first one: its (1 - lambda) dt is the first step's. Of some ranks.
 template <bool kPairwise, int kGroups>
 __device__ __forceinline__ void add_pairs_before(float (&state)[kGroups][4], const MambaMamba3& p, const Mamba3Block& block,
                                                  int first_rank, int ranks, int row, int lane) {
-    const Mamba3Sequence& range = block.range;
+    const SequenceRange& range = block.range;
     const int64_t head = block.head, sequence = block.sequence;
     const float dt = load_as_float(
         p.dt, range.row * p.dt_batch_stride + range.begin * p.dt_len_stride + head * p.dt_head_stride, p.dt_dtype);

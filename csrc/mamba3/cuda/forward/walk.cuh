@@ -29,7 +29,7 @@ struct Mamba3WalkLaunch {
 
 // Where a block is: a head's rows of the state from row0 on, some chunks of a sequence in the walk's direction.
 struct Mamba3Block {
-    Mamba3Sequence range;
+    SequenceRange range;
     int64_t head, group, segment, sequence;
     int64_t first_chunk, slot;  // slot: of the first chunk
     int64_t tile, tiles;        // of the states that are kept, and how many a slot has
@@ -54,7 +54,7 @@ struct Mamba3Block {
         index /= heads;
         segment = index % static_cast<uint32_t>(walk.segments);
         sequence = index / static_cast<uint32_t>(walk.segments);
-        range = mamba3_sequence(p, sequence);
+        range = sequence_range(p, sequence);
         const int64_t all = ceil_div(range.seqlen, walk.chunks.steps);
         first_chunk = segment * walk.chunks_a_segment;
         const int64_t behind = first_chunk + walk.chunks_a_segment;
@@ -63,7 +63,7 @@ struct Mamba3Block {
         if (walk.direction < 0 && chunks > 0) {
             first_chunk = last - 1;
         }
-        slot = mamba3_slot(p, walk.chunks, sequence, range.begin) + first_chunk;
+        slot = slot_of_sequence(p, walk.chunks.steps, sequence, range.begin) + first_chunk;
     }
     __device__ __forceinline__ int64_t first_step(const Mamba3Chunks& chunk_sizes) const {
         return range.begin + first_chunk * chunk_sizes.steps;
