@@ -23,7 +23,7 @@ inline constexpr ConvForwardKernel kConvForwardKernels[] = {
       "1024 channels, a few steps of each at a time", k16Bit, kConvThreads, 0, 75},
      takes_channels_width4_silu, ConvLanes::kChannels, 4, true},
     {{"channel_last", "channel-last, D % 4 == 0, rows of whole vectors of 4", "1024 channels, a few steps of each at a time",
-      kAllDtypes, kConvThreads, 0, 75},
+      k16Bit, kConvThreads, 0, 75},
      takes_channels, ConvLanes::kChannels, 4, false},
     {{"time_last_width4_silu",
       "time-last, rows of whole 16-byte vectors, L >= 136; width 4, silu, no seq_idx or initial_states", "8 rows, 1024 steps",

@@ -63,9 +63,6 @@ inline constexpr NormBackwardKernel kNormBackwardKernels[] = {
     {{"tiles", "16-byte rows, residual or z of x's dtype", "rows of a group in tiles of 8192", kAllDtypes, kNormBackwardThreads,
       kNormBackwardShared, 75},
      takes_tiles, NormBeside::kSame, true, NormGate::kAny, true},
-    {{"tiles_float32_residual", "8-byte rows of x, residual or z of float32", "rows of a group in tiles of 8192", k16Bit,
-      kNormBackwardThreads, kNormBackwardShared, 75},
-     takes_tiles_float32, NormBeside::kFloat32, true, NormGate::kAny, true},
     {{"elements", "", "rows of a group in tiles of 2048", kAllDtypes, kNormBackwardThreads, kNormBackwardShared, 75},
      takes_any_norm_backward, NormBeside::kEither, false, NormGate::kAny, true},
 };

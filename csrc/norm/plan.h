@@ -158,14 +158,12 @@ inline bool takes_any_norm(const MambaNorm&, const NormLayout&) {
 inline bool takes_tiles(const MambaNormBackward& q, const NormBackwardPlan&) {
     return !has_float32_beside(q) && norm_backward_is_aligned(q, 16 / dtype_size(q.forward.dtype));
 }
-inline bool takes_tiles_float32(const MambaNormBackward& q, const NormBackwardPlan&) {
-    return has_float32_beside(q) && norm_backward_is_aligned(q, 16 / dtype_size(MAMBA_FLOAT32));
-}
 inline bool takes_no_gate(const MambaNormBackward& q, const NormBackwardPlan& plan) {
     return norm_gate(q.forward) == NormGate::kNone && !plan.layout.looped && takes_tiles(q, plan);
 }
 inline bool takes_no_gate_float32(const MambaNormBackward& q, const NormBackwardPlan& plan) {
-    return norm_gate(q.forward) == NormGate::kNone && !plan.layout.looped && takes_tiles_float32(q, plan);
+    return norm_gate(q.forward) == NormGate::kNone && !plan.layout.looped && has_float32_beside(q) &&
+           norm_backward_is_aligned(q, 16 / dtype_size(MAMBA_FLOAT32));
 }
 inline bool takes_gate_before_norm(const MambaNormBackward& q, const NormBackwardPlan& plan) {
     return norm_gate(q.forward) == NormGate::kBefore && !plan.layout.looped && takes_tiles(q, plan);

@@ -122,7 +122,6 @@ constexpr ScanWalk kForward1 =            {ScanCall::kAny,          32,      1, 
 constexpr ScanWalk kForward8 =            {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      4,  false};
 constexpr ScanWalk kForward16 =           {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      4,  false};
 constexpr ScanWalk kForward16Forward =    {ScanCall::kForward,       8,      2,        2,   64,     4,     8,      4,  false};
-constexpr ScanWalk kForward16AnySize =    {ScanCall::kMambaAnySize,  8,      2,        2,   64,     4,     8,      4,  false};
 constexpr ScanWalk kForward16Few =        {ScanCall::kAny,           8,      2,        1,   64,     4,    16,      4,  false};
 constexpr ScanWalk kForward16FewForward = {ScanCall::kForward,       8,      2,        1,   64,     4,    16,      4,  false};
 constexpr ScanWalk kForward16Mamba =      {ScanCall::kMamba,         8,      2,        2,   64,     4,     8,      4,  false};
@@ -172,9 +171,6 @@ inline bool has_8_states(const MambaSelectiveScan& p, bool, const DeviceLimits&)
 }
 inline bool has_16_states(const MambaSelectiveScan& p, bool, const DeviceLimits&) {
     return p.dstate <= 16;
-}
-inline bool is_mamba_of_16_states(const MambaSelectiveScan& p, bool, const DeviceLimits&) {
-    return is_mamba(p) && !p.reverse && p.dstate > 8 && p.dstate <= 16;
 }
 inline bool is_any_scan(const MambaSelectiveScan&, bool, const DeviceLimits&) {
     return true;
@@ -261,10 +257,8 @@ inline constexpr ScanKernel kScanForwardKernels[] = {
       "32 channels, 32 steps", k16Bit, 256, 0, 75}, is_mamba_128, kForward128Mamba, kForward128Mamba},
     {{"dstate8", "dstate up to 8",
       "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, has_8_states, kForward8, kForward16},
-    {{"dstate16_mamba_any_size", "Mamba's call, dstate 9 to 16",
-      "32 channels, 64 steps", k16Bit, 128, 0, 75}, is_mamba_of_16_states, kForward16AnySize, kForward16},
     {{"dstate16_forward", "forward, dstate up to 16",
-      "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, is_forward_and<has_16_states>, kForward16Forward, kForward16},
+      "32 channels, 64 steps", k16Bit, 128, 0, 75}, is_forward_and<has_16_states>, kForward16Forward, kForward16},
     {{"dstate16", "dstate up to 16",
       "32 channels, 64 steps", kAllDtypes, 128, 0, 75}, has_16_states, kForward16, kForward16},
     {{"sliced", "",
@@ -281,7 +275,6 @@ constexpr ScanWalk kBackward1 =           {ScanCall::kAny,          32,      1, 
 constexpr ScanWalk kBackward8 =           {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      3,  false};
 constexpr ScanWalk kBackward8Forward =    {ScanCall::kForward,       4,      2,        1,   64,     4,    16,      3,  false};
 constexpr ScanWalk kBackward8Float32 =    {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      2,  false};
-constexpr ScanWalk kBackward8Float32Fwd = {ScanCall::kForward,       4,      2,        1,   64,     4,    16,      2,  false};
 constexpr ScanWalk kBackward16 =          {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      3,  false};
 constexpr ScanWalk kBackward16Forward =   {ScanCall::kForward,       8,      2,        2,   64,     4,     8,      3,  false};
 constexpr ScanWalk kBackward16AnySize =   {ScanCall::kMambaAnySize,  8,      2,        2,   64,     4,     8,      3,  false};
@@ -333,7 +326,7 @@ inline bool is_mamba_16_reverse_backward(const MambaSelectiveScan& p, bool align
     return has_16_states_backward(p, aligned, device) && fills_blocks(p, aligned, kBackward16Reverse);
 }
 inline bool is_mamba_of_16_states_backward(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
-    return is_mamba_of_16_states(p, aligned, device) && has_16_states_backward(p, aligned, device);
+    return is_mamba(p) && !p.reverse && p.dstate > 8 && has_16_states_backward(p, aligned, device);
 }
 inline bool fits_sliced_backward(const MambaSelectiveScan& p, bool, const DeviceLimits& device) {
     return backward_sliced_shared(p.dstate, dtype_size(p.dtype)) <= device.shared;
@@ -354,9 +347,6 @@ inline constexpr ScanKernel kScanBackwardKernels[] = {
       kBackward8Forward, kBackwardSliced},
     {{"dstate8", "dstate up to 8; 99072 bytes of shared memory",
       "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, has_8_states_backward, kBackward8, kBackwardSliced},
-    {{"dstate8_float32_forward", "forward; else as dstate8_float32",
-      "32 channels, 64 steps", kF32, 128, kBackwardShared, 75}, is_forward_and<has_8_states_backward>,
-      kBackward8Float32Fwd, kBackwardSliced},
     {{"dstate8_float32", "dstate up to 8; 99072 bytes of shared memory",
       "32 channels, 64 steps", kF32, 128, kBackwardShared, 75}, has_8_states_backward, kBackward8Float32, kBackwardSliced},
     {{"dstate16_few_channels_forward", "forward; else as dstate16_few_channels",
