@@ -52,7 +52,7 @@ struct ProductsLaunch {
 struct ForwardLaunch {
     int64_t segments;
     int64_t chunks_a_segment;
-    const float* ends;      // (ends, B, H, P, N): the state with which a segment starts, one before it; see kEndsASegment
+    const float* ends;      // (ends, B, H, P, N): the state with which a segment starts, one before it; see ends_a_segment
     const float* products;  // of products.cuh, as the next
     PreparedChunks prepared;
     int32_t x_vectors, B_vectors, C_vectors, out_vectors;  // see load_tile; not of forward_warpgroup.cuh

@@ -11,9 +11,11 @@ namespace mamba {
 // forward_blocks.
 constexpr int kRoomyShared = 200 * 1024;
 
-// forward_warpgroup.cuh finds the state at so many places of each segment's length: the pass that does so would not fill the
-// GPU with segments as long as those of the results.
-constexpr int kEndsASegment = 2;
+// forward_warpgroup.cuh finds the state at so many places of each segment's length: with one slice the pass that does so would
+// not fill the GPU with segments as long as those of the results.
+MAMBA_HOST_DEVICE constexpr int ends_a_segment(int slices) {
+    return slices > 1 ? 1 : 2;
+}
 
 // Which row of the table runs, and what follows from its sizes.
 struct SsdPlan {
@@ -74,10 +76,10 @@ struct SsdProblem {
         plan.ahead = row.shared_ahead != 0 && device.shared >= row.shared_ahead;
         plan.steps = row.steps;
         plan.chunks = ceil_div(p.seqlen, plan.steps);
-        const int64_t ends_a_segment = !backward && row.on_warpgroups() ? kEndsASegment : 1;
+        const int64_t ends = !backward && row.on_warpgroups() ? ends_a_segment(row.slices()) : 1;
         const bool four = !backward && out && !row.on_warpgroups() && device.shared >= kRoomyShared;  // blocks a multiprocessor
-        plan_segments(p, (four ? 4 : 2) * device.processors, ends_a_segment);
-        plan_ends(p, ends_a_segment * (backward ? 2 : 1));
+        plan_segments(p, (four ? 4 : 2) * device.processors, ends);
+        plan_ends(p, ends * (backward ? 2 : 1));
         if (backward) {
             plan_backward_workspace(p, row, device.processors);
         } else {
@@ -90,7 +92,7 @@ struct SsdProblem {
     static int64_t head_blocks(const MambaSsd& p) { return p.batch * p.nheads * ceil_div(p.headdim, kForwardRows); }
 
     // Splits the length where the forward kernels have less than half of the blocks that are wanted.
-    void plan_segments(const MambaSsd& p, int64_t wanted, int64_t ends_a_segment) {
+    void plan_segments(const MambaSsd& p, int64_t wanted, int64_t ends) {
         const int64_t blocks = head_blocks(p);
         plan.segments = 1;
         if (p.cu_seqlens == nullptr && blocks > 0 && 2 * blocks <= wanted) {
@@ -98,7 +100,7 @@ struct SsdProblem {
             const int64_t segments = wanted / blocks < most ? wanted / blocks : most;
             plan.segments = segments > 1 ? segments : 1;
         }
-        plan.chunks_a_segment = round_up(ceil_div(plan.chunks, plan.segments), ends_a_segment);
+        plan.chunks_a_segment = round_up(ceil_div(plan.chunks, plan.segments), ends);
         if (plan.chunks_a_segment > 0) {
             plan.segments = ceil_div(plan.chunks, plan.chunks_a_segment);  // none is empty
         }

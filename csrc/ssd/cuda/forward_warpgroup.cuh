@@ -363,7 +363,8 @@ __global__ void __launch_bounds__(ForwardSharedMemory<T, kStates>::kThreads, For
         copies.begin_x(i);
     }
     float state[kSlice / 8][4];
-    start_state<kSlice>(state, block.start(p, launch, kEndsASegment), row, block.rows, slice * kSlice, dstate, lane);
+    start_state<kSlice>(state, block.start(p, launch, ends_a_segment(Shared::kSlices)), row, block.rows, slice * kSlice, dstate,
+                        lane);
     if (chunks > 0) {
         if (mixes) {
             mixer.begin_loads(0);

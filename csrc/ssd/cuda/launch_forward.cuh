@@ -106,8 +106,9 @@ cudaError_t launch_forward_warpgroups(const MambaSsd& p, const SsdPlan& plan, co
     if (plan.segments > 1) {
         StatesLaunch ends = states;
         ends.ends_only = 1;
-        ends.segments = (plan.segments - 1) * kEndsASegment + 1;
-        ends.chunks_a_segment = plan.chunks_a_segment / kEndsASegment;
+        constexpr int kEnds = ends_a_segment(Shared::kSlices);
+        ends.segments = (plan.segments - 1) * kEnds + 1;
+        ends.chunks_a_segment = plan.chunks_a_segment / kEnds;
         error = launch_states_warpgroups<T, Shared::kSlice>(p, ends, Shared::kSlices);
         if (error != cudaSuccess) {
             return error;
