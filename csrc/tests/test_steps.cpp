@@ -267,13 +267,15 @@ static void run_mamba(const int64_t* size, int32_t dtype, int turn) {
 static void test_tables() {
     const int64_t mamba2[][5] = {{1, 1, 1, 1, 1},    {2, 4, 64, 1, 128}, {3, 6, 5, 3, 7},
                                  {1, 2, 33, 2, 256}, {9, 2, 8, 1, 20},   {3, 3, 16, 1, 64}};
-    const int64_t mamba[][4] = {{1, 1, 1, 1},     {2, 130, 5, 16}, {9, 64, 4, 3},
-                                {3, 70, 40, 100}, {1, 32, 3, 256}, {5, 64, 4, 16}};
+    const int64_t mamba[][4] = {{1, 1, 1, 1},    {2, 130, 5, 16}, {9, 64, 4, 3},     {3, 70, 40, 100},
+                                {1, 32, 3, 256}, {5, 64, 4, 16},  {1, 1552, 48, 16}, {18, 64, 4, 16}};
     int turn = 0;
-    for (int i = 0; i < 6; ++i) {
+    for (int i = 0; i < 8; ++i) {
         for (int32_t dtype = MAMBA_FLOAT32; dtype <= MAMBA_BFLOAT16; ++dtype) {
             for (int variant = 0; variant < 5; ++variant, ++turn) {
-                run_mamba2(mamba2[i], dtype, turn);
+                if (i < 6) {
+                    run_mamba2(mamba2[i], dtype, turn);
+                }
                 run_mamba(mamba[i], dtype, turn);
             }
         }

@@ -103,6 +103,18 @@ struct StepUpdatePlace {
         batches = left < layout.batches ? static_cast<int>(left) : layout.batches;
         channel = active ? channel : p.dim - 1;
     }
+    // Of one batch entry and any channel.
+    __device__ __forceinline__ StepUpdatePlace(const Params& p, int64_t batch, int64_t channel, bool active)
+        : p(p),
+          first_batch(batch),
+          channel(active ? channel : p.dim - 1),
+          batches(1),
+          sublane(static_cast<int>(threadIdx.x) % kUpdateLanes),
+          dstate(static_cast<int>(p.dstate)),
+          rank(static_cast<int>(p.dt_rank)),
+          pitch(static_cast<int>(step_pitch(p))),
+          active(active),
+          runs(true) {}
     // The batch entry that this lane finishes.
     __device__ __forceinline__ int own() const { return sublane < batches ? sublane : 0; }
     __device__ __forceinline__ int64_t state_offset(int b) const {

@@ -55,6 +55,7 @@ CASES = (
     Case(2, 33, 2, 16, width=3, state_len=6),
     Case(64, 320, 4, 8),  # blocks walk several tiles of channels
     Case(2, 16, 5000, 8),  # one batch entry a block
+    Case(2, 1552, 12, 16),  # a cluster's last block has fewer channels
 )
 
 
