@@ -1,10 +1,8 @@
 """Where in memory lies what a plan's steps make (plans.py)."""
 
-from functools import partial
-
 import torch
 
-from mamba_ssm._torch.plan_steps import Allocation, Function, Within
+from mamba_ssm._torch.plan_steps import Allocation, Function, Within, allocation
 
 _ROOM = 512  # bytes: allocations begin at a multiple of this, as torch's on CUDA
 
@@ -26,7 +24,7 @@ def allocate_together(steps, device):
         return
     first, whole, *_ = parts[0]
     size = max(end for *_, end in parts)
-    steps[first] = Allocation(whole, None, ((size,), (1,), torch.uint8, device))
+    steps[first] = Allocation(whole, ((size,), (1,), torch.uint8, device))
     for position, number, begin, _ in parts[1:]:
         steps[position] = Within(number, whole, begin)
     last = max(ends[number] for _, number, *_ in parts)
@@ -51,7 +49,7 @@ class Layout:
             if made is None:
                 continue
             if made.number in kept or not made.bytes:
-                self.makers.append(_allocation(*made.layout))
+                self.makers.append(made.make)
                 continue
             begin, end = _room(parts, position, ends, made.bytes)
             parts.append((position, made.number, begin, end))
@@ -60,7 +58,7 @@ class Layout:
                 shape, strides, dtype, _ = made.layout
                 self.views.append((made.number, dtype, shape, strides, begin // dtype.itemsize))
         whole = -(-max((end for *_, end in parts), default=0) // _ROOM) * _ROOM
-        self.make_common = _allocation((whole,), (1,), torch.uint8, device)
+        self.make_common = allocation((whole,), (1,), torch.uint8, device)
 
     def allocate(self, tensors, addresses):
         """Adds the new tensors, where these are results, and all their addresses; returns the common allocation."""
@@ -80,10 +78,6 @@ class Layout:
         """Adds what else functions of torch see."""
         for number, dtype, shape, strides, before in self.views:
             tensors[number] = torch.as_strided(common.view(dtype), shape, strides, before)
-
-
-def _allocation(shape, strides, dtype, device):
-    return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
 def _room(parts, position, ends, size):

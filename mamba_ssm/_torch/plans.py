@@ -9,21 +9,22 @@ not needed at the same time share memory.
 
 Calls are of one kind if all that an implementation can see is the same: options, the number of threads, what else the
 operator says that it reads, and of each tensor the shape, strides, dtype, device and alignment. An implementation that
-looks at values calls `look_at_values`. Plans hold no tensor, and threads share them. They are not used while something
-watches operators (see watching.py), so that compilers and tracers never meet one. Whoever changes what native
+looks at values calls `look_at_values`. Plans hold no memory of tensors, and threads share them. They are not used while
+something watches operators (see watching.py), so that compilers and tracers never meet one. Whoever changes what native
 functions answer calls `forget`.
 """
 
 import contextlib
 import math
-from functools import partial
+import operator
+from functools import partial, reduce
 
 import torch
 
 from mamba_ssm._torch import graphs
 from mamba_ssm._torch.plan_memory import Layout, allocate_together, give_back
 from mamba_ssm._torch.plan_steps import Allocation, Call, Function, NoPlan, Tensors
-from mamba_ssm._torch.private import MODES_KEEP_INFERENCE, below_autograd, current_stream
+from mamba_ssm._torch.private import MODES_KEEP_INFERENCE, below_autograd, current_stream, tensor_check
 from mamba_ssm._torch.recording import Done, Recorder, run_recorded
 
 _MOST = 256  # kinds of calls of one operator: the lengths of texts may all differ
@@ -32,7 +33,9 @@ _NO_TENSORS = {type(None), bool, int, float}
 _NEVER = -math.inf  # how often a kind came that has no plan
 _PATIENCE = 64  # see Planned.patience
 _ALIGNMENT = 16  # the most that kernels read at once
-_num_threads = torch.get_num_threads
+_MOST_RECENT = 4  # kinds that are tried first, see Recent
+_LATE = 16  # how many calls of other kinds let one of them in
+_num_threads, _address = torch.get_num_threads, torch.Tensor.data_ptr
 _increment_version = torch.autograd.graph.increment_version
 
 FORGOTTEN = [0]  # how often forget was called
@@ -49,15 +52,20 @@ class Planned:
         # A kind is recorded when it has come so often. Recording costs as much as a plan saves in some 50 calls, so
         # where there are more kinds than a table holds, it has to pay each time before the table is cleared.
         self.patience = 1
+        self.recent = []
+        self.late = 0  # calls of kinds that are not among these, until one gets in
         _TABLES.append(self)
 
     def __call__(self, arguments):
         """The results; None of calls that are not planned. Of a function, not of an operator, a result may be an
         argument or a part of one.
         """
-        key, addresses = [_num_threads(), arguments[0].device], []
-        for read in self.reads:
-            key.append(read())
+        seen = [_num_threads(), *[read() for read in self.reads]]
+        for recent in self.recent:
+            addresses = recent.addresses(seen, arguments)
+            if addresses is not None:
+                return self._run(recent.plan, arguments, addresses)
+        key, addresses = [arguments[0].device, *seen], []
         for argument in arguments:
             kind = type(argument)
             if kind is _TENSOR or kind is _PARAMETER:
@@ -79,10 +87,8 @@ class Planned:
         key, plans = tuple(key), self.plans  # these plans: another thread may forget them, and then this call's too
         plan = plans.get(key, 0)
         if plan.__class__ is Plan:
-            for first, other, distance in plan.overlaps:
-                if addresses[other] - addresses[first] != distance:
-                    return self.implementation(*arguments)
-            return plan.run(arguments, addresses)
+            self._remember(plan, plans, seen, arguments)
+            return self._run(plan, arguments, addresses)
         if plan == 0 and not are_plain(arguments):
             return None
         if plan >= self.patience and (MODES_KEEP_INFERENCE or not torch.is_inference_mode_enabled()):
@@ -94,6 +100,50 @@ class Planned:
             self.patience = min(2 * self.patience, _PATIENCE)
         plans[key] = plan
         return results
+
+    def _run(self, plan, arguments, addresses):
+        for first, other, distance in plan.overlaps:
+            if addresses[other] - addresses[first] != distance:
+                return self.implementation(*arguments)
+        return plan.run(arguments, addresses)
+
+    def _remember(self, plan, plans, seen, arguments):
+        """Of a kind that was not among the recent ones. Not each time: where there are many, that would be dear."""
+        self.late -= 1
+        if self.late < 0:
+            self.late = _LATE
+            recent = Recent(plan, seen, arguments)
+            if recent.check is not None and plans is self.plans:  # else another thread has forgotten them
+                self.recent = [recent, *self.recent[: _MOST_RECENT - 1]]
+
+
+class Recent:
+    """A kind of call for which torch can say at once whether another call is of it: torch.compile's guards compare all
+    of a tensor that a plan depends on but its address, in a tenth of the time that making a key takes.
+    """
+
+    def __init__(self, plan, seen, arguments):
+        self.plan, self.seen, self.types = plan, seen, [*map(type, arguments)]
+        where = [number for number, kind in enumerate(self.types) if kind is _TENSOR or kind is _PARAMETER]
+        self.others = [number for number in range(len(arguments)) if number not in where]
+        self.settings = [arguments[number] for number in self.others]
+        self.tensors = where
+        self.check = tensor_check([arguments[number] for number in where])
+
+    def addresses(self, seen, arguments):
+        """One a tensor, None for others, of a call of this kind whose tensors are all aligned; else None."""
+        if self.types != [*map(type, arguments)] or self.seen != seen:
+            return None
+        tensors = [arguments[number] for number in self.tensors]
+        if self.settings != [arguments[number] for number in self.others] or not self.check(*tensors):
+            return None
+        found = [*map(_address, tensors)]
+        if 0 in found or reduce(operator.or_, found) % _ALIGNMENT:
+            return None
+        addresses = [None] * len(arguments)
+        for number, address in zip(self.tensors, found):  # noqa: B905  # a keyword takes as long as two turns
+            addresses[number] = address
+        return addresses
 
 
 def are_plain(arguments):
@@ -117,6 +167,7 @@ def forget():
     FORGOTTEN[0] += 1
     for planned in _TABLES:
         planned.plans, planned.patience = {}, 1
+        planned.recent, planned.late = [], 0
 
 
 def _record(implementation, arguments):

@@ -18,6 +18,7 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `_C._get_cublas_allow_tf32`, | what products depend on | no graphs of plans |
 | `_C._get_fp32_precision_getter` and its like | " | " |
 | `_C._cuda_beginAllocateCurrentThreadToPool` | whether torch.cuda.use_mem_pool is a thread's own | no graphs of plans |
+| `_C._dynamo.guards.TensorGuards` | whether tensors are alike, for calls by a plan | a key of all that is compared |
 | `_dynamo.symbolic_convert.InstructionTranslator` | whether torch.export is tracing | torch.compiler's word |
 | `_utils.is_compiling` | whether torch 2.2 or 2.3 is compiling | torch.compiler's word |
 | `Module._forward_hooks` and its like | whether a module has hooks | it is called as if it had |
@@ -130,6 +131,22 @@ _PRODUCT_SETTINGS = [
 _newer = _find("_C._get_cublas_allow_fp16_accumulation"), _find("_C._get_sm_carveout_experimental")
 GRAPHS_KNOWN = _POOLS_KNOWN and None not in _PRODUCT_SETTINGS
 _PRODUCT_SETTINGS += [setting for setting in _newer if setting is not None]
+
+
+_TensorGuards = _find("_C._dynamo.guards.TensorGuards")
+
+
+def tensor_check(tensors):
+    """A function of as many tensors: whether each has the type, dtype, device, shape, strides, requires_grad and
+    dispatch keys (negated views, inference mode, autocast) of its counterpart here. None: this torch has no such one.
+    """
+    if _TensorGuards is None or not tensors:
+        return None
+    sizes, strides = [[*tensor.shape] for tensor in tensors], [[*tensor.stride()] for tensor in tensors]
+    try:
+        return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    except (TypeError, RuntimeError, SystemError):  # other arguments than today's
+        return None
 
 
 def product_settings():

@@ -44,6 +44,7 @@ def _weight_of(norm: RMSNorm) -> torch.Tensor:
     return norm.shared_weight() if isinstance(norm, SharedRMSNorm) else norm.weight
 
 
+_LAYER_PARAMETERS = LayerInputs._fields[5:-2]  # but for those of the projections
 _A_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "heavy_tail": heavy_tail_activation,
     "softplus": F.softplus,
@@ -243,8 +244,9 @@ class Mamba3(UpstreamParts, Mamba3States):
         if padding is not None and not (is_plain(self.in_proj, nn.Linear) and self.in_proj.bias is None):
             seq_idx = padding.seq_idx
         if inference_params is None:
-            if self._is_one_node(u):
-                return mamba3_layer(*self._inputs_and_options(u, seq_idx, cu_seqlens))
+            one_node = self._inputs_of_node(u, seq_idx, cu_seqlens)
+            if one_node is not None:
+                return mamba3_layer(*one_node)
             return self.out_proj(self._scan(self.in_proj(u), seq_idx=seq_idx, cu_seqlens=cu_seqlens)[0])
         batch = u.shape[0] * (self.world_size if self.sequence_parallel else 1)
         rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -296,28 +298,32 @@ class Mamba3(UpstreamParts, Mamba3States):
 
     def after_norm(self, norm: Norm, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(forward(norm(u + residual)), the sum), as one autograd node; None where that cannot be."""
-        if not is_bare(self, Mamba3) or self.context_parallel_group is not None or not self._is_one_node(u):
+        if not is_bare(self, Mamba3) or self.context_parallel_group is not None:
+            return None
+        one_node = self._inputs_of_node(u, None, None)
+        if one_node is None:
             return None
         check_input("Mamba3", self, u, self.d_model, ("in_proj", "out_proj"))
-        return mamba3_node.after_norm(norm, *self._inputs_and_options(u, None, None))
+        return mamba3_node.after_norm(norm, *one_node)
 
-    def _is_one_node(self, u: torch.Tensor) -> bool:
-        """Whether the whole layer is one autograd node: projections and norms are no more than their parameters."""
-        if self._calls_norm() or not self._is_fused() or (u.is_cuda and self.mimo_rank > MOST_CUDA_RANK):
-            return False
-        plain = is_plain(self.in_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
-        return plain and wants_one_node((u, *self.parameters()))
-
-    def _inputs_and_options(
+    def _inputs_of_node(
         self, u: torch.Tensor, seq_idx: torch.Tensor | None, cu_seqlens: torch.Tensor | None
-    ) -> tuple[LayerInputs, Options]:
-        projections = *weight_and_bias(self.in_proj), *weight_and_bias(self.out_proj)
+    ) -> tuple[LayerInputs, Options] | None:
+        """What the whole layer as one autograd node takes. None if it cannot be one: if projections and norms are more
+        than their parameters, or no gradient is wanted.
+        """
+        if not torch.is_grad_enabled() or self._calls_norm() or not self._is_fused():
+            return None
+        if u.is_cuda and self.mimo_rank > MOST_CUDA_RANK:
+            return None
+        if not (is_plain(self.in_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)):
+            return None
         given = self._parameters_and_options()
-        inputs: dict[str, typing.Any] = {name: given.get(name) for name in LayerInputs._fields[5:-2]}
-        options = {name: given[name] for name in Options._fields if name in given}
-        options = {"headdim": self.headdim, "norm_eps": 0.0} | options
-        inputs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        return LayerInputs(u, *projections, **inputs), Options(**options)
+        projections = *weight_and_bias(self.in_proj), *weight_and_bias(self.out_proj)
+        others = [given.pop(name, None) for name in _LAYER_PARAMETERS]
+        inputs = LayerInputs(*[u, *projections, *others, seq_idx, cu_seqlens])
+        given.setdefault("norm_eps", 0.0)
+        return (inputs, Options(headdim=self.headdim, **given)) if wants_one_node(inputs) else None
 
     # ---- from in_proj's output to out_proj's input -------------------------------------------------------------------
 

@@ -73,8 +73,9 @@ class BlockNode:
 def _block_node(block):
     """An autograd.Function of (*tensors, *settings)."""
     count = block.tensors
-    planned_forward = planned(f"{block.name}_node", block.forward, (autocast_state,))
-    planned_backward = planned(f"{block.name}_node_backward", block.backward, (use_deterministic_mode,))
+    name = f"{block.name}_node"
+    planned_forward = planned(name, block.forward, (autocast_state,))
+    planned_backward = planned(f"{name}_backward", block.backward, (use_deterministic_mode,))
 
     def forward(ctx, *arguments):
         tensors, ctx.settings = arguments[:count], arguments[count:]
@@ -98,7 +99,7 @@ def _block_node(block):
                 grads = planned_backward(dout, *kept, ctx.settings, need)
         return *grads, *(None for _ in ctx.settings)
 
-    return _function(f"{block.name}_node", forward, backward)
+    return _function(name, forward, backward)
 
 
 def _layer_node(block):
@@ -123,8 +124,9 @@ def _layer_node(block):
         )
         return dx, dresidual, dweight, dbias, *grads
 
-    planned_forward = planned(f"{block.name}_layer_node", normed_forward, (autocast_state,))
-    planned_backward = planned(f"{block.name}_layer_node_backward", normed_backward, (use_deterministic_mode,))
+    name = f"{block.name}_layer_node"
+    planned_forward = planned(name, normed_forward, (autocast_state,))
+    planned_backward = planned(f"{name}_backward", normed_backward, (use_deterministic_mode,))
 
     def forward(ctx, *arguments):
         tensors, ctx.settings = arguments[:count], arguments[count:]
@@ -146,16 +148,16 @@ def _layer_node(block):
             dx, dresidual, *grads = planned_backward(dout, dtotal, *ctx.saved_tensors, ctx.settings, need)
         return dx, dx if dresidual is None else dresidual, *grads, *nothing  # None: of x's dtype
 
-    return _function(f"{block.name}_layer_node", forward, backward)
+    return _function(name, forward, backward)
 
 
 def _dtypes(tensors):
-    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
 
 
 def _need(ctx):
     """Of each tensor that forward was given its dtype where its gradient is wanted, else None."""
-    return tuple(dtype if wanted else None for wanted, dtype in zip(ctx.needs_input_grad, ctx.dtypes, strict=False))
+    return tuple([dtype if wanted else None for wanted, dtype in zip(ctx.needs_input_grad, ctx.dtypes, strict=False)])
 
 
 def _function(name, forward, backward):

@@ -287,7 +287,62 @@ def test_more_kinds_than_a_table_holds_are_seldom_recorded(monkeypatch):
         for _ in range(2 * plans._PATIENCE):
             swiglu(xy)
         swiglu(other)
-    assert any(type(plan) is plans.Plan for plan in planned.plans.values())
+    assert any(type(plan) is plans.Plan for plan in [*planned.plans.values(), *(one.plan for one in planned.recent)])
+
+
+def _unlike(x):
+    """Tensors that a plan for x is not for."""
+    with torch.inference_mode():
+        inference = x.clone()
+    memory, without_memory = torch.empty(x.numel() + 1), torch.empty_like(x)
+    without_memory.untyped_storage().resize_(0)
+    return {
+        "shape": x[:1],
+        "strides": x.t().contiguous().t(),
+        "dtype": x.double(),
+        "device": x.to("meta"),
+        "parameter": torch.nn.Parameter(x),
+        "requires_grad": x.clone().requires_grad_(),
+        "inference mode": inference,
+        "negated": torch._neg_view(x),
+        "alignment": memory[1:].view(x.shape),
+        "no memory": without_memory,
+        "no tensor": None,
+    }
+
+
+def test_recent_kinds_are_told_apart():
+    x = torch.rand(4, 6)
+    seen, unlike = [1, False], _unlike(x)
+    for tensors in (x,), (x, x):
+        recent = plans.Recent(None, seen, [*tensors, None, 2.0])
+        if recent.check is None:
+            pytest.skip("this torch compares no tensors at once")
+        addresses = [torch.rand(4, 6) for _ in tensors]
+        found = recent.addresses(seen, [*addresses, None, 2.0])
+        assert found == [*(tensor.data_ptr() for tensor in addresses), None, None]
+        assert recent.addresses([1, True], [*tensors, None, 2.0]) is None
+        for others in ([x, 2.0], [None, 2], [None, 3.0]):
+            assert recent.addresses(seen, [*tensors, *others]) is None
+        taken = [name for name, y in unlike.items() if recent.addresses(seen, [*tensors[1:], y, None, 2.0]) is not None]
+        assert not taken
+
+
+def test_a_kind_among_many_becomes_recent(monkeypatch):
+    (planned,) = [planned for op, planned in dispatch.PLANNED.items() if str(op) == "mamba_ssm.swiglu.default"]
+    for length in range(1, 2 * plans._MOST_RECENT):
+        for _ in range(TIMES):
+            swiglu(torch.rand(length, 2 * D))
+    if not planned.recent:
+        pytest.skip("this torch compares no tensors at once")
+    xy, runs, call = torch.rand(B, 2 * D), [], plans.Recent.addresses
+    monkeypatch.setattr(plans.Recent, "addresses", lambda *given: runs.append(call(*given)) or runs[-1])
+    for _ in range(plans._LATE + TIMES):
+        runs.clear()
+        swiglu(xy)
+    assert runs[-1] is not None and len(planned.recent) <= plans._MOST_RECENT
+    plans.forget()
+    assert not planned.recent
 
 
 def test_what_watches_sees_operators():
@@ -315,9 +370,7 @@ def test_memory_that_native_calls_share():
         steps, sizes = [], {}
         for number in range(8):
             sizes[number] = random.randint(1, 4000)
-            steps.append(
-                plan_steps.Allocation(number, None, ((sizes[number],), (1,), torch.uint8, device), sizes[number])
-            )
+            steps.append(plan_steps.Allocation(number, ((sizes[number],), (1,), torch.uint8, device), sizes[number]))
             steps.append(_Native(*random.sample(range(number + 1), min(2, number + 1))))
         plan_memory.give_back(steps, 0, set())
         first = {step.number: at for at, step in enumerate(steps) if type(step) is plan_steps.Allocation}
