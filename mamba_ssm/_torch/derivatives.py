@@ -121,8 +121,8 @@ class Again:
         self.parameters = inputs[1:]
         self.versions = [0 if tensor is None else tensor._version for tensor in self.parameters]
 
-    def gradients(self, function, needed, first, cotangent):
-        """Those of function(*inputs), which can be differentiated. first: as kept, None where it was not."""
+    def gradients(self, function, needed, first, cotangents):
+        """Those of function(*inputs), a tuple, which can be differentiated. first: as kept, None where it was not."""
         for tensor, version in zip(self.parameters, self.versions, strict=True):
             if tensor is not None and tensor._version != version:
                 raise RuntimeError(
@@ -136,7 +136,7 @@ class Again:
                 "not kept the input: set use_fast_path=False (Mamba) or use_mem_eff_path=False (Mamba2); Mamba3's "
                 "gradient cannot be in any case"
             )
-        return through(lambda *inputs: (function(*inputs),), (first, *self.parameters), needed, (cotangent,))
+        return through(function, (first, *self.parameters), needed, cotangents)
 
 
 # ---- torch.func ------------------------------------------------------------------------------------------------------

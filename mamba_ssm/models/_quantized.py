@@ -9,6 +9,7 @@ import torch
 from mamba_ssm._arguments import first_few, shown
 from mamba_ssm._torch import is_bare, is_compiling, is_plain
 from mamba_ssm.models._fit import Shapes
+from mamba_ssm.modules.block import through_layers
 from mamba_ssm.modules.quantized import SCALES, WEIGHT, QuantizedLinear, StepNorm, project_normed
 from mamba_ssm.ops.linear import project, scales_shape
 from mamba_ssm.ops.norm import RMSNorm
@@ -80,7 +81,7 @@ def step_by_int8_head(model: typing.Any, input_ids: torch.Tensor, inference_para
         return None
     if not backbone.fused_add_norm:
         return None
-    hidden_states, residual = backbone._through_layers(backbone._embed(input_ids), inference_params, {})
+    hidden_states, residual = through_layers(backbone.layers, backbone._embed(input_ids), inference_params, {})
     given = StepNorm(residual, norm.weight, float(norm.eps), backbone.residual_in_fp32)
     projected = project_normed(head, given, hidden_states)
     if projected is None:

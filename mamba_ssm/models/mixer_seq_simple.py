@@ -37,7 +37,7 @@ from mamba_ssm.models._quantized import (
     without_quantized,
 )
 from mamba_ssm.models.config_mamba import MambaConfig, check_config, check_layers
-from mamba_ssm.modules.block import Block, add_norm
+from mamba_ssm.modules.block import Block, add_norm, through_layers
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked, padding_of
 from mamba_ssm.modules.quantized import (
@@ -199,18 +199,7 @@ class MixerModel(nn.Module):
         inference_params: InferenceCache | None,
         mixer_kwargs: Mapping[str, typing.Any],
     ) -> torch.Tensor:
-        return self._last_norm(*self._through_layers(hidden_states, inference_params, mixer_kwargs))
-
-    def _through_layers(
-        self,
-        hidden_states: torch.Tensor,
-        inference_params: InferenceCache | None,
-        mixer_kwargs: Mapping[str, typing.Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        residual = None
-        for layer in self.layers:
-            hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
-        return hidden_states, residual
+        return self._last_norm(*through_layers(self.layers, hidden_states, inference_params, mixer_kwargs))
 
     def _last_norm(self, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         options = self.fused_add_norm, self.residual_in_fp32

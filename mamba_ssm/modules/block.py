@@ -1,16 +1,16 @@
 """One layer of a language model: residual, norm and mixer, then residual, norm and MLP."""
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn as nn
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import is_compiling, is_plain, weight_and_bias
+from mamba_ssm._torch import is_bare, is_compiling, is_plain, weight_and_bias
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.quantized import QuantizedLinear, StepNorm
-from mamba_ssm.ops.block_node import Norm
+from mamba_ssm.ops.block_node import IN_A_ROW, Layer, Norm
 from mamba_ssm.ops.norm import RMSNorm, layer_norm_fn
 
 
@@ -75,7 +75,8 @@ class Block(nn.Module):
             if inference_params is not None:
                 together = self._norm_and_step(hidden_states, residual, inference_params)
             elif residual is not None:
-                together = self._norm_and_mix(hidden_states, residual)
+                layer = self.as_layer(hidden_states, residual)
+                together = None if layer is None else layer.node.of_layers(hidden_states, residual, [layer])
         if together is not None:
             hidden_states, residual = together
         else:
@@ -86,19 +87,17 @@ class Block(nn.Module):
             hidden_states = self.mlp(hidden_states)
         return hidden_states, residual
 
-    def _norm_and_mix(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The mixer's output and the new residual as one autograd node; None where the two have to be called."""
+    def as_layer(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> Layer | None:
+        """Norm, residual and mixer as an autograd node takes them; None where they have to be called."""
         # of the type: a module around the mixer, such as FSDP, passes attributes on
-        after_norm, norm = getattr(type(self.mixer), "after_norm", None), self.norm
-        if after_norm is None or not self.fused_add_norm or not is_fusible(norm) or is_compiling():
+        as_layer, norm = getattr(type(self.mixer), "as_layer", None), self.norm
+        if as_layer is None or not self.fused_add_norm or not is_fusible(norm) or is_compiling():
             return None
         if residual.dtype not in (hidden_states.dtype, torch.float32):
             return None
-        given = Norm(residual, *weight_and_bias(norm), float(norm.eps), isinstance(norm, RMSNorm))
-        together: tuple[torch.Tensor, torch.Tensor] | None = after_norm(self.mixer, given, hidden_states)
-        return together
+        given = Norm(*weight_and_bias(norm), float(norm.eps), isinstance(norm, RMSNorm))
+        layer: Layer | None = as_layer(self.mixer, given, hidden_states)
+        return layer
 
     def _norm_and_step(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None, inference_params: InferenceCache
@@ -126,7 +125,47 @@ class Block(nn.Module):
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
 
-def any_given(options: dict[str, typing.Any]) -> bool:
+_SMALL = 1 << 23  # elements: four layers of larger inputs keep the GPU busy for longer than the host needs for them
+
+
+def through_layers(
+    layers: Iterable[nn.Module],
+    hidden_states: torch.Tensor,
+    inference_params: InferenceCache | None,
+    mixer_kwargs: Mapping[str, typing.Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the last of these Blocks or their likes gives. In training, small layers are one autograd node several at a
+    time, unless somebody would see that a layer of them is not called.
+    """
+    layers = list(layers)
+    residual: typing.Any = None
+    may_join = inference_params is None and torch.is_grad_enabled() and not any_given(mixer_kwargs)
+    while layers:
+        row: list[Layer] = []
+        if may_join and residual is not None and hidden_states.numel() <= _SMALL:
+            row = _row(layers[:IN_A_ROW], hidden_states, residual)
+        for joined in [row] if len(row) == IN_A_ROW else [[layer] for layer in row]:
+            hidden_states, residual = joined[0].node.of_layers(hidden_states, residual, joined)
+        if not row:
+            hidden_states, residual = layers[0](
+                hidden_states, residual, inference_params=inference_params, **mixer_kwargs
+            )
+        layers = layers[max(1, len(row)) :]
+    return hidden_states, residual
+
+
+def _row(layers: list[nn.Module], hidden_states: torch.Tensor, residual: torch.Tensor) -> list[Layer]:
+    """As many of the first layers as one node takes them."""
+    row: list[Layer] = []
+    for layer in layers:
+        one = layer.as_layer(hidden_states, residual) if is_bare(layer, Block) and layer.mlp is None else None
+        if one is None or (row and one.node is not row[0].node):
+            break
+        row.append(one)
+    return row
+
+
+def any_given(options: Mapping[str, typing.Any]) -> bool:
     """Whether any is not None."""
     return any(option is not None for option in options.values())
 

@@ -20,7 +20,7 @@ from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.modules.quantized import StepNorm, project_normed
 from mamba_ssm.ops.activations import clamp
-from mamba_ssm.ops.block_node import Norm
+from mamba_ssm.ops.block_node import Layer, Norm
 from mamba_ssm.ops.causal_conv1d import wants_silu
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba2_block import BlockInputs, Options, mamba2_block, mamba2_node
@@ -388,13 +388,13 @@ class Mamba2(Mamba2Base, StatefulBlock):
         zxbcdt, total = projected
         return self._step_after(zxbcdt, *self._get_states_from_cache(inference_params, 1)), total
 
-    def after_norm(self, norm: Norm, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(forward(norm(u + residual)), the sum), as one autograd node; None where that cannot be."""
+    def as_layer(self, norm: Norm, u: torch.Tensor) -> Layer | None:
+        """forward(norm(u + residual)) as an autograd node takes it; None where that cannot be."""
         if not is_bare(self, Mamba2) or self._route(infers=False, steps_once=False) != "one node":
             return None
         check_input("Mamba2", self, u, self.d_model, ("in_proj", "out_proj"))
         inputs = self._block_inputs(u, None)
-        return mamba2_node.after_norm(norm, inputs, self._options()) if wants_one_node(inputs) else None
+        return Layer(mamba2_node, norm, inputs[1:], self._options()) if wants_one_node(inputs) else None
 
     def _as_one_node(
         self, u: torch.Tensor, seq_idx: torch.Tensor | None, cu_seqlens: torch.Tensor | None

@@ -30,7 +30,7 @@ from mamba_ssm.modules._state import initial_dt_bias, mark, states_in_cache
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.ops.activations import clamp, heavy_tail_activation
-from mamba_ssm.ops.block_node import Norm
+from mamba_ssm.ops.block_node import Layer, Norm
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba3_block import mamba3_block, mamba3_block_step
 from mamba_ssm.ops.mamba3_block.block_arguments import Options
@@ -296,15 +296,16 @@ class Mamba3(UpstreamParts, Mamba3States):
         """step's output (B, d_model); its arguments were checked."""
         return project(self.out_proj, self._step(project(self.in_proj, row), states))
 
-    def after_norm(self, norm: Norm, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(forward(norm(u + residual)), the sum), as one autograd node; None where that cannot be."""
+    def as_layer(self, norm: Norm, u: torch.Tensor) -> Layer | None:
+        """forward(norm(u + residual)) as an autograd node takes it; None where that cannot be."""
         if not is_bare(self, Mamba3) or self.context_parallel_group is not None:
             return None
         one_node = self._inputs_of_node(u, None, None)
         if one_node is None:
             return None
         check_input("Mamba3", self, u, self.d_model, ("in_proj", "out_proj"))
-        return mamba3_node.after_norm(norm, *one_node)
+        inputs, options = one_node
+        return Layer(mamba3_node, norm, inputs[1:], options)
 
     def _inputs_of_node(
         self, u: torch.Tensor, seq_idx: torch.Tensor | None, cu_seqlens: torch.Tensor | None

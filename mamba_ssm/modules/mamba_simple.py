@@ -35,7 +35,7 @@ from mamba_ssm.modules._submodules import (
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
 from mamba_ssm.modules.quantized import QuantizedLinear, StepNorm, project_normed
-from mamba_ssm.ops.block_node import Norm
+from mamba_ssm.ops.block_node import Layer, Norm
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, mamba_node, project_in
 from mamba_ssm.ops.mamba_step import mamba_step
@@ -312,8 +312,8 @@ class Mamba(StatefulBlock):
         xz, total = projected
         return self._scaled(self._step_after(xz, *self._get_states_from_cache(inference_params, 1))), total
 
-    def after_norm(self, norm: Norm, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(forward(norm(hidden_states + residual)), the sum), as one autograd node; None where that cannot be."""
+    def as_layer(self, norm: Norm, hidden_states: torch.Tensor) -> Layer | None:
+        """forward(norm(hidden_states + residual)) as an autograd node takes it; None where that cannot be."""
         if not (is_bare(self, Mamba) and self.bimamba_type == "none" and not self.layer_scale):
             return None
         check_input("Mamba", self, hidden_states, self.d_model, ("in_proj", "out_proj"))
@@ -322,7 +322,7 @@ class Mamba(StatefulBlock):
         if not (self._is_plain() and is_plain(self.in_proj, nn.Linear)):
             return None
         inputs = self._block_inputs(hidden_states)
-        return mamba_node.after_norm(norm, inputs) if wants_one_node(inputs) else None
+        return Layer(mamba_node, norm, inputs[1:], ()) if wants_one_node(inputs) else None
 
     def _fast_path(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if is_plain(self.in_proj, nn.Linear):

@@ -1,12 +1,12 @@
 """A block as one autograd node: what every block has around its operator. With the norm and the residual's addition in
-front of it, as one node too.
+front of it, as one node too, and several such layers in a row.
 
-A training step of a small model is bound by the time that Python and autograd take, not by the kernels. One node a
-layer, whose forward and backward are made by plans (see _torch/plans.py), takes the least of it.
+A training step of a small model is bound by the time that Python and autograd take, not by the kernels. One node for
+several layers, whose forward and backward are made by plans (see _torch/plans.py), takes the least of it.
 """
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,6 +25,8 @@ from mamba_ssm.ops.norm import layer_norm_fn
 from mamba_ssm.ops.norm.backward import add_norm_backward_op
 from mamba_ssm.ops.norm.forward import add_norm_op
 
+IN_A_ROW = 4  # layers of one node
+
 
 class Block(typing.NamedTuple):
     """What a block's node is made of: functions of its tensors, of which the first is its input (B, L, d_model), and of
@@ -42,32 +44,44 @@ class Block(typing.NamedTuple):
 
 
 class Norm(typing.NamedTuple):
-    """What a layer has in front of its block: the residual stream, and a norm's parameters and settings."""
+    """What a layer has in front of its block, but for the residual stream: a norm's parameters and settings."""
 
-    residual: torch.Tensor  # of the input's dtype, or float32
     weight: torch.Tensor
     bias: torch.Tensor | None
     eps: float
     is_rms_norm: bool
 
 
+class Layer(typing.NamedTuple):
+    """A layer as a node takes it: the block's, its norm, the block's tensors but for its input, and its settings."""
+
+    node: "BlockNode"
+    norm: Norm
+    others: tuple[torch.Tensor | None, ...]
+    settings: tuple[typing.Any, ...]
+
+
 class BlockNode:
-    """A block's autograd nodes: of the block alone, and of a layer, with the norm and the residual in front."""
+    """A block's autograd nodes: of the block alone, and of layers, with the norm and the residual in front."""
 
     def __init__(self, block: Block) -> None:
-        self._alone, self._layer = _block_node(block), _layer_node(block)
+        self._alone = _block_node(block)
+        self._layers = {count: _layers_node(block, count) for count in (1, IN_A_ROW)}
 
     def __call__(self, inputs: typing.Any, settings: tuple[typing.Any, ...] = ()) -> torch.Tensor:
         """The block's output. For callers that wants_one_node has said yes to, as below."""
         return apply(self._alone, *inputs, *settings)
 
-    def after_norm(
-        self, norm: Norm, inputs: typing.Any, settings: tuple[typing.Any, ...] = ()
+    def of_layers(
+        self, x: torch.Tensor, residual: torch.Tensor, layers: Sequence[Layer]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block's output from its input's sum with the residual, normed; and the sum. Not under a compiler."""
-        x, *others = inputs
-        residual, weight, bias, *of_norm = norm
-        return apply(self._layer, x, residual, weight, bias, *others, *of_norm, *settings)
+        """The last layer's output, and the residual stream behind its addition. residual: of x's dtype, or float32.
+        layers: one, or IN_A_ROW, of this node. Not under a compiler.
+        """
+        tensors = [tensor for _, norm, others, _ in layers for tensor in (norm.weight, norm.bias, *others)]
+        settings = [(norm.eps, norm.is_rms_norm, *of_block) for _, norm, _, of_block in layers]
+        out, total, *_ = apply(self._layers[len(layers)], x, residual, *tensors, *settings)
+        return out, total
 
 
 def _block_node(block):
@@ -91,9 +105,9 @@ def _block_node(block):
         if torch.is_grad_enabled() and not is_compiling():
 
             def again(*tensors):
-                return block.by_operators(dout.dtype, *tensors, *ctx.settings)
+                return (block.by_operators(dout.dtype, *tensors, *ctx.settings),)
 
-            grads = ctx.again.gradients(again, need, kept[0], dout)
+            grads = ctx.again.gradients(again, need, kept[0], (dout,))
         else:
             with no_autocast(dout):  # everything has forward's dtype already, whatever is on now
                 grads = planned_backward(dout, *kept, ctx.settings, need)
@@ -102,53 +116,80 @@ def _block_node(block):
     return _function(name, forward, backward)
 
 
-def _layer_node(block):
-    """An autograd.Function of (x, residual, norm's weight and bias, the block's other *tensors, norm's eps and
-    is_rms_norm, *settings), which gives the block's output and the sum of x and residual.
+def _layers_node(block, layers):
+    """An autograd.Function of (x, residual, of each layer the norm's weight and bias and the block's other *tensors, of
+    each layer the tuple of the norm's eps and is_rms_norm and the block's *settings), which gives the last one's output
+    and the sum that is normed there; of several layers also the first sum, from which gradients are differentiated.
     """
-    count = block.tensors + 3
 
-    def normed_forward(*arguments):
-        x, residual, weight, bias, *others, (eps, is_rms_norm, *settings), need = arguments
-        normed, total, mean, rstd = call_below_autograd(
-            add_norm_op, x, residual, weight, bias, eps, True, False, is_rms_norm, True
-        )
-        out, *kept = block.forward(normed, *others, tuple(settings), (normed.dtype, *need[4:]))
-        return out, total, mean, rstd, *kept
+    def layers_forward(*arguments):
+        x, residual, *tensors, settings, need = arguments
+        kept = []
+        for (weight, bias, *others), (eps, is_rms_norm, *of_block), (_, _, *need_others) in zip(
+            _parts(tensors, layers), settings, _parts(need[2:], layers), strict=True
+        ):
+            normed, residual, mean, rstd = call_below_autograd(
+                add_norm_op, x, residual, weight, bias, eps, True, False, is_rms_norm, True
+            )
+            x, *of_layer = block.forward(normed, *others, tuple(of_block), (normed.dtype, *need_others))
+            kept += residual, weight, bias, mean, rstd, *of_layer
+        return x, *kept
 
-    def normed_backward(dout, dtotal, total, weight, bias, mean, rstd, *arguments):
-        *kept, (_, is_rms_norm, *settings), need = arguments
-        dnormed, *grads = block.backward(dout, *kept, tuple(settings), (dout.dtype, *need[4:]))
-        dx, dresidual, dweight, dbias = call_in_backward(
-            add_norm_backward_op, dnormed, dtotal, total, weight, bias, mean, rstd, is_rms_norm
-        )
-        return dx, dresidual, dweight, dbias, *grads
+    def layers_backward(dout, dtotal, *arguments):
+        *kept, settings, need = arguments
+        grads = []
+        of_layers = zip(_parts(kept, layers), settings, _parts(need[2:], layers), strict=True)
+        for (total, weight, bias, mean, rstd, *of_layer), (_, is_rms_norm, *of_block), (_, _, *need_others) in reversed(
+            [*of_layers]
+        ):
+            need_others = dout.dtype, *need_others
+            dnormed, *dothers = block.backward(dout, *of_layer, tuple(of_block), need_others)
+            dout, dtotal, *dnorm = call_in_backward(
+                add_norm_backward_op, dnormed, dtotal, total, weight, bias, mean, rstd, is_rms_norm
+            )
+            dtotal = dout if dtotal is None else dtotal  # None: of dout's dtype
+            grads[:0] = *dnorm, *dothers
+        return dout, dtotal, *grads
 
-    name = f"{block.name}_layer_node"
-    planned_forward = planned(name, normed_forward, (autocast_state,))
-    planned_backward = planned(f"{name}_backward", normed_backward, (use_deterministic_mode,))
+    name = f"{block.name}_layer_node" if layers == 1 else f"{block.name}_{layers}_layers_node"
+    planned_forward = planned(name, layers_forward, (autocast_state,))
+    planned_backward = planned(f"{name}_backward", layers_backward, (use_deterministic_mode,))
 
     def forward(ctx, *arguments):
-        tensors, ctx.settings = arguments[:count], arguments[count:]
+        tensors, ctx.settings = arguments[:-layers], arguments[-layers:]
         ctx.dtypes = _dtypes(tensors)
-        out, total, mean, rstd, *kept = planned_forward(*tensors, ctx.settings, _need(ctx))
-        ctx.again = Again((total, *tensors[2:]), total)
-        ctx.save_for_backward(total, tensors[2], tensors[3], mean, rstd, *kept)
+        out, *kept = planned_forward(*tensors, ctx.settings, _need(ctx))
+        first, total = kept[0], kept[-len(kept) // layers]
+        ctx.again = Again((first, *tensors[2:]), first)
+        ctx.save_for_backward(*kept)
+        ctx.out_dtype = out.dtype
         ctx.set_materialize_grads(False)
-        return out, total
+        return (out, total) if layers == 1 else (out, total, first)
 
-    def backward(ctx, dout, dtotal):
-        need, nothing = _need(ctx), (None,) * len(ctx.settings)
-        if dout is None:  # the output was not used
-            return dtotal, dtotal, *(None,) * (count - 2), *nothing
+    def backward(ctx, dout, dtotal, dfirst=None):
+        need, nothing = _need(ctx), (None,) * layers
+        if dout is None and (dtotal is None or layers == 1):  # the output was not used, nor the sum of several layers
+            dsum = dtotal if layers == 1 else dfirst
+            return dsum, dsum, *(None,) * len(ctx.dtypes[2:]), *nothing
+        if dout is None:
+            dout = torch.zeros_like(dtotal, dtype=ctx.out_dtype)
         if torch.is_grad_enabled():
-            dtotal, *grads = _differentiable_gradients(ctx, block, dout, dtotal, need)
-            return dtotal, dtotal, *grads, *nothing
-        with no_autocast(dout):
-            dx, dresidual, *grads = planned_backward(dout, dtotal, *ctx.saved_tensors, ctx.settings, need)
-        return dx, dx if dresidual is None else dresidual, *grads, *nothing  # None: of x's dtype
+            dsum, *grads = _differentiable_gradients(ctx, block, dout, dtotal, need)
+            dx = dresidual = dsum if dfirst is None else dsum + dfirst
+        else:
+            with no_autocast(dout):
+                dx, dresidual, *grads = planned_backward(dout, dtotal, *ctx.saved_tensors, ctx.settings, need)
+            if dfirst is not None:
+                dx, dresidual = dx + dfirst, dresidual + dfirst
+        return dx, dresidual, *grads, *nothing
 
     return _function(name, forward, backward)
+
+
+def _parts(sequence, count):
+    """So many of the same length."""
+    size = len(sequence) // count
+    return [sequence[begin : begin + size] for begin in range(0, len(sequence), size)]
 
 
 def _dtypes(tensors):
@@ -167,12 +208,21 @@ def _function(name, forward, backward):
 
 
 def _differentiable_gradients(ctx, block, dout, dtotal, need):
-    """Those of the sum and of what follows the residual: the sum, which is an output of the node itself, leads to x."""
-    eps, is_rms_norm, *settings = ctx.settings
+    """Those of the first sum and of what follows the residual: the sum, which is an output of the node itself, leads to
+    x.
+    """
 
-    def again(total, weight, bias, *others):
-        normed = layer_norm_fn(total, weight, bias, eps=eps, is_rms_norm=is_rms_norm).to(ctx.dtypes[0])
-        return block.by_operators(dout.dtype, normed, *others, *settings)
+    def again(total, *tensors):
+        out = None
+        for (weight, bias, *others), (eps, is_rms_norm, *settings) in zip(
+            _parts(tensors, len(ctx.settings)), ctx.settings, strict=True
+        ):
+            options = {"eps": eps, "is_rms_norm": is_rms_norm}
+            if out is None:
+                normed = layer_norm_fn(total, weight, bias, **options).to(ctx.dtypes[0])
+            else:
+                normed, total = layer_norm_fn(out, weight, bias, residual=total, prenorm=True, **options)
+            out = block.by_operators(dout.dtype, normed, *others, *settings)
+        return out, total
 
-    of_sum, *grads = ctx.again.gradients(again, (True, *need[2:]), ctx.saved_tensors[0], dout)
-    return of_sum if dtotal is None else of_sum + dtotal, *grads
+    return ctx.again.gradients(again, (True, *need[2:]), ctx.saved_tensors[0], (dout, dtotal))

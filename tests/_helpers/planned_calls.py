@@ -10,6 +10,7 @@ from torch import nn
 from mamba_ssm import Mamba, Mamba2, Mamba3
 from mamba_ssm._torch import dispatch
 from mamba_ssm.modules.block import Block
+from mamba_ssm.ops.block_node import IN_A_ROW
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.linear import linear, normed_linear, quantize_weight, quantized_linear, takes_norm
 from mamba_ssm.ops.linear_cross_entropy import linear_cross_entropy
@@ -77,13 +78,28 @@ def block(kind, **sizes):
 
 def layer(kind, **sizes):
     """As the second one of a language model, whose norm is part of its node."""
+    return lambda x, residual: block_of(kind, x.device, **sizes)(x, residual)
+
+
+def layers(kind, **sizes):
+    """As in a language model, as many as are one node."""
 
     def function(x, residual):
-        torch.manual_seed(0)
-        mixer = partial(kind, d_state=N, device=x.device, **sizes)
-        return Block(D, mixer, nn.Identity, partial(RMSNorm, device=x.device), fused_add_norm=True)(x, residual)
+        blocks = [block_of(kind, x.device, **sizes) for _ in range(IN_A_ROW)]
+        row = [block.as_layer(x, residual) for block in blocks]
+        if None not in row:
+            return row[0].node.of_layers(x, residual, row)
+        for block in blocks:
+            x, residual = block(x, residual)
+        return x, residual
 
     return function
+
+
+def block_of(kind, device, **sizes):
+    torch.manual_seed(0)
+    mixer = partial(kind, d_state=N, device=device, **sizes)
+    return Block(D, mixer, nn.Identity, partial(RMSNorm, device=device), fused_add_norm=True)
 
 
 def both(name):
@@ -204,6 +220,9 @@ CALLS = {
     "Mamba, layer": Call(layer(Mamba), both("mamba_layer_node"), _STREAM, True),
     "Mamba2, layer": Call(layer(Mamba2, headdim=8), both("mamba2_layer_node"), _STREAM, True),
     "Mamba3, layer": Call(layer(Mamba3, headdim=8), both("mamba3_layer_node"), _STREAM, True),
+    "Mamba, layers": Call(layers(Mamba), both(f"mamba_{IN_A_ROW}_layers_node"), _STREAM, True),
+    "Mamba2, layers": Call(layers(Mamba2, headdim=8), both(f"mamba2_{IN_A_ROW}_layers_node"), _STREAM, True),
+    "Mamba3, layers": Call(layers(Mamba3, headdim=8), both(f"mamba3_{IN_A_ROW}_layers_node"), _STREAM, True),
     "swiglu": Call(swiglu, both("swiglu"), {"xy": (B, L, 2 * D)}, True),
     "linear_cross_entropy": Call(
         lambda hidden_states, weight: linear_cross_entropy(
