@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mamba_ssm import Mamba, Mamba2, Mamba3
+from mamba_ssm.models.mixer_seq_simple import MixerModel
 from mamba_ssm.modules.block import Block
 from mamba_ssm.ops.block_node import IN_A_ROW
 from mamba_ssm.ops.norm import RMSNorm
@@ -252,3 +253,52 @@ def test_wrong_inputs_are_named():
         block(x[..., :8], residual[..., :8])
     with pytest.raises(ValueError, match="residual"):
         block(x, residual[:, :4])
+
+
+def layer_nodes(out):
+    """The names of the layers' autograd nodes that lead to it, the first first."""
+    names, pending = [], [out.grad_fn]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        names += [node.name()] if "layer" in node.name() else []
+        following = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= following
+        pending += following
+    return [name.removesuffix("Backward") for name in reversed(names)]
+
+
+def hooked(model, layer):
+    model.layers[layer].register_forward_hook(lambda module, args, out: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "expected"),
+    [
+        ({}, None, ["mamba2_4_layers_node", "mamba2_layer_node"]),
+        ({}, lambda model: hooked(model, 5), ["mamba2_4_layers_node", "mamba2_layer_node"]),
+        ({}, lambda model: hooked(model, 3), ["mamba2_layer_node"] * 5),
+        ({"attn_layer_idx": [2], "attn_cfg": {"num_heads": 2}}, None, ["mamba2_layer_node"] * 4),
+        ({"d_intermediate": 32}, None, ["mamba2_layer_node"] * 5),
+        ({"fused_add_norm": False}, None, []),
+    ],
+    ids=["plain", "the last one is watched", "one is watched", "attention", "MLPs", "norms apart"],
+)
+def test_layers_of_a_model(monkeypatch, options, change, expected):
+    torch.manual_seed(0)
+    sizes = {"d_intermediate": 0, "fused_add_norm": True, **options}
+    model = MixerModel(
+        D, 6, vocab_size=20, rms_norm=True, ssm_cfg={"layer": "Mamba2", "d_state": 8, "headdim": 8}, **sizes
+    )
+    if change is not None:
+        change(model)
+    tokens = torch.randint(20, SHAPE[:2])
+    out = model(tokens)
+    assert layer_nodes(out) == expected
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), out)
+    monkeypatch.setattr("mamba_ssm.modules.block._SMALL", 1)
+    large = model(tokens)
+    assert "mamba2_4_layers_node" not in layer_nodes(large)
+    grads, others = (torch.autograd.grad(one.square().sum(), [*model.parameters()]) for one in (out, large))
+    torch.testing.assert_close(grads, others)
