@@ -8,13 +8,16 @@ import torch.nn as nn
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import check_number, is_number, shown
+from mamba_ssm.modules._inputs import is_continued
 from mamba_ssm.modules.inference import InferenceCache
+from mamba_ssm.modules.quantized import StepNorm, project_normed
 
 
 class StatefulBlock(nn.Module):
     """A block whose inference states, conv_state (B, channels, d_conv) and ssm_state, wait in a cache between calls."""
 
     layer_idx: int | None  # key of the cache
+    in_proj: nn.Linear
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: object
@@ -25,6 +28,26 @@ class StatefulBlock(nn.Module):
     def _ssm_state_shape(self) -> tuple[int, ...]:
         """Of one row of the batch."""
         raise NotImplementedError
+
+    def _steps_by_in_proj(self) -> bool:
+        """Whether a call of a step from the cache is _step_after of in_proj's output, and nothing that others added."""
+        raise NotImplementedError
+
+    def _step_after(self, projected: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
+        """A step's output (B, 1, d_model) from in_proj's (B, ...); the states are updated in place."""
+        raise NotImplementedError
+
+    def step_after_norm(
+        self, norm: StepNorm, hidden_states: torch.Tensor, inference_params: InferenceCache
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(forward(norm(hidden_states + residual)), the sum) of one row's step if in_proj takes the norm, else None."""
+        if not self._steps_by_in_proj() or not is_continued(type(self).__name__, inference_params):
+            return None
+        together = project_normed(self.in_proj, norm, hidden_states)
+        if together is None:
+            return None
+        projected, total = together
+        return self._step_after(projected, *self._get_states_from_cache(inference_params, 1)), total
 
     def _get_states_from_cache(
         self, inference_params: InferenceCache, batch_size: int, initialize_states: bool = False

@@ -18,7 +18,6 @@ from mamba_ssm.modules._state import StatefulBlock, mark
 from mamba_ssm.modules._submodules import convolve_differentiable_step, convolve_step
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
-from mamba_ssm.modules.quantized import StepNorm, project_normed
 from mamba_ssm.ops.activations import clamp
 from mamba_ssm.ops.block_node import Layer, Norm
 from mamba_ssm.ops.causal_conv1d import wants_silu
@@ -323,7 +322,6 @@ class Mamba2(Mamba2Base, StatefulBlock):
         return self._step_after(project(self.in_proj, hidden_states.squeeze(1)), conv_state, ssm_state)
 
     def _step_after(self, zxbcdt: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
-        """The same of in_proj's output."""
         if is_plain(self.conv1d, nn.Conv1d) and self.activation is not None:
             y = self._step_inside(zxbcdt, conv_state, ssm_state)
         else:
@@ -375,18 +373,8 @@ class Mamba2(Mamba2Base, StatefulBlock):
         D = self._D() if self.D_has_hdim else self.D[:, None].expand(heads)
         return x, dt, A, B, C, D, None if self.rmsnorm else z.unflatten(-1, heads)
 
-    def step_after_norm(
-        self, norm: StepNorm, u: torch.Tensor, inference_params: InferenceCache
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(forward(norm(u + residual)), the sum) of one row's step if in_proj takes the norm, else None."""
-        if not is_bare(self, Mamba2) or type(self).step is not Mamba2.step:
-            return None
-        continues = is_continued("Mamba2", inference_params)
-        projected = project_normed(self.in_proj, norm, u) if continues else None
-        if projected is None:
-            return None
-        zxbcdt, total = projected
-        return self._step_after(zxbcdt, *self._get_states_from_cache(inference_params, 1)), total
+    def _steps_by_in_proj(self) -> bool:
+        return is_bare(self, Mamba2) and type(self).step is Mamba2.step
 
     def as_layer(self, norm: Norm, u: torch.Tensor) -> Layer | None:
         """forward(norm(u + residual)) as an autograd node takes it; None where that cannot be."""

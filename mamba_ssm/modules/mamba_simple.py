@@ -34,7 +34,7 @@ from mamba_ssm.modules._submodules import (
 )
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.padding import Padding, masked
-from mamba_ssm.modules.quantized import QuantizedLinear, StepNorm, project_normed
+from mamba_ssm.modules.quantized import QuantizedLinear
 from mamba_ssm.ops.block_node import Layer, Norm
 from mamba_ssm.ops.linear import project
 from mamba_ssm.ops.mamba_block import BlockInputs, mamba_block, mamba_inner_fn, mamba_node, project_in
@@ -220,7 +220,7 @@ class Mamba(StatefulBlock):
             states = self._get_states_from_cache(inference_params, hidden_states.shape[0])
             if type(self).step is not Mamba.step:  # a subclass's
                 return self.step(hidden_states, *states)[0]
-            return self._scaled(self._step(hidden_states, *states))
+            return self._step(hidden_states, *states)
         return self._scaled(self._forwards(hidden_states, inference_params, continues, seq_idx, padding))
 
     def _scaled(self, out: torch.Tensor) -> torch.Tensor:
@@ -299,18 +299,8 @@ class Mamba(StatefulBlock):
         plain = is_plain(self.conv1d, nn.Conv1d) and all(is_plain(module, nn.Linear) for module in projections)
         return plain and self.x_proj.bias is None
 
-    def step_after_norm(
-        self, norm: StepNorm, hidden_states: torch.Tensor, inference_params: InferenceCache
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(forward(norm(hidden_states + residual)), the sum) of one row's step if in_proj takes the norm, else None."""
-        if not is_bare(self, Mamba) or self.bimamba_type != "none" or type(self).step is not Mamba.step:
-            return None
-        continues = is_continued("Mamba", inference_params)
-        projected = project_normed(self.in_proj, norm, hidden_states) if continues else None
-        if projected is None:
-            return None
-        xz, total = projected
-        return self._scaled(self._step_after(xz, *self._get_states_from_cache(inference_params, 1))), total
+    def _steps_by_in_proj(self) -> bool:
+        return is_bare(self, Mamba) and self.bimamba_type == "none" and type(self).step is Mamba.step
 
     def as_layer(self, norm: Norm, hidden_states: torch.Tensor) -> Layer | None:
         """forward(norm(hidden_states + residual)) as an autograd node takes it; None where that cannot be."""
@@ -369,7 +359,7 @@ class Mamba(StatefulBlock):
         conv_state (B, d_inner, d_conv), ssm_state (B, d_inner, d_state). No gradient is recorded.
         """
         self._check_step(hidden_states, conv_state, ssm_state)
-        return self._scaled(self._step(hidden_states, conv_state, ssm_state)), conv_state, ssm_state
+        return self._step(hidden_states, conv_state, ssm_state), conv_state, ssm_state
 
     def differentiable_step(
         self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor
@@ -395,11 +385,10 @@ class Mamba(StatefulBlock):
 
     @torch.no_grad()
     def _step(self, hidden_states: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
-        """step's output, before gamma; its arguments were checked."""
+        """step's output; its arguments were checked."""
         return self._step_after(project(self.in_proj, hidden_states.squeeze(1)), conv_state, ssm_state)
 
     def _step_after(self, xz: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
-        """The same of in_proj's output."""
         x_proj, dt_proj, conv1d = self.x_proj, self.dt_proj, self.conv1d
         plain = is_plain(x_proj, nn.Linear) or is_plain(x_proj, QuantizedLinear)
         plain = plain and is_plain(dt_proj, nn.Linear) and is_plain(conv1d, nn.Conv1d)
@@ -407,7 +396,7 @@ class Mamba(StatefulBlock):
             y = self._step_inside(xz, conv_state, ssm_state)
         else:
             y = self._step_by_parts(xz, conv_state, ssm_state)
-        return project(self.out_proj, y).unsqueeze(1)
+        return self._scaled(project(self.out_proj, y).unsqueeze(1))
 
     def _step_inside(self, xz: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor) -> torch.Tensor:
         """(B, d_inner), by one operator."""
