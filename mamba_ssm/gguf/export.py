@@ -15,7 +15,7 @@ from mamba_ssm.gguf._tokenizer import Tokenizer, tokenizer_of_folder
 from mamba_ssm.models.config_mamba import check_config
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 from mamba_ssm.modules.quantized import of_weight
-from mamba_ssm.ops.linear import dequantize_weight, quantize_weight
+from mamba_ssm.ops.linear import dequantize, quantize_weight
 from mamba_ssm.utils.hf import find_weights, read_weights
 
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": Q8_0}
@@ -160,7 +160,7 @@ def _data(state: dict[str, torch.Tensor], entry: Entry, kind: str) -> torch.Tens
         parts = (tensor, scales.cpu()) if scales is not None else quantize_weight(tensor)
         return q8_0_bytes(*parts)
     if scales is not None:
-        tensor = dequantize_weight(tensor, scales.cpu(), torch.float32)
+        tensor = dequantize(tensor, scales.cpu(), torch.float32)
     if entry.is_A:
         tensor = -torch.exp(tensor.double())
     tensor = tensor.to(DTYPES[kind] if entry.matrix else torch.float32).reshape(entry.shape).contiguous()

@@ -13,7 +13,7 @@ from mamba_ssm.gguf._tokenizer import tokenizer_of_file
 from mamba_ssm.gguf.export import VOCABULARY_KEYS
 from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 from mamba_ssm.modules.quantized import WEIGHT, of_weight, replace_by_quantized
-from mamba_ssm.ops.linear import dequantize_weight
+from mamba_ssm.ops.linear import dequantize
 
 _MOST = 2**31 - 1
 
@@ -174,7 +174,8 @@ def _tensors(file: GGUFFile, entry: Entry) -> dict[str, torch.Tensor]:
     if scales is not None:
         if entry.matrix:
             return dict(zip(of_weight(entry.ours), (values, scales), strict=True))
-        values = dequantize_weight(values, scales, torch.float32)
+        values, scales = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (values, scales))
+        values = dequantize(values, scales, torch.float32)
     if entry.is_A:
         if not (values < 0).all():
             raise file.error(f"is damaged: {entry.theirs} must be negative throughout")

@@ -4,11 +4,11 @@ from mamba_ssm.ops.linear.dequantize import dequantize
 from mamba_ssm.ops.linear.linear import linear, project
 from mamba_ssm.ops.linear.normed import normed_linear, takes_norm
 from mamba_ssm.ops.linear.quantized import quantize_weight, quantized_linear, scales_shape
-from mamba_ssm.ops.linear.reference import dequantize_weight, linear_ref
+from mamba_ssm.ops.linear.reference import dequantize_ref, linear_ref
 
 __all__ = [
     "dequantize",
-    "dequantize_weight",
+    "dequantize_ref",
     "linear",
     "linear_ref",
     "normed_linear",

@@ -8,7 +8,7 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
 from mamba_ssm._torch import call, define, reference, signature, unpack
-from mamba_ssm.ops.linear.reference import dequantize_weight
+from mamba_ssm.ops.linear.reference import dequantize_ref
 
 _NAME = "dequantize"
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
@@ -41,7 +41,7 @@ def dequantize(
         return call(dequantize_op, weight, scales, indices, DTYPE_CODES[dtype])
     if indices is not None:
         weight, scales = (torch.nn.functional.embedding(indices, rows) for rows in (weight, scales))
-    return dequantize_weight(weight, scales, dtype)
+    return dequantize_ref(weight, scales, dtype)
 
 
 def _check(inputs):

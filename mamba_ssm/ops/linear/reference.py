@@ -1,4 +1,4 @@
-"""A linear layer in plain torch, with weights of int8 too."""
+"""linear() and dequantize() in plain torch."""
 
 import torch
 
@@ -7,8 +7,11 @@ from mamba_ssm._native import abi
 BLOCK = abi.INT8_BLOCK  # weights that share a scale
 
 
-def dequantize_weight(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """int8 (..., in) and float16 scales (..., ceil(in / 32)) -> (..., in) of dtype, rounded once."""
+def dequantize_ref(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """dequantize() in plain torch: int8 (..., in) and float16 scales (..., ceil(in / 32)) -> (..., in), rounded once.
+
+    dtype may be any floating one.
+    """
     wide = scales.to(torch.float64 if dtype == torch.float64 else torch.float32)
     if weight.shape[-1] % BLOCK == 0:
         return (weight.unflatten(-1, (-1, BLOCK)) * wide[..., None]).to(dtype).flatten(-2)
@@ -23,6 +26,6 @@ def linear_ref(
 ) -> torch.Tensor:
     """linear() in plain torch, of any float dtype of x, to which an int8 weight is rounded once dequantised."""
     if scales is not None:
-        weight = dequantize_weight(weight, scales, x.dtype)
+        weight = dequantize_ref(weight, scales, x.dtype)
     out = x @ weight.T
     return out if bias is None else (out + bias.to(torch.promote_types(x.dtype, bias.dtype))).to(x.dtype)

@@ -4,7 +4,7 @@ import torch
 
 from mamba_ssm.ops._shared.reference import working_dtype
 from mamba_ssm.ops.causal_conv1d.reference import causal_conv1d_update_ref
-from mamba_ssm.ops.linear import dequantize_weight
+from mamba_ssm.ops.linear import dequantize_ref
 from mamba_ssm.ops.state_update.reference import selective_state_update_ref
 
 
@@ -25,7 +25,7 @@ def mamba_step_ref(
     dtype = working_dtype(xz)
     dstate, dt_rank = A_log.shape[1], dt_proj_weight.shape[1]
     if x_proj_scales is not None:
-        x_proj_weight = dequantize_weight(x_proj_weight, x_proj_scales, dtype)
+        x_proj_weight = dequantize_ref(x_proj_weight, x_proj_scales, dtype)
     x, z = xz.to(dtype).chunk(2, dim=1)
     x = causal_conv1d_update_ref(x, conv_state, conv1d_weight, conv1d_bias, "silu")
     dt, B, C = (x @ x_proj_weight.to(dtype).T).split([dt_rank, dstate, dstate], dim=1)

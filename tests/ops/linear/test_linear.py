@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 from _helpers.cases import DTYPES, assert_close_to_truth, dtype_id
 
-from mamba_ssm.ops.linear import dequantize_weight, linear, linear_ref, project
+from mamba_ssm.ops.linear import dequantize_ref, linear, linear_ref, project
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 # rows, in, out
@@ -52,7 +52,7 @@ def test_int8(sizes, dtype):
     rows, features, outputs = sizes
     x = torch.randn(rows, features).to(dtype)
     weight, scales = quantized(outputs, features, "cpu")
-    exact = dequantize_weight(weight, scales, torch.float32)
+    exact = dequantize_ref(weight, scales, torch.float32)
     for bias in (None, torch.randn(outputs)):
         found = linear(x, weight, bias, scales)
         assert found.dtype == dtype and found.shape == (rows, outputs)

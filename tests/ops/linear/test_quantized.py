@@ -6,7 +6,7 @@ from _helpers.cases import DTYPES, dtype_id
 
 from mamba_ssm.ops.linear import (
     dequantize,
-    dequantize_weight,
+    dequantize_ref,
     linear,
     normed_linear,
     quantize_weight,
@@ -51,7 +51,7 @@ def test_errors_of_rounding(in_features, dtype):
     values, scales = quantize_weight(weight)
     assert values.dtype == torch.int8 and scales.dtype == torch.float16
     assert values.shape == weight.shape and scales.shape == (7, -(-in_features // 32))
-    found = dequantize_weight(values, scales, dtype)
+    found = dequantize_ref(values, scales, dtype)
     assert found.dtype == dtype and found.shape == weight.shape
     largest = torch.nn.functional.pad(weight, (0, -in_features % 32)).unflatten(1, (-1, 32)).abs().amax(2)
     bound = largest.repeat_interleave(32, 1)[:, :in_features] * (0.5 / 127 + 2**-11 + torch.finfo(dtype).eps / 2)
@@ -71,7 +71,7 @@ def test_against_float64(sizes, dtype, device):
     rows, in_features, out_features = sizes
     weight, scales = weight_of(out_features, in_features, device, in_features**-0.5)
     x = torch.randn(rows, in_features).to(device, dtype)
-    exact = dequantize_weight(weight, scales, torch.float64)
+    exact = dequantize_ref(weight, scales, torch.float64)
     eps = torch.finfo(dtype).eps
     for bias in (None, torch.randn(out_features, device=device), torch.randn(out_features).to(device, dtype)):
         expected = x.double() @ exact.T + (0 if bias is None else bias.double())
@@ -102,7 +102,7 @@ def test_after_a_norm(sizes, dtype, cuda_kernels):
             options = {"residual": residual, "eps": 1e-5, "prenorm": True, "residual_in_fp32": sum_in_fp32}
             normed, expected_total = rms_norm_fn(x, norm_weight, None, **options)
             assert torch.equal(total, expected_total) and total.dtype == expected_total.dtype and out.dtype == dtype
-            exact = dequantize_weight(weight, scales, torch.float64)
+            exact = dequantize_ref(weight, scales, torch.float64)
             expected = normed.double() @ exact.T + (0 if bias is None else bias.double())
             magnitudes = normed.double().abs() @ exact.abs().T + (0 if bias is None else bias.double().abs())
             # the sums of squares differ in their order, so an element of the norm may be rounded the other way
@@ -161,7 +161,7 @@ def test_dequantized_rows(in_features, dtype, device):
     """A product of 8 and 11 bits is exact in float32, so that every number is rounded once: equal bits."""
     weight, scales = weight_of(7, in_features, device)
     weight[0, 0] = -128
-    exact = dequantize_weight(weight, scales, torch.float64)
+    exact = dequantize_ref(weight, scales, torch.float64)
     assert torch.equal(dequantize(weight, scales, dtype), exact.to(dtype))
     moved = torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(7, in_features)
     assert torch.equal(dequantize(moved, scales.t().contiguous().t(), dtype), exact.to(dtype))
@@ -211,7 +211,7 @@ def test_opcheck_and_compiled_dequantize(device):
 def test_shapes_and_layouts(device):
     weight, scales = weight_of(20, 96, device)
     x = torch.randn(2, 3, 96, device=device)
-    exact = dequantize_weight(weight, scales, torch.float32)
+    exact = dequantize_ref(weight, scales, torch.float32)
     expected = x @ exact.T
     rounding = (2**-15 * x.abs().amax() * exact.norm(dim=1).amax()).item()  # of x to 16 bits, 4 sigma
     for same in (x, x.repeat(1, 1, 2)[..., :96], x.transpose(0, 1).contiguous().transpose(0, 1)):
@@ -237,7 +237,7 @@ def test_gradients_are_those_of_the_dequantised_weight(rows, device):
     bias = torch.randn(10, device=device, requires_grad=True)
     slope = torch.randn(rows, 10, device=device)
     found = torch.autograd.grad(quantized_linear(x, weight, scales, bias), (x, bias), slope)
-    plain = torch.nn.functional.linear(x, dequantize_weight(weight, scales, torch.float32), bias)
+    plain = torch.nn.functional.linear(x, dequantize_ref(weight, scales, torch.float32), bias)
     for ours, theirs in zip(found, torch.autograd.grad(plain, (x, bias), slope), strict=True):
         torch.testing.assert_close(ours, theirs)
     with torch.autocast(torch.device(device).type, torch.bfloat16):
@@ -260,7 +260,7 @@ def test_compiled_and_traced(device):
         torch.testing.assert_close(run(x, weight, scales), quantized_linear(x, weight, scales))
         given = x.clone().requires_grad_()
         run(given, weight, scales).sum().backward()
-        expected = dequantize_weight(weight, scales, torch.float32).sum(0).expand(rows, 40)
+        expected = dequantize_ref(weight, scales, torch.float32).sum(0).expand(rows, 40)
         torch.testing.assert_close(given.grad, expected, rtol=1e-4, atol=1e-4)
 
 

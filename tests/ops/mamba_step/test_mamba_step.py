@@ -6,7 +6,7 @@ import pytest
 import torch
 from _helpers.cases import DTYPES, assert_close_to_truth, case_id, dtype_id
 
-from mamba_ssm.ops.linear import dequantize_weight, quantize_weight
+from mamba_ssm.ops.linear import dequantize_ref, quantize_weight
 from mamba_ssm.ops.mamba_step import mamba_step, mamba_step_ref
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -98,13 +98,13 @@ def test_int8_weight_of_x_proj(case, dtype, device):
     arguments = case.inputs(dtype, dtype, dtype, device)
     weight, scales = quantize_weight(arguments["x_proj_weight"])
     found = run(mamba_step, {**arguments, "x_proj_weight": weight, "x_proj_scales": scales})
-    rounded, exact = (dequantize_weight(weight, scales, of) for of in (dtype, torch.float64))
+    rounded, exact = (dequantize_ref(weight, scales, of) for of in (dtype, torch.float64))
     plain = run(mamba_step_ref, {**arguments, "x_proj_weight": rounded})
     truth = run(mamba_step_ref, {**arguments, "x_proj_weight": exact}, torch.float64)
     assert_close_to_truth(found, plain, truth, atol=3e-4 if device == "cpu" else 2e-5)
     assert torch.equal(
         run(mamba_step_ref, {**arguments, "x_proj_weight": weight, "x_proj_scales": scales})["out"],
-        run(mamba_step_ref, {**arguments, "x_proj_weight": dequantize_weight(weight, scales, torch.float32)})["out"],
+        run(mamba_step_ref, {**arguments, "x_proj_weight": dequantize_ref(weight, scales, torch.float32)})["out"],
     )
 
 
