@@ -37,6 +37,17 @@ def run(op, arguments):
     return (formula if of_operators else _transformable(op, formula))(*arguments)
 
 
+def wanted(arguments):
+    """Whether a derivative is asked for that kernels' autograd nodes do not have: a transform of torch.func is active,
+    or a tensor carries a tangent.
+    """
+    if private.is_compiling():
+        return False
+    if private.transforms_active is not None and private.transforms_active():
+        return True
+    return private.forward_mode_active() and any(has_tangent(given) for given in arguments)
+
+
 def has_tangent(given):
     """Whether it is a tensor with a derivative in forward mode."""
     return isinstance(given, torch.Tensor) and forward_ad.unpack_dual(given).tangent is not None

@@ -11,7 +11,17 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, run
-from mamba_ssm._torch import autocast_dtype, call, define, is_plain, make, reference, signature, weight_and_bias
+from mamba_ssm._torch import (
+    autocast_dtype,
+    call,
+    define,
+    derivatives,
+    is_plain,
+    make,
+    reference,
+    signature,
+    weight_and_bias,
+)
 
 NAME = "linear"
 # Rows up to which linear() is faster than torch's product.
@@ -51,7 +61,7 @@ def project(projection: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() or reference.on or not is_few_rows(x) or not is_plain(projection, torch.nn.Linear):
         return projection(x)
     weight, bias = weight_and_bias(projection)
-    if x.dtype != weight.dtype or autocast_dtype(x) is not None:
+    if x.dtype != weight.dtype or autocast_dtype(x) is not None or derivatives.wanted((x, weight, bias)):
         return projection(x)
     if x.dim() == 2:  # as a step's
         return linear(x, weight, bias)

@@ -7,10 +7,11 @@ import torch
 from mamba_ssm import _checks as checks
 from mamba_ssm._native import abi
 from mamba_ssm._native.launch import DTYPE_CODES, place, pointer, run
-from mamba_ssm._torch import autocast_dtype, call, define, is_compiling, reference, signature, unpack
+from mamba_ssm._torch import autocast_dtype, call, define, derivatives, is_compiling, reference, signature, unpack
 
 NAME = "normed_linear"
 _VECTOR = 16  # features that the kernel reads at once, and the alignment in bytes
+_DENSE = torch.Tensor, torch.nn.Parameter  # a subclass, such as a fake tensor, may have no address
 
 
 class Inputs(typing.NamedTuple):
@@ -62,9 +63,10 @@ def takes_norm(x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torc
         return False
     if residual is not None and residual.dtype not in (x.dtype, torch.float32):
         return False
+    if norm_weight.dtype not in checks.FLOAT_DTYPES or derivatives.wanted((x, residual)):
+        return False
     tensors = x, x if residual is None else residual, norm_weight, weight
-    aligned = all(t.is_contiguous() and t.data_ptr() % _VECTOR == 0 for t in tensors)
-    return aligned and norm_weight.dtype in checks.FLOAT_DTYPES
+    return all(type(t) in _DENSE and t.is_contiguous() and t.data_ptr() % _VECTOR == 0 for t in tensors)
 
 
 def _check(inputs):

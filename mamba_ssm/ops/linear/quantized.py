@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import autocast_dtype, reference, watched
+from mamba_ssm._torch import autocast_dtype, derivatives, reference, watched
 from mamba_ssm.ops.linear.dequantize import dequantize
 from mamba_ssm.ops.linear.linear import is_few_rows, linear
 from mamba_ssm.ops.linear.reference import BLOCK
@@ -55,6 +55,7 @@ def quantized_linear(
 
     A few rows of x are multiplied by the 8-bit weight, more by a copy of it in x's dtype, which lasts as long as the
     call, on the CPU piece by piece. Gradients are those of x and bias; backward makes the copy anew.
+    Forward mode and torch.func take the copy too.
     """
     checks.check_tensor(_NAME, "x", x)
     if not x.is_floating_point():
@@ -67,6 +68,8 @@ def quantized_linear(
     cast = autocast_dtype(x)
     if cast is not None and x.dtype in checks.FLOAT_DTYPES:
         x = x.to(cast)
+    if derivatives.wanted((x, bias)):  # which torch's own product has
+        return _product(x, weight, scales, bias)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _Product.apply(x, weight, scales, bias)
     if reference.on or not is_few_rows(x, quantized=True):

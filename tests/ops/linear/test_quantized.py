@@ -1,16 +1,22 @@
 """Weights of int8: how they are rounded, and the product by them for few rows and many, with its gradients."""
 
+import warnings
+
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from _helpers.cases import DTYPES, dtype_id
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mamba_ssm.ops.linear import (
     dequantize,
     dequantize_ref,
     linear,
     normed_linear,
+    project,
     quantize_weight,
     quantized_linear,
+    takes_norm,
 )
 from mamba_ssm.ops.norm import rms_norm_fn
 from mamba_ssm.utils.kernels import without
@@ -250,6 +256,29 @@ def test_gradients_are_those_of_the_dequantised_weight(rows, device):
         assert torch.autograd.gradcheck(lambda x: quantized_linear(x, weight, scales), wide)
 
 
+@pytest.mark.parametrize("rows", [2, 30])
+def test_forward_mode_and_transforms(rows, device):
+    weight, scales = weight_of(10, 40, device)
+    x, bias = torch.randn(rows, 40, device=device), torch.randn(10, device=device)
+    slope, matrix = torch.randn_like(x), dequantize_ref(weight, scales, torch.float32)
+    expected = slope @ matrix.T
+
+    def layer(x, bias=bias):
+        return quantized_linear(x, weight, scales, bias)
+
+    with forward_ad.dual_level():
+        for given in (x, x.clone().requires_grad_()):
+            out = layer(forward_ad.make_dual(given, slope))
+            torch.testing.assert_close(forward_ad.unpack_dual(out).tangent, expected)
+    torch.testing.assert_close(torch.func.jvp(layer, (x, bias), (slope, bias))[1], expected + bias)
+    torch.testing.assert_close(torch.func.grad(lambda x: layer(x).sum())(x), matrix.sum(0).expand(rows, 40))
+    torch.testing.assert_close(torch.vmap(layer)(torch.stack([x, slope]))[1], expected + bias)
+    projection = torch.nn.Linear(40, 10, device=device)
+    with torch.no_grad(), forward_ad.dual_level():
+        out = project(projection, forward_ad.make_dual(x, slope))
+        torch.testing.assert_close(forward_ad.unpack_dual(out).tangent, slope @ projection.weight.T)
+
+
 def test_compiled_and_traced(device):
     if TORCH < (2, 4):
         pytest.skip("torch before 2.4 compiles few autograd.Functions")
@@ -278,3 +307,12 @@ def test_compiled_and_traced(device):
 def test_wrong_arguments(x, error, words):
     with pytest.raises(error, match=words):
         quantized_linear(x, *weight_of(10, 40))
+
+
+def test_addresses_of_fake_tensors_are_not_read():
+    """A fake tensor has none: torch warns, and later raises."""
+    with FakeTensorMode(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x, norm_weight = torch.empty(1, 1, 64, device="cuda"), torch.empty(64, device="cuda")
+        weight = torch.empty(128, 64, dtype=torch.int8, device="cuda")
+        assert not takes_norm(x, None, norm_weight, weight)
