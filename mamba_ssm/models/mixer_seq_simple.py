@@ -12,6 +12,7 @@ import torch.nn as nn
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import parameter_dtype, usable_device
 from mamba_ssm._torch import is_plain
+from mamba_ssm.distributed.tensor_parallel import ParallelEmbeddings
 from mamba_ssm.models._create_block import create_block as create_block  # where upstream has it
 from mamba_ssm.models._create_block import layer_without_memory
 from mamba_ssm.models._decoding import recorded_step
@@ -255,11 +256,18 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         """lm_head.weight is the embedding's from now on, if the configuration says so."""
         if not check_config(self.config).tie_embeddings:
             return
-        embedding = self.backbone.embedding
+        embedding, head = self.backbone.embedding, self.lm_head
+        if isinstance(embedding, ParallelEmbeddings):
+            embedding = embedding.word_embeddings
+        if embedding.weight.shape != head.weight.shape:
+            raise ValueError(
+                f"MambaLMHeadModel: lm_head.weight must have the embedding's shape, {tuple(embedding.weight.shape)}, "
+                f"got {tuple(head.weight.shape)}: split both over the same ranks, or set tie_embeddings=False"
+            )
         if isinstance(embedding, QuantizedEmbedding):
-            typing.cast(QuantizedLinear, self.lm_head).share_weight(embedding.weight, embedding.scales)
+            typing.cast(QuantizedLinear, head).share_weight(embedding.weight, embedding.scales)
         else:
-            self.lm_head.weight = embedding.weight
+            head.weight = embedding.weight
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: typing.Any

@@ -93,10 +93,14 @@ def language_model(tied):
     whole = MambaLMHeadModel(MambaConfig(**options, ssm_cfg=layer))
     parallel = {"process_group": group, "sequence_parallel": False}
     model = MambaLMHeadModel(MambaConfig(**options, ssm_cfg={**layer, **parallel}))
-    model.backbone.embedding = tp.ParallelEmbeddings(32, 40, 0, **parallel)
     model.lm_head = tp.ColumnParallelLinear(32, 40, bias=False, **parallel)
+    if tied and group.size() > 1:
+        with pytest.raises(ValueError, match=r"lm_head.weight must have the embedding's shape, \(40, 32\), got"):
+            model.tie_weights()
+    model.backbone.embedding = tp.ParallelEmbeddings(32, 40, 0, **parallel)
     if tied:
-        model.lm_head.weight = model.backbone.embedding.word_embeddings.weight
+        model.tie_weights()
+        assert model.lm_head.weight is model.backbone.embedding.word_embeddings.weight
     mixer = whole.backbone.layers[0].mixer
     groups = mixer.ngroups * mixer.d_state
     inner = [mixer.d_inner, mixer.d_inner, groups, groups, mixer.nheads]
