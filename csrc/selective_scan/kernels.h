@@ -359,7 +359,7 @@ inline constexpr ScanKernel kScanBackwardKernels[] = {
       "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, is_mamba_16_backward, kBackward16Mamba, kBackward16Mamba},
     {{"dstate16_mamba_reverse", "Mamba's call in reverse; dstate 16, dim % 32 == 0, L % 64 == 0",
       "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, is_mamba_16_reverse_backward,
-      kBackward16Reverse, kBackward16Reverse},
+      kBackward16Reverse, kBackwardSliced},
     {{"dstate16_mamba_any_size", "Mamba's call, dstate 9 to 16; 99072 bytes of shared memory",
       "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, is_mamba_of_16_states_backward,
       kBackward16AnySize, kBackwardSliced},
