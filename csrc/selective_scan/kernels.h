@@ -272,7 +272,6 @@ extern KernelTable scan_forward_table;
 // clang-format off
 //                                                               lanes  states  channels  tile  warps  steps  blocks  sliced
 constexpr ScanWalk kBackward1 =           {ScanCall::kAny,          32,      1,        8,  256,     4,     8,      4,  false};
-constexpr ScanWalk kBackward8 =           {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      3,  false};
 constexpr ScanWalk kBackward8Forward =    {ScanCall::kForward,       4,      2,        1,   64,     4,    16,      3,  false};
 constexpr ScanWalk kBackward8Float32 =    {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      2,  false};
 constexpr ScanWalk kBackward16 =          {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      3,  false};
@@ -342,11 +341,9 @@ inline constexpr ScanKernel kScanBackwardKernels[] = {
     {{"dstate1", "dstate 1, variable B and C, no z or seq_idx; L > 160, 16 channels for each multiprocessor",
       "32 channels, 256 steps", kAllDtypes, 128, 0, 75}, has_one_state_backward, kBackward1, kBackwardSliced,
       ScanCode::kOneState},
-    {{"dstate8_forward", "forward; else as dstate8",
+    {{"dstate8_forward", "forward, dstate up to 8; 99072 bytes of shared memory",
       "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, is_forward_and<has_8_states_backward>,
       kBackward8Forward, kBackwardSliced},
-    {{"dstate8", "dstate up to 8; 99072 bytes of shared memory",
-      "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, has_8_states_backward, kBackward8, kBackwardSliced},
     {{"dstate8_float32", "dstate up to 8; 99072 bytes of shared memory",
       "32 channels, 64 steps", kF32, 128, kBackwardShared, 75}, has_8_states_backward, kBackward8Float32, kBackwardSliced},
     {{"dstate16_few_channels_forward", "forward; else as dstate16_few_channels",
