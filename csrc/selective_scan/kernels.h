@@ -227,7 +227,7 @@ inline constexpr ScanKernel kScanForwardKernels[] = {
       "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4, 16), 80}, is_forward_and<is_for_pipeline<12>>,
       kPipeline12Forward, kForward16, ScanCode::kPipeline},
     {{"pipeline_12_channels", "dstate up to 16, aligned rows, variable B and C, no seq_idx; a block for each multiprocessor",
-      "12 channels, 64 steps", kAllDtypes, 384, pipeline_shared(12, 4, 16), 80}, is_for_pipeline<12>, kPipeline12,
+      "12 channels, 64 steps", k16Bit, 384, pipeline_shared(12, 2, 16), 80}, is_for_pipeline<12>, kPipeline12,
       kForward16, ScanCode::kPipeline},
     {{"pipeline_16_channels_mamba", "Mamba's call; dstate 16, dim % 16 == 0, L % 32 == 0; a block for each multiprocessor",
       "16 channels, 32 steps", k16Bit, 256, pipeline_shared(16, 2, 16), 80}, is_mamba_for_pipeline<16>, kPipeline16Mamba,
