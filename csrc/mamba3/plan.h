@@ -51,7 +51,7 @@ constexpr int kMamba3MostSteps = 64;
 // Of a launch: a step's rows of q and k then lie in one 16 x 16 tile on the diagonal.
 constexpr int kMamba3MostRanks = 16;
 
-// Chunks of so many steps. Pointers are offsets from the workspace's start, see mamba3_place.
+// Chunks of so many steps. Pointers are offsets from the workspace's start, see place().
 struct Mamba3ChunksPlan {
     Mamba3Chunks chunks;
     int64_t values, speeds, turns, part_turns;

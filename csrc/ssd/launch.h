@@ -44,7 +44,7 @@ struct StatesLaunch {
 struct ProductsLaunch {
     float* products;          // (slots, G, tile, half of its columns, half of its rows, lane, 2)
     PreparedChunks prepared;  // tiles NULL: neither tiles nor decays
-    int64_t slots;            // of chunks, see chunk_slot()
+    int64_t slots;            // of chunks, see slot_of_sequence
     int32_t states;           // columns that are multiplied, a multiple of 32, zeros from dstate on
     int32_t B_vectors, C_vectors;
 };

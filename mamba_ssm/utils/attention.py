@@ -133,10 +133,6 @@ def _chosen(which: Which, count: int, what: str) -> list[int]:
     return [index % count for index in which]
 
 
-def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.float()
-
-
 def _of_groups(tensor: torch.Tensor, heads: list[int], nheads: int, dim: int) -> torch.Tensor:
     """B or C with a group for each of these heads."""
     groups = torch.tensor(heads, dtype=torch.int64, device=tensor.device) // (nheads // tensor.shape[dim])

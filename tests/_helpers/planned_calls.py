@@ -47,12 +47,6 @@ def with_states(function):
     return lambda angle, ssm, k, v, **given: function(states=(angle, ssm, k, v), **given)
 
 
-def to_rows(**given):
-    """New states into rows of their own, and those of each step."""
-    rows = torch.tensor([2, 3], dtype=torch.int32, device=given["x"].device)
-    return selective_state_update(**given, dst_state_batch_indices=rows)
-
-
 def packed_states(x, dt, A, B, C):
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32, device=x.device)
     options = True, 0.0, float("inf")

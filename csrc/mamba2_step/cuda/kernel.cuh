@@ -4,7 +4,7 @@
 //
 //     all threads    loads begin: convolution of x and of B and C, a row each; then three tiles of states a warp -> ring
 //                    B and C, and each row's decay, dt x, D x, gate -> shared memory
-//     -------------- __syncthreads; cluster_arrive: this block has read the window of B and C
+//     -------------- __syncthreads; cluster_arrive_relaxed: this block has read the window of B and C
 //     each warp      tile by tile: wait for the ring, h = decay h + dt x B, store, y += C h; the next tile begins
 //     -------------- __syncthreads
 //     all threads    sum of squares of the block's rows; cluster_wait: all blocks have read the window

@@ -1,4 +1,4 @@
-// Backward through the gate where a lane has all ranks of its steps and columns, as in multiply_ranks_warpgroup.cuh.
+// Backward through the gate where a lane has all ranks of its steps and columns, as in forward/mimo_multiply.cuh.
 #pragma once
 
 #include "mamba3/cuda/backward/gate_warpgroup.cuh"

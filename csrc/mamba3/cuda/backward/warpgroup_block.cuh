@@ -51,7 +51,7 @@ struct Mamba3WarpgroupShared {
     T slopes[kBlock];                            // W R by (t, s); with the next two in the end dx as float, and part_later
     T slopes_transposed[kBlock];                 // by (s, t)
     T weights_transposed[kBlock];                // W G
-    uint32_t turned[kBlock];                     // cos and sin of steps as two float16, as the columns of q lie; see v_rows
+    uint32_t turned[kBlock];                     // cos and sin of steps as two float16, as the columns of q lie
     Item items[2];
     float values[2][kMamba3BackwardArrays * kRows];  // of the item's steps, as prepare.cuh has left them; see projection
     ChunkSteps<kRows> steps[2];
