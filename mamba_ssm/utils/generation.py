@@ -111,20 +111,8 @@ def decode(
     vocab_size = known if vocab_size is None else _positive("vocab_size", vocab_size)
     if known is not None and vocab_size is not None:
         known = max(known, min(vocab_size, _positive("vocab_size", getattr(model, "vocab_size", known))))
-    input_ids = _check_tokens("input_ids", input_ids, known)
     max_length = _positive("max_length", max_length)
-    if max_length <= input_ids.shape[1]:
-        raise ValueError(
-            f"generate: max_length counts the prompt too and must exceed its {input_ids.shape[1]} tokens, got "
-            f"{max_length}"
-        )
-    if teacher_outputs is not None:
-        teacher_outputs = _check_tokens("teacher_outputs", teacher_outputs, known)
-        if teacher_outputs.shape[0] != input_ids.shape[0]:
-            raise ValueError(
-                f"generate: teacher_outputs must have input_ids' {input_ids.shape[0]} rows, got "
-                f"{teacher_outputs.shape[0]}"
-            )
+    input_ids, teacher_outputs = _check_lengths(input_ids, max_length, teacher_outputs, known)
     prompts = prompts_of(input_ids, attention_mask)
     device = next(model.parameters()).device
     batch, prompt = input_ids.shape
@@ -227,6 +215,26 @@ def _check_tokens(name: str, tokens: torch.Tensor, vocab_size: int | None) -> to
                 "were trained, give vocab_size"
             )
     return tokens.long()
+
+
+def _check_lengths(
+    input_ids: torch.Tensor, max_length: int, teacher_outputs: torch.Tensor | None, vocab_size: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """input_ids and teacher_outputs as _check_tokens has them; raises if the three do not fit each other."""
+    input_ids = _check_tokens("input_ids", input_ids, vocab_size)
+    if max_length <= input_ids.shape[1]:
+        raise ValueError(
+            f"generate: max_length counts the prompt too and must exceed its {input_ids.shape[1]} tokens, got "
+            f"{max_length}"
+        )
+    if teacher_outputs is None:
+        return input_ids, None
+    teacher_outputs = _check_tokens("teacher_outputs", teacher_outputs, vocab_size)
+    if teacher_outputs.shape[0] != input_ids.shape[0]:
+        raise ValueError(
+            f"generate: teacher_outputs must have input_ids' {input_ids.shape[0]} rows, got {teacher_outputs.shape[0]}"
+        )
+    return input_ids, teacher_outputs
 
 
 def _vocabulary(model: nn.Module) -> int | None:

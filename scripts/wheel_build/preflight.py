@@ -73,44 +73,10 @@ def check_cuda(config: Config, facts: Facts) -> list[Finding]:
                 )
             )
     nvcc = facts.discovery.nvcc
-    if nvcc is None and not any(finding.severity == FATAL for finding in findings):
+    if nvcc is not None:
+        findings += _check_nvcc(nvcc.path, facts)
+    elif not any(finding.severity == FATAL for finding in findings):
         findings.append(_nvcc_missing(config, facts))
-    elif nvcc is not None and facts.nvcc_version is None:
-        findings.append(
-            Finding(
-                "nvcc-broken",
-                FATAL,
-                facts.nvcc_trouble or f"{nvcc.path} does not run",
-                "mend what it says, or reinstall the CUDA toolkit",
-            )
-        )
-    elif nvcc is not None and facts.nvcc_version is not None and facts.nvcc_version < OLDEST_NVCC:
-        findings.append(
-            Finding(
-                "nvcc-too-old",
-                FATAL,
-                f"nvcc {facts.nvcc_full_version} at {nvcc.path} is older than 12.0",
-                "install CUDA 12.0 or newer, or hide this one and set MAMBA_SSM_CUDA=on to get nvcc from PyPI",
-            )
-        )
-    elif nvcc is not None and facts.nvcc_missing_parts:
-        findings.append(
-            Finding(
-                "toolkit-incomplete",
-                FATAL,
-                f"nvcc is at {nvcc.path}, but its toolkit lacks {', '.join(facts.nvcc_missing_parts)}",
-                "run the CUDA installer again and choose all of Development, or point CUDA_HOME at a whole toolkit",
-            )
-        )
-    elif nvcc is not None and facts.nvcc_trouble:
-        findings.append(
-            Finding(
-                "compiler-refused",
-                FATAL,
-                f"nvcc {facts.nvcc_full_version} cannot use this host compiler: {facts.nvcc_trouble}",
-                f"{_install_compiler('g++-12', ' that this nvcc supports')}, and set CXX to it",
-            )
-        )
     if config.cuda_host and not facts.cuda_host:
         findings.append(
             Finding(
@@ -130,6 +96,41 @@ def check_cuda(config: Config, facts: Facts) -> list[Finding]:
             )
         )
     return findings
+
+
+def _check_nvcc(path: str, facts: Facts) -> list[Finding]:
+    """What keeps the nvcc that was found from compiling, if anything does."""
+    if facts.nvcc_version is None:
+        trouble = facts.nvcc_trouble or f"{path} does not run"
+        return [Finding("nvcc-broken", FATAL, trouble, "mend what it says, or reinstall the CUDA toolkit")]
+    if facts.nvcc_version < OLDEST_NVCC:
+        return [
+            Finding(
+                "nvcc-too-old",
+                FATAL,
+                f"nvcc {facts.nvcc_full_version} at {path} is older than 12.0",
+                "install CUDA 12.0 or newer, or hide this one and set MAMBA_SSM_CUDA=on to get nvcc from PyPI",
+            )
+        ]
+    if facts.nvcc_missing_parts:
+        return [
+            Finding(
+                "toolkit-incomplete",
+                FATAL,
+                f"nvcc is at {path}, but its toolkit lacks {', '.join(facts.nvcc_missing_parts)}",
+                "run the CUDA installer again and choose all of Development, or point CUDA_HOME at a whole toolkit",
+            )
+        ]
+    if facts.nvcc_trouble:
+        return [
+            Finding(
+                "compiler-refused",
+                FATAL,
+                f"nvcc {facts.nvcc_full_version} cannot use this host compiler: {facts.nvcc_trouble}",
+                f"{_install_compiler('g++-12', ' that this nvcc supports')}, and set CXX to it",
+            )
+        ]
+    return []
 
 
 def _install_compiler(example: str, which: str = "") -> str:
