@@ -127,8 +127,8 @@ def argument(words: str, known: list[str]) -> str:
     return {"char*": "c_char_p", "int32_t": "c_int32", "void*": "c_void_p", "void**": "POINTER(c_void_p)"}[kind]
 
 
-def read_headers(folder: Path = ROOT / "csrc" / "include") -> str:
-    return "\n".join((folder / name).read_text(encoding="utf-8") for name in HEADERS)
+def read_headers() -> str:
+    return "\n".join((ROOT / "csrc" / "include" / name).read_text(encoding="utf-8") for name in HEADERS)
 
 
 def main(words: list[str]) -> int:

@@ -129,12 +129,12 @@ def turn(x, angle, pairwise):
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1 if pairwise else -2).flatten(-2)
 
 
-def _by_chunks(q, k, x, log_decay, rows=64):
+def _by_chunks(q, k, x, log_decay):
     """y_t = sum over s <= t of exp(log_decay_{s+1} + ... + log_decay_t) (q_t k_s) x_s: q, k (batch, L, R, H, N), x
-    (batch, L, R, H, P), log_decay (batch, L, H). `rows` rows make a chunk.
+    (batch, L, R, H, P), log_decay (batch, L, H). 64 rows make a chunk.
     """
     seqlen, rank = q.shape[1:3]
-    chunk = min(rows // rank, seqlen)
+    chunk = min(64 // rank, seqlen)
     q, k, x, log_decay = (
         F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, -seqlen % chunk)).unflatten(1, (-1, chunk))
         for tensor in (q, k, x, log_decay)
