@@ -126,7 +126,6 @@ constexpr ScanWalk kForward16Few =        {ScanCall::kAny,           8,      2, 
 constexpr ScanWalk kForward16FewForward = {ScanCall::kForward,       8,      2,        1,   64,     4,    16,      4,  false};
 constexpr ScanWalk kForward16Mamba =      {ScanCall::kMamba,         8,      2,        2,   64,     4,     8,      4,  false};
 constexpr ScanWalk kForward16Reverse =    {ScanCall::kMambaReverse,  8,      2,        2,   64,     4,     8,      4,  false};
-constexpr ScanWalk kForward16Many =       {ScanCall::kMamba,         4,      4,        2,   32,     4,     8,      4,  false};
 constexpr ScanWalk kForward64Mamba =      {ScanCall::kMamba,         8,      8,        2,   32,     4,     4,      4,  false};
 constexpr ScanWalk kForward128Mamba =     {ScanCall::kMamba,        16,      8,        2,   32,     8,     4,      2,  false};
 constexpr ScanWalk kForwardSliced =       {ScanCall::kAny,           8,      8,        2,   32,     4,     4,      3,   true};
@@ -139,13 +138,6 @@ constexpr ScanWalk kPipeline32 =          {ScanCall::kAny,           8,      2, 
 constexpr ScanWalk kPipeline32Mamba =     {ScanCall::kMamba,         8,      2,        1,   32,     8,     4,      1,  false};
 constexpr ScanWalk kPipeline40Mamba =     {ScanCall::kMamba,         8,      2,        1,   32,    10,     4,      1,  false};
 // clang-format on
-
-// Three blocks for each multiprocessor, or a call whose segments make as many (carried): it has fewer instructions a state step
-// than the kernels of fewer channels.
-inline bool has_many_channels(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
-    const bool enough = scan_blocks(p, kForward16Many.channels()) >= 3 * device.processors;
-    return fills_blocks(p, aligned, kForward16Many) && (p.segments == 1 ? enough : p.carried != 0);
-}
 
 // Blocks of 32 channels would leave the GPU half empty, and those of 16 fill it, or the length is too short to be split.
 inline bool has_few_channels(const MambaSelectiveScan& p, bool, const DeviceLimits& device) {
@@ -241,8 +233,6 @@ inline constexpr ScanKernel kScanForwardKernels[] = {
     {{"pipeline_40_channels_mamba", "Mamba's call; dstate 16, dim % 40 == 0, L % 32 == 0; a block for each multiprocessor",
       "40 channels, 32 steps", k16Bit, 640, pipeline_shared(40, 2, 16), 80}, is_mamba_for_pipeline<40>, kPipeline40Mamba,
       kForward16, ScanCode::kPipeline},
-    {{"dstate16_mamba_many_channels", "Mamba's call; dstate 16, dim % 64 == 0, L % 32 == 0; 3 blocks for each multiprocessor",
-      "64 channels, 32 steps", k16Bit, 128, 0, 75}, has_many_channels, kForward16Many, kForward16},
     {{"dstate16_few_channels_forward", "forward; else as dstate16_few_channels",
       "16 channels, 64 steps", kAllDtypes, 128, 0, 75}, is_forward_and<has_few_channels>, kForward16FewForward, kForward16},
     {{"dstate16_few_channels", "dstate 9 to 16; few channels, and a length that is not split",
