@@ -26,7 +26,7 @@ def call(op, *arguments):
     Whatever may need the dispatcher (a dual tensor, torch.func, a tracer, a profiler) takes the usual way.
     """
     if watched():
-        return derivatives.run(op, arguments) if _derived_by_formula(arguments) else op(*arguments)
+        return derivatives.run(op, arguments) if derivatives.wanted(arguments) else op(*arguments)
     try:
         if torch.is_grad_enabled():
             for argument in arguments:
@@ -37,17 +37,6 @@ def call(op, *arguments):
     except (AttributeError, RuntimeError):
         refuse_arguments_that_are_not_dense(op, arguments)
         raise
-
-
-def _derived_by_formula(arguments):
-    """Whether the kernels' autograd nodes do not have the derivative that is asked for: a transform of torch.func is
-    active, or a tensor carries a tangent.
-    """
-    if is_compiling():
-        return False
-    if private.transforms_active is not None and private.transforms_active():
-        return True
-    return private.forward_mode_active() and any(derivatives.has_tangent(given) for given in arguments)
 
 
 def call_below_autograd(op, *arguments):

@@ -36,6 +36,7 @@ _ALIGNMENT = 16  # the most that kernels read at once
 _MOST_RECENT = 4  # kinds that are tried first, see Recent
 _LATE = 16  # how many calls of other kinds let one of them in
 _num_threads, _address = torch.get_num_threads, torch.Tensor.data_ptr
+_is_nested = operator.attrgetter("is_nested")
 _increment_version = torch.autograd.graph.increment_version
 
 FORGOTTEN = [0]  # how often forget was called
@@ -135,7 +136,9 @@ class Recent:
         if self.types != [*map(type, arguments)] or self.seen != seen:
             return None
         tensors = [arguments[number] for number in self.tensors]
-        if self.settings != [arguments[number] for number in self.others] or not self.check(*tensors):
+        if self.settings != [arguments[number] for number in self.others]:
+            return None
+        if any(map(_is_nested, tensors)) or not self.check(*tensors):  # at a nested tensor the guards end the process
             return None
         found = [*map(_address, tensors)]
         if 0 in found or reduce(operator.or_, found) % _ALIGNMENT:

@@ -133,12 +133,14 @@ GRAPHS_KNOWN = _POOLS_KNOWN and None not in _PRODUCT_SETTINGS
 _PRODUCT_SETTINGS += [setting for setting in _newer if setting is not None]
 
 
-_TensorGuards = _find("_C._dynamo.guards.TensorGuards")
+# From torch 2.8 on: others were not tried, and whatever goes wrong in there ends the process.
+_TensorGuards = _find("_C._dynamo.guards.TensorGuards") if GRAPHS_KNOWN else None
 
 
 def tensor_check(tensors):
     """A function of as many tensors: whether each has the type, dtype, device, shape, strides, requires_grad and
-    dispatch keys (negated views, inference mode, autocast) of its counterpart here. None: this torch has no such one.
+    dispatch keys (negated views, inference mode, autocast) of its counterpart here. Not of nested tensors. None: this
+    torch has no such one.
     """
     if _TensorGuards is None or not tensors:
         return None

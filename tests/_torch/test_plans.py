@@ -307,6 +307,8 @@ def _unlike(x):
         "negated": torch._neg_view(x),
         "alignment": memory[1:].view(x.shape),
         "no memory": without_memory,
+        "nested": torch.nested.nested_tensor([x[0], x[1]]),
+        "sparse": x.to_sparse(),
         "no tensor": None,
     }
 
