@@ -13,6 +13,8 @@ from mamba_ssm.modules.quantized import QuantizedLinear, StepNorm
 from mamba_ssm.ops.block_node import IN_A_ROW, Layer, Norm
 from mamba_ssm.ops.norm import RMSNorm, layer_norm_fn
 
+_SMALL = 1 << 23  # elements: four layers of larger inputs keep the GPU busy for longer than the host needs for them
+
 
 class Block(nn.Module):
     """Adds the residual, norms, mixes; with an MLP all of that again for it.
@@ -125,9 +127,6 @@ class Block(nn.Module):
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
 
-_SMALL = 1 << 23  # elements: four layers of larger inputs keep the GPU busy for longer than the host needs for them
-
-
 def through_layers(
     layers: Iterable[nn.Module],
     hidden_states: torch.Tensor,
@@ -139,7 +138,8 @@ def through_layers(
     """
     layers = list(layers)
     residual: typing.Any = None
-    may_join = inference_params is None and torch.is_grad_enabled() and not any_given(mixer_kwargs)
+    may_join = torch.is_grad_enabled() and not is_compiling()
+    may_join = may_join and inference_params is None and not any_given(mixer_kwargs)
     while layers:
         row: list[Layer] = []
         if may_join and residual is not None and hidden_states.numel() <= _SMALL:
