@@ -68,6 +68,20 @@ MAMBA_INLINE void load_pair(const T* data, Vec& first, Vec& second) {
     first = load(data);
     second = load(data + kLanes);
 }
+template <typename T>
+MAMBA_INLINE void store_pair(T* data, Vec first, Vec second) {
+    store(data, first);
+    store(data + kLanes, second);
+}
+// Floats, a multiple of 2 * kLanes of them, in the order in which load_pair gives those of bfloat16. `to` may be `from`.
+inline void order_as_pairs(const float* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i += 2 * kLanes) {
+        Vec even, odd;
+        split_alternate(load(from + i), load(from + i + kLanes), even, odd);
+        store(to + i, even);
+        store(to + i + kLanes, odd);
+    }
+}
 // The first count < 2 * kLanes elements; the other lanes are zero.
 template <typename T>
 MAMBA_INLINE void load_pair_partial(const T* data, int count, Vec& first, Vec& second) {

@@ -106,13 +106,17 @@ MAMBA_INLINE void store(float* data, Vec a) {
 MAMBA_INLINE void store(Half* data, Vec a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(data), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
-// Round to nearest even by adding just under half an ulp; NaN would overflow into infinity and is written as quiet NaN.
-MAMBA_INLINE void store(Bfloat16* data, Vec a) {
+// The upper halves are a rounded to nearest even by adding just under half an ulp; NaN would overflow into infinity and becomes
+// a quiet NaN.
+MAMBA_INLINE __m256i round_to_bfloat16(Vec a) {
     const __m256i bits = _mm256_castps_si256(a.v);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));
-    const __m256i high = _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_set1_epi32(0x7fc0), nan);
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
+}
+MAMBA_INLINE void store(Bfloat16* data, Vec a) {
+    const __m256i high = _mm256_srli_epi32(round_to_bfloat16(a), 16);
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(data), _mm256_castsi256_si128(packed));
 }
@@ -135,6 +139,10 @@ MAMBA_INLINE void load_pair(const Bfloat16* data, Vec& first, Vec& second) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
     first = {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16))};
     second = {_mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+MAMBA_INLINE void store_pair(Bfloat16* data, Vec first, Vec second) {
+    const __m256i even = _mm256_srli_epi32(round_to_bfloat16(first), 16), odd = round_to_bfloat16(second);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), _mm256_blend_epi16(even, odd, 0xaa));
 }
 
 // Of the elements of a, then b: those at even places and those at odd ones. And the reverse.

@@ -106,14 +106,17 @@ MAMBA_INLINE Vec bits_to_vec(__m256i bits, Bfloat16) {
 MAMBA_INLINE __m256i vec_to_bits(Vec a, Half) {
     return _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// Round to nearest even by adding just under half an ulp; NaN would overflow into infinity and is written as quiet NaN.
-MAMBA_INLINE __m256i vec_to_bits(Vec a, Bfloat16) {
+// The upper halves are a rounded to nearest even by adding just under half an ulp, or half of one if it is odd; NaN would
+// overflow into infinity and becomes a quiet NaN.
+MAMBA_INLINE __m512i round_to_bfloat16(Vec a) {
     const __m512i bits = _mm512_castps_si512(a.v);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
     const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
-    const __m512i high = _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7fc0));
-    return _mm512_cvtepi32_epi16(high);
+    const __m512i added = _mm512_mask_blend_epi32(odd, _mm512_set1_epi32(0x7fff), _mm512_set1_epi32(0x8000));
+    return _mm512_mask_mov_epi32(_mm512_add_epi32(bits, added), nan, _mm512_set1_epi32(0x7fc00000));
+}
+MAMBA_INLINE __m256i vec_to_bits(Vec a, Bfloat16) {
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_to_bfloat16(a), 16));
 }
 
 MAMBA_INLINE Vec load(const float* data) {
@@ -159,6 +162,10 @@ MAMBA_INLINE void split_pairs(__m512i pairs, Vec& even, Vec& odd) {
 }
 MAMBA_INLINE void load_pair(const Bfloat16* data, Vec& first, Vec& second) {
     split_pairs(_mm512_loadu_si512(data), first, second);
+}
+MAMBA_INLINE void store_pair(Bfloat16* data, Vec first, Vec second) {
+    const __m512i even = _mm512_srli_epi32(round_to_bfloat16(first), 16), odd = round_to_bfloat16(second);
+    _mm512_storeu_si512(data, _mm512_mask_blend_epi16(0xaaaaaaaau, even, odd));
 }
 MAMBA_INLINE void load_pair_partial(const Bfloat16* data, int count, Vec& first, Vec& second) {
     split_pairs(_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << count) - 1u), data), first, second);

@@ -213,6 +213,12 @@ MAMBA_INLINE void load_pair(const Bfloat16* data, Vec& first, Vec& second) {
         second.v[i] = bits_float(pairs[i] & 0xffff0000u);
     }
 }
+MAMBA_INLINE void store_pair(Bfloat16* data, Vec first, Vec second) {
+    for (int i = 0; i < kLanes; ++i) {
+        from_float(first.v[i], data[2 * i]);
+        from_float(second.v[i], data[2 * i + 1]);
+    }
+}
 
 // Of the elements of a, then b: those at even places and those at odd ones. And the reverse.
 inline void split_alternate(Vec a, Vec b, Vec& even, Vec& odd) {

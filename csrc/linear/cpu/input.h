@@ -7,16 +7,6 @@
 namespace mamba {
 namespace MAMBA_ISA {
 
-// Of a bfloat16 weight, load_pair gives the elements at even places, then those at odd ones.
-inline void order_as_pairs(float* x, int64_t count) {
-    for (int64_t first = 0; first < count; first += 2 * kLanes) {
-        Vec even, odd;
-        split_alternate(load(x + first), load(x + first + kLanes), even, odd);
-        store(x + first, even);
-        store(x + first + kLanes, odd);
-    }
-}
-
 // A block of x as integers of 16 bits and a scale: within 2^-16 of the block's largest element, where a bfloat16 is within 2^-9
 // of itself. Returns whether it is finite, and large enough for the scale's inverse, or zero.
 inline bool quantize_block(const float* x, int16_t* integers, float* scale) {
@@ -52,7 +42,7 @@ inline ProjectionInput prepare_input(const Projection& p, float* scratch) {
         widen_row(p.x_dtype, p.x, row * p.x_stride, p.features, floats);
         fill_zero(floats + p.features, x.pitch - p.features);
         if (p.weight_dtype == MAMBA_BFLOAT16) {
-            order_as_pairs(floats, x.pitch);
+            order_as_pairs(floats, x.pitch, floats);
         }
     }
     fill_zero(scratch + p.rows * x.pitch, (input_rows(p) - p.rows) * x.pitch);

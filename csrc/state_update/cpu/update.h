@@ -16,11 +16,14 @@ inline Vec keep_lanes(Vec value, int count) {
     return load_partial(row, count);
 }
 
-// B and C of one step of a batch entry and group, as floats padded with zeros to whole vectors.
+// B and C of one step of a batch entry and group, as floats padded with zeros to whole vectors; of bfloat16 states
+// that are whole pairs of vectors also in the order in which load_pair gives those.
 struct GroupTables {
     int64_t batch, step, group;  // which are loaded; batch -1: none
     alignas(64) float B[MAMBA_MAX_DSTATE + kLanes];
     alignas(64) float C[MAMBA_MAX_DSTATE + kLanes];
+    alignas(64) float B_pairs[MAMBA_MAX_DSTATE];
+    alignas(64) float C_pairs[MAMBA_MAX_DSTATE];
 };
 
 inline void load_group(const MambaSelectiveStateUpdate& p, int64_t batch, int64_t step, int64_t group, GroupTables& tables) {
@@ -33,6 +36,10 @@ inline void load_group(const MambaSelectiveStateUpdate& p, int64_t batch, int64_
         const int count = block_lanes(p.dstate - n);
         store(tables.B + n, load_lanes(p.BC_dtype, p.B, B_offset + n * p.B_dstate_stride, p.B_dstate_stride, count));
         store(tables.C + n, load_lanes(p.BC_dtype, p.C, C_offset + n * p.C_dstate_stride, p.C_dstate_stride, count));
+    }
+    if (p.state_dtype == MAMBA_BFLOAT16 && p.dstate % (2 * kLanes) == 0) {
+        order_as_pairs(tables.B, p.dstate, tables.B_pairs);
+        order_as_pairs(tables.C, p.dstate, tables.C_pairs);
     }
     tables.batch = batch;
     tables.step = step;
@@ -53,26 +60,89 @@ struct RowInputs {
     alignas(64) float dt_x[kLanes];
 };
 
-// Rows whose elements are neighbours, whole vectors of them, as decode steps have them. A: NULL where a row has one decay.
-template <typename S>
-inline void update_plain_rows(const StateRows& from, const StateRows& to, const float* A, int64_t A_row_stride,
-                              const RowInputs& rows, int lanes, int64_t dstate, const GroupTables& tables, Vec* y) {
-    constexpr int64_t kAhead = 4096 / sizeof(S);  // of the elements that are fetched into the cache meanwhile
-    for (int lane = 0; lane < lanes; ++lane) {
-        const S* const old_states = static_cast<const S*>(from.data) + from.offset + lane * from.row_stride;
-        S* const new_states = static_cast<S*>(to.data) + to.offset + lane * to.row_stride;
-        const Vec log_decay = set1(rows.log_decay[lane]), input = set1(rows.dt_x[lane]);
-        Vec decay = set1(rows.decay[lane]), total = zero();
-        for (int64_t n = 0; n < dstate; n += kLanes) {
-            prefetch(old_states + n + kAhead);
-            if (A != nullptr) {
-                decay = exp2(log_decay * load(A + lane * A_row_stride + n));
-            }
-            const Vec h = fma(decay, load(old_states + n), input * load(tables.B + n));
-            store(new_states + n, h);
-            total = fma(h, load(tables.C + n), total);
+// Some rows of a block, each kLanes / kTogether behind the one before: memory brings more at once of places that are not one
+// run. Their elements are neighbours, whole vectors of them, as decode steps have them.
+template <int kTogether, typename S>
+struct PlainRows {
+    static constexpr int kApart = kLanes / kTogether;
+    const S* old_states[kTogether];
+    S* new_states[kTogether];
+    Vec input[kTogether], decay[kTogether], total[kTogether];
+
+    MAMBA_INLINE PlainRows(const StateRows& from, const StateRows& to, const RowInputs& rows, int lane) {
+        for (int i = 0; i < kTogether; ++i) {
+            const int row = lane + i * kApart;
+            old_states[i] = static_cast<const S*>(from.data) + from.offset + row * from.row_stride;
+            new_states[i] = static_cast<S*>(to.data) + to.offset + row * to.row_stride;
+            input[i] = set1(rows.dt_x[row]);
+            decay[i] = set1(rows.decay[row]);
+            total[i] = zero();
         }
-        y[lane] = total;
+    }
+    // Each state with a decay of its own.
+    MAMBA_INLINE void update(const float* A, int64_t A_row_stride, const RowInputs& rows, int lane, int64_t dstate,
+                             int64_t ahead, const GroupTables& tables) {
+        for (int64_t n = 0; n < dstate; n += kLanes) {
+            for (int i = 0; i < kTogether; ++i) {
+                const int row = lane + i * kApart;
+                prefetch(old_states[i] + n + ahead);
+                const Vec own_decay = A == nullptr ? decay[i] : exp2(set1(rows.log_decay[row]) * load(A + row * A_row_stride + n));
+                const Vec h = fma(own_decay, load(old_states[i] + n), input[i] * load(tables.B + n));
+                store(new_states[i] + n, h);
+                total[i] = fma(h, load(tables.C + n), total[i]);
+            }
+        }
+    }
+    // One decay a row, dstate a multiple of 2 * kLanes.
+    MAMBA_INLINE void update_pairs(int64_t dstate, int64_t ahead, const float* B, const float* C) {
+        for (int64_t n = 0; n < dstate; n += 2 * kLanes) {
+            for (int i = 0; i < kTogether; ++i) {
+                prefetch(old_states[i] + n + ahead);
+                if (2 * kLanes * sizeof(S) > 64) {
+                    prefetch(old_states[i] + n + ahead + kLanes);
+                }
+                Vec first, second;
+                load_pair(old_states[i] + n, first, second);
+                first = fma(decay[i], first, input[i] * load(B + n));
+                second = fma(decay[i], second, input[i] * load(B + n + kLanes));
+                store_pair(new_states[i] + n, first, second);
+                total[i] = fma(second, load(C + n + kLanes), fma(first, load(C + n), total[i]));
+            }
+        }
+    }
+};
+
+// `lane` and those that go with it. A: NULL where a row has one decay.
+template <int kTogether, typename S>
+MAMBA_INLINE void update_plain_rows(const StateRows& from, const StateRows& to, const float* A, int64_t A_row_stride,
+                                    const RowInputs& rows, int lane, int64_t dstate, const GroupTables& tables, Vec* y) {
+    // Of the elements that are fetched into the cache meanwhile: those of the next block, or as many as a page has.
+    constexpr int64_t kPage = 4096 / sizeof(S);
+    const int64_t block = kTogether > 1 ? kLanes * from.row_stride : 0, ahead = block > kPage ? block : kPage;
+    PlainRows<kTogether, S> states(from, to, rows, lane);
+    if (A == nullptr && dstate % (2 * kLanes) == 0) {
+        const bool ordered = from.dtype == MAMBA_BFLOAT16;
+        states.update_pairs(dstate, ahead, ordered ? tables.B_pairs : tables.B, ordered ? tables.C_pairs : tables.C);
+    } else {
+        states.update(A, A_row_stride, rows, lane, dstate, ahead, tables);
+    }
+    for (int i = 0; i < kTogether; ++i) {
+        y[lane + i * PlainRows<kTogether, S>::kApart] = states.total[i];
+    }
+}
+
+template <typename S>
+inline void update_plain_block(const StateRows& from, const StateRows& to, const float* A, int64_t A_row_stride,
+                               const RowInputs& rows, int lanes, int64_t dstate, const GroupTables& tables, Vec* y) {
+    constexpr int kTogether = 2;
+    if (lanes == kLanes) {
+        for (int lane = 0; lane < kLanes / kTogether; ++lane) {
+            update_plain_rows<kTogether, S>(from, to, A, A_row_stride, rows, lane, dstate, tables, y);
+        }
+        return;
+    }
+    for (int lane = 0; lane < lanes; ++lane) {
+        update_plain_rows<1, S>(from, to, A, A_row_stride, rows, lane, dstate, tables, y);
     }
 }
 
@@ -120,7 +190,7 @@ inline Vec update_rows(const MambaSelectiveStateUpdate& p, const StateRows& from
     const float* const A = one_decay || !plain ? nullptr : static_cast<const float*>(p.A) + A_offset;
     if (plain) {
         with_type(from.dtype, [&](auto type) MAMBA_INLINE_LAMBDA {
-            update_plain_rows<typename decltype(type)::type>(from, to, A, p.A_dim_stride, rows, lanes, p.dstate, tables, y);
+            update_plain_block<typename decltype(type)::type>(from, to, A, p.A_dim_stride, rows, lanes, p.dstate, tables, y);
         });
         return sum_each(y);
     }
