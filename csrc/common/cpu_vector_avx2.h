@@ -53,6 +53,11 @@ MAMBA_INLINE float sum(Vec a) {
     s = _mm_add_ss(s, _mm_shuffle_ps(s, s, 1));
     return _mm_cvtss_f32(s);
 }
+MAMBA_INLINE float largest_lane(Vec a) {
+    const __m128 half = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+    const __m128 pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
+}
 
 // The sums of 8 vectors, each in the lane of its vector's place.
 MAMBA_INLINE Vec sum_each(const Vec* rows) {

@@ -59,6 +59,9 @@ MAMBA_INLINE Vec select_greater(Vec a, Vec b, Vec x, Vec y) {
 MAMBA_INLINE float sum(Vec a) {
     return _mm512_reduce_add_ps(a.v);
 }
+MAMBA_INLINE float largest_lane(Vec a) {
+    return _mm512_reduce_max_ps(a.v);
+}
 
 // The sums of 16 vectors, each in the lane of its vector's place.
 MAMBA_INLINE Vec sum_each(const Vec* rows) {

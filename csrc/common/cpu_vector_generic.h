@@ -97,6 +97,13 @@ MAMBA_INLINE float sum(Vec a) {
     }
     return total;
 }
+MAMBA_INLINE float largest_lane(Vec a) {
+    float largest = a.v[0];
+    for (int i = 1; i < kLanes; ++i) {
+        largest = a.v[i] > largest ? a.v[i] : largest;
+    }
+    return largest;
+}
 
 // The sums of kLanes vectors, each in the lane of its vector's place.
 inline Vec sum_each(const Vec* rows) {

@@ -20,10 +20,12 @@ struct Projection {
 // x as the kernels read it: rows of `pitch` numbers, a whole number of blocks of kFeatureBlock, with zeros at the end.
 struct ProjectionInput {
     const float* floats;  // in the order of load_pair
-    // With an int8 weight, or null: x is scales times these, a scale for each block. For VNNI each four elements a, b, c, d lie
-    // as a, c, b, d.
+    // With an int8 weight, or null: x is scales times these, a scale for each block.
     const int16_t* integers;
-    const float* scales;  // (rows, pitch / kFeatureBlock)
+    // The same for VNNI: 256 times a first byte plus a second; of four elements the first bytes, then the second ones.
+    const int8_t* bytes;
+    const float* scales;    // (rows, pitch / kFeatureBlock)
+    const int32_t* starts;  // for VNNI, of each block's products: -128 times the sum of the integers; as many
     int64_t pitch;
 };
 
@@ -47,7 +49,7 @@ inline int64_t input_rows(const Projection& p) {
 
 inline int64_t input_floats(const Projection& p) {
     const int64_t floats = input_rows(p) * ((p.features + kFeatureBlock - 1) / kFeatureBlock * kFeatureBlock);
-    return takes_integers(p) ? floats + floats / kFeatureBlock + floats / 2 : floats;
+    return takes_integers(p) ? floats + 2 * (floats / kFeatureBlock) + floats / 2 : floats;
 }
 
 struct LinearKernels {

@@ -103,7 +103,7 @@ inline void project_outputs(const Projection& p, const ProjectionInput& x, int64
         project_as<FloatWeight<float>>(p, x, p.features * 4, begin, end);
     }
 #if MAMBA_ISA_LEVEL == 2
-    if (takes_vnni(p) && x.integers != nullptr) {
+    if (x.bytes != nullptr) {
         project_as<VnniWeight>(p, x, p.features, begin, end);
         return;
     }

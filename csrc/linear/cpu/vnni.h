@@ -15,29 +15,31 @@
 namespace mamba {
 namespace MAMBA_ISA {
 
-// sum plus the products of two elements of each output with a pair of x, which is broadcast from memory. gcc would do that in
-// an instruction of its own.
-MAMBA_VNNI MAMBA_INLINE __m512i add_products(__m512i sum, __m512i weight, const int16_t* pair) {
+// sum plus the products of four elements of each output, as unsigned bytes, with four signed bytes of x, which are broadcast
+// from memory. gcc would do that in an instruction of its own.
+MAMBA_VNNI MAMBA_INLINE __m512i add_products(__m512i sum, __m512i weight, const int8_t* quad) {
 #if defined(__GNUC__)
-    __asm__("vpdpwssd %2%{1to16%}, %1, %0" /* NOLINT(msvc): the branch for other compilers */
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" /* NOLINT(msvc): the branch for other compilers */
             : "+v"(sum)
-            : "v"(weight), "m"(*reinterpret_cast<const int16_t(*)[2]>(pair)));
+            : "v"(weight), "m"(*reinterpret_cast<const int8_t(*)[4]>(quad)));
     return sum;
 #else
     int32_t bits;
-    memcpy(&bits, pair, sizeof(bits));
-    return _mm512_dpwssd_epi32(sum, weight, _mm512_set1_epi32(bits));
+    memcpy(&bits, quad, sizeof(bits));
+    return _mm512_dpbusd_epi32(sum, weight, _mm512_set1_epi32(bits));
 #endif
 }
 
-// Of 16 rows of the weight the block at this offset: columns[i] has elements 4i to 4i + 3 of row `lane` in that lane.
+// Of 16 rows of the weight the block at this offset: columns[i] has elements 4i to 4i + 3 of row `lane` in that lane, 128 added
+// to each.
 MAMBA_INLINE void transpose_blocks(const int8_t* const* rows, int64_t offset, __m512i* columns) {
     __m512i pairs[8], quads[8];
     for (int i = 0; i < 8; ++i) {
         const int row = i < 4 ? i : i + 4;
         const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[row] + offset));
         const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[row + 4] + offset));
-        columns[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+        columns[i] = _mm512_xor_si512(both, _mm512_set1_epi8(-128));
     }
     for (int i = 0; i < 8; i += 2) {
         pairs[i] = _mm512_unpacklo_epi32(columns[i], columns[i + 1]);
@@ -87,15 +89,16 @@ inline void transpose_scales(const TilePlace& at, const int64_t* outputs, int64_
     }
 }
 
-// Four elements of each output times those of kRows rows of x. Shifts widen them where they lie: those at even places, those at
-// odd.
+// Half a block times kRows rows of x, their first bytes and their second ones.
 template <int kRows>
-MAMBA_VNNI MAMBA_INLINE void multiply_quads(__m512i quads, const int16_t* x, int64_t pitch, __m512i* evens, __m512i* odds) {
-    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(quads, 8), 8);
-    const __m512i odd = _mm512_srai_epi16(quads, 8);
-    for (int r = 0; r < kRows; ++r) {
-        evens[r] = add_products(evens[r], even, x + r * pitch);
-        odds[r] = add_products(odds[r], odd, x + r * pitch + 2);
+MAMBA_VNNI MAMBA_INLINE void multiply_half(const __m512i* columns, const int8_t* x, int64_t pitch, __m512i* firsts,
+                                           __m512i* seconds) {
+    for (int quad = 0; quad < kFeatureBlock / 8; ++quad) {
+        const __m512i weight = columns[quad];
+        for (int r = 0; r < kRows; ++r) {
+            firsts[r] = add_products(firsts[r], weight, x + r * pitch + 8 * quad);
+            seconds[r] = add_products(seconds[r], weight, x + r * pitch + 8 * quad + 4);
+        }
     }
 }
 
@@ -105,7 +108,8 @@ MAMBA_VNNI inline void project_vnni(const TilePlace& at, int64_t first, int coun
     constexpr int kHalf = kLanes * kFeatureBlock / 2;  // bytes of the weight
     const int64_t features = at.p->features, pitch = at.x->pitch, blocks = pitch / kFeatureBlock;
     const int8_t* const weight = static_cast<const int8_t*>(at.p->weight);
-    const int16_t* const x = at.x->integers + at.row * pitch;
+    const int8_t* const x = at.x->bytes + 2 * at.row * pitch;
+    const int32_t* const starts = at.x->starts + at.row * blocks;
     const float* const x_scales = at.x->scales + at.row * blocks;
     int64_t outputs[kLanes];
     const int8_t* rows[kLanes];
@@ -134,24 +138,22 @@ MAMBA_VNNI inline void project_vnni(const TilePlace& at, int64_t first, int coun
             load_columns(rows, block + 1, features, both[(block + 1) % 2]);
         }
         const __m512i* const columns = both[block % 2];
-        __m512i products[kRows], others[kRows];  // so that one sum need not wait for the last
+        // Of x's first bytes and of its second ones. What 128 more in the weight's bytes add is left out by the starts.
+        __m512i firsts[kRows], seconds[kRows];
         for (int r = 0; r < kRows; ++r) {
-            products[r] = others[r] = _mm512_setzero_si512();
+            firsts[r] = _mm512_setzero_si512();
+            seconds[r] = _mm512_set1_epi32(starts[r * blocks + block]);
         }
-        const int16_t* const x_block = x + block * kFeatureBlock;
+        const int8_t* const x_block = x + 2 * block * kFeatureBlock;
         for (int half = 0; half < 2; ++half) {  // in a loop of all 8, gcc would copy each sum
-            const __m512i* const quads = columns + 4 * half;
-            multiply_quads<kRows>(quads[0], x_block + 16 * half, pitch, products, others);
-            multiply_quads<kRows>(quads[1], x_block + 16 * half + 4, pitch, products, others);
-            multiply_quads<kRows>(quads[2], x_block + 16 * half + 8, pitch, products, others);
-            multiply_quads<kRows>(quads[3], x_block + 16 * half + 12, pitch, products, others);
+            multiply_half<kRows>(columns + 4 * half, x_block + 32 * half, 2 * pitch, firsts, seconds);
             for (int line = 0; line < kHalf; line += kCacheLine) {  // few at a time, or what is loaded would wait for them
                 prefetch(next + (2 * block + half) * kHalf + line);
             }
         }
         const Vec scale = load(scales + scale_block * kLanes);
         for (int r = 0; r < kRows; ++r) {
-            const Vec product = {_mm512_cvtepi32_ps(_mm512_add_epi32(products[r], others[r]))};
+            const Vec product = {_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(firsts[r], 8), seconds[r]))};
             totals[r] = fma(product, scale * set1(x_scales[r * blocks + block]), totals[r]);
         }
     }

@@ -86,7 +86,8 @@ struct PlainRows {
             for (int i = 0; i < kTogether; ++i) {
                 const int row = lane + i * kApart;
                 prefetch(old_states[i] + n + ahead);
-                const Vec own_decay = A == nullptr ? decay[i] : exp2(set1(rows.log_decay[row]) * load(A + row * A_row_stride + n));
+                const Vec own_decay =
+                    A == nullptr ? decay[i] : exp2(set1(rows.log_decay[row]) * load(A + row * A_row_stride + n));
                 const Vec h = fma(own_decay, load(old_states[i] + n), input[i] * load(tables.B + n));
                 store(new_states[i] + n, h);
                 total[i] = fma(h, load(tables.C + n), total[i]);

@@ -72,7 +72,8 @@ def test_int8_of_extreme_values(rows, value):
     weight, scales = quantized(9, 70, "cpu")
     weight[:, 40] = weight[:, 40].abs().clamp_min(1)
     found, expected = linear(x, weight, None, scales), linear_ref(x, weight, None, scales)
-    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
+    rounding = 1e-3 if value == 3e38 else 1e-4  # that one has integers: 2^-15 of a block's largest, as above
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-4, atol=rounding)
     if value == 1e-30:
         torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=0.0)
 
