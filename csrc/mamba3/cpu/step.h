@@ -59,31 +59,21 @@ inline int64_t step_scratch(const MambaMamba3& p, const Mamba3Layout& layout) {
 }
 
 // A row of the state: h = decay (h + nu sum_r x_before_r k_before_r^T) + gamma sum_r x_r k_r^T. sums: for each r a vector
-// whose lanes sum up to h q_r, from h before it is rounded. kRank: p.rank, or 0 for any.
-template <typename T, int kRank>
+// whose lanes sum up to h q_r, from h before it is rounded.
+template <typename T>
 MAMBA_INLINE void step_row(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu,
                            const StepScratch& s, int64_t row, T* h, float* sums) {
-    constexpr int64_t kAhead = 4096 / sizeof(T);  // of the elements that are fetched into the cache meanwhile
-    const int64_t N = p.dstate, pitch_P = layout.pitch_P, rank = kRank > 0 ? kRank : p.rank;
+    const int64_t N = p.dstate, pitch_P = layout.pitch_P, rank = p.rank;
     const float *k = s.vectors, *k_before = k + rank * kLanes, *q = k_before + rank * kLanes;
-    Vec totals[kRank > 0 ? kRank : 1], x[kRank > 0 ? kRank : 1], before[kRank > 0 ? kRank : 1];
-    for (int r = 0; r < kRank; ++r) {
-        totals[r] = zero();
-        x[r] = set1(gamma * s.x[r * pitch_P + row]);
-        before[r] = set1(nu * s.x_before[r * pitch_P + row]);
-    }
-    for (int64_t r = 0; r < rank && kRank == 0; ++r) {
+    for (int64_t r = 0; r < rank; ++r) {
         store(sums + r * kLanes * kLanes, zero());
     }
     for (int64_t n = 0, at = 0; n < N; n += kLanes, at += 3 * rank * kLanes) {
         const int lanes = block_lanes(N - n);
-        prefetch(h + n + kAhead);
         Vec added = zero(), kept = lanes == kLanes ? load(h + n) : load_partial(h + n, lanes);
         for (int64_t r = 0; r < rank; ++r) {
-            const Vec x_r = kRank > 0 ? x[r] : set1(gamma * s.x[r * pitch_P + row]);
-            const Vec before_r = kRank > 0 ? before[r] : set1(nu * s.x_before[r * pitch_P + row]);
-            added = fma(x_r, load(k + at + r * kLanes), added);
-            kept = fma(before_r, load(k_before + at + r * kLanes), kept);
+            added = fma(set1(gamma * s.x[r * pitch_P + row]), load(k + at + r * kLanes), added);
+            kept = fma(set1(nu * s.x_before[r * pitch_P + row]), load(k_before + at + r * kLanes), kept);
         }
         const Vec value = fma(set1(decay), kept, added);
         if (lanes == kLanes) {
@@ -92,17 +82,64 @@ MAMBA_INLINE void step_row(const MambaMamba3& p, const Mamba3Layout& layout, flo
             store_partial(h + n, value, lanes);
         }
         for (int64_t r = 0; r < rank; ++r) {
-            const Vec q_r = load(q + at + r * kLanes);
-            if (kRank > 0) {
-                totals[r] = fma(value, q_r, totals[r]);
-            } else {
-                float* const total = sums + r * kLanes * kLanes;
-                store(total, fma(value, q_r, load(total)));
+            float* const total = sums + r * kLanes * kLanes;
+            store(total, fma(value, load(q + at + r * kLanes), load(total)));
+        }
+    }
+}
+
+// As many rows at once as registers hold what belongs to them.
+constexpr int rows_together(int rank) {
+    return MAMBA_ISA_LEVEL == 2 || rank == 1 ? 2 : 1;
+}
+
+// The same of several rows, each kLanes / kTogether behind the one before, whole vectors of states: so k and q are loaded once
+// for all, and memory brings more at once of places that are not one run.
+template <typename T, int kRank, int kTogether>
+MAMBA_INLINE void step_rows_together(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu,
+                                     const StepScratch& s, int64_t row, T* h, float* sums) {
+    constexpr int kApart = kLanes / kTogether;
+    const int64_t N = p.dstate, pitch_P = layout.pitch_P, block = kLanes * N, page = 4096 / sizeof(T);
+    const int64_t ahead = block > page ? block : page;  // of the elements that are fetched into the cache meanwhile
+    const float* vectors = s.vectors;
+    Vec totals[kTogether][kRank], x[kTogether][kRank], before[kTogether][kRank];
+    for (int i = 0; i < kTogether; ++i) {
+        for (int r = 0; r < kRank; ++r) {
+            const int64_t place = r * pitch_P + row + i * kApart;
+            totals[i][r] = zero();
+            x[i][r] = set1(gamma * s.x[place]);
+            before[i][r] = set1(nu * s.x_before[place]);
+        }
+    }
+    for (int64_t n = 0; n < N; n += kLanes, vectors += 3 * kRank * kLanes) {
+        Vec added[kTogether], kept[kTogether];
+        for (int i = 0; i < kTogether; ++i) {
+            prefetch(h + i * kApart * N + n + ahead);
+            kept[i] = load(h + i * kApart * N + n);
+            added[i] = zero();
+        }
+        for (int r = 0; r < kRank; ++r) {
+            const Vec k = load(vectors + r * kLanes), k_before = load(vectors + (kRank + r) * kLanes);
+            for (int i = 0; i < kTogether; ++i) {
+                added[i] = fma(x[i][r], k, added[i]);
+                kept[i] = fma(before[i][r], k_before, kept[i]);
+            }
+        }
+        for (int i = 0; i < kTogether; ++i) {
+            kept[i] = fma(set1(decay), kept[i], added[i]);
+            store(h + i * kApart * N + n, kept[i]);
+        }
+        for (int r = 0; r < kRank; ++r) {
+            const Vec q = load(vectors + (2 * kRank + r) * kLanes);
+            for (int i = 0; i < kTogether; ++i) {
+                totals[i][r] = fma(kept[i], q, totals[i][r]);
             }
         }
     }
-    for (int r = 0; r < kRank; ++r) {
-        store(sums + r * kLanes * kLanes, totals[r]);
+    for (int i = 0; i < kTogether; ++i) {
+        for (int r = 0; r < kRank; ++r) {
+            store(sums + (r * kLanes + i * kApart) * kLanes, totals[i][r]);
+        }
     }
 }
 
@@ -120,17 +157,24 @@ inline void join_vectors(const MambaMamba3& p, const StepScratch& s) {
     }
 }
 
+// kRank: p.rank, or 0 for any.
 template <typename T, int kRank>
 inline void step_rows(const MambaMamba3& p, const Mamba3Layout& layout, float decay, float gamma, float nu,
                       const StepScratch& s, T* state) {
+    constexpr int kTogether = rows_together(kRank);
     for (int64_t first = 0; first < p.headdim; first += kLanes) {
         const int rows = block_lanes(p.headdim - first);
-        if (rows < kLanes) {
+        T* const h = state + first * p.dstate;
+        if (kRank > 0 && rows == kLanes && p.dstate % kLanes == 0) {
+            for (int i = 0; i < kLanes / kTogether; ++i) {
+                step_rows_together<T, kRank == 0 ? 1 : kRank, kTogether>(p, layout, decay, gamma, nu, s, first + i,
+                                                                         h + i * p.dstate, s.sums + i * kLanes);
+            }
+        } else {
             fill_zero(s.sums, p.rank * kLanes * kLanes);
-        }
-        for (int i = 0; i < rows; ++i) {
-            const int64_t row = first + i;
-            step_row<T, kRank>(p, layout, decay, gamma, nu, s, row, state + row * p.dstate, s.sums + i * kLanes);
+            for (int i = 0; i < rows; ++i) {
+                step_row<T>(p, layout, decay, gamma, nu, s, first + i, h + i * p.dstate, s.sums + i * kLanes);
+            }
         }
         for (int64_t r = 0; r < p.rank; ++r) {
             Vec sums[kLanes];
