@@ -9,9 +9,38 @@ namespace MAMBA_ISA {
 constexpr int kSlabRows = 8;
 constexpr int64_t kCachedFeatures = 6144;  // of x, 24 KB: as many again are left for the weight
 
-// Outputs [first, first + count) of some rows; sums[row][output]. Many rows' features in pieces that the first cache holds.
+constexpr int kParts = 4;  // as many as a tile has rows of the weight, or a multiple
+
+// Bytes from what is read to what is fetched into the cache meanwhile: of rows behind it, some of whose features may be read
+// later.
+inline int64_t bytes_ahead(int64_t row_bytes) {
+    constexpr int64_t kLeast = 2048;
+    return round_up(kLeast, row_bytes > 0 ? row_bytes : 1);
+}
+
+// The outputs of a share in parts, from each of which a tile takes one: memory brings more of several places than of one, each
+// read from one end to the other.
+struct OutputParts {
+    int64_t begin, end, size;
+
+    // Output i of a part; of the last one, where parts end beyond it.
+    int64_t place(int part, int64_t i) const {
+        const int64_t output = begin + part * size + i;
+        return output < end ? output : end - 1;
+    }
+    // How many of the outputs [first, first + most) of a part there are.
+    int count(int part, int64_t first, int most) const {
+        const int64_t left = end - (begin + part * size + first);
+        return left < most ? (left > 0 ? static_cast<int>(left) : 0) : most;
+    }
+};
+
+// Of a row of x.
+typedef float PartSums[kParts][kLanes];
+
+// Outputs [first, first + count) of each part, of some rows. Many rows' features in pieces that the first cache holds.
 template <class Weight, int kRows>
-inline void project_rows(TilePlace& at, int64_t first, int count, float (*sums)[kLanes]) {
+inline void project_rows(TilePlace& at, const OutputParts& outputs, int64_t first, int count, PartSums* sums) {
     constexpr int kOutputs = tile_outputs(kRows);
     const int64_t features = at.p->features, piece = kRows > 4 ? kCachedFeatures / kRows : features;
     TileSums tile;
@@ -19,26 +48,21 @@ inline void project_rows(TilePlace& at, int64_t first, int count, float (*sums)[
     do {
         at.begin = at.end;
         at.end = features - at.begin < piece ? features : at.begin + piece;
-        for (int begin = 0; begin < count; begin += kOutputs) {
-            const int outputs = count - begin < kOutputs ? count - begin : kOutputs;
-            for (int o = 0; o < kOutputs; ++o) {
-                at.outputs[o] = first + begin + (o < outputs ? o : outputs - 1);
-            }
-            Weight::template multiply<kRows, kOutputs>(at, tile);
-            for (int r = 0; r < kRows; ++r) {
-                for (int o = 0; o < outputs; ++o) {
-                    sums[r][begin + o] = tile[r][o] + (at.begin > 0 ? sums[r][begin + o] : 0.0f);
+        for (int part = 0; part < kParts; part += kOutputs) {
+            for (int i = 0; i < count; ++i) {
+                for (int o = 0; o < kOutputs; ++o) {
+                    at.outputs[o] = outputs.place(part + o, first + i);
+                }
+                Weight::template multiply<kRows, kOutputs>(at, tile);
+                for (int r = 0; r < kRows; ++r) {
+                    for (int o = 0; o < kOutputs; ++o) {
+                        float& sum = sums[r][part + o][i];
+                        sum = tile[r][o] + (at.begin > 0 ? sum : 0.0f);
+                    }
                 }
             }
         }
     } while (at.end < features);
-}
-
-// Bytes ahead of what is read. Short rows end before the processor has noticed a stream: then it is the next tile's rows.
-inline int64_t bytes_ahead(int64_t row_bytes) {
-    constexpr int64_t kMost = 16384;
-    const int64_t tile = row_bytes * kMostTileOutputs;
-    return tile < kMost ? tile : kMost;
 }
 
 // A weight of int8, with VNNI.
@@ -46,53 +70,64 @@ struct VnniWeight {};
 
 template <class Weight>
 struct RowProduct {
+    static constexpr int kUsedParts = kParts;
     template <int kRows>
-    static void run(TilePlace& at, int64_t first, int count, float (*sums)[kLanes]) {
-        project_rows<Weight, kRows>(at, first, count, sums);
+    static void run(TilePlace& at, const OutputParts& outputs, int64_t first, int count, PartSums* sums) {
+        project_rows<Weight, kRows>(at, outputs, first, count, sums);
     }
 };
 #if MAMBA_ISA_LEVEL == 2
 template <>
 struct RowProduct<VnniWeight> {
+    static constexpr int kUsedParts = 1;
     template <int kRows>
-    static void run(TilePlace& at, int64_t first, int count, float (*sums)[kLanes]) {
-        project_vnni<kRows>(at, first, count, sums);
+    static void run(TilePlace& at, const OutputParts& outputs, int64_t first, int count, PartSums* sums) {
+        project_vnni<kRows>(at, outputs.place(0, first), count, sums[0][0], kParts * kLanes);
     }
 };
 #endif
 
 template <class Weight>
 inline void project_as(const Projection& p, const ProjectionInput& x, int64_t row_bytes, int64_t begin, int64_t end) {
-    float sums[kSlabRows][kLanes];  // those beyond p.rows are of rows of zeros
+    constexpr int kUsedParts = RowProduct<Weight>::kUsedParts;
+    PartSums sums[kSlabRows];  // those beyond p.rows are of rows of zeros
     TilePlace at = {};
     at.p = &p;
     at.x = &x;
     at.ahead = bytes_ahead(row_bytes);
+    const OutputParts outputs = {begin, end, (end - begin + kUsedParts - 1) / kUsedParts};
     for (int64_t slab = 0; slab < p.rows; slab += kSlabRows) {
         const int rows = p.rows - slab < kSlabRows ? static_cast<int>(p.rows - slab) : kSlabRows;
-        for (int64_t first = begin; first < end; first += kLanes) {
-            const int count = block_lanes(end - first);
+        for (int64_t first = 0; first < outputs.size; first += kLanes) {
+            const int most = block_lanes(outputs.size - first);
             int row = 0;
             while (row < rows) {
                 at.row = slab + row;
                 if (kMostTileRows == 8 && rows - row > 4) {
-                    RowProduct<Weight>::template run<kMostTileRows>(at, first, count, sums + row);
+                    RowProduct<Weight>::template run<kMostTileRows>(at, outputs, first, most, sums + row);
                     row += 8;
                 } else if (rows - row >= (kMostTileRows == 8 ? 3 : 4)) {
-                    RowProduct<Weight>::template run<4>(at, first, count, sums + row);
+                    RowProduct<Weight>::template run<4>(at, outputs, first, most, sums + row);
                     row += 4;
                 } else if (rows - row >= 2) {
-                    RowProduct<Weight>::template run<2>(at, first, count, sums + row);
+                    RowProduct<Weight>::template run<2>(at, outputs, first, most, sums + row);
                     row += 2;
                 } else {
-                    RowProduct<Weight>::template run<1>(at, first, count, sums + row);
+                    RowProduct<Weight>::template run<1>(at, outputs, first, most, sums + row);
                     row += 1;
                 }
             }
-            const Vec bias = p.bias != nullptr ? load_lanes(p.bias_dtype, p.bias, first, 1, count) : zero();
-            for (int r = 0; r < rows; ++r) {
-                const Vec value = load_lanes(MAMBA_FLOAT32, sums[r], 0, 1, count) + bias;
-                store_lanes(p.out_dtype, p.out, (slab + r) * p.out_stride + first, 1, count, value);
+            for (int part = 0; part < kUsedParts; ++part) {
+                const int count = outputs.count(part, first, most);
+                if (count == 0) {
+                    break;
+                }
+                const int64_t output = outputs.place(part, first);
+                const Vec bias = p.bias != nullptr ? load_lanes(p.bias_dtype, p.bias, output, 1, count) : zero();
+                for (int r = 0; r < rows; ++r) {
+                    const Vec value = load_lanes(MAMBA_FLOAT32, sums[r][part], 0, 1, count) + bias;
+                    store_lanes(p.out_dtype, p.out, (slab + r) * p.out_stride + output, 1, count, value);
+                }
             }
         }
     }

@@ -102,9 +102,9 @@ MAMBA_VNNI MAMBA_INLINE void multiply_half(const __m512i* columns, const int8_t*
     }
 }
 
-// Outputs [first, first + count) of kRows rows; sums[row][output].
+// Outputs [first, first + count) of kRows rows, whose sums lie pitch_of_sums apart.
 template <int kRows>
-MAMBA_VNNI inline void project_vnni(const TilePlace& at, int64_t first, int count, float (*sums)[kLanes]) {
+MAMBA_VNNI inline void project_vnni(const TilePlace& at, int64_t first, int count, float* sums, int64_t pitch_of_sums) {
     constexpr int kHalf = kLanes * kFeatureBlock / 2;  // bytes of the weight
     const int64_t features = at.p->features, pitch = at.x->pitch, blocks = pitch / kFeatureBlock;
     const int8_t* const weight = static_cast<const int8_t*>(at.p->weight);
@@ -158,7 +158,7 @@ MAMBA_VNNI inline void project_vnni(const TilePlace& at, int64_t first, int coun
         }
     }
     for (int r = 0; r < kRows; ++r) {
-        store(sums[r], totals[r]);
+        store(sums + r * pitch_of_sums, totals[r]);
     }
 }
 
