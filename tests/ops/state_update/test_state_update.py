@@ -19,6 +19,7 @@ OPTIONS = [
     {"heads": 6, "groups": 1, "dim": 8, "dstate": 64},
     {"heads": 4, "groups": 4, "tied": True},
     {"heads": 4, "groups": 1, "indices": True, "tied": True, "dim": 64},
+    {"heads": 2, "groups": 1, "tied": True, "dim": 40, "dstate": 64},  # on the CPU pairs of rows, and some alone
     # a GPU's warp takes several batch entries
     {"batch": 4500, "dim": 32},
     {"batch": 1100, "heads": 2, "groups": 1, "indices": True, "tied": True, "dim": 8, "dstate": 128},
@@ -104,6 +105,21 @@ def test_strided_views(device):
     strided["state"] = arguments["state"].transpose(1, 2).contiguous().transpose(1, 2)
     found = run(selective_state_update, strided)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_states_that_are_no_numbers(dtype, device):
+    """NaN of any bits stays NaN, infinity stays infinity, and other states stay what they are."""
+    arguments = inputs({"heads": 1, "groups": 1, "tied": True, "dim": 16, "dstate": 64}, dtype, dtype, device)
+    bits = {4: (torch.int32, [-1, 2**31 - 1, 0x7F800001]), 2: (torch.int16, [-1, 2**15 - 1, 0x7F81])}
+    integers, patterns = bits[dtype.itemsize]
+    state = arguments["state"]
+    state[0, 0, :9, :3] = torch.tensor(patterns, dtype=integers).view(dtype).to(device)
+    state[0, 0, 3, 30:32] = torch.tensor([float("inf"), -float("inf")], device=device)
+    found, expected = run(selective_state_update, arguments), run(selective_state_update_ref, arguments)
+    assert torch.equal(found["state"].isnan(), expected["state"].isnan())
+    assert torch.equal(found["state"].isinf(), expected["state"].isinf())
+    assert torch.equal(found["out"].isnan(), expected["out"].isnan())
 
 
 def test_infinite_x_without_D(device):
