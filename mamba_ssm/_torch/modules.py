@@ -13,6 +13,7 @@ from mamba_ssm._torch.private import has_global_hooks as _has_global_hooks
 from mamba_ssm._torch.private import is_compiling
 
 _Module = typing.TypeVar("_Module", bound=nn.Module)
+_CALL = nn.Module.__call__
 
 
 def is_plain(module: nn.Module, cls: type[_Module]) -> typing.TypeGuard[_Module]:
@@ -36,8 +37,11 @@ def is_plain(module: nn.Module, cls: type[_Module]) -> typing.TypeGuard[_Module]
 
 
 def is_bare(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether nobody would see a call of module but cls.forward itself: whether its caller may do that one's work."""
-    return is_plain(module, cls) and not _has_global_hooks()
+    """Whether nobody would see a call of module but cls.forward itself: whether its caller may do that one's work. A
+    module of its own __call__, or after its compile(), is not.
+    """
+    called_as_ever = type(module).__call__ is _CALL and getattr(module, "_compiled_call_impl", None) is None
+    return called_as_ever and is_plain(module, cls) and not _has_global_hooks()
 
 
 def parameters_of(module: nn.Module, name: str) -> dict[str, nn.Parameter | None]:

@@ -146,7 +146,10 @@ class Tensors:
     """The numbered tensors of a call that is made into a plan."""
 
     def __init__(self, arguments):
-        self.tensors = list(arguments)
+        self.tensors = []
+        self.places = []  # (a tensor's number, its first byte, behind the last that it may have)
+        for argument in arguments:
+            self._add(argument)
         self.arguments = len(arguments)
         self.overlaps = set()  # see Plan
         self.kept = []  # numbers of results
@@ -162,7 +165,8 @@ class Tensors:
         operands, named = [*map(self._operand, operands)], [(name, self._operand(named[name])) for name in named]
         numbers = {operand.number for operand in (*operands, *(of for _, of in named)) if hasattr(operand, "number")}
         made = None
-        if not any(holds(tensor, result.data_ptr()) for tensor in self.tensors):
+        address = result.data_ptr()
+        if not any(begin <= address < end for _, begin, end in self.places):
             made = Allocation(self._add(result), layout_of(result), span(result))
             numbers.add(made.number)
         return Function(function, operands, named, numbers, made, into)
@@ -226,24 +230,20 @@ class Tensors:
         It may lie in several arguments, such as slices of one tensor. Then any of them leads to it, as long as they lie
         to each other as now, which overlaps notes.
         """
-        found = [
-            (number, address - tensor.data_ptr())
-            for number, tensor in enumerate(self.tensors)
-            if holds(tensor, address)
-        ]
+        found = [(number, address - begin) for number, begin, end in self.places if begin <= address < end]
         if not found or (len(found) > 1 and found[-1][0] >= self.arguments):
             raise NoPlan
         (first, distance), *others = found
         self.overlaps.update((first, other, distance - of_other) for other, of_other in others)
         return first, distance
 
-    def _add(self, tensor):
-        self.tensors.append(tensor)
-        return len(self.tensors) - 1
-
-
-def holds(tensor, address):
-    return isinstance(tensor, _TENSOR) and 0 <= address - tensor.data_ptr() < max(1, span(tensor))
+    def _add(self, given):
+        number = len(self.tensors)
+        self.tensors.append(given)
+        if isinstance(given, _TENSOR):
+            begin = given.data_ptr()
+            self.places.append((number, begin, begin + max(1, span(given))))
+        return number
 
 
 def layout_of(tensor):

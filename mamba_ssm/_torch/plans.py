@@ -35,6 +35,7 @@ _PATIENCE = 64  # see Planned.patience
 _ALIGNMENT = 16  # the most that kernels read at once
 _MOST_RECENT = 4  # kinds that are tried first, see Recent
 _LATE = 16  # how many calls of other kinds let one of them in
+_FEWEST_COMPARED = 4  # tensors; of fewer a key is made as fast
 _num_threads, _address = torch.get_num_threads, torch.Tensor.data_ptr
 _is_nested = operator.attrgetter("is_nested")
 _increment_version = torch.autograd.graph.increment_version
@@ -61,14 +62,13 @@ class Planned:
         """The results; None of calls that are not planned. Of a function, not of an operator, a result may be an
         argument or a part of one.
         """
-        seen = [_num_threads(), *[read() for read in self.reads]]
+        seen, types = [_num_threads(), *[read() for read in self.reads]], [*map(type, arguments)]
         for recent in self.recent:
-            addresses = recent.addresses(seen, arguments)
+            addresses = recent.addresses(seen, types, arguments)
             if addresses is not None:
                 return self._run(recent.plan, arguments, addresses)
         key, addresses = [arguments[0].device, *seen], []
-        for argument in arguments:
-            kind = type(argument)
+        for kind, argument in zip(types, arguments):  # noqa: B905  # a keyword takes as long as two turns
             if kind is _TENSOR or kind is _PARAMETER:
                 address = argument.data_ptr()
                 key += (
@@ -88,7 +88,7 @@ class Planned:
         key, plans = tuple(key), self.plans  # these plans: another thread may forget them, and then this call's too
         plan = plans.get(key, 0)
         if plan.__class__ is Plan:
-            self._remember(plan, plans, seen, arguments)
+            self._remember(plan, plans, seen, types, arguments)
             return self._run(plan, arguments, addresses)
         if plan == 0 and not are_plain(arguments):
             return None
@@ -108,32 +108,39 @@ class Planned:
                 return self.implementation(*arguments)
         return plan.run(arguments, addresses)
 
-    def _remember(self, plan, plans, seen, arguments):
+    def _remember(self, plan, plans, seen, types, arguments):
         """Of a kind that was not among the recent ones. Not each time: where there are many, that would be dear."""
         self.late -= 1
-        if self.late < 0:
-            self.late = _LATE
-            recent = Recent(plan, seen, arguments)
-            if recent.check is not None and plans is self.plans:  # else another thread has forgotten them
-                self.recent = [recent, *self.recent[: _MOST_RECENT - 1]]
+        if self.late >= 0 or sum(kind is _TENSOR or kind is _PARAMETER for kind in types) < _FEWEST_COMPARED:
+            return
+        self.late = _LATE
+        recent = Recent(plan, seen, types, arguments)
+        if recent.check is not None and recent.addresses(seen, types, arguments) is not None:
+            self.recent = [recent, *self.recent[: _MOST_RECENT - 1]]
+            if plans is not self.plans:  # another thread has forgotten them
+                self.recent = []
 
 
 class Recent:
-    """A kind of call for which torch can say at once whether another call is of it: torch.compile's guards compare all
-    of a tensor that a plan depends on but its address, in a tenth of the time that making a key takes.
+    """A kind of call for which torch says at once whether another call is of it: the guards of torch.compile compare
+    all of a tensor that a plan depends on but its address, in less than half the time that making a key takes.
     """
 
-    def __init__(self, plan, seen, arguments):
-        self.plan, self.seen, self.types = plan, seen, [*map(type, arguments)]
-        where = [number for number, kind in enumerate(self.types) if kind is _TENSOR or kind is _PARAMETER]
-        self.others = [number for number in range(len(arguments)) if number not in where]
+    def __init__(self, plan, seen, types, arguments):
+        self.plan, self.seen, self.types = plan, seen, types
+        self.tensors = [number for number, kind in enumerate(types) if kind is _TENSOR or kind is _PARAMETER]
+        self.others = [number for number in range(len(arguments)) if number not in self.tensors]
         self.settings = [arguments[number] for number in self.others]
-        self.tensors = where
-        self.check = tensor_check([arguments[number] for number in where])
+        tensors = [arguments[number] for number in self.tensors]
+        self.first, self.shape = self.tensors[0], tensors[0].shape  # what tells most kinds apart
+        self.check = tensor_check(tensors)
 
-    def addresses(self, seen, arguments):
-        """One a tensor, None for others, of a call of this kind whose tensors are all aligned; else None."""
-        if self.types != [*map(type, arguments)] or self.seen != seen:
+    def addresses(self, seen, types, arguments):
+        """One a tensor, None for others, of a call of this kind whose tensors are all aligned; else None.
+
+        Also None of tensors given twice, and of those without elements.
+        """
+        if self.types != types or arguments[self.first].shape != self.shape or self.seen != seen:
             return None
         tensors = [arguments[number] for number in self.tensors]
         if self.settings != [arguments[number] for number in self.others]:
@@ -144,7 +151,7 @@ class Recent:
         if 0 in found or reduce(operator.or_, found) % _ALIGNMENT:
             return None
         addresses = [None] * len(arguments)
-        for number, address in zip(self.tensors, found):  # noqa: B905  # a keyword takes as long as two turns
+        for number, address in zip(self.tensors, found):  # noqa: B905  # as above
             addresses[number] = address
         return addresses
 

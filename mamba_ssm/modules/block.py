@@ -13,7 +13,8 @@ from mamba_ssm.modules.quantized import QuantizedLinear, StepNorm
 from mamba_ssm.ops.block_node import IN_A_ROW, Layer, Norm
 from mamba_ssm.ops.norm import RMSNorm, layer_norm_fn
 
-_SMALL = 1 << 23  # elements: four layers of larger inputs keep the GPU busy for longer than the host needs for them
+# Of inputs of layers that are one node: larger ones keep a GPU busy for longer than the host needs for them.
+_MOST_ELEMENTS, _MOST_CHANNELS = 1 << 23, 1024
 
 
 class Block(nn.Module):
@@ -90,7 +91,7 @@ class Block(nn.Module):
         return hidden_states, residual
 
     def as_layer(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> Layer | None:
-        """Norm, residual and mixer as an autograd node takes them; None where they have to be called."""
+        """Residual, norm and mixer for an autograd node; None where they have to be called."""
         # of the type: a module around the mixer, such as FSDP, passes attributes on
         as_layer, norm = getattr(type(self.mixer), "as_layer", None), self.norm
         if as_layer is None or not self.fused_add_norm or not is_fusible(norm) or is_compiling():
@@ -138,20 +139,29 @@ def through_layers(
     """
     layers = list(layers)
     residual: typing.Any = None
-    may_join = torch.is_grad_enabled() and not is_compiling()
+    may_join = torch.is_grad_enabled() and not is_compiling() and not torch.jit.is_tracing()
     may_join = may_join and inference_params is None and not any_given(mixer_kwargs)
     while layers:
         row: list[Layer] = []
-        if may_join and residual is not None and hidden_states.numel() <= _SMALL:
+        if may_join and residual is not None and _is_small(hidden_states):
             row = _row(layers[:IN_A_ROW], hidden_states, residual)
-        for joined in [row] if len(row) == IN_A_ROW else [[layer] for layer in row]:
-            hidden_states, residual = joined[0].node.of_layers(hidden_states, residual, joined)
+        if len(row) == IN_A_ROW:
+            hidden_states, residual = row[0].node.of_layers(hidden_states, residual, row)
+        else:
+            for layer in row:
+                hidden_states, residual = layer.node.of_layers(hidden_states, residual, [layer])
         if not row:
             hidden_states, residual = layers[0](
                 hidden_states, residual, inference_params=inference_params, **mixer_kwargs
             )
         layers = layers[max(1, len(row)) :]
     return hidden_states, residual
+
+
+def _is_small(hidden_states: torch.Tensor) -> bool:
+    """Whether layers of this input may be one node, and a gradient of it is wanted."""
+    small = hidden_states.shape[-1] <= _MOST_CHANNELS and hidden_states.numel() <= _MOST_ELEMENTS
+    return small and hidden_states.requires_grad
 
 
 def _row(layers: list[nn.Module], hidden_states: torch.Tensor, residual: torch.Tensor) -> list[Layer]:

@@ -377,7 +377,7 @@ class Mamba2(Mamba2Base, StatefulBlock):
         return is_bare(self, Mamba2) and type(self).step is Mamba2.step
 
     def as_layer(self, norm: Norm, u: torch.Tensor) -> Layer | None:
-        """forward(norm(u + residual)) as an autograd node takes it; None where that cannot be."""
+        """forward(norm(u + residual)) for an autograd node; None where it has to be called."""
         if not is_bare(self, Mamba2) or self._route(infers=False, steps_once=False) != "one node":
             return None
         check_input("Mamba2", self, u, self.d_model, ("in_proj", "out_proj"))

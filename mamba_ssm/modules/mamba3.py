@@ -297,7 +297,7 @@ class Mamba3(UpstreamParts, Mamba3States):
         return project(self.out_proj, self._step(project(self.in_proj, row), states))
 
     def as_layer(self, norm: Norm, u: torch.Tensor) -> Layer | None:
-        """forward(norm(u + residual)) as an autograd node takes it; None where that cannot be."""
+        """forward(norm(u + residual)) for an autograd node; None where it has to be called."""
         if not is_bare(self, Mamba3) or self.context_parallel_group is not None:
             return None
         one_node = self._inputs_of_node(u, None, None)
@@ -321,10 +321,11 @@ class Mamba3(UpstreamParts, Mamba3States):
             return None
         given = self._parameters_and_options()
         projections = *weight_and_bias(self.in_proj), *weight_and_bias(self.out_proj)
-        others = [given.pop(name, None) for name in _LAYER_PARAMETERS]
+        others = [given.get(name) for name in _LAYER_PARAMETERS]
         inputs = LayerInputs(*[u, *projections, *others, seq_idx, cu_seqlens])
-        given.setdefault("norm_eps", 0.0)
-        return (inputs, Options(headdim=self.headdim, **given)) if wants_one_node(inputs) else None
+        options: dict[str, typing.Any] = {"headdim": self.headdim, "norm_eps": 0.0}
+        options = options | {name: given[name] for name in Options._fields if name in given}
+        return (inputs, Options(**options)) if wants_one_node(inputs) else None
 
     # ---- from in_proj's output to out_proj's input -------------------------------------------------------------------
 

@@ -303,7 +303,7 @@ class Mamba(StatefulBlock):
         return is_bare(self, Mamba) and self.bimamba_type == "none" and type(self).step is Mamba.step
 
     def as_layer(self, norm: Norm, hidden_states: torch.Tensor) -> Layer | None:
-        """forward(norm(hidden_states + residual)) as an autograd node takes it; None where that cannot be."""
+        """forward(norm(hidden_states + residual)) for an autograd node; None where it has to be called."""
         if not (is_bare(self, Mamba) and self.bimamba_type == "none" and not self.layer_scale):
             return None
         check_input("Mamba", self, hidden_states, self.d_model, ("in_proj", "out_proj"))

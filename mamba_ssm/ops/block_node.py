@@ -5,6 +5,7 @@ A training step of a small model is bound by the time that Python and autograd t
 several layers, whose forward and backward are made by plans (see _torch/plans.py), takes the least of it.
 """
 
+import functools
 import typing
 from collections.abc import Callable, Sequence
 
@@ -53,7 +54,9 @@ class Norm(typing.NamedTuple):
 
 
 class Layer(typing.NamedTuple):
-    """A layer as a node takes it: the block's, its norm, the block's tensors but for its input, and its settings."""
+    """A layer as autograd nodes take it: its block's nodes, its norm, the block's tensors but for its input, and the
+    block's settings.
+    """
 
     node: "BlockNode"
     norm: Norm
@@ -116,60 +119,33 @@ def _block_node(block):
     return _function(name, forward, backward)
 
 
-def _layers_node(block, layers):
-    """An autograd.Function of (x, residual, of each layer the norm's weight and bias and the block's other *tensors, of
-    each layer the tuple of the norm's eps and is_rms_norm and the block's *settings), which gives the last one's output
-    and the sum that is normed there; of several layers also the first sum, from which gradients are differentiated.
+def _layers_node(block, count):
+    """An autograd.Function of (x, residual, of each of so many layers the norm's weight and bias and the block's other
+    *tensors, of each layer the tuple of the norm's eps and is_rms_norm and the block's *settings). It gives the last
+    one's output and the sum that is normed there; of several layers also the first sum, from which gradients are
+    differentiated.
     """
-
-    def layers_forward(*arguments):
-        x, residual, *tensors, settings, need = arguments
-        kept = []
-        for (weight, bias, *others), (eps, is_rms_norm, *of_block), (_, _, *need_others) in zip(
-            _parts(tensors, layers), settings, _parts(need[2:], layers), strict=True
-        ):
-            normed, residual, mean, rstd = call_below_autograd(
-                add_norm_op, x, residual, weight, bias, eps, True, False, is_rms_norm, True
-            )
-            x, *of_layer = block.forward(normed, *others, tuple(of_block), (normed.dtype, *need_others))
-            kept += residual, weight, bias, mean, rstd, *of_layer
-        return x, *kept
-
-    def layers_backward(dout, dtotal, *arguments):
-        *kept, settings, need = arguments
-        grads = []
-        of_layers = zip(_parts(kept, layers), settings, _parts(need[2:], layers), strict=True)
-        for (total, weight, bias, mean, rstd, *of_layer), (_, is_rms_norm, *of_block), (_, _, *need_others) in reversed(
-            [*of_layers]
-        ):
-            need_others = dout.dtype, *need_others
-            dnormed, *dothers = block.backward(dout, *of_layer, tuple(of_block), need_others)
-            dout, dtotal, *dnorm = call_in_backward(
-                add_norm_backward_op, dnormed, dtotal, total, weight, bias, mean, rstd, is_rms_norm
-            )
-            dtotal = dout if dtotal is None else dtotal  # None: of dout's dtype
-            grads[:0] = *dnorm, *dothers
-        return dout, dtotal, *grads
-
-    name = f"{block.name}_layer_node" if layers == 1 else f"{block.name}_{layers}_layers_node"
-    planned_forward = planned(name, layers_forward, (autocast_state,))
-    planned_backward = planned(f"{name}_backward", layers_backward, (use_deterministic_mode,))
+    name = f"{block.name}_layer_node" if count == 1 else f"{block.name}_{count}_layers_node"
+    planned_forward = planned(name, functools.partial(_layers_forward, block, count), (autocast_state,))
+    planned_backward = planned(
+        f"{name}_backward", functools.partial(_layers_backward, block, count), (use_deterministic_mode,)
+    )
 
     def forward(ctx, *arguments):
-        tensors, ctx.settings = arguments[:-layers], arguments[-layers:]
+        tensors, ctx.settings = arguments[:-count], arguments[-count:]
         ctx.dtypes = _dtypes(tensors)
         out, *kept = planned_forward(*tensors, ctx.settings, _need(ctx))
-        first, total = kept[0], kept[-len(kept) // layers]
+        first, total = kept[0], kept[len(kept) - len(kept) // count]
         ctx.again = Again((first, *tensors[2:]), first)
         ctx.save_for_backward(*kept)
         ctx.out_dtype = out.dtype
         ctx.set_materialize_grads(False)
-        return (out, total) if layers == 1 else (out, total, first)
+        return (out, total) if count == 1 else (out, total, first)
 
     def backward(ctx, dout, dtotal, dfirst=None):
-        need, nothing = _need(ctx), (None,) * layers
-        if dout is None and (dtotal is None or layers == 1):  # the output was not used, nor the sum of several layers
-            dsum = dtotal if layers == 1 else dfirst
+        need, nothing = _need(ctx), (None,) * count
+        if dout is None and (dtotal is None or count == 1):  # the output was not used, nor the sum of several layers
+            dsum = dtotal if count == 1 else dfirst
             return dsum, dsum, *(None,) * len(ctx.dtypes[2:]), *nothing
         if dout is None:
             dout = torch.zeros_like(dtotal, dtype=ctx.out_dtype)
@@ -186,8 +162,40 @@ def _layers_node(block, layers):
     return _function(name, forward, backward)
 
 
+def _layers_forward(block, count, x, residual, *arguments):
+    """The last layer's output, and of each layer the sum, the norm's weight, bias, mean and rstd, and what its block
+    keeps.
+    """
+    *tensors, settings, need = arguments
+    kept = []
+    of_layers = zip(_parts(tensors, count), settings, _parts(need[2:], count), strict=True)
+    for (weight, bias, *others), (eps, is_rms_norm, *of_block), (_, _, *need_others) in of_layers:
+        normed, residual, mean, rstd = call_below_autograd(
+            add_norm_op, x, residual, weight, bias, eps, True, False, is_rms_norm, True
+        )
+        x, *of_layer = block.forward(normed, *others, tuple(of_block), (normed.dtype, *need_others))
+        kept += residual, weight, bias, mean, rstd, *of_layer
+    return x, *kept
+
+
+def _layers_backward(block, count, dout, dtotal, *arguments):
+    """The gradients of x, residual and each layer's tensors."""
+    *kept, settings, need = arguments
+    grads = []
+    of_layers = [*zip(_parts(kept, count), settings, _parts(need[2:], count), strict=True)]
+    for of_norm_and_block, (_, is_rms_norm, *of_block), (_, _, *need_others) in reversed(of_layers):
+        total, weight, bias, mean, rstd, *of_layer = of_norm_and_block
+        dnormed, *dothers = block.backward(dout, *of_layer, tuple(of_block), (dout.dtype, *need_others))
+        dout, dtotal, *dnorm = call_in_backward(
+            add_norm_backward_op, dnormed, dtotal, total, weight, bias, mean, rstd, is_rms_norm
+        )
+        dtotal = dout if dtotal is None else dtotal  # None: of dout's dtype
+        grads[:0] = *dnorm, *dothers
+    return dout, dtotal, *grads
+
+
 def _parts(sequence, count):
-    """So many of the same length."""
+    """The sequence cut into so many of the same length."""
     size = len(sequence) // count
     return [sequence[begin : begin + size] for begin in range(0, len(sequence), size)]
 

@@ -14,7 +14,7 @@ from torch.utils import _python_dispatch
 from mamba_ssm._torch import dispatch, plan_memory, plan_steps, plans
 from mamba_ssm._torch.private import MODES_KEEP_INFERENCE
 from mamba_ssm.ops.linear.linear import linear
-from mamba_ssm.ops.norm import swiglu
+from mamba_ssm.ops.norm import layer_norm_fn, swiglu
 from mamba_ssm.ops.state_update import selective_state_update
 
 TIMES = 4  # a kind of call is recorded when it comes the second time
@@ -314,36 +314,55 @@ def _unlike(x):
 
 
 def test_recent_kinds_are_told_apart():
-    x = torch.rand(4, 6)
-    seen, unlike = [1, False], _unlike(x)
-    for tensors in (x,), (x, x):
-        recent = plans.Recent(None, seen, [*tensors, None, 2.0])
-        if recent.check is None:
-            pytest.skip("this torch compares no tensors at once")
-        addresses = [torch.rand(4, 6) for _ in tensors]
-        found = recent.addresses(seen, [*addresses, None, 2.0])
-        assert found == [*(tensor.data_ptr() for tensor in addresses), None, None]
-        assert recent.addresses([1, True], [*tensors, None, 2.0]) is None
-        for others in ([x, 2.0], [None, 2], [None, 3.0]):
-            assert recent.addresses(seen, [*tensors, *others]) is None
-        taken = [name for name, y in unlike.items() if recent.addresses(seen, [*tensors[1:], y, None, 2.0]) is not None]
-        assert not taken
+    x, tensors = torch.rand(4, 6), [torch.rand(3), torch.rand(5, 2), torch.rand(4, 6)]
+    seen, settings = [1, False], [None, 2.0]
+
+    def types_of(arguments):
+        return [*map(type, arguments)]
+
+    recent = plans.Recent(None, seen, types_of([*tensors, *settings]), [*tensors, *settings])
+    if recent.check is None:
+        pytest.skip("this torch compares no tensors at once")
+
+    def addresses(*arguments, seen=seen):
+        return recent.addresses(seen, types_of(arguments), arguments)
+
+    others = [tensor.clone() for tensor in tensors]
+    assert addresses(*others, *settings) == [*(tensor.data_ptr() for tensor in others), None, None]
+    assert addresses(*tensors, *settings, seen=[1, True]) is None
+    for changed in ([x, 2.0], [None, 2], [None, 3.0]):
+        assert addresses(*tensors, *changed) is None
+    taken = [name for name, y in _unlike(x).items() if addresses(*tensors[:2], y, *settings) is not None]
+    assert not taken
 
 
 def test_a_kind_among_many_becomes_recent(monkeypatch):
-    (planned,) = [planned for op, planned in dispatch.PLANNED.items() if str(op) == "mamba_ssm.swiglu.default"]
+    (planned,) = [planned for op, planned in dispatch.PLANNED.items() if str(op) == "mamba_ssm.add_norm.default"]
+    weight, bias = torch.rand(16), torch.rand(16)
+
+    def call(length):
+        return layer_norm_fn(torch.rand(length, 16), weight, bias, residual=torch.rand(length, 16))
+
     for length in range(1, 2 * plans._MOST_RECENT):
         for _ in range(TIMES):
-            swiglu(torch.rand(length, 2 * D))
+            call(length)
     if not planned.recent:
         pytest.skip("this torch compares no tensors at once")
-    xy, runs, call = torch.rand(B, 2 * D), [], plans.Recent.addresses
-    monkeypatch.setattr(plans.Recent, "addresses", lambda *given: runs.append(call(*given)) or runs[-1])
+    found, addresses = [], plans.Recent.addresses
+    monkeypatch.setattr(plans.Recent, "addresses", lambda *given: found.append(addresses(*given)) or found[-1])
     for _ in range(plans._LATE + TIMES):
-        runs.clear()
-        swiglu(xy)
-    assert runs[-1] is not None and len(planned.recent) <= plans._MOST_RECENT
+        found.clear()
+        call(99)
+    assert found[-1] is not None and len(planned.recent) <= plans._MOST_RECENT
     plans.forget()
+    assert not planned.recent
+
+
+def test_kinds_that_are_never_recent_do_not_get_in():
+    (planned,) = [planned for op, planned in dispatch.PLANNED.items() if str(op) == "mamba_ssm.add_norm.default"]
+    rows = torch.rand(3 * 16 + 1)[1:].view(3, 16)  # at an odd address
+    for _ in range(3 * plans._LATE):
+        layer_norm_fn(rows, torch.rand(16), torch.rand(16), residual=rows.clone())
     assert not planned.recent
 
 

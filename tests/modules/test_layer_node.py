@@ -272,19 +272,43 @@ def hooked(model, layer):
     model.layers[layer].register_forward_hook(lambda module, args, out: None)
 
 
+def compiled(model, layer):
+    model.layers[layer].compile(backend="eager")
+
+
+def called_in_its_own_way(model, layer):
+    class Called(Block):
+        def __call__(self, *given, **options):
+            return super().__call__(*given, **options)
+
+    model.layers[layer].__class__ = Called
+
+
+@pytest.mark.parametrize("limit", ["_MOST_ELEMENTS", "_MOST_CHANNELS"])
 @pytest.mark.parametrize(
     ("options", "change", "expected"),
     [
         ({}, None, ["mamba2_4_layers_node", "mamba2_layer_node"]),
         ({}, lambda model: hooked(model, 5), ["mamba2_4_layers_node", "mamba2_layer_node"]),
         ({}, lambda model: hooked(model, 3), ["mamba2_layer_node"] * 5),
+        ({}, lambda model: called_in_its_own_way(model, 3), ["mamba2_layer_node"] * 5),
+        ({}, lambda model: compiled(model, 1), ["mamba2_4_layers_node"]),
         ({"attn_layer_idx": [2], "attn_cfg": {"num_heads": 2}}, None, ["mamba2_layer_node"] * 4),
         ({"d_intermediate": 32}, None, ["mamba2_layer_node"] * 5),
         ({"fused_add_norm": False}, None, []),
     ],
-    ids=["plain", "the last one is watched", "one is watched", "attention", "MLPs", "norms apart"],
+    ids=[
+        "plain",
+        "the last one is watched",
+        "one is watched",
+        "one is called in its own way",
+        "one is compiled",
+        "attention",
+        "MLPs",
+        "norms apart",
+    ],
 )
-def test_layers_of_a_model(monkeypatch, options, change, expected):
+def test_layers_of_a_model(monkeypatch, options, change, expected, limit):
     torch.manual_seed(0)
     sizes = {"d_intermediate": 0, "fused_add_norm": True, **options}
     model = MixerModel(
@@ -297,7 +321,7 @@ def test_layers_of_a_model(monkeypatch, options, change, expected):
     assert layer_nodes(out) == expected
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), out)
-    monkeypatch.setattr("mamba_ssm.modules.block._SMALL", 1)
+    monkeypatch.setattr(f"mamba_ssm.modules.block.{limit}", 1)
     large = model(tokens)
     assert "mamba2_4_layers_node" not in layer_nodes(large)
     grads, others = (torch.autograd.grad(one.square().sum(), [*model.parameters()]) for one in (out, large))
