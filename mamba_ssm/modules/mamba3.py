@@ -323,8 +323,8 @@ class Mamba3(UpstreamParts, Mamba3States):
         projections = *weight_and_bias(self.in_proj), *weight_and_bias(self.out_proj)
         others = [given.get(name) for name in _LAYER_PARAMETERS]
         inputs = LayerInputs(*[u, *projections, *others, seq_idx, cu_seqlens])
-        options: dict[str, typing.Any] = {"headdim": self.headdim, "norm_eps": 0.0}
-        options = options | {name: given[name] for name in Options._fields if name in given}
+        options = {name: given[name] for name in Options._fields if name in given}
+        options = {"headdim": self.headdim, "norm_eps": 0.0} | options
         return (inputs, Options(**options)) if wants_one_node(inputs) else None
 
     # ---- from in_proj's output to out_proj's input -------------------------------------------------------------------
