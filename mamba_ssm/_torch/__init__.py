@@ -10,7 +10,13 @@ references run instead of kernels.
 """
 
 from mamba_ssm._torch import derivatives, reference
-from mamba_ssm._torch.autocast import autocast_dtype, autocast_state, autocast_without_cache, no_autocast
+from mamba_ssm._torch.autocast import (
+    autocast_dtype,
+    autocast_state,
+    autocast_without_cache,
+    no_autocast,
+    traced_by_old_torch,
+)
 from mamba_ssm._torch.derivatives import Again
 from mamba_ssm._torch.determinism import set_deterministic_mode, use_deterministic_mode
 from mamba_ssm._torch.dispatch import (
@@ -89,6 +95,7 @@ __all__ = [
     "set_deterministic_mode",
     "signature",
     "span",
+    "traced_by_old_torch",
     "unpack",
     "unpack_traced",
     "use_deterministic_mode",

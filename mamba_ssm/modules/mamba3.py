@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import check_flags, check_process_group, first_few, inner_width, shown
-from mamba_ssm._torch import is_bare, is_plain, wants_one_node, weight_and_bias
+from mamba_ssm._torch import is_bare, is_plain, traced_by_old_torch, wants_one_node, weight_and_bias
 from mamba_ssm.distributed.across_ranks import mamba3_scan_across_ranks
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear, SharedRMSNorm
 from mamba_ssm.modules._inputs import (
@@ -313,7 +313,7 @@ class Mamba3(UpstreamParts, Mamba3States):
         """What the whole layer as one autograd node takes. None if it cannot be one: if projections and norms are more
         than their parameters, or no gradient is wanted.
         """
-        if not torch.is_grad_enabled() or self._calls_norm() or not self._is_fused():
+        if not torch.is_grad_enabled() or traced_by_old_torch() or self._calls_norm() or not self._is_fused():
             return None
         if u.is_cuda and self.mimo_rank > MOST_CUDA_RANK:
             return None
