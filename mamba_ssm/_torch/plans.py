@@ -88,7 +88,8 @@ class Planned:
         key, plans = tuple(key), self.plans  # these plans: another thread may forget them, and then this call's too
         plan = plans.get(key, 0)
         if plan.__class__ is Plan:
-            self._remember(plan, plans, seen, types, arguments)
+            if plan.compared:
+                self._remember(plan, plans, seen, types, arguments)
             return self._run(plan, arguments, addresses)
         if plan == 0 and not are_plain(arguments):
             return None
@@ -111,11 +112,12 @@ class Planned:
     def _remember(self, plan, plans, seen, types, arguments):
         """Of a kind that was not among the recent ones. Not each time: where there are many, that would be dear."""
         self.late -= 1
-        if self.late >= 0 or sum(kind is _TENSOR or kind is _PARAMETER for kind in types) < _FEWEST_COMPARED:
+        if self.late >= 0:
             return
         self.late = _LATE
         recent = Recent(plan, seen, types, arguments)
-        if recent.check is not None and recent.addresses(seen, types, arguments) is not None:
+        plan.compared = recent.check is not None and recent.addresses(seen, types, arguments) is not None
+        if plan.compared:
             self.recent = [recent, *self.recent[: _MOST_RECENT - 1]]
             if plans is not self.plans:  # another thread has forgotten them
                 self.recent = []
@@ -215,6 +217,7 @@ class Plan:
         # start to start): the plan is for calls with the same
         self.overlaps = found.overlaps
         self.idle = []  # structs that no call is using: threads share plans
+        self.compared = sum(isinstance(given, _TENSOR) for given in arguments) >= _FEWEST_COMPARED  # see Recent
         kept = set(found.kept)
         give_back(steps, len(arguments), kept)
         self.calls = [step for step in steps if type(step) is Call]

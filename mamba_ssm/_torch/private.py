@@ -133,6 +133,17 @@ GRAPHS_KNOWN = _POOLS_KNOWN and None not in _PRODUCT_SETTINGS
 _PRODUCT_SETTINGS += [setting for setting in _newer if setting is not None]
 
 
+def product_settings():
+    """What torch's products on a GPU depend on beside their tensors."""
+    return tuple([setting() for setting in _PRODUCT_SETTINGS])
+
+
+def allocates_natively():
+    """Whether torch's own caching allocator gives memory on GPUs, which alone has pools."""
+    cached = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
+    return cached and torch.cuda.get_allocator_backend() == "native"
+
+
 # From torch 2.8 on: others were not tried, and whatever goes wrong in there ends the process.
 _TensorGuards = _find("_C._dynamo.guards.TensorGuards") if GRAPHS_KNOWN else None
 
@@ -149,17 +160,6 @@ def tensor_check(tensors):
         return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     except (TypeError, RuntimeError, SystemError):  # other arguments than today's
         return None
-
-
-def product_settings():
-    """What torch's products on a GPU depend on beside their tensors."""
-    return tuple([setting() for setting in _PRODUCT_SETTINGS])
-
-
-def allocates_natively():
-    """Whether torch's own caching allocator gives memory on GPUs, which alone has pools."""
-    cached = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
-    return cached and torch.cuda.get_allocator_backend() == "native"
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------

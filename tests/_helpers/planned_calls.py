@@ -77,17 +77,17 @@ def layer(kind, **sizes):
 
 def layers(kind, **sizes):
     """As in a language model, as many as are one node."""
+    return lambda x, residual: in_a_row([block_of(kind, x.device, **sizes) for _ in range(IN_A_ROW)], x, residual)
 
-    def function(x, residual):
-        blocks = [block_of(kind, x.device, **sizes) for _ in range(IN_A_ROW)]
-        row = [block.as_layer(x, residual) for block in blocks]
-        if None not in row:
-            return row[0].node.of_layers(x, residual, row)
-        for block in blocks:
-            x, residual = block(x, residual)
-        return x, residual
 
-    return function
+def in_a_row(blocks, x, residual):
+    """What the last block gives: as one node of them all if they can be, else by calls."""
+    row = [block.as_layer(x, residual) for block in blocks]
+    if None not in row:
+        return row[0].node.of_layers(x, residual, row)
+    for block in blocks:
+        x, residual = block(x, residual)
+    return x, residual
 
 
 def block_of(kind, device, **sizes):

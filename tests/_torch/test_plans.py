@@ -364,6 +364,7 @@ def test_kinds_that_are_never_recent_do_not_get_in():
     for _ in range(3 * plans._LATE):
         layer_norm_fn(rows, torch.rand(16), torch.rand(16), residual=rows.clone())
     assert not planned.recent
+    assert not any(plan.compared for plan in planned.plans.values())
 
 
 def test_what_watches_sees_operators():
