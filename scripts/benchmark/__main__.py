@@ -121,26 +121,29 @@ def _sections(parser, options):
     return chosen
 
 
-def _measure(name, options, sides, machine):
-    """(what the JSON holds of a section, its tables, why a side failed where)."""
+def _measure(name, options, sides, machine, found, save):
+    """(a section's tables, why a side failed where); `found` becomes the JSON's of it, saved after each case."""
     if name in BESIDE_PLAIN_TORCH:
-        rows = importlib.import_module(BESIDE_PLAIN_TORCH[name]).measure(options.device)
-        return {"rows": rows}, [(name, rows)], []
+        found["rows"] = importlib.import_module(BESIDE_PLAIN_TORCH[name]).measure(options.device)
+        return [(name, found["rows"])], []
     if options.device == "cuda" and "ceilings" not in machine:
         machine["ceilings"] = sides.ours.ask("this machine's limits", "ceilings")
     section = cases.CASES[options.device][name]
-    records = comparison.section(sides, section, options.device, machine.get("ceilings", {}), options.quick)
+    records = found["records"] = []
+    for record in comparison.section(sides, section, options.device, machine.get("ceilings", {}), options.quick):
+        records.append(record)
+        save()
     failed = [(record["case"], side, why) for record in records for side, why in record["failed"].items()]
     progress.clear()
     print(*comparison.kernels(records), sep="\n")
-    found, tables = {"records": records}, comparison.tables(name, records, options.device, bool(options.peer))
+    tables = comparison.tables(name, records, options.device, bool(options.peer))
     if name == "decode" and options.device == "cpu" and not options.peer:
         if not beside_llama_cpp.installed():
             print("llama.cpp (xllamacpp, gguf) is not installed: the comparison with it is left out")
         elif not options.quick:
             found["llama.cpp"] = beside_llama_cpp.measure([int(number) for number in options.threads.split(",")])
             tables.append(("decode beside llama.cpp", found["llama.cpp"]))
-    return found, tables, failed
+    return tables, failed
 
 
 def _described(facts, words):
@@ -173,6 +176,13 @@ def main(arguments=None):
     machine = {"device": options.device}
     results, explained, wrong = {"machine": machine, "sections": {}}, {}, False
     written = []  # in Markdown
+
+    def save():
+        """Write the JSON: after each case, so that a run that is cut off leaves what it has."""
+        if options.json:
+            with open(options.json, "w", encoding="utf-8") as file:
+                json.dump(results, file, indent=2)
+
     with Sides(options.device, options.peer, options.limit, options.without) as sides:
         try:
             _start(sides, machine)
@@ -184,16 +194,14 @@ def main(arguments=None):
         for name in options.sections:
             start = time.perf_counter()
             progress.section(name)
+            found = results["sections"][name] = {}
             try:
-                found, shown, failed = _measure(name, options, sides, machine)
+                shown, failed = _measure(name, options, sides, machine, found, save)
             except Exception:  # the other sections' figures are still wanted
-                found, shown, failed = {"error": traceback.format_exc()}, [], []
-                failed = [(name, "ours", found["error"])]
+                found["error"] = traceback.format_exc()
+                shown, failed = [], [(name, "ours", found["error"])]
             found["seconds"] = time.perf_counter() - start
-            results["sections"][name] = found
-            if options.json:  # after each section, so that a run that is cut off leaves what it has
-                with open(options.json, "w", encoding="utf-8") as file:
-                    json.dump(results, file, indent=2)
+            save()
             wrong = wrong or any(side != "peer" for _, side, _ in failed)
             progress.clear()
             for heading, rows in shown:

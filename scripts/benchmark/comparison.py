@@ -190,11 +190,9 @@ def kernels(records):
 
 
 def section(sides, cases, device, ceilings, quick=False):
-    """Records of all cases, or of the first one where it must be quick."""
-    records = []
+    """A record of each case, or of the first one where it must be quick, as soon as it is measured."""
     for case in cases[:1] if quick else cases:
         record = measure(sides, case, device, quick)
         record["limits"] = limits(case, ceilings)
         record["tokens"], record["tokens of a step"] = case.tokens, case.tokens_of_step
-        records.append(record)
-    return records
+        yield record
