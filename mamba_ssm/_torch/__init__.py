@@ -2,11 +2,11 @@
 
 private.py: torch's private names and versions, and what is done without each. registration.py: how an operator is made,
 registry.py: what torch keeps of it. derivatives.py: which derivatives it has beside the first. dispatch.py: how it is
-called. watching.py: who sees that. recording.py: what a call does. plans.py: what later calls reuse of that, by the
-steps of plan_steps.py, in memory as plan_memory.py lays it out, launched as graphs.py says. snapshots.py: whether a
-model has changed. records.py: how an operator's arguments are named. autocast.py: what autocast is doing. modules.py:
-when a submodule is no more than its parameters. determinism.py: whether results must repeat. reference.py: whether
-references run instead of kernels.
+called, compiled.py: how a function of several is in compiled programs. watching.py: who sees that. recording.py: what a
+call does. plans.py: what later calls reuse of that, by the steps of plan_steps.py, in memory as plan_memory.py lays it
+out, launched as graphs.py says. snapshots.py: whether a model has changed. records.py: how an operator's arguments are
+named. autocast.py: what autocast is doing. modules.py: when a submodule is no more than its parameters. determinism.py:
+whether results must repeat. reference.py: whether references run instead of kernels.
 """
 
 from mamba_ssm._torch import derivatives, reference
@@ -17,6 +17,7 @@ from mamba_ssm._torch.autocast import (
     no_autocast,
     traced_by_old_torch,
 )
+from mamba_ssm._torch.compiled import both_ways, run_operator
 from mamba_ssm._torch.derivatives import Again
 from mamba_ssm._torch.determinism import set_deterministic_mode, use_deterministic_mode
 from mamba_ssm._torch.dispatch import (
@@ -34,7 +35,15 @@ from mamba_ssm._torch.graphs import no_cuda_graphs
 from mamba_ssm._torch.modules import is_bare, is_plain, module_behind, parameters_of, weight_and_bias
 from mamba_ssm._torch.plans import forget as forget_plans
 from mamba_ssm._torch.plans import forgotten as plans_forgotten
-from mamba_ssm._torch.private import LOAD_REFUSES_PROGRAMS, DispatchMode, archive_names, current_stream, is_compiling
+from mamba_ssm._torch.private import (
+    COMPILES_FUNCTIONS,
+    LOAD_REFUSES_PROGRAMS,
+    DispatchMode,
+    archive_names,
+    current_stream,
+    is_compiling,
+    is_traced,
+)
 from mamba_ssm._torch.recording import (
     Recorded,
     look_at_values,
@@ -50,6 +59,7 @@ from mamba_ssm._torch.snapshots import Snapshot, are_plain, places_of
 from mamba_ssm._torch.watching import functions_watched, values_at_hand, watched
 
 __all__ = [
+    "COMPILES_FUNCTIONS",
     "LOAD_REFUSES_PROGRAMS",
     "Again",
     "DispatchMode",
@@ -61,6 +71,7 @@ __all__ = [
     "autocast_dtype",
     "autocast_state",
     "autocast_without_cache",
+    "both_ways",
     "call",
     "call_below_autograd",
     "call_in_backward",
@@ -73,6 +84,7 @@ __all__ = [
     "is_bare",
     "is_compiling",
     "is_plain",
+    "is_traced",
     "look_at_values",
     "make",
     "may_be_batched",
@@ -92,6 +104,7 @@ __all__ = [
     "refuse_second_derivatives",
     "refuse_what_is_no_dense_tensor",
     "returns",
+    "run_operator",
     "set_deterministic_mode",
     "signature",
     "span",

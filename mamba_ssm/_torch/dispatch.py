@@ -18,6 +18,7 @@ from mamba_ssm._torch.registration import (
 from mamba_ssm._torch.watching import watched
 
 _TENSOR = torch.Tensor
+FUNCTIONS_BY_PLANS = {}  # name -> what `planned` has made
 
 
 def call(op, *arguments):
@@ -90,6 +91,7 @@ def planned(name, implementation, reads=()):
                 return results
         return implementation(*arguments)
 
+    FUNCTIONS_BY_PLANS[name] = run
     return run
 
 

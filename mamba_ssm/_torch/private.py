@@ -20,6 +20,8 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `_C._cuda_beginAllocateCurrentThreadToPool` | whether torch.cuda.use_mem_pool is a thread's own | no graphs of plans |
 | `_C._dynamo.guards.TensorGuards` | whether tensors are alike, for calls by a plan | a key of all that is compared |
 | `_dynamo.symbolic_convert.InstructionTranslator` | whether torch.export is tracing | torch.compiler's word |
+| `_subclasses.FakeTensorMode`, | what a function returns | compiled layers are not one operator each |
+| `UntypedStorage._cdata` | " | " |
 | `_utils.is_compiling` | whether torch 2.2 or 2.3 is compiling | torch.compiler's word |
 | `Module._forward_hooks` and its like | whether a module has hooks | it is called as if it had |
 | `Module._parameters` | a parameter without attribute look-up | the attribute; no recorded steps |
@@ -160,6 +162,34 @@ def tensor_check(tensors):
         return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     except (TypeError, RuntimeError, SystemError):  # other arguments than today's
         return None
+
+
+# ---- what compilers trace --------------------------------------------------------------------------------------------
+
+FakeTensorMode: typing.Any = _find("_subclasses.FakeTensorMode")
+# torch 2.8: what compiled.py was tried with.
+COMPILES_FUNCTIONS = GRAPHS_KNOWN and FakeTensorMode is not None and hasattr(torch.UntypedStorage, "_cdata")
+_inside = [0]
+
+
+class InsideOperator:
+    """A context in which a compiler has an operator's function run without looking into it, on fake tensors."""
+
+    def __enter__(self):
+        _inside[0] += 1
+
+    def __exit__(self, *_):
+        _inside[0] -= 1
+
+
+def is_traced():
+    """Whether a compiler looks at the operators that are called now."""
+    return is_compiling() and not _inside[0]
+
+
+def storage_of(tensor):
+    """What tensors that share memory have in common, fake ones too."""
+    return tensor.untyped_storage()._cdata
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------

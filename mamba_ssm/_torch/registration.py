@@ -51,8 +51,13 @@ def define(schema, implementation, fake, autograd=None, differentiable=True, cal
     _CALLED[op] = called or name
     if autograd is not None:
         FUNCTIONS[op] = autograd
-    _impl(name, "Autograd", _autograd_kernel(name, op, autograd, differentiable))
+    _impl(name, "Autograd", _autograd_kernel(name, op, autograd, differentiable, by_plan))
     return op
+
+
+def define_without_autograd(schema, implementation, fake):
+    """The same of an operator that is called where no gradient is recorded: in the forward or backward of a node."""
+    return _define(schema.partition("(")[0], schema, implementation, fake)
 
 
 def _kernel(by_plan):
@@ -123,7 +128,7 @@ def no_second_derivatives(name):
     )
 
 
-def _autograd_kernel(name, op, function, differentiable):
+def _autograd_kernel(name, op, function, differentiable, by_plan):
     if function is None and differentiable:
         function = _differentiated_again(name, op)
 
@@ -139,6 +144,10 @@ def _autograd_kernel(name, op, function, differentiable):
                         )
                     _refuse_dual_tensors(name, arguments)
                     return function.apply(*arguments) if differentiable else _detached(name, op, arguments)
+        if by_plan is not None and not watched():  # as compiled programs call it: the dispatcher has no more to say
+            results = by_plan(arguments)
+            if results is not None:
+                return results
         _refuse_dual_tensors(name, arguments)
         return redispatch(op, arguments)
 

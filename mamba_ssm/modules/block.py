@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from mamba_ssm import _checks as checks
-from mamba_ssm._torch import is_bare, is_compiling, is_plain, weight_and_bias
+from mamba_ssm._torch import COMPILES_FUNCTIONS, is_bare, is_compiling, is_plain, weight_and_bias
 from mamba_ssm.modules.inference import InferenceCache
 from mamba_ssm.modules.quantized import QuantizedLinear, StepNorm
 from mamba_ssm.ops.block_node import IN_A_ROW, Layer, Norm
@@ -94,7 +94,9 @@ class Block(nn.Module):
         """Residual, norm and mixer for an autograd node; None where they have to be called."""
         # of the type: a module around the mixer, such as FSDP, passes attributes on
         as_layer, norm = getattr(type(self.mixer), "as_layer", None), self.norm
-        if as_layer is None or not self.fused_add_norm or not is_fusible(norm) or is_compiling():
+        if as_layer is None or not self.fused_add_norm or not is_fusible(norm):
+            return None
+        if is_compiling() and not COMPILES_FUNCTIONS:
             return None
         if residual.dtype not in (hidden_states.dtype, torch.float32):
             return None
@@ -139,7 +141,7 @@ def through_layers(
     """
     layers = list(layers)
     residual: typing.Any = None
-    may_join = torch.is_grad_enabled() and not is_compiling() and not torch.jit.is_tracing()
+    may_join = torch.is_grad_enabled() and not torch.jit.is_tracing()
     may_join = may_join and inference_params is None and not any_given(mixer_kwargs)
     while layers:
         row: list[Layer] = []

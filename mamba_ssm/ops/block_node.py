@@ -15,11 +15,13 @@ from mamba_ssm._torch import (
     Again,
     apply,
     autocast_state,
+    both_ways,
     call_below_autograd,
     call_in_backward,
     is_compiling,
     no_autocast,
     planned,
+    run_operator,
     use_deterministic_mode,
 )
 from mamba_ssm.ops.norm import layer_norm_fn
@@ -70,6 +72,7 @@ class BlockNode:
     def __init__(self, block: Block) -> None:
         self._alone = _block_node(block)
         self._layers = {count: _layers_node(block, count) for count in (1, IN_A_ROW)}
+        self._compiled_layers = {count: _compiled_layers_node(block, count) for count in (1, IN_A_ROW)}
 
     def __call__(self, inputs: typing.Any, settings: tuple[typing.Any, ...] = ()) -> torch.Tensor:
         """The block's output. For callers that wants_one_node has said yes to, as below."""
@@ -79,11 +82,12 @@ class BlockNode:
         self, x: torch.Tensor, residual: torch.Tensor, layers: Sequence[Layer]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The last layer's output, and the residual stream behind its addition. residual: of x's dtype, or float32.
-        layers: one, or IN_A_ROW, of this node. Not under a compiler.
+        layers: one, or IN_A_ROW, of this node.
         """
         tensors = [tensor for _, norm, others, _ in layers for tensor in (norm.weight, norm.bias, *others)]
         settings = [(norm.eps, norm.is_rms_norm, *of_block) for _, norm, _, of_block in layers]
-        out, total, *_ = apply(self._layers[len(layers)], x, residual, *tensors, *settings)
+        nodes = self._compiled_layers if is_compiling() else self._layers
+        out, total, *_ = apply(nodes[len(layers)], x, residual, *tensors, *settings)
         return out, total
 
 
@@ -125,7 +129,7 @@ def _layers_node(block, count):
     one's output and the sum that is normed there; of several layers also the first sum, from which gradients are
     differentiated.
     """
-    name = f"{block.name}_layer_node" if count == 1 else f"{block.name}_{count}_layers_node"
+    name = _name_of_layers(block, count)
     planned_forward = planned(name, functools.partial(_layers_forward, block, count), (autocast_state,))
     planned_backward = planned(
         f"{name}_backward", functools.partial(_layers_backward, block, count), (use_deterministic_mode,)
@@ -134,10 +138,9 @@ def _layers_node(block, count):
     def forward(ctx, *arguments):
         tensors, ctx.settings = arguments[:-count], arguments[-count:]
         ctx.dtypes = _dtypes(tensors)
-        out, *kept = planned_forward(*tensors, ctx.settings, _need(ctx))
-        first, total = kept[0], kept[len(kept) - len(kept) // count]
+        out, total, first, *kept = planned_forward(*tensors, ctx.settings, _need(ctx))
         ctx.again = Again((first, *tensors[2:]), first)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(first, *kept)
         ctx.out_dtype = out.dtype
         ctx.set_materialize_grads(False)
         return (out, total) if count == 1 else (out, total, first)
@@ -162,9 +165,34 @@ def _layers_node(block, count):
     return _function(name, forward, backward)
 
 
+def _name_of_layers(block, count):
+    return f"{block.name}_layer_node" if count == 1 else f"{block.name}_{count}_layers_node"
+
+
+def _compiled_layers_node(block, count):
+    """The same for programs that are compiled, in which forward and backward are an operator each."""
+    name = _name_of_layers(block, count)
+
+    def forward(ctx, *arguments):
+        tensors, settings = arguments[:-count], arguments[-count:]
+        ctx.dtypes = _dtypes(tensors)
+        width = tensors[2].shape[0]  # of the first norm's weight: the sequences' sizes may be open
+        layouts = [None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors[2:]]
+        layouts = ((None, None, width), tensors[0].dtype), ((None, None, width), tensors[1].dtype), *layouts
+        of_forward, ctx.of_backward = both_ways(name, tensors[0].device.type, layouts, (settings, _need(ctx)), 2)
+        out, total, *kept = run_operator(name, tensors, of_forward)
+        ctx.save_for_backward(*kept)
+        return out, total
+
+    def backward(ctx, dout, dtotal):
+        return *run_operator(f"{name}_backward", [dout, dtotal, *ctx.saved_tensors], ctx.of_backward), *(None,) * count
+
+    return _function(name, forward, backward)
+
+
 def _layers_forward(block, count, x, residual, *arguments):
-    """The last layer's output, and of each layer the sum, the norm's weight, bias, mean and rstd, and what its block
-    keeps.
+    """The last layer's output and sum, and of each layer the sum, the norm's weight, bias, mean and rstd, and what its
+    block keeps.
     """
     *tensors, settings, need = arguments
     kept = []
@@ -175,7 +203,7 @@ def _layers_forward(block, count, x, residual, *arguments):
         )
         x, *of_layer = block.forward(normed, *others, tuple(of_block), (normed.dtype, *need_others))
         kept += residual, weight, bias, mean, rstd, *of_layer
-    return x, *kept
+    return x, residual, *kept
 
 
 def _layers_backward(block, count, dout, dtotal, *arguments):

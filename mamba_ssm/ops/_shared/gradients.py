@@ -2,7 +2,7 @@
 
 import torch
 
-from mamba_ssm._torch import is_compiling
+from mamba_ssm._torch import is_traced
 
 HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()  # torch 2.8, CUDA
 
@@ -31,6 +31,6 @@ def linear_gradients(dout, x, weight, need_bias, weight_dtype):
 
 def product(a, b, dtype):
     """a b, in dtype if torch can: a parameter's gradient under autocast, which would be rounded and then cast."""
-    if dtype is torch.float32 and a.dtype is not dtype and HAS_OUT_DTYPE and a.is_cuda and not is_compiling():
+    if dtype is torch.float32 and a.dtype is not dtype and HAS_OUT_DTYPE and a.is_cuda and not is_traced():
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a, b)
