@@ -44,6 +44,7 @@ int64_t mamba_struct_size(const char* name) {
         {"MambaMambaStep", sizeof(MambaMambaStep)},
         {"MambaLinear", sizeof(MambaLinear)},
         {"MambaDequantize", sizeof(MambaDequantize)},
+        {"MambaGreedyToken", sizeof(MambaGreedyToken)},
         {"MambaSsd", sizeof(MambaSsd)},
         {"MambaSsdBackward", sizeof(MambaSsdBackward)},
         {"MambaSsdCarry", sizeof(MambaSsdCarry)},

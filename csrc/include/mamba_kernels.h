@@ -116,6 +116,7 @@ MAMBA_API int64_t mamba_mamba_step_workspace(const MambaMambaStep* params);
 
 MAMBA_API int32_t mamba_linear(const MambaLinear* params);
 MAMBA_API int32_t mamba_dequantize(const MambaDequantize* params);
+MAMBA_API int32_t mamba_greedy_token(const MambaGreedyToken* params);
 
 MAMBA_API int32_t mamba_ssd_forward(const MambaSsd* params);
 MAMBA_API int32_t mamba_ssd_backward(const MambaSsdBackward* params);

@@ -200,8 +200,8 @@ typedef struct MambaLinear {
     int64_t x_row_stride, out_row_stride;
 } MambaLinear;
 
-/* out = rows of an int8 weight as numbers, each rounded once: all of them, or those that indices name. A row whose index is not
- * in 0 .. weight_rows - 1 is NaN. Letters: R rows, N features. */
+/* out = rows of an int8 weight as numbers, each rounded once: all of them, or those that indices name. Of an index that is not
+ * in 0 .. weight_rows - 1 mamba_cuda makes a row of NaN, and mamba_cpu an error. Letters: R rows, N features. */
 typedef struct MambaDequantize {
     MambaRun run;
     int64_t rows, features;
@@ -213,6 +213,26 @@ typedef struct MambaDequantize {
     const void* indices; /* (R), optional */
     void* out;           /* (R, N) contiguous */
 } MambaDequantize;
+
+/* Greedy decoding: the token of each row is the index of its largest logit, the first of equal ones; NaN is larger than any
+ * number. A row that has ended takes eos_0 instead; one whose token is in eos has ended. sequences_{r, ends_r} = token, and
+ * then ends, positions and lengths are each raised by 1: what the next step of a CUDA graph reads. Elements of a row have
+ * stride 1. Letters: R rows, V vocabulary, E eos_count. */
+typedef struct MambaGreedyToken {
+    MambaRun run;
+    int64_t rows, vocabulary; /* vocabulary at most 2^30: the row may go on, with what pads the vocabulary */
+    int32_t dtype;            /* of logits */
+    int32_t eos_count;        /* at least 1 where ended is */
+    const void* logits;       /* (R, V) */
+    int64_t* tokens;          /* (R) */
+    const int64_t* eos;       /* (E), required where ended is */
+    uint8_t* ended;           /* (R), 0 or 1, optional */
+    int64_t* sequences;       /* (R, any), optional */
+    int64_t* ends;            /* (R), required where sequences is */
+    int64_t* positions;       /* (R), optional */
+    int32_t* lengths;         /* (R), optional */
+    int64_t logits_row_stride, sequences_row_stride;
+} MambaGreedyToken;
 
 /* out = (s - mean(s)) rstd weight + bias over each of a row's ngroups groups of neighbours, rstd = 1 / sqrt(var(s) + eps).
  * s = x + residual, rounded to other_dtype; or, with z, s = x silu(z) (norm_before_gate 0), or s = x and out is multiplied by

@@ -13,6 +13,7 @@
 #define MAMBA_ERROR_NO_KERNEL_IMAGE 5 /* the library holds no code for this GPU's architecture */
 #define MAMBA_ERROR_DRIVER 6          /* no driver, or one older than the library's CUDA runtime needs */
 #define MAMBA_ERROR_MEMORY 7          /* host memory could not be allocated (CPU library) */
+#define MAMBA_ERROR_INDEX 8           /* an index of no row (CPU library) */
 
 /* Element types. */
 #define MAMBA_FLOAT32 0

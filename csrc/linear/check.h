@@ -89,4 +89,26 @@ inline int32_t check_dequantize(const char* function, const MambaDequantize* par
     return check.status();
 }
 
+inline int32_t check_greedy_token(const char* function, const MambaGreedyToken* params) {
+    Check check(function);
+    check.pointer("params", params);
+    if (!check.ok()) {
+        return check.status();
+    }
+    const MambaGreedyToken& p = *params;
+    check.at_least(0, "rows", p.rows);
+    check.range(1, 1 << 30, "vocabulary", p.vocabulary);
+    check.dtype("logits", p.dtype);
+    if (check.ok() && p.rows > 0) {
+        check.pointer("logits", p.logits);
+        check.pointer("tokens", p.tokens);
+        check.pointer("ends", p.ends, p.sequences != nullptr);
+        check.pointer("eos", p.eos, p.ended != nullptr);
+    }
+    if (p.ended != nullptr) {
+        check.at_least(1, "eos_count", p.eos_count);
+    }
+    return check.status();
+}
+
 }  // namespace mamba

@@ -1,7 +1,9 @@
-// linear and dequantize of mamba_cpu: checks, the choice of instruction set, and the split of the work over threads.
+// linear, dequantize and greedy_token of mamba_cpu: checks, the choice of instruction set, and the split of the work over
+// threads.
 #include "linear/cpu.h"
 
 #include "linear/check.h"
+#include "linear/dequantize.h"
 
 namespace mamba {
 namespace {
@@ -34,6 +36,30 @@ void run_dequantize_share(void* context, int64_t share) {
     const DequantizeJob& job = *static_cast<const DequantizeJob*>(context);
     const int64_t rows = job.params->rows;
     job.kernels->dequantize(*job.params, share_begin(rows, job.shares, share), share_begin(rows, job.shares, share + 1));
+}
+
+struct GreedyTokenJob {
+    const MambaGreedyToken* params;
+    const LinearKernels* kernels;
+    int64_t shares;
+};
+
+void run_greedy_token_share(void* context, int64_t share) {
+    const GreedyTokenJob& job = *static_cast<const GreedyTokenJob*>(context);
+    const int64_t rows = job.params->rows;
+    job.kernels->greedy_token(*job.params, share_begin(rows, job.shares, share), share_begin(rows, job.shares, share + 1));
+}
+
+// Of a call that passed the other checks.
+int32_t check_indices(const char* function, const MambaDequantize& p) {
+    for (int64_t row = 0; p.indices != nullptr && row < p.rows; ++row) {
+        const int64_t index = dequantized_row(p, row);
+        if (!has_weight_row(p, index)) {
+            return fail(MAMBA_ERROR_INDEX, "%s: indices must be in 0..%lld, got %lld", function,
+                        static_cast<long long>(p.weight_rows - 1), static_cast<long long>(index));
+        }
+    }
+    return MAMBA_OK;
 }
 
 const LinearKernels& linear_kernels_of(Isa isa) {
@@ -101,8 +127,11 @@ int32_t mamba_dequantize(const MambaDequantize* params) {
     if (status != MAMBA_OK || dequantize_is_empty(*params)) {
         return status;
     }
+    status = check_indices(function, *params);
     Isa isa;
-    status = begin_call(function, params->run, &isa);
+    if (status == MAMBA_OK) {
+        status = begin_call(function, params->run, &isa);
+    }
     if (status != MAMBA_OK) {
         return status;
     }
@@ -110,5 +139,23 @@ int32_t mamba_dequantize(const MambaDequantize* params) {
     const int64_t threads = worthwhile_threads(p.run, p.rows * p.features, kWorkPerThread);
     DequantizeJob job = {params, &linear_kernels_of(isa), threads < p.rows ? threads : p.rows};
     run_shares(job.shares, run_dequantize_share, &job);
+    return MAMBA_OK;
+}
+
+int32_t mamba_greedy_token(const MambaGreedyToken* params) {
+    const char* const function = "greedy_token";
+    int32_t status = check_greedy_token(function, params);
+    if (status != MAMBA_OK || params->rows == 0) {
+        return status;
+    }
+    Isa isa;
+    status = begin_call(function, params->run, &isa);
+    if (status != MAMBA_OK) {
+        return status;
+    }
+    const MambaGreedyToken& p = *params;
+    const int64_t threads = worthwhile_threads(p.run, p.rows * p.vocabulary, kWorkPerThread);
+    GreedyTokenJob job = {params, &linear_kernels_of(isa), threads < p.rows ? threads : p.rows};
+    run_shares(job.shares, run_greedy_token_share, &job);
     return MAMBA_OK;
 }

@@ -1,12 +1,15 @@
-// The linear layer's C ABI in mamba_cuda.
+// The linear layer's C ABI in mamba_cuda, and the kernels that are compiled once for all dtypes.
 #include "common/cuda_device.h"
 #include "linear/check.h"
+#include "linear/cuda/dequantize.cuh"
+#include "linear/cuda/greedy.cuh"
 #include "linear/kernels.h"
 #include "linear/launch.h"
 
 namespace mamba {
 KernelTable linear_table("linear", kLinearKernels);
 KernelTable dequantize_table("dequantize", kDequantizeKernels);
+KernelTable greedy_token_table("greedy_token", kGreedyTokenKernels);
 }  // namespace mamba
 
 using namespace mamba;
@@ -40,7 +43,24 @@ int32_t mamba_dequantize(const MambaDequantize* params) {
     cudaError_t error = guard.error != cudaSuccess ? guard.error : device.error;
     if (error == cudaSuccess) {
         const int kernel = choose_kernel(dequantize_table, kDequantizeKernels, device.major, params->dtype, *params);
-        error = launchers_of<LinearLaunchers>(params->dtype).dequantize(*params, kernel);
+        dequantize_table.count_launch(kernel, params->dtype);
+        error = launch_dequantize(*params);
     }
     return cuda_status(error, function, params->rows, params->features, 1, 1);
+}
+
+int32_t mamba_greedy_token(const MambaGreedyToken* params) {
+    const char* const function = "greedy_token";
+    const int32_t status = check_greedy_token(function, params);
+    if (status != MAMBA_OK || params->rows == 0) {
+        return status;
+    }
+    const CallDevice device(params->run.device);
+    cudaError_t error = device.error;
+    if (error == cudaSuccess) {
+        const int kernel = choose_kernel(greedy_token_table, kGreedyTokenKernels, device.major, params->dtype, *params);
+        greedy_token_table.count_launch(kernel, params->dtype);
+        error = launch_greedy_token(*params);
+    }
+    return cuda_status(error, function, params->rows, params->vocabulary, 1, 1);
 }

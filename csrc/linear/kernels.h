@@ -1,4 +1,4 @@
-// The linear layer's kernels, for few rows, and what dequantises its weights.
+// The linear layer's kernels, for few rows, what dequantises its weights, and greedy decoding's choice.
 #pragma once
 
 #include "common/alignment.h"
@@ -56,9 +56,26 @@ inline bool takes_any_dequantize(const MambaDequantize&) {
 }
 
 inline constexpr DequantizeKernel kDequantizeKernels[] = {
-    // name, needs, shape, dtypes (of out), threads, shared bytes, architecture; takes
+    // name, needs, shape, dtypes (of out, one kernel for all), threads, shared bytes, architecture; takes
     {{"row", "", "a row", kAllDtypes, kDequantizeThreads, 0, 75}, takes_any_dequantize},
 };
 extern KernelTable dequantize_table;
+
+constexpr int kGreedyThreads = 512;
+constexpr int kGreedyBlocks = 8;  // in a cluster that every GPU with clusters takes
+
+struct GreedyTokenKernel : KernelRow {
+    bool (*takes)(const MambaGreedyToken& p);
+};
+
+inline bool takes_any_greedy_token(const MambaGreedyToken&) {
+    return true;
+}
+
+inline constexpr GreedyTokenKernel kGreedyTokenKernels[] = {
+    // name, needs, shape, dtypes (one kernel for all), threads, shared bytes, architecture; takes
+    {{"row", "", "an eighth of a row; before 9.0 a row", kAllDtypes, kGreedyThreads, 0, 75}, takes_any_greedy_token},
+};
+extern KernelTable greedy_token_table;
 
 }  // namespace mamba

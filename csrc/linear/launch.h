@@ -10,7 +10,6 @@ namespace mamba {
 struct LinearLaunchers {
     // kernel: of kLinearKernels. processors: of the GPU.
     cudaError_t (*linear)(const MambaLinear& params, int kernel, int processors);
-    cudaError_t (*dequantize)(const MambaDequantize& params, int kernel);  // of kDequantizeKernels
 
     template <typename T>
     static LinearLaunchers of();

@@ -1,7 +1,10 @@
-// linear and dequantize of both libraries against double-precision sums, over sizes, strides and dtypes.
+// linear, dequantize and greedy_token of both libraries against loops in double, over sizes, strides and dtypes.
+#include <vector>
+
 #include "tests/testing.h"
 
 using testing::begin_case;
+using testing::expect;
 using testing::expect_close;
 using testing::expect_error;
 using testing::expect_ok;
@@ -163,7 +166,7 @@ static void test_int8() {
     }
 }
 
-// Rows that indices of 4 or 8 bytes name, some of no row, or all rows.
+// Rows that indices of 4 or 8 bytes name, in mamba_cuda some of no row, or all rows.
 static void run_dequantize_case(int64_t rows, int64_t features, int32_t dtype, int index_bytes) {
     begin_case("dequantize dtype=%d R=%d in=%d index=%d", dtype, static_cast<int>(rows), static_cast<int>(features),
                index_bytes);
@@ -177,7 +180,8 @@ static void run_dequantize_case(int64_t rows, int64_t features, int32_t dtype, i
         weight.data()[i] = static_cast<int8_t>(i * 89 % 256 - 128);
     }
     for (int64_t r = 0; r < rows; ++r) {
-        long_indices.data()[r] = r % 5 == 3 ? -1 - r : r % 5 == 4 ? weight_rows + r : r * 3 % weight_rows;
+        const int kind = testing::kCuda ? static_cast<int>(r % 5) : 0;
+        long_indices.data()[r] = kind == 3 ? -1 - r : kind == 4 ? weight_rows + r : r * 3 % weight_rows;
         short_indices.data()[r] = static_cast<int32_t>(long_indices.data()[r]);
     }
     MambaDequantize p;
@@ -215,6 +219,75 @@ static void test_dequantize() {
     }
 }
 
+// turn: which of what a token is written to there is.
+static void run_greedy_case(int64_t rows, int64_t vocabulary, int32_t dtype, int turn) {
+    begin_case("greedy %d dtype=%d R=%d V=%d", turn, dtype, static_cast<int>(rows), static_cast<int>(vocabulary));
+    const int64_t width = 5;
+    Tensor logits(dtype, {rows, vocabulary}, turn % 3 == 1 ? 3 : turn % 3 == 2 ? 8 : 0);
+    logits.fill_random(turn % 2 ? 1.0 : 100.0);
+    testing::Memory<int64_t> tokens(static_cast<size_t>(rows) + 1, -1), ends(static_cast<size_t>(rows) + 1, 2);
+    testing::Memory<int64_t> positions(static_cast<size_t>(rows) + 1, 7), eos(2, 0);
+    testing::Memory<int64_t> sequences(static_cast<size_t>(rows * width) + 1, -1);
+    testing::Memory<int32_t> lengths(static_cast<size_t>(rows) + 1, 9);
+    testing::Memory<uint8_t> ended(static_cast<size_t>(rows) + 1, 0);
+    std::vector<int64_t> expected;
+    for (int64_t r = 0; r < rows; ++r) {
+        int64_t best = 0;
+        for (int64_t i = 1; i < vocabulary; ++i) {
+            best = logits.get(r, i) > logits.get(r, best) ? i : best;
+        }
+        expected.push_back(best);
+        ended.data()[r] = r % 3 == 1;
+    }
+    eos.data()[0] = vocabulary;
+    eos.data()[1] = rows > 0 ? expected[0] : 0;
+    MambaGreedyToken p;
+    memset(&p, 0, sizeof(p));
+    p.run.num_threads = 2;
+    p.rows = rows;
+    p.vocabulary = vocabulary;
+    p.dtype = dtype;
+    p.logits = logits.data();
+    p.logits_row_stride = logits.stride[0];
+    p.tokens = tokens.data();
+    p.sequences = turn % 2 ? sequences.data() : nullptr;
+    p.sequences_row_stride = width;
+    p.ends = turn % 2 ? ends.data() : nullptr;
+    p.positions = turn % 2 ? positions.data() : nullptr;
+    p.lengths = turn % 2 ? lengths.data() : nullptr;
+    p.eos = eos.data();
+    p.eos_count = 2;
+    p.ended = turn % 4 > 1 ? ended.data() : nullptr;
+    if (!expect_ok(mamba_greedy_token(&p))) {
+        return;
+    }
+    bool good = true;
+    for (int64_t r = 0; r < rows; ++r) {
+        const bool over = p.ended != nullptr && r % 3 == 1;
+        const int64_t token = over ? vocabulary : expected[static_cast<size_t>(r)], more = turn % 2;
+        for (int64_t i = 0; i < width; ++i) {
+            good = good && sequences.data()[r * width + i] == (i == 2 && more ? token : -1);
+        }
+        good = good && tokens.data()[r] == token && ends.data()[r] == 2 + more && positions.data()[r] == 7 + more;
+        good = good && lengths.data()[r] == 9 + more;
+        good = good && (ended.data()[r] != 0) == (r % 3 == 1 || (p.ended != nullptr && token == eos.data()[1]));
+    }
+    good = good && tokens.data()[rows] == -1 && ends.data()[rows] == 2 && positions.data()[rows] == 7;
+    expect(good && lengths.data()[rows] == 9 && ended.data()[rows] == 0, "what a token is written to differs");
+}
+
+static void test_greedy() {
+    const int64_t sizes[][2] = {{1, 1}, {1, 59}, {4, 257}, {5, 8200}, {0, 8}, {2, 50277}};
+    int turn = 0;
+    for (const auto& size : sizes) {
+        for (int32_t dtype = MAMBA_FLOAT32; dtype <= MAMBA_BFLOAT16; ++dtype) {
+            for (int variant = 0; variant < 4; ++variant, ++turn) {
+                run_greedy_case(size[0], size[1], dtype, turn);
+            }
+        }
+    }
+}
+
 static void test_errors() {
     begin_case("linear errors");
     MambaLinear p;
@@ -231,6 +304,18 @@ static void test_errors() {
     expect_error(mamba_linear(&p), MAMBA_ERROR_UNSUPPORTED, "a norm needs 1 row and an int8 weight, got 2 rows");
 #else
     expect_error(mamba_linear(&p), MAMBA_ERROR_UNSUPPORTED, "a norm before it is in mamba_cuda alone");
+    const int64_t indices[] = {2, 3};
+    MambaDequantize q;
+    memset(&q, 0, sizeof(q));
+    q.rows = 2;
+    q.features = 1;
+    q.weight_rows = 3;
+    q.run.num_threads = 1;
+    q.index_bytes = 8;
+    q.indices = indices;
+    q.weight = q.scales = indices;
+    q.out = &q;
+    expect_error(mamba_dequantize(&q), MAMBA_ERROR_INDEX, "indices must be in 0..2, got 3");
 #endif
 }
 
@@ -255,6 +340,7 @@ int main(int argc, char** argv) {
         test_norm();
 #endif
         test_dequantize();
+        test_greedy();
         test_errors();
     });
 }

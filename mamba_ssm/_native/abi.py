@@ -14,6 +14,7 @@ ERROR_CUDA = 4
 ERROR_NO_KERNEL_IMAGE = 5
 ERROR_DRIVER = 6
 ERROR_MEMORY = 7
+ERROR_INDEX = 8
 FLOAT32 = 0
 FLOAT16 = 1
 BFLOAT16 = 2
@@ -360,6 +361,20 @@ class MambaDequantize(Structure):
     )
 
 
+class MambaGreedyToken(Structure):
+    _anonymous_ = ("run",)
+    _fields_ = _fields(
+        """
+        MambaRun: run;
+        i64: rows, vocabulary;
+        i32: dtype, eos_count;
+        ptr: logits, tokens, eos, ended, sequences, ends, positions, lengths;
+        i64: logits_row_stride, sequences_row_stride
+        """,
+        MambaRun=MambaRun,
+    )
+
+
 class MambaNorm(Structure):
     _anonymous_ = ("run",)
     _fields_ = _fields(
@@ -455,6 +470,7 @@ STRUCTS = (
     MambaMambaStep,
     MambaLinear,
     MambaDequantize,
+    MambaGreedyToken,
     MambaNorm,
     MambaNormBackward,
     MambaSwiglu,
@@ -494,6 +510,7 @@ FUNCTIONS = {
     "mamba_step_workspace": (c_int64, [POINTER(MambaMambaStep)]),
     "linear": (c_int32, [POINTER(MambaLinear)]),
     "dequantize": (c_int32, [POINTER(MambaDequantize)]),
+    "greedy_token": (c_int32, [POINTER(MambaGreedyToken)]),
     "ssd_forward": (c_int32, [POINTER(MambaSsd)]),
     "ssd_backward": (c_int32, [POINTER(MambaSsdBackward)]),
     "ssd_forward_workspace": (c_int64, [POINTER(MambaSsd)]),

@@ -78,6 +78,8 @@ def exception_for(code: int, message: str, where: str) -> Exception:
         return ValueError(f"{where}: {message}")
     if code == abi.ERROR_UNSUPPORTED:
         return NotImplementedError(f"{where}: {message}")
+    if code == abi.ERROR_INDEX:
+        return IndexError(f"{where}: {message}")
     if code == abi.ERROR_MEMORY:
         return MemoryError(f"{where}: {message}")
     if code == abi.ERROR_NO_KERNEL_IMAGE:

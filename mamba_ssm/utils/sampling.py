@@ -4,6 +4,8 @@ import numbers
 
 import torch
 
+from mamba_ssm.ops.linear import greedy_token
+
 
 def sample(
     logits: torch.Tensor, top_k: int = 1, top_p: float = 0.0, min_p: float = 0.0, temperature: float = 1.0
@@ -15,7 +17,7 @@ def sample(
     arXiv 1904.09751), those at least min_p times as likely as the likeliest (0: off; arXiv 2407.01082).
     """
     if top_k == 1:
-        return logits.argmax(dim=-1)
+        return greedy_token(logits)
     logits = logits.float() / temperature
     indices = None
     if 0 < top_k < logits.shape[-1]:

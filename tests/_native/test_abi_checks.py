@@ -55,6 +55,7 @@ SIZES = {
     abi.MambaSwiglu: {"rows": 2, "width": 4},
     abi.MambaCrossEntropy: {"rows": 2, "vocabulary": 4},
     abi.MambaDequantize: {"rows": 2, "features": 4, "weight_rows": 2},
+    abi.MambaGreedyToken: {"rows": 2, "vocabulary": 4},
     abi.MambaSequence: {"count": 0},
 }
 SIZES[abi.MambaSelectiveScanBackward] = {**SIZES[abi.MambaSelectiveScan], "slots": 1}
@@ -85,6 +86,7 @@ POINTERS = {
     "mamba_step": "xz conv_state conv_weight x_proj_weight dt_proj_weight state A_log D out",
     "linear": "x weight out",
     "dequantize": "weight scales out",
+    "greedy_token": "logits tokens",
     "ssd_forward": "x dt A B C",
     "ssd_backward": "x dt A B C dout dx ddt dA dB dC",
     "ssd_carry": "passed factors",
@@ -117,6 +119,8 @@ PAIRS = [
     ("mamba3_backward", "D", "dD"),
     ("mamba3_backward", "z", "dz"),
     ("mamba3_backward", "mimo_out", "dmimo_out"),
+    ("greedy_token", "sequences", "ends"),
+    ("greedy_token", "ended", "eos"),
     ("norm_backward", "bias", "dbias"),
     ("norm_backward", "z", "dz"),
 ]
@@ -172,6 +176,8 @@ OTHERS = [
     ("cross_entropy", {"gradient": 2}, abi.ERROR_UNSUPPORTED, "gradient must be in [0, 1], got 2"),
     ("dequantize", {"weight_rows": 3}, abi.ERROR_INVALID, "weight_rows must be rows = 2 without indices, got 3"),
     ("dequantize", {"indices": 1, "index_bytes": 2}, abi.ERROR_INVALID, "index_bytes must be 4 or 8, got 2"),
+    ("greedy_token", {"vocabulary": 2**31}, abi.ERROR_UNSUPPORTED, "vocabulary must be in [1, 1073741824]"),
+    ("greedy_token", {"ended": 1, "eos": 1}, abi.ERROR_INVALID, "eos_count must be at least 1, got 0"),
     ("norm_backward", {"dbias": 1}, abi.ERROR_INVALID, "dbias is given without bias"),
 ]
 

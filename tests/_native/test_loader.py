@@ -251,6 +251,7 @@ def test_wrong_gpu_is_refused_before_any_kernel(monkeypatch):
         (abi.ERROR_NO_KERNEL_IMAGE, NativeError, "TORCH_CUDA_ARCH_LIST"),
         (abi.ERROR_DRIVER, NativeError, "python -m mamba_ssm"),
         (abi.ERROR_MEMORY, MemoryError, "some words"),
+        (abi.ERROR_INDEX, IndexError, "some words"),
         (99, NativeError, "error code 99"),
     ],
 )

@@ -1,8 +1,6 @@
 // Rows of an int8 weight as numbers of the activations' dtype.
 #pragma once
 
-#include <math.h>
-
 #include "common/cpu_tile.h"
 #include "linear/cpu/tiles.h"
 #include "linear/dequantize.h"
@@ -38,15 +36,9 @@ inline void dequantize_as(const MambaDequantize& p, int64_t begin, int64_t end) 
     const int64_t blocks = (p.features + kFeatureBlock - 1) / kFeatureBlock;
     for (int64_t row = begin; row < end; ++row) {
         const int64_t source = dequantized_row(p, row);
-        T* const out = static_cast<T*>(p.out) + row * p.features;
-        if (source >= 0) {
-            dequantize_row(static_cast<const int8_t*>(p.weight) + source * p.features,
-                           static_cast<const Half*>(p.scales) + source * blocks, p.features, out);
-            continue;
-        }
-        for (int64_t i = 0; i < p.features; ++i) {
-            store_partial(out + i, set1(NAN), 1);
-        }
+        dequantize_row(static_cast<const int8_t*>(p.weight) + source * p.features,
+                       static_cast<const Half*>(p.scales) + source * blocks, p.features,
+                       static_cast<T*>(p.out) + row * p.features);
     }
 }
 

@@ -59,6 +59,8 @@ struct LinearKernels {
     void (*project)(const Projection& p, const ProjectionInput& x, int64_t begin, int64_t end);
     // Rows [begin, end) of the result.
     void (*dequantize)(const MambaDequantize& p, int64_t begin, int64_t end);
+    // Rows [begin, end) of the logits.
+    void (*greedy_token)(const MambaGreedyToken& p, int64_t begin, int64_t end);
 };
 
 namespace generic {

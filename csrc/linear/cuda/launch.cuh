@@ -3,7 +3,6 @@
 
 #include "common/alignment.h"
 #include "common/kernel_launch.cuh"
-#include "linear/cuda/dequantize.cuh"
 #include "linear/cuda/int8.cuh"
 #include "linear/cuda/int8_row.cuh"
 #include "linear/cuda/kernel.cuh"
@@ -61,7 +60,6 @@ template <typename T>
 LinearLaunchers LinearLaunchers::of() {
     LinearLaunchers launchers;
     launchers.linear = launch_linear<T>;
-    launchers.dequantize = launch_dequantize<T>;
     return launchers;
 }
 

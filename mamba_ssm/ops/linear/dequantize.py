@@ -60,19 +60,10 @@ def _check(inputs):
     return *indices.shape, in_features
 
 
-def _check_range(indices, rows):
-    """Raises on an index of no row."""
-    least, most = (int(value) for value in indices.aminmax())
-    if least < 0 or most >= rows:
-        raise IndexError(f"{_NAME}: indices must be in 0..{rows - 1}, got {least if least < 0 else most}")
-
-
 def _dequantize(*arguments):
     inputs, options = unpack(arguments, Inputs, Options)
     shape = _check(inputs)
     weight, scales, indices = (checks.contiguous(tensor) for tensor in inputs)
-    if indices is not None and indices.is_cpu and indices.numel() > 0:
-        _check_range(indices, weight.shape[0])
     out = weight.new_empty(shape, dtype=_DTYPES[options.dtype_code])
     params = abi.MambaDequantize()
     functions = place(params, out)
