@@ -22,9 +22,12 @@ inline int64_t largest_logit(const T* row, int64_t size) {
             store(logits + i, lanes == kLanes ? load(row + first + i) : load_partial(row + first + i, lanes));
         }
         memcpy(ordered, logits, sizeof(uint32_t) * static_cast<size_t>(count));
-        for (int i = 0; i < count; ++i) {
+        for (int i = 0; i < count; ++i) {  // compilers make vectors of these two loops, not of one
             ordered[i] = ordered_logit(ordered[i]);
-            largest = ordered[i] > largest ? ordered[i] : largest;
+        }
+        for (int i = 0; i < count; ++i) {
+            const uint32_t logit = ordered[i];
+            largest = logit > largest ? logit : largest;
         }
         if (largest > most) {
             most = largest;
