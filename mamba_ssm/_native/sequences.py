@@ -10,7 +10,7 @@ import torch
 from mamba_ssm._native import abi
 from mamba_ssm._torch import Recorded, plans_forgotten, pointer_offsets, record_calls, span
 
-_ALIGNMENT = 64  # of a tensor that torch allocates on the CPU
+ALIGNMENT = 64  # of a tensor that torch allocates on the CPU
 # a struct, which of its words holds an address, and how many bytes behind the tensor's start that is
 _Words: typing.TypeAlias = "tuple[memoryview, int, int]"
 
@@ -45,7 +45,7 @@ class Sequence:
     ) -> None:
         out = next((tensor for tensor in recorded.made if tensor.data_ptr() == result.data_ptr()), None)
         whole = out is not None and out.numel() == result.numel() and out.is_contiguous() and result.is_contiguous()
-        if out is None or not whole or argument.data_ptr() % _ALIGNMENT:
+        if out is None or not whole or argument.data_ptr() % ALIGNMENT:
             raise _NoSequenceError
         self._kept = [tensor for tensor in recorded.made if tensor is not out]
         known = [tensor.detach() for tensor in known]
@@ -84,7 +84,7 @@ class Sequence:
         """Whether it may be run on this tensor."""
         return (
             (argument.shape, argument.stride(), argument.dtype) == self._argument
-            and argument.data_ptr() % _ALIGNMENT == 0
+            and argument.data_ptr() % ALIGNMENT == 0
             and plans_forgotten() == self._forgotten
         )
 

@@ -24,6 +24,8 @@ class InferenceParams:
     batch_size_offset: int = 0
     key_value_memory_dict: dict = field(default_factory=dict)
     lengths_per_sample: torch.Tensor | None = None
+    # decode's: between its steps no code of others runs that may change the model or its states
+    undisturbed: bool = field(default=False, init=False, repr=False, compare=False)
 
     def reset(self, max_seqlen: int, max_batch_size: int) -> None:
         """Ready for new sequences; the states stay allocated, the next first call overwrites them."""

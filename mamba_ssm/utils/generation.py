@@ -12,8 +12,16 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.nn as nn
 
+from mamba_ssm._torch import is_bare
 from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear
-from mamba_ssm.utils._graphs import DecodingCGCache, capture_graph, update_graph_cache
+from mamba_ssm.utils._graphs import (
+    DecodingCGCache,
+    GreedySteps,
+    cache_for,
+    capture_graph,
+    greedy_steps,
+    update_graph_cache,
+)
 from mamba_ssm.utils._inference_params import InferenceParams
 from mamba_ssm.utils._prompts import prompts_of
 from mamba_ssm.utils.sampling import (
@@ -88,7 +96,8 @@ def decode(
             rows that pad the embedding, where these were trained.
         cg: run the steps as a CUDA graph, kept in model._decoding_cache for further calls. Hooks' Python runs when it
             is captured, not at each step; after a switch inside a module (an adapter turned off) set that to None. A
-            model that is not on a GPU decodes without, and a warning says so.
+            model that is not on a GPU decodes without, and a warning says so. Without penalty, teacher and scores the
+            graph of top_k=1 chooses the token too, and nothing else runs between two steps.
         enable_timing: print the time of the whole call. output_scores: keep the logits of each new token.
         streamer: put(tokens on the CPU) is called with the prompt and each step's tokens (B), then end().
         attention_mask: (B, L) bool or integers, 1 at tokens, 0 at padding before or behind them: each row is continued
@@ -120,15 +129,22 @@ def decode(
         message = f"generate: cg=True needs the model on a CUDA device, it is on {device}: decoding without CUDA graphs"
         warnings.warn(message, stacklevel=_outside())
         cg = False
-    cache = None
+    eos = None if eos_token_id is None else _eos_tokens(eos_token_id, input_ids.device)
+    ended = None if eos is None else torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
+    cache = steps = None
     if cg:
-        cache = update_graph_cache(model, getattr(model, "_decoding_cache", None), batch, prompt, max_length)
+        known_cache = getattr(model, "_decoding_cache", None)
+        if top_k == 1 and repetition_penalty == 1.0 and teacher_outputs is None and not output_scores:
+            cache = cache_for(model, known_cache, batch, max_length)
+            steps = greedy_steps(model, cache, batch, vocab_size, 0 if eos is None else eos.numel())
+        else:
+            cache = update_graph_cache(model, known_cache, batch, prompt, max_length)
         model._decoding_cache = cache  # type: ignore[assignment]  # a module takes any attribute
         inference_params = cache.inference_params
-        inference_params.reset(max_length, batch)
-        cache.select(batch)
+        cache.start(batch, max_length)
     else:
         inference_params = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
+        inference_params.undisturbed = streamer is None and _runs_alone(model)
         if prompts.skipped is not None:
             inference_params.lengths_per_sample = torch.zeros(batch, dtype=torch.int32, device=input_ids.device)
     timer = _Timer(device) if enable_timing else None
@@ -138,10 +154,6 @@ def decode(
     sequences[:, :prompt] = input_ids
     position_ids = torch.empty(batch, 1, dtype=torch.long, device=input_ids.device)
     scores, end, tokens = [], prompt, prompts.tokens
-    ended = None
-    if eos_token_id is not None:
-        eos = _eos_tokens(eos_token_id, input_ids.device)
-        ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     while end < max_length:
         offset = inference_params.seqlen_offset
         place = prompts.positions(offset)
@@ -166,22 +178,46 @@ def decode(
                 seen = torch.cat([prompts.seen, sequences[:, prompt:end]], dim=1)
                 logits = modify_logit_for_repetition_penalty(logits.clone(), seen, repetition_penalty)
             token = sample(logits[:, :vocab_size], top_k, top_p, min_p, temperature)
-            if ended is not None:
+            if eos is not None and ended is not None:
                 token = torch.where(ended, eos[0], token)
         sequences[:, end] = token
         tokens = token.unsqueeze(1)
         end += 1
         if streamer is not None:
             streamer.put(token.cpu())
-        if ended is not None:
+        if eos is not None and ended is not None:
             ended |= torch.isin(token, eos)
             if ended.all():
                 break
+        if steps is not None:
+            steps.begin(token, prompts.positions(end - 1), end, eos, ended)
+            end = _follow(steps, sequences, end, max_length, streamer)
+            inference_params.seqlen_offset = end - 1
+            break
     if streamer is not None:
         streamer.end()
     if timer is not None:
         print(f"Prompt processing + decoding time: {timer.milliseconds():.0f}ms")
     return GenerationOutput(sequences[:, :end], tuple(scores) if output_scores else None)
+
+
+def _follow(steps: GreedySteps, sequences: torch.Tensor, end: int, max_length: int, streamer: Streamer | None) -> int:
+    """The tokens from end on, greedily, into sequences; returns where they end."""
+    first = end
+    while end < max_length:
+        token = steps.run()
+        end += 1
+        if streamer is not None:
+            streamer.put(token.cpu())
+        if steps.ended is not None and steps.ended.all():
+            break
+    sequences[:, first:end] = steps.sequences[:, first:end]
+    return end
+
+
+def _runs_alone(model: nn.Module) -> bool:
+    """Whether a call of the model itself, not of its submodules, runs this package's code alone."""
+    return type(model).__module__.startswith("mamba_ssm.") and is_bare(model, type(model))
 
 
 def _outside() -> int:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from _helpers.chat import LAYERS, PROMPT, VOCABULARY, Chat, check_same, make, mixer
 
+from mamba_ssm import MambaLMHeadModel, quantize
 from mamba_ssm._torch.private import MODES_KEEP_INFERENCE
 from mamba_ssm.models import _decoding
 from mamba_ssm.utils.reference import plain_torch
@@ -48,6 +49,69 @@ def test_generate(options, replays):
         written.append((output.sequences, torch.stack(output.scores)))
     assert all(map(torch.equal, *written))
     assert len(replays) == 14
+
+
+class Doubled(MambaLMHeadModel):
+    """Changes its weights in each call."""
+
+    def forward(self, *args, **kwargs):
+        for layer in self.backbone.layers:
+            layer.mixer.out_proj.weight = torch.nn.Parameter(layer.mixer.out_proj.weight * 1.05)
+        return super().forward(*args, **kwargs)
+
+
+class Streamer:
+    def put(self, tokens):
+        pass
+
+    def end(self):
+        pass
+
+
+@pytest.mark.skipif(not MODES_KEEP_INFERENCE, reason="this torch records nothing in inference mode")
+def test_generate_compares_once_where_nobody_comes_between(replays, monkeypatch):
+    compared = []
+    holds = _decoding.Snapshot.holds
+    monkeypatch.setattr(_decoding.Snapshot, "holds", lambda *given: compared.append(1) or holds(*given))
+    model, other = make()
+    prompt = torch.arange(6).view(2, 3)
+
+    def counts(streamer=None):
+        replays.clear(), compared.clear()
+        assert torch.equal(model.generate(prompt, 20, streamer=streamer), other.generate(prompt, 20))
+        return len(replays), len(compared)
+
+    once = counts()
+    assert once[0] == 14 and once[1] <= 4
+    assert counts(Streamer())[1] >= once[1] + 13
+    handle = model.register_forward_hook(lambda *_: None)
+    assert counts()[1] >= once[1] + 13
+    handle.remove()
+    assert counts() == once
+    for changed in (model, other):
+        changed.__class__ = Doubled
+    assert counts()[0] == 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_look_up_in_an_int8_embedding_is_recorded(dtype, batch, replays):
+    with torch.no_grad():
+        chat, other = (Chat(quantize(model), batch) for model in make("mamba2", dtype))
+        check_same(chat, other, 8)
+        assert len(replays) == 6
+        before = copy.deepcopy(chat.states())
+        for token in (VOCABULARY, -1):
+            with pytest.raises(IndexError, match=f"indices must be in 0..{VOCABULARY - 1}, got {token}"):
+                chat.model(torch.full((batch, 1), token), inference_params=chat.params)
+        assert all(map(torch.equal, before, chat.states()))
+        chat.tokens, other.tokens = chat.tokens.int(), other.tokens.int()
+        check_same(chat, other)
+        assert len(replays) == 6 + 2 + 3
+        for wrong, error in ((torch.ones(batch, 1), ValueError), (torch.ones(batch, 1, dtype=torch.bool), ValueError)):
+            with pytest.raises(error, match="input_ids must be int64"):
+                chat.model(wrong, inference_params=chat.params)
+        check_same(chat, other)
 
 
 def test_another_number_of_threads(replays):

@@ -40,6 +40,69 @@ def test_graphs_give_the_same_tokens(kind, dtype, cuda):
     assert model._decoding_cache is cache, "an equal call captured again"
 
 
+class Streamer:
+    def __init__(self):
+        self.parts = []
+
+    def put(self, tokens):
+        self.parts.append(tokens)
+
+    def end(self):
+        self.parts = torch.stack(self.parts[1:], dim=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "hybrid"])
+def test_greedy_steps_feed_themselves(kind, cuda):
+    """As by a call of the model for each token: ends of rows, streamers, padding, other vocabularies, other graphs."""
+    model, tokens = make(kind, cuda), prompt(3, device=cuda)
+    free = model.generate(tokens, 20)
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    eos = [int(free[0, 12]), int(free[1, 9]), 58]
+    options = [
+        {},
+        {"eos_token_id": eos[0]},
+        {"eos_token_id": eos},
+        {"eos_token_id": eos[1:]},
+        {"attention_mask": mask},
+        {"attention_mask": mask, "eos_token_id": eos[1]},
+        {"vocab_size": 11},
+        {"max_length": 7},
+        {"max_length": 8, "eos_token_id": 58},
+    ]
+    for option in options * 2:
+        option = {"max_length": 20, **option}
+        streamer, expected = Streamer(), model.generate(tokens, **option)
+        assert torch.equal(model.generate(tokens, cg=True, streamer=streamer, **option), expected)
+        assert torch.equal(streamer.parts, expected[:, 6:].cpu())
+        alone = {**option, "attention_mask": mask[:1]}
+        assert torch.equal(model.generate(tokens[:1], cg=True, **alone), model.generate(tokens[:1], **alone))
+        for other in ({"top_k": 5}, {"repetition_penalty": 1.5}, {"teacher_outputs": free[:, :9]}):
+            found = []
+            for cg in (True, False):
+                torch.manual_seed(5)
+                found.append(model.generate(tokens, cg=cg, **option, **other))
+            assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+def test_a_greedy_step_is_one_launch(cuda):
+    model, tokens = make(device=cuda), prompt(device=cuda)
+    model.generate(tokens, 40, cg=True)
+
+    def launches(length):
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            model.generate(tokens, length, cg=True)
+            torch.cuda.synchronize()
+        return sum(
+            event.count for event in profile.key_averages() if event.key.startswith(("cudaLaunch", "cudaGraphL"))
+        )
+
+    assert launches(40) - launches(30) == 10
+
+
 @pytest.mark.gpu
 def test_a_step_captured_by_hand(cuda):
     """As upstream's capture_graph is used: the caller holds the states."""
