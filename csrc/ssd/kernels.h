@@ -17,6 +17,11 @@ struct SsdKernel : KernelRow {
 
     constexpr bool on_warpgroups() const { return architecture == 90; }
     constexpr int slices() const { return on_warpgroups() && states > 128 ? 2 : 1; }
+    // Elements of a head's state at a segment's end: (P, N), on warpgroups whole tiles as their threads hold them, which
+    // store_accumulators writes.
+    constexpr int64_t end_size(const MambaSsd& p) const {
+        return on_warpgroups() ? round_up(p.headdim, rows) * states : p.headdim * p.dstate;
+    }
 };
 
 // Shared memory that every GPU lets a block have, and those from 8.0 on.

@@ -14,7 +14,7 @@ struct StateWalk {
     int32_t x_vectors, B_vectors;
     const float* first;  // (B, H, P, N): state that the walk starts from, or NULL
     float* last;         // (B, H, P, N): state at its end, or NULL
-    float* ends;         // (segments - 1, B, H, P, N): each segment's state at its end from zero; float32
+    float* ends;         // (segments - 1, B, H, end_size): each segment's state at its end from zero; float32
     float* decays;       // (segments - 1, B, H): the product of its decays
     void* chunks;        // (B, heads of this launch, chunks, P, N) of T: state at each chunk's start in walking order, or NULL
 };
@@ -34,6 +34,7 @@ struct StatesLaunch {
     int64_t group_heads;  // how many of each group it takes
     int64_t segments;     // parts of the walk
     int64_t chunks_a_segment;
+    int64_t end_size;   // elements of a head's end, see SsdKernel::end_size
     int32_t ends_only;  // the first pass: ends and decays of all segments but the last
     PreparedChunks prepared;
 
@@ -52,7 +53,8 @@ struct ProductsLaunch {
 struct ForwardLaunch {
     int64_t segments;
     int64_t chunks_a_segment;
-    const float* ends;      // (ends, B, H, P, N): the state with which a segment starts, one before it; see ends_a_segment
+    int64_t end_size;       // see StatesLaunch
+    const float* ends;      // (ends, B, H, end_size): the state with which a segment starts, one before it; see ends_a_segment
     const float* products;  // of products.cuh, as the next
     PreparedChunks prepared;
     int32_t x_vectors, B_vectors, C_vectors, out_vectors;  // see load_tile; not of forward_warpgroup.cuh

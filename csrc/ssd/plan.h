@@ -25,7 +25,8 @@ struct SsdPlan {
     int64_t chunks;
     int64_t segments;  // parts that the walk along the length is split into, where heads are too few to fill the GPU
     int64_t chunks_a_segment;
-    int64_t slots;  // of chunks, for which forward keeps what blocks share (products.cuh)
+    int64_t end_size;  // elements of a head's state at the end of a segment
+    int64_t slots;     // of chunks, for which forward keeps what blocks share (products.cuh)
 };
 
 // Offsets in bytes. ends and decays hold one direction after the other.
@@ -79,6 +80,7 @@ struct SsdProblem {
         const int64_t ends = !backward && row.on_warpgroups() ? ends_a_segment(row.slices()) : 1;
         const bool four = !backward && out && !row.on_warpgroups() && device.shared >= kRoomyShared;  // blocks a multiprocessor
         plan_segments(p, (four ? 4 : 2) * device.processors, ends);
+        plan.end_size = row.end_size(p);
         plan_ends(p, ends * (backward ? 2 : 1));
         if (backward) {
             plan_backward_workspace(p, row, device.processors);
@@ -109,7 +111,7 @@ struct SsdProblem {
     // ends: of a segment, in all directions.
     void plan_ends(const MambaSsd& p, int64_t ends) {
         const int64_t rows = (plan.segments - 1) * ends * p.batch * p.nheads;
-        workspace.ends = reserve(workspace.bytes, rows * p.headdim * p.dstate * 4);
+        workspace.ends = reserve(workspace.bytes, rows * plan.end_size * 4);
         workspace.decays = reserve(workspace.bytes, rows * 4);
     }
 

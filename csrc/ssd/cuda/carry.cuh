@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_elements(float* to, const float (&values)[
 __global__ void __launch_bounds__(kCarryThreads) ssd_carry_kernel(const MambaSsd p, const StatesLaunch launch) {
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
-    const uint32_t state_size = static_cast<uint32_t>(p.headdim * p.dstate);
+    const uint32_t state_size = static_cast<uint32_t>(launch.end_size);
     const bool aligned = state_size % kCarryVector == 0;
     const uint32_t blocks = ceil_div(state_size, kCarryThreads * kCarryVector);
     const uint32_t group_heads = static_cast<uint32_t>(launch.group_heads);
@@ -101,7 +101,7 @@ cudaError_t launch_carry(const MambaSsd& p, const StatesLaunch& launch) {
     if (launch.segments <= 2) {
         return cudaSuccess;
     }
-    const int64_t state_blocks = ceil_div(p.headdim * p.dstate, kCarryThreads * kCarryVector);
+    const int64_t state_blocks = ceil_div(launch.end_size, kCarryThreads * kCarryVector);
     const int64_t blocks = state_blocks * launch.group_heads * p.ngroups * p.batch * launch.directions;
     return launch_programmatic_dependent(ssd_carry_kernel, blocks, kCarryThreads, 0, p.run.stream, p, launch);
 }

@@ -371,6 +371,28 @@ __device__ __forceinline__ void store_state(float* to, const float (&state)[kCol
     }
 }
 
+// The same of a warpgroup's tile, in the order in which its threads hold it: a warp's accesses are whole lines. What they write
+// is for load_accumulators alone.
+template <int kColumns>
+__device__ __forceinline__ void store_accumulators(float* tile, const float (&state)[kColumns / 8][4], int thread) {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+        reinterpret_cast<float4*>(tile)[j * kForwardThreads + thread] =
+            make_float4(state[j][0], state[j][1], state[j][2], state[j][3]);
+    }
+}
+template <int kColumns>
+__device__ __forceinline__ void load_accumulators(float (&state)[kColumns / 8][4], const float* tile, int thread) {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+        const float4 four = reinterpret_cast<const float4*>(tile)[j * kForwardThreads + thread];
+        state[j][0] = four.x;
+        state[j][1] = four.y;
+        state[j][2] = four.z;
+        state[j][3] = four.w;
+    }
+}
+
 // The products take whole tiles: a branch around each would keep the compiler from overlapping them.
 
 // H = carry H + X^T diag(weight) B over the steps of a chunk, for 16 rows of H and kColumns states. x_tile and B_tile point at

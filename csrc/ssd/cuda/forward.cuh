@@ -218,7 +218,8 @@ __global__ void __launch_bounds__(kForwardThreads, forward_blocks<kStates>())
             }
         }
     }
-    const float* const from = block.start(p, launch, 1);
+    const float* const from =
+        block.segment > 0 ? block.end_before(p, launch, 1) + static_cast<int64_t>(block.row0) * dstate : block.first(p);
     bool state_is_zero = from == nullptr;
     float state[kStates / 8][4];
     start_state<kStates>(state, from, row, rows, 0, dstate, lane);

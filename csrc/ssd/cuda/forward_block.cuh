@@ -21,16 +21,16 @@ struct ForwardBlock {
     const int32_t* seq_idx;
     StepSize size;
     float A;
-    int64_t state_size, state_index;  // of this block's first row in (B, H, P, N)
+    int64_t state_index;  // of this block's first row in (B, H, P, N)
 
     __device__ __forceinline__ int chunks() const { return static_cast<int>(last_chunk - first_chunk); }
-    // The state before the segment, or NULL. ends: how many the first pass has left a segment.
-    __device__ __forceinline__ const float* start(const MambaSsd& p, const ForwardLaunch& launch, int ends) const {
-        const float* from = p.initial_state;
-        if (segment > 0) {
-            from = launch.ends + (segment * ends - 1) * p.batch * p.nheads * state_size;
-        }
-        return from == nullptr ? nullptr : from + state_index;
+    // The state before the first segment, or NULL, and what there is before another one. ends: how many the first pass has
+    // left a segment.
+    __device__ __forceinline__ const float* first(const MambaSsd& p) const {
+        return p.initial_state == nullptr ? nullptr : p.initial_state + state_index;
+    }
+    __device__ __forceinline__ const float* end_before(const MambaSsd& p, const ForwardLaunch& launch, int ends) const {
+        return launch.ends + (((segment * ends - 1) * p.batch + batch) * p.nheads + head) * launch.end_size;
     }
 
     __device__ __forceinline__ ForwardBlock(const MambaSsd& p, const ForwardLaunch& launch) {
@@ -66,8 +66,7 @@ struct ForwardBlock {
         seq_idx = p.seq_idx == nullptr ? nullptr : p.seq_idx + range.row * p.seqlen + begin;
         size = step_size(p, range.row, begin, head);
         A = head_A(p, head);
-        state_size = p.headdim * p.dstate;
-        state_index = (batch * p.nheads + head) * state_size + static_cast<int64_t>(row0) * p.dstate;
+        state_index = ((batch * p.nheads + head) * p.headdim + row0) * p.dstate;
     }
 };
 

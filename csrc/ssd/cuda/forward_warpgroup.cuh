@@ -363,8 +363,13 @@ __global__ void __launch_bounds__(ForwardSharedMemory<T, kStates>::kThreads, For
         copies.begin_x(i);
     }
     float state[kSlice / 8][4];
-    start_state<kSlice>(state, block.start(p, launch, ends_a_segment(Shared::kSlices)), row, block.rows, slice * kSlice, dstate,
-                        lane);
+    if (block.segment > 0) {
+        const int64_t tile = (block.row0 / kForwardRows * Shared::kSlices + slice) * (kForwardRows * kSlice);
+        load_accumulators<kSlice>(state, block.end_before(p, launch, ends_a_segment(Shared::kSlices)) + tile,
+                                  thread % kForwardThreads);
+    } else {
+        start_state<kSlice>(state, block.first(p), row, block.rows, slice * kSlice, dstate, lane);
+    }
     if (chunks > 0) {
         if (mixes) {
             mixer.begin_loads(0);

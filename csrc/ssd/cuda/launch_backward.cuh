@@ -34,12 +34,13 @@ BackwardLaunches backward_launches(const MambaSsdBackward& q, const SsdPlan& pla
     back = state_walk(p, q.dout, dout_strides, p.C, C_strides, size);
     back.first = q.dfinal_state;
     back.last = q.dinitial_state;
-    back.ends = walk.ends + ends * p.headdim * p.dstate;
+    back.ends = walk.ends + ends * plan.end_size;
     back.decays = walk.decays + ends;
     back.chunks = memory + workspace.dstates;
     states.directions = 2;
     states.segments = plan.segments;
     states.chunks_a_segment = plan.chunks_a_segment;
+    states.end_size = plan.end_size;
 
     BackwardLaunch& launch = launches.chunks;
     launch.chunks = plan.chunks;

@@ -45,6 +45,7 @@ inline StatesLaunch forward_states(const MambaSsd& p, const SsdPlan& plan, const
     states.group_heads = p.nheads / p.ngroups;
     states.segments = plan.segments;
     states.chunks_a_segment = plan.chunks_a_segment;
+    states.end_size = plan.end_size;
     return states;
 }
 
@@ -73,6 +74,7 @@ cudaError_t launch_forward_blocks(const MambaSsd& p, const SsdPlan& plan, const 
     launch.products = products;
     launch.segments = plan.segments;
     launch.chunks_a_segment = plan.chunks_a_segment;
+    launch.end_size = plan.end_size;
     launch.ends = states.walks[0].ends;
     launch.x_vectors = states.walks[0].x_vectors;
     launch.B_vectors = states.walks[0].B_vectors;
@@ -120,6 +122,7 @@ cudaError_t launch_forward_warpgroups(const MambaSsd& p, const SsdPlan& plan, co
     ForwardLaunch launch = {};
     launch.segments = plan.segments;
     launch.chunks_a_segment = plan.chunks_a_segment;
+    launch.end_size = plan.end_size;
     launch.ends = states.walks[0].ends;
     launch.products = products;
     launch.prepared = prepared;

@@ -31,9 +31,9 @@ struct StatesBlock {
     bool from_end;
     SequenceRange range;
     int64_t chunks, first_chunk;
-    int count;                      // of chunks
-    int row0, rows;                 // of headdim that exist from row0 on; may be more than kForwardRows
-    int64_t ends_row, state_index;  // elements of all states; of this block's first row in (B, H, P, N)
+    int count;            // of chunks
+    int row0, rows;       // of headdim that exist from row0 on; may be more than kForwardRows
+    int64_t state_index;  // of this block's first row in (B, H, P, N)
 
     __device__ __forceinline__ StatesBlock(const MambaSsd& p, const StatesLaunch& launch, int slices_) : slices(slices_) {
         row_tiles = ceil_div(p.headdim, kForwardRows);
@@ -59,27 +59,34 @@ struct StatesBlock {
         count = static_cast<int>(left < launch.chunks_a_segment ? left : launch.chunks_a_segment);
         row0 = static_cast<int>(tile) * kForwardRows;
         rows = static_cast<int>(p.headdim) - row0;
-        ends_row = p.batch * p.nheads * p.headdim * p.dstate;
         state_index = ((batch * p.nheads + head) * p.headdim + row0) * p.dstate;
     }
     // In walking order.
     __device__ __forceinline__ int64_t chunk(int i) const { return from_end ? chunks - 1 - first_chunk - i : first_chunk + i; }
     __device__ __forceinline__ int steps(int i) const { return steps_in<kSteps>(range.seqlen, chunk(i)); }
-    // Where the walk starts: a later segment from what the carry kernel has left in the place of the one before.
-    __device__ __forceinline__ const float* start(const StatesLaunch& launch, const StateWalk& walk) const {
-        const float* from = segment == 0 ? walk.first : launch.ends_only != 0 ? nullptr : walk.ends + (segment - 1) * ends_row;
-        return from == nullptr ? nullptr : from + state_index;
+    // What the head has in StateWalk::ends for a segment, `offset` elements on.
+    __device__ __forceinline__ float* end_of(const MambaSsd& p, const StatesLaunch& launch, const StateWalk& walk, int64_t of,
+                                             int64_t offset) const {
+        return walk.ends + ((of * p.batch + batch) * p.nheads + head) * launch.end_size + offset;
     }
-    // Where its state goes, or NULL. product: of the decays.
-    __device__ __forceinline__ float* end(const MambaSsd& p, const StatesLaunch& launch, const StateWalk& walk,
-                                          float product) const {
-        if (launch.ends_only == 0) {
-            return walk.last != nullptr && segment == launch.segments - 1 ? walk.last + state_index : nullptr;
-        }
+    // Where the walk starts: the first segment from a state in (B, H, P, N) or from zero (NULL), a later one, in the second
+    // pass, from what the carry kernel has left in the place of the one before (starts_at_end).
+    __device__ __forceinline__ const float* first(const StateWalk& walk) const {
+        return segment == 0 && walk.first != nullptr ? walk.first + state_index : nullptr;
+    }
+    __device__ __forceinline__ bool starts_at_end(const StatesLaunch& launch) const {
+        return segment != 0 && launch.ends_only == 0;
+    }
+    // Where the state goes in (B, H, P, N) at the end of the walk, or NULL.
+    __device__ __forceinline__ float* last(const StatesLaunch& launch, const StateWalk& walk) const {
+        return launch.ends_only == 0 && walk.last != nullptr && segment == launch.segments - 1 ? walk.last + state_index
+                                                                                               : nullptr;
+    }
+    // The first pass also leaves the product of the decays.
+    __device__ __forceinline__ void store_product(const MambaSsd& p, const StateWalk& walk, float product) const {
         if (threadIdx.x == 0 && row0 == 0 && slice == 0) {
             walk.decays[(segment * p.batch + batch) * p.nheads + head] = product;
         }
-        return walk.ends + segment * ends_row + state_index;
     }
 };
 
@@ -137,7 +144,10 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
     const bool stores = walk.chunks != nullptr && launch.ends_only == 0;
 
     float state[kColumns / 8][4];
-    start_state<kColumns>(state, block.start(launch, walk), row, block.rows, column, dstate, lane);
+    const int64_t offset = static_cast<int64_t>(block.row0) * dstate;  // in an end
+    start_state<kColumns>(
+        state, block.starts_at_end(launch) ? block.end_of(p, launch, walk, block.segment - 1, offset) : block.first(walk), row,
+        block.rows, column, dstate, lane);
     float product = 1.0f;
     StepInputs<kSteps> inputs;  // of this warp's chunk of the next kDecayChunks
     const auto begin_steps = [&](int i) {
@@ -180,7 +190,11 @@ __global__ void __launch_bounds__(kStatesThreads, 2) ssd_states_kernel(const Mam
                                                    block.from_end ? now.entering : now.adding, now.carry, lane);
         __syncthreads();
     }
-    float* const to = block.end(p, launch, walk, product);
+    float* to = block.last(launch, walk);
+    if (launch.ends_only != 0) {
+        block.store_product(p, walk, product);
+        to = block.end_of(p, launch, walk, block.segment, offset);
+    }
     if (to != nullptr) {
         store_state<kColumns>(to, state, row, block.rows, column, dstate, lane);
     }

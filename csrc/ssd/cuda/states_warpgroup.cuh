@@ -204,7 +204,8 @@ __global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
     ssd_states_warpgroup_kernel(const MambaSsd p, const StatesLaunch launch, int slices) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     MAMBA_DYNAMIC_SHARED(1024, unsigned char, warpgroup_shared);
-    auto& shared = *reinterpret_cast<StatesSharedMemory<T, kStates>*>(warpgroup_shared);
+    using Shared = StatesSharedMemory<T, kStates>;
+    auto& shared = *reinterpret_cast<Shared*>(warpgroup_shared);
     const int thread = threadIdx.x;
     const StatesBlock<kWarpgroupSteps> block(p, launch, slices);
     const StateWalk& walk = launch.walks[block.from_end];
@@ -228,10 +229,17 @@ __global__ void __launch_bounds__(kStatesWarpgroupThreads, 2)
     const int column = block.slice * kStates;
     const int dstate = static_cast<int>(p.dstate);
     float state[kStates / 8][4];
-    start_state<kStates>(state, block.start(launch, walk), row, block.rows, column, dstate, lane);
+    const int64_t offset = (block.tile * slices + block.slice) * Shared::kH;  // in an end
+    if (block.starts_at_end(launch)) {
+        load_accumulators<kStates>(state, block.end_of(p, launch, walk, block.segment - 1, offset), thread);
+    } else {
+        start_state<kStates>(state, block.first(walk), row, block.rows, column, dstate, lane);
+    }
     const float product = walk_states(copies, state, walk, stores, thread);
-    float* const to = block.end(p, launch, walk, product);
-    if (to != nullptr) {
+    if (launch.ends_only != 0) {
+        block.store_product(p, walk, product);
+        store_accumulators<kStates>(block.end_of(p, launch, walk, block.segment, offset), state, thread);
+    } else if (float* const to = block.last(launch, walk)) {
         store_state<kStates>(to, state, row, block.rows, column, dstate, lane);
     }
 #else
