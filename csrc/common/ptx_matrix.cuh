@@ -175,6 +175,38 @@ __device__ __forceinline__ void wgmma(float (&c)[8][4], uint64_t a, uint64_t b) 
     }
 }
 
+// The same, A (m, k) = tile[k][m].
+template <typename T, int kRowsOfK>
+__device__ __forceinline__ void wgmma_transposed(float (&c)[8][4], uint64_t a, uint64_t b) {
+    if constexpr (kDtype<T> == MAMBA_FLOAT16) {
+        asm volatile(MAMBA_WGMMA("64", "f16", MAMBA_NAMES_64, "%32, %33, p, 1, 1, 1, %34")
+                     : MAMBA_C_64(c)
+                     : "l"(a), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    } else {
+        static_assert(kDtype<T> == MAMBA_BFLOAT16, "tensor cores take float16 and bfloat16");
+        asm volatile(MAMBA_WGMMA("64", "bf16", MAMBA_NAMES_64, "%32, %33, p, 1, 1, 1, %34")
+                     : MAMBA_C_64(c)
+                     : "l"(a), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    }
+}
+template <typename T, int kRowsOfK>
+__device__ __forceinline__ void wgmma_transposed(float (&c)[16][4], uint64_t a, uint64_t b) {
+    if constexpr (kDtype<T> == MAMBA_FLOAT16) {
+        asm volatile(MAMBA_WGMMA("128", "f16", MAMBA_NAMES_128, "%64, %65, p, 1, 1, 1, %66")
+                     : MAMBA_C_64(c), MAMBA_C_16(c, 8), MAMBA_C_16(c, 10), MAMBA_C_16(c, 12), MAMBA_C_16(c, 14)
+                     : "l"(a), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    } else {
+        static_assert(kDtype<T> == MAMBA_BFLOAT16, "tensor cores take float16 and bfloat16");
+        asm volatile(MAMBA_WGMMA("128", "bf16", MAMBA_NAMES_128, "%64, %65, p, 1, 1, 1, %66")
+                     : MAMBA_C_64(c), MAMBA_C_16(c, 8), MAMBA_C_16(c, 10), MAMBA_C_16(c, 12), MAMBA_C_16(c, 14)
+                     : "l"(a), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    }
+}
+
 #undef MAMBA_WGMMA
 #undef MAMBA_NAMES_128
 #undef MAMBA_NAMES_64

@@ -57,7 +57,7 @@ struct ForwardLaunch {
     const float* ends;      // (ends, B, H, end_size): the state with which a segment starts, one before it; see ends_a_segment
     const float* products;  // of products.cuh, as the next
     PreparedChunks prepared;
-    int32_t x_vectors, B_vectors, C_vectors, out_vectors;  // see load_tile; not of forward_warpgroup.cuh
+    int32_t x_vectors, B_vectors, C_vectors, out_vectors;  // see load_tile; not on warpgroups
 };
 
 // Of prepare_backward.cuh.

@@ -11,7 +11,7 @@ namespace mamba {
 // forward_blocks.
 constexpr int kRoomyShared = 200 * 1024;
 
-// forward_warpgroup.cuh finds the state at so many places of each segment's length: with one slice the pass that does so would
+// Forward on warpgroups finds the state at so many places of each segment's length: with one slice the pass that does so would
 // not fill the GPU with segments as long as those of the results.
 MAMBA_HOST_DEVICE constexpr int ends_a_segment(int slices) {
     return slices > 1 ? 1 : 2;
@@ -39,7 +39,7 @@ struct SsdWorkspace {
     int64_t bytes;
 };
 
-// A chunk's decays of one head in the workspace, for forward_warpgroup.cuh, and for backward_warpgroup.cuh.
+// A chunk's decays of one head in the workspace, for forward on warpgroups, and for backward_warpgroup.cuh.
 constexpr int64_t kChunkDecaysBytes = 1552;
 constexpr int64_t kBackwardDecaysBytes = 2064;
 

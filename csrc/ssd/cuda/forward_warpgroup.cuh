@@ -1,6 +1,6 @@
 // Forward on Hopper, for 16-bit dtypes and rows of x and out that lie at multiples of 16 bytes: a block walks the chunks of 64
 // rows of one head's state, as in forward.cuh, but its four warps are one warpgroup: B, C and M are read from shared memory
-// once for all of them. More than 128 states are two slices, a warpgroup each.
+// once for all of them. For up to 128 states; more: forward_slices.cuh.
 //
 // What a block does with chunk i between two of its barriers (tensor cores on the right):
 //
@@ -8,12 +8,9 @@
 //     x from shared memory, x * weights            | state += (weighted x)^T B
 //     y *= entering                                | y += x^T M                       M of chunk i, made one chunk ago
 //     M of chunk i + 1 (mix)                       |   ... while these run            waits for decays (mbarrier)
-//     [two slices: y of the second one -> sums; __syncthreads(); the first one adds them]
 //     results over x; loads of C B^T for chunk i + 2
 //     ===================== __syncthreads(), once a chunk, for all warps =====================
 //     one thread: bulk copies of B, C and decays of chunk i + 2; all: results to memory, cp.async of x of chunk i + 2
-//
-// The first slice adds up the results, the second one makes M; of one slice the only warpgroup does both.
 #pragma once
 
 #include "ssd/cuda/forward_block.cuh"
@@ -26,19 +23,20 @@ namespace mamba {
 // Two stages of everything. The results of a chunk take the place of its x.
 template <typename T, int kStates>
 struct ForwardSharedMemory {
-    static constexpr int kSlices = kStates > 128 ? 2 : 1;
-    static constexpr int kSlice = kStates / kSlices;
-    static constexpr int kThreads = kSlices * kForwardThreads;
-    static constexpr int kBlocks = 2 / kSlices;  // a multiprocessor
+    using Decays = ChunkDecays<kWarpgroupSteps>;
+    static constexpr int kSlices = 1;
+    static constexpr int kSlice = kStates;  // states of a warpgroup
+    static constexpr int kThreads = kForwardThreads;
+    static constexpr int kBlocks = 2;  // a multiprocessor
+    static constexpr int kStages = 2;  // of x
     static constexpr int kX = kWarpgroupSteps * kForwardRows;
     static constexpr int kB = kWarpgroupSteps * kStates;
     static constexpr int kM = kWarpgroupSteps * kWarpgroupSteps;
 
     alignas(1024) T BC[2][2 * kB];  // a chunk's C behind its B
     alignas(1024) T M[2][kM];
-    alignas(1024) T x[2][kX];
-    float4 sums[kSlices > 1 ? kX / 4 : 1];  // the second slice's part of the results
-    ChunkDecays<kWarpgroupSteps> decays[2];
+    alignas(1024) T x[kStages][kX];
+    Decays decays[2];
     uint64_t tiles_arrived[2], decays_arrived[2];  // mbarriers
 };
 
@@ -74,16 +72,34 @@ __device__ __forceinline__ void store_results(T* x_tile, const float (&y)[kStepG
     }
 }
 
-// A block's copies from and to memory. Those of B, C and decays are one thread's; all threads take x, and leave results, in
-// passes of kTogether rows of the tile: an instruction so touches few rows, and all of each. The L1 cache takes a turn for
-// every one.
-template <typename T, int kStates>
+// Starts to copy a chunk's decays.
+__device__ __forceinline__ void begin_decays(ChunkDecays<kWarpgroupSteps>& to, const ChunkDecays<kWarpgroupSteps>* from,
+                                             uint64_t* barrier) {
+    constexpr int kBytes = static_cast<int>(sizeof(to));
+    static_assert(kBytes % 16 == 0, "what bulk copies take");
+    mbarrier_arrive_expect_tx(barrier, kBytes);
+    cp_async_bulk_load(&to, from, kBytes, barrier);
+}
+
+// D of the lane's rows of headdim, of a block's `rows`.
+__device__ __forceinline__ void load_D(float (&D)[2], const MambaSsd& p, int64_t head, int row0, int rows, int row) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int p_row = row + 8 * i;
+        const bool exists = p.D != nullptr && p_row < rows;
+        D[i] = exists ? p.D[head * p.D_head_stride + (row0 + p_row) * p.D_dim_stride] : 0.0f;
+    }
+}
+
+// A block's copies from and to memory, by a warpgroup. Those of B, C and decays are one thread's; all threads take x, and leave
+// results, in passes of kTogether rows of the tile: an instruction so touches few rows, and all of each. The L1 cache takes a
+// turn for every one.
+template <typename T, class Shared>
 struct ForwardCopies {
-    using Shared = ForwardSharedMemory<T, kStates>;
     using Decays = ChunkDecays<kWarpgroupSteps>;
     using XTile = SwizzledTile<kWarpgroupSteps>;
     static constexpr int kSteps = kWarpgroupSteps;
-    static constexpr int kTogether = Shared::kThreads / (kForwardRows / 8);
+    static constexpr int kTogether = kForwardThreads / (kForwardRows / 8);
     static constexpr int kPass = kTogether * kForwardRows;  // elements of a tile
     static_assert(kTogether % 8 == 0 && kForwardRows == 64,
                   "then passes, and steps of 16 rows, lie equally far from each other");
@@ -121,10 +137,8 @@ struct ForwardCopies {
     __device__ __forceinline__ void begin_tiles(int i) {
         if (i < chunks && thread == 0) {
             constexpr int kTileBytes = 2 * Shared::kB * static_cast<int>(sizeof(T));
-            constexpr int kDecayBytes = static_cast<int>(sizeof(Decays));
-            static_assert(kTileBytes % 16 == 0 && kDecayBytes % 16 == 0, "what bulk copies take");
-            mbarrier_arrive_expect_tx(&shared.decays_arrived[i % 2], kDecayBytes);  // M needs these alone
-            cp_async_bulk_load(&shared.decays[i % 2], next_decays, kDecayBytes, &shared.decays_arrived[i % 2]);
+            static_assert(kTileBytes % 16 == 0, "what bulk copies take");
+            begin_decays(shared.decays[i % 2], next_decays, &shared.decays_arrived[i % 2]);  // M needs these alone
             mbarrier_arrive_expect_tx(&shared.tiles_arrived[i % 2], kTileBytes);
             cp_async_bulk_load(shared.BC[i % 2], next_tiles, kTileBytes, &shared.tiles_arrived[i % 2]);
             next_tiles += tiles_step;
@@ -135,7 +149,7 @@ struct ForwardCopies {
         return x_column < rows ? (i == chunks - 1 ? last_steps : kSteps) - x_row : 0;
     }
     __device__ __forceinline__ void begin_x(int i) {
-        T* const to = shared.x[i % 2] + x_at;
+        T* const to = shared.x[i % Shared::kStages] + x_at;
         if (i < whole_chunks) {
 #pragma unroll
             for (int j = 0; j < kSteps / kTogether; ++j) {
@@ -154,7 +168,7 @@ struct ForwardCopies {
         cp_async_commit_group();
     }
     __device__ __forceinline__ void store_results(int i) {
-        const T* const from = shared.x[i % 2] + x_at;
+        const T* const from = shared.x[i % Shared::kStages] + x_at;
         const int existing = i < whole_chunks ? kSteps : existing_rows(i);
 #pragma unroll
         for (int j = 0; j < kSteps / kTogether; ++j) {
@@ -167,9 +181,8 @@ struct ForwardCopies {
 };
 
 // How a warp makes its rows of M.
-template <typename T, int kStates>
+template <typename T, class Shared>
 struct ForwardMixer {
-    using Shared = ForwardSharedMemory<T, kStates>;
     static constexpr int kSteps = kWarpgroupSteps;
 
     Shared& shared;
@@ -212,20 +225,17 @@ struct ForwardProducts {
     using Shared = ForwardSharedMemory<T, kStates>;
     static constexpr int kSlice = Shared::kSlice;
     static constexpr int kTiles = kWarpgroupSteps / 16;
-    static constexpr int kOwn = kTiles / Shared::kSlices;  // slices share out the steps of x^T M^T
 
     float y[kStepGroups][4];  // rows of headdim, columns of steps in the order of their places
     Operand<T> H[kSlice / 16];
     Operand<T> x[kTiles];
     Operand<T> weighted[kTiles];
-    Operand<T> own_x[kOwn];
+    Operand<T> own_x[kTiles];
 
-    __device__ __forceinline__ void begin(Shared& shared, float (&state)[kSlice / 8][4], const T* x_tile, int i, int slice,
-                                          int lane) {
-        const int slice_columns = slice * (kSlice / 64) * kBlock;  // as descriptors count
+    __device__ __forceinline__ void begin(Shared& shared, float (&state)[kSlice / 8][4], const T* x_tile, int i, int lane) {
         const auto& now = shared.decays[i % 2];
-        const uint64_t B = tile_descriptor(shared.BC[i % 2], kBlock * 16) + slice_columns;
-        const uint64_t C = tile_descriptor(shared.BC[i % 2] + Shared::kB, kBlock * 16) + slice_columns;
+        const uint64_t B = tile_descriptor(shared.BC[i % 2], kBlock * 16);
+        const uint64_t C = tile_descriptor(shared.BC[i % 2] + Shared::kB, kBlock * 16);
 #pragma unroll
         for (int k = 0; k < kSlice / 16; ++k) {
             a_from_accumulators<T>(H[k], state[2 * k], state[2 * k + 1]);
@@ -268,15 +278,15 @@ struct ForwardProducts {
             y[j][2] *= entering[j].x;
             y[j][3] *= entering[j].y;
         }
-        const uint64_t M = tile_descriptor(shared.M[i % 2], kBlock * 16) + slice * kOwn * kColumns16;
+        const uint64_t M = tile_descriptor(shared.M[i % 2], kBlock * 16);
 #pragma unroll
-        for (int k = 0; k < kOwn; ++k) {
-            own_x[k] = slice == 0 ? x[k] : x[(k + kOwn) % kTiles];
+        for (int k = 0; k < kTiles; ++k) {
+            own_x[k] = x[k];
         }
         warpgroup_fence_operands(y, own_x);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kOwn; ++k) {  // x^T M^T
+        for (int k = 0; k < kTiles; ++k) {  // x^T M^T
             wgmma<T, 0>(y, own_x[k].r[0], M + k * kColumns16);
         }
         wgmma_commit_group();
@@ -284,27 +294,6 @@ struct ForwardProducts {
     __device__ __forceinline__ void wait(float (&state)[kSlice / 8][4]) {
         wgmma_wait_group<0>();
         warpgroup_fence_operands(y, own_x, state, weighted);
-    }
-    // Of two slices: the second one's part of the results goes to the first one.
-    __device__ __forceinline__ void add_slices(Shared& shared, int slice, int thread) {
-        float4* const sums = shared.sums + thread % kForwardThreads;
-        if (slice != 0) {
-#pragma unroll
-            for (int j = 0; j < kStepGroups; ++j) {
-                sums[kForwardThreads * j] = make_float4(y[j][0], y[j][1], y[j][2], y[j][3]);
-            }
-        }
-        __syncthreads();
-        if (slice == 0) {
-#pragma unroll
-            for (int j = 0; j < kStepGroups; ++j) {
-                const float4 other = sums[kForwardThreads * j];
-                y[j][0] += other.x;
-                y[j][1] += other.y;
-                y[j][2] += other.z;
-                y[j][3] += other.w;
-            }
-        }
     }
 };
 
@@ -316,18 +305,13 @@ __global__ void __launch_bounds__(ForwardSharedMemory<T, kStates>::kThreads, For
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using Shared = ForwardSharedMemory<T, kStates>;
     constexpr int kSteps = kWarpgroupSteps;
-    constexpr int kSlice = Shared::kSlice;
-    constexpr bool kSliced = Shared::kSlices > 1;
     MAMBA_DYNAMIC_SHARED(1024, unsigned char, warpgroup_shared);
     Shared& shared = *reinterpret_cast<Shared*>(warpgroup_shared);
 
     // By a shuffle: else the compiler reads the slow special register again for each use.
     const int thread = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.x) % 32);
     const int lane = thread % 32;
-    const int warp = thread / 32 % 4;
-    const int slice = kSliced ? thread / kForwardThreads : 0;
-    const bool adds = slice == 0;                     // the results
-    const bool mixes = slice == Shared::kSlices - 1;  // B and C to M
+    const int warp = thread / 32;
     const int row = 16 * warp;
     const ForwardBlock<T, kSteps> block(p, launch);
     const int dstate = static_cast<int>(p.dstate);
@@ -343,42 +327,32 @@ __global__ void __launch_bounds__(ForwardSharedMemory<T, kStates>::kThreads, For
         reinterpret_cast<uint4*>(shared.M[0])[i] = make_uint4(0, 0, 0, 0);
     }
     float D[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int p_row = row + lane / 4 + 8 * i;
-        const bool exists = p.D != nullptr && p_row < block.rows;
-        D[i] = exists ? p.D[block.head * p.D_head_stride + (block.row0 + p_row) * p.D_dim_stride] : 0.0f;
-    }
+    load_D(D, p, block.head, block.row0, block.rows, row + lane / 4);
     fence_proxy_async();
     __syncthreads();
     griddepcontrol_wait();
 
     const int64_t slot = slot_of_sequence(p, kSteps, block.batch, block.begin) + block.first_chunk;
-    ForwardCopies<T, kStates> copies(shared, p, launch, block, slot, thread);
-    ForwardMixer<T, kStates> mixer(shared, p, launch, block, slot, warp, lane);
+    ForwardCopies<T, Shared> copies(shared, p, launch, block, slot, thread);
+    ForwardMixer<T, Shared> mixer(shared, p, launch, block, slot, warp, lane);
     for (int i = 0; i < 2; ++i) {
         copies.begin_tiles(i);
     }
     for (int i = 0; i < 2; ++i) {
         copies.begin_x(i);
     }
-    float state[kSlice / 8][4];
+    float state[kStates / 8][4];
     if (block.segment > 0) {
-        const int64_t tile = (block.row0 / kForwardRows * Shared::kSlices + slice) * (kForwardRows * kSlice);
-        load_accumulators<kSlice>(state, block.end_before(p, launch, ends_a_segment(Shared::kSlices)) + tile,
-                                  thread % kForwardThreads);
+        const int64_t tile = static_cast<int64_t>(block.row0) * kStates;
+        load_accumulators<kStates>(state, block.end_before(p, launch, ends_a_segment(1)) + tile, thread);
     } else {
-        start_state<kSlice>(state, block.first(p), row, block.rows, slice * kSlice, dstate, lane);
+        start_state<kStates>(state, block.first(p), row, block.rows, 0, dstate, lane);
     }
     if (chunks > 0) {
-        if (mixes) {
-            mixer.begin_loads(0);
-            mixer.mix(0);
-        }
+        mixer.begin_loads(0);
+        mixer.mix(0);
         fence_proxy_async();
-        if (mixes) {
-            mixer.begin_loads(1);
-        }
+        mixer.begin_loads(1);
     }
     cp_async_wait_group<1>();
     __syncthreads();  // the first x and M are there
@@ -387,17 +361,12 @@ __global__ void __launch_bounds__(ForwardSharedMemory<T, kStates>::kThreads, For
     for (int i = 0; i < chunks; ++i) {
         T* const x_tile = shared.x[i % 2] + x_lane;
         ForwardProducts<T, kStates> products;
-        products.begin(shared, state, x_tile, i, slice, lane);
-        if (mixes && i + 1 < chunks) {
+        products.begin(shared, state, x_tile, i, lane);
+        if (i + 1 < chunks) {
             mixer.mix(i + 1);  // while the products run
         }
         products.wait(state);
-        if constexpr (kSliced) {
-            products.add_slices(shared, slice, thread);
-        }
-        if (!adds) {
-            // The other warpgroup has the results.
-        } else if (block.z == nullptr) {
+        if (block.z == nullptr) {
             store_results<T, false>(x_tile, products.y, products.x, D, nullptr, 0, 0, 0, lane);
         } else {
             const int64_t first = (block.first_chunk + i) * kSteps;
@@ -406,16 +375,14 @@ __global__ void __launch_bounds__(ForwardSharedMemory<T, kStates>::kThreads, For
         }
         cp_async_wait_group<0>();
         fence_proxy_async();  // this also waits for loads
-        if (mixes) {
-            mixer.begin_loads(i + 2);
-        }
+        mixer.begin_loads(i + 2);
         __syncthreads();  // this chunk's tiles and decays are free, its results and the next one's x and M are there
         copies.begin_tiles(i + 2);
         copies.store_results(i);
         copies.begin_x(i + 2);
     }
     if (p.final_state != nullptr && block.segment == launch.segments - 1) {
-        store_state<kSlice>(p.final_state + block.state_index, state, row, block.rows, slice * kSlice, dstate, lane);
+        store_state<kStates>(p.final_state + block.state_index, state, row, block.rows, 0, dstate, lane);
     }
 #else
     (void)p;

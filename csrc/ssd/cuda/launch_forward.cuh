@@ -3,6 +3,7 @@
 
 #include "common/kernel_launch.cuh"
 #include "ssd/cuda/forward.cuh"
+#include "ssd/cuda/forward_slices.cuh"
 #include "ssd/cuda/forward_warpgroup.cuh"
 #include "ssd/cuda/launch_states.cuh"
 
@@ -91,11 +92,23 @@ cudaError_t launch_forward_blocks(const MambaSsd& p, const SsdPlan& plan, const 
     return launch_kernel(kernel, blocks, kForwardThreads, kShared, p.run.stream, p, launch);
 }
 
+// The shared memory and the kernel for so many states.
+template <typename T, int kStates, bool kSliced = (kStates > 128)>
+struct ForwardOnWarpgroups {
+    using Shared = ForwardSharedMemory<T, kStates>;
+    static auto kernel() { return ssd_warpgroup_kernel<T, kStates>; }
+    static_assert(sizeof(Shared) <= 227 * 1024 / Shared::kBlocks - 1024, "what a multiprocessor has room for");
+};
+template <typename T, int kStates>
+struct ForwardOnWarpgroups<T, kStates, true> {
+    using Shared = SlicesSharedMemory<T, kStates>;
+    static auto kernel() { return ssd_slices_kernel<T, kStates>; }
+};
+
 // p.run's device runs code for 9.0a. kStates: 64, 128 or 256.
 template <typename T, int kStates>
 cudaError_t launch_forward_warpgroups(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace) {
-    using Shared = ForwardSharedMemory<T, kStates>;
-    static_assert(sizeof(Shared) <= 227 * 1024 / Shared::kBlocks - 1024, "what a multiprocessor has room for");
+    using Shared = typename ForwardOnWarpgroups<T, kStates>::Shared;
     char* const memory = static_cast<char*>(p.workspace);
     const PreparedChunks prepared = {memory + workspace.tiles, 2, memory + workspace.chunk_decays, kChunkDecaysBytes};
     float* const products = reinterpret_cast<float*>(memory + workspace.products);
@@ -126,7 +139,7 @@ cudaError_t launch_forward_warpgroups(const MambaSsd& p, const SsdPlan& plan, co
     launch.ends = states.walks[0].ends;
     launch.products = products;
     launch.prepared = prepared;
-    const auto kernel = ssd_warpgroup_kernel<T, kStates>;
+    const auto kernel = ForwardOnWarpgroups<T, kStates>::kernel();
     error = allow_shared(kernel, sizeof(Shared));
     if (error != cudaSuccess) {
         return error;
@@ -140,7 +153,7 @@ cudaError_t launch_ssd_forward(const MambaSsd& p, const SsdPlan& plan, const Ssd
     return launch_row<T, kSsdForwardKernels>(ssd_forward_table, plan.kernel, [&](auto number) {
         constexpr SsdKernel row = kSsdForwardKernels[decltype(number)::kRow];
         if constexpr (row.on_warpgroups()) {
-            static_assert(sizeof(ForwardSharedMemory<T, row.states>) == row.shared_bytes, "the table says so");
+            static_assert(sizeof(typename ForwardOnWarpgroups<T, row.states>::Shared) == row.shared_bytes, "the table says so");
             return launch_forward_warpgroups<T, row.states>(p, plan, workspace);
         } else {
             static_assert(sizeof(ForwardTiles<T, row.states, row.steps>) <= row.shared_bytes, "the table says so");

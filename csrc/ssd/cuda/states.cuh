@@ -37,21 +37,28 @@ struct StatesBlock {
 
     __device__ __forceinline__ StatesBlock(const MambaSsd& p, const StatesLaunch& launch, int slices_) : slices(slices_) {
         row_tiles = ceil_div(p.headdim, kForwardRows);
-        heads = launch.group_heads * p.ngroups;  // of this launch
-        const int64_t walked = launch.ends_only != 0 ? launch.segments - 1 : launch.segments;
-        int64_t block = blockIdx.x;
-        slice = static_cast<int>(block % slices);
-        block /= slices;
-        tile = block % row_tiles;
-        block /= row_tiles;
-        slot = block % heads;
-        block /= heads;
-        from_end = block % launch.directions != 0;
-        block /= launch.directions;
-        segment = block % walked;
-        batch = block / walked;
-        group = slot / launch.group_heads;
-        head = group * (p.nheads / p.ngroups) + launch.first_head + slot % launch.group_heads;
+        // In 32 bits, which all fit: a division of 64 takes long.
+        const uint32_t walked = static_cast<uint32_t>(launch.ends_only != 0 ? launch.segments - 1 : launch.segments);
+        const uint32_t tiles = static_cast<uint32_t>(row_tiles);
+        const uint32_t group_heads = static_cast<uint32_t>(launch.group_heads);
+        const uint32_t directions = static_cast<uint32_t>(launch.directions);
+        const uint32_t launched = group_heads * static_cast<uint32_t>(p.ngroups);
+        uint32_t index = blockIdx.x;
+        slice = static_cast<int>(index % static_cast<uint32_t>(slices));
+        index /= static_cast<uint32_t>(slices);
+        tile = index % tiles;
+        index /= tiles;
+        const uint32_t own = index % launched;
+        index /= launched;
+        from_end = index % directions != 0;
+        index /= directions;
+        segment = index % walked;
+        batch = index / walked;
+        group = own / group_heads;
+        slot = own;
+        heads = launched;
+        head = group * (static_cast<uint32_t>(p.nheads) / static_cast<uint32_t>(p.ngroups)) + launch.first_head +
+               own % group_heads;
         range = sequence_range(p, batch);
         chunks = ceil_div(range.seqlen, kSteps);
         first_chunk = segment * launch.chunks_a_segment;

@@ -37,9 +37,9 @@ __device__ __forceinline__ void load_CB(float2 (&loaded)[kMixGroups], const floa
 
 // M_ts = (C_t . B_s) exp(cs_t - cs_s) dt_s for s <= t of one run, for a warp's 16 rows. Groups of columns that lie above the
 // diagonal are not written. at: shared_address of the lane's first element. column: its column.
-template <typename T>
-__device__ __forceinline__ void mix_rows(uint32_t at, const float2 (&CB)[kMixGroups],
-                                         const ChunkDecays<8 * kStepGroups>& decays, int warp, int column, int lane) {
+template <typename T, class Decays>
+__device__ __forceinline__ void mix_rows(uint32_t at, const float2 (&CB)[kMixGroups], const Decays& decays, int warp,
+                                         int column, int lane) {
     // Not log2_rest: see kLeastDecay.
     const float cs[2] = {decays.log2_decay[8 * warp + lane / 4], decays.log2_decay[8 * (kStepGroups - 1 - warp) + lane / 4]};
     const bool left_above = column > lane / 4;  // in the group at the diagonal
@@ -74,9 +74,8 @@ __device__ __forceinline__ void mix_rows(uint32_t at, const float2 (&CB)[kMixGro
 }
 
 // Takes what lies before the start of its row's run out of the warp's rows of M.
-template <typename T>
-__device__ __forceinline__ void end_rows_at_restarts(T* M_tile, const ChunkDecays<8 * kStepGroups>& decays, int warp,
-                                                     int lane) {
+template <typename T, class Decays>
+__device__ __forceinline__ void end_rows_at_restarts(T* M_tile, const Decays& decays, int warp, int lane) {
     __syncwarp();
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {

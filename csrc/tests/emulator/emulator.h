@@ -92,6 +92,7 @@ struct Product {
     uint64_t b;
     bool rows_of_k;
     float (*element)(uint16_t bits);
+    bool a_rows_of_k = false;
 };
 void wgmma(const Product& product);
 void wgmma_commit_group();

@@ -34,7 +34,7 @@ void add(const Product& product, size_t group, size_t index, std::vector<float>&
         if (product.a == nullptr) {
             const int tile_row = static_cast<int>(first / 32 % 4 * 16) + row;
             for (int i = 0; i < 2; ++i) {
-                a[i][k] = product.element(element_of_tile(product.a_tile, false, tile_row + 8 * i, k));
+                a[i][k] = product.element(element_of_tile(product.a_tile, product.a_rows_of_k, tile_row + 8 * i, k));
             }
             continue;
         }

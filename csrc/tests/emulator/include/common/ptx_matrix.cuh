@@ -101,6 +101,10 @@ template <typename T, int kRowsOfK, int kGroups>
 void wgmma(float (&c)[kGroups][4], uint64_t a, uint64_t b) {
     emulator::wgmma({&c[0][0], 8 * kGroups, nullptr, a, b, kRowsOfK == 1, element_of<T>});
 }
+template <typename T, int kRowsOfK, int kGroups>
+void wgmma_transposed(float (&c)[kGroups][4], uint64_t a, uint64_t b) {
+    emulator::wgmma({&c[0][0], 8 * kGroups, nullptr, a, b, kRowsOfK == 1, element_of<T>, true});
+}
 inline void wgmma_fence() {}
 inline void wgmma_commit_group() {
     emulator::wgmma_commit_group();
