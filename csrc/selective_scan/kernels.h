@@ -31,8 +31,8 @@ struct ScanWalk {
 };
 
 // The kernel that takes a walk: cuda/forward.cuh or backward.cuh; cuda/forward_pipeline.cuh, where `warps` are those that scan;
-// cuda/one_state_*.cuh, which has no segments.
-enum class ScanCode { kTiles, kPipeline, kOneState };
+// cuda/few_states_*.cuh, which has no segments.
+enum class ScanCode { kTiles, kPipeline, kFewStates };
 
 struct ScanKernel : KernelRow {
     bool (*takes)(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device);
@@ -102,13 +102,18 @@ bool is_forward_and(const MambaSelectiveScan& p, bool aligned, const DeviceLimit
     return !p.reverse && kTakes(p, aligned, device);
 }
 
-// ---- one state: a warp a channel -------------------------------------------------------------------------------------
+// ---- few states: 16 lanes a channel ----------------------------------------------------------------------------------
 
-// Whether there are so many channels as keep every multiprocessor busy without segments of the length, and steps enough for the
-// lanes of a warp.
-inline bool has_one_state(const MambaSelectiveScan& p, bool, const DeviceLimits& device) {
-    return p.segments == 1 && p.dstate == 1 && p.variable_B && p.variable_C && p.z == nullptr && p.seq_idx == nullptr &&
-           p.seqlen > 160 && p.dim <= INT32_MAX && p.batch * p.dim >= 16 * device.processors;
+constexpr int kMostFewStates = 4;
+
+// Whether tiles are full enough: more than half of their steps exist, with more than two states three quarters. And whether the
+// channels are enough, without segments of the length.
+inline bool has_few_states(const MambaSelectiveScan& p, bool, const DeviceLimits& device) {
+    const int64_t steps = round_up(p.seqlen, 128);
+    const bool two = p.dstate <= 2;
+    return p.segments == 1 && p.dstate <= kMostFewStates && p.variable_B && p.variable_C && p.z == nullptr &&
+           p.seq_idx == nullptr && (two ? 2 * p.seqlen > steps : 4 * p.seqlen >= 3 * steps) && p.seqlen < 1 << 30 &&
+           p.dim <= INT32_MAX && p.batch * p.dim >= (two ? 4 : 16) * device.processors;
 }
 
 // ---- the forward scan ------------------------------------------------------------------------------------------------
@@ -118,7 +123,8 @@ constexpr int64_t kShortestSplit = 8 * MAMBA_SCAN_CHECKPOINT;
 
 // clang-format off
 //                                                               lanes  states  channels  tile  warps  steps  blocks  sliced
-constexpr ScanWalk kForward1 =            {ScanCall::kAny,          32,      1,        4,  256,     4,     8,      6,  false};
+constexpr ScanWalk kForward4 =            {ScanCall::kAny,          16,      4,        1,  128,     4,     8,      6,  false};
+constexpr ScanWalk kForward4Float32 =     {ScanCall::kAny,          16,      4,        1,  128,     8,     8,      3,  false};
 constexpr ScanWalk kForward8 =            {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      4,  false};
 constexpr ScanWalk kForward16 =           {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      4,  false};
 constexpr ScanWalk kForward16Forward =    {ScanCall::kForward,       8,      2,        2,   64,     4,     8,      4,  false};
@@ -207,8 +213,10 @@ bool is_mamba_for_pipeline(const MambaSelectiveScan& p, bool aligned, const Devi
 // clang-format off
 inline constexpr ScanKernel kScanForwardKernels[] = {
     // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry, code
-    {{"dstate1", "dstate 1, variable B and C, no z or seq_idx; L > 160, 16 channels for each multiprocessor",
-      "16 channels, 256 steps", kAllDtypes, 128, 0, 75}, has_one_state, kForward1, kForward16, ScanCode::kOneState},
+    {{"dstate4", "dstate up to 4, variable B and C, no z or seq_idx; full tiles, many channels",
+      "8 channels, 128 steps", k16Bit, 128, 0, 75}, has_few_states, kForward4, kForward16, ScanCode::kFewStates},
+    {{"dstate4_float32", "as dstate4",
+      "16 channels, 128 steps", kF32, 256, 0, 75}, has_few_states, kForward4Float32, kForward16, ScanCode::kFewStates},
     {{"pipeline_12_channels_mamba", "Mamba's call; dstate 16, dim % 12 == 0, L % 64 == 0; a block for each multiprocessor",
       "12 channels, 64 steps", k16Bit, 384, pipeline_shared(12, 2, 16), 80}, is_mamba_for_pipeline<12>, kPipeline12Mamba,
       kForward16, ScanCode::kPipeline},
@@ -261,7 +269,7 @@ extern KernelTable scan_forward_table;
 
 // clang-format off
 //                                                               lanes  states  channels  tile  warps  steps  blocks  sliced
-constexpr ScanWalk kBackward1 =           {ScanCall::kAny,          32,      1,        8,  256,     4,     8,      4,  false};
+constexpr ScanWalk kBackward4 =           {ScanCall::kAny,          16,      4,        4,  128,     4,     8,      3,  false};
 constexpr ScanWalk kBackward8Forward =    {ScanCall::kForward,       4,      2,        1,   64,     4,    16,      3,  false};
 constexpr ScanWalk kBackward8Float32 =    {ScanCall::kAny,           4,      2,        1,   64,     4,    16,      2,  false};
 constexpr ScanWalk kBackward16 =          {ScanCall::kAny,           8,      2,        2,   64,     4,     8,      3,  false};
@@ -291,8 +299,8 @@ inline int64_t most_segments(const MambaSelectiveScan& p, int64_t shortest) {
 }
 
 // So many blocks that a plan asks for no segments (backward_segments).
-inline bool has_one_state_backward(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
-    return has_one_state(p, aligned, device) && 2 * scan_blocks(p, kBackward1.channels()) > 3 * device.processors;
+inline bool has_few_states_backward(const MambaSelectiveScan& p, bool aligned, const DeviceLimits& device) {
+    return has_few_states(p, aligned, device) && 2 * scan_blocks(p, kBackward4.channels()) > 3 * device.processors;
 }
 // Fewer channels a block where there would not be two for each multiprocessor. Of float32 no more than two fit one, too few for
 // the segments of a length.
@@ -328,9 +336,9 @@ inline bool is_mamba_sliced_backward(const MambaSelectiveScan& p, bool aligned, 
 // clang-format off
 inline constexpr ScanKernel kScanBackwardKernels[] = {
     // name, needs, shape, dtypes, threads, shared bytes, architecture; takes, walk, carry, code
-    {{"dstate1", "dstate 1, variable B and C, no z or seq_idx; L > 160, 16 channels for each multiprocessor",
-      "32 channels, 256 steps", kAllDtypes, 128, 0, 75}, has_one_state_backward, kBackward1, kBackwardSliced,
-      ScanCode::kOneState},
+    {{"dstate4", "dstate up to 4, variable B and C, no z or seq_idx; full tiles, many channels",
+      "32 channels, 128 steps", kAllDtypes, 128, kSmallestShared, 75}, has_few_states_backward, kBackward4, kBackwardSliced,
+      ScanCode::kFewStates},
     {{"dstate8_forward", "forward, dstate up to 8; 99072 bytes of shared memory",
       "32 channels, 64 steps", k16Bit, 128, kBackwardShared, 75}, is_forward_and<has_8_states_backward>,
       kBackward8Forward, kBackwardSliced},

@@ -30,6 +30,9 @@ CASES = {
             Scan(1, 2048, 1536, 16, "float32"),
             Scan(16, 3136, 768, 1, "float32", groups=4, gated=False),  # VMamba: one state a channel, no z
             Scan(64, 196, 3072, 1, groups=4, gated=False),
+            Scan(16, 3136, 768, 2, "float32", groups=4, gated=False),  # two and four states: its descendants
+            Scan(64, 196, 3072, 4, groups=4, gated=False),
+            Scan(8, 2048, 4096, 4, gated=False),
             Scan(1, 16, 16, 16, "float32", passes=SMALL),
         ],
         "ssd": [

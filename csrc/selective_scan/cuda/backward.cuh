@@ -15,7 +15,7 @@
 #include "selective_scan/cuda/backward_chains.cuh"
 #include "selective_scan/cuda/backward_elements.cuh"
 #include "selective_scan/cuda/backward_tile.cuh"
-#include "selective_scan/cuda/one_state_backward.cuh"
+#include "selective_scan/cuda/few_states_backward.cuh"
 #include "selective_scan/launch.h"
 
 namespace mamba {
@@ -315,10 +315,10 @@ cudaError_t launch_scan_backward(const ScanBackward& q, bool aligned, int kernel
     return launch_row<T, kScanBackwardKernels>(scan_backward_table, kernel, [&](auto row) {
         constexpr int kRow = decltype(row)::kRow;
         constexpr ScanKernel k = kScanBackwardKernels[kRow];
-        if constexpr (k.code == ScanCode::kOneState) {
-            static_assert(k.walk.tile == kOneStateTile && k.walk.steps == kLaneSteps && k.threads == 32 * k.walk.warps,
+        if constexpr (k.code == ScanCode::kFewStates) {
+            static_assert(k.walk.tile == kFewStatesTile && k.walk.lanes == kChannelLanes && k.threads == 32 * k.walk.warps,
                           "what the table says");
-            return launch_one_state_backward<T, k.walk.warps, k.walk.channels_per_lane, k.walk.blocks>(q);
+            return launch_few_states_backward<T, k.walk.warps, k.walk.channels_per_lane, k.walk.blocks, k.shared_bytes>(q);
         } else {
             return launch_backward<T, LayoutOf<Walk<kScanBackwardKernels, kRow>>,
                                    LayoutOf<CarryWalk<kScanBackwardKernels, kRow>>, k.shared_bytes>(q, aligned);

@@ -5,10 +5,10 @@
 #pragma once
 
 #include "common/kernel_launch.cuh"
+#include "selective_scan/cuda/few_states_forward.cuh"
 #include "selective_scan/cuda/forward_elements.cuh"
 #include "selective_scan/cuda/forward_pipeline.cuh"
 #include "selective_scan/cuda/forward_tile.cuh"
-#include "selective_scan/cuda/one_state_forward.cuh"
 #include "selective_scan/launch.h"
 
 namespace mamba {
@@ -314,10 +314,10 @@ cudaError_t launch_scan_forward(const MambaSelectiveScan& p, bool aligned, int k
     return launch_row<T, kScanForwardKernels>(scan_forward_table, kernel, [&](auto row) {
         constexpr int kRow = decltype(row)::kRow;
         constexpr ScanKernel k = kScanForwardKernels[kRow];
-        if constexpr (k.code == ScanCode::kOneState) {
-            static_assert(k.walk.tile == kOneStateTile && k.walk.steps == kLaneSteps && k.threads == 32 * k.walk.warps,
+        if constexpr (k.code == ScanCode::kFewStates) {
+            static_assert(k.walk.tile == kFewStatesTile && k.walk.lanes == kChannelLanes && k.threads == 32 * k.walk.warps,
                           "what the table says");
-            return launch_one_state_forward<T, k.walk.warps, k.walk.channels_per_lane, k.walk.blocks>(p);
+            return launch_few_states_forward<T, k.walk.warps, k.walk.blocks>(p);
         } else if constexpr (k.code == ScanCode::kPipeline) {
             using Layout = PipelineLayout<k.walk.call, k.walk.warps, k.walk.tile, k.walk.steps / 4, k.walk.states>;
             static_assert(Layout::kThreads == k.threads, "what the table says");

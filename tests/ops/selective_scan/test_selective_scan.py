@@ -131,6 +131,9 @@ MANY_CHANNELS = (
     ScanCase(6, 1536, 205, reverse=True),
     ScanCase(8, 800, 196, dstate=1, groups=4, z=False),
     ScanCase(7, 1000, 261, dstate=1, z=False, softplus=False, initial_state=True, reverse=True),
+    ScanCase(8, 800, 196, dstate=2, groups=4, z=False, reverse=True),
+    ScanCase(7, 1001, 389, dstate=3, z=False, initial_state=True),
+    ScanCase(8, 1024, 388, dstate=4, groups=2, z=False, initial_state=True),
 )
 
 
@@ -139,18 +142,23 @@ def test_few_channels(case, dtype, device):
     check(case, dtype, device)
 
 
-# Which a warp scans on a GPU that they fill.
-ONE_STATE_CASES = [
+# Whose states cross lanes on a GPU that they fill: rows in fours and not, either way; an odd number of channels.
+FEW_STATES_CASES = [
     ScanCase(3, 40, 300, dstate=1, groups=2, z=False, initial_state=True),
     ScanCase(2, 33, 517, dstate=1, z=False, D=False),  # ends within a lane's steps
     ScanCase(2, 37, 516, dstate=1, z=False, delta_bias=False, reverse=True),
     ScanCase(3, 34, 259, dstate=1, z=False, initial_state=True, reverse=True),
+    ScanCase(3, 40, 384, dstate=2, groups=2, z=False),  # whole tiles
+    ScanCase(2, 37, 293, dstate=3, z=False, softplus=False, initial_state=True),
+    ScanCase(3, 35, 356, dstate=4, z=False, initial_state=True),
+    ScanCase(3, 40, 292, dstate=4, groups=2, z=False, initial_state=True, reverse=True),
+    ScanCase(2, 33, 389, dstate=2, z=False, reverse=True),
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("case", ONE_STATE_CASES, ids=case_id)
-def test_one_state(case, dtype, device):
+@pytest.mark.parametrize("case", FEW_STATES_CASES, ids=case_id)
+def test_few_states(case, dtype, device):
     check(case, dtype, device)
 
 
