@@ -14,9 +14,10 @@ struct Mamba3BackwardWorkspace {
     int64_t dy;                  // (B, L, R, heads of a launch, P) of T: gradient of the scan's rows
     int64_t dq_parts, dk_parts;  // (splits, B, L, R, G, N) float, in the order of tiles, unless blocks write them whole
     int64_t step_terms;          // (row tiles, B, L, H) float4
-    int64_t angle_totals;        // (row tiles, slots, H, S) float: of what reaches the chunk's first step
+    int64_t dturns;              // (slots, H, steps of a chunk, S) float: what a step's rows give to its angles
+    int64_t angle_totals;        // (slots, H, S) float: of what reaches the chunk's first step
     int64_t angle_carry;         // (slots, H, S) float: what later chunks add
-    int64_t dangles;             // (splits G, B, L, S) float, or (row tiles, B, L, H, S)
+    int64_t turned;              // (32 angles each, B, L, H) float: what angles give to the gradient of dt
     int64_t bias;                // (2, row tiles, slots, H, R, N) float
     int64_t mimo_v;              // (slots + U, H, R, P) float
     int64_t mimo_z, mimo_out;    // (ranges, H, R, P) float; with warpgroups (U, H, R, P)
@@ -36,7 +37,7 @@ struct Mamba3BackwardPlan {
     Mamba3ChunksPlan chunks;
     int64_t row_tiles;    // of headdim
     int64_t group_heads;  // of each group, in a launch
-    int64_t splits;       // blocks that share a chunk and group's heads
+    int64_t splits;       // blocks that share a chunk and group's heads, of each all rows of headdim
     bool whole;           // a block on warpgroups has all heads of its group, and so writes dq and dk itself
     int64_t ranges;       // of slots, each with its own sums of parameters
     int64_t slots_a_range;
@@ -44,12 +45,19 @@ struct Mamba3BackwardPlan {
 };
 
 // Bytes of both states and of the rotated q and k of all chunks that one launch takes: four times those of v, or with several
-// ranks, whose chunks are shorter, eight times, but not less than this.
+// ranks, whose chunks are shorter, eight times, but not less than this. On warpgroups a launch of few heads leaves
+// multiprocessors without a walk.
 constexpr int64_t kMamba3LeastBudget = int64_t{128} << 20;
+constexpr int64_t kMamba3LeastWarpgroupBudget = int64_t{1} << 30;
 
 // Elements of one of the states of a head before a chunk.
 MAMBA_HOST_DEVICE inline int64_t mamba3_state_size(const MambaMamba3& p, const Mamba3BackwardPlan& plan) {
     return plan.warpgroups ? plan.row_tiles * kMamba3StateRows * kMamba3WarpgroupStates : p.headdim * p.dstate;
+}
+
+// Floats from one step of `dturns` to the next.
+MAMBA_HOST_DEVICE inline int64_t mamba3_dturns_pitch(const MambaMamba3& p) {
+    return round_up(p.nangles, 4);
 }
 
 // Partial sums of D's gradient, (parts, H), and of those of mimo_z and mimo_out, (parts, H, R, P).
@@ -80,10 +88,11 @@ inline void plan_mamba3_workspace(const MambaMamba3& p, Mamba3BackwardPlan& plan
     w.dq_parts = mamba3_reserve(total, matrix);
     w.dk_parts = mamba3_reserve(total, matrix);
     w.step_terms = mamba3_reserve(total, tiles * all_steps * p.nheads * 16);
-    w.angle_totals = mamba3_reserve(total, tiles * turns);
+    // finish_angles reads steps by eight.
+    w.dturns = mamba3_reserve(total, (slots * p.nheads * chunks.steps + 8) * mamba3_dturns_pitch(p) * 4);
+    w.angle_totals = mamba3_reserve(total, turns);
     w.angle_carry = mamba3_reserve(total, turns);
-    w.dangles = mamba3_reserve(
-        total, (p.angles_of_heads != 0 ? tiles * p.nheads : plan.splits * p.ngroups) * all_steps * p.nangles * 4);
+    w.turned = mamba3_reserve(total, ceil_div(p.nangles, 32) * all_steps * p.nheads * 4);
     w.bias = mamba3_reserve(total, 2 * tiles * slots * p.nheads * p.rank * p.dstate * 4);
     w.mimo_v = mamba3_reserve(total, p.mimo_v != nullptr ? (slots + p.sequences) * projection : 0);
     w.mimo_z = mamba3_reserve(total, p.mimo_z != nullptr ? mamba3_projection_parts(p, plan) * projection : 0);
@@ -93,15 +102,15 @@ inline void plan_mamba3_workspace(const MambaMamba3& p, Mamba3BackwardPlan& plan
     w.before = mamba3_reserve(total, p.sequences * p.nheads * 4);
 }
 
-// How many blocks share a chunk and group's items: what takes the least time, counted in items. The last launch may have fewer
-// heads than the others, and no launch fewer items than blocks share.
+// How many blocks share a chunk and group's heads: what takes the least time, counted in heads. The last launch may have fewer
+// than the others, and no launch fewer than blocks share.
 inline int64_t mamba3_backward_splits(const MambaMamba3& p, const Mamba3BackwardPlan& plan, int64_t processors) {
     const int64_t heads_of_group = p.nheads / p.ngroups, launches = ceil_div(heads_of_group, plan.group_heads);
-    const int64_t items = (heads_of_group - (launches - 1) * plan.group_heads) * plan.row_tiles;
+    const int64_t heads = heads_of_group - (launches - 1) * plan.group_heads;
     const int64_t chunk_groups = plan.chunks.chunks.slots * p.ngroups;
     int64_t best = 1, least = 0;
-    for (int64_t splits = 1; splits <= items && splits <= processors && chunk_groups > 0; ++splits) {
-        const int64_t time = ceil_div(chunk_groups * splits, processors) * (ceil_div(items, splits) + 1);
+    for (int64_t splits = 1; splits <= heads && splits <= processors && chunk_groups > 0; ++splits) {
+        const int64_t time = ceil_div(chunk_groups * splits, processors) * (ceil_div(heads, splits) + 1);
         if (splits == 1 || time < least) {
             best = splits;
             least = time;
@@ -124,7 +133,8 @@ inline Mamba3BackwardPlan plan_mamba3_backward(const MambaMamba3& p, int32_t ker
     const int64_t rotated = plan.warpgroups ? 0 : plan.chunks.chunks.steps * (2 * p.rank * p.dstate * size + 8 * p.nangles);
     const int64_t head_bytes = slots * p.ngroups * (2 * mamba3_state_size(p, plan) * size + rotated);
     const int64_t some_v = (p.rank > 1 ? 8 : 4) * p.batch * p.seqlen * p.nheads * p.headdim * size;
-    const int64_t budget = some_v > kMamba3LeastBudget ? some_v : kMamba3LeastBudget;
+    const int64_t least = plan.warpgroups ? kMamba3LeastWarpgroupBudget : kMamba3LeastBudget;
+    const int64_t budget = some_v > least ? some_v : least;
     plan.group_heads = heads_of_group;
     if (head_bytes * heads_of_group > budget) {
         const int64_t fit = budget / head_bytes > 1 ? budget / head_bytes : 1;

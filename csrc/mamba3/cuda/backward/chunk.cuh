@@ -44,7 +44,7 @@ struct Mamba3BackwardTiles {
 // In shared memory, see Mamba3StepArray.
 template <int kRows>
 struct alignas(16) ChunkSteps {
-    float high[kRows], low[kRows], gamma[kRows], scale[kRows], entering[kRows], leaving[kRows], dt[kRows];
+    float high[kRows], low[kRows], gamma[kRows], scale[kRows], entering[kRows], leaving[kRows];
     float adding[kRows];  // leaving scale
     int run[kRows];       // first row of the row's run in this chunk, -1 for a run that began before it
     float carry;          // decay over the whole chunk, 0 with a restart
@@ -83,7 +83,6 @@ __device__ __forceinline__ void load_chunk_steps(ChunkSteps<kRows>& to, const fl
         to.scale[row] = scale;
         to.entering[row] = at[kMamba3Entering * chunks.pitch];
         to.leaving[row] = leaving;
-        to.dt[row] = at[kMamba3Dt * chunks.pitch];
         to.adding[row] = leaving * scale;
         to.run[row] = start < 0 ? -1 : start * rank;
         if (row == kRows - 1) {

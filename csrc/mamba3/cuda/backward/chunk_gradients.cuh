@@ -6,7 +6,7 @@
 //     dk_s = adding_s dH'^T x_s + sum_t W_ts R_ts q_t
 //     dx_s = adding_s dH' k_s + sum_t W_ts G_ts dy_t + D dy_s
 // which, rotated back, are those of the group's rows and of the biases. An angle's gradient at a step sums a db - b da over the
-// rows of all later steps; finish.cuh adds what later chunks have.
+// rows of all later steps: finish_angles.cuh adds them up.
 #pragma once
 
 #include "mamba3/cuda/backward/chunk_shared.cuh"
@@ -27,7 +27,6 @@ struct Mamba3ChunkGradients {
     using Inputs = WarpTile<Tiles, kInner>;  // rows x headdim
     using Matrix = float[2 * Wide::kWide][4];
     using InputMatrix = float[2 * Inputs::kWide][4];
-    static constexpr float kPi = 3.14159265f;
 
     const MambaMamba3Backward& q;
     const MambaMamba3& p;
@@ -68,14 +67,14 @@ struct Mamba3ChunkGradients {
           angles(static_cast<int>(p.nangles)),
           slots(launch.chunks.slots),
           row_tiles(launch.plan.row_tiles) {
-        const int64_t splits = launch.plan.splits, items = launch.group_heads * row_tiles;
+        const int64_t splits = launch.plan.splits, heads = launch.group_heads;
         split = blockIdx.x % splits;
         group = blockIdx.x / splits % p.ngroups;
         slot = blockIdx.x / splits / p.ngroups;
         chunk = find_chunk(p, launch.chunks, slot);
         first_step = chunk.row * p.seqlen + chunk.first;
-        first_item = static_cast<int>(items * split / splits);
-        last_item = static_cast<int>(items * (split + 1) / splits);
+        first_item = static_cast<int>(heads * split / splits * row_tiles);
+        last_item = static_cast<int>(heads * (split + 1) / splits * row_tiles);
     }
     __device__ __forceinline__ void go_to(int item) {
         tile = item % row_tiles;
@@ -324,49 +323,26 @@ struct Mamba3ChunkGradients {
         }
     }
 
-    // The gradients of angles, over all heads that share them; dturns become sums over later steps. A thread takes an angle,
-    // the last warps first: sum_parameters gives the first ones more. adds: to those of other items and launches.
-    __device__ __forceinline__ void sum_angles(bool adds) const {
+    // What each step's rows give to its angles, to memory. A thread takes an angle, the last warps first: sum_parameters gives
+    // the first ones more.
+    __device__ __forceinline__ void store_dturns() const {
         const int angle = kThreads - 1 - static_cast<int>(threadIdx.x);
         if (angle >= angles) {
             return;
         }
-        const Mamba3Speeds speeds = speeds_of(p, launch, chunk, head);
-        const int64_t all_steps = p.batch * p.seqlen;
-        const bool of_heads = p.angles_of_heads != 0;
-        const int64_t entries = of_heads ? p.nheads * angles : angles, part = of_heads ? tile : split * p.ngroups + group;
-        float* const to =
-            launch.at<float>(w.dangles) + (part * all_steps + first_step) * entries + (of_heads ? head * angles : 0) + angle;
-        float behind = 0.0f;
-#pragma unroll 2
+        const int64_t index = slot * p.nheads + head, pitch = mamba3_dturns_pitch(p);
+        float* const to = launch.at<float>(w.dturns) + index * launch.chunks.steps * pitch + angle;
+        float* const total = launch.at<float>(w.angle_totals) + index * angles + angle;
+        float first_run = 0.0f;  // of the run that began before the chunk
         for (int t = chunk.steps - 1; t >= 0; --t) {
-            for (int row = t * rank; row < (t + 1) * rank; ++row) {
-                behind += shared.dturns[row * kPairs + angle];
-            }
-            const float speed = speeds.first[t * speeds.stride + angle];
-            const float value = (1.0f - 4.0f * speed * speed) * kPi * steps().dt[t * rank] * behind;
-            to[t * entries] = adds ? to[t * entries] + value : value;
-            shared.dturns[t * rank * kPairs + angle] = behind;
-            if (t == 0) {
-                launch.at<float>(w.angle_totals)[((tile * slots + slot) * p.nheads + head) * angles + angle] =
-                    steps().run[0] < 0 ? behind : 0.0f;
-            }
-            behind = begins_run(t) ? 0.0f : behind;
-        }
-    }
-    // Then what the angles of a step give to the gradient of its dt. A warp takes a step.
-    __device__ __forceinline__ void sum_speeds() const {
-        const Mamba3Speeds speeds = speeds_of(p, launch, chunk, head);
-        for (int t = warp; t < chunk.steps; t += Tiles::kWarps) {
             float sum = 0.0f;
-            for (int i = lane; i < angles; i += 32) {
-                sum = fmaf(speeds.first[t * speeds.stride + i], shared.dturns[t * rank * kPairs + i], sum);
+            for (int row = t * rank; row < (t + 1) * rank; ++row) {
+                sum += shared.dturns[row * kPairs + angle];
             }
-            sum = add_over_warp(sum);
-            if (lane == 0) {
-                shared.sums.angles[t] = 2.0f * kPi * sum;
-            }
+            to[t * pitch] = tile > 0 ? to[t * pitch] + sum : sum;
+            first_run = begins_run(t) ? 0.0f : first_run + sum;
         }
+        *total = tile > 0 ? *total + first_run : first_run;
     }
 
     __device__ __forceinline__ void store_terms() const {
@@ -421,9 +397,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
         }
         __syncthreads();
         block.sum_parameters();
-        block.sum_angles(q.forward.angles_of_heads == 0 && (item > block.first_item || launch.first_head > 0));
-        __syncthreads();
-        block.sum_speeds();
+        block.store_dturns();
         __syncthreads();
         if (block.warp == 0) {  // while the others go on to the next head
             block.store_terms();

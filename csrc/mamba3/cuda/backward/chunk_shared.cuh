@@ -19,7 +19,7 @@ struct Mamba3ChunkShared {
     T slopes[Tiles::kRows * kRowsPitch];   // W R
     T x[Tiles::kRows * kInnerPitch];
     T dy[Tiles::kRows * kInnerPitch];
-    float dturns[Tiles::kRows * kPairs];  // by row; then, in a step's first row, summed over later steps
+    float dturns[Tiles::kRows * kPairs];  // what rows give to angles
     ChunkSteps<Tiles::kRows> steps[2];
     Mamba3ChunkSums<Tiles> sums;
 

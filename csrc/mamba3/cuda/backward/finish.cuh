@@ -2,6 +2,7 @@
 // fixed order.
 #pragma once
 
+#include "mamba3/cuda/backward/finish_angles.cuh"
 #include "mamba3/cuda/backward/matrices.cuh"
 
 namespace mamba {
@@ -67,7 +68,7 @@ __device__ __forceinline__ void find_step_before(const MambaMamba3Backward& q, c
 __device__ __forceinline__ void carry_angle(const MambaMamba3Backward& q, const Mamba3BackwardLaunch& launch, int64_t index) {
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardWorkspace& w = launch.plan.workspace;
-    const int64_t of_sequence = p.nheads * p.nangles, slots = launch.chunks.slots;
+    const int64_t of_sequence = p.nheads * p.nangles;
     const int64_t sequence_index = index / of_sequence, own = index % of_sequence, head = own / p.nangles;
     const SequenceRange sequence = sequence_range(p, sequence_index);
     const int64_t first = slot_of_sequence(p, launch.chunks.steps, sequence_index, sequence.begin);
@@ -79,15 +80,9 @@ __device__ __forceinline__ void carry_angle(const MambaMamba3Backward& q, const 
         double total[kAhead];
         bool restarts[kAhead];
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {  // of the first tile all together
+        for (int j = 0; j < kAhead; ++j) {
             total[j] = last - j >= first ? totals[(last - j) * of_sequence] : 0.0f;
             restarts[j] = false;
-        }
-        for (int64_t tile = 1; tile < launch.plan.row_tiles; ++tile) {
-#pragma unroll
-            for (int j = 0; j < kAhead; ++j) {
-                total[j] += last - j >= first ? static_cast<double>(totals[(tile * slots + last - j) * of_sequence]) : 0.0;
-            }
         }
         if (p.seq_idx != nullptr) {
 #pragma unroll
@@ -127,29 +122,11 @@ __global__ void __launch_bounds__(kMamba3BackwardCarryThreads)
     }
 }
 
-// Steps of a warp in the next two kernels.
-constexpr int kMamba3FinishSteps = kMamba3MostSteps / (kMamba3FinishThreads / 32);
-
-// Of each of a warp's steps t, the sum over a head's angles: speeds (t, angle) carry (head, angle). A lane is a head.
-__device__ __forceinline__ void sum_turned(float (&turned)[kMamba3FinishSteps], float (*speeds)[32], float (*carry)[33],
-                                           int first_step, int lane) {
-#pragma unroll 2
-    for (int i = 0; i < 32; i += 4) {
-        const float own[4] = {carry[lane][i], carry[lane][i + 1], carry[lane][i + 2], carry[lane][i + 3]};
-#pragma unroll
-        for (int j = 0; j < kMamba3FinishSteps; ++j) {
-            const float4 speed = *reinterpret_cast<const float4*>(&speeds[first_step + j][i]);
-            turned[j] = fmaf(speed.x, own[0], fmaf(speed.y, own[1], fmaf(speed.z, own[2], fmaf(speed.w, own[3], turned[j]))));
-        }
-    }
-}
+constexpr int kMamba3FinishSteps = kMamba3MostSteps / (kMamba3FinishThreads / 32);  // of a warp
 
 // A block takes kMamba3FinishHeads heads of a chunk, a lane each, and a warp some of its steps: adt, dt and trap.
 __global__ void __launch_bounds__(kMamba3FinishThreads, 3)
     mamba3_finish_steps_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
-    static_assert(kMamba3FinishHeads == 32, "a lane each");
-    __shared__ __align__(16) float speeds[kMamba3MostSteps][32];  // of some angles
-    __shared__ float carry[kMamba3FinishHeads][kMamba3FinishHeads + 1];
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     const MambaMamba3& p = q.forward;
@@ -160,45 +137,15 @@ __global__ void __launch_bounds__(kMamba3FinishThreads, 3)
     if (chunk.steps == 0) {
         return;
     }
-    const int angles = static_cast<int>(p.nangles), pitch = static_cast<int>(launch.chunks.pitch);
+    const int pitch = static_cast<int>(launch.chunks.pitch);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_step = kMamba3FinishSteps * warp;
-    const int heads = static_cast<int>(p.nheads - first_head < kMamba3FinishHeads ? p.nheads - first_head : kMamba3FinishHeads);
     const int64_t head = first_head + lane, all_steps = p.batch * p.seqlen;
-    float turned[kMamba3FinishSteps] = {};
-    const float* const all_carries = launch.at<const float>(w.angle_carry) + (slot * p.nheads + first_head) * angles;
-    for (int first_angle = 0; first_angle < angles; first_angle += 32) {
-        __syncthreads();
-        const int angle = first_angle + lane;
-#pragma unroll 4
-        for (int own = warp; own < kMamba3FinishHeads; own += kMamba3FinishThreads / 32) {
-            carry[own][lane] = own < heads && angle < angles ? all_carries[own * angles + angle] : 0.0f;
-        }
-#pragma unroll 4
-        for (int t = warp; t < kMamba3MostSteps && p.angles_of_heads == 0; t += kMamba3FinishThreads / 32) {
-            speeds[t][lane] = t < chunk.steps && angle < angles
-                                  ? launch.chunks.speeds[mamba3_speeds_index(p, chunk.row, chunk.first + t, 0) + angle]
-                                  : 0.0f;
-        }
-        __syncthreads();
-        if (p.angles_of_heads == 0) {
-            sum_turned(turned, speeds, carry, first_step, lane);
-            continue;
-        }
-        for (int j = 0; j < kMamba3FinishSteps && head < p.nheads && first_step + j < chunk.steps; ++j) {
-            const float* const own =
-                launch.chunks.speeds + mamba3_speeds_index(p, chunk.row, chunk.first + first_step + j, head) + first_angle;
-            for (int i = 0; i < 32 && first_angle + i < angles; ++i) {
-                turned[j] = fmaf(own[i], carry[lane][i], turned[j]);
-            }
-        }
-    }
     if (head >= p.nheads) {
         return;
     }
     const float* const values = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3High) + first_step;
     const float* const start = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Start);
     const bool restarts = p.seq_idx != nullptr;
-    const int last_run = restarts ? __float_as_int(start[launch.chunks.steps - 1]) : -1;
     const int64_t own_step = chunk.row * p.seqlen + chunk.first + first_step;
     const int64_t tile_terms = all_steps * p.nheads;
     constexpr int kTogether = 4;  // on their way before the first is used
@@ -244,13 +191,14 @@ __global__ void __launch_bounds__(kMamba3FinishThreads, 3)
             } else if (run == t) {
                 before = 0.0f;
             }
-            if (run == last_run) {
-                sum[j].w = fmaf(6.28318531f, turned[begin + j], sum[j].w);
-            }
             const float own = sum[j].y + sum[j].z;
             const int64_t step = own_step + begin + j, at = step * p.nheads + head;
+            float turned = 0.0f;
+            for (int64_t part = 0; 32 * part < p.nangles; ++part) {
+                turned += launch.at<const float>(w.turned)[part * tile_terms + at];
+            }
             store_from_float(q.dadt, at, p.adt_dtype, sum[j].x);
-            store_from_float(q.ddt, at, p.dt_dtype, fmaf(lambda[j], own, fmaf(rest[j], before, sum[j].w)));
+            store_from_float(q.ddt, at, p.dt_dtype, fmaf(lambda[j], own, fmaf(rest[j], before, turned)));
             store_from_float(q.dtrap, step * q.dtrap_step_stride + head, p.trap_dtype,
                              lambda[j] * rest[j] * dt[j] * (own - before));
             before = sum[j].y;
@@ -258,102 +206,10 @@ __global__ void __launch_bounds__(kMamba3FinishThreads, 3)
     }
 }
 
-// Of each of a warp's steps t, the sum over heads: dt (head, t) carry (head, angle). A lane is an angle.
-__device__ __forceinline__ void sum_over_heads(float (&later)[kMamba3FinishSteps], const float (*dts)[kMamba3MostSteps],
-                                               const float* carry, int64_t angles, int heads, int first_step) {
-#pragma unroll 8
-    for (int head = 0; head < heads; ++head) {
-        const float own = carry[head * angles];
-#pragma unroll
-        for (int j = 0; j < kMamba3FinishSteps; j += 4) {
-            const float4 dt = *reinterpret_cast<const float4*>(&dts[head][first_step + j]);
-            later[j] = fmaf(dt.x, own, later[j]);
-            later[j + 1] = fmaf(dt.y, own, later[j + 1]);
-            later[j + 2] = fmaf(dt.z, own, later[j + 2]);
-            later[j + 3] = fmaf(dt.w, own, later[j + 3]);
-        }
-    }
-}
-
-// A block takes 32 angles of a chunk (and of a head, where these have their own), a lane each, and a warp some of its steps.
-__global__ void __launch_bounds__(kMamba3FinishThreads)
-    mamba3_finish_angles_kernel(const MambaMamba3Backward q, const Mamba3BackwardLaunch launch) {
-    __shared__ __align__(16) float dts[kMamba3FinishHeads][kMamba3MostSteps];
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    const MambaMamba3& p = q.forward;
-    const Mamba3BackwardWorkspace& w = launch.plan.workspace;
-    const bool of_heads = p.angles_of_heads != 0;
-    const int64_t entries = of_heads ? p.nheads * p.nangles : p.nangles, blocks = ceil_div(entries, 32);
-    const int64_t slot = blockIdx.x / blocks, entry = blockIdx.x % blocks * 32 + threadIdx.x % 32;
-    const Mamba3Chunk chunk = find_chunk(p, launch.chunks, slot);
-    const int first_step = kMamba3FinishSteps * static_cast<int>(threadIdx.x / 32),
-              pitch = static_cast<int>(launch.chunks.pitch);
-    const bool exists = entry < entries;
-    const int64_t head = of_heads && exists ? entry / p.nangles : 0, angle = exists ? entry % p.nangles : 0;
-    const float* const carry = launch.at<const float>(w.angle_carry) + slot * p.nheads * p.nangles;
-    float later[kMamba3FinishSteps] = {};
-    for (int64_t first_head = 0; first_head < p.nheads && !of_heads; first_head += kMamba3FinishHeads) {
-        const int heads =
-            static_cast<int>(p.nheads - first_head < kMamba3FinishHeads ? p.nheads - first_head : kMamba3FinishHeads);
-        const float* const from = mamba3_values(launch.chunks, p.nheads, slot, first_head, kMamba3Dt);
-        __syncthreads();
-#pragma unroll 4
-        for (int i = threadIdx.x; i < kMamba3FinishHeads * kMamba3MostSteps; i += kMamba3FinishThreads) {
-            const int own = i / kMamba3MostSteps, t = i % kMamba3MostSteps;
-            dts[own][t] = own < heads && t < chunk.steps ? from[own * launch.chunks.arrays * pitch + t] : 0.0f;
-        }
-        __syncthreads();
-        sum_over_heads(later, dts, carry + first_head * p.nangles + angle, p.nangles, heads, first_step);
-    }
-    if (!exists) {
-        return;
-    }
-    const int64_t parts = of_heads ? launch.plan.row_tiles : launch.plan.splits * p.ngroups;
-    const int64_t all_steps = p.batch * p.seqlen, first = chunk.row * p.seqlen + chunk.first;
-    const float* const start = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Start);
-    const float* const dt = mamba3_values(launch.chunks, p.nheads, slot, head, kMamba3Dt);
-    const float* const speeds =
-        launch.chunks.speeds + mamba3_speeds_index(p, chunk.row, chunk.first + first_step, head) + angle;
-    const int64_t speeds_pitch = of_heads ? p.nheads * p.nangles : p.nangles;
-    float sums[kMamba3FinishSteps] = {}, own_speeds[kMamba3FinishSteps];
-#pragma unroll
-    for (int j = 0; j < kMamba3FinishSteps; ++j) {
-        own_speeds[j] = first_step + j < chunk.steps ? speeds[j * speeds_pitch] : 0.0f;
-    }
-    for (int64_t part = 0; part < parts; ++part) {
-        const float* const from = launch.at<const float>(w.dangles) + (part * all_steps + first + first_step) * entries + entry;
-        float own[kMamba3FinishSteps];
-#pragma unroll
-        for (int j = 0; j < kMamba3FinishSteps; ++j) {
-            own[j] = first_step + j < chunk.steps ? from[j * entries] : 0.0f;
-        }
-#pragma unroll
-        for (int j = 0; j < kMamba3FinishSteps; ++j) {
-            sums[j] += own[j];
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < kMamba3FinishSteps; ++j) {
-        const int t = first_step + j;
-        if (t >= chunk.steps) {
-            return;
-        }
-        float sum = sums[j];
-        if (p.seq_idx == nullptr || __float_as_int(start[t]) == __float_as_int(start[launch.chunks.steps - 1])) {
-            const float speed = own_speeds[j];
-            const float own = of_heads ? dt[t] * carry[head * p.nangles + angle] : later[j];
-            sum = fmaf((1.0f - 4.0f * speed * speed) * 3.14159265f, own, sum);
-        }
-        store_from_float(q.dangles, (first + t) * q.dangle_step_stride + entry, p.angle_dtype, sum);
-    }
-}
-
 inline cudaError_t launch_mamba3_finish(const MambaMamba3Backward& q, const Mamba3BackwardPlan& plan) {
     const MambaMamba3& p = q.forward;
     const Mamba3BackwardLaunch launch = mamba3_backward_launch(q, plan);
     const int64_t slots = launch.chunks.slots;
-    constexpr int kThreads = kMamba3FinishThreads;
     cudaError_t error = cudaSuccess;
     if (!plan.whole) {
         error = launch_mamba3(mamba3_finish_matrices_kernel, slots * p.ngroups, 2, kMamba3MatricesThreads, 0, q, launch);
@@ -363,13 +219,13 @@ inline cudaError_t launch_mamba3_finish(const MambaMamba3Backward& q, const Mamb
         error = launch_mamba3(mamba3_backward_carry_kernel, blocks + (p.ssm_state != nullptr ? heads : 0), 1,
                               kMamba3BackwardCarryThreads, 0, q, launch);
     }
+    if (error == cudaSuccess && p.nangles > 0) {
+        error = launch_mamba3(mamba3_finish_angles_kernel, slots, static_cast<unsigned>(ceil_div(p.nangles, 32)),
+                              kMamba3AnglesThreads, 0, q, launch);
+    }
     if (error == cudaSuccess) {
         const int64_t blocks = slots * ceil_div(p.nheads, kMamba3FinishHeads);
-        error = launch_mamba3(mamba3_finish_steps_kernel, blocks, 1, kThreads, 0, q, launch);
-    }
-    if (error == cudaSuccess && p.nangles > 0) {
-        const int64_t entries = p.angles_of_heads != 0 ? p.nheads * p.nangles : p.nangles;
-        error = launch_mamba3(mamba3_finish_angles_kernel, slots * ceil_div(entries, 32), 1, kThreads, 0, q, launch);
+        error = launch_mamba3(mamba3_finish_steps_kernel, blocks, 1, kMamba3FinishThreads, 0, q, launch);
     }
     return error;
 }

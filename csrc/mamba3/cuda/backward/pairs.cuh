@@ -102,7 +102,6 @@ struct Mamba3ChunkSums {
     float from_state[kBeside][Tiles::kRows];   // what the entering state has in y_t . dy_t
     float to_state[kBeside][Tiles::kRows];     // what x_s k_s^T has in the leaving one, times its gradient, without scale
     float state_product[Tiles::kWarps];        // entering state times the leaving one's gradient
-    float angles[Tiles::kRows];                // by step: gradient of dt through the angles
 };
 
 // A warp's 16 rows into a tile of floats.
@@ -170,7 +169,7 @@ __device__ __forceinline__ void store_step_terms(float4* terms, int64_t stride, 
     for (int i = 0; i < kEach; ++i) {
         const int t = lane * kEach + i;
         if (t < count) {
-            terms[t * stride] = make_float4(suffix[i] + earlier + carried, dscale[i], dgamma[i], sums.angles[t]);
+            terms[t * stride] = make_float4(suffix[i] + earlier + carried, dscale[i], dgamma[i], 0.0f);
         }
         earlier += passes[i];
     }

@@ -4,24 +4,24 @@
 //
 //  warps 0-7: dq                            warps 8-15: dk, dx
 //  G = q k^T, R = dy x^T          wgmma     dk = x dH', dx = k dH'^T                        wgmma
-//    the next item's copies begin             the next item's copies begin
 //  W G, W R as tiles, their sums            H . dH', sums with k, D dy
+//    warp 5: the next item's bulk copies
 //  dq = dy H                      wgmma
 //  ---- 1: the tiles of pairs are complete ----
 //  dq += W R k                    wgmma     dk += (W R)^T q, dx += (W G)^T dy               wgmma
+//    the next item's rows begin to come
 //  ---- 2: all tiles have been read but those of q and k ----
 //                                           dx to shared memory
 //  what angles get of q, dq back            what angles get of k, dk back
+//    warps 4-7, 12-15, whose columns angles turn less often: the next item's step weights
 //  ---- 3: dx and the angles' parts are there; the next item's copies have come ----
-//  all: the next item's step weights and x; sums over a warp's rows; biases; dv, mimo_v
-//  ---- 4: step weights and sums of later rows are complete ----
-//  all: q and k of the next item rotated; angles' gradients
-//  ---- 5: q and k of the next item are complete ----
+//  all: the next item's x; biases; dv, mimo_v; the angles' parts to memory; q and k of the next item rotated
+//  ---- 4: q and k of the next item are complete ----
 //
-// Every warp passes each of the five barriers (__syncthreads) once an item, the last item without the fifth; a block passes
-// four more before its first item, and one behind the last. The states come as bulk copies: each of the two places of an item
-// has an mbarrier, whose parity every thread waits for once an item. Warp 4, whose pairs are all of later steps, meanwhile
-// writes the sums of the item before.
+// Every warp passes each of the four barriers (__syncthreads) once an item, the last item without the fourth; a block passes
+// four more before its first item, and one behind the last. The states, the values of steps and the biases come as bulk copies:
+// each of the two places of an item has an mbarrier, whose parity every thread waits for once an item. Warps 4 and 5, whose
+// pairs are all of later steps, write the sums of the item before instead.
 //
 // Registers: 128 a thread, all that 512 threads can have. A thread holds 32 sums over heads, 32 of the item's dq or dk, and 32
 // of pairs or dx.
@@ -36,7 +36,7 @@ namespace mamba {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // dq of an item, before it is turned back. What the state gives comes behind the pairs, which need the registers. begin_copies:
-// of the next item, while the first products run. meanwhile: what a warp without pairs may do.
+// while the last products run. meanwhile: what the two warps without pairs do.
 template <typename T, typename Copies, typename Meanwhile>
 __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared<T>& shared, const Mamba3Item& item,
                                         const Mamba3Part<T>& part, int rank, const Copies& begin_copies,
@@ -62,15 +62,12 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
             wgmma<T, 0>(R, dy + k * kColumns16, x + columns + k * kColumns16);
         }
         wgmma_commit_group();
-        begin_copies();
         wgmma_wait_group<0>();
         warpgroup_fence_operands(G, R);
         const int s0 = 32 * part.half;
         if (s0 >= part.row + 16) {  // a step's rows lie within 16
             mix_nothing<T>(shared, item, part);
-            if (part.row == 0) {
-                meanwhile();
-            }
+            meanwhile();
         } else {
             mix_rows<T>(shared, item, part, G, R, rank);
         }
@@ -106,6 +103,7 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
         wgmma<T, 1>(dq, slopes + k * kColumns16, k_block + k * kRows16);
     }
     wgmma_commit_group();
+    begin_copies();
     wgmma_wait_group<0>();
     warpgroup_fence_operand(dq);
 }
@@ -137,10 +135,9 @@ __device__ __forceinline__ void add_state_products(Mamba3WarpgroupShared<T>& sha
 }
 
 // dk of an item, before it is turned back, and dx.
-template <typename T, typename Copies>
+template <typename T>
 __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Mamba3WarpgroupShared<T>& shared,
-                                        const Mamba3Item& item, const Mamba3Part<T>& part, float D,
-                                        const Copies& begin_copies) {
+                                        const Mamba3Item& item, const Mamba3Part<T>& part, float D) {
     constexpr int kTileBlock = Mamba3WarpgroupShared<T>::kBlock;
     const auto& tiles = shared.items[place_of(item)];
     const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
@@ -165,7 +162,6 @@ __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Ma
         wgmma<T, 0>(dx, k_tile + at, dstate + part.half * 2 * kRows16 + at);
     }
     wgmma_commit_group();
-    begin_copies();
     add_state_products(shared, item, part);
     wgmma_wait_group<1>();
     warpgroup_fence_operand(dk);
@@ -229,16 +225,15 @@ __device__ __forceinline__ void add_final(float (&dk)[8][4], const Mamba3Walk<T,
 }
 
 // dk of an item, before it is rotated back; dx goes to shared memory.
-template <typename T, int kRank, typename Copies>
-__device__ __forceinline__ void find_dk_and_dx(float (&dk)[8][4], const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item,
-                                               const Copies& begin_copies) {
+template <typename T, int kRank>
+__device__ __forceinline__ void find_dk_and_dx(float (&dk)[8][4], const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
     Shared& shared = walk.shared;
     const MambaMamba3& p = walk.p();
     const Mamba3Part<T> part(walk.stand());
     float dx[4][4];
     const float D = p.D != nullptr ? p.D[shared.places.group_head + item.slot] : 0.0f;
-    find_dk<T>(dk, dx, shared, item, part, D, begin_copies);
+    find_dk<T>(dk, dx, shared, item, part, D);
     if (shared.places.dfinal_k != nullptr && item.tile == 0) {
         add_final<T>(dk, walk, item);
     }
@@ -305,16 +300,38 @@ __device__ __forceinline__ void find_chunk_gradients(const Mamba3Walk<T, kRank>&
                                                      shared.steps[of.number % 2], shared.places.steps, kRank,
                                                      walk.stand().lane);
     };
+    const auto store_sums = [&](const Mamba3Item& of) {
+        if (walk.stand().warp % 2 == 0) {
+            store_terms(of);
+        } else {
+            store_angle_totals(walk, of);
+        }
+    };
+    const auto begin_bulk_copies = [&](const Mamba3Item& of) {
+        if (walk.stand().thread == 5 * 32) {
+            walk.begin_bulk_copies(of);
+        }
+    };
+    const auto prepare = [&](const Mamba3Item& of) {
+        const Mamba3Stand own = walk.stand();
+        if (own.warp / 4 % 2 != 0) {
+            walk.wait_for_copies(of);
+            walk.prepare(of, own.warp / 8 * 2 + own.warp % 4 / 2, own.thread % Shared::kRows);
+        }
+    };
     Mamba3Item item = walk.first;
     walk.load_group();
-    walk.begin_copies(item);
-    cp_async_commit_group();
+    begin_bulk_copies(item);
+    if (!of_k) {
+        walk.begin_row_copies(item);
+    }
     cp_async_wait_group<0>();
-    __syncthreads();
-    walk.prepare(item);
+    prepare(item);
     __syncthreads();
     Mamba3WarpAngles<Shared::kWarpRows / kRank> angles;
-    load_angles(angles, walk, 0, false);
+    load_angles(angles, walk, item, 0);
+    walk.wait_for_copies(item);
+    walk.project_x(item);
     turn(walk, item, angles);
     fence_proxy_async();
     __syncthreads();
@@ -323,51 +340,52 @@ __device__ __forceinline__ void find_chunk_gradients(const Mamba3Walk<T, kRank>&
     set_to_zero(sum);
     while (true) {  // the item's q and k are complete, and all of the item before is free
         const bool more = item.number + 1 < walk.count;
-        const auto begin_copies = [&]() {
-            if (more) {
-                walk.begin_copies(item.next(walk.row_tiles()));
-            }
-            cp_async_commit_group();
-        };
-        walk.wait_for_states(item);
+        const Mamba3Item next = item.next(walk.row_tiles());
         float d[8][4];
         if (!of_k) {
-            find_dq<T>(d, shared, item, Mamba3Part<T>(walk.stand()), kRank, begin_copies, [&]() {
+            const auto begin_row_copies = [&]() {
+                if (more) {
+                    walk.begin_row_copies(next);
+                }
+            };
+            find_dq<T>(d, shared, item, Mamba3Part<T>(walk.stand()), kRank, begin_row_copies, [&]() {
+                if (more) {
+                    begin_bulk_copies(next);
+                }
                 if (item.number > 0) {
-                    store_terms(before);
+                    store_sums(before);
                 }
             });
             __syncthreads();  // all tiles have been read but those of q and k
         } else {
-            find_dk_and_dx(d, walk, item, begin_copies);
+            find_dk_and_dx(d, walk, item);
         }
         rotate_item_back(d, sum, walk, item, of_k);
+        if (more) {
+            prepare(next);
+        }
         cp_async_wait_group<0>();  // of the next item
         __syncthreads();
-        load_angles(angles, walk, 0, walk.adds_angles(item));
-        const Mamba3Item next = item.next(walk.row_tiles());
         if (more) {
-            walk.prepare(next);
+            load_angles(angles, walk, next, 0);
+            walk.wait_for_copies(next);
+            walk.project_x(next);
         }
-        sum_later(walk, item);
         store_bias(walk, item);
         store_dv(walk, item);
-        __syncthreads();
-        if (more) {
-            turn(walk, next, angles);
-        }
-        finish_angles(walk, item, angles);
+        store_dturns(walk, item);
         if (!more) {
             break;
         }
+        turn(walk, next, angles);
         fence_proxy_async();
         __syncthreads();
         before = item;
         item = next;
     }
     __syncthreads();
-    if (walk.stand().warp == 0) {
-        store_terms(item);
+    if (walk.stand().warp < 2) {
+        store_sums(item);
     }
     store_matrix(sum, walk, of_k);
 }
@@ -388,8 +406,11 @@ __global__ void __launch_bounds__(kMamba3BackwardThreads, 1)
         walk.find_places();
         mbarrier_init(&shared.barriers[0]);
         mbarrier_init(&shared.barriers[1]);
-        fence_proxy_async();
     }
+    for (int i = threadIdx.x; i < 2 * kMamba3WarpgroupRank * Shared::kStates; i += kMamba3BackwardThreads) {
+        reinterpret_cast<float*>(shared.bias)[i] = 0.0f;
+    }
+    fence_proxy_async();
     __syncthreads();
     if (shared.places.steps > 0) {
         find_chunk_gradients(walk);

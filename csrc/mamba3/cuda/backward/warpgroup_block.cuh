@@ -2,6 +2,7 @@
 #pragma once
 
 #include "mamba3/cuda/backward/pairs.cuh"
+#include "mamba3/cuda/backward/warp_sums.cuh"
 #include "ssd/cuda/backward_warpgroup_tile.cuh"
 
 namespace mamba {
@@ -21,11 +22,12 @@ struct Mamba3ChunkPlaces {
     const T *states, *dstates, *v, *dy;
     T* dv;
     float4* terms;
-    float *dangles, *angle_totals, *bias, *mimo_v;
+    float *dturns, *angle_totals, *bias, *mimo_v;
     const float *dfinal_k, *dfinal_v;  // NULL unless the chunk is its sequence's last one
     int steps, rows;                   // that exist
     int slot, group_head;              // group_head: the head
     int64_t dy_stride, part_turns_stride, bias_stride;
+    int dturns_pitch, dturns_stride;  // to the next step, head
 };
 
 // Columns of a tile of 128 are two blocks of 64, and so 32 pairs, a lane each.
@@ -48,7 +50,7 @@ struct Mamba3WarpgroupShared {
     };
     T group_q[2 * kBlock], group_k[2 * kBlock];  // the group's rows
     T q[2 * kBlock], k[2 * kBlock];              // with the head's bias, turned
-    T slopes[kBlock];                            // W R by (t, s); with the next two in the end dx as float, and part_later
+    T slopes[kBlock];                            // W R by (t, s); with the next two in the end dx as float
     T slopes_transposed[kBlock];                 // by (s, t)
     T weights_transposed[kBlock];                // W G
     uint32_t turned[kBlock];                     // cos and sin of steps as two float16, as the columns of q lie
@@ -56,36 +58,29 @@ struct Mamba3WarpgroupShared {
     float values[2][kMamba3BackwardArrays * kRows];  // of the item's steps, as prepare.cuh has left them; see projection
     ChunkSteps<kRows> steps[2];
     Sums sums[2];
-    float bias[2][kMamba3WarpgroupRank][kStates];
+    float bias[2][kMamba3WarpgroupRank][kStates];  // in the order of memory, zero behind dstate
     struct Pairs {  // of rows in a block of 16: decays from the row before the block, and to its last row, also times scale
         float head[kRows], tail[kRows], scaled_tail[kRows];
     } pairs;
-    uint32_t turns[64], part_turns[kWarps][64];  // before the chunk, and from there to each warp's rows
-    uint64_t barriers[2];                        // of the states' copies
+    float turn_parts[kWarps / 2][64];  // of dturns, each eight rows' sums
+    uint64_t barriers[2];              // of bulk copies
     Mamba3ChunkPlaces<T> places;
 
     static_assert(kWarpRows * kWarps == kRows, "all rows");
     static_assert(sizeof(Item) % 1024 == 0, "tiles begin at multiples of 1024 bytes");
     static_assert(4 * 2 * 4 * kMamba3WarpgroupRank * kStates <= 2 * kBlock * static_cast<int>(sizeof(T)), "the sums fit");
-    static_assert(4 * (kRows * kDxPitch + kWarps * 64) <= 3 * kBlock * static_cast<int>(sizeof(T)), "dx and part_later fit");
+    static_assert(4 * kRows * kDxPitch <= 3 * kBlock * static_cast<int>(sizeof(T)), "dx fits");
 
     // Of angle 32 block + lane in a row: they lie in another order in each of eight rows, so that neither rows nor lanes share
     // a bank. From one of a row's first four angles on, the others' places differ by the bits of their distance.
     static __device__ __forceinline__ int dturn_at(int row, int block, int lane) {
         return block * (32 * kRows) + row * 32 + (lane ^ row % 8 * 4);
     }
-    // Of q and k together, in row i of a warp, whose first one is at `at`.
-    __device__ __forceinline__ float dturn(int item, int at, int i) {
-        const int place = at ^ (32 ^ 4) * i;
-        return dturns(item, 0)[place] + dturns(item, 1)[place];
-    }
     __device__ __forceinline__ float* dturns(int item, int of_k) {
         return reinterpret_cast<float*>(of_k != 0 ? items[item % 2].dstate : items[item % 2].state);
     }
     __device__ __forceinline__ float* bias_parts(int item) { return reinterpret_cast<float*>(items[item % 2].x); }
     __device__ __forceinline__ float* dx() { return reinterpret_cast<float*>(slopes); }
-    // What each warp's rows hand to the angles of earlier steps.
-    __device__ __forceinline__ float* part_later(int part) { return dx() + kRows * kDxPitch + part * 64; }
 };
 static_assert(sizeof(Mamba3WarpgroupShared<__half>) <= kMamba3BackwardSharedWarpgroups, "the table says so");
 
@@ -130,10 +125,10 @@ struct Mamba3Walk {
 
     __device__ __forceinline__ Mamba3Walk(const MambaMamba3Backward& q_, const Mamba3BackwardLaunch& launch_, Shared& shared_)
         : q(q_), launch(launch_), shared(shared_) {
-        const int64_t items = launch.group_heads * row_tiles(), split = blockIdx.x % launch.plan.splits;
-        const int begin = static_cast<int>(items * split / launch.plan.splits);
-        count = static_cast<int>(items * (split + 1) / launch.plan.splits) - begin;
-        first = {0, begin / row_tiles(), begin % row_tiles()};
+        const int64_t heads = launch.group_heads, split = blockIdx.x % launch.plan.splits;
+        const int begin = static_cast<int>(heads * split / launch.plan.splits);
+        count = (static_cast<int>(heads * (split + 1) / launch.plan.splits) - begin) * row_tiles();
+        first = {0, begin, 0};
     }
 
     __device__ __forceinline__ static Mamba3Stand stand() { return Mamba3Stand(static_cast<int>(threadIdx.x)); }
@@ -150,19 +145,12 @@ struct Mamba3Walk {
         return kRanks ? column / 2 + column % 2 * (dstate() / 2) : column;
     }
 
-    // Whether there are gradients of angles of heads before an item's.
-    __device__ __forceinline__ bool adds_angles(const Mamba3Item& item) const {
-        return item.number > 0 || launch.first_head > 0;
-    }
-
     // By one thread.
     __device__ __forceinline__ void find_places() const {
         const MambaMamba3& p = q.forward;
         const Mamba3BackwardWorkspace& w = launch.plan.workspace;
         Places& to = shared.places;
-        int64_t block = blockIdx.x;
-        const int64_t split = block % launch.plan.splits;
-        block /= launch.plan.splits;
+        const int64_t block = blockIdx.x / launch.plan.splits;
         const int64_t group = block % p.ngroups, slot = block / p.ngroups;
         const Mamba3Chunk chunk = find_chunk(p, launch.chunks, slot);
         const int64_t head = group * (p.nheads / p.ngroups) + launch.first_head, launch_head = group * launch.group_heads;
@@ -183,7 +171,9 @@ struct Mamba3Walk {
         to.bias_stride = launch.chunks.slots * p.nheads * p.rank * p.dstate;
         to.dv = static_cast<T*>(q.dv) + step * q.dv_step_stride + head * p.headdim;
         to.terms = launch.at<float4>(w.step_terms) + step * p.nheads + head;
-        to.dangles = launch.at<float>(w.dangles) + ((split * p.ngroups + group) * p.batch * p.seqlen + step) * p.nangles;
+        to.dturns_pitch = static_cast<int>(mamba3_dturns_pitch(p));
+        to.dturns_stride = static_cast<int>(launch.chunks.steps) * to.dturns_pitch;
+        to.dturns = launch.at<float>(w.dturns) + (slot * p.nheads + head) * to.dturns_stride;
         to.angle_totals = launch.at<float>(w.angle_totals) + (slot * p.nheads + head) * p.nangles;
         to.bias = launch.at<float>(w.bias) + (slot * p.nheads + head) * p.rank * p.dstate;
         to.mimo_v = launch.at<float>(w.mimo_v) + (slot * p.nheads + head) * p.rank * p.headdim;
@@ -227,61 +217,67 @@ struct Mamba3Walk {
         }
     }
 
-    // Starts to copy an item's tiles, all but x that is projected, the values of its steps, biases and turns. What has used
-    // their places must have been shown.
-    __device__ __forceinline__ void begin_copies(const Mamba3Item& item) const {
-        static_assert(kMamba3BackwardThreads == kRows * Shared::kInner / 8, "a piece each");
+    // Starts to copy an item's rows of dy and x, or v and mimo_v, by the first two warpgroups. What has used their places must
+    // have been shown.
+    __device__ __forceinline__ void begin_row_copies(const Mamba3Item& item) const {
         const MambaMamba3& p = q.forward;
         const Places& from = shared.places;
-        const Mamba3Stand own = stand();
-        const int thread = own.thread, row = thread / 8, column = thread % 8 * 8;
         typename Shared::Item& to = shared.items[item.number % 2];
-        const bool exists = row < from.rows && column < columns(item);
-        const int at = Tile::at(row, column), own_row = exists ? row : 0, own_column = exists ? item.row0() + column : 0;
-        if (thread == 0) {
-            constexpr int kSize = Shared::kInner * Shared::kStates, kBytes = kSize * static_cast<int>(sizeof(T));
-            const int64_t index = static_cast<int64_t>(item.slot * row_tiles() + item.tile) * kSize;
-            uint64_t* const barrier = &shared.barriers[item.number % 2];
-            mbarrier_arrive_expect_tx(barrier, 2 * kBytes);
-            cp_async_bulk_load(to.state, from.states + index, kBytes, barrier);
-            cp_async_bulk_load(to.dstate, from.dstates + index, kBytes, barrier);
+        const int thread = stand().thread;
+        const int own_column = thread % 8 * 8, column = own_column < columns(item) ? item.row0() + own_column : 0;
+        copy_rows<kRows>(to.dy, from.dy + (item.slot * static_cast<int>(p.headdim) + column), from.dy_stride, from.rows, item,
+                         thread);
+        const T* const v = from.v + (item.slot * p.v_head_stride + column);
+        if constexpr (!kRanks) {
+            copy_rows<kRows>(to.x, v, p.v_len_stride, from.steps, item, thread);
+        } else if (thread < kCopyThreads / 2) {
+            copy_rows<kRows / kRank>(copied_v(item), v, p.v_len_stride, from.steps, item, thread);
+        } else if (thread < kCopyThreads / 2 + kRank * (Shared::kInner / 4)) {
+            const int piece = thread - kCopyThreads / 2, r = piece / 16, weight = piece % 16 * 4;
+            const bool exists = weight < columns(item);
+            const float* const weights =
+                p.mimo_v + static_cast<int64_t>(from.group_head + item.slot) * p.rank * p.headdim + item.row0();
+            cp_async<16>(copied_projection(item) + 4 * piece, exists ? weights + r * p.headdim + weight : weights, exists);
         }
-        cp_async<16>(to.dy + at, from.dy + own_row * from.dy_stride + (item.slot * static_cast<int>(p.headdim) + own_column),
-                     exists);
-        if (!kRanks) {
-            cp_async<16>(to.x + at, from.v + own_row * p.v_len_stride + (item.slot * p.v_head_stride + own_column), exists);
-        }
-        if (kRanks) {
-            begin_projection_copies(item);
-        }
-        const int pitch = static_cast<int>(launch.chunks.pitch), arrays = static_cast<int>(launch.chunks.arrays);
-        if (4 * thread < kMamba3BackwardArrays * pitch) {
-            cp_async<16>(shared.values[item.number % 2] + 4 * thread,
-                         from.values + static_cast<int64_t>(item.slot) * (arrays * pitch) + 4 * thread, true);
-        }
-        const uint32_t* const turns = from.turns + item.slot * angles();
-        const uint32_t* const part_turns = from.part_turns + item.slot * angles() + own.warp * from.part_turns_stride;
-#pragma unroll 1
-        for (int angle = own.lane; angle - own.lane < angles(); angle += 32) {
-            const int from_angle = angle < angles() ? angle : 0;
-            cp_async<4>(&shared.part_turns[own.warp][angle], part_turns + from_angle, angle < angles());
-            if (own.warp == 0) {
-                cp_async<4>(&shared.turns[angle], turns + from_angle, angle < angles());
-            }
-        }
-#pragma unroll(kRank)
-        for (int place = thread; place < 2 * kRank * Shared::kStates; place += kMamba3BackwardThreads) {
-            const int column_of_bias = place % Shared::kStates, r = place / Shared::kStates & (kRank - 1);
-            const bool has = column_of_bias < dstate(), of_q = place / Shared::kStates < kRank;
-            const float* const bias = (of_q ? from.q_bias : from.k_bias) + (item.slot * kRank + r) * dstate();
-            cp_async<4>(&shared.bias[of_q ? 0 : 1][r][column_of_bias], bias + (has ? element_of(column_of_bias) : 0), has);
+        cp_async_commit_group();
+    }
+    // A thread's pieces of a tile's rows, zeros where there is nothing. from: its columns of the first row.
+    static constexpr int kCopyThreads = kMamba3BackwardThreads / 2;
+    template <int kCount>
+    __device__ __forceinline__ void copy_rows(T* tile, const T* from, int64_t stride, int rows, const Mamba3Item& item,
+                                              int thread) const {
+        constexpr int kTogether = kCopyThreads / 8;
+        const int row = thread / 8, column = thread % 8 * 8;
+        const bool has_column = column < columns(item);
+        T* const to = tile + Tile::at(row, column);
+        const T* own = from + row * stride;
+#pragma unroll
+        for (int i = 0; i < kCount; i += kTogether) {
+            const bool exists = has_column && row + i < rows;
+            cp_async<16>(to + i * 64, exists ? own : from, exists);
+            own += kTogether * stride;
         }
     }
-    __device__ __forceinline__ void wait_for_states(const Mamba3Item& item) const {
+    // By one thread, the states, the values of steps and the biases.
+    __device__ __forceinline__ void begin_bulk_copies(const Mamba3Item& item) const {
+        typename Shared::Item& to = shared.items[item.number % 2];
+        constexpr int kSize = Shared::kInner * Shared::kStates, kBytes = kSize * static_cast<int>(sizeof(T));
+        const Places& from = shared.places;
+        uint64_t* const barrier = &shared.barriers[item.number % 2];
+        const int values = static_cast<int>(launch.chunks.arrays * launch.chunks.pitch), biases = kRank * dstate();
+        const int64_t index = static_cast<int64_t>(item.slot * row_tiles() + item.tile) * kSize;
+        mbarrier_arrive_expect_tx(barrier, 2 * kBytes + 4 * values + 8 * biases);
+        cp_async_bulk_load(to.state, from.states + index, kBytes, barrier);
+        cp_async_bulk_load(to.dstate, from.dstates + index, kBytes, barrier);
+        cp_async_bulk_load(shared.values[item.number % 2], from.values + item.slot * values, 4 * values, barrier);
+        cp_async_bulk_load(shared.bias[0], from.q_bias + item.slot * biases, 4 * biases, barrier);
+        cp_async_bulk_load(shared.bias[1], from.k_bias + item.slot * biases, 4 * biases, barrier);
+    }
+    __device__ __forceinline__ void wait_for_copies(const Mamba3Item& item) const {
         mbarrier_wait_parity(&shared.barriers[item.number % 2], static_cast<uint32_t>(item.number / 2 % 2));
     }
 
-    // MIMO's v of an item, (steps, kInner), and mimo_v, (R, kInner). A chunk has fewer steps than SISO's: both are copied to
+    // MIMO's v of an item, rows of a tile, and mimo_v, (R, kInner). A chunk has fewer steps than SISO's: both are copied to
     // where shared memory has room for more of these.
     __device__ __forceinline__ T* copied_v(const Mamba3Item& item) const {
         return reinterpret_cast<T*>(shared.turned) + item.number % 2 * Shared::kBlock + (kRows >> kRankLog2) * 64;
@@ -289,34 +285,15 @@ struct Mamba3Walk {
     __device__ __forceinline__ float* copied_projection(const Mamba3Item& item) const {
         return shared.values[item.number % 2] + kMamba3BackwardArrays * static_cast<int>(launch.chunks.pitch);
     }
-    // Zeros where there is nothing.
-    __device__ __forceinline__ void begin_projection_copies(const Mamba3Item& item) const {
-        static_assert(kMamba3BackwardThreads >= 2 * (kRows / 2) * (Shared::kInner / 8), "half of the threads copy v");
-        const MambaMamba3& p = q.forward;
-        const int thread = stand().thread, other = thread - kMamba3BackwardThreads / 2;
-        if (other < 0) {
-            const int row = thread / 8, column = thread % 8 * 8;
-            const bool exists = row < shared.places.steps && column < columns(item);
-            const T* const from = shared.places.v + item.slot * p.v_head_stride + item.row0();
-            if (row < kRows >> kRankLog2) {
-                cp_async<16>(copied_v(item) + row * Shared::kInner + column,
-                             exists ? from + row * p.v_len_stride + column : from, exists);
-            }
-        } else if (other < kRank * (Shared::kInner / 4)) {
-            const int r = other / 16, column = other % 16 * 4;
-            const bool exists = column < columns(item);
-            const float* const from =
-                p.mimo_v + static_cast<int64_t>(shared.places.group_head + item.slot) * p.rank * p.headdim + item.row0();
-            cp_async<16>(copied_projection(item) + 4 * other, exists ? from + r * p.headdim + column : from, exists);
-        }
-    }
-
-    // x = mimo_v v.
+    // MIMO's x = mimo_v v.
     __device__ __forceinline__ void project_x(const Mamba3Item& item) const {
+        if (!kRanks) {
+            return;
+        }
         const int thread = stand().thread, row = thread / 8, column = thread % 8 * 8;
         uint4 piece = make_uint4(0u, 0u, 0u, 0u);
         if (row < shared.places.rows && column < columns(item)) {
-            piece = *reinterpret_cast<const uint4*>(copied_v(item) + (row >> kRankLog2) * Shared::kInner + column);
+            piece = *reinterpret_cast<const uint4*>(copied_v(item) + Tile::at(row >> kRankLog2, column));
             const float* const weights = copied_projection(item) + (row & (kRank - 1)) * Shared::kInner + column;
             const float4 low = reinterpret_cast<const float4*>(weights)[0], high = reinterpret_cast<const float4*>(weights)[1];
             const auto times = [](uint32_t word, float one, float other) {
@@ -329,11 +306,10 @@ struct Mamba3Walk {
         *reinterpret_cast<uint4*>(shared.items[item.number % 2].x + Tile::at(row, column)) = piece;
     }
 
-    // What an item needs beside its copies: weights of steps and pairs.
-    __device__ __forceinline__ void prepare(const Mamba3Item& item) const {
-        static_assert(kMamba3BackwardThreads == 8 * kRows, "eight values a row");
-        const Mamba3Stand own = stand();
-        const int row = own.thread % kRows, step = row >> kRankLog2, pitch = static_cast<int>(launch.chunks.pitch);
+    // The weights of an item's steps and pairs, when its bulk copies have come. part: of four warpgroups' worth of threads, the
+    // thread's quarter.
+    __device__ __forceinline__ void prepare(const Mamba3Item& item, int part, int row) const {
+        const int step = row >> kRankLog2, pitch = static_cast<int>(launch.chunks.pitch);
         const float* const values = shared.values[item.number % 2];  // a chunk has as many steps as rows have room
         const auto value = [&](Mamba3StepArray array, int of) { return values[array * pitch + of]; };
         // Decay from one step to another.
@@ -342,42 +318,24 @@ struct Mamba3Walk {
                              (value(kMamba3Low, to) - value(kMamba3Low, from)));
         };
         ChunkSteps<kRows>& to = shared.steps[item.number % 2];
-        switch (own.thread / kRows) {
-            case 0:
-                to.high[row] = value(kMamba3High, step);
-                to.low[row] = value(kMamba3Low, step);
-                break;
-            case 1:
-                to.gamma[row] = value(kMamba3Gamma, step);
-                to.scale[row] = value(kMamba3Scale, step);
-                break;
-            case 2:
-                to.leaving[row] = value(kMamba3Leaving, step);
-                to.adding[row] = value(kMamba3Leaving, step) * value(kMamba3Scale, step);
-                break;
-            case 3:
-                to.entering[row] = value(kMamba3Entering, step);
-                if (row == kRows - 1) {
-                    to.carry = value(kMamba3Entering, step);
-                }
-                break;
-            case 4:
-                to.dt[row] = value(kMamba3Dt, step);
-                break;
-            case 5:
-                shared.pairs.head[row] = row >= 16 ? decay((row / 16 * 16 - 1) >> kRankLog2, step) : 0.0f;
-                break;
-            case 6: {
-                const float tail = decay(step, (row / 16 * 16 + 15) >> kRankLog2);
-                shared.pairs.tail[row] = tail;
-                shared.pairs.scaled_tail[row] = tail * value(kMamba3Scale, step);
-                break;
+        if (part == 0) {
+            to.high[row] = value(kMamba3High, step);
+            to.low[row] = value(kMamba3Low, step);
+            to.gamma[row] = value(kMamba3Gamma, step);
+            to.scale[row] = value(kMamba3Scale, step);
+        } else if (part == 1) {
+            to.leaving[row] = value(kMamba3Leaving, step);
+            to.adding[row] = value(kMamba3Leaving, step) * value(kMamba3Scale, step);
+            to.entering[row] = value(kMamba3Entering, step);
+            if (row == kRows - 1) {
+                to.carry = value(kMamba3Entering, step);
             }
-            default:
-                break;
-        }
-        if constexpr (kRanks) {
-            project_x(item);
+        } else if (part == 2) {
+            shared.pairs.head[row] = row >= 16 ? decay((row / 16 * 16 - 1) >> kRankLog2, step) : 0.0f;
+        } else {
+            const float tail = decay(step, (row / 16 * 16 + 15) >> kRankLog2);
+            shared.pairs.tail[row] = tail;
+            shared.pairs.scaled_tail[row] = tail * value(kMamba3Scale, step);
         }
     }
 };

@@ -5,39 +5,31 @@
 
 namespace mamba {
 
-// Each of 2 kLeft values is added up over the lanes that differ by kDistance, of which each keeps half of the sums: the upper
-// lane the second half.
-template <int kLeft, int kDistance, int kCount>
-__device__ __forceinline__ void fold(float (&values)[kCount], int lane) {
-    const bool upper = (lane & kDistance) != 0;
-#pragma unroll
-    for (int i = 0; i < kLeft; ++i) {
-        const float kept = upper ? values[i + kLeft] : values[i];
-        const float given = upper ? values[i] : values[i + kLeft];
-        values[i] = kept + __shfl_xor_sync(0xffffffffu, given, kDistance);
-    }
-}
-
-// Of a warp's steps, an angle each lane: speeds, which all heads share, and what heads before have added to the gradients.
+// Of a warp's steps, an angle each lane: speeds, which all heads share, and the turns before its rows: before the chunk, and
+// from there on.
 template <int kSteps>
 struct Mamba3WarpAngles {
-    float speed[kSteps], total[kSteps];
+    float speed[kSteps];
+    uint32_t before, part;
 };
-// Of the block of 32 angles. adds: whether there are heads before. All loads are on their way before the first is used: best a
-// phase before.
+// Of the block of 32 angles. All loads are on their way before the first is used: best a phase before.
 template <typename T, int kRank>
 __device__ __forceinline__ void load_angles(Mamba3WarpAngles<Mamba3WarpgroupShared<T>::kWarpRows / kRank>& to,
-                                            const Mamba3Walk<T, kRank>& walk, int block, bool adds) {
+                                            const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item, int block) {
     constexpr int kSteps = Mamba3Walk<T, kRank>::kWarpSteps;
     const Mamba3Stand own = walk.stand();
+    const Mamba3ChunkPlaces<T>& places = walk.shared.places;
     const int angles = walk.angles(), angle = 32 * block + own.lane, first_step = kSteps * own.warp;
-    const float* const speeds = walk.shared.places.speeds + (first_step * angles + angle);
-    const float* const dangles = walk.shared.places.dangles + (first_step * angles + angle);
+    const float* const speeds = places.speeds + (first_step * angles + angle);
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
-        const bool counts = first_step + j < walk.shared.places.steps && angle < angles;
-        to.speed[j] = counts ? speeds[j * angles] : 0.0f;
-        to.total[j] = counts && adds ? dangles[j * angles] : 0.0f;
+        to.speed[j] = first_step + j < places.steps && angle < angles ? speeds[j * angles] : 0.0f;
+    }
+    to.before = to.part = 0;
+    if (angle < angles) {
+        const int at = item.slot * angles + angle;
+        to.before = places.turns[at];
+        to.part = places.part_turns[own.warp * places.part_turns_stride + at];
     }
 }
 
@@ -56,12 +48,13 @@ __device__ __forceinline__ void turn_block(const Mamba3Walk<T, kRank>& walk, con
     const int first_row = kWarpRows * own.warp, first_step = kSteps * own.warp, angle = 32 * block + own.lane;
     float2 cos_sin[kSteps];
     if (kTurns) {
-        const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
-        float turned = turns_of_count(shared.turns[angle] + shared.part_turns[own.warp][angle]);
+        const float* const dt =
+            shared.values[item.number % 2] + kMamba3Dt * static_cast<int>(walk.launch.chunks.pitch) + first_step;
+        float turned = turns_of_count(angles.before + angles.part);
         const int at = Tile::at(first_step, 2 * own.lane);
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) {
-            cos_sin[j] = cos_sin_after_step(turned, angles.speed[j], steps.dt[first_row + j * kRank]);
+            cos_sin[j] = cos_sin_after_step(turned, angles.speed[j], dt[j]);
             shared.turned[(block * Shared::kBlock + (at ^ kNextRow * j)) / 2] = pack2<__half>(cos_sin[j].x, cos_sin[j].y);
         }
     }
@@ -76,8 +69,12 @@ __device__ __forceinline__ void turn_block(const Mamba3Walk<T, kRank>& walk, con
     float2 bias[2][kRank];
 #pragma unroll
     for (int r = 0; r < kRank; ++r) {
-        bias[0][r] = *reinterpret_cast<const float2*>(&shared.bias[0][r][2 * angle]);
-        bias[1][r] = *reinterpret_cast<const float2*>(&shared.bias[1][r][2 * angle]);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const float* const from = shared.bias[m][r];
+            bias[m][r] = kRank == 1 ? *reinterpret_cast<const float2*>(from + 2 * angle)
+                                    : make_float2(from[angle], from[angle + Shared::kStates / 2]);
+        }
     }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -114,7 +111,7 @@ __device__ __forceinline__ void turn(const Mamba3Walk<T, kRank>& walk, const Mam
     for (int block = 0; block < 2; ++block) {
         if (32 * block < walk.angles()) {
             if (block > 0) {
-                load_angles(angles, walk, block, false);
+                load_angles(angles, walk, item, block);
             }
             turn_block<true>(walk, item, own, block, angles);
         } else {
@@ -188,71 +185,55 @@ __device__ __forceinline__ void sum_rows(const Mamba3Walk<T, kRank>& walk, float
     store(second + lane / 4 % 2, 0);
 }
 
-// What a warp's rows hand to the angles of earlier steps.
+// What each step's rows give to its angles, of q and k, to memory; and each eight rows' sums to shared memory. Two warps take
+// eight rows, each 16 of 32 angles.
 template <typename T, int kRank>
-__device__ __forceinline__ void sum_later(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
+__device__ __forceinline__ void store_dturns(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
     Shared& shared = walk.shared;
     const Mamba3Stand own = walk.stand();
+    const int eighth = own.warp / 2, row = 8 * eighth + own.lane / 4 % 2 * 4 + own.lane / 8;  // lanes use all banks so
+    const int step = row >> walk.kRankLog2, first = own.warp % 2 * 16 + own.lane % 4 * 4;
+    const int summed = first + own.lane / 16 * 2 + own.lane / 8 % 2;  // the angle that a lane has a sum of
+    const bool adds = item.tile > 0;
 #pragma unroll 1
     for (int block = 0; 32 * block < walk.angles(); ++block) {
-        const int at = Shared::dturn_at(Shared::kWarpRows * own.warp, block, own.lane);
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = Shared::kWarpRows - 1; i >= 0; --i) {
-            sum += shared.dturn(item.number, at, i);
+        const int at = Shared::dturn_at(row, block, first), end = walk.angles() - 32 * block;
+        const float4 of_q = *reinterpret_cast<const float4*>(shared.dturns(item.number, 0) + at);
+        const float4 of_k = *reinterpret_cast<const float4*>(shared.dturns(item.number, 1) + at);
+        float values[4] = {of_q.x + of_k.x, of_q.y + of_k.y, of_q.z + of_k.z, of_q.w + of_k.w};
+        float* const to = shared.places.dturns + item.slot * static_cast<int64_t>(shared.places.dturns_stride) +
+                          (step * shared.places.dturns_pitch + 32 * block);
+        if (kRank == 1 && step < shared.places.steps && first < end) {
+            float4* const all = reinterpret_cast<float4*>(to + first);
+            const float4 before = adds ? *all : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            *all = make_float4(values[0] + before.x, values[1] + before.y, values[2] + before.z, values[3] + before.w);
         }
-        shared.part_later(own.warp)[32 * block + own.lane] = sum;
+        fold<2, 16>(values, own.lane);
+        fold<1, 8>(values, own.lane);
+        if (kRank > 1 && step < shared.places.steps && summed < end) {
+            to[summed] = adds ? to[summed] + values[0] : values[0];
+        }
+        const float sum = values[0] + __shfl_xor_sync(0xffffffffu, values[0], 4);
+        if (own.lane / 4 % 2 == 0) {
+            shared.turn_parts[eighth][32 * block + summed] = sum;
+        }
     }
 }
 
-// Then, behind a barrier, the sums over the rows of later steps: what each of a warp's steps gives to its angles' gradients,
-// over all heads, and to the gradient of its dt.
+// Then, behind a barrier and by one warp, the sums over the chunk.
 template <typename T, int kRank>
-__device__ __forceinline__ void finish_angles(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item,
-                                              Mamba3WarpAngles<Mamba3WarpgroupShared<T>::kWarpRows / kRank> own_angles) {
+__device__ __forceinline__ void store_angle_totals(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
-    constexpr int kWarpRows = Shared::kWarpRows, kSteps = kWarpRows / kRank;
-    Shared& shared = walk.shared;
-    const Mamba3Stand own = walk.stand();
-    const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
-    const int angles = walk.angles(), first_row = kWarpRows * own.warp, first_step = kSteps * own.warp;
-    float of_dt[4] = {};
 #pragma unroll 1
-    for (int block = 0; 32 * block < angles; ++block) {
-        if (block > 0) {
-            load_angles(own_angles, walk, block, walk.adds_angles(item));
-        }
-        const int angle = 32 * block + own.lane;
-        float* const dangles = shared.places.dangles + (first_step * angles + angle);
-        float behind = 0.0f;
-#pragma unroll 4
-        for (int part = Shared::kWarps - 1; part > own.warp; --part) {
-            behind += shared.part_later(part)[angle];
-        }
-        const int at = Shared::dturn_at(first_row, block, own.lane);
+    for (int angle = walk.stand().lane; angle < walk.angles(); angle += 32) {
+        float* const to = walk.shared.places.angle_totals + item.slot * walk.angles() + angle;
+        float sum = item.tile > 0 ? *to : 0.0f;
 #pragma unroll
-        for (int i = kWarpRows - 1; i >= 0; --i) {
-            behind += shared.dturn(item.number, at, i);
-            const int j = i / kRank;
-            const float speed = own_angles.speed[j];
-            if (i % kRank == 0 && first_step + j < shared.places.steps && angle < angles) {
-                dangles[j * angles] =
-                    fmaf((1.0f - 4.0f * speed * speed) * 3.14159265f * steps.dt[first_row + i], behind, own_angles.total[j]);
-                of_dt[j] = fmaf(speed, behind, of_dt[j]);
-            }
+        for (int part = 0; part < Shared::kWarps / 2; ++part) {
+            sum += walk.shared.turn_parts[part][angle];
         }
-        if (own.warp == 0 && angle < angles) {
-            const int64_t tile = item.tile * walk.launch.chunks.slots * walk.p().nheads;
-            shared.places.angle_totals[(tile + item.slot) * angles + angle] = behind;
-        }
-    }
-    fold<2, 16>(of_dt, own.lane);
-    fold<1, 8>(of_dt, own.lane);
-    const float sum = add_over_row(of_dt[0] + __shfl_xor_sync(0xffffffffu, of_dt[0], 4));
-    const int step = own.lane / 16 * 2 + own.lane / 8 % 2;
-    if (own.lane % 8 == 0 && step < kSteps) {
-        shared.sums[item.number % 2].angles[first_step + step] = 6.28318531f * sum;
+        *to = sum;
     }
 }
 

@@ -96,13 +96,13 @@ __device__ __forceinline__ void store_dv(const Mamba3Walk<T, kRank>& walk, const
     }
     const int own = thread % Shared::kInner, r = thread / Shared::kInner;
     if (kRank > 1 && r < kRank && own < walk.columns(item)) {
-        const T* const v = walk.copied_v(item) + own;
+        const T* const v = walk.copied_v(item);
         const float* const dx = walk.shared.dx() + r * Shared::kDxPitch + own;
         const int steps = places.steps;
         float sum = 0.0f;
 #pragma unroll 8
         for (int step = 0; step < steps; ++step) {
-            sum = fmaf(dx[step * kRank * Shared::kDxPitch], to_float(v[step * Shared::kInner]), sum);
+            sum = fmaf(dx[step * kRank * Shared::kDxPitch], to_float(v[Mamba3Walk<T, kRank>::Tile::at(step, own)]), sum);
         }
         mimo_v_sums(walk, item)[r * headdim + own] = sum;
     }
