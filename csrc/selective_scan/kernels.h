@@ -112,8 +112,8 @@ inline bool has_few_states(const MambaSelectiveScan& p, bool, const DeviceLimits
     const int64_t steps = round_up(p.seqlen, 128);
     const bool two = p.dstate <= 2;
     return p.segments == 1 && p.dstate <= kMostFewStates && p.variable_B && p.variable_C && p.z == nullptr &&
-           p.seq_idx == nullptr && (two ? 2 * p.seqlen > steps : 4 * p.seqlen >= 3 * steps) && p.seqlen < 1 << 30 &&
-           p.dim <= INT32_MAX && p.batch * p.dim >= (two ? 4 : 16) * device.processors;
+           p.seq_idx == nullptr && (two ? 2 * p.seqlen > steps : 4 * p.seqlen >= 3 * steps) && p.seqlen > 0 &&
+           p.seqlen < 1 << 30 && p.dim <= INT32_MAX && p.batch * p.dim >= (two ? 4 : 16) * device.processors;
 }
 
 // ---- the forward scan ------------------------------------------------------------------------------------------------

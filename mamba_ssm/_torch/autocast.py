@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from mamba_ssm._torch.private import SINCE_2_4, is_compiling
+from mamba_ssm._torch.private import SINCE_2_4, is_compiling, is_traced
 
 
 def traced_by_old_torch():
@@ -39,7 +39,7 @@ def autocast_state():
 
 def no_autocast(tensor):
     """Context in which autocast changes nothing. Compilers trace backward under forward's autocast: nothing to do."""
-    if is_compiling() or autocast_dtype(tensor) is None:
+    if is_traced() or autocast_dtype(tensor) is None:
         return contextlib.nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 

@@ -16,9 +16,10 @@ import typing
 import torch
 
 from mamba_ssm._torch import private
-from mamba_ssm._torch.autocast import autocast_dtype, no_autocast
+from mamba_ssm._torch.autocast import autocast_dtype
 from mamba_ssm._torch.dispatch import FUNCTIONS_BY_PLANS
 from mamba_ssm._torch.registration import define_without_autograd
+from mamba_ssm.version import __version__
 
 _STEPS = 8  # of the fake sequences
 
@@ -52,12 +53,12 @@ def both_ways(name, device, layouts, arguments, outputs):
     here, are None. arguments: of both functions, behind the tensors. Of what the function returns the first `outputs`
     have gradients, which its backward takes; the others are kept, and follow them.
     """
-    with private.FakeTensorMode(), private.InsideOperator():
+    with private.FakeTensorMode():
         tensors = [None if layout is None else _fake(*layout, device) for layout in layouts]
         parameters = [number for number, layout in enumerate(layouts) if layout is not None and None not in layout[0]]
         forward, results = _as_operator(name, tensors, arguments, parameters)
         grads = [torch.empty_like(output) for output in results[:outputs]]
-        with no_autocast(grads[0]):
+        with _autocast(grads[0], None):
             backward, _ = _as_operator(f"{name}_backward", [*grads, *results[outputs:]], arguments, ())
     return tuple(forward), tuple(backward)
 
@@ -85,8 +86,14 @@ def _as_operator(name, tensors, arguments, parameters):
             returned.append(number)
         places.append(place)
     autocast = autocast_dtype(tensors[0])
-    settings = json.dumps([arguments, None if autocast is None else str(autocast), returned, copied], default=str)
+    settings = json.dumps([__version__, arguments, autocast, returned, copied], default=_name_of_dtype)
     return AsOperator(settings, tuple(places)), results
+
+
+def _name_of_dtype(value):
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"a setting of a compiled layer must be a number, a bool or None, got {type(value).__name__}")
+    return str(value)
 
 
 def _place(result, tensors, returned, parameters):
@@ -117,7 +124,7 @@ def _share_memory(one, other):
 
 @functools.lru_cache(maxsize=1024)
 def _decoded(settings):
-    arguments, autocast, returned, copied = json.loads(settings)
+    _, arguments, autocast, returned, copied = json.loads(settings)  # the version: for caches of compiled programs
     return _as_given(arguments), _as_given(autocast), returned, copied
 
 
@@ -143,11 +150,6 @@ def _autocast(like, dtype):
     return torch.autocast(like.device.type, dtype=dtype, enabled=dtype is not None)
 
 
-def _run_on_fakes(name, tensors, settings):
-    with private.InsideOperator():
-        return _run(name, tensors, settings)
-
-
 _operator = define_without_autograd(
-    "planned_function(str name, Tensor?[] tensors, str settings) -> Tensor[]", _run, _run_on_fakes
+    "planned_function(str name, Tensor?[] tensors, str settings) -> Tensor[]", _run, _run
 )

@@ -6,7 +6,7 @@ import torch
 
 from mamba_ssm._torch import derivatives, private, reference
 from mamba_ssm._torch.plans import Planned, are_plain
-from mamba_ssm._torch.private import is_compiling
+from mamba_ssm._torch.private import is_compiling, is_traced
 from mamba_ssm._torch.registration import (
     FUNCTIONS,
     IMPLEMENTATIONS,
@@ -134,7 +134,7 @@ def refuse_second_derivatives(name):
     """For the backward of a node that keeps what its forward has computed: no graph leads from there to the node's
     inputs, so that create_graph=True would leave out terms without a word.
     """
-    if torch.is_grad_enabled() and not is_compiling():
+    if torch.is_grad_enabled() and not is_traced():
         raise RuntimeError(no_second_derivatives(name))
 
 

@@ -169,22 +169,9 @@ def tensor_check(tensors):
 FakeTensorMode: typing.Any = _find("_subclasses.FakeTensorMode")
 # torch 2.8: what compiled.py was tried with.
 COMPILES_FUNCTIONS = GRAPHS_KNOWN and FakeTensorMode is not None and hasattr(torch.UntypedStorage, "_cdata")
-_inside = [0]
-
-
-class InsideOperator:
-    """A context in which a compiler has an operator's function run without looking into it, on fake tensors."""
-
-    def __enter__(self):
-        _inside[0] += 1
-
-    def __exit__(self, *_):
-        _inside[0] -= 1
-
-
-def is_traced():
-    """Whether a compiler looks at the operators that are called now."""
-    return is_compiling() and not _inside[0]
+# Whether the compiler reads the Python that runs now. is_compiling also says so of what the compiler calls meanwhile,
+# such as fakes, and from torch 2.13 on of all threads.
+is_traced = torch.compiler.is_dynamo_compiling if GRAPHS_KNOWN else is_compiling
 
 
 def storage_of(tensor):

@@ -102,6 +102,8 @@ class Block(nn.Module):
             return None
         given = Norm(*weight_and_bias(norm), float(norm.eps), isinstance(norm, RMSNorm))
         layer: Layer | None = as_layer(self.mixer, given, hidden_states)
+        if layer is not None and is_compiling() and not _has_parameters_alone(layer):
+            return None
         return layer
 
     def _norm_and_step(
@@ -158,6 +160,12 @@ def through_layers(
             )
         layers = layers[max(1, len(row)) :]
     return hidden_states, residual
+
+
+def _has_parameters_alone(layer: Layer) -> bool:
+    """Whether its tensors are parameters, whose sizes a compiler never leaves open."""
+    tensors = layer.norm.weight, layer.norm.bias, *layer.others
+    return all(tensor is None or isinstance(tensor, nn.Parameter) for tensor in tensors)
 
 
 def _is_small(hidden_states: torch.Tensor) -> bool:

@@ -18,9 +18,10 @@ from mamba_ssm._torch import (
     both_ways,
     call_below_autograd,
     call_in_backward,
-    is_compiling,
+    is_traced,
     no_autocast,
     planned,
+    refuse_second_derivatives,
     run_operator,
     use_deterministic_mode,
 )
@@ -86,9 +87,19 @@ class BlockNode:
         """
         tensors = [tensor for _, norm, others, _ in layers for tensor in (norm.weight, norm.bias, *others)]
         settings = [(norm.eps, norm.is_rms_norm, *of_block) for _, norm, _, of_block in layers]
-        nodes = self._compiled_layers if is_compiling() else self._layers
-        out, total, *_ = apply(nodes[len(layers)], x, residual, *tensors, *settings)
+        if is_traced():
+            return apply(self._compiled_layers[len(layers)], *_each_once([x, residual, *tensors]), *settings)
+        out, total, *_ = apply(self._layers[len(layers)], x, residual, *tensors, *settings)
         return out, total
+
+
+def _each_once(tensors):
+    """The same tensors, views where one comes again: torch's compiler takes none twice for an autograd.Function."""
+    found = []
+    for tensor in tensors:
+        again = tensor is not None and any(tensor is other for other in found)
+        found.append(tensor.view_as(tensor) if again else tensor)
+    return found
 
 
 def _block_node(block):
@@ -102,14 +113,14 @@ def _block_node(block):
         tensors, ctx.settings = arguments[:count], arguments[count:]
         ctx.dtypes = _dtypes(tensors)
         out, *kept = planned_forward(*tensors, ctx.settings, _need(ctx))
-        if not is_compiling():
+        if not is_traced():
             ctx.again = Again(tensors, kept[0])
         ctx.save_for_backward(*kept)
         return out
 
     def backward(ctx, dout):
         kept, need = ctx.saved_tensors, _need(ctx)
-        if torch.is_grad_enabled() and not is_compiling():
+        if torch.is_grad_enabled() and not is_traced():
 
             def again(*tensors):
                 return (block.by_operators(dout.dtype, *tensors, *ctx.settings),)
@@ -185,6 +196,7 @@ def _compiled_layers_node(block, count):
         return out, total
 
     def backward(ctx, dout, dtotal):
+        refuse_second_derivatives(name)  # of a program that is not compiled after all, behind a graph break
         return *run_operator(f"{name}_backward", [dout, dtotal, *ctx.saved_tensors], ctx.of_backward), *(None,) * count
 
     return _function(name, forward, backward)

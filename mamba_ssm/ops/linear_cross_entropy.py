@@ -11,7 +11,7 @@ from mamba_ssm import _checks as checks
 from mamba_ssm._arguments import check_process_group
 from mamba_ssm._torch import (
     autocast_dtype,
-    is_compiling,
+    is_traced,
     may_be_batched,
     no_autocast,
     outside_graphs,
@@ -173,7 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dtotal):
-        if torch.is_grad_enabled() and not is_compiling():
+        if torch.is_grad_enabled() and not is_traced():
             raise RuntimeError(
                 f"{_NAME} cannot be differentiated: second derivatives (create_graph=True) are not implemented; take "
                 "F.cross_entropy of the logits, which has them"
@@ -183,7 +183,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             drows = None if drows is None else _scaled(drows, dtotal, drows.dtype)
             dweight = None if dweight is None else _scaled(dweight, dtotal, ctx.dtype)
             if drows is not None and ctx.part is not None:
-                if not is_compiling() and may_be_batched():
+                if not is_traced() and may_be_batched():
                     raise RuntimeError(f"{_NAME}: with process_group gradients cannot be batched: take one at a time")
                 dist.all_reduce(drows, group=ctx.part.group)
         return drows, dweight, None, None, None
@@ -247,7 +247,7 @@ def _compare(sizes, labels, process_group):
 
 
 def _product_into(out, a, b):
-    if is_compiling():
+    if is_traced():
         out.copy_(torch.mm(a, b))
     else:
         torch.mm(a, b, out=out)
@@ -256,7 +256,7 @@ def _product_into(out, a, b):
 def _add_product(total, a, b):
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    elif HAS_OUT_DTYPE and a.is_cuda and not is_compiling():
+    elif HAS_OUT_DTYPE and a.is_cuda and not is_traced():
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += torch.mm(a, b)
@@ -265,6 +265,6 @@ def _add_product(total, a, b):
 def _scaled(tensor, factor, dtype):
     """In one pass. With dimensions factor stays float32: in float16 a loss scale of 65536 would be infinite."""
     factor = factor.reshape(1, 1)
-    if not is_compiling() and may_be_batched():  # out= has no batching rule
+    if not is_traced() and may_be_batched():  # out= has no batching rule
         return (tensor * factor).to(dtype)
     return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))

@@ -3,6 +3,7 @@ layers give.
 """
 
 import contextlib
+import json
 from functools import partial
 
 import pytest
@@ -37,11 +38,16 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 CLOSE_16 = {"rtol": 2e-2, "atol": 2e-2}  # bfloat16, rounded once more or less between the two
 
 
+def settings_of(node):
+    """A call's settings by the names of compiled.py."""
+    return dict(zip(("version", "arguments", "autocast", "returned", "copied"), json.loads(node.args[2]), strict=True))
+
+
 class Seen:
     """A backend that runs a program as it was traced, and keeps the operators of this package that are in it."""
 
     def __init__(self):
-        self.names, self.graphs = [], 0
+        self.names, self.autocast, self.graphs = [], [], 0
 
     def __call__(self, module, example_inputs):
         from functorch.compile import make_boxed_func
@@ -56,6 +62,7 @@ class Seen:
             target = str(node.target)
             if "mamba_ssm" in target:
                 self.names.append(node.args[0] if "planned_function" in target else target)
+                self.autocast += [settings_of(node)["autocast"]] if "planned_function" in target else []
         return boxed(module.forward)
 
 
@@ -137,6 +144,7 @@ def test_autocast(device, seen, name, inside):
     assert [one.dtype for one in found] == [other.dtype for other in expected]
     torch.testing.assert_close(found, expected, **CLOSE_16)
     assert seen.names == names_of(name, 1)
+    assert seen.autocast == ["torch.bfloat16", None]  # gradients are computed without
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Mamba3"])
@@ -172,6 +180,33 @@ def test_what_is_frozen(device, seen, name, frozen):
     eager = partial(in_a_row, blocks)
     found = run(torch.compile(eager, backend=seen, fullgraph=True), blocks, x, residual)
     torch.testing.assert_close(found, run(eager, blocks, x, residual), **CLOSE)
+
+
+@pytest.mark.parametrize("layers", [1, IN_A_ROW])
+def test_tensors_that_are_given_twice(device, seen, layers):
+    (block,), (x, _) = make("Mamba2", device, 1), stream(device)
+
+    def shared(x, residual):
+        return in_a_row([block] * layers, x, residual)
+
+    found = run(torch.compile(shared, backend=seen, fullgraph=True), block, x, x.detach())
+    torch.testing.assert_close(found, run(shared, block, x, x.detach()), **CLOSE)
+    same = partial(torch.compile(block, backend=seen, fullgraph=True), x)
+    for one, other in zip(same(x), block(x, x), strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+def test_parameters_from_outside(seen):
+    """Their sizes may be open, so the layer is its operators."""
+    (block,), given = make("Mamba2", "cpu", 1), stream("cpu")
+    parameters = {name: parameter.detach().clone().requires_grad_() for name, parameter in block.named_parameters()}
+
+    def call(parameters, x, residual):
+        return torch.func.functional_call(block, parameters, (x, residual))
+
+    found, _ = torch.compile(call, backend=seen, fullgraph=True, dynamic=True)(parameters, *given)
+    torch.testing.assert_close(found, call(parameters, *given)[0], **CLOSE)
+    assert "mamba2_layer_node" not in seen.names
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Mamba3"])

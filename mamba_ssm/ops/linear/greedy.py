@@ -61,6 +61,8 @@ def greedy_step_ref(logits: torch.Tensor, step: NextStep) -> None:
 def _has_kernel(logits: torch.Tensor) -> bool:
     if type(logits) is not torch.Tensor or logits.dtype not in DTYPE_CODES or not (logits.is_cpu or logits.is_cuda):
         return False
+    if logits.is_neg():
+        return False
     if reference.on or watched() or functions_watched():
         return False
     return logits.dim() == 2 and 1 <= logits.shape[1] <= _MOST_TOKENS and logits.stride(1) == 1
