@@ -2,7 +2,7 @@
 
 A compiler finds little to fuse in layers that are kernels of ours and products. Left as operators they are some hundred
 calls of Python in a pass of a small model. As one operator for forward and one for backward they take what plans take,
-and are compiled in a fraction of the time.
+and there is less to compile.
 
 A function may return an argument, a view of one, or a tensor twice; an operator may not. So when a program is traced,
 a function is called once on fake tensors, which shows what its operator returns and where the other results are.
