@@ -79,8 +79,8 @@ def _define(name, schema, implementation, fake):
             "arguments: restart Python"
         )
     if not hasattr(torch.ops.mamba_ssm, name):
-        pt2_compliant = {"tags": (torch.Tag.pt2_compliant_tag,)} if hasattr(torch.Tag, "pt2_compliant_tag") else {}
-        LIBRARY.define(schema, **pt2_compliant)
+        pt2_compliant = (torch.Tag.pt2_compliant_tag,) if hasattr(torch.Tag, "pt2_compliant_tag") else ()
+        LIBRARY.define(schema, tags=(*pt2_compliant, *private.STRIDES_TAGS))
     _impl(name, "CPU", implementation)
     _impl(name, "CUDA", implementation)
     _impl(name, "fake", fake)
@@ -99,10 +99,14 @@ def _impl(name, key, function):
     def latest(*arguments):
         return LATEST[name, key](*arguments, *defaults[len(arguments) :])
 
+    def fake(*arguments):
+        private.take_as_it_is(name)
+        return latest(*arguments)
+
     if key == "fake":
         # impl_abstract: before torch 2.4
         register_fake = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
-        register_fake(f"mamba_ssm::{name}", latest, lib=LIBRARY)
+        register_fake(f"mamba_ssm::{name}", fake, lib=LIBRARY)
     else:
         LIBRARY.impl(name, latest, key)
 
