@@ -36,6 +36,29 @@ void run_shares(int64_t shares, void (*task)(void* context, int64_t share), void
 // Cut `total` into `shares` parts that differ by at most one; the first element of part `share`.
 int64_t share_begin(int64_t total, int64_t shares, int64_t share);
 
+template <class Params>
+struct RowsJob {
+    const Params* params;
+    void (*kernel)(const Params& params, int64_t begin, int64_t end);
+    int64_t rows, shares;
+};
+
+template <class Params>
+void run_rows_share(void* context, int64_t share) {
+    const RowsJob<Params>& job = *static_cast<const RowsJob<Params>*>(context);
+    job.kernel(*job.params, share_begin(job.rows, job.shares, share), share_begin(job.rows, job.shares, share + 1));
+}
+
+// Runs kernel(params, begin, end) of rows [begin, end) until all of a call's rows are done, which do not know of each other.
+// work, work_per_thread: see worthwhile_threads.
+template <class Params>
+void run_rows(void (*kernel)(const Params& params, int64_t begin, int64_t end), const Params& params, int64_t rows,
+              int64_t work, int64_t work_per_thread) {
+    const int64_t threads = worthwhile_threads(params.run, work, work_per_thread);
+    RowsJob<Params> job = {&params, kernel, rows, threads < rows ? threads : rows};
+    run_shares(job.shares, run_rows_share<Params>, &job);
+}
+
 // Uninitialised floats aligned to a cache line, or null.
 class Scratch {
  public:

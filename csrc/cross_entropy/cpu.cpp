@@ -9,18 +9,6 @@ namespace {
 // Logits that one thread finishes in about 100 us, several times what starting a thread costs.
 constexpr int64_t kWorkPerThread = 1 << 17;
 
-struct CrossEntropyJob {
-    const MambaCrossEntropy* params;
-    const CrossEntropyKernels* kernels;
-    int64_t shares;
-};
-
-void run_cross_entropy_share(void* context, int64_t share) {
-    const CrossEntropyJob& job = *static_cast<const CrossEntropyJob*>(context);
-    const int64_t rows = job.params->rows;
-    job.kernels->cross_entropy(*job.params, share_begin(rows, job.shares, share), share_begin(rows, job.shares, share + 1));
-}
-
 }  // namespace
 }  // namespace mamba
 
@@ -37,12 +25,8 @@ int32_t mamba_cross_entropy(const MambaCrossEntropy* params) {
     if (status != MAMBA_OK) {
         return status;
     }
-    const MambaCrossEntropy& p = *params;
-    CrossEntropyJob job;
-    job.params = params;
-    job.kernels = &kernels_of(isa, generic::cross_entropy_kernels, avx2::cross_entropy_kernels, avx512::cross_entropy_kernels);
-    const int64_t threads = worthwhile_threads(p.run, p.rows * p.vocabulary, kWorkPerThread);
-    job.shares = threads < p.rows ? threads : p.rows;
-    run_shares(job.shares, run_cross_entropy_share, &job);
+    const CrossEntropyKernels& kernels =
+        kernels_of(isa, generic::cross_entropy_kernels, avx2::cross_entropy_kernels, avx512::cross_entropy_kernels);
+    run_rows(kernels.cross_entropy, *params, params->rows, params->rows * params->vocabulary, kWorkPerThread);
     return MAMBA_OK;
 }

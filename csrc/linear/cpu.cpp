@@ -26,30 +26,6 @@ void run_projection_share(void* context, int64_t share) {
                          end < job.projection->outputs ? end : job.projection->outputs);
 }
 
-struct DequantizeJob {
-    const MambaDequantize* params;
-    const LinearKernels* kernels;
-    int64_t shares;
-};
-
-void run_dequantize_share(void* context, int64_t share) {
-    const DequantizeJob& job = *static_cast<const DequantizeJob*>(context);
-    const int64_t rows = job.params->rows;
-    job.kernels->dequantize(*job.params, share_begin(rows, job.shares, share), share_begin(rows, job.shares, share + 1));
-}
-
-struct GreedyTokenJob {
-    const MambaGreedyToken* params;
-    const LinearKernels* kernels;
-    int64_t shares;
-};
-
-void run_greedy_token_share(void* context, int64_t share) {
-    const GreedyTokenJob& job = *static_cast<const GreedyTokenJob*>(context);
-    const int64_t rows = job.params->rows;
-    job.kernels->greedy_token(*job.params, share_begin(rows, job.shares, share), share_begin(rows, job.shares, share + 1));
-}
-
 // Of a call that passed the other checks.
 int32_t check_indices(const char* function, const MambaDequantize& p) {
     for (int64_t row = 0; p.indices != nullptr && row < p.rows; ++row) {
@@ -135,10 +111,7 @@ int32_t mamba_dequantize(const MambaDequantize* params) {
     if (status != MAMBA_OK) {
         return status;
     }
-    const MambaDequantize& p = *params;
-    const int64_t threads = worthwhile_threads(p.run, p.rows * p.features, kWorkPerThread);
-    DequantizeJob job = {params, &linear_kernels_of(isa), threads < p.rows ? threads : p.rows};
-    run_shares(job.shares, run_dequantize_share, &job);
+    run_rows(linear_kernels_of(isa).dequantize, *params, params->rows, params->rows * params->features, kWorkPerThread);
     return MAMBA_OK;
 }
 
@@ -153,9 +126,6 @@ int32_t mamba_greedy_token(const MambaGreedyToken* params) {
     if (status != MAMBA_OK) {
         return status;
     }
-    const MambaGreedyToken& p = *params;
-    const int64_t threads = worthwhile_threads(p.run, p.rows * p.vocabulary, kWorkPerThread);
-    GreedyTokenJob job = {params, &linear_kernels_of(isa), threads < p.rows ? threads : p.rows};
-    run_shares(job.shares, run_greedy_token_share, &job);
+    run_rows(linear_kernels_of(isa).greedy_token, *params, params->rows, params->rows * params->vocabulary, kWorkPerThread);
     return MAMBA_OK;
 }

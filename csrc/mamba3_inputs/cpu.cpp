@@ -17,20 +17,8 @@ int64_t at_most(int64_t value, int64_t limit) {
     return value < limit ? value : limit;
 }
 
-int64_t useful_threads(const MambaMamba3Inputs& p) {
-    return worthwhile_threads(p.run, p.rows * (2 * p.matrices * p.dstate + 2 * p.nheads), kWorkPerThread);
-}
-
-struct ForwardJob {
-    const MambaMamba3Inputs* params;
-    const Mamba3InputsKernels* kernels;
-    int64_t shares;
-};
-
-void run_forward_share(void* context, int64_t share) {
-    const ForwardJob& job = *static_cast<const ForwardJob*>(context);
-    const int64_t rows = job.params->rows;
-    job.kernels->forward(*job.params, share_begin(rows, job.shares, share), share_begin(rows, job.shares, share + 1));
+int64_t elements_of(const MambaMamba3Inputs& p) {
+    return p.rows * (2 * p.matrices * p.dstate + 2 * p.nheads);
 }
 
 struct BackwardJob {
@@ -70,8 +58,7 @@ int32_t mamba_mamba3_inputs_forward(const MambaMamba3Inputs* params) {
     if (status != MAMBA_OK) {
         return status;
     }
-    ForwardJob job = {params, &inputs_kernels(isa), at_most(useful_threads(*params), params->rows)};
-    run_shares(job.shares, run_forward_share, &job);
+    run_rows(inputs_kernels(isa).forward, *params, params->rows, elements_of(*params), kWorkPerThread);
     return MAMBA_OK;
 }
 
@@ -96,7 +83,8 @@ int32_t mamba_mamba3_inputs_backward(const MambaMamba3InputsBackward* params) {
         return status;
     }
     const int64_t parts = parts_of(p);
-    BackwardJob job = {params, &inputs_kernels(isa), parts, at_most(useful_threads(p), parts)};
+    const int64_t threads = worthwhile_threads(p.run, elements_of(p), kWorkPerThread);
+    BackwardJob job = {params, &inputs_kernels(isa), parts, at_most(threads, parts)};
     run_shares(job.shares, run_backward_share, &job);
     job.kernels->add_parts(*params, parts);
     return MAMBA_OK;

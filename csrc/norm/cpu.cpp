@@ -33,18 +33,6 @@ void run_norm_share(void* context, int64_t share) {
                job.scratch + share * job.pitch);
 }
 
-struct SwigluJob {
-    const MambaSwiglu* params;
-    void (*kernel)(const MambaSwiglu& params, int64_t begin, int64_t end);
-    int64_t shares;
-};
-
-void run_swiglu_share(void* context, int64_t share) {
-    const SwigluJob& job = *static_cast<const SwigluJob*>(context);
-    job.kernel(*job.params, share_begin(job.params->rows, job.shares, share),
-               share_begin(job.params->rows, job.shares, share + 1));
-}
-
 int32_t no_memory(const char* function, int64_t floats) {
     return fail(MAMBA_ERROR_MEMORY, "%s: no memory for %lld floats of scratch space", function, static_cast<long long>(floats));
 }
@@ -59,11 +47,9 @@ int32_t swiglu(const char* function, const MambaSwiglu* params, bool backward) {
     if (status != MAMBA_OK) {
         return status;
     }
-    SwigluJob job;
-    job.shares = choose_shares(params->run, params->rows, params->width);
-    job.params = params;
-    job.kernel = backward ? norm_kernels(isa).swiglu_backward : norm_kernels(isa).swiglu_forward;
-    run_shares(job.shares, run_swiglu_share, &job);
+    const NormKernels& kernels = norm_kernels(isa);
+    run_rows(backward ? kernels.swiglu_backward : kernels.swiglu_forward, *params, params->rows, params->rows * params->width,
+             kWorkPerThread);
     return MAMBA_OK;
 }
 
