@@ -24,8 +24,6 @@ namespace mamba {
 template <typename T, int kStates>
 struct ForwardSharedMemory {
     using Decays = ChunkDecays<kWarpgroupSteps>;
-    static constexpr int kSlices = 1;
-    static constexpr int kSlice = kStates;  // states of a warpgroup
     static constexpr int kThreads = kForwardThreads;
     static constexpr int kBlocks = 2;  // a multiprocessor
     static constexpr int kStages = 2;  // of x
@@ -223,21 +221,20 @@ struct ForwardMixer {
 template <typename T, int kStates>
 struct ForwardProducts {
     using Shared = ForwardSharedMemory<T, kStates>;
-    static constexpr int kSlice = Shared::kSlice;
     static constexpr int kTiles = kWarpgroupSteps / 16;
 
     float y[kStepGroups][4];  // rows of headdim, columns of steps in the order of their places
-    Operand<T> H[kSlice / 16];
+    Operand<T> H[kStates / 16];
     Operand<T> x[kTiles];
     Operand<T> weighted[kTiles];
     Operand<T> own_x[kTiles];
 
-    __device__ __forceinline__ void begin(Shared& shared, float (&state)[kSlice / 8][4], const T* x_tile, int i, int lane) {
+    __device__ __forceinline__ void begin(Shared& shared, float (&state)[kStates / 8][4], const T* x_tile, int i, int lane) {
         const auto& now = shared.decays[i % 2];
         const uint64_t B = tile_descriptor(shared.BC[i % 2], kBlock * 16);
         const uint64_t C = tile_descriptor(shared.BC[i % 2] + Shared::kB, kBlock * 16);
 #pragma unroll
-        for (int k = 0; k < kSlice / 16; ++k) {
+        for (int k = 0; k < kStates / 16; ++k) {
             a_from_accumulators<T>(H[k], state[2 * k], state[2 * k + 1]);
         }
         scale_rows(state, now.carry, now.carry);
@@ -246,7 +243,7 @@ struct ForwardProducts {
         mbarrier_wait_parity(&shared.tiles_arrived[i % 2], i / 2 % 2);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kSlice / 16; ++k) {  // H C_t
+        for (int k = 0; k < kStates / 16; ++k) {  // H C_t
             wgmma<T, 0>(y, H[k].r[0], C + k / 4 * kBlock + k % 4 * kColumns16);
         }
         wgmma_commit_group();
@@ -291,7 +288,7 @@ struct ForwardProducts {
         }
         wgmma_commit_group();
     }
-    __device__ __forceinline__ void wait(float (&state)[kSlice / 8][4]) {
+    __device__ __forceinline__ void wait(float (&state)[kStates / 8][4]) {
         wgmma_wait_group<0>();
         warpgroup_fence_operands(y, own_x, state, weighted);
     }

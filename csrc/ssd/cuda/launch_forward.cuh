@@ -105,8 +105,8 @@ struct ForwardOnWarpgroups<T, kStates, true> {
     static auto kernel() { return ssd_slices_kernel<T, kStates>; }
 };
 
-// p.run's device runs code for 9.0a. kStates: 64, 128 or 256.
-template <typename T, int kStates>
+// p.run's device runs code for 9.0a. kStates: 64, 128 or 256. kSlices: parts of them.
+template <typename T, int kStates, int kSlices>
 cudaError_t launch_forward_warpgroups(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace) {
     using Shared = typename ForwardOnWarpgroups<T, kStates>::Shared;
     char* const memory = static_cast<char*>(p.workspace);
@@ -121,16 +121,16 @@ cudaError_t launch_forward_warpgroups(const MambaSsd& p, const SsdPlan& plan, co
     if (plan.segments > 1) {
         StatesLaunch ends = states;
         ends.ends_only = 1;
-        constexpr int kEnds = ends_a_segment(Shared::kSlices);
+        constexpr int kEnds = ends_a_segment(kSlices);
         ends.segments = (plan.segments - 1) * kEnds + 1;
         ends.chunks_a_segment = plan.chunks_a_segment / kEnds;
-        error = launch_states_warpgroups<T, Shared::kSlice>(p, ends, Shared::kSlices);
+        error = launch_states_warpgroups<T, kStates / kSlices>(p, ends, kSlices);
         if (error != cudaSuccess) {
             return error;
         }
     }
     if (p.out == nullptr) {
-        return launch_states_warpgroups<T, Shared::kSlice>(p, states, Shared::kSlices);
+        return launch_states_warpgroups<T, kStates / kSlices>(p, states, kSlices);
     }
     ForwardLaunch launch = {};
     launch.segments = plan.segments;
@@ -154,7 +154,7 @@ cudaError_t launch_ssd_forward(const MambaSsd& p, const SsdPlan& plan, const Ssd
         constexpr SsdKernel row = kSsdForwardKernels[decltype(number)::kRow];
         if constexpr (row.on_warpgroups()) {
             static_assert(sizeof(typename ForwardOnWarpgroups<T, row.states>::Shared) == row.shared_bytes, "the table says so");
-            return launch_forward_warpgroups<T, row.states>(p, plan, workspace);
+            return launch_forward_warpgroups<T, row.states, row.slices()>(p, plan, workspace);
         } else {
             static_assert(sizeof(ForwardTiles<T, row.states, row.steps>) <= row.shared_bytes, "the table says so");
             return launch_forward_blocks<T, row.states, row.steps>(p, plan, workspace);
