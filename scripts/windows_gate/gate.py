@@ -8,8 +8,9 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -233,6 +234,21 @@ def dll(cache: Path, name: str) -> Path:
 # ---- running them under Wine -----------------------------------------------------------------------------------------
 
 
+@contextmanager
+def wine_services(cache: Path) -> Iterator[None]:
+    """Wine's services, which the first of several programs starts and the last one ends, run for that long.
+
+    They inherit that first program's output, so that who waits for its end waits for theirs: here it is a shell. ctest
+    would take it for a test that runs until all others have ended, one at a time.
+    """
+    environ, pipe = {**os.environ, **wine_environment(cache)}, subprocess.PIPE
+    with subprocess.Popen(["wine", "cmd"], env=environ, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as shell:
+        assert shell.stdout is not None
+        shell.stdout.read(1)  # it greets
+        yield
+        # Leaving closes its input, which it ends at.
+
+
 def build_self_test(cache: Path) -> None:
     command = [f"{MINGW}-gcc-posix", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers", "-static"]
     source = HERE / "native" / "self_test.c"
@@ -254,14 +270,15 @@ def self_test(plan: Plan, cache: Path) -> str:
     """Both libraries loaded and called: the CPU's results against stored ones, CUDA's error without a driver."""
     build_self_test(cache)
     lines = []
-    for isa in ISAS:
-        try:
-            lines.append(run_self_test(cache, dll(cache, CPU), isa))
-        except GateError as error:
-            if "this CPU has no more than" not in str(error):
-                raise
-            lines.append(f"{CPU}: {isa} not run, this CPU does not have it")
-    return "\n".join([*lines, run_self_test(cache, dll(cache, CUDA))])
+    with wine_services(cache):
+        for isa in ISAS:
+            try:
+                lines.append(run_self_test(cache, dll(cache, CPU), isa))
+            except GateError as error:
+                if "this CPU has no more than" not in str(error):
+                    raise
+                lines.append(f"{CPU}: {isa} not run, this CPU does not have it")
+        return "\n".join([*lines, run_self_test(cache, dll(cache, CUDA))])
 
 
 def native_tests(plan: Plan, cache: Path) -> str:
@@ -280,6 +297,7 @@ def native_tests(plan: Plan, cache: Path) -> str:
         "--no-tests=error",
         "--output-on-failure",
     ]
-    text = call(command, folder / "log.txt", cache, WINEPATH=windows_path(str(folder / "lib")))
+    with wine_services(cache):
+        text = call(command, folder / "log.txt", cache, WINEPATH=windows_path(str(folder / "lib")))
     match = re.search(r"^.*tests passed.*$", text, re.MULTILINE)
     return match[0] if match else "passed"
