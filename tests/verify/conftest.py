@@ -40,7 +40,12 @@ def _build(source, root):
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(root / name, source)
     switches = {"MAMBA_RELEASE": "1", "MAMBA_SSM_CUDA": "off", "CMAKE_ARGS": "-DCMAKE_CXX_FLAGS_RELEASE=-O0"}
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAMBA", "MM_", "CMAKE"))}
+    kept = "CMAKE_CXX_COMPILER_LAUNCHER"  # .ci/run has a cache
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name == kept or not name.startswith(("MAMBA", "MM_", "CMAKE"))
+    }
     command = [sys.executable, "setup.py", "bdist_wheel"]
     done = subprocess.run(
         command, cwd=source, env=clean | switches, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
