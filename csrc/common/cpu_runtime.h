@@ -49,8 +49,8 @@ void run_rows_share(void* context, int64_t share) {
     job.kernel(*job.params, share_begin(job.rows, job.shares, share), share_begin(job.rows, job.shares, share + 1));
 }
 
-// Runs kernel(params, begin, end) of rows [begin, end) until all of a call's rows are done, which do not know of each other.
-// work, work_per_thread: see worthwhile_threads.
+// Runs kernel(params, begin, end) on shares of the rows [0, rows), which are independent, on several threads where that is
+// worth it. work, work_per_thread: see worthwhile_threads.
 template <class Params>
 void run_rows(void (*kernel)(const Params& params, int64_t begin, int64_t end), const Params& params, int64_t rows,
               int64_t work, int64_t work_per_thread) {

@@ -22,7 +22,8 @@ way without each, so that a torch that renames or drops one makes calls slower, 
 | `_dynamo.symbolic_convert.InstructionTranslator` | whether torch.export is tracing | torch.compiler's word |
 | `_subclasses.FakeTensorMode`, | what a function returns | compiled layers are not one operator each |
 | `UntypedStorage._cdata` | " | " |
-| `_inductor.lowering.FALLBACK_ALLOW_LIST` | operators that the compiler takes as they are | deep models: minutes |
+| `_library.utils.get_layout_constraint_tag`, | what the compiler takes as it is | deep models: minutes |
+| `_inductor.lowering.make_fallback` and its like | " | " |
 | `_utils.is_compiling` | whether torch 2.2 or 2.3 is compiling | torch.compiler's word |
 | `Module._forward_hooks` and its like | whether a module has hooks | it is called as if it had |
 | `Module._parameters` | a parameter without attribute look-up | the attribute; no recorded steps |
@@ -174,23 +175,23 @@ COMPILES_FUNCTIONS = GRAPHS_KNOWN and FakeTensorMode is not None and hasattr(tor
 # Whether the compiler reads the Python that runs now. is_compiling also says so of what the compiler calls meanwhile,
 # such as fakes, and from torch 2.13 on of all threads.
 is_traced = torch.compiler.is_dynamo_compiling if GRAPHS_KNOWN else is_compiling
+_layout_constraint_tag = _find("_library.utils.get_layout_constraint_tag") if COMPILES_FUNCTIONS else None
 
 
-# What torch's own compiler assumes of an operator without a tag (torch 2.8), but not of one that is in the list below.
-STRIDES_TAGS = (torch.Tag.needs_exact_strides,) if hasattr(torch.Tag, "needs_exact_strides") else ()
+def take_as_it_is(op):
+    """Has torch's own compiler, if it is compiling a program, take an operator as it is.
 
-
-def take_as_it_is(name):
-    """Has torch's own compiler, if it is compiling a program, take the operator mamba_ssm::name as it is.
-
-    It does so anyway, but up to torch 2.12 it first writes down, for a log that nobody reads, what the operator's
-    arguments are made of. That doubles with each operator before it that gives two tensors to the next, as layers do:
-    eight seconds for a model of 24 layers, many minutes for 48.
+    It does so anyway when it meets the operator first, but up to torch 2.12 it then writes down, for a log that nobody
+    reads, what the operator's arguments are made of. That doubles with each operator before it that gives two tensors
+    to the next, as layers do: eight seconds for a model of 24 layers, more than two minutes for 48.
     """
-    lowering = sys.modules.get("torch._inductor.lowering")
-    listed = getattr(lowering, "FALLBACK_ALLOW_LIST", None)
-    if STRIDES_TAGS and listed is not None:
-        listed.add(f"mamba_ssm::{name}")
+    lowering: typing.Any = sys.modules.get("torch._inductor.lowering")
+    if lowering is None or _layout_constraint_tag is None or op in getattr(lowering, "lowerings", [op]):
+        return
+    try:
+        lowering.make_fallback(op, lowering.tag_to_layout_constraint(_layout_constraint_tag(op)))
+    except (AttributeError, TypeError):  # another torch, whose compiler will do it
+        pass
 
 
 def storage_of(tensor):

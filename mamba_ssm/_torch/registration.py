@@ -79,8 +79,8 @@ def _define(name, schema, implementation, fake):
             "arguments: restart Python"
         )
     if not hasattr(torch.ops.mamba_ssm, name):
-        pt2_compliant = (torch.Tag.pt2_compliant_tag,) if hasattr(torch.Tag, "pt2_compliant_tag") else ()
-        LIBRARY.define(schema, tags=(*pt2_compliant, *private.STRIDES_TAGS))
+        pt2_compliant = {"tags": (torch.Tag.pt2_compliant_tag,)} if hasattr(torch.Tag, "pt2_compliant_tag") else {}
+        LIBRARY.define(schema, **pt2_compliant)
     _impl(name, "CPU", implementation)
     _impl(name, "CUDA", implementation)
     _impl(name, "fake", fake)
@@ -100,7 +100,7 @@ def _impl(name, key, function):
         return LATEST[name, key](*arguments, *defaults[len(arguments) :])
 
     def fake(*arguments):
-        private.take_as_it_is(name)
+        private.take_as_it_is(getattr(torch.ops.mamba_ssm, name).default)
         return latest(*arguments)
 
     if key == "fake":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ CSRC = ROOT / "csrc"
 CUDA, CPU = "mamba_cuda", "mamba_cpu"
 SELF_TEST = "self_test.exe"
 ISAS = ("generic", "avx2", "avx512")
+WINE_SECONDS = 60  # for a program that does nothing
 
 
 def make_windows_plan(cache: Path, environ: dict[str, str]) -> Plan:
@@ -243,10 +245,17 @@ def wine_services(cache: Path) -> Iterator[None]:
     """
     environ, pipe = {**os.environ, **wine_environment(cache)}, subprocess.PIPE
     with subprocess.Popen(["wine", "cmd"], env=environ, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as shell:
-        assert shell.stdout is not None
-        shell.stdout.read(1)  # it greets
-        yield
-        # Leaving closes its input, which it ends at.
+        assert shell.stdin is not None and shell.stdout is not None
+        try:
+            greets, _, _ = select.select([shell.stdout], [], [], WINE_SECONDS)
+            if not greets or not shell.stdout.read(1):
+                raise GateError(f"`wine cmd` does not start within {WINE_SECONDS} s, or ends at once")
+            yield
+            shell.stdin.close()  # at which it ends
+            with suppress(subprocess.TimeoutExpired):
+                shell.wait(WINE_SECONDS)
+        finally:
+            shell.kill()
 
 
 def build_self_test(cache: Path) -> None:

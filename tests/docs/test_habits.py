@@ -34,7 +34,7 @@ def test_ci_types_readmes_test_command_with_nothing_pinned(request):
     assert not {"torch", "transformers", "pytest", "numpy"} & set(re.findall(r"^[\w-]+", pinned, re.MULTILINE))
     *before, last = text.rstrip("\n").splitlines()
     assert any(line.startswith("unset TORCH_CUDA_ARCH_LIST CMAKE_ARGS ") for line in before)
-    assert 'beside tests env PYTEST_ADDOPTS="--durations=25" bash -euo pipefail -c "$test_command"' in before
+    assert 'beside tests "${cached[@]}" PYTEST_ADDOPTS="--durations=25" bash -euo pipefail -c "$test_command"' in before
     assert last == 'finish tests && [ "$slow" = 0 ]'
     assert "pytest -q -m slow" in text  # which README's command leaves out
     assert "not slow" in request.config.getini("addopts")

@@ -5,6 +5,7 @@ import torch
 from _helpers.cases import ConvCase, ScanCase, outputs_and_gradients
 
 import mamba_ssm
+from mamba_ssm._torch import private
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mamba_ssm.ops.triton.k_activations import swiglu
@@ -182,6 +183,24 @@ def in_place_operators(device):
         return selective_state_update(state, x, x, A, B, B)
 
     return state, x, (conv, update)
+
+
+@pytest.mark.skipif(not private.COMPILES_FUNCTIONS, reason="torch 2.8 and later")
+def test_the_compiler_has_operators_before_it_meets_them(monkeypatch):
+    """Of one that is new to it torch up to 2.12 writes down what the arguments are made of: minutes in deep models."""
+    import torch._inductor.lowering as lowering
+
+    ops = torch.ops.mamba_ssm.add_norm.default, torch.ops.mamba_ssm.selective_scan.default
+    for op in ops:
+        monkeypatch.delitem(lowering.lowerings, op, raising=False)
+        monkeypatch.delitem(lowering._maybe_layout_constraints, op, raising=False)
+    with private.FakeTensorMode():
+        x, weight = torch.empty(2, 8), torch.empty(8)
+        layer_norm_fn(x, weight, None, is_rms_norm=True)
+        selective_scan_fn(*torch.empty(2, 1, 4, 3), torch.empty(4, 2), *torch.empty(2, 1, 2, 3))
+    assert all(op in lowering.lowerings for op in ops)
+    constraints = {lowering.maybe_layout_constraints(op) for op in ops}
+    assert constraints == {lowering.constrain_to_fake_tensors}  # what torch takes for operators that say nothing
 
 
 def test_in_place_operators_bump_versions(device):

@@ -80,6 +80,18 @@ def test_nvcc_does_not_wait_for_what_wine_leaves_running(tmp_path, monkeypatch, 
     assert not (tmp_path / "ended").exists()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="the gate runs on Linux")
+@pytest.mark.parametrize("does", ["exit 1", "exec sleep 20"])
+def test_wine_that_does_not_start(tmp_path, monkeypatch, does):
+    wine = tmp_path / "wine"
+    wine.write_text(f"#!/bin/sh\n{does}\n")
+    wine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(gate, "WINE_SECONDS", 1)
+    with pytest.raises(gate.GateError, match="does not start within 1 s"), gate.wine_services(tmp_path):
+        pass
+
+
 @pytest.mark.parametrize(
     ("arguments", "present", "absent"),
     [

@@ -92,23 +92,26 @@ cudaError_t launch_forward_blocks(const MambaSsd& p, const SsdPlan& plan, const 
     return launch_kernel(kernel, blocks, kForwardThreads, kShared, p.run.stream, p, launch);
 }
 
-// The shared memory and the kernel for so many states.
-template <typename T, int kStates, bool kSliced = (kStates > 128)>
-struct ForwardOnWarpgroups {
+// The shared memory and the kernel for so many states, which are cut into so many slices.
+template <typename T, int kStates, int kSlices>
+struct ForwardOnWarpgroups;
+template <typename T, int kStates>
+struct ForwardOnWarpgroups<T, kStates, 1> {
     using Shared = ForwardSharedMemory<T, kStates>;
     static auto kernel() { return ssd_warpgroup_kernel<T, kStates>; }
     static_assert(sizeof(Shared) <= 227 * 1024 / Shared::kBlocks - 1024, "what a multiprocessor has room for");
 };
 template <typename T, int kStates>
-struct ForwardOnWarpgroups<T, kStates, true> {
+struct ForwardOnWarpgroups<T, kStates, 2> {
     using Shared = SlicesSharedMemory<T, kStates>;
     static auto kernel() { return ssd_slices_kernel<T, kStates>; }
+    static_assert(Shared::kSlices == 2, "the kernel reads as many ends");
 };
 
-// p.run's device runs code for 9.0a. kStates: 64, 128 or 256. kSlices: parts of them.
+// p.run's device runs code for 9.0a. kStates: 64, 128 or 256. kSlices: what they are cut into.
 template <typename T, int kStates, int kSlices>
 cudaError_t launch_forward_warpgroups(const MambaSsd& p, const SsdPlan& plan, const SsdWorkspace& workspace) {
-    using Shared = typename ForwardOnWarpgroups<T, kStates>::Shared;
+    using Shared = typename ForwardOnWarpgroups<T, kStates, kSlices>::Shared;
     char* const memory = static_cast<char*>(p.workspace);
     const PreparedChunks prepared = {memory + workspace.tiles, 2, memory + workspace.chunk_decays, kChunkDecaysBytes};
     float* const products = reinterpret_cast<float*>(memory + workspace.products);
@@ -139,7 +142,7 @@ cudaError_t launch_forward_warpgroups(const MambaSsd& p, const SsdPlan& plan, co
     launch.ends = states.walks[0].ends;
     launch.products = products;
     launch.prepared = prepared;
-    const auto kernel = ForwardOnWarpgroups<T, kStates>::kernel();
+    const auto kernel = ForwardOnWarpgroups<T, kStates, kSlices>::kernel();
     error = allow_shared(kernel, sizeof(Shared));
     if (error != cudaSuccess) {
         return error;
@@ -153,7 +156,8 @@ cudaError_t launch_ssd_forward(const MambaSsd& p, const SsdPlan& plan, const Ssd
     return launch_row<T, kSsdForwardKernels>(ssd_forward_table, plan.kernel, [&](auto number) {
         constexpr SsdKernel row = kSsdForwardKernels[decltype(number)::kRow];
         if constexpr (row.on_warpgroups()) {
-            static_assert(sizeof(typename ForwardOnWarpgroups<T, row.states>::Shared) == row.shared_bytes, "the table says so");
+            static_assert(sizeof(typename ForwardOnWarpgroups<T, row.states, row.slices()>::Shared) == row.shared_bytes,
+                          "the table says so");
             return launch_forward_warpgroups<T, row.states, row.slices()>(p, plan, workspace);
         } else {
             static_assert(sizeof(ForwardTiles<T, row.states, row.steps>) <= row.shared_bytes, "the table says so");
