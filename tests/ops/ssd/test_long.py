@@ -32,11 +32,12 @@ def run_wide(tensors):
 @pytest.mark.parametrize("seq_idx", [False, True])
 def test_16384_steps(seq_idx, device):
     """Values and gradients; dA and ddt_bias are sums over all steps."""
-    torch.set_num_threads(2)
     headdim = 64 if device == "cuda" else 16
     tensors = SsdCase(1, 16384, 2, headdim, dstate=32, seq_idx=seq_idx).inputs(torch.float32, device)
-    found, plain = run(mamba_chunk_scan_combined, tensors), run(mamba_chunk_scan, tensors)
-    assert_close_to_truth(found, plain, run_wide(tensors))
+    torch.set_num_threads(2)
+    found = run(mamba_chunk_scan_combined, tensors)
+    torch.set_num_threads(1)  # torch's own wait for each other on a busy machine
+    assert_close_to_truth(found, run(mamba_chunk_scan, tensors), run_wide(tensors))
 
 
 @pytest.mark.gpu
