@@ -43,6 +43,26 @@ __device__ __forceinline__ float sum_over_warp(float value) {
     return value;
 }
 
+// Sums kValues values over the lanes that differ in the bits kBit, kBit / 2, ..., kLow. While a lane holds several values,
+// it hands half of them to its partner and keeps the other half, so that n values take n shuffles instead of n a bit.
+template <int kValues, int kBit, int kLow, int kCapacity>
+__device__ __forceinline__ void transpose_sum(float (&v)[kCapacity], int lane) {
+    if constexpr (kBit >= kLow && kValues > 1) {
+        constexpr int kHalf = kValues / 2;
+        const bool high = (lane & kBit) != 0;
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+            const float keep = high ? v[i + kHalf] : v[i];
+            const float give = high ? v[i] : v[i + kHalf];
+            v[i] = keep + __shfl_xor_sync(0xffffffffu, give, kBit);
+        }
+        transpose_sum<kHalf, kBit / 2, kLow>(v, lane);
+    } else if constexpr (kBit >= kLow) {
+        v[0] += __shfl_xor_sync(0xffffffffu, v[0], kBit);
+        transpose_sum<1, kBit / 2, kLow>(v, lane);
+    }
+}
+
 // log(1 + e^x) = max(x, 0) + log1p(e) with e = e^-|x|. log1p(e) / e is a polynomial that differs by less than 7e-8 of its value
 // on [0, 1] (least maximum), so that the relative error stays at a few ulp for very negative x too. No branch: torch's
 // threshold of 20 makes no difference in float32.

@@ -2,7 +2,7 @@
 // turns all rows from its step on, so these are added up over later steps, those of later chunks by backward_carry.
 #pragma once
 
-#include "mamba3/cuda/backward/warp_sums.cuh"
+#include "mamba3/cuda/backward/chunk.cuh"
 
 namespace mamba {
 
@@ -206,9 +206,10 @@ __global__ void __launch_bounds__(kMamba3AnglesThreads, 2)
                 });
             }
         }
-        const float sum = fold_warp(reinterpret_cast<float(&)[kHeads * kSteps]>(later), lane);
+        float(&sums)[kHeads * kSteps] = reinterpret_cast<float(&)[kHeads * kSteps]>(later);
+        transpose_sum<kHeads * kSteps, 16, 1>(sums, lane);
         if (j_of_lane < block.steps && own_head + i_of_lane < nheads) {
-            turned[own_head] = 6.28318531f * sum;
+            turned[own_head] = 6.28318531f * sums[0];
         }
     }
     if (of_heads) {

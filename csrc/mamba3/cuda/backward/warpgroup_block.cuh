@@ -2,7 +2,6 @@
 #pragma once
 
 #include "mamba3/cuda/backward/pairs.cuh"
-#include "mamba3/cuda/backward/warp_sums.cuh"
 #include "ssd/cuda/backward_warpgroup_tile.cuh"
 
 namespace mamba {

@@ -141,9 +141,7 @@ __device__ __forceinline__ void mix_rows(Mamba3WarpgroupShared<T>& shared, const
             sums.own_pairs[part.half][part.t[half]] = own_sum[half];
         }
     }
-    fold<4, 16>(columns, lane);
-    fold<2, 8>(columns, lane);
-    fold<1, 4>(columns, lane);
+    transpose_sum<8, 16, 4>(columns, lane);
     const int column = lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
     sums.column_pairs[part.warp][s0 + 8 * (column / 2) + lane % 4 * 2 + column % 2] = columns[0];
 }

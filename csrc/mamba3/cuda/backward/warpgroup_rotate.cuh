@@ -170,7 +170,7 @@ __device__ __forceinline__ void sum_rows(const Mamba3Walk<T, kRank>& walk, float
     const auto store = [&](int group, int i) {
         *reinterpret_cast<float2*>(at + 8 * group) = make_float2(values[2 * i], values[2 * i + 1]);
     };
-    fold<8, 16>(values, lane);
+    transpose_sum<16, 16, 16>(values, lane);
     const int first = lane / 16 * 4;
     if (kRank == 4) {
 #pragma unroll
@@ -179,9 +179,8 @@ __device__ __forceinline__ void sum_rows(const Mamba3Walk<T, kRank>& walk, float
         }
         return;
     }
-    fold<4, 8>(values, lane);
+    transpose_sum<8, 8, 4>(values, lane);
     const int second = first + lane / 8 % 2 * 2;
-    fold<2, 4>(values, lane);
     store(second + lane / 4 % 2, 0);
 }
 
@@ -209,8 +208,7 @@ __device__ __forceinline__ void store_dturns(const Mamba3Walk<T, kRank>& walk, c
             const float4 before = adds ? *all : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             *all = make_float4(values[0] + before.x, values[1] + before.y, values[2] + before.z, values[3] + before.w);
         }
-        fold<2, 16>(values, own.lane);
-        fold<1, 8>(values, own.lane);
+        transpose_sum<4, 16, 8>(values, own.lane);
         if (kRank > 1 && step < shared.places.steps && summed < end) {
             to[summed] = adds ? to[summed] + values[0] : values[0];
         }
