@@ -99,11 +99,12 @@ def _impl(name, key, function):
     def latest(*arguments):
         return LATEST[name, key](*arguments, *defaults[len(arguments) :])
 
-    def fake(*arguments):
-        private.take_as_it_is(getattr(torch.ops.mamba_ssm, name).default)
-        return latest(*arguments)
-
     if key == "fake":
+
+        def fake(*arguments):
+            private.take_as_it_is(getattr(torch.ops.mamba_ssm, name).default)
+            return latest(*arguments)
+
         # impl_abstract: before torch 2.4
         register_fake = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
         register_fake(f"mamba_ssm::{name}", fake, lib=LIBRARY)
