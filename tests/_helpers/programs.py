@@ -4,6 +4,7 @@ of them do. A process starts as a fork of one that has imported torch and nothin
 Windows has no fork, and the forks of a process that has looked for a GPU cannot use it: there each imports torch anew.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -62,10 +63,10 @@ def _start(path, code, words, cwd=None, environ=None, timeout=300):
     with tempfile.TemporaryDirectory() as folder:
         outputs = [os.path.join(folder, name) for name in ("stdout", "stderr")]
         argv = [path, *map(str, words)]
-        given = argv, code, str(cwd or os.getcwd()), environ, _path_of_python(environ), outputs
+        given = argv, code, str(cwd or os.getcwd()), environ, _path_of_python(environ), outputs, timeout
         process = multiprocessing.get_context(start_method()).Process(target=_run, args=given)
         process.start()
-        process.join(timeout)
+        process.join(timeout + 30)  # it ends itself, if it can
         if process.exitcode is None:
             process.kill()
             process.join()
@@ -80,14 +81,15 @@ def _path_of_python(environ):
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout.split("\n")[:-1]
 
 
-def _run(argv, code, cwd, environ, python_path, outputs):
-    """In the new process."""
+def _run(argv, code, cwd, environ, python_path, outputs, timeout):
+    """In the new process. When its time is up it says where each thread stands, and ends with 1."""
     for number, output in enumerate(outputs, 1):
         file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(file, number)
         os.close(file)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8")
+    faulthandler.dump_traceback_later(timeout, exit=True)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
