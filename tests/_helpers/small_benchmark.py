@@ -4,27 +4,19 @@ import dataclasses
 import importlib.util
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "benchmark"
 
 
-def benchmark(*words, status=0, launcher=(), **environment):
-    """The benchmark of the CPU with these words and environment variables, in a process of its own.
-
-    launcher: torchrun's words, which start across_ranks.py in its processes.
-    """
+def benchmark(*words, status=0, **environment):
+    """The benchmark of the CPU with these words and environment variables, in a process of its own."""
     from _helpers.programs import run_script  # not in the process that runs this file
 
     # one thread: those of small problems wait for each other
     environ = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    if launcher:
-        command = [sys.executable, *launcher, __file__, *map(str, words)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environ)
-    else:
-        done = run_script(__file__, *words, timeout=600, environ=environ)
+    done = run_script(__file__, *words, timeout=600, environ=environ)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 
@@ -84,6 +76,7 @@ def shrink(cases):
 
 
 def main(arguments):
+    """As a rank of several, across_ranks.py."""
     sys.path.insert(0, str(FOLDER))
     import cases
     import plain

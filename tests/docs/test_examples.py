@@ -27,20 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # Torch's own threads wait for each other on a busy machine. The docs' output is a CPU's, and there may be fewer GPUs
 # than processes.
 WITHOUT_GPU = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-TORCHRUN = "-m", "torch.distributed.run", "--standalone"
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch is built without gloo"
 )
 
 
-def run(name, *words, launcher=(), status=0):
+def run(name, *words, status=0):
     """What an example prints, on one thread; its last line on stderr where it fails."""
-    script = ROOT / "examples" / name
-    if launcher:
-        command = [sys.executable, *launcher, str(script), *map(str, words)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=WITHOUT_GPU)
-    else:
-        done = programs.run_script(script, *words)
+    done = programs.run_script(ROOT / "examples" / name, *words)
     assert done.returncode == status, done.stderr
     if status:
         assert "Traceback" not in done.stderr
@@ -239,14 +233,10 @@ def test_draw_attention(tmp_path):
 @needs_gloo
 @pytest.mark.parametrize("options", [(), ("--context", 2, "--checkpoint")], ids=["ddp", "context"])
 def test_train_on_several_devices(options):
-    """One of them by torchrun, as users type it; the other one in less time."""
-    name, words = "train_on_several_devices.py", ("--steps", 12, *options)
-    if options:
-        ranks = programs.run_ranks(ROOT / "examples" / name, 2, *words, environ=WITHOUT_GPU)
-        assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
-        printed = "".join(rank.stdout for rank in ranks)
-    else:
-        printed = run(name, *words, launcher=(*TORCHRUN, "--nproc-per-node", "2"))
+    script, words = ROOT / "examples/train_on_several_devices.py", ("--steps", 12, *options)
+    ranks = programs.run_ranks(script, 2, *words, environ=WITHOUT_GPU)
+    assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
+    printed = "".join(rank.stdout for rank in ranks)
     assert printed.startswith("1 x 2" if options else "2 x 1")
     first, last = map(float, re.search(r"loss: ([\d.]+) at first, ([\d.]+) at last", printed).groups())
     assert last < first < 4  # an even guess among 16 tokens has 2.8
