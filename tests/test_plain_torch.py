@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
+from _helpers.programs import run_code
 from _helpers.public_ops import PUBLIC_OPS
 
 from mamba_ssm import Mamba, Mamba2, Mamba3, MambaLMHeadModel
@@ -183,5 +183,5 @@ def test_the_variable():
     code = "import json, torch; from mamba_ssm import Mamba; y = Mamba(8, d_conv=7, dtype=torch.float64)"
     code += "(torch.zeros(1, 2, 8, dtype=torch.float64)); print(json.dumps(str(y.dtype)))"
     environ = {**os.environ, "MAMBA_SSM_REFERENCE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300)
+    done = run_code(code, environ=environ)
     assert done.returncode == 0 and json.loads(done.stdout) == "torch.float64", done.stderr

@@ -8,16 +8,17 @@ to see one call again:
 """
 
 import argparse
+import faulthandler
 import os
 import random
 import re
-import subprocess
 import sys
 import time
 import traceback
 import warnings
 
 import torch
+from _helpers.programs import run_script
 from _helpers.public_ops import PUBLIC_OPS
 
 SEEDS, SECONDS = "0:400", 40  # of the test
@@ -168,9 +169,8 @@ def fuzz(names, seeds, seconds):
 
 
 def test_bad_arguments():
-    command = [sys.executable, "-X", "faulthandler", __file__, "--seeds", SEEDS, "--seconds", str(SECONDS)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # as pytest has set it up
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=10 * SECONDS)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # as pytest has set it up
+    done = run_script(__file__, "--seeds", SEEDS, "--seconds", SECONDS, environ=environ, timeout=10 * SECONDS)
     found = "FAULT" + done.stdout.partition("FAULT")[2] if "FAULT" in done.stdout else done.stdout[-200:]
     assert done.returncode == 0, f"seeds {SEEDS}: {found[:4000]}\n{done.stderr[-2000:]}"
 
@@ -181,6 +181,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--op", choices=PUBLIC_OPS, help="one operator instead of all")
     arguments = parser.parse_args()
+    faulthandler.enable()
     first, _, end = arguments.seeds.partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)
     sys.exit(min(fuzz([arguments.op] if arguments.op else list(PUBLIC_OPS), seeds, arguments.seconds), 1))
