@@ -17,7 +17,8 @@ from pathlib import Path
 
 from _helpers import parallel
 
-multiprocessing.set_forkserver_preload(["torch._dynamo"])  # which much of torch imports
+# What much of torch imports, and what the first tangent of a process does.
+multiprocessing.set_forkserver_preload(["torch._dynamo", "torch._decomp.decompositions_for_jvp"])
 
 
 def start_method():
