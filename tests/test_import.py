@@ -4,24 +4,28 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 from _helpers.names import PATHS
+from _helpers.programs import run_code
 
 import mamba_ssm
 
+LIMIT = 0.5  # seconds of the processor; an import takes about 40 ms, and three times that to compile it first
 
-def python(code):
-    """Runs code in a new Python that finds the same mamba_ssm; returns what it printed as JSON."""
-    root = json.dumps(str(__import__("pathlib").Path(mamba_ssm.__file__).parent.parent))
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.append({root})\n{code}"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+
+def python(code, run=run_code):
+    """Runs code in a new process that finds the same mamba_ssm; returns what it printed as JSON."""
+    root = json.dumps(str(Path(mamba_ssm.__file__).parent.parent))
+    done = run(f"import sys; sys.path.append({root})\n{code}")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def in_new_python(code):
+    """Which has not imported torch."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
 
 
 def test_submodules_are_attributes_of_a_plain_import():
@@ -90,9 +94,12 @@ from mamba_ssm._native import loader
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(json.dumps({"seconds": seconds, "new": sorted(new), "loaded": loader.loaded("cpu") or loader.loaded("cuda")}))
 """
-    report = min((python(code) for _ in range(3)), key=lambda report: report["seconds"])
+    for _ in range(3):  # on a busy machine the first may be slow
+        report = python(code, in_new_python)
+        if report["seconds"] < LIMIT:
+            break
     assert not report["loaded"], "a kernel library was loaded by the import"
-    assert report["seconds"] < 0.5, report  # of the processor; about 40 ms, and three times that to compile it first
+    assert report["seconds"] < LIMIT, report
     for heavy in (
         "triton",
         "transformers",
