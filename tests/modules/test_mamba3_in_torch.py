@@ -39,7 +39,7 @@ def test_compile(dynamic, module, device, request):
         request.getfixturevalue("needs_inductor")
     compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager" if dynamic else "inductor")
     parameters = list(module.parameters())
-    for seqlen in (40, 80):
+    for seqlen in (40, 80) if dynamic else (80,):  # with fixed sizes each is compiled anew
         x = torch.randn(2, seqlen, 24, device=device)
         assert_all_close(grads_of(compiled, x, parameters), grads_of(module, x, parameters), 1e-3)
 

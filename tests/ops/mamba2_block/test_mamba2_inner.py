@@ -193,7 +193,7 @@ def test_compile(dynamic, device, request):
         return out * 2, states + 1
 
     compiled = torch.compile(run, backend="aot_eager" if dynamic else "inductor", fullgraph=True, dynamic=dynamic)
-    for seqlen in (30, 60):
+    for seqlen in (30, 60) if dynamic else (60,):  # with fixed sizes each is compiled anew
         tensors, _ = inputs(torch.float32, device, seqlen=seqlen, d_mlp=2, initial_states=True)
         expected = outputs_and_gradients(run, tensors)
         for name, value in outputs_and_gradients(compiled, tensors).items():
