@@ -1,8 +1,7 @@
-"""The Mamba-2 block: upstream's state dict, both paths, packed sequences, inference cache, compilers, autocast."""
+"""The Mamba-2 block: upstream's state dict, both paths, packed sequences, inference cache, autocast."""
 
 import copy
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -295,79 +294,3 @@ def test_cache_of_another_batch(device):
     cache.key_value_memory_dict[0] = module.allocate_inference_cache(4, 8)
     with pytest.raises(ValueError, match="batch of 4, got a batch of 1"):
         module(torch.randn(1, 5, 24, device=device), inference_params=cache)
-
-
-def test_copies(device):
-    module = small().to(device)
-    x = torch.randn(2, 9, 24, device=device)
-    expected = module(x)
-    assert torch.equal(copy.deepcopy(module)(x), expected)
-    assert torch.equal(pickle.loads(pickle.dumps(module))(x), expected)
-
-
-@pytest.mark.parametrize("shape", [(2, 0, 24), (0, 5, 24)], ids=["no_steps", "no_batch"])
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
-def test_empty_input(shape, fast, device):
-    module = small(use_mem_eff_path=fast, bias=True, device=device)
-    x = torch.randn(shape, device=device, requires_grad=True)
-    out = module(x)
-    out.sum().backward()
-    assert out.shape == shape == x.grad.shape
-    assert module.in_proj.weight.grad.count_nonzero() == 0
-
-
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compile(dynamic, fast, device, request):
-    if not dynamic:
-        request.getfixturevalue("needs_inductor")
-    module = small(use_mem_eff_path=fast).to(device)
-    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager" if dynamic else "inductor")
-    parameters = list(module.parameters())
-    for seqlen in (40, 80) if dynamic else (80,):  # with fixed sizes each is compiled anew
-        x = torch.randn(2, seqlen, 24, device=device)
-        assert_all_close(grads_of(compiled, x, parameters), grads_of(module, x, parameters), 1e-3)
-
-
-def test_compile_under_autocast(device):
-    module = small().to(device)
-
-    def run(x):
-        with torch.autocast(device, dtype=torch.bfloat16):
-            return module(x)
-
-    x = torch.randn(2, 40, 24, device=device)
-    out = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
-    assert out.dtype == torch.bfloat16
-    out.float().sum().backward()
-    torch.testing.assert_close(out, run(x), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.skipif(TORCH < (2, 4), reason="torch 2.2 cannot compile operators that write in place")
-def test_compile_step(device):
-    module = small().to(device)
-    compiled = torch.compile(module.step, fullgraph=True, backend="aot_eager")
-    ours, theirs = module.allocate_inference_cache(2, 9), module.allocate_inference_cache(2, 9)
-    for _ in range(3):
-        x = torch.randn(2, 1, 24, device=device)
-        torch.testing.assert_close(compiled(x, *ours)[0], module.step(x, *theirs)[0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "nonstrict"])
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
-def test_export_with_dynamic_length(fast, strict, device):
-    module = small(use_mem_eff_path=fast).to(device)
-    length = torch.export.Dim("length", min=2, max=4096)
-    if TORCH < (2, 4) and not strict:
-        pytest.skip("torch before 2.4 has no dynamic sizes in non-strict export")
-    arguments = (torch.randn(2, 20, 24, device=device),)
-    program = torch.export.export(module, arguments, dynamic_shapes={"u": {1: length}}, strict=strict)
-    x = torch.randn(2, 150, 24, device=device)
-    run = program.module() if hasattr(program, "module") else program
-    torch.testing.assert_close(run(x), module(x), rtol=1e-4, atol=1e-5)
-    if TORCH >= (2, 4):  # parameters keep their names, and the program trains
-        theirs, ours = dict(run.named_parameters()), dict(module.named_parameters())
-        gradients = torch.autograd.grad(run(x).square().sum(), [theirs[name] for name in ours])
-        expected = torch.autograd.grad(module(x).square().sum(), list(ours.values()))
-        torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-3)

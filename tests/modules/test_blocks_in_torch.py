@@ -1,25 +1,39 @@
-"""The Mamba-3 block inside torch: compilers, export, checkpointed activations, copies, CUDA graphs, what is kept."""
+"""The blocks inside torch: compilers, export, checkpointed activations, copies, what is kept."""
 
 import copy
+import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mamba_ssm import Mamba3
+from mamba_ssm import Mamba, Mamba2, Mamba3
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+SMALL, MIMO = {"d_state": 16, "headdim": 8}, {"is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True}
 KINDS = {
-    "siso": {},
-    "mimo": {"is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True},
+    "mamba": partial(Mamba, 24),
+    "mamba_slow": partial(Mamba, 24, use_fast_path=False),
+    "mamba2": partial(Mamba2, 24, **SMALL),
+    "mamba2_slow": partial(Mamba2, 24, **SMALL, use_mem_eff_path=False),
+    "mamba3": partial(Mamba3, 24, **SMALL),
+    "mamba3_mimo": partial(Mamba3, 24, **SMALL, **MIMO),
 }
+every_block = pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith("slow")])
+only_mamba3 = pytest.mark.parametrize("kind", ["mamba3", "mamba3_mimo"])
 
 
 @pytest.fixture(params=KINDS)
-def module(request, device):
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def module(kind, device):
     torch.manual_seed(0)
-    return Mamba3(24, d_state=16, headdim=8, layer_idx=0, **KINDS[request.param]).to(device)
+    return KINDS[kind]().to(device)
 
 
 def grads_of(function, x, parameters):
@@ -44,6 +58,20 @@ def test_compile(dynamic, module, device, request):
         assert_all_close(grads_of(compiled, x, parameters), grads_of(module, x, parameters), 1e-3)
 
 
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_compile_under_autocast(module, device):
+    def run(x):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return module(x)
+
+    x = torch.randn(2, 40, 24, device=device)
+    out = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    torch.testing.assert_close(out, run(x), rtol=2e-2, atol=2e-2)
+
+
+@only_mamba3
 def test_compile_of_packed_sequences_under_autocast(module, device):
     def run(x, cu_seqlens):
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -58,22 +86,26 @@ def test_compile_of_packed_sequences_under_autocast(module, device):
 
 
 @pytest.mark.skipif(TORCH < (2, 4), reason="torch 2.2 cannot compile operators that write in place")
-def test_compile_step(module, device):
+@every_block
+def test_compile_step(kind, module, device):
+    shape = (2, 24) if kind.startswith("mamba3") else (2, 1, 24)
     compiled = torch.compile(module.step, fullgraph=True, backend="aot_eager")
     ours, theirs = module.allocate_inference_cache(2, 9), module.allocate_inference_cache(2, 9)
     for _ in range(3):
-        x = torch.randn(2, 24, device=device)
+        x = torch.randn(shape, device=device)
         torch.testing.assert_close(compiled(x, *ours)[0], module.step(x, *theirs)[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "nonstrict"])
-def test_export_with_dynamic_length(strict, module, device):
+def test_export_with_dynamic_length(strict, kind, module, device):
     if TORCH < (2, 4) and not strict:
         pytest.skip("torch before 2.4 has no dynamic sizes in non-strict export")
     length = torch.export.Dim("length", min=2, max=4096)
     arguments = (torch.randn(2, 20, 24, device=device),)
-    program = torch.export.export(module, arguments, dynamic_shapes={"u": {1: length}}, strict=strict)
+    program = torch.export.export(module, arguments, dynamic_shapes=({1: length},), strict=strict)
+    operators = {"mamba": ["mamba_inner"], "mamba_slow": ["selective_scan", "causal_conv1d"]}.get(kind, [])
+    assert {f"mamba_ssm.{name}.default" for name in operators} <= {str(node.target) for node in program.graph.nodes}
     x = torch.randn(2, 150, 24, device=device)
     run = program.module() if hasattr(program, "module") else program
     torch.testing.assert_close(run(x), module(x), rtol=1e-4, atol=1e-5)
@@ -84,6 +116,7 @@ def test_export_with_dynamic_length(strict, module, device):
         torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-3)
 
 
+@only_mamba3
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_activations(reentrant, module, device):
     x, parameters = torch.randn(2, 70, 24, device=device), list(module.parameters())
@@ -94,12 +127,12 @@ def test_checkpointed_activations(reentrant, module, device):
     assert_all_close([out, u.grad, *(parameter.grad for parameter in parameters)], expected, 1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_kept_for_backward(kind):
+@pytest.mark.parametrize("options", [{}, MIMO], ids=["siso", "mimo"])
+def test_what_is_kept_for_backward(options):
     """The inputs of both projections and in_proj's output, and little else: neither chunk states nor each head's q and
     k. Upstream keeps 1.5 GB of such a layer.
     """
-    module = Mamba3(2048, **KINDS[kind], device="meta", dtype=torch.bfloat16)
+    module = Mamba3(2048, **options, device="meta", dtype=torch.bfloat16)
     x, kept = torch.empty(8, 2048, 2048, device="meta", dtype=torch.bfloat16), {}
     known = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
 
@@ -116,15 +149,23 @@ def test_what_is_kept_for_backward(kind):
     assert out.is_meta and least <= sum(storage.nbytes() for storage in kept.values()) < 1.25 * least < 0.75e9
 
 
-def test_copies(module, device):
+@every_block
+def test_copies(kind, module, device):
     x = torch.randn(2, 9, 24, device=device)
     expected = module(x)
     assert torch.equal(copy.deepcopy(module)(x), expected)
     assert torch.equal(pickle.loads(pickle.dumps(module))(x), expected)
+    buffer = io.BytesIO()
+    torch.save(module.state_dict(), buffer)
+    buffer.seek(0)
+    other = KINDS[kind]().to(device)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    assert torch.equal(other(x), expected)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 24), (0, 5, 24)], ids=["no_steps", "no_batch"])
-def test_empty_input(shape, module, device):
+def test_empty_input(shape, kind, device):
+    module = KINDS[kind](device=device, **({} if kind.startswith("mamba3") else {"bias": True}))
     x = torch.randn(shape, device=device, requires_grad=True)
     out = module(x)
     out.sum().backward()
