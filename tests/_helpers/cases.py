@@ -288,6 +288,19 @@ def outputs_and_gradients(function, arguments, dtype=None):
     return results
 
 
+def grads_of(function, x, parameters):
+    """What it makes of x, and the gradients of x and the parameters."""
+    x = x.detach().requires_grad_()
+    out = function(x)
+    return [out, *torch.autograd.grad(out.float().square().sum(), [x, *parameters])]
+
+
+def assert_all_close(found, expected, tolerance):
+    """To the largest value of each."""
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * max(1.0, theirs.abs().max().item()))
+
+
 def fixed_sum(*outputs):
     """The sum whose gradients outputs_and_gradients takes."""
     loss = 0

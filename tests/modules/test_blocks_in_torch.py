@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from _helpers.cases import assert_all_close, grads_of
 from torch.utils.checkpoint import checkpoint
 
 from mamba_ssm import Mamba, Mamba2, Mamba3
@@ -34,17 +35,6 @@ def kind(request):
 def module(kind, device):
     torch.manual_seed(0)
     return KINDS[kind]().to(device)
-
-
-def grads_of(function, x, parameters):
-    x = x.detach().requires_grad_()
-    out = function(x)
-    return [out, *torch.autograd.grad(out.float().square().sum(), [x, *parameters])]
-
-
-def assert_all_close(found, expected, tolerance):
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * max(1.0, theirs.abs().max().item()))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

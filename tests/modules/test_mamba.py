@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from _helpers.cases import dtype_id
+from _helpers.cases import assert_all_close, dtype_id, grads_of
 
 from mamba_ssm import Mamba
 
@@ -18,18 +18,6 @@ class Cache:
     def __init__(self):
         self.key_value_memory_dict = {}
         self.seqlen_offset = 0
-
-
-def grads_of(module, x):
-    x = x.detach().requires_grad_()
-    out = module(x)
-    grads = torch.autograd.grad(out.float().square().sum(), [x, *module.parameters()])
-    return [out, *grads]
-
-
-def assert_all_close(found, expected, tolerance):
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * max(1.0, theirs.abs().max().item()))
 
 
 def test_state_dict_has_upstreams_names_and_shapes():
@@ -94,9 +82,9 @@ def test_readme_sizes(d_model, shape, device):
 def test_fast_and_slow_path_agree(options, device):
     module = Mamba(24, **options).to(device)
     x = torch.randn(3, 37, 24, device=device)
-    fast = grads_of(module, x)
+    fast = grads_of(module, x, module.parameters())
     module.use_fast_path = False
-    assert_all_close(fast, grads_of(module, x), 1e-4)
+    assert_all_close(fast, grads_of(module, x, module.parameters()), 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
@@ -118,7 +106,7 @@ def test_low_precision_parameters(fast, dtype, device):
 def test_autocast(fast, device):
     module = Mamba(24, use_fast_path=fast).to(device)
     x = torch.randn(2, 33, 24, device=device)
-    expected = grads_of(module, x)
+    expected = grads_of(module, x, module.parameters())
     with torch.autocast(device, dtype=torch.bfloat16):
         out = module(x)
         assert out.dtype == torch.bfloat16

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from _helpers.cases import dtype_id
+from _helpers.cases import assert_all_close, dtype_id, grads_of
 
 from mamba_ssm import Mamba2
 from mamba_ssm.ops.norm import GatedRMSNorm
@@ -26,17 +26,6 @@ class Cache:
 
 def small(**options):
     return Mamba2(24, **{"d_state": 16, "headdim": 8, **options})
-
-
-def grads_of(function, x, parameters):
-    x = x.detach().requires_grad_()
-    out = function(x)
-    return [out, *torch.autograd.grad(out.float().square().sum(), [x, *parameters], allow_unused=True)]
-
-
-def assert_all_close(found, expected, tolerance):
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * max(1.0, theirs.abs().max().item()))
 
 
 def reference(module, x, **options):
