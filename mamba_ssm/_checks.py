@@ -140,6 +140,19 @@ def check_writable(op, name, tensor):
         covered += (size - 1) * stride
 
 
+def into(op, name, target, value):
+    """value, in the memory of target if that is given."""
+    if target is None or value is None:
+        return value
+    check_tensor(op, name, target)
+    if target.shape != value.shape:
+        raise ValueError(f"{op}: {name} must have shape {tuple(value.shape)}, got {tuple(target.shape)}")
+    if target.device != value.device:
+        raise ValueError(f"{op}: {name} must be on {value.device}, got {target.device}")
+    check_writable(op, name, target)
+    return target.copy_(value)
+
+
 def check_dims(op, name, tensor, dims, letters):
     """tensor has this many dimensions."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_nested:

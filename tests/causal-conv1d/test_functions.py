@@ -222,5 +222,5 @@ def test_errors_say_what_is_wrong(problem):
         causal_conv1d_cuda.causal_conv1d_bwd()
     with pytest.raises(TypeError, match=r"causal_conv1d_update takes 5 to 8 arguments.* and got 9"):
         causal_conv1d_cuda.causal_conv1d_update(*range(9))
-    with pytest.raises(ValueError, match=r"causal_conv1d: out must have shape \(2, 6, 21\) on"):
+    with pytest.raises(ValueError, match=r"causal_conv1d: out must have shape \(2, 6, 21\), got"):
         causal_conv1d_cuda.causal_conv1d_fwd(*p.three, None, None, p.x[:1].clone(), None, False)

@@ -1,6 +1,7 @@
 """What the package causal_conv1d calls: the convolution without autograd, with results in tensors that may be given."""
 
 import typing
+from functools import partial
 
 import torch
 
@@ -35,8 +36,8 @@ def forward(
     """The output, in `out` if that is given; the last W-1 inputs go into final_states."""
     options = final_states is not None, bool(silu), False
     results = call(causal_conv1d_op, x, weight, bias, seq_idx, initial_states, *options)
-    _into("final_states", final_states, results[1])
-    return _into("out", out, results[0])
+    checks.into(NAME, "final_states", final_states, results[1])
+    return checks.into(NAME, "out", out, results[0])
 
 
 @torch.no_grad()
@@ -52,7 +53,7 @@ def update(
 ) -> torch.Tensor:
     """The output, in `out` if that is given; conv_state is written in place."""
     arguments = x, conv_state, weight, bias, cache_seqlens, conv_state_indices, bool(silu)
-    return _into("out", out, call(causal_conv1d_update_op, *arguments))
+    return checks.into(NAME, "out", out, call(causal_conv1d_update_op, *arguments))
 
 
 def backward(
@@ -71,18 +72,4 @@ def backward(
     inputs = x, weight, bias, seq_idx, initial_states
     options = bool(return_dinitial_states), bool(silu), False
     grads = call(causal_conv1d_backward_op, dout, dfinal_states, *inputs, *options)
-    return Gradients(*map(_into, Gradients._fields, targets, grads))
-
-
-def _into(name, target, value):
-    """value in the memory of target, if that is given."""
-    if target is None or value is None:
-        return value
-    checks.check_tensor(NAME, name, target)
-    if target.shape != value.shape or target.device != value.device:
-        raise ValueError(
-            f"{NAME}: {name} must have shape {tuple(value.shape)} on {value.device}, got {tuple(target.shape)} on "
-            f"{target.device}"
-        )
-    checks.check_writable(NAME, name, target)
-    return target.copy_(value)
+    return Gradients(*map(partial(checks.into, NAME), Gradients._fields, targets, grads))

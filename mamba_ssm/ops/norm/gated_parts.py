@@ -28,9 +28,7 @@ def gated_norm_forward(
     options = group_size, bool(norm_before_gate), bool(is_rms_norm), True
     with torch.no_grad():
         result, mean, rstd = call(gated_norm_op, x, weight, bias, _beside(z, x), float(eps), *options)
-        if out is not None:
-            result = _write("out", out, result)
-        return result, _by_group(mean), _by_group(rstd)
+        return checks.into(NAME, "out", out, result), _by_group(mean), _by_group(rstd)
 
 
 def gated_norm_backward(
@@ -59,8 +57,7 @@ def gated_norm_backward(
     with torch.no_grad():
         grads = call(gated_norm_backward_op, dy, x, weight, bias, _beside(z, x), *kept, *options)
         dx, dweight, dbias, gradient = grads
-        if dz is not None and gradient is not None:
-            gradient = _write("dz", dz, gradient)
+        gradient = checks.into(NAME, "dz", dz, gradient)
         if not recompute_output:
             return dx, dweight, dbias, gradient
         result, _, _ = gated_norm_forward(x, weight, bias, eps, z, out, *options)
@@ -80,10 +77,3 @@ def _by_group(statistic):
 def _by_row(statistic, shape):
     """(groups * rows) as (..., groups)."""
     return None if statistic is None else statistic.view(shape[-1], -1).t().reshape(shape)
-
-
-def _write(name, target, result):
-    if target.shape != result.shape:
-        raise ValueError(f"{NAME}: {name} must have shape {tuple(result.shape)}, got {tuple(target.shape)}")
-    checks.check_writable(NAME, name, target)
-    return target.copy_(result)

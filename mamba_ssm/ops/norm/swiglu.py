@@ -43,7 +43,7 @@ def swiglu_forward(xy: torch.Tensor, out: torch.Tensor | None = None) -> torch.T
     """swiglu without gradients, into out (like the result) if it is given. Upstream's _swiglu_fwd."""
     with torch.no_grad():
         result = swiglu(xy)
-        return result if out is None else _copy_into("out", out, result)
+        return checks.into(_NAME, "out", out, result)
 
 
 def swiglu_backward(
@@ -59,17 +59,10 @@ def swiglu_backward(
     """
     with torch.no_grad():
         gradient, result = call(swiglu_backward_op, dout, xy, bool(recompute_output), False)
-        dxy = gradient if dxy is None else _copy_into("dxy", dxy, gradient)
+        dxy = checks.into(_NAME, "dxy", dxy, gradient)
         if not recompute_output:
             return dxy
-        return dxy, result if out is None else _copy_into("out", out, result)
-
-
-def _copy_into(name, tensor, result):
-    if tensor.shape != result.shape:
-        raise ValueError(f"{_NAME}: {name} must have shape {tuple(result.shape)}, got {tuple(tensor.shape)}")
-    checks.check_writable(_NAME, name, tensor)
-    return tensor.copy_(result)
+        return dxy, checks.into(_NAME, "out", out, result)
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

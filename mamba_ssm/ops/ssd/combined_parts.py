@@ -102,23 +102,14 @@ def combined_backward(
         arguments = flat(ungated, options, Wanted(initial_states is not None))
         grads = call(ssd_backward_op, dout, dfinal_states, *arguments)
         found = of_inputs(grads, dgate)._replace(
-            x=_write("dx", dx, grads[0]),
-            dt=_write("ddt", ddt, grads[1]),
-            B=_write("dB", dB, grads[3]),
-            C=_write("dC", dC, grads[4]),
-            z=_write("dz", dz, dgate),
+            x=checks.into(NAME, "dx", dx, grads[0]),
+            dt=checks.into(NAME, "ddt", ddt, grads[1]),
+            B=checks.into(NAME, "dB", dB, grads[3]),
+            C=checks.into(NAME, "dC", dC, grads[4]),
+            z=checks.into(NAME, "dz", dz, dgate),
         )
         results = *found[:-1], gated
     return results if recompute_output else results[:-1]
-
-
-def _write(name, target, result):
-    if target is None or result is None:
-        return result
-    if target.shape != result.shape:
-        raise ValueError(f"{NAME}: {name} must have shape {tuple(result.shape)}, got {tuple(target.shape)}")
-    checks.check_writable(NAME, name, target)
-    return target.copy_(result)
 
 
 def selective_scan_backward(
