@@ -2,7 +2,7 @@
 //
 //     all threads    the largest of their logits --> the block's, as a key
 //     thread 0       cluster_wait: the first block's barrier is there --> the key to the first block's inbox
-//     first block    mbarrier_wait: all keys have come --> the token
+//     first block    mbarrier_wait_cluster: all keys have come --> the token
 #pragma once
 
 #include "common/alignment.h"
