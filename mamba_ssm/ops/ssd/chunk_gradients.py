@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm import _checks as checks
+from mamba_ssm.ops.ssd.arguments import NAME
 from mamba_ssm.ops.ssd.chunks import (
     chunk_cumsum,
     chunk_decay,
@@ -37,10 +39,6 @@ def _gradients(
 def _of_steps(gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of dA from that of dA_cumsum: each step is in all later sums of its chunk."""
     return gradient.flip(-1).cumsum(-1).flip(-1)
-
-
-def _into(target: _Optional, result: torch.Tensor) -> torch.Tensor:
-    return result if target is None else target.copy_(result)
 
 
 # ---- products within a chunk -----------------------------------------------------------------------------------------
@@ -77,7 +75,7 @@ def products_backward(
     gradient = gradient if grouped else gradient.squeeze(2)
     if residual is not None:
         gradient = gradient + residual
-    return _into(out, gradient.to(a.dtype))
+    return checks.into(NAME, "out", out, gradient.to(a.dtype))
 
 
 # ---- sums of dA ------------------------------------------------------------------------------------------------------
@@ -102,7 +100,7 @@ def cumsum_backward(
         return out * A[:, None, None], out
 
     gradients = _gradients(steps, (dt, A.float(), bias.float()), (ddA.float(), ddt_out.float()))
-    return _into(ddt, gradients[0]), gradients[1], None if dt_bias is None else gradients[2]
+    return checks.into(NAME, "ddt", ddt, gradients[0]), gradients[1], None if dt_bias is None else gradients[2]
 
 
 # ---- what a chunk adds to the state ----------------------------------------------------------------------------------
@@ -118,7 +116,7 @@ def state_backward_dx(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, ddt, ddA_cumsum) of chunk_state."""
     gradient, ddt, ddA = _gradients(lambda *t: chunk_state(B, *t), (x, dt, dA_cumsum), dstates.float())
-    return _into(dx, gradient), ddt, ddA
+    return checks.into(NAME, "dx", dx, gradient), ddt, ddA
 
 
 def state_backward_db(
@@ -217,7 +215,7 @@ def scan_backward_dz(
     """
     gradient, dungated = _gradients(lambda z, y: y.float() * F.silu(z.float()), (z, out), dout.float())
     dD = None if D is None else _of_D(x, dungated, D)
-    results: tuple[_Optional, ...] = _into(dz, gradient), dungated, dD
+    results: tuple[_Optional, ...] = checks.into(NAME, "dz", dz, gradient), dungated, dD
     if has_ddAcs:
         results = *results, _looking_back(x, out, dungated, D, chunk_size)
     return (*results, (out.float() * F.silu(z.float())).to(x.dtype)) if recompute_output else results
@@ -345,7 +343,7 @@ def scan_and_state_backward_dx(
     gradient, ddt = _gradients(both, (x.float(), dt), (dout.float(), dstates.float()))
     if D is not None:
         gradient = gradient + dout.float() * (D[:, None] if D.dim() == 1 else D)
-    return _into(dx, gradient.to(x.dtype)), ddt, None if D is None else _of_D(x, dout, D)
+    return checks.into(NAME, "dx", dx, gradient.to(x.dtype)), ddt, None if D is None else _of_D(x, dout, D)
 
 
 def _of_products(cb, x, dt, dA_cumsum, seq_idx=None):

@@ -153,6 +153,8 @@ def test_products_without_groups():
     leaf = b.clone().requires_grad_()
     (expected,) = torch.autograd.grad(_bmm_chunk_fwd_with_gradient(a, leaf), leaf, dout)
     torch.testing.assert_close(_bmm_chunk_bwd(a, dout, residual=b), expected + b, **close)
+    with pytest.raises(ValueError, match=r"out must have shape \(2, 41, 5\), got \(3, 2, 41, 5\)"):
+        _bmm_chunk_bwd(a, dout, out=b.new_empty(3, *b.shape))
     seq_idx = torch.arange(41).expand(2, 41).int() // 7
     masked = _bmm_chunk_fwd(a, b, SIZE, seq_idx=seq_idx)
     assert masked[:, 0, 6, 7].eq(0).all() and masked[:, 0, 6, 5].ne(0).all()
