@@ -5,16 +5,16 @@ import json
 import random
 import re
 import struct
-import subprocess
 import sys
 
 import pytest
 import torch
 from _helpers import llama_cpp
+from _helpers.programs import run_script
 
 from mamba_ssm import CheckpointError, MambaLMHeadModel, quantize
+from mamba_ssm.gguf import __main__ as command
 from mamba_ssm.gguf import export_folder, export_model, import_file, load_model, load_tokenizer
-from mamba_ssm.gguf.__main__ import main
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.modules.quantized import QuantizedLinear
 
@@ -289,10 +289,10 @@ def test_a_folder_with_a_tokenizer(tmp_path, tokenizer_json):
     model = model_of("mamba", vocab_size=Tokenizer.from_str(tokenizer_json).get_vocab_size())
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
-    main(["export", str(folder), str(file), "--type", "f16"])
+    command.main(["export", str(folder), str(file), "--type", "f16"])
     expected = Tokenizer.from_str(tokenizer_json).encode(text).ids
     assert Tokenizer.from_str(load_tokenizer(file)).encode(text).ids == expected
-    main(["import", str(file), str(tmp_path / "back")])
+    command.main(["import", str(file), str(tmp_path / "back")])
     back = Tokenizer.from_file(str(tmp_path / "back" / "tokenizer.json"))
     assert back.encode(text).ids == expected and back.decode(expected) == text.removesuffix("<|endoftext|>")
     found = MambaLMHeadModel.from_pretrained(tmp_path / "back")
@@ -336,8 +336,7 @@ def test_other_tokenizers(tmp_path, change, words):
 
 
 def test_the_command_says_what_is_wrong(tmp_path):
-    command = [sys.executable, "-m", "mamba_ssm.gguf", "import", str(tmp_path / "none.gguf"), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_script(command.__file__, "import", tmp_path / "none.gguf", tmp_path / "out")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.startswith("error: there is no file")
 

@@ -1,14 +1,14 @@
 """The table of kernels: a stand-in for the library, then the real one where there is one."""
 
 import ctypes
-import subprocess
-import sys
 
 import kernels_page
 import pytest
 import torch
 from _helpers import cuda_library, reached
+from _helpers.programs import run_script
 
+from mamba_ssm import __main__
 from mamba_ssm._native import abi, loader
 from mamba_ssm._native.errors import NativeError
 from mamba_ssm.utils import kernels
@@ -126,7 +126,7 @@ def test_command_prints_a_table_for_each_operator(stand_in, capsys, monkeypatch)
 def test_an_installation_for_the_cpu_says_so(capsys):
     with pytest.raises(NativeError, match=r"CPU kernels only: .*does not exist"):
         kernels.kernels()
-    run = subprocess.run([sys.executable, "-m", "mamba_ssm", "--kernels"], capture_output=True, text=True)
+    run = run_script(__main__.__file__, "--kernels")
     assert run.returncode == 1 and "CPU kernels only" in run.stdout and run.stderr == ""
 
 
