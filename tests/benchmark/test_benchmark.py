@@ -83,14 +83,6 @@ def test_each_column_is_explained_once_and_progress_is_told(compared):
     assert "scan: B1 L40 D8 N4 float32: peer, bwd, call (4 of 4)" in done.stderr
 
 
-def test_without_a_peer_there_is_no_comparison(tmp_path):
-    file = tmp_path / "results.json"
-    done = benchmark("--only", "scan", "--quick", "--json", file)
-    assert "ours" in done.stdout and "peer" not in done.stdout
-    (record,) = json.loads(file.read_text())["sections"]["scan"]["records"]  # the first case only
-    assert all(set(sides) == {"ours"} for modes in record["passes"].values() for sides in modes.values())
-
-
 def test_a_peer_may_be_causal_conv1d_alone(tmp_path):
     """And mamba_ssm, which its process finds too, is not taken for the peer's."""
     package = tmp_path / "causal_conv1d"
@@ -142,10 +134,14 @@ def test_a_peer_that_fails_is_named_and_the_rest_is_measured(peer, tmp_path):
     assert set(sections["scan"]["records"][0]["passes"]["fwd"]["call"]) == {"ours", "peer"}
 
 
-def test_a_wrong_result_of_ours_is_exit_code_1(peer, tmp_path):
+def test_alone_there_is_no_comparison_and_a_wrong_result_is_exit_code_1(peer, tmp_path):
     wrong = broken(peer, tmp_path / "wrong", selective_state_update=WRONG.replace("1.5", "1.05"))
-    done = benchmark("--only", "update", "--quick", status=1, PYTHONPATH=str(wrong))
+    file = tmp_path / "results.json"
+    done = benchmark("--only", "update,scan", "--quick", "--json", file, status=1, PYTHONPATH=str(wrong))
     assert "ours: comparing with float64: is wrong: out: rms error 5.0" in done.stdout
+    assert "call ours ms" in done.stdout and "peer" not in done.stdout
+    (record,) = json.loads(file.read_text())["sections"]["scan"]["records"]  # the first case only
+    assert all(set(sides) == {"ours"} for modes in record["passes"].values() for sides in modes.values())
 
 
 def test_arguments_that_cannot_work(tmp_path):
