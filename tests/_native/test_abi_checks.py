@@ -7,10 +7,10 @@ import ctypes
 import functools
 import json
 import os
-import subprocess
 import sys
 
 import pytest
+from _helpers.programs import run_script
 
 from mamba_ssm._native import abi, loader, signatures
 
@@ -272,14 +272,8 @@ def ask(kind):
     path = loader.library_path(kind)
     if not path.exists():
         pytest.skip(f"{path.name} is not built")
-    done = subprocess.run(
-        [sys.executable, __file__],
-        input=json.dumps([str(path), wrong_calls(), size_calls()]),
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    calls = json.dumps([str(path), wrong_calls(), size_calls()])
+    done = run_script(__file__, calls, environ={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=120)
     assert done.returncode == 0, f"a call ended the process, exit status {done.returncode}:\n{done.stderr[-3000:]}"
     return json.loads(done.stdout)
 
@@ -330,4 +324,4 @@ def test_both_say_the_same():
 
 
 if __name__ == "__main__":
-    print(json.dumps(make_calls(*json.load(sys.stdin))))
+    print(json.dumps(make_calls(*json.loads(sys.argv[1]))))
