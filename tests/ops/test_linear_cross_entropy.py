@@ -68,7 +68,7 @@ def test_against_float64(options, shape, dtype, where, small_pieces):
 
 
 def test_float64_gradients(small_pieces):
-    hidden, weight, labels = problem((3, 5), torch.float64, "cpu")
+    hidden, weight, labels = problem((3, 5), torch.float64, "cpu", width=4, vocabulary=9)
     labels[0, 2] = -100
 
     def loss(hidden, weight):
