@@ -98,7 +98,7 @@ def main():
         print("FSDP2" if options.fsdp else "DDP", "with checkpointed activations" if options.checkpoint else "")
         (begin, _), (end, right) = losses[0], losses[-1]
         print(f"loss: {begin:.3f} at first, {end:.3f} at last; {right:.1%} right")
-    dist.barrier()  # so that gloo's threads hold no tensor while Python ends: that may hang or abort the process
+    dist.barrier()  # so that gloo's threads hold no tensor while Python ends: that may abort the process
     dist.destroy_process_group()
 
 

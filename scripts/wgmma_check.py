@@ -29,6 +29,7 @@ from wheel_check.libraries import read_elf
 LINE = re.compile(
     r"\s+/\*(?P<address>[0-9a-f]{4,})\*/\s+(?:@!?(?P<guard>U?P\w+)\s+)?(?P<name>[^\s;]+)\s*(?P<operands>[^;]*);"
 )
+COMPUTED = ("BRX", "JMX")  # branches
 MOST_GROUPS = 8  # that are told apart
 PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\d+(\.F32)?")
 # Their first operand, if it is a register, is read.
@@ -95,24 +96,32 @@ def faults(kernel: list[Instruction]) -> list[str]:
     at = {instruction.address: index for index, instruction in enumerate(kernel)}
     before: list[UnderWay | None] = [None] * len(kernel)
     found = {}
-    ways = [(0, UnderWay())]
-    while ways:
-        index, state = ways.pop()
-        known = before[index] if index < len(kernel) else state
-        if known is not None and known | state == known:
-            continue
-        state = before[index] = state if known is None else known | state
-        instruction = kernel[index]
-        if said := _touches(instruction, state):
-            found[instruction.address] = f"{instruction}: {said}"
-        state = _after(instruction, state)
-        target = re.search(r"0x([0-9a-f]+)$", instruction.operands[-1]) if instruction.operands else None
-        if instruction.name.startswith(("BRA", "CALL")) and target and int(target[1], 16) in at:
-            ways.append((at[int(target[1], 16)], state))
-        always = not instruction.guarded and not any(re.match(r"!?U?P\d", each) for each in instruction.operands)
-        if not (always and instruction.name.startswith(("BRA", "EXIT", "RET"))):
-            ways.append((index + 1, state))
+    for start in range(len(kernel)):
+        # What is new here, behind the first one, is reached by computed branches, which no product may run across.
+        ways = [(start, UnderWay())] if before[start] is None else []
+        while ways:
+            index, state = ways.pop()
+            known = before[index]
+            if known is not None and known | state == known:
+                continue
+            state = before[index] = state if known is None else known | state
+            instruction = kernel[index]
+            if said := _touches(instruction, state):
+                found[instruction.address] = f"{instruction}: {said}"
+            state = _after(instruction, state)
+            target = re.search(r"0x([0-9a-f]+)$", instruction.operands[-1]) if instruction.operands else None
+            if instruction.name.startswith(("BRA", "CALL", "WARPSYNC.COLLECTIVE")) and target:
+                ways.append((at[int(target[1], 16)], state))
+            if index + 1 < len(kernel) and not _always_leaves(instruction):
+                ways.append((index + 1, state))
     return [found[address] for address in sorted(found)]
+
+
+def _always_leaves(instruction: Instruction) -> bool:
+    """Whether what stands behind it never follows it."""
+    if instruction.guarded or any(re.match(r"!?U?P\d", operand) for operand in instruction.operands):
+        return False
+    return instruction.name in ("BRA", "BRA.U", "EXIT") or instruction.name.startswith(("RET", *COMPUTED))
 
 
 def _after(instruction: Instruction, state: UnderWay) -> UnderWay:
@@ -134,12 +143,14 @@ def _after(instruction: Instruction, state: UnderWay) -> UnderWay:
 def _touches(instruction: Instruction, state: UnderWay) -> str:
     if PRODUCT.match(instruction.name) or state == UnderWay():
         return ""  # products wait for each other
+    if instruction.name.startswith(COMPUTED):
+        return "leads to where is not known, while products run"
     products = state.all
     operands = [operand for operand in instruction.operands if not re.match(r"!?U?PT?\d?$", operand)]
     writes: frozenset[int] = frozenset()
     if operands and not NO_RESULT.match(instruction.name) and "[" not in operands[0]:
-        writes = _registers(operands.pop(0), _width(instruction.name))
-    reads = frozenset().union(*(_read(operand, instruction.name) for operand in operands)) if operands else frozenset()
+        writes = _registers(operands.pop(0))
+    reads = frozenset().union(*map(_registers, operands))
     for verb, registers in (
         ("writes what products read", writes & products.reads),
         ("writes what products write", writes & products.writes),
@@ -150,23 +161,12 @@ def _touches(instruction: Instruction, state: UnderWay) -> str:
     return ""
 
 
-def _registers(operand: str, count: int) -> frozenset[int]:
-    match = re.match(r"[-~|!]*R(\d+)", operand)
-    return frozenset(range(int(match[1]), int(match[1]) + count)) if match else frozenset()
-
-
-def _read(operand: str, name: str) -> frozenset[int]:
-    width = _width(name) if "[" not in operand and name.startswith(("ST", "RED", "ATOM")) else 1
-    return frozenset().union(*(_registers(each, width) for each in re.findall(r"(?<!U)R\d+", operand)))
-
-
-def _width(name: str) -> int:
-    """How many registers its result has, or the value that it stores."""
-    if matrices := re.match(r"LDSM\..*\.([124])$", name):
-        return int(matrices[1])
-    if ".128" in name or name.startswith(("HMMA", "IMMA")):
-        return 4
-    return 2 if ".64" in name or ".WIDE" in name or re.match(r"D(ADD|MUL|FMA)|CS2R(?!\.32)", name) else 1
+def _registers(operand: str, count: int = 1) -> frozenset[int]:
+    """The count registers from each that it names. Of other instructions' vectors the first one tells: they begin at
+    multiples of their size, as what products have does at multiples of four.
+    """
+    found = map(int, re.findall(r"(?<!U)R(\d+)", operand))
+    return frozenset(number for first in found for number in range(first, first + count))
 
 
 def has_products(code: bytes) -> bool:

@@ -52,7 +52,7 @@ def run_checks(rank, world, folder, backend, device, names, checks):
             results[name] = results[name] or "failed on another rank"
     with open(os.path.join(folder, f"{rank}.json"), "w", encoding="utf-8") as file:
         json.dump(results, file)
-    dist.barrier()  # so that gloo's threads hold no tensor while Python ends: that may hang or abort the process
+    dist.barrier()  # so that gloo's threads hold no tensor while Python ends: that may abort the process
     dist.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ def listing(*instructions):
         ([PRODUCT, "MOV R39, RZ", WAIT], ["0x10 MOV R39, RZ: writes what products write, R39"]),
         ([PRODUCT, "MOV R40, RZ", "MOV R12, RZ", "MOV R7, R8", WAIT], []),
         ([PRODUCT, "STG.E.128 [R2.64], R20", WAIT], []),
-        ([PRODUCT, "STG.E.128 [R2.64], R21", WAIT], ["0x10 STG.E.128 [R2.64], R21: reads what products write, R24"]),
+        ([PRODUCT, "STG.E.128 [R2.64], R24", WAIT], ["0x10 STG.E.128 [R2.64], R24: reads what products write, R24"]),
         (
             [PRODUCT, "ISETP.GE.AND P0, PT, R24, R9, PT", WAIT],
             ["0x10 ISETP.GE.AND P0, PT, R24, R9, PT: reads what products write, R24"],
@@ -44,6 +44,13 @@ def listing(*instructions):
         ([LOAD, PRODUCT, WAIT, "@P0 BRA 0x0", "EXIT"], []),
         ([PRODUCT, "@P0 BRA 0x30", WAIT, USE, WAIT], ["0x30 FADD R40, R24, R25: reads what products write, R24"]),
         ([PRODUCT, "BRA 0x30", USE, WAIT], []),
+        (
+            [PRODUCT, "BRA.DIV UR4, 0x30", LOAD, WAIT],
+            ["0x20 LDSM.16.M88.4 R8, [R100+0x20]: writes what products read, R8"],
+        ),
+        # Behind a computed branch, and across one.
+        (["BRXU UR4 -0x10", PRODUCT, LOAD], ["0x20 LDSM.16.M88.4 R8, [R100+0x20]: writes what products read, R8"]),
+        ([PRODUCT, "BRXU UR4 -0x20", WAIT], ["0x10 BRXU UR4 -0x20: leads to where is not known, while products run"]),
         ([PRODUCT] * 20 + [LOAD], ["0x140 LDSM.16.M88.4 R8, [R100+0x20]: writes what products read, R8"]),
     ],
 )
