@@ -61,7 +61,7 @@ inline constexpr SsdKernel kSsdForwardKernels[] = {
     {{"warpgroup_dstate128", "dstate <= 128; rows of x and out at multiples of 16 bytes",
       "64 of headdim, chunks of 64 steps", k16Bit, 128, 102400, 90}, is_aligned_with_128_states, 128, 64, 64, 0},
     {{"warpgroup_dstate256", "rows of x and out at multiples of 16 bytes",
-      "64 of headdim, chunks of 64 steps", k16Bit, 512, 232448, 90}, is_aligned, 256, 64, 64, 0},
+      "64 of headdim, chunks of 64 steps", k16Bit, 384, 201728, 90}, is_aligned, 256, 64, 64, 0},
     {{"dstate128", "dstate <= 128",
       "64 of headdim, chunks of 64 steps", k16Bit, 128, kEveryShared, 75}, has_128_states, 128, 64, 64, 0},
     {{"dstate256", "",

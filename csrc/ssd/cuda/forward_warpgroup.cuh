@@ -27,6 +27,7 @@ struct ForwardSharedMemory {
     static constexpr int kThreads = kForwardThreads;
     static constexpr int kBlocks = 2;  // a multiprocessor
     static constexpr int kStages = 2;  // of x
+    static constexpr int kDecayStages = 2;
     static constexpr int kX = kWarpgroupSteps * kForwardRows;
     static constexpr int kB = kWarpgroupSteps * kStates;
     static constexpr int kM = kWarpgroupSteps * kWarpgroupSteps;
@@ -68,15 +69,6 @@ __device__ __forceinline__ void store_results(T* x_tile, const float (&y)[kStepG
         }
         stmatrix_x4_trans(x_tile + 16 * k * kForwardRows, results.r[0]);
     }
-}
-
-// Starts to copy a chunk's decays.
-__device__ __forceinline__ void begin_decays(ChunkDecays<kWarpgroupSteps>& to, const ChunkDecays<kWarpgroupSteps>* from,
-                                             uint64_t* barrier) {
-    constexpr int kBytes = static_cast<int>(sizeof(to));
-    static_assert(kBytes % 16 == 0, "what bulk copies take");
-    mbarrier_arrive_expect_tx(barrier, kBytes);
-    cp_async_bulk_load(&to, from, kBytes, barrier);
 }
 
 // D of the lane's rows of headdim, of a block's `rows`.
@@ -131,16 +123,24 @@ struct ForwardCopies {
         out_pass = kTogether * p.out_len_stride;
         next_out = block.out + (block.first_chunk * kSteps + x_row) * p.out_len_stride + x_column;
     }
-    // Of the block's chunk i, if there is one, as the next three.
+    // Of the block's chunk i, if there is one, as the next four.
+    __device__ __forceinline__ void begin_decays(int i) {
+        if (i < chunks && thread == 0) {
+            constexpr int kBytes = static_cast<int>(sizeof(Decays));
+            static_assert(kBytes % 16 == 0, "what bulk copies take");
+            uint64_t* const barrier = &shared.decays_arrived[i % Shared::kDecayStages];
+            mbarrier_arrive_expect_tx(barrier, kBytes);
+            cp_async_bulk_load(&shared.decays[i % Shared::kDecayStages], next_decays, kBytes, barrier);
+            next_decays += decays_step;
+        }
+    }
     __device__ __forceinline__ void begin_tiles(int i) {
         if (i < chunks && thread == 0) {
             constexpr int kTileBytes = 2 * Shared::kB * static_cast<int>(sizeof(T));
             static_assert(kTileBytes % 16 == 0, "what bulk copies take");
-            begin_decays(shared.decays[i % 2], next_decays, &shared.decays_arrived[i % 2]);  // M needs these alone
             mbarrier_arrive_expect_tx(&shared.tiles_arrived[i % 2], kTileBytes);
             cp_async_bulk_load(shared.BC[i % 2], next_tiles, kTileBytes, &shared.tiles_arrived[i % 2]);
             next_tiles += tiles_step;
-            next_decays += decays_step;
         }
     }
     __device__ __forceinline__ int existing_rows(int i) const {
@@ -208,8 +208,8 @@ struct ForwardMixer {
     }
     // M of the block's chunk i, whose products are loaded.
     __device__ __forceinline__ void mix(int i) {
-        mbarrier_wait_parity(&shared.decays_arrived[i % 2], i / 2 % 2);
-        const auto& decays = shared.decays[i % 2];
+        mbarrier_wait_parity(&shared.decays_arrived[i % Shared::kDecayStages], i / Shared::kDecayStages % 2);
+        const auto& decays = shared.decays[i % Shared::kDecayStages];
         mix_rows<T>(M_at + i % 2 * Shared::kM * static_cast<int>(sizeof(T)), CB, decays, warp, column, lane);
         if (restarts) {
             end_rows_at_restarts(shared.M[i % 2], decays, warp, lane);
@@ -333,6 +333,7 @@ __global__ void __launch_bounds__(ForwardSharedMemory<T, kStates>::kThreads, For
     ForwardCopies<T, Shared> copies(shared, p, launch, block, slot, thread);
     ForwardMixer<T, Shared> mixer(shared, p, launch, block, slot, warp, lane);
     for (int i = 0; i < 2; ++i) {
+        copies.begin_decays(i);  // M needs these alone
         copies.begin_tiles(i);
     }
     for (int i = 0; i < 2; ++i) {
@@ -374,6 +375,7 @@ __global__ void __launch_bounds__(ForwardSharedMemory<T, kStates>::kThreads, For
         fence_proxy_async();  // this also waits for loads
         mixer.begin_loads(i + 2);
         __syncthreads();  // this chunk's tiles and decays are free, its results and the next one's x and M are there
+        copies.begin_decays(i + 2);
         copies.begin_tiles(i + 2);
         copies.store_results(i);
         copies.begin_x(i + 2);

@@ -142,6 +142,7 @@ __global__ void __launch_bounds__(kProductsThreads) ssd_products_kernel(const Ma
     cp_async_commit_group();
     cp_async_wait_group<0>();
     __syncthreads();
+    griddepcontrol_launch_dependents();  // sooner, blocks that wait would take the place of this kernel's
 
     if constexpr (kForWarpgroups) {
         if (launch.prepared.tiles != nullptr) {

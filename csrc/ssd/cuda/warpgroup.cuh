@@ -84,6 +84,26 @@ __device__ __forceinline__ void load_swizzled(T* tile, const T* at, int64_t row_
     }
 }
 
+// to = weight * from for the pieces of a tile that load_swizzled has the thread copy.
+template <typename T, int kThreads>
+__device__ __forceinline__ void weight_swizzled(T* to, const T* from, const float* weight, int thread) {
+    constexpr int kTogether = kThreads / 8;  // rows
+    const int row = thread / 8;
+    const int at = SwizzledTile<kWarpgroupSteps>::at(row, thread % 8 * 8);
+#pragma unroll
+    for (int i = 0; i < kWarpgroupSteps; i += kTogether) {
+        const uint4 piece = *reinterpret_cast<const uint4*>(from + at + i * 64);
+        const uint32_t pairs[4] = {piece.x, piece.y, piece.z, piece.w};
+        uint32_t weighted[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float2 pair = unpack2<T>(pairs[k]);
+            weighted[k] = pack2<T>(pair.x * weight[row + i], pair.y * weight[row + i]);
+        }
+        *reinterpret_cast<uint4*>(to + at + i * 64) = make_uint4(weighted[0], weighted[1], weighted[2], weighted[3]);
+    }
+}
+
 // Descriptors count in 16 bytes: a block of 64 columns of a tile of 64 rows, and 16 rows or 16 columns of it.
 constexpr int kBlock = 64 * 8;
 constexpr int kRows16 = 16 * 8;
