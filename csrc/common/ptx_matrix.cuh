@@ -177,6 +177,21 @@ __device__ __forceinline__ void wgmma(float (&c)[8][4], uint64_t a, uint64_t b) 
 
 // The same, A (m, k) = tile[k][m].
 template <typename T, int kRowsOfK>
+__device__ __forceinline__ void wgmma_transposed(float (&c)[4][4], uint64_t a, uint64_t b) {
+    if constexpr (kDtype<T> == MAMBA_FLOAT16) {
+        asm volatile(MAMBA_WGMMA("32", "f16", MAMBA_NAMES_32, "%16, %17, p, 1, 1, 1, %18")
+                     : MAMBA_C_32(c)
+                     : "l"(a), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    } else {
+        static_assert(kDtype<T> == MAMBA_BFLOAT16, "tensor cores take float16 and bfloat16");
+        asm volatile(MAMBA_WGMMA("32", "bf16", MAMBA_NAMES_32, "%16, %17, p, 1, 1, 1, %18")
+                     : MAMBA_C_32(c)
+                     : "l"(a), "l"(b), "n"(kRowsOfK)
+                     : "memory");
+    }
+}
+template <typename T, int kRowsOfK>
 __device__ __forceinline__ void wgmma_transposed(float (&c)[8][4], uint64_t a, uint64_t b) {
     if constexpr (kDtype<T> == MAMBA_FLOAT16) {
         asm volatile(MAMBA_WGMMA("64", "f16", MAMBA_NAMES_64, "%32, %33, p, 1, 1, 1, %34")
@@ -242,6 +257,13 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 // Waits for the other threads of the block's first warpgroup, none of another.
 __device__ __forceinline__ void warpgroup_barrier_sync() {
     asm volatile("barrier.sync.aligned 1, 128;" : : : "memory");
+}
+
+// A value of which all of a warp's lanes have the same, into a uniform register.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) {
+    uint32_t same;
+    asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(same) : "r"(value));
+    return same;
 }
 
 // What this thread has put into tiles is visible to the tensor cores after the block's next barrier.

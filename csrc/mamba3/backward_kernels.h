@@ -28,21 +28,19 @@ inline bool mamba3_backward_on_warpgroups(const MambaMamba3Backward& q, const De
     const int64_t size = dtype_size(p.dtype);
     return device.shared >= kMamba3BackwardSharedWarpgroups && p.angles_of_heads == 0 && p.z != nullptr &&
            p.norm_weight == nullptr && rows_aligned(p.z, size, 16, p.z_batch_stride, p.z_len_stride, p.z_head_stride) &&
+           rows_aligned(q.dout, size, 16, q.dout_batch_stride, q.dout_len_stride, q.dout_head_stride) &&
            rows_aligned(q.dz, size, 16, p.headdim, q.dz_step_stride);
 }
 // SISO: one rank without projections, rotated neighbours.
 inline bool takes_mamba3_backward_siso(const MambaMamba3Backward& q, const DeviceLimits& device) {
     const MambaMamba3& p = q.forward;
-    return mamba3_siso_fits(p) &&
-           rows_aligned(q.dout, dtype_size(p.dtype), 4, q.dout_batch_stride, q.dout_len_stride, q.dout_head_stride) &&
-           mamba3_backward_on_warpgroups(q, device);
+    return mamba3_siso_fits(p) && mamba3_backward_on_warpgroups(q, device);
 }
 // MIMO of rank 4 with all projections, rotated halves of 128 states, up to 32 angles.
 inline bool takes_mamba3_backward_mimo4(const MambaMamba3Backward& q, const DeviceLimits& device) {
     const MambaMamba3& p = q.forward;
     return p.mimo_v != nullptr && p.mimo_z != nullptr && p.mimo_out != nullptr && mamba3_mimo_fits(p) &&
            mamba3_stride_fits(p.z_len_stride) && mamba3_stride_fits(q.dout_len_stride) &&
-           rows_aligned(q.dout, dtype_size(p.dtype), 16, q.dout_batch_stride, q.dout_len_stride, q.dout_head_stride) &&
            mamba3_backward_on_warpgroups(q, device);
 }
 inline bool takes_mamba3_backward_128(const MambaMamba3Backward& q, const DeviceLimits& device) {

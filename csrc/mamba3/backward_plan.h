@@ -22,7 +22,7 @@ struct Mamba3BackwardWorkspace {
     int64_t mimo_v;              // (slots + U, H, R, P) float
     int64_t mimo_z, mimo_out;    // (ranges, H, R, P) float; with warpgroups (U, H, R, P)
     int64_t norm;                // (ranges, R, H, P) float
-    int64_t D;                   // (ranges, H) float; with warpgroups (U, row tiles, H)
+    int64_t D;                   // (ranges, H) float; with warpgroups (U, row tiles, H), SISO's (slots, row tiles, H)
     int64_t before;              // (U, H) float: gradient of the scale of the step before a sequence
     int64_t bytes;
 };
@@ -62,7 +62,8 @@ MAMBA_HOST_DEVICE inline int64_t mamba3_dturns_pitch(const MambaMamba3& p) {
 
 // Partial sums of D's gradient, (parts, H), and of those of mimo_z and mimo_out, (parts, H, R, P).
 inline int64_t mamba3_D_parts(const MambaMamba3& p, const Mamba3BackwardPlan& plan) {
-    return plan.warpgroups ? p.sequences * plan.row_tiles : plan.ranges;
+    const int64_t walked = p.rank == 1 ? plan.chunks.chunks.slots : p.sequences;
+    return plan.warpgroups ? walked * plan.row_tiles : plan.ranges;
 }
 inline int64_t mamba3_projection_parts(const MambaMamba3& p, const Mamba3BackwardPlan& plan) {
     return plan.warpgroups ? p.sequences : plan.ranges;

@@ -1,12 +1,33 @@
 // Backward through the gate where a lane has all ranks of its steps and columns, as in forward/mimo_multiply.cuh.
 #pragma once
 
-#include "mamba3/cuda/backward/gate_warpgroup.cuh"
+#include "mamba3/cuda/backward/gate.cuh"
 #include "mamba3/cuda/forward/mimo_block.cuh"
+#include "mamba3/cuda/forward/warpgroup_output.cuh"
 
 namespace mamba {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// D's gradient of a block, from that of each lane. sums: room for one of each warp.
+template <typename Block>
+__device__ __forceinline__ void store_sum_of_D(const Mamba3WarpgroupLaunch& launch, const Block& block, int64_t nheads,
+                                               float dD, float* sums, int warp, int lane) {
+    float sum = dD;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    }
+    warpgroup_barrier_sync();  // the tiles have been read
+    if (lane == 0) {
+        sums[warp] = sum;
+    }
+    warpgroup_barrier_sync();
+    if (warp == 0 && lane == 0) {
+        launch.backward.dD[(block.sequence * block.row_tiles + block.row_tile) * nheads + block.head] =
+            (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    }
+}
 
 // Back through the gate, of a warp: from the gradient of out those of the scan's rows, of z, D and projections.
 template <typename T>

@@ -35,7 +35,7 @@ inline Mamba3WarpgroupLaunch mamba3_backward_walk(const MambaMamba3Backward& q, 
     to.dmimo_z = launch.at<float>(w.mimo_z);
     to.dmimo_out = launch.at<float>(w.mimo_out);
     to.dfinal = q.dfinal_ssm;
-    to.dinitial = q.dssm_state;
+    to.dinitial = from_end ? q.dssm_state : nullptr;
     to.dout_batch_stride = q.dout_batch_stride;
     to.dout_len_stride = q.dout_len_stride;
     to.dout_head_stride = q.dout_head_stride;
@@ -50,13 +50,14 @@ cudaError_t launch_mamba3_backward_warpgroups(const MambaMamba3Backward& q, cons
     cudaError_t error = cudaSuccess;
     Mamba3WarpgroupLaunch walk = mamba3_backward_walk(q, launch, false);
     if constexpr (kRank == 1) {
-        error = launch_mamba3_warpgroups<T, kMamba3WarpgroupStates, 1, kMamba3GateBack>(p, walk, 1);
+        error = launch_mamba3_warpgroups<T, kMamba3WarpgroupStates, 1, kMamba3States>(p, walk, 1);
     } else {
         error = launch_mamba3_ranks<T, true>(p, walk, 1);
     }
     if (error == cudaSuccess) {
         walk = mamba3_backward_walk(q, launch, true);
         mamba3_walk_from_end(p, walk);
+        walk.beside_last = kRank == 1;  // it makes dy by itself
         error = launch_mamba3_warpgroups<T, kMamba3WarpgroupStates, kRank, kMamba3States>(p, walk, 1);
     }
     return error != cudaSuccess

@@ -133,8 +133,10 @@ __device__ __forceinline__ void store_step_terms(float4* terms, int64_t stride, 
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         const int t = lane * kEach + i;
+        const bool exists = t < count;
         ends[i] = passes[i] = dscale[i] = dgamma[i] = 0.0f;
-        for (int row = t * rank; row < (t + 1) * rank && t < count; ++row) {
+        for (int r = 0; r < rank; ++r) {  // all loads at once, where the compiler knows the rank
+            const int row = (exists ? t : 0) * rank + r;
             float column = 0.0f, left = 0.0f;
 #pragma unroll
             for (int above = 0; above < Pairs::kAbove; ++above) {
@@ -154,6 +156,9 @@ __device__ __forceinline__ void store_step_terms(float4* terms, int64_t stride, 
             ends[i] -= column * steps.scale[row];
             passes[i] += left * steps.scale[row];
             dscale[i] += column + left;
+        }
+        if (!exists) {
+            ends[i] = passes[i] = 0.0f;
         }
         later += ends[i];
         earlier += passes[i];

@@ -6,16 +6,17 @@
 //  G = q k^T, R = dy x^T          wgmma     dk = x dH', dx = k dH'^T                        wgmma
 //  W G, W R as tiles, their sums            H . dH', sums with k, D dy
 //    warp 5: the next item's bulk copies
-//  dq = dy H                      wgmma
+//  dq = dy H; SISO: y = q H^T     wgmma
 //  ---- 1: the tiles of pairs are complete ----
-//  dq += W R k                    wgmma     dk += (W R)^T q, dx += (W G)^T dy               wgmma
+//  dq += W R k; SISO: y += W G x  wgmma     dk += (W R)^T q, dx += (W G)^T dy               wgmma
 //    the next item's rows begin to come
+//  SISO: dz from y
 //  ---- 2: all tiles have been read but those of q and k ----
-//                                           dx to shared memory
+//  SISO: dz to where dy was                 dx to shared memory
 //  what angles get of q, dq back            what angles get of k, dk back
 //    warps 4-7, 12-15, whose columns angles turn less often: the next item's step weights
 //  ---- 3: dx and the angles' parts are there; the next item's copies have come ----
-//  all: the next item's x; biases; dv, mimo_v; the angles' parts to memory; q and k of the next item rotated
+//  all: the next item's x; biases; dv, dz, mimo_v; the angles' parts to memory; q and k of the next item rotated
 //  ---- 4: q and k of the next item are complete ----
 //
 // Every warp passes each of the four barriers (__syncthreads) once an item, the last item without the fourth; a block passes
@@ -24,7 +25,7 @@
 // pairs are all of later steps, write the sums of the item before instead.
 //
 // Registers: 128 a thread, all that 512 threads can have. A thread holds 32 sums over heads, 32 of the item's dq or dk, and 32
-// of pairs or dx.
+// of pairs, or 16 of dx or y.
 #pragma once
 
 #include "mamba3/cuda/backward/warpgroup_pairs.cuh"
@@ -35,18 +36,56 @@ namespace mamba {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// dq of an item, before it is turned back. What the state gives comes behind the pairs, which need the registers. begin_copies:
-// while the last products run. meanwhile: what the two warps without pairs do.
-template <typename T, typename Copies, typename Meanwhile>
-__device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared<T>& shared, const Mamba3Item& item,
-                                        const Mamba3Part<T>& part, int rank, const Copies& begin_copies,
+// What a step's row has of the state and of itself: sums times scale, plus D times the row of a tile, of half of its columns.
+template <typename T>
+__device__ __forceinline__ void scale_and_add_rows(float (&sums)[4][4], const float (&scale)[2], float D, const T* tile,
+                                                   const Mamba3Part<T>& part) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        Operand<T> own;
+        ldmatrix_x4(own.r[0], columns_on(tile + part.of_lane, 2 * part.half + k));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 value = unpack2<T>(own.r[0][i]);
+            float(&sum)[4] = sums[2 * k + i / 2];
+            sum[i % 2 * 2] = fmaf(scale[i % 2], sum[i % 2 * 2], D * value.x);
+            sum[i % 2 * 2 + 1] = fmaf(scale[i % 2], sum[i % 2 * 2 + 1], D * value.y);
+        }
+    }
+}
+
+// Starts to copy what times y is dz of an item: a warp what it reads itself.
+template <typename T, int kRank>
+__device__ __forceinline__ void begin_dz_copies(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
+    const Mamba3Part<T> part(walk.stand());
+    const Mamba3ChunkPlaces<T>& places = walk.shared.places;
+    const int column = 32 * part.half + part.lane % 4 * 8;
+    const T* const from = places.dz + (item.slot * static_cast<int>(walk.p().headdim) + item.row0() + column);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const bool exists = part.t[i] < places.steps && column < walk.columns(item);
+        cp_async<16>(walk.shared.dz + Mamba3Part<T>::Tile::at(part.t[i], column),
+                     exists ? from + part.t[i] * walk.q.dz_step_stride : places.dz, exists);
+    }
+    cp_async_commit_group();
+}
+
+// dq of an item, before it is turned back, and SISO's dz, for which y is found again. What the state gives comes behind the
+// pairs, which need the registers. begin_copies: while the last products run; begin_dz: then, when the warp has read its part
+// of shared.dz. meanwhile: what the two warps without pairs do.
+template <typename T, int kRank, typename Copies, typename DzCopies, typename Meanwhile>
+__device__ __forceinline__ void find_dq(float (&dq)[8][4], Operand<T> (&dz)[2], const Mamba3Walk<T, kRank>& walk,
+                                        const Mamba3Item& item, const Copies& begin_copies, const DzCopies& begin_dz,
                                         const Meanwhile& meanwhile) {
+    Mamba3WarpgroupShared<T>& shared = walk.shared;
+    const Mamba3Part<T> part(walk.stand());
     constexpr int kTileBlock = Mamba3WarpgroupShared<T>::kBlock;
-    const auto& tiles = shared.items[place_of(item)];
-    const uint64_t dy = block_descriptor(tiles.dy), x = block_descriptor(tiles.x);
-    const int columns = part.half * 2 * kRows16;  // of pairs
+    const auto& tiles = shared.items[item.number % 2];
+    constexpr int kHalf = 32 * 64;  // rows of a tile
+    const uint64_t dy = block_descriptor(tiles.dy);
     {
-        const uint64_t q = block_descriptor(shared.q), k_tile = block_descriptor(shared.k);
+        const uint64_t q = block_descriptor(shared.q), k_tile = block_descriptor(shared.k + part.half * kHalf);
+        const uint64_t x = block_descriptor(tiles.x + part.half * kHalf);
         float G[4][4], R[4][4];
         set_to_zero(G);
         set_to_zero(R);
@@ -55,11 +94,11 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             const int at = k / 4 * kBlock + k % 4 * kColumns16;
-            wgmma<T, 0>(G, q + at, k_tile + columns + at);
+            wgmma<T, 0>(G, q + at, k_tile + at);
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            wgmma<T, 0>(R, dy + k * kColumns16, x + columns + k * kColumns16);
+            wgmma<T, 0>(R, dy + k * kColumns16, x + k * kColumns16);
         }
         wgmma_commit_group();
         wgmma_wait_group<0>();
@@ -69,7 +108,7 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
             mix_nothing<T>(shared, item, part);
             meanwhile();
         } else {
-            mix_rows<T>(shared, item, part, G, R, rank);
+            mix_rows<T>(shared, item, part, G, R, kRank);
         }
     }
     fence_proxy_async();
@@ -82,7 +121,21 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
         wgmma<T, 1>(dq, dy + k * kColumns16, state + k * kRows16);
     }
     wgmma_commit_group();
-    wgmma_wait_group<0>();
+    const float D = kRank == 1 ? walk.D_of(item) : 0.0f;
+    float y[4][4];
+    if constexpr (kRank == 1) {
+        const uint64_t q = block_descriptor(shared.q), H = block_descriptor(tiles.state + part.half * kHalf);
+        set_to_zero(y);
+        warpgroup_fence_operand(y);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const int at = k / 4 * kBlock + k % 4 * kColumns16;
+            wgmma<T, 0>(y, q + at, H + at);
+        }
+        wgmma_commit_group();
+    }
+    wgmma_wait_group<kRank == 1 ? 1 : 0>();
     warpgroup_fence_operand(dq);
     float dot[2] = {0.0f, 0.0f};
     add_dots<T>(dot, dq, static_cast<const T*>(shared.q) + part.half * kTileBlock + part.of_lane);
@@ -93,19 +146,55 @@ __device__ __forceinline__ void find_dq(float (&dq)[8][4], Mamba3WarpgroupShared
         shared.sums[item.number % 2].from_state[part.half][part.t[1]] = entering[1] * dot[1];
     }
     scale_rows(dq, entering[0], entering[1]);
+    if constexpr (kRank == 1) {
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(y);
+        scale_and_add_rows<T>(y, entering, D, tiles.x, part);
+    }
     __syncthreads();  // what is of pairs is complete
     const uint64_t slopes = block_descriptor(shared.slopes);
     const uint64_t k_block = block_descriptor(shared.k + part.half * kTileBlock);
+    if constexpr (kRank == 1) {
+        warpgroup_fence_operand(y);
+    }
     warpgroup_fence_operand(dq);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         wgmma<T, 1>(dq, slopes + k * kColumns16, k_block + k * kRows16);
     }
+    if constexpr (kRank == 1) {
+        const uint64_t weights = block_descriptor(shared.weights_transposed);
+        const uint64_t x = block_descriptor(tiles.x + part.half * 32);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            wgmma_transposed<T, 1>(y, weights + k * kRows16, x + k * kRows16);
+        }
+    }
     wgmma_commit_group();
     begin_copies();
+    if constexpr (kRank == 1) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            ldmatrix_x4(dz[k].r[0], columns_on(shared.dz + part.of_lane, 2 * part.half + k));
+        }
+        __syncwarp();
+        begin_dz();
+    }
     wgmma_wait_group<0>();
     warpgroup_fence_operand(dq);
+    if constexpr (kRank == 1) {
+        warpgroup_fence_operand(y);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 slope = unpack2<T>(dz[k].r[0][i]);
+                const float(&own)[4] = y[2 * k + i / 2];
+                set_pair<T>(dz[k], i, slope.x * own[i % 2 * 2], slope.y * own[i % 2 * 2 + 1]);
+            }
+        }
+    }
 }
 
 // H . dH', a share of each of the warps that have dk: of 16 rows and half of the columns the diagonal of H dH'^T.
@@ -139,10 +228,10 @@ template <typename T>
 __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Mamba3WarpgroupShared<T>& shared,
                                         const Mamba3Item& item, const Mamba3Part<T>& part, float D) {
     constexpr int kTileBlock = Mamba3WarpgroupShared<T>::kBlock;
-    const auto& tiles = shared.items[place_of(item)];
+    const auto& tiles = shared.items[item.number % 2];
     const ChunkSteps<kWarpgroupSteps>& steps = shared.steps[item.number % 2];
-    const uint64_t dy = block_descriptor(tiles.dy), x = block_descriptor(tiles.x);
-    const uint64_t dstate = block_descriptor(tiles.dstate),
+    const uint64_t x = block_descriptor(tiles.x);
+    const uint64_t dstate = block_descriptor(tiles.dstate + part.half * (32 * 64)),
                    dstate_block = block_descriptor(tiles.dstate + part.half * kTileBlock);
     const uint64_t k_tile = block_descriptor(shared.k);
     set_to_zero(dk);
@@ -159,7 +248,7 @@ __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Ma
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
         const int at = k / 4 * kBlock + k % 4 * kColumns16;
-        wgmma<T, 0>(dx, k_tile + at, dstate + part.half * 2 * kRows16 + at);
+        wgmma<T, 0>(dx, k_tile + at, dstate + at);
     }
     wgmma_commit_group();
     add_state_products(shared, item, part);
@@ -175,30 +264,20 @@ __device__ __forceinline__ void find_dk(float (&dk)[8][4], float (&dx)[4][4], Ma
     scale_rows(dk, adding[0], adding[1]);
     wgmma_wait_group<0>();
     warpgroup_fence_operand(dx);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        Operand<T> own;
-        ldmatrix_x4(own.r[0], columns_on(static_cast<const T*>(tiles.dy) + part.of_lane, 2 * part.half + k));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 value = unpack2<T>(own.r[0][i]);
-            float(&sum)[4] = dx[2 * k + i / 2];
-            sum[i % 2 * 2] = fmaf(adding[i % 2], sum[i % 2 * 2], D * value.x);
-            sum[i % 2 * 2 + 1] = fmaf(adding[i % 2], sum[i % 2 * 2 + 1], D * value.y);
-        }
-    }
+    scale_and_add_rows<T>(dx, adding, D, tiles.dy, part);
     __syncthreads();  // what is of pairs is complete
-    const uint64_t slopes = block_descriptor(shared.slopes_transposed), weights = block_descriptor(shared.weights_transposed);
+    const uint64_t slopes = block_descriptor(shared.slopes), weights = block_descriptor(shared.weights_transposed);
     const uint64_t q_block = block_descriptor(shared.q + part.half * kTileBlock);
+    const uint64_t dy = block_descriptor(tiles.dy + part.half * 32);
     warpgroup_fence_operands(dk, dx);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        wgmma<T, 1>(dk, slopes + k * kColumns16, q_block + k * kRows16);
+        wgmma_transposed<T, 1>(dk, slopes + k * kRows16, q_block + k * kRows16);
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        wgmma<T, 1>(dx, weights + k * kColumns16, dy + part.half * 2 * kColumns16 + k * kRows16);
+        wgmma<T, 1>(dx, weights + k * kColumns16, dy + k * kRows16);
     }
     wgmma_commit_group();
     wgmma_wait_group<0>();
@@ -229,11 +308,9 @@ template <typename T, int kRank>
 __device__ __forceinline__ void find_dk_and_dx(float (&dk)[8][4], const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
     using Shared = Mamba3WarpgroupShared<T>;
     Shared& shared = walk.shared;
-    const MambaMamba3& p = walk.p();
     const Mamba3Part<T> part(walk.stand());
     float dx[4][4];
-    const float D = p.D != nullptr ? p.D[shared.places.group_head + item.slot] : 0.0f;
-    find_dk<T>(dk, dx, shared, item, part, D);
+    find_dk<T>(dk, dx, shared, item, part, walk.D_of(item));
     if (shared.places.dfinal_k != nullptr && item.tile == 0) {
         add_final<T>(dk, walk, item);
     }
@@ -305,6 +382,13 @@ __device__ __forceinline__ void find_chunk_gradients(const Mamba3Walk<T, kRank>&
             store_terms(of);
         } else {
             store_angle_totals(walk, of);
+            if (kRank == 1) {
+                const float* const own = shared.D[of.number % 2] + walk.stand().lane;
+                const float sum = add_over_warp(own[0] + own[32]);
+                if (walk.stand().lane == 0) {
+                    shared.places.D[of.tile * p.nheads + of.slot] = sum;
+                }
+            }
         }
     };
     const auto begin_bulk_copies = [&](const Mamba3Item& of) {
@@ -323,6 +407,9 @@ __device__ __forceinline__ void find_chunk_gradients(const Mamba3Walk<T, kRank>&
     walk.load_group();
     begin_bulk_copies(item);
     if (!of_k) {
+        if (kRank == 1) {
+            begin_dz_copies(walk, item);
+        }
         walk.begin_row_copies(item);
     }
     cp_async_wait_group<0>();
@@ -348,15 +435,27 @@ __device__ __forceinline__ void find_chunk_gradients(const Mamba3Walk<T, kRank>&
                     walk.begin_row_copies(next);
                 }
             };
-            find_dq<T>(d, shared, item, Mamba3Part<T>(walk.stand()), kRank, begin_row_copies, [&]() {
+            const auto begin_dz = [&]() {
+                if (more) {
+                    begin_dz_copies(walk, next);
+                }
+            };
+            Operand<T> dz[2];
+            find_dq(d, dz, walk, item, begin_row_copies, begin_dz, [&]() {
                 if (more) {
                     begin_bulk_copies(next);
                 }
                 if (item.number > 0) {
-                    store_sums(before);
+                    store_sums({item.number - 1, before.slot, before.tile});
                 }
             });
             __syncthreads();  // all tiles have been read but those of q and k
+            if constexpr (kRank == 1) {
+                const Mamba3Part<T> part(walk.stand());
+                T* const to = shared.items[item.number % 2].dy + part.of_lane;
+                stmatrix_x4(columns_on(to, 2 * part.half), dz[0].r[0]);
+                stmatrix_x4(columns_on(to, 2 * part.half + 1), dz[1].r[0]);
+            }
         } else {
             find_dk_and_dx(d, walk, item);
         }
@@ -373,6 +472,7 @@ __device__ __forceinline__ void find_chunk_gradients(const Mamba3Walk<T, kRank>&
         }
         store_bias(walk, item);
         store_dv(walk, item);
+        store_dz(walk, item);
         store_dturns(walk, item);
         if (!more) {
             break;

@@ -19,9 +19,9 @@ struct Mamba3ChunkPlaces {
     const float *speeds, *values, *q_bias, *k_bias;
     const uint32_t *turns, *part_turns;
     const T *states, *dstates, *v, *dy;
-    T* dv;
+    T *dv, *dz;  // SISO's dz: what y is to be multiplied with is there
     float4* terms;
-    float *dturns, *angle_totals, *bias, *mimo_v;
+    float *dturns, *angle_totals, *bias, *mimo_v, *D;
     const float *dfinal_k, *dfinal_v;  // NULL unless the chunk is its sequence's last one
     int steps, rows;                   // that exist
     int slot, group_head;              // group_head: the head
@@ -49,10 +49,11 @@ struct Mamba3WarpgroupShared {
     };
     T group_q[2 * kBlock], group_k[2 * kBlock];  // the group's rows
     T q[2 * kBlock], k[2 * kBlock];              // with the head's bias, turned
-    T slopes[kBlock];                            // W R by (t, s); with the next two in the end dx as float
-    T slopes_transposed[kBlock];                 // by (s, t)
-    T weights_transposed[kBlock];                // W G
-    uint32_t turned[kBlock];                     // cos and sin of steps as two float16, as the columns of q lie
+    T slopes[kBlock];                            // W R by (t, s); with what follows in the end dx as float
+    T weights_transposed[kBlock];                // W G by (s, t)
+    T behind_dx[kBlock / 4];
+    T dz[kBlock];             // SISO: what times y is dz
+    uint32_t turned[kBlock];  // cos and sin of steps as two float16, as the columns of q lie
     Item items[2];
     float values[2][kMamba3BackwardArrays * kRows];  // of the item's steps, as prepare.cuh has left them; see projection
     ChunkSteps<kRows> steps[2];
@@ -62,13 +63,14 @@ struct Mamba3WarpgroupShared {
         float head[kRows], tail[kRows], scaled_tail[kRows];
     } pairs;
     float turn_parts[kWarps / 2][64];  // of dturns, each eight rows' sums
+    float D[2][kRows];                 // SISO's dy . x
     uint64_t barriers[2];              // of bulk copies
     Mamba3ChunkPlaces<T> places;
 
     static_assert(kWarpRows * kWarps == kRows, "all rows");
     static_assert(sizeof(Item) % 1024 == 0, "tiles begin at multiples of 1024 bytes");
     static_assert(4 * 2 * 4 * kMamba3WarpgroupRank * kStates <= 2 * kBlock * static_cast<int>(sizeof(T)), "the sums fit");
-    static_assert(4 * kRows * kDxPitch <= 3 * kBlock * static_cast<int>(sizeof(T)), "dx fits");
+    static_assert(4 * kRows * kDxPitch <= 9 * kBlock / 4 * static_cast<int>(sizeof(T)), "dx fits");
 
     // Of angle 32 block + lane in a row: they lie in another order in each of eight rows, so that neither rows nor lanes share
     // a bank. From one of a row's first four angles on, the others' places differ by the bits of their distance.
@@ -139,6 +141,9 @@ struct Mamba3Walk {
     __device__ __forceinline__ int columns(const Mamba3Item& item) const {
         return static_cast<int>(q.forward.headdim) - item.row0();
     }
+    __device__ __forceinline__ float D_of(const Mamba3Item& item) const {
+        return q.forward.D != nullptr ? q.forward.D[shared.places.group_head + item.slot] : 0.0f;
+    }
     // The element of q, k or a bias that lies in a tile's column.
     __device__ __forceinline__ int element_of(int column) const {
         return kRanks ? column / 2 + column % 2 * (dstate() / 2) : column;
@@ -170,6 +175,8 @@ struct Mamba3Walk {
         to.bias_stride = launch.chunks.slots * p.nheads * p.rank * p.dstate;
         to.dv = static_cast<T*>(q.dv) + step * q.dv_step_stride + head * p.headdim;
         to.terms = launch.at<float4>(w.step_terms) + step * p.nheads + head;
+        to.dz = static_cast<T*>(q.dz) + step * q.dz_step_stride + head * p.headdim;
+        to.D = launch.at<float>(w.D) + slot * launch.plan.row_tiles * p.nheads + head;
         to.dturns_pitch = static_cast<int>(mamba3_dturns_pitch(p));
         to.dturns_stride = static_cast<int>(launch.chunks.steps) * to.dturns_pitch;
         to.dturns = launch.at<float>(w.dturns) + (slot * p.nheads + head) * to.dturns_stride;
@@ -216,8 +223,8 @@ struct Mamba3Walk {
         }
     }
 
-    // Starts to copy an item's rows of dy and x, or v and mimo_v, by the first two warpgroups. What has used their places must
-    // have been shown.
+    // Starts to copy an item's rows of dy and x, or v and mimo_v, by the first two warpgroups. What has used their
+    // places must have been shown.
     __device__ __forceinline__ void begin_row_copies(const Mamba3Item& item) const {
         const MambaMamba3& p = q.forward;
         const Places& from = shared.places;

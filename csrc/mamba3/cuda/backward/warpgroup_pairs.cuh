@@ -21,13 +21,10 @@ struct Mamba3Part {
         of_lane = Tile::at(row + lane % 16, lane / 16 * 8);
     }
 };
-// Which of two places an item has; the shuffle tells the compiler that a warp's lanes agree, for addresses in uniform
-// registers.
-__device__ __forceinline__ int place_of(const Mamba3Item& item) {
-    return __shfl_sync(0xffffffffu, item.number % 2, 0) & 1;
-}
+// In a uniform register from the start: what products add to it stays in these, and needs no move for each.
 __device__ __forceinline__ uint64_t block_descriptor(const void* tile) {
-    return tile_descriptor(tile, kBlock * 16);
+    const uint64_t own = tile_descriptor(tile, kBlock * 16);
+    return (own & ~uint64_t{0xffffffff}) | uniform(static_cast<uint32_t>(own));
 }
 
 // W R and W G of 16 columns s as tiles.
@@ -37,7 +34,6 @@ __device__ __forceinline__ void store_mixed(Mamba3WarpgroupShared<T>& shared, co
     const int row = 32 * part.half + 16 * k + part.lane / 16 * 8 + part.lane % 8;
     const int transposed = SwizzledTile<kWarpgroupSteps>::at(row, part.row + part.lane / 8 % 2 * 8);
     stmatrix_x4(columns_on(shared.slopes + part.of_lane, 2 * part.half + k), slope.r[0]);
-    stmatrix_x4_trans(shared.slopes_transposed + transposed, slope.r[0]);
     stmatrix_x4_trans(shared.weights_transposed + transposed, weight.r[0]);
 }
 
@@ -129,6 +125,13 @@ __device__ __forceinline__ void mix_rows(Mamba3WarpgroupShared<T>& shared, const
             mix_block<true, T>(shared, item, part, k, G, R, rank, columns, row_sum, own_sum, slope, weight);
         } else if (first == part.row) {
             mix_block<false, T>(shared, item, part, k, G, R, rank, columns, row_sum, own_sum, slope, weight);
+            if (rank == 1) {
+                const float2 both = diagonal(R[2 * k], R[2 * k + 1], lane);
+                if (lane % 4 == lane / 8) {
+                    shared.D[item.number % 2][part.t[0]] = both.x;
+                    shared.D[item.number % 2][part.t[1]] = both.y;
+                }
+            }
         }
         store_mixed<T>(shared, part, k, slope, weight);
     }

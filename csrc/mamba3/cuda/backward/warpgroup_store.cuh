@@ -108,6 +108,17 @@ __device__ __forceinline__ void store_dv(const Mamba3Walk<T, kRank>& walk, const
     }
 }
 
+// SISO's dz, from where dy was.
+template <typename T, int kRank>
+__device__ __forceinline__ void store_dz(const Mamba3Walk<T, kRank>& walk, const Mamba3Item& item) {
+    const int thread = walk.stand().thread, step = thread / 8, column = thread % 8 * 8;
+    if (kRank == 1 && step < walk.shared.places.steps && column < walk.columns(item)) {
+        const int at = item.slot * static_cast<int>(walk.p().headdim) + item.row0() + column;
+        *reinterpret_cast<uint4*>(walk.shared.places.dz + step * walk.q.dz_step_stride + at) = *reinterpret_cast<const uint4*>(
+            walk.shared.items[item.number % 2].dy + Mamba3Walk<T, kRank>::Tile::at(step, column));
+    }
+}
+
 // A warp's 16 rows and 64 columns of dq or dk, whose sums are complete. to: the group's first element of the first row.
 template <typename T, int kRank>
 __device__ __forceinline__ void store_whole(const Mamba3Walk<T, kRank>& walk, T* to, int64_t row_stride,
@@ -130,6 +141,9 @@ __device__ __forceinline__ void store_nothing(const Mamba3Walk<T, kRank>& walk, 
     using Shared = Mamba3WarpgroupShared<T>;
     const MambaMamba3& p = walk.p();
     const int thread = walk.stand().thread;
+    if (kRank == 1 && thread == 0) {
+        walk.shared.places.D[item.tile * p.nheads + item.slot] = 0.0f;
+    }
     for (int i = thread; i < kRank * walk.dstate(); i += kMamba3BackwardThreads) {
         bias_sums(walk, item, 0)[i] = bias_sums(walk, item, 1)[i] = 0.0f;
     }

@@ -3,7 +3,7 @@
 // all steps of the first rank, then of the next ones, and all products are transposed: y^T = H q^T + x^T M^T. So a lane has all
 // ranks of its steps and columns of headdim, and adds them up by itself; all pairs of ranks share the decays between steps; and
 // x and H are never in shared memory: they are v times a rank's weights, and the rounded state, in registers. Backward's first
-// walk is the same (kMamba3GateBack): instead of the output it finds the gradients of the scan's rows, of z, D and projections,
+// walk is the same: instead of the output it finds the gradients of the scan's rows, of z, D and projections,
 // and keeps the states.
 //
 //      warpgroup 0, multiplies (mimo_multiply.cuh)     warpgroup 1, rotates (rotate_steps.cuh)
@@ -104,7 +104,7 @@ __device__ __forceinline__ void make_mamba3_ranks(const MambaMamba3& p, const Ma
 
 #endif
 
-// kBack: the states before the chunks and back through the gate (kMamba3GateBack), instead of the output.
+// kBack: the states before the chunks and back through the gate, instead of the output.
 template <typename T, bool kBack>
 __global__ void __launch_bounds__(kMamba3RanksThreads, 2)
     mamba3_ranks_kernel(const MambaMamba3 p, const Mamba3WarpgroupLaunch launch) {

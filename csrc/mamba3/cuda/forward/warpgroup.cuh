@@ -17,7 +17,7 @@
 // takes. It is skipped where no state is read (a segment's end).
 #pragma once
 
-#include "mamba3/cuda/backward/gate_warpgroup.cuh"
+#include "mamba3/cuda/backward/gate.cuh"
 #include "mamba3/cuda/forward/state.cuh"
 #include "mamba3/cuda/forward/warpgroup_output.cuh"
 #include "ssd/cuda/chunk_tile.cuh"
@@ -188,7 +188,7 @@ __device__ __forceinline__ void begin_product_of_rows(float (&sum)[kGroups][4], 
 }
 
 // A walk that finds the rows of y; SISO. All of a block's chunks.
-template <typename T, int kStates, bool kBack>
+template <typename T, int kStates>
 __device__ __forceinline__ void multiply_mamba3_rows(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
                                                      const Mamba3Block& block, Mamba3WalkShared<T, kStates, 1, true>& shared) {
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0) & 3;
@@ -199,20 +199,11 @@ __device__ __forceinline__ void multiply_mamba3_rows(const MambaMamba3& p, const
         return Mamba3XTile::at(row + own % 16, own / 16 * 8);
     };
     Mamba3WalkState<kStates> state;
-    state.template load<true>(p, launch, block, !kBack, row, lane);
+    state.template load<true>(p, launch, block, true, row, lane);
     state.show(shared.state + own_rows());
     Mamba3Finisher<T> finisher(p, launch, block, shared.rows.z, warp, lane);
-    [[maybe_unused]] Mamba3GateBack<T> gate_back(p, launch, block, warp, lane);
-    [[maybe_unused]] T* kept =
-        static_cast<T*>(launch.backward.states) + (block.slot * block.tiles + block.tile) * (kMamba3StateRows * kStates);
     for (int i = 0; i < block.chunks; ++i) {
         __syncthreads();  // the chunk's tiles are there
-        if constexpr (kBack) {
-            if (threadIdx.x == 0) {
-                cp_async_bulk_store(kept, shared.state, kMamba3StateRows * kStates * static_cast<int>(sizeof(T)));
-            }
-            kept += block.tiles * (kMamba3StateRows * kStates);
-        }
         const Mamba3ChunkValues& now = shared.values[i % 2];
         const T* const x_tile = shared.x[i % 2];
         const uint64_t q_rows = tile_descriptor(shared.stage[i % 2].q, kBlock * 16);
@@ -223,9 +214,6 @@ __device__ __forceinline__ void multiply_mamba3_rows(const MambaMamba3& p, const
         float products[8][4];
         begin_product_of_states<T, kStates>(products, q_rows, k_rows);  // q_t . k_s
         finisher.begin_z_copies();
-        if constexpr (kBack) {
-            gate_back.begin_copies(launch.backward, finisher, lane);
-        }
         const Mamba3PairWeights weights(now, shared.rows.near[i % 2], warp, opaque(lane) & 31);
         wgmma_wait_group<0>();
         warpgroup_fence_operand(products);
@@ -246,34 +234,85 @@ __device__ __forceinline__ void multiply_mamba3_rows(const MambaMamba3& p, const
         cp_async_wait_group<0>();
         __syncwarp();
         const T* const own_x = x_tile + own_rows();
-        if constexpr (kBack) {
-            gate_back.finish(p, launch.backward, finisher, y, own_x, nullptr, lane);
+        if (p.norm_weight != nullptr) {
+            finish_normed_rows(p, finisher, y, own_x, shared.rows.norm_weight, lane);
+        } else if (finisher.has_z) {
+            finish_plain_rows<true>(finisher, y, own_x, lane);
         } else {
-            if (p.norm_weight != nullptr) {
-                finish_normed_rows(p, finisher, y, own_x, shared.rows.norm_weight, lane);
-            } else if (finisher.has_z) {
-                finish_plain_rows<true>(finisher, y, own_x, lane);
-            } else {
-                finish_plain_rows<false>(finisher, y, own_x, lane);
-            }
-            __syncwarp();
-            finisher.store_pieces(finisher.out, finisher.out_stride, finisher.left);
+            finish_plain_rows<false>(finisher, y, own_x, lane);
         }
+        __syncwarp();
+        finisher.store_pieces(finisher.out, finisher.out_stride, finisher.left);
         finisher.next_chunk();
         wgmma_wait_group<0>();
         warpgroup_fence_operands(state.h, weighted);
-        if (kBack && threadIdx.x == 0) {
-            cp_async_bulk_wait_group_read();
-        }
         warpgroup_barrier_sync();  // all have read the state before the chunk
         state.show(shared.state + own_rows());
     }
-    if constexpr (kBack) {
-        gate_back.store_sums(p, launch, block, reinterpret_cast<float*>(&shared), warp, lane);
-    } else if (p.final_ssm != nullptr && block.segment == launch.segments - 1) {
+    if (p.final_ssm != nullptr && block.segment == launch.segments - 1) {
         state.template store<true>(p.final_ssm + block.state_index(p), p, block, row, lane);
     }
 }
+
+// dy = dout silu(z) of a walk from the end, SISO, and in dz what is multiplied by y there later. The warpgroup that multiplies
+// finds it, as the other one is busier: a chunk's rows are on their way to registers while the one before is multiplied.
+template <typename T>
+struct Mamba3GatedRows {
+    static constexpr int kTogether = kMamba3Threads / 8, kPieces = kMamba3ChunkRows / kTogether;
+    const T *dout, *z;  // the thread's first piece in the chunk to load
+    T *dy, *dz;         // and in the one to store
+    int64_t dout_stride, z_stride, dy_stride, dz_stride;
+    int row, column;
+    int left;  // steps of the chunk from the thread's first one on, or more; negative if its columns do not exist
+    uint4 given[kPieces], gates[kPieces];
+
+    __device__ __forceinline__ Mamba3GatedRows(const MambaMamba3& p, const Mamba3WarpgroupLaunch& launch,
+                                               const Mamba3Block& block, int thread)
+        : dout_stride(launch.backward.dout_len_stride),
+          z_stride(p.z_len_stride),
+          dy_stride(launch.backward.dy_stride),
+          dz_stride(launch.backward.dz_step_stride),
+          row(thread / 8),
+          column(thread % 8 * 8) {
+        const Mamba3WarpgroupBackward& from = launch.backward;
+        const int64_t first = block.first_step(launch.chunks) + row, at = block.row0 + column;
+        dout = static_cast<const T*>(from.dout) + block.range.row * from.dout_batch_stride + first * dout_stride +
+               block.head * from.dout_head_stride + at;
+        z = static_cast<const T*>(p.z) + block.range.row * p.z_batch_stride + first * z_stride + block.head * p.z_head_stride +
+            at;
+        const int64_t step = block.range.row * p.seqlen + first;
+        dy = static_cast<T*>(from.dy) + step * dy_stride + block.launch_head * p.headdim + at;
+        dz = static_cast<T*>(from.dz) + step * dz_stride + block.head * p.headdim + at;
+        left = column < block.columns ? static_cast<int>(block.range.begin + block.range.seqlen - first) : INT32_MIN / 2;
+    }
+    // Begins to load a chunk's, which the next one is before.
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            given[i] = gates[i] = make_uint4(0u, 0u, 0u, 0u);
+            if (i * kTogether < left) {
+                given[i] = *reinterpret_cast<const uint4*>(dout + i * kTogether * dout_stride);
+                gates[i] = *reinterpret_cast<const uint4*>(z + i * kTogether * z_stride);
+            }
+        }
+        dout -= kMamba3ChunkRows * dout_stride;
+        z -= kMamba3ChunkRows * z_stride;
+        left += kMamba3ChunkRows;
+    }
+    __device__ __forceinline__ void finish(T* tile) {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            gate_piece_backward<T>(given[i], gates[i]);
+            *reinterpret_cast<uint4*>(tile + Mamba3XTile::at(row, column) + i * kTogether * 64) = given[i];
+            if (i * kTogether < left - kMamba3ChunkRows) {  // begin() has gone on
+                *reinterpret_cast<uint4*>(dy + i * kTogether * dy_stride) = given[i];
+                *reinterpret_cast<uint4*>(dz + i * kTogether * dz_stride) = gates[i];
+            }
+        }
+        dy -= kMamba3ChunkRows * dy_stride;
+        dz -= kMamba3ChunkRows * dz_stride;
+    }
+};
 
 // A walk of the state alone (kMamba3States). All of a block's chunks.
 template <typename T, int kStates, int kRanks>
@@ -283,7 +322,7 @@ __device__ __forceinline__ void multiply_mamba3_states(const MambaMamba3& p, con
     constexpr bool kPairwise = kRanks == 1;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0) & 3;
     const int row = 16 * warp;
-    const bool from_end = launch.direction < 0;
+    const bool from_end = launch.direction < 0, keeps = launch.backward.states != nullptr;
     const auto own_rows = [&] {
         const int own = opaque(lane) & 31;
         return Mamba3XTile::at(row + own % 16, own / 16 * 8);
@@ -291,16 +330,29 @@ __device__ __forceinline__ void multiply_mamba3_states(const MambaMamba3& p, con
     Mamba3WalkState<kStates> state;
     state.template load<kPairwise>(p, launch, block, false, row, lane);
     T* kept = static_cast<T*>(launch.backward.states) + (block.slot * block.tiles + block.tile) * (kMamba3StateRows * kStates);
-    if (from_end) {
+    if (keeps) {
         state.show(shared.state + own_rows());
     }
+    Mamba3GatedRows<T> dy(p, launch, block, static_cast<int>(threadIdx.x));
+    const auto make_dy = [&](int i) {  // of a chunk, and begins to load the next one's
+        if (kRanks == 1 && from_end && i < block.chunks) {
+            dy.finish(shared.x[i % 2]);
+            if (i + 1 < block.chunks) {
+                dy.begin();
+            }
+        }
+    };
+    if (kRanks == 1 && from_end && block.chunks > 0) {
+        dy.begin();
+    }
+    make_dy(0);
     float carried = 1.0f;
     for (int i = 0; i < block.chunks; ++i) {
         __syncthreads();  // the chunk's tiles are there
-        if (from_end && threadIdx.x == 0) {
+        if (keeps && threadIdx.x == 0) {
             cp_async_bulk_store(kept, shared.state, kMamba3StateRows * kStates * static_cast<int>(sizeof(T)));
         }
-        kept -= block.tiles * (kMamba3StateRows * kStates);
+        kept += launch.direction * block.tiles * (kMamba3StateRows * kStates);
         const Mamba3ChunkValues& now = shared.values[i % 2];
         const float carry = now.of[kMamba3Entering][kMamba3ChunkRows - 1];
         carried *= carry;
@@ -308,9 +360,10 @@ __device__ __forceinline__ void multiply_mamba3_states(const MambaMamba3& p, con
         weigh_x(weighted, shared.x[i % 2], now.of[kMamba3Adding], row, lane);
         scale_rows(state.h, carry, carry);
         begin_product_of_rows(state.h, weighted, tile_descriptor(shared.stage[i % 2].k, kBlock * 16));
+        make_dy(i + 1);
         wgmma_wait_group<0>();
         warpgroup_fence_operands(state.h, weighted);
-        if (from_end) {
+        if (keeps) {
             if (threadIdx.x == 0) {
                 cp_async_bulk_wait_group_read();
             }
@@ -318,7 +371,7 @@ __device__ __forceinline__ void multiply_mamba3_states(const MambaMamba3& p, con
             state.show(shared.state + own_rows());
         }
     }
-    if (from_end) {
+    if (keeps) {
         if (launch.backward.dinitial != nullptr) {
             state.template store<kPairwise>(launch.backward.dinitial + block.state_index(p), p, block, row, lane);
         }
@@ -374,7 +427,9 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     const Mamba3Block block(p, launch);
     prepare_walk(p, block, shared);
     fence_proxy_async();
-    griddepcontrol_wait();
+    if (!launch.beside_last) {
+        griddepcontrol_wait();
+    }
     griddepcontrol_launch_dependents();
     __syncthreads();
     if (thread < kMamba3Threads) {
@@ -382,12 +437,13 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
         if constexpr (kPass == kMamba3States) {
             multiply_mamba3_states<T, kStates, kRanks>(p, launch, block, shared);
         } else {
-            multiply_mamba3_rows<T, kStates, kPass == kMamba3GateBack>(p, launch, block, shared);
+            multiply_mamba3_rows<T, kStates>(p, launch, block, shared);
         }
     } else {
         setmaxnreg_dec<kMamba3RotateRegisters<kRanks>>();
         make_mamba3_tiles(p, launch, block, shared, thread - kMamba3Threads);
     }
+    griddepcontrol_wait();  // beside the last one: the next kernel waits for both
 #else
     (void)p;
     (void)launch;

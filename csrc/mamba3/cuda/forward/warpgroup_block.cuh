@@ -10,20 +10,18 @@ namespace mamba {
 
 // What a walk along the chunks is for.
 enum Mamba3Pass {
-    kMamba3States,    // a state alone: a segment's at its end, from zero, and its decay; or from the end, for backward, the
-                      // gradient of the state behind each chunk
-    kMamba3Output,    // out and the final state
-    kMamba3GateBack,  // for backward the state before each chunk, and from the gradient of out those of the scan's rows, of z,
-                      // D
+    kMamba3States,  // a state alone: a segment's at its end, from zero, and its decay; or for backward the state before each
+                    // chunk, or from the end its gradient behind each chunk
+    kMamba3Output,  // out and the final state
 };
 
 // For backward's passes. Elements of T, but for the final states and the sums.
 struct Mamba3WarpgroupBackward {
-    void* states;      // (slots, heads of the launch, row tiles), each a tile of 64 x kStates as the tensor cores read it
-    void* dy;          // (B, L, R, heads of the launch, P)
-    const void* dout;  // of kMamba3GateBack
-    void* dz;          // (B, L, H, P)
-    float* dD;         // (sequences, row tiles, H)
+    void* states;  // (slots, heads of the launch, row tiles), each a tile of 64 x kStates as the tensor cores read it
+    void* dy;      // (B, L, R, heads of the launch, P)
+    const void* dout;
+    void* dz;                    // (B, L, H, P)
+    float* dD;                   // (sequences, row tiles, H)
     float *dmimo_z, *dmimo_out;  // (sequences, H, R, P)
     const float* dfinal;         // of a walk from the end: (U, H, P, N), or NULL
     float* dinitial;
@@ -41,6 +39,7 @@ struct Mamba3WarpgroupLaunch : Mamba3WalkLaunch {
     int32_t turns_part;                   // bytes to the next part of a chunk
     int64_t values_step, turns_step;      // elements to the next chunk
     int64_t part_turns_step;
+    bool beside_last;  // needs nothing of the kernel before it in the stream, only what that one has waited for
 };
 
 // Of a walk over all heads and whole sequences; size: of an element.
@@ -63,7 +62,8 @@ inline Mamba3WarpgroupLaunch mamba3_warpgroup_launch(const MambaMamba3& p, const
     return launch;
 }
 
-// The same walk from the end: the gradient of the state behind each chunk is the sum of dy q^T. `p` becomes the walk's.
+// The same walk from the end: the gradient of the state behind each chunk is the sum of dy q^T. `p` becomes the walk's; of one
+// rank it finds dy by itself.
 inline void mamba3_walk_from_end(MambaMamba3& p, Mamba3WarpgroupLaunch& launch) {
     launch.direction = -1;
     p.k = p.q;

@@ -194,7 +194,9 @@ __device__ __forceinline__ void rotate_mamba3_chunks(const MambaMamba3& p, const
     for (int i = 0; i < block.chunks; ++i) {
         T* const x_tile = shared.x[i % 2];
         rotator.turn_chunk(reinterpret_cast<T*>(&shared.stage[i % 2]), i + 1 < block.chunks, [&] {
-            x.begin(x_tile, p, launch);
+            if (kRanks == 4 || launch.direction > 0) {  // else the other warpgroup makes them
+                x.begin(x_tile, p, launch);
+            }
             values.begin(shared.values[i % 2]);
         });
         values.from += launch.direction * launch.values_step;

@@ -106,6 +106,9 @@ void wgmma_transposed(float (&c)[kGroups][4], uint64_t a, uint64_t b) {
     emulator::wgmma({&c[0][0], 8 * kGroups, nullptr, a, b, kRowsOfK == 1, element_of<T>, true});
 }
 inline void wgmma_fence() {}
+inline uint32_t uniform(uint32_t value) {
+    return value;
+}
 inline void wgmma_commit_group() {
     emulator::wgmma_commit_group();
 }
