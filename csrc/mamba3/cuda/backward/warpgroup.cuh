@@ -446,7 +446,7 @@ __device__ __forceinline__ void find_chunk_gradients(const Mamba3Walk<T, kRank>&
                     begin_bulk_copies(next);
                 }
                 if (item.number > 0) {
-                    store_sums({item.number - 1, before.slot, before.tile});
+                    store_sums({item.number - 1, before.slot, before.tile});  // or before.number takes a register
                 }
             });
             __syncthreads();  // all tiles have been read but those of q and k

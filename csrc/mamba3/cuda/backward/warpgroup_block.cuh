@@ -223,8 +223,8 @@ struct Mamba3Walk {
         }
     }
 
-    // Starts to copy an item's rows of dy and x, or v and mimo_v, by the first two warpgroups. What has used their
-    // places must have been shown.
+    // Starts to copy an item's rows of dy and x, or v and mimo_v, by the first two warpgroups. What has used their places must
+    // have been shown.
     __device__ __forceinline__ void begin_row_copies(const Mamba3Item& item) const {
         const MambaMamba3& p = q.forward;
         const Places& from = shared.places;

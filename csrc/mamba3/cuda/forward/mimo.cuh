@@ -3,8 +3,8 @@
 // all steps of the first rank, then of the next ones, and all products are transposed: y^T = H q^T + x^T M^T. So a lane has all
 // ranks of its steps and columns of headdim, and adds them up by itself; all pairs of ranks share the decays between steps; and
 // x and H are never in shared memory: they are v times a rank's weights, and the rounded state, in registers. Backward's first
-// walk is the same: instead of the output it finds the gradients of the scan's rows, of z, D and projections,
-// and keeps the states.
+// walk is the same: instead of the output it finds the gradients of the scan's rows, of z, D and projections, and keeps the
+// states.
 //
 //      warpgroup 0, multiplies (mimo_multiply.cuh)     warpgroup 1, rotates (rotate_steps.cuh)
 //      -------------------------------------------     -------------------------------------------------

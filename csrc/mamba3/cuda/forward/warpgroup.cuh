@@ -12,7 +12,7 @@
 //      chunk 1 ...                                   chunk 2 -> stage[0] ...
 //
 // A: all 256 threads, once before the first chunk and once a chunk: both warpgroups pass it 1 + chunks times, warpgroup 0 at a
-// chunk's start, warpgroup 1 at its end.
+// chunk's start, warpgroup 1 at its end. Of a walk from the end of one rank warpgroup 0 makes x, which is dy.
 // B: named barrier of warpgroup 0 alone, once a chunk: its warps have read the state before the chunk, whose place the next one
 // takes. It is skipped where no state is read (a segment's end).
 #pragma once
@@ -427,7 +427,9 @@ __global__ void __launch_bounds__(kMamba3WarpgroupThreads, 2)
     const Mamba3Block block(p, launch);
     prepare_walk(p, block, shared);
     fence_proxy_async();
-    if (!launch.beside_last) {
+    if (launch.beside_last) {
+        __threadfence();  // what was written before the kernel ahead
+    } else {
         griddepcontrol_wait();
     }
     griddepcontrol_launch_dependents();

@@ -21,7 +21,7 @@ struct Mamba3WarpgroupBackward {
     void* dy;      // (B, L, R, heads of the launch, P)
     const void* dout;
     void* dz;                    // (B, L, H, P)
-    float* dD;                   // (sequences, row tiles, H)
+    float* dD;                   // of four ranks: (sequences, row tiles, H), as the next two
     float *dmimo_z, *dmimo_out;  // (sequences, H, R, P)
     const float* dfinal;         // of a walk from the end: (U, H, P, N), or NULL
     float* dinitial;
@@ -39,7 +39,9 @@ struct Mamba3WarpgroupLaunch : Mamba3WalkLaunch {
     int32_t turns_part;                   // bytes to the next part of a chunk
     int64_t values_step, turns_step;      // elements to the next chunk
     int64_t part_turns_step;
-    bool beside_last;  // needs nothing of the kernel before it in the stream, only what that one has waited for
+    // Runs beside the kernel ahead in the stream, which launches dependents behind its own wait, and neither reads nor writes
+    // what this one writes.
+    bool beside_last;
 };
 
 // Of a walk over all heads and whole sequences; size: of an element.

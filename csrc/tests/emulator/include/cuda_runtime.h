@@ -68,6 +68,7 @@ extern dim3 blockDim, gridDim;
 inline void __syncthreads() {
     emulator::meet_block();
 }
+inline void __threadfence() {}
 inline void __syncwarp() {
     emulator::meet_warp("__syncwarp");
 }
