@@ -84,7 +84,7 @@ __device__ __forceinline__ void load_swizzled(T* tile, const T* at, int64_t row_
     }
 }
 
-// to = weight * from for the pieces of a tile that load_swizzled has the thread copy.
+// to = weight * from for the pieces of a tile that load_swizzled and ForwardCopies have the thread copy.
 template <typename T, int kThreads>
 __device__ __forceinline__ void weight_swizzled(T* to, const T* from, const float* weight, int thread) {
     constexpr int kTogether = kThreads / 8;  // rows
